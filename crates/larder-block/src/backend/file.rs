@@ -1,0 +1,881 @@
+//! A raw image file or a block device of the host.
+//!
+//! Direct I/O where the file system has it, with the alignment that the kernel reports, through io_uring. Otherwise
+//! (tmpfs, odd sizes, or because the user wants the page cache) buffered: what the page cache can answer without
+//! waiting is answered in the call, the rest goes through io_uring. Holes are made by punching.
+//!
+//! How it fails: an error of the host's is reported to the request that met it, with its number. After a failed flush
+//! of buffered data the kernel may have dropped what it could not write, so every later flush fails too, as in QEMU.
+
+use std::cell::Cell;
+use std::fs::File;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use io_uring::opcode;
+use io_uring::types::{Fd, FsyncFlags};
+
+use super::image_lock::{self, LockError, Sharing};
+use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
+use crate::device::{
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
+    check_request,
+};
+use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::event_loop::{Loop, Ring, RingIo};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// The smallest sector that guests know, in bytes.
+const SECTOR: u64 = 512;
+
+/// How often the size of the file is looked at.
+const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(2);
+
+/// How long a lock left by a dying predecessor is waited for.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+
+/// A buffered write that takes longer than this in the call has met a busy journal or the dirty limit...
+const SLOW_CALL: Duration = Duration::from_micros(200);
+
+/// ...and this many writes after it go through io_uring's workers, so that the disk's thread stays free.
+const WRITES_OFFLOADED: u32 = 64;
+
+/// Zeros for devices that cannot write zeroes by themselves.
+const ZERO_CHUNK: usize = 1 << 20;
+
+/// Whether to go through the host's page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Caching {
+    /// Direct I/O where the file system has it, buffered elsewhere.
+    #[default]
+    Auto,
+    /// Direct I/O, or refuse.
+    Direct,
+    /// Through the page cache.
+    Buffered,
+}
+
+/// How to open a file.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FileOptions {
+    /// Refuse changes.
+    pub read_only: bool,
+    /// Let other processes use the file too; the user answers for what that does.
+    pub share: bool,
+    /// Page cache or not.
+    pub caching: Caching,
+}
+
+/// Why a file cannot be opened as a disk.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum OpenError {
+    #[error("cannot open {}: {source}{}", path.display(), hint(source))]
+    Open { path: PathBuf, source: io::Error },
+    #[error("{} is a {kind}; a disk image is a regular file or a block device", path.display())]
+    WrongKind { path: PathBuf, kind: &'static str },
+    #[error("{}: {source}", path.display())]
+    Locked { path: PathBuf, source: LockError },
+    #[error("{} is empty; make it as large as the disk first (truncate -s 10G {})", path.display(), path.display())]
+    Empty { path: PathBuf },
+    #[error("{}: direct I/O was asked for, but {why}", path.display())]
+    NoDirect { path: PathBuf, why: String },
+    #[error("{}: {what}: {source}", path.display())]
+    Os {
+        path: PathBuf,
+        what: &'static str,
+        source: io::Error,
+    },
+}
+
+fn hint(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotFound => "; check the path, or create the image first",
+        io::ErrorKind::PermissionDenied => {
+            "; the user that runs larder needs read and write permission (read is enough with --read-only)"
+        }
+        io::ErrorKind::ReadOnlyFilesystem => "; serve it with --read-only",
+        _ => "",
+    }
+}
+
+/// A file or block device as a disk.
+pub struct FileDevice {
+    name: Rc<str>,
+    file: File,
+    ring: Ring,
+    geometry: Cell<Geometry>,
+    direct: bool,
+    kind: Kind,
+    /// The page cache can be read in the call without waiting: RWF_NOWAIT, or memory anyway.
+    read_in_call: Cell<InCall>,
+    write_in_call: Cell<InCall>,
+    /// Buffered writes still to be sent through io_uring, since the last slow one.
+    writes_offloaded: Cell<u32>,
+    /// ZERO_RANGE and PUNCH_HOLE as far as the file system has them.
+    can_zero: Cell<bool>,
+    can_punch: Cell<bool>,
+    flush_failed: Cell<Option<i32>>,
+    changes: SizeChanges,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Regular,
+    /// On tmpfs: memory, so that a call never waits for a device.
+    Tmpfs,
+    Block,
+}
+
+/// Whether a transfer may be tried in the call itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum InCall {
+    No,
+    /// With RWF_NOWAIT: the kernel refuses what would wait.
+    NoWait,
+    /// Plainly: it is quick, or watched.
+    Plain,
+}
+
+impl FileDevice {
+    /// Opens `path` as a disk on `on`.
+    ///
+    /// # Errors
+    /// See [`OpenError`]. A lock held by a server that is just dying is waited for.
+    pub async fn open(on: &Loop, path: &Path, options: FileOptions) -> Result<Rc<Self>, OpenError> {
+        let os = |what| {
+            move |source: io::Error| OpenError::Os {
+                path: path.to_owned(),
+                what,
+                source,
+            }
+        };
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .write(!options.read_only)
+            // O_NONBLOCK: opening a FIFO by mistake must not wait for its other end.
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(path)
+            .map_err(|source| match source.kind() {
+                io::ErrorKind::IsADirectory => OpenError::WrongKind {
+                    path: path.to_owned(),
+                    kind: "directory",
+                },
+                _ => OpenError::Open {
+                    path: path.to_owned(),
+                    source,
+                },
+            })?;
+        let kind = kind_of(&file, path)?;
+        let flags = rustix::fs::fcntl_getfl(&file)
+            .map_err(io::Error::from)
+            .map_err(os("reading its flags"))?;
+        rustix::fs::fcntl_setfl(&file, flags & !rustix::fs::OFlags::NONBLOCK)
+            .map_err(io::Error::from)
+            .map_err(os("setting its flags"))?;
+        lock_patiently(on, &file, path, options).await?;
+
+        let size = size_of(&file).map_err(os("finding its size"))?;
+        if size == 0 {
+            return Err(OpenError::Empty {
+                path: path.to_owned(),
+            });
+        }
+        let direct = choose_direct(&file, kind, size, options.caching).map_err(|why| {
+            OpenError::NoDirect {
+                path: path.to_owned(),
+                why,
+            }
+        })?;
+        let block_size = direct.map_or(SECTOR as u32, |alignment| alignment.offset);
+        let in_call = match (kind, direct) {
+            (_, Some(_)) => InCall::No,
+            (Kind::Tmpfs, None) => InCall::Plain,
+            (_, None) => InCall::NoWait,
+        };
+        let geometry = Geometry {
+            size: visible_size(size, block_size, direct.is_some()),
+            block_size,
+            physical_block_size: physical_block_size(&file, kind).max(block_size),
+            discard_granularity: 4096.max(block_size),
+            memory_alignment: direct.map_or(1, |alignment| alignment.memory),
+            read_only: options.read_only,
+            fast_zeroes: true,
+        };
+        tracing::debug!(path = %path.display(), ?kind, ?direct, ?geometry, "opened");
+        let device = Rc::new(Self {
+            name: path.display().to_string().into(),
+            file,
+            ring: on.ring_or_panic(),
+            geometry: Cell::new(geometry),
+            direct: direct.is_some(),
+            kind,
+            read_in_call: Cell::new(in_call),
+            write_in_call: Cell::new(in_call),
+            writes_offloaded: Cell::new(0),
+            can_zero: Cell::new(kind != Kind::Tmpfs),
+            can_punch: Cell::new(true),
+            flush_failed: Cell::new(None),
+            changes: SizeChanges::default(),
+        });
+        on.spawn(watch_size(on.clone(), Rc::downgrade(&device)));
+        Ok(device)
+    }
+
+    /// Whether it is read and written past the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    fn descriptor(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    fn error(&self, operation: Operation, range: ByteRange, errno: i32) -> IoError {
+        IoError::new(&self.name, operation, range, Failure::from_errno(errno))
+    }
+
+    /// Looks at the file's size and announces a change.
+    pub fn check_size(&self) {
+        let Ok(size) = size_of(&self.file) else {
+            return;
+        };
+        let mut geometry = self.geometry.get();
+        let visible = visible_size(size, geometry.block_size, self.direct);
+        if visible != geometry.size {
+            tracing::info!(image = %self.name, from = %geometry.size, to = %visible, "the size of the image has changed");
+            geometry.size = visible;
+            self.geometry.set(geometry);
+            self.changes.announce();
+        }
+    }
+
+    /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros.
+    fn finish_short_read(&self, range: ByteRange, buffer: ReadBuf<'_>, moved: usize) -> IoResult {
+        let size = size_of(&self.file)
+            .map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
+        if range.start.get() + (moved as u64) < size {
+            return Err(self.error(Operation::Read, range, libc::EIO));
+        }
+        if range.end().get() > size.next_multiple_of(SECTOR) {
+            // The file has shrunk under us.
+            self.check_size();
+            return Err(IoError::new(
+                &self.name,
+                Operation::Read,
+                range,
+                Failure::OutOfRange,
+            ));
+        }
+        buffer.skip(moved).fill_zero();
+        Ok(())
+    }
+
+    /// Tries a transfer in the call itself; how many bytes that moved, or `None` if it must go through io_uring.
+    fn try_in_call(
+        &self,
+        how: &Cell<InCall>,
+        call: impl FnOnce(i32) -> isize,
+    ) -> Option<Result<usize, i32>> {
+        let flags = match how.get() {
+            InCall::No => return None,
+            InCall::NoWait => libc::RWF_NOWAIT,
+            InCall::Plain => 0,
+        };
+        let moved = call(flags);
+        if let Ok(moved) = usize::try_from(moved) {
+            return Some(Ok(moved));
+        }
+        match os_code(&io::Error::last_os_error()) {
+            libc::EAGAIN | libc::EINTR => None,
+            libc::EOPNOTSUPP => {
+                how.set(InCall::No);
+                None
+            }
+            errno => Some(Err(errno)),
+        }
+    }
+
+    fn read_in_call(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Option<Result<usize, i32>> {
+        let (file, offset) = (self.descriptor(), start.get() as i64);
+        self.try_in_call(&self.read_in_call, |flags| match buffer.as_single() {
+            // SAFETY: the piece is valid for writes by `ReadBuf`'s contract.
+            Some(piece) if flags == 0 => unsafe {
+                libc::pread(file, piece.base().cast(), piece.len(), offset)
+            },
+            _ => {
+                let pieces: smallvec::SmallVec<[_; 16]> =
+                    buffer.pieces().take(PIECES_IN_CALL).collect();
+                // SAFETY: as above, for each piece; `IoVec` is a `struct iovec`.
+                unsafe {
+                    libc::preadv2(
+                        file,
+                        pieces.as_ptr().cast(),
+                        pieces.len() as i32,
+                        offset,
+                        flags,
+                    )
+                }
+            }
+        })
+    }
+
+    fn write_in_call(
+        &self,
+        start: ByteOffset,
+        buffer: WriteBuf<'_>,
+        flags: WriteFlags,
+    ) -> Option<Result<usize, i32>> {
+        if let offloaded @ 1.. = self.writes_offloaded.get() {
+            self.writes_offloaded.set(offloaded - 1);
+            return None;
+        }
+        if flags.fua && self.kind != Kind::Tmpfs {
+            return None;
+        }
+        let (file, offset) = (self.descriptor(), start.get() as i64);
+        let watched = self.kind != Kind::Tmpfs && self.write_in_call.get() == InCall::Plain;
+        let begin = watched.then(Instant::now);
+        let result = self.try_in_call(&self.write_in_call, |flags| {
+            let pieces: smallvec::SmallVec<[_; 16]> =
+                buffer.pieces().take(PIECES_IN_CALL).collect();
+            // SAFETY: the pieces are valid for reads by `WriteBuf`'s contract; `IoVec` is a `struct iovec`.
+            unsafe {
+                libc::pwritev2(
+                    file,
+                    pieces.as_ptr().cast(),
+                    pieces.len() as i32,
+                    offset,
+                    flags,
+                )
+            }
+        });
+        if self.write_in_call.get() == InCall::No && !self.direct {
+            // No RWF_NOWAIT for writes here (ext4): a plain call, as long as it proves quick.
+            self.write_in_call.set(InCall::Plain);
+        }
+        if begin.is_some_and(|begin| begin.elapsed() > SLOW_CALL) {
+            self.writes_offloaded.set(WRITES_OFFLOADED);
+        }
+        result
+    }
+
+    async fn flush_steps(&self, operation: Operation, range: ByteRange) -> IoResult {
+        if let Some(errno) = self.flush_failed.get() {
+            return Err(self.error(operation, range, errno));
+        }
+        let result = self
+            .ring
+            .start_plain(
+                opcode::Fsync::new(Fd(self.descriptor()))
+                    .flags(FsyncFlags::DATASYNC)
+                    .build(),
+            )
+            .await;
+        if result < 0 {
+            if !self.direct {
+                self.flush_failed.set(Some(-result));
+            }
+            return Err(self.error(operation, range, -result));
+        }
+        Ok(())
+    }
+
+    /// fallocate in a mode that the file system may lack; whether it has it.
+    async fn try_allocate(
+        &self,
+        mode: i32,
+        can: &Cell<bool>,
+        range: ByteRange,
+    ) -> Result<bool, i32> {
+        if !can.get() {
+            return Ok(false);
+        }
+        loop {
+            let entry = opcode::Fallocate::new(Fd(self.descriptor()), range.len.get())
+                .offset(range.start.get())
+                .mode(mode)
+                .build();
+            match -self.ring.start_plain(entry).await {
+                libc::EINTR => {}
+                libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::ENODEV => {
+                    can.set(false);
+                    return Ok(false);
+                }
+                errno if errno > 0 => return Err(errno),
+                _ => return Ok(true),
+            }
+        }
+    }
+
+    async fn discard_steps(&self, range: ByteRange) -> IoResult {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        match self.try_allocate(mode, &self.can_punch, range).await {
+            Ok(_) => Ok(()),
+            Err(errno) => Err(self.error(Operation::Discard, range, errno)),
+        }
+    }
+
+    async fn zero_steps(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
+        let failed = |errno| self.error(Operation::WriteZeroes, range, errno);
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let zero = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+        let done = (flags.unmap
+            && self
+                .try_allocate(punch, &self.can_punch, range)
+                .await
+                .map_err(failed)?)
+            || self
+                .try_allocate(zero, &self.can_zero, range)
+                .await
+                .map_err(failed)?;
+        if !done {
+            if flags.fast_only {
+                return Err(IoError::new(
+                    &self.name,
+                    Operation::WriteZeroes,
+                    range,
+                    Failure::Unsupported,
+                ));
+            }
+            self.write_zero_buffers(range).await?;
+        }
+        if flags.fua {
+            self.flush_steps(Operation::WriteZeroes, range).await?;
+        }
+        Ok(())
+    }
+
+    async fn write_zero_buffers(&self, range: ByteRange) -> IoResult {
+        let zeros = AlignedBuf::zeroed(ZERO_CHUNK.min(range.len.as_usize()));
+        let mut at = range.start;
+        while at < range.end() {
+            let chunk = (range.end() - at).min(ByteLen::of_buffer(zeros.len()));
+            self.write(
+                at,
+                WriteBuf::new(&zeros[..chunk.as_usize()]),
+                WriteFlags::NONE,
+            )
+            .await?;
+            at += chunk;
+        }
+        Ok(())
+    }
+
+    fn extents_now(&self, range: ByteRange, limit: usize) -> Result<Vec<Extent>, IoError> {
+        check_request(&self.name, &self.geometry.get(), Operation::Extents, range)?;
+        let mut found = Vec::new();
+        let mut at = range.start;
+        // The tail of the last sector is not in the file, and reads as zeros.
+        let file_end = size_of(&self.file)
+            .map_err(|error| self.error(Operation::Extents, range, os_code(&error)))?;
+        while at < range.end() && found.len() < limit.max(1) {
+            let data = self
+                .seek(libc::SEEK_DATA, at)
+                .map_err(|errno| self.error(Operation::Extents, range, errno))?;
+            let (kind, next) = match data {
+                Some(data) if data == at => {
+                    let hole = self
+                        .seek(libc::SEEK_HOLE, at)
+                        .map_err(|errno| self.error(Operation::Extents, range, errno))?;
+                    (ExtentKind::Data, hole.unwrap_or(range.end()))
+                }
+                Some(data) => (ExtentKind::Hole, data),
+                None => (ExtentKind::Hole, range.end()),
+            };
+            let next = match next {
+                next if next.get() >= file_end => range.end(),
+                next => next.min(range.end()),
+            };
+            // Borders inside a block belong to the data.
+            let unit = u64::from(self.geometry.get().block_size);
+            let next = match kind {
+                ExtentKind::Data => next.align_up(unit).min(range.end()),
+                _ => next.align_down(unit),
+            };
+            if next <= at {
+                // A hole smaller than a block: data.
+                let next = (at + ByteLen::new(unit)).min(range.end());
+                push_extent(&mut found, ByteRange::between(at, next), ExtentKind::Data);
+                at = next;
+                continue;
+            }
+            push_extent(&mut found, ByteRange::between(at, next), kind);
+            at = next;
+        }
+        Ok(found)
+    }
+
+    /// lseek for data or a hole; `None` past the last one.
+    fn seek(&self, whence: i32, from: ByteOffset) -> Result<Option<ByteOffset>, i32> {
+        // SAFETY: plain system call on an open descriptor; nobody uses the file's own position.
+        let found = unsafe { libc::lseek(self.descriptor(), from.get() as i64, whence) };
+        if let Ok(found) = u64::try_from(found) {
+            return Ok(Some(ByteOffset::new(found).max(from)));
+        }
+        match os_code(&io::Error::last_os_error()) {
+            libc::ENXIO => Ok(None),
+            // The file system cannot tell: all data.
+            libc::EINVAL | libc::EOPNOTSUPP if whence == libc::SEEK_DATA => Ok(Some(from)),
+            libc::EINVAL | libc::EOPNOTSUPP => Ok(None),
+            errno => Err(errno),
+        }
+    }
+}
+
+/// The most pieces that a transfer in the call moves; what is left goes through io_uring.
+const PIECES_IN_CALL: usize = 256;
+
+/// Appends, merging with the last extent if it is of the same kind.
+fn push_extent(found: &mut Vec<Extent>, range: ByteRange, kind: ExtentKind) {
+    match found.last_mut() {
+        Some(last) if last.kind == kind => last.range.len += range.len,
+        _ => found.push(Extent { range, kind }),
+    }
+}
+
+impl BlockDevice for FileDevice {
+    fn name(&self) -> &Rc<str> {
+        &self.name
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.geometry.get()
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        let range = start.range(buffer.byte_len());
+        if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Read, range)
+        {
+            return Io::ready(Err(error));
+        }
+        let moved = match self.read_in_call(start, buffer) {
+            Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
+            Some(Ok(moved)) => moved,
+            Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Read, range, errno))),
+            None => 0,
+        };
+        let rest = buffer.skip(moved);
+        let at = start + ByteLen::of_buffer(moved);
+        let transfer = RingIo::read(&self.ring, self.descriptor(), at.get(), rest);
+        Io::file(FileIo {
+            device: self,
+            transfer,
+            range: ByteRange::between(at, range.end()),
+            direction: Direction::Read(rest),
+        })
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        let range = start.range(buffer.byte_len());
+        if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Write, range)
+        {
+            return Io::ready(Err(error));
+        }
+        let moved = match self.write_in_call(start, buffer, flags) {
+            Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
+            Some(Ok(moved)) => moved,
+            Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Write, range, errno))),
+            None => 0,
+        };
+        let at = start + ByteLen::of_buffer(moved);
+        let transfer = RingIo::write(
+            &self.ring,
+            self.descriptor(),
+            at.get(),
+            buffer.skip(moved),
+            flags.fua,
+        );
+        Io::file(FileIo {
+            device: self,
+            transfer,
+            range: ByteRange::between(at, range.end()),
+            direction: Direction::Write,
+        })
+    }
+
+    fn flush(&self) -> Io<'_> {
+        if self.kind == Kind::Tmpfs {
+            // Nothing there outlives the host.
+            return Io::ready(Ok(()));
+        }
+        Io::task(self.flush_steps(Operation::Flush, ByteRange::default()))
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        match check_request(&self.name, &self.geometry.get(), Operation::Discard, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) if range.is_empty() => Io::ready(Ok(())),
+            Ok(()) => Io::task(self.discard_steps(range)),
+        }
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        match check_request(
+            &self.name,
+            &self.geometry.get(),
+            Operation::WriteZeroes,
+            range,
+        ) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) if range.is_empty() => Io::ready(Ok(())),
+            Ok(()) => Io::task(self.zero_steps(range, flags)),
+        }
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        Box::pin(std::future::ready(self.extents_now(range, limit)))
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        &self.changes
+    }
+}
+
+/// A transfer of a file through io_uring.
+pub(crate) struct FileIo<'a> {
+    device: &'a FileDevice,
+    transfer: RingIo<'a>,
+    range: ByteRange,
+    direction: Direction<'a>,
+}
+
+enum Direction<'a> {
+    Read(ReadBuf<'a>),
+    Write,
+}
+
+impl Future for FileIo<'_> {
+    type Output = IoResult;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
+        let result = std::task::ready!(Pin::new(&mut self.transfer).poll(context));
+        let (device, range) = (self.device, self.range);
+        Poll::Ready(match (result, &self.direction) {
+            (Ok(moved), _) if moved as u64 == range.len.get() => Ok(()),
+            (Ok(moved), Direction::Read(buffer)) => device.finish_short_read(range, *buffer, moved),
+            (Ok(_), Direction::Write) => Err(device.error(Operation::Write, range, libc::EIO)),
+            (Err(errno), Direction::Read(_)) => Err(device.error(Operation::Read, range, errno)),
+            (Err(errno), Direction::Write) => Err(device.error(Operation::Write, range, errno)),
+        })
+    }
+}
+
+fn os_code(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
+    let os = |what| {
+        move |source: io::Error| OpenError::Os {
+            path: path.to_owned(),
+            what,
+            source,
+        }
+    };
+    let wrong = |kind| OpenError::WrongKind {
+        path: path.to_owned(),
+        kind,
+    };
+    let file_type = file.metadata().map_err(os("reading its type"))?.file_type();
+    match file_type {
+        found if found.is_dir() => Err(wrong("directory")),
+        found if found.is_fifo() => Err(wrong("FIFO")),
+        found if found.is_char_device() => Err(wrong("character device")),
+        found if found.is_block_device() => Ok(Kind::Block),
+        found if found.is_file() => {
+            let file_system = rustix::fs::fstatfs(file)
+                .map_err(io::Error::from)
+                .map_err(os("reading its file system's type"))?;
+            if file_system.f_type as i64 == libc::TMPFS_MAGIC {
+                Ok(Kind::Tmpfs)
+            } else {
+                Ok(Kind::Regular)
+            }
+        }
+        _ => Err(wrong("socket")),
+    }
+}
+
+async fn lock_patiently(
+    on: &Loop,
+    file: &File,
+    path: &Path,
+    options: FileOptions,
+) -> Result<(), OpenError> {
+    let sharing = match (options.share, options.read_only) {
+        (true, read_only) => Sharing::Shared {
+            writable: !read_only,
+        },
+        (false, true) => Sharing::ReadOnly,
+        (false, false) => Sharing::Exclusive,
+    };
+    let give_up = on.now().after(LOCK_PATIENCE);
+    loop {
+        match image_lock::lock(file.as_fd(), sharing) {
+            Ok(()) => return Ok(()),
+            Err(LockError::Os(error)) if is_unsupported(&error) => {
+                tracing::warn!(path = %path.display(), "the file system cannot lock: nothing keeps others off this image");
+                return Ok(());
+            }
+            Err(LockError::InUse { .. }) if on.now() < give_up => {
+                on.sleep(Duration::from_millis(20)).await
+            }
+            Err(source) => {
+                return Err(OpenError::Locked {
+                    path: path.to_owned(),
+                    source,
+                });
+            }
+        }
+    }
+}
+
+fn is_unsupported(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS)
+    )
+}
+
+/// The size in bytes of a file or block device.
+fn size_of(file: &File) -> io::Result<u64> {
+    // Works for both, and for a block device whose size has changed since it was opened.
+    Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
+}
+
+/// Whole sectors: like QEMU, a file's last sector is filled up with zeros. Direct I/O reaches whole blocks only.
+fn visible_size(size: u64, block_size: u32, direct: bool) -> ByteLen {
+    if direct {
+        ByteLen::new(size - size % u64::from(block_size))
+    } else {
+        ByteLen::new(size.next_multiple_of(SECTOR))
+    }
+}
+
+/// What direct I/O demands, in bytes.
+#[derive(Clone, Copy, Debug)]
+struct Alignment {
+    memory: u32,
+    offset: u32,
+}
+
+/// Direct I/O with this alignment, or `None` for buffered.
+fn choose_direct(
+    file: &File,
+    kind: Kind,
+    size: u64,
+    caching: Caching,
+) -> Result<Option<Alignment>, String> {
+    if caching == Caching::Buffered {
+        return Ok(None);
+    }
+    let choice = probe_direct(file, kind).and_then(|alignment| {
+        if size.is_multiple_of(u64::from(alignment.offset)) {
+            Ok(alignment)
+        } else {
+            Err(format!(
+                "the size ({size} bytes) is no multiple of {} bytes",
+                alignment.offset
+            ))
+        }
+    });
+    match choice {
+        Ok(alignment) => {
+            let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
+            rustix::fs::fcntl_setfl(file, flags | rustix::fs::OFlags::DIRECT)
+                .map_err(|error| error.to_string())?;
+            Ok(Some(alignment))
+        }
+        Err(why) if caching == Caching::Direct => Err(why),
+        Err(why) => {
+            tracing::debug!(why, "buffered I/O");
+            Ok(None)
+        }
+    }
+}
+
+fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {
+    if kind == Kind::Tmpfs {
+        return Err("the image is on tmpfs, which is all page cache".to_owned());
+    }
+    if let Some(alignment) = reported_alignment(file) {
+        return alignment
+            .ok_or_else(|| "the file system has no direct I/O for this file".to_owned());
+    }
+    // Kernels before 6.1 do not say: try.
+    let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
+    let direct = flags | rustix::fs::OFlags::DIRECT;
+    rustix::fs::fcntl_setfl(file, direct)
+        .map_err(|_| "the file system has no direct I/O".to_owned())?;
+    let mut buffer = AlignedBuf::zeroed(AlignedBuf::ALIGNMENT);
+    let found = [512, 4096].into_iter().find(|unit| {
+        rustix::io::pread(file, &mut buffer[..*unit], 0).is_ok_and(|count| count == *unit)
+    });
+    rustix::fs::fcntl_setfl(file, flags).map_err(|error| error.to_string())?;
+    let unit =
+        found.ok_or_else(|| "neither 512 nor 4096 byte direct reads work".to_owned())? as u32;
+    Ok(Alignment {
+        memory: unit,
+        offset: unit,
+    })
+}
+
+/// statx's STATX_DIOALIGN: `None` if the kernel does not know it, `Some(None)` if there is no direct I/O.
+fn reported_alignment(file: &File) -> Option<Option<Alignment>> {
+    const STATX_DIOALIGN: u32 = 0x2000;
+    // SAFETY: `struct statx` is plain integers.
+    let mut found: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: an empty path with AT_EMPTY_PATH means the descriptor itself; `found` is a valid place for the answer.
+    let result = unsafe {
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            STATX_DIOALIGN,
+            &raw mut found,
+        )
+    };
+    if result != 0 || found.stx_mask & STATX_DIOALIGN == 0 {
+        return None;
+    }
+    let (memory, offset) = (found.stx_dio_mem_align, found.stx_dio_offset_align);
+    let usable =
+        memory.is_power_of_two() && offset.is_power_of_two() && memory <= 4096 && offset <= 65536;
+    Some(usable.then_some(Alignment {
+        memory,
+        offset: offset.max(SECTOR as u32),
+    }))
+}
+
+fn physical_block_size(file: &File, kind: Kind) -> u32 {
+    const BLKPBSZGET: libc::Ioctl = 0x127b;
+    if kind != Kind::Block {
+        return 4096;
+    }
+    let mut size: libc::c_uint = 0;
+    // SAFETY: BLKPBSZGET writes one unsigned int.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKPBSZGET, &raw mut size) };
+    if result == 0 && size.is_power_of_two() {
+        size.clamp(512, 65536)
+    } else {
+        512
+    }
+}
+
+async fn watch_size(on: Loop, device: std::rc::Weak<FileDevice>) {
+    loop {
+        on.sleep(SIZE_CHECK_INTERVAL).await;
+        match device.upgrade() {
+            Some(device) => device.check_size(),
+            None => return,
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! QEMU's image locks: OFD byte-range locks on the image file that say what its users do and tolerate.
+//!
+//! Each permission has two bytes. A user read-locks byte 100+p if it uses permission p, and byte 200+p if it does not
+//! tolerate others using p. It may go on if nobody has locked the opposite byte of what it wants (QEMU
+//! `block/file-posix.c`, `raw_check_lock_bytes`). Taking the same locks, QEMU and its tools refuse a disk that Larder
+//! has in use, and Larder refuses one of theirs.
+//!
+//! The locks belong to the open file description. When a server dies, the kernel drops them only after its last I/O
+//! under way has ended, so a successor that holds the exclusive lock knows that no old write can still land.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::Path;
+
+const PERMISSION_BASE: i64 = 100;
+const UNSHARED_BASE: i64 = 200;
+
+/// QEMU's `BLK_PERM_*` bits.
+const CONSISTENT_READ: u32 = 1 << 0;
+const WRITE: u32 = 1 << 1;
+const RESIZE: u32 = 1 << 3;
+const BITS: [(u32, &str); 4] = [
+    (CONSISTENT_READ, "read"),
+    (WRITE, "write"),
+    (1 << 2, "write unchanged data"),
+    (RESIZE, "resize"),
+];
+
+/// How an image is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// We write; nobody else does.
+    Exclusive,
+    /// We read; others may read, nobody writes.
+    ReadOnly,
+    /// Others may do what they like; the user answers for it.
+    Shared {
+        /// Whether we write.
+        writable: bool,
+    },
+}
+
+impl Sharing {
+    fn uses(self) -> u32 {
+        match self {
+            Self::Exclusive => CONSISTENT_READ | WRITE | RESIZE,
+            Self::ReadOnly | Self::Shared { writable: false } => CONSISTENT_READ,
+            Self::Shared { writable: true } => CONSISTENT_READ | WRITE,
+        }
+    }
+
+    fn unshared(self) -> u32 {
+        match self {
+            Self::Exclusive | Self::ReadOnly => WRITE | RESIZE,
+            Self::Shared { .. } => 0,
+        }
+    }
+}
+
+/// Why an image could not be locked.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Another process uses the image in a way that does not go with ours.
+    #[error("in use by another process{}: {conflict}; stop that first, or pass share=on if both are meant to use it", owner_text(*.owner))]
+    InUse {
+        /// What stands against what.
+        conflict: String,
+        /// The other process, if the kernel tells.
+        owner: Option<i32>,
+    },
+    /// The file system cannot lock.
+    #[error("its file system cannot lock files: {0}")]
+    Os(io::Error),
+}
+
+fn owner_text(owner: Option<i32>) -> String {
+    owner.map(|pid| format!(" (pid {pid})")).unwrap_or_default()
+}
+
+/// Takes the locks for `sharing` on an open image. They go when the file is closed.
+///
+/// # Errors
+/// The image is in use, or cannot be locked.
+pub fn lock(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
+    let result = take(file, sharing).and_then(|()| check(file, sharing));
+    if result.is_err() {
+        // Best effort: the caller closes the file, which drops them for certain.
+        for (bit, _) in BITS {
+            for base in [PERMISSION_BASE, UNSHARED_BASE] {
+                let _ = set_lock(file, base + i64::from(bit.trailing_zeros()), libc::F_UNLCK);
+            }
+        }
+    }
+    result
+}
+
+fn take(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
+    for (bit, _) in BITS {
+        let index = i64::from(bit.trailing_zeros());
+        if sharing.uses() & bit != 0 {
+            set_lock(file, PERMISSION_BASE + index, libc::F_RDLCK).map_err(LockError::Os)?;
+        }
+        if sharing.unshared() & bit != 0 {
+            set_lock(file, UNSHARED_BASE + index, libc::F_RDLCK).map_err(LockError::Os)?;
+        }
+    }
+    Ok(())
+}
+
+fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
+    for (bit, name) in BITS {
+        let index = i64::from(bit.trailing_zeros());
+        if sharing.uses() & bit != 0
+            && let Some(owner) = holder(file, UNSHARED_BASE + index).map_err(LockError::Os)?
+        {
+            return Err(LockError::InUse {
+                conflict: format!("it does not let others {name}"),
+                owner,
+            });
+        }
+        if sharing.unshared() & bit != 0
+            && let Some(owner) = holder(file, PERMISSION_BASE + index).map_err(LockError::Os)?
+        {
+            return Err(LockError::InUse {
+                conflict: format!("it may {name}"),
+                owner,
+            });
+        }
+    }
+    Ok(())
+}
+
+fn byte_lock(byte: i64, kind: i32) -> libc::flock {
+    // SAFETY: all fields are integers; zero is valid for each, and `l_pid` must be zero for OFD locks.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as _;
+    lock.l_whence = libc::SEEK_SET as _;
+    lock.l_start = byte;
+    lock.l_len = 1;
+    lock
+}
+
+fn set_lock(file: BorrowedFd<'_>, byte: i64, kind: i32) -> io::Result<()> {
+    let lock = byte_lock(byte, kind);
+    // SAFETY: the descriptor is open and `lock` is a valid `struct flock`.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// Whether another open file has the byte locked, and whose it is if the kernel tells (OFD locks have no owner).
+fn holder(file: BorrowedFd<'_>, byte: i64) -> io::Result<Option<Option<i32>>> {
+    let mut lock = byte_lock(byte, libc::F_WRLCK);
+    // SAFETY: the descriptor is open and `lock` is a valid `struct flock` that the kernel fills in.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ if lock.l_type == libc::F_UNLCK as libc::c_short => Ok(None),
+        _ => Ok(Some((lock.l_pid > 0).then_some(lock.l_pid))),
+    }
+}
+
+/// Whether any process has `path` locked in a way that excludes `sharing`; for messages before anything is changed.
+///
+/// # Errors
+/// The file cannot be opened, or is in use.
+pub fn check_path(path: &Path, sharing: Sharing) -> Result<(), LockError> {
+    let file = std::fs::File::open(path).map_err(LockError::Os)?;
+    check(std::os::fd::AsFd::as_fd(&file), sharing)
+}

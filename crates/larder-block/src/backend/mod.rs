@@ -1,0 +1,5 @@
+//! The plain backends: what a stack of layers ends in.
+
+pub mod file;
+pub mod image_lock;
+pub mod memory;

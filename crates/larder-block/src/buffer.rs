@@ -1,0 +1,383 @@
+//! Memory that a request reads into or writes from: one piece, or a list of pieces in guest memory.
+//!
+//! A [`ReadBuf`] or [`WriteBuf`] is a view of memory that somebody else owns, cheap to copy and to slice; a layer that
+//! splits a request slices its buffer, without allocating. The memory may be a guest's, which the guest can change at
+//! any moment, so nothing here ever makes a Rust reference to it: bytes are copied by pointer, or handed to the kernel.
+
+use std::marker::PhantomData;
+use std::ptr;
+
+use crate::units::ByteLen;
+
+/// A piece of memory as the kernel's `struct iovec` has it.
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub struct IoVec(libc::iovec);
+
+impl IoVec {
+    /// `len` bytes at `base`.
+    pub const fn new(base: *mut u8, len: usize) -> Self {
+        Self(libc::iovec {
+            iov_base: base.cast(),
+            iov_len: len,
+        })
+    }
+
+    /// First byte.
+    pub const fn base(self) -> *mut u8 {
+        self.0.iov_base.cast()
+    }
+
+    /// Number of bytes.
+    pub const fn len(self) -> usize {
+        self.0.iov_len
+    }
+
+    /// Whether it holds no byte.
+    pub const fn is_empty(self) -> bool {
+        self.0.iov_len == 0
+    }
+}
+
+/// Invariant: `skip + len` bytes lie in `pieces` (or in `one`, with `pieces` empty and `skip` 0).
+#[derive(Clone, Copy)]
+struct View<'a> {
+    one: IoVec,
+    pieces: &'a [IoVec],
+    skip: usize,
+    len: usize,
+}
+
+impl<'a> View<'a> {
+    fn one(base: *mut u8, len: usize) -> Self {
+        Self {
+            one: IoVec::new(base, len),
+            pieces: &[],
+            skip: 0,
+            len,
+        }
+    }
+
+    fn many(pieces: &'a [IoVec]) -> Self {
+        match pieces {
+            [one] => Self::one(one.base(), one.len()),
+            _ => Self {
+                one: IoVec::new(ptr::null_mut(), 0),
+                pieces,
+                skip: 0,
+                len: pieces.iter().map(|piece| piece.len()).sum(),
+            },
+        }
+    }
+
+    fn slice(self, from: usize, len: usize) -> Self {
+        assert!(
+            from <= self.len && len <= self.len - from,
+            "slice {from}+{len} of a buffer of {} bytes",
+            self.len
+        );
+        if self.pieces.is_empty() {
+            // `wrapping_add`: the base of an empty buffer may be null.
+            return Self::one(self.one.base().wrapping_add(from), len);
+        }
+        let mut skip = self.skip + from;
+        let mut pieces = self.pieces;
+        while let [first, rest @ ..] = pieces {
+            if skip < first.len() {
+                break;
+            }
+            skip -= first.len();
+            pieces = rest;
+        }
+        match pieces {
+            [] => Self::one(ptr::null_mut(), 0),
+            [first, ..] if skip + len <= first.len() => {
+                Self::one(first.base().wrapping_add(skip), len)
+            }
+            _ => Self {
+                one: IoVec::new(ptr::null_mut(), 0),
+                pieces,
+                skip,
+                len,
+            },
+        }
+    }
+
+    fn iter(self) -> Pieces<'a> {
+        Pieces { rest: self }
+    }
+}
+
+/// The pieces of a buffer in order, none of them empty, trimmed to the buffer's part of them.
+pub struct Pieces<'a> {
+    rest: View<'a>,
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = IoVec;
+
+    fn next(&mut self) -> Option<IoVec> {
+        let view = &mut self.rest;
+        if view.len == 0 {
+            return None;
+        }
+        if view.pieces.is_empty() {
+            view.len = 0;
+            return Some(view.one);
+        }
+        loop {
+            let (first, rest) = view.pieces.split_first()?;
+            let available = first.len() - view.skip;
+            let taken = available.min(view.len);
+            let base = first.base().wrapping_add(view.skip);
+            view.pieces = rest;
+            view.skip = 0;
+            if taken > 0 {
+                view.len -= taken;
+                if view.pieces.is_empty() {
+                    view.len = 0;
+                }
+                return Some(IoVec::new(base, taken));
+            }
+        }
+    }
+}
+
+macro_rules! view_methods {
+    ($name:ident) => {
+        impl<'a> $name<'a> {
+            /// Length in bytes.
+            pub fn len(&self) -> usize {
+                self.0.len
+            }
+
+            /// Length as a disk has it.
+            pub fn byte_len(&self) -> ByteLen {
+                ByteLen::of_buffer(self.0.len)
+            }
+
+            /// Whether it holds no byte.
+            pub fn is_empty(&self) -> bool {
+                self.0.len == 0
+            }
+
+            /// The `len` bytes that begin `from` bytes into this buffer.
+            ///
+            /// # Panics
+            /// If they are not inside.
+            pub fn slice(self, from: usize, len: usize) -> Self {
+                Self(self.0.slice(from, len), PhantomData)
+            }
+
+            /// What is left behind the first `from` bytes.
+            ///
+            /// # Panics
+            /// If it is shorter than that.
+            pub fn skip(self, from: usize) -> Self {
+                let len = self.0.len - from;
+                Self(self.0.slice(from, len), PhantomData)
+            }
+
+            /// The pieces in order.
+            pub fn pieces(&self) -> Pieces<'a> {
+                self.0.iter()
+            }
+
+            /// The only piece, if there is just one.
+            pub fn as_single(&self) -> Option<IoVec> {
+                self.0.pieces.is_empty().then_some(self.0.one)
+            }
+
+            /// Whether every piece begins and ends on a multiple of `unit` (a power of two) in memory, as direct I/O
+            /// demands.
+            pub fn is_aligned(&self, unit: usize) -> bool {
+                self.pieces()
+                    .all(|piece| (piece.base().addr() | piece.len()) & (unit - 1) == 0)
+            }
+
+            /// A buffer over a list of pieces, such as a descriptor chain's.
+            ///
+            /// # Safety
+            /// Until the request that the buffer is given to has completed (its future has resolved, or has been
+            /// dropped), every piece must be mapped memory, readable and, for a [`ReadBuf`], writable. Others may
+            /// change the bytes meanwhile; no Rust reference to them may exist.
+            pub unsafe fn from_pieces(pieces: &'a [IoVec]) -> Self {
+                Self(View::many(pieces), PhantomData)
+            }
+        }
+    };
+}
+
+/// Where a read puts its data.
+#[derive(Clone, Copy)]
+pub struct ReadBuf<'a>(View<'a>, PhantomData<&'a mut [u8]>);
+
+/// What a write takes its data from.
+#[derive(Clone, Copy)]
+pub struct WriteBuf<'a>(View<'a>, PhantomData<&'a [u8]>);
+
+view_methods!(ReadBuf);
+view_methods!(WriteBuf);
+
+impl<'a> ReadBuf<'a> {
+    /// A buffer over ordinary memory.
+    pub fn new(memory: &'a mut [u8]) -> Self {
+        Self(View::one(memory.as_mut_ptr(), memory.len()), PhantomData)
+    }
+
+    /// Fills the buffer's first `source.len()` bytes.
+    ///
+    /// # Panics
+    /// If the buffer is shorter than `source`.
+    pub fn copy_from_slice(&self, source: &[u8]) {
+        assert!(source.len() <= self.len());
+        let mut copied = 0;
+        for piece in self.slice(0, source.len()).pieces() {
+            // SAFETY: the piece is valid for writes by this type's contract, `source` has that many bytes left, and a
+            // Rust slice cannot overlap memory to which no Rust reference exists.
+            unsafe {
+                ptr::copy_nonoverlapping(source.as_ptr().add(copied), piece.base(), piece.len())
+            };
+            copied += piece.len();
+        }
+    }
+
+    /// Fills the whole buffer with zeros.
+    pub fn fill_zero(&self) {
+        for piece in self.pieces() {
+            // SAFETY: the piece is valid for writes by this type's contract.
+            unsafe { ptr::write_bytes(piece.base(), 0, piece.len()) };
+        }
+    }
+
+    /// The same memory, as the source of a write: what a read has just brought.
+    pub fn as_write(&self) -> WriteBuf<'a> {
+        WriteBuf(self.0, PhantomData)
+    }
+}
+
+impl<'a> WriteBuf<'a> {
+    /// A buffer over ordinary memory.
+    pub fn new(memory: &'a [u8]) -> Self {
+        Self(
+            View::one(memory.as_ptr().cast_mut(), memory.len()),
+            PhantomData,
+        )
+    }
+
+    /// Copies the buffer's first `destination.len()` bytes out.
+    ///
+    /// # Panics
+    /// If the buffer is shorter than `destination`.
+    pub fn copy_to_slice(&self, destination: &mut [u8]) {
+        assert!(destination.len() <= self.len());
+        let mut copied = 0;
+        for piece in self.slice(0, destination.len()).pieces() {
+            // SAFETY: the piece is valid for reads by this type's contract, `destination` has that many bytes left,
+            // and a Rust slice cannot overlap memory to which no Rust reference exists.
+            unsafe {
+                ptr::copy_nonoverlapping(
+                    piece.base(),
+                    destination.as_mut_ptr().add(copied),
+                    piece.len(),
+                )
+            };
+            copied += piece.len();
+        }
+    }
+
+    /// The whole buffer as bytes of its own.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len()];
+        self.copy_to_slice(&mut bytes);
+        bytes
+    }
+}
+
+/// Memory of our own that direct I/O accepts: begins and ends on a multiple of [`AlignedBuf::ALIGNMENT`], zeroed.
+pub struct AlignedBuf {
+    base: ptr::NonNull<u8>,
+    layout: std::alloc::Layout,
+    len: usize,
+}
+
+impl AlignedBuf {
+    /// Enough for every device that reports its alignment, in bytes.
+    pub const ALIGNMENT: usize = 4096;
+
+    /// `len` zero bytes; room is taken up to the next multiple of the alignment.
+    pub fn zeroed(len: usize) -> Self {
+        let room = len.max(1).next_multiple_of(Self::ALIGNMENT);
+        let layout = std::alloc::Layout::from_size_align(room, Self::ALIGNMENT)
+            .unwrap_or_else(|_| panic!("a buffer of {len} bytes is larger than the address space"));
+        // SAFETY: the layout's size is not zero.
+        let base = unsafe { std::alloc::alloc_zeroed(layout) };
+        let base =
+            ptr::NonNull::new(base).unwrap_or_else(|| std::alloc::handle_alloc_error(layout));
+        Self { base, layout, len }
+    }
+}
+
+impl Drop for AlignedBuf {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this layout.
+        unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
+    }
+}
+
+impl std::ops::Deref for AlignedBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `len` initialised bytes that this value owns.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+    }
+}
+
+impl std::ops::DerefMut for AlignedBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: `len` initialised bytes that this value owns, borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_slice_of_pieces_is_the_slice_of_the_bytes(
+            lengths in prop::collection::vec(0usize..20, 0..8),
+            cut in (0usize..200, 0usize..200),
+        ) {
+            let mut memory: Vec<Vec<u8>> = Vec::new();
+            let mut next = 0u8;
+            for len in &lengths {
+                memory.push((0..*len).map(|_| { next = next.wrapping_add(1); next }).collect());
+            }
+            let flat: Vec<u8> = memory.concat();
+            let pieces: Vec<IoVec> = memory.iter_mut().map(|m| IoVec::new(m.as_mut_ptr(), m.len())).collect();
+            // SAFETY: the vectors outlive the buffer and nothing else refers to their bytes meanwhile.
+            let buffer = unsafe { WriteBuf::from_pieces(&pieces) };
+            prop_assert_eq!(buffer.to_vec(), flat.clone());
+            let from = cut.0.min(flat.len());
+            let len = cut.1.min(flat.len() - from);
+            prop_assert_eq!(buffer.slice(from, len).to_vec(), &flat[from..from + len]);
+            let again = buffer.slice(from, len).skip(len / 2);
+            prop_assert_eq!(again.to_vec(), &flat[from + len / 2..from + len]);
+            prop_assert!(again.pieces().all(|piece| !piece.is_empty()));
+        }
+    }
+
+    #[test]
+    fn aligned_memory_is_aligned() {
+        let mut buffer = AlignedBuf::zeroed(10);
+        assert_eq!(&buffer[..], &[0; 10]);
+        assert!(
+            ReadBuf::new(&mut buffer)
+                .pieces()
+                .all(|p| p.base().addr() % AlignedBuf::ALIGNMENT == 0)
+        );
+    }
+}

@@ -1,0 +1,245 @@
+//! The contract of every layer of the block path: a block device over a block device.
+//!
+//! A request is a method call that returns a future. What can be answered at once (a hit in RAM, a page-cache read) is
+//! answered in the call: its [`Io`] is ready. What the layer below answers is that layer's `Io`, handed through without
+//! a wrapper. Only what needs several steps becomes a task. A layer is written as straight code, and its fast path
+//! costs a function call.
+//!
+//! # What every device promises
+//! 1. A request starts when the method is called, or at the latest when its future is first polled, and completes
+//!    exactly once, when its future resolves. Requests under way at the same time are unordered. Dropping a future gives
+//!    the request up: it may or may not have happened, but when the drop returns the buffer is no longer touched.
+//! 2. A read returns, for each byte, the last completed write, or, where a write is under way, either the old or the new
+//!    one, sector by sector.
+//! 3. What a completed [`flush`](BlockDevice::flush) (or a FUA write) covers survives a crash: every write that had
+//!    completed when the flush was called. Other writes may be lost, sector by sector, in any order, but a sector reads
+//!    as one of the versions it was given, and never changes its mind.
+//! 4. A failed write, discard or write-zeroes leaves each sector of its range old or new. A failed flush has promised
+//!    nothing, and the next flush that succeeds covers all that this one should have.
+//! 5. Requests that are not multiples of [`Geometry::block_size`], or leave the device, fail without effect.
+//! 6. The size may change between requests ([`BlockDevice::size_changes`]); it never changes other geometry.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use crate::backend::file::FileIo;
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// What a device is like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Bytes that can be addressed; a multiple of `block_size`.
+    pub size: ByteLen,
+    /// Every request's start and length is a multiple of this; a power of two, in bytes.
+    pub block_size: u32,
+    /// A request smaller than this, or not aligned to it, costs a read first; in bytes, for the guest's information.
+    pub physical_block_size: u32,
+    /// The alignment and smallest size at which a discard frees anything, in bytes; 0 if the device cannot discard.
+    pub discard_granularity: u32,
+    /// Where a buffer of a request must begin in memory for the request to go without a copy; a power of two, in bytes.
+    pub memory_alignment: u32,
+    /// Changes are refused.
+    pub read_only: bool,
+    /// Writing zeroes is cheaper than writing a buffer of zeros.
+    pub fast_zeroes: bool,
+}
+
+/// How a write is to be done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WriteFlags {
+    /// Force unit access: on completion the data survives a crash, as if a flush of just these bytes followed.
+    pub fua: bool,
+}
+
+impl WriteFlags {
+    /// A write that a later flush makes durable.
+    pub const NONE: Self = Self { fua: false };
+    /// A write that is durable on completion.
+    pub const FUA: Self = Self { fua: true };
+}
+
+/// How zeroes are to be written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZeroFlags {
+    /// The space may be given back.
+    pub unmap: bool,
+    /// Fail with [`Failure::Unsupported`] if it would not be faster than writing a buffer of zeros (NBD's FAST_ZERO).
+    pub fast_only: bool,
+    /// As in [`WriteFlags`].
+    pub fua: bool,
+}
+
+/// What a part of a disk holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExtentKind {
+    /// Allocated; anything.
+    Data,
+    /// Allocated, and reads as zeros.
+    Zero,
+    /// Not allocated, and reads as zeros.
+    Hole,
+}
+
+/// A part of a disk that is all of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Which part.
+    pub range: ByteRange,
+    /// What it holds.
+    pub kind: ExtentKind,
+}
+
+/// A future in a box, for what is not on the fast path.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// A block device, or a layer over one. See the module for what it promises.
+pub trait BlockDevice {
+    /// Its name as the user knows it, for messages.
+    fn name(&self) -> &Rc<str>;
+
+    /// What it is like now.
+    fn geometry(&self) -> Geometry;
+
+    /// Fills `buffer` from the bytes that begin at `start`.
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a>;
+
+    /// Writes `buffer` to the bytes that begin at `start`.
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a>;
+
+    /// Makes every completed change durable.
+    fn flush(&self) -> Io<'_>;
+
+    /// Tells that the bytes are no longer needed. They may read as anything that they once were, or as zeros.
+    /// A device that cannot discard completes it without effect.
+    fn discard(&self, range: ByteRange) -> Io<'_>;
+
+    /// Makes the bytes read as zeros.
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_>;
+
+    /// What the bytes of `range` (not empty) hold: extents in order without gaps from its start on, at least one, at
+    /// most `limit`, none beyond its end. It may stop before the end.
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>>;
+
+    /// Where changes of the size are announced.
+    fn size_changes(&self) -> &SizeChanges;
+}
+
+/// Checks a request against a device; what every backend does first.
+///
+/// # Errors
+/// [`Failure::OutOfRange`], [`Failure::Misaligned`], or [`Failure::ReadOnly`] for a change.
+pub fn check_request(
+    name: &Rc<str>,
+    geometry: &Geometry,
+    operation: Operation,
+    range: ByteRange,
+) -> Result<(), IoError> {
+    let inside = range
+        .checked_end()
+        .is_some_and(|end| end.get() <= geometry.size.get());
+    let failure = if !inside {
+        Failure::OutOfRange
+    } else if !range.is_aligned(u64::from(geometry.block_size)) {
+        Failure::Misaligned
+    } else if geometry.read_only
+        && matches!(
+            operation,
+            Operation::Write | Operation::Discard | Operation::WriteZeroes
+        )
+    {
+        Failure::ReadOnly
+    } else {
+        return Ok(());
+    };
+    Err(IoError::new(name, operation, range, failure))
+}
+
+/// A request under way.
+pub struct Io<'a>(State<'a>);
+
+enum State<'a> {
+    Ready(Option<IoResult>),
+    File(FileIo<'a>),
+    Task(BoxFuture<'a, IoResult>),
+}
+
+impl<'a> Io<'a> {
+    /// A request that was answered in the call.
+    pub fn ready(result: IoResult) -> Self {
+        Self(State::Ready(Some(result)))
+    }
+
+    /// A request that takes several steps. Starts when first awaited.
+    pub fn task(steps: impl Future<Output = IoResult> + 'a) -> Self {
+        Self(State::Task(Box::pin(steps)))
+    }
+
+    pub(crate) fn file(io: FileIo<'a>) -> Self {
+        Self(State::File(io))
+    }
+
+    /// The result, if the request was answered in the call.
+    pub fn result_now(&mut self) -> Option<IoResult> {
+        match &mut self.0 {
+            State::Ready(result) => result.take(),
+            State::File(_) | State::Task(_) => None,
+        }
+    }
+}
+
+impl Future for Io<'_> {
+    type Output = IoResult;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
+        match &mut self.0 {
+            State::Ready(result) => match result.take() {
+                Some(result) => Poll::Ready(result),
+                None => panic!("a request's result was asked for twice"),
+            },
+            State::File(io) => Pin::new(io).poll(context),
+            State::Task(steps) => steps.as_mut().poll(context),
+        }
+    }
+}
+
+/// Announces changes of a device's size to those who wait for them. Layers hand through the one of the device below.
+#[derive(Default)]
+pub struct SizeChanges {
+    generation: Cell<u64>,
+    waiting: RefCell<Vec<Waker>>,
+}
+
+impl SizeChanges {
+    /// How many changes there have been. Ask before reading the geometry, then wait for a later one.
+    pub fn generation(&self) -> u64 {
+        self.generation.get()
+    }
+
+    /// Announces a change.
+    pub fn announce(&self) {
+        self.generation.set(self.generation.get() + 1);
+        for waker in self.waiting.take() {
+            waker.wake();
+        }
+    }
+
+    /// Completes once there has been a change after `generation`.
+    pub async fn after(&self, generation: u64) {
+        std::future::poll_fn(|context| {
+            if self.generation.get() != generation {
+                return Poll::Ready(());
+            }
+            let mut waiting = self.waiting.borrow_mut();
+            if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
+                waiting.push(context.waker().clone());
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+}

@@ -1,0 +1,597 @@
+//! The single-threaded loop that runs a disk: tasks, timers, io_uring and adaptive polling.
+//!
+//! One loop is one thread. Everything of a disk - its queues, its layers, its backend - lives on one loop and shares
+//! state without locks. A loop made by [`Loop::new`] does I/O through io_uring and sleeps when there is nothing to do;
+//! one made by [`Loop::simulated`] has no kernel behind it and its clock jumps to the next timer, so that a whole stack
+//! runs deterministically from a seed.
+//!
+//! Invariants:
+//! - Tasks run one at a time, only inside [`Loop::block_on`], in the order in which they were woken.
+//! - In the steady state nothing is allocated: tasks of a [`TaskPool`] and ring operations reuse their slots.
+//! - The loop sleeps only after every [`Poller`] has been armed (asked to raise an event for new work) and then found
+//!   without work, so no request is left unseen.
+
+mod pool;
+mod ring;
+mod socket;
+mod timer;
+mod waker;
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::pin::{Pin, pin};
+use std::rc::{Rc, Weak};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+pub use pool::TaskPool;
+pub use ring::RingOp;
+pub(crate) use ring::{Ring, RingIo};
+pub use socket::{Listener, Socket, SocketAddress};
+pub use timer::Sleep;
+
+use timer::Timers;
+use waker::Remote;
+
+/// How long the loop spins for new work at most before it sleeps, unless the user says otherwise. A wake-up costs some
+/// 30 us on a virtualised host; spinning longer than that costs more than it can save.
+pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
+
+/// The first spinning window once idleness turned out to be short.
+const POLL_FIRST: Duration = Duration::from_micros(4);
+
+/// A source of work that memory shows, such as a virtqueue.
+pub trait Poller {
+    /// Takes up new work, if any, and says whether there was some. Called in a tight loop.
+    fn poll(&self) -> bool;
+
+    /// Asks the other side to raise an event for new work from now on, which will wake a task of this loop.
+    /// Returns whether there is work already; then the loop does not sleep.
+    fn arm(&self) -> bool;
+
+    /// Events are no longer needed: the loop is awake and polls.
+    fn disarm(&self);
+}
+
+/// A handle to the loop of this thread. Cheap to clone.
+#[derive(Clone)]
+pub struct Loop(Rc<Core>);
+
+/// A handle that does not keep the loop alive; for what lives inside the loop's own tasks.
+#[derive(Clone)]
+pub struct WeakLoop(Weak<Core>);
+
+struct Core {
+    id: waker::LoopId,
+    tasks: RefCell<Vec<TaskSlot>>,
+    free_tasks: RefCell<Vec<TaskIndex>>,
+    ready: RefCell<VecDeque<TaskIndex>>,
+    remote: Remote,
+    timers: RefCell<Timers>,
+    clock: Clock,
+    ring: Option<Ring>,
+    pollers: RefCell<Vec<Rc<dyn Poller>>>,
+    poll_max: Cell<Duration>,
+    counters: Counters,
+}
+
+/// What the loop has done; for status output and tests.
+#[derive(Default)]
+struct Counters {
+    sleeps: Cell<u64>,
+    task_polls: Cell<u64>,
+}
+
+/// A snapshot of the loop's counters.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LoopStatistics {
+    /// Times the thread went to sleep in the kernel.
+    pub sleeps: u64,
+    /// Times a task was polled.
+    pub task_polls: u64,
+}
+
+enum Clock {
+    Real(Instant),
+    /// Nanoseconds since the start.
+    Simulated(Cell<u64>),
+}
+
+/// A point in the loop's time, in nanoseconds since the loop began.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub struct LoopTime(u64);
+
+impl LoopTime {
+    /// Nanoseconds since the loop began.
+    pub fn as_nanos(self) -> u64 {
+        self.0
+    }
+
+    /// This point and `delay` more.
+    pub fn after(self, delay: Duration) -> Self {
+        Self(
+            self.0
+                .saturating_add(u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX)),
+        )
+    }
+
+    /// The time from `earlier` to this; zero if it is not earlier.
+    pub fn since(self, earlier: Self) -> Duration {
+        Duration::from_nanos(self.0.saturating_sub(earlier.0))
+    }
+}
+
+type TaskIndex = u32;
+
+/// Something the loop runs. `poll` returns whether it has finished and its slot may be freed.
+trait Task {
+    fn poll(&self, context: &mut Context<'_>) -> bool;
+}
+
+struct TaskSlot {
+    task: Option<Rc<dyn Task>>,
+    queued: bool,
+}
+
+/// A spawned future of its own type.
+struct Spawned<F>(RefCell<Option<Pin<Box<F>>>>);
+
+impl<F: Future<Output = ()>> Task for Spawned<F> {
+    fn poll(&self, context: &mut Context<'_>) -> bool {
+        let Ok(mut slot) = self.0.try_borrow_mut() else {
+            return false;
+        };
+        let Some(future) = slot.as_mut() else {
+            return true;
+        };
+        let finished = future.as_mut().poll(context).is_ready();
+        if finished {
+            *slot = None;
+        }
+        finished
+    }
+}
+
+impl Loop {
+    /// A loop over io_uring for this thread. It spins up to `poll_max` for new work before it sleeps.
+    ///
+    /// # Errors
+    /// The kernel lacks io_uring, forbids it (`kernel.io_uring_disabled`), or the process is out of descriptors.
+    pub fn new(poll_max: Duration) -> io::Result<Self> {
+        let remote = Remote::new()?;
+        let ring = Ring::new()?;
+        Ok(Self::build(
+            Clock::Real(Instant::now()),
+            Some(ring),
+            remote,
+            poll_max,
+        ))
+    }
+
+    /// A loop without a kernel behind it, whose clock starts at zero and jumps to the next timer when nothing else can
+    /// run.
+    ///
+    /// # Errors
+    /// The process is out of descriptors.
+    pub fn simulated() -> io::Result<Self> {
+        let remote = Remote::new()?;
+        Ok(Self::build(
+            Clock::Simulated(Cell::new(0)),
+            None,
+            remote,
+            Duration::ZERO,
+        ))
+    }
+
+    fn build(clock: Clock, ring: Option<Ring>, remote: Remote, poll_max: Duration) -> Self {
+        let id = waker::register(&remote);
+        Self(Rc::new(Core {
+            id,
+            tasks: RefCell::default(),
+            free_tasks: RefCell::default(),
+            ready: RefCell::default(),
+            remote,
+            timers: RefCell::default(),
+            clock,
+            ring,
+            pollers: RefCell::default(),
+            poll_max: Cell::new(poll_max),
+            counters: Counters::default(),
+        }))
+    }
+
+    /// A handle that does not keep the loop alive.
+    pub fn downgrade(&self) -> WeakLoop {
+        WeakLoop(Rc::downgrade(&self.0))
+    }
+
+    /// The present, in the loop's time.
+    pub fn now(&self) -> LoopTime {
+        self.0.now()
+    }
+
+    /// What the loop has done so far.
+    pub fn statistics(&self) -> LoopStatistics {
+        LoopStatistics {
+            sleeps: self.0.counters.sleeps.get(),
+            task_polls: self.0.counters.task_polls.get(),
+        }
+    }
+
+    /// Runs `future` on this loop, beside everything else, until it ends or the loop does.
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        let task = Rc::new(Spawned(RefCell::new(Some(Box::pin(future)))));
+        let index = self.0.insert_task(task);
+        self.0.enqueue(index);
+    }
+
+    /// Runs `future` as a task and gives its result to whoever awaits the handle.
+    pub fn spawn_with_result<T: 'static>(
+        &self,
+        future: impl Future<Output = T> + 'static,
+    ) -> JoinHandle<T> {
+        let shared = Rc::new(JoinState {
+            value: RefCell::new(None),
+            waker: RefCell::new(None),
+        });
+        let state = Rc::clone(&shared);
+        self.spawn(async move {
+            let value = future.await;
+            *state.value.borrow_mut() = Some(value);
+            if let Some(waker) = state.waker.borrow_mut().take() {
+                waker.wake();
+            }
+        });
+        JoinHandle(shared)
+    }
+
+    /// Completes after `delay`.
+    pub fn sleep(&self, delay: Duration) -> Sleep {
+        Sleep::new(self, self.now().after(delay))
+    }
+
+    /// Completes at `deadline`, or at once if it has passed.
+    pub fn sleep_until(&self, deadline: LoopTime) -> Sleep {
+        Sleep::new(self, deadline)
+    }
+
+    /// `future`'s result, or `None` if it takes longer than `limit`.
+    pub async fn timeout<T>(&self, limit: Duration, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = pin!(future);
+        let mut sleep = pin!(self.sleep(limit));
+        std::future::poll_fn(|context| {
+            if let Poll::Ready(value) = future.as_mut().poll(context) {
+                return Poll::Ready(Some(value));
+            }
+            sleep.as_mut().poll(context).map(|()| None)
+        })
+        .await
+    }
+
+    /// Lets every other ready task run once first.
+    pub async fn yield_now(&self) {
+        let mut yielded = false;
+        std::future::poll_fn(|context| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            context.waker().wake_by_ref();
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Adds a source of work to the polling phase until the guard is dropped.
+    pub fn add_poller(&self, poller: Rc<dyn Poller>) -> PollerGuard {
+        self.0.pollers.borrow_mut().push(Rc::clone(&poller));
+        PollerGuard {
+            core: Rc::downgrade(&self.0),
+            poller,
+        }
+    }
+
+    /// Sets how long the loop spins for new work at most before it sleeps.
+    pub fn set_poll_max(&self, poll_max: Duration) {
+        self.0.poll_max.set(poll_max);
+    }
+
+    /// Runs the loop until `future` ends, and returns its result. Other tasks stay where they are and go on with the
+    /// next call.
+    ///
+    /// # Panics
+    /// In a simulated loop, if `future` can never end because no task is ready and no timer is set: a hang, found.
+    pub fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
+        let core = &*self.0;
+        let _current = waker::enter(core);
+        let mut future = pin!(future);
+        let main = core.insert_task(Rc::new(MainTask));
+        let waker = waker::task_waker(core.id, main);
+        let mut context = Context::from_waker(&waker);
+        core.enqueue(main);
+        let mut idle = Idle::new(core);
+        loop {
+            let mut worked = false;
+            let count = core.ready.borrow().len();
+            for _ in 0..count {
+                let Some(index) = core.ready.borrow_mut().pop_front() else {
+                    break;
+                };
+                worked = true;
+                if index == main {
+                    core.tasks.borrow_mut()[main as usize].queued = false;
+                    if let Poll::Ready(value) = future.as_mut().poll(&mut context) {
+                        core.remove_task(main);
+                        return value;
+                    }
+                } else {
+                    core.run_task(index);
+                }
+            }
+            worked |= core.take_remote_wakes();
+            worked |= core.poll_sources();
+            worked |= core.fire_timers();
+            if worked || !core.ready.borrow().is_empty() {
+                idle.end();
+                continue;
+            }
+            idle.wait();
+        }
+    }
+}
+
+/// The future of `block_on` itself lives on the stack; its task slot only carries wake-ups.
+struct MainTask;
+
+impl Task for MainTask {
+    fn poll(&self, _: &mut Context<'_>) -> bool {
+        false
+    }
+}
+
+/// The result of a spawned task; see [`Loop::spawn_with_result`].
+pub struct JoinHandle<T>(Rc<JoinState<T>>);
+
+struct JoinState<T> {
+    value: RefCell<Option<T>>,
+    waker: RefCell<Option<std::task::Waker>>,
+}
+
+impl<T> Future for JoinHandle<T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
+        if let Some(value) = self.0.value.borrow_mut().take() {
+            return Poll::Ready(value);
+        }
+        *self.0.waker.borrow_mut() = Some(context.waker().clone());
+        Poll::Pending
+    }
+}
+
+/// Keeps a [`Poller`] in its loop; see [`Loop::add_poller`].
+pub struct PollerGuard {
+    core: Weak<Core>,
+    poller: Rc<dyn Poller>,
+}
+
+impl Drop for PollerGuard {
+    fn drop(&mut self) {
+        if let Some(core) = self.core.upgrade() {
+            core.pollers
+                .borrow_mut()
+                .retain(|poller| !Rc::ptr_eq(poller, &self.poller));
+        }
+    }
+}
+
+impl WeakLoop {
+    /// The loop, if it still exists.
+    pub fn upgrade(&self) -> Option<Loop> {
+        self.0.upgrade().map(Loop)
+    }
+}
+
+impl Core {
+    fn now(&self) -> LoopTime {
+        match &self.clock {
+            Clock::Real(start) => {
+                LoopTime(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX))
+            }
+            Clock::Simulated(nanos) => LoopTime(nanos.get()),
+        }
+    }
+
+    fn insert_task(&self, task: Rc<dyn Task>) -> TaskIndex {
+        let slot = TaskSlot {
+            task: Some(task),
+            queued: false,
+        };
+        if let Some(index) = self.free_tasks.borrow_mut().pop() {
+            self.tasks.borrow_mut()[index as usize] = slot;
+            return index;
+        }
+        let mut tasks = self.tasks.borrow_mut();
+        tasks.push(slot);
+        TaskIndex::try_from(tasks.len() - 1)
+            .unwrap_or_else(|_| panic!("more than 2^32 tasks on one loop"))
+    }
+
+    fn remove_task(&self, index: TaskIndex) {
+        let task = {
+            let mut tasks = self.tasks.borrow_mut();
+            let slot = &mut tasks[index as usize];
+            // A wake-up that is still queued finds an empty slot, or wakes its next user once too often.
+            slot.task.take()
+        };
+        drop(task);
+        self.free_tasks.borrow_mut().push(index);
+    }
+
+    /// Puts a task into the ready queue, once.
+    fn enqueue(&self, index: TaskIndex) {
+        if let Some(slot) = self.tasks.borrow_mut().get_mut(index as usize)
+            && slot.task.is_some()
+            && !slot.queued
+        {
+            slot.queued = true;
+            self.ready.borrow_mut().push_back(index);
+        }
+    }
+
+    fn run_task(&self, index: TaskIndex) {
+        let task = {
+            let mut tasks = self.tasks.borrow_mut();
+            let slot = &mut tasks[index as usize];
+            slot.queued = false;
+            slot.task.clone()
+        };
+        let Some(task) = task else { return };
+        self.counters
+            .task_polls
+            .set(self.counters.task_polls.get() + 1);
+        let waker = waker::task_waker(self.id, index);
+        if task.poll(&mut Context::from_waker(&waker)) {
+            self.remove_task(index);
+        }
+    }
+
+    fn take_remote_wakes(&self) -> bool {
+        if !self.remote.is_raised() {
+            return false;
+        }
+        let mut any = false;
+        self.remote.take(|index| {
+            any = true;
+            self.enqueue(index);
+        });
+        any
+    }
+
+    /// The ring's completions and the pollers' new work.
+    fn poll_sources(&self) -> bool {
+        let mut worked = match &self.ring {
+            Some(ring) => ring.submit_and_reap(),
+            None => false,
+        };
+        let count = self.pollers.borrow().len();
+        for index in 0..count {
+            let poller = self.pollers.borrow().get(index).map(Rc::clone);
+            worked |= poller.is_some_and(|poller| poller.poll());
+        }
+        worked
+    }
+
+    fn fire_timers(&self) -> bool {
+        if self.timers.borrow().is_empty() {
+            return false;
+        }
+        let now = self.now();
+        let mut any = false;
+        loop {
+            let expired = self.timers.borrow_mut().pop_expired(now);
+            match expired {
+                Some(waker) => waker.wake(),
+                None => return any,
+            }
+            any = true;
+        }
+    }
+
+    /// Arms every poller; whether one of them has work already.
+    fn arm_pollers(&self) -> bool {
+        let mut work = false;
+        for poller in self.pollers.borrow().iter() {
+            work |= poller.arm();
+        }
+        work
+    }
+
+    fn disarm_pollers(&self) {
+        for poller in self.pollers.borrow().iter() {
+            poller.disarm();
+        }
+    }
+}
+
+/// What the loop does while there is nothing to do: spin for an adaptive while, then sleep.
+///
+/// The window follows QEMU's AioContext: it doubles while work arrives soon after the loop went to sleep, and falls to
+/// nothing once work stays away for longer than the limit.
+struct Idle<'a> {
+    core: &'a Core,
+    window: Duration,
+    since: Option<Instant>,
+    slept: bool,
+}
+
+impl<'a> Idle<'a> {
+    fn new(core: &'a Core) -> Self {
+        Self {
+            core,
+            window: Duration::ZERO,
+            since: None,
+            slept: false,
+        }
+    }
+
+    /// Work has come: adapts the window to how long that took.
+    fn end(&mut self) {
+        let Some(since) = self.since.take() else {
+            return;
+        };
+        if !std::mem::take(&mut self.slept) {
+            return;
+        }
+        let limit = self.core.poll_max.get();
+        if since.elapsed() > limit {
+            self.window = Duration::ZERO;
+        } else if self.window < limit {
+            self.window = (self.window * 2).clamp(POLL_FIRST.min(limit), limit);
+        }
+    }
+
+    fn wait(&mut self) {
+        let Some(ring) = &self.core.ring else {
+            return self.jump();
+        };
+        let since = *self.since.get_or_insert_with(Instant::now);
+        if !self.slept && !self.window.is_zero() {
+            // Polling itself is the caller's loop; here only the time is watched.
+            std::hint::spin_loop();
+            if since.elapsed() < self.window {
+                return;
+            }
+        }
+        self.slept = true;
+        let core = self.core;
+        if !core.arm_pollers() {
+            core.remote.prepare_to_sleep(ring);
+            if !core.remote.is_raised() && core.ready.borrow().is_empty() {
+                let limit = core
+                    .timers
+                    .borrow()
+                    .next()
+                    .map(|deadline| deadline.since(core.now()));
+                core.counters.sleeps.set(core.counters.sleeps.get() + 1);
+                ring.sleep(limit);
+            }
+            core.remote.woken();
+        }
+        core.disarm_pollers();
+    }
+
+    /// Simulated time: on to the next timer.
+    fn jump(&self) {
+        let Clock::Simulated(now) = &self.core.clock else {
+            return;
+        };
+        match self.core.timers.borrow().next() {
+            Some(deadline) => now.set(now.get().max(deadline.as_nanos())),
+            None => {
+                panic!("simulation: nothing can ever run again, but the awaited task has not ended")
+            }
+        }
+    }
+}

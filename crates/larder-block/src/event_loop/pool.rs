@@ -1,0 +1,118 @@
+//! Tasks whose memory is reused: for the one future per request that an export runs.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::Context;
+
+use super::{Loop, Task, TaskIndex, waker};
+
+/// A bounded set of tasks of one future type. Starting a task allocates nothing once the pool has been that full
+/// before.
+pub struct TaskPool<F> {
+    owner: Loop,
+    idle: Rc<IdleSlots<F>>,
+    busy: Rc<Cell<usize>>,
+    capacity: usize,
+    made: Cell<usize>,
+}
+
+type IdleSlots<F> = RefCell<Vec<Rc<Slot<F>>>>;
+
+struct Slot<F> {
+    future: RefCell<Option<F>>,
+    index: Cell<TaskIndex>,
+    idle: std::rc::Weak<IdleSlots<F>>,
+    busy: Rc<Cell<usize>>,
+    me: std::rc::Weak<Slot<F>>,
+}
+
+impl<F: Future<Output = ()> + 'static> Slot<F> {
+    fn run(&self, context: &mut Context<'_>) {
+        let Ok(mut slot) = self.future.try_borrow_mut() else {
+            return;
+        };
+        let Some(future) = slot.as_mut() else { return };
+        // SAFETY: the future lives in an `Rc` that never moves it, and leaves its place only by being dropped there.
+        let future = unsafe { Pin::new_unchecked(future) };
+        if future.poll(context).is_ready() {
+            *slot = None;
+            drop(slot);
+            self.busy.set(self.busy.get() - 1);
+            if let (Some(idle), Some(me)) = (self.idle.upgrade(), self.me.upgrade()) {
+                idle.borrow_mut().push(me);
+            }
+        }
+    }
+}
+
+impl<F: Future<Output = ()> + 'static> Task for Slot<F> {
+    fn poll(&self, context: &mut Context<'_>) -> bool {
+        self.run(context);
+        // The slot keeps its place in the loop for the next future, until the pool is dropped.
+        self.idle.strong_count() == 0
+            && self
+                .future
+                .try_borrow()
+                .is_ok_and(|future| future.is_none())
+    }
+}
+
+impl<F: Future<Output = ()> + 'static> TaskPool<F> {
+    /// A pool of at most `capacity` tasks on `owner`.
+    pub fn new(owner: &Loop, capacity: usize) -> Self {
+        Self {
+            owner: owner.clone(),
+            idle: Rc::default(),
+            busy: Rc::default(),
+            capacity,
+            made: Cell::new(0),
+        }
+    }
+
+    /// How many tasks run now.
+    pub fn busy(&self) -> usize {
+        self.busy.get()
+    }
+
+    /// Starts `future` and polls it once before returning, so that what needs no waiting is done by then.
+    ///
+    /// # Errors
+    /// Returns the future if the pool is full.
+    pub fn start(&self, future: F) -> Result<(), F> {
+        let slot = match self.idle.borrow_mut().pop() {
+            Some(slot) => slot,
+            None if self.made.get() < self.capacity => self.make_slot(),
+            None => return Err(future),
+        };
+        *slot.future.borrow_mut() = Some(future);
+        self.busy.set(self.busy.get() + 1);
+        let waker = waker::task_waker(self.owner.0.id, slot.index.get());
+        slot.run(&mut Context::from_waker(&waker));
+        Ok(())
+    }
+
+    fn make_slot(&self) -> Rc<Slot<F>> {
+        self.made.set(self.made.get() + 1);
+        let slot = Rc::new_cyclic(|me| Slot {
+            future: RefCell::new(None),
+            index: Cell::new(0),
+            idle: Rc::downgrade(&self.idle),
+            busy: Rc::clone(&self.busy),
+            me: std::rc::Weak::clone(me),
+        });
+        let task: Rc<dyn Task> = Rc::clone(&slot) as Rc<dyn Task>;
+        slot.index.set(self.owner.0.insert_task(task));
+        slot
+    }
+}
+
+impl<F> Drop for TaskPool<F> {
+    fn drop(&mut self) {
+        // Idle slots would otherwise stay registered; busy ones leave when their future ends.
+        for slot in self.idle.take() {
+            self.owner.0.remove_task(slot.index.get());
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! io_uring: operations as futures, with slots that are reused.
+//!
+//! Every operation has a slot; its index is the kernel's `user_data`. Memory that the kernel reads or writes belongs to
+//! the caller, who promises to keep it until the operation's future resolves or is dropped. Dropping one that the
+//! kernel still works on cancels it and waits for its end, so that the promise can be kept.
+//!
+//! Submission is lazy: entries collect until the loop next looks at the ring, and one system call submits them all.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::io;
+use std::os::fd::RawFd;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+
+use crate::buffer::{IoVec, ReadBuf, WriteBuf};
+
+/// Submission entries. More requests than that in one turn of the loop cost one more system call, nothing else.
+const RING_ENTRIES: u32 = 256;
+
+/// Completion entries. The kernel keeps what does not fit, at a cost.
+const COMPLETION_ENTRIES: u32 = 4096;
+
+/// A handle to a loop's ring.
+#[derive(Clone)]
+pub(crate) struct Ring(Rc<Inner>);
+
+struct Inner {
+    uring: RefCell<IoUring>,
+    slots: RefCell<Vec<Slot>>,
+    free: RefCell<Vec<u32>>,
+}
+
+#[derive(Default)]
+struct Slot {
+    state: State,
+    /// The pieces of a vectored operation; the kernel reads them when the entry is submitted.
+    pieces: Vec<IoVec>,
+}
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Free,
+    Waiting(Option<Waker>),
+    Done(i32),
+    /// Nobody waits any more; the slot is freed when the kernel is done with it.
+    Abandoned,
+}
+
+/// `user_data` of entries whose completion nobody needs: cancellations.
+const NO_SLOT: u64 = u64::MAX;
+
+impl Ring {
+    pub(super) fn new() -> io::Result<Self> {
+        // Without DEFER_TASKRUN (kernels before 6.1) completions interrupt the thread; slower, and just as right.
+        let modern = IoUring::builder()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_taskrun_flag()
+            .setup_coop_taskrun()
+            .setup_cqsize(COMPLETION_ENTRIES)
+            .build(RING_ENTRIES);
+        let uring = match modern {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::builder()
+                .setup_cqsize(COMPLETION_ENTRIES)
+                .build(RING_ENTRIES)?,
+            other => other?,
+        };
+        Ok(Self(Rc::new(Inner {
+            uring: RefCell::new(uring),
+            slots: RefCell::default(),
+            free: RefCell::default(),
+        })))
+    }
+
+    /// Submits what has collected and takes completions; whether there were any.
+    pub(super) fn submit_and_reap(&self) -> bool {
+        {
+            let mut uring = self.0.uring.borrow_mut();
+            let (submitter, mut submission, _) = uring.split();
+            submission.sync();
+            let pending = submission.len();
+            if pending > 0 || submission.taskrun() || submission.cq_overflow() {
+                // SAFETY: plain submission without an argument; the entries were checked by whoever pushed them.
+                let result = unsafe { submitter.enter::<()>(to_u32(pending), 0, GET_EVENTS, None) };
+                check_enter(result);
+            }
+        }
+        self.reap()
+    }
+
+    /// Sleeps until a completion comes or the time is up.
+    pub(super) fn sleep(&self, limit: Option<Duration>) {
+        let uring = self.0.uring.borrow();
+        let result = match limit {
+            None => uring.submitter().submit_and_wait(1),
+            Some(limit) => {
+                let timespec = Timespec::from(limit);
+                uring
+                    .submitter()
+                    .submit_with_args(1, &SubmitArgs::new().timespec(&timespec))
+            }
+        };
+        check_enter(result);
+    }
+
+    fn reap(&self) -> bool {
+        let mut any = false;
+        loop {
+            let completion = self.0.uring.borrow_mut().completion().next();
+            let Some(completion) = completion else {
+                return any;
+            };
+            any = true;
+            if completion.user_data() != NO_SLOT {
+                self.finish(completion.user_data() as u32, completion.result());
+            }
+        }
+    }
+
+    fn finish(&self, index: u32, result: i32) {
+        let mut slots = self.0.slots.borrow_mut();
+        let slot = &mut slots[index as usize];
+        match std::mem::replace(&mut slot.state, State::Done(result)) {
+            State::Waiting(waker) => {
+                drop(slots);
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
+            State::Abandoned => {
+                slot.state = State::Free;
+                self.0.free.borrow_mut().push(index);
+            }
+            State::Free | State::Done(_) => panic!("io_uring completed operation {index} twice"),
+        }
+    }
+
+    fn take_slot(&self) -> u32 {
+        let mut slots = self.0.slots.borrow_mut();
+        let index = self.0.free.borrow_mut().pop().unwrap_or_else(|| {
+            slots.push(Slot::default());
+            to_u32(slots.len() - 1)
+        });
+        slots[index as usize].state = State::Waiting(None);
+        index
+    }
+
+    fn push(&self, entry: &squeue::Entry) {
+        let mut uring = self.0.uring.borrow_mut();
+        loop {
+            // SAFETY: memory that the entry names is kept by the operation's owner until it completes; see the module.
+            if unsafe { uring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            check_enter(uring.submit());
+        }
+    }
+
+    fn start(&self, entry: squeue::Entry, uses_memory: bool) -> RingOp {
+        let index = self.take_slot();
+        self.push(&entry.user_data(u64::from(index)));
+        RingOp {
+            ring: self.clone(),
+            index,
+            uses_memory,
+            taken: Cell::new(false),
+        }
+    }
+
+    /// An operation on no memory of the caller's.
+    pub(crate) fn start_plain(&self, entry: squeue::Entry) -> RingOp {
+        self.start(entry, false)
+    }
+
+    /// Completes when `descriptor` is readable, or has failed.
+    pub(crate) fn poll_readable(&self, descriptor: RawFd) -> RingOp {
+        self.start_plain(opcode::PollAdd::new(Fd(descriptor), libc::POLLIN as u32).build())
+    }
+
+    /// Completes when `descriptor` is writable, or has failed.
+    pub(crate) fn poll_writable(&self, descriptor: RawFd) -> RingOp {
+        self.start_plain(opcode::PollAdd::new(Fd(descriptor), libc::POLLOUT as u32).build())
+    }
+
+    fn start_transfer(
+        &self,
+        descriptor: RawFd,
+        offset: u64,
+        memory: Memory<'_>,
+        durable: bool,
+    ) -> RingOp {
+        let rw_flags = if durable { libc::RWF_DSYNC } else { 0 };
+        let index = self.take_slot();
+        let file = Fd(descriptor);
+        let single = match memory {
+            Memory::Into(buffer) => buffer.as_single(),
+            Memory::From(buffer) => buffer.as_single(),
+        };
+        let entry = match (single, memory) {
+            (Some(piece), Memory::Into(_)) => {
+                opcode::Read::new(file, piece.base(), to_u32(piece.len()))
+                    .offset(offset)
+                    .build()
+            }
+            (Some(piece), Memory::From(_)) => {
+                opcode::Write::new(file, piece.base(), to_u32(piece.len()))
+                    .offset(offset)
+                    .rw_flags(rw_flags)
+                    .build()
+            }
+            (None, _) => {
+                let mut slots = self.0.slots.borrow_mut();
+                let list = &mut slots[index as usize].pieces;
+                list.clear();
+                match memory {
+                    Memory::Into(buffer) => list.extend(buffer.pieces().take(MAX_PIECES)),
+                    Memory::From(buffer) => list.extend(buffer.pieces().take(MAX_PIECES)),
+                }
+                let (base, count) = (list.as_ptr().cast::<libc::iovec>(), to_u32(list.len()));
+                match memory {
+                    Memory::Into(_) => opcode::Readv::new(file, base, count).offset(offset).build(),
+                    Memory::From(_) => opcode::Writev::new(file, base, count)
+                        .offset(offset)
+                        .rw_flags(rw_flags)
+                        .build(),
+                }
+            }
+        };
+        self.push(&entry.user_data(u64::from(index)));
+        RingOp {
+            ring: self.clone(),
+            index,
+            uses_memory: true,
+            taken: Cell::new(false),
+        }
+    }
+}
+
+/// The kernel's limit on pieces in one vectored operation (IOV_MAX); the rest is a continuation.
+const MAX_PIECES: usize = 1024;
+
+const GET_EVENTS: u32 = 1; // IORING_ENTER_GETEVENTS
+
+fn to_u32(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+fn check_enter(result: io::Result<usize>) {
+    if let Err(error) = result {
+        match error.raw_os_error() {
+            // Interrupted, timed out, or short of memory for a moment: the loop comes round again.
+            Some(libc::EINTR | libc::ETIME | libc::EAGAIN | libc::EBUSY) => {}
+            _ => panic!("io_uring_enter failed: {error}"),
+        }
+    }
+}
+
+/// An operation under way. Its output is the kernel's result: a count, or a negative error number.
+pub struct RingOp {
+    ring: Ring,
+    index: u32,
+    uses_memory: bool,
+    taken: Cell<bool>,
+}
+
+impl RingOp {
+    /// Whether it has completed, without taking the result.
+    pub(super) fn is_done(&self) -> bool {
+        matches!(
+            self.ring.0.slots.borrow()[self.index as usize].state,
+            State::Done(_)
+        )
+    }
+
+    fn take_result(&self) -> Option<i32> {
+        let mut slots = self.ring.0.slots.borrow_mut();
+        let slot = &mut slots[self.index as usize];
+        let State::Done(result) = slot.state else {
+            return None;
+        };
+        slot.state = State::Free;
+        self.ring.0.free.borrow_mut().push(self.index);
+        self.taken.set(true);
+        Some(result)
+    }
+}
+
+impl Future for RingOp {
+    type Output = i32;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<i32> {
+        if let Some(result) = self.take_result() {
+            return Poll::Ready(result);
+        }
+        let mut slots = self.ring.0.slots.borrow_mut();
+        if let State::Waiting(waker) = &mut slots[self.index as usize].state {
+            match waker {
+                Some(waker) => waker.clone_from(context.waker()),
+                None => *waker = Some(context.waker().clone()),
+            }
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for RingOp {
+    fn drop(&mut self) {
+        if self.taken.get() || self.take_result().is_some() {
+            return;
+        }
+        let cancel = opcode::AsyncCancel::new(u64::from(self.index)).build();
+        self.ring.push(&cancel.user_data(NO_SLOT));
+        if !self.uses_memory {
+            self.ring.0.slots.borrow_mut()[self.index as usize].state = State::Abandoned;
+            return;
+        }
+        // The kernel may still touch the caller's memory: not before it says that it is done may this return.
+        while !self.is_done() {
+            let result = self.ring.0.uring.borrow_mut().submit_and_wait(1);
+            check_enter(result);
+            self.ring.reap();
+        }
+        self.take_result();
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Memory<'a> {
+    Into(ReadBuf<'a>),
+    From(WriteBuf<'a>),
+}
+
+impl Memory<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Into(buffer) => buffer.len(),
+            Self::From(buffer) => buffer.len(),
+        }
+    }
+
+    fn skip(self, bytes: usize) -> Self {
+        match self {
+            Self::Into(buffer) => Self::Into(buffer.skip(bytes)),
+            Self::From(buffer) => Self::From(buffer.skip(bytes)),
+        }
+    }
+}
+
+/// A whole transfer: goes on after a short or interrupted operation until all is done, the file ends, or it fails.
+/// Its output is the number of bytes moved (short only at the end of the file), or the error number.
+pub(crate) struct RingIo<'a> {
+    op: RingOp,
+    descriptor: RawFd,
+    offset: u64,
+    memory: Memory<'a>,
+    durable: bool,
+    moved: usize,
+    retries: u32,
+}
+
+/// How often an operation that the kernel would not even begin is offered again before its error is reported.
+const RETRIES_MAX: u32 = 64;
+
+impl<'a> RingIo<'a> {
+    pub(crate) fn read(ring: &Ring, descriptor: RawFd, offset: u64, buffer: ReadBuf<'a>) -> Self {
+        Self::start(ring, descriptor, offset, Memory::Into(buffer), false)
+    }
+
+    /// With `durable`, every part of the transfer is on stable storage when it completes (RWF_DSYNC).
+    pub(crate) fn write(
+        ring: &Ring,
+        descriptor: RawFd,
+        offset: u64,
+        buffer: WriteBuf<'a>,
+        durable: bool,
+    ) -> Self {
+        Self::start(ring, descriptor, offset, Memory::From(buffer), durable)
+    }
+
+    fn start(
+        ring: &Ring,
+        descriptor: RawFd,
+        offset: u64,
+        memory: Memory<'a>,
+        durable: bool,
+    ) -> Self {
+        Self {
+            op: ring.start_transfer(descriptor, offset, memory, durable),
+            descriptor,
+            offset,
+            memory,
+            durable,
+            moved: 0,
+            retries: 0,
+        }
+    }
+}
+
+impl Future for RingIo<'_> {
+    type Output = Result<usize, i32>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        loop {
+            let result = std::task::ready!(Pin::new(&mut self.op).poll(context));
+            match result {
+                0 => return Poll::Ready(Ok(self.moved)),
+                count if count > 0 => {
+                    self.moved += count as usize;
+                    if self.moved >= self.memory.len() {
+                        return Poll::Ready(Ok(self.moved));
+                    }
+                }
+                error
+                    if (error == -libc::EINTR || error == -libc::EAGAIN)
+                        && self.retries < RETRIES_MAX =>
+                {
+                    self.retries += 1;
+                }
+                error => return Poll::Ready(Err(-error)),
+            }
+            let offset = self.offset + self.moved as u64;
+            let rest = self.memory.skip(self.moved);
+            let ring = self.op.ring.clone();
+            self.op = ring.start_transfer(self.descriptor, offset, rest, self.durable);
+        }
+    }
+}

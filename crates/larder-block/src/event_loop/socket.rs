@@ -1,0 +1,486 @@
+//! Stream sockets on the loop: unix and TCP, with descriptor passing.
+//!
+//! Data moves by non-blocking calls from the loop's own thread; io_uring only tells when a socket is ready. So memory
+//! given to a read or write is never touched after the call's future is gone.
+
+use std::fmt;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::net::ToSocketAddrs;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Poll, Waker};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
+
+use super::{Loop, Ring};
+use crate::buffer::{ReadBuf, WriteBuf};
+
+/// Where to connect or listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SocketAddress {
+    /// A unix stream socket.
+    Unix(PathBuf),
+    /// A TCP port; the host is a name or an address without brackets.
+    Tcp {
+        /// Name or address.
+        host: String,
+        /// Port.
+        port: u16,
+    },
+}
+
+impl fmt::Display for SocketAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => path.display().fmt(f),
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+/// A connected stream socket.
+pub struct Socket {
+    descriptor: OwnedFd,
+    ring: Ring,
+}
+
+/// A listening stream socket.
+pub struct Listener {
+    descriptor: OwnedFd,
+    ring: Ring,
+}
+
+/// The most descriptors that one message may carry (vhost-user: eight memory regions).
+const DESCRIPTORS_MAX: usize = 8;
+
+fn would_block(error: Errno) -> bool {
+    error == Errno::AGAIN || error == Errno::WOULDBLOCK
+}
+
+impl Loop {
+    fn ring(&self) -> io::Result<&Ring> {
+        self.0.ring.as_ref().ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::Unsupported,
+                "a simulated loop has no kernel behind it",
+            )
+        })
+    }
+
+    /// The ring of this loop, for backends.
+    ///
+    /// # Panics
+    /// If the loop is simulated: a backend that needs the kernel was put on it.
+    pub(crate) fn ring_or_panic(&self) -> Ring {
+        match self.ring() {
+            Ok(ring) => ring.clone(),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Completes once `descriptor` is readable, at its end, or broken.
+    ///
+    /// # Errors
+    /// The loop is simulated, or the kernel refuses to watch the descriptor.
+    pub async fn readable(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        let result = self.ring()?.poll_readable(descriptor.as_raw_fd()).await;
+        if result < 0 {
+            return Err(io::Error::from_raw_os_error(-result));
+        }
+        Ok(())
+    }
+
+    /// Runs `work` on a thread of its own and gives back its result: for calls that block and have no other form.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub async fn run_blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        struct State<T> {
+            value: Option<T>,
+            waker: Option<Waker>,
+        }
+        let shared = Arc::new(Mutex::new(State::<T> {
+            value: None,
+            waker: None,
+        }));
+        let theirs = Arc::clone(&shared);
+        std::thread::Builder::new()
+            .name("larder-blocking".to_owned())
+            .spawn(move || {
+                let value = work();
+                let mut state = theirs.lock().unwrap_or_else(PoisonError::into_inner);
+                state.value = Some(value);
+                if let Some(waker) = state.waker.take() {
+                    waker.wake();
+                }
+            })?;
+        let value = std::future::poll_fn(|context| {
+            let mut state = shared.lock().unwrap_or_else(PoisonError::into_inner);
+            match state.value.take() {
+                Some(value) => Poll::Ready(value),
+                None => {
+                    state.waker = Some(context.waker().clone());
+                    Poll::Pending
+                }
+            }
+        });
+        Ok(value.await)
+    }
+}
+
+fn stream_flags() -> SocketFlags {
+    SocketFlags::CLOEXEC | SocketFlags::NONBLOCK
+}
+
+fn unix_address(path: &std::path::Path) -> io::Result<SocketAddrUnix> {
+    SocketAddrUnix::new(path).map_err(|error| match error {
+        Errno::NAMETOOLONG => io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!(
+                "socket path {} is {} bytes long; the kernel takes at most 107",
+                path.display(),
+                path.as_os_str().len()
+            ),
+        ),
+        error => error.into(),
+    })
+}
+
+impl Socket {
+    /// Connects to `address`.
+    ///
+    /// # Errors
+    /// Nobody listens there, the name does not resolve, or the path is too long.
+    pub async fn connect(on: &Loop, address: &SocketAddress) -> io::Result<Self> {
+        match address {
+            SocketAddress::Unix(path) => {
+                let target = unix_address(path)?;
+                let descriptor = rustix::net::socket_with(
+                    AddressFamily::UNIX,
+                    SocketType::STREAM,
+                    stream_flags(),
+                    None,
+                )?;
+                // A full backlog is EAGAIN: the listener is alive but slow to accept.
+                while let Err(error) = rustix::net::connect(&descriptor, &target) {
+                    if !would_block(error) {
+                        return Err(error.into());
+                    }
+                    on.sleep(std::time::Duration::from_millis(5)).await;
+                }
+                Self::from_descriptor(on, descriptor)
+            }
+            SocketAddress::Tcp { host, port } => {
+                let (host, port) = (host.clone(), *port);
+                let found = on
+                    .run_blocking(move || {
+                        (host.as_str(), port)
+                            .to_socket_addrs()
+                            .map(|found| found.collect::<Vec<_>>())
+                    })
+                    .await??;
+                let mut last =
+                    io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
+                for target in found {
+                    match Self::connect_tcp(on, target).await {
+                        Ok(socket) => return Ok(socket),
+                        Err(error) => last = error,
+                    }
+                }
+                Err(last)
+            }
+        }
+    }
+
+    async fn connect_tcp(on: &Loop, target: std::net::SocketAddr) -> io::Result<Self> {
+        let family = if target.is_ipv4() {
+            AddressFamily::INET
+        } else {
+            AddressFamily::INET6
+        };
+        let descriptor =
+            rustix::net::socket_with(family, SocketType::STREAM, stream_flags(), None)?;
+        match rustix::net::connect(&descriptor, &target) {
+            Ok(()) => {}
+            Err(Errno::INPROGRESS) => {
+                on.ring()?.poll_writable(descriptor.as_raw_fd()).await;
+                sockopt::socket_error(&descriptor)??;
+            }
+            Err(error) => return Err(error.into()),
+        }
+        sockopt::set_tcp_nodelay(&descriptor, true)?;
+        Self::from_descriptor(on, descriptor)
+    }
+
+    /// Takes over a connected stream socket.
+    ///
+    /// # Errors
+    /// The loop is simulated, or the descriptor cannot be made non-blocking.
+    pub fn from_descriptor(on: &Loop, descriptor: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&descriptor, true)?;
+        Ok(Self {
+            descriptor,
+            ring: on.ring()?.clone(),
+        })
+    }
+
+    async fn ready(&self, writable: bool) -> io::Result<()> {
+        let descriptor = self.descriptor.as_raw_fd();
+        let result = if writable {
+            self.ring.poll_writable(descriptor).await
+        } else {
+            self.ring.poll_readable(descriptor).await
+        };
+        if result < 0 {
+            return Err(io::Error::from_raw_os_error(-result));
+        }
+        Ok(())
+    }
+
+    /// Waits until something can be read, or the other side has closed.
+    ///
+    /// # Errors
+    /// The kernel refuses to watch the socket.
+    pub async fn readable(&self) -> io::Result<()> {
+        self.ready(false).await
+    }
+
+    /// Reads what is there, at least one byte; 0 at the end of the stream. Dropping the future loses nothing.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match rustix::net::recv(&self.descriptor, &mut *buffer, RecvFlags::empty()) {
+                Ok((count, _)) => return Ok(count),
+                Err(Errno::INTR) => {}
+                Err(error) if would_block(error) => self.ready(false).await?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Fills `buffer`.
+    ///
+    /// # Errors
+    /// The connection broke, or ended first (`UnexpectedEof`).
+    pub async fn read_exact(&self, buffer: &mut [u8]) -> io::Result<()> {
+        self.read_exact_into(ReadBuf::new(buffer)).await
+    }
+
+    /// Fills `buffer`, which may be in pieces and in guest memory.
+    ///
+    /// # Errors
+    /// The connection broke, or ended first (`UnexpectedEof`).
+    pub async fn read_exact_into(&self, buffer: ReadBuf<'_>) -> io::Result<()> {
+        let mut done = 0;
+        while done < buffer.len() {
+            match self.read_pieces_now(buffer.skip(done)) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.ready(false).await?
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_pieces_now(&self, buffer: ReadBuf<'_>) -> io::Result<usize> {
+        let pieces: smallvec::SmallVec<[crate::buffer::IoVec; 16]> =
+            buffer.pieces().take(64).collect();
+        // SAFETY: the pieces are valid for writes by `ReadBuf`'s contract; `IoVec` is a `struct iovec`.
+        let count = unsafe {
+            libc::readv(
+                self.descriptor.as_raw_fd(),
+                pieces.as_ptr().cast(),
+                pieces.len() as i32,
+            )
+        };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Writes all of `bytes`.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
+        self.write_all_from(bytes, WriteBuf::new(&[])).await
+    }
+
+    /// Writes all of `head`, then all of `body`, which may be in pieces and in guest memory.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn write_all_from(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<()> {
+        let mut done = 0;
+        let total = head.len() + body.len();
+        while done < total {
+            match self.write_pieces_now(
+                head.get(done..).unwrap_or(&[]),
+                body.skip(done.saturating_sub(head.len())),
+            ) {
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready(true).await?,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_pieces_now(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
+        let mut pieces: smallvec::SmallVec<[crate::buffer::IoVec; 16]> = smallvec::SmallVec::new();
+        if !head.is_empty() {
+            pieces.push(crate::buffer::IoVec::new(
+                head.as_ptr().cast_mut(),
+                head.len(),
+            ));
+        }
+        pieces.extend(body.pieces().take(63));
+        // SAFETY: a zeroed msghdr is valid: no name, no pieces, no control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = pieces.as_mut_ptr().cast();
+        message.msg_iovlen = pieces.len() as _;
+        // SAFETY: the pieces are valid for reads by `WriteBuf`'s contract; `IoVec` is a `struct iovec`.
+        let count = unsafe {
+            libc::sendmsg(
+                self.descriptor.as_raw_fd(),
+                &raw const message,
+                libc::MSG_NOSIGNAL,
+            )
+        };
+        usize::try_from(count).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Reads what is there, with the descriptors that came along; 0 bytes at the end of the stream. Descriptors beyond
+    /// what a message may carry are closed by the kernel.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn read_with_descriptors(
+        &self,
+        buffer: &mut [u8],
+    ) -> io::Result<(usize, Vec<OwnedFd>)> {
+        loop {
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let received = rustix::net::recvmsg(
+                &self.descriptor,
+                &mut [IoSliceMut::new(buffer)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            );
+            match received {
+                Ok(message) => {
+                    let mut descriptors = Vec::new();
+                    for item in control.drain() {
+                        if let RecvAncillaryMessage::ScmRights(rights) = item {
+                            descriptors.extend(rights);
+                        }
+                    }
+                    return Ok((message.bytes, descriptors));
+                }
+                Err(Errno::INTR) => {}
+                Err(error) if would_block(error) => self.ready(false).await?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Writes all of `bytes`, sending `descriptors` with the first of them.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn write_with_descriptors(
+        &self,
+        bytes: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < bytes.len() {
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if done == 0 && !descriptors.is_empty() {
+                control.push(SendAncillaryMessage::ScmRights(descriptors));
+            }
+            let pieces = [IoSlice::new(&bytes[done..])];
+            match rustix::net::sendmsg(&self.descriptor, &pieces, &mut control, SendFlags::NOSIGNAL)
+            {
+                Ok(count) => done += count,
+                Err(Errno::INTR) => {}
+                Err(error) if would_block(error) => self.ready(true).await?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends both directions; reads and writes under way fail.
+    pub fn shutdown(&self) {
+        // It may be gone already.
+        let _ = rustix::net::shutdown(&self.descriptor, rustix::net::Shutdown::Both);
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+impl Listener {
+    /// Takes over a listening socket, such as one that systemd passed or [`bind`](std::os::unix::net::UnixListener::bind) made.
+    ///
+    /// # Errors
+    /// The loop is simulated, or the descriptor cannot be made non-blocking.
+    pub fn from_descriptor(on: &Loop, descriptor: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&descriptor, true)?;
+        Ok(Self {
+            descriptor,
+            ring: on.ring()?.clone(),
+        })
+    }
+
+    /// Waits for the next connection. Dropping the future loses nothing.
+    ///
+    /// # Errors
+    /// The socket is broken. Running out of descriptors is waited out, not reported.
+    pub async fn accept(&self, on: &Loop) -> io::Result<Socket> {
+        loop {
+            match rustix::net::accept_with(&self.descriptor, stream_flags()) {
+                Ok(descriptor) => {
+                    // Fails on unix sockets, which have no delay to turn off.
+                    let _ = sockopt::set_tcp_nodelay(&descriptor, true);
+                    return Socket::from_descriptor(on, descriptor);
+                }
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                    on.sleep(std::time::Duration::from_millis(100)).await;
+                }
+                Err(error) if would_block(error) => {
+                    let result = pin!(self.ring.poll_readable(self.descriptor.as_raw_fd())).await;
+                    if result < 0 {
+                        return Err(io::Error::from_raw_os_error(-result));
+                    }
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Filters that every disk may need, whatever its format.

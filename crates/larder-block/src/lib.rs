@@ -1,0 +1,21 @@
+//! The block device contract, units and buffers, the io_uring loop, and the plain backends: file and block device, NBD
+//! client, memory, and the simulated device.
+//!
+//! Start with [`device`] for what a block device promises, then [`event_loop`] for what runs it.
+
+pub mod backend;
+pub mod buffer;
+pub mod device;
+pub mod error;
+pub mod event_loop;
+pub mod filter;
+pub mod units;
+
+pub use buffer::{AlignedBuf, IoVec, ReadBuf, WriteBuf};
+pub use device::{
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
+    check_request,
+};
+pub use error::{Failure, IoError, IoResult, Operation};
+pub use event_loop::{Loop, LoopTime};
+pub use units::{ByteLen, ByteOffset, ByteRange, SizeError};

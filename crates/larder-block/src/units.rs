@@ -1,0 +1,399 @@
+//! Units of the block path: byte offsets, byte lengths and ranges of them, and sizes as people write them.
+//!
+//! All are 64 bits wide whatever the host, because they describe disks, not memory. Arithmetic that can overflow on
+//! values from outside (a guest, an image, a peer) goes through the `checked_` forms; the operators are for values
+//! that have been checked against a device's size, and panic on overflow in debug builds like any integer.
+
+use std::fmt;
+use std::ops::{Add, AddAssign, Sub, SubAssign};
+use std::str::FromStr;
+
+/// A position on a disk, in bytes from its start.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct ByteOffset(u64);
+
+/// A length on a disk, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct ByteLen(u64);
+
+/// `len` bytes from `start` on. May be empty.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct ByteRange {
+    /// First byte.
+    pub start: ByteOffset,
+    /// Number of bytes.
+    pub len: ByteLen,
+}
+
+impl ByteOffset {
+    /// The start of the disk.
+    pub const ZERO: Self = Self(0);
+
+    /// The position `bytes` bytes from the start.
+    pub const fn new(bytes: u64) -> Self {
+        Self(bytes)
+    }
+
+    /// The position in bytes.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// `self + len`, or `None` past 2^64.
+    pub const fn checked_add(self, len: ByteLen) -> Option<Self> {
+        match self.0.checked_add(len.0) {
+            Some(sum) => Some(Self(sum)),
+            None => None,
+        }
+    }
+
+    /// The nearest multiple of `unit` (a power of two) at or before this position.
+    pub const fn align_down(self, unit: u64) -> Self {
+        debug_assert!(unit.is_power_of_two());
+        Self(self.0 & !(unit - 1))
+    }
+
+    /// The nearest multiple of `unit` (a power of two) at or after this position; saturates at the last one.
+    pub const fn align_up(self, unit: u64) -> Self {
+        Self(self.0.saturating_add(unit - 1)).align_down(unit)
+    }
+
+    /// Whether this is a multiple of `unit` (a power of two).
+    pub const fn is_aligned(self, unit: u64) -> bool {
+        debug_assert!(unit.is_power_of_two());
+        self.0 & (unit - 1) == 0
+    }
+
+    /// The range of `len` bytes that begins here.
+    pub const fn range(self, len: ByteLen) -> ByteRange {
+        ByteRange { start: self, len }
+    }
+}
+
+impl ByteLen {
+    /// Nothing.
+    pub const ZERO: Self = Self(0);
+
+    /// `bytes` bytes.
+    pub const fn new(bytes: u64) -> Self {
+        Self(bytes)
+    }
+
+    /// `kib` times 1024 bytes.
+    pub const fn kib(kib: u64) -> Self {
+        Self(kib << 10)
+    }
+
+    /// `mib` times 1024 KiB.
+    pub const fn mib(mib: u64) -> Self {
+        Self(mib << 20)
+    }
+
+    /// The length of a buffer in memory.
+    pub const fn of_buffer(bytes: usize) -> Self {
+        Self(bytes as u64)
+    }
+
+    /// The length in bytes.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The length as a size in memory. A request's length always fits; a disk's may not on a 32-bit host.
+    pub const fn as_usize(self) -> usize {
+        debug_assert!(self.0 <= usize::MAX as u64);
+        self.0 as usize
+    }
+
+    /// Whether this is nothing.
+    pub const fn is_zero(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Whether this is a multiple of `unit` (a power of two).
+    pub const fn is_aligned(self, unit: u64) -> bool {
+        debug_assert!(unit.is_power_of_two());
+        self.0 & (unit - 1) == 0
+    }
+
+    /// The smaller of the two.
+    pub fn min(self, other: Self) -> Self {
+        Self(self.0.min(other.0))
+    }
+}
+
+impl ByteRange {
+    /// `len` bytes from `start` on, both in bytes.
+    pub const fn new(start: u64, len: u64) -> Self {
+        Self {
+            start: ByteOffset(start),
+            len: ByteLen(len),
+        }
+    }
+
+    /// From `start` up to, not including, `end`; empty if `end` is not behind `start`.
+    pub const fn between(start: ByteOffset, end: ByteOffset) -> Self {
+        Self {
+            start,
+            len: ByteLen(end.0.saturating_sub(start.0)),
+        }
+    }
+
+    /// The first byte behind the range.
+    ///
+    /// # Panics
+    /// In debug builds, past 2^64: check values from outside with [`ByteRange::checked_end`] first.
+    pub const fn end(self) -> ByteOffset {
+        ByteOffset(self.start.0 + self.len.0)
+    }
+
+    /// The first byte behind the range, or `None` past 2^64.
+    pub const fn checked_end(self) -> Option<ByteOffset> {
+        self.start.checked_add(self.len)
+    }
+
+    /// Whether it holds no byte.
+    pub const fn is_empty(self) -> bool {
+        self.len.0 == 0
+    }
+
+    /// Whether the two share a byte.
+    pub const fn overlaps(self, other: Self) -> bool {
+        self.start.0 < other.end().0 && other.start.0 < self.end().0
+    }
+
+    /// Whether every byte of `other` is in `self`.
+    pub const fn contains(self, other: Self) -> bool {
+        self.start.0 <= other.start.0 && other.end().0 <= self.end().0
+    }
+
+    /// The bytes that are in both; empty if there is none.
+    pub fn intersection(self, other: Self) -> Self {
+        Self::between(
+            self.start.max(other.start),
+            ByteOffset(self.end().0.min(other.end().0)),
+        )
+    }
+
+    /// The smallest range with both ends on multiples of `unit` that holds `self`.
+    pub const fn widened(self, unit: u64) -> Self {
+        Self::between(self.start.align_down(unit), self.end().align_up(unit))
+    }
+
+    /// The largest range with both ends on multiples of `unit` inside `self`; may be empty.
+    pub const fn narrowed(self, unit: u64) -> Self {
+        Self::between(self.start.align_up(unit), self.end().align_down(unit))
+    }
+
+    /// Whether both ends are multiples of `unit` (a power of two).
+    pub const fn is_aligned(self, unit: u64) -> bool {
+        self.start.is_aligned(unit) && self.len.is_aligned(unit)
+    }
+}
+
+impl Add<ByteLen> for ByteOffset {
+    type Output = Self;
+    fn add(self, len: ByteLen) -> Self {
+        Self(self.0 + len.0)
+    }
+}
+
+impl AddAssign<ByteLen> for ByteOffset {
+    fn add_assign(&mut self, len: ByteLen) {
+        self.0 += len.0;
+    }
+}
+
+impl Sub for ByteOffset {
+    type Output = ByteLen;
+    fn sub(self, other: Self) -> ByteLen {
+        ByteLen(self.0 - other.0)
+    }
+}
+
+impl Add for ByteLen {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self(self.0 + other.0)
+    }
+}
+
+impl Sub for ByteLen {
+    type Output = Self;
+    fn sub(self, other: Self) -> Self {
+        Self(self.0 - other.0)
+    }
+}
+
+impl AddAssign for ByteLen {
+    fn add_assign(&mut self, other: Self) {
+        self.0 += other.0;
+    }
+}
+
+impl SubAssign for ByteLen {
+    fn sub_assign(&mut self, other: Self) {
+        self.0 -= other.0;
+    }
+}
+
+impl fmt::Debug for ByteOffset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+impl fmt::Display for ByteOffset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+impl fmt::Debug for ByteLen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+impl fmt::Debug for ByteRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}+{:#x}", self.start.0, self.len.0)
+    }
+}
+
+impl fmt::Display for ByteRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at {:#x}", self.len.0, self.start.0)
+    }
+}
+
+const BINARY_UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+
+/// The largest unit that the size is a whole multiple of: `64 MiB`, `1537 KiB`, `513 B`.
+impl fmt::Display for ByteLen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let whole = |shift: u32| self.0 != 0 && self.0.trailing_zeros() >= shift;
+        match BINARY_UNITS.iter().find(|(_, shift)| whole(*shift)) {
+            Some((unit, shift)) => write!(f, "{} {unit}", self.0 >> shift),
+            None => write!(f, "{} B", self.0),
+        }
+    }
+}
+
+/// Why a text is not a size.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SizeError {
+    /// No number in front.
+    #[error("'{0}' is not a size: give a whole number and KiB, MiB, GiB or TiB, as in 64MiB")]
+    NotANumber(String),
+    /// A unit that is not known.
+    #[error("'{unit}' in '{text}' is not a unit of size: use KiB, MiB, GiB or TiB")]
+    UnknownUnit {
+        /// What was given.
+        text: String,
+        /// The part behind the number.
+        unit: String,
+    },
+    /// Past 2^63 bytes, more than any file or device can have.
+    #[error("'{0}' is larger than any disk can be (8388607 TiB)")]
+    TooLarge(String),
+}
+
+/// Reads `4096`, `64KiB`, `64 KiB`, `64K`, `1.5` is refused: sizes are whole numbers.
+impl FromStr for ByteLen {
+    type Err = SizeError;
+
+    fn from_str(text: &str) -> Result<Self, SizeError> {
+        let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+        let (number, unit) = text.split_at(digits);
+        if number.is_empty() {
+            return Err(SizeError::NotANumber(text.to_owned()));
+        }
+        let shift = match unit.trim_start().to_ascii_lowercase().as_str() {
+            "" | "b" => 0,
+            "k" | "kib" => 10,
+            "m" | "mib" => 20,
+            "g" | "gib" => 30,
+            "t" | "tib" => 40,
+            _ => {
+                return Err(SizeError::UnknownUnit {
+                    text: text.to_owned(),
+                    unit: unit.trim().to_owned(),
+                });
+            }
+        };
+        number
+            .parse::<u64>()
+            .ok()
+            .and_then(|n| n.checked_mul(1 << shift))
+            .filter(|bytes| *bytes <= i64::MAX as u64)
+            .map(Self)
+            .ok_or_else(|| SizeError::TooLarge(text.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_read_as_people_write_them() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("512", 512),
+            ("64KiB", 65536),
+            ("64 KiB", 65536),
+            ("4m", 4 << 20),
+            ("2G", 2 << 30),
+            ("16TiB", 16 << 40),
+        ] {
+            assert_eq!(text.parse(), Ok(ByteLen::new(bytes)), "{text}");
+        }
+        assert!(matches!(
+            "".parse::<ByteLen>(),
+            Err(SizeError::NotANumber(_))
+        ));
+        assert!(matches!(
+            "-1".parse::<ByteLen>(),
+            Err(SizeError::NotANumber(_))
+        ));
+        assert!(matches!(
+            "1.5G".parse::<ByteLen>(),
+            Err(SizeError::UnknownUnit { .. })
+        ));
+        assert!(matches!(
+            "8388608TiB".parse::<ByteLen>(),
+            Err(SizeError::TooLarge(_))
+        ));
+        assert!(matches!(
+            "99999999999999999999".parse::<ByteLen>(),
+            Err(SizeError::TooLarge(_))
+        ));
+    }
+
+    #[test]
+    fn sizes_print_in_the_largest_whole_unit() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (513, "513 B"),
+            (1537 << 10, "1537 KiB"),
+            (64 << 20, "64 MiB"),
+            (1 << 40, "1 TiB"),
+        ] {
+            assert_eq!(ByteLen::new(bytes).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn ranges_widen_and_narrow_to_a_unit() {
+        let range = ByteRange::new(700, 1000);
+        assert_eq!(range.widened(512), ByteRange::new(512, 1536));
+        assert_eq!(range.narrowed(512), ByteRange::new(1024, 512));
+        assert!(ByteRange::new(10, 20).narrowed(512).is_empty());
+        assert!(!ByteRange::new(0, 10).overlaps(ByteRange::new(10, 10)));
+        assert_eq!(
+            ByteRange::new(0, 10).intersection(ByteRange::new(5, 10)),
+            ByteRange::new(5, 5)
+        );
+    }
+}

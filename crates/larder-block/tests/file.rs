@@ -1,0 +1,293 @@
+//! The file backend against the host's own view of the file.
+
+use std::os::unix::fs::FileExt;
+
+use larder_block::backend::file::{Caching, FileDevice, FileOptions, OpenError};
+use larder_block::event_loop::POLL_MAX_DEFAULT;
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoVec, Loop,
+    ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+const SIZE: u64 = 8 << 20;
+
+/// Places with different ways of doing I/O: a disk file system, with and without the page cache, and tmpfs.
+fn each_place(test: impl AsyncFn(&Loop, &std::path::Path, FileOptions)) {
+    for (folder, caching) in [
+        (env!("CARGO_TARGET_TMPDIR"), Caching::Auto),
+        (env!("CARGO_TARGET_TMPDIR"), Caching::Buffered),
+        ("/dev/shm", Caching::Auto),
+    ] {
+        let file = tempfile::NamedTempFile::new_in(folder).expect("a temporary image");
+        file.as_file().set_len(SIZE).expect("room for it");
+        let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
+        let options = FileOptions {
+            caching,
+            ..FileOptions::default()
+        };
+        on.block_on(test(&on, file.path(), options));
+    }
+}
+
+fn pattern(len: usize, seed: u8) -> AlignedBuf {
+    let mut buffer = AlignedBuf::zeroed(len);
+    for (index, byte) in buffer.iter_mut().enumerate() {
+        *byte = (index as u8).wrapping_mul(31).wrapping_add(seed);
+    }
+    buffer
+}
+
+#[test]
+fn what_is_written_is_in_the_file_and_reads_back() {
+    each_place(async |on, path, options| {
+        let device = FileDevice::open(on, path, options).await.expect("opens");
+        let data = pattern(128 << 10, 1);
+        let at = ByteOffset::new(1 << 20);
+        device
+            .write(at, WriteBuf::new(&data), WriteFlags::NONE)
+            .await
+            .expect("writes");
+        device
+            .write(
+                ByteOffset::ZERO,
+                WriteBuf::new(&data[..4096]),
+                WriteFlags::FUA,
+            )
+            .await
+            .expect("writes durably");
+        device.flush().await.expect("flushes");
+        let mut seen = vec![0; data.len()];
+        std::fs::File::open(path)
+            .unwrap()
+            .read_exact_at(&mut seen, at.get())
+            .unwrap();
+        assert!(seen == data[..]);
+
+        let mut back = AlignedBuf::zeroed(data.len());
+        let (left, right) = back.split_at_mut(16 << 10);
+        let pieces = [
+            IoVec::new(left.as_mut_ptr(), left.len()),
+            IoVec::new(right.as_mut_ptr(), right.len()),
+        ];
+        // SAFETY: `back` outlives the read and is not looked at meanwhile.
+        device
+            .read(at, unsafe { ReadBuf::from_pieces(&pieces) })
+            .await
+            .expect("reads in pieces");
+        assert!(back[..] == data[..]);
+    });
+}
+
+#[test]
+fn zeroes_and_discards_make_holes_that_read_as_zeros() {
+    each_place(async |on, path, options| {
+        let device = FileDevice::open(on, path, options).await.expect("opens");
+        let data = pattern(1 << 20, 7);
+        device
+            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
+            .await
+            .expect("writes");
+        let unmap = ZeroFlags {
+            unmap: true,
+            ..ZeroFlags::default()
+        };
+        device
+            .write_zeroes(ByteRange::new(64 << 10, 64 << 10), unmap)
+            .await
+            .expect("punches");
+        device
+            .write_zeroes(ByteRange::new(256 << 10, 64 << 10), ZeroFlags::default())
+            .await
+            .expect("zeroes");
+        device
+            .discard(ByteRange::new(512 << 10, 64 << 10))
+            .await
+            .expect("discards");
+        let mut expected = data.to_vec();
+        for start in [64, 256, 512] {
+            expected[start << 10..(start + 64) << 10].fill(0);
+        }
+        let mut back = AlignedBuf::zeroed(data.len());
+        device
+            .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
+            .await
+            .expect("reads");
+        assert!(back[..] == expected[..]);
+        let extents = device
+            .extents(ByteRange::new(0, SIZE), 100)
+            .await
+            .expect("maps");
+        assert_eq!(
+            extents
+                .iter()
+                .map(|extent| extent.range.len.get())
+                .sum::<u64>(),
+            SIZE
+        );
+        let hole = extents
+            .iter()
+            .find(|extent| extent.range.start.get() == 64 << 10)
+            .expect("an extent begins there");
+        assert_eq!(
+            (hole.kind, hole.range.len),
+            (ExtentKind::Hole, ByteLen::kib(64))
+        );
+    });
+}
+
+#[test]
+fn many_requests_at_once_each_get_their_own_data() {
+    each_place(async |on, path, options| {
+        let device = FileDevice::open(on, path, options).await.expect("opens");
+        let blocks: Vec<AlignedBuf> = (0..500).map(|index| pattern(4096, index as u8)).collect();
+        let writes: Vec<_> = (0u64..)
+            .zip(&blocks)
+            .map(|(index, block)| {
+                device.write(
+                    ByteOffset::new(index * 4096),
+                    WriteBuf::new(block),
+                    WriteFlags::NONE,
+                )
+            })
+            .collect();
+        for write in writes {
+            write.await.expect("writes");
+        }
+        let mut back: Vec<AlignedBuf> = (0..500).map(|_| AlignedBuf::zeroed(4096)).collect();
+        let reads: Vec<_> = (0u64..)
+            .zip(&mut back)
+            .map(|(index, block)| device.read(ByteOffset::new(index * 4096), ReadBuf::new(block)))
+            .collect();
+        for read in reads.into_iter().rev() {
+            read.await.expect("reads");
+        }
+        assert!(
+            back.iter()
+                .zip(&blocks)
+                .all(|(seen, meant)| seen[..] == meant[..])
+        );
+    });
+}
+
+#[test]
+fn a_dropped_request_no_longer_touches_its_buffer() {
+    each_place(async |on, path, options| {
+        let device = FileDevice::open(on, path, options).await.expect("opens");
+        let data = pattern(1 << 20, 3);
+        device
+            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
+            .await
+            .expect("writes");
+        for _ in 0..50 {
+            let mut buffer = AlignedBuf::zeroed(1 << 20);
+            drop(device.read(ByteOffset::ZERO, ReadBuf::new(&mut buffer)));
+            let seen = buffer.to_vec();
+            on.yield_now().await;
+            assert!(seen == buffer[..]);
+        }
+    });
+}
+
+#[test]
+fn requests_beyond_the_end_or_misaligned_fail_without_effect() {
+    each_place(async |on, path, options| {
+        let device = FileDevice::open(on, path, options).await.expect("opens");
+        let data = pattern(4096, 9);
+        let error = device
+            .write(
+                ByteOffset::new(SIZE),
+                WriteBuf::new(&data),
+                WriteFlags::NONE,
+            )
+            .await
+            .unwrap_err();
+        assert_eq!(error.failure(), Failure::OutOfRange);
+        let error = device
+            .write(
+                ByteOffset::new(u64::MAX - 511),
+                WriteBuf::new(&data),
+                WriteFlags::NONE,
+            )
+            .await
+            .unwrap_err();
+        assert_eq!(error.failure(), Failure::OutOfRange);
+        let error = device
+            .write(ByteOffset::new(1), WriteBuf::new(&data), WriteFlags::NONE)
+            .await
+            .unwrap_err();
+        assert_eq!(error.failure(), Failure::Misaligned);
+        assert_eq!(std::fs::metadata(path).unwrap().len(), SIZE);
+    });
+}
+
+#[test]
+fn a_disk_in_use_is_refused_and_a_read_only_one_can_be_shared() {
+    each_place(async |on, path, options| {
+        let writer = FileDevice::open(on, path, options).await.expect("opens");
+        let read_only = FileOptions {
+            read_only: true,
+            ..options
+        };
+        let Err(error) = FileDevice::open(on, path, read_only).await else {
+            panic!("opened a disk in use")
+        };
+        assert!(matches!(error, OpenError::Locked { .. }), "{error}");
+        drop(writer);
+        let one = FileDevice::open(on, path, read_only).await.expect("opens");
+        let two = FileDevice::open(on, path, read_only)
+            .await
+            .expect("opens a second time");
+        assert!(FileDevice::open(on, path, options).await.is_err());
+        let data = pattern(4096, 0);
+        let error = one
+            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
+            .await
+            .unwrap_err();
+        assert_eq!(error.failure(), Failure::ReadOnly);
+        drop(two);
+    });
+}
+
+#[test]
+fn a_change_of_the_size_is_noticed() {
+    each_place(async |on, path, options| {
+        let device = FileDevice::open(on, path, options).await.expect("opens");
+        let generation = device.size_changes().generation();
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(path)
+            .unwrap()
+            .set_len(2 * SIZE)
+            .unwrap();
+        on.timeout(
+            std::time::Duration::from_secs(20),
+            device.size_changes().after(generation),
+        )
+        .await
+        .expect("is announced");
+        assert_eq!(device.geometry().size, ByteLen::new(2 * SIZE));
+    });
+}
+
+#[test]
+fn a_last_sector_that_the_file_does_not_fill_reads_as_zeros() {
+    let mut file =
+        tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary image");
+    std::io::Write::write_all(&mut file, &[7; 1000]).unwrap();
+    let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
+    on.block_on(async {
+        let device = FileDevice::open(&on, file.path(), FileOptions::default())
+            .await
+            .expect("opens");
+        assert_eq!(device.geometry().size, ByteLen::new(1024));
+        let mut back = vec![1; 1024];
+        device
+            .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
+            .await
+            .expect("reads");
+        assert!(
+            back[..1000].iter().all(|byte| *byte == 7)
+                && back[1000..].iter().all(|byte| *byte == 0)
+        );
+    });
+}
