@@ -1,0 +1,61 @@
+# What a developer, CI and a curious visitor run. Needs Debian 12 and a Rust
+# toolchain; testbed/setup.sh installs the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup packages build demo test bench simulate fuzz lint audit clean distclean
+
+SEEDS ?= 10000
+BENCH ?= all
+FUZZ_SECONDS ?= 60
+
+# One profile for tests and demo, so that two cores build the workspace once.
+CARGO_TEST ?= cargo test --workspace --release
+# Generated or tracked, every shell script of the project.
+SCRIPTS = .ci/run $(wildcard demo/*.sh testbed/*.sh) $(addprefix testbed/guest/,init-test init-boot larder-script)
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## install what the tests need and build the guests (target/testbed)
+	@testbed/setup.sh
+
+packages:
+	@testbed/setup.sh --packages
+
+build: packages ## build all, optimised, into target/release
+	cargo build --workspace --release
+
+demo: setup build ## boot a Debian guest without and with Larder, side by side
+	@demo/run.sh
+
+test: setup ## run every test
+	$(CARGO_TEST)
+
+bench: setup ## measure; BENCH=NAME for one experiment
+	cargo run --release -p larder-bench -- $(BENCH)
+
+simulate: ## run the simulator over SEEDS=10000 seeds
+	cargo run --release -p larder-bench -- simulate --seeds $(SEEDS)
+
+fuzz: setup
+	testbed/fuzz.sh $(FUZZ_SECONDS)
+
+lint: packages ## formatting, clippy, licences, spelling, shell scripts
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	PATH="$$(testbed/lint-tools.sh):$$PATH"; \
+	  cargo-deny --all-features check --hide-inclusion-graph bans licenses sources; \
+	  typos
+	shellcheck -x $(SCRIPTS)
+
+audit: packages ## known vulnerabilities in dependencies (fetches the RustSec database)
+	"$$(testbed/lint-tools.sh)/cargo-deny" --all-features check advisories
+
+clean: ## remove what cargo built; keeps target/testbed
+	rm -rf target/release target/debug target/demo
+
+distclean: ## remove all that was built
+	@testbed/setup.sh --remove
+	rm -rf target

@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# The demo: one Debian guest, booted twice with the same QEMU command line, first
+# by QEMU alone, then through `larder run`; the same fio jobs in both, the
+# figures side by side. `make demo` sets up what it needs.
+#
+#   demo/run.sh            both
+#   demo/run.sh --direct   only QEMU alone
+#
+# Figures are worth comparing only within one run, on one machine.
+set -euo pipefail
+# shellcheck source=testbed/lib.sh
+. "$(dirname -- "$0")/../testbed/lib.sh"
+
+case ${1:-} in
+  '') runs=(direct larder) ;;
+  --direct) runs=(direct) ;;
+  *) echo "usage: $0 [--direct]" >&2; exit 2 ;;
+esac
+larder=${LARDER:-$repo_dir/target/release/larder}
+work=$repo_dir/target/demo
+data_mib=1024
+timeout_s=240
+
+[ -f "$out_dir/guest.stamp" ] || die "the guest is missing: run make setup"
+[[ " ${runs[*]} " != *" larder "* ]] || [ -x "$larder" ] || die "$larder is missing: run make build"
+
+mkdir -p "$work"
+accel=$("$testbed_dir/accel.sh")
+"$testbed_dir/with-script.sh" "$out_dir/boot.cpio.gz" "$repo_dir/demo/guest.sh" "$work/initrd"
+if [ "$(stat -c %s "$work/data.raw" 2>/dev/null)" != $((data_mib << 20)) ]; then
+  printf 'Writing a data disk of %d MiB\n' "$data_mib"
+  dd if=/dev/urandom of="$work/data.raw" bs=1M count="$data_mib" conv=fsync status=none
+fi
+
+declare -A result
+
+# boot RUN [PREFIX...]: boots the guest by PREFIX and QEMU; keeps RUN's figures in `result`.
+boot() {
+  local run=$1 started booted='' code='' line job bytes iops
+  shift
+  local -a command=(
+    "$@" qemu-system-x86_64
+    -accel "$accel" -m 1024 -nodefaults -display none -serial stdio -no-reboot
+    -kernel "$out_dir/vmlinuz" -initrd "$work/initrd"
+    -append 'console=ttyS0 quiet panic=-1 root=/dev/vda'
+    -drive "file=$work/system.raw,if=virtio,format=raw,cache=none,aio=io_uring"
+    -drive "file=$work/data.raw,if=virtio,format=raw,cache=none,aio=io_uring"
+  )
+  [ "$accel" != kvm ] || command+=(-cpu host)
+  # A fresh system disk each time, and nothing of either disk in the host's page cache.
+  cp --sparse=always -- "$out_dir/debian12.ext4" "$work/system.raw"
+  sync -- "$work/system.raw" "$work/data.raw"
+  dd if="$work/system.raw" iflag=nocache count=0 status=none
+  dd if="$work/data.raw" iflag=nocache count=0 status=none
+
+  printf '\n%s\n' "$(printf '%q ' "${command[@]}" | sed "s|$repo_dir/||g")"
+  : >"$work/$run.log"
+  started=$EPOCHREALTIME
+  while IFS= read -r line; do
+    line=${line%$'\r'}
+    printf '%s\n' "$line" >>"$work/$run.log"
+    case $line in
+      LARDER-GUEST-BOOTED)
+        booted=$(awk -v a="$started" -v b="$EPOCHREALTIME" 'BEGIN { printf "%.2f", b - a }')
+        result[$run,boot]=$booted
+        printf '  booted in %s s\n' "$booted"
+        ;;
+      LARDER-RESULT\ *)
+        read -r _ job bytes iops <<<"$line"
+        result[$run,$job,bytes]=$bytes
+        result[$run,$job,iops]=$iops
+        printf '  %s done\n' "$job"
+        ;;
+      LARDER-GUEST-EXIT\ *) code=${line##* } ;;
+    esac
+  done < <(timeout --foreground "$timeout_s" "${command[@]}" </dev/null 2>&1 || echo "ended with exit code $?")
+  if [ "$code" != 0 ] || [ -z "$booted" ]; then
+    tail -n 25 "$work/$run.log" >&2
+    die "the guest did not finish (target/demo/$run.log)"
+  fi
+}
+
+# row LABEL UNIT KEY SCALE BETTER: one line of the table; BETTER is more or less.
+row() {
+  awk -v label="$1" -v unit="$2" -v direct="${result[direct,$3]}" -v larder="${result[larder,$3]:-}" \
+    -v scale="$4" -v better="$5" 'BEGIN {
+      form = scale == 1 && unit != "s" ? "%.0f" : "%.1f"
+      ratio = "-"; other = "-"
+      if (larder != "") {
+        other = sprintf(form " %s", larder / scale, unit)
+        a = better == "more" ? larder : direct; b = better == "more" ? direct : larder
+        if (b > 0) ratio = sprintf("%.2f", a / b)
+      }
+      printf "%-28s %14s %14s %8s\n", label, sprintf(form " %s", direct / scale, unit), other, ratio
+    }'
+}
+
+for run in "${runs[@]}"; do
+  case $run in
+    direct) boot direct ;;
+    larder) boot larder "$larder" run -- ;;
+  esac
+done
+
+printf '\nDebian %s guest, %s, %s on the host\n\n' "$(debugfs -R 'cat /etc/debian_version' "$out_dir/debian12.ext4" 2>/dev/null)" \
+  "$([ "$accel" = kvm ] && echo KVM || echo 'emulated CPU (no usable KVM)')" "$(stat -f -c %T "$work")"
+printf '%-28s %14s %14s %8s\n' '' 'QEMU alone' 'with Larder' 'speed-up'
+row 'boot to multi-user' s boot 1 less
+row '4 KiB random read, depth 1' IOPS read-4k-1,iops 1 more
+row '4 KiB random read, depth 32' IOPS read-4k-32,iops 1 more
+row '4 KiB random write, depth 1' IOPS write-4k-1,iops 1 more
+row '4 KiB random write, depth 32' IOPS write-4k-32,iops 1 more
+row '1 MiB sequential read' MiB/s read-1m-seq,bytes 1048576 more

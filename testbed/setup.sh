@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Makes a Debian 12 machine able to run Larder's tests, benchmarks and demo.
+#
+# Installs the Debian packages they use, and builds these into target/testbed/:
+#
+#   vmlinuz         Debian 12's cloud kernel; never installed on the host
+#   guest.cpio.gz   a guest that runs /test.sh from RAM, for tests
+#   debian12.ext4   a Debian 12 system disk, and boot.cpio.gz which boots it
+#   debian13/       a Debian 13 chroot for its QEMU 10 tools: testbed/debian13.sh
+#   accel           "kvm" or "tcg": which accelerator boots that guest here
+#
+# How each is used is said on top of build-guest.sh and debian13.sh. Idempotent,
+# and quick when all is there; a part is made again when the script that makes
+# it changes. Uses sudo when not root.
+#
+#   setup.sh             all of it
+#   setup.sh --packages  only the Debian packages
+#   setup.sh --remove    removes target/testbed/ (parts of it belong to root)
+set -euo pipefail
+# shellcheck source=testbed/lib.sh
+. "$(dirname -- "$0")/lib.sh"
+
+packages=(
+  build-essential pkg-config ca-certificates               # what Rust needs to link
+  qemu-system-x86 qemu-utils qemu-block-extra nbdkit       # servers to measure against, oracles
+  libnbd-bin fio e2fsprogs                                 # clients
+  gnutls-bin openssl                                       # certificates for TLS tests
+  valgrind python3 python3-venv                            # instruction counts; lint tools
+  mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of
+  cpio zstd kmod util-linux xz-utils procps shellcheck
+)
+
+case ${1:-} in
+  '' | --packages) ;;
+  --remove)
+    as_root rm -rf --one-file-system -- "$out_dir"
+    exit
+    ;;
+  *)
+    echo "usage: $0 [--packages | --remove]" >&2
+    exit 2
+    ;;
+esac
+
+[ -r /etc/os-release ] || die "this is no Debian: /etc/os-release is missing"
+# shellcheck source=/dev/null
+host=$(. /etc/os-release && printf '%s %s' "${ID:-unknown}" "${VERSION_CODENAME:-}")
+[ "$host" = "debian $guest_suite" ] || die "the tests run on Debian 12 ($guest_suite); this is $host"
+[ "$(uname -m)" = x86_64 ] || die "the tests run on x86_64; this is $(uname -m)"
+
+mkdir -p "$out_dir/log"
+# One set-up at a time; a second one waits, then finds all done.
+exec 9>"$out_dir/lock"
+flock 9
+
+missing=()
+for package in "${packages[@]}"; do
+  status=$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)
+  [ "$status" = installed ] || missing+=("$package")
+done
+if [ ${#missing[@]} -gt 0 ]; then
+  say "installing ${missing[*]}"
+  as_root apt-get update -qq
+  as_root env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" >"$out_dir/log/apt" 2>&1 ||
+    { tail -n 20 "$out_dir/log/apt" >&2; die "apt-get could not install them"; }
+fi
+
+[ "${1:-}" != --packages ] || exit 0
+
+stale=()
+for part in guest debian13; do
+  "$testbed_dir/build-$part.sh" --check || stale+=("$part")
+done
+if [ ${#stale[@]} -gt 0 ] && ! apt-cache show linux-image-cloud-amd64 >/dev/null 2>&1; then
+  as_root apt-get update -qq
+fi
+
+# The builds share nothing and mostly unpack: side by side.
+declare -A builds=()
+for part in "${stale[@]}"; do
+  say "building $part (target/testbed/log/$part)"
+  as_root "$testbed_dir/build-$part.sh" >"$out_dir/log/$part" 2>&1 9>&- &
+  builds[$part]=$!
+done
+failed=()
+for part in "${!builds[@]}"; do
+  wait "${builds[$part]}" || failed+=("$part")
+done
+for part in "${failed[@]}"; do
+  tail -n 20 "$out_dir/log/$part" >&2
+done
+[ ${#failed[@]} -eq 0 ] || die "could not build: ${failed[*]}"
+
+"$testbed_dir/accel.sh" >/dev/null
+say "ready"
