@@ -223,6 +223,11 @@ impl SizeChanges {
     /// Announces a change.
     pub fn announce(&self) {
         self.generation.set(self.generation.get() + 1);
+        self.wake();
+    }
+
+    /// Lets everyone who waits look again, whether there was a change or not.
+    pub fn wake(&self) {
         for waker in self.waiting.take() {
             waker.wake();
         }
@@ -230,8 +235,13 @@ impl SizeChanges {
 
     /// Completes once there has been a change after `generation`.
     pub async fn after(&self, generation: u64) {
+        self.after_or(generation, || false).await;
+    }
+
+    /// Completes once there has been a change after `generation`, or `enough` says so after a [`SizeChanges::wake`].
+    pub async fn after_or(&self, generation: u64, enough: impl Fn() -> bool) {
         std::future::poll_fn(|context| {
-            if self.generation.get() != generation {
+            if self.generation.get() != generation || enough() {
                 return Poll::Ready(());
             }
             let mut waiting = self.waiting.borrow_mut();

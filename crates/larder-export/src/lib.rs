@@ -1,0 +1,3 @@
+//! Serves a block device: vhost-user-blk for guests, NBD for tools and other hosts.
+
+pub mod vhost_user;

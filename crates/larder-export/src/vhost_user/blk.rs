@@ -1,0 +1,305 @@
+//! virtio-blk: the configuration space, and requests carried out on a block device (virtio 1.2, section 5.2).
+
+use larder_block::{
+    BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Geometry, IoError, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+use super::ring::Chain;
+
+/// The unit of sectors in virtio-blk, whatever the block size.
+const SECTOR_BYTES: u64 = 512;
+
+const T_IN: u32 = 0;
+const T_OUT: u32 = 1;
+const T_FLUSH: u32 = 4;
+const T_GET_ID: u32 = 8;
+const T_DISCARD: u32 = 11;
+const T_WRITE_ZEROES: u32 = 13;
+
+const S_OK: u8 = 0;
+const S_IOERR: u8 = 1;
+const S_UNSUPP: u8 = 2;
+
+/// Length of the serial number in GET_ID, in bytes; shorter ones end in zeros.
+pub const SERIAL_BYTES: usize = 20;
+
+/// Size of a request's header, in bytes.
+const HEADER_BYTES: usize = 16;
+
+/// Size of the configuration space up to where write-zeroes ends, in bytes.
+const CONFIG_BYTES: usize = 60;
+const CONFIG_WCE: usize = 32;
+
+/// The most segments in one discard or write-zeroes.
+const SEGMENTS_MAX: u32 = 256;
+const SEGMENT_BYTES: usize = 16;
+
+/// The longest segment of a discard or write-zeroes: what 32 bits of bytes hold, in whole MiB.
+const SEGMENT_SECTORS_MAX: u32 = (4095 << 20) / SECTOR_BYTES as u32;
+
+/// Data segments in one request that leave room for header and status in a ring of 128.
+const SEG_MAX: u32 = 126;
+
+/// Feature bits of virtio-blk and virtio that are offered or understood.
+pub mod feature {
+    #![allow(missing_docs)]
+    pub const SEG_MAX: u64 = 1 << 2;
+    pub const RO: u64 = 1 << 5;
+    pub const BLK_SIZE: u64 = 1 << 6;
+    pub const FLUSH: u64 = 1 << 9;
+    pub const TOPOLOGY: u64 = 1 << 10;
+    pub const CONFIG_WCE: u64 = 1 << 11;
+    pub const MQ: u64 = 1 << 12;
+    pub const DISCARD: u64 = 1 << 13;
+    pub const WRITE_ZEROES: u64 = 1 << 14;
+    pub const LOG_ALL: u64 = 1 << 26;
+    pub const INDIRECT_DESC: u64 = 1 << 28;
+    pub const EVENT_IDX: u64 = 1 << 29;
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
+    pub const VERSION_1: u64 = 1 << 32;
+    pub const RING_PACKED: u64 = 1 << 34;
+}
+
+/// The features of a device like this.
+pub fn features(geometry: &Geometry) -> u64 {
+    let mut features = feature::SEG_MAX
+        | feature::BLK_SIZE
+        | feature::FLUSH
+        | feature::TOPOLOGY
+        | feature::MQ
+        | feature::LOG_ALL
+        | feature::INDIRECT_DESC
+        | feature::EVENT_IDX
+        | feature::PROTOCOL_FEATURES
+        | feature::VERSION_1
+        | feature::RING_PACKED;
+    if geometry.read_only {
+        features |= feature::RO;
+    } else {
+        features |= feature::CONFIG_WCE | feature::WRITE_ZEROES;
+        if geometry.discard_granularity > 0 {
+            features |= feature::DISCARD;
+        }
+    }
+    features
+}
+
+/// `len` bytes of the configuration space from `offset` on; zeros behind its end.
+pub fn config(geometry: &Geometry, queues: u16, write_cache: bool, offset: u32, len: u32) -> Vec<u8> {
+    let block = geometry.block_size;
+    let mut space = [0u8; CONFIG_BYTES];
+    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, &(geometry.size.get() / SECTOR_BYTES).to_le_bytes());
+    put(12, &SEG_MAX.to_le_bytes());
+    put(20, &block.to_le_bytes());
+    let exponent = geometry.physical_block_size.max(block).trailing_zeros() - block.trailing_zeros();
+    let preferred_blocks = geometry.physical_block_size.max(block) / block;
+    put(24, &[exponent as u8, 0]);
+    put(26, &u16::try_from(preferred_blocks).unwrap_or(u16::MAX).to_le_bytes());
+    put(CONFIG_WCE, &[u8::from(write_cache)]);
+    put(34, &queues.to_le_bytes());
+    put(36, &SEGMENT_SECTORS_MAX.to_le_bytes());
+    put(40, &SEGMENTS_MAX.to_le_bytes());
+    put(44, &(geometry.discard_granularity.max(block) / SECTOR_BYTES as u32).to_le_bytes());
+    put(48, &SEGMENT_SECTORS_MAX.to_le_bytes());
+    put(52, &SEGMENTS_MAX.to_le_bytes());
+    put(56, &[1]);
+    (offset as usize..)
+        .take(len as usize)
+        .map(|at| space.get(at).copied().unwrap_or(0))
+        .collect()
+}
+
+/// The write-cache setting in a write to the configuration space; anything else there is not the driver's to change.
+pub fn write_cache_in(offset: u32, bytes: &[u8]) -> Option<bool> {
+    let at = CONFIG_WCE.checked_sub(offset as usize)?;
+    bytes.get(at).map(|value| *value != 0)
+}
+
+/// What a request needs to know beside its device.
+pub struct DiskState<'a> {
+    /// The serial number for GET_ID.
+    pub serial: &'a [u8; SERIAL_BYTES],
+    /// Off: every write is durable on completion.
+    pub write_cache: bool,
+}
+
+/// How a request ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Bytes written to the chain, the status included.
+    pub written: u32,
+    /// The error to log, if there was one of ours.
+    pub error: Option<IoError>,
+    /// What it was, for statistics.
+    pub kind: Kind,
+    /// Bytes of data moved.
+    pub bytes: u64,
+}
+
+/// What a request was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Kind {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    WriteZeroes,
+    Other,
+}
+
+/// A request's header: 16 bytes that the device reads.
+struct Header {
+    kind: u32,
+    sector: u64,
+}
+
+/// Carries out the request in `chain` on `device` and writes its status. A chain without room for a status, or without
+/// a header, is given back untouched.
+///
+/// # Safety
+/// The chain's pieces are mapped guest memory until the future has ended or was dropped.
+pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chain: &Chain) -> Outcome {
+    // SAFETY: passed on to our caller.
+    let (readable, writable) =
+        unsafe { (WriteBuf::from_pieces(chain.readable()), ReadBuf::from_pieces(chain.writable())) };
+    let mut header = [0; HEADER_BYTES];
+    if readable.len() < header.len() || writable.is_empty() {
+        return Outcome {
+            written: 0,
+            error: None,
+            kind: Kind::Other,
+            bytes: 0,
+        };
+    }
+    readable.copy_to_slice(&mut header);
+    let [k0, k1, k2, k3, _, _, _, _, sector @ ..] = header;
+    let header = Header {
+        kind: u32::from_le_bytes([k0, k1, k2, k3]),
+        sector: u64::from_le_bytes(sector),
+    };
+    let status = writable.skip(writable.len() - 1);
+    let data_in = writable.slice(0, writable.len() - 1);
+    let data_out = readable.skip(HEADER_BYTES);
+    let (kind, bytes, result) = carry_out(device, &state, &header, data_in, data_out).await;
+    let (code, error) = match result {
+        Ok(()) => (S_OK, None),
+        Err(Refusal::Unsupported) => (S_UNSUPP, None),
+        Err(Refusal::Malformed) => (S_IOERR, None),
+        Err(Refusal::Failed(error)) if error.failure() == Failure::Unsupported => (S_UNSUPP, Some(error)),
+        Err(Refusal::Failed(error)) => (S_IOERR, Some(error)),
+    };
+    status.copy_from_slice(&[code]);
+    let data_written = if code == S_OK { data_in.len() } else { 0 };
+    Outcome {
+        written: u32::try_from(data_written + 1).unwrap_or(u32::MAX),
+        error,
+        kind,
+        bytes: if code == S_OK { bytes } else { 0 },
+    }
+}
+
+enum Refusal {
+    /// The driver asked for something that was not offered.
+    Unsupported,
+    /// The driver broke virtio-blk's rules.
+    Malformed,
+    Failed(IoError),
+}
+
+impl From<IoError> for Refusal {
+    fn from(error: IoError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+async fn carry_out(
+    device: &dyn BlockDevice,
+    state: &DiskState<'_>,
+    header: &Header,
+    data_in: ReadBuf<'_>,
+    data_out: WriteBuf<'_>,
+) -> (Kind, u64, Result<(), Refusal>) {
+    match header.kind {
+        T_IN => {
+            let result = match start_of(header.sector, data_in.len()) {
+                Ok(start) => device.read(start, data_in).await.map_err(Refusal::from),
+                Err(refusal) => Err(refusal),
+            };
+            (Kind::Read, data_in.len() as u64, result)
+        }
+        T_OUT => {
+            let flags = WriteFlags {
+                fua: !state.write_cache,
+            };
+            let result = match start_of(header.sector, data_out.len()) {
+                Ok(start) => device.write(start, data_out, flags).await.map_err(Refusal::from),
+                Err(refusal) => Err(refusal),
+            };
+            (Kind::Write, data_out.len() as u64, result)
+        }
+        T_FLUSH => (Kind::Flush, 0, device.flush().await.map_err(Refusal::from)),
+        T_GET_ID => {
+            let len = data_in.len().min(SERIAL_BYTES);
+            data_in.copy_from_slice(&state.serial[..len]);
+            (Kind::Other, 0, Ok(()))
+        }
+        T_DISCARD => segments(device, Kind::Discard, data_out, !state.write_cache).await,
+        T_WRITE_ZEROES => segments(device, Kind::WriteZeroes, data_out, !state.write_cache).await,
+        _ => (Kind::Other, 0, Err(Refusal::Unsupported)),
+    }
+}
+
+fn start_of(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {
+    let start = sector.checked_mul(SECTOR_BYTES).ok_or(Refusal::Malformed)?;
+    if !(len as u64).is_multiple_of(SECTOR_BYTES) {
+        return Err(Refusal::Malformed);
+    }
+    Ok(ByteOffset::new(start))
+}
+
+/// Discards or zeroes each segment in turn: sector (u64), count of sectors (u32), flags (u32, bit 0: may unmap).
+async fn segments(
+    device: &dyn BlockDevice,
+    kind: Kind,
+    list: WriteBuf<'_>,
+    fua: bool,
+) -> (Kind, u64, Result<(), Refusal>) {
+    let mut total = 0;
+    let count = list.len() / SEGMENT_BYTES;
+    if !list.len().is_multiple_of(SEGMENT_BYTES) || count == 0 || count > SEGMENTS_MAX as usize {
+        return (kind, 0, Err(Refusal::Malformed));
+    }
+    for index in 0..count {
+        let mut raw = [0; SEGMENT_BYTES];
+        list.slice(index * SEGMENT_BYTES, SEGMENT_BYTES).copy_to_slice(&mut raw);
+        let [sector @ .., c0, c1, c2, c3, f0, f1, f2, f3] = raw;
+        let sectors = u32::from_le_bytes([c0, c1, c2, c3]);
+        let flags = u32::from_le_bytes([f0, f1, f2, f3]);
+        let unmap = flags & 1 != 0;
+        if flags & !1 != 0 || (unmap && kind == Kind::Discard) {
+            return (kind, total, Err(Refusal::Unsupported));
+        }
+        let len = ByteLen::new(u64::from(sectors) * SECTOR_BYTES);
+        let range = match start_of(u64::from_le_bytes(sector), 0) {
+            Ok(start) if sectors <= SEGMENT_SECTORS_MAX => ByteRange { start, len },
+            _ => return (kind, total, Err(Refusal::Malformed)),
+        };
+        let result = if kind == Kind::Discard {
+            device.discard(range).await
+        } else {
+            let flags = ZeroFlags {
+                unmap,
+                fua,
+                ..ZeroFlags::default()
+            };
+            device.write_zeroes(range, flags).await
+        };
+        if let Err(error) = result {
+            return (kind, total, Err(error.into()));
+        }
+        total += len.get();
+    }
+    (kind, total, Ok(()))
+}

@@ -1,0 +1,394 @@
+//! The region of shared memory in which requests in flight are noted, so that a successor of a killed server can take
+//! them up again. The front-end keeps it; its format is that of QEMU `docs/interop/vhost-user.rst`, "Inflight I/O
+//! tracking", for split and packed rings.
+//!
+//! What a death at any line leaves behind: a request is noted before it is started, and its note goes after it was given
+//! back. A successor therefore repeats at most requests whose result the guest has not seen. In between, the used index
+//! that the note carries tells whether the last one had been given back. After an orderly stop the version is set back
+//! to 0, "not initialised", so that the next start takes its position from the front-end.
+
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::atomic::{Ordering, compiler_fence};
+
+use rustix::fs::MemfdFlags;
+
+use super::memory::{GuestMemory, Mapping, MemoryError};
+use super::message::InflightInfo;
+use super::ring::{Chain, Cursor, Head, PackedRing, Ring, RingError, SplitRing};
+
+const VERSION: u16 = 1;
+const REGION_ALIGNMENT: usize = 64;
+
+/// Byte offsets in a queue's region: the header that both layouts share, then each one's own.
+mod offset {
+    pub(super) const VERSION: usize = 8;
+    pub(super) const COUNT: usize = 10;
+    pub(super) const SPLIT_LAST_BATCH: usize = 12;
+    pub(super) const SPLIT_USED: usize = 14;
+    pub(super) const SPLIT_ENTRIES: usize = 16;
+    pub(super) const PACKED_FREE: usize = 12;
+    pub(super) const PACKED_OLD_FREE: usize = 14;
+    pub(super) const PACKED_USED: usize = 16;
+    pub(super) const PACKED_OLD_USED: usize = 18;
+    pub(super) const PACKED_WRAP: usize = 20;
+    pub(super) const PACKED_OLD_WRAP: usize = 21;
+    pub(super) const PACKED_ENTRIES: usize = 32;
+}
+
+/// Byte offsets in a descriptor's entry.
+mod entry {
+    pub(super) const SPLIT_BYTES: usize = 16;
+    pub(super) const SPLIT_NEXT: usize = 6;
+    pub(super) const SPLIT_COUNTER: usize = 8;
+    pub(super) const PACKED_BYTES: usize = 32;
+    pub(super) const PACKED_NEXT: usize = 2;
+    pub(super) const PACKED_LAST: usize = 4;
+    pub(super) const PACKED_NUM: usize = 6;
+    pub(super) const PACKED_COUNTER: usize = 8;
+    pub(super) const PACKED_ID: usize = 16;
+    pub(super) const PACKED_FLAGS: usize = 18;
+    pub(super) const PACKED_LEN: usize = 20;
+    pub(super) const PACKED_ADDRESS: usize = 24;
+}
+
+/// The whole region: one part per queue.
+pub struct InflightRegion {
+    mapping: Mapping,
+    queues: u16,
+    queue_size: u16,
+    packed: bool,
+}
+
+fn queue_bytes(queue_size: u16, packed: bool) -> usize {
+    let count = usize::from(queue_size);
+    let bytes = if packed {
+        offset::PACKED_ENTRIES + count * entry::PACKED_BYTES
+    } else {
+        offset::SPLIT_ENTRIES + count * entry::SPLIT_BYTES
+    };
+    bytes.next_multiple_of(REGION_ALIGNMENT)
+}
+
+impl InflightRegion {
+    /// A new region, not initialised, with the file to hand to the front-end.
+    ///
+    /// # Errors
+    /// The host is out of memory or descriptors.
+    pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(InflightInfo, OwnedFd), MemoryError> {
+        let bytes = (queue_bytes(queue_size, packed) * usize::from(queues)) as u64;
+        let failed = |error: rustix::io::Errno| MemoryError::Map {
+            what: "the region of requests in flight",
+            bytes,
+            source: error.into(),
+        };
+        let file = rustix::fs::memfd_create("larder-inflight", MemfdFlags::CLOEXEC).map_err(failed)?;
+        rustix::fs::ftruncate(&file, bytes).map_err(failed)?;
+        let info = InflightInfo {
+            bytes,
+            file_offset: 0,
+            queues,
+            queue_size,
+        };
+        Ok((info, file))
+    }
+
+    /// The region that the front-end hands back.
+    ///
+    /// # Errors
+    /// It is too small for its queues, or cannot be mapped.
+    pub fn adopt(info: &InflightInfo, file: &OwnedFd, packed: bool) -> Result<Self, MemoryError> {
+        let needed = (queue_bytes(info.queue_size, packed) * usize::from(info.queues)) as u64;
+        if info.bytes < needed {
+            return Err(MemoryError::Map {
+                what: "the region of requests in flight",
+                bytes: info.bytes,
+                source: std::io::Error::other(format!("its queues need {needed} bytes")),
+            });
+        }
+        Ok(Self {
+            mapping: Mapping::new(file, info.file_offset, info.bytes, "the region of requests in flight")?,
+            queues: info.queues,
+            queue_size: info.queue_size,
+            packed,
+        })
+    }
+
+    /// The part of queue `index`, whose ring has `ring_size` descriptors; `None` if the region has no room for it.
+    pub fn queue(self: &Rc<Self>, index: u16, ring_size: u16) -> Option<InflightQueue> {
+        if index >= self.queues || ring_size > self.queue_size {
+            return None;
+        }
+        let at = queue_bytes(self.queue_size, self.packed) * usize::from(index);
+        Some(InflightQueue {
+            base: self.mapping.base().wrapping_add(at),
+            size: ring_size,
+            counter: 0,
+            packed: self.packed,
+            _region: Rc::clone(self),
+        })
+    }
+}
+
+/// The notes of one queue.
+pub struct InflightQueue {
+    base: *mut u8,
+    size: u16,
+    counter: u64,
+    packed: bool,
+    _region: Rc<InflightRegion>,
+}
+
+/// A request that a predecessor had started.
+pub struct Resubmission {
+    /// For giving it back.
+    pub head: Head,
+    /// Its note.
+    pub note: u16,
+    order: u64,
+}
+
+impl InflightQueue {
+    fn read<T: Copy>(&self, at: usize) -> T {
+        debug_assert!(at + size_of::<T>() <= queue_bytes(self.size, self.packed));
+        // SAFETY: inside the region, whose size `adopt` checked and which `_region` keeps mapped; unaligned reads of
+        // plain integers. Volatile: the order of accesses is what a successor relies on.
+        unsafe { self.base.add(at).cast::<T>().read_volatile() }
+    }
+
+    fn write<T: Copy>(&self, at: usize, value: T) {
+        debug_assert!(at + size_of::<T>() <= queue_bytes(self.size, self.packed));
+        // SAFETY: as in `read`; all fields are aligned by the format, and the region begins on 64 bytes of a page.
+        unsafe { self.base.add(at).cast::<T>().write_volatile(value) };
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    fn split_entry(index: u16) -> usize {
+        offset::SPLIT_ENTRIES + usize::from(index) * entry::SPLIT_BYTES
+    }
+
+    fn packed_entry(index: u16) -> usize {
+        offset::PACKED_ENTRIES + usize::from(index) * entry::PACKED_BYTES
+    }
+
+    /// Notes a chain that was just taken, before anything is done for it. Returns the number of the note.
+    pub fn begin(&mut self, ring: &Ring, head: Head) -> u16 {
+        self.counter += 1;
+        match ring {
+            Ring::Split(_) => {
+                let at = Self::split_entry(head.id);
+                self.write(at + entry::SPLIT_COUNTER, self.counter);
+                self.write(at, 1u8);
+                head.id
+            }
+            Ring::Packed(ring) => self.begin_packed(ring, head),
+        }
+    }
+
+    fn begin_packed(&mut self, ring: &PackedRing, head: Head) -> u16 {
+        let first: u16 = self.read(offset::PACKED_OLD_FREE);
+        let first_at = Self::packed_entry(first % self.size);
+        self.write(first_at + entry::PACKED_NUM, 0u16);
+        self.write(first_at + entry::PACKED_COUNTER, self.counter);
+        self.write(first_at, 1u8);
+        let mut free = first;
+        for (index, raw) in ring.taken_last(head.slots).enumerate() {
+            let at = Self::packed_entry(free % self.size);
+            let [a @ .., l0, l1, l2, l3, i0, i1, f0, f1] = raw;
+            self.write(first_at + entry::PACKED_NUM, index as u16 + 1);
+            self.write(at + entry::PACKED_ADDRESS, u64::from_le_bytes(a));
+            self.write(at + entry::PACKED_LEN, u32::from_le_bytes([l0, l1, l2, l3]));
+            self.write(at + entry::PACKED_ID, u16::from_le_bytes([i0, i1]));
+            self.write(at + entry::PACKED_FLAGS, u16::from_le_bytes([f0, f1]));
+            self.write(first_at + entry::PACKED_LAST, free);
+            free = self.read(at + entry::PACKED_NEXT);
+            self.write(offset::PACKED_FREE, free);
+        }
+        self.write(offset::PACKED_OLD_FREE, free);
+        first
+    }
+
+    /// About to give a chain back.
+    pub fn before_give_back(&mut self, ring: &Ring, head: Head, note: u16) {
+        match ring {
+            Ring::Split(_) => {
+                let last: u16 = self.read(offset::SPLIT_LAST_BATCH);
+                self.write(Self::split_entry(note) + entry::SPLIT_NEXT, last);
+                self.write(offset::SPLIT_LAST_BATCH, note);
+            }
+            Ring::Packed(ring) => {
+                let at = Self::packed_entry(note % self.size);
+                let last: u16 = self.read(at + entry::PACKED_LAST);
+                let free: u16 = self.read(offset::PACKED_FREE);
+                self.write(Self::packed_entry(last % self.size) + entry::PACKED_NEXT, free);
+                self.write(offset::PACKED_FREE, note);
+                self.write_used(ring.used_cursor().advanced(head.slots, self.size));
+            }
+        }
+    }
+
+    /// The chain has been given back.
+    pub fn after_give_back(&mut self, ring: &Ring, note: u16) {
+        match ring {
+            Ring::Split(ring) => {
+                self.write(Self::split_entry(note), 0u8);
+                self.write(offset::SPLIT_USED, ring.used_index());
+            }
+            Ring::Packed(_) => {
+                self.write(Self::packed_entry(note % self.size), 0u8);
+                self.commit_packed();
+            }
+        }
+    }
+
+    fn write_used(&self, cursor: Cursor) {
+        self.write(offset::PACKED_USED, cursor.0 & 0x7fff);
+        self.write(offset::PACKED_WRAP, u8::from(cursor.0 & 0x8000 != 0));
+    }
+
+    /// Makes the present free list and used position the ones to go back to.
+    fn commit_packed(&self) {
+        self.write(offset::PACKED_OLD_FREE, self.read::<u16>(offset::PACKED_FREE));
+        self.write(offset::PACKED_OLD_USED, self.read::<u16>(offset::PACKED_USED));
+        self.write(offset::PACKED_OLD_WRAP, self.read::<u8>(offset::PACKED_WRAP));
+    }
+
+    /// All requests are done and the front-end gets the ring's position from us: the next start begins anew.
+    pub fn retire(&mut self) {
+        self.write(offset::VERSION, 0u16);
+    }
+
+    /// Takes up the notes at the start of a queue: sets the ring's position and returns what was in flight, oldest
+    /// first. A region that is not initialised is made so, and leaves the ring where it is.
+    pub fn recover(&mut self, ring: &mut Ring) -> Vec<Resubmission> {
+        let known = self.read::<u16>(offset::VERSION) == VERSION && self.read::<u16>(offset::COUNT) == self.size;
+        let mut found = match ring {
+            Ring::Split(ring) if known => self.recover_split(ring),
+            Ring::Packed(ring) if known => self.recover_packed(ring),
+            _ => {
+                self.initialise(ring);
+                return Vec::new();
+            }
+        };
+        found.sort_by_key(|request| request.order);
+        self.counter = found.last().map_or(0, |request| request.order);
+        found
+    }
+
+    fn initialise(&mut self, ring: &Ring) {
+        match ring {
+            Ring::Split(ring) => {
+                for index in 0..self.size {
+                    self.write(Self::split_entry(index), 0u8);
+                }
+                self.write(offset::SPLIT_USED, ring.used_index());
+            }
+            Ring::Packed(ring) => {
+                for index in 0..self.size {
+                    self.write(Self::packed_entry(index), 0u8);
+                    self.write(Self::packed_entry(index) + entry::PACKED_NEXT, index + 1);
+                }
+                self.write(offset::PACKED_FREE, 0u16);
+                self.write_used(ring.used_cursor());
+                self.commit_packed();
+            }
+        }
+        self.write(offset::COUNT, self.size);
+        self.write(offset::VERSION, VERSION);
+    }
+
+    fn recover_split(&mut self, ring: &mut SplitRing) -> Vec<Resubmission> {
+        let used = ring.used_index();
+        let given_back = used.wrapping_sub(self.read::<u16>(offset::SPLIT_USED)).min(self.size);
+        let mut index: u16 = self.read(offset::SPLIT_LAST_BATCH);
+        for _ in 0..given_back {
+            if index >= self.size {
+                break;
+            }
+            self.write(Self::split_entry(index), 0u8);
+            index = self.read(Self::split_entry(index) + entry::SPLIT_NEXT);
+        }
+        self.write(offset::SPLIT_USED, used);
+        let found: Vec<_> = (0..self.size)
+            .filter(|index| self.read::<u8>(Self::split_entry(*index)) != 0)
+            .map(|index| Resubmission {
+                head: Head { id: index, slots: 1 },
+                note: index,
+                order: self.read(Self::split_entry(index) + entry::SPLIT_COUNTER),
+            })
+            .collect();
+        ring.resume_behind(found.len() as u16);
+        found
+    }
+
+    fn recover_packed(&mut self, ring: &mut PackedRing) -> Vec<Resubmission> {
+        let cursor = |index: u16, wrap: u8| Cursor((index % self.size) | if wrap != 0 { 0x8000 } else { 0 });
+        let old = cursor(self.read(offset::PACKED_OLD_USED), self.read(offset::PACKED_OLD_WRAP));
+        let new = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
+        if old != new && ring.is_used(old) {
+            // The last chain had been given back: the predecessor died before it could note that.
+            self.commit_packed();
+        } else {
+            self.write(offset::PACKED_FREE, self.read::<u16>(offset::PACKED_OLD_FREE));
+            self.write_used(old);
+        }
+        let mut free: u16 = self.read(offset::PACKED_FREE);
+        for _ in 0..self.size {
+            if free >= self.size {
+                break;
+            }
+            self.write(Self::packed_entry(free), 0u8);
+            free = self.read(Self::packed_entry(free) + entry::PACKED_NEXT);
+        }
+        let found: Vec<_> = (0..self.size)
+            .filter(|index| self.read::<u8>(Self::packed_entry(*index)) != 0)
+            .map(|index| {
+                let at = Self::packed_entry(index);
+                let last: u16 = self.read(at + entry::PACKED_LAST);
+                Resubmission {
+                    head: Head {
+                        // The buffer id is that of the chain's last descriptor.
+                        id: self.read(Self::packed_entry(last % self.size) + entry::PACKED_ID),
+                        slots: self.read::<u16>(at + entry::PACKED_NUM).min(self.size),
+                    },
+                    note: index,
+                    order: self.read(at + entry::PACKED_COUNTER),
+                }
+            })
+            .collect();
+        let taken = found.iter().fold(0u16, |sum, request| sum.saturating_add(request.head.slots));
+        let used = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
+        ring.resume_at(used, taken.min(self.size));
+        found
+    }
+
+    /// Fills `chain` with the descriptors of a request that was in flight.
+    ///
+    /// # Errors
+    /// They are not (no longer) a valid chain.
+    pub fn chain_of(
+        &self,
+        ring: &Ring,
+        memory: &GuestMemory,
+        request: &Resubmission,
+        chain: &mut Chain,
+    ) -> Result<(), RingError> {
+        match ring {
+            Ring::Split(ring) => ring.follow(memory, request.head.id, chain),
+            Ring::Packed(_) => {
+                let mut index = request.note;
+                let copies = (0..request.head.slots).map(|_| {
+                    let at = Self::packed_entry(index % self.size);
+                    index = self.read(at + entry::PACKED_NEXT);
+                    let mut raw = [0; 16];
+                    raw[..8].copy_from_slice(&self.read::<u64>(at + entry::PACKED_ADDRESS).to_le_bytes());
+                    raw[8..12].copy_from_slice(&self.read::<u32>(at + entry::PACKED_LEN).to_le_bytes());
+                    raw[12..14].copy_from_slice(&self.read::<u16>(at + entry::PACKED_ID).to_le_bytes());
+                    raw[14..].copy_from_slice(&self.read::<u16>(at + entry::PACKED_FLAGS).to_le_bytes());
+                    raw
+                });
+                PackedRing::follow_copies(memory, copies, chain)
+            }
+        }
+    }
+}

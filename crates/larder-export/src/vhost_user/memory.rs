@@ -1,0 +1,298 @@
+//! Guest memory: the regions that the front-end shares, mapped here, and the log of what we have written to them.
+//!
+//! A [`GuestMemory`] never changes; adding or removing a region makes a new one that shares the other mappings.
+//! Requests under way hold the one that they were translated with, so their memory stays mapped until they are done.
+
+use std::cell::Cell;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use larder_block::IoVec;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::message::RegionInfo;
+
+/// The most regions at a time; what GET_MAX_MEM_SLOTS answers. QEMU asks for at most 509.
+pub const SLOTS_MAX: usize = 509;
+
+/// One bit of the dirty log stands for this many bytes.
+const LOG_PAGE_BYTES: u64 = 4096;
+
+/// Why memory cannot be used as the front-end wants.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum MemoryError {
+    #[error("guest memory region {0:x?} wraps around or is empty")]
+    Malformed(RegionInfo),
+    #[error("guest memory region {0:x?} overlaps another one")]
+    Overlaps(RegionInfo),
+    #[error("guest memory region {info:x?} ends at byte {end:#x} of a file of {file_bytes:#x} bytes")]
+    BeyondFile { info: RegionInfo, end: u64, file_bytes: u64 },
+    #[error("there is no guest memory region {0:x?}")]
+    Unknown(RegionInfo),
+    #[error("more than {SLOTS_MAX} guest memory regions")]
+    TooMany,
+    #[error("cannot map {what} of {bytes} bytes: {source}")]
+    Map {
+        what: &'static str,
+        bytes: u64,
+        source: std::io::Error,
+    },
+    #[error("{what} at {address:#x} of {bytes} bytes is not in guest memory, or not aligned")]
+    BadRing {
+        what: &'static str,
+        address: u64,
+        bytes: u64,
+    },
+}
+
+/// An address that a guest gave and that is not in its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("guest address {address:#x}, {bytes} bytes, is not in guest memory")]
+pub struct BadAddress {
+    /// Where.
+    pub address: u64,
+    /// How many.
+    pub bytes: u64,
+}
+
+/// A shared mapping of a part of a file.
+pub struct Mapping {
+    base: NonNull<u8>,
+    /// What was mapped, from a page border on.
+    mapped_base: NonNull<u8>,
+    mapped_bytes: usize,
+    bytes: usize,
+}
+
+impl Mapping {
+    /// Maps `bytes` bytes of `file` from `offset` on, for reading and writing.
+    ///
+    /// # Errors
+    /// The file is shorter than that, or cannot be mapped.
+    pub fn new(file: &OwnedFd, offset: u64, bytes: u64, what: &'static str) -> Result<Self, MemoryError> {
+        let failed = |source| MemoryError::Map { what, bytes, source };
+        // Touching a mapping behind the end of its file is SIGBUS.
+        let file_bytes = rustix::fs::fstat(file.as_fd()).map_err(|error| failed(error.into()))?;
+        let end = offset.checked_add(bytes).filter(|end| *end <= file_bytes.st_size as u64);
+        if end.is_none() || bytes == 0 {
+            return Err(failed(std::io::Error::from_raw_os_error(libc::ENXIO)));
+        }
+        let lead = offset % 4096;
+        let mapped_bytes = usize::try_from(bytes + lead).map_err(|_| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                mapped_bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                file,
+                offset - lead,
+            )
+        }
+        .map_err(|error| failed(error.into()))?;
+        let mapped_base = NonNull::new(base.cast::<u8>()).ok_or_else(|| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
+        Ok(Self {
+            // SAFETY: `lead` is within what was just mapped.
+            base: unsafe { mapped_base.add(lead as usize) },
+            mapped_base,
+            mapped_bytes,
+            bytes: bytes as usize,
+        })
+    }
+
+    /// First byte.
+    pub fn base(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// Length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`; whoever uses pointers into it holds the mapping.
+        let result = unsafe { rustix::mm::munmap(self.mapped_base.as_ptr().cast(), self.mapped_bytes) };
+        debug_assert!(result.is_ok());
+    }
+}
+
+#[derive(Clone)]
+struct Region {
+    info: RegionInfo,
+    mapping: Rc<Mapping>,
+}
+
+impl Region {
+    fn guest_end(&self) -> u64 {
+        self.info.guest_address + self.info.len
+    }
+}
+
+/// All regions of a guest, by guest address.
+#[derive(Default)]
+pub struct GuestMemory {
+    regions: Vec<Region>,
+    /// The region that was hit last: mostly the next one too.
+    recent: Cell<usize>,
+}
+
+impl GuestMemory {
+    /// The memory with one more region.
+    ///
+    /// # Errors
+    /// The region is malformed, overlaps another, is larger than its file, or cannot be mapped.
+    pub fn with(&self, info: RegionInfo, file: &OwnedFd) -> Result<Self, MemoryError> {
+        let whole = info.len > 0
+            && info.guest_address.checked_add(info.len).is_some()
+            && info.user_address.checked_add(info.len).is_some();
+        if !whole {
+            return Err(MemoryError::Malformed(info));
+        }
+        if self.regions.len() >= SLOTS_MAX {
+            return Err(MemoryError::TooMany);
+        }
+        let overlaps = |other: &Region| {
+            info.guest_address < other.guest_end() && other.info.guest_address < info.guest_address + info.len
+        };
+        if self.regions.iter().any(overlaps) {
+            return Err(MemoryError::Overlaps(info));
+        }
+        let mapping = Rc::new(Mapping::new(file, info.file_offset, info.len, "a guest memory region")?);
+        let mut regions = self.regions.clone();
+        regions.push(Region { info, mapping });
+        regions.sort_by_key(|region| region.info.guest_address);
+        Ok(Self {
+            regions,
+            recent: Cell::new(0),
+        })
+    }
+
+    /// The memory without a region.
+    ///
+    /// # Errors
+    /// There is no such region.
+    pub fn without(&self, info: RegionInfo) -> Result<Self, MemoryError> {
+        let same = |region: &Region| {
+            region.info.guest_address == info.guest_address
+                && region.info.len == info.len
+                && region.info.user_address == info.user_address
+        };
+        let mut regions = self.regions.clone();
+        let index = regions.iter().position(same).ok_or(MemoryError::Unknown(info))?;
+        regions.remove(index);
+        Ok(Self {
+            regions,
+            recent: Cell::new(0),
+        })
+    }
+
+    /// Appends to `pieces` where the guest's `bytes` bytes at `address` are mapped; more than one piece if they run
+    /// across regions.
+    ///
+    /// # Errors
+    /// Some are not in guest memory; `pieces` may have grown all the same.
+    pub fn translate(&self, address: u64, bytes: u64, pieces: &mut Vec<IoVec>) -> Result<(), BadAddress> {
+        let bad = BadAddress { address, bytes };
+        let end = address.checked_add(bytes).ok_or(bad)?;
+        let mut at = address;
+        while at < end {
+            let region = self.region_of(at).ok_or(bad)?;
+            let offset = at - region.info.guest_address;
+            let len = (region.info.len - offset).min(end - at);
+            // In the mapping: `offset + len <= region.info.len`, which is the mapping's length.
+            let base = region.mapping.base().wrapping_add(offset as usize);
+            pieces.push(IoVec::new(base, len as usize));
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// Where the guest's `bytes` bytes at `address` are mapped, all in one region.
+    ///
+    /// # Errors
+    /// They are not, or not all of them.
+    pub fn contiguous(&self, address: u64, bytes: u64) -> Result<*mut u8, BadAddress> {
+        let bad = BadAddress { address, bytes };
+        let region = self.region_of(address).ok_or(bad)?;
+        let end = address.checked_add(bytes).ok_or(bad)?;
+        if end > region.guest_end() {
+            return Err(bad);
+        }
+        Ok(region.mapping.base().wrapping_add((address - region.info.guest_address) as usize))
+    }
+
+    fn region_of(&self, address: u64) -> Option<&Region> {
+        let holds = |region: &&Region| region.info.guest_address <= address && address < region.guest_end();
+        if let Some(region) = self.regions.get(self.recent.get()).filter(holds) {
+            return Some(region);
+        }
+        let behind = self.regions.partition_point(|region| region.info.guest_address <= address);
+        let index = behind.checked_sub(1)?;
+        let region = self.regions.get(index).filter(holds)?;
+        self.recent.set(index);
+        Some(region)
+    }
+
+    /// Where a part of a ring is mapped: `bytes` bytes at the front-end's `address`, all in one region.
+    ///
+    /// # Errors
+    /// It is not in guest memory, or not aligned to `alignment` (a power of two).
+    pub fn ring_part(&self, what: &'static str, address: u64, bytes: u64, alignment: usize) -> Result<*mut u8, MemoryError> {
+        let found = self.regions.iter().find_map(|region| {
+            let offset = address.checked_sub(region.info.user_address)?;
+            let inside = offset.checked_add(bytes)? <= region.info.len;
+            inside.then(|| region.mapping.base().wrapping_add(offset as usize))
+        });
+        found
+            .filter(|base| base.addr() & (alignment - 1) == 0)
+            .ok_or(MemoryError::BadRing { what, address, bytes })
+    }
+
+    /// The guest's address of a byte that is mapped at `host`.
+    fn guest_address(&self, host: *const u8) -> Option<u64> {
+        self.regions.iter().find_map(|region| {
+            let offset = (host.addr()).checked_sub(region.mapping.base().addr())?;
+            (offset < region.mapping.bytes()).then(|| region.info.guest_address + offset as u64)
+        })
+    }
+}
+
+/// The front-end's log of changed pages, for migration: one bit for each 4 KiB of guest-physical memory, set atomically
+/// because others set bits too.
+pub struct DirtyLog(Mapping);
+
+impl DirtyLog {
+    /// Maps the log.
+    ///
+    /// # Errors
+    /// The file is too short or cannot be mapped.
+    pub fn new(file: &OwnedFd, offset: u64, bytes: u64) -> Result<Self, MemoryError> {
+        Mapping::new(file, offset, bytes, "the dirty log").map(Self)
+    }
+
+    /// Marks what `piece`, a piece of `memory`, covers.
+    pub fn mark(&self, memory: &GuestMemory, piece: IoVec) {
+        let Some(start) = memory.guest_address(piece.base()) else {
+            return;
+        };
+        if piece.is_empty() {
+            return;
+        }
+        let last = (start + piece.len() as u64 - 1) / LOG_PAGE_BYTES;
+        for page in start / LOG_PAGE_BYTES..=last {
+            let Some(index) = usize::try_from(page / 8).ok().filter(|index| *index < self.0.bytes()) else {
+                return;
+            };
+            // SAFETY: inside the mapping, which lives as long as `self`; others access it atomically too.
+            let byte = unsafe { AtomicU8::from_ptr(self.0.base().add(index)) };
+            byte.fetch_or(1 << (page % 8), Ordering::SeqCst);
+        }
+    }
+}

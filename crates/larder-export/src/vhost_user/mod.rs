@@ -1,0 +1,169 @@
+//! A disk as a vhost-user-blk device: QEMU hands us the guest's memory and virtqueues over a unix socket, and requests
+//! go from the guest to the disk's thread without QEMU.
+//!
+//! [`message`] parses the protocol, [`session`] carries it out, [`memory`] maps the guest, [`ring`] reads virtqueues,
+//! [`inflight`] notes what is under way so that a successor can take it up, [`queue`] runs requests and [`blk`] says what
+//! they mean.
+
+pub mod blk;
+pub mod inflight;
+pub mod memory;
+pub mod message;
+mod queue;
+pub mod ring;
+mod session;
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use larder_block::event_loop::{Listener, Socket};
+use larder_block::{BlockDevice, Loop};
+
+pub use queue::Statistics;
+pub use session::SessionError;
+
+use queue::{Shared, add};
+use session::Session;
+
+/// The most queues that a disk offers; QEMU takes as many as its `num-queues` says.
+pub const QUEUES_MAX: u16 = 64;
+
+/// How a disk presents itself.
+#[derive(Clone, Debug)]
+pub struct VhostUserOptions {
+    /// Queues offered, 1 to [`QUEUES_MAX`].
+    pub queues: u16,
+    /// Serial number, at most 20 bytes; the guest sees it in `/dev/disk/by-id`.
+    pub serial: String,
+}
+
+impl Default for VhostUserOptions {
+    fn default() -> Self {
+        Self {
+            queues: QUEUES_MAX,
+            serial: String::new(),
+        }
+    }
+}
+
+/// Why the options are wrong.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum OptionsError {
+    #[error("{0} queues; a disk has 1 to {QUEUES_MAX}")]
+    Queues(u16),
+    #[error("serial number '{0}' is {len} bytes long; virtio-blk has room for 20", len = .0.len())]
+    Serial(String),
+}
+
+/// Serves a disk to one front-end at a time; the next one is accepted when the last one's requests are done.
+pub struct VhostUserServer {
+    on: Loop,
+    shared: Rc<Shared>,
+    queues: u16,
+    current: RefCell<Option<Rc<Socket>>>,
+    stopping: Cell<bool>,
+}
+
+impl VhostUserServer {
+    /// A server for `device`, on the device's own loop.
+    ///
+    /// # Errors
+    /// The options are out of range.
+    pub fn new(on: &Loop, device: Rc<dyn BlockDevice>, options: &VhostUserOptions) -> Result<Rc<Self>, OptionsError> {
+        if !(1..=QUEUES_MAX).contains(&options.queues) {
+            return Err(OptionsError::Queues(options.queues));
+        }
+        let mut serial = [0; blk::SERIAL_BYTES];
+        let Some(place) = serial.get_mut(..options.serial.len()) else {
+            return Err(OptionsError::Serial(options.serial.clone()));
+        };
+        place.copy_from_slice(options.serial.as_bytes());
+        Ok(Rc::new(Self {
+            on: on.clone(),
+            shared: Rc::new(Shared {
+                device,
+                serial,
+                write_cache: Cell::new(true),
+                dirty_log: RefCell::new(None),
+                statistics: Statistics::default(),
+            }),
+            queues: options.queues,
+            current: RefCell::new(None),
+            stopping: Cell::new(false),
+        }))
+    }
+
+    /// Counters since the start.
+    pub fn statistics(&self) -> &Statistics {
+        &self.shared.statistics
+    }
+
+    /// Whether a front-end is connected.
+    pub fn is_connected(&self) -> bool {
+        self.current.borrow().is_some()
+    }
+
+    /// Accepts and serves front-ends, one after the other, until [`VhostUserServer::stop`].
+    ///
+    /// # Errors
+    /// The listening socket is broken.
+    pub async fn run(&self, listener: &Listener) -> std::io::Result<()> {
+        while !self.stopping.get() {
+            let socket = listener.accept(&self.on).await?;
+            self.serve(socket).await;
+        }
+        Ok(())
+    }
+
+    /// Serves a front-end that is connected already, until it disconnects.
+    pub async fn serve(&self, socket: Socket) {
+        let socket = Rc::new(socket);
+        *self.current.borrow_mut() = Some(Rc::clone(&socket));
+        add(&self.shared.statistics.connections, 1);
+        self.shared.write_cache.set(true);
+        tracing::info!(disk = %self.shared.device.name(), "front-end connected");
+        let mut session = Session::new(&self.on, socket, Rc::clone(&self.shared), self.queues);
+        let done = Rc::new(Cell::new(false));
+        self.on
+            .spawn(announce_sizes(Rc::clone(&self.shared), session.backend_channel(), Rc::clone(&done)));
+        match session.run().await {
+            Ok(()) => tracing::info!(disk = %self.shared.device.name(), "front-end disconnected"),
+            Err(_) if self.stopping.get() => {}
+            Err(error) => {
+                tracing::error!(disk = %self.shared.device.name(), "connection to the front-end closed: {error}");
+            }
+        }
+        done.set(true);
+        // Lets the announcer see that it is done.
+        self.shared.device.size_changes().wake();
+        *self.current.borrow_mut() = None;
+    }
+
+    /// Takes no more requests; the present connection ends once what is under way is done.
+    pub fn stop(&self) {
+        self.stopping.set(true);
+        if let Some(socket) = self.current.borrow().as_ref() {
+            socket.shutdown();
+        }
+    }
+}
+
+/// Tells the front-end of changes of the disk's size, by a configuration change.
+async fn announce_sizes(shared: Rc<Shared>, channel: Rc<RefCell<Option<Socket>>>, done: Rc<Cell<bool>>) {
+    let changes = shared.device.size_changes();
+    let mut generation = changes.generation();
+    while !done.get() {
+        changes.after_or(generation, || done.get()).await;
+        if changes.generation() == generation {
+            continue;
+        }
+        generation = changes.generation();
+        let taken = channel.borrow_mut().take();
+        let Some(socket) = taken else { continue };
+        if let Err(error) = socket.write_all(&message::config_change()).await {
+            tracing::warn!("cannot tell the front-end of the new size: {error}");
+        }
+        channel.borrow_mut().get_or_insert(socket);
+    }
+}

@@ -1,0 +1,436 @@
+//! A virtqueue at work: takes requests, runs each as a task on the disk's loop, gives them back.
+//!
+//! A request is a token ([`Request`]): it is given back exactly once, and dropping one unanswered panics. While a queue
+//! runs it is polled by the loop, and kicks are asked for only before the loop sleeps. Interrupts go out once per turn.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::os::fd::{AsFd, OwnedFd};
+use std::pin::pin;
+use std::rc::{Rc, Weak};
+use std::task::{Poll, Waker};
+
+use larder_block::event_loop::{Poller, PollerGuard, TaskPool};
+use larder_block::{BlockDevice, IoVec, Loop};
+
+use super::blk::{self, DiskState, Kind, Outcome, SERIAL_BYTES};
+use super::inflight::InflightQueue;
+use super::memory::{DirtyLog, GuestMemory};
+use super::ring::{Chain, Head, Ring, RingError, RingPosition};
+
+/// What all queues of a disk share.
+pub(super) struct Shared {
+    pub(super) device: Rc<dyn BlockDevice>,
+    pub(super) serial: [u8; SERIAL_BYTES],
+    /// The guest may switch it off; then every write is durable on completion.
+    pub(super) write_cache: Cell<bool>,
+    /// Set while the front-end wants to know what we write.
+    pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
+    pub(super) statistics: Statistics,
+}
+
+/// Counters of an export. They only grow.
+#[derive(Default, Debug)]
+#[allow(missing_docs)]
+pub struct Statistics {
+    pub reads: Cell<u64>,
+    pub writes: Cell<u64>,
+    pub flushes: Cell<u64>,
+    pub discards: Cell<u64>,
+    pub write_zeroes: Cell<u64>,
+    pub others: Cell<u64>,
+    pub read_bytes: Cell<u64>,
+    pub written_bytes: Cell<u64>,
+    pub errors: Cell<u64>,
+    /// Requests that a killed predecessor had left unanswered.
+    pub resubmitted: Cell<u64>,
+    pub interrupts: Cell<u64>,
+    pub connections: Cell<u64>,
+}
+
+pub(super) fn add(counter: &Cell<u64>, amount: u64) {
+    counter.set(counter.get() + amount);
+}
+
+impl Statistics {
+    fn count(&self, outcome: &Outcome) {
+        match outcome.kind {
+            Kind::Read => {
+                add(&self.reads, 1);
+                add(&self.read_bytes, outcome.bytes);
+            }
+            Kind::Write => {
+                add(&self.writes, 1);
+                add(&self.written_bytes, outcome.bytes);
+            }
+            Kind::Flush => add(&self.flushes, 1),
+            Kind::Discard => add(&self.discards, 1),
+            Kind::WriteZeroes => add(&self.write_zeroes, 1),
+            Kind::Other => add(&self.others, 1),
+        }
+    }
+
+    fn report(&self, error: &larder_block::IoError) {
+        let errors = self.errors.get() + 1;
+        self.errors.set(errors);
+        // A dead disk fails every request: the log gets the first ten, then every power of two.
+        if errors <= 10 || errors.is_power_of_two() {
+            tracing::error!(errors, "{error}");
+        }
+    }
+}
+
+/// Everything that a queue needs to run.
+pub(super) struct QueueParts {
+    pub(super) index: u16,
+    pub(super) shared: Rc<Shared>,
+    pub(super) memory: Rc<GuestMemory>,
+    pub(super) ring: Ring,
+    pub(super) size: u32,
+    pub(super) inflight: Option<InflightQueue>,
+    /// None: the front-end does not kick, and the ring is polled without sleep.
+    pub(super) kick: Option<Rc<OwnedFd>>,
+    /// None: the front-end polls the used ring.
+    pub(super) call: Option<Rc<OwnedFd>>,
+    pub(super) enabled: bool,
+    pub(super) log_ring: bool,
+}
+
+/// A running virtqueue.
+pub(super) struct Queue {
+    me: Weak<Queue>,
+    index: u16,
+    shared: Rc<Shared>,
+    memory: RefCell<Rc<GuestMemory>>,
+    ring: RefCell<Ring>,
+    inflight: RefCell<Option<InflightQueue>>,
+    has_kick: bool,
+    call: RefCell<Option<Rc<OwnedFd>>>,
+    enabled: Cell<bool>,
+    /// No more requests are taken: being stopped, or broken by the guest.
+    stopped: Cell<bool>,
+    broken: Cell<bool>,
+    log_ring: Cell<bool>,
+    /// Something was given back since the guest was last interrupted.
+    unsignalled: Cell<bool>,
+    running: Cell<u32>,
+    idle_waker: RefCell<Option<Waker>>,
+    kick_waker: RefCell<Option<Waker>>,
+    spare_chains: RefCell<Vec<Chain>>,
+    start: RefCell<Option<Start>>,
+    poller: RefCell<Option<PollerGuard>>,
+}
+
+/// Starts a request's task. Behind a box because the task's type has no name.
+type Start = Box<dyn Fn(Request)>;
+
+/// A request under way: a token that must be given back.
+struct Request {
+    queue: Rc<Queue>,
+    memory: Rc<GuestMemory>,
+    chain: Chain,
+    head: Head,
+    note: u16,
+    answered: bool,
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        assert!(
+            self.answered || std::thread::panicking(),
+            "a request of queue {} was dropped unanswered",
+            self.queue.index
+        );
+    }
+}
+
+async fn serve(mut request: Request) {
+    let shared = Rc::clone(&request.queue.shared);
+    let state = DiskState {
+        serial: &shared.serial,
+        write_cache: shared.write_cache.get(),
+    };
+    // SAFETY: the request holds the mappings that its chain was translated with.
+    let outcome = unsafe { blk::execute(&*shared.device, state, &request.chain) }.await;
+    shared.statistics.count(&outcome);
+    if let Some(error) = &outcome.error {
+        shared.statistics.report(error);
+    }
+    request.answered = true;
+    let chain = std::mem::take(&mut request.chain);
+    request.queue.give_back(&request, chain, outcome.written);
+}
+
+impl Queue {
+    /// Starts a queue: first what a predecessor left in flight, then what is available.
+    pub(super) fn start(on: &Loop, parts: QueueParts) -> Rc<Self> {
+        let queue = Rc::new_cyclic(|me| Self {
+            me: Weak::clone(me),
+            index: parts.index,
+            shared: parts.shared,
+            memory: RefCell::new(parts.memory),
+            ring: RefCell::new(parts.ring),
+            inflight: RefCell::new(parts.inflight),
+            has_kick: parts.kick.is_some(),
+            call: RefCell::new(parts.call),
+            enabled: Cell::new(parts.enabled),
+            stopped: Cell::new(false),
+            broken: Cell::new(false),
+            log_ring: Cell::new(parts.log_ring),
+            unsignalled: Cell::new(false),
+            running: Cell::new(0),
+            idle_waker: RefCell::new(None),
+            kick_waker: RefCell::new(None),
+            spare_chains: RefCell::default(),
+            start: RefCell::new(None),
+            poller: RefCell::new(None),
+        });
+        let pool = TaskPool::new(on, parts.size as usize);
+        *queue.start.borrow_mut() = Some(Box::new(move |request: Request| {
+            if pool.start(serve(request)).is_err() {
+                // Not more than `size` chains can be in flight: `take_available` sees to it.
+                panic!("more requests in flight than the ring has descriptors");
+            }
+        }));
+        queue.resubmit();
+        // What was given back by a predecessor whose interrupt never went out: one too many does no harm.
+        queue.unsignalled.set(true);
+        *queue.poller.borrow_mut() = Some(on.add_poller(Rc::clone(&queue) as Rc<dyn Poller>));
+        if let Some(kick) = parts.kick {
+            on.spawn(watch_kicks(on.clone(), kick, Rc::downgrade(&queue)));
+        }
+        queue
+    }
+
+    fn resubmit(self: &Rc<Self>) {
+        let mut notes = self.inflight.borrow_mut();
+        let Some(inflight) = notes.as_mut() else { return };
+        let mut ring = self.ring.borrow_mut();
+        let found = inflight.recover(&mut ring);
+        if found.is_empty() {
+            return;
+        }
+        tracing::info!(queue = self.index, requests = found.len(), "taking up requests that were in flight");
+        let memory = Rc::clone(&self.memory.borrow());
+        let mut requests = Vec::new();
+        for left in &found {
+            let mut chain = Chain::default();
+            match inflight.chain_of(&ring, &memory, left, &mut chain) {
+                Ok(()) => requests.push((left.head, left.note, chain)),
+                Err(error) => {
+                    drop(ring);
+                    return self.break_down(error);
+                }
+            }
+        }
+        drop((ring, notes));
+        add(&self.shared.statistics.resubmitted, requests.len() as u64);
+        for (head, note, chain) in requests {
+            self.launch(Rc::clone(&memory), chain, head, note);
+        }
+    }
+
+    fn launch(self: &Rc<Self>, memory: Rc<GuestMemory>, chain: Chain, head: Head, note: u16) {
+        self.running.set(self.running.get() + 1);
+        let request = Request {
+            queue: Rc::clone(self),
+            memory,
+            chain,
+            head,
+            note,
+            answered: false,
+        };
+        let start = self.start.borrow();
+        if let Some(start) = start.as_ref() {
+            start(request);
+        }
+    }
+
+    /// Takes and starts what is available; whether there was anything.
+    fn take_available(self: &Rc<Self>) -> bool {
+        let mut any = false;
+        while let Some((memory, chain, head, note)) = self.take_one() {
+            any = true;
+            self.launch(memory, chain, head, note);
+        }
+        any
+    }
+
+    fn take_one(&self) -> Option<(Rc<GuestMemory>, Chain, Head, u16)> {
+        let mut ring = self.ring.borrow_mut();
+        if !ring.has_available() {
+            return None;
+        }
+        let memory = self.memory.borrow();
+        let mut chain = self.spare_chains.borrow_mut().pop().unwrap_or_default();
+        match ring.take(&memory, &mut chain) {
+            Ok(Some(head)) => {
+                let note = match self.inflight.borrow_mut().as_mut() {
+                    Some(inflight) => inflight.begin(&ring, head),
+                    None => 0,
+                };
+                Some((Rc::clone(&memory), chain, head, note))
+            }
+            Ok(None) => None,
+            Err(error) => {
+                drop((ring, memory));
+                self.break_down(error);
+                None
+            }
+        }
+    }
+
+    /// The guest broke the rules: the queue rests until it is reset. Requests under way go on.
+    fn break_down(&self, error: RingError) {
+        if !self.broken.replace(true) {
+            tracing::error!(queue = self.index, "the guest has corrupted its virtqueue: {error}; it stops until the guest resets it");
+        }
+    }
+
+    fn give_back(&self, request: &Request, mut chain: Chain, written: u32) {
+        {
+            let mut ring = self.ring.borrow_mut();
+            let mut inflight = self.inflight.borrow_mut();
+            if let Some(inflight) = inflight.as_mut() {
+                inflight.before_give_back(&ring, request.head, request.note);
+            }
+            let log = self.shared.dirty_log.borrow();
+            if let Some(log) = log.as_ref() {
+                chain.writable().iter().for_each(|piece| log.mark(&request.memory, *piece));
+            }
+            let changed = ring.give_back(request.head, written);
+            if let Some(log) = log.as_ref().filter(|_| self.log_ring.get()) {
+                log.mark(&self.memory.borrow(), IoVec::new(changed.base(), changed.len()));
+            }
+            if let Some(inflight) = inflight.as_mut() {
+                inflight.after_give_back(&ring, request.note);
+            }
+        }
+        chain.clear();
+        self.spare_chains.borrow_mut().push(chain);
+        self.unsignalled.set(true);
+        self.running.set(self.running.get() - 1);
+        if self.running.get() == 0
+            && let Some(waker) = self.idle_waker.borrow_mut().take()
+        {
+            waker.wake();
+        }
+    }
+
+    fn signal(&self) {
+        if !self.unsignalled.replace(false) {
+            return;
+        }
+        if self.ring.borrow_mut().wants_interrupt()
+            && let Some(call) = self.call.borrow().as_ref()
+        {
+            add(&self.shared.statistics.interrupts, 1);
+            // A full counter means that the event is raised already.
+            let _ = rustix::io::write(call.as_ref(), &1u64.to_ne_bytes());
+        }
+    }
+
+    fn may_take(&self) -> bool {
+        self.enabled.get() && !self.stopped.get() && !self.broken.get()
+    }
+
+    pub(super) fn set_enabled(&self, enabled: bool) {
+        self.enabled.set(enabled);
+    }
+
+    pub(super) fn set_call(&self, call: Option<Rc<OwnedFd>>) {
+        *self.call.borrow_mut() = call;
+        self.unsignalled.set(true);
+    }
+
+    pub(super) fn set_log_ring(&self, log: bool) {
+        self.log_ring.set(log);
+    }
+
+    pub(super) fn position(&self) -> RingPosition {
+        self.ring.borrow().position()
+    }
+
+    /// Goes on in another table of guest memory, whose part of it is `ring`.
+    pub(super) fn replace_memory(&self, memory: Rc<GuestMemory>, ring: Ring) {
+        *self.memory.borrow_mut() = memory;
+        *self.ring.borrow_mut() = ring;
+    }
+
+    /// Takes no more requests, waits for those under way, and gives back where the ring goes on. With `retire`, a
+    /// successor takes the position from the front-end.
+    pub(super) async fn stop(&self, retire: bool) -> RingPosition {
+        self.stopped.set(true);
+        if let Some(waker) = self.kick_waker.borrow_mut().take() {
+            waker.wake();
+        }
+        std::future::poll_fn(|context| {
+            if self.running.get() == 0 {
+                return Poll::Ready(());
+            }
+            *self.idle_waker.borrow_mut() = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+        self.signal();
+        if retire && let Some(inflight) = self.inflight.borrow_mut().as_mut() {
+            inflight.retire();
+        }
+        drop(self.poller.borrow_mut().take());
+        drop(self.start.borrow_mut().take());
+        self.position()
+    }
+}
+
+impl Poller for Queue {
+    fn poll(&self) -> bool {
+        self.signal();
+        if !self.may_take() || !self.ring.borrow().has_available() {
+            return false;
+        }
+        let any = self.me.upgrade().is_some_and(|me| me.take_available());
+        self.signal();
+        any
+    }
+
+    fn arm(&self) -> bool {
+        if !self.may_take() {
+            return false;
+        }
+        if !self.has_kick {
+            return true;
+        }
+        let mut ring = self.ring.borrow_mut();
+        ring.want_kicks(true);
+        ring.has_available()
+    }
+
+    fn disarm(&self) {
+        if self.may_take() {
+            self.ring.borrow_mut().want_kicks(false);
+        }
+    }
+}
+
+/// Turns kicks into turns of the loop: the poller does the rest. Ends when the queue stops.
+async fn watch_kicks(on: Loop, kick: Rc<OwnedFd>, queue: Weak<Queue>) {
+    loop {
+        let mut readable = pin!(on.readable(kick.as_fd()));
+        let kicked = std::future::poll_fn(|context| {
+            let Some(queue) = queue.upgrade().filter(|queue| !queue.stopped.get()) else {
+                return Poll::Ready(false);
+            };
+            if let Poll::Ready(result) = readable.as_mut().poll(context) {
+                return Poll::Ready(result.is_ok());
+            }
+            *queue.kick_waker.borrow_mut() = Some(context.waker().clone());
+            Poll::Pending
+        });
+        if !kicked.await {
+            return;
+        }
+        let mut counter = [0; 8];
+        // Empty when the front-end has read it itself.
+        let _ = rustix::io::read(kick.as_ref(), &mut counter);
+    }
+}

@@ -1,0 +1,266 @@
+//! The packed layout: one ring of descriptors that driver and device write in turn (virtio 1.2, section 2.8).
+//!
+//! A descriptor is available when its AVAIL flag equals the driver's wrap counter and its USED flag does not; used when
+//! both equal the device's. Counters flip each time an index wraps.
+
+use std::sync::atomic::{AtomicU16, Ordering, fence};
+
+use larder_block::IoVec;
+
+use super::{
+    CHAIN_MAX, Chain, DESC_BYTES, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, Descriptor, Head, RingError, RingLayout,
+    RingPosition, event_passed, read_descriptor, take_indirect,
+};
+use crate::vhost_user::memory::{GuestMemory, MemoryError};
+use crate::vhost_user::message::RingAddresses;
+
+const DESC_F_AVAIL: u16 = 1 << 7;
+const DESC_F_USED: u16 = 1 << 15;
+
+const EVENT_ENABLE: u16 = 0;
+const EVENT_DISABLE: u16 = 1;
+const EVENT_AT_INDEX: u16 = 2;
+
+/// An index into the ring with its wrap counter in bit 15.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(in crate::vhost_user) struct Cursor(pub(in crate::vhost_user) u16);
+
+impl Cursor {
+    fn index(self) -> u16 {
+        self.0 & 0x7fff
+    }
+
+    fn wrap(self) -> bool {
+        self.0 & 0x8000 != 0
+    }
+
+    /// `count` (at most `size`) places on.
+    pub(in crate::vhost_user) fn advanced(self, count: u16, size: u16) -> Self {
+        let next = u32::from(self.index()) + u32::from(count);
+        if next >= u32::from(size) {
+            Self((next - u32::from(size)) as u16 | (self.0 ^ 0x8000) & 0x8000)
+        } else {
+            Self(next as u16 | self.0 & 0x8000)
+        }
+    }
+}
+
+/// A packed ring. The pointers are into guest memory that its owner keeps mapped, checked for size and alignment.
+pub struct PackedRing {
+    size: u16,
+    event_index: bool,
+    descriptors: *mut u8,
+    /// off_wrap, flags: what the driver wants to be told.
+    driver_event: *mut u16,
+    /// off_wrap, flags: what we want to be told.
+    device_event: *mut u16,
+    next_available: Cursor,
+    next_used: Cursor,
+    /// Chains' places given back since the guest was last asked whether it wants an interrupt.
+    used_unchecked: u16,
+}
+
+impl PackedRing {
+    pub(super) fn new(
+        memory: &GuestMemory,
+        layout: RingLayout,
+        addresses: &RingAddresses,
+        position: RingPosition,
+    ) -> Result<Self, MemoryError> {
+        let size = u64::from(layout.size);
+        let descriptors = memory.ring_part("the descriptor ring", addresses.descriptors, size * DESC_BYTES, 16)?;
+        let driver_event = memory.ring_part("the driver event suppression", addresses.driver, 4, 4)?;
+        let device_event = memory.ring_part("the device event suppression", addresses.device, 4, 4)?;
+        let in_ring = |cursor: u16| {
+            // A front-end that names a place outside the ring means its beginning.
+            let index = cursor & 0x7fff;
+            Cursor(if u64::from(index) < size { cursor } else { cursor & 0x8000 })
+        };
+        Ok(Self {
+            size: layout.size as u16,
+            event_index: layout.event_index,
+            descriptors,
+            driver_event: driver_event.cast(),
+            device_event: device_event.cast(),
+            next_available: in_ring(position.available),
+            next_used: in_ring(position.used),
+            used_unchecked: 0,
+        })
+    }
+
+    fn flags(&self, index: u16) -> &AtomicU16 {
+        // SAFETY: `index` is below the size; the flags are the last two bytes of the 16; aligned and mapped.
+        unsafe { AtomicU16::from_ptr(self.descriptors.add(usize::from(index) * 16 + 14).cast()) }
+    }
+
+    /// Word 0 (place) or 1 (flags) of an event suppression structure.
+    fn event_word(&self, at: *mut u16, index: usize) -> &AtomicU16 {
+        debug_assert!(index < 2);
+        // SAFETY: `new` found both structures mapped and aligned; the owner keeps them mapped while we live.
+        unsafe { AtomicU16::from_ptr(at.add(index)) }
+    }
+
+    fn is_available(&self, cursor: Cursor) -> bool {
+        let flags = self.flags(cursor.index()).load(Ordering::Acquire);
+        let (available, used) = (flags & DESC_F_AVAIL != 0, flags & DESC_F_USED != 0);
+        available == cursor.wrap() && used != cursor.wrap()
+    }
+
+    pub(super) fn has_available(&self) -> bool {
+        self.is_available(self.next_available)
+    }
+
+    pub(super) fn take(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingError> {
+        if !self.has_available() {
+            return Ok(None);
+        }
+        let mut cursor = self.next_available;
+        let mut slots = 0;
+        loop {
+            let descriptor = self.descriptor(cursor);
+            slots += 1;
+            cursor = cursor.advanced(1, self.size);
+            if descriptor.flags & DESC_F_INDIRECT != 0 {
+                if descriptor.flags & DESC_F_NEXT != 0 || slots > 1 {
+                    return Err(RingError::NestedIndirect);
+                }
+                take_indirect(memory, chain, descriptor, false, parse)?;
+            } else {
+                chain.push(memory, descriptor)?;
+            }
+            if descriptor.flags & DESC_F_NEXT == 0 {
+                self.next_available = cursor;
+                return Ok(Some(Head {
+                    id: descriptor.link,
+                    slots,
+                }));
+            }
+            if slots >= self.size || u32::from(slots) >= CHAIN_MAX {
+                return Err(RingError::ChainTooLong(u32::from(slots)));
+            }
+        }
+    }
+
+    fn descriptor(&self, cursor: Cursor) -> Descriptor {
+        // SAFETY: the cursor is below the size.
+        parse(unsafe { read_descriptor(self.descriptors, usize::from(cursor.index())) })
+    }
+
+    /// Fills `chain` from descriptors that were copied earlier, as a predecessor left them in flight.
+    pub(in crate::vhost_user) fn follow_copies(
+        memory: &GuestMemory,
+        copies: impl Iterator<Item = [u8; 16]>,
+        chain: &mut Chain,
+    ) -> Result<(), RingError> {
+        for raw in copies {
+            let descriptor = parse(raw);
+            if descriptor.flags & DESC_F_INDIRECT != 0 {
+                take_indirect(memory, chain, descriptor, false, parse)?;
+            } else {
+                chain.push(memory, descriptor)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The raw descriptors of the `slots` places before the next one to take: those of the chain taken last.
+    pub(in crate::vhost_user) fn taken_last(&self, slots: u16) -> impl Iterator<Item = [u8; 16]> + '_ {
+        let first = u32::from(self.next_available.index()) + u32::from(self.size) - u32::from(slots);
+        (0..u32::from(slots)).map(move |offset| {
+            let index = (first + offset) % u32::from(self.size);
+            // SAFETY: the index is below the size.
+            unsafe { read_descriptor(self.descriptors, index as usize) }
+        })
+    }
+
+    pub(super) fn want_kicks(&mut self, want: bool) {
+        let flags = match (want, self.event_index) {
+            (false, _) => EVENT_DISABLE,
+            (true, false) => EVENT_ENABLE,
+            (true, true) => {
+                self.event_word(self.device_event, 0).store(self.next_available.0, Ordering::Relaxed);
+                EVENT_AT_INDEX
+            }
+        };
+        // Release: the place is there before the flags that point to it.
+        self.event_word(self.device_event, 1).store(flags, Ordering::Release);
+        if want {
+            // Before the ring is looked at once more.
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    pub(super) fn give_back(&mut self, head: Head, written: u32) -> IoVec {
+        let index = self.next_used.index();
+        // SAFETY: the index is below the size.
+        let base = unsafe { self.descriptors.add(usize::from(index) * 16) };
+        // SAFETY: len (u32 at 8) and id (u16 at 12) of a mapped, aligned descriptor that is ours to write.
+        unsafe {
+            base.add(8).cast::<u32>().write_volatile(written);
+            base.add(12).cast::<u16>().write_volatile(head.id);
+        }
+        let mut flags = if written > 0 { DESC_F_WRITE } else { 0 };
+        if self.next_used.wrap() {
+            flags |= DESC_F_AVAIL | DESC_F_USED;
+        }
+        // Release: the guest sees the entry, and the data, before the flags.
+        self.flags(index).store(flags, Ordering::Release);
+        self.next_used = self.next_used.advanced(head.slots, self.size);
+        self.used_unchecked = self.used_unchecked.saturating_add(head.slots);
+        IoVec::new(base, DESC_BYTES as usize)
+    }
+
+    pub(super) fn wants_interrupt(&mut self) -> bool {
+        let count = std::mem::take(&mut self.used_unchecked);
+        fence(Ordering::SeqCst);
+        let flags = self.event_word(self.driver_event, 1).load(Ordering::Acquire) & 3;
+        match flags {
+            EVENT_DISABLE => false,
+            EVENT_AT_INDEX if self.event_index => {
+                let wanted = Cursor(self.event_word(self.driver_event, 0).load(Ordering::Relaxed));
+                // Both as distances on a line that goes up by `size` with every wrap.
+                let new = self.next_used.index();
+                let mut event = wanted.index();
+                if wanted.wrap() != self.next_used.wrap() {
+                    event = event.wrapping_sub(self.size);
+                }
+                event_passed(event, new, new.wrapping_sub(count))
+            }
+            _ => true,
+        }
+    }
+
+    pub(super) fn position(&self) -> RingPosition {
+        RingPosition {
+            available: self.next_available.0,
+            used: self.next_used.0,
+        }
+    }
+
+    /// The next place to give back to.
+    pub(in crate::vhost_user) fn used_cursor(&self) -> Cursor {
+        self.next_used
+    }
+
+    /// Goes on at `used`, behind `taken` places that were taken before and not given back.
+    pub(in crate::vhost_user) fn resume_at(&mut self, used: Cursor, taken: u16) {
+        self.next_used = used;
+        self.next_available = used.advanced(taken, self.size);
+    }
+
+    /// Whether the place at `cursor` has been given back in the lap of `cursor`.
+    pub(in crate::vhost_user) fn is_used(&self, cursor: Cursor) -> bool {
+        let flags = self.flags(cursor.index()).load(Ordering::Acquire);
+        (flags & DESC_F_AVAIL != 0) == cursor.wrap() && (flags & DESC_F_USED != 0) == cursor.wrap()
+    }
+}
+
+fn parse(raw: [u8; 16]) -> Descriptor {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = raw;
+    Descriptor {
+        address: u64::from_le_bytes([a, b, c, d, e, f, g, h]),
+        len: u32::from_le_bytes([i, j, k, l]),
+        link: u16::from_le_bytes([m, n]),
+        flags: u16::from_le_bytes([o, p]),
+    }
+}

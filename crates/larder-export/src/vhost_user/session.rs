@@ -1,0 +1,520 @@
+//! One front-end's connection: carries out its messages, and owns the queues that it has set up.
+//!
+//! How it fails: a message that cannot be understood, or that asks for the impossible, closes the connection (with a
+//! negative acknowledgement first, if the front-end wanted one); the front-end may connect again. However a connection
+//! ends, its queues stop: requests under way are finished and given back, so that the next connection finds the rings in
+//! order.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+
+use larder_block::Loop;
+use larder_block::event_loop::Socket;
+
+use super::blk::{self, feature};
+use super::inflight::InflightRegion;
+use super::memory::{DirtyLog, GuestMemory, MemoryError, SLOTS_MAX};
+use super::message::{
+    self, HEADER_BYTES, Header, InflightInfo, MessageError, Request, RingAddresses, number, parse_header, parse_request,
+};
+use super::queue::{Queue, QueueParts, Shared};
+use super::ring::{RING_SIZE_MAX, Ring, RingLayout, RingPosition};
+
+/// Protocol features (QEMU `docs/interop/vhost-user.rst`).
+mod protocol {
+    pub(super) const MQ: u64 = 1 << 0;
+    pub(super) const LOG_SHMFD: u64 = 1 << 1;
+    pub(super) const REPLY_ACK: u64 = 1 << 3;
+    pub(super) const BACKEND_REQ: u64 = 1 << 5;
+    pub(super) const CONFIG: u64 = 1 << 9;
+    pub(super) const INFLIGHT_SHMFD: u64 = 1 << 12;
+    pub(super) const RESET_DEVICE: u64 = 1 << 13;
+    pub(super) const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
+    pub(super) const STATUS: u64 = 1 << 16;
+
+    pub(super) const ALL: u64 = MQ
+        | LOG_SHMFD
+        | REPLY_ACK
+        | BACKEND_REQ
+        | CONFIG
+        | INFLIGHT_SHMFD
+        | RESET_DEVICE
+        | CONFIGURE_MEM_SLOTS
+        | STATUS;
+}
+
+/// Why a connection was closed by us.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum SessionError {
+    #[error("the connection broke: {0}")]
+    Io(#[from] std::io::Error),
+    #[error(transparent)]
+    Message(#[from] MessageError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error("queue {ring} of {queues}")]
+    NoSuchQueue { ring: u32, queues: u16 },
+    #[error("queue {ring} with {size} descriptors; a ring has {} to {RING_SIZE_MAX}, and a split one a power of two", 1)]
+    RingSize { ring: u32, size: u32 },
+    #[error("features {wanted:#x}, of which {:#x} were not offered", wanted & !offered)]
+    Features { wanted: u64, offered: u64 },
+    #[error("queue {0} was changed while it runs")]
+    Running(u32),
+    #[error("{0} queues of {1} descriptors in flight")]
+    InflightSize(u16, u16),
+}
+
+/// What the front-end has said of one ring.
+#[derive(Default)]
+struct RingSetup {
+    size: u32,
+    addresses: Option<RingAddresses>,
+    base: u32,
+    kick: Option<Rc<OwnedFd>>,
+    /// SET_VRING_KICK was received, with or without a descriptor: the ring is started.
+    started: bool,
+    call: Option<Rc<OwnedFd>>,
+    enabled: bool,
+    queue: Option<Rc<Queue>>,
+}
+
+pub(super) struct Session {
+    on: Loop,
+    socket: Rc<Socket>,
+    shared: Rc<Shared>,
+    queues_max: u16,
+    features: u64,
+    protocol_features: u64,
+    status: u64,
+    memory: Rc<GuestMemory>,
+    rings: Vec<RingSetup>,
+    inflight: Option<Rc<InflightRegion>>,
+    log: Option<Rc<DirtyLog>>,
+    backend_channel: Rc<std::cell::RefCell<Option<Socket>>>,
+}
+
+impl Session {
+    pub(super) fn new(on: &Loop, socket: Rc<Socket>, shared: Rc<Shared>, queues_max: u16) -> Self {
+        Self {
+            on: on.clone(),
+            socket,
+            shared,
+            queues_max,
+            features: 0,
+            protocol_features: 0,
+            status: 0,
+            memory: Rc::default(),
+            rings: (0..queues_max).map(|_| RingSetup::default()).collect(),
+            inflight: None,
+            log: None,
+            backend_channel: Rc::default(),
+        }
+    }
+
+    /// Where messages to the front-end go, once it has opened the channel for them.
+    pub(super) fn backend_channel(&self) -> Rc<std::cell::RefCell<Option<Socket>>> {
+        Rc::clone(&self.backend_channel)
+    }
+
+    /// Serves the connection until it ends.
+    pub(super) async fn run(&mut self) -> Result<(), SessionError> {
+        let result = loop {
+            match self.next_message().await {
+                Ok(None) => break Ok(()),
+                Ok(Some((header, request))) => {
+                    if let Err(error) = self.answer(&header, request).await {
+                        break Err(error);
+                    }
+                }
+                Err(error) => break Err(error),
+            }
+        };
+        self.socket.shutdown();
+        for ring in &mut self.rings {
+            if let Some(queue) = ring.queue.take() {
+                queue.stop(false).await;
+            }
+        }
+        *self.shared.dirty_log.borrow_mut() = None;
+        result
+    }
+
+    /// The next message; `None` when the front-end has closed the connection between two of them.
+    async fn next_message(&self) -> Result<Option<(Header, Request)>, SessionError> {
+        let mut head = [0; HEADER_BYTES];
+        let mut descriptors = Vec::new();
+        let mut filled = 0;
+        while filled < head.len() {
+            let (count, came) = self.socket.read_with_descriptors(&mut head[filled..]).await?;
+            if count == 0 && filled == 0 {
+                return Ok(None);
+            }
+            if count == 0 {
+                return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
+            }
+            filled += count;
+            descriptors.extend(came);
+        }
+        let header = parse_header(&head)?;
+        let mut payload = vec![0; header.payload_bytes];
+        let mut filled = 0;
+        while filled < payload.len() {
+            let (count, came) = self.socket.read_with_descriptors(&mut payload[filled..]).await?;
+            if count == 0 {
+                return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
+            }
+            filled += count;
+            descriptors.extend(came);
+        }
+        let request = parse_request(&header, &payload, descriptors)?;
+        tracing::trace!(?request, "vhost-user");
+        Ok(Some((header, request)))
+    }
+
+    async fn answer(&mut self, header: &Header, request: Request) -> Result<(), SessionError> {
+        let acknowledge = header.need_reply && self.protocol_features & protocol::REPLY_ACK != 0;
+        let number = header.request;
+        match self.carry_out(request).await {
+            Ok(Reply::Bytes(bytes)) => self.socket.write_all(&bytes).await?,
+            Ok(Reply::WithFile(bytes, file)) => self.socket.write_with_descriptors(&bytes, &[file.as_fd()]).await?,
+            Ok(Reply::None) if acknowledge => self.socket.write_all(&message::reply_u64(number, 0)).await?,
+            Ok(Reply::None) => {}
+            Err(error) if acknowledge => {
+                tracing::error!("vhost-user request {number} refused: {error}");
+                self.socket.write_all(&message::reply_u64(number, 1)).await?;
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    async fn carry_out(&mut self, request: Request) -> Result<Reply, SessionError> {
+        match request {
+            Request::GetFeatures => return Ok(Reply::u64(number::GET_FEATURES, self.offered())),
+            Request::SetFeatures(features) => self.set_features(features)?,
+            Request::SetOwner | Request::SetLogEvent => {}
+            Request::ResetOwner => self.stop_all(true).await,
+            Request::ResetDevice => {
+                self.stop_all(true).await;
+                self.features = 0;
+                self.status = 0;
+                self.shared.write_cache.set(true);
+                self.update_log();
+            }
+            Request::GetProtocolFeatures => {
+                return Ok(Reply::u64(number::GET_PROTOCOL_FEATURES, protocol::ALL));
+            }
+            Request::SetProtocolFeatures(features) => {
+                if features & !protocol::ALL != 0 {
+                    return Err(SessionError::Features {
+                        wanted: features,
+                        offered: protocol::ALL,
+                    });
+                }
+                self.protocol_features = features;
+            }
+            Request::GetQueueCount => {
+                return Ok(Reply::u64(number::GET_QUEUE_NUM, u64::from(self.queues_max)));
+            }
+            Request::GetMaxMemSlots => {
+                return Ok(Reply::u64(number::GET_MAX_MEM_SLOTS, SLOTS_MAX as u64));
+            }
+            Request::GetStatus => return Ok(Reply::u64(number::GET_STATUS, self.status)),
+            Request::SetStatus(status) => {
+                self.status = status;
+                if status == 0 {
+                    self.stop_all(true).await;
+                    self.shared.write_cache.set(true);
+                }
+            }
+            Request::SetMemTable(regions) => {
+                let mut memory = GuestMemory::default();
+                for (info, file) in regions {
+                    memory = memory.with(info, &file)?;
+                }
+                self.replace_memory(memory).await;
+            }
+            Request::AddMemRegion(info, file) => {
+                let memory = self.memory.with(info, &file)?;
+                self.replace_memory(memory).await;
+            }
+            Request::RemMemRegion(info) => {
+                let memory = self.memory.without(info)?;
+                self.replace_memory(memory).await;
+            }
+            Request::SetLogBase {
+                bytes,
+                file_offset,
+                file,
+            } => {
+                self.log = Some(Rc::new(DirtyLog::new(&file, file_offset, bytes)?));
+                self.update_log();
+                return Ok(Reply::u64(number::SET_LOG_BASE, 0));
+            }
+            Request::SetBackendChannel(file) => {
+                *self.backend_channel.borrow_mut() = Some(Socket::from_descriptor(&self.on, file)?);
+            }
+            Request::GetConfig { offset, len } => return Ok(Reply::Bytes(self.config(offset, len))),
+            Request::SetConfig { offset, bytes } => {
+                if let Some(write_cache) = blk::write_cache_in(offset, &bytes) {
+                    self.shared.write_cache.set(write_cache);
+                }
+            }
+            Request::GetInflight(info) => return self.new_inflight(&info),
+            Request::SetInflight(info, file) => {
+                self.inflight = Some(Rc::new(InflightRegion::adopt(&info, &file, self.packed())?));
+            }
+            other => return self.ring_request(other).await,
+        }
+        Ok(Reply::None)
+    }
+
+    async fn ring_request(&mut self, request: Request) -> Result<Reply, SessionError> {
+        match request {
+            Request::SetRingSize { ring, size } => {
+                let packed = self.packed();
+                if size == 0 || size > RING_SIZE_MAX || (!packed && !size.is_power_of_two()) {
+                    return Err(SessionError::RingSize { ring, size });
+                }
+                self.idle_ring(ring)?.size = size;
+            }
+            Request::SetRingAddresses { ring, addresses } => self.set_addresses(ring, addresses).await?,
+            Request::SetRingBase { ring, base } => self.idle_ring(ring)?.base = base,
+            Request::GetRingBase { ring } => {
+                let packed = self.packed();
+                let setup = self.ring(ring)?;
+                let base = match setup.queue.take() {
+                    Some(queue) => queue.stop(true).await.to_base(packed),
+                    None => setup.base,
+                };
+                setup.base = base;
+                setup.started = false;
+                setup.kick = None;
+                return Ok(Reply::Bytes(message::reply_ring(number::GET_VRING_BASE, ring, base)));
+            }
+            Request::SetRingKick { ring, event } => {
+                let event = event.map(prepare_event).transpose()?;
+                self.stop_ring(ring).await?;
+                let setup = self.ring(ring)?;
+                setup.kick = event;
+                setup.started = true;
+                self.start_ring(ring)?;
+            }
+            Request::SetRingCall { ring, event } => {
+                let event = event.map(prepare_event).transpose()?;
+                let setup = self.ring(ring)?;
+                setup.call = event;
+                if let Some(queue) = &setup.queue {
+                    queue.set_call(setup.call.clone());
+                }
+            }
+            Request::SetRingError { ring, event } => {
+                // Errors are told in the log; nobody has ever listened here.
+                drop(event);
+                self.ring(ring)?;
+            }
+            Request::SetRingEnable { ring, enable } => {
+                let setup = self.ring(ring)?;
+                setup.enabled = enable;
+                if let Some(queue) = &setup.queue {
+                    queue.set_enabled(enable);
+                }
+            }
+            other => unreachable!("{other:?} is not about a ring"),
+        }
+        Ok(Reply::None)
+    }
+
+    fn offered(&self) -> u64 {
+        blk::features(&self.shared.device.geometry())
+    }
+
+    fn packed(&self) -> bool {
+        self.features & feature::RING_PACKED != 0
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), SessionError> {
+        let offered = self.offered();
+        if features & !offered != 0 {
+            return Err(SessionError::Features {
+                wanted: features,
+                offered,
+            });
+        }
+        let changed = features ^ self.features;
+        let running = self.rings.iter().position(|ring| ring.queue.is_some());
+        if let (Some(ring), true) = (running, changed & !feature::LOG_ALL != 0) {
+            return Err(SessionError::Running(ring as u32));
+        }
+        self.features = features;
+        if features & (feature::FLUSH | feature::CONFIG_WCE) == 0 {
+            // A driver that cannot flush relies on every write (virtio 1.2, 5.2.6.2).
+            self.shared.write_cache.set(false);
+        }
+        self.update_log();
+        Ok(())
+    }
+
+    fn update_log(&self) {
+        let log = self.log.clone().filter(|_| self.features & feature::LOG_ALL != 0);
+        *self.shared.dirty_log.borrow_mut() = log;
+    }
+
+    fn config(&self, offset: u32, len: u32) -> Vec<u8> {
+        // The protocol's own limit on the configuration space (VHOST_USER_MAX_CONFIG_SIZE).
+        if offset.checked_add(len).is_none_or(|end| end > 256) {
+            return message::reply_config(offset, &[]);
+        }
+        let geometry = self.shared.device.geometry();
+        let bytes = blk::config(&geometry, self.queues_max, self.shared.write_cache.get(), offset, len);
+        message::reply_config(offset, &bytes)
+    }
+
+    fn new_inflight(&self, info: &InflightInfo) -> Result<Reply, SessionError> {
+        let sound = (1..=self.queues_max).contains(&info.queues)
+            && (1..=RING_SIZE_MAX).contains(&u32::from(info.queue_size));
+        if !sound {
+            return Err(SessionError::InflightSize(info.queues, info.queue_size));
+        }
+        let (made, file) = InflightRegion::create(info.queues, info.queue_size, self.packed())?;
+        Ok(Reply::WithFile(message::reply_inflight(&made), file))
+    }
+
+    fn ring(&mut self, ring: u32) -> Result<&mut RingSetup, SessionError> {
+        let queues = self.queues_max;
+        self.rings
+            .get_mut(ring as usize)
+            .ok_or(SessionError::NoSuchQueue { ring, queues })
+    }
+
+    fn idle_ring(&mut self, ring: u32) -> Result<&mut RingSetup, SessionError> {
+        let setup = self.ring(ring)?;
+        if setup.queue.is_some() {
+            return Err(SessionError::Running(ring));
+        }
+        Ok(setup)
+    }
+
+    async fn set_addresses(&mut self, ring: u32, addresses: RingAddresses) -> Result<(), SessionError> {
+        let setup = self.ring(ring)?;
+        let before = setup.addresses.replace(addresses);
+        let Some(queue) = &setup.queue else { return Ok(()) };
+        let moved = before.is_none_or(|before| {
+            (before.descriptors, before.driver, before.device)
+                != (addresses.descriptors, addresses.driver, addresses.device)
+        });
+        if moved {
+            self.stop_ring(ring).await?;
+            self.start_ring(ring)?;
+        } else {
+            queue.set_log_ring(addresses.log);
+        }
+        Ok(())
+    }
+
+    async fn stop_ring(&mut self, ring: u32) -> Result<(), SessionError> {
+        let packed = self.packed();
+        let setup = self.ring(ring)?;
+        if let Some(queue) = setup.queue.take() {
+            setup.base = queue.stop(true).await.to_base(packed);
+        }
+        Ok(())
+    }
+
+    async fn stop_all(&mut self, forget: bool) {
+        for ring in &mut self.rings {
+            if let Some(queue) = ring.queue.take() {
+                queue.stop(true).await;
+            }
+            if forget {
+                *ring = RingSetup::default();
+            }
+        }
+    }
+
+    fn layout(&self, size: u32) -> RingLayout {
+        RingLayout {
+            packed: self.packed(),
+            event_index: self.features & feature::EVENT_IDX != 0,
+            size,
+        }
+    }
+
+    /// Starts a ring of which everything is known.
+    fn start_ring(&mut self, ring: u32) -> Result<(), SessionError> {
+        let size = self.ring(ring)?.size;
+        let layout = self.layout(size);
+        // Without that feature there is no enable message: rings are enabled from the start.
+        let always_enabled = self.features & feature::PROTOCOL_FEATURES == 0;
+        let (memory, inflight) = (Rc::clone(&self.memory), self.inflight.clone());
+        let (on, shared) = (self.on.clone(), Rc::clone(&self.shared));
+        let setup = self.ring(ring)?;
+        let (true, Some(addresses)) = (setup.started && setup.queue.is_none(), setup.addresses) else {
+            return Ok(());
+        };
+        if setup.size == 0 {
+            return Err(SessionError::RingSize { ring, size: 0 });
+        }
+        let position = RingPosition::from_base(setup.base, layout.packed);
+        let index = ring as u16;
+        setup.queue = Some(Queue::start(
+            &on,
+            QueueParts {
+                index,
+                shared,
+                ring: Ring::new(&memory, layout, &addresses, position)?,
+                memory,
+                size: setup.size,
+                inflight: inflight.and_then(|region| region.queue(index, setup.size as u16)),
+                kick: setup.kick.clone(),
+                call: setup.call.clone(),
+                enabled: setup.enabled || always_enabled,
+                log_ring: addresses.log,
+            },
+        ));
+        Ok(())
+    }
+
+    /// Moves every running queue over to a new table of guest memory. One whose ring is no longer in it stops.
+    async fn replace_memory(&mut self, memory: GuestMemory) {
+        let memory = Rc::new(memory);
+        self.memory = Rc::clone(&memory);
+        for index in 0..self.rings.len() {
+            let layout = self.layout(self.rings[index].size);
+            let setup = &mut self.rings[index];
+            let (Some(queue), Some(addresses)) = (&setup.queue, setup.addresses) else {
+                continue;
+            };
+            match Ring::new(&memory, layout, &addresses, queue.position()) {
+                Ok(ring) => queue.replace_memory(Rc::clone(&memory), ring),
+                Err(error) => {
+                    tracing::error!(queue = index, "stopped: {error}");
+                    let queue = setup.queue.take();
+                    if let Some(queue) = queue {
+                        let base = queue.stop(true).await.to_base(layout.packed);
+                        setup.base = base;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// An event of the front-end's: reading or writing it must never block the disk's thread.
+fn prepare_event(event: OwnedFd) -> Result<Rc<OwnedFd>, SessionError> {
+    rustix::io::ioctl_fionbio(&event, true).map_err(std::io::Error::from)?;
+    Ok(Rc::new(event))
+}
+
+enum Reply {
+    None,
+    Bytes(Vec<u8>),
+    WithFile(Vec<u8>, OwnedFd),
+}
+
+impl Reply {
+    fn u64(request: u32, value: u64) -> Self {
+        Self::Bytes(message::reply_u64(request, value))
+    }
+}

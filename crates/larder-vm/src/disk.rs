@@ -1,0 +1,230 @@
+//! A disk at work: a thread of its own with its loop, its stack of layers, and its exports.
+
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Poll, Waker};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use larder_block::backend::file::{Caching, FileDevice, FileOptions, OpenError};
+use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT};
+use larder_block::{BlockDevice, Geometry, Loop};
+use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
+
+use crate::listen::{ListenError, SocketFile};
+
+/// What to serve, and how.
+#[derive(Clone, Debug)]
+pub struct DiskConfig {
+    /// The image.
+    pub image: PathBuf,
+    /// Refuse changes.
+    pub read_only: bool,
+    /// Let other processes use the image too.
+    pub share: bool,
+    /// The host's page cache or not.
+    pub caching: Caching,
+    /// Serve vhost-user-blk on this socket.
+    pub socket: Option<PathBuf>,
+    /// How it presents itself there.
+    pub vhost_user: VhostUserOptions,
+    /// How long the thread spins for new work at most before it sleeps.
+    pub poll_max: Duration,
+}
+
+impl DiskConfig {
+    /// A disk with everything at its default, served nowhere.
+    pub fn new(image: PathBuf) -> Self {
+        Self {
+            image,
+            read_only: false,
+            share: false,
+            caching: Caching::Auto,
+            socket: None,
+            vhost_user: VhostUserOptions::default(),
+            poll_max: POLL_MAX_DEFAULT,
+        }
+    }
+}
+
+/// Why a disk cannot be served.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum DiskError {
+    #[error("io_uring cannot be set up: {0}; Larder needs Linux 5.11 or later with kernel.io_uring_disabled=0")]
+    Uring(std::io::Error),
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error(transparent)]
+    Options(#[from] OptionsError),
+    #[error("cannot start the disk's thread: {0}")]
+    Thread(std::io::Error),
+    #[error("the export failed: {0}")]
+    Export(std::io::Error),
+    #[error("the disk's thread died; see the messages before this one")]
+    Died,
+}
+
+/// A disk that is being served.
+pub struct Disk {
+    thread: JoinHandle<Result<(), DiskError>>,
+    stop: StopSignal,
+    geometry: Geometry,
+}
+
+impl Disk {
+    /// Opens the image, listens, and serves on a thread of its own. When this returns, clients can connect.
+    ///
+    /// # Errors
+    /// Anything in the way; nothing is left behind then.
+    pub fn start(config: DiskConfig) -> Result<Self, DiskError> {
+        let stop = StopSignal::default();
+        let theirs = stop.clone();
+        let (report, ready) = mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("larder-disk".to_owned())
+            .spawn(move || serve(&config, &theirs, &report))
+            .map_err(DiskError::Thread)?;
+        match ready.recv() {
+            Ok(geometry) => Ok(Self { thread, stop, geometry }),
+            Err(mpsc::RecvError) => match thread.join() {
+                Ok(Err(error)) => Err(error),
+                Ok(Ok(())) | Err(_) => Err(DiskError::Died),
+            },
+        }
+    }
+
+    /// What the disk was like when it was opened.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Whether its thread has ended.
+    pub fn is_finished(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// A handle to stop it with, for any thread.
+    pub fn stop_signal(&self) -> StopSignal {
+        self.stop.clone()
+    }
+
+    /// Finishes what is under way, flushes, closes everything.
+    ///
+    /// # Errors
+    /// The export had failed, or the thread had died.
+    pub fn stop(self) -> Result<(), DiskError> {
+        self.stop.raise();
+        self.wait()
+    }
+
+    /// Waits for the disk to be stopped.
+    ///
+    /// # Errors
+    /// The export failed, or the thread died.
+    pub fn wait(self) -> Result<(), DiskError> {
+        self.thread.join().unwrap_or(Err(DiskError::Died))
+    }
+}
+
+/// Tells a disk's loop to stop, from any thread.
+#[derive(Clone, Default)]
+pub struct StopSignal(Arc<Mutex<StopState>>);
+
+#[derive(Default)]
+struct StopState {
+    raised: bool,
+    waker: Option<Waker>,
+}
+
+impl StopSignal {
+    /// Raises it, for good.
+    pub fn raise(&self) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.raised = true;
+        if let Some(waker) = state.waker.take() {
+            waker.wake();
+        }
+    }
+
+    async fn raised(&self) {
+        std::future::poll_fn(|context| {
+            let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if state.raised {
+                return Poll::Ready(());
+            }
+            state.waker = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Geometry>) -> Result<(), DiskError> {
+    let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
+    on.block_on(async {
+        let device = open(&on, config).await?;
+        let mut vhost_user = None;
+        let mut export = None;
+        if let Some(path) = &config.socket {
+            let file = SocketFile::bind(path)?;
+            let listener = file
+                .descriptor()
+                .and_then(|descriptor| Listener::from_descriptor(&on, descriptor))
+                .map_err(DiskError::Export)?;
+            let server = VhostUserServer::new(&on, Rc::clone(&device), &config.vhost_user)?;
+            let theirs = Rc::clone(&server);
+            export = Some(on.spawn_with_result(async move { theirs.run(&listener).await }));
+            vhost_user = Some((server, file));
+        }
+        // The starter may have given up; then `stop` has been raised.
+        let _ = report.send(device.geometry());
+        let failed = match export.as_mut() {
+            None => {
+                stop.raised().await;
+                None
+            }
+            Some(export) => select(stop.raised(), export).await,
+        };
+        if let Some((server, _file)) = &vhost_user {
+            server.stop();
+            while server.is_connected() {
+                on.sleep(Duration::from_millis(1)).await;
+            }
+        }
+        if !device.geometry().read_only
+            && let Err(error) = device.flush().await
+        {
+            tracing::error!("{error}");
+        }
+        match failed {
+            Some(Err(error)) => Err(DiskError::Export(error)),
+            _ => Ok(()),
+        }
+    })
+}
+
+/// The other's result, if it ends before `stop` is raised.
+async fn select<T>(stop: impl Future<Output = ()>, other: &mut (impl Future<Output = T> + Unpin)) -> Option<T> {
+    let mut stop = std::pin::pin!(stop);
+    std::future::poll_fn(|context| {
+        if stop.as_mut().poll(context).is_ready() {
+            return Poll::Ready(None);
+        }
+        std::pin::Pin::new(&mut *other).poll(context).map(Some)
+    })
+    .await
+}
+
+async fn open(on: &Loop, config: &DiskConfig) -> Result<Rc<dyn BlockDevice>, DiskError> {
+    let options = FileOptions {
+        read_only: config.read_only,
+        share: config.share,
+        caching: config.caching,
+    };
+    Ok(FileDevice::open(on, &config.image, options).await?)
+}

@@ -1,0 +1,4 @@
+//! One VM put together: its disks opened, stacked and served.
+
+pub mod disk;
+pub mod listen;

@@ -1,0 +1,35 @@
+//! The program.
+
+mod cli;
+mod disk_serve;
+mod signals;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use cli::{Cli, Command, DiskCommand};
+
+/// Usage or an error; 0 is success, 1 a negative result.
+const EXIT_ERROR: u8 = 2;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("LARDER_LOG").unwrap_or_else(|_| "info".into()),
+        )
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .init();
+    let result = match cli.command {
+        Command::Disk(DiskCommand::Serve(arguments)) => disk_serve::run(arguments),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("larder: {error:#}");
+            ExitCode::from(EXIT_ERROR)
+        }
+    }
+}
