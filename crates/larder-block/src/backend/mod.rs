@@ -3,3 +3,4 @@
 pub mod file;
 pub mod image_lock;
 pub mod memory;
+pub mod simulated;

@@ -1,0 +1,630 @@
+//! A device that fails, delays, reorders, tears and forgets as far as the contract allows, from a seed.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::future::pending;
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use super::fault::{Effect, Fault, Faults};
+use super::latency::Latency;
+use super::medium::{ChangeNumber, FlushMark, Medium, Source};
+use super::random::Random;
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::{
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
+    check_request,
+};
+use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::event_loop::{Loop, LoopTime, WeakLoop};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// What a simulated device is like.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Its name, for messages.
+    pub name: String,
+    /// Where all its choices come from.
+    pub seed: u64,
+    /// As in [`Geometry::block_size`]; a multiple of the medium's sector.
+    pub block_size: u32,
+    /// As in [`Geometry::memory_alignment`]. Like direct I/O, the device refuses memory that is not so aligned.
+    pub memory_alignment: u32,
+    /// As in [`Geometry::read_only`].
+    pub read_only: bool,
+    /// As in [`Geometry::fast_zeroes`].
+    pub fast_zeroes: bool,
+    /// How long requests take.
+    pub latency: Latency,
+    /// How many requests in a thousand fail with an I/O error, beside the faults that are set.
+    pub failures_per_mille: u32,
+}
+
+impl Default for Options {
+    /// Blocks of 512 bytes, varied latencies, no failures.
+    fn default() -> Self {
+        Self {
+            name: "simulated".to_owned(),
+            seed: 0,
+            block_size: 512,
+            memory_alignment: 1,
+            read_only: false,
+            fast_zeroes: true,
+            latency: Latency::VARIED,
+            failures_per_mille: 0,
+        }
+    }
+}
+
+/// How a device comes to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The host loses power: of what was not flushed, each sector is kept or lost.
+    PowerLoss,
+    /// The process is killed: what was written stays, but is no more durable than it was.
+    Kill,
+}
+
+/// A device over a [`Medium`]. Requests take and fail as its options, its faults and its seed say.
+///
+/// A change takes effect in one or several parts at moments before its completion. A flush makes durable no more than
+/// what had ended when it was called, a FUA write no more than its own bytes and what they overwrote.
+pub struct SimulatedDevice {
+    name: Rc<str>,
+    on: WeakLoop,
+    geometry: Cell<Geometry>,
+    latency: Cell<Latency>,
+    failures_per_mille: Cell<u32>,
+    state: RefCell<State>,
+    changes: SizeChanges,
+}
+
+struct State {
+    medium: Medium,
+    random: Random,
+    faults: Faults,
+    under_way: BTreeMap<ChangeNumber, Change>,
+    stopped: bool,
+    failures: u64,
+    /// How often stuck requests have been released, and who waits for the next time.
+    releases: u64,
+    stuck: Vec<Waker>,
+}
+
+/// A write, zeroes or discard that has not ended.
+struct Change {
+    range: ByteRange,
+    source: Source,
+    /// What has not taken effect yet.
+    remaining: Parts,
+}
+
+type Parts = SmallVec<[ByteRange; 3]>;
+
+/// What will become of a request.
+struct Plan {
+    /// How long it takes; `None` if it is answered in the call.
+    delay: Option<Duration>,
+    failure: Option<Failure>,
+    stuck: bool,
+}
+
+impl SimulatedDevice {
+    /// A device over `medium`, on `on`.
+    ///
+    /// # Panics
+    /// If the block size is not a power of two and a multiple of the medium's sector.
+    pub fn open(on: &Loop, medium: Medium, options: Options) -> Rc<Self> {
+        let block_size = options.block_size;
+        assert!(block_size.is_power_of_two() && block_size >= medium.sector_size());
+        Rc::new(Self {
+            name: options.name.into(),
+            on: on.downgrade(),
+            geometry: Cell::new(Geometry {
+                size: whole_blocks(medium.size(), block_size),
+                block_size,
+                physical_block_size: block_size.max(4096),
+                discard_granularity: block_size,
+                memory_alignment: options.memory_alignment,
+                read_only: options.read_only,
+                fast_zeroes: options.fast_zeroes,
+            }),
+            latency: Cell::new(options.latency),
+            failures_per_mille: Cell::new(options.failures_per_mille),
+            state: RefCell::new(State {
+                medium,
+                random: Random::new(options.seed),
+                faults: Faults::default(),
+                under_way: BTreeMap::new(),
+                stopped: false,
+                failures: 0,
+                releases: 0,
+                stuck: Vec::new(),
+            }),
+            changes: SizeChanges::default(),
+        })
+    }
+
+    /// Adds a fault. Of several that a request meets, the oldest counts.
+    pub fn inject(&self, fault: Fault) {
+        self.state.borrow_mut().faults.add(fault);
+    }
+
+    /// Forgets all faults that were set, and lets no more requests fail at random. Stuck requests stay stuck.
+    pub fn heal(&self) {
+        self.failures_per_mille.set(0);
+        self.state.borrow_mut().faults.clear();
+    }
+
+    /// How long requests take from now on.
+    pub fn set_latency(&self, latency: Latency) {
+        self.latency.set(latency);
+    }
+
+    /// Lets stuck requests go on.
+    pub fn release(&self) {
+        let stuck = {
+            let mut state = self.state.borrow_mut();
+            state.releases += 1;
+            std::mem::take(&mut state.stuck)
+        };
+        stuck.into_iter().for_each(Waker::wake);
+    }
+
+    /// How many requests have failed because of a fault or at random.
+    pub fn failures(&self) -> u64 {
+        self.state.borrow().failures
+    }
+
+    /// Changes the size, rounded down to whole blocks, as the host's administrator does: at once and durably. What is
+    /// cut off is gone; what is added reads as zeros.
+    pub fn set_size(&self, size: ByteLen) {
+        let mut geometry = self.geometry.get();
+        geometry.size = whole_blocks(size, geometry.block_size);
+        self.state.borrow_mut().medium.set_size(geometry.size);
+        self.geometry.set(geometry);
+        self.changes.announce();
+    }
+
+    /// Stops the device for good and returns what it leaves. Of each change under way, each sector may have been
+    /// written; no request completes any more.
+    ///
+    /// A second stop finds an empty medium.
+    pub fn stop(&self, how: Stop) -> Medium {
+        let mut state = self.state.borrow_mut();
+        state.stopped = true;
+        let changes = std::mem::take(&mut state.under_way);
+        for (number, change) in &changes {
+            state.abandon(*number, change);
+        }
+        let empty = Medium::new(ByteLen::ZERO, state.medium.sector_size());
+        let mut medium = std::mem::replace(&mut state.medium, empty);
+        if how == Stop::PowerLoss {
+            medium.lose_power(&mut state.random);
+        }
+        medium
+    }
+
+    fn error(&self, operation: Operation, range: ByteRange, failure: Failure) -> IoError {
+        IoError::new(&self.name, operation, range, failure)
+    }
+
+    /// Decides what will become of a request.
+    fn plan(&self, operation: Operation, range: ByteRange) -> Plan {
+        let mut state = self.state.borrow_mut();
+        let state = &mut *state;
+        let mut plan = Plan {
+            delay: self.latency.get().draw(&mut state.random),
+            failure: None,
+            stuck: false,
+        };
+        match state.faults.meet(operation, range) {
+            Some(Effect::Fail(failure)) => plan.failure = Some(failure),
+            Some(Effect::Delay(more)) => plan.delay = Some(plan.delay.unwrap_or_default() + more),
+            Some(Effect::Stick) => plan.stuck = true,
+            None if state.random.chance(self.failures_per_mille.get()) => {
+                plan.failure = Some(Failure::Os(libc::EIO));
+            }
+            None => {}
+        }
+        if plan.failure.is_some() {
+            state.failures += 1;
+        }
+        plan
+    }
+
+    /// Waits until `at`; for ever if the device is stopped by then.
+    async fn wait_until(&self, at: LoopTime) {
+        match self.on.upgrade().map(|on| on.sleep_until(at)) {
+            Some(sleep) => sleep.await,
+            None => pending().await,
+        }
+        if self.state.borrow().stopped {
+            pending().await
+        }
+    }
+
+    /// Waits out the first part of a plan; when the request is to end.
+    async fn begin(&self, plan: &Plan) -> (LoopTime, LoopTime) {
+        if plan.stuck {
+            self.wait_for_release().await;
+        }
+        let now = self
+            .on
+            .upgrade()
+            .map_or_else(LoopTime::default, |on| on.now());
+        (now, now.after(plan.delay.unwrap_or_default()))
+    }
+
+    async fn wait_for_release(&self) {
+        let seen = self.state.borrow().releases;
+        std::future::poll_fn(|context| {
+            let mut state = self.state.borrow_mut();
+            if state.releases != seen {
+                return Poll::Ready(());
+            }
+            state.stuck.push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// A moment between two, both included.
+    fn moment(&self, first: LoopTime, last: LoopTime) -> LoopTime {
+        let random = &mut self.state.borrow_mut().random;
+        first.after(random.duration(Duration::ZERO, last.since(first)))
+    }
+
+    fn fill(&self, range: ByteRange, buffer: ReadBuf<'_>) -> Result<(), Failure> {
+        let state = self.state.borrow();
+        if range.end().get() > state.medium.size().get() {
+            return Err(Failure::OutOfRange);
+        }
+        let mut bytes = vec![0; buffer.len()];
+        state.medium.read(range.start, &mut bytes);
+        buffer.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>, plan: Plan) -> IoResult {
+        let failed = |failure| self.error(Operation::Read, range, failure);
+        let (begin, end) = self.begin(&plan).await;
+        let parts = self.state.borrow_mut().split(range);
+        let mut at = begin;
+        for part in parts {
+            at = self.moment(at, end);
+            self.wait_until(at).await;
+            let from = (part.start - range.start).as_usize();
+            self.fill(part, buffer.slice(from, part.len.as_usize()))
+                .map_err(failed)?;
+        }
+        self.wait_until(end).await;
+        plan.failure.map_or(Ok(()), |failure| Err(failed(failure)))
+    }
+
+    /// Starts a change that has been checked.
+    fn change<'a>(
+        &'a self,
+        operation: Operation,
+        range: ByteRange,
+        source: Source,
+        fua: bool,
+    ) -> Io<'a> {
+        let plan = self.plan(operation, range);
+        let number = {
+            let mut state = self.state.borrow_mut();
+            let remaining = state.split(range);
+            let number = state.medium.start_change();
+            let change = Change {
+                range,
+                source,
+                remaining,
+            };
+            state.under_way.insert(number, change);
+            number
+        };
+        let request = ChangeRequest {
+            device: self,
+            operation,
+            range,
+            number,
+            fua,
+        };
+        if plan.delay.is_none() && !plan.stuck {
+            return Io::ready(request.finish(plan.failure));
+        }
+        Io::task(request.steps(plan))
+    }
+
+    fn checked(&self, operation: Operation, range: ByteRange) -> IoResult {
+        check_request(&self.name, &self.geometry.get(), operation, range)
+    }
+
+    fn checked_memory(&self, operation: Operation, range: ByteRange, aligned: bool) -> IoResult {
+        self.checked(operation, range)?;
+        if !aligned {
+            return Err(self.error(operation, range, Failure::Misaligned));
+        }
+        Ok(())
+    }
+
+    fn memory_alignment(&self) -> usize {
+        self.geometry.get().memory_alignment as usize
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.state.borrow().stopped
+    }
+
+    async fn flush_steps(&self, mark: FlushMark, plan: Plan) -> IoResult {
+        let (_, end) = self.begin(&plan).await;
+        self.wait_until(end).await;
+        self.finish_flush(&mark, plan.failure)
+    }
+
+    fn finish_flush(&self, mark: &FlushMark, failure: Option<Failure>) -> IoResult {
+        if let Some(failure) = failure {
+            return Err(self.error(Operation::Flush, ByteRange::default(), failure));
+        }
+        self.state.borrow_mut().medium.flush(mark);
+        Ok(())
+    }
+
+    fn extents_now(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
+        self.checked(Operation::Extents, range)?;
+        if let Some(failure) = self.plan(Operation::Extents, range).failure {
+            return Err(self.error(Operation::Extents, range, failure));
+        }
+        let medium = &self.state.borrow().medium;
+        let unit = u64::from(self.geometry.get().block_size);
+        let mut found = Vec::new();
+        let mut at = range.start;
+        while at < range.end() && found.len() < limit.max(1) {
+            let rest = ByteRange::between(at, range.end());
+            // Borders inside a block belong to the data.
+            let data = medium
+                .next_data(rest)
+                .map(|data| data.widened(unit).intersection(rest));
+            let (kind, part) = match data {
+                Some(data) if data.start == at => (ExtentKind::Data, data),
+                Some(data) => (ExtentKind::Hole, ByteRange::between(at, data.start)),
+                None => (ExtentKind::Hole, rest),
+            };
+            found.push(Extent { range: part, kind });
+            at = part.end();
+        }
+        Ok(found)
+    }
+}
+
+impl State {
+    /// Cuts a range into the parts in which a request takes effect, in the order in which it does.
+    fn split(&mut self, range: ByteRange) -> Parts {
+        let sectors = range.len.get() / u64::from(self.medium.sector_size());
+        let mut parts = Parts::new();
+        let mut at = range.start;
+        while sectors > 1 && parts.len() < 2 && at < range.end() && self.random.chance(400) {
+            let rest = (range.end() - at).get() / u64::from(self.medium.sector_size());
+            let taken = self.random.between(1, rest);
+            let part = at.range(ByteLen::new(taken * u64::from(self.medium.sector_size())));
+            parts.push(part);
+            at = part.end();
+        }
+        if at < range.end() {
+            parts.push(ByteRange::between(at, range.end()));
+        }
+        if self.random.chance(500) {
+            parts.reverse();
+        }
+        parts
+    }
+
+    /// Ends a change of which each remaining sector happens or not.
+    fn abandon(&mut self, number: ChangeNumber, change: &Change) {
+        let happens = self.random.pick(&[0, 500, 1000]);
+        let size = ByteOffset::new(self.medium.size().get());
+        let inside = ByteRange::between(ByteOffset::ZERO, size);
+        for part in &change.remaining {
+            let part = part.intersection(inside);
+            if !part.is_empty() {
+                self.apply(number, change, part, happens);
+            }
+        }
+    }
+
+    fn apply(&mut self, number: ChangeNumber, change: &Change, part: ByteRange, per_mille: u32) {
+        let choose = |random: &mut Random| per_mille == 1000 || random.chance(per_mille);
+        self.medium.apply(
+            number,
+            change.range,
+            part,
+            &change.source,
+            &mut self.random,
+            choose,
+        );
+    }
+}
+
+/// A change under way. Dropped before it has finished, it may or may not have happened.
+struct ChangeRequest<'a> {
+    device: &'a SimulatedDevice,
+    operation: Operation,
+    range: ByteRange,
+    number: ChangeNumber,
+    fua: bool,
+}
+
+impl ChangeRequest<'_> {
+    async fn steps(self, plan: Plan) -> IoResult {
+        let device = self.device;
+        let (mut at, end) = device.begin(&plan).await;
+        while plan.failure.is_none() && self.has_remaining() {
+            at = device.moment(at, end);
+            device.wait_until(at).await;
+            self.apply_next()?;
+        }
+        device.wait_until(end).await;
+        self.finish(plan.failure)
+    }
+
+    fn has_remaining(&self) -> bool {
+        let state = self.device.state.borrow();
+        state
+            .under_way
+            .get(&self.number)
+            .is_some_and(|change| !change.remaining.is_empty())
+    }
+
+    /// Lets the next part take effect, if there is one.
+    fn apply_next(&self) -> IoResult {
+        let state = &mut *self.device.state.borrow_mut();
+        let Some(mut change) = state.under_way.remove(&self.number) else {
+            return Ok(());
+        };
+        if self.range.end().get() > state.medium.size().get() {
+            // The disk has shrunk: the rest does not happen.
+            return Err(self
+                .device
+                .error(self.operation, self.range, Failure::OutOfRange));
+        }
+        if !change.remaining.is_empty() {
+            let part = change.remaining.remove(0);
+            state.apply(self.number, &change, part, 1000);
+        }
+        state.under_way.insert(self.number, change);
+        Ok(())
+    }
+
+    /// Ends the request.
+    fn finish(self, failure: Option<Failure>) -> IoResult {
+        if let Some(failure) = failure {
+            // Dropping the request leaves each sector old or new.
+            return Err(self.device.error(self.operation, self.range, failure));
+        }
+        while self.has_remaining() {
+            self.apply_next()?;
+        }
+        let state = &mut *self.device.state.borrow_mut();
+        state.under_way.remove(&self.number);
+        if self.fua {
+            state.medium.force(self.number, self.range);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for ChangeRequest<'_> {
+    fn drop(&mut self) {
+        let state = &mut *self.device.state.borrow_mut();
+        if let Some(change) = state.under_way.remove(&self.number) {
+            state.abandon(self.number, &change);
+        }
+    }
+}
+
+fn whole_blocks(size: ByteLen, block_size: u32) -> ByteLen {
+    ByteOffset::new(size.get()).align_down(u64::from(block_size)) - ByteOffset::ZERO
+}
+
+impl BlockDevice for SimulatedDevice {
+    fn name(&self) -> &Rc<str> {
+        &self.name
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.geometry.get()
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        if self.is_stopped() {
+            return Io::task(pending());
+        }
+        let range = start.range(buffer.byte_len());
+        let aligned = buffer.is_aligned(self.memory_alignment());
+        if let Err(error) = self.checked_memory(Operation::Read, range, aligned) {
+            return Io::ready(Err(error));
+        }
+        let plan = self.plan(Operation::Read, range);
+        if plan.delay.is_some() || plan.stuck {
+            return Io::task(self.read_steps(range, buffer, plan));
+        }
+        let filled = match plan.failure {
+            Some(failure) => Err(failure),
+            None => self.fill(range, buffer),
+        };
+        Io::ready(filled.map_err(|failure| self.error(Operation::Read, range, failure)))
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        if self.is_stopped() {
+            return Io::task(pending());
+        }
+        let range = start.range(buffer.byte_len());
+        let aligned = buffer.is_aligned(self.memory_alignment());
+        if let Err(error) = self.checked_memory(Operation::Write, range, aligned) {
+            return Io::ready(Err(error));
+        }
+        self.change(
+            Operation::Write,
+            range,
+            Source::Data(buffer.to_vec().into()),
+            flags.fua,
+        )
+    }
+
+    fn flush(&self) -> Io<'_> {
+        if self.is_stopped() {
+            return Io::task(pending());
+        }
+        let plan = self.plan(Operation::Flush, ByteRange::default());
+        let mark = {
+            let state = self.state.borrow();
+            FlushMark::new(&state.medium, state.under_way.keys().copied())
+        };
+        if plan.delay.is_some() || plan.stuck {
+            return Io::task(self.flush_steps(mark, plan));
+        }
+        Io::ready(self.finish_flush(&mark, plan.failure))
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        if self.is_stopped() {
+            return Io::task(pending());
+        }
+        match self.checked(Operation::Discard, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) => self.change(Operation::Discard, range, Source::Discard, false),
+        }
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        if self.is_stopped() {
+            return Io::task(pending());
+        }
+        if let Err(error) = self.checked(Operation::WriteZeroes, range) {
+            return Io::ready(Err(error));
+        }
+        if flags.fast_only && !self.geometry.get().fast_zeroes {
+            return Io::ready(Err(self.error(
+                Operation::WriteZeroes,
+                range,
+                Failure::Unsupported,
+            )));
+        }
+        self.change(Operation::WriteZeroes, range, Source::Zeros, flags.fua)
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        if self.is_stopped() {
+            return Box::pin(pending());
+        }
+        Box::pin(std::future::ready(self.extents_now(range, limit)))
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        &self.changes
+    }
+}

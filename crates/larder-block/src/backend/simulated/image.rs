@@ -1,0 +1,133 @@
+//! The bytes of a disk, kept sparsely: memory is taken only for pages that were written.
+
+use std::collections::BTreeMap;
+
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// Bytes that are kept or given up together.
+const PAGE: u64 = 4096;
+
+/// The bytes of a disk. What was never written reads as zeros. Costs some 4 KiB for every 4 KiB that holds data.
+#[derive(Clone, Default)]
+pub struct Image {
+    pages: BTreeMap<u64, Box<[u8; PAGE as usize]>>,
+}
+
+impl Image {
+    /// Fills `buffer` from the bytes that begin at `start`.
+    pub fn read(&self, start: ByteOffset, buffer: &mut [u8]) {
+        for (page, within, part) in parts(start, buffer.len()) {
+            let into = &mut buffer[part];
+            match self.pages.get(&page) {
+                Some(bytes) => into.copy_from_slice(&bytes[within..within + into.len()]),
+                None => into.fill(0),
+            }
+        }
+    }
+
+    /// Writes `bytes` from `start` on.
+    pub fn write(&mut self, start: ByteOffset, bytes: &[u8]) {
+        for (page, within, part) in parts(start, bytes.len()) {
+            let from = &bytes[part];
+            let into = self
+                .pages
+                .entry(page)
+                .or_insert_with(|| Box::new([0; PAGE as usize]));
+            into[within..within + from.len()].copy_from_slice(from);
+        }
+    }
+
+    /// Makes the bytes of `range` zeros; pages that are wholly inside are given up.
+    pub fn zero(&mut self, range: ByteRange) {
+        let inside = range.narrowed(PAGE);
+        if inside.is_empty() {
+            return self.zero_in_pages(range);
+        }
+        let (first, behind) = (inside.start.get() / PAGE, inside.end().get() / PAGE);
+        let mut tail = self.pages.split_off(&first);
+        let mut kept = tail.split_off(&behind);
+        self.pages.append(&mut kept);
+        self.zero_in_pages(ByteRange::between(range.start, inside.start));
+        self.zero_in_pages(ByteRange::between(inside.end(), range.end()));
+    }
+
+    /// Zeros within pages that stay; `range` is shorter than two pages.
+    fn zero_in_pages(&mut self, range: ByteRange) {
+        for (page, within, part) in parts(range.start, range.len.as_usize()) {
+            if let Some(bytes) = self.pages.get_mut(&page) {
+                bytes[within..within + part.len()].fill(0);
+            }
+        }
+    }
+
+    /// The first part of `range` that takes memory; the bytes before it are zeros.
+    pub fn next_data(&self, range: ByteRange) -> Option<ByteRange> {
+        let first = range.start.get() / PAGE;
+        let (page, _) = self.pages.range(first..).next()?;
+        let found = ByteRange::new(page * PAGE, PAGE).intersection(range);
+        (!found.is_empty()).then_some(found)
+    }
+
+    /// Bytes of memory that the data takes.
+    pub fn allocated(&self) -> ByteLen {
+        ByteLen::new(self.pages.len() as u64 * PAGE)
+    }
+}
+
+/// Cuts `len` bytes from `start` on at page borders: page, first byte in it, and which bytes of the whole.
+fn parts(
+    start: ByteOffset,
+    len: usize,
+) -> impl Iterator<Item = (u64, usize, std::ops::Range<usize>)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        if done == len {
+            return None;
+        }
+        let at = start.get() + done as u64;
+        let within = (at % PAGE) as usize;
+        let taken = (PAGE as usize - within).min(len - done);
+        let part = done..done + taken;
+        done += taken;
+        Some((at / PAGE, within, part))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_of_many_tebibytes_costs_only_what_is_written() {
+        let mut image = Image::default();
+        let far = ByteOffset::new((50 << 40) + 100);
+        image.write(far, &[7; 5000]);
+        assert_eq!(image.allocated(), ByteLen::kib(8));
+        let mut seen = [1; 5100];
+        image.read(ByteOffset::new(far.get() - 50), &mut seen);
+        assert!(
+            seen[..50]
+                .iter()
+                .chain(&seen[5050..])
+                .all(|byte| *byte == 0)
+        );
+        assert!(seen[50..5050].iter().all(|byte| *byte == 7));
+        image.zero(ByteRange::new(0, 60 << 40));
+        assert_eq!(image.allocated(), ByteLen::ZERO);
+    }
+
+    #[test]
+    fn zeroing_leaves_the_neighbours() {
+        let mut image = Image::default();
+        image.write(ByteOffset::ZERO, &[9; 20000]);
+        image.zero(ByteRange::new(100, 10000));
+        let mut seen = [0; 20000];
+        image.read(ByteOffset::ZERO, &mut seen);
+        let nines = |range: &[u8]| range.iter().all(|byte| *byte == 9);
+        assert!(nines(&seen[..100]) && nines(&seen[10100..]));
+        assert!(seen[100..10100].iter().all(|byte| *byte == 0));
+        assert_eq!(image.allocated(), ByteLen::kib(16));
+        let found = image.next_data(ByteRange::new(4096, 16384));
+        assert_eq!(found, Some(ByteRange::new(8192, 4096)));
+    }
+}

@@ -1,0 +1,348 @@
+//! What a simulated disk holds: the durable image, and apart from it every version of a sector written since.
+//!
+//! Invariants:
+//! - The versions of a sector are in the order in which they were applied; the last one is what a read returns.
+//! - Making a version durable gives up it and all that are older, never a newer one.
+//! - Losing power picks one of durable image and versions for each sector, once, and writes it into the image.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use super::image::Image;
+use super::random::Random;
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// The number of a change (write, zeroes, discard) of a medium, in the order in which they started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ChangeNumber(u64);
+
+/// Index of a sector of [`Medium::sector_size`] bytes.
+type SectorIndex = u64;
+
+/// What a sector holds.
+#[derive(Clone)]
+pub(super) enum Content {
+    Zeros,
+    /// A sector that begins that many bytes into the buffer of a write.
+    Bytes(Rc<[u8]>, usize),
+}
+
+#[derive(Clone)]
+struct Version {
+    change: ChangeNumber,
+    content: Content,
+}
+
+/// What a change writes; see [`Medium::apply`].
+#[derive(Clone)]
+pub(super) enum Source {
+    /// A write's data; its first byte belongs to the first byte of the change's range.
+    Data(Rc<[u8]>),
+    Zeros,
+    /// Each sector keeps what it holds, or becomes zeros, or what it durably was.
+    Discard,
+}
+
+/// Which changes a flush covers: those that had ended when it was called.
+pub(super) struct FlushMark {
+    next: ChangeNumber,
+    under_way: Vec<ChangeNumber>,
+}
+
+impl FlushMark {
+    /// Covers every change so far but those `under_way`.
+    pub(super) fn new(medium: &Medium, under_way: impl Iterator<Item = ChangeNumber>) -> Self {
+        Self {
+            next: medium.next,
+            under_way: under_way.collect(),
+        }
+    }
+
+    fn covers(&self, change: ChangeNumber) -> bool {
+        change < self.next && !self.under_way.contains(&change)
+    }
+}
+
+/// What a simulated disk holds: it outlives the device, so that a new one can be opened over it.
+#[derive(Clone)]
+pub struct Medium {
+    size: ByteLen,
+    sector_size: u32,
+    durable: Image,
+    volatile: BTreeMap<SectorIndex, Vec<Version>>,
+    next: ChangeNumber,
+}
+
+impl Medium {
+    /// A disk of `size` bytes of zeros that writes `sector_size` bytes (a power of two) at once or not at all. A size
+    /// that is no multiple of it is rounded down.
+    ///
+    /// # Panics
+    /// If `sector_size` is not a power of two.
+    pub fn new(size: ByteLen, sector_size: u32) -> Self {
+        let size =
+            ByteOffset::new(size.get()).align_down(u64::from(sector_size)) - ByteOffset::ZERO;
+        Self {
+            size,
+            sector_size,
+            durable: Image::default(),
+            volatile: BTreeMap::new(),
+            next: ChangeNumber(0),
+        }
+    }
+
+    /// Bytes that can be addressed.
+    pub fn size(&self) -> ByteLen {
+        self.size
+    }
+
+    /// What is written at once or not at all, in bytes.
+    pub fn sector_size(&self) -> u32 {
+        self.sector_size
+    }
+
+    /// Sectors with versions that a loss of power may lose.
+    pub fn volatile_sectors(&self) -> usize {
+        self.volatile.len()
+    }
+
+    /// Fills `buffer` with what the bytes from `start` on hold now.
+    pub fn read(&self, start: ByteOffset, buffer: &mut [u8]) {
+        self.durable.read(start, buffer);
+        let range = start.range(ByteLen::of_buffer(buffer.len()));
+        for (sector, versions) in self.volatile.range(self.sectors(range)) {
+            let Some(newest) = versions.last() else {
+                continue;
+            };
+            let place = self.range_of(*sector);
+            let wanted = place.intersection(range);
+            let into = (wanted.start - range.start).as_usize();
+            let from = (wanted.start - place.start).as_usize();
+            let into = &mut buffer[into..into + wanted.len.as_usize()];
+            match &newest.content {
+                Content::Zeros => into.fill(0),
+                Content::Bytes(bytes, at) => {
+                    into.copy_from_slice(&bytes[at + from..][..into.len()])
+                }
+            }
+        }
+    }
+
+    /// Writes `bytes` as if they had always been there; for preparing a disk.
+    pub fn write_durably(&mut self, start: ByteOffset, bytes: &[u8]) {
+        let range = start.range(ByteLen::of_buffer(bytes.len()));
+        let (first, behind) = (self.sectors(range).start, self.sectors(range).end);
+        for sector in first..behind {
+            self.volatile.remove(&sector);
+        }
+        self.durable.write(start, bytes);
+    }
+
+    /// The first part of `range` that may hold something else than zeros; what is before it does not.
+    pub(super) fn next_data(&self, range: ByteRange) -> Option<ByteRange> {
+        let durable = self.durable.next_data(range);
+        let volatile = self.volatile.range(self.sectors(range)).next();
+        let volatile = volatile.map(|(sector, _)| self.range_of(*sector).intersection(range));
+        match (durable, volatile) {
+            (Some(durable), Some(volatile)) if volatile.start < durable.start => Some(volatile),
+            (Some(durable), _) => Some(durable),
+            (None, volatile) => volatile,
+        }
+    }
+
+    /// The number for a change that starts now.
+    pub(super) fn start_change(&mut self) -> ChangeNumber {
+        let change = self.next;
+        self.next = ChangeNumber(change.0 + 1);
+        change
+    }
+
+    /// Applies the sectors of `part` of a change of `whole`: reads see it from now on. `choose` says for each sector
+    /// whether it is applied at all.
+    pub(super) fn apply(
+        &mut self,
+        change: ChangeNumber,
+        whole: ByteRange,
+        part: ByteRange,
+        source: &Source,
+        random: &mut Random,
+        mut choose: impl FnMut(&mut Random) -> bool,
+    ) {
+        for sector in self.changed_sectors(part, source) {
+            if !choose(random) {
+                continue;
+            }
+            if let Some(content) = self.content(whole, sector, source, random) {
+                let versions = self.volatile.entry(sector).or_default();
+                versions.push(Version { change, content });
+            }
+        }
+    }
+
+    /// The sectors of `range` that a change from `source` changes: of zeros, only those that may hold something.
+    fn changed_sectors(&self, range: ByteRange, source: &Source) -> Vec<SectorIndex> {
+        if let Source::Data(_) = source {
+            return self.sectors(range).collect();
+        }
+        let mut sectors = Vec::new();
+        let mut rest = range;
+        while let Some(data) = self.next_data(rest) {
+            sectors.extend(self.sectors(data));
+            rest = ByteRange::between(data.end(), range.end());
+        }
+        sectors.dedup();
+        sectors
+    }
+
+    /// What a change makes of a sector; `None` if it leaves it as it is.
+    fn content(
+        &self,
+        whole: ByteRange,
+        sector: SectorIndex,
+        source: &Source,
+        random: &mut Random,
+    ) -> Option<Content> {
+        let place = self.range_of(sector);
+        match source {
+            Source::Zeros => Some(Content::Zeros),
+            Source::Data(bytes) => {
+                let at = (place.start - whole.start).as_usize();
+                Some(Content::Bytes(Rc::clone(bytes), at))
+            }
+            Source::Discard => match random.below(8) {
+                0..3 => None,
+                3..7 => Some(Content::Zeros),
+                _ => {
+                    let mut bytes = vec![0; self.sector_size as usize];
+                    self.durable.read(place.start, &mut bytes);
+                    Some(Content::Bytes(bytes.into(), 0))
+                }
+            },
+        }
+    }
+
+    /// Makes durable what `mark` covers.
+    pub(super) fn flush(&mut self, mark: &FlushMark) {
+        let durable = &mut self.durable;
+        let sector_size = u64::from(self.sector_size);
+        self.volatile.retain(|sector, versions| {
+            let newest = versions
+                .iter()
+                .rposition(|version| mark.covers(version.change));
+            settle(
+                durable,
+                ByteOffset::new(sector * sector_size),
+                sector_size,
+                versions,
+                newest,
+            );
+            !versions.is_empty()
+        });
+    }
+
+    /// Makes `change` durable, and what it overwrote.
+    pub(super) fn force(&mut self, change: ChangeNumber, range: ByteRange) {
+        let sectors: Vec<SectorIndex> = self
+            .volatile
+            .range(self.sectors(range))
+            .map(|(s, _)| *s)
+            .collect();
+        for sector in sectors {
+            let place = self.range_of(sector);
+            let Some(versions) = self.volatile.get_mut(&sector) else {
+                continue;
+            };
+            let newest = versions
+                .iter()
+                .rposition(|version| version.change == change);
+            settle(
+                &mut self.durable,
+                place.start,
+                place.len.get(),
+                versions,
+                newest,
+            );
+            if versions.is_empty() {
+                self.volatile.remove(&sector);
+            }
+        }
+    }
+
+    /// Loses power. Each sector becomes, durably, what it durably was or one of the versions since.
+    pub(super) fn lose_power(&mut self, random: &mut Random) {
+        let fate = random.pick(&[
+            Fate::NothingSurvives,
+            Fate::AllSurvives,
+            Fate::Random,
+            Fate::Random,
+        ]);
+        let sector_size = u64::from(self.sector_size);
+        for (sector, mut versions) in std::mem::take(&mut self.volatile) {
+            let survivor = match fate {
+                Fate::NothingSurvives => None,
+                Fate::AllSurvives => versions.len().checked_sub(1),
+                Fate::Random => (random.below(versions.len() as u64 + 1) as usize).checked_sub(1),
+            };
+            let start = ByteOffset::new(sector * sector_size);
+            settle(
+                &mut self.durable,
+                start,
+                sector_size,
+                &mut versions,
+                survivor,
+            );
+        }
+    }
+
+    /// Changes the size at once and durably, as the host's administrator does. What is cut off is gone; what is added
+    /// reads as zeros.
+    pub(super) fn set_size(&mut self, size: ByteLen) {
+        let end = ByteOffset::new(size.get());
+        if size < self.size {
+            let cut = ByteRange::between(end, ByteOffset::new(self.size.get()));
+            self.durable.zero(cut);
+            self.volatile.split_off(&self.sectors(cut).start);
+        }
+        self.size = size;
+    }
+
+    fn sectors(&self, range: ByteRange) -> std::ops::Range<SectorIndex> {
+        let unit = u64::from(self.sector_size);
+        range.start.get() / unit..range.end().get().div_ceil(unit)
+    }
+
+    fn range_of(&self, sector: SectorIndex) -> ByteRange {
+        let unit = u64::from(self.sector_size);
+        ByteRange::new(sector * unit, unit)
+    }
+}
+
+/// What a loss of power leaves of unflushed sectors.
+#[derive(Clone, Copy)]
+enum Fate {
+    NothingSurvives,
+    AllSurvives,
+    Random,
+}
+
+/// Makes version `newest` of a sector durable and gives up it and all older ones.
+fn settle(
+    durable: &mut Image,
+    start: ByteOffset,
+    sector_size: u64,
+    versions: &mut Vec<Version>,
+    newest: Option<usize>,
+) {
+    let Some(newest) = newest else { return };
+    match versions
+        .drain(..=newest)
+        .next_back()
+        .map(|version| version.content)
+    {
+        Some(Content::Bytes(bytes, at)) => {
+            durable.write(start, &bytes[at..][..sector_size as usize])
+        }
+        Some(Content::Zeros) => durable.zero(start.range(ByteLen::new(sector_size))),
+        None => {}
+    }
+}
