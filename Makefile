@@ -10,9 +10,10 @@ SEEDS ?= 10000
 BENCH ?= all
 FUZZ_SECONDS ?= 60
 
-# One profile for tests and demo, so that two cores build the workspace once.
-CARGO_TEST ?= cargo test --workspace --release
-# Generated or tracked, every shell script of the project.
+# The dev profile is optimised and keeps assertions on; linking each test program
+# with the LTO of the release profile would take several times as long.
+CARGO_TEST ?= cargo test --workspace
+# Every shell script of the project.
 SCRIPTS = .ci/run $(wildcard demo/*.sh testbed/*.sh) $(addprefix testbed/guest/,init-test init-boot larder-script)
 
 help: ## list the targets

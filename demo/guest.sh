@@ -9,7 +9,7 @@ direct=1
 ioengine=libaio
 time_based=1
 ramp_time=1
-runtime=4
+runtime=3
 stonewall
 
 [read-4k-1]

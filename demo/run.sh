@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# The demo: one Debian guest, booted twice with the same QEMU command line, first
-# by QEMU alone, then through `larder run`; the same fio jobs in both, the
-# figures side by side. `make demo` sets up what it needs.
+# The demo: one Debian guest, booted with the same QEMU command line by QEMU alone
+# and through `larder run`; the same fio jobs in both, the figures side by side.
+# `make demo` sets up what it needs.
 #
 #   demo/run.sh            both
 #   demo/run.sh --direct   only QEMU alone
 #
-# Figures are worth comparing only within one run, on one machine.
+# QEMU alone runs before and after Larder: how far its two runs lie apart is the
+# noise of the machine. Figures are worth comparing only within one demo.
 set -euo pipefail
 # shellcheck source=testbed/lib.sh
 . "$(dirname -- "$0")/../testbed/lib.sh"
 
 case ${1:-} in
-  '') runs=(direct larder) ;;
-  --direct) runs=(direct) ;;
+  '') runs=(before larder after) ;;
+  --direct) runs=(before) ;;
   *) echo "usage: $0 [--direct]" >&2; exit 2 ;;
 esac
 larder=${LARDER:-$repo_dir/target/release/larder}
@@ -34,7 +35,7 @@ fi
 
 declare -A result
 
-# boot RUN [PREFIX...]: boots the guest by PREFIX and QEMU; keeps RUN's figures in `result`.
+# boot RUN [PREFIX...]: boots the guest by PREFIX and QEMU; keeps the figures of RUN in `result`.
 boot() {
   local run=$1 started booted='' code='' line job bytes iops
   shift
@@ -53,7 +54,11 @@ boot() {
   dd if="$work/system.raw" iflag=nocache count=0 status=none
   dd if="$work/data.raw" iflag=nocache count=0 status=none
 
-  printf '\n%s\n' "$(printf '%q ' "${command[@]}" | sed "s|$repo_dir/||g")"
+  if [ "$run" = after ]; then
+    printf '\nQEMU alone, once more\n'
+  else
+    printf '\n%s\n' "$(printf '%q ' "${command[@]}" | sed "s|$repo_dir/||g; s|\\\\,|,|g")"
+  fi
   : >"$work/$run.log"
   started=$EPOCHREALTIME
   while IFS= read -r line; do
@@ -82,32 +87,41 @@ boot() {
 
 # row LABEL UNIT KEY SCALE BETTER: one line of the table; BETTER is more or less.
 row() {
-  awk -v label="$1" -v unit="$2" -v direct="${result[direct,$3]}" -v larder="${result[larder,$3]:-}" \
-    -v scale="$4" -v better="$5" 'BEGIN {
-      form = scale == 1 && unit != "s" ? "%.0f" : "%.1f"
-      ratio = "-"; other = "-"
-      if (larder != "") {
-        other = sprintf(form " %s", larder / scale, unit)
-        a = better == "more" ? larder : direct; b = better == "more" ? direct : larder
-        if (b > 0) ratio = sprintf("%.2f", a / b)
+  awk -v label="$1" -v unit="$2" -v scale="$4" -v better="$5" \
+    -v before="${result[before,$3]}" -v after="${result[after,$3]:-}" -v larder="${result[larder,$3]:-}" '
+    function figure(x) { return sprintf(unit == "s" ? "%.1f %s" : "%.0f %s", x / scale, unit) }
+    BEGIN {
+      with = speedup = noise = "-"
+      alone = before
+      if (after > 0) {
+        alone = (before + after) / 2
+        noise = sprintf("%.0f %%", 100 * (before > after ? before / after - 1 : after / before - 1))
       }
-      printf "%-28s %14s %14s %8s\n", label, sprintf(form " %s", direct / scale, unit), other, ratio
+      if (larder > 0) {
+        with = figure(larder)
+        speedup = sprintf("%.2f", better == "more" ? larder / alone : alone / larder)
+      }
+      printf "%-28s %12s %12s %9s %7s\n", label, figure(alone), with, speedup, noise
     }'
 }
 
 for run in "${runs[@]}"; do
   case $run in
-    direct) boot direct ;;
     larder) boot larder "$larder" run -- ;;
+    *) boot "$run" ;;
   esac
 done
 
-printf '\nDebian %s guest, %s, %s on the host\n\n' "$(debugfs -R 'cat /etc/debian_version' "$out_dir/debian12.ext4" 2>/dev/null)" \
-  "$([ "$accel" = kvm ] && echo KVM || echo 'emulated CPU (no usable KVM)')" "$(stat -f -c %T "$work")"
-printf '%-28s %14s %14s %8s\n' '' 'QEMU alone' 'with Larder' 'speed-up'
+printf '\nDebian %s guest, %s\n\n' \
+  "$(debugfs -R 'cat /etc/debian_version' "$out_dir/debian12.ext4" 2>/dev/null)" \
+  "$([ "$accel" = kvm ] && echo KVM || echo 'emulated CPU (no usable KVM)')"
+printf '%-28s %12s %12s %9s %7s\n' '' 'QEMU alone' 'with Larder' 'speed-up' 'noise'
 row 'boot to multi-user' s boot 1 less
 row '4 KiB random read, depth 1' IOPS read-4k-1,iops 1 more
 row '4 KiB random read, depth 32' IOPS read-4k-32,iops 1 more
 row '4 KiB random write, depth 1' IOPS write-4k-1,iops 1 more
 row '4 KiB random write, depth 32' IOPS write-4k-32,iops 1 more
 row '1 MiB sequential read' MiB/s read-1m-seq,bytes 1048576 more
+if [ "${#runs[@]}" -gt 1 ]; then
+  printf '\nnoise: how far the two runs of QEMU alone, before and after, lie apart;\na speed-up within it says nothing.\n'
+fi
