@@ -1,0 +1,78 @@
+//! Servers to compare: started, found ready, measured and ended.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+/// A server process that is killed when this goes.
+pub(super) struct Server {
+    child: Child,
+    socket: PathBuf,
+}
+
+/// What a server used.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CpuTime(pub(super) Duration);
+
+impl Server {
+    /// Starts a shell-like command line in which `{image}` and `{socket}` stand for the two paths.
+    pub(super) fn start(command: &str, image: &Path, socket: &Path) -> anyhow::Result<Self> {
+        // The last one's socket may still lie there.
+        let _ = fs::remove_file(socket);
+        let fill = |word: &str| {
+            word.replace("{image}", &image.display().to_string())
+                .replace("{socket}", &socket.display().to_string())
+        };
+        let mut words = command.split_whitespace().map(fill);
+        let program = words.next().context("an empty server command")?;
+        let child = Command::new(&program)
+            .args(words)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .with_context(|| format!("starting {program}"))?;
+        let mut server = Self {
+            child,
+            socket: socket.to_owned(),
+        };
+        server.wait_until_ready()?;
+        Ok(server)
+    }
+
+    fn wait_until_ready(&mut self) -> anyhow::Result<()> {
+        let give_up = Instant::now() + Duration::from_secs(20);
+        while !self.socket.exists() {
+            if let Some(status) = self.child.try_wait()? {
+                bail!("the server ended before it listened: {status}");
+            }
+            if Instant::now() > give_up {
+                bail!("the server does not listen on {}", self.socket.display());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// CPU time of all its threads so far, to the nanosecond.
+    pub(super) fn cpu_time(&self) -> anyhow::Result<CpuTime> {
+        let mut nanos = 0;
+        for thread in fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
+            let text = fs::read_to_string(thread?.path().join("schedstat"))?;
+            let first = text.split_whitespace().next().context("schedstat is empty")?;
+            nanos += first.parse::<u64>()?;
+        }
+        Ok(CpuTime(Duration::from_nanos(nanos)))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_file(&self.socket);
+    }
+}
