@@ -26,6 +26,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use crate::backend::file::FileIo;
+use crate::backend::nbd::Pending;
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
@@ -160,34 +161,81 @@ pub fn check_request(
 }
 
 /// A request under way.
-pub struct Io<'a>(State<'a>);
+pub struct Io<'a> {
+    state: State<'a>,
+    /// Behind `state`: what still touches the buffer is gone before it is told.
+    watched: Option<Watched<'a>>,
+}
+
+/// Who is to be told when a request ends; for a layer that keeps others off its range until then.
+pub trait Watch {
+    /// The request that `ticket` stands for has completed, or has been given up.
+    fn ended(&self, ticket: u32);
+}
+
+struct Watched<'a> {
+    watch: &'a dyn Watch,
+    ticket: u32,
+}
+
+impl Drop for Watched<'_> {
+    fn drop(&mut self) {
+        self.watch.ended(self.ticket);
+    }
+}
 
 enum State<'a> {
     Ready(Option<IoResult>),
     File(FileIo<'a>),
+    Nbd(Pending<'a>),
     Task(BoxFuture<'a, IoResult>),
 }
 
 impl<'a> Io<'a> {
     /// A request that was answered in the call.
     pub fn ready(result: IoResult) -> Self {
-        Self(State::Ready(Some(result)))
+        Self::new(State::Ready(Some(result)))
     }
 
     /// A request that takes several steps. Starts when first awaited.
     pub fn task(steps: impl Future<Output = IoResult> + 'a) -> Self {
-        Self(State::Task(Box::pin(steps)))
+        Self::new(State::Task(Box::pin(steps)))
     }
 
     pub(crate) fn file(io: FileIo<'a>) -> Self {
-        Self(State::File(io))
+        Self::new(State::File(io))
+    }
+
+    fn new(state: State<'a>) -> Self {
+        Self {
+            state,
+            watched: None,
+        }
+    }
+
+    /// The same request, of whose end `watch` is told once, with `ticket`: at once if it was answered in the call. A
+    /// request has one watch at most; one that has its watch already is wrapped in a task.
+    pub fn watched(mut self, watch: &'a dyn Watch, ticket: u32) -> Self {
+        if self.watched.is_some() {
+            let inner = self;
+            self = Self::task(inner);
+        }
+        let watched = Watched { watch, ticket };
+        if !matches!(self.state, State::Ready(_)) {
+            self.watched = Some(watched);
+        }
+        self
+    }
+
+    pub(crate) fn nbd(request: Pending<'a>) -> Self {
+        Self::new(State::Nbd(request))
     }
 
     /// The result, if the request was answered in the call.
     pub fn result_now(&mut self) -> Option<IoResult> {
-        match &mut self.0 {
+        match &mut self.state {
             State::Ready(result) => result.take(),
-            State::File(_) | State::Task(_) => None,
+            State::File(_) | State::Nbd(_) | State::Task(_) => None,
         }
     }
 }
@@ -196,14 +244,17 @@ impl Future for Io<'_> {
     type Output = IoResult;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<IoResult> {
-        match &mut self.0 {
+        let result = std::task::ready!(match &mut self.state {
             State::Ready(result) => match result.take() {
                 Some(result) => Poll::Ready(result),
                 None => panic!("a request's result was asked for twice"),
             },
             State::File(io) => Pin::new(io).poll(context),
+            State::Nbd(request) => Pin::new(request).poll(context),
             State::Task(steps) => steps.as_mut().poll(context),
-        }
+        });
+        self.watched = None;
+        Poll::Ready(result)
     }
 }
 

@@ -1,1 +1,3 @@
 //! Filters that every disk may need, whatever its format.
+
+pub mod align;

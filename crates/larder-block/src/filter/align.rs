@@ -1,0 +1,405 @@
+//! Presents blocks of 512 bytes (or whatever is asked for), at any place in memory, over a device with larger blocks
+//! and demands on memory. This is the one place of the block path where requests are split.
+//!
+//! - What the device below takes as it is goes straight through, at the cost of a check.
+//! - Memory that the device does not take is bounced through a bounded pool of buffers; long requests in pieces.
+//! - A part of a block is written by reading the block, changing the part, and writing the whole block back.
+//!
+//! Invariants:
+//! - While a block is read, changed and written back, nothing else changes it: a change of whole blocks waits, and one
+//!   that is under way is waited for. So a completed change is never undone by a neighbour's.
+//! - A block that is written back holds, outside the part that was changed, what it held: a crash that keeps some of
+//!   its sectors and loses others leaves the neighbours as they were, to the device's own atomicity.
+//! - A buffer is taken before blocks are, and who has blocks waits only for the device: no deadlock.
+//!
+//! How it fails: with the device's failure, for the whole of the request, some of whose sectors may have been changed.
+
+mod bounce;
+mod ranges;
+
+use std::rc::Rc;
+
+use bounce::BouncePool;
+use ranges::{Mode, Ranges};
+
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::{
+    BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
+};
+use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// How to align.
+#[derive(Clone, Copy, Debug)]
+pub struct AlignOptions {
+    /// The block size to present, in bytes, a power of two; if the device's is smaller, that is presented.
+    pub block_size: u32,
+    /// The longest piece that is bounced, in bytes; rounded up to two blocks of the device.
+    pub bounce_len: ByteLen,
+    /// How many pieces are bounced at the same time; more wait.
+    pub bounce_count: usize,
+}
+
+impl Default for AlignOptions {
+    /// 512 bytes; 16 pieces of 256 KiB, made when needed.
+    fn default() -> Self {
+        Self {
+            block_size: 512,
+            bounce_len: ByteLen::kib(256),
+            bounce_count: 16,
+        }
+    }
+}
+
+/// A device with small blocks over one with large ones. Keeps the promises of [`crate::device`] as far as the device
+/// below does.
+///
+/// A request that waits for a block waits for the requests that have it, so a caller that has made several must poll
+/// all of them, not one after the other.
+pub struct Align {
+    lower: Rc<dyn BlockDevice>,
+    /// The block size presented, in bytes.
+    block_size: u32,
+    /// The block size below, in bytes.
+    unit: u64,
+    /// Where memory must begin for the device below.
+    memory_alignment: usize,
+    ranges: Ranges,
+    pool: BouncePool,
+}
+
+/// The next part of a request.
+enum Piece {
+    /// Whole blocks from memory that the device takes.
+    Direct(ByteRange),
+    /// Through a bounce buffer.
+    Bounced(ByteRange),
+}
+
+/// What to write.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Buffer(WriteBuf<'a>),
+    Zeros,
+}
+
+impl Align {
+    /// `lower` with smaller blocks and no demands on memory.
+    ///
+    /// # Panics
+    /// If the block size asked for is not a power of two.
+    pub fn new(lower: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
+        assert!(options.block_size.is_power_of_two());
+        let geometry = lower.geometry();
+        let unit = u64::from(geometry.block_size);
+        let bounce_len = ByteOffset::new(options.bounce_len.get().max(2 * unit)).align_up(unit);
+        Self {
+            lower,
+            block_size: options.block_size.min(geometry.block_size),
+            unit,
+            memory_alignment: geometry.memory_alignment as usize,
+            ranges: Ranges::default(),
+            pool: BouncePool::new(options.bounce_count, bounce_len.get() as usize),
+        }
+    }
+
+    fn checked(&self, operation: Operation, range: ByteRange) -> IoResult {
+        check_request(self.lower.name(), &self.geometry(), operation, range)
+    }
+
+    fn error(&self, operation: Operation, range: ByteRange, failure: Failure) -> IoError {
+        IoError::new(self.lower.name(), operation, range, failure)
+    }
+
+    /// Whether a part of a block may have to be written, so that changes must be kept apart.
+    fn splits_blocks(&self) -> bool {
+        u64::from(self.block_size) < self.unit
+    }
+
+    /// Hands a change of whole blocks through, or lets it wait for who has them alone.
+    fn pass_change<'a>(
+        &'a self,
+        operation: Operation,
+        range: ByteRange,
+        change: impl FnOnce() -> Io<'a> + 'a,
+    ) -> Io<'a> {
+        if !self.splits_blocks() {
+            return change();
+        }
+        if let Err(error) = self.checked(operation, range) {
+            return Io::ready(Err(error));
+        }
+        match self.ranges.try_share(range) {
+            Some(ticket) => change().watched(&self.ranges, ticket),
+            None => Io::task(async move {
+                let _held = self.ranges.enter(range, Mode::Shared).await;
+                change().await
+            }),
+        }
+    }
+
+    /// The part of `rest` to do next; `fits` says whether the memory of a part can be handed to the device.
+    fn next_piece(&self, rest: ByteRange, fits: impl Fn(ByteRange) -> bool) -> Piece {
+        let bounce_len = ByteLen::of_buffer(self.pool.buffer_len());
+        let whole = rest.narrowed(self.unit);
+        let direct = !whole.is_empty() && fits(whole);
+        if direct && whole.start == rest.start {
+            return Piece::Direct(whole);
+        }
+        let wide = rest.widened(self.unit);
+        if wide.len <= bounce_len {
+            return Piece::Bounced(rest);
+        }
+        let end = if direct {
+            whole.start
+        } else {
+            wide.start + bounce_len
+        };
+        Piece::Bounced(ByteRange::between(rest.start, end.min(rest.end())))
+    }
+
+    async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+        let failed = |error: IoError| self.error(Operation::Read, range, error.failure());
+        let part_of = |part: ByteRange| {
+            buffer.slice((part.start - range.start).as_usize(), part.len.as_usize())
+        };
+        let mut rest = range;
+        while !rest.is_empty() {
+            let fits = |part| part_of(part).is_aligned(self.memory_alignment);
+            let done = match self.next_piece(rest, fits) {
+                Piece::Direct(part) => {
+                    self.lower
+                        .read(part.start, part_of(part))
+                        .await
+                        .map_err(failed)?;
+                    part
+                }
+                Piece::Bounced(part) => {
+                    self.read_bounced(part, part_of(part))
+                        .await
+                        .map_err(failed)?;
+                    part
+                }
+            };
+            rest = ByteRange::between(done.end(), range.end());
+        }
+        Ok(())
+    }
+
+    async fn read_bounced(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+        let wide = range.widened(self.unit);
+        let mut bounce = self.pool.take().await;
+        let bounce = &mut bounce[..wide.len.as_usize()];
+        self.lower.read(wide.start, ReadBuf::new(bounce)).await?;
+        let from = (range.start - wide.start).as_usize();
+        buffer.copy_from_slice(&bounce[from..][..range.len.as_usize()]);
+        Ok(())
+    }
+
+    async fn write_steps(
+        &self,
+        range: ByteRange,
+        buffer: WriteBuf<'_>,
+        flags: WriteFlags,
+    ) -> IoResult {
+        let failed = |error: IoError| self.error(Operation::Write, range, error.failure());
+        let part_of = |part: ByteRange| {
+            buffer.slice((part.start - range.start).as_usize(), part.len.as_usize())
+        };
+        let mut rest = range;
+        while !rest.is_empty() {
+            let fits = |part| part_of(part).is_aligned(self.memory_alignment);
+            let done = match self.next_piece(rest, fits) {
+                Piece::Direct(part) => {
+                    let _held = self.ranges.enter(part, Mode::Shared).await;
+                    self.lower
+                        .write(part.start, part_of(part), flags)
+                        .await
+                        .map_err(failed)?;
+                    part
+                }
+                Piece::Bounced(part) => {
+                    let source = Source::Buffer(part_of(part));
+                    self.write_bounced(part, source, flags)
+                        .await
+                        .map_err(failed)?;
+                    part
+                }
+            };
+            rest = ByteRange::between(done.end(), range.end());
+        }
+        Ok(())
+    }
+
+    /// Writes at most a bounce buffer's length, wherever it begins and ends.
+    async fn write_bounced(
+        &self,
+        range: ByteRange,
+        source: Source<'_>,
+        flags: WriteFlags,
+    ) -> IoResult {
+        let wide = range.widened(self.unit);
+        let mut bounce = self.pool.take().await;
+        let bounce = &mut bounce[..wide.len.as_usize()];
+        let mode = match wide == range {
+            true => Mode::Shared,
+            false => Mode::Exclusive,
+        };
+        let _held = self.ranges.enter(wide, mode).await;
+        self.read_edges(range, wide, bounce).await?;
+        let from = (range.start - wide.start).as_usize();
+        let changed = &mut bounce[from..][..range.len.as_usize()];
+        match source {
+            Source::Buffer(buffer) => buffer.copy_to_slice(changed),
+            Source::Zeros => changed.fill(0),
+        }
+        self.lower
+            .write(wide.start, WriteBuf::new(bounce), flags)
+            .await
+    }
+
+    /// Reads the blocks of `wide` that `range` covers in part.
+    async fn read_edges(&self, range: ByteRange, wide: ByteRange, bounce: &mut [u8]) -> IoResult {
+        let unit = self.unit as usize;
+        let (head, tail) = (range.start > wide.start, range.end() < wide.end());
+        let all = bounce.len();
+        let parts = match (head, tail) {
+            (true, true) if all <= 2 * unit => [0..all, 0..0],
+            _ => [
+                if head { 0..unit } else { 0..0 },
+                if tail { all - unit..all } else { 0..0 },
+            ],
+        };
+        for part in parts.into_iter().filter(|part| !part.is_empty()) {
+            let start = wide.start + ByteLen::of_buffer(part.start);
+            self.lower
+                .read(start, ReadBuf::new(&mut bounce[part]))
+                .await?;
+        }
+        Ok(())
+    }
+
+    async fn zero_steps(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
+        let failed = |error: IoError| self.error(Operation::WriteZeroes, range, error.failure());
+        let whole = range.narrowed(self.unit);
+        if whole.is_empty() {
+            if flags.fast_only {
+                return Err(self.error(Operation::WriteZeroes, range, Failure::Unsupported));
+            }
+            return self.zero_bounced(range, flags).await.map_err(failed);
+        }
+        // First, because the device may refuse it, and then nothing has been changed.
+        {
+            let _held = self.ranges.enter(whole, Mode::Shared).await;
+            self.lower
+                .write_zeroes(whole, flags)
+                .await
+                .map_err(failed)?;
+        }
+        let head = ByteRange::between(range.start, whole.start);
+        let tail = ByteRange::between(whole.end(), range.end());
+        for edge in [head, tail].into_iter().filter(|edge| !edge.is_empty()) {
+            self.zero_bounced(edge, flags).await.map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Zeros in at most two blocks.
+    async fn zero_bounced(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
+        let flags = WriteFlags { fua: flags.fua };
+        self.write_bounced(range, Source::Zeros, flags).await
+    }
+
+    async fn extents_steps(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
+        self.checked(Operation::Extents, range)?;
+        let wide = range.widened(self.unit);
+        let mut found = self.lower.extents(wide, limit).await?;
+        for extent in &mut found {
+            extent.range = extent.range.intersection(range);
+        }
+        found.retain(|extent| !extent.range.is_empty());
+        Ok(found)
+    }
+}
+
+impl BlockDevice for Align {
+    fn name(&self) -> &Rc<str> {
+        self.lower.name()
+    }
+
+    fn geometry(&self) -> Geometry {
+        let lower = self.lower.geometry();
+        Geometry {
+            block_size: self.block_size,
+            physical_block_size: lower.physical_block_size.max(lower.block_size),
+            memory_alignment: 1,
+            ..lower
+        }
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        let range = start.range(buffer.byte_len());
+        if range.is_aligned(self.unit) && buffer.is_aligned(self.memory_alignment) {
+            return self.lower.read(start, buffer);
+        }
+        match self.checked(Operation::Read, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) => Io::task(self.read_steps(range, buffer)),
+        }
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        let range = start.range(buffer.byte_len());
+        if range.is_aligned(self.unit) && buffer.is_aligned(self.memory_alignment) {
+            let write = move || self.lower.write(start, buffer, flags);
+            return self.pass_change(Operation::Write, range, write);
+        }
+        match self.checked(Operation::Write, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) => Io::task(self.write_steps(range, buffer, flags)),
+        }
+    }
+
+    fn flush(&self) -> Io<'_> {
+        self.lower.flush()
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        let whole = match range.checked_end() {
+            Some(_) => range.narrowed(self.unit),
+            None => range,
+        };
+        // The edges stay as they are.
+        if whole != range {
+            if let Err(error) = self.checked(Operation::Discard, range) {
+                return Io::ready(Err(error));
+            }
+            if whole.is_empty() {
+                return Io::ready(Ok(()));
+            }
+        }
+        self.pass_change(Operation::Discard, whole, move || self.lower.discard(whole))
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        if range.is_aligned(self.unit) {
+            let zero = move || self.lower.write_zeroes(range, flags);
+            return self.pass_change(Operation::WriteZeroes, range, zero);
+        }
+        match self.checked(Operation::WriteZeroes, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) => Io::task(self.zero_steps(range, flags)),
+        }
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        if range.is_aligned(self.unit) {
+            return self.lower.extents(range, limit);
+        }
+        Box::pin(self.extents_steps(range, limit))
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        self.lower.size_changes()
+    }
+}

@@ -1,0 +1,305 @@
+//! The align filter over a device of large blocks that refuses what is not aligned.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::backend::simulated::{
+    Effect, Fault, Latency, Medium, Options, Random, SimulatedDevice, Stop,
+};
+use larder_block::filter::align::{Align, AlignOptions};
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Loop, Operation,
+    ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+const SIZE: u64 = 256 << 10;
+
+fn open(on: &Loop, seed: u64, latency: Latency) -> (Rc<SimulatedDevice>, Rc<Align>) {
+    let options = Options {
+        seed,
+        block_size: 4096,
+        memory_alignment: 512,
+        latency,
+        ..Options::default()
+    };
+    let disk = SimulatedDevice::open(on, Medium::new(ByteLen::new(SIZE), 512), options);
+    let align = AlignOptions {
+        bounce_len: ByteLen::kib(16),
+        bounce_count: 2,
+        ..AlignOptions::default()
+    };
+    let lower = Rc::clone(&disk);
+    (disk, Rc::new(Align::new(lower, align)))
+}
+
+#[test]
+fn any_request_anywhere_in_memory_does_what_it_does_on_a_plain_disk() {
+    let on = Loop::simulated().expect("a loop");
+    let (_, device) = open(&on, 1, Latency::VARIED);
+    let geometry = device.geometry();
+    assert_eq!(
+        (
+            geometry.block_size,
+            geometry.physical_block_size,
+            geometry.memory_alignment
+        ),
+        (512, 4096, 1)
+    );
+    let mut model = vec![0; SIZE as usize];
+    let mut random = Random::new(2);
+    on.block_on(async {
+        for _ in 0..2000 {
+            let start = random.below(SIZE / 512) * 512;
+            let len = (random.between(1, 100) * 512).min(SIZE - start);
+            let part = start as usize..(start + len) as usize;
+            let mut memory = AlignedBuf::zeroed(len as usize + 512);
+            let skip = random.pick(&[0, 1, 8, 512]);
+            let memory = &mut memory[skip..][..len as usize];
+            let at = ByteOffset::new(start);
+            match random.below(4) {
+                0 => {
+                    memory.fill(random.next_u64() as u8);
+                    let write = device.write(at, WriteBuf::new(memory), WriteFlags::NONE);
+                    write.await.expect("writes");
+                    model[part].copy_from_slice(memory);
+                }
+                1 => {
+                    let zero =
+                        device.write_zeroes(ByteRange::new(start, len), ZeroFlags::default());
+                    zero.await.expect("zeroes");
+                    model[part].fill(0);
+                }
+                _ => {
+                    device.read(at, ReadBuf::new(memory)).await.expect("reads");
+                    assert!(*memory == model[part]);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn neighbours_in_one_block_never_lose_an_update() {
+    for seed in 0..100 {
+        let on = Loop::simulated().expect("a loop");
+        let (_, device) = open(&on, seed, Latency::VARIED);
+        on.block_on(async {
+            // Eight writers, each with a sector of its own in the same two blocks, and one of whole blocks.
+            let writers: Vec<_> = (0..8_u64)
+                .map(|index| {
+                    let device = Rc::clone(&device);
+                    on.spawn_with_result(async move {
+                        for round in 1..20 {
+                            let data = [round; 512];
+                            let at = ByteOffset::new(index * 1024);
+                            device
+                                .write(at, WriteBuf::new(&data), WriteFlags::NONE)
+                                .await
+                                .expect("writes");
+                            let mut back = [0; 512];
+                            device
+                                .read(at, ReadBuf::new(&mut back))
+                                .await
+                                .expect("reads");
+                            assert!(back == data, "sector {index} lost round {round}");
+                        }
+                    })
+                })
+                .collect();
+            for writer in writers {
+                writer.await;
+            }
+        });
+    }
+}
+
+#[test]
+fn a_write_of_a_whole_block_is_not_undone_by_one_of_a_part() {
+    for seed in 0..200 {
+        let on = Loop::simulated().expect("a loop");
+        let (_, device) = open(&on, seed, Latency::VARIED);
+        on.block_on(async {
+            let whole = Rc::clone(&device);
+            let whole = on.spawn_with_result(async move {
+                let mut data = AlignedBuf::zeroed(4096);
+                data.fill(7);
+                whole
+                    .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
+                    .await
+                    .expect("writes");
+            });
+            let data = [9; 512];
+            device
+                .write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::NONE)
+                .await
+                .expect("writes");
+            whole.await;
+            let mut back = [0; 512];
+            device
+                .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
+                .await
+                .expect("reads");
+            assert!(back == [7; 512], "seed {seed}: the neighbour is gone");
+        });
+    }
+}
+
+#[test]
+fn a_crash_in_a_partial_write_leaves_the_flushed_neighbours() {
+    for seed in 0..200 {
+        let on = Loop::simulated().expect("a loop");
+        let (disk, device) = open(&on, seed, Latency::VARIED);
+        let left = on.block_on(async {
+            let old = AlignedBuf::zeroed(8192);
+            let mut old = old;
+            old.fill(1);
+            device
+                .write(ByteOffset::ZERO, WriteBuf::new(&old), WriteFlags::NONE)
+                .await
+                .expect("writes");
+            device.flush().await.expect("flushes");
+            let new = [2; 1536];
+            let write = device.write(ByteOffset::new(3584), WriteBuf::new(&new), WriteFlags::NONE);
+            let _ = on.timeout(Duration::from_micros(seed * 10), write).await;
+            disk.stop(Stop::PowerLoss)
+        });
+        let mut bytes = [0; 8192];
+        left.read(ByteOffset::ZERO, &mut bytes);
+        assert!(
+            bytes[..3584]
+                .iter()
+                .chain(&bytes[5120..])
+                .all(|byte| *byte == 1)
+        );
+        assert!(
+            bytes[3584..5120]
+                .chunks(512)
+                .all(|sector| sector == [1; 512] || sector == [2; 512])
+        );
+    }
+}
+
+#[test]
+fn a_failure_below_is_reported_to_the_one_who_wrote_for_what_was_written() {
+    let on = Loop::simulated().expect("a loop");
+    let (disk, device) = open(&on, 1, Latency::NONE);
+    on.block_on(async {
+        let data = [1; 512];
+        let at = ByteOffset::new(1024);
+        for below in [Operation::Read, Operation::Write] {
+            disk.inject(Fault::once(Effect::Fail(Failure::NoSpace)).on(below));
+            let error = device
+                .write(at, WriteBuf::new(&data), WriteFlags::NONE)
+                .await
+                .expect_err("fails");
+            assert_eq!(error.failure(), Failure::NoSpace);
+            assert_eq!(
+                (error.operation(), error.range()),
+                (Operation::Write, ByteRange::new(1024, 512))
+            );
+            device
+                .write(at, WriteBuf::new(&data), WriteFlags::NONE)
+                .await
+                .expect("writes again");
+        }
+    });
+}
+
+#[test]
+fn a_given_up_write_lets_the_next_one_have_its_block() {
+    let on = Loop::simulated().expect("a loop");
+    let (disk, device) = open(&on, 1, Latency::NONE);
+    on.block_on(async {
+        disk.inject(Fault::once(Effect::Stick).on(Operation::Write));
+        let data = [1; 512];
+        let stuck = device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE);
+        assert!(on.timeout(Duration::from_secs(1), stuck).await.is_none());
+        let next = device.write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::NONE);
+        let next = on.timeout(Duration::from_secs(1), next).await;
+        next.expect("not blocked").expect("writes");
+    });
+}
+
+#[test]
+fn discards_and_fast_zeroes_leave_parts_of_blocks_alone() {
+    let on = Loop::simulated().expect("a loop");
+    let (_, device) = open(&on, 1, Latency::NONE);
+    on.block_on(async {
+        let mut data = AlignedBuf::zeroed(16384);
+        data.fill(3);
+        device
+            .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
+            .await
+            .expect("writes");
+        device
+            .discard(ByteRange::new(512, 3072))
+            .await
+            .expect("does nothing");
+        device
+            .discard(ByteRange::new(3584, 5120))
+            .await
+            .expect("discards one block");
+        let fast = ZeroFlags {
+            fast_only: true,
+            ..ZeroFlags::default()
+        };
+        let refused = device.write_zeroes(ByteRange::new(512, 512), fast).await;
+        assert_eq!(
+            refused.err().map(|error| error.failure()),
+            Some(Failure::Unsupported)
+        );
+        let mut back = vec![0; 16384];
+        device
+            .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
+            .await
+            .expect("reads");
+        assert!(
+            back[..4096]
+                .iter()
+                .chain(&back[8192..])
+                .all(|byte| *byte == 3)
+        );
+
+        let outside = device.discard(ByteRange::new(SIZE - 512, 1024)).await;
+        assert_eq!(
+            outside.err().map(|error| error.failure()),
+            Some(Failure::OutOfRange)
+        );
+        let odd = device.discard(ByteRange::new(100, 5000)).await;
+        assert_eq!(
+            odd.err().map(|error| error.failure()),
+            Some(Failure::Misaligned)
+        );
+    });
+}
+
+#[test]
+fn extents_are_cut_to_what_was_asked_for() {
+    let on = Loop::simulated().expect("a loop");
+    let (_, device) = open(&on, 1, Latency::NONE);
+    on.block_on(async {
+        let data = [1; 512];
+        device
+            .write(
+                ByteOffset::new(4608),
+                WriteBuf::new(&data),
+                WriteFlags::NONE,
+            )
+            .await
+            .expect("writes");
+        let extents = device
+            .extents(ByteRange::new(512, 8192), 10)
+            .await
+            .expect("lists");
+        let extents: Vec<_> = extents
+            .iter()
+            .map(|found| (found.range, found.kind))
+            .collect();
+        let expected = [
+            (ByteRange::new(512, 3584), ExtentKind::Hole),
+            (ByteRange::new(4096, 4096), ExtentKind::Data),
+            (ByteRange::new(8192, 512), ExtentKind::Hole),
+        ];
+        assert_eq!(extents, expected);
+    });
+}
