@@ -1,3 +1,4 @@
 //! Filters that every disk may need, whatever its format.
 
 pub mod align;
+pub mod throttle;

@@ -1,0 +1,529 @@
+//! Limits how much a disk does per second: bytes and requests, of reads, of writes, and of both together.
+//!
+//! The limits are those of libvirt's `<iotune>` and QEMU's throttling, and mean the same (see [`Limits`]). A request
+//! that comes while there is room goes straight through. Otherwise it waits, reads behind reads and writes behind
+//! writes, in the order in which they came; where both wait for the same limit they take turns. Write-zeroes counts
+//! as a write of as many bytes. Flushes and discards are not limited.
+//!
+//! Invariants:
+//! - Only the first of each queue has a timer. Without limits nothing waits and there is no timer.
+//! - What waits is the callers' own requests; nothing is copied, and the memory for a place in a queue is bounded by
+//!   them.
+//! - Whoever leaves a queue wakes the first of both, so nobody waits for an event that has passed.
+
+mod bucket;
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bucket::Bucket;
+
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::{
+    BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
+};
+use crate::error::IoResult;
+use crate::event_loop::{Loop, LoopTime, Sleep, WeakLoop};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// How much per second, in bytes or requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limit {
+    /// In the long run; 0 for no limit. At most [`Limit::MAX`].
+    pub average: u64,
+    /// During a burst (`*_max`); 0 for no bursts. Not below `average`.
+    pub burst: u64,
+    /// How long a burst may last (`*_max_length`), in seconds; 0 means 1. Beyond 1 only with a burst.
+    pub burst_seconds: u32,
+}
+
+impl Limit {
+    /// No limit.
+    pub const NONE: Self = Self {
+        average: 0,
+        burst: 0,
+        burst_seconds: 0,
+    };
+
+    /// The largest rate that can be set, per second.
+    pub const MAX: u64 = 1_000_000_000_000_000;
+
+    /// A limit without bursts.
+    pub const fn per_second(average: u64) -> Self {
+        Self {
+            average,
+            burst: 0,
+            burst_seconds: 0,
+        }
+    }
+
+    fn check(self, name: &'static str) -> Result<(), LimitError> {
+        let Self {
+            average,
+            burst,
+            burst_seconds,
+        } = self;
+        let burst_size = u128::from(burst) * u128::from(burst_seconds.max(1));
+        if average > Self::MAX || burst_size > u128::from(Self::MAX) {
+            return Err(LimitError::TooLarge {
+                name,
+                most: Self::MAX,
+            });
+        }
+        if burst > 0 && average == 0 {
+            return Err(LimitError::BurstWithoutAverage { name });
+        }
+        if burst > 0 && burst < average {
+            return Err(LimitError::BurstBelowAverage {
+                name,
+                burst,
+                average,
+            });
+        }
+        if burst_seconds > 1 && burst == 0 {
+            return Err(LimitError::LengthWithoutBurst { name });
+        }
+        Ok(())
+    }
+}
+
+/// The limits of a disk. A total and one for its direction cannot both be set, as in libvirt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of reads and writes together (`total_bytes_sec`).
+    pub bytes_total: Limit,
+    /// Bytes read (`read_bytes_sec`).
+    pub bytes_read: Limit,
+    /// Bytes written (`write_bytes_sec`).
+    pub bytes_write: Limit,
+    /// Reads and writes together (`total_iops_sec`).
+    pub requests_total: Limit,
+    /// Reads (`read_iops_sec`).
+    pub requests_read: Limit,
+    /// Writes (`write_iops_sec`).
+    pub requests_write: Limit,
+    /// A request of more bytes than this counts as several (`size_iops_sec`); zero: each counts as one.
+    pub request_size: ByteLen,
+}
+
+/// Why limits cannot be set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum LimitError {
+    #[error("{name}: rates and bursts (times their length) may be {most} at most")]
+    TooLarge { name: &'static str, most: u64 },
+    #[error("{name}: a burst needs an average")]
+    BurstWithoutAverage { name: &'static str },
+    #[error("{name}: the burst ({burst}/s) is below the average ({average}/s)")]
+    BurstBelowAverage {
+        name: &'static str,
+        burst: u64,
+        average: u64,
+    },
+    #[error("{name}: a burst's length needs a burst")]
+    LengthWithoutBurst { name: &'static str },
+    #[error("{name}: set either the total or reads and writes, not both")]
+    TotalAndPart { name: &'static str },
+}
+
+impl Limits {
+    /// No limits.
+    pub const NONE: Self = Self {
+        bytes_total: Limit::NONE,
+        bytes_read: Limit::NONE,
+        bytes_write: Limit::NONE,
+        requests_total: Limit::NONE,
+        requests_read: Limit::NONE,
+        requests_write: Limit::NONE,
+        request_size: ByteLen::ZERO,
+    };
+
+    /// Whether the limits make sense.
+    ///
+    /// # Errors
+    /// See [`LimitError`].
+    pub fn check(&self) -> Result<(), LimitError> {
+        self.bytes_total.check("total bytes")?;
+        self.bytes_read.check("read bytes")?;
+        self.bytes_write.check("write bytes")?;
+        self.requests_total.check("total requests")?;
+        self.requests_read.check("read requests")?;
+        self.requests_write.check("write requests")?;
+        let both = |total: Limit, read: Limit, write: Limit| {
+            total.average > 0 && (read.average > 0 || write.average > 0)
+        };
+        if both(self.bytes_total, self.bytes_read, self.bytes_write) {
+            return Err(LimitError::TotalAndPart { name: "bytes" });
+        }
+        if both(self.requests_total, self.requests_read, self.requests_write) {
+            return Err(LimitError::TotalAndPart { name: "requests" });
+        }
+        Ok(())
+    }
+
+    fn limits_anything(&self) -> bool {
+        let all = [
+            self.bytes_total,
+            self.bytes_read,
+            self.bytes_write,
+            self.requests_total,
+            self.requests_read,
+            self.requests_write,
+        ];
+        all.iter().any(|limit| limit.average > 0)
+    }
+
+    /// What a request of `bytes` counts as.
+    fn requests(&self, bytes: ByteLen) -> f64 {
+        if self.request_size.is_zero() || bytes <= self.request_size {
+            return 1.0;
+        }
+        bytes.get() as f64 / self.request_size.get() as f64
+    }
+}
+
+/// Which queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    Read = 0,
+    Write = 1,
+}
+
+impl Direction {
+    fn other(self) -> Self {
+        match self {
+            Self::Read => Self::Write,
+            Self::Write => Self::Read,
+        }
+    }
+}
+
+/// A device that does no more than its limits allow, over one that may. All promises are the lower device's.
+pub struct Throttle {
+    lower: Rc<dyn BlockDevice>,
+    on: WeakLoop,
+    /// Whether there are limits; all that a request looks at if there are none.
+    limited: Cell<bool>,
+    state: RefCell<State>,
+}
+
+struct State {
+    limits: Limits,
+    /// Shared by both directions.
+    totals: [Bucket; 2],
+    /// By direction.
+    parts: [[Bucket; 2]; 2],
+    queues: [Queue; 2],
+    /// Who goes first when both could.
+    turn: Direction,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Waiter>,
+    next_number: u64,
+}
+
+struct Waiter {
+    number: u64,
+    waker: Waker,
+}
+
+impl Throttle {
+    /// `lower`, limited, on `on`.
+    ///
+    /// # Errors
+    /// The limits make no sense.
+    pub fn new(on: &Loop, lower: Rc<dyn BlockDevice>, limits: Limits) -> Result<Self, LimitError> {
+        limits.check()?;
+        Ok(Self {
+            lower,
+            on: on.downgrade(),
+            limited: Cell::new(limits.limits_anything()),
+            state: RefCell::new(State::new(limits, on.now())),
+        })
+    }
+
+    /// The limits that are set.
+    pub fn limits(&self) -> Limits {
+        self.state.borrow().limits
+    }
+
+    /// Sets other limits, from now on and also for what waits. As in QEMU, what was done before does not count.
+    ///
+    /// # Errors
+    /// The limits make no sense; the old ones stay.
+    pub fn set_limits(&self, limits: Limits) -> Result<(), LimitError> {
+        limits.check()?;
+        self.limited.set(limits.limits_anything());
+        let now = self.now();
+        let mut state = self.state.borrow_mut();
+        let queues = std::mem::take(&mut state.queues);
+        *state = State {
+            queues,
+            ..State::new(limits, now)
+        };
+        state.wake_first();
+        Ok(())
+    }
+
+    /// How many requests wait.
+    pub fn waiting(&self) -> usize {
+        self.state
+            .borrow()
+            .queues
+            .iter()
+            .map(|queue| queue.waiting.len())
+            .sum()
+    }
+
+    fn now(&self) -> LoopTime {
+        self.on
+            .upgrade()
+            .map_or_else(LoopTime::default, |on| on.now())
+    }
+
+    /// Lets a request through, now or when there is room.
+    fn pass<'a>(
+        &'a self,
+        direction: Direction,
+        bytes: ByteLen,
+        request: impl FnOnce() -> Io<'a> + 'a,
+    ) -> Io<'a> {
+        if !self.limited.get()
+            || self
+                .state
+                .borrow_mut()
+                .admit_first(direction, bytes, self.now())
+        {
+            return request();
+        }
+        Io::task(async move {
+            let admission = Admission {
+                throttle: self,
+                direction,
+                bytes,
+                place: None,
+                timer: None,
+            };
+            admission.await;
+            request().await
+        })
+    }
+}
+
+impl State {
+    fn new(limits: Limits, now: LoopTime) -> Self {
+        let pair = |bytes, requests| [Bucket::new(bytes, now), Bucket::new(requests, now)];
+        Self {
+            limits,
+            totals: pair(limits.bytes_total, limits.requests_total),
+            parts: [
+                pair(limits.bytes_read, limits.requests_read),
+                pair(limits.bytes_write, limits.requests_write),
+            ],
+            queues: Default::default(),
+            turn: Direction::Read,
+        }
+    }
+
+    fn queue(&mut self, direction: Direction) -> &mut Queue {
+        &mut self.queues[direction as usize]
+    }
+
+    /// How long the first request of a direction has to wait.
+    fn wait(&mut self, direction: Direction, now: LoopTime) -> Duration {
+        let own = &mut self.parts[direction as usize];
+        let all = self.totals.iter_mut().chain(own);
+        all.map(|bucket| bucket.wait(now)).max().unwrap_or_default()
+    }
+
+    /// Whether the first request of a direction may go, and if not, after how long to ask again; `None` to be woken.
+    fn may_go(&mut self, direction: Direction, now: LoopTime) -> Result<(), Option<Duration>> {
+        let wait = self.wait(direction, now);
+        if !wait.is_zero() {
+            return Err(Some(wait));
+        }
+        let other = direction.other();
+        if self.turn == other
+            && !self.queue(other).waiting.is_empty()
+            && self.wait(other, now).is_zero()
+        {
+            // It leaves its queue now and wakes us.
+            if let Some(first) = self.queue(other).waiting.front() {
+                first.waker.wake_by_ref();
+            }
+            return Err(None);
+        }
+        Ok(())
+    }
+
+    /// Counts a request that goes now.
+    fn count(&mut self, direction: Direction, bytes: ByteLen, now: LoopTime) {
+        let amounts = [bytes.get() as f64, self.limits.requests(bytes)];
+        for buckets in [&mut self.totals, &mut self.parts[direction as usize]] {
+            for (bucket, amount) in buckets.iter_mut().zip(amounts) {
+                bucket.fill(amount, now);
+            }
+        }
+        self.turn = direction.other();
+    }
+
+    /// Lets a request that has just come go at once, if nobody waits before it and there is room.
+    fn admit_first(&mut self, direction: Direction, bytes: ByteLen, now: LoopTime) -> bool {
+        let goes = self.queue(direction).waiting.is_empty() && self.may_go(direction, now).is_ok();
+        if goes {
+            self.count(direction, bytes, now);
+        }
+        goes
+    }
+
+    fn wake_first(&self) {
+        for queue in &self.queues {
+            if let Some(first) = queue.waiting.front() {
+                first.waker.wake_by_ref();
+            }
+        }
+    }
+}
+
+/// Completes when a request may go; counts it then.
+struct Admission<'a> {
+    throttle: &'a Throttle,
+    direction: Direction,
+    bytes: ByteLen,
+    /// Its number in its queue, once it has one.
+    place: Option<u64>,
+    /// Set while it is the first and has to wait for room.
+    timer: Option<Sleep>,
+}
+
+impl Admission<'_> {
+    /// Takes a place, or renews the waker; whether it is the first.
+    fn queue_up(&mut self, state: &mut State, waker: &Waker) -> bool {
+        let queue = state.queue(self.direction);
+        let number = *self.place.get_or_insert_with(|| {
+            let number = queue.next_number;
+            queue.next_number += 1;
+            queue.waiting.push_back(Waiter {
+                number,
+                waker: waker.clone(),
+            });
+            number
+        });
+        // Numbers ascend.
+        if let Ok(index) = queue
+            .waiting
+            .binary_search_by_key(&number, |waiter| waiter.number)
+        {
+            let waiter = &mut queue.waiting[index];
+            if !waiter.waker.will_wake(waker) {
+                waiter.waker = waker.clone();
+            }
+            return index == 0;
+        }
+        false
+    }
+
+    fn leave(&mut self, state: &mut State) {
+        let Some(number) = self.place.take() else {
+            return;
+        };
+        let waiting = &mut state.queue(self.direction).waiting;
+        if let Ok(index) = waiting.binary_search_by_key(&number, |waiter| waiter.number) {
+            waiting.remove(index);
+        }
+        state.wake_first();
+    }
+}
+
+impl Future for Admission<'_> {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let this = &mut *self;
+        loop {
+            let now = this.throttle.now();
+            let state = &mut *this.throttle.state.borrow_mut();
+            let first = this.queue_up(state, context.waker());
+            this.timer = None;
+            if !first {
+                return Poll::Pending;
+            }
+            let wait = match state.may_go(this.direction, now) {
+                Ok(()) => {
+                    state.count(this.direction, this.bytes, now);
+                    this.leave(state);
+                    return Poll::Ready(());
+                }
+                Err(None) => return Poll::Pending,
+                Err(Some(wait)) => wait,
+            };
+            let Some(mut timer) = this.throttle.on.upgrade().map(|on| on.sleep(wait)) else {
+                return Poll::Pending;
+            };
+            if Pin::new(&mut timer).poll(context).is_pending() {
+                this.timer = Some(timer);
+                return Poll::Pending;
+            }
+        }
+    }
+}
+
+impl Drop for Admission<'_> {
+    fn drop(&mut self) {
+        if self.place.is_some() {
+            let throttle = self.throttle;
+            self.leave(&mut throttle.state.borrow_mut());
+        }
+    }
+}
+
+impl BlockDevice for Throttle {
+    fn name(&self) -> &Rc<str> {
+        self.lower.name()
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.lower.geometry()
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        self.pass(Direction::Read, buffer.byte_len(), move || {
+            self.lower.read(start, buffer)
+        })
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        self.pass(Direction::Write, buffer.byte_len(), move || {
+            self.lower.write(start, buffer, flags)
+        })
+    }
+
+    fn flush(&self) -> Io<'_> {
+        self.lower.flush()
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        self.lower.discard(range)
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        self.pass(Direction::Write, range.len, move || {
+            self.lower.write_zeroes(range, flags)
+        })
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        self.lower.extents(range, limit)
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        self.lower.size_changes()
+    }
+}

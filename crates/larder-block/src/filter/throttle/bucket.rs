@@ -1,0 +1,74 @@
+//! A leaky bucket: it fills with what is done and leaks at the rate that is allowed.
+//!
+//! The scheme and its constants are those of QEMU's docs/throttle.txt, so that the same settings mean the same: without
+//! a burst a tenth of a second's worth may be done at once; a burst of one second may be done at once; in a longer one
+//! a second bucket leaks at the burst's rate.
+
+use std::time::Duration;
+
+use super::Limit;
+use crate::event_loop::LoopTime;
+
+pub(super) struct Bucket {
+    limit: Limit,
+    /// What has been done and has not leaked yet, at `at`.
+    level: f64,
+    /// The same, leaking at the burst's rate.
+    burst_level: f64,
+    at: LoopTime,
+}
+
+impl Bucket {
+    pub(super) fn new(limit: Limit, now: LoopTime) -> Self {
+        Self {
+            limit,
+            level: 0.0,
+            burst_level: 0.0,
+            at: now,
+        }
+    }
+
+    /// How long the next request has to wait; zero if it may go now.
+    pub(super) fn wait(&mut self, now: LoopTime) -> Duration {
+        if self.limit.average == 0 {
+            return Duration::ZERO;
+        }
+        self.leak(now);
+        let (average, burst) = (self.limit.average as f64, self.limit.burst as f64);
+        if self.limit.burst == 0 {
+            return time_to_leak(self.level - average / 10.0, average);
+        }
+        let size = burst * f64::from(self.limit.burst_seconds.max(1));
+        let wait = time_to_leak(self.level - size, average);
+        if wait.is_zero() && self.limit.burst_seconds > 1 {
+            return time_to_leak(self.burst_level - burst / 10.0, burst);
+        }
+        wait
+    }
+
+    /// Adds what a request does. A request may overfill the bucket; those behind it wait the longer.
+    pub(super) fn fill(&mut self, amount: f64, now: LoopTime) {
+        if self.limit.average == 0 {
+            return;
+        }
+        self.leak(now);
+        self.level += amount;
+        self.burst_level += amount;
+    }
+
+    fn leak(&mut self, now: LoopTime) {
+        let seconds = now.since(self.at).as_secs_f64();
+        self.at = now;
+        self.level = (self.level - self.limit.average as f64 * seconds).max(0.0);
+        self.burst_level = (self.burst_level - self.limit.burst as f64 * seconds).max(0.0);
+    }
+}
+
+/// How long `extra` takes to leak, in whole nanoseconds, rounded up; zero if there is none.
+fn time_to_leak(extra: f64, rate: f64) -> Duration {
+    if extra <= 0.0 {
+        return Duration::ZERO;
+    }
+    // The conversion saturates.
+    Duration::from_nanos((extra / rate * 1e9).ceil().max(1.0) as u64)
+}

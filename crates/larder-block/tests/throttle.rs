@@ -1,0 +1,299 @@
+//! The throttle filter on the virtual clock.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::backend::memory::MemoryDevice;
+use larder_block::filter::throttle::{Limit, LimitError, Limits, Throttle};
+use larder_block::{
+    BlockDevice, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+const SIZE: u64 = 1 << 20;
+
+fn open(on: &Loop, limits: Limits) -> Rc<Throttle> {
+    let lower = Rc::new(MemoryDevice::new(ByteLen::new(SIZE), 512));
+    Rc::new(Throttle::new(on, lower, limits).expect("sensible limits"))
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Kind {
+    Read,
+    Write,
+}
+
+async fn request(device: &Throttle, kind: Kind, len: usize) {
+    let mut buffer = vec![0; len];
+    match kind {
+        Kind::Read => {
+            device
+                .read(ByteOffset::ZERO, ReadBuf::new(&mut buffer))
+                .await
+        }
+        Kind::Write => {
+            device
+                .write(ByteOffset::ZERO, WriteBuf::new(&buffer), WriteFlags::NONE)
+                .await
+        }
+    }
+    .expect("works");
+}
+
+fn seconds(on: &Loop) -> f64 {
+    on.now().as_nanos() as f64 / 1e9
+}
+
+/// How many seconds `count` requests take, one after the other.
+fn time(limits: Limits, kind: Kind, count: u32, len: usize) -> f64 {
+    let on = Loop::simulated().expect("a loop");
+    let device = open(&on, limits);
+    on.block_on(async {
+        for _ in 0..count {
+            request(&device, kind, len).await;
+        }
+        seconds(&on)
+    })
+}
+
+#[track_caller]
+fn assert_near(measured: f64, expected: f64) {
+    assert!(
+        (measured - expected).abs() < 0.02 * expected + 0.001,
+        "{measured}, not {expected}"
+    );
+}
+
+#[test]
+fn a_limit_is_kept_after_a_tenth_of_a_second_at_once() {
+    let requests = Limits {
+        requests_total: Limit::per_second(100),
+        ..Limits::NONE
+    };
+    assert_near(time(requests, Kind::Read, 10, 512), 0.0);
+    assert_near(time(requests, Kind::Read, 1010, 512), 10.0);
+    let bytes = Limits {
+        bytes_write: Limit::per_second(1 << 20),
+        ..Limits::NONE
+    };
+    assert_near(time(bytes, Kind::Write, 1000, 64 << 10), 62.3);
+    assert_near(time(bytes, Kind::Read, 1000, 64 << 10), 0.0);
+}
+
+#[test]
+fn a_burst_goes_at_its_rate_for_its_length() {
+    let burst = |burst_seconds| Limits {
+        requests_read: Limit {
+            average: 100,
+            burst: 1000,
+            burst_seconds,
+        },
+        ..Limits::NONE
+    };
+    // One second's worth may go at once, then the average.
+    assert_near(time(burst(1), Kind::Read, 1000, 512), 0.0);
+    assert_near(time(burst(1), Kind::Read, 1500, 512), 5.0);
+    // Five seconds at 1000/s (during which 100/s leak), then the average.
+    assert_near(time(burst(5), Kind::Read, 5000, 512), 4.9);
+    assert_near(time(burst(5), Kind::Read, 6000, 512), 10.0);
+}
+
+#[test]
+fn a_large_request_counts_as_several_only_if_that_is_set() {
+    let limits = |request_size| Limits {
+        requests_write: Limit::per_second(100),
+        request_size: ByteLen::new(request_size),
+        ..Limits::NONE
+    };
+    assert_near(time(limits(0), Kind::Write, 110, 64 << 10), 1.0);
+    assert_near(time(limits(16 << 10), Kind::Write, 110, 64 << 10), 4.26);
+}
+
+#[test]
+fn zeroes_are_written_bytes_and_flushes_and_discards_are_free() {
+    let on = Loop::simulated().expect("a loop");
+    let device = open(
+        &on,
+        Limits {
+            bytes_write: Limit::per_second(SIZE),
+            ..Limits::NONE
+        },
+    );
+    on.block_on(async {
+        let all = ByteRange::new(0, SIZE);
+        for _ in 0..11 {
+            device
+                .write_zeroes(all, ZeroFlags::default())
+                .await
+                .expect("zeroes");
+        }
+        assert_near(seconds(&on), 9.9);
+        for _ in 0..100 {
+            device.flush().await.expect("flushes");
+            device.discard(all).await.expect("discards");
+        }
+        assert_near(seconds(&on), 9.9);
+    });
+}
+
+#[test]
+fn who_waits_goes_in_order_and_reads_and_writes_take_turns() {
+    let on = Loop::simulated().expect("a loop");
+    let device = open(
+        &on,
+        Limits {
+            requests_total: Limit::per_second(10),
+            ..Limits::NONE
+        },
+    );
+    let order: Rc<RefCell<Vec<(Kind, u32)>>> = Rc::default();
+    on.block_on(async {
+        let mut waiting = Vec::new();
+        for index in 0..40 {
+            let kind = if index < 30 { Kind::Read } else { Kind::Write };
+            let (device, order) = (Rc::clone(&device), Rc::clone(&order));
+            waiting.push(on.spawn_with_result(async move {
+                request(&device, kind, 512).await;
+                order.borrow_mut().push((kind, index));
+            }));
+        }
+        for one in waiting {
+            one.await;
+        }
+    });
+    let order = order.borrow();
+    for kind in [Kind::Read, Kind::Write] {
+        let own: Vec<u32> = order
+            .iter()
+            .filter(|(own, _)| *own == kind)
+            .map(|(_, index)| *index)
+            .collect();
+        assert!(own.is_sorted(), "{kind:?}: {own:?}");
+    }
+    let last_write = order
+        .iter()
+        .rposition(|(kind, _)| *kind == Kind::Write)
+        .expect("there are writes");
+    assert!(last_write <= 22, "the writes were starved: {order:?}");
+}
+
+#[test]
+fn limits_change_while_requests_wait() {
+    let on = Loop::simulated().expect("a loop");
+    let device = open(
+        &on,
+        Limits {
+            requests_total: Limit::per_second(1),
+            ..Limits::NONE
+        },
+    );
+    on.block_on(async {
+        let waiting: Vec<_> = (0..50)
+            .map(|_| {
+                let device = Rc::clone(&device);
+                on.spawn_with_result(async move { request(&device, Kind::Write, 512).await })
+            })
+            .collect();
+        on.sleep(Duration::from_secs(5)).await;
+        assert!(device.waiting() > 40);
+        device
+            .set_limits(Limits {
+                requests_total: Limit::per_second(10),
+                ..Limits::NONE
+            })
+            .expect("sensible");
+        on.sleep(Duration::from_secs(2)).await;
+        assert!((15..30).contains(&device.waiting()), "{}", device.waiting());
+        device.set_limits(Limits::NONE).expect("sensible");
+        for one in waiting {
+            one.await;
+        }
+        assert_near(seconds(&on), 7.0);
+        assert_eq!(device.waiting(), 0);
+    });
+}
+
+#[test]
+fn without_limits_a_request_is_answered_as_the_device_below_answers_it() {
+    let on = Loop::simulated().expect("a loop");
+    let device = open(&on, Limits::NONE);
+    let mut buffer = [0; 512];
+    assert!(
+        device
+            .read(ByteOffset::ZERO, ReadBuf::new(&mut buffer))
+            .result_now()
+            .is_some()
+    );
+}
+
+#[test]
+fn one_who_gives_up_leaves_room_for_the_next() {
+    let on = Loop::simulated().expect("a loop");
+    let device = open(
+        &on,
+        Limits {
+            requests_total: Limit::per_second(1),
+            ..Limits::NONE
+        },
+    );
+    on.block_on(async {
+        request(&device, Kind::Read, 512).await;
+        let first = Rc::clone(&device);
+        let gives_up = async move { request(&first, Kind::Read, 512).await };
+        let (weak, second) = (on.downgrade(), Rc::clone(&device));
+        let given_up = on.spawn_with_result(async move {
+            let on = weak.upgrade().expect("runs");
+            on.timeout(Duration::from_millis(100), gives_up).await
+        });
+        let next = on.spawn_with_result(async move { request(&second, Kind::Read, 512).await });
+        assert!(given_up.await.is_none());
+        next.await;
+        assert_near(seconds(&on), 0.9);
+    });
+}
+
+#[test]
+fn limits_that_make_no_sense_are_refused() {
+    let bytes = |bytes_total| Limits {
+        bytes_total,
+        ..Limits::NONE
+    };
+    let cases = [
+        (
+            bytes(Limit {
+                average: 0,
+                burst: 5,
+                burst_seconds: 0,
+            }),
+            "a burst needs an average",
+        ),
+        (
+            bytes(Limit {
+                average: 9,
+                burst: 5,
+                burst_seconds: 0,
+            }),
+            "below the average",
+        ),
+        (
+            bytes(Limit {
+                average: 9,
+                burst: 0,
+                burst_seconds: 2,
+            }),
+            "length needs a burst",
+        ),
+        (bytes(Limit::per_second(u64::MAX)), "at most"),
+        (
+            Limits {
+                bytes_read: Limit::per_second(1),
+                ..bytes(Limit::per_second(1))
+            },
+            "not both",
+        ),
+    ];
+    for (limits, expected) in cases {
+        let error: LimitError = limits.check().expect_err(expected);
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}
