@@ -42,6 +42,9 @@ pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
 /// The first spinning window once idleness turned out to be short.
 const POLL_FIRST: Duration = Duration::from_micros(4);
 
+/// Work that comes after more than this many times the limit is no longer the same burst.
+const LONG_IDLE_FACTOR: u32 = 16;
+
 /// A source of work that memory shows, such as a virtqueue.
 pub trait Poller {
     /// Takes up new work, if any, and says whether there was some. Called in a tight loop.
@@ -517,8 +520,8 @@ impl Core {
 
 /// What the loop does while there is nothing to do: spin for an adaptive while, then sleep.
 ///
-/// The window follows QEMU's AioContext: it doubles while work arrives soon after the loop went to sleep, and falls to
-/// nothing once work stays away for longer than the limit.
+/// The window follows QEMU's AioContext: it doubles while work arrives soon after the loop went to sleep, halves when work
+/// takes longer than the limit (on a busy host one late wake-up means little), and falls to nothing when it stays away.
 struct Idle<'a> {
     core: &'a Core,
     window: Duration,
@@ -545,8 +548,11 @@ impl<'a> Idle<'a> {
             return;
         }
         let limit = self.core.poll_max.get();
-        if since.elapsed() > limit {
+        let idle = since.elapsed();
+        if idle > limit * LONG_IDLE_FACTOR {
             self.window = Duration::ZERO;
+        } else if idle > limit {
+            self.window /= 2;
         } else if self.window < limit {
             self.window = (self.window * 2).clamp(POLL_FIRST.min(limit), limit);
         }
