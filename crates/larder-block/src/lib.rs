@@ -9,6 +9,8 @@ pub mod device;
 pub mod error;
 pub mod event_loop;
 pub mod filter;
+pub mod nbd;
+pub mod tls;
 pub mod units;
 
 pub use buffer::{AlignedBuf, IoVec, ReadBuf, WriteBuf};

@@ -3,4 +3,5 @@
 pub mod file;
 pub mod image_lock;
 pub mod memory;
+pub mod nbd;
 pub mod simulated;

@@ -256,6 +256,30 @@ impl Socket {
         self.ready(false).await
     }
 
+    /// Waits until something can be written, or the connection has broken.
+    ///
+    /// # Errors
+    /// The kernel refuses to watch the socket.
+    pub async fn writable(&self) -> io::Result<()> {
+        self.ready(true).await
+    }
+
+    /// Reads what is there; 0 at the end of the stream.
+    ///
+    /// # Errors
+    /// `WouldBlock` if nothing is there yet, `Interrupted`, or the connection broke.
+    pub fn try_read(&self, into: ReadBuf<'_>) -> io::Result<usize> {
+        self.read_pieces_now(into)
+    }
+
+    /// Writes what the socket takes of `head` followed by `body`; how many bytes.
+    ///
+    /// # Errors
+    /// `WouldBlock` if it takes nothing now, `Interrupted`, or the connection broke.
+    pub fn try_write(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
+        self.write_pieces_now(head, body)
+    }
+
     /// Reads what is there, at least one byte; 0 at the end of the stream. Dropping the future loses nothing.
     ///
     /// # Errors

@@ -1,0 +1,371 @@
+//! From a URI to a connection that takes requests: connecting, TLS, and the options of the handshake.
+//!
+//! Newstyle servers only. What a server does not know costs one more round trip and nothing else: extended headers fall
+//! back to structured replies, those to simple ones, and `GO` to `EXPORT_NAME`.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::error::{Change, ConnectError, Refusal};
+use crate::event_loop::{Loop, Socket};
+use crate::nbd::handshake::{
+    self, BlockSizes, EXPORT_NAME_PADDING, ExportRequest, FIXED_NEWSTYLE, GREETING_LEN, Info,
+    MetaContextRequest, NO_ZEROES, OPTION_REPLY_HEADER_LEN, OptionReplyHeader, infos, options,
+    replies,
+};
+use crate::nbd::transmission::Framing;
+use crate::nbd::{BASE_ALLOCATION, Input, Malformed, NbdUri, PAYLOAD_LEN_MAX, TransmissionFlags};
+use crate::tls::{ClientTls, Stream};
+use crate::units::ByteLen;
+
+/// The longest reply to an option that is read, in bytes: a few times the longest string.
+const OPTION_REPLY_LEN_MAX: u32 = 16 << 10;
+
+/// The most replies to one option. Real servers send a handful.
+const OPTION_REPLIES_MAX: usize = 64;
+
+/// What an export is like, as the server says.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Export {
+    /// In bytes, as it is: not necessarily whole blocks.
+    pub(super) size: u64,
+    pub(super) flags: TransmissionFlags,
+    pub(super) sizes: BlockSizes,
+    pub(super) framing: Framing,
+    /// The number of `base:allocation`, if the server has it.
+    pub(super) allocation: Option<u32>,
+}
+
+/// A connection that takes requests.
+pub(super) struct Connection {
+    pub(super) stream: Rc<Stream>,
+    pub(super) input: Input,
+    pub(super) export: Export,
+}
+
+/// Connects and shakes hands within `limit`.
+pub(super) async fn connect(
+    on: &Loop,
+    uri: &NbdUri,
+    tls: Option<&ClientTls>,
+    limit: Duration,
+) -> Result<Connection, ConnectError> {
+    on.timeout(limit, connect_patiently(on, uri, tls))
+        .await
+        .unwrap_or(Err(ConnectError::Timeout(limit)))
+}
+
+async fn connect_patiently(
+    on: &Loop,
+    uri: &NbdUri,
+    tls: Option<&ClientTls>,
+) -> Result<Connection, ConnectError> {
+    let socket = Socket::connect(on, &uri.address)
+        .await
+        .map_err(ConnectError::Dial)?;
+    let stream = Rc::new(Stream::plain(socket));
+    let mut handshake = Handshake {
+        input: Input::new(Rc::clone(&stream)),
+        stream,
+        no_zeroes: false,
+    };
+    let fixed = handshake.greet().await?;
+    if let Some(tls) = tls {
+        handshake.start_tls(tls).await?;
+    }
+    let export = if fixed {
+        handshake.negotiate(&uri.export).await?
+    } else {
+        handshake.export_name(&uri.export).await?
+    };
+    Ok(Connection {
+        stream: handshake.stream,
+        input: handshake.input,
+        export: export.checked()?,
+    })
+}
+
+struct Handshake {
+    stream: Rc<Stream>,
+    input: Input,
+    /// Agreed: no padding behind the reply to `EXPORT_NAME`.
+    no_zeroes: bool,
+}
+
+impl Handshake {
+    /// Exchanges flags; whether the server answers options.
+    async fn greet(&mut self) -> Result<bool, ConnectError> {
+        let greeting = self.input.take::<GREETING_LEN>().await?;
+        let flags = handshake::parse_greeting(&greeting).map_err(|error| match error {
+            Malformed::Magic {
+                found: handshake::OLDSTYLE_MAGIC,
+                ..
+            } => ConnectError::Oldstyle,
+            error => error.into(),
+        })?;
+        let answer = flags & (FIXED_NEWSTYLE | NO_ZEROES);
+        self.stream
+            .write_all(&u32::from(answer).to_be_bytes())
+            .await?;
+        self.no_zeroes = answer & NO_ZEROES != 0;
+        Ok(answer & FIXED_NEWSTYLE != 0)
+    }
+
+    async fn start_tls(&mut self, tls: &ClientTls) -> Result<(), ConnectError> {
+        self.ask(options::STARTTLS, &[]).await?;
+        match self.reply(options::STARTTLS).await? {
+            Reply::Done => {}
+            Reply::Refused(refusal) => return Err(ConnectError::TlsRefused(refusal)),
+            Reply::Data { kind, .. } => return Err(wrong_reply(options::STARTTLS, kind)),
+        }
+        // Whatever came unencrypted behind the acknowledgement must not pass for something said under TLS.
+        if !self.input.arrived().is_empty() {
+            return Err(ConnectError::Injected(self.input.arrived().len()));
+        }
+        Ok(self.stream.start_client(tls).await?)
+    }
+
+    async fn negotiate(&mut self, name: &str) -> Result<Export, ConnectError> {
+        let framing = if self.try_option(options::EXTENDED_HEADERS).await? {
+            Framing::Extended
+        } else if self.try_option(options::STRUCTURED_REPLY).await? {
+            Framing::Structured
+        } else {
+            Framing::Simple
+        };
+        let allocation = match framing {
+            Framing::Simple => None,
+            Framing::Structured | Framing::Extended => self.set_meta_context(name).await?,
+        };
+        let mut export = match self.go(name).await? {
+            Some(export) => export,
+            None => self.export_name(name).await?,
+        };
+        export.framing = framing;
+        export.allocation = allocation;
+        Ok(export)
+    }
+
+    /// Asks for something that older servers lack; whether this one has it.
+    async fn try_option(&mut self, option: u32) -> Result<bool, ConnectError> {
+        self.ask(option, &[]).await?;
+        match self.reply(option).await? {
+            Reply::Done => Ok(true),
+            Reply::Refused(refusal) if refusal.kind == replies::ERR_TLS_REQD => {
+                Err(ConnectError::TlsRequired)
+            }
+            Reply::Refused(_) => Ok(false),
+            Reply::Data { kind, .. } => Err(wrong_reply(option, kind)),
+        }
+    }
+
+    async fn set_meta_context(&mut self, name: &str) -> Result<Option<u32>, ConnectError> {
+        let option = options::SET_META_CONTEXT;
+        let request = MetaContextRequest {
+            name,
+            queries: vec![BASE_ALLOCATION],
+        };
+        self.ask(option, &request.encode()).await?;
+        let mut found = None;
+        for _ in 0..OPTION_REPLIES_MAX {
+            match self.reply(option).await? {
+                Reply::Done => return Ok(found),
+                // An unknown export too, which `GO` reports better.
+                Reply::Refused(_) => return Ok(None),
+                Reply::Data {
+                    kind: replies::META_CONTEXT,
+                    data,
+                } => {
+                    let (id, context) = handshake::parse_meta_context(&data)?;
+                    if context == BASE_ALLOCATION {
+                        found = Some(id);
+                    }
+                }
+                Reply::Data { kind, .. } => return Err(wrong_reply(option, kind)),
+            }
+        }
+        Err(ConnectError::ManyReplies { option })
+    }
+
+    /// The export, or `None` if the server is too old for `GO`.
+    async fn go(&mut self, name: &str) -> Result<Option<Export>, ConnectError> {
+        let option = options::GO;
+        let wanted = [infos::BLOCK_SIZE, infos::NAME, infos::DESCRIPTION];
+        self.ask(option, &ExportRequest::encode(name, &wanted))
+            .await?;
+        let mut export = None;
+        let mut sizes = BlockSizes::DEFAULT;
+        for _ in 0..OPTION_REPLIES_MAX {
+            match self.reply(option).await? {
+                Reply::Done => {
+                    let (size, flags) = export.ok_or(ConnectError::NoExport)?;
+                    return Ok(Some(Export::new(size, flags, sizes)));
+                }
+                Reply::Refused(refusal) => {
+                    return match refusal.kind {
+                        replies::ERR_UNSUP => Ok(None),
+                        replies::ERR_TLS_REQD => Err(ConnectError::TlsRequired),
+                        _ => Err(ConnectError::Refused(refusal)),
+                    };
+                }
+                Reply::Data {
+                    kind: replies::INFO,
+                    data,
+                } => match Info::parse(&data)? {
+                    Info::Export { size, flags } => export = Some((size, flags)),
+                    Info::BlockSize(given) => sizes = given,
+                    Info::Name(name) => tracing::debug!(name, "the export's own name"),
+                    Info::Description(text) => tracing::debug!(text, "the export's description"),
+                    Info::Other(_) => {}
+                },
+                Reply::Data { kind, .. } => return Err(wrong_reply(option, kind)),
+            }
+        }
+        Err(ConnectError::ManyReplies { option })
+    }
+
+    /// The old way, which cannot say why it fails: the server hangs up.
+    async fn export_name(&mut self, name: &str) -> Result<Export, ConnectError> {
+        self.ask(options::EXPORT_NAME, name.as_bytes()).await?;
+        let size = u64::from_be_bytes(self.input.take().await?);
+        let flags = TransmissionFlags(u16::from_be_bytes(self.input.take().await?));
+        if !self.no_zeroes {
+            self.input.skip(EXPORT_NAME_PADDING as u64).await?;
+        }
+        Ok(Export::new(size, flags, BlockSizes::DEFAULT))
+    }
+
+    async fn ask(&self, option: u32, data: &[u8]) -> Result<(), ConnectError> {
+        let message = handshake::encode_option(option, data);
+        Ok(self.stream.write_all(&message).await?)
+    }
+
+    async fn reply(&mut self, option: u32) -> Result<Reply, ConnectError> {
+        let header = self.input.take::<OPTION_REPLY_HEADER_LEN>().await?;
+        let header = OptionReplyHeader::parse(&header)?;
+        if header.option != option {
+            return Err(ConnectError::WrongOption {
+                asked: option,
+                found: header.option,
+            });
+        }
+        if header.len > OPTION_REPLY_LEN_MAX {
+            return Err(ConnectError::LongReply {
+                option,
+                len: header.len,
+                allowed: OPTION_REPLY_LEN_MAX,
+            });
+        }
+        let mut data = vec![0; header.len as usize];
+        self.input.read_exact(&mut data).await?;
+        if header.is_error() {
+            return Ok(Reply::Refused(Refusal {
+                option,
+                kind: header.kind,
+                text: String::from_utf8_lossy(&data).into_owned(),
+            }));
+        }
+        Ok(match header.kind {
+            replies::ACK => Reply::Done,
+            kind => Reply::Data { kind, data },
+        })
+    }
+}
+
+/// A reply to an option.
+enum Reply {
+    Done,
+    Refused(Refusal),
+    Data { kind: u32, data: Vec<u8> },
+}
+
+fn wrong_reply(option: u32, kind: u32) -> ConnectError {
+    ConnectError::WrongReply { option, kind }
+}
+
+/// What a reconnected export must still be able to do if it could before: requests may be under way that need it.
+const KEPT_FLAGS: TransmissionFlags = TransmissionFlags::FLUSH
+    .with(TransmissionFlags::FUA)
+    .with(TransmissionFlags::TRIM)
+    .with(TransmissionFlags::WRITE_ZEROES)
+    .with(TransmissionFlags::FAST_ZERO);
+
+impl Export {
+    fn new(size: u64, flags: TransmissionFlags, sizes: BlockSizes) -> Self {
+        Self {
+            size,
+            flags,
+            sizes,
+            framing: Framing::Simple,
+            allocation: None,
+        }
+    }
+
+    /// Refuses sizes that cannot be meant, and keeps the payload to what we would send.
+    fn checked(mut self) -> Result<Self, ConnectError> {
+        let BlockSizes {
+            minimum,
+            preferred,
+            payload_max,
+        } = self.sizes;
+        if self.size == 0 {
+            return Err(ConnectError::Empty);
+        }
+        if i64::try_from(self.size).is_err() {
+            return Err(ConnectError::AbsurdSize(self.size));
+        }
+        // Spec, "Size constraints": a power of two up to 64 KiB; a larger payload than anyone needs means no limit.
+        let sound = minimum.is_power_of_two()
+            && minimum <= 65536
+            && preferred.is_power_of_two()
+            && preferred >= minimum
+            && payload_max >= minimum
+            && payload_max >= 512;
+        if !sound {
+            return Err(ConnectError::BlockSizes {
+                minimum,
+                preferred,
+                payload_max,
+            });
+        }
+        self.sizes.payload_max = payload_max.min(PAYLOAD_LEN_MAX);
+        Ok(self)
+    }
+
+    pub(super) fn has(&self, flag: TransmissionFlags) -> bool {
+        self.flags.contains(flag)
+    }
+
+    /// Whether this can take the place of `before`, to which requests may be under way.
+    pub(super) fn replaces(&self, before: &Self) -> Result<(), Change> {
+        let lost = before.flags.without(self.flags).intersection(KEPT_FLAGS);
+        if self.size < before.size {
+            return Err(Change::Smaller {
+                from: ByteLen::new(before.size),
+                to: ByteLen::new(self.size),
+            });
+        }
+        if self.has(TransmissionFlags::READ_ONLY) && !before.has(TransmissionFlags::READ_ONLY) {
+            return Err(Change::ReadOnly);
+        }
+        if self.sizes.minimum > before.sizes.minimum {
+            return Err(Change::LargerBlocks {
+                from: before.sizes.minimum,
+                to: self.sizes.minimum,
+            });
+        }
+        if lost != TransmissionFlags::NONE {
+            return Err(Change::Lost(lost.to_string()));
+        }
+        if self.sizes.payload_max < before.sizes.payload_max {
+            return Err(Change::Lost(format!(
+                "payloads of {}",
+                ByteLen::new(u64::from(before.sizes.payload_max))
+            )));
+        }
+        if self.allocation.is_none() && before.allocation.is_some() {
+            return Err(Change::Lost(BASE_ALLOCATION.to_owned()));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,155 @@
+//! Why an NBD export cannot be opened, and why a connection to it ended.
+
+use std::io;
+use std::time::Duration;
+
+use crate::nbd::handshake::{option_name, reply_error_name};
+use crate::nbd::{Malformed, NbdUriError};
+use crate::tls::TlsError;
+use crate::units::ByteLen;
+
+/// Why an export cannot be opened as a disk.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum OpenError {
+    #[error(transparent)]
+    Uri(#[from] NbdUriError),
+    #[error("{uri}: {source}")]
+    Connect { uri: String, source: ConnectError },
+}
+
+/// Why a connection did not get as far as requests.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ConnectError {
+    #[error("cannot connect: {0}")]
+    Dial(io::Error),
+    #[error("the server did not finish the handshake within {0:?}")]
+    Timeout(Duration),
+    #[error("the connection broke during the handshake: {0}")]
+    Io(#[from] io::Error),
+    #[error("not an NBD server, or one that breaks the protocol: {0}")]
+    Malformed(#[from] Malformed),
+    #[error("the server speaks the oldstyle protocol of before 2011, which is not supported")]
+    Oldstyle,
+    #[error("{0}")]
+    Tls(#[from] TlsError),
+    #[error("the server does not encrypt: {0}; use nbd:// if that is all right")]
+    TlsRefused(Refusal),
+    #[error("the server requires TLS: use nbds:// in place of nbd://")]
+    TlsRequired,
+    #[error(
+        "the server sent {0} bytes unencrypted where TLS had to begin; somebody may be tampering with the connection"
+    )]
+    Injected(usize),
+    #[error("the server refused: {0}")]
+    Refused(Refusal),
+    #[error("a reply of {len} bytes to {} is longer than the {allowed} bytes that make sense", option_name(*option))]
+    LongReply { option: u32, len: u32, allowed: u32 },
+    #[error("the replies to {} do not end", option_name(*option))]
+    ManyReplies { option: u32 },
+    #[error("the server answered {} when {} was asked", option_name(*found), option_name(*asked))]
+    WrongOption { asked: u32, found: u32 },
+    #[error("the server answered {} with a reply of kind {kind:#x}", option_name(*option))]
+    WrongReply { option: u32, kind: u32 },
+    #[error("the server gave no size for the export")]
+    NoExport,
+    #[error("the export has no bytes")]
+    Empty,
+    #[error("the export is said to have {0} bytes; a disk has less than 2^63")]
+    AbsurdSize(u64),
+    #[error(
+        "the export's block sizes make no sense: minimum {minimum}, preferred {preferred}, largest payload {payload_max}"
+    )]
+    BlockSizes {
+        minimum: u32,
+        preferred: u32,
+        payload_max: u32,
+    },
+    #[error("it is not the export that was there before: {0}")]
+    Changed(Change),
+    #[error(
+        "writes that the server had acknowledged before it went away could not be repeated: {0}"
+    )]
+    Replay(Broken),
+}
+
+/// A server's refusal of an option.
+#[derive(Debug, thiserror::Error)]
+#[error("{} to {}{}", reply_error_name(*kind), option_name(*option), quoted(text))]
+pub struct Refusal {
+    /// The option.
+    pub option: u32,
+    /// The kind of the error reply.
+    pub kind: u32,
+    /// What the server said about it.
+    pub text: String,
+}
+
+fn quoted(text: &str) -> String {
+    if text.is_empty() {
+        String::new()
+    } else {
+        format!(" ('{}')", text.escape_debug())
+    }
+}
+
+/// How an export differs from what it was before the connection broke, so that it cannot take its place.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum Change {
+    #[error("it has shrunk from {from} to {to}")]
+    Smaller { from: ByteLen, to: ByteLen },
+    #[error("it is read-only now")]
+    ReadOnly,
+    #[error("its minimum block size has grown from {from} to {to} bytes")]
+    LargerBlocks { from: u32, to: u32 },
+    #[error("it no longer has {0}")]
+    Lost(String),
+}
+
+/// Why a connection ended.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum Broken {
+    #[error("the server closed the connection")]
+    Ended,
+    #[error("{0}")]
+    Io(io::Error),
+    #[error("no byte has moved for {0:?} though requests are waiting")]
+    Stalled(Duration),
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    #[error("protocol error by the server: {0}")]
+    Malformed(#[from] Malformed),
+    #[error("protocol error by the server: a reply to a request that was not made (cookie {0:#x})")]
+    UnknownCookie(u64),
+    #[error(
+        "protocol error by the server: a {got} in reply to a {command} of {len} bytes at {offset:#x}"
+    )]
+    WrongReply {
+        got: String,
+        command: &'static str,
+        offset: u64,
+        len: u64,
+    },
+    #[error(
+        "protocol error by the server: a read of {len} bytes at {offset:#x} ended with {received} bytes"
+    )]
+    ShortRead {
+        offset: u64,
+        len: u64,
+        received: u64,
+    },
+    #[error("the server failed a repeated change with error {error} ({text})")]
+    ReplayFailed { error: u32, text: String },
+}
+
+impl From<io::Error> for Broken {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => Self::Ended,
+            _ => Self::Io(error),
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! The replay log: changes that the server has acknowledged and not yet been told to flush.
+//!
+//! A server that dies may lose them, and a flush by its successor would succeed all the same. So they are kept, with a
+//! copy of their data, until a flush that covers them has completed, and are repeated in order on a new connection.
+//!
+//! Invariants: entries are in the order in which they were acknowledged; the data of writes lies in the ring in that
+//! order; what is kept and what is reserved for changes under way together stay within the capacity, so that an
+//! acknowledged change always finds room.
+
+use std::collections::VecDeque;
+
+use crate::buffer::WriteBuf;
+use crate::nbd::Command;
+use crate::units::ByteRange;
+
+/// What an entry costs besides its data, in bytes.
+const ENTRY_COST: u64 = 64;
+
+/// See the module.
+pub(super) struct ReplayLog {
+    /// In bytes; 0 for a log that keeps nothing and has room for everything.
+    capacity: u64,
+    /// The data of writes; empty until the first one. Used from `head` on, around the end.
+    ring: Box<[u8]>,
+    head: usize,
+    /// Bytes of `ring` in use.
+    filled: usize,
+    entries: VecDeque<Entry>,
+    /// How many entries have ever left.
+    released: u64,
+    /// What `entries` cost.
+    kept: u64,
+    reserved: u64,
+}
+
+/// A change that was acknowledged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub(super) command: Command,
+    pub(super) range: ByteRange,
+}
+
+impl Entry {
+    fn data_len(&self) -> usize {
+        match self.command {
+            Command::Write => self.range.len.as_usize(),
+            _ => 0,
+        }
+    }
+}
+
+/// A point in the log: everything acknowledged before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Mark(u64);
+
+/// What a change of `len` bytes of data costs, in bytes of capacity.
+fn cost(data_len: u64) -> u64 {
+    data_len + ENTRY_COST
+}
+
+impl ReplayLog {
+    pub(super) fn new(capacity: u64) -> Self {
+        Self {
+            capacity,
+            ring: Box::default(),
+            head: 0,
+            filled: 0,
+            entries: VecDeque::new(),
+            released: 0,
+            kept: 0,
+            reserved: 0,
+        }
+    }
+
+    pub(super) fn is_on(&self) -> bool {
+        self.capacity > 0
+    }
+
+    /// The longest write that it is offered: several fit.
+    pub(super) fn write_len_max(&self) -> Option<u64> {
+        self.is_on().then_some(self.capacity / 4)
+    }
+
+    /// Bytes that are kept.
+    pub(super) fn kept(&self) -> u64 {
+        self.kept
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub(super) fn is_half_full(&self) -> bool {
+        self.is_on() && self.kept >= self.capacity / 2
+    }
+
+    /// Sets room aside for a change of `data_len` bytes of data that is about to be sent; false if there is none now.
+    pub(super) fn reserve(&mut self, data_len: u64) -> bool {
+        if !self.is_on() {
+            return true;
+        }
+        if self.kept + self.reserved + cost(data_len) > self.capacity {
+            return false;
+        }
+        self.reserved += cost(data_len);
+        true
+    }
+
+    /// Gives up what was set aside: the change was not acknowledged.
+    pub(super) fn unreserve(&mut self, data_len: u64) {
+        if self.is_on() {
+            debug_assert!(self.reserved >= cost(data_len));
+            self.reserved -= cost(data_len);
+        }
+    }
+
+    /// Keeps an acknowledged change for which room was set aside. `data` is that of a write.
+    pub(super) fn append(&mut self, entry: Entry, data: Option<WriteBuf<'_>>) {
+        if !self.is_on() {
+            return;
+        }
+        let data_len = entry.data_len();
+        self.unreserve(data_len as u64);
+        self.kept += cost(data_len as u64);
+        self.entries.push_back(entry);
+        let Some(data) = data else { return };
+        debug_assert_eq!(data.len(), data_len);
+        if self.ring.is_empty() {
+            self.ring = vec![0; self.capacity as usize].into_boxed_slice();
+        }
+        let start = (self.head + self.filled) % self.ring.len();
+        let first = data_len.min(self.ring.len() - start);
+        data.copy_to_slice(&mut self.ring[start..start + first]);
+        data.skip(first)
+            .copy_to_slice(&mut self.ring[..data_len - first]);
+        self.filled += data_len;
+        debug_assert!(self.filled <= self.ring.len());
+    }
+
+    /// The present end of the log.
+    pub(super) fn mark(&self) -> Mark {
+        Mark(self.released + self.entries.len() as u64)
+    }
+
+    /// Forgets what was acknowledged before `mark`: it is durable now.
+    pub(super) fn release(&mut self, mark: Mark) {
+        while self.released < mark.0 {
+            let Some(entry) = self.entries.pop_front() else {
+                return;
+            };
+            let data_len = entry.data_len();
+            self.released += 1;
+            self.kept -= cost(data_len as u64);
+            self.filled -= data_len;
+            if data_len > 0 {
+                self.head = (self.head + data_len) % self.ring.len();
+            }
+        }
+    }
+
+    /// Every entry with where its data begins, counted from the oldest.
+    pub(super) fn entries(&self) -> impl Iterator<Item = (Entry, usize)> + '_ {
+        let mut at = 0;
+        self.entries.iter().map(move |entry| {
+            let start = at;
+            at += entry.data_len();
+            (*entry, start)
+        })
+    }
+
+    /// Appends an entry's data to `to`; `start` is where [`ReplayLog::entries`] said it begins.
+    pub(super) fn copy_data(&self, entry: &Entry, start: usize, to: &mut Vec<u8>) {
+        let len = entry.data_len();
+        if len == 0 {
+            return;
+        }
+        let start = (self.head + start) % self.ring.len();
+        let first = len.min(self.ring.len() - start);
+        to.extend_from_slice(&self.ring[start..start + first]);
+        to.extend_from_slice(&self.ring[..len - first]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn contents(log: &ReplayLog) -> Vec<(Entry, Vec<u8>)> {
+        let each = log.entries().map(|(entry, start)| {
+            let mut data = Vec::new();
+            log.copy_data(&entry, start, &mut data);
+            (entry, data)
+        });
+        each.collect()
+    }
+
+    proptest! {
+        #[test]
+        fn the_log_keeps_what_was_acknowledged_in_order_within_its_capacity(
+            steps in prop::collection::vec((0usize..700, 0u8..8, any::<u8>()), 1..200),
+        ) {
+            let mut log = ReplayLog::new(4096);
+            let mut model: Vec<(Entry, Vec<u8>)> = Vec::new();
+            let mut refused = 0;
+            for (len, kind, byte) in steps {
+                if kind == 0 {
+                    let half = model.len() / 2;
+                    let mark = Mark(log.mark().0 - (model.len() - half) as u64);
+                    log.release(mark);
+                    model.drain(..half);
+                } else {
+                    let data = vec![byte; if kind == 1 { 0 } else { len.max(1) }];
+                    let command = if kind == 1 { Command::Trim } else { Command::Write };
+                    let entry = Entry { command, range: ByteRange::new(u64::from(byte), data.len() as u64) };
+                    if log.reserve(data.len() as u64) {
+                        if kind == 2 {
+                            log.unreserve(data.len() as u64);
+                            continue;
+                        }
+                        log.append(entry, (kind != 1).then(|| WriteBuf::new(&data)));
+                        model.push((entry, data));
+                    } else {
+                        refused += 1;
+                    }
+                }
+                prop_assert!(log.kept() <= 4096);
+                prop_assert_eq!(log.reserved, 0);
+                prop_assert_eq!(&contents(&log), &model);
+            }
+            log.release(log.mark());
+            prop_assert_eq!((log.kept(), log.filled, log.len()), (0, 0, 0));
+            prop_assert!(refused == 0 || log.reserve(4000));
+        }
+    }
+
+    #[test]
+    fn a_log_without_capacity_has_room_for_everything_and_keeps_nothing() {
+        let mut log = ReplayLog::new(0);
+        let data = [1; 512];
+        assert!(log.reserve(u64::MAX / 2));
+        let entry = Entry {
+            command: Command::Write,
+            range: ByteRange::new(0, 512),
+        };
+        log.append(entry, Some(WriteBuf::new(&data)));
+        assert_eq!((log.len(), log.kept(), log.is_half_full()), (0, 0, false));
+    }
+}

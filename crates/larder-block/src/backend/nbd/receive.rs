@@ -1,0 +1,346 @@
+//! The receiving half of a connection: replies in whatever order they come, payloads straight into the callers'
+//! buffers. A server is not trusted: everything that it sends must answer a request that is on the wire, within the
+//! bounds of that request, or the connection is given up.
+
+use super::Shared;
+use super::connect::Export;
+use super::error::Broken;
+use super::requests::{Asked, RequestId};
+use crate::buffer::ReadBuf;
+use crate::device::{Extent, ExtentKind};
+use crate::error::Failure;
+use crate::nbd::flags::{errors, failure_of};
+use crate::nbd::transmission::{
+    ERROR_CHUNK_LEN_MAX, ErrorChunk, Framing, ReplyHeader, StatusLayout, chunks,
+};
+use crate::nbd::{Command, Input, STATE_HOLE, STATE_ZERO};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// Where payloads go that nobody wants any more, in bytes.
+const SCRATCH_LEN: usize = 64 << 10;
+
+pub(super) struct Receiver<'a> {
+    shared: &'a Shared,
+    input: Input,
+    export: Export,
+    scratch: Vec<u8>,
+}
+
+/// The chunk of a reply that is being read.
+#[derive(Clone, Copy)]
+struct Chunk {
+    id: RequestId,
+    asked: Asked,
+    kind: u16,
+    len: u64,
+}
+
+/// Reads the header of the next reply.
+pub(super) async fn read_header(
+    input: &mut Input,
+    framing: Framing,
+) -> Result<ReplyHeader, Broken> {
+    let start = input.peek(4).await?;
+    let start = [start[0], start[1], start[2], start[3]];
+    let len = ReplyHeader::len(framing, start)?;
+    let header = ReplyHeader::parse(input.peek(len).await?)?;
+    input.consume(len);
+    Ok(header)
+}
+
+/// Reads the payload of an error chunk of `len` bytes.
+pub(super) async fn read_error_chunk(input: &mut Input, len: u64) -> Result<ErrorChunk, Broken> {
+    if len > ERROR_CHUNK_LEN_MAX {
+        return Err(Broken::Malformed(crate::nbd::Malformed::Length {
+            what: "an error chunk",
+            len,
+            allowed: "4160 bytes are",
+        }));
+    }
+    let mut payload = vec![0; len as usize];
+    input.read_exact(&mut payload).await?;
+    Ok(ErrorChunk::parse(&payload)?)
+}
+
+impl<'a> Receiver<'a> {
+    pub(super) fn new(shared: &'a Shared, input: Input, export: Export) -> Self {
+        Self {
+            shared,
+            input,
+            export,
+            scratch: Vec::new(),
+        }
+    }
+
+    /// Takes replies until the connection breaks; why it did.
+    pub(super) async fn receive(mut self) -> Broken {
+        loop {
+            if let Err(broken) = self.reply().await {
+                return broken;
+            }
+        }
+    }
+
+    async fn reply(&mut self) -> Result<(), Broken> {
+        let header = read_header(&mut self.input, self.export.framing).await?;
+        self.shared.touch();
+        match header {
+            ReplyHeader::Simple { error, cookie } => self.simple(error, cookie).await,
+            ReplyHeader::Chunk {
+                done,
+                kind,
+                cookie,
+                offset,
+                len,
+            } => {
+                let (id, asked) = self.request(cookie)?;
+                let chunk = Chunk {
+                    id,
+                    asked,
+                    kind,
+                    len,
+                };
+                if offset.is_some_and(|offset| offset != asked.range.start.get()) {
+                    return Err(wrong(&asked, "chunk with the offset of another request"));
+                }
+                self.chunk(chunk).await?;
+                if done { self.done(chunk) } else { Ok(()) }
+            }
+        }
+    }
+
+    fn request(&self, cookie: u64) -> Result<(RequestId, Asked), Broken> {
+        self.shared
+            .requests
+            .borrow()
+            .on_wire_request(cookie)
+            .ok_or(Broken::UnknownCookie(cookie))
+    }
+
+    async fn simple(&mut self, error: u32, cookie: u64) -> Result<(), Broken> {
+        let (id, asked) = self.request(cookie)?;
+        let payload = match asked.command {
+            Command::Read if self.export.framing != Framing::Simple => {
+                return Err(wrong(&asked, "simple reply"));
+            }
+            Command::BlockStatus if error == 0 => return Err(wrong(&asked, "simple reply")),
+            Command::Read if error == 0 => asked.range.len.as_usize(),
+            _ => 0,
+        };
+        if error == errors::ESHUTDOWN {
+            return Err(Broken::ShuttingDown);
+        }
+        self.payload(id, 0, payload).await?;
+        let result = if error == 0 {
+            Ok(())
+        } else {
+            Err(failure_of(error))
+        };
+        self.finish(id, result);
+        Ok(())
+    }
+
+    async fn chunk(&mut self, chunk: Chunk) -> Result<(), Broken> {
+        match (chunk.kind, chunk.asked.command) {
+            (chunks::NONE, _) if chunk.len == 0 => Ok(()),
+            (chunks::OFFSET_DATA, Command::Read) if chunk.len > 8 => self.data(chunk).await,
+            (chunks::OFFSET_HOLE, Command::Read) if chunk.len == 12 => self.hole(chunk).await,
+            (chunks::BLOCK_STATUS, Command::BlockStatus)
+                if self.export.framing == Framing::Structured =>
+            {
+                self.status(chunk).await
+            }
+            (chunks::BLOCK_STATUS_EXT, Command::BlockStatus)
+                if self.export.framing == Framing::Extended =>
+            {
+                self.status(chunk).await
+            }
+            (kind, _) if kind & chunks::ERROR_BIT != 0 => self.error(chunk).await,
+            (kind, _) => {
+                let got = format!("chunk of type {kind} with {} bytes", chunk.len);
+                Err(wrong(&chunk.asked, got))
+            }
+        }
+    }
+
+    async fn data(&mut self, chunk: Chunk) -> Result<(), Broken> {
+        let offset = u64::from_be_bytes(self.input.take().await?);
+        let from = self.account(chunk, offset, chunk.len - 8, "data chunk")?;
+        self.payload(chunk.id, from, (chunk.len - 8) as usize).await
+    }
+
+    async fn hole(&mut self, chunk: Chunk) -> Result<(), Broken> {
+        let offset = u64::from_be_bytes(self.input.take().await?);
+        let len = u64::from(u32::from_be_bytes(self.input.take().await?));
+        let from = self.account(chunk, offset, len, "hole chunk")?;
+        let requests = self.shared.requests.borrow();
+        if let Some(target) = requests.read_target(chunk.id, from, len as usize) {
+            target.fill_zero();
+        }
+        Ok(())
+    }
+
+    /// Checks that a content chunk lies in the request and that there are not too many of them; where it begins in the
+    /// buffer.
+    fn account(
+        &self,
+        chunk: Chunk,
+        offset: u64,
+        len: u64,
+        what: &'static str,
+    ) -> Result<usize, Broken> {
+        let range = chunk.asked.range;
+        let part = ByteRange::new(offset, len);
+        if len == 0 || part.checked_end().is_none() || !range.contains(part) {
+            let got = format!("{what} of {len} bytes at {offset:#x}");
+            return Err(wrong(&chunk.asked, got));
+        }
+        let received = self.shared.requests.borrow_mut().received(chunk.id, len);
+        if received > range.len.get() {
+            let got = format!("{what} that makes it {received} bytes");
+            return Err(wrong(&chunk.asked, got));
+        }
+        Ok((part.start - range.start).as_usize())
+    }
+
+    /// Moves `len` bytes to where the request wants them, `from` bytes into its buffer.
+    async fn payload(&mut self, id: RequestId, from: usize, len: usize) -> Result<(), Broken> {
+        let mut done = 0;
+        while done < len {
+            let moved = {
+                let requests = self.shared.requests.borrow();
+                match requests.read_target(id, from + done, len - done) {
+                    Some(target) => self.input.try_payload(target)?,
+                    None => {
+                        self.scratch.resize(SCRATCH_LEN, 0);
+                        let part = (len - done).min(SCRATCH_LEN);
+                        let scratch = ReadBuf::new(&mut self.scratch[..part]);
+                        self.input.try_payload(scratch)?
+                    }
+                }
+            };
+            done += moved;
+            if moved == 0 {
+                self.input.readable().await?;
+            } else {
+                self.shared.touch();
+            }
+        }
+        Ok(())
+    }
+
+    async fn status(&mut self, chunk: Chunk) -> Result<(), Broken> {
+        let layout = StatusLayout::of_chunk(chunk.kind, chunk.len)?;
+        let context = layout.parse_head(self.input.peek(layout.head_len).await?)?;
+        self.input.consume(layout.head_len);
+        if Some(context) != self.export.allocation {
+            let got = format!("block status of context {context}");
+            return Err(wrong(&chunk.asked, got));
+        }
+        if self.shared.requests.borrow().has_extents(chunk.id) {
+            return Err(wrong(&chunk.asked, "second block status"));
+        }
+        let mut at = chunk.asked.range.start;
+        for _ in 0..layout.count {
+            let descriptor = self.input.peek(layout.descriptor_len).await?;
+            let (len, status) = layout.parse_descriptor(descriptor)?;
+            self.input.consume(layout.descriptor_len);
+            // The last extent may go beyond what was asked for; later ones may not be there at all.
+            let end = at
+                .checked_add(ByteLen::new(len))
+                .unwrap_or(ByteOffset::new(u64::MAX))
+                .min(chunk.asked.range.end());
+            if end > at {
+                let extent = Extent {
+                    range: ByteRange::between(at, end),
+                    kind: kind_of(status),
+                };
+                let mut requests = self.shared.requests.borrow_mut();
+                requests.push_extent(chunk.id, extent);
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    async fn error(&mut self, chunk: Chunk) -> Result<(), Broken> {
+        let error = read_error_chunk(&mut self.input, chunk.len).await?;
+        if error.error == errors::ESHUTDOWN {
+            return Err(Broken::ShuttingDown);
+        }
+        tracing::debug!(
+            export = %self.shared.name, command = ?chunk.asked.command, range = %chunk.asked.range,
+            error = error.error, text = error.text, "the server failed a request"
+        );
+        let mut requests = self.shared.requests.borrow_mut();
+        requests.fail_later(chunk.id, failure_of(error.error));
+        Ok(())
+    }
+
+    /// The last chunk of a reply has come.
+    fn done(&self, chunk: Chunk) -> Result<(), Broken> {
+        let (failure, received, extents) = {
+            let requests = self.shared.requests.borrow();
+            (
+                requests.failure_so_far(chunk.id),
+                requests.received_so_far(chunk.id),
+                requests.has_extents(chunk.id),
+            )
+        };
+        let range = chunk.asked.range;
+        let result = match (failure, chunk.asked.command) {
+            (Some(failure), _) => Err(failure),
+            (None, Command::Read) if received != range.len.get() => {
+                return Err(Broken::ShortRead {
+                    offset: range.start.get(),
+                    len: range.len.get(),
+                    received,
+                });
+            }
+            (None, Command::BlockStatus) if !extents => {
+                return Err(wrong(&chunk.asked, "success without an extent"));
+            }
+            (None, _) => Ok(()),
+        };
+        self.finish(chunk.id, result);
+        Ok(())
+    }
+
+    fn finish(&self, id: RequestId, result: Result<(), Failure>) {
+        let mut requests = self.shared.requests.borrow_mut();
+        requests.finish(id, result, &mut self.shared.log.borrow_mut());
+        let waiting = requests.is_waiting();
+        drop(requests);
+        if waiting {
+            // There is room on the wire, and perhaps in the log.
+            self.shared.changed.raise();
+        }
+    }
+}
+
+/// What a status of `base:allocation` means. A hole that need not read as zeros is treated as data.
+fn kind_of(status: u64) -> ExtentKind {
+    match (status & STATE_ZERO != 0, status & STATE_HOLE != 0) {
+        (true, true) => ExtentKind::Hole,
+        (true, false) => ExtentKind::Zero,
+        (false, _) => ExtentKind::Data,
+    }
+}
+
+fn wrong(asked: &Asked, got: impl Into<String>) -> Broken {
+    Broken::WrongReply {
+        got: got.into(),
+        command: match asked.command {
+            Command::Read => "read",
+            Command::Write => "write",
+            Command::Disconnect => "disconnect",
+            Command::Flush => "flush",
+            Command::Trim => "trim",
+            Command::Cache => "cache",
+            Command::WriteZeroes => "write zeroes",
+            Command::BlockStatus => "block status",
+        },
+        offset: asked.range.start.get(),
+        len: asked.range.len.get(),
+    }
+}

@@ -1,0 +1,564 @@
+//! The requests of an export: waiting, on the wire, or answered.
+//!
+//! A request lives in a slot from the call until whoever made it has taken the result. It does not hold memory of its
+//! own: a read's payload goes into the caller's buffer, a write's comes from there. A caller who gives up first takes
+//! his buffer with him; what then still has to be sent or kept is copied out before the drop returns, and what still
+//! arrives is thrown away.
+//!
+//! Slots are numbered; slot and generation together are the cookie on the wire, so a reply to a request that is gone
+//! is recognised as such.
+
+use std::collections::VecDeque;
+use std::task::Waker;
+
+use super::log::{Entry, Mark, ReplayLog};
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::Extent;
+use crate::error::Failure;
+use crate::nbd::{Command, CommandFlags};
+use crate::units::ByteRange;
+
+/// Which request: the number of its slot, and of its user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RequestId {
+    slot: u32,
+    generation: u32,
+}
+
+impl RequestId {
+    pub(super) fn cookie(self) -> u64 {
+        u64::from(self.generation) << 32 | u64::from(self.slot)
+    }
+
+    pub(super) fn of_cookie(cookie: u64) -> Self {
+        Self {
+            slot: cookie as u32,
+            generation: (cookie >> 32) as u32,
+        }
+    }
+}
+
+/// What is asked of the server.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    pub(super) command: Command,
+    pub(super) flags: CommandFlags,
+    pub(super) range: ByteRange,
+}
+
+impl Asked {
+    /// Bytes of payload that go with it.
+    pub(super) fn payload_len(&self) -> usize {
+        match self.command {
+            Command::Write => self.range.len.as_usize(),
+            _ => 0,
+        }
+    }
+}
+
+/// Where a request's payload comes from or goes to.
+pub(super) enum Memory {
+    /// There is none, or nobody wants it any more.
+    None,
+    /// The caller's; forgotten before his future is gone.
+    Into(ReadBuf<'static>),
+    /// As above.
+    From(WriteBuf<'static>),
+    /// Of a caller who has gone: what it was then.
+    Kept(Box<[u8]>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Free,
+    Queued,
+    /// So many bytes of its payload have been sent.
+    Sending(usize),
+    Sent,
+    Done(Result<(), Failure>),
+}
+
+/// Who waits for the answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    Caller,
+    /// A caller who has given up.
+    Nobody,
+    /// The replay log, for room.
+    Log,
+}
+
+pub(super) struct Slot {
+    generation: u32,
+    state: State,
+    owner: Owner,
+    asked: Asked,
+    memory: Memory,
+    waker: Option<Waker>,
+    /// Place in the order of submission.
+    sequence: u64,
+    /// Room set aside in the log, in bytes of data.
+    reserved: Option<u64>,
+    /// A flush covers the log up to here.
+    mark: Mark,
+    /// Bytes of a read that have been accounted for.
+    received: u64,
+    /// What an error chunk said before the last chunk came.
+    failure: Option<Failure>,
+    /// The answer came before the payload was all sent.
+    early: Option<Result<(), Failure>>,
+    extents: Vec<Extent>,
+    extents_limit: usize,
+}
+
+/// See the module.
+pub(super) struct Requests {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    /// Slots that wait to be sent, in order.
+    queue: VecDeque<u32>,
+    /// Sent, or being sent, and not answered.
+    on_wire: usize,
+    on_wire_max: usize,
+    next_sequence: u64,
+    /// A flush for the log is under way.
+    log_flush: bool,
+    /// Changes wait for room in the log.
+    starved: bool,
+}
+
+impl Requests {
+    pub(super) fn new(on_wire_max: usize) -> Self {
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+            queue: VecDeque::new(),
+            on_wire: 0,
+            on_wire_max,
+            next_sequence: 0,
+            log_flush: false,
+            starved: false,
+        }
+    }
+
+    pub(super) fn on_wire(&self) -> usize {
+        self.on_wire
+    }
+
+    /// Whether something waits to be sent.
+    pub(super) fn is_waiting(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Requests that have not been answered.
+    pub(super) fn unanswered(&self) -> usize {
+        self.on_wire + self.queue.len()
+    }
+
+    pub(super) fn submit(&mut self, asked: Asked, memory: Memory, limit: usize) -> RequestId {
+        self.insert(asked, memory, limit, Owner::Caller)
+    }
+
+    /// A request that has failed before it was sent.
+    pub(super) fn submit_failed(&mut self, asked: Asked, failure: Failure) -> RequestId {
+        let id = self.insert(asked, Memory::None, 0, Owner::Caller);
+        self.queue.pop_back();
+        self.slots[id.slot as usize].state = State::Done(Err(failure));
+        id
+    }
+
+    fn insert(&mut self, asked: Asked, memory: Memory, limit: usize, owner: Owner) -> RequestId {
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot::new());
+            (self.slots.len() - 1) as u32
+        });
+        self.next_sequence += 1;
+        let slot = &mut self.slots[index as usize];
+        debug_assert_eq!(slot.state, State::Free);
+        slot.state = State::Queued;
+        slot.owner = owner;
+        slot.asked = asked;
+        slot.memory = memory;
+        slot.sequence = self.next_sequence;
+        slot.received = 0;
+        slot.failure = None;
+        slot.early = None;
+        slot.extents_limit = limit;
+        self.queue.push_back(index);
+        RequestId {
+            slot: index,
+            generation: slot.generation,
+        }
+    }
+
+    fn slot(&self, id: RequestId) -> Option<&Slot> {
+        self.slots
+            .get(id.slot as usize)
+            .filter(|slot| slot.generation == id.generation && slot.state != State::Free)
+    }
+
+    fn slot_mut(&mut self, id: RequestId) -> Option<&mut Slot> {
+        self.slots
+            .get_mut(id.slot as usize)
+            .filter(|slot| slot.generation == id.generation && slot.state != State::Free)
+    }
+
+    fn release(&mut self, index: u32) {
+        let slot = &mut self.slots[index as usize];
+        slot.generation = slot.generation.wrapping_add(1);
+        slot.state = State::Free;
+        slot.memory = Memory::None;
+        slot.waker = None;
+        slot.extents = Vec::new();
+        self.free.push(index);
+    }
+
+    /// Takes the answer, or leaves `waker` to be called for it. A call after the answer was taken is a bug of the
+    /// caller's.
+    pub(super) fn poll(
+        &mut self,
+        id: RequestId,
+        waker: &Waker,
+    ) -> Option<Result<Vec<Extent>, Failure>> {
+        let Some(slot) = self.slot_mut(id) else {
+            panic!("a request's result was asked for twice")
+        };
+        let State::Done(result) = slot.state else {
+            match &mut slot.waker {
+                Some(known) => known.clone_from(waker),
+                None => slot.waker = Some(waker.clone()),
+            }
+            return None;
+        };
+        let extents = std::mem::take(&mut slot.extents);
+        self.release(id.slot);
+        Some(result.map(|()| extents))
+    }
+
+    /// The caller has gone, and with him his buffer. Nothing if the answer was taken.
+    pub(super) fn give_up(&mut self, id: RequestId, log: &ReplayLog) {
+        let Some(slot) = self.slot_mut(id) else {
+            return;
+        };
+        slot.waker = None;
+        slot.owner = Owner::Nobody;
+        match slot.state {
+            State::Free => {}
+            State::Queued => {
+                self.queue.retain(|index| *index != id.slot);
+                self.release(id.slot);
+            }
+            State::Done(_) => self.release(id.slot),
+            // The rest must be sent as it is, or the server would write garbage; and what may be acknowledged must be
+            // there to be repeated, for somebody may have read it by then.
+            State::Sending(_) => slot.keep_memory(),
+            State::Sent if log.is_on() => slot.keep_memory(),
+            State::Sent => slot.memory = Memory::None,
+        }
+    }
+
+    /// The next request to be sent, if the wire has room for one. Changes for which the log has no room wait for a
+    /// flush; others pass them.
+    pub(super) fn begin_next(&mut self, log: &mut ReplayLog) -> Option<(RequestId, Asked)> {
+        if self.on_wire >= self.on_wire_max {
+            return None;
+        }
+        self.starved = false;
+        for position in 0..self.queue.len() {
+            let index = self.queue[position];
+            let slot = &mut self.slots[index as usize];
+            if slot.asked.command.is_change() {
+                let data_len = slot.asked.payload_len() as u64;
+                if self.starved || !log.reserve(data_len) {
+                    self.starved = true;
+                    continue;
+                }
+                slot.reserved = Some(data_len);
+            }
+            slot.mark = log.mark();
+            slot.state = State::Sending(0);
+            self.queue.remove(position);
+            self.on_wire += 1;
+            let slot = &self.slots[index as usize];
+            let id = RequestId {
+                slot: index,
+                generation: slot.generation,
+            };
+            return Some((id, slot.asked));
+        }
+        None
+    }
+
+    /// Asks for a flush if the log needs one: it is half full, or changes wait for room that only a flush can make.
+    pub(super) fn flush_for_log(&mut self, log: &ReplayLog) {
+        let needed = log.is_half_full() || (self.starved && log.len() > 0);
+        if needed && !self.log_flush {
+            self.log_flush = true;
+            let flush = Asked {
+                command: Command::Flush,
+                flags: CommandFlags::NONE,
+                range: ByteRange::default(),
+            };
+            self.insert(flush, Memory::None, 0, Owner::Log);
+            // Ahead of the changes that wait for it.
+            self.queue.rotate_right(1);
+        }
+    }
+
+    /// What is left to be sent of a payload; empty once all is.
+    pub(super) fn unsent(&self, id: RequestId) -> WriteBuf<'_> {
+        let Some(Slot {
+            state: State::Sending(sent),
+            memory,
+            ..
+        }) = self.slot(id)
+        else {
+            return WriteBuf::new(&[]);
+        };
+        match memory {
+            Memory::From(buffer) => buffer.skip(*sent),
+            Memory::Kept(bytes) => WriteBuf::new(bytes).skip(*sent),
+            Memory::None | Memory::Into(_) => WriteBuf::new(&[]),
+        }
+    }
+
+    /// So many more bytes of a payload have been sent.
+    pub(super) fn advance(&mut self, id: RequestId, count: usize) {
+        if let Some(Slot {
+            state: State::Sending(sent),
+            ..
+        }) = self.slot_mut(id)
+        {
+            *sent += count;
+        }
+    }
+
+    /// The request has left. Gives the answer if that came before.
+    pub(super) fn sent(&mut self, id: RequestId, log: &mut ReplayLog) {
+        let Some(slot) = self.slot_mut(id) else {
+            return;
+        };
+        slot.state = State::Sent;
+        if slot.owner == Owner::Nobody && !log.is_on() {
+            slot.memory = Memory::None;
+        }
+        if let Some(result) = slot.early.take() {
+            self.finish(id, result, log);
+        }
+    }
+
+    /// What a reply with this cookie answers, if there is such a request on the wire.
+    pub(super) fn on_wire_request(&self, cookie: u64) -> Option<(RequestId, Asked)> {
+        let id = RequestId::of_cookie(cookie);
+        let slot = self.slot(id)?;
+        match slot.state {
+            State::Sending(_) if slot.early.is_none() => Some((id, slot.asked)),
+            State::Sent => Some((id, slot.asked)),
+            _ => None,
+        }
+    }
+
+    /// The part of a read's buffer from `from` on, `len` bytes; `None` if nobody wants it any more.
+    pub(super) fn read_target(
+        &self,
+        id: RequestId,
+        from: usize,
+        len: usize,
+    ) -> Option<ReadBuf<'_>> {
+        match &self.slot(id)?.memory {
+            Memory::Into(buffer) => Some(buffer.slice(from, len)),
+            _ => None,
+        }
+    }
+
+    /// Accounts for `len` bytes of a read; how many that makes.
+    pub(super) fn received(&mut self, id: RequestId, len: u64) -> u64 {
+        match self.slot_mut(id) {
+            Some(slot) => {
+                slot.received = slot.received.saturating_add(len);
+                slot.received
+            }
+            None => 0,
+        }
+    }
+
+    pub(super) fn received_so_far(&self, id: RequestId) -> u64 {
+        self.slot(id).map_or(0, |slot| slot.received)
+    }
+
+    /// An error chunk came; the last chunk will end the request with this.
+    pub(super) fn fail_later(&mut self, id: RequestId, failure: Failure) {
+        if let Some(slot) = self.slot_mut(id) {
+            slot.failure.get_or_insert(failure);
+        }
+    }
+
+    pub(super) fn failure_so_far(&self, id: RequestId) -> Option<Failure> {
+        self.slot(id)?.failure
+    }
+
+    /// Adds an extent to the answer; false if no more are wanted.
+    pub(super) fn push_extent(&mut self, id: RequestId, extent: Extent) -> bool {
+        match self.slot_mut(id) {
+            Some(slot) if slot.extents.len() < slot.extents_limit => {
+                slot.extents.push(extent);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    pub(super) fn has_extents(&self, id: RequestId) -> bool {
+        self.slot(id).is_some_and(|slot| !slot.extents.is_empty())
+    }
+
+    /// Gives the answer to the request: keeps a change in the log, and releases the log after a flush.
+    pub(super) fn finish(
+        &mut self,
+        id: RequestId,
+        result: Result<(), Failure>,
+        log: &mut ReplayLog,
+    ) {
+        let Some(slot) = self.slot_mut(id) else {
+            return;
+        };
+        if let State::Sending(_) = slot.state {
+            slot.early = Some(result);
+            return;
+        }
+        debug_assert_eq!(slot.state, State::Sent);
+        match (slot.reserved.take(), result) {
+            (Some(_), Ok(())) => slot.keep_in(log),
+            (Some(data_len), Err(_)) => log.unreserve(data_len),
+            (None, Ok(())) if slot.asked.command == Command::Flush => log.release(slot.mark),
+            (None, _) => {}
+        }
+        self.on_wire -= 1;
+        self.answer(id.slot, result);
+        self.flush_for_log(log);
+    }
+
+    fn answer(&mut self, index: u32, result: Result<(), Failure>) {
+        let slot = &mut self.slots[index as usize];
+        match slot.owner {
+            Owner::Caller => {
+                slot.state = State::Done(result);
+                slot.memory = Memory::None;
+                if let Some(waker) = slot.waker.take() {
+                    waker.wake();
+                }
+            }
+            Owner::Nobody => self.release(index),
+            Owner::Log => {
+                self.release(index);
+                self.log_flush = false;
+                if let Err(failure) = result {
+                    tracing::warn!(%failure, "a flush to make room for the replay of writes failed");
+                    self.fail_starved(failure);
+                }
+            }
+        }
+    }
+
+    /// Changes that wait for room which a failed flush did not make fail with it; they would wait for ever.
+    fn fail_starved(&mut self, failure: Failure) {
+        if !std::mem::take(&mut self.starved) {
+            return;
+        }
+        let queue = std::mem::take(&mut self.queue);
+        for index in queue {
+            if self.slots[index as usize].asked.command.is_change() {
+                self.answer(index, Err(failure));
+            } else {
+                self.queue.push_back(index);
+            }
+        }
+    }
+
+    /// The connection is gone: everything unanswered waits again, in its old order, to be sent on another one.
+    pub(super) fn requeue(&mut self, log: &mut ReplayLog) {
+        let mut again = Vec::new();
+        for index in 0..self.slots.len() as u32 {
+            let slot = &mut self.slots[index as usize];
+            if !matches!(slot.state, State::Sending(_) | State::Sent) {
+                continue;
+            }
+            if let Some(data_len) = slot.reserved.take() {
+                log.unreserve(data_len);
+            }
+            let needless = slot.owner == Owner::Nobody
+                && match slot.asked.command {
+                    Command::Write => !matches!(slot.memory, Memory::Kept(_)),
+                    command => !command.is_change(),
+                };
+            if needless {
+                self.release(index);
+                continue;
+            }
+            slot.state = State::Queued;
+            slot.received = 0;
+            slot.failure = None;
+            slot.early = None;
+            slot.extents.clear();
+            again.push(index);
+        }
+        again.extend(self.queue.drain(..));
+        again.sort_by_key(|index| self.slots[*index as usize].sequence);
+        self.queue.extend(again);
+        self.on_wire = 0;
+    }
+
+    /// Everything that waits fails.
+    pub(super) fn fail_queued(&mut self, failure: Failure) {
+        for index in std::mem::take(&mut self.queue) {
+            self.answer(index, Err(failure));
+        }
+    }
+}
+
+impl Slot {
+    fn new() -> Self {
+        Self {
+            generation: 0,
+            state: State::Free,
+            owner: Owner::Nobody,
+            asked: Asked {
+                command: Command::Flush,
+                flags: CommandFlags::NONE,
+                range: ByteRange::default(),
+            },
+            memory: Memory::None,
+            waker: None,
+            sequence: 0,
+            reserved: None,
+            mark: Mark::default(),
+            received: 0,
+            failure: None,
+            early: None,
+            extents: Vec::new(),
+            extents_limit: 0,
+        }
+    }
+
+    /// Makes the caller's memory our own where it is still needed.
+    fn keep_memory(&mut self) {
+        self.memory = match std::mem::replace(&mut self.memory, Memory::None) {
+            Memory::From(buffer) => Memory::Kept(buffer.to_vec().into_boxed_slice()),
+            Memory::Kept(bytes) => Memory::Kept(bytes),
+            Memory::Into(_) | Memory::None => Memory::None,
+        };
+    }
+
+    fn keep_in(&self, log: &mut ReplayLog) {
+        let data = match &self.memory {
+            Memory::From(buffer) => Some(*buffer),
+            Memory::Kept(bytes) => Some(WriteBuf::new(bytes)),
+            Memory::Into(_) | Memory::None => None,
+        };
+        let entry = Entry {
+            command: self.asked.command,
+            range: self.asked.range,
+        };
+        log.append(entry, data);
+    }
+}

@@ -1,0 +1,306 @@
+//! The life of an export's connection: it carries requests until it breaks, and is then made anew.
+//!
+//! One task does both directions. After a reconnect the log is replayed first, then everything unanswered is sent again
+//! in its old order, then new requests follow; so every change arrives after those that were acknowledged before it.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+use super::Shared;
+use super::connect::{Connection, connect};
+use super::error::{Broken, ConnectError};
+use super::log::Entry;
+use super::receive::{Receiver, read_error_chunk, read_header};
+use super::transmit::transmit;
+use crate::error::Failure;
+use crate::nbd::CommandFlags;
+use crate::nbd::flags::errors;
+use crate::nbd::transmission::{ReplyHeader, Request, chunks};
+use crate::units::{ByteLen, ByteRange};
+
+/// The pause before the second attempt to reconnect; it doubles from there...
+const PAUSE_FIRST: Duration = Duration::from_millis(10);
+
+/// ...up to this.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Changes that are repeated at the same time.
+const REPLAY_WINDOW: usize = 32;
+
+/// The result of whichever ends first.
+async fn first_of<T>(one: impl Future<Output = T>, other: impl Future<Output = T>) -> T {
+    let (mut one, mut other) = (pin!(one), pin!(other));
+    std::future::poll_fn(|context| match one.as_mut().poll(context) {
+        Poll::Ready(value) => Poll::Ready(value),
+        Poll::Pending => other.as_mut().poll(context),
+    })
+    .await
+}
+
+/// Keeps the export connected until the device is closed.
+pub(super) async fn run(shared: Rc<Shared>, first: Connection) {
+    let mut connection = first;
+    loop {
+        let why = carry(&shared, connection).await;
+        let Some(why) = why else { return };
+        let unanswered = {
+            let mut requests = shared.requests.borrow_mut();
+            requests.requeue(&mut shared.log.borrow_mut());
+            requests.unanswered()
+        };
+        if shared.closing.get() {
+            return;
+        }
+        tracing::warn!(export = %shared.name, unanswered, %why, "the connection is lost; reconnecting");
+        match reconnect(&shared).await {
+            Some(again) => connection = again,
+            None => return,
+        }
+    }
+}
+
+/// Carries requests until the connection breaks (why it did) or the device is closed (`None`).
+async fn carry(shared: &Shared, connection: Connection) -> Option<Broken> {
+    let Connection {
+        stream,
+        input,
+        export,
+    } = connection;
+    let receiving = async { Some(Receiver::new(shared, input, export).receive().await) };
+    let sending = async { transmit(shared, &stream, export).await.err() };
+    let watching = async { Some(watch(shared).await) };
+    let why = first_of(receiving, first_of(sending, watching)).await;
+    stream.shutdown();
+    why
+}
+
+/// Ends when requests are on the wire and no byte has moved for too long.
+async fn watch(shared: &Shared) -> Broken {
+    let limit = shared.options.request_timeout;
+    loop {
+        let busy = || shared.requests.borrow().on_wire() > 0;
+        shared.changed.until(|| busy().then_some(())).await;
+        let deadline = shared.last_activity.get().after(limit);
+        shared.on.sleep_until(deadline).await;
+        let idle = shared.on.now().since(shared.last_activity.get());
+        if busy() && idle >= limit {
+            return Broken::Stalled(limit);
+        }
+    }
+}
+
+/// A new connection with everything repeated that the server may have lost; `None` if the device was closed first.
+async fn reconnect(shared: &Shared) -> Option<Connection> {
+    let closed = async {
+        let closing = || shared.closing.get().then_some(());
+        shared.changed.until(closing).await;
+        None
+    };
+    let given_up = async {
+        shared.on.sleep(shared.options.reconnect).await;
+        give_up(shared);
+        std::future::pending().await
+    };
+    let attempts = async { Some(attempt_for_ever(shared).await) };
+    first_of(attempts, first_of(given_up, closed)).await
+}
+
+/// From now on requests fail, until there is a connection again.
+fn give_up(shared: &Shared) {
+    tracing::error!(
+        export = %shared.name, after = ?shared.options.reconnect,
+        "the server cannot be reached: requests fail now, and it is still being tried"
+    );
+    shared.unreachable.set(true);
+    shared
+        .requests
+        .borrow_mut()
+        .fail_queued(Failure::Unreachable);
+}
+
+async fn attempt_for_ever(shared: &Shared) -> Connection {
+    let mut pause = PAUSE_FIRST;
+    let mut last_error = String::new();
+    loop {
+        match attempt(shared).await {
+            Ok(connection) => return connection,
+            Err(error) => {
+                let error = error.to_string();
+                if error == last_error {
+                    tracing::debug!(export = %shared.name, error, "cannot reconnect");
+                } else {
+                    tracing::warn!(export = %shared.name, error, "cannot reconnect; trying again and again");
+                    last_error = error;
+                }
+            }
+        }
+        shared.on.sleep(pause).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
+async fn attempt(shared: &Shared) -> Result<Connection, ConnectError> {
+    let limit = shared.options.handshake_timeout;
+    let tls = shared.load_tls()?;
+    let mut connection = connect(&shared.on, &shared.uri, tls.as_ref(), limit).await?;
+    connection
+        .export
+        .replaces(&shared.export.get())
+        .map_err(ConnectError::Changed)?;
+    let replayed = replay(shared, &mut connection)
+        .await
+        .map_err(ConnectError::Replay)?;
+    tracing::info!(export = %shared.name, replayed, "connected again");
+    shared.replayed.set(shared.replayed.get() + replayed as u64);
+    shared.connected(&connection.export);
+    Ok(connection)
+}
+
+/// Repeats what is in the log, in order; how many changes. What does not overlap goes out together.
+async fn replay(shared: &Shared, connection: &mut Connection) -> Result<usize, Broken> {
+    let entries: Vec<_> = shared.log.borrow().entries().collect();
+    let mut under_way: VecDeque<(u64, ByteRange)> = VecDeque::new();
+    for (index, (entry, start)) in entries.iter().enumerate() {
+        let conflicts = |under_way: &VecDeque<(u64, ByteRange)>| {
+            let overlaps = |(_, range): &(u64, ByteRange)| range.overlaps(entry.range);
+            under_way.len() >= REPLAY_WINDOW || under_way.iter().any(overlaps)
+        };
+        while conflicts(&under_way) {
+            patiently(shared, replay_reply(connection, &mut under_way)).await?;
+        }
+        let message = replay_message(shared, connection, index as u64, entry, *start);
+        patiently(shared, async {
+            Ok(connection.stream.write_all(&message).await?)
+        })
+        .await?;
+        under_way.push_back((index as u64, entry.range));
+    }
+    while !under_way.is_empty() {
+        patiently(shared, replay_reply(connection, &mut under_way)).await?;
+    }
+    Ok(entries.len())
+}
+
+async fn patiently<T>(
+    shared: &Shared,
+    step: impl Future<Output = Result<T, Broken>>,
+) -> Result<T, Broken> {
+    let limit = shared.options.request_timeout;
+    shared
+        .on
+        .timeout(limit, step)
+        .await
+        .unwrap_or(Err(Broken::Stalled(limit)))
+}
+
+fn replay_message(
+    shared: &Shared,
+    connection: &Connection,
+    cookie: u64,
+    entry: &Entry,
+    start: usize,
+) -> Vec<u8> {
+    let mut message = Vec::new();
+    Request {
+        flags: CommandFlags::NONE,
+        command: entry.command.code(),
+        cookie,
+        offset: entry.range.start.get(),
+        len: entry.range.len.get(),
+    }
+    .push(connection.export.framing, &mut message);
+    shared.log.borrow().copy_data(entry, start, &mut message);
+    message
+}
+
+/// Takes one reply to a repeated change.
+async fn replay_reply(
+    connection: &mut Connection,
+    under_way: &mut VecDeque<(u64, ByteRange)>,
+) -> Result<(), Broken> {
+    let input = &mut connection.input;
+    let header = read_header(input, connection.export.framing).await?;
+    let (cookie, error, text, done) = match header {
+        ReplyHeader::Simple { error, cookie } => (cookie, error, String::new(), true),
+        ReplyHeader::Chunk {
+            done,
+            kind,
+            cookie,
+            len,
+            ..
+        } if kind & chunks::ERROR_BIT != 0 => {
+            let error = read_error_chunk(input, len).await?;
+            (cookie, error.error.max(1), error.text, done)
+        }
+        ReplyHeader::Chunk {
+            done: true,
+            kind: chunks::NONE,
+            cookie,
+            len: 0,
+            ..
+        } => (cookie, 0, String::new(), true),
+        ReplyHeader::Chunk {
+            kind, len, cookie, ..
+        } => {
+            return Err(Broken::WrongReply {
+                got: format!("chunk of type {kind} with {len} bytes"),
+                command: "repeated change",
+                offset: cookie,
+                len: 0,
+            });
+        }
+    };
+    if error == errors::ESHUTDOWN {
+        return Err(Broken::ShuttingDown);
+    }
+    if error != 0 {
+        return Err(Broken::ReplayFailed { error, text });
+    }
+    let place = under_way.iter().position(|(known, _)| *known == cookie);
+    match place {
+        Some(place) if done => {
+            under_way.remove(place);
+            Ok(())
+        }
+        Some(_) => Ok(()),
+        None => Err(Broken::UnknownCookie(cookie)),
+    }
+}
+
+impl Shared {
+    /// A byte has moved.
+    pub(super) fn touch(&self) {
+        self.last_activity.set(self.on.now());
+    }
+
+    /// There is a connection again, to an export that can take the old one's place.
+    fn connected(&self, export: &super::connect::Export) {
+        let before = self.export.replace(*export);
+        self.unreachable.set(false);
+        self.touch();
+        bump(&self.connections);
+        if export.size == before.size {
+            return;
+        }
+        let mut geometry = self.geometry.get();
+        geometry.size = super::visible_size(export.size, geometry.block_size);
+        if geometry.size == self.geometry.get().size {
+            return;
+        }
+        tracing::info!(
+            export = %self.name, from = %ByteLen::new(before.size), to = %ByteLen::new(export.size),
+            "the size of the export has changed"
+        );
+        self.geometry.set(geometry);
+        self.changes.announce();
+    }
+}
+
+fn bump(counter: &Cell<u64>) {
+    counter.set(counter.get() + 1);
+}

@@ -1,0 +1,135 @@
+//! The sending half of a connection: takes requests in order and writes them, headers gathered, payloads straight from
+//! the callers' buffers.
+
+use std::io;
+
+use super::Shared;
+use super::connect::Export;
+use super::error::Broken;
+use super::requests::{Asked, RequestId};
+use crate::buffer::WriteBuf;
+use crate::nbd::transmission::Request;
+use crate::nbd::{Command, CommandFlags};
+use crate::tls::Stream;
+
+/// Headers that are gathered before they are sent, in bytes.
+const GATHERED_LEN_MAX: usize = 4 << 10;
+
+/// Sends requests until the connection breaks, or the device is closed and everything has been sent.
+pub(super) async fn transmit(
+    shared: &Shared,
+    stream: &Stream,
+    export: Export,
+) -> Result<(), Broken> {
+    let mut head = Vec::with_capacity(GATHERED_LEN_MAX + 64);
+    loop {
+        head.clear();
+        let payload = gather(shared, export, &mut head);
+        if head.is_empty() {
+            if shared.closing.get() {
+                return disconnect(stream, export).await;
+            }
+            wait_for_work(shared).await;
+            continue;
+        }
+        send(shared, stream, &head, payload).await?;
+    }
+}
+
+/// Appends the headers of as many requests as can go at once; the last of them may have a payload, to be sent behind.
+fn gather(shared: &Shared, export: Export, head: &mut Vec<u8>) -> Option<RequestId> {
+    let mut requests = shared.requests.borrow_mut();
+    let mut log = shared.log.borrow_mut();
+    while head.len() < GATHERED_LEN_MAX {
+        if requests.on_wire() == 0 {
+            shared.touch();
+        }
+        let mut next = requests.begin_next(&mut log);
+        if next.is_none() {
+            requests.flush_for_log(&log);
+            next = requests.begin_next(&mut log);
+        }
+        let (id, asked) = next?;
+        push(head, export, id, asked);
+        if asked.payload_len() > 0 {
+            return Some(id);
+        }
+        requests.sent(id, &mut log);
+    }
+    None
+}
+
+fn push(head: &mut Vec<u8>, export: Export, id: RequestId, asked: Asked) {
+    Request {
+        flags: asked.flags,
+        command: asked.command.code(),
+        cookie: id.cookie(),
+        offset: asked.range.start.get(),
+        len: asked.range.len.get(),
+    }
+    .push(export.framing, head);
+}
+
+async fn wait_for_work(shared: &Shared) {
+    let mut first = true;
+    // Every change is a reason to look again: `gather` decides.
+    shared
+        .changed
+        .until(|| (!std::mem::take(&mut first)).then_some(()))
+        .await;
+}
+
+/// Writes `head` and the payload of `payload`. The payload is looked up for every call: its owner may go at any time.
+async fn send(
+    shared: &Shared,
+    stream: &Stream,
+    head: &[u8],
+    payload: Option<RequestId>,
+) -> Result<(), Broken> {
+    let mut head = head;
+    loop {
+        let written = {
+            let requests = shared.requests.borrow();
+            let body = match payload {
+                Some(id) => requests.unsent(id),
+                None => WriteBuf::new(&[]),
+            };
+            if head.is_empty() && body.is_empty() {
+                break;
+            }
+            stream.try_write(head, body)
+        };
+        match written {
+            Ok(count) => {
+                shared.touch();
+                let of_head = count.min(head.len());
+                head = &head[of_head..];
+                if let Some(id) = payload {
+                    shared.requests.borrow_mut().advance(id, count - of_head);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => stream.writable().await?,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    if let Some(id) = payload {
+        let mut requests = shared.requests.borrow_mut();
+        requests.sent(id, &mut shared.log.borrow_mut());
+    }
+    Ok(stream.flush().await?)
+}
+
+/// Tells the server that nothing more will come (spec, `NBD_CMD_DISC`).
+async fn disconnect(stream: &Stream, export: Export) -> Result<(), Broken> {
+    let mut message = Vec::new();
+    Request {
+        flags: CommandFlags::NONE,
+        command: Command::Disconnect.code(),
+        cookie: 0,
+        offset: 0,
+        len: 0,
+    }
+    .push(export.framing, &mut message);
+    Ok(stream.write_all(&message).await?)
+}

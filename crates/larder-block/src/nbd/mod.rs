@@ -1,0 +1,161 @@
+//! The NBD protocol, as both sides need it: constants, and pure functions that encode and parse messages.
+//!
+//! Everything here follows the specification of the Network Block Device project (`doc/proto.md`, called "the spec"
+//! below) and its `extension-ext-header` branch. All integers on the wire are big-endian. Nothing here does I/O or
+//! trusts a length: parsers take what has arrived and say what is wrong with it ([`Malformed`]). `docs/nbd.md` has the
+//! byte diagrams and what of the protocol is supported.
+//!
+//! The client is [`crate::backend::nbd`], the server is the crate `larder-export`.
+
+pub mod flags;
+pub mod handshake;
+pub mod input;
+pub mod signal;
+pub mod transmission;
+pub mod uri;
+
+pub use flags::{Command, CommandFlags, TransmissionFlags};
+pub use input::Input;
+pub use signal::Signal;
+pub use uri::{NbdUri, NbdUriError};
+
+/// The port for NBD that IANA has assigned.
+pub const PORT: u16 = 10809;
+
+/// The longest string (export name, description, error message) that the spec allows, in bytes.
+pub const STRING_LEN_MAX: usize = 4096;
+
+/// The payload that the spec lets a client count on when the server names no other limit, in bytes.
+pub const PAYLOAD_LEN_MAX: u32 = 32 << 20;
+
+/// The metadata context that tells data, zeros and holes apart.
+pub const BASE_ALLOCATION: &str = "base:allocation";
+
+/// Block status: not allocated (spec, "`base:allocation` metadata context").
+pub const STATE_HOLE: u64 = 1 << 0;
+
+/// Block status: reads as zeros.
+pub const STATE_ZERO: u64 = 1 << 1;
+
+/// The most descriptors in one block status reply (spec, `NBD_REPLY_TYPE_BLOCK_STATUS`).
+pub const STATUS_DESCRIPTORS_MAX: u32 = 1 << 20;
+
+/// A message that is not what the spec says it should be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum Malformed {
+    #[error("{what} begins with {found:#x} instead of {expected:#x}")]
+    Magic {
+        what: &'static str,
+        expected: u64,
+        found: u64,
+    },
+    #[error("{what} is {len} bytes long; {allowed} allowed")]
+    Length {
+        what: &'static str,
+        len: u64,
+        allowed: &'static str,
+    },
+    #[error("{what} ends in the middle of {field}")]
+    Truncated {
+        what: &'static str,
+        field: &'static str,
+    },
+    #[error("{what} is not UTF-8")]
+    NotUtf8 { what: &'static str },
+}
+
+/// Takes big-endian fields off the front of a message.
+pub(crate) struct Fields<'a> {
+    what: &'static str,
+    rest: &'a [u8],
+}
+
+impl<'a> Fields<'a> {
+    pub(crate) fn of(what: &'static str, message: &'a [u8]) -> Self {
+        Self {
+            what,
+            rest: message,
+        }
+    }
+
+    pub(crate) fn bytes(&mut self, len: usize, field: &'static str) -> Result<&'a [u8], Malformed> {
+        let (taken, rest) = self
+            .rest
+            .split_at_checked(len)
+            .ok_or(Malformed::Truncated {
+                what: self.what,
+                field,
+            })?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self, field: &'static str) -> Result<[u8; N], Malformed> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.bytes(N, field)?);
+        Ok(array)
+    }
+
+    pub(crate) fn u16(&mut self, field: &'static str) -> Result<u16, Malformed> {
+        Ok(u16::from_be_bytes(self.array(field)?))
+    }
+
+    pub(crate) fn u32(&mut self, field: &'static str) -> Result<u32, Malformed> {
+        Ok(u32::from_be_bytes(self.array(field)?))
+    }
+
+    pub(crate) fn u64(&mut self, field: &'static str) -> Result<u64, Malformed> {
+        Ok(u64::from_be_bytes(self.array(field)?))
+    }
+
+    /// A string of `len` bytes.
+    pub(crate) fn string(&mut self, len: usize, field: &'static str) -> Result<&'a str, Malformed> {
+        if len > STRING_LEN_MAX {
+            return Err(Malformed::Length {
+                what: field,
+                len: len as u64,
+                allowed: "4096 bytes are",
+            });
+        }
+        std::str::from_utf8(self.bytes(len, field)?).map_err(|_| Malformed::NotUtf8 { what: field })
+    }
+
+    /// A string with its length (32 bits) in front.
+    pub(crate) fn counted_string(&mut self, field: &'static str) -> Result<&'a str, Malformed> {
+        let len = self.u32(field)?;
+        self.string(len as usize, field)
+    }
+
+    pub(crate) fn rest(&self) -> &'a [u8] {
+        self.rest
+    }
+
+    /// Checks that nothing is left.
+    pub(crate) fn end(self) -> Result<(), Malformed> {
+        if self.rest.is_empty() {
+            return Ok(());
+        }
+        Err(Malformed::Length {
+            what: self.what,
+            len: self.rest.len() as u64,
+            allowed: "nothing behind its last field is",
+        })
+    }
+
+    pub(crate) fn magic(&mut self, expected: u64) -> Result<(), Malformed> {
+        let found = self.u64("magic")?;
+        check_magic(self.what, expected, found)
+    }
+}
+
+fn check_magic(what: &'static str, expected: u64, found: u64) -> Result<(), Malformed> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(Malformed::Magic {
+        what,
+        expected,
+        found,
+    })
+}

@@ -1,0 +1,215 @@
+//! TLS for streams on the loop: certificates from PEM files, and [`Stream`], a socket that may be encrypted.
+//!
+//! TLS 1.2 and 1.3 by rustls, certificates only (it has no pre-shared keys). Who is trusted is said by files with the
+//! names that libnbd, QEMU and nbdkit use: `ca-cert.pem`, `server-cert.pem`, `server-key.pem`, `client-cert.pem`,
+//! `client-key.pem`.
+
+mod stream;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+pub use stream::Stream;
+
+/// Why TLS cannot be set up.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum TlsError {
+    #[error("cannot read {what} from {}: {source}", path.display())]
+    Pem {
+        what: &'static str,
+        path: PathBuf,
+        source: rustls::pki_types::pem::Error,
+    },
+    #[error("{} holds no certificate; it should be a PEM file", path.display())]
+    NoCertificate { path: PathBuf },
+    #[error(
+        "no list of trusted authorities of this host was found ({tried}); name a directory with a ca-cert.pem"
+    )]
+    NoAuthorities { tried: String },
+    #[error("the certificate in {} is not usable: {source}", path.display())]
+    Certificate {
+        path: PathBuf,
+        source: rustls::Error,
+    },
+    #[error("the authorities in {} are not usable: {source}", path.display())]
+    Authorities {
+        path: PathBuf,
+        source: rustls::server::VerifierBuilderError,
+    },
+    #[error("'{name}' is neither a host name nor an address, so no certificate can be for it")]
+    Name { name: String },
+    #[error("TLS: {0}")]
+    Setup(rustls::Error),
+    #[error("the TLS handshake failed: {0}")]
+    Handshake(std::io::Error),
+}
+
+/// What a client needs to know: whom to trust, and who it is.
+#[derive(Clone)]
+pub struct ClientTls {
+    config: Arc<ClientConfig>,
+    server: ServerName<'static>,
+}
+
+/// Where hosts keep the authorities that they trust.
+const HOST_AUTHORITIES: [&str; 3] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+];
+
+impl ClientTls {
+    /// Trusts the authorities in `folder/ca-cert.pem`, or those of the host without a folder, for a server that shows a
+    /// certificate for `server`. Shows `folder/client-cert.pem` if it exists.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or the name is none.
+    pub fn load(folder: Option<&Path>, server: &str) -> Result<Self, TlsError> {
+        let server = ServerName::try_from(server.to_owned()).map_err(|_| TlsError::Name {
+            name: server.to_owned(),
+        })?;
+        let roots = match folder {
+            Some(folder) => authorities(&folder.join("ca-cert.pem"))?,
+            None => host_authorities()?,
+        };
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(TlsError::Setup)?
+            .with_root_certificates(roots);
+        let own = folder
+            .map(|folder| {
+                (
+                    folder.join("client-cert.pem"),
+                    folder.join("client-key.pem"),
+                )
+            })
+            .filter(|(certificate, _)| certificate.exists());
+        let config = match own {
+            None => builder.with_no_client_auth(),
+            Some((path, key)) => builder
+                .with_client_auth_cert(certificates(&path)?, private_key(&key)?)
+                .map_err(|source| TlsError::Certificate { path, source })?,
+        };
+        Ok(Self {
+            config: Arc::new(config),
+            server,
+        })
+    }
+}
+
+/// What a server needs to know: who it is, and whom to let in.
+#[derive(Clone)]
+pub struct ServerTls {
+    config: Arc<ServerConfig>,
+}
+
+impl ServerTls {
+    /// Shows the certificate chain in `certificate`, whose key is in `key`. With `authorities`, only clients with a
+    /// certificate from one of them get in.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or key and certificate are not a pair.
+    pub fn load(
+        certificate: &Path,
+        key: &Path,
+        client_authorities: Option<&Path>,
+    ) -> Result<Self, TlsError> {
+        let builder = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(TlsError::Setup)?;
+        let builder = match client_authorities {
+            None => builder.with_no_client_auth(),
+            Some(path) => {
+                let roots = Arc::new(authorities(path)?);
+                let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider())
+                    .build()
+                    .map_err(|source| TlsError::Authorities {
+                        path: path.to_owned(),
+                        source,
+                    })?;
+                builder.with_client_cert_verifier(verifier)
+            }
+        };
+        let config = builder
+            .with_single_cert(certificates(certificate)?, private_key(key)?)
+            .map_err(|source| TlsError::Certificate {
+                path: certificate.to_owned(),
+                source,
+            })?;
+        Ok(Self {
+            config: Arc::new(config),
+        })
+    }
+
+    /// Loads `server-cert.pem` and `server-key.pem` from `folder`, and with `require_clients` `ca-cert.pem` for them.
+    ///
+    /// # Errors
+    /// As [`ServerTls::load`].
+    pub fn load_folder(folder: &Path, require_clients: bool) -> Result<Self, TlsError> {
+        let authorities = folder.join("ca-cert.pem");
+        Self::load(
+            &folder.join("server-cert.pem"),
+            &folder.join("server-key.pem"),
+            require_clients.then_some(&authorities),
+        )
+    }
+}
+
+fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let failed = |source| TlsError::Pem {
+        what: "certificates",
+        path: path.to_owned(),
+        source,
+    };
+    let found: Vec<_> = CertificateDer::pem_file_iter(path)
+        .map_err(failed)?
+        .collect::<Result<_, _>>()
+        .map_err(failed)?;
+    if found.is_empty() {
+        return Err(TlsError::NoCertificate {
+            path: path.to_owned(),
+        });
+    }
+    Ok(found)
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    PrivateKeyDer::from_pem_file(path).map_err(|source| TlsError::Pem {
+        what: "the private key",
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Authorities that cannot be used are left out, as everywhere: lists of hosts hold some.
+fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
+    let mut roots = RootCertStore::empty();
+    let (added, _) = roots.add_parsable_certificates(certificates(path)?);
+    if added == 0 {
+        return Err(TlsError::NoCertificate {
+            path: path.to_owned(),
+        });
+    }
+    Ok(roots)
+}
+
+fn host_authorities() -> Result<RootCertStore, TlsError> {
+    let path = HOST_AUTHORITIES
+        .iter()
+        .map(Path::new)
+        .find(|path| path.exists())
+        .ok_or_else(|| TlsError::NoAuthorities {
+            tried: HOST_AUTHORITIES.join(", "),
+        })?;
+    authorities(path)
+}
