@@ -1,5 +1,6 @@
 //! A disk at work: a thread of its own with its loop, its stack of layers, and its exports.
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::mpsc;
@@ -8,41 +9,44 @@ use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use larder_block::backend::file::{Caching, FileDevice, FileOptions, OpenError};
-use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT};
-use larder_block::{BlockDevice, Geometry, Loop};
+use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT, Socket};
+use larder_block::{Geometry, Loop};
 use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
 
+use crate::image::{self, ImageAddress, ImageError, ImageOptions};
 use crate::listen::{ListenError, SocketFile};
 
 /// What to serve, and how.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
     /// The image.
-    pub image: PathBuf,
-    /// Refuse changes.
-    pub read_only: bool,
-    /// Let other processes use the image too.
-    pub share: bool,
-    /// The host's page cache or not.
-    pub caching: Caching,
-    /// Serve vhost-user-blk on this socket.
-    pub socket: Option<PathBuf>,
+    pub image: ImageAddress,
+    /// How to open it.
+    pub options: ImageOptions,
+    /// Where to serve vhost-user-blk.
+    pub vhost_user_at: Option<VhostUserAt>,
     /// How it presents itself there.
     pub vhost_user: VhostUserOptions,
     /// How long the thread spins for new work at most before it sleeps.
     pub poll_max: Duration,
 }
 
+/// Where a vhost-user-blk server gets its front-ends from.
+#[derive(Clone, Debug)]
+pub enum VhostUserAt {
+    /// It listens on this path.
+    Path(PathBuf),
+    /// It inherited this descriptor: a listening unix socket, or one that a front-end is connected to.
+    Descriptor(Arc<OwnedFd>),
+}
+
 impl DiskConfig {
     /// A disk with everything at its default, served nowhere.
-    pub fn new(image: PathBuf) -> Self {
+    pub fn new(image: ImageAddress) -> Self {
         Self {
             image,
-            read_only: false,
-            share: false,
-            caching: Caching::Auto,
-            socket: None,
+            options: ImageOptions::default(),
+            vhost_user_at: None,
             vhost_user: VhostUserOptions::default(),
             poll_max: POLL_MAX_DEFAULT,
         }
@@ -56,7 +60,7 @@ pub enum DiskError {
     #[error("io_uring cannot be set up: {0}; Larder needs Linux 5.11 or later with kernel.io_uring_disabled=0")]
     Uring(std::io::Error),
     #[error(transparent)]
-    Open(#[from] OpenError),
+    Image(#[from] ImageError),
     #[error(transparent)]
     Listen(#[from] ListenError),
     #[error(transparent)]
@@ -167,23 +171,18 @@ impl StopSignal {
 fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Geometry>) -> Result<(), DiskError> {
     let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
-        let device = open(&on, config).await?;
+        let device = image::open(&on, &config.image, &config.options).await?;
         let mut vhost_user = None;
         let mut export = None;
-        if let Some(path) = &config.socket {
-            let file = SocketFile::bind(path)?;
-            let listener = file
-                .descriptor()
-                .and_then(|descriptor| Listener::from_descriptor(&on, descriptor))
-                .map_err(DiskError::Export)?;
+        if let Some(at) = &config.vhost_user_at {
             let server = VhostUserServer::new(&on, Rc::clone(&device), &config.vhost_user)?;
-            let theirs = Rc::clone(&server);
-            export = Some(on.spawn_with_result(async move { theirs.run(&listener).await }));
+            let (accepting, file) = start_vhost_user(&on, at, Rc::clone(&server))?;
+            export = Some(accepting);
             vhost_user = Some((server, file));
         }
         // The starter may have given up; then `stop` has been raised.
         let _ = report.send(device.geometry());
-        let failed = match export.as_mut() {
+        let ended = match export.as_mut() {
             None => {
                 stop.raised().await;
                 None
@@ -201,12 +200,43 @@ fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Geometry>
         {
             tracing::error!("{error}");
         }
-        match failed {
+        match ended {
             Some(Err(error)) => Err(DiskError::Export(error)),
             _ => Ok(()),
         }
     })
 }
+
+/// Starts accepting front-ends. The socket's file, if it is ours, goes when it is dropped.
+fn start_vhost_user(
+    on: &Loop,
+    at: &VhostUserAt,
+    server: Rc<VhostUserServer>,
+) -> Result<(Accepting, Option<SocketFile>), DiskError> {
+    let (descriptor, file) = match at {
+        VhostUserAt::Path(path) => {
+            let file = SocketFile::bind(path)?;
+            (file.descriptor().map_err(DiskError::Export)?, Some(file))
+        }
+        VhostUserAt::Descriptor(descriptor) => (descriptor.try_clone().map_err(DiskError::Export)?, None),
+    };
+    let listening =
+        rustix::net::sockopt::socket_acceptconn(&descriptor).map_err(|error| DiskError::Export(error.into()))?;
+    let accepting = if listening {
+        let listener = Listener::from_descriptor(on, descriptor).map_err(DiskError::Export)?;
+        on.spawn_with_result(async move { server.run(&listener).await })
+    } else {
+        let socket = Socket::from_descriptor(on, descriptor).map_err(DiskError::Export)?;
+        on.spawn_with_result(async move {
+            server.serve(socket).await;
+            Ok(())
+        })
+    };
+    Ok((accepting, file))
+}
+
+/// The task that accepts front-ends; it ends when its socket breaks, or with the only front-end.
+type Accepting = larder_block::event_loop::JoinHandle<std::io::Result<()>>;
 
 /// The other's result, if it ends before `stop` is raised.
 async fn select<T>(stop: impl Future<Output = ()>, other: &mut (impl Future<Output = T> + Unpin)) -> Option<T> {
@@ -218,13 +248,4 @@ async fn select<T>(stop: impl Future<Output = ()>, other: &mut (impl Future<Outp
         std::pin::Pin::new(&mut *other).poll(context).map(Some)
     })
     .await
-}
-
-async fn open(on: &Loop, config: &DiskConfig) -> Result<Rc<dyn BlockDevice>, DiskError> {
-    let options = FileOptions {
-        read_only: config.read_only,
-        share: config.share,
-        caching: config.caching,
-    };
-    Ok(FileDevice::open(on, &config.image, options).await?)
 }

@@ -1,4 +1,6 @@
 //! One VM put together: its disks opened, stacked and served.
 
 pub mod disk;
+pub mod image;
+pub mod limits;
 pub mod listen;

@@ -1,8 +1,14 @@
 //! The command line.
 
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use larder_block::event_loop::POLL_MAX_DEFAULT;
+use larder_block::filter::throttle::Limits;
+use larder_export::vhost_user::QUEUES_MAX;
+use larder_vm::image::ImageAddress;
+use larder_vm::limits::parse_limits;
 
 /// Keeps what a QEMU virtual machine needs next close at hand.
 #[derive(Parser)]
@@ -25,13 +31,27 @@ pub(crate) enum DiskCommand {
     Serve(ServeArguments),
 }
 
+/// How image formats are named.
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum FormatName {
+    /// The disk itself, byte for byte
+    Raw,
+}
+
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// A disk image, a block device, or an NBD URI
-    pub(crate) image: PathBuf,
+    #[arg(required_unless_present_any = ["blk_file", "print_capabilities"], conflicts_with = "blk_file")]
+    pub(crate) image: Option<ImageAddress>,
+    /// The image's format; by default raw, and refused if it begins like another
+    #[arg(long)]
+    pub(crate) format: Option<FormatName>,
     /// Serve vhost-user-blk on this unix socket
     #[arg(long, visible_alias = "socket-path", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
+    /// Serve vhost-user-blk on this inherited descriptor: a listening or connected unix socket
+    #[arg(long, value_name = "FD", conflicts_with = "socket")]
+    pub(crate) fd: Option<RawFd>,
     /// Refuse changes
     #[arg(long)]
     pub(crate) read_only: bool,
@@ -41,13 +61,32 @@ pub(crate) struct ServeArguments {
     /// Go through the host's page cache instead of direct I/O
     #[arg(long)]
     pub(crate) buffered: bool,
+    /// Limits per second: KEY=VALUE,... with iops-total, iops-read, iops-write, bps-total, bps-read, bps-write,
+    /// each also with -max and -max-length for bursts, and iops-size
+    #[arg(long, value_name = "LIMITS", value_parser = parse_limits)]
+    pub(crate) throttle: Option<Limits>,
     /// Virtqueues offered
-    #[arg(long, value_name = "N", default_value_t = larder_export::vhost_user::QUEUES_MAX)]
+    #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
     pub(crate) queues: u16,
     /// Serial number that the guest sees, up to 20 bytes
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) serial: String,
-    /// Spin up to this many microseconds for the next request before sleeping
-    #[arg(long, value_name = "US", default_value_t = 50)]
+    /// Sector size that the guest sees, in bytes
+    #[arg(long, value_name = "BYTES", default_value_t = 512)]
+    pub(crate) block_size: u32,
+    /// Spin up to this many microseconds for the next request before sleeping; 0 sleeps at once
+    #[arg(long, value_name = "US", default_value_t = POLL_MAX_DEFAULT.as_micros() as u64)]
     pub(crate) poll_us: u64,
+    /// How long requests wait for an NBD server that is away before they fail, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    pub(crate) nbd_reconnect: u64,
+    /// Write the process's number to this file once the disk is served
+    #[arg(long, value_name = "PATH")]
+    pub(crate) pidfile: Option<PathBuf>,
+    /// The image, as vhost-user's conventions name it
+    #[arg(long, value_name = "PATH")]
+    pub(crate) blk_file: Option<ImageAddress>,
+    /// Print what this back-end can do, as vhost-user's conventions want it, and exit
+    #[arg(long)]
+    pub(crate) print_capabilities: bool,
 }

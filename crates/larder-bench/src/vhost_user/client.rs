@@ -94,7 +94,7 @@ impl Client {
             bail!("{} requests of {} bytes do not fit the client's memory", workload.depth, workload.block);
         }
         let mut random = 0x9e37_79b9_7f4a_7c15;
-        let mut done = vec![const { MaybeUninit::<Completion>::uninit() }; workload.depth];
+        let mut done: Vec<MaybeUninit<Completion>> = (0..workload.depth).map(|_| MaybeUninit::uninit()).collect();
         let begin = Instant::now();
         let mut requests = 0;
         for slot in 0..workload.depth {

@@ -35,6 +35,9 @@ pub struct VhostUserOptions {
     pub queues: u16,
     /// Serial number, at most 20 bytes; the guest sees it in `/dev/disk/by-id`.
     pub serial: String,
+    /// Sector size that the guest sees, in bytes: a power of two from 512 to 4096. The device's own block size is
+    /// presented if it is larger.
+    pub block_size: u32,
 }
 
 impl Default for VhostUserOptions {
@@ -42,6 +45,7 @@ impl Default for VhostUserOptions {
         Self {
             queues: QUEUES_MAX,
             serial: String::new(),
+            block_size: 512,
         }
     }
 }
@@ -54,6 +58,8 @@ pub enum OptionsError {
     Queues(u16),
     #[error("serial number '{0}' is {len} bytes long; virtio-blk has room for 20", len = .0.len())]
     Serial(String),
+    #[error("sectors of {0} bytes; a guest can have 512, 1024, 2048 or 4096")]
+    BlockSize(u32),
 }
 
 /// Serves a disk to one front-end at a time; the next one is accepted when the last one's requests are done.
@@ -79,11 +85,15 @@ impl VhostUserServer {
             return Err(OptionsError::Serial(options.serial.clone()));
         };
         place.copy_from_slice(options.serial.as_bytes());
+        if !options.block_size.is_power_of_two() || !(512..=4096).contains(&options.block_size) {
+            return Err(OptionsError::BlockSize(options.block_size));
+        }
         Ok(Rc::new(Self {
             on: on.clone(),
             shared: Rc::new(Shared {
                 device,
                 serial,
+                block_size: options.block_size,
                 write_cache: Cell::new(true),
                 dirty_log: RefCell::new(None),
                 statistics: Statistics::default(),

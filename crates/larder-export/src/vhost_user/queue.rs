@@ -11,7 +11,7 @@ use std::rc::{Rc, Weak};
 use std::task::{Poll, Waker};
 
 use larder_block::event_loop::{Poller, PollerGuard, TaskPool};
-use larder_block::{BlockDevice, IoVec, Loop};
+use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
 use super::blk::{self, DiskState, Kind, Outcome, SERIAL_BYTES};
 use super::inflight::InflightQueue;
@@ -22,11 +22,24 @@ use super::ring::{Chain, Head, Ring, RingError, RingPosition};
 pub(super) struct Shared {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) serial: [u8; SERIAL_BYTES],
+    /// The smallest sector size to present, in bytes.
+    pub(super) block_size: u32,
     /// The guest may switch it off; then every write is durable on completion.
     pub(super) write_cache: Cell<bool>,
     /// Set while the front-end wants to know what we write.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
     pub(super) statistics: Statistics,
+}
+
+impl Shared {
+    /// The device as the guest is to see it.
+    pub(super) fn geometry(&self) -> Geometry {
+        let mut geometry = self.device.geometry();
+        geometry.block_size = geometry.block_size.max(self.block_size);
+        let whole = ByteOffset::new(geometry.size.get()).align_down(u64::from(geometry.block_size));
+        geometry.size = whole - ByteOffset::ZERO;
+        geometry
+    }
 }
 
 /// Counters of an export. They only grow.

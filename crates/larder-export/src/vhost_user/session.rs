@@ -327,7 +327,7 @@ impl Session {
     }
 
     fn offered(&self) -> u64 {
-        blk::features(&self.shared.device.geometry())
+        blk::features(&self.shared.geometry())
     }
 
     fn packed(&self) -> bool {
@@ -366,7 +366,7 @@ impl Session {
         if offset.checked_add(len).is_none_or(|end| end > 256) {
             return message::reply_config(offset, &[]);
         }
-        let geometry = self.shared.device.geometry();
+        let geometry = self.shared.geometry();
         let bytes = blk::config(&geometry, self.queues_max, self.shared.write_cache.get(), offset, len);
         message::reply_config(offset, &bytes)
     }

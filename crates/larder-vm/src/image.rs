@@ -1,0 +1,222 @@
+//! What a user calls a disk: a path or an NBD URI, and how it is opened as a stack of layers.
+
+use std::fmt;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::str::FromStr;
+
+use larder_block::backend::file::{Caching, FileDevice, FileOptions};
+use larder_block::backend::nbd::{NbdDevice, NbdOptions};
+use larder_block::filter::align::{Align, AlignOptions};
+use larder_block::filter::throttle::{LimitError, Limits, Throttle};
+use larder_block::nbd::{NbdUri, NbdUriError};
+use larder_block::{BlockDevice, Loop};
+
+/// Where a disk's bytes are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ImageAddress {
+    /// A file or a block device.
+    Path(PathBuf),
+    /// An export of an NBD server.
+    Nbd(NbdUri),
+}
+
+/// Why a text is not an image.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ImageAddressError {
+    #[error(transparent)]
+    Nbd(#[from] NbdUriError),
+    #[error(
+        "'{0}': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it"
+    )]
+    UnknownScheme(String),
+    #[error("the image's name is empty")]
+    Empty,
+}
+
+impl FromStr for ImageAddress {
+    type Err = ImageAddressError;
+
+    fn from_str(text: &str) -> Result<Self, ImageAddressError> {
+        if text.is_empty() {
+            return Err(ImageAddressError::Empty);
+        }
+        let looks_like_nbd = |prefix: &&str| {
+            text.get(..prefix.len())
+                .is_some_and(|head| head.eq_ignore_ascii_case(prefix))
+        };
+        if ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd:"]
+            .iter()
+            .any(looks_like_nbd)
+        {
+            return Ok(Self::Nbd(text.parse()?));
+        }
+        let scheme = text.split_once("://").map(|(scheme, _)| scheme);
+        if scheme
+            .is_some_and(|scheme| !scheme.is_empty() && scheme.chars().all(|c| c.is_ascii_alphanumeric() || c == '+'))
+        {
+            return Err(ImageAddressError::UnknownScheme(text.to_owned()));
+        }
+        Ok(Self::Path(PathBuf::from(text)))
+    }
+}
+
+impl fmt::Display for ImageAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => path.display().fmt(f),
+            Self::Nbd(uri) => uri.fmt(f),
+        }
+    }
+}
+
+/// What an image's bytes mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// The disk itself, byte for byte.
+    Raw,
+}
+
+/// How to open an image.
+#[derive(Clone, Debug)]
+pub struct ImageOptions {
+    /// Its format; `None` if the user has not said: raw, unless it begins like something else.
+    pub format: Option<Format>,
+    /// Refuse changes.
+    pub read_only: bool,
+    /// Let other processes use the image too.
+    pub share: bool,
+    /// The host's page cache or not.
+    pub caching: Caching,
+    /// How to use an NBD server.
+    pub nbd: NbdOptions,
+    /// What the disk may do per second.
+    pub limits: Limits,
+}
+
+impl Default for ImageOptions {
+    fn default() -> Self {
+        Self {
+            format: None,
+            read_only: false,
+            share: false,
+            caching: Caching::Auto,
+            nbd: NbdOptions::default(),
+            limits: Limits::NONE,
+        }
+    }
+}
+
+/// Why an image cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ImageError {
+    #[error(transparent)]
+    File(#[from] larder_block::backend::file::OpenError),
+    #[error(transparent)]
+    Nbd(Box<larder_block::backend::nbd::OpenError>),
+    #[error(
+        "{image} looks like a {format} image, which this version of Larder cannot interpret; pass --format raw to serve its bytes as they are"
+    )]
+    OtherFormat { image: String, format: &'static str },
+    #[error("limits of {image}: {source}")]
+    Limits { image: String, source: LimitError },
+}
+
+/// The smallest block size that every guest can use, in bytes.
+const GUEST_BLOCK_BYTES: u32 = 512;
+
+/// How formats other than raw begin.
+const MAGICS: [(&[u8], &str); 5] = [
+    (b"QFI\xfb", "qcow2"),
+    (b"KDMV", "VMDK"),
+    (b"vhdxfile", "VHDX"),
+    (b"conectix", "VPC"),
+    (b"QED\0", "QED"),
+];
+
+/// Opens an image with every layer that its options call for: the backend, then alignment, then limits.
+///
+/// # Errors
+/// See [`ImageError`].
+pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    let mut device: Rc<dyn BlockDevice> = match image {
+        ImageAddress::Path(path) => {
+            if options.format.is_none()
+                && let Some(format) = recognise(path)
+            {
+                return Err(ImageError::OtherFormat {
+                    image: image.to_string(),
+                    format,
+                });
+            }
+            let file = FileOptions {
+                read_only: options.read_only,
+                share: options.share,
+                caching: options.caching,
+            };
+            FileDevice::open(on, path, file).await?
+        }
+        ImageAddress::Nbd(uri) => {
+            let nbd = NbdOptions {
+                read_only: options.read_only,
+                ..options.nbd.clone()
+            };
+            NbdDevice::open(on, uri, nbd)
+                .await
+                .map_err(Box::new)
+                .map_err(ImageError::Nbd)?
+        }
+    };
+    let geometry = device.geometry();
+    if geometry.block_size > GUEST_BLOCK_BYTES || geometry.memory_alignment > 1 {
+        let align = AlignOptions {
+            block_size: GUEST_BLOCK_BYTES,
+            ..AlignOptions::default()
+        };
+        device = Rc::new(Align::new(device, align));
+    }
+    if options.limits != Limits::NONE {
+        let limited = Throttle::new(on, device, options.limits);
+        device = Rc::new(limited.map_err(|source| ImageError::Limits {
+            image: image.to_string(),
+            source,
+        })?);
+    }
+    Ok(device)
+}
+
+/// The format that a file begins like, other than raw. An unreadable file is left to whoever opens it to complain.
+fn recognise(path: &Path) -> Option<&'static str> {
+    if !path.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut head = [0; 8];
+    let mut file = std::fs::File::open(path).ok()?;
+    let count = file.read(&mut head).ok()?;
+    MAGICS
+        .iter()
+        .find(|(magic, _)| head[..count].starts_with(magic))
+        .map(|(_, format)| *format)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_and_uris_are_told_apart() {
+        assert_eq!("/srv/a.raw".parse(), Ok(ImageAddress::Path("/srv/a.raw".into())));
+        assert_eq!("a:b".parse(), Ok(ImageAddress::Path("a:b".into())));
+        assert_eq!("./nbd://x".parse(), Ok(ImageAddress::Path("./nbd://x".into())));
+        assert!(matches!("nbd://host/x".parse(), Ok(ImageAddress::Nbd(_))));
+        assert!(matches!("NBD+unix:///?socket=/s".parse(), Ok(ImageAddress::Nbd(_))));
+        assert!(matches!(
+            "http://x/y".parse::<ImageAddress>(),
+            Err(ImageAddressError::UnknownScheme(_))
+        ));
+        assert_eq!("".parse::<ImageAddress>(), Err(ImageAddressError::Empty));
+    }
+}
