@@ -22,6 +22,7 @@ fn main() -> ExitCode {
         .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
         .with_target(false)
         .init();
+    abort_on_panic();
     let result = match cli.command {
         Command::Disk(DiskCommand::Serve(arguments)) => disk_serve::run(arguments),
     };
@@ -32,4 +33,13 @@ fn main() -> ExitCode {
             ExitCode::from(EXIT_ERROR)
         }
     }
+}
+
+/// A process with a dead thread would go on half alive: with it gone, its successor takes up what was in flight.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
 }
