@@ -13,6 +13,7 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 use rustix::fs::MemfdFlags;
 
+use super::memo::{MEMO_BYTES, Memo};
 use super::memory::{GuestMemory, Mapping, MemoryError};
 use super::message::InflightInfo;
 use super::ring::{Chain, Cursor, Head, PackedRing, Ring, RingError, SplitRing};
@@ -54,7 +55,8 @@ mod entry {
 
 /// The whole region: one part per queue.
 pub struct InflightRegion {
-    mapping: Mapping,
+    mapping: Rc<Mapping>,
+    memo: Option<Memo>,
     queues: u16,
     queue_size: u16,
     packed: bool,
@@ -71,12 +73,19 @@ fn queue_bytes(queue_size: u16, packed: bool) -> usize {
 }
 
 impl InflightRegion {
-    /// A new region, not initialised, with the file to hand to the front-end.
+    /// A new region, not initialised, with the file to hand to the front-end. Its memo says that the guest's write cache
+    /// is `write_cache`.
     ///
     /// # Errors
     /// The host is out of memory or descriptors.
-    pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(InflightInfo, OwnedFd), MemoryError> {
-        let bytes = (queue_bytes(queue_size, packed) * usize::from(queues)) as u64;
+    pub fn create(
+        queues: u16,
+        queue_size: u16,
+        packed: bool,
+        write_cache: bool,
+    ) -> Result<(InflightInfo, OwnedFd), MemoryError> {
+        let memo_at = (queue_bytes(queue_size, packed) * usize::from(queues)) as u64;
+        let bytes = memo_at + MEMO_BYTES as u64;
         let failed = |error: rustix::io::Errno| MemoryError::Map {
             what: "the region of requests in flight",
             bytes,
@@ -84,6 +93,7 @@ impl InflightRegion {
         };
         let file = rustix::fs::memfd_create("larder-inflight", MemfdFlags::CLOEXEC).map_err(failed)?;
         rustix::fs::ftruncate(&file, bytes).map_err(failed)?;
+        rustix::io::pwrite(&file, &Memo::fresh(write_cache), memo_at).map_err(failed)?;
         let info = InflightInfo {
             bytes,
             file_offset: 0,
@@ -106,17 +116,26 @@ impl InflightRegion {
                 source: std::io::Error::other(format!("its queues need {needed} bytes")),
             });
         }
+        let what = "the region of requests in flight";
+        let mapping = Rc::new(Mapping::new(file, info.file_offset, info.bytes, what)?);
         Ok(Self {
-            mapping: Mapping::new(file, info.file_offset, info.bytes, "the region of requests in flight")?,
+            memo: Memo::find(&mapping, needed as usize),
+            mapping,
             queues: info.queues,
             queue_size: info.queue_size,
             packed,
         })
     }
 
-    /// The part of queue `index`, whose ring has `ring_size` descriptors; `None` if the region has no room for it.
-    pub fn queue(self: &Rc<Self>, index: u16, ring_size: u16) -> Option<InflightQueue> {
-        if index >= self.queues || ring_size > self.queue_size {
+    /// What is remembered beside the requests, if the region has room for that.
+    pub fn memo(&self) -> Option<&Memo> {
+        self.memo.as_ref()
+    }
+
+    /// The part of queue `index`, whose ring has `ring_size` descriptors; `None` if the region has no room for it, or
+    /// was made for rings of the other layout, whose entries have another size.
+    pub fn queue(self: &Rc<Self>, index: u16, ring_size: u16, packed: bool) -> Option<InflightQueue> {
+        if index >= self.queues || ring_size > self.queue_size || packed != self.packed {
             return None;
         }
         let at = queue_bytes(self.queue_size, self.packed) * usize::from(index);
@@ -325,7 +344,7 @@ impl InflightQueue {
         let cursor = |index: u16, wrap: u8| Cursor((index % self.size) | if wrap != 0 { 0x8000 } else { 0 });
         let old = cursor(self.read(offset::PACKED_OLD_USED), self.read(offset::PACKED_OLD_WRAP));
         let new = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
-        if old != new && ring.is_used(old) {
+        if old != new && ring.was_given_back(old) {
             // The last chain had been given back: the predecessor died before it could note that.
             self.commit_packed();
         } else {

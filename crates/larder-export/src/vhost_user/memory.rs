@@ -80,8 +80,12 @@ impl Mapping {
         if end.is_none() || bytes == 0 {
             return Err(failed(std::io::Error::from_raw_os_error(libc::ENXIO)));
         }
-        let lead = offset % 4096;
-        let mapped_bytes = usize::try_from(bytes + lead).map_err(|_| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
+        let page_bytes = page_bytes(file).map_err(|error| failed(error.into()))?;
+        let lead = offset % page_bytes;
+        let mapped_bytes = (bytes + lead)
+            .checked_next_multiple_of(page_bytes)
+            .and_then(|bytes| usize::try_from(bytes).ok())
+            .ok_or_else(|| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
         let base = unsafe {
             rustix::mm::mmap(
@@ -113,6 +117,13 @@ impl Mapping {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
+}
+
+/// The unit in which `file` can be mapped, in bytes: a huge page's for memory that consists of them.
+fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
+    let file_system = rustix::fs::fstatfs(file)?;
+    let is_huge = i64::from(file_system.f_type) == i64::from(libc::HUGETLBFS_MAGIC);
+    Ok(if is_huge { file_system.f_bsize as u64 } else { 4096 })
 }
 
 impl Drop for Mapping {

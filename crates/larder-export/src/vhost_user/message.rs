@@ -61,6 +61,9 @@ pub enum MessageError {
         /// What came.
         got: usize,
     },
+    /// More descriptors than any request has.
+    #[error("{0} descriptors with one message, the most is {TABLE_REGIONS_MAX}")]
+    TooManyDescriptors(usize),
     /// More memory regions than a table holds.
     #[error("a memory table of {0} regions, the most is {TABLE_REGIONS_MAX}")]
     TooManyRegions(u32),
@@ -195,6 +198,18 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, MessageError> 
         need_reply: flags & FLAG_NEED_REPLY != 0,
         payload_bytes,
     })
+}
+
+/// Adds descriptors that came with one part of a message to those of the parts before it.
+///
+/// # Errors
+/// No message has that many.
+pub fn collect(descriptors: &mut Vec<OwnedFd>, came: Vec<OwnedFd>) -> Result<(), MessageError> {
+    descriptors.extend(came);
+    if descriptors.len() > TABLE_REGIONS_MAX {
+        return Err(MessageError::TooManyDescriptors(descriptors.len()));
+    }
+    Ok(())
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {

@@ -2,11 +2,12 @@
 //! go from the guest to the disk's thread without QEMU.
 //!
 //! [`message`] parses the protocol, [`session`] carries it out, [`memory`] maps the guest, [`ring`] reads virtqueues,
-//! [`inflight`] notes what is under way so that a successor can take it up, [`queue`] runs requests and [`blk`] says what
+//! [`inflight`] notes what is under way so that a successor can take it up, [`memo`] what it could not ask for, [`queue`] runs requests and [`blk`] says what
 //! they mean.
 
 pub mod blk;
 pub mod inflight;
+pub mod memo;
 pub mod memory;
 pub mod message;
 mod queue;
@@ -95,6 +96,7 @@ impl VhostUserServer {
                 serial,
                 block_size: options.block_size,
                 write_cache: Cell::new(true),
+                driver_flushes: Cell::new(true),
                 dirty_log: RefCell::new(None),
                 statistics: Statistics::default(),
             }),
@@ -131,7 +133,6 @@ impl VhostUserServer {
         let socket = Rc::new(socket);
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
         add(&self.shared.statistics.connections, 1);
-        self.shared.write_cache.set(true);
         tracing::info!(disk = %self.shared.device.name(), "front-end connected");
         let mut session = Session::new(&self.on, socket, Rc::clone(&self.shared), self.queues);
         let done = Rc::new(Cell::new(false));
@@ -169,11 +170,6 @@ async fn announce_sizes(shared: Rc<Shared>, channel: Rc<RefCell<Option<Socket>>>
             continue;
         }
         generation = changes.generation();
-        let taken = channel.borrow_mut().take();
-        let Some(socket) = taken else { continue };
-        if let Err(error) = socket.write_all(&message::config_change()).await {
-            tracing::warn!("cannot tell the front-end of the new size: {error}");
-        }
-        channel.borrow_mut().get_or_insert(socket);
+        session::announce_size(Rc::clone(&channel)).await;
     }
 }

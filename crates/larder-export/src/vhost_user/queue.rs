@@ -24,8 +24,11 @@ pub(super) struct Shared {
     pub(super) serial: [u8; SERIAL_BYTES],
     /// The smallest sector size to present, in bytes.
     pub(super) block_size: u32,
-    /// The guest may switch it off; then every write is durable on completion.
+    /// The guest may switch it off; then every write is durable on completion. It stays off until the guest switches
+    /// it on: front-ends do not say it again after a reset or a reconnect.
     pub(super) write_cache: Cell<bool>,
+    /// The driver knows flushes, or the setting above. One that does not relies on every write.
+    pub(super) driver_flushes: Cell<bool>,
     /// Set while the front-end wants to know what we write.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
     pub(super) statistics: Statistics,
@@ -117,6 +120,7 @@ pub(super) struct QueueParts {
 pub(super) struct Queue {
     me: Weak<Queue>,
     index: u16,
+    size: u32,
     shared: Rc<Shared>,
     memory: RefCell<Rc<GuestMemory>>,
     ring: RefCell<Ring>,
@@ -165,7 +169,7 @@ async fn serve(mut request: Request) {
     let shared = Rc::clone(&request.queue.shared);
     let state = DiskState {
         serial: &shared.serial,
-        write_cache: shared.write_cache.get(),
+        write_cache: shared.write_cache.get() && shared.driver_flushes.get(),
     };
     // SAFETY: the request holds the mappings that its chain was translated with.
     let outcome = unsafe { blk::execute(&*shared.device, state, &request.chain) }.await;
@@ -184,6 +188,7 @@ impl Queue {
         let queue = Rc::new_cyclic(|me| Self {
             me: Weak::clone(me),
             index: parts.index,
+            size: parts.size,
             shared: parts.shared,
             memory: RefCell::new(parts.memory),
             ring: RefCell::new(parts.ring),
@@ -263,10 +268,11 @@ impl Queue {
         }
     }
 
-    /// Takes and starts what is available; whether there was anything.
+    /// Takes and starts what is available, at most a ring full lest others wait for ever; whether there was anything.
     fn take_available(self: &Rc<Self>) -> bool {
         let mut taken = 0u32;
-        while let Some((memory, chain, head, note)) = self.take_one() {
+        while taken < self.size {
+            let Some((memory, chain, head, note)) = self.take_one() else { break };
             self.launch(memory, chain, head, note);
             taken += 1;
             if taken.is_multiple_of(SIGNAL_EVERY) {
@@ -279,6 +285,11 @@ impl Queue {
     fn take_one(&self) -> Option<(Rc<GuestMemory>, Chain, Head, u16)> {
         let mut ring = self.ring.borrow_mut();
         if !ring.has_available() {
+            return None;
+        }
+        if self.running.get() >= self.size {
+            drop(ring);
+            self.break_down(RingError::TooManyInFlight { size: self.size });
             return None;
         }
         let memory = self.memory.borrow();
@@ -360,6 +371,8 @@ impl Queue {
 
     pub(super) fn set_call(&self, call: Option<Rc<OwnedFd>>) {
         *self.call.borrow_mut() = call;
+        // What the one before was told, or was not there to be told, the new one may have missed.
+        self.ring.borrow_mut().forget_interrupts();
         self.unsignalled.set(true);
     }
 
@@ -375,6 +388,7 @@ impl Queue {
     pub(super) fn replace_memory(&self, memory: Rc<GuestMemory>, ring: Ring) {
         *self.memory.borrow_mut() = memory;
         *self.ring.borrow_mut() = ring;
+        self.unsignalled.set(true);
     }
 
     /// Takes no more requests, waits for those under way, and gives back where the ring goes on. With `retire`, a

@@ -5,14 +5,16 @@
 //! ends, its queues stop: requests under way are finished and given back, so that the next connection finds the rings in
 //! order.
 
+use std::cell::RefCell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 
-use larder_block::Loop;
 use larder_block::event_loop::Socket;
+use larder_block::{ByteLen, Loop};
 
 use super::blk::{self, feature};
 use super::inflight::InflightRegion;
+use super::memo::Memo;
 use super::memory::{DirtyLog, GuestMemory, MemoryError, SLOTS_MAX};
 use super::message::{
     self, HEADER_BYTES, Header, InflightInfo, MessageError, Request, RingAddresses, number, parse_header, parse_request,
@@ -77,6 +79,8 @@ struct RingSetup {
     call: Option<Rc<OwnedFd>>,
     enabled: bool,
     queue: Option<Rc<Queue>>,
+    /// Started, but stopped again because its part of guest memory went.
+    homeless: bool,
 }
 
 pub(super) struct Session {
@@ -91,7 +95,9 @@ pub(super) struct Session {
     rings: Vec<RingSetup>,
     inflight: Option<Rc<InflightRegion>>,
     log: Option<Rc<DirtyLog>>,
-    backend_channel: Rc<std::cell::RefCell<Option<Socket>>>,
+    backend_channel: Rc<RefCell<Option<Socket>>>,
+    /// The size that the front-end was told on this connection.
+    size_told: Option<ByteLen>,
 }
 
 impl Session {
@@ -109,11 +115,12 @@ impl Session {
             inflight: None,
             log: None,
             backend_channel: Rc::default(),
+            size_told: None,
         }
     }
 
     /// Where messages to the front-end go, once it has opened the channel for them.
-    pub(super) fn backend_channel(&self) -> Rc<std::cell::RefCell<Option<Socket>>> {
+    pub(super) fn backend_channel(&self) -> Rc<RefCell<Option<Socket>>> {
         Rc::clone(&self.backend_channel)
     }
 
@@ -154,7 +161,7 @@ impl Session {
                 return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
             }
             filled += count;
-            descriptors.extend(came);
+            message::collect(&mut descriptors, came)?;
         }
         let header = parse_header(&head)?;
         let mut payload = vec![0; header.payload_bytes];
@@ -165,7 +172,7 @@ impl Session {
                 return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
             }
             filled += count;
-            descriptors.extend(came);
+            message::collect(&mut descriptors, came)?;
         }
         let request = parse_request(&header, &payload, descriptors)?;
         tracing::trace!(?request, "vhost-user");
@@ -199,7 +206,6 @@ impl Session {
                 self.stop_all(true).await;
                 self.features = 0;
                 self.status = 0;
-                self.shared.write_cache.set(true);
                 self.update_log();
             }
             Request::GetProtocolFeatures => {
@@ -225,7 +231,6 @@ impl Session {
                 self.status = status;
                 if status == 0 {
                     self.stop_all(true).await;
-                    self.shared.write_cache.set(true);
                 }
             }
             Request::SetMemTable(regions) => {
@@ -257,13 +262,13 @@ impl Session {
             }
             Request::GetConfig { offset, len } => return Ok(Reply::Bytes(self.config(offset, len))),
             Request::SetConfig { offset, bytes } => {
-                if let Some(write_cache) = blk::write_cache_in(offset, &bytes) {
-                    self.shared.write_cache.set(write_cache);
+                if let Some(on) = blk::write_cache_in(offset, &bytes) {
+                    self.set_write_cache(on).await;
                 }
             }
             Request::GetInflight(info) => return self.new_inflight(&info),
             Request::SetInflight(info, file) => {
-                self.inflight = Some(Rc::new(InflightRegion::adopt(&info, &file, self.packed())?));
+                self.adopt_inflight(InflightRegion::adopt(&info, &file, self.packed())?);
             }
             other => return self.ring_request(other).await,
         }
@@ -348,10 +353,8 @@ impl Session {
             return Err(SessionError::Running(ring as u32));
         }
         self.features = features;
-        if features & (feature::FLUSH | feature::CONFIG_WCE) == 0 {
-            // A driver that cannot flush relies on every write (virtio 1.2, 5.2.6.2).
-            self.shared.write_cache.set(false);
-        }
+        // A driver that cannot flush relies on every write (virtio 1.2, 5.2.6.2).
+        self.shared.driver_flushes.set(features & (feature::FLUSH | feature::CONFIG_WCE) != 0);
         self.update_log();
         Ok(())
     }
@@ -361,12 +364,18 @@ impl Session {
         *self.shared.dirty_log.borrow_mut() = log;
     }
 
-    fn config(&self, offset: u32, len: u32) -> Vec<u8> {
+    fn config(&mut self, offset: u32, len: u32) -> Vec<u8> {
         // The protocol's own limit on the configuration space (VHOST_USER_MAX_CONFIG_SIZE).
         if offset.checked_add(len).is_none_or(|end| end > 256) {
             return message::reply_config(offset, &[]);
         }
         let geometry = self.shared.geometry();
+        if offset == 0 && len >= 8 {
+            self.size_told = Some(geometry.size);
+            if let Some(memo) = self.memo() {
+                memo.set_size_told(geometry.size);
+            }
+        }
         let bytes = blk::config(&geometry, self.queues_max, self.shared.write_cache.get(), offset, len);
         message::reply_config(offset, &bytes)
     }
@@ -377,8 +386,44 @@ impl Session {
         if !sound {
             return Err(SessionError::InflightSize(info.queues, info.queue_size));
         }
-        let (made, file) = InflightRegion::create(info.queues, info.queue_size, self.packed())?;
+        let write_cache = self.shared.write_cache.get();
+        let (made, file) = InflightRegion::create(info.queues, info.queue_size, self.packed(), write_cache)?;
         Ok(Reply::WithFile(message::reply_inflight(&made), file))
+    }
+
+    fn memo(&self) -> Option<&Memo> {
+        self.inflight.as_ref().and_then(|region| region.memo())
+    }
+
+    /// Takes over what a predecessor has noted, and tells a guest that missed a change of the size meanwhile.
+    fn adopt_inflight(&mut self, region: InflightRegion) {
+        let size = self.shared.geometry().size;
+        if let Some(memo) = region.memo() {
+            if !memo.write_cache() {
+                self.shared.write_cache.set(false);
+            }
+            memo.set_write_cache(self.shared.write_cache.get());
+            match memo.size_told() {
+                Some(told) if told != size && self.size_told.is_none() => {
+                    self.on.spawn(announce_size(Rc::clone(&self.backend_channel)));
+                }
+                Some(_) => {}
+                None => memo.set_size_told(self.size_told.unwrap_or(size)),
+            }
+        }
+        self.inflight = Some(Rc::new(region));
+    }
+
+    async fn set_write_cache(&mut self, on: bool) {
+        let before = self.shared.write_cache.replace(on);
+        if let Some(memo) = self.memo() {
+            memo.set_write_cache(on);
+        }
+        // A driver without a cache sends no flush: what was cached until now must not wait for one.
+        let must_flush = before && !on && !self.shared.geometry().read_only;
+        if must_flush && let Err(error) = self.shared.device.flush().await {
+            tracing::error!("{error}");
+        }
     }
 
     fn ring(&mut self, ring: u32) -> Result<&mut RingSetup, SessionError> {
@@ -453,8 +498,13 @@ impl Session {
         let (true, Some(addresses)) = (setup.started && setup.queue.is_none(), setup.addresses) else {
             return Ok(());
         };
-        if setup.size == 0 {
-            return Err(SessionError::RingSize { ring, size: 0 });
+        // The layout may have been negotiated after the size.
+        if setup.size == 0 || (!layout.packed && !setup.size.is_power_of_two()) {
+            return Err(SessionError::RingSize { ring, size: setup.size });
+        }
+        let notes = inflight.as_ref().and_then(|region| region.queue(ring as u16, setup.size as u16, layout.packed));
+        if inflight.is_some() && notes.is_none() {
+            tracing::warn!(queue = ring, "the region of requests in flight has no room for this queue");
         }
         let position = RingPosition::from_base(setup.base, layout.packed);
         let index = ring as u16;
@@ -466,7 +516,7 @@ impl Session {
                 ring: Ring::new(&memory, layout, &addresses, position)?,
                 memory,
                 size: setup.size,
-                inflight: inflight.and_then(|region| region.queue(index, setup.size as u16)),
+                inflight: notes,
                 kick: setup.kick.clone(),
                 call: setup.call.clone(),
                 enabled: setup.enabled || always_enabled,
@@ -476,7 +526,8 @@ impl Session {
         Ok(())
     }
 
-    /// Moves every running queue over to a new table of guest memory. One whose ring is no longer in it stops.
+    /// Moves every running queue over to a new table of guest memory. One whose ring is no longer in it stops, and
+    /// starts again once it is: a front-end that moves the border of a region removes it first, then adds it anew.
     async fn replace_memory(&mut self, memory: GuestMemory) {
         let memory = Rc::new(memory);
         self.memory = Rc::clone(&memory);
@@ -494,11 +545,28 @@ impl Session {
                     if let Some(queue) = queue {
                         let base = queue.stop(true).await.to_base(layout.packed);
                         setup.base = base;
+                        setup.homeless = true;
                     }
                 }
             }
         }
+        for index in 0..self.rings.len() {
+            let homeless = std::mem::take(&mut self.rings[index].homeless);
+            if homeless && self.start_ring(index as u32).is_err() {
+                self.rings[index].homeless = true;
+            }
+        }
     }
+}
+
+/// Tells the front-end, if it listens, that the configuration space has changed.
+pub(super) async fn announce_size(channel: Rc<RefCell<Option<Socket>>>) {
+    let taken = channel.borrow_mut().take();
+    let Some(socket) = taken else { return };
+    if let Err(error) = socket.write_all(&message::config_change()).await {
+        tracing::warn!("cannot tell the front-end of the new size: {error}");
+    }
+    channel.borrow_mut().get_or_insert(socket);
 }
 
 /// An event of the front-end's: reading or writing it must never block the disk's thread.

@@ -103,8 +103,8 @@ pub enum RingError {
     NestedIndirect,
     #[error("a readable descriptor behind a writable one")]
     ReadableAfterWritable,
-    #[error("a chain that goes on beyond what the driver has made available")]
-    Incomplete,
+    #[error("more in flight than the {size} descriptors of the ring: some were made available again before they were used")]
+    TooManyInFlight { size: u32 },
     #[error(transparent)]
     Address(#[from] BadAddress),
 }
@@ -214,6 +214,14 @@ impl Ring {
         }
     }
 
+    /// Whoever was interrupted so far counts no more: the next [`Ring::wants_interrupt`] does not rely on it.
+    pub fn forget_interrupts(&mut self) {
+        match self {
+            Self::Split(ring) => ring.forget_interrupts(),
+            Self::Packed(ring) => ring.forget_interrupts(),
+        }
+    }
+
     /// Where it goes on.
     pub fn position(&self) -> RingPosition {
         match self {
@@ -253,7 +261,11 @@ fn take_indirect(
     }
     let mut index = 0u32;
     for _ in 0..count {
-        let raw = read_guest_descriptor(memory, table.address + u64::from(index) * DESC_BYTES)?;
+        let address = table.address.checked_add(u64::from(index) * DESC_BYTES).ok_or(BadAddress {
+            address: table.address,
+            bytes: u64::from(table.len),
+        })?;
+        let raw = read_guest_descriptor(memory, address)?;
         let descriptor = parse(raw);
         if descriptor.flags & DESC_F_INDIRECT != 0 {
             return Err(RingError::NestedIndirect);
@@ -280,7 +292,7 @@ fn take_indirect(
     Ok(())
 }
 
-/// Copies a descriptor that may lie across two regions of guest memory.
+/// Copies a descriptor, all of which lies in one region of guest memory.
 fn read_guest_descriptor(memory: &GuestMemory, address: u64) -> Result<[u8; 16], BadAddress> {
     let base = memory.contiguous(address, DESC_BYTES)?;
     // SAFETY: `contiguous` found 16 mapped bytes there; volatile because the guest may write at the same time.

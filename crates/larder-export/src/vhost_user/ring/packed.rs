@@ -56,8 +56,9 @@ pub struct PackedRing {
     device_event: *mut u16,
     next_available: Cursor,
     next_used: Cursor,
-    /// Chains' places given back since the guest was last asked whether it wants an interrupt.
-    used_unchecked: u16,
+    /// Chains' places given back since the guest was last asked whether it wants an interrupt. `None`: a predecessor
+    /// asked, or died before it could; then the guest's event index is not enough to tell, and it gets one.
+    used_unchecked: Option<u16>,
 }
 
 impl PackedRing {
@@ -84,7 +85,7 @@ impl PackedRing {
             device_event: device_event.cast(),
             next_available: in_ring(position.available),
             next_used: in_ring(position.used),
-            used_unchecked: 0,
+            used_unchecked: None,
         })
     }
 
@@ -206,17 +207,18 @@ impl PackedRing {
         // Release: the guest sees the entry, and the data, before the flags.
         self.flags(index).store(flags, Ordering::Release);
         self.next_used = self.next_used.advanced(head.slots, self.size);
-        self.used_unchecked = self.used_unchecked.saturating_add(head.slots);
+        self.used_unchecked = self.used_unchecked.map(|count| count.saturating_add(head.slots));
         IoVec::new(base, DESC_BYTES as usize)
     }
 
     pub(super) fn wants_interrupt(&mut self) -> bool {
-        let count = std::mem::take(&mut self.used_unchecked);
+        let count = self.used_unchecked.replace(0);
         fence(Ordering::SeqCst);
         let flags = self.event_word(self.driver_event, 1).load(Ordering::Acquire) & 3;
         match flags {
             EVENT_DISABLE => false,
             EVENT_AT_INDEX if self.event_index => {
+                let Some(count) = count else { return true };
                 let wanted = Cursor(self.event_word(self.driver_event, 0).load(Ordering::Relaxed));
                 // Both as distances on a line that goes up by `size` with every wrap.
                 let new = self.next_used.index();
@@ -228,6 +230,10 @@ impl PackedRing {
             }
             _ => true,
         }
+    }
+
+    pub(super) fn forget_interrupts(&mut self) {
+        self.used_unchecked = None;
     }
 
     pub(super) fn position(&self) -> RingPosition {
@@ -248,10 +254,10 @@ impl PackedRing {
         self.next_available = used.advanced(taken, self.size);
     }
 
-    /// Whether the place at `cursor` has been given back in the lap of `cursor`.
-    pub(in crate::vhost_user) fn is_used(&self, cursor: Cursor) -> bool {
-        let flags = self.flags(cursor.index()).load(Ordering::Acquire);
-        (flags & DESC_F_AVAIL != 0) == cursor.wrap() && (flags & DESC_F_USED != 0) == cursor.wrap()
+    /// Whether the place at `cursor`, which the driver had made available in the lap of `cursor`, has been given back
+    /// since. It need not look used: the driver may have taken it up again for its next lap.
+    pub(in crate::vhost_user) fn was_given_back(&self, cursor: Cursor) -> bool {
+        !self.is_available(cursor)
     }
 }
 

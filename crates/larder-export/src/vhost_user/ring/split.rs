@@ -26,8 +26,9 @@ pub struct SplitRing {
     /// Position in the used ring behind its avail_event.
     next_available: u16,
     next_used: u16,
-    /// `next_used` when the guest was last asked whether it wants an interrupt.
-    interrupt_checked: u16,
+    /// `next_used` when the guest was last asked whether it wants an interrupt. `None`: a predecessor asked, or died
+    /// before it could; then only the guest's event index is not enough to tell, and it gets one.
+    interrupt_checked: Option<u16>,
 }
 
 impl SplitRing {
@@ -49,10 +50,9 @@ impl SplitRing {
             used: used.cast(),
             next_available: position.available,
             next_used: 0,
-            interrupt_checked: 0,
+            interrupt_checked: None,
         };
         ring.next_used = ring.used_word(1).load(Ordering::Relaxed);
-        ring.interrupt_checked = ring.next_used;
         Ok(ring)
     }
 
@@ -155,15 +155,19 @@ impl SplitRing {
     }
 
     pub(super) fn wants_interrupt(&mut self) -> bool {
-        let checked = std::mem::replace(&mut self.interrupt_checked, self.next_used);
+        let checked = self.interrupt_checked.replace(self.next_used);
         // The used index must be visible before the guest's wish is read.
         fence(Ordering::SeqCst);
         if self.event_index {
             let used_event = self.available_word(2 + usize::from(self.size)).load(Ordering::Relaxed);
-            event_passed(used_event, self.next_used, checked)
+            checked.is_none_or(|checked| event_passed(used_event, self.next_used, checked))
         } else {
             self.available_word(0).load(Ordering::Relaxed) & AVAIL_F_NO_INTERRUPT == 0
         }
+    }
+
+    pub(super) fn forget_interrupts(&mut self) {
+        self.interrupt_checked = None;
     }
 
     pub(super) fn position(&self) -> RingPosition {

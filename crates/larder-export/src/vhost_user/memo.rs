@@ -1,0 +1,87 @@
+//! What the front-end believes of the disk and does not say again when it reconnects, kept behind the notes of requests
+//! in flight: whether the guest's write cache is on, and which size the guest was told last. QEMU sends neither to a
+//! successor of a killed server, nor after a reset of the device; a server that assumed a write cache would acknowledge
+//! writes as durable that are not.
+//!
+//! ```text
+//!   0        8             16            24
+//!   +--------+-------------+-------------+
+//!   | magic  | write cache | size told   |    u64 each, native byte order like the rest of the region
+//!   +--------+-------------+-------------+
+//! ```
+//! The write cache is 0 (off) or 1; the size is in bytes, 0 if the guest was told none yet.
+//!
+//! Each field is one aligned 8-byte store, so a death tears none. A region that another program made has no magic there
+//! and is left alone.
+
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use larder_block::ByteLen;
+
+use super::memory::Mapping;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"LARDERm1");
+
+/// Size of the memo in bytes.
+pub const MEMO_BYTES: usize = 24;
+
+/// The memo of one region.
+pub struct Memo {
+    mapping: Rc<Mapping>,
+    /// Where it begins in the mapping, a multiple of 8.
+    at: usize,
+}
+
+impl Memo {
+    /// The bytes of a new memo.
+    pub fn fresh(write_cache: bool) -> [u8; MEMO_BYTES] {
+        let mut bytes = [0; MEMO_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC.to_ne_bytes());
+        bytes[8..16].copy_from_slice(&u64::from(write_cache).to_ne_bytes());
+        bytes
+    }
+
+    /// The memo at byte `at` of `mapping`, if there is one.
+    pub fn find(mapping: &Rc<Mapping>, at: usize) -> Option<Self> {
+        let fits = at.checked_add(MEMO_BYTES).is_some_and(|end| end <= mapping.bytes());
+        let aligned = mapping.base().addr().checked_add(at)?.is_multiple_of(8);
+        if !fits || !aligned {
+            return None;
+        }
+        let memo = Self {
+            mapping: Rc::clone(mapping),
+            at,
+        };
+        (memo.field(0).load(Ordering::Relaxed) == MAGIC).then_some(memo)
+    }
+
+    fn field(&self, index: usize) -> &AtomicU64 {
+        debug_assert!(index < MEMO_BYTES / 8);
+        // SAFETY: `find` saw that the memo lies in the mapping, aligned; the mapping lives as long as `self`.
+        unsafe { AtomicU64::from_ptr(self.mapping.base().add(self.at + 8 * index).cast()) }
+    }
+
+    /// Whether the guest believes that its writes are cached.
+    pub fn write_cache(&self) -> bool {
+        self.field(1).load(Ordering::Relaxed) != 0
+    }
+
+    /// The guest has been told so.
+    pub fn set_write_cache(&self, on: bool) {
+        self.field(1).store(u64::from(on), Ordering::Relaxed);
+    }
+
+    /// The size that the guest was told last.
+    pub fn size_told(&self) -> Option<ByteLen> {
+        match self.field(2).load(Ordering::Relaxed) {
+            0 => None,
+            size => Some(ByteLen::new(size)),
+        }
+    }
+
+    /// The guest has been told this size.
+    pub fn set_size_told(&self, size: ByteLen) {
+        self.field(2).store(size.get(), Ordering::Relaxed);
+    }
+}
