@@ -47,6 +47,9 @@ const SLOW_CALL: Duration = Duration::from_micros(200);
 /// ...and this many writes after it go through io_uring's workers, so that the disk's thread stays free.
 const WRITES_OFFLOADED: u32 = 64;
 
+/// A copy of this many bytes takes longer than waking a worker for it.
+const LARGE_COPY: usize = 512 << 10;
+
 /// Zeros for devices that cannot write zeroes by themselves.
 const ZERO_CHUNK: usize = 1 << 20;
 
@@ -119,6 +122,8 @@ pub struct FileDevice {
     write_in_call: Cell<InCall>,
     /// Buffered writes still to be sent through io_uring, since the last slow one.
     writes_offloaded: Cell<u32>,
+    /// The turn of the loop in which a large transfer was last made in the call.
+    large_in_call: Cell<u64>,
     /// ZERO_RANGE and PUNCH_HOLE as far as the file system has them.
     can_zero: Cell<bool>,
     can_punch: Cell<bool>,
@@ -220,6 +225,7 @@ impl FileDevice {
             read_in_call: Cell::new(in_call),
             write_in_call: Cell::new(in_call),
             writes_offloaded: Cell::new(0),
+            large_in_call: Cell::new(u64::MAX),
             can_zero: Cell::new(kind != Kind::Tmpfs),
             can_punch: Cell::new(true),
             flush_failed: Cell::new(None),
@@ -303,7 +309,16 @@ impl FileDevice {
         }
     }
 
+    /// Whether a transfer of `len` bytes should leave the disk's thread free: copying takes long, and another large one
+    /// came along with it, which a worker can copy at the same time.
+    fn leave_to_worker(&self, len: usize) -> bool {
+        len >= LARGE_COPY && self.large_in_call.replace(self.ring.turn()) == self.ring.turn()
+    }
+
     fn read_in_call(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Option<Result<usize, i32>> {
+        if self.read_in_call.get() == InCall::No || self.leave_to_worker(buffer.len()) {
+            return None;
+        }
         let (file, offset) = (self.descriptor(), start.get() as i64);
         self.try_in_call(&self.read_in_call, |flags| match buffer.as_single() {
             // SAFETY: the piece is valid for writes by `ReadBuf`'s contract.
@@ -335,6 +350,9 @@ impl FileDevice {
     ) -> Option<Result<usize, i32>> {
         if let offloaded @ 1.. = self.writes_offloaded.get() {
             self.writes_offloaded.set(offloaded - 1);
+            return None;
+        }
+        if self.write_in_call.get() == InCall::No || self.leave_to_worker(buffer.len()) {
             return None;
         }
         if flags.fua && self.kind != Kind::Tmpfs {

@@ -39,11 +39,8 @@ use waker::Remote;
 /// 30 us on a virtualised host; spinning longer than that costs more than it can save.
 pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
 
-/// The first spinning window once idleness turned out to be short.
-const POLL_FIRST: Duration = Duration::from_micros(4);
-
-/// Work that comes after more than this many times the limit is no longer the same burst.
-const LONG_IDLE_FACTOR: u32 = 16;
+/// Work that comes after more than this many times the spinning limit is no longer the same burst.
+const LONG_IDLE_FACTOR: u32 = 8;
 
 /// A source of work that memory shows, such as a virtqueue.
 pub trait Poller {
@@ -518,43 +515,64 @@ impl Core {
     }
 }
 
-/// What the loop does while there is nothing to do: spin for an adaptive while, then sleep.
+/// What the loop does while there is nothing to do: spin for a while where that pays, then sleep.
 ///
-/// The window follows QEMU's AioContext: it doubles while work arrives soon after the loop went to sleep, halves when work
-/// takes longer than the limit (on a busy host one late wake-up means little), and falls to nothing when it stays away.
+/// A wake-up costs more than the gap between two requests of a busy guest, so after a short sleep the loop tries to spin
+/// for up to the limit. Work that comes while it spins earns credit, a spin in vain costs several times that; without
+/// credit the loop sleeps at once, for ever more sleeps between two tries. So a guest whose requests come at longer
+/// intervals costs next to nothing, and a late wake-up on a busy host changes nothing.
 struct Idle<'a> {
     core: &'a Core,
-    window: Duration,
+    spinning: bool,
+    credit: i32,
+    /// Short sleeps before the next try, now and after the next failure.
+    skip: u32,
+    skip_next: u32,
     since: Option<Instant>,
     slept: bool,
 }
+
+const CREDIT_FIRST: i32 = 4;
+const CREDIT_MAX: i32 = 16;
+const CREDIT_LOST: i32 = 4;
+const SKIP_MAX: u32 = 64;
 
 impl<'a> Idle<'a> {
     fn new(core: &'a Core) -> Self {
         Self {
             core,
-            window: Duration::ZERO,
+            spinning: false,
+            credit: 0,
+            skip: 0,
+            skip_next: 1,
             since: None,
             slept: false,
         }
     }
 
-    /// Work has come: adapts the window to how long that took.
+    /// Work has come: learns from how that went.
     fn end(&mut self) {
-        let Some(since) = self.since.take() else {
-            return;
-        };
+        let Some(since) = self.since.take() else { return };
         if !std::mem::take(&mut self.slept) {
+            self.credit = (self.credit + 1).min(CREDIT_MAX);
+            self.skip_next = 1;
             return;
         }
-        let limit = self.core.poll_max.get();
-        let idle = since.elapsed();
-        if idle > limit * LONG_IDLE_FACTOR {
-            self.window = Duration::ZERO;
-        } else if idle > limit {
-            self.window /= 2;
-        } else if self.window < limit {
-            self.window = (self.window * 2).clamp(POLL_FIRST.min(limit), limit);
+        if since.elapsed() > self.core.poll_max.get() * LONG_IDLE_FACTOR {
+            self.spinning = false;
+            self.skip = 0;
+        } else if self.spinning {
+            self.credit -= CREDIT_LOST;
+            if self.credit < 0 {
+                self.spinning = false;
+                self.skip = self.skip_next;
+                self.skip_next = (self.skip_next * 2).min(SKIP_MAX);
+            }
+        } else if self.skip > 0 {
+            self.skip -= 1;
+        } else {
+            self.spinning = true;
+            self.credit = CREDIT_FIRST;
         }
     }
 
@@ -563,23 +581,17 @@ impl<'a> Idle<'a> {
             return self.jump();
         };
         let since = *self.since.get_or_insert_with(Instant::now);
-        if !self.slept && !self.window.is_zero() {
+        if self.spinning && !self.slept && since.elapsed() < self.core.poll_max.get() {
             // Polling itself is the caller's loop; here only the time is watched.
             std::hint::spin_loop();
-            if since.elapsed() < self.window {
-                return;
-            }
+            return;
         }
         self.slept = true;
         let core = self.core;
         if !core.arm_pollers() {
             core.remote.prepare_to_sleep(ring);
             if !core.remote.is_raised() && core.ready.borrow().is_empty() {
-                let limit = core
-                    .timers
-                    .borrow()
-                    .next()
-                    .map(|deadline| deadline.since(core.now()));
+                let limit = core.timers.borrow().next().map(|deadline| deadline.since(core.now()));
                 core.counters.sleeps.set(core.counters.sleeps.get() + 1);
                 ring.sleep(limit);
             }

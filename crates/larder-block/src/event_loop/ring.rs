@@ -34,6 +34,7 @@ struct Inner {
     uring: RefCell<IoUring>,
     slots: RefCell<Vec<Slot>>,
     free: RefCell<Vec<u32>>,
+    turns: Cell<u64>,
 }
 
 #[derive(Default)]
@@ -76,11 +77,13 @@ impl Ring {
             uring: RefCell::new(uring),
             slots: RefCell::default(),
             free: RefCell::default(),
+            turns: Cell::new(0),
         })))
     }
 
     /// Submits what has collected and takes completions; whether there were any.
     pub(super) fn submit_and_reap(&self) -> bool {
+        self.0.turns.set(self.0.turns.get() + 1);
         {
             let mut uring = self.0.uring.borrow_mut();
             let (submitter, mut submission, _) = uring.split();
@@ -93,6 +96,11 @@ impl Ring {
             }
         }
         self.reap()
+    }
+
+    /// A number that stays the same while requests are taken up that were there together.
+    pub(crate) fn turn(&self) -> u64 {
+        self.0.turns.get()
     }
 
     /// Sleeps until a completion comes or the time is up.
