@@ -7,8 +7,8 @@ use std::rc::Rc;
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{
-    BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoVec, Loop, ReadBuf,
-    WriteBuf, WriteFlags, ZeroFlags,
+    BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoVec, Loop, ReadBuf, WriteBuf, WriteFlags,
+    ZeroFlags,
 };
 use nbd_support::{Place, Random, contents, pattern, program, run};
 
@@ -43,10 +43,7 @@ async fn exercise(device: &NbdDevice, model: &mut [u8], seed: u64, steps: u64) {
             0..3 => {
                 part.copy_from_slice(&pattern(part.len(), seed ^ step));
                 let buffer = WriteBuf::new(part);
-                device
-                    .write(range.start, buffer, flags)
-                    .await
-                    .expect("writes");
+                device.write(range.start, buffer, flags).await.expect("writes");
             }
             3 => {
                 part.fill(0);
@@ -101,10 +98,7 @@ fn every_kind_of_server_holds_what_was_written_to_it() {
             let device = open(on, &place, NbdOptions::default()).await;
             let mut model = vec![0; (16 * MIB) as usize];
             exercise(&device, &mut model, 7, 300).await;
-            assert!(
-                contents(&place.uri(""), place.folder.path()) == model,
-                "{arguments:?}"
-            );
+            assert!(contents(&place.uri(""), place.folder.path()) == model, "{arguments:?}");
         });
     }
 }

@@ -1,3 +1,4 @@
 //! Serves a block device: vhost-user-blk for guests, NBD for tools and other hosts.
 
+pub mod nbd;
 pub mod vhost_user;

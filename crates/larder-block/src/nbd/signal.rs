@@ -1,6 +1,8 @@
 //! Waiting on one loop for something to change.
 
 use std::cell::RefCell;
+use std::future::Future;
+use std::pin::pin;
 use std::task::{Poll, Waker};
 
 use smallvec::SmallVec;
@@ -33,4 +35,14 @@ impl Signal {
         })
         .await
     }
+}
+
+/// The result of whichever ends first; the other one is dropped.
+pub async fn first_of<T>(one: impl Future<Output = T>, other: impl Future<Output = T>) -> T {
+    let (mut one, mut other) = (pin!(one), pin!(other));
+    std::future::poll_fn(|context| match one.as_mut().poll(context) {
+        Poll::Ready(value) => Poll::Ready(value),
+        Poll::Pending => other.as_mut().poll(context),
+    })
+    .await
 }

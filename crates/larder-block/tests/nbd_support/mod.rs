@@ -1,5 +1,7 @@
 //! What the tests of NBD share: other people's servers and clients as helper processes.
-#![allow(dead_code, reason = "each test uses its part")]
+#![allow(dead_code, unreachable_pub, reason = "each test uses its part")]
+
+pub mod fake;
 
 use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -143,12 +145,7 @@ impl Place {
         program(program_name);
         let mut command = Command::new("sh");
         command
-            .args([
-                "-c",
-                r#"LISTEN_PID=$$ LISTEN_FDS=1 exec "$@""#,
-                "sh",
-                program_name,
-            ])
+            .args(["-c", r#"LISTEN_PID=$$ LISTEN_FDS=1 exec "$@""#, "sh", program_name])
             .args(arguments);
         pass_descriptor(&mut command, self.listener.as_raw_fd());
         Helper::start(&mut command)

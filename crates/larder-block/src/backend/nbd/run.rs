@@ -6,9 +6,7 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::future::Future;
-use std::pin::pin;
 use std::rc::Rc;
-use std::task::Poll;
 use std::time::Duration;
 
 use super::Shared;
@@ -20,6 +18,7 @@ use super::transmit::transmit;
 use crate::error::Failure;
 use crate::nbd::CommandFlags;
 use crate::nbd::flags::errors;
+use crate::nbd::signal::first_of;
 use crate::nbd::transmission::{ReplyHeader, Request, chunks};
 use crate::units::{ByteLen, ByteRange};
 
@@ -31,16 +30,6 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// Changes that are repeated at the same time.
 const REPLAY_WINDOW: usize = 32;
-
-/// The result of whichever ends first.
-async fn first_of<T>(one: impl Future<Output = T>, other: impl Future<Output = T>) -> T {
-    let (mut one, mut other) = (pin!(one), pin!(other));
-    std::future::poll_fn(|context| match one.as_mut().poll(context) {
-        Poll::Ready(value) => Poll::Ready(value),
-        Poll::Pending => other.as_mut().poll(context),
-    })
-    .await
-}
 
 /// Keeps the export connected until the device is closed.
 pub(super) async fn run(shared: Rc<Shared>, first: Connection) {
@@ -66,11 +55,7 @@ pub(super) async fn run(shared: Rc<Shared>, first: Connection) {
 
 /// Carries requests until the connection breaks (why it did) or the device is closed (`None`).
 async fn carry(shared: &Shared, connection: Connection) -> Option<Broken> {
-    let Connection {
-        stream,
-        input,
-        export,
-    } = connection;
+    let Connection { stream, input, export } = connection;
     let receiving = async { Some(Receiver::new(shared, input, export).receive().await) };
     let sending = async { transmit(shared, &stream, export).await.err() };
     let watching = async { Some(watch(shared).await) };
@@ -117,10 +102,7 @@ fn give_up(shared: &Shared) {
         "the server cannot be reached: requests fail now, and it is still being tried"
     );
     shared.unreachable.set(true);
-    shared
-        .requests
-        .borrow_mut()
-        .fail_queued(Failure::Unreachable);
+    shared.requests.borrow_mut().fail_queued(Failure::Unreachable);
 }
 
 async fn attempt_for_ever(shared: &Shared) -> Connection {
@@ -152,9 +134,7 @@ async fn attempt(shared: &Shared) -> Result<Connection, ConnectError> {
         .export
         .replaces(&shared.export.get())
         .map_err(ConnectError::Changed)?;
-    let replayed = replay(shared, &mut connection)
-        .await
-        .map_err(ConnectError::Replay)?;
+    let replayed = replay(shared, &mut connection).await.map_err(ConnectError::Replay)?;
     tracing::info!(export = %shared.name, replayed, "connected again");
     shared.replayed.set(shared.replayed.get() + replayed as u64);
     shared.connected(&connection.export);
@@ -174,10 +154,7 @@ async fn replay(shared: &Shared, connection: &mut Connection) -> Result<usize, B
             patiently(shared, replay_reply(connection, &mut under_way)).await?;
         }
         let message = replay_message(shared, connection, index as u64, entry, *start);
-        patiently(shared, async {
-            Ok(connection.stream.write_all(&message).await?)
-        })
-        .await?;
+        patiently(shared, async { Ok(connection.stream.write_all(&message).await?) }).await?;
         under_way.push_back((index as u64, entry.range));
     }
     while !under_way.is_empty() {
@@ -186,10 +163,7 @@ async fn replay(shared: &Shared, connection: &mut Connection) -> Result<usize, B
     Ok(entries.len())
 }
 
-async fn patiently<T>(
-    shared: &Shared,
-    step: impl Future<Output = Result<T, Broken>>,
-) -> Result<T, Broken> {
+async fn patiently<T>(shared: &Shared, step: impl Future<Output = Result<T, Broken>>) -> Result<T, Broken> {
     let limit = shared.options.request_timeout;
     shared
         .on
@@ -198,13 +172,7 @@ async fn patiently<T>(
         .unwrap_or(Err(Broken::Stalled(limit)))
 }
 
-fn replay_message(
-    shared: &Shared,
-    connection: &Connection,
-    cookie: u64,
-    entry: &Entry,
-    start: usize,
-) -> Vec<u8> {
+fn replay_message(shared: &Shared, connection: &Connection, cookie: u64, entry: &Entry, start: usize) -> Vec<u8> {
     let mut message = Vec::new();
     Request {
         flags: CommandFlags::NONE,
@@ -219,10 +187,7 @@ fn replay_message(
 }
 
 /// Takes one reply to a repeated change.
-async fn replay_reply(
-    connection: &mut Connection,
-    under_way: &mut VecDeque<(u64, ByteRange)>,
-) -> Result<(), Broken> {
+async fn replay_reply(connection: &mut Connection, under_way: &mut VecDeque<(u64, ByteRange)>) -> Result<(), Broken> {
     let input = &mut connection.input;
     let header = read_header(input, connection.export.framing).await?;
     let (cookie, error, text, done) = match header {
@@ -244,9 +209,7 @@ async fn replay_reply(
             len: 0,
             ..
         } => (cookie, 0, String::new(), true),
-        ReplyHeader::Chunk {
-            kind, len, cookie, ..
-        } => {
+        ReplyHeader::Chunk { kind, len, cookie, .. } => {
             return Err(Broken::WrongReply {
                 got: format!("chunk of type {kind} with {len} bytes"),
                 command: "repeated change",

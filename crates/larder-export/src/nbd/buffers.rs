@@ -1,0 +1,115 @@
+//! Memory for requests, taken from and given back to a pool of the server's.
+
+use std::cell::{Cell, RefCell};
+use std::ops::{Deref, DerefMut};
+use std::rc::Rc;
+
+use larder_block::AlignedBuf;
+use larder_block::nbd::PAYLOAD_LEN_MAX;
+
+/// The smallest buffer, in bytes.
+const LEN_MIN: usize = 4096;
+
+/// Buffers come in powers of two, from [`LEN_MIN`] to the longest payload.
+const CLASSES: usize = (PAYLOAD_LEN_MAX as usize / LEN_MIN).ilog2() as usize + 1;
+
+/// Bytes that the pool keeps for later at most.
+const KEPT_MAX: usize = 64 << 20;
+
+/// Buffers that nobody uses, by size.
+#[derive(Default)]
+pub(super) struct Buffers {
+    free: RefCell<[Vec<AlignedBuf>; CLASSES]>,
+    kept: Cell<usize>,
+}
+
+/// A buffer of a pool, which takes it back. Its bytes are what its last user left: fill it before showing them to
+/// anyone.
+pub(super) struct Buffer {
+    /// There until the drop.
+    memory: Option<AlignedBuf>,
+    len: usize,
+    class: usize,
+    pool: Rc<Buffers>,
+}
+
+fn class_of(len: usize) -> usize {
+    let room = len.max(LEN_MIN).next_power_of_two();
+    (room / LEN_MIN).ilog2() as usize
+}
+
+/// Memory that a buffer of `len` bytes takes, in bytes.
+pub(super) fn room_of(len: usize) -> usize {
+    LEN_MIN << class_of(len)
+}
+
+impl Buffers {
+    /// A buffer of `len` bytes, at most the longest payload.
+    pub(super) fn take(self: &Rc<Self>, len: usize) -> Buffer {
+        assert!(len <= PAYLOAD_LEN_MAX as usize);
+        let class = class_of(len);
+        let memory = self.free.borrow_mut()[class].pop();
+        let memory = match memory {
+            Some(memory) => {
+                self.kept.set(self.kept.get() - memory.len());
+                memory
+            }
+            None => AlignedBuf::zeroed(room_of(len)),
+        };
+        Buffer {
+            memory: Some(memory),
+            len,
+            class,
+            pool: Rc::clone(self),
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let Some(memory) = self.memory.take() else {
+            return;
+        };
+        let kept = self.pool.kept.get() + memory.len();
+        if kept <= KEPT_MAX {
+            self.pool.kept.set(kept);
+            self.pool.free.borrow_mut()[self.class].push(memory);
+        }
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.memory.as_deref().map_or(&[], |memory| &memory[..self.len])
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        let len = self.len;
+        self.memory.as_deref_mut().map_or(&mut [], |memory| &mut memory[..len])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_come_back_and_what_is_kept_is_bounded() {
+        let pool = Rc::new(Buffers::default());
+        assert_eq!(room_of(1), 4096);
+        assert_eq!(room_of(4097), 8192);
+        assert_eq!(room_of(PAYLOAD_LEN_MAX as usize), 32 << 20);
+        let buffer = pool.take(5000);
+        assert_eq!(buffer.len(), 5000);
+        let at = buffer.as_ptr();
+        drop(buffer);
+        assert_eq!(pool.kept.get(), 8192);
+        assert_eq!(pool.take(8000).as_ptr(), at, "the same memory again");
+        let many: Vec<_> = (0..5).map(|_| pool.take(32 << 20)).collect();
+        drop(many);
+        assert!(pool.kept.get() <= KEPT_MAX);
+    }
+}

@@ -1,0 +1,212 @@
+//! One client: its handshake, then its requests, each a task of its own, until one side leaves.
+
+use std::io;
+use std::rc::Rc;
+
+use larder_block::event_loop::{Socket, TaskPool};
+use larder_block::nbd::flags::errors;
+use larder_block::nbd::signal::first_of;
+use larder_block::nbd::transmission::{REQUEST_HEADER_LEN_MAX, Request};
+use larder_block::nbd::{Command, Input, Malformed, PAYLOAD_LEN_MAX};
+use larder_block::tls::Stream;
+
+use super::Shared;
+use super::buffers::room_of;
+use super::handshake::{Agreed, Handshake};
+use super::limits::Limits;
+use super::reply::Outgoing;
+use super::serve::{Refused, check, execute, refuse};
+
+/// A client in the transmission phase.
+pub(super) struct Connection {
+    pub(super) shared: Rc<Shared>,
+    pub(super) agreed: Agreed,
+    pub(super) outgoing: Outgoing,
+    limits: Rc<Limits>,
+}
+
+/// Why a connection ended.
+#[derive(Debug, thiserror::Error)]
+enum Ended {
+    #[error("the client disconnected")]
+    Politely,
+    #[error("the server is stopping")]
+    Stopping,
+    #[error("the connection broke: {0}")]
+    Io(#[from] io::Error),
+    #[error("the client breaks the protocol: {0}")]
+    Malformed(#[from] Malformed),
+    #[error("the client sent a payload of {0} bytes; {PAYLOAD_LEN_MAX} are allowed")]
+    LongPayload(u64),
+}
+
+/// Serves a client that has connected, to its end or the server's.
+pub(super) async fn serve(shared: Rc<Shared>, socket: Socket) {
+    let stream = Rc::new(Stream::plain(socket));
+    let mut input = Input::new(Rc::clone(&stream));
+    if let Some(agreed) = shake_hands(&shared, &stream, &mut input).await {
+        transmission(&shared, agreed, &stream, input).await;
+    }
+    stream.shutdown();
+}
+
+async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<Stream>, input: &mut Input) -> Option<Agreed> {
+    let limit = shared.options.handshake_timeout;
+    let handshake = shared.on.timeout(limit, Handshake::new(shared, stream, input).run());
+    let stopped = async {
+        shared.until_stopping().await;
+        Some(Ok(None))
+    };
+    match first_of(handshake, stopped).await {
+        Some(Ok(agreed)) => agreed,
+        Some(Err(error)) => {
+            tracing::info!(export = shared.options.export, %error, "an NBD client did not get in");
+            None
+        }
+        None => {
+            tracing::info!(
+                export = shared.options.export,
+                ?limit,
+                "an NBD client did not finish the handshake"
+            );
+            None
+        }
+    }
+}
+
+async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, input: Input) {
+    tracing::debug!(export = shared.options.export, ?agreed, "an NBD client is in");
+    let options = &shared.options;
+    let connection = Rc::new(Connection {
+        shared: Rc::clone(shared),
+        agreed,
+        outgoing: Outgoing::default(),
+        limits: Limits::new(options.requests_max, options.buffer_len_max.as_usize()),
+    });
+    let receiving = async {
+        let ended = first_of(connection.receive(input), connection.stopped()).await;
+        if let Ended::Politely | Ended::Stopping = ended {
+            // Spec, "Terminating the transmission phase": what is under way is answered first.
+            connection.limits.idle().await;
+        }
+        ended
+    };
+    let sending = async { Ended::Io(connection.outgoing.send_all(stream).await) };
+    let cut = async {
+        shared.until_cut().await;
+        Ended::Stopping
+    };
+    let why = first_of(receiving, first_of(sending, cut)).await;
+    connection.outgoing.close();
+    match why {
+        Ended::Politely | Ended::Stopping => {
+            tracing::debug!(export = shared.options.export, %why, "an NBD client is gone");
+        }
+        why => tracing::info!(export = shared.options.export, %why, "an NBD client is gone"),
+    }
+}
+
+impl Connection {
+    /// Ends when the server is to stop and this connection has nothing under way.
+    async fn stopped(&self) -> Ended {
+        self.shared.until_stopping().await;
+        self.limits.idle().await;
+        Ended::Stopping
+    }
+
+    /// Takes requests until the client leaves or breaks the protocol; why.
+    async fn receive(self: &Rc<Self>, mut input: Input) -> Ended {
+        let pool = TaskPool::new(&self.shared.on, self.shared.options.requests_max.max(1));
+        loop {
+            let (request, taken) = match self.request(&mut input).await {
+                Ok(Some(taken)) => taken,
+                Ok(None) => return Ended::Politely,
+                Err(ended) => return ended,
+            };
+            match taken {
+                Taken::Refused(refused, permit) => {
+                    self.outgoing.push(refuse(self, &request, &refused, permit));
+                }
+                Taken::Do(command, buffer, permit) => {
+                    let work = execute(Rc::clone(self), request, command, buffer, permit);
+                    // There are as many places as permits, so there is always one.
+                    if let Err(work) = pool.start(work) {
+                        self.shared.on.spawn(work);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads the next request with its payload; `None` if the client takes its leave.
+    async fn request(&self, input: &mut Input) -> Result<Option<(Request, Taken)>, Ended> {
+        let framing = self.agreed.framing;
+        let header_len = framing.request_header_len();
+        const { assert!(REQUEST_HEADER_LEN_MAX <= 64) };
+        let request = Request::parse(framing, input.peek(header_len).await?)?;
+        input.consume(header_len);
+        if request.command == Command::Disconnect.code() {
+            return Ok(None);
+        }
+        let payload_len = request.payload_len(framing);
+        if payload_len > u64::from(PAYLOAD_LEN_MAX) {
+            return Err(Ended::LongPayload(payload_len));
+        }
+        self.shared.counters.request();
+        let checked = if self.shared.stopping.get() {
+            Err(Refused(errors::ESHUTDOWN))
+        } else {
+            check(self, &request)
+        };
+        let command = match checked {
+            Ok(command) => command,
+            Err(refused) => {
+                let permit = self.limits.permit(0).await;
+                input.skip(payload_len).await?;
+                return Ok(Some((request, Taken::Refused(refused, permit))));
+            }
+        };
+        let buffer_len = match command {
+            Command::Read | Command::Write => request.len as usize,
+            _ => 0,
+        };
+        if buffer_len == 0 {
+            let permit = self.limits.permit(0).await;
+            return Ok(Some((request, Taken::Do(command, None, permit))));
+        }
+        let permit = self.limits.permit(room_of(buffer_len)).await;
+        let mut buffer = self.shared.buffers.take(buffer_len);
+        if command == Command::Write {
+            input.read_exact(&mut buffer).await?;
+        }
+        Ok(Some((request, Taken::Do(command, Some(buffer), permit))))
+    }
+}
+
+/// A request that has been read.
+enum Taken {
+    Do(Command, Option<super::buffers::Buffer>, super::limits::Permit),
+    Refused(Refused, super::limits::Permit),
+}
+
+/// Waits for connections until the server stops.
+pub(super) async fn accept_all(shared: Rc<Shared>, listener: larder_block::event_loop::Listener) {
+    loop {
+        let accepted = {
+            let accepting = async { Some(listener.accept(&shared.on).await) };
+            let stopped = async {
+                shared.until_stopping().await;
+                None
+            };
+            first_of(accepting, stopped).await
+        };
+        match accepted {
+            None => return,
+            Some(Ok(socket)) => shared.admit(socket),
+            Some(Err(error)) => {
+                tracing::error!(export = shared.options.export, %error, "the NBD socket is broken; no more clients get in");
+                return;
+            }
+        }
+    }
+}

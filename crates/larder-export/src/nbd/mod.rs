@@ -1,0 +1,250 @@
+//! An NBD server over any block device, on the device's own loop.
+//!
+//! Fixed newstyle with `GO`; simple, structured and extended replies; block status; TLS with certificates.
+//! `docs/nbd.md` lists what of the protocol is there.
+//!
+//! Invariants:
+//! - Clients, requests of a client, and bytes of buffers of a client are bounded. A client at its bound is not read from.
+//! - A client that stalls in the handshake is dropped after a while; one that vanishes takes nothing with it: its
+//!   requests end on their own, their answers are thrown away.
+//! - A stopping server answers what is under way, fails what is new with `ESHUTDOWN`, then closes.
+//!
+//! How it fails: what the device says goes to the client as the spec's error number, with the device's message where
+//! replies have room for one. A client that breaks the protocol is disconnected and named in the log.
+
+mod buffers;
+mod connection;
+mod handshake;
+mod limits;
+mod reply;
+mod serve;
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::event_loop::{Listener, Socket};
+use larder_block::nbd::Signal;
+use larder_block::tls::ServerTls;
+use larder_block::{BlockDevice, ByteLen, Loop};
+
+use buffers::Buffers;
+
+/// How a device is served.
+#[derive(Clone)]
+pub struct NbdServerOptions {
+    /// The export's name. Clients that ask for the default export (the empty name) get it too.
+    pub export: String,
+    /// About the export, for people; may be empty.
+    pub description: String,
+    /// Refuse changes, whatever the device allows.
+    pub read_only: bool,
+    /// Require TLS, with this certificate.
+    pub tls: Option<ServerTls>,
+    /// Clients at a time; more are turned away.
+    pub connections_max: usize,
+    /// Requests of one client under way at a time; more wait in the socket.
+    pub requests_max: usize,
+    /// Buffers of one client's requests under way. One request always fits.
+    pub buffer_len_max: ByteLen,
+    /// How long a handshake may take.
+    pub handshake_timeout: Duration,
+    /// How long a stopping server waits for what is under way.
+    pub stop_timeout: Duration,
+}
+
+impl Default for NbdServerOptions {
+    fn default() -> Self {
+        Self {
+            export: String::new(),
+            description: String::new(),
+            read_only: false,
+            tls: None,
+            connections_max: 64,
+            requests_max: 64,
+            buffer_len_max: ByteLen::mib(64),
+            handshake_timeout: Duration::from_secs(10),
+            stop_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// What a server has done; for status output and tests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NbdServerStatistics {
+    /// Clients now, those in the handshake included.
+    pub connections: usize,
+    /// Clients that were let in, ever.
+    pub connections_accepted: u64,
+    /// Clients that were turned away because there were too many.
+    pub connections_refused: u64,
+    /// Requests of all kinds.
+    pub requests: u64,
+    /// Requests that failed.
+    pub requests_failed: u64,
+    /// Bytes that reads asked for.
+    pub bytes_read: ByteLen,
+    /// Bytes that writes brought.
+    pub bytes_written: ByteLen,
+}
+
+/// Serves one device to any number of clients.
+pub struct NbdServer {
+    shared: Rc<Shared>,
+}
+
+struct Shared {
+    on: Loop,
+    device: Rc<dyn BlockDevice>,
+    options: NbdServerOptions,
+    buffers: Rc<Buffers>,
+    counters: Counters,
+    connections: Cell<usize>,
+    /// No new clients, no new requests.
+    stopping: Cell<bool>,
+    /// Enough waited.
+    cut: Cell<bool>,
+    /// One of the three above has changed.
+    changed: Signal,
+}
+
+#[derive(Default)]
+struct Counters {
+    accepted: Cell<u64>,
+    refused: Cell<u64>,
+    requests: Cell<u64>,
+    failed: Cell<u64>,
+    bytes_read: Cell<u64>,
+    bytes_written: Cell<u64>,
+}
+
+fn add(counter: &Cell<u64>, amount: u64) {
+    counter.set(counter.get().wrapping_add(amount));
+}
+
+impl Counters {
+    fn request(&self) {
+        add(&self.requests, 1);
+    }
+
+    fn failed(&self) {
+        add(&self.failed, 1);
+    }
+
+    fn read(&self, len: ByteLen) {
+        add(&self.bytes_read, len.get());
+    }
+
+    fn wrote(&self, len: ByteLen) {
+        add(&self.bytes_written, len.get());
+    }
+}
+
+impl NbdServer {
+    /// A server of `device` on `on`, the loop that the device lives on. Nobody can reach it before
+    /// [`NbdServer::listen`].
+    pub fn new(on: &Loop, device: Rc<dyn BlockDevice>, options: NbdServerOptions) -> Self {
+        Self {
+            shared: Rc::new(Shared {
+                on: on.clone(),
+                device,
+                options,
+                buffers: Rc::default(),
+                counters: Counters::default(),
+                connections: Cell::new(0),
+                stopping: Cell::new(false),
+                cut: Cell::new(false),
+                changed: Signal::default(),
+            }),
+        }
+    }
+
+    /// Takes clients from `listener`, unix or TCP, until the server stops. May be called for several.
+    pub fn listen(&self, listener: Listener) {
+        let accepting = connection::accept_all(Rc::clone(&self.shared), listener);
+        self.shared.on.spawn(accepting);
+    }
+
+    /// Stops: listens no more, lets requests under way finish, and closes all connections; those of clients that do
+    /// not take their answers after [`NbdServerOptions::stop_timeout`]. What was written is flushed only if a client
+    /// asked for that.
+    pub async fn stop(&self) {
+        let shared = &self.shared;
+        shared.stopping.set(true);
+        shared.changed.raise();
+        let limit = shared.options.stop_timeout;
+        if shared.on.timeout(limit, shared.until_empty()).await.is_none() {
+            shared.cut();
+            shared.until_empty().await;
+        }
+    }
+
+    /// What it has done so far.
+    pub fn statistics(&self) -> NbdServerStatistics {
+        let counters = &self.shared.counters;
+        NbdServerStatistics {
+            connections: self.shared.connections.get(),
+            connections_accepted: counters.accepted.get(),
+            connections_refused: counters.refused.get(),
+            requests: counters.requests.get(),
+            requests_failed: counters.failed.get(),
+            bytes_read: ByteLen::new(counters.bytes_read.get()),
+            bytes_written: ByteLen::new(counters.bytes_written.get()),
+        }
+    }
+}
+
+/// A server that is dropped stops at once.
+impl Drop for NbdServer {
+    fn drop(&mut self) {
+        self.shared.cut();
+    }
+}
+
+impl Shared {
+    fn is_read_only(&self) -> bool {
+        self.options.read_only || self.device.geometry().read_only
+    }
+
+    fn is_export(&self, name: &str) -> bool {
+        name.is_empty() || name == self.options.export
+    }
+
+    fn admit(self: &Rc<Self>, socket: Socket) {
+        if self.connections.get() >= self.options.connections_max {
+            add(&self.counters.refused, 1);
+            tracing::warn!(
+                export = self.options.export,
+                limit = self.options.connections_max,
+                "too many NBD clients: one was turned away"
+            );
+            return;
+        }
+        add(&self.counters.accepted, 1);
+        self.connections.set(self.connections.get() + 1);
+        let shared = Rc::clone(self);
+        self.on.spawn(async move {
+            connection::serve(Rc::clone(&shared), socket).await;
+            shared.connections.set(shared.connections.get() - 1);
+            shared.changed.raise();
+        });
+    }
+
+    fn cut(&self) {
+        self.stopping.set(true);
+        self.cut.set(true);
+        self.changed.raise();
+    }
+
+    async fn until_stopping(&self) {
+        self.changed.until(|| self.stopping.get().then_some(())).await;
+    }
+
+    async fn until_cut(&self) {
+        self.changed.until(|| self.cut.get().then_some(())).await;
+    }
+
+    async fn until_empty(&self) {
+        self.changed.until(|| (self.connections.get() == 0).then_some(())).await;
+    }
+}

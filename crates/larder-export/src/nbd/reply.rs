@@ -1,0 +1,250 @@
+//! Replies on their way out: made when a request has ended, sent in batches.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::rc::Rc;
+
+use larder_block::nbd::Signal;
+use larder_block::nbd::flags::errors;
+use larder_block::nbd::transmission::{
+    Framing, Request, chunks, push_chunk_header, push_error_chunk, push_simple_reply,
+};
+use larder_block::tls::Stream;
+use larder_block::{IoVec, WriteBuf};
+use smallvec::SmallVec;
+
+use super::buffers::Buffer;
+use super::limits::Permit;
+
+/// Replies that one system call sends at most.
+const BATCH_MAX: usize = 16;
+
+/// The answer to a request: headers, and parts of its buffer between them.
+pub(super) struct Reply {
+    head: SmallVec<[u8; 64]>,
+    parts: SmallVec<[Part; 3]>,
+    buffer: Option<Buffer>,
+    /// Given back when the reply has been sent.
+    _permit: Permit,
+}
+
+enum Part {
+    /// Of `head`.
+    Head(Range<usize>),
+    /// Of `buffer`.
+    Data(Range<usize>),
+}
+
+/// Makes the reply to one request, chunk by chunk.
+pub(super) struct ReplyBuilder<'a> {
+    framing: Framing,
+    request: &'a Request,
+    head: SmallVec<[u8; 64]>,
+    parts: SmallVec<[Part; 3]>,
+}
+
+impl<'a> ReplyBuilder<'a> {
+    pub(super) fn new(framing: Framing, request: &'a Request) -> Self {
+        Self {
+            framing,
+            request,
+            head: SmallVec::new(),
+            parts: SmallVec::new(),
+        }
+    }
+
+    /// The whole answer is that the request failed.
+    pub(super) fn error(mut self, error: u32, text: &str, permit: Permit) -> Reply {
+        match self.framing {
+            Framing::Simple => push_simple_reply(&mut self.head, error, self.request.cookie),
+            framing => push_error_chunk(&mut self.head, framing, self.request, error, text),
+        }
+        self.finish(None, permit)
+    }
+
+    /// The whole answer is that the request is done.
+    pub(super) fn done(mut self, permit: Permit) -> Reply {
+        match self.framing {
+            // Spec, "Simple reply message": allowed, and shorter, wherever there is no payload but for a read.
+            Framing::Structured if self.request.command == 0 => {
+                self.chunk(chunks::NONE, true, 0);
+            }
+            Framing::Simple | Framing::Structured => {
+                push_simple_reply(&mut self.head, 0, self.request.cookie);
+            }
+            Framing::Extended => self.chunk(chunks::NONE, true, 0),
+        }
+        self.finish(None, permit)
+    }
+
+    /// The whole answer is the data of a read.
+    pub(super) fn data(mut self, buffer: Buffer, permit: Permit) -> Reply {
+        let len = buffer.len();
+        if self.framing == Framing::Simple {
+            push_simple_reply(&mut self.head, 0, self.request.cookie);
+            let head = self.head.len();
+            self.parts.push(Part::Head(0..head));
+            self.parts.push(Part::Data(0..len));
+        } else {
+            self.data_chunk(0..len, true);
+        }
+        self.finish(Some(buffer), permit)
+    }
+
+    /// A part of the data of a read: bytes of the buffer that goes with the reply.
+    pub(super) fn data_chunk(&mut self, part: Range<usize>, last: bool) {
+        let start = self.head.len();
+        self.chunk(chunks::OFFSET_DATA, last, 8 + part.len() as u64);
+        let offset = self.request.offset + part.start as u64;
+        self.head.extend(offset.to_be_bytes());
+        self.parts.push(Part::Head(start..self.head.len()));
+        self.parts.push(Part::Data(part));
+    }
+
+    /// A part of a read that is all zeros; at most the longest payload, so 32 bits hold its length.
+    pub(super) fn hole_chunk(&mut self, part: Range<usize>, last: bool) {
+        let start = self.head.len();
+        self.chunk(chunks::OFFSET_HOLE, last, 12);
+        let offset = self.request.offset + part.start as u64;
+        self.head.extend(offset.to_be_bytes());
+        self.head.extend((part.len() as u32).to_be_bytes());
+        self.parts.push(Part::Head(start..self.head.len()));
+    }
+
+    /// Lengths and states of extents in order.
+    pub(super) fn status_chunk(&mut self, context: u32, extents: &[(u64, u64)]) {
+        let count = extents.len() as u64;
+        match self.framing {
+            Framing::Extended => {
+                self.chunk(chunks::BLOCK_STATUS_EXT, true, 8 + 16 * count);
+                self.head.extend(context.to_be_bytes());
+                self.head.extend((count as u32).to_be_bytes());
+                for (len, state) in extents {
+                    self.head.extend(len.to_be_bytes());
+                    self.head.extend(state.to_be_bytes());
+                }
+            }
+            Framing::Simple | Framing::Structured => {
+                self.chunk(chunks::BLOCK_STATUS, true, 4 + 8 * count);
+                self.head.extend(context.to_be_bytes());
+                for (len, state) in extents {
+                    self.head.extend((*len as u32).to_be_bytes());
+                    self.head.extend((*state as u32).to_be_bytes());
+                }
+            }
+        }
+    }
+
+    pub(super) fn finish(mut self, buffer: Option<Buffer>, permit: Permit) -> Reply {
+        if self.parts.is_empty() {
+            self.parts.push(Part::Head(0..self.head.len()));
+        }
+        Reply {
+            head: self.head,
+            parts: self.parts,
+            buffer,
+            _permit: permit,
+        }
+    }
+
+    fn chunk(&mut self, kind: u16, done: bool, len: u64) {
+        push_chunk_header(&mut self.head, self.framing, self.request, kind, done, len);
+    }
+}
+
+/// The text that goes with an error number when there is nothing better to say.
+pub(super) fn error_text(error: u32) -> &'static str {
+    match error {
+        errors::ESHUTDOWN => "the server is shutting down",
+        errors::EOVERFLOW => "the request is longer than the largest payload",
+        errors::EPERM => "the export is read-only",
+        errors::ENOTSUP => "not faster than writing zeros",
+        _ => "invalid request",
+    }
+}
+
+impl Reply {
+    /// Appends the pieces of memory that make up the reply.
+    fn push_pieces(&self, pieces: &mut Vec<IoVec>) {
+        for part in &self.parts {
+            let bytes = match part {
+                Part::Head(range) => &self.head[range.clone()],
+                Part::Data(range) => match &self.buffer {
+                    Some(buffer) => &buffer[range.clone()],
+                    None => &[],
+                },
+            };
+            pieces.push(IoVec::new(bytes.as_ptr().cast_mut(), bytes.len()));
+        }
+    }
+}
+
+/// Replies that wait for the socket. Bounded by the permits that they hold.
+#[derive(Default)]
+pub(super) struct Outgoing {
+    queue: RefCell<VecDeque<Reply>>,
+    added: Signal,
+    /// The connection is gone: replies are thrown away.
+    closed: Cell<bool>,
+}
+
+impl Outgoing {
+    pub(super) fn push(&self, reply: Reply) {
+        if self.closed.get() {
+            return;
+        }
+        self.queue.borrow_mut().push_back(reply);
+        self.added.raise();
+    }
+
+    /// Throws away what waits and what is still to come.
+    pub(super) fn close(&self) {
+        self.closed.set(true);
+        let thrown_away = self.queue.take();
+        drop(thrown_away);
+    }
+
+    /// Sends replies until the connection breaks; why.
+    pub(super) async fn send_all(&self, stream: &Rc<Stream>) -> io::Error {
+        let mut batch: Vec<Reply> = Vec::with_capacity(BATCH_MAX);
+        let mut pieces: Vec<IoVec> = Vec::new();
+        loop {
+            let some = || (!self.queue.borrow().is_empty()).then_some(());
+            self.added.until(some).await;
+            {
+                let mut queue = self.queue.borrow_mut();
+                let count = queue.len().min(BATCH_MAX);
+                batch.extend(queue.drain(..count));
+            }
+            pieces.clear();
+            for reply in &batch {
+                reply.push_pieces(&mut pieces);
+            }
+            if let Err(error) = send_pieces(stream, &pieces).await {
+                return error;
+            }
+            // Permits go back: the reader may go on.
+            batch.clear();
+        }
+    }
+}
+
+/// The pieces belong to replies that the caller keeps until this has ended.
+async fn send_pieces(stream: &Stream, pieces: &[IoVec]) -> io::Result<()> {
+    let mut done = 0;
+    loop {
+        // SAFETY: the replies that own the memory live, unmoved and unchanged, until the caller drops them after this.
+        let left = unsafe { WriteBuf::from_pieces(pieces) }.skip(done);
+        if left.is_empty() {
+            return stream.flush().await;
+        }
+        match stream.try_write(&[], left) {
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => stream.writable().await?,
+            Err(error) => return Err(error),
+        }
+    }
+}

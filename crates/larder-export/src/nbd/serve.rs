@@ -1,0 +1,276 @@
+//! What a request asks of the device, and what is answered.
+
+use std::rc::Rc;
+
+use larder_block::nbd::flags::{error_of, errors};
+use larder_block::nbd::transmission::{Framing, Request};
+use larder_block::nbd::{Command, CommandFlags, PAYLOAD_LEN_MAX, STATE_HOLE, STATE_ZERO, STATUS_DESCRIPTORS_MAX};
+use larder_block::{
+    ByteLen, ByteOffset, ByteRange, ExtentKind, IoError, IoResult, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+use super::buffers::Buffer;
+use super::connection::Connection;
+use super::handshake::ALLOCATION_CONTEXT;
+use super::limits::Permit;
+use super::reply::{Reply, ReplyBuilder, error_text};
+
+/// Reads shorter than this are answered with data even where there is a hole: asking for extents costs more.
+const SPARSE_LEN_MIN: u64 = 64 << 10;
+
+/// Extents that a sparse read looks at; what lies behind them is sent as data.
+const SPARSE_EXTENTS_MAX: usize = 32;
+
+/// Extents in one reply to block status. The client asks again for the rest.
+const STATUS_EXTENTS_MAX: usize = 4096;
+
+/// Bytes that a request to cache reads at a time...
+const CACHE_STEP: u64 = 1 << 20;
+
+/// ...and in all: the rest is a hint that is not taken.
+const CACHE_LEN_MAX: u64 = PAYLOAD_LEN_MAX as u64;
+
+/// Why a request is refused without asking the device.
+pub(super) struct Refused(pub(super) u32);
+
+/// Checks what can be checked before any payload is read. What is refused is answered when the payload has been
+/// consumed.
+pub(super) fn check(connection: &Connection, request: &Request) -> Result<Command, Refused> {
+    let framing = connection.agreed.framing;
+    let command = Command::from_code(request.command).ok_or(Refused(errors::EINVAL))?;
+    let none = CommandFlags::NONE;
+    let known = match command {
+        Command::Read if framing != Framing::Simple => CommandFlags::DF,
+        Command::Write if framing == Framing::Extended => CommandFlags::PAYLOAD_LEN,
+        Command::WriteZeroes => CommandFlags::NO_HOLE.with(CommandFlags::FAST_ZERO),
+        Command::BlockStatus => CommandFlags::REQ_ONE,
+        _ => none,
+    };
+    let unknown = request.flags.without(known.with(CommandFlags::FUA));
+    let lacks_payload = known == CommandFlags::PAYLOAD_LEN && !request.flags.contains(known);
+    if unknown != none || lacks_payload {
+        return Err(Refused(errors::EINVAL));
+    }
+    if command.is_change() && connection.shared.is_read_only() {
+        return Err(Refused(errors::EPERM));
+    }
+    let allocation = connection.agreed.allocation;
+    if command == Command::BlockStatus && (!allocation || request.len == 0) {
+        return Err(Refused(errors::EINVAL));
+    }
+    if command == Command::Read && request.len > u64::from(PAYLOAD_LEN_MAX) {
+        return Err(Refused(errors::EOVERFLOW));
+    }
+    let range = ByteRange::new(request.offset, request.len);
+    let size = connection.shared.device.geometry().size;
+    let inside = range
+        .checked_end()
+        .is_some_and(|end| end <= ByteOffset::new(size.get()));
+    if !inside && command != Command::Flush {
+        // Spec, "Error values".
+        let writes = matches!(command, Command::Write | Command::WriteZeroes);
+        return Err(Refused(if writes { errors::ENOSPC } else { errors::EINVAL }));
+    }
+    Ok(command)
+}
+
+/// The answer to a request that is refused.
+pub(super) fn refuse(connection: &Connection, request: &Request, refused: &Refused, permit: Permit) -> Reply {
+    connection.shared.counters.failed();
+    ReplyBuilder::new(connection.agreed.framing, request).error(refused.0, error_text(refused.0), permit)
+}
+
+/// Does what a request asks and queues the answer. `buffer` is a write's payload, or room for a read's.
+pub(super) async fn execute(
+    connection: Rc<Connection>,
+    request: Request,
+    command: Command,
+    buffer: Option<Buffer>,
+    permit: Permit,
+) {
+    let reply = match command {
+        Command::Read => read(&connection, &request, buffer, permit).await,
+        Command::BlockStatus => block_status(&connection, &request, permit).await,
+        command => {
+            let result = change(&connection, &request, command, buffer).await;
+            match result {
+                Ok(()) => ReplyBuilder::new(connection.agreed.framing, &request).done(permit),
+                Err(error) => failed(&connection, &request, command, &error, permit),
+            }
+        }
+    };
+    connection.outgoing.push(reply);
+}
+
+fn failed(connection: &Connection, request: &Request, command: Command, error: &IoError, permit: Permit) -> Reply {
+    connection.shared.counters.failed();
+    let writes = matches!(command, Command::Write | Command::WriteZeroes);
+    let number = error_of(error.failure(), writes);
+    ReplyBuilder::new(connection.agreed.framing, request).error(number, &error.to_string(), permit)
+}
+
+fn range_of(request: &Request) -> ByteRange {
+    ByteRange::new(request.offset, request.len)
+}
+
+/// Everything that is answered with success or failure.
+async fn change(connection: &Connection, request: &Request, command: Command, buffer: Option<Buffer>) -> IoResult {
+    let device = &*connection.shared.device;
+    let range = range_of(request);
+    let fua = request.flags.contains(CommandFlags::FUA);
+    match command {
+        Command::Write => {
+            let Some(buffer) = buffer else { return Ok(()) };
+            connection.shared.counters.wrote(range.len);
+            let payload = WriteBuf::new(&buffer);
+            device.write(range.start, payload, WriteFlags { fua }).await
+        }
+        Command::Flush => device.flush().await,
+        _ if range.is_empty() => Ok(()),
+        Command::Trim => {
+            device.discard(range).await?;
+            if fua { device.flush().await } else { Ok(()) }
+        }
+        Command::WriteZeroes => {
+            let flags = ZeroFlags {
+                unmap: !request.flags.contains(CommandFlags::NO_HOLE),
+                fast_only: request.flags.contains(CommandFlags::FAST_ZERO),
+                fua,
+            };
+            device.write_zeroes(range, flags).await
+        }
+        Command::Cache => cache(connection, range).await,
+        Command::Read | Command::BlockStatus | Command::Disconnect => Ok(()),
+    }
+}
+
+/// Reads, so that the layers below keep what they read. Only a hint: a failure of the device's is the next read's.
+async fn cache(connection: &Connection, range: ByteRange) -> IoResult {
+    let end = range.end();
+    let mut at = range.start;
+    let mut left = CACHE_LEN_MAX;
+    let mut buffer = connection.shared.buffers.take(CACHE_STEP as usize);
+    while at < end && left > 0 {
+        let step = ByteRange::between(at, end).len.min(ByteLen::new(CACHE_STEP.min(left)));
+        let target = ReadBuf::new(&mut buffer[..step.as_usize()]);
+        connection.shared.device.read(at, target).await?;
+        at += step;
+        left -= step.get();
+    }
+    Ok(())
+}
+
+async fn read(connection: &Connection, request: &Request, buffer: Option<Buffer>, permit: Permit) -> Reply {
+    let reply = ReplyBuilder::new(connection.agreed.framing, request);
+    let Some(mut buffer) = buffer else {
+        return reply.done(permit);
+    };
+    let range = range_of(request);
+    connection.shared.counters.read(range.len);
+    let may_be_sparse = connection.agreed.framing != Framing::Simple
+        && !request.flags.contains(CommandFlags::DF)
+        && request.len >= SPARSE_LEN_MIN;
+    let runs = if may_be_sparse {
+        runs_of(connection, range).await
+    } else {
+        Vec::new()
+    };
+    if runs.iter().all(|run| !run.zero) {
+        let device = &connection.shared.device;
+        return match device.read(range.start, ReadBuf::new(&mut buffer)).await {
+            Ok(()) => reply.data(buffer, permit),
+            Err(error) => failed(connection, request, Command::Read, &error, permit),
+        };
+    }
+    match read_runs(connection, range, &runs, &mut buffer).await {
+        Ok(()) => sparse_reply(reply, &runs, buffer, permit),
+        Err(error) => failed(connection, request, Command::Read, &error, permit),
+    }
+}
+
+/// A part of a read that is all data or all zeros; counted from the start of the read.
+struct Run {
+    start: usize,
+    len: usize,
+    zero: bool,
+}
+
+/// What a read consists of. Where the device cannot tell, data.
+async fn runs_of(connection: &Connection, range: ByteRange) -> Vec<Run> {
+    let device = &connection.shared.device;
+    let Ok(extents) = device.extents(range, SPARSE_EXTENTS_MAX).await else {
+        return Vec::new();
+    };
+    let mut runs: Vec<Run> = Vec::with_capacity(extents.len() + 1);
+    let mut push = |len: usize, zero: bool| match runs.last_mut() {
+        Some(last) if last.zero == zero => last.len += len,
+        last => {
+            let start = last.map_or(0, |last| last.start + last.len);
+            runs.push(Run { start, len, zero });
+        }
+    };
+    let mut known = 0;
+    for extent in extents {
+        let len = extent.range.len.as_usize();
+        known += len;
+        push(len, extent.kind != ExtentKind::Data);
+    }
+    let unknown = range.len.as_usize().saturating_sub(known);
+    if unknown > 0 {
+        push(unknown, false);
+    }
+    runs
+}
+
+async fn read_runs(connection: &Connection, range: ByteRange, runs: &[Run], buffer: &mut Buffer) -> IoResult {
+    for run in runs.iter().filter(|run| !run.zero) {
+        let at = range.start + ByteLen::of_buffer(run.start);
+        let target = ReadBuf::new(&mut buffer[run.start..run.start + run.len]);
+        connection.shared.device.read(at, target).await?;
+    }
+    Ok(())
+}
+
+fn sparse_reply(mut reply: ReplyBuilder<'_>, runs: &[Run], buffer: Buffer, permit: Permit) -> Reply {
+    for (index, run) in runs.iter().enumerate() {
+        let part = run.start..run.start + run.len;
+        let last = index + 1 == runs.len();
+        if run.zero {
+            reply.hole_chunk(part, last);
+        } else {
+            reply.data_chunk(part, last);
+        }
+    }
+    reply.finish(Some(buffer), permit)
+}
+
+async fn block_status(connection: &Connection, request: &Request, permit: Permit) -> Reply {
+    const { assert!(STATUS_EXTENTS_MAX <= STATUS_DESCRIPTORS_MAX as usize) };
+    let one = request.flags.contains(CommandFlags::REQ_ONE);
+    let limit = if one { 1 } else { STATUS_EXTENTS_MAX };
+    let mut range = range_of(request);
+    if connection.agreed.framing != Framing::Extended {
+        // Lengths have 32 bits there, in requests too; a merged extent cannot be longer than the request.
+        range.len = range.len.min(ByteLen::new(u64::from(u32::MAX)));
+    }
+    let found = match connection.shared.device.extents(range, limit).await {
+        Ok(found) => found,
+        Err(error) => return failed(connection, request, Command::BlockStatus, &error, permit),
+    };
+    let mut extents: Vec<(u64, u64)> = Vec::with_capacity(found.len());
+    for extent in found.iter().take(limit) {
+        let state = match extent.kind {
+            ExtentKind::Data => 0,
+            ExtentKind::Zero => STATE_ZERO,
+            ExtentKind::Hole => STATE_HOLE | STATE_ZERO,
+        };
+        let len = extent.range.len.get();
+        match extents.last_mut() {
+            Some((last, same)) if *same == state => *last += len,
+            _ => extents.push((len, state)),
+        }
+    }
+    let mut reply = ReplyBuilder::new(connection.agreed.framing, request);
+    reply.status_chunk(ALLOCATION_CONTEXT, &extents);
+    reply.finish(None, permit)
+}

@@ -1,0 +1,265 @@
+//! The NBD server against other people's clients: libnbd's tools, QEMU's, fio.
+
+#[path = "../../larder-block/tests/nbd_support/mod.rs"]
+mod nbd_support;
+
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::rc::Rc;
+
+use larder_block::backend::file::{FileDevice, FileOptions};
+use larder_block::backend::memory::MemoryDevice;
+use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT};
+use larder_block::{BlockDevice, ByteLen, Loop};
+use larder_export::nbd::{NbdServer, NbdServerOptions};
+use nbd_support::{Place, output, pattern, program, run};
+
+const MIB: u64 = 1 << 20;
+
+fn on_loop(test: impl AsyncFn(&Loop)) {
+    let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
+    on.block_on(test(&on));
+}
+
+/// A file as a disk, on a file system with holes and direct I/O.
+async fn file_disk(on: &Loop, size: u64) -> (Rc<FileDevice>, tempfile::NamedTempFile) {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("an image");
+    file.as_file().set_len(size).expect("room for it");
+    let options = FileOptions {
+        share: true,
+        ..FileOptions::default()
+    };
+    let device = FileDevice::open(on, file.path(), options).await;
+    (device.expect("opens"), file)
+}
+
+fn serve(on: &Loop, device: Rc<dyn BlockDevice>, options: NbdServerOptions) -> (NbdServer, Place) {
+    let place = Place::new();
+    let server = NbdServer::new(on, device, options);
+    server.listen(Listener::from_descriptor(on, place.listener()).expect("a socket"));
+    (server, place)
+}
+
+/// Runs a program beside the loop; what it printed.
+async fn run_beside(on: &Loop, mut command: Command) -> String {
+    on.run_blocking(move || run(&mut command)).await.expect("a thread")
+}
+
+/// Runs a program beside the loop; whether it succeeded, and all that it printed.
+async fn try_beside(on: &Loop, mut command: Command) -> (bool, String) {
+    let output = on.run_blocking(move || output(&mut command)).await.expect("a thread");
+    let printed = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&printed).into_owned())
+}
+
+fn with<const N: usize>(name: &str, arguments: [&str; N]) -> Command {
+    let mut command = program(name);
+    command.args(arguments);
+    command
+}
+
+#[test]
+fn nbdinfo_sees_every_feature_and_the_export_by_both_its_names() {
+    on_loop(async |on| {
+        let options = NbdServerOptions {
+            export: "disk".to_owned(),
+            description: "a disk for a test".to_owned(),
+            ..NbdServerOptions::default()
+        };
+        let device = Rc::new(MemoryDevice::new(ByteLen::mib(8), 512));
+        let (server, place) = serve(on, device, options);
+        let uri = place.uri("disk").to_string();
+        for feature in [
+            "df",
+            "fast-zero",
+            "flush",
+            "fua",
+            "multi-conn",
+            "trim",
+            "write",
+            "zero",
+            "cache",
+            "structured",
+        ] {
+            let asked = match feature {
+                "structured" => with("nbdinfo", ["--can", "structured-reply", &uri]),
+                feature => with("nbdinfo", ["--can", feature, &uri]),
+            };
+            run_beside(on, asked).await;
+        }
+        for wrong in ["--is=read-only", "--is=rotational"] {
+            let (is, printed) = try_beside(on, with("nbdinfo", [wrong, &uri])).await;
+            assert!(!is, "{wrong} {printed}");
+        }
+        let default = place.uri("").to_string();
+        for uri in [&uri, &default] {
+            let told = run_beside(on, with("nbdinfo", ["--json", uri])).await;
+            for part in [
+                r#""export-name": "disk""#,
+                r#""description": "a disk for a test""#,
+                r#""export-size": 8388608"#,
+                r#""block_size_minimum": 512"#,
+                r#""block_size_maximum": 33554432"#,
+                r#""base:allocation""#,
+            ] {
+                assert!(told.contains(part), "no {part} in {told}");
+            }
+        }
+        let told = run_beside(on, with("nbdinfo", ["--list", &default])).await;
+        assert!(told.contains("export=\"disk\""), "{told}");
+        let unknown = place.uri("other").to_string();
+        let (found, told) = try_beside(on, with("nbdinfo", [&unknown])).await;
+        assert!(
+            !found && told.contains("No such file or directory for export: other"),
+            "{told}"
+        );
+        server.stop().await;
+        assert_eq!(server.statistics().connections, 0);
+    });
+}
+
+#[test]
+fn what_other_clients_copy_in_comes_out_again() {
+    on_loop(async |on| {
+        let (device, image) = file_disk(on, 32 * MIB).await;
+        let (_server, place) = serve(on, device, NbdServerOptions::default());
+        let uri = place.uri("").to_string();
+        let source = place.path("source");
+        let file = std::fs::File::create(&source).expect("a file");
+        file.set_len(32 * MIB).expect("room");
+        for (at, len) in [(0, 1), (3 * MIB, 2 * MIB), (17 * MIB + 512, 9 * MIB)] {
+            file.write_all_at(&pattern(len as usize, at), at).expect("room");
+        }
+        let source = source.display().to_string();
+        for copy in [
+            with("nbdcopy", [&source, &uri]),
+            with("qemu-img", ["convert", "-n", "-f", "raw", "-O", "raw", &source, &uri]),
+            with("nbdcopy", ["--connections=4", "--requests=64", &source, &uri]),
+        ] {
+            image.as_file().set_len(0).expect("can shrink");
+            image
+                .as_file()
+                .write_all_at(&vec![0x55; (32 * MIB) as usize], 0)
+                .expect("room");
+            run_beside(on, copy).await;
+            run_beside(
+                on,
+                with("qemu-img", ["compare", "-f", "raw", "-F", "raw", &source, &uri]),
+            )
+            .await;
+            let back = place.path("back").display().to_string();
+            run_beside(on, with("nbdcopy", [&uri, &back])).await;
+            run_beside(on, with("cmp", [&source, &back])).await;
+            let image = image.path().display().to_string();
+            run_beside(on, with("cmp", [&source, &image])).await;
+        }
+    });
+}
+
+#[test]
+fn the_map_of_an_export_is_the_map_of_its_file() {
+    on_loop(async |on| {
+        let (device, image) = file_disk(on, 8 * MIB).await;
+        for (at, len) in [(0, 64 << 10), (MIB, 128 << 10), (5 * MIB, MIB)] {
+            image
+                .as_file()
+                .write_all_at(&pattern(len as usize, at), at)
+                .expect("room");
+        }
+        let (_server, place) = serve(on, device, NbdServerOptions::default());
+        let uri = place.uri("").to_string();
+        let map = run_beside(on, with("nbdinfo", ["--map", &uri])).await;
+        let map: Vec<Vec<&str>> = map
+            .lines()
+            .map(|line| line.split_whitespace().take(3).collect())
+            .collect();
+        let expected = [
+            ["0", "65536", "0"],
+            ["65536", "983040", "3"],
+            ["1048576", "131072", "0"],
+            ["1179648", "4063232", "3"],
+            ["5242880", "1048576", "0"],
+            ["6291456", "2097152", "3"],
+        ];
+        assert_eq!(map, expected);
+        let map = run_beside(on, with("qemu-img", ["map", "--output=json", "-f", "raw", &uri])).await;
+        assert!(
+            map.contains(r#""start": 1179648, "length": 4063232, "depth": 0, "present": true, "zero": true"#),
+            "{map}"
+        );
+    });
+}
+
+#[test]
+fn qemu_io_reads_what_it_wrote_zeroed_and_discarded() {
+    on_loop(async |on| {
+        let (device, image) = file_disk(on, 64 * MIB).await;
+        let (server, place) = serve(on, device, NbdServerOptions::default());
+        let mut command = with("qemu-io", ["-f", "raw", "-d", "unmap", "-t", "none"]);
+        for step in [
+            "write -P 0x11 0 64M",
+            "write -f -P 0x22 1M 512k",
+            "write -z 2M 1M",
+            "write -z -u 4M 1M",
+            "discard 6M 1M",
+            "aio_write -P 0x33 8M 4M",
+            "aio_write -P 0x44 12M 4M",
+            "aio_write -P 0x55 16M 32M",
+            "aio_flush",
+            "flush",
+            "read -P 0x11 0 1M",
+            "read -P 0x22 1M 512k",
+            "read -P 0 2M 1M",
+            "read -P 0 4M 1M",
+            "read -P 0 6M 1M",
+            "read -P 0x33 8M 4M",
+            "read -P 0x44 12M 4M",
+            "read -P 0x55 16M 32M",
+            "read -P 0x22 1049088 512",
+            "read -P 0x11 48M 16M",
+        ] {
+            command.args(["-c", step]);
+        }
+        command.arg(place.uri("").to_string());
+        let told = run_beside(on, command).await;
+        assert!(
+            !told.contains("verification failed") && !told.contains("failed:"),
+            "{told}"
+        );
+        let mut block = [1; 512];
+        image.as_file().read_exact_at(&mut block, 4 * MIB).expect("is there");
+        assert_eq!(block, [0; 512]);
+        assert_eq!(server.statistics().requests_failed, 0);
+    });
+}
+
+#[test]
+fn fio_verifies_what_many_of_its_requests_wrote() {
+    on_loop(async |on| {
+        let (device, _image) = file_disk(on, 32 * MIB).await;
+        let (server, place) = serve(on, device, NbdServerOptions::default());
+        let uri = format!("--uri={}", place.uri(""));
+        let job = [
+            "--name=verify",
+            "--ioengine=nbd",
+            &uri,
+            "--rw=randrw",
+            "--rwmixread=30",
+            "--bssplit=4k/40:64k/30:512/10:1m/20",
+            "--blockalign=512",
+            "--size=32m",
+            "--io_size=128m",
+            "--iodepth=64",
+            "--verify=crc32c",
+            "--verify_fatal=1",
+            "--verify_backlog=64",
+            "--randseed=7",
+            "--fsync=50",
+            "--verify_state_save=0",
+        ];
+        run_beside(on, with("fio", job)).await;
+        let seen = server.statistics();
+        assert_eq!(seen.requests_failed, 0);
+        assert!(seen.bytes_written.get() > 32 * MIB, "{seen:?}");
+    });
+}
