@@ -2,7 +2,10 @@
 
 mod vhost_user;
 
+use std::process::ExitCode;
+
 use clap::{Parser, Subcommand};
+use larder_bench::simulate;
 
 /// The experiments that Larder's figures come from.
 #[derive(Parser)]
@@ -14,11 +17,20 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Simulate(simulate::Arguments),
     VhostUser(vhost_user::Arguments),
 }
 
-fn main() -> anyhow::Result<()> {
-    match Cli::parse().command {
-        Command::VhostUser(arguments) => vhost_user::run(&arguments),
-    }
+fn main() -> anyhow::Result<ExitCode> {
+    let passed = match Cli::parse().command {
+        Command::Simulate(arguments) => simulate::run(&arguments)?,
+        Command::VhostUser(arguments) => {
+            vhost_user::run(&arguments)?;
+            true
+        }
+    };
+    Ok(match passed {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
 }

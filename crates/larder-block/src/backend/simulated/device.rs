@@ -153,6 +153,11 @@ impl SimulatedDevice {
         self.state.borrow_mut().faults.add(fault);
     }
 
+    /// How many requests in a thousand fail from now on, beside the faults that are set.
+    pub fn set_failures(&self, per_mille: u32) {
+        self.failures_per_mille.set(per_mille);
+    }
+
     /// Forgets all faults that were set, and lets no more requests fail at random. Stuck requests stay stuck.
     pub fn heal(&self) {
         self.failures_per_mille.set(0);

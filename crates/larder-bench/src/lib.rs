@@ -1,0 +1,3 @@
+//! The experiments: the seed tables, measured and plotted, and the simulator.
+
+pub mod simulate;

@@ -1,0 +1,185 @@
+//! One life of a stack, from its opening to its stop: workers that make random requests, and what they share.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use larder_block::backend::simulated::{Random, SimulatedDevice};
+use larder_block::event_loop::WeakLoop;
+use larder_block::{BlockDevice, ByteLen, Failure, LoopTime};
+
+use super::log::{Event, Log};
+use super::oracle::{Moment, Oracle};
+use super::stack::Opened;
+use super::stamp::SECTOR;
+
+/// A request that takes longer than this, of virtual time, hangs. Slow disks, throttles and stuck requests take
+/// seconds.
+pub(super) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How often stuck requests are released and hanging ones looked for.
+pub(super) const TICK: Duration = Duration::from_millis(500);
+
+/// What one seed has done so far, over all its lives.
+pub(super) struct Record {
+    /// What the disk may hold.
+    pub(super) oracle: RefCell<Oracle>,
+    /// What happened.
+    pub(super) log: RefCell<Log>,
+    /// The number of the next request, from 1 on; it is also the stamp of what it writes.
+    pub(super) next_number: Cell<u32>,
+    /// Tells this seed's stamps from others'.
+    pub(super) key: u64,
+}
+
+/// What the workers of one life share.
+pub(super) struct Life {
+    /// The loop, which must not be kept alive.
+    pub(super) on: WeakLoop,
+    /// The top of the stack.
+    pub(super) opened: Opened,
+    /// The disks below.
+    pub(super) disks: Vec<Rc<SimulatedDevice>>,
+    /// The seed's record.
+    pub(super) record: Rc<Record>,
+    /// What may be expected of the stack.
+    pub(super) expectations: Expectations,
+    /// Requests still to be made.
+    pub(super) requests_left: Cell<u32>,
+    /// The life stops once no more than these are left.
+    pub(super) stop_at: u32,
+    /// For each worker, the request that it waits for.
+    pub(super) waits: RefCell<Vec<Option<(u32, LoopTime)>>>,
+    /// Workers that have not finished.
+    pub(super) running: Cell<usize>,
+    /// The promise that was broken.
+    pub(super) broken: RefCell<Option<String>>,
+    /// Who waits for the end.
+    pub(super) waker: RefCell<Option<Waker>>,
+    /// The sizes that the disk has had, and since when.
+    pub(super) sizes: RefCell<Vec<(Moment, ByteLen)>>,
+    /// Requests that have failed because of a disk.
+    pub(super) failed: Cell<u64>,
+}
+
+/// What may be expected of a stack.
+#[derive(Clone, Copy)]
+pub(super) struct Expectations {
+    /// Its size follows that of its first disk.
+    pub(super) resizable: bool,
+    /// A request fails only because one of a disk did.
+    pub(super) fails_only_with_a_disk: bool,
+}
+
+impl Record {
+    /// A number for a new request.
+    pub(super) fn number(&self) -> u32 {
+        let number = self.next_number.get();
+        self.next_number.set(number + 1);
+        number
+    }
+}
+
+impl Life {
+    /// The present of this life.
+    pub(super) fn now(&self) -> LoopTime {
+        self.on.upgrade().map_or_else(LoopTime::default, |on| on.now())
+    }
+
+    /// Writes an event down.
+    pub(super) fn log(&self, event: Event) {
+        self.record.log.borrow_mut().add(self.now(), event);
+    }
+
+    /// A promise was broken: the life ends.
+    pub(super) fn fail(&self, why: String) {
+        self.broken.borrow_mut().get_or_insert(why);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        if let Some(waker) = self.waker.borrow_mut().take() {
+            waker.wake();
+        }
+    }
+
+    /// Takes one of the requests that are to be made; false if there is none.
+    pub(super) fn take_request(&self) -> bool {
+        let left = self.requests_left.get();
+        if left == 0 || self.broken.borrow().is_some() {
+            return false;
+        }
+        self.requests_left.set(left - 1);
+        if self.stops_now() {
+            self.wake();
+        }
+        true
+    }
+
+    /// A worker has finished.
+    pub(super) fn finish_worker(&self) {
+        self.running.set(self.running.get() - 1);
+        self.wake();
+    }
+
+    fn stops_now(&self) -> bool {
+        self.requests_left.get() < self.stop_at
+    }
+
+    /// Completes when the workers have finished, the moment to stop has come, or a promise was broken.
+    pub(super) async fn ended(&self) {
+        std::future::poll_fn(|context| {
+            if self.running.get() == 0 || self.stops_now() || self.broken.borrow().is_some() {
+                return Poll::Ready(());
+            }
+            *self.waker.borrow_mut() = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// The request that has been waited for longer than is possible.
+    pub(super) fn hanging(&self) -> Option<u32> {
+        let now = self.now();
+        let waits = self.waits.borrow();
+        let hanging = waits.iter().flatten().find(|(_, since)| now.since(*since) > PATIENCE);
+        hanging.map(|(number, _)| *number)
+    }
+
+    /// The smallest and largest size since `start`.
+    pub(super) fn sizes_since(&self, start: Moment) -> (ByteLen, ByteLen) {
+        let sizes = self.sizes.borrow();
+        let before = sizes.iter().rposition(|(since, _)| *since <= start).unwrap_or(0);
+        let later = sizes[before..].iter().map(|(_, size)| *size);
+        let now = self.opened.device.geometry().size;
+        later.fold((now, now), |(least, most), size| (least.min(size), most.max(size)))
+    }
+
+    /// Requests that the disks have failed.
+    fn failures_below(&self) -> u64 {
+        self.disks.iter().map(|disk| disk.failures()).sum()
+    }
+
+    /// Counts a failure that must have come from a disk.
+    pub(super) fn count_failure(&self, number: u32, failure: Failure) {
+        self.failed.set(self.failed.get() + 1);
+        if self.expectations.fails_only_with_a_disk && self.failed.get() > self.failures_below() {
+            self.fail(format!("#{number} failed ({failure}), but no disk did"));
+        }
+    }
+
+    /// Changes the size of the first disk.
+    pub(super) fn resize(&self, random: &mut Random) {
+        let disk = &self.disks[0];
+        let block = u64::from(disk.geometry().block_size);
+        let from = disk.geometry().size;
+        let blocks = (from.get() / block).max(2);
+        let to = ByteLen::new(random.between(blocks / 2, blocks + blocks / 2).max(4) * block);
+        disk.set_size(to);
+        self.log(Event::Resized { to });
+        let mut oracle = self.record.oracle.borrow_mut();
+        oracle.resize(from.get() / SECTOR, to.get() / SECTOR);
+        self.sizes.borrow_mut().push((oracle.now(), to));
+    }
+}

@@ -1,0 +1,116 @@
+//! What happened in a simulation, for the one who has to understand a failure.
+
+use std::fmt;
+
+use larder_block::backend::simulated::{Fault, Stop};
+use larder_block::{ByteLen, ByteRange, Failure, LoopTime};
+
+/// A request as the guest makes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub(super) enum Request {
+    Read(ByteRange),
+    Write { range: ByteRange, fua: bool },
+    Flush,
+    Discard(ByteRange),
+    Zero { range: ByteRange, unmap: bool, fua: bool },
+    Extents(ByteRange),
+}
+
+impl Request {
+    /// Where; empty for a flush.
+    pub(super) fn range(self) -> ByteRange {
+        match self {
+            Self::Read(range)
+            | Self::Write { range, .. }
+            | Self::Discard(range)
+            | Self::Zero { range, .. }
+            | Self::Extents(range) => range,
+            Self::Flush => ByteRange::default(),
+        }
+    }
+}
+
+impl fmt::Display for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let forced = |fua| if fua { ", durably" } else { "" };
+        match self {
+            Self::Read(range) => write!(f, "read {range}"),
+            Self::Write { range, fua } => write!(f, "write {range}{}", forced(*fua)),
+            Self::Flush => write!(f, "flush"),
+            Self::Discard(range) => write!(f, "discard {range}"),
+            Self::Zero { range, unmap, fua } => {
+                let unmap = if *unmap { ", may unmap" } else { "" };
+                write!(f, "zero {range}{unmap}{}", forced(*fua))
+            }
+            Self::Extents(range) => write!(f, "extents of {range}"),
+        }
+    }
+}
+
+/// Something that happened.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub(super) enum Event {
+    Opened { life: u32 },
+    OpenCutShort { life: u32 },
+    Started { number: u32, request: Request },
+    Done { number: u32 },
+    Failed { number: u32, failure: Failure },
+    GivenUp { number: u32 },
+    Resized { to: ByteLen },
+    Poked,
+    Fault { disk: usize, fault: Fault },
+    Failures { per_mille: u32 },
+    Verified,
+    Stopped { how: Stop },
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Opened { life } => write!(f, "--- life {life}: opened"),
+            Self::OpenCutShort { life } => write!(f, "--- life {life}: stopped while it was being opened"),
+            Self::Started { number, request } => write!(f, "#{number} {request}"),
+            Self::Done { number } => write!(f, "    #{number} done"),
+            Self::Failed { number, failure } => write!(f, "    #{number} failed: {failure}"),
+            Self::GivenUp { number } => write!(f, "    #{number} given up"),
+            Self::Resized { to } => write!(f, "disk 0 resized to {to}"),
+            Self::Poked => write!(f, "settings changed"),
+            Self::Fault { disk, fault } => write!(f, "disk {disk}: fault set: {fault:?}"),
+            Self::Failures { per_mille } => write!(f, "of 1000 requests to the disks, {per_mille} fail"),
+            Self::Verified => write!(f, "all read and verified"),
+            Self::Stopped { how: Stop::PowerLoss } => write!(f, "--- power lost"),
+            Self::Stopped { how: Stop::Kill } => write!(f, "--- killed"),
+        }
+    }
+}
+
+/// All that happened, in order.
+#[derive(Default)]
+pub(super) struct Log(Vec<(LoopTime, Event)>);
+
+impl Log {
+    /// Adds an event at `at`, in its life's time.
+    pub(super) fn add(&mut self, at: LoopTime, event: Event) {
+        self.0.push((at, event));
+    }
+
+    /// How many requests were started.
+    pub(super) fn requests(&self) -> u64 {
+        let started = self
+            .0
+            .iter()
+            .filter(|(_, event)| matches!(event, Event::Started { .. }));
+        started.count() as u64
+    }
+}
+
+impl fmt::Display for Log {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, event) in &self.0 {
+            writeln!(f, "{:>14.3} us  {event}", at.as_nanos() as f64 / 1000.0)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,14 @@
+//! The simulator: random work on stacks of layers over simulated disks that fail and stop, checked against the promises
+//! of [`larder_block::device`]. See `docs/simulator.md`.
+
+mod campaign;
+mod life;
+mod log;
+mod oracle;
+mod seed;
+pub mod stack;
+mod stamp;
+mod worker;
+
+pub use campaign::{Arguments, Finding, run, simulate};
+pub use seed::Summary;

@@ -1,0 +1,291 @@
+//! One seed: a stack is opened, worked on, stopped, and opened again, until at last all of it is read.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::backend::simulated::{Latency, Medium, Random, SimulatedDevice, Stop};
+use larder_block::{AlignedBuf, ByteLen, ByteOffset, Loop, LoopTime, ReadBuf};
+
+use super::life::{Expectations, Life, Record, TICK};
+use super::log::{Event, Log};
+use super::oracle::{Oracle, sectors};
+use super::stack::{Disk, Opened, Stack};
+use super::stamp::{self, SECTOR};
+use super::worker::{Mix, REQUEST_MAX, Worker};
+
+/// What a seed that kept all promises has done.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Summary {
+    /// Requests made.
+    pub requests: u64,
+    /// Times that the stack was stopped.
+    pub stops: u64,
+    /// Time that passed on the virtual clock.
+    pub virtual_time: Duration,
+}
+
+/// A run of one seed, which can be asked for its log even if it panicked.
+pub(super) struct Run<'a> {
+    stack: &'a dyn Stack,
+    random: Random,
+    shapes: Vec<Disk>,
+    record: Rc<Record>,
+    summary: Summary,
+}
+
+/// The promise that was broken.
+pub(super) type Broken = String;
+
+impl<'a> Run<'a> {
+    /// The run of `seed` on `stack`.
+    pub(super) fn new(stack: &'a dyn Stack, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let shapes = stack.disks(&mut random.fork());
+        let record = Rc::new(Record {
+            oracle: RefCell::new(Oracle::new(0)),
+            log: RefCell::new(Log::default()),
+            next_number: Cell::new(1),
+            key: random.next_u64(),
+        });
+        Self {
+            stack,
+            random,
+            shapes,
+            record,
+            summary: Summary::default(),
+        }
+    }
+
+    /// What has happened, for people.
+    pub(super) fn log(&self) -> String {
+        match self.record.log.try_borrow() {
+            Ok(log) => log.to_string(),
+            Err(_) => String::new(),
+        }
+    }
+
+    /// Runs it.
+    ///
+    /// # Errors
+    /// The promise that was broken.
+    pub(super) fn run(&mut self) -> Result<Summary, Broken> {
+        let mut media: Vec<Medium> = self.shapes.iter().map(Disk::medium).collect();
+        let lives = match self.stack.is_persistent() {
+            true => self.random.between(1, 3) as u32,
+            false => 1,
+        };
+        for life in 1..=lives {
+            media = self.live(life, media)?;
+        }
+        if self.stack.is_persistent() {
+            self.look_back(lives + 1, media)?;
+        }
+        self.summary.requests = self.record.log.borrow().requests();
+        Ok(self.summary)
+    }
+
+    /// One life; what it leaves on the disks.
+    fn live(&mut self, life: u32, media: Vec<Medium>) -> Result<Vec<Medium>, Broken> {
+        let on = simulated_loop()?;
+        let disks = self.open_disks(&on, media);
+        if life == 1 {
+            let formatted = on.block_on(self.stack.format(&on, &disks));
+            formatted.map_err(|error| format!("cannot be formatted: {error:#}"))?;
+        }
+        let left = match self.open(&on, life, &disks)? {
+            Some(opened) => on.block_on(self.work(&on, life, opened, &disks))?,
+            None => self.stop(on.now(), &disks, Stop::PowerLoss),
+        };
+        self.summary.virtual_time += on.now().since(LoopTime::default());
+        drop(disks);
+        forget_loop(on)?;
+        Ok(left)
+    }
+
+    fn open_disks(&mut self, on: &Loop, media: Vec<Medium>) -> Vec<Rc<SimulatedDevice>> {
+        let waits = Latency {
+            in_call_per_mille: 0,
+            slow_per_mille: 100,
+            ..Latency::VARIED
+        };
+        let varied = Latency::VARIED;
+        let latency = self
+            .random
+            .pick(&[Latency::NONE, waits, waits, varied, varied, varied, varied]);
+        let mut disks = Vec::new();
+        for (shape, medium) in self.shapes.iter().zip(media) {
+            let mut options = shape.options(self.random.next_u64());
+            options.latency = latency;
+            options.fast_zeroes = self.random.chance(800);
+            disks.push(SimulatedDevice::open(on, medium, options));
+        }
+        disks
+    }
+
+    /// Opens the stack; `None` if it was to be stopped before it was open.
+    fn open(&mut self, on: &Loop, life: u32, disks: &[Rc<SimulatedDevice>]) -> Result<Option<Opened>, Broken> {
+        let opening = self.stack.open(on, disks, self.random.fork());
+        let opened = match life > 1 && self.random.chance(100) {
+            true => {
+                let limit = self.random.duration(Duration::ZERO, Duration::from_millis(5));
+                on.block_on(on.timeout(limit, opening))
+            }
+            false => Some(on.block_on(opening)),
+        };
+        let Some(opened) = opened
+            .transpose()
+            .map_err(|error| format!("cannot be opened: {error:#}"))?
+        else {
+            self.log_at(on.now(), Event::OpenCutShort { life });
+            return Ok(None);
+        };
+        self.log_at(on.now(), Event::Opened { life });
+        Ok(Some(opened))
+    }
+
+    fn log_at(&self, at: LoopTime, event: Event) {
+        self.record.log.borrow_mut().add(at, event);
+    }
+
+    /// Lets workers work until the moment of the stop, and stops.
+    async fn work(
+        &mut self,
+        on: &Loop,
+        number: u32,
+        opened: Opened,
+        disks: &[Rc<SimulatedDevice>],
+    ) -> Result<Vec<Medium>, Broken> {
+        let size = opened.device.geometry().size;
+        if number == 1 {
+            *self.record.oracle.borrow_mut() = Oracle::new(size.get() / SECTOR);
+        } else if self.random.chance(300) {
+            self.verify(on, &opened).await?;
+        }
+        let requests = self.random.between(10, 300) as u32;
+        // A quarter of the lives runs to its end.
+        let stop_at = self.random.below(u64::from(requests) * 4 / 3) as u32;
+        let stop_at = if self.stack.is_persistent() && stop_at < requests {
+            stop_at
+        } else {
+            0
+        };
+        let workers = self.random.between(1, 8) as usize;
+        let life = Rc::new(Life {
+            on: on.downgrade(),
+            opened,
+            disks: disks.to_vec(),
+            record: Rc::clone(&self.record),
+            expectations: Expectations {
+                resizable: self.stack.is_resizable(),
+                fails_only_with_a_disk: self.stack.fails_only_with_a_disk(),
+            },
+            requests_left: Cell::new(requests),
+            stop_at,
+            waits: RefCell::new(vec![None; workers]),
+            running: Cell::new(workers),
+            broken: RefCell::new(None),
+            waker: RefCell::new(None),
+            sizes: RefCell::new(vec![(self.record.oracle.borrow().now(), size)]),
+            failed: Cell::new(0),
+        });
+        let faults = self.random.chance(500);
+        let mix = Mix::new(&mut self.random, faults);
+        for index in 0..workers {
+            let worker = Worker::new(Rc::clone(&life), index, self.random.fork(), mix);
+            on.spawn(worker.run());
+        }
+        self.watch(on, &life).await?;
+        if !self.stack.is_persistent() {
+            disks.iter().for_each(|disk| disk.heal());
+            self.verify(on, &life.opened).await?;
+        }
+        let moment = self.random.duration(Duration::ZERO, Duration::from_micros(800));
+        on.sleep(moment).await;
+        broken(&life)?;
+        let how = match self.stack.survives_kill() && self.random.chance(300) {
+            true => Stop::Kill,
+            false => Stop::PowerLoss,
+        };
+        Ok(self.stop(on.now(), disks, how))
+    }
+
+    /// Waits for the end of a life, and looks for requests that hang.
+    async fn watch(&self, on: &Loop, life: &Life) -> Result<(), Broken> {
+        while on.timeout(TICK, life.ended()).await.is_none() {
+            if let Some(number) = life.hanging() {
+                return Err(format!("#{number} hangs"));
+            }
+            life.disks.iter().for_each(|disk| disk.release());
+        }
+        broken(life)
+    }
+
+    fn stop(&mut self, at: LoopTime, disks: &[Rc<SimulatedDevice>], how: Stop) -> Vec<Medium> {
+        self.log_at(at, Event::Stopped { how });
+        self.summary.stops += 1;
+        self.record.oracle.borrow_mut().stop(how);
+        disks.iter().map(|disk| disk.stop(how)).collect()
+    }
+
+    /// The last life: everything is read, twice.
+    fn look_back(&mut self, life: u32, media: Vec<Medium>) -> Result<(), Broken> {
+        let on = simulated_loop()?;
+        let disks = self.open_disks(&on, media);
+        let opening = self.stack.open(&on, &disks, self.random.fork());
+        let opened = on
+            .block_on(opening)
+            .map_err(|error| format!("cannot be opened: {error:#}"))?;
+        self.log_at(on.now(), Event::Opened { life });
+        for _ in 0..2 {
+            on.block_on(self.verify(&on, &opened))?;
+        }
+        drop((disks, opened));
+        forget_loop(on)
+    }
+
+    /// Reads everything while nothing else is done.
+    async fn verify(&self, on: &Loop, opened: &Opened) -> Result<(), Broken> {
+        let mut buffer = AlignedBuf::zeroed(REQUEST_MAX as usize);
+        let end = ByteOffset::ZERO + opened.device.geometry().size;
+        let mut at = ByteOffset::ZERO;
+        while at < end {
+            let len = (end - at).min(ByteLen::new(REQUEST_MAX));
+            let bytes = &mut buffer[..len.as_usize()];
+            let start = self.record.oracle.borrow_mut().start_read();
+            let read = opened.device.read(at, ReadBuf::new(bytes)).await;
+            read.map_err(|error| format!("verifying: {error}"))?;
+            let mut oracle = self.record.oracle.borrow_mut();
+            let seen = oracle.see(start, sectors(at.get(), len.get()), |sector| {
+                let from = (sector * SECTOR - at.get()) as usize;
+                stamp::read(&bytes[from..][..SECTOR as usize], sector, self.record.key)
+            });
+            oracle.end_read(start);
+            seen.map_err(|violation| format!("verifying: {violation}"))?;
+            at += len;
+        }
+        self.log_at(on.now(), Event::Verified);
+        Ok(())
+    }
+}
+
+fn broken(life: &Life) -> Result<(), Broken> {
+    match life.broken.borrow_mut().take() {
+        Some(why) => Err(why),
+        None => Ok(()),
+    }
+}
+
+fn simulated_loop() -> Result<Loop, Broken> {
+    Loop::simulated().map_err(|error| format!("no loop: {error}"))
+}
+
+/// Ends a loop with all its tasks.
+fn forget_loop(on: Loop) -> Result<(), Broken> {
+    let weak = on.downgrade();
+    drop(on);
+    match weak.upgrade() {
+        Some(_) => Err("a layer or one of its tasks keeps the loop alive".to_owned()),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,309 @@
+//! What is simulated: stacks of layers over simulated disks. To add one, implement [`Stack`] and name it in [`STACKS`].
+
+use std::rc::Rc;
+
+use larder_block::backend::memory::MemoryDevice;
+use larder_block::backend::simulated::{Medium, Options, Random, SimulatedDevice};
+use larder_block::filter::align::{Align, AlignOptions};
+use larder_block::filter::throttle::{Limit, Limits, Throttle};
+use larder_block::{BlockDevice, BoxFuture, ByteLen, Loop};
+
+/// A disk that a stack stands on.
+#[derive(Clone, Copy, Debug)]
+pub struct Disk {
+    /// Its size.
+    pub size: ByteLen,
+    /// What it writes at once or not at all, in bytes.
+    pub sector_size: u32,
+    /// Its block size, in bytes.
+    pub block_size: u32,
+    /// The alignment of memory that it insists on, in bytes.
+    pub memory_alignment: u32,
+}
+
+impl Disk {
+    /// A disk of 512-byte blocks that takes any memory, of a random small size.
+    pub fn small(random: &mut Random) -> Self {
+        Self {
+            size: ByteLen::kib(random.between(4, 64) * 4),
+            sector_size: 512,
+            block_size: 512,
+            memory_alignment: 1,
+        }
+    }
+
+    /// The same with blocks of 4096 bytes and direct I/O's demands on memory; sometimes it tears its blocks.
+    pub fn small_4k(random: &mut Random) -> Self {
+        Self {
+            sector_size: random.pick(&[512, 4096]),
+            block_size: 4096,
+            memory_alignment: 512,
+            ..Self::small(random)
+        }
+    }
+
+    /// The disk before anything was written.
+    pub fn medium(&self) -> Medium {
+        Medium::new(self.size, self.sector_size)
+    }
+
+    /// What a simulated device over it is like.
+    pub fn options(&self, seed: u64) -> Options {
+        Options {
+            seed,
+            block_size: self.block_size,
+            memory_alignment: self.memory_alignment,
+            ..Options::default()
+        }
+    }
+}
+
+/// Something that may be changed while the stack runs, such as limits.
+pub type Poke = Rc<dyn Fn(&mut Random)>;
+
+/// A stack that has been opened.
+pub struct Opened {
+    /// Its top.
+    pub device: Rc<dyn BlockDevice>,
+    /// Changes its settings at random.
+    pub poke: Option<Poke>,
+}
+
+impl Opened {
+    /// Nothing to change.
+    pub fn plain(device: Rc<dyn BlockDevice>) -> Self {
+        Self { device, poke: None }
+    }
+}
+
+/// A stack of layers. One value serves every seed, on every thread: what differs comes from the random numbers, and
+/// what outlives a stop must lie on the disks.
+pub trait Stack: Sync {
+    /// What it is called on the command line.
+    fn name(&self) -> &'static str;
+
+    /// What disks it stands on, at least one.
+    fn disks(&self, random: &mut Random) -> Vec<Disk>;
+
+    /// Makes new disks ready, once, without faults and stops.
+    fn format<'a>(&'a self, _: &'a Loop, _: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, anyhow::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    /// Opens it, for the first time or after a stop at any moment, even during an earlier opening. Its tasks must not
+    /// keep the loop alive. `random` is another one each time.
+    fn open<'a>(
+        &'a self,
+        on: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        random: Random,
+    ) -> BoxFuture<'a, anyhow::Result<Opened>>;
+
+    /// Whether its size follows that of its first disk.
+    fn is_resizable(&self) -> bool {
+        true
+    }
+
+    /// Whether what it holds outlives a stop; if not, it is run once and verified before it ends.
+    fn is_persistent(&self) -> bool {
+        true
+    }
+
+    /// Whether a killed process loses nothing that had completed. If not, it is only stopped by losing power.
+    fn survives_kill(&self) -> bool {
+        true
+    }
+
+    /// Whether a request fails only because one of a disk did.
+    fn fails_only_with_a_disk(&self) -> bool {
+        true
+    }
+}
+
+/// Every stack.
+pub const STACKS: &[&dyn Stack] = &[
+    &Plain {
+        name: "plain",
+        block_size: 512,
+    },
+    &Plain {
+        name: "plain-4k",
+        block_size: 4096,
+    },
+    &Aligned {
+        name: "align",
+        throttled: false,
+    },
+    &Throttled,
+    &Aligned {
+        name: "align-throttle",
+        throttled: true,
+    },
+    &Memory,
+];
+
+/// The stack of that name.
+pub fn find(name: &str) -> Option<&'static dyn Stack> {
+    STACKS.iter().copied().find(|stack| stack.name() == name)
+}
+
+/// The simulated disk itself: what the oracle and the disk think of each other.
+struct Plain {
+    name: &'static str,
+    block_size: u32,
+}
+
+impl Stack for Plain {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        match self.block_size {
+            512 => vec![Disk::small(random)],
+            _ => vec![Disk::small_4k(random)],
+        }
+    }
+
+    fn open<'a>(
+        &'a self,
+        _: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        _: Random,
+    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+        let device: Rc<dyn BlockDevice> = Rc::clone(&disks[0]) as _;
+        Box::pin(async { Ok(Opened::plain(device)) })
+    }
+}
+
+/// The align filter over large blocks, sometimes with the throttle over it.
+struct Aligned {
+    name: &'static str,
+    throttled: bool,
+}
+
+impl Stack for Aligned {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        vec![Disk::small_4k(random)]
+    }
+
+    fn open<'a>(
+        &'a self,
+        on: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+        Box::pin(async move {
+            let options = AlignOptions {
+                block_size: 512,
+                bounce_len: ByteLen::kib(random.pick(&[8, 16, 64])),
+                bounce_count: random.between(1, 4) as usize,
+            };
+            let aligned = Rc::new(Align::new(Rc::clone(&disks[0]) as _, options));
+            if self.throttled {
+                return throttled(on, aligned, &mut random);
+            }
+            Ok(Opened::plain(aligned))
+        })
+    }
+}
+
+/// The throttle over small blocks.
+struct Throttled;
+
+impl Stack for Throttled {
+    fn name(&self) -> &'static str {
+        "throttle"
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        vec![Disk::small(random)]
+    }
+
+    fn open<'a>(
+        &'a self,
+        on: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+        Box::pin(async move { throttled(on, Rc::clone(&disks[0]) as _, &mut random) })
+    }
+}
+
+fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut Random) -> anyhow::Result<Opened> {
+    let throttle = Rc::new(Throttle::new(on, lower, limits(random))?);
+    let poked = Rc::clone(&throttle);
+    let poke: Poke = Rc::new(move |random| {
+        // They were checked when they were made.
+        let _ = poked.set_limits(limits(random));
+    });
+    Ok(Opened {
+        device: throttle,
+        poke: Some(poke),
+    })
+}
+
+/// Limits that make requests wait, but for seconds, not minutes.
+fn limits(random: &mut Random) -> Limits {
+    let mut limit = |least: u64| match random.below(3) {
+        0 => Limit::NONE,
+        1 => Limit::per_second(random.between(least, least * 50)),
+        _ => {
+            let average = random.between(least, least * 10);
+            Limit {
+                average,
+                burst: random.between(average, average * 10),
+                burst_seconds: random.between(0, 3) as u32,
+            }
+        }
+    };
+    let mut limits = Limits {
+        bytes_total: limit(1 << 20),
+        requests_read: limit(100),
+        requests_write: limit(100),
+        ..Limits::NONE
+    };
+    if random.chance(500) {
+        limits.request_size = ByteLen::kib(4);
+    }
+    if random.chance(100) {
+        limits = Limits::NONE;
+    }
+    limits
+}
+
+/// The disk in RAM, which forgets everything when it is closed.
+struct Memory;
+
+impl Stack for Memory {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        vec![Disk::small(random)]
+    }
+
+    fn open<'a>(
+        &'a self,
+        _: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+        let size = disks[0].geometry().size;
+        let device = Rc::new(MemoryDevice::new(size, random.pick(&[512, 4096])));
+        Box::pin(async { Ok(Opened::plain(device)) })
+    }
+
+    fn is_resizable(&self) -> bool {
+        false
+    }
+
+    fn is_persistent(&self) -> bool {
+        false
+    }
+}

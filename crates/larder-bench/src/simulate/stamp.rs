@@ -1,0 +1,97 @@
+//! What the simulator writes: sectors that say which change wrote them and where they belong.
+
+/// The unit in which the simulator looks at a disk, in bytes.
+pub(super) const SECTOR: u64 = 512;
+
+/// A stamp is repeated to fill its sector, so that a mixture of two is recognised.
+const STAMP: usize = 16;
+
+/// Which change wrote a sector; zeros are [`Stamp::ZEROS`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Stamp(pub(super) u32);
+
+impl Stamp {
+    /// What a disk holds that was never written.
+    pub(super) const ZEROS: Self = Self(0);
+}
+
+/// Why the bytes of a sector are no stamp that belongs there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Unreadable {
+    /// Bytes of several sectors, or of none.
+    #[error("it is torn inside the sector, or was never written by anyone")]
+    Torn,
+    /// A whole sector of some other place.
+    #[error("it belongs to sector {sector} (change {})", stamp.0)]
+    Misplaced {
+        /// Where it belongs.
+        sector: u32,
+        /// Which change wrote it.
+        stamp: Stamp,
+    },
+}
+
+/// Fills `bytes`, whole sectors from `first` on, with `stamp`. `key` tells one run's stamps from another's.
+pub(super) fn fill(bytes: &mut [u8], first: u64, stamp: Stamp, key: u64) {
+    for (sector, bytes) in (first..).zip(bytes.chunks_exact_mut(SECTOR as usize)) {
+        let stamp = encode(sector as u32, stamp, key);
+        for part in bytes.chunks_exact_mut(STAMP) {
+            part.copy_from_slice(&stamp);
+        }
+    }
+}
+
+/// Reads the stamp of `sector` from its bytes.
+///
+/// # Errors
+/// The bytes are not what was ever written there.
+pub(super) fn read(bytes: &[u8], sector: u64, key: u64) -> Result<Stamp, Unreadable> {
+    let (first, rest) = bytes.split_at(STAMP);
+    // Every part equals the one before it.
+    if rest != &bytes[..rest.len()] {
+        return Err(Unreadable::Torn);
+    }
+    if first == [0; STAMP] {
+        return Ok(Stamp::ZEROS);
+    }
+    let word = |at: usize| u32::from_le_bytes([first[at], first[at + 1], first[at + 2], first[at + 3]]);
+    let (stamp, found) = (Stamp(word(0)), word(4));
+    if first != encode(found, stamp, key) {
+        return Err(Unreadable::Torn);
+    }
+    if u64::from(found) != sector {
+        return Err(Unreadable::Misplaced { sector: found, stamp });
+    }
+    Ok(stamp)
+}
+
+/// Change and sector in clear, then both scrambled with the key.
+fn encode(sector: u32, stamp: Stamp, key: u64) -> [u8; STAMP] {
+    let clear = u64::from(sector) << 32 | u64::from(stamp.0);
+    let check = (clear ^ key).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut bytes = [0; STAMP];
+    bytes[..8].copy_from_slice(&clear.to_le_bytes());
+    bytes[8..].copy_from_slice(&check.to_le_bytes());
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sector_tells_where_it_belongs_and_whether_it_is_whole() {
+        let mut bytes = [0; 1024];
+        fill(&mut bytes, 7, Stamp(3), 99);
+        assert_eq!(read(&bytes[512..], 8, 99), Ok(Stamp(3)));
+        let misplaced = Unreadable::Misplaced {
+            sector: 7,
+            stamp: Stamp(3),
+        };
+        assert_eq!(read(&bytes[..512], 8, 99), Err(misplaced));
+        assert_eq!(read(&bytes[..512], 7, 98), Err(Unreadable::Torn));
+        bytes[100] ^= 1;
+        assert_eq!(read(&bytes[..512], 7, 99), Err(Unreadable::Torn));
+        assert_eq!(read(&[0; 512], 1, 99), Ok(Stamp::ZEROS));
+    }
+}

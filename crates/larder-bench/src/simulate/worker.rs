@@ -1,0 +1,477 @@
+//! A worker: makes one random request after the other and shows the oracle what comes of it.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::backend::simulated::{Effect as FaultEffect, Fault, Random};
+use larder_block::{
+    AlignedBuf, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Geometry, Io, IoError, IoResult, IoVec, Operation,
+    ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+use super::life::Life;
+use super::log::{Event, Request};
+use super::oracle::{Effect, Ending, sectors};
+use super::stamp::{self, SECTOR, Stamp};
+
+/// The longest request, in bytes.
+pub(super) const REQUEST_MAX: u64 = 64 << 10;
+
+/// How often each kind of request is made, relative to the others, and where.
+#[derive(Clone, Copy)]
+pub(super) struct Mix {
+    reads: u64,
+    writes: u64,
+    flushes: u64,
+    discards: u64,
+    zeroes: u64,
+    extents: u64,
+    /// Requests that must be refused, changes of size, of settings, faults.
+    odd: u64,
+    /// In a thousand.
+    forced_per_mille: u32,
+    given_up_per_mille: u32,
+    /// The part of the disk where most requests go, in blocks.
+    hot_blocks: u64,
+    /// The longest of most requests, in blocks.
+    blocks_max: u64,
+    /// The longest pause between two requests.
+    pause_max: Duration,
+    /// Whether faults are set.
+    faults: bool,
+}
+
+impl Mix {
+    /// A random one.
+    pub(super) fn new(random: &mut Random, faults: bool) -> Self {
+        Self {
+            reads: random.between(1, 40),
+            writes: random.between(10, 40),
+            flushes: random.pick(&[0, 2, 8, 20]),
+            discards: random.pick(&[0, 2, 8]),
+            zeroes: random.pick(&[0, 4, 10]),
+            extents: random.pick(&[0, 2]),
+            odd: random.pick(&[0, 2, 4]),
+            forced_per_mille: random.pick(&[0, 100, 500]),
+            given_up_per_mille: random.pick(&[0, 20, 100]),
+            hot_blocks: random.pick(&[4, 16, 64, 1 << 20]),
+            blocks_max: random.pick(&[1, 4, 16, 48]),
+            pause_max: Duration::from_micros(random.pick(&[0, 100, 2000])),
+            faults,
+        }
+    }
+}
+
+/// What a worker does next.
+enum Step {
+    Ask(Request),
+    /// A request that must be refused with this.
+    Misuse(Request, Failure),
+    Odd,
+}
+
+/// Makes requests until there are no more to be made.
+pub(super) struct Worker {
+    life: Rc<Life>,
+    index: usize,
+    random: Random,
+    mix: Mix,
+    memory: AlignedBuf,
+}
+
+impl Worker {
+    /// The worker with this index in [`Life::waits`].
+    pub(super) fn new(life: Rc<Life>, index: usize, random: Random, mix: Mix) -> Self {
+        Self {
+            life,
+            index,
+            random,
+            mix,
+            memory: AlignedBuf::zeroed(REQUEST_MAX as usize + 4096),
+        }
+    }
+
+    /// Works until the end.
+    pub(super) async fn run(mut self) {
+        while self.life.take_request() {
+            match self.choose() {
+                Step::Ask(request) => self.ask(request).await,
+                Step::Misuse(request, failure) => self.misuse(request, failure).await,
+                Step::Odd => self.do_something_odd(),
+            }
+            self.life.waits.borrow_mut()[self.index] = None;
+            self.pause().await;
+        }
+        self.life.finish_worker();
+    }
+
+    async fn pause(&mut self) {
+        let pause = self.random.duration(Duration::ZERO, self.mix.pause_max);
+        if pause.is_zero() {
+            return;
+        }
+        if let Some(sleep) = self.life.on.upgrade().map(|on| on.sleep(pause)) {
+            sleep.await;
+        }
+    }
+
+    fn choose(&mut self) -> Step {
+        let mix = self.mix;
+        let mut ticket = self
+            .random
+            .below(mix.reads + mix.writes + mix.flushes + mix.discards + mix.zeroes + mix.extents + mix.odd);
+        let mut falls_to = |weight: u64| {
+            let falls = ticket < weight;
+            ticket = ticket.wrapping_sub(weight);
+            falls
+        };
+        let kind = if falls_to(mix.reads) {
+            Operation::Read
+        } else if falls_to(mix.writes) {
+            Operation::Write
+        } else if falls_to(mix.flushes) {
+            Operation::Flush
+        } else if falls_to(mix.discards) {
+            Operation::Discard
+        } else if falls_to(mix.zeroes) {
+            Operation::WriteZeroes
+        } else if falls_to(mix.extents) {
+            Operation::Extents
+        } else if self.random.chance(500) {
+            return Step::Odd;
+        } else {
+            return self.choose_misuse();
+        };
+        let geometry = self.life.opened.device.geometry();
+        let range = self.choose_range(&geometry);
+        Step::Ask(self.request(kind, range))
+    }
+
+    fn request(&mut self, kind: Operation, range: ByteRange) -> Request {
+        let fua = self.random.chance(self.mix.forced_per_mille);
+        match kind {
+            Operation::Read => Request::Read(range),
+            Operation::Write => Request::Write { range, fua },
+            Operation::Flush => Request::Flush,
+            Operation::Discard => Request::Discard(range),
+            Operation::Extents => Request::Extents(range),
+            Operation::WriteZeroes => Request::Zero {
+                range,
+                unmap: self.random.chance(500),
+                fua,
+            },
+        }
+    }
+
+    /// A part of the disk, in whole blocks.
+    fn choose_range(&mut self, geometry: &Geometry) -> ByteRange {
+        let block = u64::from(geometry.block_size);
+        let blocks = geometry.size.get() / block;
+        let around = match self.random.chance(800) {
+            true => self.mix.hot_blocks.min(blocks),
+            false => blocks,
+        };
+        let first = self.random.below(around);
+        let longest = match self.random.chance(950) {
+            true => self.mix.blocks_max,
+            false => REQUEST_MAX,
+        };
+        let longest = longest.min(blocks - first).min(REQUEST_MAX / block).max(1);
+        ByteRange::new(first * block, self.random.between(1, longest) * block)
+    }
+
+    fn choose_misuse(&mut self) -> Step {
+        let geometry = self.life.opened.device.geometry();
+        let (range, failure) = match self.random.below(3) {
+            0 => (
+                ByteRange::new(geometry.size.get(), SECTOR.max(geometry.block_size.into())),
+                Failure::OutOfRange,
+            ),
+            1 => (ByteRange::new(u64::MAX & !4095, 4096), Failure::OutOfRange),
+            _ => (ByteRange::new(1, geometry.block_size.into()), Failure::Misaligned),
+        };
+        let kinds = [
+            Operation::Read,
+            Operation::Write,
+            Operation::Discard,
+            Operation::WriteZeroes,
+        ];
+        let kind = self.random.pick(&kinds);
+        Step::Misuse(self.request(kind, range), failure)
+    }
+
+    fn do_something_odd(&mut self) {
+        let life = Rc::clone(&self.life);
+        match self.random.below(4) {
+            0 if life.expectations.resizable => life.resize(&mut self.random),
+            1 => {
+                if let Some(poke) = &life.opened.poke {
+                    poke(&mut self.random);
+                    life.log(Event::Poked);
+                }
+            }
+            2 if self.mix.faults => self.set_fault(),
+            _ => {
+                let per_mille = match self.mix.faults {
+                    true => self.random.pick(&[0, 0, 10, 50]),
+                    false => 0,
+                };
+                life.disks.iter().for_each(|disk| disk.set_failures(per_mille));
+                life.log(Event::Failures { per_mille });
+            }
+        }
+    }
+
+    fn set_fault(&mut self) {
+        let random = &mut self.random;
+        let effect = match random.below(5) {
+            0 => FaultEffect::Stick,
+            1 => FaultEffect::Delay(random.duration(Duration::ZERO, Duration::from_secs(2))),
+            2 => FaultEffect::Fail(Failure::NoSpace),
+            _ => FaultEffect::Fail(Failure::Os(5)),
+        };
+        let kinds = [
+            Operation::Read,
+            Operation::Write,
+            Operation::Write,
+            Operation::Flush,
+            Operation::Flush,
+            Operation::Discard,
+            Operation::WriteZeroes,
+        ];
+        let mut fault = Fault::once(effect).after(random.below(4));
+        fault.times = Some(random.pick(&[1, 1, 2, 5]));
+        if random.chance(800) {
+            fault = fault.on(random.pick(&kinds));
+        }
+        let disk = random.below(self.life.disks.len() as u64) as usize;
+        self.life.disks[disk].inject(fault);
+        self.life.log(Event::Fault { disk, fault });
+    }
+
+    /// Memory for a transfer, as random as the device allows.
+    fn pieces(&mut self, geometry: &Geometry, len: u64) -> (usize, Vec<IoVec>) {
+        let unit = u64::from(geometry.memory_alignment);
+        let skip = self.random.pick(&[0, 0, 1, 3]) * unit;
+        let base = self.memory.as_mut_ptr().wrapping_add(skip as usize);
+        let mut cuts = vec![0, len];
+        while cuts.len() < 5 && len > unit && self.random.chance(200) {
+            cuts.push(self.random.between(1, len / unit - 1) * unit);
+        }
+        cuts.sort_unstable();
+        let piece = |cut: &[u64]| IoVec::new(base.wrapping_add(cut[0] as usize), (cut[1] - cut[0]) as usize);
+        (skip as usize, cuts.windows(2).map(piece).collect())
+    }
+
+    /// Makes a request, and waits for it or gives it up; what came of it.
+    async fn wait_for(&mut self, number: u32, request: Io<'_>) -> Option<IoResult> {
+        let (life, random) = (&self.life, &mut self.random);
+        life.waits.borrow_mut()[self.index] = Some((number, life.now()));
+        let given_up = random.chance(self.mix.given_up_per_mille);
+        let result = match life.on.upgrade().filter(|_| given_up) {
+            None => Some(request.await),
+            Some(on) => {
+                let limit = random.duration(Duration::ZERO, Duration::from_millis(1));
+                let sleep = on.sleep(limit);
+                drop(on);
+                first_of(request, sleep).await
+            }
+        };
+        self.life.log(match &result {
+            Some(Ok(())) => Event::Done { number },
+            Some(Err(error)) => Event::Failed {
+                number,
+                failure: error.failure(),
+            },
+            None => Event::GivenUp { number },
+        });
+        result
+    }
+
+    async fn ask(&mut self, request: Request) {
+        let number = self.life.record.number();
+        self.life.log(Event::Started { number, request });
+        let start = self.life.record.oracle.borrow().now();
+        let failed = match request {
+            Request::Read(range) => self.read(number, range).await,
+            Request::Flush => self.flush(number).await,
+            Request::Extents(range) => self.extents(number, range).await,
+            change => self.change(number, change).await,
+        };
+        let Some(error) = failed else { return };
+        let end = request.range().end().get();
+        let (least, _) = self.life.sizes_since(start);
+        match error.failure() {
+            Failure::OutOfRange if end > least.get() => {}
+            Failure::OutOfRange | Failure::Misaligned => {
+                self.life.fail(format!("#{number} was refused: {error}"));
+            }
+            failure => self.life.count_failure(number, failure),
+        }
+    }
+
+    async fn read(&mut self, number: u32, range: ByteRange) -> Option<IoError> {
+        let life = Rc::clone(&self.life);
+        let device = Rc::clone(&life.opened.device);
+        let start = life.record.oracle.borrow_mut().start_read();
+        let (skip, pieces) = self.pieces(&device.geometry(), range.len.get());
+        self.memory[skip..][..range.len.as_usize()].fill(0xee);
+        // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not looked at meanwhile.
+        let buffer = unsafe { ReadBuf::from_pieces(&pieces) };
+        let result = self.wait_for(number, device.read(range.start, buffer)).await;
+        let oracle = &mut *life.record.oracle.borrow_mut();
+        if let Some(Ok(())) = result {
+            let bytes = &self.memory[skip..][..range.len.as_usize()];
+            let first = range.start.get() / SECTOR;
+            let seen = oracle.see(start, sectors(range.start.get(), range.len.get()), |sector| {
+                let at = ((sector - first) * SECTOR) as usize;
+                stamp::read(&bytes[at..][..SECTOR as usize], sector, life.record.key)
+            });
+            if let Err(violation) = seen {
+                life.fail(format!("#{number}: {violation}"));
+            }
+        }
+        oracle.end_read(start);
+        result.and_then(Result::err)
+    }
+
+    async fn flush(&mut self, number: u32) -> Option<IoError> {
+        let life = Rc::clone(&self.life);
+        let start = life.record.oracle.borrow_mut().start_flush();
+        let result = self.wait_for(number, life.opened.device.flush()).await;
+        if let Some(Ok(())) = result {
+            life.record.oracle.borrow_mut().end_flush(start);
+        }
+        result.and_then(Result::err)
+    }
+
+    async fn change(&mut self, number: u32, request: Request) -> Option<IoError> {
+        let life = Rc::clone(&self.life);
+        let device = Rc::clone(&life.opened.device);
+        let range = request.range();
+        let effect = match request {
+            Request::Write { .. } => Effect::Holds(Stamp(number)),
+            Request::Zero { .. } => Effect::Holds(Stamp::ZEROS),
+            _ => Effect::Forgets,
+        };
+        let where_ = sectors(range.start.get(), range.len.get());
+        let change = life.record.oracle.borrow_mut().start_change(where_, effect);
+        let (skip, pieces) = self.pieces(&device.geometry(), range.len.get());
+        let (io, forced) = match request {
+            Request::Write { fua, .. } => {
+                let bytes = &mut self.memory[skip..][..range.len.as_usize()];
+                stamp::fill(bytes, where_.first, Stamp(number), life.record.key);
+                // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not touched meanwhile.
+                let buffer = unsafe { WriteBuf::from_pieces(&pieces) };
+                (device.write(range.start, buffer, WriteFlags { fua }), fua)
+            }
+            Request::Zero { unmap, fua, .. } => {
+                let flags = ZeroFlags {
+                    unmap,
+                    fua,
+                    fast_only: false,
+                };
+                (device.write_zeroes(range, flags), fua)
+            }
+            _ => (device.discard(range), false),
+        };
+        let result = self.wait_for(number, io).await;
+        let ending = match &result {
+            Some(Ok(())) if forced => Ending::Forced,
+            Some(Ok(())) => Ending::Done,
+            _ => Ending::Unsure,
+        };
+        life.record.oracle.borrow_mut().end_change(change, ending);
+        result.and_then(Result::err)
+    }
+
+    async fn extents(&mut self, number: u32, range: ByteRange) -> Option<IoError> {
+        let life = Rc::clone(&self.life);
+        let start = life.record.oracle.borrow_mut().start_read();
+        let limit = self.random.between(1, 4) as usize;
+        let result = life.opened.device.extents(range, limit).await;
+        let oracle = &mut *life.record.oracle.borrow_mut();
+        let mut at = range.start;
+        for extent in result.as_deref().unwrap_or_default() {
+            if extent.range.start != at || extent.range.is_empty() || !range.contains(extent.range) {
+                life.fail(format!("#{number}: extent {} does not follow on {at}", extent.range));
+                break;
+            }
+            at = extent.range.end();
+            if extent.kind != ExtentKind::Data {
+                let part = sectors(extent.range.start.get(), extent.range.len.get());
+                if let Err(violation) = oracle.see(start, part, |_| Ok(Stamp::ZEROS)) {
+                    life.fail(format!("#{number}: {:?} {}: {violation}", extent.kind, extent.range));
+                }
+            }
+        }
+        oracle.end_read(start);
+        match &result {
+            Ok(found) if found.is_empty() || found.len() > limit => {
+                life.fail(format!("#{number}: {} extents, of at most {limit}", found.len()));
+            }
+            Ok(_) => life.log(Event::Done { number }),
+            Err(error) => life.log(Event::Failed {
+                number,
+                failure: error.failure(),
+            }),
+        }
+        result.err()
+    }
+
+    /// A request that must be refused, without effect.
+    async fn misuse(&mut self, request: Request, expected: Failure) {
+        let life = Rc::clone(&self.life);
+        let device = Rc::clone(&life.opened.device);
+        let number = life.record.number();
+        life.log(Event::Started { number, request });
+        let start = life.record.oracle.borrow().now();
+        let (range, geometry) = (request.range(), device.geometry());
+        let (_, pieces) = self.pieces(&geometry, range.len.get());
+        let io = match request {
+            Request::Read(range) => {
+                // SAFETY: the pieces lie in `self.memory`, which outlives the request and is not looked at meanwhile.
+                device.read(range.start, unsafe { ReadBuf::from_pieces(&pieces) })
+            }
+            Request::Write { range, fua } => {
+                // SAFETY: as above.
+                device.write(
+                    range.start,
+                    unsafe { WriteBuf::from_pieces(&pieces) },
+                    WriteFlags { fua },
+                )
+            }
+            Request::Zero { range, unmap, fua } => device.write_zeroes(
+                range,
+                ZeroFlags {
+                    unmap,
+                    fua,
+                    fast_only: false,
+                },
+            ),
+            _ => device.discard(range),
+        };
+        let result = self.wait_for(number, io).await;
+        let end = range
+            .checked_end()
+            .map_or(ByteLen::new(u64::MAX), |end| end - ByteOffset::ZERO);
+        let (_, most) = life.sizes_since(start);
+        match result {
+            // Given up, or the disk has grown.
+            None => {}
+            Some(_) if expected == Failure::OutOfRange && end <= most => {}
+            Some(Err(error)) if error.failure() == expected => {}
+            Some(result) => life.fail(format!("#{number} should be refused as {expected:?}, but: {result:?}")),
+        }
+    }
+}
+
+/// The result of `request`, unless `limit` comes first.
+async fn first_of(request: Io<'_>, limit: impl Future<Output = ()>) -> Option<IoResult> {
+    let (mut request, mut limit) = (std::pin::pin!(request), std::pin::pin!(limit));
+    std::future::poll_fn(|context| match request.as_mut().poll(context) {
+        std::task::Poll::Ready(result) => std::task::Poll::Ready(Some(result)),
+        std::task::Poll::Pending => limit.as_mut().poll(context).map(|()| None),
+    })
+    .await
+}
