@@ -9,9 +9,8 @@ use std::time::Duration;
 use super::error::{Change, ConnectError, Refusal};
 use crate::event_loop::{Loop, Socket};
 use crate::nbd::handshake::{
-    self, BlockSizes, EXPORT_NAME_PADDING, ExportRequest, FIXED_NEWSTYLE, GREETING_LEN, Info,
-    MetaContextRequest, NO_ZEROES, OPTION_REPLY_HEADER_LEN, OptionReplyHeader, infos, options,
-    replies,
+    self, BlockSizes, EXPORT_NAME_PADDING, ExportRequest, FIXED_NEWSTYLE, GREETING_LEN, Info, MetaContextRequest,
+    NO_ZEROES, OPTION_REPLY_HEADER_LEN, OptionReplyHeader, infos, options, replies,
 };
 use crate::nbd::transmission::Framing;
 use crate::nbd::{BASE_ALLOCATION, Input, Malformed, NbdUri, PAYLOAD_LEN_MAX, TransmissionFlags};
@@ -55,14 +54,8 @@ pub(super) async fn connect(
         .unwrap_or(Err(ConnectError::Timeout(limit)))
 }
 
-async fn connect_patiently(
-    on: &Loop,
-    uri: &NbdUri,
-    tls: Option<&ClientTls>,
-) -> Result<Connection, ConnectError> {
-    let socket = Socket::connect(on, &uri.address)
-        .await
-        .map_err(ConnectError::Dial)?;
+async fn connect_patiently(on: &Loop, uri: &NbdUri, tls: Option<&ClientTls>) -> Result<Connection, ConnectError> {
+    let socket = Socket::connect(on, &uri.address).await.map_err(ConnectError::Dial)?;
     let stream = Rc::new(Stream::plain(socket));
     let mut handshake = Handshake {
         input: Input::new(Rc::clone(&stream)),
@@ -104,9 +97,7 @@ impl Handshake {
             error => error.into(),
         })?;
         let answer = flags & (FIXED_NEWSTYLE | NO_ZEROES);
-        self.stream
-            .write_all(&u32::from(answer).to_be_bytes())
-            .await?;
+        self.stream.write_all(&u32::from(answer).to_be_bytes()).await?;
         self.no_zeroes = answer & NO_ZEROES != 0;
         Ok(answer & FIXED_NEWSTYLE != 0)
     }
@@ -151,9 +142,7 @@ impl Handshake {
         self.ask(option, &[]).await?;
         match self.reply(option).await? {
             Reply::Done => Ok(true),
-            Reply::Refused(refusal) if refusal.kind == replies::ERR_TLS_REQD => {
-                Err(ConnectError::TlsRequired)
-            }
+            Reply::Refused(refusal) if refusal.kind == replies::ERR_TLS_REQD => Err(ConnectError::TlsRequired),
             Reply::Refused(_) => Ok(false),
             Reply::Data { kind, .. } => Err(wrong_reply(option, kind)),
         }
@@ -191,8 +180,7 @@ impl Handshake {
     async fn go(&mut self, name: &str) -> Result<Option<Export>, ConnectError> {
         let option = options::GO;
         let wanted = [infos::BLOCK_SIZE, infos::NAME, infos::DESCRIPTION];
-        self.ask(option, &ExportRequest::encode(name, &wanted))
-            .await?;
+        self.ask(option, &ExportRequest::encode(name, &wanted)).await?;
         let mut export = None;
         let mut sizes = BlockSizes::DEFAULT;
         for _ in 0..OPTION_REPLIES_MAX {

@@ -68,9 +68,7 @@ pub enum ConnectError {
     },
     #[error("it is not the export that was there before: {0}")]
     Changed(Change),
-    #[error(
-        "writes that the server had acknowledged before it went away could not be repeated: {0}"
-    )]
+    #[error("writes that the server had acknowledged before it went away could not be repeated: {0}")]
     Replay(Broken),
 }
 
@@ -124,23 +122,15 @@ pub enum Broken {
     Malformed(#[from] Malformed),
     #[error("protocol error by the server: a reply to a request that was not made (cookie {0:#x})")]
     UnknownCookie(u64),
-    #[error(
-        "protocol error by the server: a {got} in reply to a {command} of {len} bytes at {offset:#x}"
-    )]
+    #[error("protocol error by the server: a {got} in reply to a {command} of {len} bytes at {offset:#x}")]
     WrongReply {
         got: String,
         command: &'static str,
         offset: u64,
         len: u64,
     },
-    #[error(
-        "protocol error by the server: a read of {len} bytes at {offset:#x} ended with {received} bytes"
-    )]
-    ShortRead {
-        offset: u64,
-        len: u64,
-        received: u64,
-    },
+    #[error("protocol error by the server: a read of {len} bytes at {offset:#x} ended with {received} bytes")]
+    ShortRead { offset: u64, len: u64, received: u64 },
     #[error("the server failed a repeated change with error {error} ({text})")]
     ReplayFailed { error: u32, text: String },
 }

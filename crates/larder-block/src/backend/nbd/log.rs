@@ -131,8 +131,7 @@ impl ReplayLog {
         let start = (self.head + self.filled) % self.ring.len();
         let first = data_len.min(self.ring.len() - start);
         data.copy_to_slice(&mut self.ring[start..start + first]);
-        data.skip(first)
-            .copy_to_slice(&mut self.ring[..data_len - first]);
+        data.skip(first).copy_to_slice(&mut self.ring[..data_len - first]);
         self.filled += data_len;
         debug_assert!(self.filled <= self.ring.len());
     }

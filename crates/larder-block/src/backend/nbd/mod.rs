@@ -37,8 +37,7 @@ use self::log::ReplayLog;
 use self::requests::{Asked, Memory, RequestId, Requests};
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{
-    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
-    check_request,
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
 };
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, LoopTime, SocketAddress};
@@ -98,6 +97,8 @@ pub struct NbdStatistics {
     pub connections: u64,
     /// Changes that were repeated from the log.
     pub replayed: u64,
+    /// Requests that have been answered.
+    pub answered: u64,
     /// Requests that have not been answered.
     pub unanswered: usize,
     /// What the log keeps now, in bytes.
@@ -148,8 +149,7 @@ impl NbdDevice {
         let export = connection.export;
         let geometry = geometry_of(&export, options.read_only);
         tracing::debug!(%uri, ?export, ?geometry, "connected");
-        let log_capacity = if export.has(TransmissionFlags::FLUSH) && !options.replay_log.is_zero()
-        {
+        let log_capacity = if export.has(TransmissionFlags::FLUSH) && !options.replay_log.is_zero() {
             options.replay_log.max(REPLAY_LOG_MIN).get()
         } else {
             0
@@ -181,6 +181,7 @@ impl NbdDevice {
         NbdStatistics {
             connections: shared.connections.get(),
             replayed: shared.replayed.get(),
+            answered: shared.requests.borrow().answered(),
             unanswered: shared.requests.borrow().unanswered(),
             log_kept: ByteLen::new(shared.log.borrow().kept()),
             unreachable: shared.unreachable.get(),
@@ -275,13 +276,7 @@ impl Shared {
         (len - len % block).max(block)
     }
 
-    fn submit<'a>(
-        &'a self,
-        operation: Operation,
-        asked: Asked,
-        memory: Memory,
-        extents_limit: usize,
-    ) -> Pending<'a> {
+    fn submit<'a>(&'a self, operation: Operation, asked: Asked, memory: Memory, extents_limit: usize) -> Pending<'a> {
         let mut requests = self.requests.borrow_mut();
         let id = if self.unreachable.get() {
             requests.submit_failed(asked, Failure::Unreachable)
@@ -335,11 +330,7 @@ impl Shared {
         flags: CommandFlags,
         range: ByteRange,
     ) -> Pending<'_> {
-        let asked = Asked {
-            command,
-            flags,
-            range,
-        };
+        let asked = Asked { command, flags, range };
         self.submit(operation, asked, Memory::None, 0)
     }
 
@@ -362,8 +353,7 @@ impl Shared {
         let mut done = 0;
         for part in parts(real, self.payload_len_max(Operation::Write)) {
             let source = buffer.slice(done, part.len.as_usize());
-            self.submit_write(Operation::Write, part, source, fua.flag())
-                .await?;
+            self.submit_write(Operation::Write, part, source, fua.flag()).await?;
             done += part.len.as_usize();
         }
         self.make_durable(Operation::Write, range, fua).await
@@ -402,13 +392,10 @@ impl Shared {
         }
         match done {
             Err(error) if error.failure() == Failure::Unsupported && !flags.fast_only => {
-                let len_max = self
-                    .payload_len_max(Operation::Write)
-                    .min(ZEROS.len() as u64);
+                let len_max = self.payload_len_max(Operation::Write).min(ZEROS.len() as u64);
                 for part in parts(self.real(range), len_max) {
                     let zeros = WriteBuf::new(&ZEROS[..part.len.as_usize()]);
-                    self.submit_write(operation, part, zeros, fua.flag())
-                        .await?;
+                    self.submit_write(operation, part, zeros, fua.flag()).await?;
                 }
             }
             done => done?,
@@ -437,12 +424,7 @@ impl Shared {
 
     fn flush(&self) -> Pending<'_> {
         let nothing = ByteRange::default();
-        self.submit_plain(
-            Operation::Flush,
-            Command::Flush,
-            CommandFlags::NONE,
-            nothing,
-        )
+        self.submit_plain(Operation::Flush, Command::Flush, CommandFlags::NONE, nothing)
     }
 
     async fn extents(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
@@ -626,9 +608,7 @@ impl Pending<'_> {
         match requests.poll(self.id, context.waker()) {
             None => Poll::Pending,
             Some(Ok(extents)) => Poll::Ready(Ok(extents)),
-            Some(Err(failure)) => {
-                Poll::Ready(Err(self.shared.error(self.operation, self.range, failure)))
-            }
+            Some(Err(failure)) => Poll::Ready(Err(self.shared.error(self.operation, self.range, failure))),
         }
     }
 

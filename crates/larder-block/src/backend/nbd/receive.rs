@@ -10,9 +10,7 @@ use crate::buffer::ReadBuf;
 use crate::device::{Extent, ExtentKind};
 use crate::error::Failure;
 use crate::nbd::flags::{errors, failure_of};
-use crate::nbd::transmission::{
-    ERROR_CHUNK_LEN_MAX, ErrorChunk, Framing, ReplyHeader, StatusLayout, chunks,
-};
+use crate::nbd::transmission::{ERROR_CHUNK_LEN_MAX, ErrorChunk, Framing, ReplyHeader, StatusLayout, chunks};
 use crate::nbd::{Command, Input, STATE_HOLE, STATE_ZERO};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
@@ -36,10 +34,7 @@ struct Chunk {
 }
 
 /// Reads the header of the next reply.
-pub(super) async fn read_header(
-    input: &mut Input,
-    framing: Framing,
-) -> Result<ReplyHeader, Broken> {
+pub(super) async fn read_header(input: &mut Input, framing: Framing) -> Result<ReplyHeader, Broken> {
     let start = input.peek(4).await?;
     let start = [start[0], start[1], start[2], start[3]];
     let len = ReplyHeader::len(framing, start)?;
@@ -94,12 +89,7 @@ impl<'a> Receiver<'a> {
                 len,
             } => {
                 let (id, asked) = self.request(cookie)?;
-                let chunk = Chunk {
-                    id,
-                    asked,
-                    kind,
-                    len,
-                };
+                let chunk = Chunk { id, asked, kind, len };
                 if offset.is_some_and(|offset| offset != asked.range.start.get()) {
                     return Err(wrong(&asked, "chunk with the offset of another request"));
                 }
@@ -131,11 +121,7 @@ impl<'a> Receiver<'a> {
             return Err(Broken::ShuttingDown);
         }
         self.payload(id, 0, payload).await?;
-        let result = if error == 0 {
-            Ok(())
-        } else {
-            Err(failure_of(error))
-        };
+        let result = if error == 0 { Ok(()) } else { Err(failure_of(error)) };
         self.finish(id, result);
         Ok(())
     }
@@ -145,14 +131,10 @@ impl<'a> Receiver<'a> {
             (chunks::NONE, _) if chunk.len == 0 => Ok(()),
             (chunks::OFFSET_DATA, Command::Read) if chunk.len > 8 => self.data(chunk).await,
             (chunks::OFFSET_HOLE, Command::Read) if chunk.len == 12 => self.hole(chunk).await,
-            (chunks::BLOCK_STATUS, Command::BlockStatus)
-                if self.export.framing == Framing::Structured =>
-            {
+            (chunks::BLOCK_STATUS, Command::BlockStatus) if self.export.framing == Framing::Structured => {
                 self.status(chunk).await
             }
-            (chunks::BLOCK_STATUS_EXT, Command::BlockStatus)
-                if self.export.framing == Framing::Extended =>
-            {
+            (chunks::BLOCK_STATUS_EXT, Command::BlockStatus) if self.export.framing == Framing::Extended => {
                 self.status(chunk).await
             }
             (kind, _) if kind & chunks::ERROR_BIT != 0 => self.error(chunk).await,
@@ -182,13 +164,7 @@ impl<'a> Receiver<'a> {
 
     /// Checks that a content chunk lies in the request and that there are not too many of them; where it begins in the
     /// buffer.
-    fn account(
-        &self,
-        chunk: Chunk,
-        offset: u64,
-        len: u64,
-        what: &'static str,
-    ) -> Result<usize, Broken> {
+    fn account(&self, chunk: Chunk, offset: u64, len: u64, what: &'static str) -> Result<usize, Broken> {
         let range = chunk.asked.range;
         let part = ByteRange::new(offset, len);
         if len == 0 || part.checked_end().is_none() || !range.contains(part) {

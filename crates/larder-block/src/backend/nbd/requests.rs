@@ -121,6 +121,7 @@ pub(super) struct Requests {
     on_wire: usize,
     on_wire_max: usize,
     next_sequence: u64,
+    answered: u64,
     /// A flush for the log is under way.
     log_flush: bool,
     /// Changes wait for room in the log.
@@ -136,6 +137,7 @@ impl Requests {
             on_wire: 0,
             on_wire_max,
             next_sequence: 0,
+            answered: 0,
             log_flush: false,
             starved: false,
         }
@@ -143,6 +145,10 @@ impl Requests {
 
     pub(super) fn on_wire(&self) -> usize {
         self.on_wire
+    }
+
+    pub(super) fn answered(&self) -> u64 {
+        self.answered
     }
 
     /// Whether something waits to be sent.
@@ -215,11 +221,7 @@ impl Requests {
 
     /// Takes the answer, or leaves `waker` to be called for it. A call after the answer was taken is a bug of the
     /// caller's.
-    pub(super) fn poll(
-        &mut self,
-        id: RequestId,
-        waker: &Waker,
-    ) -> Option<Result<Vec<Extent>, Failure>> {
+    pub(super) fn poll(&mut self, id: RequestId, waker: &Waker) -> Option<Result<Vec<Extent>, Failure>> {
         let Some(slot) = self.slot_mut(id) else {
             panic!("a request's result was asked for twice")
         };
@@ -291,8 +293,14 @@ impl Requests {
 
     /// Asks for a flush if the log needs one: it is half full, or changes wait for room that only a flush can make.
     pub(super) fn flush_for_log(&mut self, log: &ReplayLog) {
-        let needed = log.is_half_full() || (self.starved && log.len() > 0);
-        if needed && !self.log_flush {
+        if log.is_half_full() || (self.starved && log.len() > 0) {
+            self.start_log_flush();
+        }
+    }
+
+    /// Flushes so that the log need not be replayed again, unless that is under way.
+    pub(super) fn start_log_flush(&mut self) {
+        if !self.log_flush {
             self.log_flush = true;
             let flush = Asked {
                 command: Command::Flush,
@@ -359,12 +367,7 @@ impl Requests {
     }
 
     /// The part of a read's buffer from `from` on, `len` bytes; `None` if nobody wants it any more.
-    pub(super) fn read_target(
-        &self,
-        id: RequestId,
-        from: usize,
-        len: usize,
-    ) -> Option<ReadBuf<'_>> {
+    pub(super) fn read_target(&self, id: RequestId, from: usize, len: usize) -> Option<ReadBuf<'_>> {
         match &self.slot(id)?.memory {
             Memory::Into(buffer) => Some(buffer.slice(from, len)),
             _ => None,
@@ -413,12 +416,7 @@ impl Requests {
     }
 
     /// Gives the answer to the request: keeps a change in the log, and releases the log after a flush.
-    pub(super) fn finish(
-        &mut self,
-        id: RequestId,
-        result: Result<(), Failure>,
-        log: &mut ReplayLog,
-    ) {
+    pub(super) fn finish(&mut self, id: RequestId, result: Result<(), Failure>, log: &mut ReplayLog) {
         let Some(slot) = self.slot_mut(id) else {
             return;
         };
@@ -434,6 +432,7 @@ impl Requests {
             (None, _) => {}
         }
         self.on_wire -= 1;
+        self.answered += 1;
         self.answer(id.slot, result);
         self.flush_for_log(log);
     }

@@ -137,6 +137,10 @@ async fn attempt(shared: &Shared) -> Result<Connection, ConnectError> {
     let replayed = replay(shared, &mut connection).await.map_err(ConnectError::Replay)?;
     tracing::info!(export = %shared.name, replayed, "connected again");
     shared.replayed.set(shared.replayed.get() + replayed as u64);
+    if replayed > 0 {
+        // A server that dies often must not have to take the same changes every time.
+        shared.requests.borrow_mut().start_log_flush();
+    }
     shared.connected(&connection.export);
     Ok(connection)
 }

@@ -16,11 +16,7 @@ use crate::tls::Stream;
 const GATHERED_LEN_MAX: usize = 4 << 10;
 
 /// Sends requests until the connection breaks, or the device is closed and everything has been sent.
-pub(super) async fn transmit(
-    shared: &Shared,
-    stream: &Stream,
-    export: Export,
-) -> Result<(), Broken> {
+pub(super) async fn transmit(shared: &Shared, stream: &Stream, export: Export) -> Result<(), Broken> {
     let mut head = Vec::with_capacity(GATHERED_LEN_MAX + 64);
     loop {
         head.clear();
@@ -80,12 +76,7 @@ async fn wait_for_work(shared: &Shared) {
 }
 
 /// Writes `head` and the payload of `payload`. The payload is looked up for every call: its owner may go at any time.
-async fn send(
-    shared: &Shared,
-    stream: &Stream,
-    head: &[u8],
-    payload: Option<RequestId>,
-) -> Result<(), Broken> {
+async fn send(shared: &Shared, stream: &Stream, head: &[u8], payload: Option<RequestId>) -> Result<(), Broken> {
     let mut head = head;
     loop {
         let written = {
