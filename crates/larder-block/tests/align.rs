@@ -3,13 +3,11 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{
-    Effect, Fault, Latency, Medium, Options, Random, SimulatedDevice, Stop,
-};
+use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, Random, SimulatedDevice, Stop};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::{
-    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Loop, Operation,
-    ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Loop, Operation, ReadBuf, WriteBuf,
+    WriteFlags, ZeroFlags,
 };
 
 const SIZE: u64 = 256 << 10;
@@ -64,8 +62,7 @@ fn any_request_anywhere_in_memory_does_what_it_does_on_a_plain_disk() {
                     model[part].copy_from_slice(memory);
                 }
                 1 => {
-                    let zero =
-                        device.write_zeroes(ByteRange::new(start, len), ZeroFlags::default());
+                    let zero = device.write_zeroes(ByteRange::new(start, len), ZeroFlags::default());
                     zero.await.expect("zeroes");
                     model[part].fill(0);
                 }
@@ -97,10 +94,7 @@ fn neighbours_in_one_block_never_lose_an_update() {
                                 .await
                                 .expect("writes");
                             let mut back = [0; 512];
-                            device
-                                .read(at, ReadBuf::new(&mut back))
-                                .await
-                                .expect("reads");
+                            device.read(at, ReadBuf::new(&mut back)).await.expect("reads");
                             assert!(back == data, "sector {index} lost round {round}");
                         }
                     })
@@ -165,12 +159,7 @@ fn a_crash_in_a_partial_write_leaves_the_flushed_neighbours() {
         });
         let mut bytes = [0; 8192];
         left.read(ByteOffset::ZERO, &mut bytes);
-        assert!(
-            bytes[..3584]
-                .iter()
-                .chain(&bytes[5120..])
-                .all(|byte| *byte == 1)
-        );
+        assert!(bytes[..3584].iter().chain(&bytes[5120..]).all(|byte| *byte == 1));
         assert!(
             bytes[3584..5120]
                 .chunks(512)
@@ -221,6 +210,31 @@ fn a_given_up_write_lets_the_next_one_have_its_block() {
 }
 
 #[test]
+fn a_given_up_write_of_a_whole_block_lets_a_part_of_it_be_written() {
+    let on = Loop::simulated().expect("a loop");
+    let (disk, device) = open(&on, 1, Latency::NONE);
+    on.block_on(async {
+        disk.inject(Fault::once(Effect::Stick).on(Operation::Write));
+        let whole = AlignedBuf::zeroed(4096);
+        let stuck = device.write(ByteOffset::ZERO, WriteBuf::new(&whole), WriteFlags::NONE);
+        let part = Rc::clone(&device);
+        let part = on.spawn_with_result(async move {
+            let data = [1; 512];
+            let write = part.write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::NONE);
+            write.await.expect("writes");
+        });
+        assert!(on.timeout(Duration::from_secs(1), stuck).await.is_none());
+        on.timeout(Duration::from_secs(1), part).await.expect("not blocked");
+        let mut back = [0; 512];
+        device
+            .read(ByteOffset::new(512), ReadBuf::new(&mut back))
+            .await
+            .expect("reads");
+        assert!(back == [1; 512]);
+    });
+}
+
+#[test]
 fn discards_and_fast_zeroes_leave_parts_of_blocks_alone() {
     let on = Loop::simulated().expect("a loop");
     let (_, device) = open(&on, 1, Latency::NONE);
@@ -231,10 +245,7 @@ fn discards_and_fast_zeroes_leave_parts_of_blocks_alone() {
             .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)
             .await
             .expect("writes");
-        device
-            .discard(ByteRange::new(512, 3072))
-            .await
-            .expect("does nothing");
+        device.discard(ByteRange::new(512, 3072)).await.expect("does nothing");
         device
             .discard(ByteRange::new(3584, 5120))
             .await
@@ -244,32 +255,18 @@ fn discards_and_fast_zeroes_leave_parts_of_blocks_alone() {
             ..ZeroFlags::default()
         };
         let refused = device.write_zeroes(ByteRange::new(512, 512), fast).await;
-        assert_eq!(
-            refused.err().map(|error| error.failure()),
-            Some(Failure::Unsupported)
-        );
+        assert_eq!(refused.err().map(|error| error.failure()), Some(Failure::Unsupported));
         let mut back = vec![0; 16384];
         device
             .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
             .await
             .expect("reads");
-        assert!(
-            back[..4096]
-                .iter()
-                .chain(&back[8192..])
-                .all(|byte| *byte == 3)
-        );
+        assert!(back[..4096].iter().chain(&back[8192..]).all(|byte| *byte == 3));
 
         let outside = device.discard(ByteRange::new(SIZE - 512, 1024)).await;
-        assert_eq!(
-            outside.err().map(|error| error.failure()),
-            Some(Failure::OutOfRange)
-        );
+        assert_eq!(outside.err().map(|error| error.failure()), Some(Failure::OutOfRange));
         let odd = device.discard(ByteRange::new(100, 5000)).await;
-        assert_eq!(
-            odd.err().map(|error| error.failure()),
-            Some(Failure::Misaligned)
-        );
+        assert_eq!(odd.err().map(|error| error.failure()), Some(Failure::Misaligned));
     });
 }
 
@@ -280,21 +277,11 @@ fn extents_are_cut_to_what_was_asked_for() {
     on.block_on(async {
         let data = [1; 512];
         device
-            .write(
-                ByteOffset::new(4608),
-                WriteBuf::new(&data),
-                WriteFlags::NONE,
-            )
+            .write(ByteOffset::new(4608), WriteBuf::new(&data), WriteFlags::NONE)
             .await
             .expect("writes");
-        let extents = device
-            .extents(ByteRange::new(512, 8192), 10)
-            .await
-            .expect("lists");
-        let extents: Vec<_> = extents
-            .iter()
-            .map(|found| (found.range, found.kind))
-            .collect();
+        let extents = device.extents(ByteRange::new(512, 8192), 10).await.expect("lists");
+        let extents: Vec<_> = extents.iter().map(|found| (found.range, found.kind)).collect();
         let expected = [
             (ByteRange::new(512, 3584), ExtentKind::Hole),
             (ByteRange::new(4096, 4096), ExtentKind::Data),

@@ -10,10 +10,18 @@ use larder_block::{ByteLen, ByteRange, Failure, LoopTime};
 #[allow(missing_docs)]
 pub(super) enum Request {
     Read(ByteRange),
-    Write { range: ByteRange, fua: bool },
+    Write {
+        range: ByteRange,
+        fua: bool,
+    },
     Flush,
     Discard(ByteRange),
-    Zero { range: ByteRange, unmap: bool, fua: bool },
+    Zero {
+        range: ByteRange,
+        unmap: bool,
+        fast: bool,
+        fua: bool,
+    },
     Extents(ByteRange),
 }
 
@@ -39,9 +47,15 @@ impl fmt::Display for Request {
             Self::Write { range, fua } => write!(f, "write {range}{}", forced(*fua)),
             Self::Flush => write!(f, "flush"),
             Self::Discard(range) => write!(f, "discard {range}"),
-            Self::Zero { range, unmap, fua } => {
+            Self::Zero {
+                range,
+                unmap,
+                fast,
+                fua,
+            } => {
                 let unmap = if *unmap { ", may unmap" } else { "" };
-                write!(f, "zero {range}{unmap}{}", forced(*fua))
+                let fast = if *fast { ", only if fast" } else { "" };
+                write!(f, "zero {range}{unmap}{fast}{}", forced(*fua))
             }
             Self::Extents(range) => write!(f, "extents of {range}"),
         }

@@ -191,6 +191,11 @@ impl<'a> Run<'a> {
         });
         let faults = self.random.chance(500);
         let mix = Mix::new(&mut self.random, faults);
+        if faults {
+            let per_mille = self.random.pick(&[0, 5, 30, 100]);
+            disks.iter().for_each(|disk| disk.set_failures(per_mille));
+            self.log_at(on.now(), Event::Failures { per_mille });
+        }
         for index in 0..workers {
             let worker = Worker::new(Rc::clone(&life), index, self.random.fork(), mix);
             on.spawn(worker.run());

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::backend::simulated::{Medium, Options, Random, SimulatedDevice};
+use larder_block::backend::simulated::{Medium, Options, Random, ServiceModel, SimulatedDevice, SlowDevice};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::throttle::{Limit, Limits, Throttle};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, Loop};
@@ -135,6 +135,7 @@ pub const STACKS: &[&dyn Stack] = &[
         throttled: false,
     },
     &Throttled,
+    &Slow,
     &Aligned {
         name: "align-throttle",
         throttled: true,
@@ -274,6 +275,30 @@ fn limits(random: &mut Random) -> Limits {
         limits = Limits::NONE;
     }
     limits
+}
+
+/// A disk as slow as one of the models.
+struct Slow;
+
+impl Stack for Slow {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        vec![Disk::small(random)]
+    }
+
+    fn open<'a>(
+        &'a self,
+        on: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+        let (_, model) = random.pick(&ServiceModel::PRESETS);
+        let device = SlowDevice::new(on, Rc::clone(&disks[0]) as _, model);
+        Box::pin(async { Ok(Opened::plain(Rc::new(device))) })
+    }
 }
 
 /// The disk in RAM, which forgets everything when it is closed.

@@ -158,6 +158,7 @@ impl Worker {
             Operation::WriteZeroes => Request::Zero {
                 range,
                 unmap: self.random.chance(500),
+                fast: self.random.chance(100),
                 fua,
             },
         }
@@ -187,7 +188,7 @@ impl Worker {
                 ByteRange::new(geometry.size.get(), SECTOR.max(geometry.block_size.into())),
                 Failure::OutOfRange,
             ),
-            1 => (ByteRange::new(u64::MAX & !4095, 4096), Failure::OutOfRange),
+            1 => (ByteRange::new(!4095, 4096), Failure::OutOfRange),
             _ => (ByteRange::new(1, geometry.block_size.into()), Failure::Misaligned),
         };
         let kinds = [
@@ -306,6 +307,7 @@ impl Worker {
             Failure::OutOfRange | Failure::Misaligned => {
                 self.life.fail(format!("#{number} was refused: {error}"));
             }
+            Failure::Unsupported if matches!(request, Request::Zero { fast: true, .. }) => {}
             failure => self.life.count_failure(number, failure),
         }
     }
@@ -365,11 +367,11 @@ impl Worker {
                 let buffer = unsafe { WriteBuf::from_pieces(&pieces) };
                 (device.write(range.start, buffer, WriteFlags { fua }), fua)
             }
-            Request::Zero { unmap, fua, .. } => {
+            Request::Zero { unmap, fast, fua, .. } => {
                 let flags = ZeroFlags {
                     unmap,
                     fua,
-                    fast_only: false,
+                    fast_only: fast,
                 };
                 (device.write_zeroes(range, flags), fua)
             }
@@ -441,7 +443,7 @@ impl Worker {
                     WriteFlags { fua },
                 )
             }
-            Request::Zero { range, unmap, fua } => device.write_zeroes(
+            Request::Zero { range, unmap, fua, .. } => device.write_zeroes(
                 range,
                 ZeroFlags {
                     unmap,
