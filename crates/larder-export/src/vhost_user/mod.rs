@@ -2,8 +2,8 @@
 //! go from the guest to the disk's thread without QEMU.
 //!
 //! [`message`] parses the protocol, [`session`] carries it out, [`memory`] maps the guest, [`ring`] reads virtqueues,
-//! [`inflight`] notes what is under way so that a successor can take it up, [`memo`] what it could not ask for, [`queue`] runs requests and [`blk`] says what
-//! they mean.
+//! [`inflight`] notes what is under way so that a successor can take it up, [`memo`] what a successor could not ask for,
+//! [`queue`] runs requests and [`blk`] says what they mean.
 
 pub mod blk;
 pub mod inflight;
