@@ -4,3 +4,4 @@ pub mod disk;
 pub mod image;
 pub mod limits;
 pub mod listen;
+pub mod run;

@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
@@ -9,6 +10,8 @@ use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::QUEUES_MAX;
 use larder_vm::image::ImageAddress;
 use larder_vm::limits::parse_limits;
+use larder_vm::run::disk::Disk;
+use larder_vm::run::disk_option::parse_disk;
 
 /// Keeps what a QEMU virtual machine needs next close at hand.
 #[derive(Parser)]
@@ -20,9 +23,28 @@ pub(crate) struct Cli {
 
 #[derive(Subcommand)]
 pub(crate) enum Command {
+    /// Start QEMU with its virtio disks and its memory served by Larder
+    Run(RunArguments),
     /// Serve and inspect disks
     #[command(subcommand)]
     Disk(DiskCommand),
+}
+
+#[derive(Args)]
+pub(crate) struct RunArguments {
+    /// One more disk: IMAGE[,KEY=VALUE]... with format=raw, serial, readonly=on, share=on, cache=direct|buffered,
+    /// queues, block-size, discard=off, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
+    #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
+    pub(crate) disk: Vec<Disk>,
+    /// Print the QEMU command that would be started, and start nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Print the QEMU command, and what the disks' servers have to say
+    #[arg(long, short)]
+    pub(crate) verbose: bool,
+    /// QEMU's program and arguments
+    #[arg(last = true, required = true, value_name = "QEMU COMMAND")]
+    pub(crate) qemu: Vec<OsString>,
 }
 
 #[derive(Subcommand)]

@@ -2,6 +2,7 @@
 
 mod cli;
 mod disk_serve;
+mod run;
 mod signals;
 
 use std::io::IsTerminal;
@@ -24,6 +25,7 @@ fn main() -> ExitCode {
         .init();
     abort_on_panic();
     let result = match cli.command {
+        Command::Run(arguments) => run::run(arguments),
         Command::Disk(DiskCommand::Serve(arguments)) => disk_serve::run(arguments),
     };
     match result {

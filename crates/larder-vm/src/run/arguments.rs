@@ -1,0 +1,109 @@
+//! QEMU's command line as a row of options with their values, which can be put together again word by word.
+
+use std::ffi::{OsStr, OsString};
+
+use super::option_names::takes_value;
+
+/// An option, with its value if it has one; or a word that is no option (QEMU takes it for a disk image).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Argument {
+    flag: OsString,
+    value: Option<OsString>,
+}
+
+impl Argument {
+    /// `-name value`.
+    pub fn option(name: &str, value: impl ToString) -> Self {
+        Self {
+            flag: format!("-{name}").into(),
+            value: Some(value.to_string().into()),
+        }
+    }
+
+    /// The option's name without its dashes, or `None` for a plain word.
+    pub fn name(&self) -> Option<&str> {
+        name_of(&self.flag)
+    }
+
+    /// Its value, if it has one that is text.
+    pub fn text(&self) -> Option<&str> {
+        self.value.as_deref().and_then(OsStr::to_str)
+    }
+
+    /// The value of this option if it is called `name` and its value is text.
+    pub fn text_of(&self, name: &str) -> Option<&str> {
+        self.text().filter(|_| self.name() == Some(name))
+    }
+
+    /// The words it is made of.
+    pub fn into_words(self) -> impl Iterator<Item = OsString> {
+        std::iter::once(self.flag).chain(self.value)
+    }
+}
+
+/// QEMU takes one dash or two.
+fn name_of(word: &OsStr) -> Option<&str> {
+    let name = word.to_str()?.strip_prefix('-')?;
+    let name = name.strip_prefix('-').unwrap_or(name);
+    (!name.is_empty()).then_some(name)
+}
+
+/// Splits the words behind the program's name.
+pub fn split(words: &[OsString]) -> Vec<Argument> {
+    let mut arguments = Vec::new();
+    let mut words = words.iter().peekable();
+    while let Some(word) = words.next() {
+        let value = match (name_of(word), words.peek()) {
+            (Some(name), Some(next)) if takes_value(name, &next.to_string_lossy()) => words.next().cloned(),
+            _ => None,
+        };
+        arguments.push(Argument {
+            flag: word.clone(),
+            value,
+        });
+    }
+    arguments
+}
+
+/// The words again.
+pub fn join(arguments: impl IntoIterator<Item = Argument>) -> Vec<OsString> {
+    arguments.into_iter().flat_map(Argument::into_words).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn words(text: &str) -> Vec<OsString> {
+        text.split_whitespace().map(Into::into).collect()
+    }
+
+    fn names(text: &str) -> Vec<String> {
+        let names = split(&words(text));
+        names
+            .iter()
+            .map(|argument| argument.name().unwrap_or("").to_owned())
+            .collect()
+    }
+
+    #[test]
+    fn options_and_their_values_are_told_apart() {
+        assert_eq!(names("-m 512 --nographic -drive file=a"), ["m", "nographic", "drive"]);
+        assert_eq!(names("-append -drive -S disk.img"), ["append", "S", ""]);
+        assert_eq!(
+            names("-new-flag -new-option 1 -s -"),
+            ["new-flag", "new-option", "s", ""]
+        );
+        assert_eq!(names("-drive"), ["drive"]);
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_is_lost(line in prop::collection::vec("-{0,2}[a-zA-Z]{0,6}|-m|-drive|.{0,5}", 0..12)) {
+            let line: Vec<OsString> = line.into_iter().map(Into::into).collect();
+            prop_assert_eq!(join(split(&line)), line);
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! The processes that `larder run` starts, none of which outlives it.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+use super::plan::{Plan, PlannedDisk};
+use super::supervise::ServerProgram;
+
+/// Starts the server of a disk, apart from the terminal: what is typed there is for QEMU.
+pub(super) fn start_server(program: &ServerProgram, planned: &PlannedDisk) -> io::Result<Child> {
+    let mut command = Command::new(&program.path);
+    command
+        .arg0("larder")
+        .args(planned.disk.serve_arguments(&planned.socket, &planned.ready_file()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .process_group(0);
+    if let Some(level) = &program.log {
+        command.env("LARDER_LOG", level);
+    }
+    // SIGTERM: it writes back what it holds.
+    end_with_parent(&mut command, libc::SIGTERM);
+    // SAFETY: two system calls, both allowed between fork and exec, that touch no memory of the parent.
+    unsafe {
+        command.pre_exec(|| {
+            // Or its messages would stop it on a terminal set to `stty tostop`.
+            libc::signal(libc::SIGTTOU, libc::SIG_IGN);
+            // Descriptors handed to us are QEMU's: a tap device held open here would outlive it. An old kernel keeps them.
+            libc::syscall(libc::SYS_close_range, 3_u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
+            Ok(())
+        })
+    };
+    command.spawn()
+}
+
+/// Starts QEMU in the foreground, with everything that we were given.
+pub(super) fn start_qemu(plan: &Plan) -> io::Result<Child> {
+    let Some((program, arguments)) = plan.qemu.split_first() else {
+        return Err(io::ErrorKind::NotFound.into());
+    };
+    let mut command = Command::new(program);
+    command.args(arguments);
+    // Without us its disks are gone, and the guest would wait for them for good.
+    end_with_parent(&mut command, libc::SIGTERM);
+    command.spawn()
+}
+
+/// The process gets `signal` when the thread that starts it ends.
+fn end_with_parent(command: &mut Command, signal: libc::c_int) {
+    let parent = std::process::id();
+    // SAFETY: prctl and getppid are allowed between fork and exec, and touch no memory of the parent.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, signal) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // The parent may have died before that.
+            if u32::try_from(libc::getppid()).ok() != Some(parent) {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            Ok(())
+        })
+    };
+}
+
+/// A process that is killed when this is dropped before it has ended.
+pub(super) struct Guarded {
+    child: Child,
+    ended: Option<ExitStatus>,
+}
+
+impl Guarded {
+    pub(super) fn new(child: Child) -> Self {
+        Self { child, ended: None }
+    }
+
+    /// How it ended, if it has.
+    pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
+        if self.ended.is_none() {
+            self.ended = self.child.try_wait()?;
+        }
+        Ok(self.ended)
+    }
+
+    /// Sends it a signal; without effect if it has ended.
+    pub(super) fn signal(&mut self, signal: rustix::process::Signal) {
+        if let Ok(None) = self.ended() {
+            // It cannot be gone: only `ended` takes it off the process table.
+            let _ = rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal);
+        }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        if let Ok(None) = self.ended() {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! `--disk IMAGE,key=value,...`: a disk that the QEMU command line does not mention.
+
+use super::disk::{Cache, Disk};
+use super::keyval::{KeyValues, parse_bool};
+use super::limits::{self, Taken};
+use crate::image::ImageAddressError;
+use crate::limits::LimitsTextError;
+use larder_export::vhost_user::QUEUES_MAX;
+
+const KEYS: [&str; 8] = [
+    "format",
+    "readonly",
+    "share",
+    "cache",
+    "queues",
+    "serial",
+    "block-size",
+    "discard",
+];
+
+/// Why a `--disk` is wrong.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum DiskOptionError {
+    #[error("--disk {image}: {source}")]
+    Image { image: String, source: ImageAddressError },
+    #[error("--disk {image}: {source}")]
+    Limits { image: String, source: LimitsTextError },
+    #[error("--disk begins with the image: --disk /srv/vm.raw,readonly=on")]
+    NoImage,
+    #[error(
+        "--disk {image}: unknown option '{key}'{}; known are {}, and the limits {}",
+        nearest(key), KEYS.join(", "), limits::names().collect::<Vec<_>>().join(", ")
+    )]
+    UnknownKey { image: String, key: String },
+    #[error("--disk {image}: {key}={value}: {wanted}")]
+    BadValue {
+        image: String,
+        key: String,
+        value: String,
+        wanted: &'static str,
+    },
+}
+
+/// Reads one `--disk`. The image comes first; a comma within it is doubled.
+///
+/// # Errors
+/// Unknown keys and values that cannot be read.
+pub fn parse_disk(text: &str) -> Result<Disk, DiskOptionError> {
+    // The image is the first part even if it holds a '=', unlike in QEMU's own lists.
+    let list = KeyValues::parse(&format!("image={text}"), None);
+    let mut pairs = list.iter();
+    let image = pairs.next().map(|(_, image)| image).filter(|image| !image.is_empty());
+    let image = image.ok_or(DiskOptionError::NoImage)?;
+    let address = image.parse().map_err(|source| DiskOptionError::Image {
+        image: image.to_owned(),
+        source,
+    })?;
+    let mut disk = Disk::new(address);
+    for (key, value) in pairs {
+        apply(&mut disk, key, value).map_err(|problem| match problem {
+            Problem::UnknownKey => DiskOptionError::UnknownKey {
+                image: image.to_owned(),
+                key: key.to_owned(),
+            },
+            Problem::Wanted(wanted) => DiskOptionError::BadValue {
+                image: image.to_owned(),
+                key: key.to_owned(),
+                value: value.to_owned(),
+                wanted,
+            },
+        })?;
+    }
+    disk.limits.check().map_err(|source| DiskOptionError::Limits {
+        image: image.to_owned(),
+        source,
+    })?;
+    Ok(disk)
+}
+
+enum Problem {
+    UnknownKey,
+    Wanted(&'static str),
+}
+
+fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
+    let switch = || parse_bool(value).ok_or(Problem::Wanted("give on or off"));
+    match key {
+        "format" if value == "raw" => disk.is_raw = true,
+        "format" => {
+            return Err(Problem::Wanted(
+                "this version of Larder serves raw images only: convert it with qemu-img",
+            ));
+        }
+        "readonly" => disk.read_only = switch()?,
+        "share" => disk.share = switch()?,
+        "discard" => disk.discard = switch()?,
+        "serial" => disk.serial = Some(value.to_owned()),
+        "cache" => {
+            disk.cache = match value {
+                "direct" => Cache::Direct,
+                "buffered" => Cache::Buffered,
+                _ => return Err(Problem::Wanted("give direct or buffered")),
+            }
+        }
+        "block-size" => {
+            let bytes = value.parse().ok().filter(|bytes| matches!(bytes, 512 | 4096));
+            disk.block_size = Some(bytes.ok_or(Problem::Wanted("give 512 or 4096"))?);
+        }
+        "queues" => {
+            let queues = value.parse().ok().filter(|queues| (1..=QUEUES_MAX).contains(queues));
+            disk.queues = Some(queues.ok_or(Problem::Wanted("give a number of virtqueues from 1 to 64"))?);
+        }
+        _ => match disk.limits.take(key, value) {
+            Taken::Yes => {}
+            Taken::OtherKey => return Err(Problem::UnknownKey),
+            Taken::BadValue => return Err(Problem::Wanted("give a number; 0 for no limit")),
+        },
+    }
+    Ok(())
+}
+
+/// ` (did you mean 'serial'?)`, if a known key is near.
+fn nearest(key: &str) -> String {
+    let known = KEYS.into_iter().chain(limits::names());
+    let near = known.map(|name| (distance(key, name), name)).min();
+    match near {
+        Some((edits, name)) if edits <= 2.max(key.len() / 3) => format!(" (did you mean '{name}'?)"),
+        _ => String::new(),
+    }
+}
+
+/// How many letters must be put in, taken out or changed to make one word the other.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, of_a) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, of_b) in b.iter().enumerate() {
+            let changed = diagonal + usize::from(of_a != *of_b);
+            diagonal = row[j + 1];
+            row[j + 1] = changed.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::image::ImageAddress;
+
+    #[test]
+    fn everything_a_disk_can_have_is_read() {
+        let disk =
+            parse_disk("/a,,b=c.raw,format=raw,serial=S1,readonly=on,share,cache=direct,queues=4,discard=off,iops=9")
+                .expect("is right");
+        assert_eq!(disk.image.to_string(), "/a,b=c.raw");
+        assert!(disk.is_raw);
+        assert_eq!((disk.read_only, disk.share, disk.discard), (true, true, false));
+        assert_eq!((disk.cache, disk.queues), (Cache::Direct, Some(4)));
+        assert_eq!(disk.serial.as_deref(), Some("S1"));
+        assert_eq!(disk.limits.to_string(), "iops-total=9");
+        assert_eq!(parse_disk("/a"), Ok(Disk::new(ImageAddress::Path("/a".into()))));
+    }
+
+    #[test]
+    fn an_unknown_key_is_refused_with_the_nearest_and_all_known() {
+        let error = parse_disk("/a,serail=x").expect_err("is wrong").to_string();
+        assert!(
+            error.starts_with("--disk /a: unknown option 'serail' (did you mean 'serial'?); known are format, "),
+            "{error}"
+        );
+        assert!(error.contains("iops-total") && error.contains("bps_wr"), "{error}");
+        let error = parse_disk("/a,colour=red").expect_err("is wrong").to_string();
+        assert!(!error.contains("did you mean"), "{error}");
+    }
+
+    #[test]
+    fn wrong_values_are_refused_with_what_is_wanted() {
+        for text in [
+            "/a,queues=0",
+            "/a,queues=65",
+            "/a,cache=none",
+            "/a,readonly=perhaps",
+            "/a,bps=x",
+            "/a,format=qcow2",
+            "/a,block-size=1",
+        ] {
+            assert!(
+                matches!(parse_disk(text), Err(DiskOptionError::BadValue { .. })),
+                "{text}"
+            );
+        }
+        assert!(matches!(parse_disk("http://x/y"), Err(DiskOptionError::Image { .. })));
+        assert!(matches!(
+            parse_disk("/a,iops=1,iops_rd=1"),
+            Err(DiskOptionError::Limits { .. })
+        ));
+        assert_eq!(parse_disk(""), Err(DiskOptionError::NoImage));
+        assert_eq!(parse_disk(",serial=x"), Err(DiskOptionError::NoImage));
+    }
+}

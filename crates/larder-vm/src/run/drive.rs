@@ -1,0 +1,154 @@
+//! What a `-drive` of QEMU's says, as a disk of Larder's, or why it cannot be one.
+
+use std::fmt;
+
+use super::disk::{Cache, Disk};
+use super::keyval::{KeyValues, parse_bool};
+use super::limits::Taken;
+use crate::image::{ImageAddress, ImageAddressError};
+
+/// Why a drive stays with QEMU; a clause for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reason(pub String);
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+pub(super) fn reason<T>(text: impl Into<String>) -> Result<T, Reason> {
+    Err(Reason(text.into()))
+}
+
+/// Reads a drive. Every option is either carried over, or has no meaning for Larder without the guest being able to
+/// tell, or is a reason to leave the drive to QEMU.
+///
+/// # Errors
+/// The reason.
+pub fn disk_of(drive: &KeyValues) -> Result<Disk, Reason> {
+    let Some(file) = drive.get("file") else {
+        return reason("it names no file=");
+    };
+    let mut disk = Disk::new(image_of(file)?);
+    disk.is_raw = true;
+    // QEMU's own defaults, where they differ from Larder's.
+    disk.cache = Cache::Buffered;
+    disk.discard = false;
+    match drive.get("format") {
+        Some("raw") => {}
+        // Guessing would let a guest choose: it can write another format's header to its raw disk.
+        None => return reason("it does not say its format; add format=raw if it is a raw image"),
+        Some(format) => return reason(format!("this version of Larder serves raw images, not {format}")),
+    }
+    for (key, value) in drive.iter() {
+        apply(&mut disk, key, value)?;
+    }
+    match disk.limits.check() {
+        Ok(()) => Ok(disk),
+        Err(error) => reason(error.to_string()),
+    }
+}
+
+/// The path in a file name of QEMU's, which may name another protocol.
+fn image_of(file: &str) -> Result<ImageAddress, Reason> {
+    let path = file.strip_prefix("file:").unwrap_or(file);
+    if path.starts_with("nbd://") || path.starts_with("nbd+unix://") {
+        return path
+            .parse()
+            .or_else(|error: ImageAddressError| reason(error.to_string()));
+    }
+    match path.split_once(':') {
+        // As in QEMU, a colon behind a slash belongs to the path.
+        Some((protocol, _)) if !protocol.contains('/') => {
+            reason(format!("Larder does not know the protocol '{protocol}'"))
+        }
+        _ if path.starts_with("/dev/fdset/") => reason("its file is a descriptor that was handed to QEMU"),
+        _ if path.is_empty() => reason("it has no image"),
+        _ => Ok(ImageAddress::Path(path.into())),
+    }
+}
+
+fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Reason> {
+    let switch = || parse_bool(value).ok_or_else(|| Reason(format!("{key}={value} is neither on nor off")));
+    match (key, value) {
+        // Where it is attached is the caller's business; aio is how QEMU would do its I/O.
+        ("file" | "format" | "if" | "index" | "bus" | "unit" | "id" | "node-name" | "aio", _) => {}
+        ("media", "disk") => {}
+        ("readonly" | "read-only", _) => disk.read_only = switch()?,
+        // Whether a write is durable is between guest and disk: the guest is told of a write cache and flushes it, and
+        // a guest that cannot gets each write made durable. That is what directsync and writethrough are for.
+        ("cache", "none" | "directsync") => disk.cache = Cache::Direct,
+        ("cache", "writeback" | "writethrough" | "unsafe") => disk.cache = Cache::Buffered,
+        ("cache.direct", _) => disk.cache = if switch()? { Cache::Direct } else { Cache::Buffered },
+        ("cache.writeback" | "cache.no-flush", _) => {}
+        ("discard", "unmap" | "on") => disk.discard = true,
+        ("discard", "ignore" | "off") => disk.discard = false,
+        ("detect-zeroes" | "snapshot" | "copy-on-read" | "auto-read-only", "off") => {}
+        ("snapshot", _) => return reason("snapshot=on: QEMU keeps its writes in a temporary file"),
+        ("werror" | "rerror", "report") => {}
+        ("werror" | "rerror", _) => {
+            return reason(format!("{key}={value}: Larder reports every error to the guest"));
+        }
+        _ => match disk.limits.take(key, value) {
+            Taken::Yes => {}
+            Taken::OtherKey => return reason(format!("Larder has nothing for its option {key}={value}")),
+            Taken::BadValue => return reason(format!("{key}={value} is not a number")),
+        },
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Disk, String> {
+        disk_of(&KeyValues::parse(text, None)).map_err(|reason| reason.0)
+    }
+
+    #[test]
+    fn what_a_drive_says_is_carried_over() {
+        let disk =
+            read("file=/srv/a,,b.raw,if=virtio,format=raw,cache=none,aio=native,readonly=on,discard=unmap,index=3")
+                .expect("can be served");
+        assert_eq!(disk.image.to_string(), "/srv/a,b.raw");
+        assert_eq!((disk.cache, disk.read_only, disk.discard), (Cache::Direct, true, true));
+        let disk = read("file=nbd://host/x,format=raw").expect("can be served");
+        assert!(matches!(disk.image, ImageAddress::Nbd(_)));
+        let disk = read("file=file:rel:ative/x.raw,format=raw");
+        assert_eq!(disk, Err("Larder does not know the protocol 'rel'".to_owned()));
+        let disk = read("file=./rel:ative.raw,format=raw,throttling.iops-total=7,bps_wr=1M,detect-zeroes=off")
+            .expect("served");
+        assert_eq!(disk.limits.to_string(), "bps-write=1048576,iops-total=7");
+        assert_eq!(
+            (disk.cache, disk.read_only, disk.discard),
+            (Cache::Buffered, false, false)
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_kept_is_a_reason_to_leave_the_drive_alone() {
+        for (text, why) in [
+            ("format=raw", "names no file"),
+            ("file=/a", "does not say its format"),
+            ("file=/a,format=qcow2", "not qcow2"),
+            ("file=nbd:host:10809,format=raw", "protocol 'nbd'"),
+            ("file=/a,format=raw,iops=1,iops_rd=1", "not both"),
+            ("file=json:{},format=raw", "protocol 'json'"),
+            ("file=/dev/fdset/1,format=raw", "handed to QEMU"),
+            ("file=/a,format=raw,snapshot=on", "temporary file"),
+            ("file=/a,format=raw,snapshot", "temporary file"),
+            ("file=/a,format=raw,werror=stop", "reports every error"),
+            ("file=/a,format=raw,detect-zeroes=unmap", "detect-zeroes=unmap"),
+            ("file=/a,format=raw,media=cdrom", "media=cdrom"),
+            ("file=/a,format=raw,file.locking=off", "file.locking"),
+            ("file=/a,format=raw,throttling.group=g", "throttling.group"),
+            ("file=/a,format=raw,readonly=perhaps", "neither on nor off"),
+            ("file=/a,format=raw,cache=wild", "cache=wild"),
+        ] {
+            let left = read(text).expect_err(text);
+            assert!(left.contains(why), "{text}: {left}");
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! What a run takes up on this host, and gives back: a private folder for its sockets, and files of RAM.
+//!
+//! Each is locked (flock) for as long as its run lives. What a run that was killed left behind is known by its name, by
+//! the process number in it, and by the lock that nobody holds any more; the next run removes it.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+
+use larder_block::ByteLen;
+
+use super::disks::longest_socket;
+use super::plan::Plan;
+use super::ram::RamFile;
+use crate::listen::SOCKET_PATH_BYTES_MAX;
+
+/// Where guests' RAM lies: the one tmpfs that every Linux has.
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// Why a run cannot have what it needs.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum LeaseError {
+    #[error("cannot make {}: {source}", path.display())]
+    Make { path: PathBuf, source: io::Error },
+    #[error("{} is too long a path for sockets; set XDG_RUNTIME_DIR to a shorter folder", path.display())]
+    FolderTooLong { path: PathBuf },
+    #[error("the guest's RAM of {needed} does not fit in {}, which has {free} left; stop what else uses it, give the guest less (-m), or make it larger (mount -o remount,size=SIZE {})", folder.display(), folder.display())]
+    NoRoom {
+        needed: ByteLen,
+        free: ByteLen,
+        folder: PathBuf,
+    },
+    #[error("the guest's RAM is a private mapping of {}, which is no folder; sharing it would write to it: add share=on (and no share=off) to its -object memory-backend-file if that is meant, or leave the file away", path.display())]
+    PrivateFile { path: PathBuf },
+}
+
+/// Where this run's things are to lie; nothing is made yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// The private folder, for the sockets.
+    pub folder: PathBuf,
+    /// The path of the first file of RAM.
+    pub ram: PathBuf,
+}
+
+impl Places {
+    /// For a guest of this name, run by this process.
+    ///
+    /// # Errors
+    /// The folder's path is too long for sockets.
+    pub fn choose(guest: &str) -> Result<Self, LeaseError> {
+        let pid = std::process::id();
+        let folder = runtime_folder().join(format!("larder-run-{pid}"));
+        if longest_socket(&folder).as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+            return Err(LeaseError::FolderTooLong { path: folder });
+        }
+        Ok(Self {
+            folder,
+            ram: Path::new(SHARED_MEMORY).join(format!("larder-{guest}-{pid}")),
+        })
+    }
+}
+
+/// The user's own folder for such things, root's, or else the one for everybody.
+fn runtime_folder() -> PathBuf {
+    let of_user = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    match of_user.filter(|path| path.is_absolute() && path.is_dir()) {
+        Some(path) => path,
+        None if rustix::process::geteuid().is_root() => PathBuf::from("/run/larder"),
+        None => std::env::temp_dir(),
+    }
+}
+
+/// What a run has taken up. Gone when this is dropped.
+#[derive(Debug)]
+pub struct Lease {
+    _folder: Held,
+    _ram: Vec<Held>,
+}
+
+impl Lease {
+    /// Makes the folder and the files, after removing what dead runs left beside them.
+    ///
+    /// # Errors
+    /// See [`LeaseError`]; nothing is left behind then.
+    pub fn take(places: &Places, plan: &Plan) -> Result<Self, LeaseError> {
+        for path in &plan.folders {
+            if !path.is_dir() {
+                return Err(LeaseError::PrivateFile { path: path.clone() });
+            }
+        }
+        for path in [&places.folder, &places.ram] {
+            path.parent().into_iter().for_each(remove_stale);
+        }
+        check_room(&plan.ram)?;
+        let folder = Held::folder(&places.folder)?;
+        let ram = plan.ram.iter().map(Held::file).collect::<Result<_, _>>()?;
+        Ok(Self {
+            _folder: folder,
+            _ram: ram,
+        })
+    }
+}
+
+/// Whether the RAM fits in what is free now. Other guests may still claim what they have not touched.
+fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
+    let needed = files.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
+    let Some(folder) = files.first().and_then(|file| file.path.parent()) else {
+        return Ok(());
+    };
+    let room = rustix::fs::statvfs(folder).map_err(|error| LeaseError::Make {
+        path: folder.to_owned(),
+        source: error.into(),
+    })?;
+    let free = room.f_bavail.saturating_mul(room.f_frsize);
+    if needed > free {
+        return Err(LeaseError::NoRoom {
+            needed: ByteLen::new(needed),
+            free: ByteLen::new(free),
+            folder: folder.to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// A file or folder that is locked, and removed when this is dropped.
+#[derive(Debug)]
+struct Held {
+    path: PathBuf,
+    lock: File,
+}
+
+impl Held {
+    /// A folder that only this user can enter.
+    fn folder(path: &Path) -> Result<Self, LeaseError> {
+        let make = || {
+            if let Some(parent) = path.parent() {
+                fs::create_dir_all(parent)?;
+            }
+            DirBuilder::new().mode(0o700).create(path)?;
+            lock(path, File::open(path))
+        };
+        make().map_err(|source| LeaseError::Make {
+            path: path.to_owned(),
+            source,
+        })
+    }
+
+    /// A file that only this user can open, of the full size but without any memory yet.
+    fn file(file: &RamFile) -> Result<Self, LeaseError> {
+        let make = || {
+            let made = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .open(&file.path)?;
+            let held = lock(&file.path, Ok(made))?;
+            held.lock.set_len(file.bytes)?;
+            Ok(held)
+        };
+        make().map_err(|source| LeaseError::Make {
+            path: file.path.clone(),
+            source,
+        })
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        match self.lock.metadata()?.is_dir() {
+            true => fs::remove_dir_all(&self.path),
+            false => fs::remove_file(&self.path),
+        }
+    }
+}
+
+/// Locks what was opened at `path`, if nobody else has.
+fn lock(path: &Path, opened: io::Result<File>) -> io::Result<Held> {
+    let lock = opened?;
+    flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
+    Ok(Held {
+        path: path.to_owned(),
+        lock,
+    })
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Err(error) = self.remove() {
+            tracing::warn!("cannot remove {}: {error}", self.path.display());
+        }
+    }
+}
+
+/// Removes what runs that are dead left in `folder`.
+fn remove_stale(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let dead = name
+            .to_str()
+            .and_then(pid_in)
+            .is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists());
+        if !dead || !is_ours(&entry.path()) {
+            continue;
+        }
+        // A run in another PID namespace may live: it has the lock. Otherwise it goes when this is dropped.
+        drop(lock(&entry.path(), File::open(entry.path())));
+    }
+}
+
+/// The process number in the name of something that a run made: `larder-NAME-PID`, `larder-NAME-PID.2`.
+fn pid_in(name: &str) -> Option<u32> {
+    let (_, behind) = name.strip_prefix("larder-")?.rsplit_once('-')?;
+    let (pid, number) = behind.split_once('.').unwrap_or((behind, "0"));
+    number.parse::<u32>().ok()?;
+    pid.parse().ok()
+}
+
+/// Whether it is a file or folder of this user's, and no link to anything.
+fn is_ours(path: &Path) -> bool {
+    let Ok(found) = fs::symlink_metadata(path) else {
+        return false;
+    };
+    (found.is_file() || found.is_dir()) && found.uid() == rustix::process::geteuid().as_raw()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(ram: Vec<RamFile>, folders: Vec<PathBuf>) -> Plan {
+        Plan {
+            qemu: Vec::new(),
+            disks: Vec::new(),
+            ram,
+            folders,
+            changes: Vec::new(),
+        }
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).expect("lists").flatten();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_lease_leaves_nothing_behind() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let places = Places {
+            folder: folder.path().join("run/larder-run-1"),
+            ram: folder.path().join("larder-vm-1"),
+        };
+        let ram = vec![RamFile {
+            path: places.ram.clone(),
+            bytes: 1 << 20,
+        }];
+        let lease = Lease::take(&places, &plan(ram.clone(), Vec::new())).expect("there is room");
+        let made = fs::metadata(&places.ram).expect("is there");
+        assert_eq!((made.len(), made.mode() & 0o777, made.blocks()), (1 << 20, 0o600, 0));
+        assert_eq!(fs::metadata(&places.folder).expect("is there").mode() & 0o777, 0o700);
+        assert!(matches!(
+            Lease::take(&places, &plan(ram, Vec::new())),
+            Err(LeaseError::Make { .. })
+        ));
+        assert!(places.ram.exists(), "a second run must not remove the first one's");
+        fs::write(places.folder.join("disk-0.sock"), "").expect("writes");
+        drop(lease);
+        assert_eq!(names(folder.path()), ["run"]);
+        assert_eq!(names(&folder.path().join("run")), [""; 0]);
+    }
+
+    #[test]
+    fn what_a_dead_run_left_is_removed_and_nothing_else() {
+        let folder = tempfile::tempdir().expect("a folder");
+        // Above every process number.
+        let dead = 1_u32 << 30;
+        let alive = std::process::id();
+        let keep = [
+            "larder",
+            "larder-notes",
+            &format!("larder-vm-{alive}"),
+            &format!("other-{dead}"),
+            &format!("larder-held-{dead}"),
+        ];
+        for name in keep
+            .iter()
+            .map(|name| (*name).to_owned())
+            .chain([format!("larder-vm-{dead}"), format!("larder-vm-{dead}.1")])
+        {
+            fs::write(folder.path().join(name), "").expect("writes");
+        }
+        let run = folder.path().join(format!("larder-run-{dead}"));
+        fs::create_dir(&run).expect("makes it");
+        fs::write(run.join("disk-0.sock"), "").expect("writes");
+        std::os::unix::fs::symlink("/etc", folder.path().join(format!("larder-link-{dead}"))).expect("links");
+        let held = folder.path().join(format!("larder-held-{dead}"));
+        let held = lock(&held, File::open(&held)).expect("locks");
+
+        remove_stale(folder.path());
+        let mut expected = keep.map(str::to_owned).to_vec();
+        expected.push(format!("larder-link-{dead}"));
+        expected.sort();
+        assert_eq!(names(folder.path()), expected);
+        drop(held);
+    }
+
+    #[test]
+    fn too_little_room_and_private_files_are_told_before_anything_is_made() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let places = Places {
+            folder: folder.path().join("larder-run-1"),
+            ram: folder.path().join("larder-vm-1"),
+        };
+        let huge = vec![RamFile {
+            path: places.ram.clone(),
+            bytes: 1 << 62,
+        }];
+        let error = Lease::take(&places, &plan(huge, Vec::new()))
+            .expect_err("is too much")
+            .to_string();
+        assert!(error.contains("does not fit") && error.contains("remount"), "{error}");
+        let file = folder.path().join("precious");
+        fs::write(&file, "mine").expect("writes");
+        let error = Lease::take(&places, &plan(Vec::new(), vec![file])).expect_err("is a file");
+        assert!(matches!(error, LeaseError::PrivateFile { .. }), "{error}");
+        assert_eq!(names(folder.path()), ["precious"]);
+    }
+}

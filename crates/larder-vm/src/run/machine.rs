@@ -1,0 +1,151 @@
+//! What must be known of the machine that QEMU is asked for: its virtio bus, its kind of drives, its processors.
+
+use std::ffi::OsStr;
+use std::path::Path;
+
+use super::arguments::Argument;
+use super::keyval::{KeyValues, parse_bool};
+
+/// What a plain virtio device is attached to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VirtioBus {
+    /// PCI, nearly everywhere.
+    Pci,
+    /// Registers in memory: microvm, and machines of the m68k family.
+    Mmio,
+    /// The channel subsystem of s390x, for which QEMU has no vhost-user-blk.
+    Ccw,
+}
+
+/// The machine, from QEMU's name and the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Machine {
+    /// Of QEMU's program, as in `qemu-system-ARCHITECTURE`; `x86_64` where the name does not tell (`kvm`, `qemu-kvm`).
+    architecture: String,
+    /// Of all `-machine`, which add up.
+    options: KeyValues,
+    /// Virtual processors at the start.
+    pub processors: u64,
+}
+
+impl Machine {
+    /// Reads the command line.
+    pub fn of(program: &OsStr, arguments: &[Argument]) -> Self {
+        let program = Path::new(program)
+            .file_name()
+            .and_then(OsStr::to_str)
+            .unwrap_or_default();
+        let architecture = program.strip_prefix("qemu-system-").unwrap_or("x86_64").to_owned();
+        let mut options = KeyValues::default();
+        let mut processors = 1;
+        for argument in arguments {
+            match (argument.name(), argument.text()) {
+                (Some("machine" | "M"), Some(text)) => {
+                    for (key, value) in KeyValues::parse(text, Some("type")).iter() {
+                        options.set(key, value);
+                    }
+                }
+                (Some("smp"), Some(text)) => processors = processors_of(&KeyValues::parse(text, Some("cpus"))),
+                _ => {}
+            }
+        }
+        Self {
+            architecture,
+            options,
+            processors,
+        }
+    }
+
+    fn kind(&self) -> &str {
+        self.options.get("type").unwrap_or_default()
+    }
+
+    /// An option of `-machine`.
+    pub fn option(&self, key: &str) -> Option<&str> {
+        self.options.get(key)
+    }
+
+    /// What `virtio-blk` is attached to.
+    pub fn virtio_bus(&self) -> VirtioBus {
+        let microvm_without_pci = self.kind() == "microvm" && self.option("pcie").and_then(parse_bool) != Some(true);
+        match self.architecture.as_str() {
+            "s390x" => VirtioBus::Ccw,
+            "m68k" => VirtioBus::Mmio,
+            _ if microvm_without_pci => VirtioBus::Mmio,
+            _ => VirtioBus::Pci,
+        }
+    }
+
+    /// Whether a `-drive` without `if=` is a virtio disk.
+    pub fn drives_are_virtio(&self) -> bool {
+        let virt = self.kind() == "virt" || self.kind().starts_with("virt-");
+        self.architecture == "s390x" || (virt && self.architecture != "m68k")
+    }
+
+    /// The guest's RAM in bytes where `-m` does not say; `None` if that depends on the machine too much.
+    pub fn default_ram_bytes(&self) -> Option<u64> {
+        // QEMU's own default, which PCs and the virt machines keep.
+        let usual = matches!(
+            self.architecture.as_str(),
+            "x86_64" | "i386" | "aarch64" | "arm" | "riscv64" | "riscv32"
+        );
+        usual.then_some(128 << 20)
+    }
+}
+
+/// Of `-smp`: `cpus=`, or the product of the topology.
+fn processors_of(smp: &KeyValues) -> u64 {
+    let number = |key| smp.get(key).and_then(|text| text.parse::<u64>().ok());
+    let topology = [
+        "drawers", "books", "sockets", "dies", "clusters", "modules", "cores", "threads",
+    ];
+    let product = topology.into_iter().filter_map(number).fold(1, u64::saturating_mul);
+    number("cpus").unwrap_or(product)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::arguments::split;
+
+    fn machine(line: &str) -> Machine {
+        let mut words = line
+            .split_whitespace()
+            .map(Into::into)
+            .collect::<Vec<std::ffi::OsString>>();
+        let program = words.remove(0);
+        Machine::of(&program, &split(&words))
+    }
+
+    #[test]
+    fn the_bus_is_that_of_the_machine() {
+        assert_eq!(machine("qemu-system-x86_64").virtio_bus(), VirtioBus::Pci);
+        assert_eq!(machine("kvm -M q35").virtio_bus(), VirtioBus::Pci);
+        assert_eq!(
+            machine("/usr/bin/qemu-system-x86_64 -M microvm,rtc=on").virtio_bus(),
+            VirtioBus::Mmio
+        );
+        assert_eq!(
+            machine("qemu-system-x86_64 -machine microvm -M pcie=on").virtio_bus(),
+            VirtioBus::Pci
+        );
+        assert_eq!(machine("qemu-system-s390x").virtio_bus(), VirtioBus::Ccw);
+    }
+
+    #[test]
+    fn drives_are_virtio_by_default_only_where_qemu_says_so() {
+        assert!(!machine("qemu-system-x86_64 -M q35").drives_are_virtio());
+        assert!(machine("qemu-system-aarch64 -M virt,gic-version=3").drives_are_virtio());
+        assert!(machine("qemu-system-riscv64 -M virt").drives_are_virtio());
+        assert!(!machine("qemu-system-aarch64 -M raspi3b").drives_are_virtio());
+    }
+
+    #[test]
+    fn processors_are_counted() {
+        assert_eq!(machine("kvm").processors, 1);
+        assert_eq!(machine("kvm -smp 8,maxcpus=16").processors, 8);
+        assert_eq!(machine("kvm -smp cpus=3").processors, 3);
+        assert_eq!(machine("kvm -smp sockets=2,cores=4,threads=2").processors, 16);
+        assert_eq!(machine("kvm -smp many").processors, 1);
+    }
+}

@@ -1,0 +1,33 @@
+//! `larder run`: QEMU started from its plain command line, with its disks served by Larder.
+//!
+//! [`plan`] turns the command line into what is to be started; it touches nothing. [`lease`] makes what that needs on
+//! this host, files of RAM and a folder for the sockets, and takes it away again. [`supervise`] starts a server for
+//! each disk and QEMU, keeps the servers alive, and ends when QEMU does.
+//!
+//! Invariants:
+//! - An argument that is not about a disk or the RAM reaches QEMU as it is, in its order.
+//! - A disk is served only if all that the command line says of it is kept; otherwise it stays with QEMU, and the user
+//!   is told.
+//! - Whatever way the program ends, nothing of it stays: at once if it can still act, otherwise at the next start.
+
+pub mod arguments;
+pub mod backoff;
+mod child;
+pub mod device;
+pub mod disk;
+pub mod disk_option;
+mod disks;
+pub mod drive;
+pub mod keyval;
+pub mod lease;
+pub mod limits;
+pub mod machine;
+mod option_names;
+pub mod plan;
+pub mod ram;
+mod rewrite;
+pub mod shell;
+mod signals;
+pub mod size;
+pub mod supervise;
+pub mod version;

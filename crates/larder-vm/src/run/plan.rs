@@ -1,0 +1,182 @@
+//! From QEMU's command line to what `larder run` starts instead: a pure function.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use super::arguments::split;
+use super::disk::Disk;
+use super::disks::{self, DiskContext};
+use super::keyval::KeyValues;
+use super::machine::Machine;
+use super::ram::{self, RamFile};
+use super::rewrite::Rewrite;
+use super::version::QemuVersion;
+use crate::image::ImageAddress;
+
+/// What is to be started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// QEMU's program and arguments.
+    pub qemu: Vec<OsString>,
+    /// The disks to serve before it starts.
+    pub disks: Vec<PlannedDisk>,
+    /// The files to make before it starts.
+    pub ram: Vec<RamFile>,
+    /// Paths that must be folders, or the user's files would be written to as RAM.
+    pub folders: Vec<PathBuf>,
+    /// What was changed, or left alone against expectation; a line each.
+    pub changes: Vec<String>,
+}
+
+/// A disk, and the socket on which QEMU looks for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedDisk {
+    /// The disk.
+    pub disk: Disk,
+    /// Its socket.
+    pub socket: PathBuf,
+}
+
+impl PlannedDisk {
+    /// The file that its server makes when it listens.
+    pub fn ready_file(&self) -> PathBuf {
+        self.socket.with_extension("pid")
+    }
+}
+
+/// Where things go, and for which QEMU.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting<'a> {
+    /// The QEMU that will run.
+    pub version: QemuVersion,
+    /// The folder for the sockets.
+    pub sockets: &'a Path,
+    /// The path of the RAM's file; further files get a number behind it.
+    pub ram: &'a Path,
+}
+
+/// Why a command line cannot be run.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum PlanError {
+    #[error("no QEMU command: give it behind --, as in larder run -- qemu-system-x86_64 -m 2G ...")]
+    NoCommand,
+    #[error(
+        "-daemonize: larder run stays in the foreground with QEMU to serve its disks; drop the option, and run larder itself as a service or with &"
+    )]
+    Daemonize,
+    #[error(
+        "--disk {image}: -snapshot does not reach it, so the guest's writes would stay; add readonly=on, or drop -snapshot"
+    )]
+    SnapshotOfDisk { image: ImageAddress },
+    #[error("--disk {image}: QEMU has no vhost-user-blk device for this machine")]
+    NoDevice { image: ImageAddress },
+    #[error("{option}: cannot tell the size of the guest's RAM; give a number and K, M, G or T, as in 2G")]
+    RamSize { option: String },
+    #[error("this machine's default size of RAM is not known to Larder; say it with -m")]
+    NoRamSize,
+}
+
+/// Works out what to start for `command`, QEMU's program and arguments, with the disks of `--disk` besides.
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Result<Plan, PlanError> {
+    let (program, words) = command.split_first().ok_or(PlanError::NoCommand)?;
+    let arguments = split(words);
+    let has = |names: &[&str]| {
+        arguments
+            .iter()
+            .any(|argument| argument.name().is_some_and(|name| names.contains(&name)))
+    };
+    if has(&["daemonize"]) {
+        return Err(PlanError::Daemonize);
+    }
+    if has(&["h", "help", "version"]) {
+        return Ok(unchanged(command));
+    }
+    let machine = Machine::of(program, &arguments);
+    let warnings = warnings(&arguments_with_text(&arguments));
+    let mut line = Rewrite::new(arguments);
+    let context = DiskContext {
+        machine: &machine,
+        version: setting.version,
+        sockets: setting.sockets,
+    };
+    let disks = disks::rewrite(&mut line, extra, &context)?;
+    let ram = ram::rewrite(&mut line, &machine, setting.ram)?;
+    let mut changes = std::mem::take(&mut line.changes);
+    changes.extend(warnings);
+    let mut qemu = vec![program.clone()];
+    qemu.extend(line.into_words());
+    Ok(Plan {
+        qemu,
+        disks,
+        ram: ram.files,
+        folders: ram.folders,
+        changes,
+    })
+}
+
+/// QEMU only prints something and ends.
+fn unchanged(command: &[OsString]) -> Plan {
+    Plan {
+        qemu: command.to_vec(),
+        disks: Vec::new(),
+        ram: Vec::new(),
+        folders: Vec::new(),
+        changes: Vec::new(),
+    }
+}
+
+fn arguments_with_text(arguments: &[super::arguments::Argument]) -> Vec<(&str, &str)> {
+    let texts = arguments
+        .iter()
+        .filter_map(|argument| Some((argument.name()?, argument.text()?)));
+    texts.collect()
+}
+
+/// What Larder does not see or cannot carry over, and might be missed.
+fn warnings(options: &[(&str, &str)]) -> Vec<String> {
+    let lines = options.iter().filter_map(|(name, text)| match *name {
+        "readconfig" => Some(format!("-readconfig {text}: not read; its disks stay with QEMU")),
+        "global" if text.contains("virtio-blk") => {
+            Some(format!("-global {text}: does not reach the disks that Larder serves"))
+        }
+        "runas" | "chroot" | "run-with" => Some(format!(
+            "-{name} {text}: QEMU may then not find its disks again if their server must be restarted"
+        )),
+        _ => None,
+    });
+    lines.collect()
+}
+
+/// The name of the guest (`-name`), as far as it can be part of a file's name; `vm` if it has none.
+pub fn guest_name(command: &[OsString]) -> String {
+    let arguments = split(command.get(1..).unwrap_or_default());
+    let named = arguments.iter().rev().find_map(|argument| argument.text_of("name"));
+    let list = KeyValues::parse(named.unwrap_or_default(), Some("guest"));
+    let fit = |c: char| {
+        if c.is_ascii_alphanumeric() || "._".contains(c) {
+            c
+        } else {
+            '_'
+        }
+    };
+    let name: String = list
+        .get("guest")
+        .unwrap_or_default()
+        .chars()
+        .map(fit)
+        .take(40)
+        .collect();
+    if name.is_empty() { "vm".to_owned() } else { name }
+}
+
+/// The program of a command.
+///
+/// # Errors
+/// There is none.
+pub fn program(command: &[OsString]) -> Result<&OsStr, PlanError> {
+    command.first().map(OsString::as_os_str).ok_or(PlanError::NoCommand)
+}

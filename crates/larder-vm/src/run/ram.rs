@@ -1,0 +1,182 @@
+//! The guest's RAM: shared with Larder, in a named file.
+//!
+//! vhost-user needs memory that another process can map. A named file on tmpfs serves that, and later features too:
+//! QEMU 10 leaves RAM out of a migration only if it is a named file. So anonymous RAM becomes such a file, RAM that is
+//! shared already stays as it is, and a private mapping of a folder's file (huge pages) is shared where it is.
+
+use std::path::{Path, PathBuf};
+
+use super::arguments::Argument;
+use super::keyval::{KeyValues, parse_bool};
+use super::machine::Machine;
+use super::plan::PlanError;
+use super::rewrite::Rewrite;
+use super::size::parse_size;
+
+/// The id of the RAM where the command line does not name one.
+const RAM_ID: &str = "larder-ram";
+
+/// QEMU rounds RAM up to this.
+const RAM_GRANULARITY: u64 = 8192;
+
+/// A file to be made for the guest's RAM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RamFile {
+    /// Where.
+    pub path: PathBuf,
+    /// How large.
+    pub bytes: u64,
+}
+
+/// What the guest's RAM needs before QEMU starts.
+#[derive(Debug, Default)]
+pub(super) struct Ram {
+    pub(super) files: Vec<RamFile>,
+    /// Paths of which it is only known that they must be folders: sharing a file would change the user's data.
+    pub(super) folders: Vec<PathBuf>,
+}
+
+/// Makes the RAM shared. `prefix` is the path of the first file; further ones get a number.
+pub(super) fn rewrite(line: &mut Rewrite, machine: &Machine, prefix: &Path) -> Result<Ram, PlanError> {
+    let mut ram = Ram::default();
+    let objects: Vec<(usize, String)> = line
+        .options("object")
+        .map(|(index, text)| (index, text.to_owned()))
+        .collect();
+    for (index, text) in &objects {
+        if text.trim_start().starts_with('{') {
+            if text.contains("\"memory-backend-") {
+                line.changes.push(format!(
+                    "-object {text}: left alone, as it is written in JSON; it must be shared"
+                ));
+            }
+            continue;
+        }
+        let mut object = KeyValues::parse(text, Some("qom-type"));
+        if let Some(change) = share(&mut object, prefix, &mut ram)? {
+            line.replace(*index, vec![Argument::option("object", object)]);
+            line.changes.push(change);
+        }
+    }
+    if !has_memory_backend(line, machine) {
+        add_backend(line, machine, prefix, &mut ram)?;
+    }
+    Ok(ram)
+}
+
+/// Whether the command line says itself what the RAM is made of.
+fn has_memory_backend(line: &Rewrite, machine: &Machine) -> bool {
+    let of_a_node = |(_, text): (usize, &str)| KeyValues::parse(text, Some("type")).get("memdev").is_some();
+    machine.option("memory-backend").is_some() || line.options("numa").any(of_a_node)
+}
+
+/// Changes a memory object to a shared one, and says what was changed.
+fn share(object: &mut KeyValues, prefix: &Path, ram: &mut Ram) -> Result<Option<String>, PlanError> {
+    let kind = object.get("qom-type").unwrap_or_default().to_owned();
+    let id = object.get("id").unwrap_or_default().to_owned();
+    let is_on = |key| object.get(key).and_then(parse_bool);
+    match kind.as_str() {
+        // Shared or not: this QEMU has no descriptor for it that it could hand over.
+        "memory-backend-ram" => {
+            let size = object.get("size").unwrap_or_default();
+            let bytes = parse_size(size, 1)
+                .filter(|bytes| *bytes > 0)
+                .ok_or_else(|| PlanError::RamSize {
+                    option: format!("-object {object}"),
+                })?;
+            let path = ram.add_file(prefix, bytes);
+            object.set("qom-type", "memory-backend-file");
+            object.set("share", "on");
+            object.set("mem-path", &path);
+            Ok(Some(format!("memory {id}: shared as {path} (was {kind})")))
+        }
+        "memory-backend-memfd" if is_on("share") == Some(false) => {
+            object.set("share", "on");
+            Ok(Some(format!("memory {id}: shared (was share=off)")))
+        }
+        "memory-backend-file" if is_on("share") != Some(true) && is_on("readonly") != Some(true) => {
+            let path = object.get("mem-path").unwrap_or_default().to_owned();
+            ram.folders.push(path.clone().into());
+            object.set("share", "on");
+            Ok(Some(format!("memory {id}: shared (was a private file in {path})")))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Makes the RAM that `-m` asks for.
+fn add_backend(line: &mut Rewrite, machine: &Machine, prefix: &Path, ram: &mut Ram) -> Result<(), PlanError> {
+    let bytes = ram_bytes(line, machine)?;
+    let mem_path = line
+        .options("mem-path")
+        .last()
+        .map(|(index, path)| (index, path.to_owned()));
+    let (path, change) = match mem_path {
+        // QEMU takes either -mem-path or a memory backend.
+        Some((_, path)) => {
+            let given: Vec<usize> = line.options("mem-path").map(|(index, _)| index).collect();
+            for index in given {
+                line.replace(index, Vec::new());
+            }
+            ram.folders.push(path.clone().into());
+            let change = format!("memory: shared (was a private file in {path})");
+            (path, change)
+        }
+        None => {
+            let path = ram.add_file(prefix, bytes);
+            let change = format!("memory: shared as {path} (was private)");
+            (path, change)
+        }
+    };
+    let object = KeyValues::of("qom-type", "memory-backend-file")
+        .with("id", RAM_ID)
+        .with("size", bytes.to_string())
+        .with("share", "on")
+        .with("mem-path", path);
+    line.append(Argument::option("object", object));
+    line.append(Argument::option("machine", format!("memory-backend={RAM_ID}")));
+    line.changes.push(change);
+    Ok(())
+}
+
+/// What `-m` says, in bytes.
+fn ram_bytes(line: &Rewrite, machine: &Machine) -> Result<u64, PlanError> {
+    let mut options = KeyValues::default();
+    for (_, text) in line.options("m") {
+        for (key, value) in KeyValues::parse(text, Some("size")).iter() {
+            options.set(key, value);
+        }
+    }
+    let bytes = match options.get("size") {
+        None => 0,
+        Some(size) => parse_size(size, 1 << 20).ok_or_else(|| PlanError::RamSize {
+            option: format!("-m {size}"),
+        })?,
+    };
+    // As in QEMU, 0 asks for the default.
+    let bytes = if bytes > 0 {
+        bytes
+    } else {
+        machine.default_ram_bytes().ok_or(PlanError::NoRamSize)?
+    };
+    bytes
+        .checked_next_multiple_of(RAM_GRANULARITY)
+        .ok_or_else(|| PlanError::RamSize {
+            option: format!("-m {bytes}"),
+        })
+}
+
+impl Ram {
+    fn add_file(&mut self, prefix: &Path, bytes: u64) -> String {
+        let number = self.files.len();
+        let mut path = prefix.to_string_lossy().into_owned();
+        if number > 0 {
+            path = format!("{path}.{number}");
+        }
+        self.files.push(RamFile {
+            path: PathBuf::from(&path),
+            bytes,
+        });
+        path
+    }
+}

@@ -1,0 +1,92 @@
+//! Signals as things to wait for, in the supervisor's one thread.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Signal;
+
+/// What ends QEMU, and is passed on to it.
+const PASSED_ON: [libc::c_int; 4] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
+
+/// A signal that arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Received {
+    /// A child has ended, or several.
+    Child,
+    /// One that asks us to end.
+    End {
+        signal: Signal,
+        /// The terminal sent it, and QEMU has got it too.
+        from_terminal: bool,
+    },
+}
+
+/// Signals, from now on only to be had here. Children start with none blocked, as the standard library sees to.
+pub(super) struct Signals(OwnedFd);
+
+impl Signals {
+    pub(super) fn take_over() -> io::Result<Self> {
+        // SAFETY: a zeroed set is a valid place for sigemptyset, which makes it a valid set; the rest only reads it or
+        // fills it. The descriptor is fresh, and owned by nobody else.
+        unsafe {
+            let mut set = std::mem::zeroed();
+            libc::sigemptyset(&raw mut set);
+            for signal in PASSED_ON.into_iter().chain([libc::SIGCHLD]) {
+                libc::sigaddset(&raw mut set, signal);
+            }
+            // Where our parent ignored it, ended children would vanish with their exit codes.
+            libc::signal(libc::SIGCHLD, libc::SIG_DFL);
+            match libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) {
+                0 => {}
+                error => return Err(io::Error::from_raw_os_error(error)),
+            }
+            match libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) {
+                -1 => Err(io::Error::last_os_error()),
+                descriptor => Ok(Self(OwnedFd::from_raw_fd(descriptor))),
+            }
+        }
+    }
+
+    /// Waits for a signal, for as long as `timeout` says. `None` if none came.
+    pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<Option<Received>> {
+        let timeout = timeout.map(|timeout| Timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        });
+        match poll(&mut [PollFd::new(&self.0, PollFlags::IN)], timeout.as_ref()) {
+            Ok(0) => return Ok(None),
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        self.take()
+    }
+
+    fn take(&self) -> io::Result<Option<Received>> {
+        let mut info = MaybeUninit::<libc::signalfd_siginfo>::uninit();
+        let size = size_of::<libc::signalfd_siginfo>();
+        // SAFETY: `info` is a place of `size` bytes.
+        let count = unsafe { libc::read(self.0.as_raw_fd(), info.as_mut_ptr().cast(), size) };
+        if count < 0 {
+            let error = io::Error::last_os_error();
+            return match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(None),
+                _ => Err(error),
+            };
+        }
+        // SAFETY: a signalfd gives whole structures only, so this one has been filled.
+        let info = unsafe { info.assume_init() };
+        let Some(signal) = i32::try_from(info.ssi_signo).ok().and_then(Signal::from_named_raw) else {
+            return Ok(None);
+        };
+        Ok(Some(match signal {
+            Signal::CHILD => Received::Child,
+            signal => Received::End {
+                signal,
+                from_terminal: info.ssi_code == libc::SI_KERNEL,
+            },
+        }))
+    }
+}

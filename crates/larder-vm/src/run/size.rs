@@ -1,0 +1,68 @@
+//! Sizes as QEMU writes them: `512`, `2G`, `1.5g`, `0x1000`.
+
+/// Reads a size in bytes; a number alone counts in `unit` bytes. `None` if QEMU would refuse it too.
+pub fn parse_size(text: &str, unit: u64) -> Option<u64> {
+    if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        return u64::from_str_radix(hex, 16).ok()?.checked_mul(unit);
+    }
+    let number_len = text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).len();
+    let (number, suffix) = text.split_at(number_len);
+    let factor = match suffix.to_ascii_lowercase().as_str() {
+        "" => unit,
+        "b" => 1,
+        "k" => 1 << 10,
+        "m" => 1 << 20,
+        "g" => 1 << 30,
+        "t" => 1 << 40,
+        "p" => 1 << 50,
+        "e" => 1 << 60,
+        _ => return None,
+    };
+    if let Ok(whole) = number.parse::<u64>() {
+        return whole.checked_mul(factor);
+    }
+    let (whole, fraction) = number.split_once('.')?;
+    let digits = |text: &str| text.chars().all(|c| c.is_ascii_digit());
+    if !digits(whole) || !digits(fraction) || number.len() > 16 {
+        return None;
+    }
+    let bytes = number.parse::<f64>().ok()? * factor as f64;
+    (bytes < u64::MAX as f64).then_some(bytes as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn sizes_are_read_as_qemu_reads_them() {
+        assert_eq!(parse_size("512", MIB), Some(512 * MIB));
+        assert_eq!(parse_size("2G", MIB), Some(2048 * MIB));
+        assert_eq!(parse_size("1.5g", MIB), Some(1536 * MIB));
+        assert_eq!(parse_size("4096", 1), Some(4096));
+        assert_eq!(parse_size("65536k", MIB), Some(64 * MIB));
+        assert_eq!(parse_size("100b", MIB), Some(100));
+        assert_eq!(parse_size("0x10", MIB), Some(16 * MIB));
+    }
+
+    #[test]
+    fn what_is_no_size_is_refused() {
+        for text in [
+            "",
+            "G",
+            "-1",
+            "1.2.3",
+            "1Gi",
+            "99999999999999999999",
+            "20000000T",
+            "1e9",
+            "NaN",
+            "inf",
+            "é",
+        ] {
+            assert_eq!(parse_size(text, MIB), None, "{text}");
+        }
+    }
+}

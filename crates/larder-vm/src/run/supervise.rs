@@ -1,0 +1,220 @@
+//! The servers and QEMU at work: started, watched, ended together.
+//!
+//! A server that dies is started again; QEMU reconnects and the guest's requests go on where they were. QEMU's end is
+//! the end of everything, and its exit code ours. If this process is killed, QEMU and the servers get SIGTERM from the
+//! kernel.
+
+use std::io;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use super::backoff::Backoff;
+use super::child::{Guarded, start_qemu, start_server};
+use super::plan::{Plan, PlannedDisk};
+use super::signals::{Received, Signals};
+use crate::image::ImageAddress;
+
+/// How long a server may take to open its image.
+const START_MAX: Duration = Duration::from_secs(30);
+
+/// How often a server that starts is looked at.
+const START_STEP: Duration = Duration::from_millis(2);
+
+/// How long a server may take to write back what it holds, when all is over.
+const STOP_MAX: Duration = Duration::from_secs(60);
+
+/// After this long the user is told what is waited for.
+const STOP_QUIET: Duration = Duration::from_secs(3);
+
+/// The program that serves disks: this one.
+#[derive(Clone, Debug)]
+pub struct ServerProgram {
+    /// Its path.
+    pub path: PathBuf,
+    /// What `LARDER_LOG` is set to for it; as it is if `None`.
+    pub log: Option<String>,
+}
+
+/// Why it went wrong.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum SuperviseError {
+    #[error("cannot start {what}: {source}")]
+    Start { what: String, source: io::Error },
+    #[error("the server of disk {image} ended with {status} before it was ready; see the messages before this one")]
+    ServerEnded { image: ImageAddress, status: ExitStatus },
+    #[error("the server of disk {image} was not ready after {} s; is its storage stuck?", START_MAX.as_secs())]
+    ServerSlow { image: ImageAddress },
+    #[error("cannot wait for signals and children: {0}")]
+    Wait(#[from] io::Error),
+}
+
+/// Starts everything, and returns QEMU's exit code (128 and the signal's number if a signal ended it). Call it in the
+/// program's main thread, before there are others: the children end with the thread that started them.
+///
+/// # Errors
+/// See [`SuperviseError`]; nothing runs any more then.
+pub fn supervise(plan: &Plan, program: &ServerProgram) -> Result<u8, SuperviseError> {
+    let signals = Signals::take_over()?;
+    let mut servers = Vec::with_capacity(plan.disks.len());
+    for planned in &plan.disks {
+        servers.push(Server::start(planned, program)?);
+    }
+    if let Some(signal) = wait_until_ready(&mut servers, &signals)? {
+        return Ok(code_of_signal(signal.as_raw()));
+    }
+    let qemu = start_qemu(plan).map_err(|source| SuperviseError::Start {
+        what: plan
+            .qemu
+            .first()
+            .map(|program| program.display().to_string())
+            .unwrap_or_default(),
+        source,
+    })?;
+    let status = watch(&mut Guarded::new(qemu), &mut servers, &signals)?;
+    stop(servers, &signals)?;
+    Ok(exit_code(status))
+}
+
+fn exit_code(status: ExitStatus) -> u8 {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => u8::try_from(code).unwrap_or(u8::MAX),
+        (None, signal) => code_of_signal(signal.unwrap_or_default()),
+    }
+}
+
+/// As a shell tells it.
+fn code_of_signal(signal: i32) -> u8 {
+    u8::try_from(128 + signal).unwrap_or(u8::MAX)
+}
+
+/// Waits until every server listens. The signal that asked to end before that, if one did.
+fn wait_until_ready(servers: &mut [Server<'_>], signals: &Signals) -> Result<Option<Signal>, SuperviseError> {
+    for server in servers {
+        while !server.planned.ready_file().exists() {
+            let image = server.planned.disk.image.clone();
+            if let Some(status) = server.process.ended()? {
+                return Err(SuperviseError::ServerEnded { image, status });
+            }
+            if server.started.elapsed() > START_MAX {
+                return Err(SuperviseError::ServerSlow { image });
+            }
+            if let Some(Received::End { signal, .. }) = signals.wait(Some(START_STEP))? {
+                return Ok(Some(signal));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Keeps the servers alive until QEMU ends.
+fn watch(qemu: &mut Guarded, servers: &mut [Server<'_>], signals: &Signals) -> io::Result<ExitStatus> {
+    loop {
+        if let Some(status) = qemu.ended()? {
+            return Ok(status);
+        }
+        for server in &mut *servers {
+            server.keep_alive()?;
+        }
+        let next = servers.iter().filter_map(|server| server.due).min();
+        let timeout = next.map(|due| due.saturating_duration_since(Instant::now()));
+        if let Some(Received::End {
+            signal,
+            from_terminal: false,
+        }) = signals.wait(timeout)?
+        {
+            qemu.signal(signal);
+        }
+    }
+}
+
+/// Ends the servers; each writes back what it holds. Whoever cannot wait sends another signal.
+fn stop(mut servers: Vec<Server<'_>>, signals: &Signals) -> io::Result<()> {
+    for server in &mut servers {
+        server.process.signal(Signal::TERM);
+    }
+    let begun = Instant::now();
+    let mut told = false;
+    loop {
+        let mut waiting_for = None;
+        for server in &mut servers {
+            if server.process.ended()?.is_none() {
+                waiting_for = Some(&server.planned.disk.image);
+            }
+        }
+        let Some(image) = waiting_for else {
+            return Ok(());
+        };
+        if begun.elapsed() > STOP_MAX {
+            tracing::error!(disk = %image, "its server did not end within {} s; it is killed", STOP_MAX.as_secs());
+            return Ok(());
+        }
+        if begun.elapsed() > STOP_QUIET && !told {
+            told = true;
+            tracing::info!(disk = %image, "waiting for what is still to be written; a signal ends that");
+        }
+        if let Some(Received::End { .. }) = signals.wait(Some(STOP_QUIET))? {
+            return Ok(());
+        }
+    }
+}
+
+/// A disk's server.
+struct Server<'a> {
+    planned: &'a PlannedDisk,
+    program: &'a ServerProgram,
+    process: Guarded,
+    started: Instant,
+    backoff: Backoff,
+    /// When to start it again, if it is down.
+    due: Option<Instant>,
+}
+
+impl<'a> Server<'a> {
+    fn start(planned: &'a PlannedDisk, program: &'a ServerProgram) -> Result<Self, SuperviseError> {
+        let child = start_server(program, planned).map_err(|source| SuperviseError::Start {
+            what: format!("the server of disk {}", planned.disk.image),
+            source,
+        })?;
+        Ok(Self {
+            planned,
+            program,
+            process: Guarded::new(child),
+            started: Instant::now(),
+            backoff: Backoff::default(),
+            due: None,
+        })
+    }
+
+    /// Notices its death, and starts it again when that is due.
+    fn keep_alive(&mut self) -> io::Result<()> {
+        let image = &self.planned.disk.image;
+        if self.due.is_none() {
+            let Some(status) = self.process.ended()? else {
+                return Ok(());
+            };
+            let delay = self.backoff.died(self.started.elapsed());
+            tracing::warn!(disk = %image, "its server died ({status}) and is started again; the guest waits for it");
+            self.due = Some(Instant::now() + delay);
+        }
+        if self.due.is_some_and(|due| due > Instant::now()) {
+            return Ok(());
+        }
+        self.started = Instant::now();
+        match start_server(self.program, self.planned) {
+            Ok(child) => {
+                self.process = Guarded::new(child);
+                self.due = None;
+            }
+            Err(error) => {
+                tracing::error!(disk = %image, "cannot start its server again: {error}");
+                self.due = Some(Instant::now() + self.backoff.died(Duration::ZERO));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,98 @@
+//! Which QEMU it is.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::process::{Command, Stdio};
+
+/// A version of QEMU: major and minor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct QemuVersion(pub u32, pub u32);
+
+/// Why the version cannot be told.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum VersionError {
+    #[error("cannot run {}: {source}; behind -- comes the QEMU program with its arguments", program.display())]
+    Run { program: OsString, source: std::io::Error },
+    #[error("{} --version does not name QEMU's version ('{}'); behind -- comes the QEMU program itself", program.display(), said)]
+    NotQemu { program: OsString, said: String },
+}
+
+impl QemuVersion {
+    /// Asks the program.
+    ///
+    /// # Errors
+    /// It cannot be started, or is not QEMU.
+    pub fn probe(program: &OsStr) -> Result<Self, VersionError> {
+        let output = Command::new(program)
+            .arg("--version")
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|source| VersionError::Run {
+                program: program.to_owned(),
+                source,
+            })?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        Self::parse(&said).ok_or_else(|| VersionError::NotQemu {
+            program: program.to_owned(),
+            said: said.lines().next().unwrap_or_default().to_owned(),
+        })
+    }
+
+    /// Finds it in what `--version` prints: `QEMU emulator version 7.2.22 (Debian ...)`.
+    fn parse(text: &str) -> Option<Self> {
+        let (_, behind) = text.split_once("QEMU")?.1.split_once("version ")?;
+        let mut numbers = behind.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+        Some(Self(numbers.next()?.ok()?, numbers.next()?.ok()?))
+    }
+
+    /// The option of a socket chardev, with its value, that makes QEMU connect again soon after a loss.
+    pub fn reconnect(self) -> (&'static str, &'static str) {
+        if self >= Self(9, 2) {
+            ("reconnect-ms", "100")
+        } else {
+            ("reconnect", "1")
+        }
+    }
+}
+
+impl fmt::Display for QemuVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.0, self.1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_version_is_found_in_what_qemu_says() {
+        let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)\nCopyright (c) 2003-2022";
+        assert_eq!(QemuVersion::parse(debian), Some(QemuVersion(7, 2)));
+        assert_eq!(
+            QemuVersion::parse("QEMU emulator version 10.0.13"),
+            Some(QemuVersion(10, 0))
+        );
+        assert_eq!(QemuVersion::parse("true (GNU coreutils) 9.1"), None);
+        assert_eq!(QemuVersion::parse("QEMU emulator version unknown"), None);
+    }
+
+    #[test]
+    fn the_reconnect_option_is_that_of_the_version() {
+        assert_eq!(QemuVersion(7, 2).reconnect().0, "reconnect");
+        assert_eq!(QemuVersion(9, 1).reconnect().0, "reconnect");
+        assert_eq!(QemuVersion(9, 2).reconnect().0, "reconnect-ms");
+        assert_eq!(QemuVersion(10, 0).reconnect().0, "reconnect-ms");
+    }
+
+    #[test]
+    fn another_program_is_not_taken_for_qemu() {
+        assert!(matches!(
+            QemuVersion::probe(OsStr::new("true")),
+            Err(VersionError::NotQemu { .. })
+        ));
+        let missing = QemuVersion::probe(OsStr::new("/no/such/qemu")).expect_err("is not there");
+        assert!(missing.to_string().contains("/no/such/qemu"), "{missing}");
+    }
+}

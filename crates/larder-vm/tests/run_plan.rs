@@ -1,0 +1,345 @@
+//! `larder run` on paper: QEMU's command line in, what is started out.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use larder_vm::image::ImageAddress;
+use larder_vm::run::disk::{Cache, Disk};
+use larder_vm::run::disk_option::parse_disk;
+use larder_vm::run::plan::{Plan, PlanError, Setting, guest_name, plan};
+use larder_vm::run::shell::command_line;
+use larder_vm::run::version::QemuVersion;
+use proptest::prelude::*;
+
+const RAM: &str = "-object memory-backend-file,id=larder-ram,size=134217728,share=on,mem-path=/dev/shm/larder-vm-1 \
+                   -machine memory-backend=larder-ram";
+
+fn setting(version: QemuVersion) -> Setting<'static> {
+    Setting {
+        version,
+        sockets: Path::new("/run/larder/larder-run-1"),
+        ram: Path::new("/dev/shm/larder-vm-1"),
+    }
+}
+
+fn words(line: &str) -> Vec<OsString> {
+    line.split_whitespace().map(Into::into).collect()
+}
+
+fn try_plan(line: &str, extra: &[Disk]) -> Result<Plan, PlanError> {
+    plan(&words(line), extra, &setting(QemuVersion(7, 2)))
+}
+
+fn planned(line: &str) -> Plan {
+    try_plan(line, &[]).expect("can be planned")
+}
+
+fn is_change(plan: &Plan, parts: &[&str]) -> bool {
+    plan.changes
+        .iter()
+        .any(|change| parts.iter().all(|part| change.contains(part)))
+}
+
+/// The arguments that stand for the disk of that number.
+fn disk(number: usize, more: &str) -> String {
+    format!(
+        "-chardev socket,id=larder-chr-{number},path=/run/larder/larder-run-1/disk-{number}.sock,reconnect=1 \
+         -device vhost-user-blk-pci,chardev=larder-chr-{number},{more}"
+    )
+}
+
+#[test]
+fn a_virtio_drive_becomes_a_vhost_user_disk() {
+    let drive = "file=/srv/vm.raw,if=virtio,format=raw,cache=none,discard=unmap";
+    let plan = planned(&format!("qemu-system-x86_64 -drive {drive} -m 128"));
+    let expected = format!("qemu-system-x86_64 -m 128 {} {RAM}", disk(0, "queue-size=256"));
+    assert_eq!(command_line(&plan.qemu), expected);
+    assert_eq!(plan.disks.len(), 1);
+    assert_eq!(plan.disks[0].disk.cache, Cache::Direct);
+    assert_eq!(plan.disks[0].socket, Path::new("/run/larder/larder-run-1/disk-0.sock"));
+    let change = format!("disk /srv/vm.raw: served over vhost-user-blk as vda (was -drive {drive})");
+    assert!(is_change(&plan, &[&change]));
+    assert!(is_change(
+        &plan,
+        &["memory: shared as /dev/shm/larder-vm-1 (was private)"]
+    ));
+}
+
+#[test]
+fn reconnecting_is_asked_for_as_each_qemu_wants_it() {
+    let line = words("qemu-system-x86_64 -drive file=/a,if=virtio,format=raw");
+    for (version, option) in [
+        (QemuVersion(9, 1), ",reconnect=1 "),
+        (QemuVersion(9, 2), ",reconnect-ms=100 "),
+    ] {
+        let plan = plan(&line, &[], &setting(version)).expect("can be planned");
+        assert!(command_line(&plan.qemu).contains(option), "{version}");
+    }
+}
+
+#[test]
+fn a_device_keeps_its_place_and_its_properties() {
+    let plan = planned(
+        "qemu-system-x86_64 -device virtio-blk-pci,drive=d1,id=root,bootindex=1,serial=S1,addr=07.0 \
+         -device virtio-rng-pci -drive if=none,id=d1,file=/srv/a.raw,format=raw,discard=on -s",
+    );
+    let device = disk(0, "id=root,bootindex=1,addr=07.0,queue-size=256");
+    let expected = format!("qemu-system-x86_64 {device} -device virtio-rng-pci -s {RAM}");
+    assert_eq!(command_line(&plan.qemu), expected);
+    assert_eq!(plan.disks[0].disk.serial.as_deref(), Some("S1"));
+    // It has a place of its own choice, so the guest's name for it is not promised.
+    assert!(is_change(
+        &plan,
+        &["disk /srv/a.raw: served over vhost-user-blk (was -device virtio-blk-pci"]
+    ));
+}
+
+#[test]
+fn disks_that_stay_with_qemu_keep_their_place_among_the_others() {
+    let plan = planned(
+        "qemu-system-x86_64 -drive file=/a.raw,if=virtio,format=raw \
+         -drive file=/b.qcow2,if=virtio,format=qcow2,cache=none -drive file=/c.raw,if=virtio,format=raw",
+    );
+    let line = command_line(&plan.qemu);
+    let devices: Vec<&str> = line.split(" -device ").skip(1).collect();
+    assert_eq!(devices.len(), 3);
+    assert!(line.contains("-drive file=/b.qcow2,format=qcow2,cache=none,if=none,id=virtio1 "));
+    assert!(
+        devices[0].starts_with("vhost-user-blk-pci,chardev=larder-chr-0,"),
+        "{line}"
+    );
+    assert!(devices[1].starts_with("virtio-blk,drive=virtio1 "), "{line}");
+    assert!(
+        devices[2].starts_with("vhost-user-blk-pci,chardev=larder-chr-1,"),
+        "{line}"
+    );
+    assert!(is_change(&plan, &["/a.raw", " as vda"]));
+    assert!(is_change(&plan, &["/b.qcow2: stays with QEMU", "not qcow2"]));
+    assert!(is_change(&plan, &["/c.raw", " as vdc"]));
+}
+
+#[test]
+fn a_command_line_whose_disks_all_stay_is_left_alone_but_for_the_ram() {
+    for drive in [
+        "-drive file=/b,if=virtio,format=qcow2",
+        "-drive file=/b,if=virtio",
+        "-drive file=/b,if=virtio,format=raw,snapshot=on",
+        "-drive file=/b,if=virtio,format=raw -snapshot",
+        "-drive file=/b,if=ide,format=raw",
+        "-drive file=/b,format=raw",
+        "-hda /b",
+        "/b",
+        "-drive if=none,id=x,file=/b,format=raw -device ide-hd,drive=x",
+        "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,write-cache=off",
+        "-blockdev driver=file,node-name=x,filename=/b -device virtio-blk-pci,drive=x",
+    ] {
+        let plan = planned(&format!("qemu-system-x86_64 {drive}"));
+        let expected = format!("qemu-system-x86_64 {drive} {RAM}");
+        assert_eq!(command_line(&plan.qemu), expected);
+        assert!(plan.disks.is_empty());
+    }
+}
+
+#[test]
+fn the_reason_why_a_disk_stays_with_qemu_is_told() {
+    for (line, parts) in [
+        ("-drive file=/b,if=virtio", ["/b: stays with QEMU", "add format=raw"]),
+        (
+            "-drive file=/b,if=virtio,format=raw -snapshot",
+            ["/b: stays with QEMU", "-snapshot"],
+        ),
+        (
+            "-device virtio-blk-pci,drive=x",
+            ["stays with QEMU", "no -drive of id 'x'"],
+        ),
+        (
+            "-device {\"driver\":\"virtio-blk-pci\"}",
+            ["stays with QEMU", "written in JSON"],
+        ),
+        ("-readconfig vm.cfg", ["-readconfig vm.cfg", "not read"]),
+    ] {
+        let plan = planned(&format!("kvm {line}"));
+        assert!(is_change(&plan, &parts), "{line}: {:?}", plan.changes);
+    }
+}
+
+#[test]
+fn more_disks_come_last() {
+    let extra = [parse_disk("/x.raw,serial=X,queues=2").expect("is right")];
+    let plan = try_plan("kvm -drive file=/a,if=virtio,format=raw,discard=on", &extra).expect("can be planned");
+    let first = disk(0, "queue-size=256");
+    let second = disk(1, "num-queues=2,queue-size=256");
+    assert_eq!(command_line(&plan.qemu), format!("kvm {first} {second} {RAM}"));
+    assert!(is_change(
+        &plan,
+        &["disk /x.raw: served over vhost-user-blk as vdb (added by --disk)"]
+    ));
+}
+
+#[test]
+fn the_device_is_one_that_the_machine_has() {
+    let extra = [Disk::new(ImageAddress::Path("/x".into()))];
+    let plan = try_plan("qemu-system-x86_64 -M microvm", &extra).expect("can be planned");
+    assert!(command_line(&plan.qemu).contains("-device vhost-user-blk,chardev=larder-chr-0,"));
+    let result = try_plan("qemu-system-s390x -m 1G", &extra);
+    assert!(matches!(result, Err(PlanError::NoDevice { .. })), "{result:?}");
+    let plan = planned("qemu-system-s390x -m 1G -drive file=/a,if=virtio,format=raw");
+    assert!(is_change(
+        &plan,
+        &["/a: stays with QEMU: QEMU has no vhost-user-blk device"]
+    ));
+    let plan = planned("qemu-system-aarch64 -M virt -m 1G -drive file=/a,format=raw");
+    assert_eq!(plan.disks.len(), 1);
+}
+
+#[test]
+fn no_more_queues_are_asked_for_than_are_offered() {
+    let plan = planned("kvm -smp 128 -drive file=/a,if=virtio,format=raw,discard=on");
+    assert!(command_line(&plan.qemu).contains(",queue-size=256,num-queues=64 "));
+}
+
+#[test]
+fn ram_becomes_a_shared_named_file_of_the_size_that_was_asked_for() {
+    for (option, bytes) in [
+        ("", 128_u64 << 20),
+        ("-m 512", 512 << 20),
+        ("-m 2G", 2 << 30),
+        ("-m size=1G,slots=2,maxmem=4G", 1 << 30),
+        ("-m 256M -m 1.5G", 1536 << 20),
+        ("-m 0", 128 << 20),
+        ("-m 1000001b", 1_007_616),
+    ] {
+        let plan = planned(&format!("kvm {option}"));
+        assert_eq!(plan.ram.len(), 1);
+        assert_eq!(plan.ram[0].bytes, bytes, "{option}");
+        let line = command_line(&plan.qemu);
+        let object = format!("size={bytes},share=on,mem-path=/dev/shm/larder-vm-1 ");
+        assert!(line.contains(&object), "{line}");
+        assert!(line.contains(option), "{line}");
+    }
+}
+
+#[test]
+fn ram_of_unknown_size_is_refused() {
+    for line in [
+        "kvm -m lots",
+        "kvm -object memory-backend-ram,id=r -machine memory-backend=r",
+    ] {
+        let result = try_plan(line, &[]);
+        assert!(matches!(result, Err(PlanError::RamSize { .. })), "{result:?}");
+    }
+    assert_eq!(try_plan("qemu-system-ppc64", &[]), Err(PlanError::NoRamSize));
+}
+
+#[test]
+fn ram_that_is_shared_already_stays_as_it_is() {
+    for line in [
+        "kvm -m 1G -object memory-backend-memfd,id=r,size=1G,share=on -machine q35,memory-backend=r",
+        "kvm -m 1G -object memory-backend-memfd,id=r,size=1G -M memory-backend=r",
+        "kvm -object memory-backend-file,id=r,size=1G,mem-path=/dev/shm/x,share=on -numa node,memdev=r",
+    ] {
+        let plan = planned(line);
+        assert_eq!(command_line(&plan.qemu), line);
+        assert!(plan.ram.is_empty() && plan.changes.is_empty(), "{:?}", plan.changes);
+    }
+}
+
+#[test]
+fn every_private_part_of_the_ram_is_shared() {
+    let plan = planned(
+        "kvm -m 2G,slots=2,maxmem=4G -object memory-backend-ram,id=a,size=1G,host-nodes=0,policy=bind \
+         -object memory-backend-ram,id=b,size=1G,share=on -numa node,memdev=a -numa node,memdev=b",
+    );
+    assert_eq!(
+        command_line(&plan.qemu),
+        "kvm -m 2G,slots=2,maxmem=4G \
+         -object memory-backend-file,id=a,size=1G,host-nodes=0,policy=bind,share=on,mem-path=/dev/shm/larder-vm-1 \
+         -object memory-backend-file,id=b,size=1G,share=on,mem-path=/dev/shm/larder-vm-1.1 \
+         -numa node,memdev=a -numa node,memdev=b"
+    );
+    let sizes: Vec<u64> = plan.ram.iter().map(|file| file.bytes).collect();
+    assert_eq!(sizes, [1 << 30, 1 << 30]);
+}
+
+#[test]
+fn huge_pages_stay_where_they_are() {
+    let plan = planned("kvm -m 128 -mem-path /dev/hugepages -mem-prealloc");
+    let ram = RAM.replace("/dev/shm/larder-vm-1", "/dev/hugepages");
+    assert_eq!(command_line(&plan.qemu), format!("kvm -m 128 -mem-prealloc {ram}"));
+    assert!(plan.ram.is_empty());
+    assert_eq!(plan.folders, [Path::new("/dev/hugepages")]);
+    let plan =
+        planned("kvm -m 1G -object memory-backend-file,id=r,size=1G,mem-path=/dev/hugepages -M memory-backend=r");
+    assert!(command_line(&plan.qemu).contains("mem-path=/dev/hugepages,share=on"));
+    assert_eq!(plan.folders, [Path::new("/dev/hugepages")]);
+}
+
+#[test]
+fn what_cannot_work_is_refused() {
+    assert_eq!(try_plan("", &[]), Err(PlanError::NoCommand));
+    assert_eq!(try_plan("kvm -daemonize", &[]), Err(PlanError::Daemonize));
+    let extra = [parse_disk("/x.raw").expect("is right")];
+    let result = try_plan("kvm -snapshot", &extra);
+    assert!(matches!(result, Err(PlanError::SnapshotOfDisk { .. })), "{result:?}");
+}
+
+#[test]
+fn questions_to_qemu_are_passed_on() {
+    for question in ["kvm -help", "kvm --version", "kvm -h"] {
+        assert_eq!(command_line(&planned(question).qemu), question);
+    }
+}
+
+#[test]
+fn the_guests_name_can_be_part_of_a_files_name() {
+    assert_eq!(guest_name(&words("kvm -name guest=web/1,process=x")), "web_1");
+    assert_eq!(guest_name(&words("kvm -name db")), "db");
+    assert_eq!(guest_name(&words("kvm -m 1")), "vm");
+}
+
+/// Options that are none of Larder's business, with values that look as if they were.
+fn unrelated() -> impl Strategy<Value = Vec<String>> {
+    let fixed = |words: &[&str]| Just(words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
+    let with = |name: &'static str| move |value: String| vec![name.to_owned(), value];
+    prop_oneof![
+        fixed(&["-nographic"]),
+        fixed(&["--enable-kvm"]),
+        fixed(&["-S"]),
+        fixed(&["disk.img"]),
+        fixed(&["-append", "-drive file=/x,if=virtio,format=raw"]),
+        "[ -~]{0,20}".prop_map(with("-append")),
+        "[a-z0-9,=]{1,20}".prop_map(with("-netdev")),
+        "e1000,netdev=[a-z]{1,9}".prop_map(with("-device")),
+        "iothread,id=[a-z]{1,9}".prop_map(with("--object")),
+        "file=[a-z/]{1,9},if=ide,,x".prop_map(with("-drive")),
+        "[a-z/]{1,9}".prop_map(with("-cdrom")),
+        "[a-z]{1,9}".prop_map(with("-not-yet-known")),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn unrelated_arguments_come_out_untouched_and_in_order(
+        before in prop::collection::vec(unrelated(), 0..6),
+        after in prop::collection::vec(unrelated(), 0..6),
+    ) {
+        let flat = |groups: Vec<Vec<String>>| groups.into_iter().flatten().map(OsString::from).collect::<Vec<_>>();
+        let program = words("qemu-system-x86_64");
+        let drive = words("-drive file=/a.raw,if=virtio,format=raw,discard=unmap");
+        let (before, after) = (flat(before), flat(after));
+        let command = [program.clone(), before.clone(), drive, after.clone()].concat();
+        let plan = plan(&command, &[], &setting(QemuVersion(7, 2))).expect("can be planned");
+        let added = words(&format!("{} {RAM}", disk(0, "queue-size=256")));
+        prop_assert_eq!(plan.qemu, [program, before, after, added].concat());
+    }
+
+    #[test]
+    fn no_command_line_makes_it_panic(line in prop::collection::vec(
+        "-drive|-device|-m|-object|-machine|-numa|-smp|-name|[a-z=,.:{}0-9-]{0,16}|memory-backend-[a-z]{3}\
+         |virtio-blk-pci,drive=a|if=none,id=a,file=b",
+        1..10,
+    )) {
+        let line: Vec<OsString> = line.into_iter().map(Into::into).collect();
+        let _ = plan(&line, &[], &setting(QemuVersion(10, 0)));
+    }
+}
