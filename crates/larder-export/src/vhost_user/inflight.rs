@@ -176,6 +176,8 @@ impl InflightQueue {
     }
 
     fn write<T: Copy>(&self, at: usize, value: T) {
+        #[cfg(test)]
+        crash_tests::die_if_due();
         debug_assert!(at + size_of::<T>() <= queue_bytes(self.size, self.packed));
         // SAFETY: as in `read`; all fields are aligned by the format, and the region begins on 64 bytes of a page.
         unsafe { self.base.add(at).cast::<T>().write_volatile(value) };
@@ -411,3 +413,7 @@ impl InflightQueue {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "inflight_crash_tests.rs"]
+mod crash_tests;
