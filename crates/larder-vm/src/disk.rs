@@ -1,20 +1,17 @@
 //! A disk at work: a thread of its own with its loop, its stack of layers, and its exports.
 
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
-use std::rc::Rc;
+use std::pin::pin;
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT, Socket};
+use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{Geometry, Loop};
-use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
 
+use crate::exports::{ExportError, Exports, ExportsConfig};
 use crate::image::{self, ImageAddress, ImageError, ImageOptions};
-use crate::listen::{ListenError, SocketFile};
 
 /// What to serve, and how.
 #[derive(Clone, Debug)]
@@ -23,21 +20,10 @@ pub struct DiskConfig {
     pub image: ImageAddress,
     /// How to open it.
     pub options: ImageOptions,
-    /// Where to serve vhost-user-blk.
-    pub vhost_user_at: Option<VhostUserAt>,
-    /// How it presents itself there.
-    pub vhost_user: VhostUserOptions,
+    /// What to serve it as.
+    pub exports: ExportsConfig,
     /// How long the thread spins for new work at most before it sleeps.
     pub poll_max: Duration,
-}
-
-/// Where a vhost-user-blk server gets its front-ends from.
-#[derive(Clone, Debug)]
-pub enum VhostUserAt {
-    /// It listens on this path.
-    Path(PathBuf),
-    /// It inherited this descriptor: a listening unix socket, or one that a front-end is connected to.
-    Descriptor(Arc<OwnedFd>),
 }
 
 impl DiskConfig {
@@ -46,8 +32,7 @@ impl DiskConfig {
         Self {
             image,
             options: ImageOptions::default(),
-            vhost_user_at: None,
-            vhost_user: VhostUserOptions::default(),
+            exports: ExportsConfig::default(),
             poll_max: POLL_MAX_DEFAULT,
         }
     }
@@ -62,13 +47,9 @@ pub enum DiskError {
     #[error(transparent)]
     Image(#[from] ImageError),
     #[error(transparent)]
-    Listen(#[from] ListenError),
-    #[error(transparent)]
-    Options(#[from] OptionsError),
+    Export(#[from] ExportError),
     #[error("cannot start the disk's thread: {0}")]
     Thread(std::io::Error),
-    #[error("the export failed: {0}")]
-    Export(std::io::Error),
     #[error("the disk's thread died; see the messages before this one")]
     Died,
 }
@@ -172,80 +153,31 @@ fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Geometry>
     let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
         let device = image::open(&on, &config.image, &config.options).await?;
-        let mut vhost_user = None;
-        let mut export = None;
-        if let Some(at) = &config.vhost_user_at {
-            let server = VhostUserServer::new(&on, Rc::clone(&device), &config.vhost_user)?;
-            let (accepting, file) = start_vhost_user(&on, at, Rc::clone(&server))?;
-            export = Some(accepting);
-            vhost_user = Some((server, file));
-        }
+        let mut exports = Exports::start(&on, &device, &config.exports)?;
         // The starter may have given up; then `stop` has been raised.
         let _ = report.send(device.geometry());
-        let ended = match export.as_mut() {
-            None => {
-                stop.raised().await;
-                None
-            }
-            Some(export) => select(stop.raised(), export).await,
-        };
-        if let Some((server, _file)) = &vhost_user {
-            server.stop();
-            while server.is_connected() {
-                on.sleep(Duration::from_millis(1)).await;
-            }
-        }
+        let ended = select(stop.raised(), exports.ended()).await;
+        exports.stop(&on).await;
         if !device.geometry().read_only
             && let Err(error) = device.flush().await
         {
             tracing::error!("{error}");
         }
         match ended {
-            Some(Err(error)) => Err(DiskError::Export(error)),
+            Some(Err(error)) => Err(ExportError::Socket(error).into()),
             _ => Ok(()),
         }
     })
 }
 
-/// Starts accepting front-ends. The socket's file, if it is ours, goes when it is dropped.
-fn start_vhost_user(
-    on: &Loop,
-    at: &VhostUserAt,
-    server: Rc<VhostUserServer>,
-) -> Result<(Accepting, Option<SocketFile>), DiskError> {
-    let (descriptor, file) = match at {
-        VhostUserAt::Path(path) => {
-            let file = SocketFile::bind(path)?;
-            (file.descriptor().map_err(DiskError::Export)?, Some(file))
-        }
-        VhostUserAt::Descriptor(descriptor) => (descriptor.try_clone().map_err(DiskError::Export)?, None),
-    };
-    let listening =
-        rustix::net::sockopt::socket_acceptconn(&descriptor).map_err(|error| DiskError::Export(error.into()))?;
-    let accepting = if listening {
-        let listener = Listener::from_descriptor(on, descriptor).map_err(DiskError::Export)?;
-        on.spawn_with_result(async move { server.run(&listener).await })
-    } else {
-        let socket = Socket::from_descriptor(on, descriptor).map_err(DiskError::Export)?;
-        on.spawn_with_result(async move {
-            server.serve(socket).await;
-            Ok(())
-        })
-    };
-    Ok((accepting, file))
-}
-
-/// The task that accepts front-ends; it ends when its socket breaks, or with the only front-end.
-type Accepting = larder_block::event_loop::JoinHandle<std::io::Result<()>>;
-
 /// The other's result, if it ends before `stop` is raised.
-async fn select<T>(stop: impl Future<Output = ()>, other: &mut (impl Future<Output = T> + Unpin)) -> Option<T> {
-    let mut stop = std::pin::pin!(stop);
+async fn select<T>(stop: impl Future<Output = ()>, other: impl Future<Output = T>) -> Option<T> {
+    let (mut stop, mut other) = (pin!(stop), pin!(other));
     std::future::poll_fn(|context| {
         if stop.as_mut().poll(context).is_ready() {
             return Poll::Ready(None);
         }
-        std::pin::Pin::new(&mut *other).poll(context).map(Some)
+        other.as_mut().poll(context).map(Some)
     })
     .await
 }

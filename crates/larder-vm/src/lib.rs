@@ -1,6 +1,7 @@
 //! One VM put together: its disks opened, stacked and served.
 
 pub mod disk;
+pub mod exports;
 pub mod image;
 pub mod limits;
 pub mod listen;

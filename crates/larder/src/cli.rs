@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
+use larder_block::nbd::NbdUri;
 use larder_export::vhost_user::QUEUES_MAX;
 use larder_vm::image::ImageAddress;
 use larder_vm::limits::parse_limits;
@@ -74,6 +75,12 @@ pub(crate) struct ServeArguments {
     /// Serve vhost-user-blk on this inherited descriptor: a listening or connected unix socket
     #[arg(long, value_name = "FD", conflicts_with = "socket")]
     pub(crate) fd: Option<RawFd>,
+    /// Serve NBD: nbd+unix:///EXPORT?socket=PATH, nbd://ADDRESS[:PORT]/EXPORT, or nbds://...?tls-certificates=DIR
+    #[arg(long, value_name = "URI")]
+    pub(crate) nbd: Option<NbdUri>,
+    /// Serve NBD to other hosts without TLS: anyone who reaches the port can read and write the disk
+    #[arg(long, requires = "nbd")]
+    pub(crate) nbd_insecure: bool,
     /// Refuse changes
     #[arg(long)]
     pub(crate) read_only: bool,

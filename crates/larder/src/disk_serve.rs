@@ -11,7 +11,8 @@ use larder_block::backend::file::Caching;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::VhostUserOptions;
-use larder_vm::disk::{Disk, DiskConfig, VhostUserAt};
+use larder_vm::disk::{Disk, DiskConfig};
+use larder_vm::exports::{ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{Format, ImageOptions};
 
 use crate::cli::{FormatName, ServeArguments};
@@ -26,8 +27,8 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     }
     let pidfile = arguments.pidfile.clone();
     let config = config_of(arguments)?;
-    if config.vhost_user_at.is_none() {
-        bail!("nothing to serve on: give --socket PATH (vhost-user-blk)");
+    if config.exports.is_empty() {
+        bail!("nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both");
     }
     let signals = crate::signals::block()?;
     let image = config.image.clone();
@@ -70,11 +71,17 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             },
             limits: arguments.throttle.unwrap_or(Limits::NONE),
         },
-        vhost_user_at,
-        vhost_user: VhostUserOptions {
-            queues: arguments.queues,
-            serial: arguments.serial,
-            block_size: arguments.block_size,
+        exports: ExportsConfig {
+            vhost_user_at,
+            vhost_user: VhostUserOptions {
+                queues: arguments.queues,
+                serial: arguments.serial,
+                block_size: arguments.block_size,
+            },
+            nbd: arguments.nbd.map(|uri| NbdAt {
+                uri,
+                insecure: arguments.nbd_insecure,
+            }),
         },
         poll_max: Duration::from_micros(arguments.poll_us),
         ..DiskConfig::new(image)

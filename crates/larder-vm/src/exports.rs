@@ -1,0 +1,239 @@
+//! The exports of a disk: started together on the disk's loop, stopped together.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use larder_block::event_loop::{JoinHandle, Listener, Socket, SocketAddress};
+use larder_block::nbd::NbdUri;
+use larder_block::tls::{ServerTls, TlsError};
+use larder_block::{BlockDevice, Loop};
+use larder_export::nbd::{NbdServer, NbdServerOptions};
+use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
+
+use crate::listen::{ListenError, SocketFile};
+
+/// Where a vhost-user-blk server gets its front-ends from.
+#[derive(Clone, Debug)]
+pub enum VhostUserAt {
+    /// It listens on this path.
+    Path(PathBuf),
+    /// It inherited this descriptor: a listening unix socket, or one that a front-end is connected to.
+    Descriptor(Arc<OwnedFd>),
+}
+
+/// Where an NBD server listens.
+#[derive(Clone, Debug)]
+pub struct NbdAt {
+    /// Address, export name and TLS, as a client would write them. `tls-certificates` is the folder of the server's
+    /// `server-cert.pem` and `server-key.pem`; if `ca-cert.pem` is there too, clients must show a certificate of its.
+    pub uri: NbdUri,
+    /// Serve other hosts without TLS all the same.
+    pub insecure: bool,
+}
+
+/// What a disk is served as.
+#[derive(Clone, Debug, Default)]
+pub struct ExportsConfig {
+    /// vhost-user-blk.
+    pub vhost_user_at: Option<VhostUserAt>,
+    /// How it presents itself there.
+    pub vhost_user: VhostUserOptions,
+    /// NBD.
+    pub nbd: Option<NbdAt>,
+}
+
+impl ExportsConfig {
+    /// Whether the disk is served at all.
+    pub fn is_empty(&self) -> bool {
+        self.vhost_user_at.is_none() && self.nbd.is_none()
+    }
+}
+
+/// Why a disk cannot be served.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ExportError {
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error(transparent)]
+    Options(#[from] OptionsError),
+    #[error("cannot serve NBD on {address}: {source}")]
+    Tcp { address: String, source: io::Error },
+    #[error(
+        "{address} is open to other hosts and has no TLS: anyone who reaches it could read and write the disk. Use \
+         nbds:// with ?tls-certificates=DIR, a loopback address, or --nbd-insecure if the network itself is protected"
+    )]
+    Insecure { address: SocketAddr },
+    #[error("{uri}: a TLS server needs ?tls-certificates=DIR, the folder of server-cert.pem and server-key.pem")]
+    NoCertificates { uri: String },
+    #[error("{uri}: tls-hostname is for clients; a server shows the certificate that it has")]
+    ServerHostname { uri: String },
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    #[error("the socket is broken: {0}")]
+    Socket(#[from] io::Error),
+}
+
+/// The exports of a disk at work.
+#[derive(Default)]
+pub struct Exports {
+    vhost_user: Option<Rc<VhostUserServer>>,
+    accepting: Option<JoinHandle<io::Result<()>>>,
+    nbd: Option<NbdServer>,
+    /// Removed when the exports are dropped, after the last client is gone.
+    files: Vec<SocketFile>,
+}
+
+impl Exports {
+    /// Starts all of them. When this returns, clients can connect.
+    ///
+    /// # Errors
+    /// One cannot listen, or its options are wrong; nothing is left behind then.
+    pub fn start(on: &Loop, device: &Rc<dyn BlockDevice>, config: &ExportsConfig) -> Result<Self, ExportError> {
+        let mut exports = Self::default();
+        if let Some(at) = &config.nbd {
+            exports.start_nbd(on, device, at)?;
+        }
+        if let Some(at) = &config.vhost_user_at {
+            exports.start_vhost_user(on, device, at, &config.vhost_user)?;
+        }
+        Ok(exports)
+    }
+
+    fn listen_on(&mut self, path: &Path) -> Result<OwnedFd, ExportError> {
+        let file = SocketFile::bind(path)?;
+        let descriptor = file.descriptor()?;
+        self.files.push(file);
+        Ok(descriptor)
+    }
+
+    fn start_vhost_user(
+        &mut self,
+        on: &Loop,
+        device: &Rc<dyn BlockDevice>,
+        at: &VhostUserAt,
+        options: &VhostUserOptions,
+    ) -> Result<(), ExportError> {
+        let server = VhostUserServer::new(on, Rc::clone(device), options)?;
+        let descriptor = match at {
+            VhostUserAt::Path(path) => self.listen_on(path)?,
+            VhostUserAt::Descriptor(descriptor) => descriptor.try_clone()?,
+        };
+        let theirs = Rc::clone(&server);
+        let listening = rustix::net::sockopt::socket_acceptconn(&descriptor).map_err(io::Error::from)?;
+        self.accepting = Some(if listening {
+            let listener = Listener::from_descriptor(on, descriptor)?;
+            on.spawn_with_result(async move { theirs.run(&listener).await })
+        } else {
+            let socket = Socket::from_descriptor(on, descriptor)?;
+            on.spawn_with_result(async move {
+                theirs.serve(socket).await;
+                Ok(())
+            })
+        });
+        self.vhost_user = Some(server);
+        Ok(())
+    }
+
+    fn start_nbd(&mut self, on: &Loop, device: &Rc<dyn BlockDevice>, at: &NbdAt) -> Result<(), ExportError> {
+        let options = NbdServerOptions {
+            export: at.uri.export.clone(),
+            tls: server_tls(&at.uri)?,
+            ..NbdServerOptions::default()
+        };
+        let listeners: Vec<OwnedFd> = match &at.uri.address {
+            SocketAddress::Unix(path) => vec![self.listen_on(path)?],
+            SocketAddress::Tcp { host, port } => bind_tcp(host, *port, options.tls.is_some() || at.insecure)?,
+        };
+        let server = NbdServer::new(on, Rc::clone(device), options);
+        for descriptor in listeners {
+            server.listen(Listener::from_descriptor(on, descriptor)?);
+        }
+        self.nbd = Some(server);
+        Ok(())
+    }
+
+    /// Completes when an export has ended by itself: its socket broke, or its only front-end has gone. Never, if there
+    /// is none that could.
+    ///
+    /// # Errors
+    /// Its socket broke.
+    pub async fn ended(&mut self) -> io::Result<()> {
+        match &mut self.accepting {
+            Some(accepting) => accepting.await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Takes no new requests, answers those under way, and closes.
+    pub async fn stop(self, on: &Loop) {
+        if let Some(server) = &self.vhost_user {
+            server.stop();
+            while server.is_connected() {
+                on.sleep(Duration::from_millis(1)).await;
+            }
+        }
+        if let Some(server) = &self.nbd {
+            server.stop().await;
+        }
+    }
+}
+
+fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {
+    let Some(tls) = &uri.tls else {
+        return Ok(None);
+    };
+    if tls.hostname.is_some() {
+        return Err(ExportError::ServerHostname { uri: uri.to_string() });
+    }
+    let folder = tls
+        .certificates
+        .as_ref()
+        .ok_or_else(|| ExportError::NoCertificates { uri: uri.to_string() })?;
+    let require_clients = folder.join("ca-cert.pem").exists();
+    Ok(Some(ServerTls::load_folder(folder, require_clients)?))
+}
+
+/// Listens on every address that the host's name stands for.
+fn bind_tcp(host: &str, port: u16, open_to_others: bool) -> Result<Vec<OwnedFd>, ExportError> {
+    let failed = |source| ExportError::Tcp {
+        address: format!("{host}:{port}"),
+        source,
+    };
+    let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(failed)?.collect();
+    if let Some(address) = addresses.iter().find(|address| !is_loopback(address.ip()) && !open_to_others) {
+        return Err(ExportError::Insecure { address: *address });
+    }
+    let mut listeners = Vec::new();
+    for address in addresses {
+        listeners.push(TcpListener::bind(address).map_err(failed)?.into());
+    }
+    Ok(listeners)
+}
+
+fn is_loopback(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.is_loopback(),
+        IpAddr::V6(address) => {
+            address.is_loopback() || address.to_ipv4_mapped().is_some_and(|address| address.is_loopback())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_beyond_loopback_without_tls_is_refused() {
+        assert!(matches!(bind_tcp("0.0.0.0", 0, false), Err(ExportError::Insecure { .. })));
+        assert!(matches!(bind_tcp("::", 0, false), Err(ExportError::Insecure { .. })));
+        assert_eq!(bind_tcp("127.0.0.1", 0, false).expect("loopback is fine").len(), 1);
+        assert_eq!(bind_tcp("0.0.0.0", 0, true).expect("the user said so").len(), 1);
+    }
+}
