@@ -5,12 +5,11 @@ use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::backend::simulated::{
-    Effect, Fault, Kind, Latency, Medium, Options, Random, ServiceModel, SimulatedDevice,
-    SlowDevice, Stop,
+    Effect, Fault, Kind, Latency, Medium, Options, Random, ServiceModel, SimulatedDevice, SlowDevice, Stop,
 };
 use larder_block::{
-    BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Loop, Operation, ReadBuf,
-    WriteBuf, WriteFlags, ZeroFlags,
+    BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
+    ZeroFlags,
 };
 
 const SECTOR: usize = 512;
@@ -37,9 +36,7 @@ fn sector(index: u64) -> ByteOffset {
 
 async fn write(device: &SimulatedDevice, index: u64, value: u8, flags: WriteFlags) {
     let data = [value; SECTOR];
-    let result = device
-        .write(sector(index), WriteBuf::new(&data), flags)
-        .await;
+    let result = device.write(sector(index), WriteBuf::new(&data), flags).await;
     result.expect("writes");
 }
 
@@ -81,8 +78,7 @@ fn a_flush_covers_what_had_ended_when_it_was_called_and_may_leave_the_rest() {
         let on = Loop::simulated().expect("a loop");
         let device = SimulatedDevice::open(&on, medium(), quick(seed));
         let left = on.block_on(async {
-            device
-                .inject(Fault::once(Effect::Delay(Duration::from_millis(1))).on(Operation::Flush));
+            device.inject(Fault::once(Effect::Delay(Duration::from_millis(1))).on(Operation::Flush));
             let flush = device.flush();
             write(&device, 0, 2, WriteFlags::NONE).await;
             flush.await.expect("flushes");
@@ -127,9 +123,7 @@ fn a_write_under_way_is_torn_at_sectors() {
             let _ = on.timeout(Duration::from_micros(300), request).await;
             device.stop(Stop::PowerLoss)
         });
-        let written = (8..16)
-            .filter(|index| first_byte(&left, *index) == 5)
-            .count();
+        let written = (8..16).filter(|index| first_byte(&left, *index) == 5).count();
         whole += u32::from(written == 8);
         torn += u32::from(written > 0 && written < 8);
     }
@@ -152,9 +146,7 @@ fn the_same_seed_does_the_same() {
             for _ in 0..50 {
                 let data = [random.next_u64() as u8; SECTOR];
                 let at = sector(random.below(16));
-                let result = device
-                    .write(at, WriteBuf::new(&data), WriteFlags::NONE)
-                    .await;
+                let result = device.write(at, WriteBuf::new(&data), WriteFlags::NONE).await;
                 results.push((result.is_ok(), on.now()));
             }
             let left = device.stop(Stop::PowerLoss);
@@ -171,11 +163,7 @@ fn faults_come_when_and_where_they_are_set() {
     let on = Loop::simulated().expect("a loop");
     let device = SimulatedDevice::open(&on, medium(), quick(1));
     let full = Fault::once(Effect::Fail(Failure::NoSpace));
-    device.inject(
-        full.on(Operation::Write)
-            .after(1)
-            .within(ByteRange::new(4096, 4096)),
-    );
+    device.inject(full.on(Operation::Write).after(1).within(ByteRange::new(4096, 4096)));
     on.block_on(async {
         let data = [1; SECTOR];
         for (at, expected) in [
@@ -188,11 +176,7 @@ fn faults_come_when_and_where_they_are_set() {
             let result = device
                 .write(ByteOffset::new(at), WriteBuf::new(&data), WriteFlags::NONE)
                 .await;
-            assert_eq!(
-                result.err().map(|error| error.failure()),
-                expected,
-                "at {at}"
-            );
+            assert_eq!(result.err().map(|error| error.failure()), expected, "at {at}");
         }
         assert_eq!(device.failures(), 1);
 
@@ -228,10 +212,7 @@ fn discarded_bytes_read_as_old_or_zeros_and_never_change_their_mind() {
         let device = SimulatedDevice::open(&on, medium(), quick(seed));
         on.block_on(async {
             write(&device, 3, 8, WriteFlags::FUA).await;
-            device
-                .discard(ByteRange::new(0, 4096))
-                .await
-                .expect("discards");
+            device.discard(ByteRange::new(0, 4096)).await.expect("discards");
             let mut first = [1; 4096];
             device
                 .read(ByteOffset::ZERO, ReadBuf::new(&mut first))
@@ -280,15 +261,9 @@ fn a_disk_of_tebibytes_is_zeroed_and_listed_without_taking_memory() {
                 ((40 << 40) + 4096, ExtentKind::Hole)
             ]
         );
-        device
-            .write_zeroes(all, ZeroFlags::default())
-            .await
-            .expect("zeroes");
+        device.write_zeroes(all, ZeroFlags::default()).await.expect("zeroes");
         let mut back = [1; 4096];
-        device
-            .read(far, ReadBuf::new(&mut back))
-            .await
-            .expect("reads");
+        device.read(far, ReadBuf::new(&mut back)).await.expect("reads");
         assert!(back == [0; 4096]);
     });
 }
@@ -303,21 +278,12 @@ fn a_smaller_disk_refuses_what_is_behind_its_end_and_announces_it() {
         device.size_changes().after(generation).await;
         let mut buffer = [0; SECTOR];
         let result = device.read(sector(64), ReadBuf::new(&mut buffer)).await;
-        assert_eq!(
-            result.err().map(|error| error.failure()),
-            Some(Failure::OutOfRange)
-        );
+        assert_eq!(result.err().map(|error| error.failure()), Some(Failure::OutOfRange));
     });
 }
 
 /// Runs `depth` requests at a time over a modelled disk; requests per second, and the mean time of one.
-fn measure(
-    model: ServiceModel,
-    kind: Kind,
-    depth: u64,
-    len: usize,
-    sequential: bool,
-) -> (f64, Duration) {
+fn measure(model: ServiceModel, kind: Kind, depth: u64, len: usize, sequential: bool) -> (f64, Duration) {
     const STORE: u64 = 64 << 20;
     let requests = if len > 4096 { 200 } else { 4000 };
     let on = Loop::simulated().expect("a loop");
@@ -340,11 +306,7 @@ fn measure(
                 let begin = on.upgrade().map(|on| on.now()).expect("runs");
                 match kind {
                     Kind::Read => device.read(at, ReadBuf::new(&mut buffer)).await,
-                    Kind::Write => {
-                        device
-                            .write(at, WriteBuf::new(&buffer), WriteFlags::NONE)
-                            .await
-                    }
+                    Kind::Write => device.write(at, WriteBuf::new(&buffer), WriteFlags::NONE).await,
                 }
                 .expect("works");
                 time += on.upgrade().map(|on| on.now().since(begin)).expect("runs");
@@ -353,9 +315,7 @@ fn measure(
         }
     };
     on.block_on(async {
-        let workers: Vec<_> = (0..depth)
-            .map(|number| on.spawn_with_result(worker(number)))
-            .collect();
+        let workers: Vec<_> = (0..depth).map(|number| on.spawn_with_result(worker(number))).collect();
         let mut total = Duration::ZERO;
         for worker in workers {
             total += worker.await;
@@ -379,10 +339,7 @@ fn every_preset_reaches_its_latency_alone_and_its_rate_in_company() {
                 .latency
                 .as_secs_f64()
                 .max(f64::from(model.channels.min(1)) / f64::from(service.requests_per_second));
-            assert!(
-                near(alone.as_secs_f64(), floor),
-                "{name} {kind:?}: {alone:?} alone"
-            );
+            assert!(near(alone.as_secs_f64(), floor), "{name} {kind:?}: {alone:?} alone");
             let (rate, _) = measure(model, kind, 200, 4096, false);
             assert!(
                 near(rate, f64::from(service.requests_per_second)),
@@ -396,4 +353,20 @@ fn every_preset_reaches_its_latency_alone_and_its_rate_in_company() {
             );
         }
     }
+}
+
+#[test]
+fn a_model_also_slows_a_disk_on_the_real_clock() {
+    let on = Loop::new(Duration::ZERO).expect("io_uring");
+    let store = Rc::new(MemoryDevice::new(ByteLen::mib(1), 512));
+    let device = SlowDevice::new(&on, store, ServiceModel::SAS_DISK);
+    on.block_on(async {
+        let begin = on.now();
+        let mut buffer = [0; 4096];
+        for block in [9, 3, 7] {
+            let at = ByteOffset::new(block * 4096);
+            device.read(at, ReadBuf::new(&mut buffer)).await.expect("reads");
+        }
+        assert!(on.now().since(begin) >= 3 * ServiceModel::SAS_DISK.read.latency);
+    });
 }

@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::filter::throttle::{Limit, LimitError, Limits, Throttle};
-use larder_block::{
-    BlockDevice, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
-};
+use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags};
 
 const SIZE: u64 = 1 << 20;
 
@@ -26,11 +24,7 @@ enum Kind {
 async fn request(device: &Throttle, kind: Kind, len: usize) {
     let mut buffer = vec![0; len];
     match kind {
-        Kind::Read => {
-            device
-                .read(ByteOffset::ZERO, ReadBuf::new(&mut buffer))
-                .await
-        }
+        Kind::Read => device.read(ByteOffset::ZERO, ReadBuf::new(&mut buffer)).await,
         Kind::Write => {
             device
                 .write(ByteOffset::ZERO, WriteBuf::new(&buffer), WriteFlags::NONE)
@@ -122,10 +116,7 @@ fn zeroes_are_written_bytes_and_flushes_and_discards_are_free() {
     on.block_on(async {
         let all = ByteRange::new(0, SIZE);
         for _ in 0..11 {
-            device
-                .write_zeroes(all, ZeroFlags::default())
-                .await
-                .expect("zeroes");
+            device.write_zeroes(all, ZeroFlags::default()).await.expect("zeroes");
         }
         assert_near(seconds(&on), 9.9);
         for _ in 0..100 {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use larder_block::backend::simulated::{Random, SimulatedDevice};
 use larder_block::event_loop::WeakLoop;
-use larder_block::{BlockDevice, ByteLen, Failure, LoopTime};
+use larder_block::{BlockDevice, ByteLen, Failure, Geometry, LoopTime};
 
 use super::log::{Event, Log};
 use super::oracle::{Moment, Oracle};
@@ -176,8 +176,20 @@ impl Life {
         let from = disk.geometry().size;
         let blocks = (from.get() / block).max(2);
         let to = ByteLen::new(random.between(blocks / 2, blocks + blocks / 2).max(4) * block);
+        let device = &self.opened.device;
+        let (before, announced) = (device.geometry(), device.size_changes().generation());
         disk.set_size(to);
         self.log(Event::Resized { to });
+        let expected = Geometry { size: to, ..before };
+        if device.geometry() != expected {
+            self.fail(format!(
+                "after a change of size {:?}, not {expected:?}",
+                device.geometry()
+            ));
+        }
+        if device.size_changes().generation() == announced {
+            self.fail("a change of size was not announced".to_owned());
+        }
         let mut oracle = self.record.oracle.borrow_mut();
         oracle.resize(from.get() / SECTOR, to.get() / SECTOR);
         self.sizes.borrow_mut().push((oracle.now(), to));

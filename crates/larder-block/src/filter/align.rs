@@ -23,9 +23,7 @@ use bounce::BouncePool;
 use ranges::{Mode, Ranges};
 
 use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{
-    BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
-};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
@@ -150,34 +148,23 @@ impl Align {
         if wide.len <= bounce_len {
             return Piece::Bounced(rest);
         }
-        let end = if direct {
-            whole.start
-        } else {
-            wide.start + bounce_len
-        };
+        let end = if direct { whole.start } else { wide.start + bounce_len };
         Piece::Bounced(ByteRange::between(rest.start, end.min(rest.end())))
     }
 
     async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let failed = |error: IoError| self.error(Operation::Read, range, error.failure());
-        let part_of = |part: ByteRange| {
-            buffer.slice((part.start - range.start).as_usize(), part.len.as_usize())
-        };
+        let part_of = |part: ByteRange| buffer.slice((part.start - range.start).as_usize(), part.len.as_usize());
         let mut rest = range;
         while !rest.is_empty() {
             let fits = |part| part_of(part).is_aligned(self.memory_alignment);
             let done = match self.next_piece(rest, fits) {
                 Piece::Direct(part) => {
-                    self.lower
-                        .read(part.start, part_of(part))
-                        .await
-                        .map_err(failed)?;
+                    self.lower.read(part.start, part_of(part)).await.map_err(failed)?;
                     part
                 }
                 Piece::Bounced(part) => {
-                    self.read_bounced(part, part_of(part))
-                        .await
-                        .map_err(failed)?;
+                    self.read_bounced(part, part_of(part)).await.map_err(failed)?;
                     part
                 }
             };
@@ -196,16 +183,9 @@ impl Align {
         Ok(())
     }
 
-    async fn write_steps(
-        &self,
-        range: ByteRange,
-        buffer: WriteBuf<'_>,
-        flags: WriteFlags,
-    ) -> IoResult {
+    async fn write_steps(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let failed = |error: IoError| self.error(Operation::Write, range, error.failure());
-        let part_of = |part: ByteRange| {
-            buffer.slice((part.start - range.start).as_usize(), part.len.as_usize())
-        };
+        let part_of = |part: ByteRange| buffer.slice((part.start - range.start).as_usize(), part.len.as_usize());
         let mut rest = range;
         while !rest.is_empty() {
             let fits = |part| part_of(part).is_aligned(self.memory_alignment);
@@ -220,9 +200,7 @@ impl Align {
                 }
                 Piece::Bounced(part) => {
                     let source = Source::Buffer(part_of(part));
-                    self.write_bounced(part, source, flags)
-                        .await
-                        .map_err(failed)?;
+                    self.write_bounced(part, source, flags).await.map_err(failed)?;
                     part
                 }
             };
@@ -232,12 +210,7 @@ impl Align {
     }
 
     /// Writes at most a bounce buffer's length, wherever it begins and ends.
-    async fn write_bounced(
-        &self,
-        range: ByteRange,
-        source: Source<'_>,
-        flags: WriteFlags,
-    ) -> IoResult {
+    async fn write_bounced(&self, range: ByteRange, source: Source<'_>, flags: WriteFlags) -> IoResult {
         let wide = range.widened(self.unit);
         let mut bounce = self.pool.take().await;
         let bounce = &mut bounce[..wide.len.as_usize()];
@@ -253,9 +226,7 @@ impl Align {
             Source::Buffer(buffer) => buffer.copy_to_slice(changed),
             Source::Zeros => changed.fill(0),
         }
-        self.lower
-            .write(wide.start, WriteBuf::new(bounce), flags)
-            .await
+        self.lower.write(wide.start, WriteBuf::new(bounce), flags).await
     }
 
     /// Reads the blocks of `wide` that `range` covers in part.
@@ -272,9 +243,7 @@ impl Align {
         };
         for part in parts.into_iter().filter(|part| !part.is_empty()) {
             let start = wide.start + ByteLen::of_buffer(part.start);
-            self.lower
-                .read(start, ReadBuf::new(&mut bounce[part]))
-                .await?;
+            self.lower.read(start, ReadBuf::new(&mut bounce[part])).await?;
         }
         Ok(())
     }
@@ -291,10 +260,7 @@ impl Align {
         // First, because the device may refuse it, and then nothing has been changed.
         {
             let _held = self.ranges.enter(whole, Mode::Shared).await;
-            self.lower
-                .write_zeroes(whole, flags)
-                .await
-                .map_err(failed)?;
+            self.lower.write_zeroes(whole, flags).await.map_err(failed)?;
         }
         let head = ByteRange::between(range.start, whole.start);
         let tail = ByteRange::between(whole.end(), range.end());

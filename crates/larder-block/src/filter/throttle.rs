@@ -12,6 +12,7 @@
 //! - Whoever leaves a queue wakes the first of both, so nobody waits for an event that has passed.
 
 mod bucket;
+mod limits;
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -22,170 +23,13 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bucket::Bucket;
+pub use limits::{Limit, LimitError, Limits};
 
 use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{
-    BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
-};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags};
 use crate::error::IoResult;
 use crate::event_loop::{Loop, LoopTime, Sleep, WeakLoop};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
-
-/// How much per second, in bytes or requests.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Limit {
-    /// In the long run; 0 for no limit. At most [`Limit::MAX`].
-    pub average: u64,
-    /// During a burst (`*_max`); 0 for no bursts. Not below `average`.
-    pub burst: u64,
-    /// How long a burst may last (`*_max_length`), in seconds; 0 means 1. Beyond 1 only with a burst.
-    pub burst_seconds: u32,
-}
-
-impl Limit {
-    /// No limit.
-    pub const NONE: Self = Self {
-        average: 0,
-        burst: 0,
-        burst_seconds: 0,
-    };
-
-    /// The largest rate that can be set, per second.
-    pub const MAX: u64 = 1_000_000_000_000_000;
-
-    /// A limit without bursts.
-    pub const fn per_second(average: u64) -> Self {
-        Self {
-            average,
-            burst: 0,
-            burst_seconds: 0,
-        }
-    }
-
-    fn check(self, name: &'static str) -> Result<(), LimitError> {
-        let Self {
-            average,
-            burst,
-            burst_seconds,
-        } = self;
-        let burst_size = u128::from(burst) * u128::from(burst_seconds.max(1));
-        if average > Self::MAX || burst_size > u128::from(Self::MAX) {
-            return Err(LimitError::TooLarge {
-                name,
-                most: Self::MAX,
-            });
-        }
-        if burst > 0 && average == 0 {
-            return Err(LimitError::BurstWithoutAverage { name });
-        }
-        if burst > 0 && burst < average {
-            return Err(LimitError::BurstBelowAverage {
-                name,
-                burst,
-                average,
-            });
-        }
-        if burst_seconds > 1 && burst == 0 {
-            return Err(LimitError::LengthWithoutBurst { name });
-        }
-        Ok(())
-    }
-}
-
-/// The limits of a disk. A total and one for its direction cannot both be set, as in libvirt.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Limits {
-    /// Bytes of reads and writes together (`total_bytes_sec`).
-    pub bytes_total: Limit,
-    /// Bytes read (`read_bytes_sec`).
-    pub bytes_read: Limit,
-    /// Bytes written (`write_bytes_sec`).
-    pub bytes_write: Limit,
-    /// Reads and writes together (`total_iops_sec`).
-    pub requests_total: Limit,
-    /// Reads (`read_iops_sec`).
-    pub requests_read: Limit,
-    /// Writes (`write_iops_sec`).
-    pub requests_write: Limit,
-    /// A request of more bytes than this counts as several (`size_iops_sec`); zero: each counts as one.
-    pub request_size: ByteLen,
-}
-
-/// Why limits cannot be set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum LimitError {
-    #[error("{name}: rates and bursts (times their length) may be {most} at most")]
-    TooLarge { name: &'static str, most: u64 },
-    #[error("{name}: a burst needs an average")]
-    BurstWithoutAverage { name: &'static str },
-    #[error("{name}: the burst ({burst}/s) is below the average ({average}/s)")]
-    BurstBelowAverage {
-        name: &'static str,
-        burst: u64,
-        average: u64,
-    },
-    #[error("{name}: a burst's length needs a burst")]
-    LengthWithoutBurst { name: &'static str },
-    #[error("{name}: set either the total or reads and writes, not both")]
-    TotalAndPart { name: &'static str },
-}
-
-impl Limits {
-    /// No limits.
-    pub const NONE: Self = Self {
-        bytes_total: Limit::NONE,
-        bytes_read: Limit::NONE,
-        bytes_write: Limit::NONE,
-        requests_total: Limit::NONE,
-        requests_read: Limit::NONE,
-        requests_write: Limit::NONE,
-        request_size: ByteLen::ZERO,
-    };
-
-    /// Whether the limits make sense.
-    ///
-    /// # Errors
-    /// See [`LimitError`].
-    pub fn check(&self) -> Result<(), LimitError> {
-        self.bytes_total.check("total bytes")?;
-        self.bytes_read.check("read bytes")?;
-        self.bytes_write.check("write bytes")?;
-        self.requests_total.check("total requests")?;
-        self.requests_read.check("read requests")?;
-        self.requests_write.check("write requests")?;
-        let both = |total: Limit, read: Limit, write: Limit| {
-            total.average > 0 && (read.average > 0 || write.average > 0)
-        };
-        if both(self.bytes_total, self.bytes_read, self.bytes_write) {
-            return Err(LimitError::TotalAndPart { name: "bytes" });
-        }
-        if both(self.requests_total, self.requests_read, self.requests_write) {
-            return Err(LimitError::TotalAndPart { name: "requests" });
-        }
-        Ok(())
-    }
-
-    fn limits_anything(&self) -> bool {
-        let all = [
-            self.bytes_total,
-            self.bytes_read,
-            self.bytes_write,
-            self.requests_total,
-            self.requests_read,
-            self.requests_write,
-        ];
-        all.iter().any(|limit| limit.average > 0)
-    }
-
-    /// What a request of `bytes` counts as.
-    fn requests(&self, bytes: ByteLen) -> f64 {
-        if self.request_size.is_zero() || bytes <= self.request_size {
-            return 1.0;
-        }
-        bytes.get() as f64 / self.request_size.get() as f64
-    }
-}
 
 /// Which queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -274,33 +118,16 @@ impl Throttle {
 
     /// How many requests wait.
     pub fn waiting(&self) -> usize {
-        self.state
-            .borrow()
-            .queues
-            .iter()
-            .map(|queue| queue.waiting.len())
-            .sum()
+        self.state.borrow().queues.iter().map(|queue| queue.waiting.len()).sum()
     }
 
     fn now(&self) -> LoopTime {
-        self.on
-            .upgrade()
-            .map_or_else(LoopTime::default, |on| on.now())
+        self.on.upgrade().map_or_else(LoopTime::default, |on| on.now())
     }
 
     /// Lets a request through, now or when there is room.
-    fn pass<'a>(
-        &'a self,
-        direction: Direction,
-        bytes: ByteLen,
-        request: impl FnOnce() -> Io<'a> + 'a,
-    ) -> Io<'a> {
-        if !self.limited.get()
-            || self
-                .state
-                .borrow_mut()
-                .admit_first(direction, bytes, self.now())
-        {
+    fn pass<'a>(&'a self, direction: Direction, bytes: ByteLen, request: impl FnOnce() -> Io<'a> + 'a) -> Io<'a> {
+        if !self.limited.get() || self.state.borrow_mut().admit_first(direction, bytes, self.now()) {
             return request();
         }
         Io::task(async move {
@@ -350,10 +177,7 @@ impl State {
             return Err(Some(wait));
         }
         let other = direction.other();
-        if self.turn == other
-            && !self.queue(other).waiting.is_empty()
-            && self.wait(other, now).is_zero()
-        {
+        if self.turn == other && !self.queue(other).waiting.is_empty() && self.wait(other, now).is_zero() {
             // It leaves its queue now and wakes us.
             if let Some(first) = self.queue(other).waiting.front() {
                 first.waker.wake_by_ref();
@@ -417,10 +241,7 @@ impl Admission<'_> {
             number
         });
         // Numbers ascend.
-        if let Ok(index) = queue
-            .waiting
-            .binary_search_by_key(&number, |waiter| waiter.number)
-        {
+        if let Ok(index) = queue.waiting.binary_search_by_key(&number, |waiter| waiter.number) {
             let waiter = &mut queue.waiting[index];
             if !waiter.waker.will_wake(waker) {
                 waiter.waker = waker.clone();

@@ -12,61 +12,15 @@ use smallvec::SmallVec;
 use super::fault::{Effect, Fault, Faults};
 use super::latency::Latency;
 use super::medium::{ChangeNumber, FlushMark, Medium, Source};
+use super::options::{Options, Stop};
 use super::random::Random;
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{
-    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
-    check_request,
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
 };
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, LoopTime, WeakLoop};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
-
-/// What a simulated device is like.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Its name, for messages.
-    pub name: String,
-    /// Where all its choices come from.
-    pub seed: u64,
-    /// As in [`Geometry::block_size`]; a multiple of the medium's sector.
-    pub block_size: u32,
-    /// As in [`Geometry::memory_alignment`]. Like direct I/O, the device refuses memory that is not so aligned.
-    pub memory_alignment: u32,
-    /// As in [`Geometry::read_only`].
-    pub read_only: bool,
-    /// As in [`Geometry::fast_zeroes`].
-    pub fast_zeroes: bool,
-    /// How long requests take.
-    pub latency: Latency,
-    /// How many requests in a thousand fail with an I/O error, beside the faults that are set.
-    pub failures_per_mille: u32,
-}
-
-impl Default for Options {
-    /// Blocks of 512 bytes, varied latencies, no failures.
-    fn default() -> Self {
-        Self {
-            name: "simulated".to_owned(),
-            seed: 0,
-            block_size: 512,
-            memory_alignment: 1,
-            read_only: false,
-            fast_zeroes: true,
-            latency: Latency::VARIED,
-            failures_per_mille: 0,
-        }
-    }
-}
-
-/// How a device comes to its end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
-    /// The host loses power: of what was not flushed, each sector is kept or lost.
-    PowerLoss,
-    /// The process is killed: what was written stays, but is no more durable than it was.
-    Kill,
-}
 
 /// A device over a [`Medium`]. Requests take and fail as its options, its faults and its seed say.
 ///
@@ -257,10 +211,7 @@ impl SimulatedDevice {
         if plan.stuck {
             self.wait_for_release().await;
         }
-        let now = self
-            .on
-            .upgrade()
-            .map_or_else(LoopTime::default, |on| on.now());
+        let now = self.on.upgrade().map_or_else(LoopTime::default, |on| on.now());
         (now, now.after(plan.delay.unwrap_or_default()))
     }
 
@@ -311,13 +262,7 @@ impl SimulatedDevice {
     }
 
     /// Starts a change that has been checked.
-    fn change<'a>(
-        &'a self,
-        operation: Operation,
-        range: ByteRange,
-        source: Source,
-        fua: bool,
-    ) -> Io<'a> {
+    fn change<'a>(&'a self, operation: Operation, range: ByteRange, source: Source, fua: bool) -> Io<'a> {
         let plan = self.plan(operation, range);
         let number = {
             let mut state = self.state.borrow_mut();
@@ -390,9 +335,7 @@ impl SimulatedDevice {
         while at < range.end() && found.len() < limit.max(1) {
             let rest = ByteRange::between(at, range.end());
             // Borders inside a block belong to the data.
-            let data = medium
-                .next_data(rest)
-                .map(|data| data.widened(unit).intersection(rest));
+            let data = medium.next_data(rest).map(|data| data.widened(unit).intersection(rest));
             let (kind, part) = match data {
                 Some(data) if data.start == at => (ExtentKind::Data, data),
                 Some(data) => (ExtentKind::Hole, ByteRange::between(at, data.start)),
@@ -442,14 +385,8 @@ impl State {
 
     fn apply(&mut self, number: ChangeNumber, change: &Change, part: ByteRange, per_mille: u32) {
         let choose = |random: &mut Random| per_mille == 1000 || random.chance(per_mille);
-        self.medium.apply(
-            number,
-            change.range,
-            part,
-            &change.source,
-            &mut self.random,
-            choose,
-        );
+        self.medium
+            .apply(number, change.range, part, &change.source, &mut self.random, choose);
     }
 }
 
@@ -491,9 +428,7 @@ impl ChangeRequest<'_> {
         };
         if self.range.end().get() > state.medium.size().get() {
             // The disk has shrunk: the rest does not happen.
-            return Err(self
-                .device
-                .error(self.operation, self.range, Failure::OutOfRange));
+            return Err(self.device.error(self.operation, self.range, Failure::OutOfRange));
         }
         if !change.remaining.is_empty() {
             let part = change.remaining.remove(0);
@@ -572,12 +507,7 @@ impl BlockDevice for SimulatedDevice {
         if let Err(error) = self.checked_memory(Operation::Write, range, aligned) {
             return Io::ready(Err(error));
         }
-        self.change(
-            Operation::Write,
-            range,
-            Source::Data(buffer.to_vec().into()),
-            flags.fua,
-        )
+        self.change(Operation::Write, range, Source::Data(buffer.to_vec().into()), flags.fua)
     }
 
     fn flush(&self) -> Io<'_> {
@@ -613,11 +543,7 @@ impl BlockDevice for SimulatedDevice {
             return Io::ready(Err(error));
         }
         if flags.fast_only && !self.geometry.get().fast_zeroes {
-            return Io::ready(Err(self.error(
-                Operation::WriteZeroes,
-                range,
-                Failure::Unsupported,
-            )));
+            return Io::ready(Err(self.error(Operation::WriteZeroes, range, Failure::Unsupported)));
         }
         self.change(Operation::WriteZeroes, range, Source::Zeros, flags.fua)
     }

@@ -73,8 +73,7 @@ impl Fault {
     }
 
     fn meets(&self, operation: Operation, range: ByteRange) -> bool {
-        self.operation.is_none_or(|own| own == operation)
-            && self.range.is_none_or(|own| own.overlaps(range))
+        self.operation.is_none_or(|own| own == operation) && self.range.is_none_or(|own| own.overlaps(range))
     }
 }
 
@@ -94,11 +93,7 @@ impl Faults {
     /// What happens to a request; the oldest fault that it meets counts.
     pub(super) fn meet(&mut self, operation: Operation, range: ByteRange) -> Option<Effect> {
         let mut found = None;
-        for fault in self
-            .0
-            .iter_mut()
-            .filter(|fault| fault.meets(operation, range))
-        {
+        for fault in self.0.iter_mut().filter(|fault| fault.meets(operation, range)) {
             if fault.after > 0 {
                 fault.after -= 1;
             } else if found.is_none() {

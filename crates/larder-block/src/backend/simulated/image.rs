@@ -29,10 +29,7 @@ impl Image {
     pub fn write(&mut self, start: ByteOffset, bytes: &[u8]) {
         for (page, within, part) in parts(start, bytes.len()) {
             let from = &bytes[part];
-            let into = self
-                .pages
-                .entry(page)
-                .or_insert_with(|| Box::new([0; PAGE as usize]));
+            let into = self.pages.entry(page).or_insert_with(|| Box::new([0; PAGE as usize]));
             into[within..within + from.len()].copy_from_slice(from);
         }
     }
@@ -75,10 +72,7 @@ impl Image {
 }
 
 /// Cuts `len` bytes from `start` on at page borders: page, first byte in it, and which bytes of the whole.
-fn parts(
-    start: ByteOffset,
-    len: usize,
-) -> impl Iterator<Item = (u64, usize, std::ops::Range<usize>)> {
+fn parts(start: ByteOffset, len: usize) -> impl Iterator<Item = (u64, usize, std::ops::Range<usize>)> {
     let mut done = 0;
     std::iter::from_fn(move || {
         if done == len {
@@ -105,12 +99,7 @@ mod tests {
         assert_eq!(image.allocated(), ByteLen::kib(8));
         let mut seen = [1; 5100];
         image.read(ByteOffset::new(far.get() - 50), &mut seen);
-        assert!(
-            seen[..50]
-                .iter()
-                .chain(&seen[5050..])
-                .all(|byte| *byte == 0)
-        );
+        assert!(seen[..50].iter().chain(&seen[5050..]).all(|byte| *byte == 0));
         assert!(seen[50..5050].iter().all(|byte| *byte == 7));
         image.zero(ByteRange::new(0, 60 << 40));
         assert_eq!(image.allocated(), ByteLen::ZERO);

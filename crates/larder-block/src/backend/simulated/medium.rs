@@ -80,8 +80,7 @@ impl Medium {
     /// # Panics
     /// If `sector_size` is not a power of two.
     pub fn new(size: ByteLen, sector_size: u32) -> Self {
-        let size =
-            ByteOffset::new(size.get()).align_down(u64::from(sector_size)) - ByteOffset::ZERO;
+        let size = ByteOffset::new(size.get()).align_down(u64::from(sector_size)) - ByteOffset::ZERO;
         Self {
             size,
             sector_size,
@@ -121,9 +120,7 @@ impl Medium {
             let into = &mut buffer[into..into + wanted.len.as_usize()];
             match &newest.content {
                 Content::Zeros => into.fill(0),
-                Content::Bytes(bytes, at) => {
-                    into.copy_from_slice(&bytes[at + from..][..into.len()])
-                }
+                Content::Bytes(bytes, at) => into.copy_from_slice(&bytes[at + from..][..into.len()]),
             }
         }
     }
@@ -195,13 +192,7 @@ impl Medium {
     }
 
     /// What a change makes of a sector; `None` if it leaves it as it is.
-    fn content(
-        &self,
-        whole: ByteRange,
-        sector: SectorIndex,
-        source: &Source,
-        random: &mut Random,
-    ) -> Option<Content> {
+    fn content(&self, whole: ByteRange, sector: SectorIndex, source: &Source, random: &mut Random) -> Option<Content> {
         let place = self.range_of(sector);
         match source {
             Source::Zeros => Some(Content::Zeros),
@@ -226,9 +217,7 @@ impl Medium {
         let durable = &mut self.durable;
         let sector_size = u64::from(self.sector_size);
         self.volatile.retain(|sector, versions| {
-            let newest = versions
-                .iter()
-                .rposition(|version| mark.covers(version.change));
+            let newest = versions.iter().rposition(|version| mark.covers(version.change));
             settle(
                 durable,
                 ByteOffset::new(sector * sector_size),
@@ -242,26 +231,14 @@ impl Medium {
 
     /// Makes `change` durable, and what it overwrote.
     pub(super) fn force(&mut self, change: ChangeNumber, range: ByteRange) {
-        let sectors: Vec<SectorIndex> = self
-            .volatile
-            .range(self.sectors(range))
-            .map(|(s, _)| *s)
-            .collect();
+        let sectors: Vec<SectorIndex> = self.volatile.range(self.sectors(range)).map(|(s, _)| *s).collect();
         for sector in sectors {
             let place = self.range_of(sector);
             let Some(versions) = self.volatile.get_mut(&sector) else {
                 continue;
             };
-            let newest = versions
-                .iter()
-                .rposition(|version| version.change == change);
-            settle(
-                &mut self.durable,
-                place.start,
-                place.len.get(),
-                versions,
-                newest,
-            );
+            let newest = versions.iter().rposition(|version| version.change == change);
+            settle(&mut self.durable, place.start, place.len.get(), versions, newest);
             if versions.is_empty() {
                 self.volatile.remove(&sector);
             }
@@ -270,12 +247,7 @@ impl Medium {
 
     /// Loses power. Each sector becomes, durably, what it durably was or one of the versions since.
     pub(super) fn lose_power(&mut self, random: &mut Random) {
-        let fate = random.pick(&[
-            Fate::NothingSurvives,
-            Fate::AllSurvives,
-            Fate::Random,
-            Fate::Random,
-        ]);
+        let fate = random.pick(&[Fate::NothingSurvives, Fate::AllSurvives, Fate::Random, Fate::Random]);
         let sector_size = u64::from(self.sector_size);
         for (sector, mut versions) in std::mem::take(&mut self.volatile) {
             let survivor = match fate {
@@ -284,13 +256,7 @@ impl Medium {
                 Fate::Random => (random.below(versions.len() as u64 + 1) as usize).checked_sub(1),
             };
             let start = ByteOffset::new(sector * sector_size);
-            settle(
-                &mut self.durable,
-                start,
-                sector_size,
-                &mut versions,
-                survivor,
-            );
+            settle(&mut self.durable, start, sector_size, &mut versions, survivor);
         }
     }
 
@@ -334,14 +300,8 @@ fn settle(
     newest: Option<usize>,
 ) {
     let Some(newest) = newest else { return };
-    match versions
-        .drain(..=newest)
-        .next_back()
-        .map(|version| version.content)
-    {
-        Some(Content::Bytes(bytes, at)) => {
-            durable.write(start, &bytes[at..][..sector_size as usize])
-        }
+    match versions.drain(..=newest).next_back().map(|version| version.content) {
+        Some(Content::Bytes(bytes, at)) => durable.write(start, &bytes[at..][..sector_size as usize]),
         Some(Content::Zeros) => durable.zero(start.range(ByteLen::new(sector_size))),
         None => {}
     }

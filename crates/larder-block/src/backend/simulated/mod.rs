@@ -2,7 +2,7 @@
 //!
 //! - [`SimulatedDevice`] keeps what is durable and what is not apart, fails, delays and reorders requests, and can be
 //!   stopped at any moment. What it leaves is a [`Medium`], over which the next device is opened. Everything that it
-//!   does follows from its seed. It is as weak as the contract allows: a stack that works over it does not rely on more.
+//!   does follows from its seed. It is as weak as the contract allows: a stack that works over it relies on no more.
 //! - [`SlowDevice`] makes any device take the time that a [`ServiceModel`] says, on the real or the virtual clock.
 
 mod device;
@@ -11,14 +11,16 @@ mod image;
 mod latency;
 mod medium;
 mod model;
+mod options;
 mod random;
 mod slow;
 
-pub use device::{Options, SimulatedDevice, Stop};
+pub use device::SimulatedDevice;
 pub use fault::{Effect, Fault};
 pub use image::Image;
 pub use latency::Latency;
 pub use medium::Medium;
 pub use model::{Kind, Service, ServiceModel};
+pub use options::{Options, Stop};
 pub use random::Random;
 pub use slow::SlowDevice;

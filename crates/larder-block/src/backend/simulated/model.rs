@@ -164,13 +164,7 @@ impl Schedule {
     }
 
     /// When a request that arrives at `now` is done, `bytes` of it being transferred.
-    pub(super) fn admit(
-        &mut self,
-        kind: Kind,
-        range: ByteRange,
-        bytes: ByteLen,
-        now: LoopTime,
-    ) -> LoopTime {
+    pub(super) fn admit(&mut self, kind: Kind, range: ByteRange, bytes: ByteLen, now: LoopTime) -> LoopTime {
         let service = match kind {
             Kind::Read => self.model.read,
             Kind::Write => self.model.write,
@@ -183,9 +177,7 @@ impl Schedule {
         }
         self.last_end = range.end();
         if kind == Kind::Read {
-            latency += latency * self.model.interference_percent * self.writing(now)
-                / 100
-                / self.channels.len() as u32;
+            latency += latency * self.model.interference_percent * self.writing(now) / 100 / self.channels.len() as u32;
         }
         let begin = self.take_channel(kind, busy, now);
         let link = &mut self.link_free[usize::from(kind == Kind::Write)];

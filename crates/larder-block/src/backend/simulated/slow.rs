@@ -6,9 +6,7 @@ use std::rc::Rc;
 
 use super::model::{Kind, Schedule, ServiceModel};
 use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{
-    BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
-};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags};
 use crate::error::IoResult;
 use crate::event_loop::{Loop, LoopTime, WeakLoop};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
@@ -32,9 +30,7 @@ impl SlowDevice {
     }
 
     fn now(&self) -> LoopTime {
-        self.on
-            .upgrade()
-            .map_or_else(LoopTime::default, |on| on.now())
+        self.on.upgrade().map_or_else(LoopTime::default, |on| on.now())
     }
 
     fn admit(&self, kind: Kind, range: ByteRange, bytes: ByteLen) -> LoopTime {
@@ -74,23 +70,17 @@ impl BlockDevice for SlowDevice {
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let bytes = buffer.byte_len();
         let request = self.lower.read(start, buffer);
-        self.slowed(request, || {
-            self.admit(Kind::Read, start.range(bytes), bytes)
-        })
+        self.slowed(request, || self.admit(Kind::Read, start.range(bytes), bytes))
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         let bytes = buffer.byte_len();
         let request = self.lower.write(start, buffer, flags);
-        self.slowed(request, || {
-            self.admit(Kind::Write, start.range(bytes), bytes)
-        })
+        self.slowed(request, || self.admit(Kind::Write, start.range(bytes), bytes))
     }
 
     fn flush(&self) -> Io<'_> {
-        self.slowed(self.lower.flush(), || {
-            self.schedule.borrow().admit_flush(self.now())
-        })
+        self.slowed(self.lower.flush(), || self.schedule.borrow().admit_flush(self.now()))
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {

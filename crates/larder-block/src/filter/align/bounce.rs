@@ -62,11 +62,7 @@ impl BouncePool {
 
     fn give_back(&self, buffer: AlignedBuf) {
         let mut state = self.state.borrow_mut();
-        match state
-            .waiting
-            .iter_mut()
-            .find(|waiter| waiter.handed.is_none())
-        {
+        match state.waiting.iter_mut().find(|waiter| waiter.handed.is_none()) {
             Some(waiter) => {
                 waiter.handed = Some(buffer);
                 waiter.waker.wake_by_ref();
@@ -102,11 +98,7 @@ impl Place<'_> {
             state.next_number += 1;
             return Poll::Pending;
         };
-        let Some(index) = state
-            .waiting
-            .iter()
-            .position(|waiter| waiter.number == number)
-        else {
+        let Some(index) = state.waiting.iter().position(|waiter| waiter.number == number) else {
             return Poll::Pending;
         };
         let waiter = &mut state.waiting[index];
@@ -125,10 +117,7 @@ impl Drop for Place<'_> {
         let Some(number) = self.number else { return };
         let handed = {
             let mut state = self.pool.state.borrow_mut();
-            let index = state
-                .waiting
-                .iter()
-                .position(|waiter| waiter.number == number);
+            let index = state.waiting.iter().position(|waiter| waiter.number == number);
             index
                 .and_then(|index| state.waiting.remove(index))
                 .and_then(|waiter| waiter.handed)
