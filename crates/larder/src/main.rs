@@ -31,10 +31,21 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("larder: {error:#}");
+            eprintln!("larder: {}", message(&error));
             ExitCode::from(EXIT_ERROR)
         }
     }
+}
+
+/// The error and its causes, those left out that the text names already.
+fn message(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 /// A process with a dead thread would go on half alive: with it gone, its successor takes up what was in flight.
