@@ -2,12 +2,12 @@
 
 use std::rc::Rc;
 
-use larder_bench::simulate::stack::{Disk, Opened, STACKS, Stack, find};
+use larder_bench::simulate::stack::{Disk, Opened, Outcome, STACKS, Stack, find};
 use larder_bench::simulate::{Summary, simulate};
 use larder_block::backend::simulated::{Random, SimulatedDevice};
 use larder_block::{
-    BlockDevice, BoxFuture, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf, SizeChanges,
-    WriteBuf, WriteFlags, ZeroFlags,
+    AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf,
+    SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
 };
 
 /// Seeds for each stack; `larder-bench simulate` runs more.
@@ -141,12 +141,7 @@ impl Stack for Lie {
         vec![Disk::small(random)]
     }
 
-    fn open<'a>(
-        &'a self,
-        _: &'a Loop,
-        disks: &'a [Rc<SimulatedDevice>],
-        _: Random,
-    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+    fn open<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>], _: Random) -> BoxFuture<'a, Outcome<Opened>> {
         let lower = Rc::clone(&disks[0]);
         let device = Rc::new(Liar { lower, lie: *self });
         Box::pin(async { Ok(Opened::plain(device)) })
@@ -170,5 +165,119 @@ fn a_layer_that_breaks_a_promise_is_found() {
             .collect();
         let hits = found.iter().filter(|broken| broken.contains(expected)).count();
         assert!(hits >= 5, "{lie:?} is found {hits} times: {found:?}");
+    }
+}
+
+/// Where the data of [`Headed`] begins: behind a header that is written when the disk is formatted.
+const HEADER: u64 = 4096;
+
+/// A format of the simplest kind: a header, and data behind it.
+struct Headed;
+
+struct HeadedDevice {
+    lower: Rc<SimulatedDevice>,
+    changes: SizeChanges,
+}
+
+impl Stack for Headed {
+    fn name(&self) -> &'static str {
+        "headed"
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        vec![Disk::small(random)]
+    }
+
+    fn format<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
+        Box::pin(async {
+            let mut header = AlignedBuf::zeroed(HEADER as usize);
+            header.fill(0x4c);
+            disks[0]
+                .write(ByteOffset::ZERO, WriteBuf::new(&header), WriteFlags::FUA)
+                .await?;
+            Ok(())
+        })
+    }
+
+    fn open<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>], _: Random) -> BoxFuture<'a, Outcome<Opened>> {
+        Box::pin(async {
+            let lower = Rc::clone(&disks[0]);
+            let mut header = AlignedBuf::zeroed(HEADER as usize);
+            lower.read(ByteOffset::ZERO, ReadBuf::new(&mut header)).await?;
+            if header.iter().any(|byte| *byte != 0x4c) {
+                return Err("the header is damaged".into());
+            }
+            let changes = SizeChanges::default();
+            Ok(Opened::plain(Rc::new(HeadedDevice { lower, changes })))
+        })
+    }
+
+    fn is_resizable(&self) -> bool {
+        false
+    }
+}
+
+impl HeadedDevice {
+    fn shifted(range: ByteRange) -> ByteRange {
+        // What does not fit lies outside anyway.
+        ByteRange::new(range.start.get().saturating_add(HEADER), range.len.get())
+    }
+}
+
+impl BlockDevice for HeadedDevice {
+    fn name(&self) -> &Rc<str> {
+        self.lower.name()
+    }
+
+    fn geometry(&self) -> Geometry {
+        let lower = self.lower.geometry();
+        let size = lower.size - ByteLen::new(HEADER);
+        Geometry { size, ..lower }
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        self.lower
+            .read(Self::shifted(start.range(buffer.byte_len())).start, buffer)
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        self.lower
+            .write(Self::shifted(start.range(buffer.byte_len())).start, buffer, flags)
+    }
+
+    fn flush(&self) -> Io<'_> {
+        self.lower.flush()
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        self.lower.discard(Self::shifted(range))
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        self.lower.write_zeroes(Self::shifted(range), flags)
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        let extents = self.lower.extents(Self::shifted(range), limit);
+        Box::pin(async {
+            let mut extents = extents.await?;
+            for extent in &mut extents {
+                extent.range = ByteRange::new(extent.range.start.get() - HEADER, extent.range.len.get());
+            }
+            Ok(extents)
+        })
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        &self.changes
+    }
+}
+
+#[test]
+fn a_stack_is_formatted_once_and_opened_after_stops_at_any_moment() {
+    for seed in 0..SEEDS {
+        if let Err(finding) = simulate(&Headed, seed) {
+            panic!("{finding}");
+        }
     }
 }

@@ -91,7 +91,7 @@ impl<'a> Run<'a> {
         let disks = self.open_disks(&on, media);
         if life == 1 {
             let formatted = on.block_on(self.stack.format(&on, &disks));
-            formatted.map_err(|error| format!("cannot be formatted: {error:#}"))?;
+            formatted.map_err(|error| format!("cannot be formatted: {error}"))?;
         }
         let left = match self.open(&on, life, &disks)? {
             Some(opened) => on.block_on(self.work(&on, life, opened, &disks))?,
@@ -135,7 +135,7 @@ impl<'a> Run<'a> {
         };
         let Some(opened) = opened
             .transpose()
-            .map_err(|error| format!("cannot be opened: {error:#}"))?
+            .map_err(|error| format!("cannot be opened: {error}"))?
         else {
             self.log_at(on.now(), Event::OpenCutShort { life });
             return Ok(None);
@@ -240,7 +240,7 @@ impl<'a> Run<'a> {
         let opening = self.stack.open(&on, &disks, self.random.fork());
         let opened = on
             .block_on(opening)
-            .map_err(|error| format!("cannot be opened: {error:#}"))?;
+            .map_err(|error| format!("cannot be opened: {error}"))?;
         self.log_at(on.now(), Event::Opened { life });
         for _ in 0..2 {
             on.block_on(self.verify(&on, &opened))?;

@@ -58,6 +58,9 @@ impl Disk {
     }
 }
 
+/// What comes of formatting or opening a stack. Not `anyhow`'s, because a device's errors stay on its thread.
+pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
 /// Something that may be changed while the stack runs, such as limits.
 pub type Poke = Rc<dyn Fn(&mut Random)>;
 
@@ -86,7 +89,7 @@ pub trait Stack: Sync {
     fn disks(&self, random: &mut Random) -> Vec<Disk>;
 
     /// Makes new disks ready, once, without faults and stops.
-    fn format<'a>(&'a self, _: &'a Loop, _: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, anyhow::Result<()>> {
+    fn format<'a>(&'a self, _: &'a Loop, _: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 
@@ -97,7 +100,7 @@ pub trait Stack: Sync {
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
         random: Random,
-    ) -> BoxFuture<'a, anyhow::Result<Opened>>;
+    ) -> BoxFuture<'a, Outcome<Opened>>;
 
     /// Whether its size follows that of its first disk.
     fn is_resizable(&self) -> bool {
@@ -166,12 +169,7 @@ impl Stack for Plain {
         }
     }
 
-    fn open<'a>(
-        &'a self,
-        _: &'a Loop,
-        disks: &'a [Rc<SimulatedDevice>],
-        _: Random,
-    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+    fn open<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>], _: Random) -> BoxFuture<'a, Outcome<Opened>> {
         let device: Rc<dyn BlockDevice> = Rc::clone(&disks[0]) as _;
         Box::pin(async { Ok(Opened::plain(device)) })
     }
@@ -197,7 +195,7 @@ impl Stack for Aligned {
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
         mut random: Random,
-    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+    ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             let options = AlignOptions {
                 block_size: 512,
@@ -230,12 +228,12 @@ impl Stack for Throttled {
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
         mut random: Random,
-    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+    ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move { throttled(on, Rc::clone(&disks[0]) as _, &mut random) })
     }
 }
 
-fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut Random) -> anyhow::Result<Opened> {
+fn throttled(on: &Loop, lower: Rc<dyn BlockDevice>, random: &mut Random) -> Outcome<Opened> {
     let throttle = Rc::new(Throttle::new(on, lower, limits(random))?);
     let poked = Rc::clone(&throttle);
     let poke: Poke = Rc::new(move |random| {
@@ -294,7 +292,7 @@ impl Stack for Slow {
         on: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
         mut random: Random,
-    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+    ) -> BoxFuture<'a, Outcome<Opened>> {
         let (_, model) = random.pick(&ServiceModel::PRESETS);
         let device = SlowDevice::new(on, Rc::clone(&disks[0]) as _, model);
         Box::pin(async { Ok(Opened::plain(Rc::new(device))) })
@@ -318,7 +316,7 @@ impl Stack for Memory {
         _: &'a Loop,
         disks: &'a [Rc<SimulatedDevice>],
         mut random: Random,
-    ) -> BoxFuture<'a, anyhow::Result<Opened>> {
+    ) -> BoxFuture<'a, Outcome<Opened>> {
         let size = disks[0].geometry().size;
         let device = Rc::new(MemoryDevice::new(size, random.pick(&[512, 4096])));
         Box::pin(async { Ok(Opened::plain(device)) })
