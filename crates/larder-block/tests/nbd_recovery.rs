@@ -392,23 +392,28 @@ fn only_an_export_that_can_do_as_much_takes_the_place_of_the_old_one() {
     on_loop(async |on| {
         let place = Place::new();
         let disk = Disk::new(2 * MIB);
+        let whole = Offer {
+            structured: true,
+            ..Offer::of(MIB)
+        };
         let offers = [
-            Offer {
-                structured: true,
-                ..Offer::of(MIB)
-            },
-            Offer::of(MIB / 2),
+            whole,
+            Offer { size: MIB / 2, ..whole },
             Offer {
                 flags: nbd_support::fake::FLAGS | 2,
-                ..Offer::of(MIB)
+                ..whole
             },
             Offer {
                 flags: 1 | 1 << 2,
-                ..Offer::of(MIB)
+                ..whole
             },
             Offer {
-                blocks: Some([4096, 4096, 1 << 20]),
-                ..Offer::of(MIB)
+                blocks: Some([4096, 4096, 32 << 20]),
+                ..whole
+            },
+            Offer {
+                blocks: Some([512, 4096, 1 << 20]),
+                ..whole
             },
             // No block status any more.
             Offer::of(MIB),

@@ -1,6 +1,7 @@
 //! What the tests of NBD share: other people's servers and clients as helper processes.
 #![allow(dead_code, unreachable_pub, reason = "each test uses its part")]
 
+pub mod certificates;
 pub mod fake;
 
 use std::io::Read;
