@@ -1,3 +1,4 @@
 //! The experiments: the seed tables, measured and plotted, and the simulator.
 
+pub mod campaign;
 pub mod simulate;

@@ -1,0 +1,201 @@
+//! A guest of the test bed under QEMU, with a vhost-user-blk disk, that runs one script.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use tempfile::TempDir;
+
+use super::process::Process;
+
+/// Booting under emulation on a busy machine takes its time.
+pub const LIMIT: Duration = Duration::from_secs(300);
+
+/// What the guest's machine is like.
+#[derive(Clone, Debug)]
+pub struct GuestOptions {
+    /// Processors.
+    pub processors: u32,
+    /// Memory in KiB. QEMU before 9.0 loses writes of emulated guests in migrations unless this is an odd size.
+    pub memory_kib: u64,
+    /// Further properties of the disk: `num-queues=4,packed=on`.
+    pub disk: String,
+    /// Further words of QEMU's command line.
+    pub qemu: Vec<String>,
+}
+
+impl Default for GuestOptions {
+    fn default() -> Self {
+        Self {
+            processors: 2,
+            memory_kib: 512 << 10,
+            disk: "num-queues=2".to_owned(),
+            qemu: Vec::new(),
+        }
+    }
+}
+
+/// A running guest.
+pub struct Guest {
+    /// QEMU; its lines are the serial console's.
+    pub process: Process,
+    monitor: PathBuf,
+    _folder: TempDir,
+}
+
+/// The project's root folder.
+pub fn project() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
+impl Guest {
+    /// Boots a guest that runs `script`.
+    ///
+    /// # Errors
+    /// The test bed is not set up, or QEMU cannot be started.
+    pub fn start(script: &str, socket: &Path, options: &GuestOptions) -> anyhow::Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let bed = project().join("target/testbed");
+        for file in ["vmlinuz", "guest.cpio.gz"] {
+            if !bed.join(file).exists() {
+                bail!("{} is missing: run testbed/setup.sh", bed.join(file).display());
+            }
+        }
+        let (source, initrd) = (folder.path().join("test.sh"), folder.path().join("initrd"));
+        fs::write(&source, script)?;
+        let made = Command::new(project().join("testbed/with-script.sh"))
+            .arg(bed.join("guest.cpio.gz"))
+            .args([&source, &initrd])
+            .status()?;
+        if !made.success() {
+            bail!("testbed/with-script.sh failed");
+        }
+        let accelerator = Command::new(project().join("testbed/accel.sh")).output()?;
+        let accelerator = String::from_utf8(accelerator.stdout)?;
+        let accelerator = match accelerator.trim() {
+            "kvm" => "kvm",
+            _ => "tcg,thread=multi",
+        };
+        let monitor = folder.path().join("qmp");
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-accel", accelerator, "-smp", &options.processors.to_string()])
+            .arg("-m")
+            .arg(format!("{}k,slots=4,maxmem=4G", options.memory_kib))
+            .arg("-object")
+            .arg(format!(
+                "memory-backend-memfd,id=m,size={}k,share=on",
+                options.memory_kib
+            ))
+            .args([
+                "-machine",
+                "q35,memory-backend=m",
+                "-nodefaults",
+                "-display",
+                "none",
+                "-no-reboot",
+            ])
+            .args(["-serial", "stdio", "-kernel"])
+            .arg(bed.join("vmlinuz"))
+            .arg("-initrd")
+            .arg(&initrd)
+            .args(["-append", "console=ttyS0 quiet panic=-1"])
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", monitor.display()))
+            .arg("-chardev")
+            .arg(format!("socket,id=c,path={},reconnect=1", socket.display()))
+            .arg("-device")
+            .arg(format!("vhost-user-blk-pci,chardev=c,{}", options.disk))
+            .args(&options.qemu);
+        Ok(Self {
+            process: Process::start(command)?,
+            monitor,
+            _folder: folder,
+        })
+    }
+
+    /// Waits until the script has ended well, and gives what the console showed.
+    ///
+    /// # Errors
+    /// It failed, or the guest did not get that far; with the console.
+    pub fn finish(&self) -> anyhow::Result<String> {
+        let end = self.process.wait_for("LARDER-GUEST-EXIT", LIMIT)?;
+        if end.trim() != "LARDER-GUEST-EXIT 0" {
+            bail!("the guest's script failed:\n{}", self.process.output());
+        }
+        Ok(self.process.output())
+    }
+
+    /// A connection to QEMU's monitor.
+    ///
+    /// # Errors
+    /// QEMU has ended.
+    pub fn monitor(&self) -> anyhow::Result<Monitor> {
+        Monitor::connect(&self.monitor)
+    }
+}
+
+/// QEMU's machine protocol, as far as a test needs it.
+pub struct Monitor {
+    stream: UnixStream,
+    reader: BufReader<UnixStream>,
+}
+
+impl Monitor {
+    fn connect(path: &Path) -> anyhow::Result<Self> {
+        let stream = UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))?;
+        stream.set_read_timeout(Some(LIMIT))?;
+        let mut this = Self {
+            reader: BufReader::new(stream.try_clone()?),
+            stream,
+        };
+        this.line()?;
+        this.run("qmp_capabilities", "{}")?;
+        Ok(this)
+    }
+
+    fn line(&mut self) -> anyhow::Result<String> {
+        let mut line = String::new();
+        if self.reader.read_line(&mut line)? == 0 {
+            bail!("QEMU closed its monitor");
+        }
+        Ok(line)
+    }
+
+    /// Runs a command with its arguments in JSON, and gives the line of its answer.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn run(&mut self, command: &str, arguments: &str) -> anyhow::Result<String> {
+        writeln!(
+            self.stream,
+            "{{\"execute\": \"{command}\", \"arguments\": {arguments}}}"
+        )?;
+        loop {
+            let line = self.line()?;
+            if line.starts_with("{\"return\"") {
+                return Ok(line);
+            }
+            if line.starts_with("{\"error\"") {
+                bail!("QEMU refuses {command}: {line}");
+            }
+        }
+    }
+
+    /// Waits for an event.
+    ///
+    /// # Errors
+    /// QEMU ends first.
+    pub fn wait_for_event(&mut self, name: &str) -> anyhow::Result<String> {
+        loop {
+            let line = self.line()?;
+            if line.contains("\"event\"") && line.contains(name) {
+                return Ok(line);
+            }
+        }
+    }
+}

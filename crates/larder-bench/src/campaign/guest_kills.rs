@@ -1,0 +1,91 @@
+//! The server is killed at random moments under a guest that writes, flushes and verifies; the guest must notice nothing
+//! but a pause.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+
+use super::Random;
+use super::guest::{Guest, GuestOptions, LIMIT};
+use super::pauses::Pauses;
+use super::server::Server;
+
+/// What the guest runs, round after round, until a line comes on its console. Two jobs, so that two queues are busy.
+const SCRIPT: &str = r#"
+(read -r line </dev/console; touch /stop) &
+round=0
+while [ ! -e /stop ]; do
+  round=$((round + 1))
+  fio --minimal --direct=1 --ioengine=libaio --iodepth=16 --rw=randwrite --bsrange=4k-64k --size=16m --fsync=16 \
+    --verify=crc32c --verify_fatal=1 --randseed=$round --filename=/dev/vda --group_reporting \
+    --name=a --offset=0 --name=b --offset=16m >/fio || { cat /fio; dmesg | tail; exit 1; }
+  echo "ROUND $round clat-max-us $(cut -d';' -f56 /fio)"
+done
+if dmesg | grep -iE 'i/o error|blk_update|hung task|timeout'; then exit 1; fi
+"#;
+
+/// What came of it.
+#[derive(Debug)]
+pub struct Report {
+    /// Servers killed while the guest was at work.
+    pub kills: u32,
+    /// Rounds that the guest wrote and verified.
+    pub rounds: usize,
+    /// From each kill until QEMU was connected to the next server. QEMU tries once a second.
+    pub reconnects: Pauses,
+    /// Servers that found requests in flight.
+    pub resubmissions: u32,
+}
+
+/// Kills the server `count` times.
+///
+/// # Errors
+/// The guest saw an error, wrong data, or hung.
+pub fn run(
+    binary: &Path,
+    image: &Path,
+    folder: &Path,
+    disk: &str,
+    count: u32,
+    random: &mut Random,
+) -> anyhow::Result<Report> {
+    std::fs::File::create(image)?.set_len(64 << 20)?;
+    let socket = folder.join("socket");
+    let mut server = Server::start(binary, image, &socket, &[])?;
+    let options = GuestOptions {
+        disk: disk.to_owned(),
+        ..GuestOptions::default()
+    };
+    let mut guest = Guest::start(SCRIPT, &socket, &options)?;
+    guest.process.wait_for("ROUND 1", LIMIT)?;
+    let (mut reconnects, mut resubmissions) = (Pauses::default(), 0);
+    for kill in 0..count {
+        // Anywhere in the guest's rounds: writing, flushing, verifying.
+        std::thread::sleep(Duration::from_micros(random.below(700_000)));
+        if !guest.process.output().contains("ROUND") {
+            bail!("the guest ended: {}", guest.process.output());
+        }
+        let killed = std::time::Instant::now();
+        server.process.kill();
+        server = Server::start(binary, image, &socket, &[])?;
+        server.process.wait_for("front-end connected", LIMIT).with_context(|| {
+            let console = guest.process.output();
+            format!("after kill {kill}; the console: {console}")
+        })?;
+        reconnects.push(killed.elapsed());
+        if server.process.output().contains("in flight") {
+            resubmissions += 1;
+        }
+    }
+    guest.process.say("stop")?;
+    let console = guest.finish()?;
+    let rounds = console.matches("ROUND").count();
+    server.stop()?;
+    Ok(Report {
+        kills: count,
+        rounds,
+        reconnects,
+        resubmissions,
+    })
+}

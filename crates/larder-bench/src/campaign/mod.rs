@@ -1,0 +1,118 @@
+//! Kill campaigns: the real program, killed over and over under load, with a real client that would notice.
+
+// One front-end for the tests of the export and for this.
+#[path = "../../../larder-export/tests/front_end/mod.rs"]
+#[allow(missing_docs)]
+pub mod front_end;
+
+pub mod flush_kills;
+pub mod guest;
+pub mod guest_kills;
+pub mod pauses;
+pub mod process;
+pub mod server;
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+
+/// Kill a server over and over under load
+#[derive(Args)]
+pub struct Arguments {
+    /// How many times
+    #[arg(long, default_value_t = 100)]
+    count: u32,
+    /// Whose requests it is killed under
+    #[arg(long, value_enum, default_value_t = Load::Guest)]
+    load: Load,
+    /// Folder of the image: its file system decides how it is read and written
+    #[arg(long, default_value = ".")]
+    folder: PathBuf,
+    /// Packed virtqueues
+    #[arg(long)]
+    packed: bool,
+    /// The larder to kill; by default the one beside this program
+    #[arg(long)]
+    larder: Option<PathBuf>,
+    /// Where the random moments come from
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Load {
+    /// A guest that writes, flushes and verifies
+    Guest,
+    /// A client that knows what must be in the image after each kill
+    Flush,
+}
+
+/// A sequence of numbers that only looks random.
+pub struct Random(u64);
+
+impl Random {
+    /// The sequence of a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    /// The next number below `limit`.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        // xorshift64
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+/// Runs a campaign and prints what came of it.
+///
+/// # Errors
+/// The client noticed, or something is missing.
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let larder = match &arguments.larder {
+        Some(path) => path.clone(),
+        None => std::env::current_exe()?.with_file_name("larder"),
+    };
+    anyhow::ensure!(
+        larder.exists(),
+        "{} is missing: cargo build --release -p larder",
+        larder.display()
+    );
+    let images = tempfile::tempdir_in(&arguments.folder).context("a folder for the image")?;
+    let sockets = tempfile::tempdir()?;
+    let image = images.path().join("disk.raw");
+    let mut random = Random::new(arguments.seed);
+    match arguments.load {
+        Load::Guest => {
+            let disk = if arguments.packed {
+                "num-queues=2,packed=on"
+            } else {
+                "num-queues=2"
+            };
+            let report = guest_kills::run(&larder, &image, sockets.path(), disk, arguments.count, &mut random)?;
+            println!(
+                "{} kills; the guest wrote and verified {} rounds without an error",
+                report.kills, report.rounds
+            );
+            println!("{} servers found requests in flight", report.resubmissions);
+            println!("until QEMU was connected again, {}", report.reconnects);
+        }
+        Load::Flush => {
+            let options = front_end::Options {
+                queues: 2,
+                packed: arguments.packed,
+                ..front_end::Options::default()
+            };
+            let report = flush_kills::run(&larder, &image, sockets.path(), options, arguments.count, &mut random)?;
+            println!(
+                "{} kills under {} writes and {} flushes, {} requests interrupted: nothing acknowledged was lost",
+                report.kills, report.writes, report.flushes, report.interrupted
+            );
+            println!("from the kill to the next answer, {}", report.pauses);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,179 @@
+//! A child process whose output is kept line by line, and that is killed when its handle goes.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+/// A child process.
+pub struct Process {
+    name: String,
+    child: Child,
+    input: Option<ChildStdin>,
+    output: Arc<Output>,
+}
+
+#[derive(Default)]
+struct Output {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    lines: Vec<String>,
+    /// Streams that have not ended.
+    open: u32,
+}
+
+impl Output {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn collect(self: &Arc<Self>, stream: impl Read + Send + 'static) {
+        self.lock().open += 1;
+        let this = Arc::clone(self);
+        std::thread::spawn(move || {
+            let mut reader = BufReader::new(stream);
+            let mut line = Vec::new();
+            while reader.read_until(b'\n', &mut line).is_ok_and(|count| count > 0) {
+                let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+                this.lock().lines.push(text);
+                this.changed.notify_all();
+                line.clear();
+            }
+            this.lock().open -= 1;
+            this.changed.notify_all();
+        });
+    }
+}
+
+impl Process {
+    /// Starts `command`; both its outputs are kept.
+    ///
+    /// # Errors
+    /// The program is missing, or cannot be started.
+    pub fn start(mut command: Command) -> anyhow::Result<Self> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("starting {name}; testbed/setup.sh installs what the tests need"))?;
+        let output = Arc::new(Output::default());
+        if let Some(stream) = child.stdout.take() {
+            output.collect(stream);
+        }
+        if let Some(stream) = child.stderr.take() {
+            output.collect(stream);
+        }
+        Ok(Self {
+            name,
+            input: child.stdin.take(),
+            child,
+            output,
+        })
+    }
+
+    /// Its process number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it has said so far.
+    pub fn output(&self) -> String {
+        self.output.lock().lines.join("\n")
+    }
+
+    /// How many lines it has said so far.
+    pub fn lines(&self) -> usize {
+        self.output.lock().lines.len()
+    }
+
+    /// Writes a line to its input.
+    ///
+    /// # Errors
+    /// It does not read any more.
+    pub fn say(&mut self, line: &str) -> anyhow::Result<()> {
+        let input = self.input.as_mut().context("its input is closed")?;
+        writeln!(input, "{line}")?;
+        Ok(input.flush()?)
+    }
+
+    /// Waits for a line with `text` in it.
+    ///
+    /// # Errors
+    /// It ends without saying so, or takes longer than `limit`; with all that it said.
+    pub fn wait_for(&self, text: &str, limit: Duration) -> anyhow::Result<String> {
+        self.wait_for_after(0, text, limit)
+    }
+
+    /// Waits for a line with `text` in it behind the first `skip` lines.
+    ///
+    /// # Errors
+    /// As in [`Process::wait_for`].
+    pub fn wait_for_after(&self, skip: usize, text: &str, limit: Duration) -> anyhow::Result<String> {
+        let give_up = Instant::now() + limit;
+        let mut state = self.output.lock();
+        loop {
+            if let Some(line) = state.lines.iter().skip(skip).find(|line| line.contains(text)) {
+                return Ok(line.clone());
+            }
+            let left = give_up.saturating_duration_since(Instant::now());
+            if state.open == 0 || left.is_zero() {
+                let why = if state.open == 0 { "ended" } else { "took too long" };
+                bail!(
+                    "{} {why} without saying '{text}':\n{}",
+                    self.name,
+                    state.lines.join("\n")
+                );
+            }
+            let waited = self.output.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: i32) {
+        // SAFETY: a plain system call; our child has not been waited for, so its number is not another one's.
+        unsafe { libc::kill(self.child.id() as i32, signal) };
+    }
+
+    /// Waits until it has ended, and all it said has been read.
+    ///
+    /// # Errors
+    /// It takes longer than `limit`.
+    pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
+        let give_up = Instant::now() + limit;
+        let mut state = self.output.lock();
+        while state.open > 0 {
+            let left = give_up.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                bail!("{} does not end:\n{}", self.name, state.lines.join("\n"));
+            }
+            let waited = self.output.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(state);
+        // Both its outputs have ended: it is ending too.
+        Ok(self.child.wait()?)
+    }
+
+    /// Kills it, and waits until it is gone.
+    pub fn kill(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

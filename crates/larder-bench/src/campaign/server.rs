@@ -1,0 +1,48 @@
+//! `larder disk serve` as a process.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::process::Process;
+
+/// A server that listens.
+pub struct Server {
+    /// The process.
+    pub process: Process,
+    /// Where it listens.
+    pub socket: PathBuf,
+}
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+impl Server {
+    /// Starts it and waits until it listens.
+    ///
+    /// # Errors
+    /// It ends instead; with what it said.
+    pub fn start(binary: &Path, image: &Path, socket: &Path, options: &[&str]) -> anyhow::Result<Self> {
+        let mut command = Command::new(binary);
+        command
+            .args(["disk", "serve"])
+            .arg(image)
+            .arg("--socket")
+            .arg(socket)
+            .args(options);
+        let process = Process::start(command)?;
+        process.wait_for("serving", LIMIT)?;
+        Ok(Self {
+            process,
+            socket: socket.to_owned(),
+        })
+    }
+
+    /// Asks it to end, waits for that, and gives its exit code.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn stop(mut self) -> anyhow::Result<Option<i32>> {
+        self.process.signal(libc::SIGTERM);
+        Ok(self.process.wait(LIMIT)?.code())
+    }
+}
