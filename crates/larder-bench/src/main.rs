@@ -17,13 +17,32 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Every experiment that `docs/benchmarks.md` has a table of
+    All,
     Kill(campaign::Arguments),
     Simulate(simulate::Arguments),
     VhostUser(vhost_user::Arguments),
 }
 
+/// What `all` runs, as one would type it.
+const ALL: [&[&str]; 3] = [
+    &["larder-bench", "vhost-user"],
+    &["larder-bench", "vhost-user", "--event-client"],
+    &["larder-bench", "vhost-user", "--blocks", "131072,1048576", "--depths", "1,8"],
+];
+
 fn main() -> anyhow::Result<ExitCode> {
     let passed = match Cli::parse().command {
+        Command::All => {
+            for words in ALL {
+                println!("{}", words.join(" "));
+                if let Command::VhostUser(arguments) = Cli::parse_from(words).command {
+                    vhost_user::run(&arguments)?;
+                }
+                println!();
+            }
+            true
+        }
         Command::Kill(arguments) => {
             campaign::run(&arguments)?;
             true

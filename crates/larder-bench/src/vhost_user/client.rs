@@ -16,8 +16,6 @@ pub(super) struct Workload {
     /// Requests in flight.
     pub(super) depth: usize,
     pub(super) duration: Duration,
-    /// The client spins for completions instead of sleeping on an event.
-    pub(super) polling: bool,
 }
 
 /// What came of it.
@@ -38,7 +36,7 @@ pub(super) struct Client {
     // Fields are dropped in this order: the queue before what it refers to.
     queue: Blkioq,
     memory: *mut u8,
-    device: Blkio,
+    _device: Blkio,
     capacity: u64,
 }
 
@@ -68,7 +66,7 @@ impl Client {
         Ok(Self {
             queue,
             memory,
-            device,
+            _device: device,
             capacity,
         })
     }
@@ -106,7 +104,7 @@ impl Client {
             let count = self
                 .queue
                 .do_io(&mut done, 1, None, None)
-                .map_err(|error| anyhow::anyhow!("I/O: {}", error.message()))?;
+                .map_err(blkio_error)?;
             for completion in &done[..count] {
                 // SAFETY: `do_io` has filled the first `count`.
                 let (slot, ret) = unsafe {
@@ -134,9 +132,21 @@ impl Client {
         })
     }
 
-    /// The disk's size in bytes.
-    pub(super) fn capacity(&self) -> u64 {
-        let _ = &self.device;
-        self.capacity
+    /// Writes every byte of the disk once.
+    pub(super) fn fill(&mut self) -> anyhow::Result<()> {
+        let mut done = [MaybeUninit::uninit()];
+        for offset in (0..self.capacity).step_by(FILL_BYTES) {
+            let len = FILL_BYTES.min((self.capacity - offset) as usize);
+            self.queue.write(offset, self.memory, len, 0, ReqFlags::empty());
+            self.queue.do_io(&mut done, 1, None, None).map_err(blkio_error)?;
+        }
+        Ok(())
     }
+}
+
+/// Bytes of a request that fills the disk.
+const FILL_BYTES: usize = 8 << 20;
+
+fn blkio_error(error: blkio::Error) -> anyhow::Error {
+    anyhow::anyhow!("{}", error.message())
 }

@@ -6,10 +6,10 @@
 mod client;
 mod server;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
 
 use client::{Client, Workload};
@@ -18,11 +18,12 @@ use server::Server;
 /// Compare vhost-user-blk servers on one image
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// The raw image; its content is overwritten
+    /// The raw image, whose content is overwritten; by default 1 GiB on tmpfs, that is in the page cache
     #[arg(long)]
-    image: PathBuf,
-    /// A server as NAME=COMMAND, where {image} and {socket} stand for the paths; repeat for each
-    #[arg(long = "server", required = true, value_name = "NAME=COMMAND")]
+    image: Option<PathBuf>,
+    /// A server as NAME=COMMAND, where {image} and {socket} stand for the paths; repeat for each. By default Larder and
+    /// QEMU 10's storage daemon
+    #[arg(long = "server", value_name = "NAME=COMMAND")]
     servers: Vec<String>,
     /// Bytes of a request
     #[arg(long, value_delimiter = ',', default_value = "4096")]
@@ -51,9 +52,50 @@ struct Series {
     cpu_us: Vec<f64>,
 }
 
+/// Size of the image that is made if none is given, in bytes.
+const IMAGE_BYTES: u64 = 1 << 30;
+
+/// Larder as it was built beside this program, and QEMU's storage daemon with its I/O thread and adaptive polling.
+fn default_servers() -> anyhow::Result<Vec<String>> {
+    let larder = std::env::current_exe()?.with_file_name("larder");
+    if !larder.exists() {
+        bail!("{} is missing: cargo build --release --workspace", larder.display());
+    }
+    let enter = Path::new("testbed/debian13.sh");
+    if !enter.exists() {
+        bail!("{} is missing: run this in the project's directory, or name the servers with --server", enter.display());
+    }
+    Ok(vec![
+        format!("larder={} disk serve {{image}} --socket {{socket}}", larder.display()),
+        format!(
+            "qemu-storage-daemon={} qemu-storage-daemon --object iothread,id=io,poll-max-ns=32768 \
+             --blockdev driver=file,filename={{image}},node-name=disk,aio=threads \
+             --export vhost-user-blk,id=export,node-name=disk,addr.type=unix,addr.path={{socket}},iothread=io,writable=on",
+            enter.display()
+        ),
+    ])
+}
+
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let servers: Vec<(&str, &str)> = arguments
-        .servers
+    let commands = if arguments.servers.is_empty() {
+        default_servers()?
+    } else {
+        arguments.servers.clone()
+    };
+    let made = match &arguments.image {
+        Some(_) => None,
+        None => {
+            let file = tempfile::Builder::new().prefix("larder-bench-").tempfile_in("/dev/shm")?;
+            file.as_file().set_len(IMAGE_BYTES)?;
+            Some(file)
+        }
+    };
+    let image = match (&arguments.image, &made) {
+        (Some(path), _) => path.as_path(),
+        (None, Some(file)) => file.path(),
+        (None, None) => bail!("no image"),
+    };
+    let servers: Vec<(&str, &str)> = commands
         .iter()
         .map(|text| text.split_once('=').with_context(|| format!("'{text}' is not NAME=COMMAND")))
         .collect::<anyhow::Result<_>>()?;
@@ -63,10 +105,10 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let mut series = vec![vec![Series::default(); workloads.len()]; servers.len()];
     for _ in 0..arguments.rounds {
         for ((_, command), series) in servers.iter().zip(&mut series) {
-            let server = Server::start(command, &arguments.image, &socket)?;
+            let server = Server::start(command, image, &socket)?;
             let mut client = Client::connect(&socket, !arguments.event_client)?;
-            // Every page of the image in the page cache, and written at least once.
-            fill(&mut client)?;
+            // Every page of the image is in the page cache, and no hole is measured.
+            client.fill()?;
             for (workload, series) in workloads.iter().zip(series) {
                 let before = server.cpu_time()?;
                 let outcome = client.run(workload)?;
@@ -93,25 +135,11 @@ fn workloads(arguments: &Arguments) -> Vec<Workload> {
                     block: *block,
                     depth: *depth,
                     duration: Duration::from_secs_f64(arguments.seconds),
-                    polling: !arguments.event_client,
                 });
             }
         }
     }
     workloads
-}
-
-fn fill(client: &mut Client) -> anyhow::Result<()> {
-    let workload = Workload {
-        write: true,
-        block: 1 << 20,
-        depth: 4,
-        duration: Duration::from_millis(200),
-        polling: true,
-    };
-    debug_assert!(client.capacity() >= 1 << 20);
-    client.run(&workload)?;
-    Ok(())
 }
 
 fn median(values: &[f64]) -> f64 {
