@@ -46,10 +46,11 @@ pub(super) fn start_qemu(plan: &Plan) -> io::Result<Child> {
     command.spawn()
 }
 
-/// The process gets `signal` when the thread that starts it ends.
+/// The process gets `signal` when the thread that starts it ends. It starts with no signal blocked, unlike us.
 fn end_with_parent(command: &mut Command, signal: libc::c_int) {
     let parent = std::process::id();
-    // SAFETY: prctl and getppid are allowed between fork and exec, and touch no memory of the parent.
+    // SAFETY: prctl, getppid and sigprocmask are allowed between fork and exec, and touch no memory of the parent. A
+    // zeroed set is a valid place for sigemptyset, which makes it a valid set.
     unsafe {
         command.pre_exec(move || {
             if libc::prctl(libc::PR_SET_PDEATHSIG, signal) != 0 {
@@ -59,7 +60,12 @@ fn end_with_parent(command: &mut Command, signal: libc::c_int) {
             if u32::try_from(libc::getppid()).ok() != Some(parent) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
-            Ok(())
+            let mut none = std::mem::zeroed();
+            libc::sigemptyset(&raw mut none);
+            match libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut()) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
         })
     };
 }

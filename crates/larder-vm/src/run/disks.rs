@@ -228,7 +228,7 @@ impl Disks<'_> {
         if new.get("num-queues").is_none() && self.context.machine.processors > u64::from(QUEUES_MAX) {
             new.push("num-queues", QUEUES_MAX.to_string());
         }
-        let discard = if disk.discard {
+        let discard = if disk.discard || disk.read_only {
             ""
         } else {
             "; the guest is offered no discard, as without discard=unmap"

@@ -24,7 +24,7 @@ pub(super) enum Received {
     },
 }
 
-/// Signals, from now on only to be had here. Children start with none blocked, as the standard library sees to.
+/// Signals, from now on only to be had here.
 pub(super) struct Signals(OwnedFd);
 
 impl Signals {

@@ -1,0 +1,313 @@
+//! A real guest under `larder run`: the test bed's kernel and initramfs, with a script of the test's own.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// Longer than a guest needs on a loaded machine without KVM.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A process's number.
+pub(crate) type Pid = i32;
+
+/// Where a run's files are: a folder of its own, with a guest's name that no other test has.
+pub(crate) struct Place {
+    pub(crate) folder: tempfile::TempDir,
+    name: String,
+}
+
+impl Place {
+    pub(crate) fn new(name: &str) -> Self {
+        // On a disk, not on tmpfs, and short enough for sockets.
+        let folder = tempfile::Builder::new()
+            .prefix("run-")
+            .tempdir_in(env!("CARGO_TARGET_TMPDIR"));
+        let folder = folder.expect("a folder in the target directory");
+        fs::create_dir(folder.path().join("runtime")).expect("a folder");
+        let name = format!("{name}_{}", std::process::id());
+        Self { folder, name }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// An image of zeros.
+    pub(crate) fn image(&self, name: &str, mib: u64) -> PathBuf {
+        let path = self.path(name);
+        let file = fs::File::create(&path).expect("creates the image");
+        file.set_len(mib << 20).expect("makes it that large");
+        path
+    }
+
+    /// `larder run OPTIONS -- QEMU`, QEMU being given a name for its guest.
+    pub(crate) fn larder_run(&self, options: &[&str], qemu: &Path) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_larder"));
+        command
+            .arg("run")
+            .args(options)
+            .arg("--")
+            .arg(qemu)
+            .args(["-name", &self.name]);
+        command
+            .env("XDG_RUNTIME_DIR", self.path("runtime"))
+            .env_remove("LARDER_LOG");
+        command
+    }
+
+    /// The files that a run has, or has left.
+    pub(crate) fn leftovers(&self) -> Vec<PathBuf> {
+        let runtime = entries(&self.path("runtime"));
+        let ram = entries(Path::new("/dev/shm")).into_iter().filter(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            name.starts_with(&format!("larder-{}-", self.name))
+        });
+        runtime.into_iter().chain(ram).collect()
+    }
+
+    /// A program that is QEMU 10, from the test bed's Debian 13.
+    pub(crate) fn qemu_10(&self) -> PathBuf {
+        let path = self.path("qemu-system-x86_64");
+        let script = testbed("debian13.sh");
+        let text = format!("#!/bin/sh\nexec {} qemu-system-x86_64 \"$@\"\n", script.display());
+        fs::write(&path, text).expect("writes a script");
+        fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("makes it a program");
+        path
+    }
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).expect("lists the folder");
+    entries.map(|entry| entry.expect("is readable").path()).collect()
+}
+
+/// The project's folder.
+fn project() -> PathBuf {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    path.canonicalize().expect("the project is there")
+}
+
+fn testbed(name: &str) -> PathBuf {
+    project().join("testbed").join(name)
+}
+
+/// Something that `make setup` builds.
+fn built(name: &str) -> PathBuf {
+    let path = project().join("target/testbed").join(name);
+    assert!(path.exists(), "{} is missing: run make setup", path.display());
+    path
+}
+
+/// What a script of the test bed prints, or does.
+fn call(script: &str, arguments: &[&Path]) -> String {
+    let output = Command::new(testbed(script))
+        .args(arguments)
+        .output()
+        .expect("runs the script");
+    assert!(
+        output.status.success(),
+        "{script}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+/// QEMU as the host has it.
+pub(crate) fn qemu() -> &'static Path {
+    Path::new("qemu-system-x86_64")
+}
+
+/// A guest that is running.
+pub(crate) struct Guest {
+    larder: Child,
+    stdin: Option<ChildStdin>,
+    lines: Receiver<String>,
+    seen: Vec<String>,
+    deadline: Instant,
+}
+
+impl Guest {
+    /// Boots a guest that runs `script`, with `drives` besides what every guest needs.
+    pub(crate) fn boot(place: &Place, qemu: &Path, options: &[&str], drives: &[&str], script: &str) -> Self {
+        let script_file = place.path("script.sh");
+        fs::write(&script_file, script).expect("writes the script");
+        let initrd = place.path("initrd");
+        call("with-script.sh", &[&built("guest.cpio.gz"), &script_file, &initrd]);
+        let accel = call("accel.sh", &[]);
+        let mut command = place.larder_run(options, qemu);
+        command
+            .args([
+                "-accel",
+                &accel,
+                "-m",
+                "512",
+                "-smp",
+                "2",
+                "-nodefaults",
+                "-display",
+                "none",
+            ])
+            .args([
+                "-serial",
+                "stdio",
+                "-no-reboot",
+                "-append",
+                "console=ttyS0 quiet panic=-1",
+            ])
+            .arg("-kernel")
+            .arg(built("vmlinuz"))
+            .arg("-initrd")
+            .arg(&initrd)
+            .args(drives);
+        if accel == "kvm" {
+            command.args(["-cpu", "host"]);
+        }
+        Self::start(command)
+    }
+
+    fn start(mut command: Command) -> Self {
+        let mut larder = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("starts larder");
+        let (sender, lines) = channel();
+        let output = larder.stdout.take().expect("is piped");
+        let errors = larder.stderr.take().expect("is piped");
+        let both: [Box<dyn std::io::Read + Send>; 2] = [Box::new(output), Box::new(errors)];
+        for stream in both {
+            let sender = sender.clone();
+            std::thread::spawn(move || {
+                for line in BufReader::new(stream).split(b'\n').map_while(Result::ok) {
+                    // The test may have ended.
+                    let _ = sender.send(String::from_utf8_lossy(&line).trim_end().to_owned());
+                }
+            });
+        }
+        Self {
+            stdin: larder.stdin.take(),
+            larder,
+            lines,
+            seen: Vec::new(),
+            deadline: Instant::now() + PATIENCE,
+        }
+    }
+
+    /// The first line from now on that begins so: of the guest's console, or of larder's messages.
+    pub(crate) fn line(&mut self, start: &str) -> String {
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => {
+                    self.seen.push(line.clone());
+                    if line.starts_with(start) {
+                        return line;
+                    }
+                }
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    panic!("no line '{start}' came; there were:\n{}", self.seen.join("\n"));
+                }
+            }
+        }
+    }
+
+    /// Types a line at the guest's console.
+    pub(crate) fn type_line(&mut self, text: &str) {
+        let stdin = self.stdin.as_mut().expect("is piped");
+        writeln!(stdin, "{text}").expect("QEMU reads");
+    }
+
+    /// The number of larder's own process.
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::try_from(self.larder.id()).expect("a process number")
+    }
+
+    /// Its children whose command line holds `word`.
+    pub(crate) fn children(&self, word: &str) -> Vec<Pid> {
+        let pid = self.pid();
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("larder lives");
+        let children = children.split_whitespace().filter_map(|text| text.parse().ok());
+        children.filter(|pid| command_line(*pid).contains(word)).collect()
+    }
+
+    /// Its child whose command line holds `word`, as soon as there is one and `wanted` is true of it.
+    pub(crate) fn child_when(&self, word: &str, wanted: impl Fn(Pid) -> bool) -> Pid {
+        loop {
+            if let Some(pid) = self.children(word).into_iter().find(|pid| wanted(*pid)) {
+                return pid;
+            }
+            self.pause(&format!("no child '{word}' became what was waited for"));
+        }
+    }
+
+    /// Waits until none of the processes exists.
+    pub(crate) fn wait_until_gone(&self, pids: &[Pid]) {
+        while pids.iter().any(|pid| is_alive(*pid)) {
+            self.pause("a process did not end");
+        }
+    }
+
+    fn pause(&self, problem: &str) {
+        assert!(
+            Instant::now() < self.deadline,
+            "{problem}; the lines so far:\n{}",
+            self.seen.join("\n")
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+
+    /// Waits for larder's end: its exit code, or 1000 and the signal that ended it; and all lines that were not asked for.
+    pub(crate) fn end(mut self) -> (i32, String) {
+        drop(self.stdin.take());
+        let status = loop {
+            if let Some(status) = self.larder.try_wait().expect("can be waited for") {
+                break status;
+            }
+            self.pause("larder did not end");
+        };
+        self.seen.extend(self.lines.iter());
+        let code = status.code().or_else(|| status.signal().map(|signal| 1000 + signal));
+        (
+            code.expect("it ended by either"),
+            std::mem::take(&mut self.seen).join("\n"),
+        )
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // After a failed assertion; its children follow it.
+        let _ = self.larder.kill();
+        let _ = self.larder.wait();
+    }
+}
+
+fn command_line(pid: Pid) -> String {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).replace('\0', " ")
+}
+
+/// Whether the process exists, other than as a zombie.
+pub(crate) fn is_alive(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ")
+        .is_some_and(|(_, behind)| !behind.starts_with(['Z', 'X']))
+}
+
+/// How many bytes the process has written to disks.
+pub(crate) fn bytes_written(pid: Pid) -> u64 {
+    let counters = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
+    let value = counters.lines().find_map(|line| line.strip_prefix("write_bytes: "));
+    value.and_then(|value| value.parse().ok()).unwrap_or_default()
+}
+
+/// Sends a signal.
+pub(crate) fn signal(pid: Pid, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(pid).expect("a process number");
+    rustix::process::kill_process(pid, signal).expect("the process exists");
+}

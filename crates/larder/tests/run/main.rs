@@ -1,0 +1,214 @@
+//! `larder run` with real guests.
+
+mod guest;
+
+use std::fs;
+use std::process::Output;
+
+use rustix::process::Signal;
+
+use guest::{Guest, Place, bytes_written, is_alive, qemu, signal};
+
+/// Runs until told otherwise, having said that it runs.
+const IDLE: &str = "echo READY\nsleep 1000\n";
+
+fn drive(image: &std::path::Path, more: &str) -> String {
+    format!("file={},if=virtio,format=raw{more}", image.display())
+}
+
+#[test]
+fn the_guest_sees_its_disks_and_what_it_writes_is_in_the_image() {
+    let place = Place::new("sees");
+    let (first, second) = (place.image("first.raw", 64), place.image("second.raw", 8));
+    let script = "
+        for disk in vda vdb; do
+          echo \"$disk $(cat /sys/block/$disk/size) $(cat /sys/block/$disk/ro) $(cat /sys/block/$disk/serial)\"
+        done
+        dd if=/dev/urandom of=/tmp/data bs=64k count=16 2>/dev/null
+        dd if=/tmp/data of=/dev/vda bs=64k seek=3 conv=fsync 2>/dev/null && echo \"WRITTEN $(sha256sum </tmp/data)\"
+        dd if=/dev/zero of=/dev/vdb bs=4k count=1 oflag=direct 2>/dev/null && echo WROTE TO A READ-ONLY DISK
+        exit 7";
+    let extra = format!("{},serial=SECOND-1,readonly=on", second.display());
+    let drive = drive(&first, ",cache=none");
+    let mut guest = Guest::boot(&place, qemu(), &["--disk", &extra], &["-drive", &drive], script);
+
+    guest.line(&format!(
+        "larder: disk {}: served over vhost-user-blk as vda (was -drive",
+        first.display()
+    ));
+    guest.line(&format!(
+        "larder: disk {}: served over vhost-user-blk as vdb (added",
+        second.display()
+    ));
+    assert_eq!(guest.line("vda "), "vda 131072 0");
+    assert_eq!(guest.line("vdb "), "vdb 16384 1 SECOND-1");
+    let written = guest.line("WRITTEN ");
+    assert_eq!(guest.line("LARDER-GUEST-EXIT"), "LARDER-GUEST-EXIT 7");
+    let (code, output) = guest.end();
+    assert_eq!(code, 0, "QEMU's own, after the guest powered off:\n{output}");
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+
+    let image = fs::read(&first).expect("reads the image");
+    fs::write(place.path("data"), &image[3 << 16..19 << 16]).expect("writes");
+    let sum = std::process::Command::new("sha256sum")
+        .stdin(fs::File::open(place.path("data")).expect("opens"))
+        .output();
+    let sum = String::from_utf8(sum.expect("sha256sum is there").stdout).expect("is text");
+    assert_eq!(written, format!("WRITTEN {}", sum.trim_end()));
+}
+
+#[test]
+fn a_guest_that_writes_and_verifies_does_not_notice_that_its_server_is_killed() {
+    let place = Place::new("killed");
+    kill_servers_under(&place, qemu(), 4);
+}
+
+#[test]
+fn qemu_10_reconnects_too() {
+    let place = Place::new("ten");
+    let qemu = place.qemu_10();
+    kill_servers_under(&place, &qemu, 2);
+}
+
+/// Kills the server of a guest's disk that many times, each time in the midst of writing.
+fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize) {
+    let image = place.image("disk.raw", 64);
+    let script = "
+        (read line; touch /tmp/enough) </dev/console &
+        echo READY
+        while [ ! -e /tmp/enough ]; do
+          fio --name=verify --filename=/dev/vda --rw=randwrite --bs=16k --size=16m --ioengine=libaio --iodepth=16 \
+            --direct=1 --verify=crc32c --verify_fatal=1 --minimal >/tmp/fio 2>&1 || { cat /tmp/fio; exit 1; }
+          echo VERIFIED
+        done
+        dmesg | grep -i 'I/O error' && exit 2
+        exit 0";
+    let mut guest = Guest::boot(place, qemu, &[], &["-drive", &drive(&image, "")], script);
+    guest.line("READY");
+    for _ in 0..kills {
+        let server = guest.child_when("disk serve", |pid| bytes_written(pid) > 4 << 20);
+        signal(server, Signal::KILL);
+        guest.wait_until_gone(&[server]);
+    }
+    // The last one has to do its work, too.
+    guest.child_when("disk serve", |pid| bytes_written(pid) > 4 << 20);
+    guest.line("VERIFIED");
+    guest.type_line("enough");
+    assert_eq!(guest.line("LARDER-GUEST-EXIT"), "LARDER-GUEST-EXIT 0");
+    let (code, output) = guest.end();
+    assert_eq!(code, 0, "{output}");
+    assert_eq!(output.matches("died (signal: 9 (SIGKILL))").count(), kills, "{output}");
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn sigterm_ends_all_of_it() {
+    let place = Place::new("term");
+    let image = place.image("disk.raw", 8);
+    let mut guest = Guest::boot(&place, qemu(), &[], &["-drive", &drive(&image, "")], IDLE);
+    guest.line("READY");
+    let children = guest.children("");
+    assert_eq!(children.len(), 2, "QEMU and a server");
+    assert_eq!(place.leftovers().len(), 2, "the folder of the sockets, and the RAM");
+    signal(guest.pid(), Signal::TERM);
+    let (code, output) = guest.end();
+    assert_eq!(code, 0, "QEMU's own:\n{output}");
+    assert!(!children.into_iter().any(is_alive));
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn when_larder_itself_is_killed_its_children_end_and_the_next_run_tidies_up() {
+    let place = Place::new("gone");
+    let image = place.image("disk.raw", 8);
+    let mut guest = Guest::boot(&place, qemu(), &[], &["-drive", &drive(&image, "")], IDLE);
+    guest.line("READY");
+    let children = guest.children("");
+    assert_eq!(children.len(), 2, "QEMU and a server");
+    signal(guest.pid(), Signal::KILL);
+    guest.wait_until_gone(&children);
+    assert_eq!(guest.end().0, 1009);
+    assert_eq!(place.leftovers().len(), 2, "it had no chance to remove them");
+
+    let next = place
+        .larder_run(&[], qemu())
+        .args(["-device", "no-such-device"])
+        .output()
+        .expect("runs");
+    assert_eq!(next.status.code(), Some(1), "{next:?}");
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn qemus_exit_code_is_passed_on() {
+    let place = Place::new("code");
+    let image = place.image("disk.raw", 8);
+    let output = place
+        .larder_run(&[], qemu())
+        .args(["-drive", &drive(&image, ""), "-display", "none", "-no-such-option"])
+        .output()
+        .expect("runs");
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+
+    let mut guest = Guest::boot(&place, qemu(), &[], &["-drive", &drive(&image, "")], IDLE);
+    guest.line("READY");
+    signal(guest.child_when("-kernel", |_| true), Signal::KILL);
+    let (code, output) = guest.end();
+    assert_eq!(code, 128 + 9, "{output}");
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn what_cannot_run_is_refused_before_anything_starts() {
+    let place = Place::new("refused");
+    let image = place.image("disk.raw", 8);
+    let missing = drive(&place.path("missing.raw"), "");
+    let private = format!("memory-backend-file,id=r,size=128M,mem-path={}", image.display());
+    for (options, arguments, message) in [
+        (&[][..], &["-drive", &missing][..], "cannot open"),
+        (&[], &["-daemonize"], "-daemonize: larder run stays in the foreground"),
+        (&[], &["-m", "1000T"], "does not fit in /dev/shm"),
+        (&[], &["-m", "much"], "cannot tell the size of the guest's RAM"),
+        (
+            &[],
+            &["-object", &private, "-M", "memory-backend=r"],
+            "which is no folder",
+        ),
+        (&["--disk", "/a,sreial=x"], &[], "did you mean 'serial'?"),
+    ] {
+        let output = place
+            .larder_run(options, qemu())
+            .args(arguments)
+            .output()
+            .expect("runs");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(message), "{said}");
+        assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+    }
+    let output = place.larder_run(&[], "true".as_ref()).output().expect("runs");
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("comes the QEMU program"),
+        "{output:?}"
+    );
+}
+
+#[test]
+fn a_dry_run_prints_a_command_that_a_shell_understands_and_starts_nothing() {
+    let place = Place::new("dry");
+    let Output { status, stdout, stderr } = place
+        .larder_run(&["--dry-run"], qemu())
+        .args(["-append", "a 'b'", "-drive", "file=/no/such,if=virtio,format=raw"])
+        .output()
+        .expect("runs");
+    assert_eq!(status.code(), Some(0), "{}", String::from_utf8_lossy(&stderr));
+    let line = String::from_utf8(stdout).expect("is text");
+    assert!(line.starts_with("qemu-system-x86_64 -name dry_"), "{line}");
+    assert!(
+        line.contains(r"-append 'a '\''b'\''' -chardev socket,id=larder-chr-0,"),
+        "{line}"
+    );
+    assert!(String::from_utf8_lossy(&stderr).contains("larder: disk /no/such: served"));
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
