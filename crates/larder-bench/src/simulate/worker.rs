@@ -183,14 +183,7 @@ impl Worker {
 
     fn choose_misuse(&mut self) -> Step {
         let geometry = self.life.opened.device.geometry();
-        let (range, failure) = match self.random.below(3) {
-            0 => (
-                ByteRange::new(geometry.size.get(), SECTOR.max(geometry.block_size.into())),
-                Failure::OutOfRange,
-            ),
-            1 => (ByteRange::new(!4095, 4096), Failure::OutOfRange),
-            _ => (ByteRange::new(1, geometry.block_size.into()), Failure::Misaligned),
-        };
+        let block = u64::from(geometry.block_size);
         let kinds = [
             Operation::Read,
             Operation::Write,
@@ -198,6 +191,14 @@ impl Worker {
             Operation::WriteZeroes,
         ];
         let kind = self.random.pick(&kinds);
+        // A change right behind the end would happen if the disk grew while it waits.
+        let far = self.life.expectations.resizable && kind != Operation::Read;
+        let (range, failure) = match self.random.below(3) {
+            0 if !far => (ByteRange::new(geometry.size.get(), block), Failure::OutOfRange),
+            0 => (ByteRange::new(1 << 40, block), Failure::OutOfRange),
+            1 => (ByteRange::new(!4095, 4096), Failure::OutOfRange),
+            _ => (ByteRange::new(1, block), Failure::Misaligned),
+        };
         Step::Misuse(self.request(kind, range), failure)
     }
 
