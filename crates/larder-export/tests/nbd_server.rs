@@ -12,7 +12,7 @@ use larder_block::backend::memory::MemoryDevice;
 use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT};
 use larder_block::{BlockDevice, ByteLen, Loop};
 use larder_export::nbd::{NbdServer, NbdServerOptions};
-use nbd_support::{Place, output, pattern, program, run};
+use nbd_support::{Place, output, pattern, program, program_of_debian13};
 
 const MIB: u64 = 1 << 20;
 
@@ -41,8 +41,11 @@ fn serve(on: &Loop, device: Rc<dyn BlockDevice>, options: NbdServerOptions) -> (
 }
 
 /// Runs a program beside the loop; what it printed.
-async fn run_beside(on: &Loop, mut command: Command) -> String {
-    on.run_blocking(move || run(&mut command)).await.expect("a thread")
+async fn run_beside(on: &Loop, command: Command) -> String {
+    let named = format!("{command:?}");
+    let (success, printed) = try_beside(on, command).await;
+    assert!(success, "{named} failed: {printed}");
+    printed
 }
 
 /// Runs a program beside the loop; whether it succeeded, and all that it printed.
@@ -261,5 +264,70 @@ fn fio_verifies_what_many_of_its_requests_wrote() {
         let seen = server.statistics();
         assert_eq!(seen.requests_failed, 0);
         assert!(seen.bytes_written.get() > 32 * MIB, "{seen:?}");
+    });
+}
+
+#[test]
+fn qemu_uses_extended_headers_where_it_knows_them() {
+    const GIB: u64 = 1 << 30;
+    on_loop(async |on| {
+        let (device, image) = file_disk(on, 6 * GIB).await;
+        image
+            .as_file()
+            .write_all_at(&pattern(MIB as usize, 1), 5 * GIB)
+            .expect("room");
+        let (server, place) = serve(on, device, NbdServerOptions::default());
+        let uri = place.uri("").to_string();
+        let mut command = program_of_debian13("qemu-io");
+        command.args(["-f", "raw", "-d", "unmap", "-t", "none"]);
+        for step in [
+            "write -P 0x11 0 3M",
+            "write -P 0x22 5000M 40M",
+            "discard 1M 1M",
+            "write -z -u 5001M 1M",
+            "read -P 0x11 0 1M",
+            "read -P 0 1M 1M",
+            "read -P 0x11 2M 1M",
+            "read -P 0x22 5000M 1M",
+            "read -P 0 5001M 1M",
+            "read -P 0x22 5002M 38M",
+            "flush",
+        ] {
+            command.args(["-c", step]);
+        }
+        command.arg(&uri);
+        let told = run_beside(on, command).await;
+        assert!(
+            !told.contains("verification failed") && !told.contains("failed:"),
+            "{told}"
+        );
+        let mut map = program_of_debian13("qemu-img");
+        map.args(["map", "--output=json", "-f", "raw", &uri]);
+        let map = run_beside(on, map).await;
+        for part in [
+            r#""start": 0, "length": 1048576, "depth": 0, "present": true, "zero": false"#,
+            r#""start": 3145728, "length": 5239734272, "depth": 0, "present": true, "zero": true"#,
+            r#""start": 5242880000, "length": 1048576, "depth": 0, "present": true, "zero": false"#,
+        ] {
+            assert!(map.contains(part), "no {part} in {map}");
+        }
+        let before = server.statistics();
+        let mut zero = program_of_debian13("qemu-io");
+        zero.args([
+            "-f",
+            "raw",
+            "-d",
+            "unmap",
+            "-c",
+            "write -n -z -u 0 5G",
+            "-c",
+            "read -P 0 0 64M",
+            &uri,
+        ]);
+        let told = run_beside(on, zero).await;
+        assert!(!told.contains("failed"), "{told}");
+        let seen = server.statistics();
+        assert_eq!(seen.connections_extended, seen.connections_accepted);
+        assert_eq!(seen.requests_failed, 0, "{before:?} {seen:?}");
     });
 }

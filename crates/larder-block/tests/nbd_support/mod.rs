@@ -41,6 +41,16 @@ pub fn program(program: &str) -> Command {
     Command::new(program)
 }
 
+/// A program of the Debian 13 chroot, whose QEMU knows extended headers.
+pub fn program_of_debian13(program: &str) -> Command {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let stamp = root.join("target/testbed/debian13.stamp");
+    assert!(stamp.exists(), "the Debian 13 chroot is needed: run testbed/setup.sh");
+    let mut command = Command::new(root.join("testbed/debian13.sh"));
+    command.arg(program);
+    command
+}
+
 /// Runs a program to its end; what it printed.
 pub fn run(command: &mut Command) -> String {
     let output = output(command);
@@ -143,11 +153,16 @@ impl Place {
 
     /// Starts `program ARGUMENTS` with the socket.
     pub fn serve(&self, program_name: &str, arguments: &[&str]) -> Helper {
-        program(program_name);
+        self.serve_by(program(program_name).args(arguments))
+    }
+
+    /// Starts `server` with the socket.
+    pub fn serve_by(&self, server: &Command) -> Helper {
         let mut command = Command::new("sh");
         command
-            .args(["-c", r#"LISTEN_PID=$$ LISTEN_FDS=1 exec "$@""#, "sh", program_name])
-            .args(arguments);
+            .args(["-c", r#"LISTEN_PID=$$ LISTEN_FDS=1 exec "$@""#, "sh"])
+            .arg(server.get_program())
+            .args(server.get_args());
         pass_descriptor(&mut command, self.listener.as_raw_fd());
         Helper::start(&mut command)
     }

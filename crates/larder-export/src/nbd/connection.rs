@@ -76,6 +76,7 @@ async fn shake_hands(shared: &Rc<Shared>, stream: &Rc<Stream>, input: &mut Input
 
 async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, input: Input) {
     tracing::debug!(export = shared.options.export, ?agreed, "an NBD client is in");
+    shared.counters.agreed(agreed.framing);
     let options = &shared.options;
     let connection = Rc::new(Connection {
         shared: Rc::clone(shared),

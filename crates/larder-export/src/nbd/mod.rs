@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use larder_block::event_loop::{Listener, Socket};
 use larder_block::nbd::Signal;
+use larder_block::nbd::transmission::Framing;
 use larder_block::tls::ServerTls;
 use larder_block::{BlockDevice, ByteLen, Loop};
 
@@ -76,6 +77,8 @@ pub struct NbdServerStatistics {
     pub connections: usize,
     /// Clients that were let in, ever.
     pub connections_accepted: u64,
+    /// Clients that agreed on extended headers, ever.
+    pub connections_extended: u64,
     /// Clients that were turned away because there were too many.
     pub connections_refused: u64,
     /// Requests of all kinds.
@@ -111,6 +114,7 @@ struct Shared {
 #[derive(Default)]
 struct Counters {
     accepted: Cell<u64>,
+    extended: Cell<u64>,
     refused: Cell<u64>,
     requests: Cell<u64>,
     failed: Cell<u64>,
@@ -125,6 +129,12 @@ fn add(counter: &Cell<u64>, amount: u64) {
 impl Counters {
     fn request(&self) {
         add(&self.requests, 1);
+    }
+
+    fn agreed(&self, framing: Framing) {
+        if framing == Framing::Extended {
+            add(&self.extended, 1);
+        }
     }
 
     fn failed(&self) {
@@ -185,6 +195,7 @@ impl NbdServer {
         NbdServerStatistics {
             connections: self.shared.connections.get(),
             connections_accepted: counters.accepted.get(),
+            connections_extended: counters.extended.get(),
             connections_refused: counters.refused.get(),
             requests: counters.requests.get(),
             requests_failed: counters.failed.get(),

@@ -47,8 +47,7 @@ pub(super) fn check(connection: &Connection, request: &Request) -> Result<Comman
         _ => none,
     };
     let unknown = request.flags.without(known.with(CommandFlags::FUA));
-    let lacks_payload = known == CommandFlags::PAYLOAD_LEN && !request.flags.contains(known);
-    if unknown != none || lacks_payload {
+    if unknown != none {
         return Err(Refused(errors::EINVAL));
     }
     if command.is_change() && connection.shared.is_read_only() {

@@ -41,6 +41,7 @@ use crate::device::{
 };
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, LoopTime, SocketAddress};
+use crate::nbd::transmission::Framing;
 use crate::nbd::{Command, CommandFlags, NbdUri, Signal, TransmissionFlags};
 use crate::tls::{ClientTls, TlsError};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
@@ -105,6 +106,8 @@ pub struct NbdStatistics {
     pub log_kept: ByteLen,
     /// Requests fail because the server is away.
     pub unreachable: bool,
+    /// The connection uses extended headers.
+    pub extended_headers: bool,
 }
 
 /// An export of an NBD server as a disk.
@@ -185,6 +188,7 @@ impl NbdDevice {
             unanswered: shared.requests.borrow().unanswered(),
             log_kept: ByteLen::new(shared.log.borrow().kept()),
             unreachable: shared.unreachable.get(),
+            extended_headers: shared.export.get().framing == Framing::Extended,
         }
     }
 }
