@@ -131,6 +131,7 @@ fn a_command_line_whose_disks_all_stay_is_left_alone_but_for_the_ram() {
         "/b",
         "-drive if=none,id=x,file=/b,format=raw -device ide-hd,drive=x",
         "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,write-cache=off",
+        "-drive if=ide,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x",
         "-blockdev driver=file,node-name=x,filename=/b -device virtio-blk-pci,drive=x",
     ] {
         let plan = planned(&format!("qemu-system-x86_64 {drive}"));
@@ -150,7 +151,7 @@ fn the_reason_why_a_disk_stays_with_qemu_is_told() {
         ),
         (
             "-device virtio-blk-pci,drive=x",
-            ["stays with QEMU", "no -drive of id 'x'"],
+            ["stays with QEMU", "no -drive if=none,id=x"],
         ),
         (
             "-device {\"driver\":\"virtio-blk-pci\"}",

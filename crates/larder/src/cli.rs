@@ -23,6 +23,8 @@ pub(crate) struct Cli {
 }
 
 #[derive(Subcommand)]
+// There is one, and it does not move.
+#[allow(clippy::large_enum_variant)]
 pub(crate) enum Command {
     /// Start QEMU with its virtio disks and its memory served by Larder
     Run(RunArguments),

@@ -78,6 +78,11 @@ impl Drive {
         drives.collect()
     }
 
+    /// Whether it waits for a device that names it.
+    fn is_for_device(&self, id: &str) -> bool {
+        self.options.get("if") == Some("none") && self.options.get("id") == Some(id)
+    }
+
     fn file(&self) -> &str {
         self.options.get("file").unwrap_or("(no file)")
     }
@@ -127,9 +132,9 @@ impl Disks<'_> {
             }
             let position = self.guest_names.next();
             let id = options.get("drive").unwrap_or_default();
-            let Some(drive) = drives.iter().find(|drive| drive.options.get("id") == Some(id)) else {
+            let Some(drive) = drives.iter().find(|drive| drive.is_for_device(id)) else {
                 line.changes.push(format!(
-                    "-device {text}: stays with QEMU: there is no -drive of id '{id}'"
+                    "-device {text}: stays with QEMU: there is no -drive if=none,id={id}"
                 ));
                 continue;
             };

@@ -116,10 +116,10 @@ mod tests {
         assert_eq!((disk.cache, disk.read_only, disk.discard), (Cache::Direct, true, true));
         let disk = read("file=nbd://host/x,format=raw").expect("can be served");
         assert!(matches!(disk.image, ImageAddress::Nbd(_)));
-        let disk = read("file=file:rel:ative/x.raw,format=raw");
-        assert_eq!(disk, Err("Larder does not know the protocol 'rel'".to_owned()));
-        let disk = read("file=./rel:ative.raw,format=raw,throttling.iops-total=7,bps_wr=1M,detect-zeroes=off")
-            .expect("served");
+        let disk = read("file=file:odd:name/x.raw,format=raw");
+        assert_eq!(disk, Err("Larder does not know the protocol 'odd'".to_owned()));
+        let disk =
+            read("file=./odd:name.raw,format=raw,throttling.iops-total=7,bps_wr=1M,detect-zeroes=off").expect("served");
         assert_eq!(disk.limits.to_string(), "bps-write=1048576,iops-total=7");
         assert_eq!(
             (disk.cache, disk.read_only, disk.discard),

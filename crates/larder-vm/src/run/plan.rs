@@ -176,7 +176,7 @@ pub fn guest_name(command: &[OsString]) -> String {
 /// The program of a command.
 ///
 /// # Errors
-/// There is none.
+/// The command is empty.
 pub fn program(command: &[OsString]) -> Result<&OsStr, PlanError> {
     command.first().map(OsString::as_os_str).ok_or(PlanError::NoCommand)
 }
