@@ -28,7 +28,14 @@ enum Command {
 const ALL: [&[&str]; 3] = [
     &["larder-bench", "vhost-user"],
     &["larder-bench", "vhost-user", "--event-client"],
-    &["larder-bench", "vhost-user", "--blocks", "131072,1048576", "--depths", "1,8"],
+    &[
+        "larder-bench",
+        "vhost-user",
+        "--blocks",
+        "131072,1048576",
+        "--depths",
+        "1,8",
+    ],
 ];
 
 fn main() -> anyhow::Result<ExitCode> {

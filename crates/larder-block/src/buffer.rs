@@ -91,9 +91,7 @@ impl<'a> View<'a> {
         }
         match pieces {
             [] => Self::one(ptr::null_mut(), 0),
-            [first, ..] if skip + len <= first.len() => {
-                Self::one(first.base().wrapping_add(skip), len)
-            }
+            [first, ..] if skip + len <= first.len() => Self::one(first.base().wrapping_add(skip), len),
             _ => Self {
                 one: IoVec::new(ptr::null_mut(), 0),
                 pieces,
@@ -235,9 +233,7 @@ impl<'a> ReadBuf<'a> {
         for piece in self.slice(0, source.len()).pieces() {
             // SAFETY: the piece is valid for writes by this type's contract, `source` has that many bytes left, and a
             // Rust slice cannot overlap memory to which no Rust reference exists.
-            unsafe {
-                ptr::copy_nonoverlapping(source.as_ptr().add(copied), piece.base(), piece.len())
-            };
+            unsafe { ptr::copy_nonoverlapping(source.as_ptr().add(copied), piece.base(), piece.len()) };
             copied += piece.len();
         }
     }
@@ -259,10 +255,7 @@ impl<'a> ReadBuf<'a> {
 impl<'a> WriteBuf<'a> {
     /// A buffer over ordinary memory.
     pub fn new(memory: &'a [u8]) -> Self {
-        Self(
-            View::one(memory.as_ptr().cast_mut(), memory.len()),
-            PhantomData,
-        )
+        Self(View::one(memory.as_ptr().cast_mut(), memory.len()), PhantomData)
     }
 
     /// Copies the buffer's first `destination.len()` bytes out.
@@ -275,13 +268,7 @@ impl<'a> WriteBuf<'a> {
         for piece in self.slice(0, destination.len()).pieces() {
             // SAFETY: the piece is valid for reads by this type's contract, `destination` has that many bytes left,
             // and a Rust slice cannot overlap memory to which no Rust reference exists.
-            unsafe {
-                ptr::copy_nonoverlapping(
-                    piece.base(),
-                    destination.as_mut_ptr().add(copied),
-                    piece.len(),
-                )
-            };
+            unsafe { ptr::copy_nonoverlapping(piece.base(), destination.as_mut_ptr().add(copied), piece.len()) };
             copied += piece.len();
         }
     }
@@ -312,8 +299,7 @@ impl AlignedBuf {
             .unwrap_or_else(|_| panic!("a buffer of {len} bytes is larger than the address space"));
         // SAFETY: the layout's size is not zero.
         let base = unsafe { std::alloc::alloc_zeroed(layout) };
-        let base =
-            ptr::NonNull::new(base).unwrap_or_else(|| std::alloc::handle_alloc_error(layout));
+        let base = ptr::NonNull::new(base).unwrap_or_else(|| std::alloc::handle_alloc_error(layout));
         Self { base, layout, len }
     }
 }

@@ -140,9 +140,7 @@ pub fn check_request(
     operation: Operation,
     range: ByteRange,
 ) -> Result<(), IoError> {
-    let inside = range
-        .checked_end()
-        .is_some_and(|end| end.get() <= geometry.size.get());
+    let inside = range.checked_end().is_some_and(|end| end.get() <= geometry.size.get());
     let failure = if !inside {
         Failure::OutOfRange
     } else if !range.is_aligned(u64::from(geometry.block_size)) {
@@ -207,10 +205,7 @@ impl<'a> Io<'a> {
     }
 
     fn new(state: State<'a>) -> Self {
-        Self {
-            state,
-            watched: None,
-        }
+        Self { state, watched: None }
     }
 
     /// The same request, of whose end `watch` is told once, with `ticket`: at once if it was answered in the call. A

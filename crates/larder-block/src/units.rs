@@ -169,10 +169,7 @@ impl ByteRange {
 
     /// The bytes that are in both; empty if there is none.
     pub fn intersection(self, other: Self) -> Self {
-        Self::between(
-            self.start.max(other.start),
-            ByteOffset(self.end().0.min(other.end().0)),
-        )
+        Self::between(self.start.max(other.start), ByteOffset(self.end().0.min(other.end().0)))
     }
 
     /// The smallest range with both ends on multiples of `unit` that holds `self`.
@@ -349,22 +346,10 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(ByteLen::new(bytes)), "{text}");
         }
-        assert!(matches!(
-            "".parse::<ByteLen>(),
-            Err(SizeError::NotANumber(_))
-        ));
-        assert!(matches!(
-            "-1".parse::<ByteLen>(),
-            Err(SizeError::NotANumber(_))
-        ));
-        assert!(matches!(
-            "1.5G".parse::<ByteLen>(),
-            Err(SizeError::UnknownUnit { .. })
-        ));
-        assert!(matches!(
-            "8388608TiB".parse::<ByteLen>(),
-            Err(SizeError::TooLarge(_))
-        ));
+        assert!(matches!("".parse::<ByteLen>(), Err(SizeError::NotANumber(_))));
+        assert!(matches!("-1".parse::<ByteLen>(), Err(SizeError::NotANumber(_))));
+        assert!(matches!("1.5G".parse::<ByteLen>(), Err(SizeError::UnknownUnit { .. })));
+        assert!(matches!("8388608TiB".parse::<ByteLen>(), Err(SizeError::TooLarge(_))));
         assert!(matches!(
             "99999999999999999999".parse::<ByteLen>(),
             Err(SizeError::TooLarge(_))

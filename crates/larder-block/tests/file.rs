@@ -5,8 +5,8 @@ use std::os::unix::fs::FileExt;
 use larder_block::backend::file::{Caching, FileDevice, FileOptions, OpenError};
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{
-    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoVec, Loop,
-    ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoVec, Loop, ReadBuf, WriteBuf,
+    WriteFlags, ZeroFlags,
 };
 
 const SIZE: u64 = 8 << 20;
@@ -48,11 +48,7 @@ fn what_is_written_is_in_the_file_and_reads_back() {
             .await
             .expect("writes");
         device
-            .write(
-                ByteOffset::ZERO,
-                WriteBuf::new(&data[..4096]),
-                WriteFlags::FUA,
-            )
+            .write(ByteOffset::ZERO, WriteBuf::new(&data[..4096]), WriteFlags::FUA)
             .await
             .expect("writes durably");
         device.flush().await.expect("flushes");
@@ -113,25 +109,13 @@ fn zeroes_and_discards_make_holes_that_read_as_zeros() {
             .await
             .expect("reads");
         assert!(back[..] == expected[..]);
-        let extents = device
-            .extents(ByteRange::new(0, SIZE), 100)
-            .await
-            .expect("maps");
-        assert_eq!(
-            extents
-                .iter()
-                .map(|extent| extent.range.len.get())
-                .sum::<u64>(),
-            SIZE
-        );
+        let extents = device.extents(ByteRange::new(0, SIZE), 100).await.expect("maps");
+        assert_eq!(extents.iter().map(|extent| extent.range.len.get()).sum::<u64>(), SIZE);
         let hole = extents
             .iter()
             .find(|extent| extent.range.start.get() == 64 << 10)
             .expect("an extent begins there");
-        assert_eq!(
-            (hole.kind, hole.range.len),
-            (ExtentKind::Hole, ByteLen::kib(64))
-        );
+        assert_eq!((hole.kind, hole.range.len), (ExtentKind::Hole, ByteLen::kib(64)));
     });
 }
 
@@ -142,13 +126,7 @@ fn many_requests_at_once_each_get_their_own_data() {
         let blocks: Vec<AlignedBuf> = (0..500).map(|index| pattern(4096, index as u8)).collect();
         let writes: Vec<_> = (0u64..)
             .zip(&blocks)
-            .map(|(index, block)| {
-                device.write(
-                    ByteOffset::new(index * 4096),
-                    WriteBuf::new(block),
-                    WriteFlags::NONE,
-                )
-            })
+            .map(|(index, block)| device.write(ByteOffset::new(index * 4096), WriteBuf::new(block), WriteFlags::NONE))
             .collect();
         for write in writes {
             write.await.expect("writes");
@@ -161,11 +139,7 @@ fn many_requests_at_once_each_get_their_own_data() {
         for read in reads.into_iter().rev() {
             read.await.expect("reads");
         }
-        assert!(
-            back.iter()
-                .zip(&blocks)
-                .all(|(seen, meant)| seen[..] == meant[..])
-        );
+        assert!(back.iter().zip(&blocks).all(|(seen, meant)| seen[..] == meant[..]));
     });
 }
 
@@ -194,20 +168,12 @@ fn requests_beyond_the_end_or_misaligned_fail_without_effect() {
         let device = FileDevice::open(on, path, options).await.expect("opens");
         let data = pattern(4096, 9);
         let error = device
-            .write(
-                ByteOffset::new(SIZE),
-                WriteBuf::new(&data),
-                WriteFlags::NONE,
-            )
+            .write(ByteOffset::new(SIZE), WriteBuf::new(&data), WriteFlags::NONE)
             .await
             .unwrap_err();
         assert_eq!(error.failure(), Failure::OutOfRange);
         let error = device
-            .write(
-                ByteOffset::new(u64::MAX - 511),
-                WriteBuf::new(&data),
-                WriteFlags::NONE,
-            )
+            .write(ByteOffset::new(u64::MAX - 511), WriteBuf::new(&data), WriteFlags::NONE)
             .await
             .unwrap_err();
         assert_eq!(error.failure(), Failure::OutOfRange);
@@ -271,8 +237,7 @@ fn a_change_of_the_size_is_noticed() {
 
 #[test]
 fn a_last_sector_that_the_file_does_not_fill_reads_as_zeros() {
-    let mut file =
-        tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary image");
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary image");
     std::io::Write::write_all(&mut file, &[7; 1000]).unwrap();
     let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
     on.block_on(async {
@@ -285,9 +250,6 @@ fn a_last_sector_that_the_file_does_not_fill_reads_as_zeros() {
             .read(ByteOffset::ZERO, ReadBuf::new(&mut back))
             .await
             .expect("reads");
-        assert!(
-            back[..1000].iter().all(|byte| *byte == 7)
-                && back[1000..].iter().all(|byte| *byte == 0)
-        );
+        assert!(back[..1000].iter().all(|byte| *byte == 7) && back[1000..].iter().all(|byte| *byte == 0));
     });
 }

@@ -206,7 +206,10 @@ fn bind_tcp(host: &str, port: u16, open_to_others: bool) -> Result<Vec<OwnedFd>,
         source,
     };
     let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(failed)?.collect();
-    if let Some(address) = addresses.iter().find(|address| !is_loopback(address.ip()) && !open_to_others) {
+    if let Some(address) = addresses
+        .iter()
+        .find(|address| !is_loopback(address.ip()) && !open_to_others)
+    {
         return Err(ExportError::Insecure { address: *address });
     }
     let mut listeners = Vec::new();
@@ -231,7 +234,10 @@ mod tests {
 
     #[test]
     fn a_port_beyond_loopback_without_tls_is_refused() {
-        assert!(matches!(bind_tcp("0.0.0.0", 0, false), Err(ExportError::Insecure { .. })));
+        assert!(matches!(
+            bind_tcp("0.0.0.0", 0, false),
+            Err(ExportError::Insecure { .. })
+        ));
         assert!(matches!(bind_tcp("::", 0, false), Err(ExportError::Insecure { .. })));
         assert_eq!(bind_tcp("127.0.0.1", 0, false).expect("loopback is fine").len(), 1);
         assert_eq!(bind_tcp("0.0.0.0", 0, true).expect("the user said so").len(), 1);

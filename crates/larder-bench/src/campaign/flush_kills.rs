@@ -267,6 +267,9 @@ pub fn run(
         let compared = begin.elapsed();
         server = Server::start(binary, image, &socket, &[])?;
         client.guest.reconnect(UnixStream::connect(&socket)?)?;
+        if client.tasks.is_empty() {
+            client.submit(random);
+        }
         client.wait()?;
         // The comparison is ours, not part of the pause.
         client.report.pauses.push(killed.elapsed() - compared);

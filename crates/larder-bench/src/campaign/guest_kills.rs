@@ -2,7 +2,7 @@
 //! but a pause.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
@@ -66,7 +66,8 @@ pub fn run(
         if !guest.process.output().contains("ROUND") {
             bail!("the guest ended: {}", guest.process.output());
         }
-        let killed = std::time::Instant::now();
+        resubmissions += u32::from(server.process.output().contains("taking up requests"));
+        let killed = Instant::now();
         server.process.kill();
         server = Server::start(binary, image, &socket, &[])?;
         server.process.wait_for("front-end connected", LIMIT).with_context(|| {
@@ -74,9 +75,6 @@ pub fn run(
             format!("after kill {kill}; the console: {console}")
         })?;
         reconnects.push(killed.elapsed());
-        if server.process.output().contains("in flight") {
-            resubmissions += 1;
-        }
     }
     guest.process.say("stop")?;
     let console = guest.finish()?;

@@ -51,17 +51,25 @@ impl Client {
         device.set_str("path", path).map_err(fail("setting the path"))?;
         device.connect().map_err(fail("connecting"))?;
         let capacity = device.get_u64("capacity").map_err(fail("asking for the capacity"))?;
-        device.set_i32("num-queues", i32::from(!polling)).map_err(fail("setting queues"))?;
+        device
+            .set_i32("num-queues", i32::from(!polling))
+            .map_err(fail("setting queues"))?;
         device
             .set_i32("num-poll-queues", i32::from(polling))
             .map_err(fail("setting polled queues"))?;
         let mut started = device.start().map_err(fail("starting"))?;
-        let region = device.alloc_mem_region(MEMORY_BYTES).map_err(fail("allocating memory"))?;
+        let region = device
+            .alloc_mem_region(MEMORY_BYTES)
+            .map_err(fail("allocating memory"))?;
         device.map_mem_region(&region).map_err(fail("sharing memory"))?;
         let memory = region.addr as *mut u8;
         // SAFETY: MEMORY_BYTES writable bytes of our own. Touched, so that no page fault falls into the measurement.
         unsafe { std::ptr::write_bytes(memory, 0x5a, MEMORY_BYTES) };
-        let queue = if polling { started.poll_queues.pop() } else { started.queues.pop() };
+        let queue = if polling {
+            started.poll_queues.pop()
+        } else {
+            started.queues.pop()
+        };
         let queue = queue.context("the client has no queue")?;
         Ok(Self {
             queue,
@@ -89,7 +97,11 @@ impl Client {
     /// Runs the workload at random offsets of the whole disk.
     pub(super) fn run(&mut self, workload: &Workload) -> anyhow::Result<Outcome> {
         if workload.depth * workload.block > MEMORY_BYTES {
-            bail!("{} requests of {} bytes do not fit the client's memory", workload.depth, workload.block);
+            bail!(
+                "{} requests of {} bytes do not fit the client's memory",
+                workload.depth,
+                workload.block
+            );
         }
         let mut random = 0x9e37_79b9_7f4a_7c15;
         let mut done: Vec<MaybeUninit<Completion>> = (0..workload.depth).map(|_| MaybeUninit::uninit()).collect();
@@ -101,10 +113,7 @@ impl Client {
         let mut in_flight = workload.depth;
         let mut stopping = false;
         while in_flight > 0 {
-            let count = self
-                .queue
-                .do_io(&mut done, 1, None, None)
-                .map_err(blkio_error)?;
+            let count = self.queue.do_io(&mut done, 1, None, None).map_err(blkio_error)?;
             for completion in &done[..count] {
                 // SAFETY: `do_io` has filled the first `count`.
                 let (slot, ret) = unsafe {

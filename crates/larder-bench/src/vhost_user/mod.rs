@@ -63,7 +63,10 @@ fn default_servers() -> anyhow::Result<Vec<String>> {
     }
     let enter = Path::new("testbed/debian13.sh");
     if !enter.exists() {
-        bail!("{} is missing: run this in the project's directory, or name the servers with --server", enter.display());
+        bail!(
+            "{} is missing: run this in the project's directory, or name the servers with --server",
+            enter.display()
+        );
     }
     Ok(vec![
         format!("larder={} disk serve {{image}} --socket {{socket}}", larder.display()),
@@ -85,7 +88,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let made = match &arguments.image {
         Some(_) => None,
         None => {
-            let file = tempfile::Builder::new().prefix("larder-bench-").tempfile_in("/dev/shm")?;
+            let file = tempfile::Builder::new()
+                .prefix("larder-bench-")
+                .tempfile_in("/dev/shm")?;
             file.as_file().set_len(IMAGE_BYTES)?;
             Some(file)
         }
@@ -97,7 +102,10 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let servers: Vec<(&str, &str)> = commands
         .iter()
-        .map(|text| text.split_once('=').with_context(|| format!("'{text}' is not NAME=COMMAND")))
+        .map(|text| {
+            text.split_once('=')
+                .with_context(|| format!("'{text}' is not NAME=COMMAND"))
+        })
         .collect::<anyhow::Result<_>>()?;
     let folder = tempfile::tempdir()?;
     let socket = folder.path().join("bench.sock");
@@ -156,7 +164,10 @@ fn print(servers: &[(&str, &str)], workloads: &[Workload], series: &[Vec<Series>
     println!(" {:>8} {:>8}", "IOPS x", "CPU x");
     for (index, workload) in workloads.iter().enumerate() {
         let verb = if workload.write { "write" } else { "read" };
-        print!("{:<22}", format!("{verb} {} depth {}", size(workload.block), workload.depth));
+        print!(
+            "{:<22}",
+            format!("{verb} {} depth {}", size(workload.block), workload.depth)
+        );
         let mut figures = Vec::new();
         for server in series {
             let (iops, cpu) = (median(&server[index].iops), median(&server[index].cpu_us));

@@ -25,8 +25,7 @@ use io_uring::types::{Fd, FsyncFlags};
 use super::image_lock::{self, LockError, Sharing};
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
 use crate::device::{
-    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
-    check_request,
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
 };
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, Ring, RingIo};
@@ -189,15 +188,11 @@ impl FileDevice {
 
         let size = size_of(&file).map_err(os("finding its size"))?;
         if size == 0 {
-            return Err(OpenError::Empty {
-                path: path.to_owned(),
-            });
+            return Err(OpenError::Empty { path: path.to_owned() });
         }
-        let direct = choose_direct(&file, kind, size, options.caching).map_err(|why| {
-            OpenError::NoDirect {
-                path: path.to_owned(),
-                why,
-            }
+        let direct = choose_direct(&file, kind, size, options.caching).map_err(|why| OpenError::NoDirect {
+            path: path.to_owned(),
+            why,
         })?;
         let block_size = direct.map_or(SECTOR as u32, |alignment| alignment.offset);
         let in_call = match (kind, direct) {
@@ -265,31 +260,21 @@ impl FileDevice {
 
     /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros.
     fn finish_short_read(&self, range: ByteRange, buffer: ReadBuf<'_>, moved: usize) -> IoResult {
-        let size = size_of(&self.file)
-            .map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
+        let size = size_of(&self.file).map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
         if range.start.get() + (moved as u64) < size {
             return Err(self.error(Operation::Read, range, libc::EIO));
         }
         if range.end().get() > size.next_multiple_of(SECTOR) {
             // The file has shrunk under us.
             self.check_size();
-            return Err(IoError::new(
-                &self.name,
-                Operation::Read,
-                range,
-                Failure::OutOfRange,
-            ));
+            return Err(IoError::new(&self.name, Operation::Read, range, Failure::OutOfRange));
         }
         buffer.skip(moved).fill_zero();
         Ok(())
     }
 
     /// Tries a transfer in the call itself; how many bytes that moved, or `None` if it must go through io_uring.
-    fn try_in_call(
-        &self,
-        how: &Cell<InCall>,
-        call: impl FnOnce(i32) -> isize,
-    ) -> Option<Result<usize, i32>> {
+    fn try_in_call(&self, how: &Cell<InCall>, call: impl FnOnce(i32) -> isize) -> Option<Result<usize, i32>> {
         let flags = match how.get() {
             InCall::No => return None,
             InCall::NoWait => libc::RWF_NOWAIT,
@@ -322,32 +307,16 @@ impl FileDevice {
         let (file, offset) = (self.descriptor(), start.get() as i64);
         self.try_in_call(&self.read_in_call, |flags| match buffer.as_single() {
             // SAFETY: the piece is valid for writes by `ReadBuf`'s contract.
-            Some(piece) if flags == 0 => unsafe {
-                libc::pread(file, piece.base().cast(), piece.len(), offset)
-            },
+            Some(piece) if flags == 0 => unsafe { libc::pread(file, piece.base().cast(), piece.len(), offset) },
             _ => {
-                let pieces: smallvec::SmallVec<[_; 16]> =
-                    buffer.pieces().take(PIECES_IN_CALL).collect();
+                let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().take(PIECES_IN_CALL).collect();
                 // SAFETY: as above, for each piece; `IoVec` is a `struct iovec`.
-                unsafe {
-                    libc::preadv2(
-                        file,
-                        pieces.as_ptr().cast(),
-                        pieces.len() as i32,
-                        offset,
-                        flags,
-                    )
-                }
+                unsafe { libc::preadv2(file, pieces.as_ptr().cast(), pieces.len() as i32, offset, flags) }
             }
         })
     }
 
-    fn write_in_call(
-        &self,
-        start: ByteOffset,
-        buffer: WriteBuf<'_>,
-        flags: WriteFlags,
-    ) -> Option<Result<usize, i32>> {
+    fn write_in_call(&self, start: ByteOffset, buffer: WriteBuf<'_>, flags: WriteFlags) -> Option<Result<usize, i32>> {
         if let offloaded @ 1.. = self.writes_offloaded.get() {
             self.writes_offloaded.set(offloaded - 1);
             return None;
@@ -362,18 +331,9 @@ impl FileDevice {
         let watched = self.kind != Kind::Tmpfs && self.write_in_call.get() == InCall::Plain;
         let begin = watched.then(Instant::now);
         let result = self.try_in_call(&self.write_in_call, |flags| {
-            let pieces: smallvec::SmallVec<[_; 16]> =
-                buffer.pieces().take(PIECES_IN_CALL).collect();
+            let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().take(PIECES_IN_CALL).collect();
             // SAFETY: the pieces are valid for reads by `WriteBuf`'s contract; `IoVec` is a `struct iovec`.
-            unsafe {
-                libc::pwritev2(
-                    file,
-                    pieces.as_ptr().cast(),
-                    pieces.len() as i32,
-                    offset,
-                    flags,
-                )
-            }
+            unsafe { libc::pwritev2(file, pieces.as_ptr().cast(), pieces.len() as i32, offset, flags) }
         });
         if self.write_in_call.get() == InCall::No && !self.direct {
             // No RWF_NOWAIT for writes here (ext4): a plain call, as long as it proves quick.
@@ -407,12 +367,7 @@ impl FileDevice {
     }
 
     /// fallocate in a mode that the file system may lack; whether it has it.
-    async fn try_allocate(
-        &self,
-        mode: i32,
-        can: &Cell<bool>,
-        range: ByteRange,
-    ) -> Result<bool, i32> {
+    async fn try_allocate(&self, mode: i32, can: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
         if !can.get() {
             return Ok(false);
         }
@@ -445,15 +400,8 @@ impl FileDevice {
         let failed = |errno| self.error(Operation::WriteZeroes, range, errno);
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let zero = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
-        let done = (flags.unmap
-            && self
-                .try_allocate(punch, &self.can_punch, range)
-                .await
-                .map_err(failed)?)
-            || self
-                .try_allocate(zero, &self.can_zero, range)
-                .await
-                .map_err(failed)?;
+        let done = (flags.unmap && self.try_allocate(punch, &self.can_punch, range).await.map_err(failed)?)
+            || self.try_allocate(zero, &self.can_zero, range).await.map_err(failed)?;
         if !done {
             if flags.fast_only {
                 return Err(IoError::new(
@@ -476,12 +424,8 @@ impl FileDevice {
         let mut at = range.start;
         while at < range.end() {
             let chunk = (range.end() - at).min(ByteLen::of_buffer(zeros.len()));
-            self.write(
-                at,
-                WriteBuf::new(&zeros[..chunk.as_usize()]),
-                WriteFlags::NONE,
-            )
-            .await?;
+            self.write(at, WriteBuf::new(&zeros[..chunk.as_usize()]), WriteFlags::NONE)
+                .await?;
             at += chunk;
         }
         Ok(())
@@ -492,8 +436,7 @@ impl FileDevice {
         let mut found = Vec::new();
         let mut at = range.start;
         // The tail of the last sector is not in the file, and reads as zeros.
-        let file_end = size_of(&self.file)
-            .map_err(|error| self.error(Operation::Extents, range, os_code(&error)))?;
+        let file_end = size_of(&self.file).map_err(|error| self.error(Operation::Extents, range, os_code(&error)))?;
         while at < range.end() && found.len() < limit.max(1) {
             let data = self
                 .seek(libc::SEEK_DATA, at)
@@ -570,8 +513,7 @@ impl BlockDevice for FileDevice {
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let range = start.range(buffer.byte_len());
-        if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Read, range)
-        {
+        if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Read, range) {
             return Io::ready(Err(error));
         }
         let moved = match self.read_in_call(start, buffer) {
@@ -593,8 +535,7 @@ impl BlockDevice for FileDevice {
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         let range = start.range(buffer.byte_len());
-        if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Write, range)
-        {
+        if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
         let moved = match self.write_in_call(start, buffer, flags) {
@@ -604,13 +545,7 @@ impl BlockDevice for FileDevice {
             None => 0,
         };
         let at = start + ByteLen::of_buffer(moved);
-        let transfer = RingIo::write(
-            &self.ring,
-            self.descriptor(),
-            at.get(),
-            buffer.skip(moved),
-            flags.fua,
-        );
+        let transfer = RingIo::write(&self.ring, self.descriptor(), at.get(), buffer.skip(moved), flags.fua);
         Io::file(FileIo {
             device: self,
             transfer,
@@ -636,12 +571,7 @@ impl BlockDevice for FileDevice {
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
-        match check_request(
-            &self.name,
-            &self.geometry.get(),
-            Operation::WriteZeroes,
-            range,
-        ) {
+        match check_request(&self.name, &self.geometry.get(), Operation::WriteZeroes, range) {
             Err(error) => Io::ready(Err(error)),
             Ok(()) if range.is_empty() => Io::ready(Ok(())),
             Ok(()) => Io::task(self.zero_steps(range, flags)),
@@ -722,16 +652,9 @@ fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
     }
 }
 
-async fn lock_patiently(
-    on: &Loop,
-    file: &File,
-    path: &Path,
-    options: FileOptions,
-) -> Result<(), OpenError> {
+async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: FileOptions) -> Result<(), OpenError> {
     let sharing = match (options.share, options.read_only) {
-        (true, read_only) => Sharing::Shared {
-            writable: !read_only,
-        },
+        (true, read_only) => Sharing::Shared { writable: !read_only },
         (false, true) => Sharing::ReadOnly,
         (false, false) => Sharing::Exclusive,
     };
@@ -743,9 +666,7 @@ async fn lock_patiently(
                 tracing::warn!(path = %path.display(), "the file system cannot lock: nothing keeps others off this image");
                 return Ok(());
             }
-            Err(LockError::InUse { .. }) if on.now() < give_up => {
-                on.sleep(Duration::from_millis(20)).await
-            }
+            Err(LockError::InUse { .. }) if on.now() < give_up => on.sleep(Duration::from_millis(20)).await,
             Err(source) => {
                 return Err(OpenError::Locked {
                     path: path.to_owned(),
@@ -786,12 +707,7 @@ struct Alignment {
 }
 
 /// Direct I/O with this alignment, or `None` for buffered.
-fn choose_direct(
-    file: &File,
-    kind: Kind,
-    size: u64,
-    caching: Caching,
-) -> Result<Option<Alignment>, String> {
+fn choose_direct(file: &File, kind: Kind, size: u64, caching: Caching) -> Result<Option<Alignment>, String> {
     if caching == Caching::Buffered {
         return Ok(None);
     }
@@ -808,8 +724,7 @@ fn choose_direct(
     match choice {
         Ok(alignment) => {
             let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
-            rustix::fs::fcntl_setfl(file, flags | rustix::fs::OFlags::DIRECT)
-                .map_err(|error| error.to_string())?;
+            rustix::fs::fcntl_setfl(file, flags | rustix::fs::OFlags::DIRECT).map_err(|error| error.to_string())?;
             Ok(Some(alignment))
         }
         Err(why) if caching == Caching::Direct => Err(why),
@@ -825,21 +740,18 @@ fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {
         return Err("the image is on tmpfs, which is all page cache".to_owned());
     }
     if let Some(alignment) = reported_alignment(file) {
-        return alignment
-            .ok_or_else(|| "the file system has no direct I/O for this file".to_owned());
+        return alignment.ok_or_else(|| "the file system has no direct I/O for this file".to_owned());
     }
     // Kernels before 6.1 do not say: try.
     let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
     let direct = flags | rustix::fs::OFlags::DIRECT;
-    rustix::fs::fcntl_setfl(file, direct)
-        .map_err(|_| "the file system has no direct I/O".to_owned())?;
+    rustix::fs::fcntl_setfl(file, direct).map_err(|_| "the file system has no direct I/O".to_owned())?;
     let mut buffer = AlignedBuf::zeroed(AlignedBuf::ALIGNMENT);
-    let found = [512, 4096].into_iter().find(|unit| {
-        rustix::io::pread(file, &mut buffer[..*unit], 0).is_ok_and(|count| count == *unit)
-    });
+    let found = [512, 4096]
+        .into_iter()
+        .find(|unit| rustix::io::pread(file, &mut buffer[..*unit], 0).is_ok_and(|count| count == *unit));
     rustix::fs::fcntl_setfl(file, flags).map_err(|error| error.to_string())?;
-    let unit =
-        found.ok_or_else(|| "neither 512 nor 4096 byte direct reads work".to_owned())? as u32;
+    let unit = found.ok_or_else(|| "neither 512 nor 4096 byte direct reads work".to_owned())? as u32;
     Ok(Alignment {
         memory: unit,
         offset: unit,
@@ -865,8 +777,7 @@ fn reported_alignment(file: &File) -> Option<Option<Alignment>> {
         return None;
     }
     let (memory, offset) = (found.stx_dio_mem_align, found.stx_dio_offset_align);
-    let usable =
-        memory.is_power_of_two() && offset.is_power_of_two() && memory <= 4096 && offset <= 65536;
+    let usable = memory.is_power_of_two() && offset.is_power_of_two() && memory <= 4096 && offset <= 65536;
     Some(usable.then_some(Alignment {
         memory,
         offset: offset.max(SECTOR as u32),

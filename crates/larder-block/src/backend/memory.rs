@@ -5,8 +5,7 @@ use std::rc::Rc;
 
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
 use crate::device::{
-    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags,
-    check_request,
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
 };
 use crate::error::{IoError, IoResult, Operation};
 use crate::units::{ByteLen, ByteOffset, ByteRange};

@@ -162,12 +162,7 @@ impl Loop {
     pub fn new(poll_max: Duration) -> io::Result<Self> {
         let remote = Remote::new()?;
         let ring = Ring::new()?;
-        Ok(Self::build(
-            Clock::Real(Instant::now()),
-            Some(ring),
-            remote,
-            poll_max,
-        ))
+        Ok(Self::build(Clock::Real(Instant::now()), Some(ring), remote, poll_max))
     }
 
     /// A loop without a kernel behind it, whose clock starts at zero and jumps to the next timer when nothing else can
@@ -228,10 +223,7 @@ impl Loop {
     }
 
     /// Runs `future` as a task and gives its result to whoever awaits the handle.
-    pub fn spawn_with_result<T: 'static>(
-        &self,
-        future: impl Future<Output = T> + 'static,
-    ) -> JoinHandle<T> {
+    pub fn spawn_with_result<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> JoinHandle<T> {
         let shared = Rc::new(JoinState {
             value: RefCell::new(None),
             waker: RefCell::new(None),
@@ -396,9 +388,7 @@ impl WeakLoop {
 impl Core {
     fn now(&self) -> LoopTime {
         match &self.clock {
-            Clock::Real(start) => {
-                LoopTime(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX))
-            }
+            Clock::Real(start) => LoopTime(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)),
             Clock::Simulated(nanos) => LoopTime(nanos.get()),
         }
     }
@@ -414,8 +404,7 @@ impl Core {
         }
         let mut tasks = self.tasks.borrow_mut();
         tasks.push(slot);
-        TaskIndex::try_from(tasks.len() - 1)
-            .unwrap_or_else(|_| panic!("more than 2^32 tasks on one loop"))
+        TaskIndex::try_from(tasks.len() - 1).unwrap_or_else(|_| panic!("more than 2^32 tasks on one loop"))
     }
 
     fn remove_task(&self, index: TaskIndex) {
@@ -448,9 +437,7 @@ impl Core {
             slot.task.clone()
         };
         let Some(task) = task else { return };
-        self.counters
-            .task_polls
-            .set(self.counters.task_polls.get() + 1);
+        self.counters.task_polls.set(self.counters.task_polls.get() + 1);
         let waker = waker::task_waker(self.id, index);
         if task.poll(&mut Context::from_waker(&waker)) {
             self.remove_task(index);

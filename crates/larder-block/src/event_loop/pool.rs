@@ -51,11 +51,7 @@ impl<F: Future<Output = ()> + 'static> Task for Slot<F> {
     fn poll(&self, context: &mut Context<'_>) -> bool {
         self.run(context);
         // The slot keeps its place in the loop for the next future, until the pool is dropped.
-        self.idle.strong_count() == 0
-            && self
-                .future
-                .try_borrow()
-                .is_ok_and(|future| future.is_none())
+        self.idle.strong_count() == 0 && self.future.try_borrow().is_ok_and(|future| future.is_none())
     }
 }
 

@@ -197,13 +197,7 @@ impl Ring {
         self.start_plain(opcode::PollAdd::new(Fd(descriptor), libc::POLLOUT as u32).build())
     }
 
-    fn start_transfer(
-        &self,
-        descriptor: RawFd,
-        offset: u64,
-        memory: Memory<'_>,
-        durable: bool,
-    ) -> RingOp {
+    fn start_transfer(&self, descriptor: RawFd, offset: u64, memory: Memory<'_>, durable: bool) -> RingOp {
         let rw_flags = if durable { libc::RWF_DSYNC } else { 0 };
         let index = self.take_slot();
         let file = Fd(descriptor);
@@ -212,17 +206,13 @@ impl Ring {
             Memory::From(buffer) => buffer.as_single(),
         };
         let entry = match (single, memory) {
-            (Some(piece), Memory::Into(_)) => {
-                opcode::Read::new(file, piece.base(), to_u32(piece.len()))
-                    .offset(offset)
-                    .build()
-            }
-            (Some(piece), Memory::From(_)) => {
-                opcode::Write::new(file, piece.base(), to_u32(piece.len()))
-                    .offset(offset)
-                    .rw_flags(rw_flags)
-                    .build()
-            }
+            (Some(piece), Memory::Into(_)) => opcode::Read::new(file, piece.base(), to_u32(piece.len()))
+                .offset(offset)
+                .build(),
+            (Some(piece), Memory::From(_)) => opcode::Write::new(file, piece.base(), to_u32(piece.len()))
+                .offset(offset)
+                .rw_flags(rw_flags)
+                .build(),
             (None, _) => {
                 let mut slots = self.0.slots.borrow_mut();
                 let list = &mut slots[index as usize].pieces;
@@ -281,10 +271,7 @@ pub struct RingOp {
 impl RingOp {
     /// Whether it has completed, without taking the result.
     pub(super) fn is_done(&self) -> bool {
-        matches!(
-            self.ring.0.slots.borrow()[self.index as usize].state,
-            State::Done(_)
-        )
+        matches!(self.ring.0.slots.borrow()[self.index as usize].state, State::Done(_))
     }
 
     fn take_result(&self) -> Option<i32> {
@@ -382,23 +369,11 @@ impl<'a> RingIo<'a> {
     }
 
     /// With `durable`, every part of the transfer is on stable storage when it completes (RWF_DSYNC).
-    pub(crate) fn write(
-        ring: &Ring,
-        descriptor: RawFd,
-        offset: u64,
-        buffer: WriteBuf<'a>,
-        durable: bool,
-    ) -> Self {
+    pub(crate) fn write(ring: &Ring, descriptor: RawFd, offset: u64, buffer: WriteBuf<'a>, durable: bool) -> Self {
         Self::start(ring, descriptor, offset, Memory::From(buffer), durable)
     }
 
-    fn start(
-        ring: &Ring,
-        descriptor: RawFd,
-        offset: u64,
-        memory: Memory<'a>,
-        durable: bool,
-    ) -> Self {
+    fn start(ring: &Ring, descriptor: RawFd, offset: u64, memory: Memory<'a>, durable: bool) -> Self {
         Self {
             op: ring.start_transfer(descriptor, offset, memory, durable),
             descriptor,
@@ -425,10 +400,7 @@ impl Future for RingIo<'_> {
                         return Poll::Ready(Ok(self.moved));
                     }
                 }
-                error
-                    if (error == -libc::EINTR || error == -libc::EAGAIN)
-                        && self.retries < RETRIES_MAX =>
-                {
+                error if (error == -libc::EINTR || error == -libc::EAGAIN) && self.retries < RETRIES_MAX => {
                     self.retries += 1;
                 }
                 error => return Poll::Ready(Err(-error)),

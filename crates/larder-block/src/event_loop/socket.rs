@@ -15,8 +15,8 @@ use std::task::{Poll, Waker};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
 
 use super::{Loop, Ring};
@@ -67,12 +67,10 @@ fn would_block(error: Errno) -> bool {
 
 impl Loop {
     fn ring(&self) -> io::Result<&Ring> {
-        self.0.ring.as_ref().ok_or_else(|| {
-            io::Error::new(
-                io::ErrorKind::Unsupported,
-                "a simulated loop has no kernel behind it",
-            )
-        })
+        self.0
+            .ring
+            .as_ref()
+            .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "a simulated loop has no kernel behind it"))
     }
 
     /// The ring of this loop, for backends.
@@ -102,10 +100,7 @@ impl Loop {
     ///
     /// # Errors
     /// No thread can be started.
-    pub async fn run_blocking<T: Send + 'static>(
-        &self,
-        work: impl FnOnce() -> T + Send + 'static,
-    ) -> io::Result<T> {
+    pub async fn run_blocking<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
         struct State<T> {
             value: Option<T>,
             waker: Option<Waker>,
@@ -166,12 +161,8 @@ impl Socket {
         match address {
             SocketAddress::Unix(path) => {
                 let target = unix_address(path)?;
-                let descriptor = rustix::net::socket_with(
-                    AddressFamily::UNIX,
-                    SocketType::STREAM,
-                    stream_flags(),
-                    None,
-                )?;
+                let descriptor =
+                    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, stream_flags(), None)?;
                 // A full backlog is EAGAIN: the listener is alive but slow to accept.
                 while let Err(error) = rustix::net::connect(&descriptor, &target) {
                     if !would_block(error) {
@@ -190,8 +181,7 @@ impl Socket {
                             .map(|found| found.collect::<Vec<_>>())
                     })
                     .await??;
-                let mut last =
-                    io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
+                let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
                 for target in found {
                     match Self::connect_tcp(on, target).await {
                         Ok(socket) => return Ok(socket),
@@ -209,8 +199,7 @@ impl Socket {
         } else {
             AddressFamily::INET6
         };
-        let descriptor =
-            rustix::net::socket_with(family, SocketType::STREAM, stream_flags(), None)?;
+        let descriptor = rustix::net::socket_with(family, SocketType::STREAM, stream_flags(), None)?;
         match rustix::net::connect(&descriptor, &target) {
             Ok(()) => {}
             Err(Errno::INPROGRESS) => {
@@ -314,9 +303,7 @@ impl Socket {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => done += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.ready(false).await?
-                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready(false).await?,
                 Err(error) => return Err(error),
             }
         }
@@ -324,16 +311,9 @@ impl Socket {
     }
 
     fn read_pieces_now(&self, buffer: ReadBuf<'_>) -> io::Result<usize> {
-        let pieces: smallvec::SmallVec<[crate::buffer::IoVec; 16]> =
-            buffer.pieces().take(64).collect();
+        let pieces: smallvec::SmallVec<[crate::buffer::IoVec; 16]> = buffer.pieces().take(64).collect();
         // SAFETY: the pieces are valid for writes by `ReadBuf`'s contract; `IoVec` is a `struct iovec`.
-        let count = unsafe {
-            libc::readv(
-                self.descriptor.as_raw_fd(),
-                pieces.as_ptr().cast(),
-                pieces.len() as i32,
-            )
-        };
+        let count = unsafe { libc::readv(self.descriptor.as_raw_fd(), pieces.as_ptr().cast(), pieces.len() as i32) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
@@ -369,10 +349,7 @@ impl Socket {
     fn write_pieces_now(&self, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
         let mut pieces: smallvec::SmallVec<[crate::buffer::IoVec; 16]> = smallvec::SmallVec::new();
         if !head.is_empty() {
-            pieces.push(crate::buffer::IoVec::new(
-                head.as_ptr().cast_mut(),
-                head.len(),
-            ));
+            pieces.push(crate::buffer::IoVec::new(head.as_ptr().cast_mut(), head.len()));
         }
         pieces.extend(body.pieces().take(63));
         // SAFETY: a zeroed msghdr is valid: no name, no pieces, no control data.
@@ -380,13 +357,7 @@ impl Socket {
         message.msg_iov = pieces.as_mut_ptr().cast();
         message.msg_iovlen = pieces.len() as _;
         // SAFETY: the pieces are valid for reads by `WriteBuf`'s contract; `IoVec` is a `struct iovec`.
-        let count = unsafe {
-            libc::sendmsg(
-                self.descriptor.as_raw_fd(),
-                &raw const message,
-                libc::MSG_NOSIGNAL,
-            )
-        };
+        let count = unsafe { libc::sendmsg(self.descriptor.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
         usize::try_from(count).map_err(|_| io::Error::last_os_error())
     }
 
@@ -395,13 +366,9 @@ impl Socket {
     ///
     /// # Errors
     /// The connection broke.
-    pub async fn read_with_descriptors(
-        &self,
-        buffer: &mut [u8],
-    ) -> io::Result<(usize, Vec<OwnedFd>)> {
+    pub async fn read_with_descriptors(&self, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
         loop {
-            let mut space =
-                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let received = rustix::net::recvmsg(
                 &self.descriptor,
@@ -430,22 +397,16 @@ impl Socket {
     ///
     /// # Errors
     /// The connection broke.
-    pub async fn write_with_descriptors(
-        &self,
-        bytes: &[u8],
-        descriptors: &[BorrowedFd<'_>],
-    ) -> io::Result<()> {
+    pub async fn write_with_descriptors(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut done = 0;
         while done < bytes.len() {
-            let mut space =
-                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             if done == 0 && !descriptors.is_empty() {
                 control.push(SendAncillaryMessage::ScmRights(descriptors));
             }
             let pieces = [IoSlice::new(&bytes[done..])];
-            match rustix::net::sendmsg(&self.descriptor, &pieces, &mut control, SendFlags::NOSIGNAL)
-            {
+            match rustix::net::sendmsg(&self.descriptor, &pieces, &mut control, SendFlags::NOSIGNAL) {
                 Ok(count) => done += count,
                 Err(Errno::INTR) => {}
                 Err(error) if would_block(error) => self.ready(true).await?,

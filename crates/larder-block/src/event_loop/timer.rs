@@ -34,8 +34,7 @@ impl Timers {
         self.wakers.remove(&key);
         if self.heap.len() > 64 && self.heap.len() > 2 * self.wakers.len() {
             let wakers = &self.wakers;
-            self.heap
-                .retain(|Reverse((_, key))| wakers.contains_key(key));
+            self.heap.retain(|Reverse((_, key))| wakers.contains_key(key));
         }
     }
 

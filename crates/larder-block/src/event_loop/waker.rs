@@ -73,8 +73,7 @@ pub(super) fn enter(core: &Core) -> impl Drop + use<> {
     Guard(CURRENT.replace(ptr::from_ref(core)))
 }
 
-const VTABLE: RawWakerVTable =
-    RawWakerVTable::new(|data| RawWaker::new(data, &VTABLE), wake, wake, |_| {});
+const VTABLE: RawWakerVTable = RawWakerVTable::new(|data| RawWaker::new(data, &VTABLE), wake, wake, |_| {});
 
 /// A waker for task `index` of loop `id`.
 pub(super) fn task_waker(id: LoopId, index: TaskIndex) -> Waker {
@@ -158,10 +157,7 @@ impl Remote {
 impl Drop for Remote {
     fn drop(&mut self) {
         for entry in lock(&LOOPS).iter_mut() {
-            if entry
-                .as_ref()
-                .is_some_and(|shared| Arc::ptr_eq(shared, &self.shared))
-            {
+            if entry.as_ref().is_some_and(|shared| Arc::ptr_eq(shared, &self.shared)) {
                 *entry = None;
             }
         }

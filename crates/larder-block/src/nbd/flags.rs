@@ -212,10 +212,7 @@ mod tests {
     fn flags_print_their_names() {
         let flags = TransmissionFlags::FLUSH.with(TransmissionFlags::TRIM);
         assert_eq!(flags.to_string(), "SEND_FLUSH, SEND_TRIM");
-        assert_eq!(
-            CommandFlags(1 << 9).with(CommandFlags::FUA).to_string(),
-            "FUA, 0x200"
-        );
+        assert_eq!(CommandFlags(1 << 9).with(CommandFlags::FUA).to_string(), "FUA, 0x200");
         assert_eq!(CommandFlags::NONE.to_string(), "0x0");
     }
 

@@ -8,7 +8,7 @@ pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// "IHAVEOPT": the second word of a newstyle server, and the first of every option.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
 /// The second word of an oldstyle server.
-pub const OLDSTYLE_MAGIC: u64 = 0x0042_0281_8612_53;
+pub const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 /// The first word of every reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 
@@ -325,20 +325,14 @@ impl<'a> ExportRequest<'a> {
     pub fn encode(name: &str, wanted: &[u16]) -> Vec<u8> {
         let mut data = Vec::new();
         push_counted_string(&mut data, name);
-        data.extend(
-            u16::try_from(wanted.len())
-                .unwrap_or(u16::MAX)
-                .to_be_bytes(),
-        );
+        data.extend(u16::try_from(wanted.len()).unwrap_or(u16::MAX).to_be_bytes());
         data.extend(wanted.iter().flat_map(|kind| kind.to_be_bytes()));
         data
     }
 
     /// Whether a kind of [`infos`] is asked for.
     pub fn wants(&self, kind: u16) -> bool {
-        self.wanted
-            .chunks_exact(2)
-            .any(|pair| pair == kind.to_be_bytes())
+        self.wanted.chunks_exact(2).any(|pair| pair == kind.to_be_bytes())
     }
 }
 

@@ -57,10 +57,7 @@ pub enum Malformed {
         allowed: &'static str,
     },
     #[error("{what} ends in the middle of {field}")]
-    Truncated {
-        what: &'static str,
-        field: &'static str,
-    },
+    Truncated { what: &'static str, field: &'static str },
     #[error("{what} is not UTF-8")]
     NotUtf8 { what: &'static str },
 }
@@ -73,20 +70,14 @@ pub(crate) struct Fields<'a> {
 
 impl<'a> Fields<'a> {
     pub(crate) fn of(what: &'static str, message: &'a [u8]) -> Self {
-        Self {
-            what,
-            rest: message,
-        }
+        Self { what, rest: message }
     }
 
     pub(crate) fn bytes(&mut self, len: usize, field: &'static str) -> Result<&'a [u8], Malformed> {
         let (taken, rest) = self
             .rest
             .split_at_checked(len)
-            .ok_or(Malformed::Truncated {
-                what: self.what,
-                field,
-            })?;
+            .ok_or(Malformed::Truncated { what: self.what, field })?;
         self.rest = rest;
         Ok(taken)
     }
@@ -153,9 +144,5 @@ fn check_magic(what: &'static str, expected: u64, found: u64) -> Result<(), Malf
     if expected == found {
         return Ok(());
     }
-    Err(Malformed::Magic {
-        what,
-        expected,
-        found,
-    })
+    Err(Malformed::Magic { what, expected, found })
 }

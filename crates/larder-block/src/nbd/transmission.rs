@@ -92,11 +92,7 @@ impl Request {
             Framing::Simple | Framing::Structured => REQUEST_MAGIC,
             Framing::Extended => EXTENDED_REQUEST_MAGIC,
         };
-        super::check_magic(
-            "a request",
-            u64::from(magic),
-            u64::from(fields.u32("magic")?),
-        )?;
+        super::check_magic("a request", u64::from(magic), u64::from(fields.u32("magic")?))?;
         Ok(Self {
             flags: CommandFlags(fields.u16("flags")?),
             command: fields.u16("type")?,
@@ -123,10 +119,9 @@ impl Request {
                 message.extend((self.len as u32).to_be_bytes());
             }
             Framing::Extended => {
-                let flags = self.flags.with_if(
-                    self.command == Command::Write.code(),
-                    CommandFlags::PAYLOAD_LEN,
-                );
+                let flags = self
+                    .flags
+                    .with_if(self.command == Command::Write.code(), CommandFlags::PAYLOAD_LEN);
                 message.extend(EXTENDED_REQUEST_MAGIC.to_be_bytes());
                 message.extend(flags.0.to_be_bytes());
                 message.extend(self.command.to_be_bytes());
@@ -140,8 +135,7 @@ impl Request {
     /// Bytes of payload that follow the header. Under extended headers a write should say so by a flag; QEMU's client
     /// (seen in 10.0) forgets to, and QEMU's server lets it pass, as we do.
     pub fn payload_len(&self, framing: Framing) -> u64 {
-        let says_so =
-            framing == Framing::Extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
+        let says_so = framing == Framing::Extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
         if says_so || self.command == Command::Write.code() {
             self.len
         } else {
@@ -219,11 +213,7 @@ impl ReplyHeader {
             done: fields.u16("flags")? & CHUNK_DONE != 0,
             kind: fields.u16("type")?,
             cookie: fields.u64("cookie")?,
-            offset: if extended {
-                Some(fields.u64("offset")?)
-            } else {
-                None
-            },
+            offset: if extended { Some(fields.u64("offset")?) } else { None },
             len: if extended {
                 fields.u64("length")?
             } else {
@@ -269,26 +259,13 @@ pub fn push_chunk_header(
 }
 
 /// Appends an error chunk, the last of its reply, to `message`.
-pub fn push_error_chunk(
-    message: &mut impl Extend<u8>,
-    framing: Framing,
-    request: &Request,
-    error: u32,
-    text: &str,
-) {
+pub fn push_error_chunk(message: &mut impl Extend<u8>, framing: Framing, request: &Request, error: u32, text: &str) {
     let mut end = text.len().min(super::STRING_LEN_MAX);
     while !text.is_char_boundary(end) {
         end -= 1;
     }
     let text = &text.as_bytes()[..end];
-    push_chunk_header(
-        message,
-        framing,
-        request,
-        chunks::ERROR,
-        true,
-        6 + text.len() as u64,
-    );
+    push_chunk_header(message, framing, request, chunks::ERROR, true, 6 + text.len() as u64);
     message.extend(error.to_be_bytes());
     message.extend((text.len() as u16).to_be_bytes());
     message.extend(text.iter().copied());
@@ -347,10 +324,7 @@ impl StatusLayout {
         };
         let rest = len.saturating_sub(head_len as u64);
         let count = rest / descriptor_len as u64;
-        if rest % descriptor_len as u64 != 0
-            || count == 0
-            || count > u64::from(STATUS_DESCRIPTORS_MAX)
-        {
+        if !rest.is_multiple_of(descriptor_len as u64) || count == 0 || count > u64::from(STATUS_DESCRIPTORS_MAX) {
             return Err(Malformed::Length {
                 what: "a block status chunk",
                 len,
@@ -390,10 +364,7 @@ impl StatusLayout {
         let (len, status) = if self.descriptor_len == 16 {
             (fields.u64("length")?, fields.u64("status")?)
         } else {
-            (
-                u64::from(fields.u32("length")?),
-                u64::from(fields.u32("status")?),
-            )
+            (u64::from(fields.u32("length")?), u64::from(fields.u32("status")?))
         };
         if len == 0 {
             return Err(Malformed::Length {

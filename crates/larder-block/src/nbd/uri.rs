@@ -35,9 +35,7 @@ pub struct UriTls {
 pub enum NbdUriError {
     #[error("'{uri}' does not begin with nbd://, nbds://, nbd+unix:// or nbds+unix://")]
     Scheme { uri: String },
-    #[error(
-        "'{uri}': a unix socket needs ?socket=PATH, as in nbd+unix:///EXPORT?socket=/run/nbd.sock"
-    )]
+    #[error("'{uri}': a unix socket needs ?socket=PATH, as in nbd+unix:///EXPORT?socket=/run/nbd.sock")]
     NoSocket { uri: String },
     #[error(
         "'{uri}': '{host}' is for TCP; a unix socket's URI has three slashes, as in nbd+unix:///EXPORT?socket=PATH"
@@ -51,13 +49,9 @@ pub enum NbdUriError {
     Bracket { uri: String },
     #[error("'{uri}': a user name makes no sense for NBD with certificates; leave out '{user}@'")]
     User { uri: String, user: String },
-    #[error(
-        "'{uri}' has a '%' that is not followed by two hexadecimal digits, or does not spell UTF-8"
-    )]
+    #[error("'{uri}' has a '%' that is not followed by two hexadecimal digits, or does not spell UTF-8")]
     Percent { uri: String },
-    #[error(
-        "'{uri}': '{key}' is not known here; known are socket, tls-certificates and tls-hostname"
-    )]
+    #[error("'{uri}': '{key}' is not known here; known are socket, tls-certificates and tls-hostname")]
     UnknownKey { uri: String, key: String },
     #[error("'{uri}': '{key}' makes sense only with {scheme}")]
     KeyOfOther {
@@ -162,11 +156,7 @@ impl Query {
     }
 }
 
-fn unix_address(
-    uri: &str,
-    authority: &str,
-    socket: Option<String>,
-) -> Result<SocketAddress, NbdUriError> {
+fn unix_address(uri: &str, authority: &str, socket: Option<String>) -> Result<SocketAddress, NbdUriError> {
     if !authority.is_empty() {
         return Err(NbdUriError::HostOfUnix {
             uri: uri.to_owned(),
@@ -175,9 +165,7 @@ fn unix_address(
     }
     match socket {
         Some(path) if !path.is_empty() => Ok(SocketAddress::Unix(path.into())),
-        _ => Err(NbdUriError::NoSocket {
-            uri: uri.to_owned(),
-        }),
+        _ => Err(NbdUriError::NoSocket { uri: uri.to_owned() }),
     }
 }
 
@@ -190,17 +178,15 @@ fn tcp_address(uri: &str, authority: &str) -> Result<SocketAddress, NbdUriError>
     }
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
-            let (host, rest) = rest.split_once(']').ok_or_else(|| NbdUriError::Bracket {
-                uri: uri.to_owned(),
-            })?;
+            let (host, rest) = rest
+                .split_once(']')
+                .ok_or_else(|| NbdUriError::Bracket { uri: uri.to_owned() })?;
             (host, rest.strip_prefix(':').unwrap_or(rest))
         }
         None => authority.split_once(':').unwrap_or((authority, "")),
     };
     if host.is_empty() {
-        return Err(NbdUriError::NoHost {
-            uri: uri.to_owned(),
-        });
+        return Err(NbdUriError::NoHost { uri: uri.to_owned() });
     }
     let port = match port {
         "" => PORT,
@@ -226,9 +212,7 @@ fn strip_prefix<'a>(text: &'a str, prefix: &str) -> Option<&'a str> {
 }
 
 fn decode(uri: &str, text: &str) -> Result<String, NbdUriError> {
-    let wrong = || NbdUriError::Percent {
-        uri: uri.to_owned(),
-    };
+    let wrong = || NbdUriError::Percent { uri: uri.to_owned() };
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
     while let Some(byte) = rest.next() {
@@ -272,11 +256,7 @@ impl fmt::Display for NbdUri {
                 separator = '&';
             }
             SocketAddress::Tcp { host, port } => {
-                let (open, close) = if host.contains(':') {
-                    ("[", "]")
-                } else {
-                    ("", "")
-                };
+                let (open, close) = if host.contains(':') { ("[", "]") } else { ("", "") };
                 write!(f, "nbd{secure}://{open}{host}{close}")?;
                 if *port != PORT {
                     write!(f, ":{port}")?;
@@ -324,11 +304,7 @@ mod tests {
                 SocketAddress::Unix("/run/nbd+x.sock".into()),
                 "",
             ),
-            (
-                "nbd+unix:///disk?socket=s",
-                SocketAddress::Unix("s".into()),
-                "disk",
-            ),
+            ("nbd+unix:///disk?socket=s", SocketAddress::Unix("s".into()), "disk"),
         ] {
             let uri: NbdUri = text.parse().unwrap_or_else(|error| panic!("{error}"));
             assert_eq!((uri.address, uri.export.as_str()), (address, export));
@@ -360,14 +336,8 @@ mod tests {
             ("nbd://h/%zz", "two hexadecimal digits"),
             ("nbd://h/%ff", "UTF-8"),
             ("nbd://h/x?tls-psk-file=y", "'tls-psk-file' is not known"),
-            (
-                "nbd://h/x?socket=y",
-                "'socket' makes sense only with nbd+unix",
-            ),
-            (
-                "nbd://h/x?tls-hostname=y",
-                "'tls-hostname' makes sense only with nbds",
-            ),
+            ("nbd://h/x?socket=y", "'socket' makes sense only with nbd+unix"),
+            ("nbd://h/x?tls-hostname=y", "'tls-hostname' makes sense only with nbds"),
             ("nbd+unix:///x", "needs ?socket=PATH"),
             ("nbd+unix://h/x?socket=y", "three slashes"),
         ] {

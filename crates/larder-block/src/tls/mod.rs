@@ -28,15 +28,10 @@ pub enum TlsError {
     },
     #[error("{} holds no certificate; it should be a PEM file", path.display())]
     NoCertificate { path: PathBuf },
-    #[error(
-        "no list of trusted authorities of this host was found ({tried}); name a directory with a ca-cert.pem"
-    )]
+    #[error("no list of trusted authorities of this host was found ({tried}); name a directory with a ca-cert.pem")]
     NoAuthorities { tried: String },
     #[error("the certificate in {} is not usable: {source}", path.display())]
-    Certificate {
-        path: PathBuf,
-        source: rustls::Error,
-    },
+    Certificate { path: PathBuf, source: rustls::Error },
     #[error("the authorities in {} are not usable: {source}", path.display())]
     Authorities {
         path: PathBuf,
@@ -83,12 +78,7 @@ impl ClientTls {
             .map_err(TlsError::Setup)?
             .with_root_certificates(roots);
         let own = folder
-            .map(|folder| {
-                (
-                    folder.join("client-cert.pem"),
-                    folder.join("client-key.pem"),
-                )
-            })
+            .map(|folder| (folder.join("client-cert.pem"), folder.join("client-key.pem")))
             .filter(|(certificate, _)| certificate.exists());
         let config = match own {
             None => builder.with_no_client_auth(),
@@ -115,11 +105,7 @@ impl ServerTls {
     ///
     /// # Errors
     /// A file is missing or damaged, or key and certificate are not a pair.
-    pub fn load(
-        certificate: &Path,
-        key: &Path,
-        client_authorities: Option<&Path>,
-    ) -> Result<Self, TlsError> {
+    pub fn load(certificate: &Path, key: &Path, client_authorities: Option<&Path>) -> Result<Self, TlsError> {
         let builder = ServerConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
             .map_err(TlsError::Setup)?;
@@ -176,9 +162,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
         .collect::<Result<_, _>>()
         .map_err(failed)?;
     if found.is_empty() {
-        return Err(TlsError::NoCertificate {
-            path: path.to_owned(),
-        });
+        return Err(TlsError::NoCertificate { path: path.to_owned() });
     }
     Ok(found)
 }
@@ -196,9 +180,7 @@ fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
     let mut roots = RootCertStore::empty();
     let (added, _) = roots.add_parsable_certificates(certificates(path)?);
     if added == 0 {
-        return Err(TlsError::NoCertificate {
-            path: path.to_owned(),
-        });
+        return Err(TlsError::NoCertificate { path: path.to_owned() });
     }
     Ok(roots)
 }

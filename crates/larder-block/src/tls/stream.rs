@@ -205,11 +205,7 @@ fn copy_plaintext(session: &mut Connection, into: ReadBuf<'_>) -> io::Result<usi
 }
 
 /// Encrypts what fits into the session's buffer; how many bytes.
-fn accept_plaintext(
-    session: &mut Connection,
-    head: &[u8],
-    body: WriteBuf<'_>,
-) -> io::Result<usize> {
+fn accept_plaintext(session: &mut Connection, head: &[u8], body: WriteBuf<'_>) -> io::Result<usize> {
     let mut taken = session.writer().write(head)?;
     if taken < head.len() {
         return Ok(taken);

@@ -275,7 +275,7 @@ impl<'a> Handshake<'a> {
             return self.refuse(option, replies::ERR_UNKNOWN, "there is no such export here");
         }
         let matches = |query: &&str| *query == BASE_ALLOCATION || (!selects && *query == "base:");
-        let found = request.queries.iter().any(|query| matches(query));
+        let found = request.queries.iter().any(matches);
         if found || (!selects && request.queries.is_empty()) {
             // Spec: in a list the number means nothing and is 0.
             let id = if selects { ALLOCATION_CONTEXT } else { 0 };

@@ -100,7 +100,10 @@ pub fn config(geometry: &Geometry, queues: u16, write_cache: bool, offset: u32, 
     put(34, &queues.to_le_bytes());
     put(36, &SEGMENT_SECTORS_MAX.to_le_bytes());
     put(40, &SEGMENTS_MAX.to_le_bytes());
-    put(44, &(geometry.discard_granularity.max(block) / SECTOR_BYTES as u32).to_le_bytes());
+    put(
+        44,
+        &(geometry.discard_granularity.max(block) / SECTOR_BYTES as u32).to_le_bytes(),
+    );
     put(48, &SEGMENT_SECTORS_MAX.to_le_bytes());
     put(52, &SEGMENTS_MAX.to_le_bytes());
     put(56, &[1]);
@@ -162,8 +165,12 @@ struct Header {
 /// The chain's pieces are mapped guest memory until the future has ended or was dropped.
 pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chain: &Chain) -> Outcome {
     // SAFETY: passed on to our caller.
-    let (readable, writable) =
-        unsafe { (WriteBuf::from_pieces(chain.readable()), ReadBuf::from_pieces(chain.writable())) };
+    let (readable, writable) = unsafe {
+        (
+            WriteBuf::from_pieces(chain.readable()),
+            ReadBuf::from_pieces(chain.writable()),
+        )
+    };
     let mut header = [0; HEADER_BYTES];
     if readable.len() < header.len() || writable.is_empty() {
         return Outcome {

@@ -377,7 +377,9 @@ impl InflightQueue {
                 }
             })
             .collect();
-        let taken = found.iter().fold(0u16, |sum, request| sum.saturating_add(request.head.slots));
+        let taken = found
+            .iter()
+            .fold(0u16, |sum, request| sum.saturating_add(request.head.slots));
         let used = cursor(self.read(offset::PACKED_USED), self.read(offset::PACKED_WRAP));
         ring.resume_at(used, taken.min(self.size));
         found

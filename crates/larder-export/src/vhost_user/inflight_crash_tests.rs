@@ -126,8 +126,17 @@ impl World {
             return;
         }
         let name = self.next_name;
-        self.next_name = if name + 64 >= MEMORY_BYTES as u64 { DATA } else { name + 64 };
-        let buffers: Vec<_> = (0..count as u64).map(|index| Buffer { address: name + index, len: 1 }).collect();
+        self.next_name = if name + 64 >= MEMORY_BYTES as u64 {
+            DATA
+        } else {
+            name + 64
+        };
+        let buffers: Vec<_> = (0..count as u64)
+            .map(|index| Buffer {
+                address: name + index,
+                len: 1,
+            })
+            .collect();
         let id = self.driver.add(&buffers, &[], None);
         self.driver.publish();
         self.waiting.insert(id, name);
@@ -160,7 +169,10 @@ impl World {
             let mut chain = Chain::default();
             notes.chain_of(&ring, memory, left, &mut chain).expect("a sound chain");
             self.check_name(memory, left.head, &chain);
-            assert!(taken.iter().all(|(head, _): &(Head, u16)| head.id != left.head.id), "found twice");
+            assert!(
+                taken.iter().all(|(head, _): &(Head, u16)| head.id != left.head.id),
+                "found twice"
+            );
             taken.push((left.head, left.note));
         }
         Some(Server { ring, notes, taken })
@@ -242,14 +254,21 @@ fn run(seed: u64, packed: bool) {
         while server.take(&world, &memory).expect("immortal") {}
         let mut known: Vec<u16> = server.taken.iter().map(|(head, _)| head.id).collect();
         known.sort_unstable();
-        assert!(world.waiting.keys().copied().eq(known), "seed {seed}: what the driver waits for is not under way");
+        assert!(
+            world.waiting.keys().copied().eq(known),
+            "seed {seed}: what the driver waits for is not under way"
+        );
     }
     LIFE.set(None);
     while server.take(&world, &memory).expect("immortal") || !server.taken.is_empty() {
         server.give_back(&mut random);
     }
     world.collect();
-    assert!(world.waiting.is_empty(), "seed {seed}: {:?} were never answered", world.waiting);
+    assert!(
+        world.waiting.is_empty(),
+        "seed {seed}: {:?} were never answered",
+        world.waiting
+    );
 }
 
 #[test]

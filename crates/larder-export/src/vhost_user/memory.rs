@@ -29,7 +29,11 @@ pub enum MemoryError {
     #[error("guest memory region {0:x?} overlaps another one")]
     Overlaps(RegionInfo),
     #[error("guest memory region {info:x?} ends at byte {end:#x} of a file of {file_bytes:#x} bytes")]
-    BeyondFile { info: RegionInfo, end: u64, file_bytes: u64 },
+    BeyondFile {
+        info: RegionInfo,
+        end: u64,
+        file_bytes: u64,
+    },
     #[error("there is no guest memory region {0:x?}")]
     Unknown(RegionInfo),
     #[error("more than {SLOTS_MAX} guest memory regions")]
@@ -76,7 +80,9 @@ impl Mapping {
         let failed = |source| MemoryError::Map { what, bytes, source };
         // Touching a mapping behind the end of its file is SIGBUS.
         let file_bytes = rustix::fs::fstat(file.as_fd()).map_err(|error| failed(error.into()))?;
-        let end = offset.checked_add(bytes).filter(|end| *end <= file_bytes.st_size as u64);
+        let end = offset
+            .checked_add(bytes)
+            .filter(|end| *end <= file_bytes.st_size as u64);
         if end.is_none() || bytes == 0 {
             return Err(failed(std::io::Error::from_raw_os_error(libc::ENXIO)));
         }
@@ -98,7 +104,8 @@ impl Mapping {
             )
         }
         .map_err(|error| failed(error.into()))?;
-        let mapped_base = NonNull::new(base.cast::<u8>()).ok_or_else(|| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
+        let mapped_base =
+            NonNull::new(base.cast::<u8>()).ok_or_else(|| failed(std::io::Error::from_raw_os_error(libc::ENOMEM)))?;
         Ok(Self {
             // SAFETY: `lead` is within what was just mapped.
             base: unsafe { mapped_base.add(lead as usize) },
@@ -122,7 +129,7 @@ impl Mapping {
 /// The unit in which `file` can be mapped, in bytes: a huge page's for memory that consists of them.
 fn page_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
     let file_system = rustix::fs::fstatfs(file)?;
-    let is_huge = i64::from(file_system.f_type) == i64::from(libc::HUGETLBFS_MAGIC);
+    let is_huge = file_system.f_type == libc::HUGETLBFS_MAGIC;
     Ok(if is_huge { file_system.f_bsize as u64 } else { 4096 })
 }
 
@@ -236,7 +243,10 @@ impl GuestMemory {
         if end > region.guest_end() {
             return Err(bad);
         }
-        Ok(region.mapping.base().wrapping_add((address - region.info.guest_address) as usize))
+        Ok(region
+            .mapping
+            .base()
+            .wrapping_add((address - region.info.guest_address) as usize))
     }
 
     fn region_of(&self, address: u64) -> Option<&Region> {
@@ -244,7 +254,9 @@ impl GuestMemory {
         if let Some(region) = self.regions.get(self.recent.get()).filter(holds) {
             return Some(region);
         }
-        let behind = self.regions.partition_point(|region| region.info.guest_address <= address);
+        let behind = self
+            .regions
+            .partition_point(|region| region.info.guest_address <= address);
         let index = behind.checked_sub(1)?;
         let region = self.regions.get(index).filter(holds)?;
         self.recent.set(index);
@@ -255,7 +267,13 @@ impl GuestMemory {
     ///
     /// # Errors
     /// It is not in guest memory, or not aligned to `alignment` (a power of two).
-    pub fn ring_part(&self, what: &'static str, address: u64, bytes: u64, alignment: usize) -> Result<*mut u8, MemoryError> {
+    pub fn ring_part(
+        &self,
+        what: &'static str,
+        address: u64,
+        bytes: u64,
+        alignment: usize,
+    ) -> Result<*mut u8, MemoryError> {
         let found = self.regions.iter().find_map(|region| {
             let offset = address.checked_sub(region.info.user_address)?;
             let inside = offset.checked_add(bytes)? <= region.info.len;

@@ -118,23 +118,56 @@ pub enum Request {
     ResetOwner,
     ResetDevice,
     SetMemTable(Vec<(RegionInfo, OwnedFd)>),
-    SetLogBase { bytes: u64, file_offset: u64, file: OwnedFd },
+    SetLogBase {
+        bytes: u64,
+        file_offset: u64,
+        file: OwnedFd,
+    },
     SetLogEvent,
-    SetRingSize { ring: u32, size: u32 },
-    SetRingAddresses { ring: u32, addresses: RingAddresses },
-    SetRingBase { ring: u32, base: u32 },
-    GetRingBase { ring: u32 },
+    SetRingSize {
+        ring: u32,
+        size: u32,
+    },
+    SetRingAddresses {
+        ring: u32,
+        addresses: RingAddresses,
+    },
+    SetRingBase {
+        ring: u32,
+        base: u32,
+    },
+    GetRingBase {
+        ring: u32,
+    },
     /// Without a descriptor, the ring is to be polled.
-    SetRingKick { ring: u32, event: Option<OwnedFd> },
-    SetRingCall { ring: u32, event: Option<OwnedFd> },
-    SetRingError { ring: u32, event: Option<OwnedFd> },
+    SetRingKick {
+        ring: u32,
+        event: Option<OwnedFd>,
+    },
+    SetRingCall {
+        ring: u32,
+        event: Option<OwnedFd>,
+    },
+    SetRingError {
+        ring: u32,
+        event: Option<OwnedFd>,
+    },
     GetProtocolFeatures,
     SetProtocolFeatures(u64),
     GetQueueCount,
-    SetRingEnable { ring: u32, enable: bool },
+    SetRingEnable {
+        ring: u32,
+        enable: bool,
+    },
     SetBackendChannel(OwnedFd),
-    GetConfig { offset: u32, len: u32 },
-    SetConfig { offset: u32, bytes: Vec<u8> },
+    GetConfig {
+        offset: u32,
+        len: u32,
+    },
+    SetConfig {
+        offset: u32,
+        bytes: Vec<u8>,
+    },
     GetInflight(InflightInfo),
     SetInflight(InflightInfo, OwnedFd),
     GetMaxMemSlots,
@@ -213,7 +246,10 @@ pub fn collect(descriptors: &mut Vec<OwnedFd>, came: Vec<OwnedFd>) -> Result<(),
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes[at..at + 4].iter().rev().fold(0, |value, byte| value << 8 | u32::from(*byte))
+    bytes[at..at + 4]
+        .iter()
+        .rev()
+        .fold(0, |value, byte| value << 8 | u32::from(*byte))
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {

@@ -136,8 +136,11 @@ impl VhostUserServer {
         tracing::info!(disk = %self.shared.device.name(), "front-end connected");
         let mut session = Session::new(&self.on, socket, Rc::clone(&self.shared), self.queues);
         let done = Rc::new(Cell::new(false));
-        self.on
-            .spawn(announce_sizes(Rc::clone(&self.shared), session.backend_channel(), Rc::clone(&done)));
+        self.on.spawn(announce_sizes(
+            Rc::clone(&self.shared),
+            session.backend_channel(),
+            Rc::clone(&done),
+        ));
         match session.run().await {
             Ok(()) => tracing::info!(disk = %self.shared.device.name(), "front-end disconnected"),
             Err(_) if self.stopping.get() => {}

@@ -232,7 +232,11 @@ impl Queue {
         if found.is_empty() {
             return;
         }
-        tracing::info!(queue = self.index, requests = found.len(), "taking up requests that were in flight");
+        tracing::info!(
+            queue = self.index,
+            requests = found.len(),
+            "taking up requests that were in flight"
+        );
         let memory = Rc::clone(&self.memory.borrow());
         let mut requests = Vec::new();
         for left in &found {
@@ -272,7 +276,9 @@ impl Queue {
     fn take_available(self: &Rc<Self>) -> bool {
         let mut taken = 0u32;
         while taken < self.size {
-            let Some((memory, chain, head, note)) = self.take_one() else { break };
+            let Some((memory, chain, head, note)) = self.take_one() else {
+                break;
+            };
             self.launch(memory, chain, head, note);
             taken += 1;
             if taken.is_multiple_of(SIGNAL_EVERY) {
@@ -314,7 +320,10 @@ impl Queue {
     /// The guest broke the rules: the queue rests until it is reset. Requests under way go on.
     fn break_down(&self, error: RingError) {
         if !self.broken.replace(true) {
-            tracing::error!(queue = self.index, "the guest has corrupted its virtqueue: {error}; it stops until the guest resets it");
+            tracing::error!(
+                queue = self.index,
+                "the guest has corrupted its virtqueue: {error}; it stops until the guest resets it"
+            );
         }
     }
 
@@ -327,7 +336,10 @@ impl Queue {
             }
             let log = self.shared.dirty_log.borrow();
             if let Some(log) = log.as_ref() {
-                chain.writable().iter().for_each(|piece| log.mark(&request.memory, *piece));
+                chain
+                    .writable()
+                    .iter()
+                    .for_each(|piece| log.mark(&request.memory, *piece));
             }
             let changed = ring.give_back(request.head, written);
             if let Some(log) = log.as_ref().filter(|_| self.log_ring.get()) {

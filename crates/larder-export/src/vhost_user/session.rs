@@ -57,7 +57,10 @@ pub enum SessionError {
     Memory(#[from] MemoryError),
     #[error("queue {ring} of {queues}")]
     NoSuchQueue { ring: u32, queues: u16 },
-    #[error("queue {ring} with {size} descriptors; a ring has {} to {RING_SIZE_MAX}, and a split one a power of two", 1)]
+    #[error(
+        "queue {ring} with {size} descriptors; a ring has {} to {RING_SIZE_MAX}, and a split one a power of two",
+        1
+    )]
     RingSize { ring: u32, size: u32 },
     #[error("features {wanted:#x}, of which {:#x} were not offered", wanted & !offered)]
     Features { wanted: u64, offered: u64 },
@@ -354,7 +357,9 @@ impl Session {
         }
         self.features = features;
         // A driver that cannot flush relies on every write (virtio 1.2, 5.2.6.2).
-        self.shared.driver_flushes.set(features & (feature::FLUSH | feature::CONFIG_WCE) != 0);
+        self.shared
+            .driver_flushes
+            .set(features & (feature::FLUSH | feature::CONFIG_WCE) != 0);
         self.update_log();
         Ok(())
     }
@@ -381,8 +386,8 @@ impl Session {
     }
 
     fn new_inflight(&self, info: &InflightInfo) -> Result<Reply, SessionError> {
-        let sound = (1..=self.queues_max).contains(&info.queues)
-            && (1..=RING_SIZE_MAX).contains(&u32::from(info.queue_size));
+        let sound =
+            (1..=self.queues_max).contains(&info.queues) && (1..=RING_SIZE_MAX).contains(&u32::from(info.queue_size));
         if !sound {
             return Err(SessionError::InflightSize(info.queues, info.queue_size));
         }
@@ -502,9 +507,14 @@ impl Session {
         if setup.size == 0 || (!layout.packed && !setup.size.is_power_of_two()) {
             return Err(SessionError::RingSize { ring, size: setup.size });
         }
-        let notes = inflight.as_ref().and_then(|region| region.queue(ring as u16, setup.size as u16, layout.packed));
+        let notes = inflight
+            .as_ref()
+            .and_then(|region| region.queue(ring as u16, setup.size as u16, layout.packed));
         if inflight.is_some() && notes.is_none() {
-            tracing::warn!(queue = ring, "the region of requests in flight has no room for this queue");
+            tracing::warn!(
+                queue = ring,
+                "the region of requests in flight has no room for this queue"
+            );
         }
         let position = RingPosition::from_base(setup.base, layout.packed);
         let index = ring as u16;

@@ -12,8 +12,8 @@ use larder_block::IoVec;
 use super::memory::{BadAddress, GuestMemory, MemoryError};
 use super::message::RingAddresses;
 
-pub use packed::PackedRing;
 pub(super) use packed::Cursor;
+pub use packed::PackedRing;
 pub use split::SplitRing;
 
 /// The largest ring, in descriptors, as virtio 1.2 allows.
@@ -103,7 +103,9 @@ pub enum RingError {
     NestedIndirect,
     #[error("a readable descriptor behind a writable one")]
     ReadableAfterWritable,
-    #[error("more in flight than the {size} descriptors of the ring: some were made available again before they were used")]
+    #[error(
+        "more in flight than the {size} descriptors of the ring: some were made available again before they were used"
+    )]
     TooManyInFlight { size: u32 },
     #[error(transparent)]
     Address(#[from] BadAddress),
@@ -261,10 +263,13 @@ fn take_indirect(
     }
     let mut index = 0u32;
     for _ in 0..count {
-        let address = table.address.checked_add(u64::from(index) * DESC_BYTES).ok_or(BadAddress {
-            address: table.address,
-            bytes: u64::from(table.len),
-        })?;
+        let address = table
+            .address
+            .checked_add(u64::from(index) * DESC_BYTES)
+            .ok_or(BadAddress {
+                address: table.address,
+                bytes: u64::from(table.len),
+            })?;
         let raw = read_guest_descriptor(memory, address)?;
         let descriptor = parse(raw);
         if descriptor.flags & DESC_F_INDIRECT != 0 {

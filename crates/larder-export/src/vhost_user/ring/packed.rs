@@ -75,7 +75,11 @@ impl PackedRing {
         let in_ring = |cursor: u16| {
             // A front-end that names a place outside the ring means its beginning.
             let index = cursor & 0x7fff;
-            Cursor(if u64::from(index) < size { cursor } else { cursor & 0x8000 })
+            Cursor(if u64::from(index) < size {
+                cursor
+            } else {
+                cursor & 0x8000
+            })
         };
         Ok(Self {
             size: layout.size as u16,
@@ -179,7 +183,8 @@ impl PackedRing {
             (false, _) => EVENT_DISABLE,
             (true, false) => EVENT_ENABLE,
             (true, true) => {
-                self.event_word(self.device_event, 0).store(self.next_available.0, Ordering::Relaxed);
+                self.event_word(self.device_event, 0)
+                    .store(self.next_available.0, Ordering::Relaxed);
                 EVENT_AT_INDEX
             }
         };

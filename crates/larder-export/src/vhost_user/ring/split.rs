@@ -88,14 +88,21 @@ impl SplitRing {
                 size: self.size,
             });
         }
-        let id = self.available_word(2 + self.mask(self.next_available)).load(Ordering::Relaxed);
+        let id = self
+            .available_word(2 + self.mask(self.next_available))
+            .load(Ordering::Relaxed);
         self.follow(memory, id, chain)?;
         self.next_available = self.next_available.wrapping_add(1);
         Ok(Some(Head { id, slots: 1 }))
     }
 
     /// Fills `chain` from the descriptors that begin at `id`; also for a chain that a predecessor left in flight.
-    pub(in crate::vhost_user) fn follow(&self, memory: &GuestMemory, id: u16, chain: &mut Chain) -> Result<(), RingError> {
+    pub(in crate::vhost_user) fn follow(
+        &self,
+        memory: &GuestMemory,
+        id: u16,
+        chain: &mut Chain,
+    ) -> Result<(), RingError> {
         let mut index = id;
         for _ in 0..self.size {
             if index >= self.size {
