@@ -73,7 +73,7 @@ async fn watch(shared: &Shared) -> Broken {
         let deadline = shared.last_activity.get().after(limit);
         shared.on.sleep_until(deadline).await;
         let idle = shared.on.now().since(shared.last_activity.get());
-        if false {
+        if busy() && idle >= limit {
             return Broken::Stalled(limit);
         }
     }
