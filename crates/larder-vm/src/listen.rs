@@ -55,11 +55,14 @@ impl SocketFile {
                 return Err(ListenError::NotASocket { path });
             }
             match UnixStream::connect(&path) {
-                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                Err(error) if error.kind() != io::ErrorKind::ConnectionRefused => {
+                    return Err(ListenError::Taken { path });
+                }
+                Ok(stream) if !listener_is_dead(&stream) => return Err(ListenError::Taken { path }),
+                _ => {
                     // Nobody listens: its maker is dead. If another process is faster than us, bind fails below.
                     let _ = fs::remove_file(&path);
                 }
-                _ => return Err(ListenError::Taken { path }),
             }
         }
         match UnixListener::bind(&path) {
@@ -83,6 +86,17 @@ impl SocketFile {
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+/// Whether the process that listens has ended. Its socket may outlive it for a moment: the kernel takes a killed
+/// process' io_uring apart in the background, and the ring's wait for connections holds the socket.
+fn listener_is_dead(stream: &UnixStream) -> bool {
+    let Ok(peer) = rustix::net::sockopt::socket_peercred(stream) else { return false };
+    match fs::read_to_string(format!("/proc/{}/stat", peer.pid)) {
+        // "PID (NAME) STATE ...": killed, and not waited for yet.
+        Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X'))),
+        Err(error) => error.kind() == io::ErrorKind::NotFound && Path::new("/proc/self/stat").exists(),
     }
 }
 

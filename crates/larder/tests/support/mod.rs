@@ -1,0 +1,138 @@
+//! What the tests of the program share: where images lie, servers, loop devices, mounts.
+#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use larder_bench::campaign::process::Process;
+use larder_bench::campaign::server::Server;
+use tempfile::TempDir;
+
+/// For whatever may take long on a busy machine.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// The program.
+pub fn larder() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_larder"))
+}
+
+/// A folder on the disk that the project is built on.
+pub fn on_disk() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder in target/tmp")
+}
+
+/// A folder on tmpfs.
+pub fn on_tmpfs() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm")
+}
+
+/// A new image of zeros.
+pub fn image(folder: &Path, bytes: u64) -> PathBuf {
+    let path = folder.join("disk.raw");
+    File::create(&path)
+        .and_then(|file| file.set_len(bytes))
+        .expect("an image");
+    path
+}
+
+/// A server for `image` with a socket in `folder`, which should have a short path.
+pub fn serve(image: &Path, folder: &Path, options: &[&str]) -> Server {
+    Server::start(larder(), image, &folder.join("socket"), options).expect("the server starts")
+}
+
+/// Runs the program to its end; exit code and what it said.
+pub fn run(command: Command) -> (Option<i32>, String) {
+    let mut process = Process::start(command).expect("starts");
+    let status = process.wait(LIMIT).expect("ends");
+    (status.code(), process.output())
+}
+
+/// `larder disk serve` with these arguments.
+pub fn disk_serve(arguments: &[&str]) -> Command {
+    let mut command = Command::new(larder());
+    command.args(["disk", "serve"]).args(arguments);
+    command
+}
+
+/// Runs a tool that must succeed; what it said.
+pub fn tool(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output();
+    let output =
+        output.unwrap_or_else(|error| panic!("{program}: {error}; testbed/setup.sh installs what the tests need"));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    said.trim().to_owned()
+}
+
+/// Some tests need root, and say so instead of passing without it.
+pub fn need_root(why: &str) {
+    assert!(rustix::process::geteuid().is_root(), "this test needs root: {why}");
+}
+
+/// Any bytes that differ with `seed`.
+pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut step = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    };
+    (0..bytes).map(|_| step()).collect()
+}
+
+/// A loop device over a file, gone with this.
+pub struct LoopDevice(pub PathBuf);
+
+impl LoopDevice {
+    pub fn new(file: &Path, sector_bytes: u32) -> Self {
+        need_root("to make a loop device");
+        let sector = sector_bytes.to_string();
+        let path = tool(
+            "losetup",
+            &[
+                "--find",
+                "--show",
+                "--sector-size",
+                &sector,
+                file.to_str().expect("UTF-8"),
+            ],
+        );
+        Self(path.into())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+/// A mounted file system, gone with this.
+pub struct Mount(pub PathBuf);
+
+impl Mount {
+    pub fn new(at: &Path, arguments: &[&str]) -> Self {
+        need_root("to mount a file system");
+        std::fs::create_dir_all(at).expect("a folder");
+        let mut all = arguments.to_vec();
+        all.push(at.to_str().expect("UTF-8"));
+        tool("mount", &all);
+        Self(at.to_owned())
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+/// Descriptors that a process has open.
+pub fn open_descriptors(process: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{process}/fd"))
+        .expect("procfs")
+        .count()
+}

@@ -1,0 +1,353 @@
+//! What goes wrong at the front door of `larder disk serve`, and what it says then.
+
+mod support;
+
+use std::fs::{self, Permissions};
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+
+use larder_bench::campaign::front_end::queue::Request;
+use larder_bench::campaign::front_end::ring::Buffer;
+use larder_bench::campaign::front_end::wire::{self, Wire};
+use larder_bench::campaign::front_end::{FrontEnd, Options};
+use support::{
+    Mount, disk_serve, image, larder, need_root, on_disk, on_tmpfs, open_descriptors, pattern, run, serve, tool,
+};
+
+const MIB: u64 = 1 << 20;
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+/// Runs `larder disk serve` with these arguments, which must fail with all of `words` in what it says.
+fn refused(arguments: &[&str], words: &[&str]) {
+    let (code, said) = run(disk_serve(arguments));
+    assert_eq!(code, Some(2), "{arguments:?}: {said}");
+    for word in words {
+        assert!(said.contains(word), "{arguments:?} says nothing of '{word}': {said}");
+    }
+    assert!(!said.contains("panicked"), "{said}");
+}
+
+#[test]
+fn an_image_that_cannot_be_a_disk_is_refused_with_the_reason() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let socket = sockets.path().join("s");
+    let serve = |image: &Path, words: &[&str]| {
+        refused(&[text(image), "--socket", text(&socket)], words);
+        assert!(!socket.exists(), "no socket is left behind");
+    };
+    let missing = folder.path().join("missing.raw");
+    serve(&missing, &["missing.raw", "No such file", "create the image first"]);
+    serve(folder.path(), &[text(folder.path()), "directory"]);
+    let fifo = folder.path().join("fifo");
+    tool("mkfifo", &[text(&fifo)]);
+    serve(&fifo, &["fifo", "FIFO"]);
+    serve(Path::new("/dev/zero"), &["/dev/zero", "character device"]);
+    let empty = folder.path().join("empty.raw");
+    fs::File::create(&empty).expect("a file");
+    serve(&empty, &["empty.raw", "is empty", "truncate -s"]);
+    let bound = folder.path().join("bound");
+    let _listener = UnixListener::bind(&bound);
+    if bound.exists() {
+        serve(&bound, &["bound"]);
+    }
+}
+
+#[test]
+fn a_user_without_permission_is_told_so() {
+    need_root("to run larder as nobody");
+    let folder = tempfile::tempdir().expect("a folder");
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("chmod");
+    let program = folder.path().join("larder");
+    fs::copy(larder(), &program).expect("a copy that nobody may run");
+    let disk = image(folder.path(), MIB);
+    fs::set_permissions(&disk, Permissions::from_mode(0o644)).expect("chmod");
+    let as_nobody = |socket: &str| {
+        let mut command = Command::new(&program);
+        command
+            .args(["disk", "serve", text(&disk), "--socket", socket])
+            .uid(65534)
+            .gid(65534);
+        run(command)
+    };
+    let (code, said) = as_nobody("/tmp/never");
+    assert_eq!(code, Some(2), "{said}");
+    for word in ["Permission denied", "read and write permission", "--read-only"] {
+        assert!(said.contains(word), "{said}");
+    }
+    fs::set_permissions(&disk, Permissions::from_mode(0o666)).expect("chmod");
+    let (code, said) = as_nobody(text(&folder.path().join("s")));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("may not write to its folder"), "{said}");
+}
+
+#[test]
+fn a_disk_in_use_by_qemu_is_refused_and_qemu_refuses_ours() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let socket = sockets.path().join("s");
+    let (pid_file, nbd) = (sockets.path().join("pid"), sockets.path().join("nbd"));
+    struct Nbd(i32);
+    impl Drop for Nbd {
+        fn drop(&mut self) {
+            // SAFETY: a plain system call; the process is one that this test started and that nobody else waits for.
+            unsafe { libc::kill(self.0, libc::SIGKILL) };
+        }
+    }
+    let pid_text = format!("--pid-file={}", text(&pid_file));
+    tool(
+        "qemu-nbd",
+        &[
+            "--fork",
+            "--persistent",
+            "-f",
+            "raw",
+            &pid_text,
+            "-k",
+            text(&nbd),
+            text(&disk),
+        ],
+    );
+    let pid = fs::read_to_string(&pid_file)
+        .expect("its number")
+        .trim()
+        .parse()
+        .expect("a number");
+    let theirs = Nbd(pid);
+    let arguments = [text(&disk), "--socket", text(&socket)];
+    refused(&arguments, &["in use by another process", "stop that first"]);
+    assert!(!socket.exists());
+    drop(theirs);
+    // The dying process' lock is waited for.
+    let ours = serve(&disk, sockets.path(), &[]);
+    let output = Command::new("qemu-io")
+        .args(["-f", "raw", "-c", "write 0 512", text(&disk)])
+        .output()
+        .expect("qemu-io");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("lock"), "qemu-io should have met our lock: {said}");
+    refused(&arguments, &["in use by another process"]);
+    // Two readers go together.
+    ours.stop().expect("stops");
+    let _reader = serve(&disk, sockets.path(), &["--read-only"]);
+    tool("qemu-io", &["-r", "-f", "raw", "-c", "read 0 512", text(&disk)]);
+}
+
+#[test]
+fn a_socket_that_cannot_be_listened_on_is_refused_and_left_alone() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let at = |socket: &Path, words: &[&str]| refused(&[text(&disk), "--socket", text(socket)], words);
+    let taken = sockets.path().join("taken");
+    let _listener = UnixListener::bind(&taken).expect("listens");
+    at(&taken, &["taken", "another process listens"]);
+    assert!(UnixStream::connect(&taken).is_ok(), "it still listens");
+    at(&sockets.path().join("x".repeat(120)), &["bytes long", "107"]);
+    at(&sockets.path().join("no/such/folder"), &["folder does not exist"]);
+    let file = sockets.path().join("file");
+    fs::write(&file, "mine").expect("a file");
+    at(&file, &["is no socket", "left alone"]);
+    assert_eq!(fs::read(&file).expect("is there"), b"mine");
+    at(sockets.path(), &["is no socket"]);
+    // What a killed server left is not in the way.
+    let mut dead = serve(&disk, sockets.path(), &[]);
+    dead.process.kill();
+    assert!(dead.socket.exists());
+    let server = serve(&disk, sockets.path(), &[]);
+    let socket = server.socket.clone();
+    assert_eq!(server.stop().expect("stops"), Some(0));
+    assert!(!socket.exists(), "an orderly end leaves nothing");
+}
+
+#[test]
+fn wrong_options_are_refused_with_what_is_right() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let socket = sockets.path().join("s");
+    let with = |options: &[&str], words: &[&str]| {
+        let mut arguments = vec![text(&disk), "--socket", text(&socket)];
+        arguments.extend(options);
+        refused(&arguments, words);
+        assert!(!socket.exists());
+    };
+    with(&["--queues", "0"], &["1 to 64"]);
+    with(&["--queues", "65"], &["1 to 64"]);
+    with(&["--queues", "many"], &["many"]);
+    with(&["--serial", "a serial number that is too long"], &["20"]);
+    with(&["--block-size", "100"], &["100", "512"]);
+    with(&["--poll-us", "-1"], &["-1"]);
+    with(&["--no-such-option"], &["--no-such-option"]);
+    with(&["--throttle", "nonsense"], &["nonsense"]);
+    refused(&[text(&disk)], &["--socket"]);
+    refused(&[], &["IMAGE"]);
+}
+
+fn works(guest: &mut FrontEnd, seed: u64) {
+    let (data, bytes) = (guest.data(), pattern(seed, 4096));
+    guest.memory.write(data, &bytes);
+    let (out, into) = (
+        [Buffer {
+            address: data,
+            len: 4096,
+        }],
+        [Buffer {
+            address: data + 4096,
+            len: 4096,
+        }],
+    );
+    assert_eq!(guest.queue().run(&Request::write(8, &out)).expect("writes").status, 0);
+    assert_eq!(guest.queue().run(&Request::read(8, &into)).expect("reads").status, 0);
+    assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
+}
+
+#[test]
+fn front_ends_that_talk_nonsense_or_vanish_leave_nothing_behind() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let server = serve(&disk, sockets.path(), &[]);
+    works(
+        &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
+        1,
+    );
+    // Served after the one before it is gone for good.
+    let settled = |seed| {
+        works(
+            &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
+            seed,
+        );
+        let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+        works(&mut guest, seed + 1);
+        open_descriptors(server.process.id())
+    };
+    let before = settled(2);
+    for round in 0..100 {
+        let wire = Wire::new(UnixStream::connect(&server.socket).expect("connects")).expect("a wire");
+        let null = fs::File::open("/dev/null").expect("/dev/null");
+        let bytes = match round % 4 {
+            0 => pattern(round, 100),
+            1 => Wire::encode(wire::SET_MEM_TABLE, true, &wire::words(&[8, 0])),
+            2 => Wire::encode(wire::SET_VRING_KICK, true, &wire::longs(&[0]))[..15].to_vec(),
+            _ => Wire::encode(wire::SET_LOG_BASE, true, &wire::longs(&[u64::MAX, 0])),
+        };
+        let _ = wire.send_raw(&bytes, &vec![null.as_fd(); round as usize % 8]);
+        drop(wire);
+        // A whole guest that vanishes with requests in flight.
+        let mut guest = FrontEnd::connect(&server.socket, Options::default());
+        if let Ok(guest) = &mut guest {
+            let data = guest.data();
+            let into = [Buffer {
+                address: data,
+                len: 4096,
+            }];
+            (0..20).for_each(|sector| {
+                guest.queue().add(&Request::read(sector * 8, &into));
+            });
+            guest.queue().go();
+        }
+    }
+    assert_eq!(settled(4), before, "descriptors leak");
+    assert_eq!(server.stop().expect("stops"), Some(0));
+}
+
+#[test]
+fn a_second_front_end_is_served_when_the_first_is_gone() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let server = serve(&disk, sockets.path(), &[]);
+    let mut first = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+    let socket = server.socket.clone();
+    let second = std::thread::spawn(move || {
+        let mut guest = FrontEnd::connect(&socket, Options::default()).expect("connects");
+        works(&mut guest, 3);
+    });
+    works(&mut first, 1);
+    works(&mut first, 2);
+    drop(first);
+    second.join().expect("served");
+}
+
+/// Fills a file system under a sparse image, then makes room.
+fn check_full(folder: &Path) {
+    let sockets = on_tmpfs();
+    let ballast = folder.join("ballast");
+    fs::write(&ballast, vec![1; 4 << 20]).expect("ballast");
+    let disk = image(folder, 64 * MIB);
+    let server = serve(&disk, sockets.path(), &[]);
+    let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+    let data = guest.data();
+    guest.memory.write(data, &pattern(5, 1 << 20));
+    let out = [Buffer {
+        address: data,
+        len: 1 << 20,
+    }];
+    let mut statuses = Vec::new();
+    for index in 0..64 {
+        statuses.push(
+            guest
+                .queue()
+                .run(&Request::write(index * 2048, &out))
+                .expect("an answer")
+                .status,
+        );
+    }
+    assert_eq!(statuses[0], 0, "the first fits");
+    let failed = statuses
+        .iter()
+        .position(|status| *status != 0)
+        .expect("the file system is full at some time");
+    assert_eq!(statuses[failed], 1, "an I/O error");
+    assert!(
+        server.process.output().contains("no space left"),
+        "the log says why: {}",
+        server.process.output()
+    );
+    fs::remove_file(&ballast).expect("room");
+    let again = guest
+        .queue()
+        .run(&Request::write(failed as u64 * 2048, &out))
+        .expect("an answer");
+    assert_eq!(
+        again.status,
+        0,
+        "once there is space it goes on: {}",
+        server.process.output()
+    );
+    assert_eq!(guest.queue().run(&Request::flush()).expect("an answer").status, 0);
+    let into = [Buffer {
+        address: data + (2 << 20),
+        len: 1 << 20,
+    }];
+    assert_eq!(
+        guest
+            .queue()
+            .run(&Request::read(failed as u64 * 2048, &into))
+            .expect("an answer")
+            .status,
+        0
+    );
+    assert_eq!(guest.memory.read_vec(data + (2 << 20), 1 << 20), pattern(5, 1 << 20));
+    drop(guest);
+    server.stop().expect("stops");
+}
+
+#[test]
+fn a_full_file_system_is_an_error_to_the_guest_until_there_is_space() {
+    let folder = on_disk();
+    {
+        let mount = Mount::new(&folder.path().join("tmpfs"), &["-t", "tmpfs", "-o", "size=16m", "none"]);
+        check_full(&mount.0);
+    }
+    let file = folder.path().join("ext4");
+    fs::File::create(&file)
+        .and_then(|file| file.set_len(32 * MIB))
+        .expect("a file");
+    tool("mkfs.ext4", &["-q", text(&file)]);
+    let mount = Mount::new(&folder.path().join("mnt"), &["-o", "loop", text(&file)]);
+    check_full(&mount.0);
+}
