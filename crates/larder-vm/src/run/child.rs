@@ -26,7 +26,8 @@ pub(super) fn start_server(program: &ServerProgram, planned: &PlannedDisk) -> io
         command.pre_exec(|| {
             // Or its messages would stop it on a terminal set to `stty tostop`.
             libc::signal(libc::SIGTTOU, libc::SIG_IGN);
-            // Descriptors handed to us are QEMU's: a tap device held open here would outlive it. An old kernel keeps them.
+            // Descriptors handed to us are QEMU's: a tap device held open here would outlive it. A kernel without the
+            // call keeps them.
             libc::syscall(libc::SYS_close_range, 3_u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
             Ok(())
         })

@@ -111,7 +111,8 @@ mod tests {
 
     #[test]
     fn properties_stay_and_those_of_the_disk_move_to_it() {
-        let device = "virtio-blk-pci,drive=d0,id=disk0,addr=05.0,bootindex=1,serial=S1,num-queues=4,iothread=io0,share-rw=on,packed=on,logical_block_size=4096";
+        let device = "virtio-blk-pci,drive=d0,id=disk0,addr=05.0,bootindex=1,serial=S1,num-queues=4,iothread=io0,\
+                      share-rw=on,packed=on,logical_block_size=4096";
         let (new, disk) = replaced(device, VirtioBus::Pci).expect("is replaced");
         assert_eq!(
             new,

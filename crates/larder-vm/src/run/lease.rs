@@ -28,13 +28,21 @@ pub enum LeaseError {
     Make { path: PathBuf, source: io::Error },
     #[error("{} is too long a path for sockets; set XDG_RUNTIME_DIR to a shorter folder", path.display())]
     FolderTooLong { path: PathBuf },
-    #[error("the guest's RAM of {needed} does not fit in {}, which has {free} left; stop what else uses it, give the guest less (-m), or make it larger (mount -o remount,size=SIZE {})", folder.display(), folder.display())]
+    #[error(
+        "the guest's RAM of {needed} does not fit in {}, which has {free} left; stop what else uses it, \
+         give the guest less (-m), or make it larger (mount -o remount,size=SIZE {})",
+        folder.display(), folder.display()
+    )]
     NoRoom {
         needed: ByteLen,
         free: ByteLen,
         folder: PathBuf,
     },
-    #[error("the guest's RAM is a private mapping of {}, which is no folder; sharing it would write to it: add share=on (and no share=off) to its -object memory-backend-file if that is meant, or leave the file away", path.display())]
+    #[error(
+        "the guest's RAM is a private mapping of {}, which is no folder; sharing it would write to \
+         it: add share=on (and no share=off) to its -object memory-backend-file if that is meant, or leave the file away",
+        path.display()
+    )]
     PrivateFile { path: PathBuf },
 }
 

@@ -62,11 +62,12 @@ pub enum PlanError {
     #[error("no QEMU command: give it behind --, as in larder run -- qemu-system-x86_64 -m 2G ...")]
     NoCommand,
     #[error(
-        "-daemonize: larder run stays in the foreground with QEMU to serve its disks; drop the option, and run larder itself as a service or with &"
+        "-daemonize: larder run stays in the foreground with QEMU to serve its disks; drop the option, and run \
+         larder itself as a service or with &"
     )]
     Daemonize,
     #[error(
-        "--disk {image}: -snapshot does not reach it, so the guest's writes would stay; add readonly=on, or drop -snapshot"
+        "--disk {image}: -snapshot does not reach it, the guest's writes would stay: add readonly=on, or drop -snapshot"
     )]
     SnapshotOfDisk { image: ImageAddress },
     #[error("--disk {image}: QEMU has no vhost-user-blk device for this machine")]

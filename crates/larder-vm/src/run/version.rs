@@ -14,7 +14,7 @@ pub struct QemuVersion(pub u32, pub u32);
 pub enum VersionError {
     #[error("cannot run {}: {source}; behind -- comes the QEMU program with its arguments", program.display())]
     Run { program: OsString, source: std::io::Error },
-    #[error("{} --version does not name QEMU's version ('{}'); behind -- comes the QEMU program itself", program.display(), said)]
+    #[error("{} --version does not name QEMU's version ('{said}'); behind -- comes the QEMU program", program.display())]
     NotQemu { program: OsString, said: String },
 }
 

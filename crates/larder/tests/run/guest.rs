@@ -261,7 +261,7 @@ impl Guest {
         std::thread::sleep(Duration::from_millis(5));
     }
 
-    /// Waits for larder's end: its exit code, or 1000 and the signal that ended it; and all lines that were not asked for.
+    /// Waits for larder's end: its exit code, or 1000 and the signal that ended it; and all lines that there were.
     pub(crate) fn end(mut self) -> (i32, String) {
         drop(self.stdin.take());
         let status = loop {
