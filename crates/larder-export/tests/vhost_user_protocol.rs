@@ -317,6 +317,25 @@ fn a_stopped_queue_goes_on_where_it_was_and_can_be_asked_twice() {
 }
 
 #[test]
+fn a_ring_whose_device_was_reset_first_still_tells_where_it_stopped() {
+    // As QEMU before 8.1 pauses a guest.
+    for kind in kinds() {
+        let server = Server::start();
+        let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
+        for (round, reset) in [(wire::SET_STATUS, &[0u8; 8][..]), (wire::RESET_OWNER, &[])]
+            .into_iter()
+            .enumerate()
+        {
+            check_round_trip(&mut guest, 0, round as u64);
+            guest.wire.tell(reset.0, reset.1, &[]).expect("stops");
+            assert_eq!(guest.stop_queue(0).expect("a place"), guest.queue().ring.base());
+            guest.start_queue(0).expect("goes on");
+        }
+        check_round_trip(&mut guest, 0, 9);
+    }
+}
+
+#[test]
 fn messages_out_of_order_are_refused_and_harm_nobody_else() {
     let server = Server::start();
     let options = Options::default();

@@ -204,9 +204,10 @@ impl Session {
             Request::GetFeatures => return Ok(Reply::u64(number::GET_FEATURES, self.offered())),
             Request::SetFeatures(features) => self.set_features(features)?,
             Request::SetOwner | Request::SetLogEvent => {}
-            Request::ResetOwner => self.stop_all(true).await,
+            Request::ResetOwner => self.stop_all().await,
             Request::ResetDevice => {
-                self.stop_all(true).await;
+                self.stop_all().await;
+                self.rings.fill_with(RingSetup::default);
                 self.features = 0;
                 self.status = 0;
                 self.update_log();
@@ -233,7 +234,8 @@ impl Session {
             Request::SetStatus(status) => {
                 self.status = status;
                 if status == 0 {
-                    self.stop_all(true).await;
+                    // QEMU before 8.1 says so when the guest is only paused, and asks for the rings' places afterwards.
+                    self.stop_all().await;
                 }
             }
             Request::SetMemTable(regions) => {
@@ -472,14 +474,15 @@ impl Session {
         Ok(())
     }
 
-    async fn stop_all(&mut self, forget: bool) {
+    /// Stops every ring as GET_VRING_BASE does, and keeps where it goes on.
+    async fn stop_all(&mut self) {
+        let packed = self.packed();
         for ring in &mut self.rings {
             if let Some(queue) = ring.queue.take() {
-                queue.stop(true).await;
+                ring.base = queue.stop(true).await.to_base(packed);
             }
-            if forget {
-                *ring = RingSetup::default();
-            }
+            ring.started = false;
+            ring.kick = None;
         }
     }
 
