@@ -1,0 +1,44 @@
+//! The server is killed at random moments. `larder-bench kill` does the same for longer.
+
+mod support;
+
+use larder_bench::campaign::front_end::Options;
+use larder_bench::campaign::{Random, flush_kills, guest_kills};
+use support::{larder, on_disk, on_tmpfs};
+
+#[test]
+fn nothing_acknowledged_is_lost_and_everything_is_answered_when_the_server_is_killed() {
+    for (folder, packed) in [
+        (on_disk(), false),
+        (on_disk(), true),
+        (on_tmpfs(), false),
+        (on_tmpfs(), true),
+    ] {
+        let sockets = on_tmpfs();
+        let options = Options {
+            queues: 2,
+            packed,
+            ..Options::default()
+        };
+        let image = folder.path().join("disk.raw");
+        let report = flush_kills::run(larder(), &image, sockets.path(), options, 10, &mut Random::new(1));
+        let report = report.expect("survives");
+        assert_eq!(report.kills, 10);
+        assert!(report.writes > 0 && report.flushes > 0, "{report:?}");
+    }
+}
+
+#[test]
+fn a_guest_on_a_disk_file_system_notices_only_a_pause_when_its_server_is_killed() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let image = folder.path().join("disk.raw");
+    guest_kills::run(larder(), &image, sockets.path(), "num-queues=2", 5, &mut Random::new(2)).expect("survives");
+}
+
+#[test]
+fn a_guest_with_packed_queues_on_tmpfs_notices_only_a_pause_when_its_server_is_killed() {
+    let (folder, sockets) = (on_tmpfs(), on_tmpfs());
+    let image = folder.path().join("disk.raw");
+    let disk = "num-queues=2,packed=on";
+    guest_kills::run(larder(), &image, sockets.path(), disk, 5, &mut Random::new(3)).expect("survives");
+}
