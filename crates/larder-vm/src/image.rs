@@ -9,6 +9,7 @@ use std::str::FromStr;
 use larder_block::backend::file::{Caching, FileDevice, FileOptions};
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::filter::align::{Align, AlignOptions};
+use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
 use larder_block::nbd::{NbdUri, NbdUriError};
 use larder_block::{BlockDevice, Loop};
@@ -90,6 +91,8 @@ pub struct ImageOptions {
     pub share: bool,
     /// The host's page cache or not.
     pub caching: Caching,
+    /// Ignore discards, so that the image stays allocated.
+    pub keep_space: bool,
     /// How to use an NBD server.
     pub nbd: NbdOptions,
     /// What the disk may do per second.
@@ -103,6 +106,7 @@ impl Default for ImageOptions {
             read_only: false,
             share: false,
             caching: Caching::Auto,
+            keep_space: false,
             nbd: NbdOptions::default(),
             limits: Limits::NONE,
         }
@@ -137,7 +141,7 @@ const MAGICS: [(&[u8], &str); 5] = [
     (b"QED\0", "QED"),
 ];
 
-/// Opens an image with every layer that its options call for: the backend, then alignment, then limits.
+/// Opens an image with every layer that its options call for: the backend, then alignment, discard policy, and limits.
 ///
 /// # Errors
 /// See [`ImageError`].
@@ -177,6 +181,9 @@ pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Re
             ..AlignOptions::default()
         };
         device = Rc::new(Align::new(device, align));
+    }
+    if options.keep_space {
+        device = Rc::new(KeepSpace::new(device));
     }
     if options.limits != Limits::NONE {
         let limited = Throttle::new(on, device, options.limits);

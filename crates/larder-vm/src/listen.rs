@@ -92,10 +92,15 @@ impl SocketFile {
 /// Whether the process that listens has ended. Its socket may outlive it for a moment: the kernel takes a killed
 /// process' io_uring apart in the background, and the ring's wait for connections holds the socket.
 fn listener_is_dead(stream: &UnixStream) -> bool {
-    let Ok(peer) = rustix::net::sockopt::socket_peercred(stream) else { return false };
+    let Ok(peer) = rustix::net::sockopt::socket_peercred(stream) else {
+        return false;
+    };
     match fs::read_to_string(format!("/proc/{}/stat", peer.pid)) {
         // "PID (NAME) STATE ...": killed, and not waited for yet.
-        Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X'))),
+        Ok(stat) => stat
+            .rsplit(')')
+            .next()
+            .is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X'))),
         Err(error) => error.kind() == io::ErrorKind::NotFound && Path::new("/proc/self/stat").exists(),
     }
 }

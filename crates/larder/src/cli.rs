@@ -63,6 +63,15 @@ pub(crate) enum FormatName {
     Raw,
 }
 
+/// What becomes of a guest's discards.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DiscardPolicy {
+    /// Free the space in the image
+    Unmap,
+    /// Ignore them: the image stays allocated
+    Ignore,
+}
+
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// A disk image, a block device, or an NBD URI
@@ -92,6 +101,9 @@ pub(crate) struct ServeArguments {
     /// Go through the host's page cache instead of direct I/O
     #[arg(long)]
     pub(crate) buffered: bool,
+    /// What becomes of discards
+    #[arg(long, value_name = "POLICY", default_value = "unmap")]
+    pub(crate) discard: DiscardPolicy,
     /// Limits per second: KEY=VALUE,... with iops-total, iops-read, iops-write, bps-total, bps-read, bps-write,
     /// each also with -max and -max-length for bursts, and iops-size
     #[arg(long, value_name = "LIMITS", value_parser = parse_limits)]

@@ -15,7 +15,7 @@ use larder_vm::disk::{Disk, DiskConfig};
 use larder_vm::exports::{ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{Format, ImageOptions};
 
-use crate::cli::{FormatName, ServeArguments};
+use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
 
 /// What vhost-user's conventions want a back-end program to say of itself (QEMU `docs/interop/vhost-user.json`).
 const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only", "blk-file"]}"#;
@@ -65,6 +65,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             read_only: arguments.read_only,
             share: arguments.share,
             caching,
+            keep_space: arguments.discard == DiscardPolicy::Ignore,
             nbd: NbdOptions {
                 reconnect: Duration::from_secs(arguments.nbd_reconnect),
                 ..NbdOptions::default()

@@ -1,4 +1,5 @@
 //! Filters that every disk may need, whatever its format.
 
 pub mod align;
+pub mod keep_space;
 pub mod throttle;

@@ -90,9 +90,6 @@ fn complete(device: &mut KeyValues, disk: &Disk) {
     if device.get("queue-size").is_none() {
         device.push("queue-size", QUEUE_SIZE);
     }
-    if !disk.discard {
-        device.set("discard", "off");
-    }
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ pub struct Disk {
     pub serial: Option<String>,
     /// The sector size that the guest sees, in bytes, if not the usual.
     pub block_size: Option<u32>,
-    /// Whether the guest may discard.
+    /// Whether the guest's discards free space; otherwise they are ignored.
     pub discard: bool,
     /// How much per second.
     pub limits: Limits,
@@ -75,6 +75,9 @@ impl Disk {
         }
         if self.cache == Cache::Buffered {
             arguments.push("--buffered".into());
+        }
+        if !self.discard {
+            arguments.extend(["--discard".into(), "ignore".into()]);
         }
         if let Some(queues) = self.queues {
             arguments.extend(["--queues".into(), queues.to_string().into()]);
