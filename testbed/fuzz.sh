@@ -39,5 +39,5 @@ for name in "${targets[@]}"; do
   say "fuzzing $name for $seconds s"
   mkdir -p "fuzz/corpus/$name"
   "$tools/bin/cargo-fuzz" fuzz run "$name" -- \
-    -max_total_time="$seconds" -max_len=2048 -timeout=30 -rss_limit_mb=4096 -print_final_stats=1
+    -max_total_time="$seconds" -max_len=2048 -timeout=120 -rss_limit_mb=4096 -print_final_stats=1
 done

@@ -131,7 +131,7 @@ impl Guest {
     }
 
     fn negotiate(&self, input: &mut Input<'_>) {
-        let protocol = [u64::MAX & 0x1_b22b, 0b1000][usize::from(input.byte() & 1)];
+        let protocol = [0x1_b22b, 0b1000][usize::from(input.byte() & 1)];
         self.send(wire::SET_PROTOCOL_FEATURES, &longs(&[protocol]), &[]);
         let choice = input.byte();
         let mut features = 1 << 30 | 1 << 32 | 1 << 28 | 1 << 9;
