@@ -291,9 +291,9 @@ impl Requests {
         None
     }
 
-    /// Asks for a flush if the log needs one: it is half full, or changes wait for room that only a flush can make.
-    pub(super) fn flush_for_log(&mut self, log: &ReplayLog) {
-        if log.is_half_full() || (self.starved && log.len() > 0) {
+    /// Asks for a flush if changes wait for room in the log that only a flush can make.
+    pub(super) fn flush_for_room(&mut self, log: &ReplayLog) {
+        if self.starved && log.len() > 0 {
             self.start_log_flush();
         }
     }
@@ -425,7 +425,8 @@ impl Requests {
             return;
         }
         debug_assert_eq!(slot.state, State::Sent);
-        match (slot.reserved.take(), result) {
+        let reserved = slot.reserved.take();
+        match (reserved, result) {
             (Some(_), Ok(())) => slot.keep_in(log),
             (Some(data_len), Err(_)) => log.unreserve(data_len),
             (None, Ok(())) if slot.asked.command == Command::Flush => log.release(slot.mark),
@@ -434,7 +435,10 @@ impl Requests {
         self.on_wire -= 1;
         self.answered += 1;
         self.answer(id.slot, result);
-        self.flush_for_log(log);
+        // Only when it has grown: a flush that fails must not be followed by another at once, and so on for ever.
+        if reserved.is_some() && log.is_half_full() {
+            self.start_log_flush();
+        }
     }
 
     fn answer(&mut self, index: u32, result: Result<(), Failure>) {

@@ -42,7 +42,7 @@ fn gather(shared: &Shared, export: Export, head: &mut Vec<u8>) -> Option<Request
         }
         let mut next = requests.begin_next(&mut log);
         if next.is_none() {
-            requests.flush_for_log(&log);
+            requests.flush_for_room(&log);
             next = requests.begin_next(&mut log);
         }
         let (id, asked) = next?;
