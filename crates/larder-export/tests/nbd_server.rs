@@ -130,7 +130,12 @@ fn what_other_clients_copy_in_comes_out_again() {
         let source = place.path("source");
         let file = std::fs::File::create(&source).expect("a file");
         file.set_len(32 * MIB).expect("room");
-        for (at, len) in [(0, 1), (3 * MIB, 2 * MIB), (17 * MIB + 512, 9 * MIB)] {
+        for (at, len) in [
+            (0, 1),
+            (100 << 10, 30 << 10),
+            (3 * MIB, 2 * MIB),
+            (17 * MIB + 512, 9 * MIB),
+        ] {
             file.write_all_at(&pattern(len as usize, at), at).expect("room");
         }
         let source = source.display().to_string();
