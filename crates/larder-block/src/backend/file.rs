@@ -28,7 +28,7 @@ use crate::device::{
     BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
 };
 use crate::error::{Failure, IoError, IoResult, Operation};
-use crate::event_loop::{Loop, Ring, RingIo};
+use crate::event_loop::{Loop, Ring, RingIo, Transfer};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// The smallest sector that guests know, in bytes.
@@ -46,8 +46,17 @@ const SLOW_CALL: Duration = Duration::from_micros(200);
 /// ...and this many writes after it go through io_uring's workers, so that the disk's thread stays free.
 const WRITES_OFFLOADED: u32 = 64;
 
-/// A copy of this many bytes takes longer than waking a worker for it.
-const LARGE_COPY: usize = 512 << 10;
+/// No turn of the loop.
+const NO_TURN: u64 = u64::MAX;
+
+/// How many workers can copy beside the disk's thread and a guest.
+fn workers_worth_having() -> u32 {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    (processors / 2).clamp(1, 4) as u32
+}
+
+/// Copying this many bytes takes longer than handing them to a worker.
+const LARGE_COPY: usize = 128 << 10;
 
 /// Zeros for devices that cannot write zeroes by themselves.
 const ZERO_CHUNK: usize = 1 << 20;
@@ -123,6 +132,9 @@ pub struct FileDevice {
     writes_offloaded: Cell<u32>,
     /// The turn of the loop in which a large transfer was last made in the call.
     large_in_call: Cell<u64>,
+    /// Large transfers that workers have now, and may have at most.
+    given_to_workers: Cell<u32>,
+    given_max: u32,
     /// ZERO_RANGE and PUNCH_HOLE as far as the file system has them.
     can_zero: Cell<bool>,
     can_punch: Cell<bool>,
@@ -220,7 +232,9 @@ impl FileDevice {
             read_in_call: Cell::new(in_call),
             write_in_call: Cell::new(in_call),
             writes_offloaded: Cell::new(0),
-            large_in_call: Cell::new(u64::MAX),
+            large_in_call: Cell::new(NO_TURN),
+            given_to_workers: Cell::new(0),
+            given_max: workers_worth_having() * 2,
             can_zero: Cell::new(kind != Kind::Tmpfs),
             can_punch: Cell::new(true),
             flush_failed: Cell::new(None),
@@ -294,16 +308,22 @@ impl FileDevice {
         }
     }
 
-    /// Whether a transfer of `len` bytes should leave the disk's thread free: copying takes long, and another large one
-    /// came along with it, which a worker can copy at the same time.
-    fn leave_to_worker(&self, len: usize) -> bool {
-        len >= LARGE_COPY && self.large_in_call.replace(self.ring.turn()) == self.ring.turn()
+    /// Whether a worker should make a transfer of `len` bytes that the call could make: if it is large, another one was
+    /// made just before, and the workers are not busy, so that several processors copy.
+    fn gives_to_worker(&self, len: usize) -> bool {
+        if self.direct || len < LARGE_COPY {
+            return false;
+        }
+        let turn = self.ring.turn();
+        let alone = turn.wrapping_sub(self.large_in_call.replace(turn)) > 1;
+        let give = !alone && self.given_to_workers.get() < self.given_max;
+        if give {
+            self.given_to_workers.set(self.given_to_workers.get() + 1);
+        }
+        give
     }
 
     fn read_in_call(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Option<Result<usize, i32>> {
-        if self.read_in_call.get() == InCall::No || self.leave_to_worker(buffer.len()) {
-            return None;
-        }
         let (file, offset) = (self.descriptor(), start.get() as i64);
         self.try_in_call(&self.read_in_call, |flags| match buffer.as_single() {
             // SAFETY: the piece is valid for writes by `ReadBuf`'s contract.
@@ -319,9 +339,6 @@ impl FileDevice {
     fn write_in_call(&self, start: ByteOffset, buffer: WriteBuf<'_>, flags: WriteFlags) -> Option<Result<usize, i32>> {
         if let offloaded @ 1.. = self.writes_offloaded.get() {
             self.writes_offloaded.set(offloaded - 1);
-            return None;
-        }
-        if self.write_in_call.get() == InCall::No || self.leave_to_worker(buffer.len()) {
             return None;
         }
         if flags.fua && self.kind != Kind::Tmpfs {
@@ -516,7 +533,13 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Read, range) {
             return Io::ready(Err(error));
         }
-        let moved = match self.read_in_call(start, buffer) {
+        let by_worker = self.gives_to_worker(buffer.len());
+        let done = if by_worker {
+            None
+        } else {
+            self.read_in_call(start, buffer)
+        };
+        let moved = match done {
             Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
             Some(Ok(moved)) => moved,
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Read, range, errno))),
@@ -524,12 +547,17 @@ impl BlockDevice for FileDevice {
         };
         let rest = buffer.skip(moved);
         let at = start + ByteLen::of_buffer(moved);
-        let transfer = RingIo::read(&self.ring, self.descriptor(), at.get(), rest);
+        let how = Transfer {
+            durable: false,
+            by_worker,
+        };
+        let transfer = RingIo::read(&self.ring, self.descriptor(), at.get(), rest, how);
         Io::file(FileIo {
             device: self,
             transfer,
             range: ByteRange::between(at, range.end()),
             direction: Direction::Read(rest),
+            by_worker,
         })
     }
 
@@ -538,19 +566,30 @@ impl BlockDevice for FileDevice {
         if let Err(error) = check_request(&self.name, &self.geometry.get(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
-        let moved = match self.write_in_call(start, buffer, flags) {
+        let by_worker = self.gives_to_worker(buffer.len());
+        let done = if by_worker {
+            None
+        } else {
+            self.write_in_call(start, buffer, flags)
+        };
+        let moved = match done {
             Some(Ok(moved)) if moved == buffer.len() => return Io::ready(Ok(())),
             Some(Ok(moved)) => moved,
             Some(Err(errno)) => return Io::ready(Err(self.error(Operation::Write, range, errno))),
             None => 0,
         };
         let at = start + ByteLen::of_buffer(moved);
-        let transfer = RingIo::write(&self.ring, self.descriptor(), at.get(), buffer.skip(moved), flags.fua);
+        let how = Transfer {
+            durable: flags.fua,
+            by_worker,
+        };
+        let transfer = RingIo::write(&self.ring, self.descriptor(), at.get(), buffer.skip(moved), how);
         Io::file(FileIo {
             device: self,
             transfer,
             range: ByteRange::between(at, range.end()),
             direction: Direction::Write,
+            by_worker,
         })
     }
 
@@ -593,6 +632,16 @@ pub(crate) struct FileIo<'a> {
     transfer: RingIo<'a>,
     range: ByteRange,
     direction: Direction<'a>,
+    by_worker: bool,
+}
+
+impl Drop for FileIo<'_> {
+    fn drop(&mut self) {
+        if self.by_worker {
+            let given = &self.device.given_to_workers;
+            given.set(given.get() - 1);
+        }
+    }
 }
 
 enum Direction<'a> {

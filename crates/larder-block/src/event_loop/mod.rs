@@ -14,6 +14,7 @@
 mod pool;
 mod ring;
 mod socket;
+mod spin;
 mod timer;
 mod waker;
 
@@ -28,10 +29,11 @@ use std::time::{Duration, Instant};
 
 pub use pool::TaskPool;
 pub use ring::RingOp;
-pub(crate) use ring::{Ring, RingIo};
+pub(crate) use ring::{Ring, RingIo, Transfer};
 pub use socket::{Listener, Socket, SocketAddress};
 pub use timer::Sleep;
 
+use spin::Predictor;
 use timer::Timers;
 use waker::Remote;
 
@@ -503,78 +505,63 @@ impl Core {
 }
 
 /// What the loop does while there is nothing to do: spin for a while where that pays, then sleep.
-///
-/// A wake-up costs more than the gap between two requests of a busy guest, so after a short sleep the loop tries to spin
-/// for up to the limit. Work that comes while it spins earns credit, a spin in vain costs several times that; without
-/// credit the loop sleeps at once, for ever more sleeps between two tries. So a guest whose requests come at longer
-/// intervals costs next to nothing, and a late wake-up on a busy host changes nothing.
 struct Idle<'a> {
     core: &'a Core,
-    spinning: bool,
-    credit: i32,
-    /// Short sleeps before the next try, now and after the next failure.
-    skip: u32,
-    skip_next: u32,
-    since: Option<Instant>,
-    slept: bool,
+    /// For waiting on the other side alone, and for waiting on transfers under way too: a fast guest over a slow disk
+    /// is worth spinning for in between, but not while the disk works.
+    predictors: [Predictor; 2],
+    waiting: Option<Waiting>,
 }
 
-const CREDIT_FIRST: i32 = 4;
-const CREDIT_MAX: i32 = 16;
-const CREDIT_LOST: i32 = 4;
-const SKIP_MAX: u32 = 64;
+/// A time without work.
+struct Waiting {
+    since: Instant,
+    /// Which predictor has a say.
+    kind: usize,
+    /// How long the loop had spun when it went to sleep.
+    spun: Option<Duration>,
+}
 
 impl<'a> Idle<'a> {
     fn new(core: &'a Core) -> Self {
         Self {
             core,
-            spinning: false,
-            credit: 0,
-            skip: 0,
-            skip_next: 1,
-            since: None,
-            slept: false,
+            predictors: Default::default(),
+            waiting: None,
         }
     }
 
     /// Work has come: learns from how that went.
     fn end(&mut self) {
-        let Some(since) = self.since.take() else { return };
-        if !std::mem::take(&mut self.slept) {
-            self.credit = (self.credit + 1).min(CREDIT_MAX);
-            self.skip_next = 1;
-            return;
-        }
-        if since.elapsed() > self.core.poll_max.get() * LONG_IDLE_FACTOR {
-            self.spinning = false;
-            self.skip = 0;
-        } else if self.spinning {
-            self.credit -= CREDIT_LOST;
-            if self.credit < 0 {
-                self.spinning = false;
-                self.skip = self.skip_next;
-                self.skip_next = (self.skip_next * 2).min(SKIP_MAX);
-            }
-        } else if self.skip > 0 {
-            self.skip -= 1;
-        } else {
-            self.spinning = true;
-            self.credit = CREDIT_FIRST;
+        let Some(waiting) = self.waiting.take() else { return };
+        let predictor = &mut self.predictors[waiting.kind];
+        let waited = waiting.since.elapsed();
+        match waiting.spun {
+            None => predictor.found(waited),
+            Some(spun) => predictor.slept(spun, waited > self.core.poll_max.get() * LONG_IDLE_FACTOR),
         }
     }
 
     fn wait(&mut self) {
-        let Some(ring) = &self.core.ring else {
+        let core = self.core;
+        let Some(ring) = &core.ring else {
             return self.jump();
         };
-        let since = *self.since.get_or_insert_with(Instant::now);
-        if self.spinning && !self.slept && since.elapsed() < self.core.poll_max.get() {
-            // Polling itself is the caller's loop; here only the time is watched.
-            std::hint::spin_loop();
-            return;
+        let waiting = self.waiting.get_or_insert_with(|| Waiting {
+            since: Instant::now(),
+            kind: usize::from(ring.has_transfers()),
+            spun: None,
+        });
+        if waiting.spun.is_none() {
+            let spins = self.predictors[waiting.kind].spins();
+            let spun = if spins { waiting.since.elapsed() } else { Duration::ZERO };
+            if spins && spun < core.poll_max.get() {
+                // Polling itself is the caller's loop; here only the time is watched.
+                std::hint::spin_loop();
+                return;
+            }
+            waiting.spun = Some(spun);
         }
-        self.slept = true;
-        let core = self.core;
         if !core.arm_pollers() {
             core.remote.prepare_to_sleep(ring);
             if !core.remote.is_raised() && core.ready.borrow().is_empty() {

@@ -35,11 +35,13 @@ struct Inner {
     slots: RefCell<Vec<Slot>>,
     free: RefCell<Vec<u32>>,
     turns: Cell<u64>,
+    transfers: Cell<u32>,
 }
 
 #[derive(Default)]
 struct Slot {
     state: State,
+    is_transfer: bool,
     /// The pieces of a vectored operation; the kernel reads them when the entry is submitted.
     pieces: Vec<IoVec>,
 }
@@ -78,6 +80,7 @@ impl Ring {
             slots: RefCell::default(),
             free: RefCell::default(),
             turns: Cell::new(0),
+            transfers: Cell::new(0),
         })))
     }
 
@@ -96,6 +99,11 @@ impl Ring {
             }
         }
         self.reap()
+    }
+
+    /// Whether data is on its way between memory and a device.
+    pub(super) fn has_transfers(&self) -> bool {
+        self.0.transfers.get() > 0
     }
 
     /// A number that stays the same while requests are taken up that were there together.
@@ -135,6 +143,9 @@ impl Ring {
     fn finish(&self, index: u32, result: i32) {
         let mut slots = self.0.slots.borrow_mut();
         let slot = &mut slots[index as usize];
+        if std::mem::take(&mut slot.is_transfer) {
+            self.0.transfers.set(self.0.transfers.get() - 1);
+        }
         match std::mem::replace(&mut slot.state, State::Done(result)) {
             State::Waiting(waker) => {
                 drop(slots);
@@ -197,9 +208,11 @@ impl Ring {
         self.start_plain(opcode::PollAdd::new(Fd(descriptor), libc::POLLOUT as u32).build())
     }
 
-    fn start_transfer(&self, descriptor: RawFd, offset: u64, memory: Memory<'_>, durable: bool) -> RingOp {
-        let rw_flags = if durable { libc::RWF_DSYNC } else { 0 };
+    fn start_transfer(&self, descriptor: RawFd, offset: u64, memory: Memory<'_>, how: Transfer) -> RingOp {
+        let rw_flags = if how.durable { libc::RWF_DSYNC } else { 0 };
         let index = self.take_slot();
+        self.0.slots.borrow_mut()[index as usize].is_transfer = true;
+        self.0.transfers.set(self.0.transfers.get() + 1);
         let file = Fd(descriptor);
         let single = match memory {
             Memory::Into(buffer) => buffer.as_single(),
@@ -231,7 +244,16 @@ impl Ring {
                 }
             }
         };
+        let entry = if how.by_worker {
+            entry.flags(squeue::Flags::ASYNC)
+        } else {
+            entry
+        };
         self.push(&entry.user_data(u64::from(index)));
+        if how.by_worker {
+            // Now, not at the end of the turn: the point is to work at the same time.
+            check_enter(self.0.uring.borrow().submit());
+        }
         RingOp {
             ring: self.clone(),
             index,
@@ -239,6 +261,15 @@ impl Ring {
             taken: Cell::new(false),
         }
     }
+}
+
+/// How a transfer is to be done.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Transfer {
+    /// Every part is on stable storage when it completes (RWF_DSYNC); for writes.
+    pub(crate) durable: bool,
+    /// By one of the kernel's workers, even if it could be done at once: it copies while the loop goes on.
+    pub(crate) by_worker: bool,
 }
 
 /// The kernel's limit on pieces in one vectored operation (IOV_MAX); the rest is a continuation.
@@ -355,7 +386,7 @@ pub(crate) struct RingIo<'a> {
     descriptor: RawFd,
     offset: u64,
     memory: Memory<'a>,
-    durable: bool,
+    how: Transfer,
     moved: usize,
     retries: u32,
 }
@@ -364,22 +395,21 @@ pub(crate) struct RingIo<'a> {
 const RETRIES_MAX: u32 = 64;
 
 impl<'a> RingIo<'a> {
-    pub(crate) fn read(ring: &Ring, descriptor: RawFd, offset: u64, buffer: ReadBuf<'a>) -> Self {
-        Self::start(ring, descriptor, offset, Memory::Into(buffer), false)
+    pub(crate) fn read(ring: &Ring, descriptor: RawFd, offset: u64, buffer: ReadBuf<'a>, how: Transfer) -> Self {
+        Self::start(ring, descriptor, offset, Memory::Into(buffer), how)
     }
 
-    /// With `durable`, every part of the transfer is on stable storage when it completes (RWF_DSYNC).
-    pub(crate) fn write(ring: &Ring, descriptor: RawFd, offset: u64, buffer: WriteBuf<'a>, durable: bool) -> Self {
-        Self::start(ring, descriptor, offset, Memory::From(buffer), durable)
+    pub(crate) fn write(ring: &Ring, descriptor: RawFd, offset: u64, buffer: WriteBuf<'a>, how: Transfer) -> Self {
+        Self::start(ring, descriptor, offset, Memory::From(buffer), how)
     }
 
-    fn start(ring: &Ring, descriptor: RawFd, offset: u64, memory: Memory<'a>, durable: bool) -> Self {
+    fn start(ring: &Ring, descriptor: RawFd, offset: u64, memory: Memory<'a>, how: Transfer) -> Self {
         Self {
-            op: ring.start_transfer(descriptor, offset, memory, durable),
+            op: ring.start_transfer(descriptor, offset, memory, how),
             descriptor,
             offset,
             memory,
-            durable,
+            how,
             moved: 0,
             retries: 0,
         }
@@ -408,7 +438,7 @@ impl Future for RingIo<'_> {
             let offset = self.offset + self.moved as u64;
             let rest = self.memory.skip(self.moved);
             let ring = self.op.ring.clone();
-            self.op = ring.start_transfer(self.descriptor, offset, rest, self.durable);
+            self.op = ring.start_transfer(self.descriptor, offset, rest, self.how);
         }
     }
 }

@@ -100,6 +100,10 @@ impl Statistics {
 /// work on the rest; it asks for one interrupt at a time, so this costs it nothing more.
 const SIGNAL_EVERY: u32 = 8;
 
+/// What a queue takes in one turn of the loop, so that others, and what has completed meanwhile, get theirs.
+const TURN_REQUESTS: u32 = 64;
+const TURN_BYTES: usize = 256 << 10;
+
 /// Everything that a queue needs to run.
 pub(super) struct QueueParts {
     pub(super) index: u16,
@@ -272,13 +276,15 @@ impl Queue {
         }
     }
 
-    /// Takes and starts what is available, at most a ring full lest others wait for ever; whether there was anything.
+    /// Takes and starts what is available, within a turn's bounds; whether there was anything.
     fn take_available(self: &Rc<Self>) -> bool {
         let mut taken = 0u32;
-        while taken < self.size {
+        let mut bytes = 0;
+        while taken < TURN_REQUESTS && bytes < TURN_BYTES {
             let Some((memory, chain, head, note)) = self.take_one() else {
                 break;
             };
+            bytes += chain.bytes();
             self.launch(memory, chain, head, note);
             taken += 1;
             if taken.is_multiple_of(SIGNAL_EVERY) {

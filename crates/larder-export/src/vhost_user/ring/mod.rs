@@ -58,6 +58,11 @@ impl Chain {
         &self.pieces[self.readable_count..]
     }
 
+    /// Bytes of all its pieces.
+    pub fn bytes(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.len()).sum()
+    }
+
     /// Empties it for the next request; its memory is kept.
     pub fn clear(&mut self) {
         self.pieces.clear();
