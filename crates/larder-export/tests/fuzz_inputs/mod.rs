@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 pub mod message;
+pub mod nbd;
 pub mod ring;
 pub mod session;
 

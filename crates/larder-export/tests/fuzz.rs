@@ -3,7 +3,7 @@
 mod front_end;
 mod fuzz_inputs;
 
-use fuzz_inputs::{message, ring, session};
+use fuzz_inputs::{message, nbd, ring, session};
 
 /// Inputs from a fixed sequence, of many lengths, with more zeros and small numbers than chance would give.
 fn each(count: u64, mut run: impl FnMut(&[u8])) {
@@ -45,4 +45,14 @@ fn any_memory_is_a_packed_ring_or_refused() {
 #[test]
 fn any_connection_comes_to_an_end() {
     each(3_000, session::run);
+}
+
+#[test]
+fn an_nbd_server_outlives_any_client() {
+    each(3_000, nbd::server);
+}
+
+#[test]
+fn an_nbd_client_outlives_any_server() {
+    each(150, nbd::client);
 }
