@@ -8,7 +8,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
-use larder_export::vhost_user::QUEUES_MAX;
+use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUES_MAX};
 use larder_vm::image::ImageAddress;
 use larder_vm::limits::parse_limits;
 use larder_vm::run::disk::Disk;
@@ -111,6 +111,9 @@ pub(crate) struct ServeArguments {
     /// Virtqueues offered
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
     pub(crate) queues: u16,
+    /// Descriptors that the front-end gives each virtqueue (QEMU's queue-size): larger ones take larger requests
+    #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT)]
+    pub(crate) queue_size: u16,
     /// Serial number that the guest sees, up to 20 bytes
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) serial: String,

@@ -76,6 +76,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             vhost_user_at,
             vhost_user: VhostUserOptions {
                 queues: arguments.queues,
+                queue_size: arguments.queue_size,
                 serial: arguments.serial,
                 block_size: arguments.block_size,
             },

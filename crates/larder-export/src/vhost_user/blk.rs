@@ -37,9 +37,6 @@ const SEGMENT_BYTES: usize = 16;
 /// The longest segment of a discard or write-zeroes: what 32 bits of bytes hold, in whole MiB.
 const SEGMENT_SECTORS_MAX: u32 = (4095 << 20) / SECTOR_BYTES as u32;
 
-/// Data segments in one request that leave room for header and status in a ring of 128.
-const SEG_MAX: u32 = 126;
-
 /// Feature bits of virtio-blk and virtio that are offered or understood.
 pub mod feature {
     #![allow(missing_docs)]
@@ -58,6 +55,15 @@ pub mod feature {
     pub const PROTOCOL_FEATURES: u64 = 1 << 30;
     pub const VERSION_1: u64 = 1 << 32;
     pub const RING_PACKED: u64 = 1 << 34;
+}
+
+/// What a disk says of its queues.
+#[derive(Clone, Copy, Debug)]
+pub struct Queues {
+    /// How many there are.
+    pub count: u16,
+    /// The number of descriptors that the front-end gives each.
+    pub size: u16,
 }
 
 /// The features of a device like this.
@@ -85,19 +91,20 @@ pub fn features(geometry: &Geometry) -> u64 {
 }
 
 /// `len` bytes of the configuration space from `offset` on; zeros behind its end.
-pub fn config(geometry: &Geometry, queues: u16, write_cache: bool, offset: u32, len: u32) -> Vec<u8> {
+pub fn config(geometry: &Geometry, queues: Queues, write_cache: bool, offset: u32, len: u32) -> Vec<u8> {
     let block = geometry.block_size;
     let mut space = [0u8; CONFIG_BYTES];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &(geometry.size.get() / SECTOR_BYTES).to_le_bytes());
-    put(12, &SEG_MAX.to_le_bytes());
+    // Header and status need a descriptor each.
+    put(12, &u32::from(queues.size.saturating_sub(2)).to_le_bytes());
     put(20, &block.to_le_bytes());
     let exponent = geometry.physical_block_size.max(block).trailing_zeros() - block.trailing_zeros();
     let preferred_blocks = geometry.physical_block_size.max(block) / block;
     put(24, &[exponent as u8, 0]);
     put(26, &u16::try_from(preferred_blocks).unwrap_or(u16::MAX).to_le_bytes());
     put(CONFIG_WCE, &[u8::from(write_cache)]);
-    put(34, &queues.to_le_bytes());
+    put(34, &queues.count.to_le_bytes());
     put(36, &SEGMENT_SECTORS_MAX.to_le_bytes());
     put(40, &SEGMENTS_MAX.to_le_bytes());
     put(

@@ -29,11 +29,23 @@ use session::Session;
 /// The most queues that a disk offers; QEMU takes as many as its `num-queues` says.
 pub const QUEUES_MAX: u16 = 64;
 
+/// The smallest queue size that can be announced: a request of one segment.
+pub const QUEUE_SIZE_MIN: u16 = 4;
+
+/// The largest, as QEMU has it.
+pub const QUEUE_SIZE_MAX: u16 = 1024;
+
+/// What QEMU's vhost-user-blk uses unless it is told otherwise.
+pub const QUEUE_SIZE_DEFAULT: u16 = 128;
+
 /// How a disk presents itself.
 #[derive(Clone, Debug)]
 pub struct VhostUserOptions {
     /// Queues offered, 1 to [`QUEUES_MAX`].
     pub queues: u16,
+    /// The number of descriptors that the front-end will give each queue (QEMU's `queue-size`); what a guest may put
+    /// into one request follows from it. [`QUEUE_SIZE_MIN`] to [`QUEUE_SIZE_MAX`].
+    pub queue_size: u16,
     /// Serial number, at most 20 bytes; the guest sees it in `/dev/disk/by-id`.
     pub serial: String,
     /// Sector size that the guest sees, in bytes: a power of two from 512 to 4096. The device's own block size is
@@ -45,6 +57,7 @@ impl Default for VhostUserOptions {
     fn default() -> Self {
         Self {
             queues: QUEUES_MAX,
+            queue_size: QUEUE_SIZE_DEFAULT,
             serial: String::new(),
             block_size: 512,
         }
@@ -59,6 +72,8 @@ pub enum OptionsError {
     Queues(u16),
     #[error("serial number '{0}' is {len} bytes long; virtio-blk has room for 20", len = .0.len())]
     Serial(String),
+    #[error("queues of {0} descriptors; a queue has {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
+    QueueSize(u16),
     #[error("sectors of {0} bytes; a guest can have 512, 1024, 2048 or 4096")]
     BlockSize(u32),
 }
@@ -81,6 +96,9 @@ impl VhostUserServer {
         if !(1..=QUEUES_MAX).contains(&options.queues) {
             return Err(OptionsError::Queues(options.queues));
         }
+        if !(QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(&options.queue_size) {
+            return Err(OptionsError::QueueSize(options.queue_size));
+        }
         let mut serial = [0; blk::SERIAL_BYTES];
         let Some(place) = serial.get_mut(..options.serial.len()) else {
             return Err(OptionsError::Serial(options.serial.clone()));
@@ -95,6 +113,7 @@ impl VhostUserServer {
                 device,
                 serial,
                 block_size: options.block_size,
+                queue_size: options.queue_size,
                 write_cache: Cell::new(true),
                 driver_flushes: Cell::new(true),
                 dirty_log: RefCell::new(None),

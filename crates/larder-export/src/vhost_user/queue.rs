@@ -24,6 +24,8 @@ pub(super) struct Shared {
     pub(super) serial: [u8; SERIAL_BYTES],
     /// The smallest sector size to present, in bytes.
     pub(super) block_size: u32,
+    /// The number of descriptors that a front-end is expected to give a queue.
+    pub(super) queue_size: u16,
     /// The guest may switch it off; then every write is durable on completion. It stays off until the guest switches
     /// it on: front-ends do not say it again after a reset or a reconnect.
     pub(super) write_cache: Cell<bool>,

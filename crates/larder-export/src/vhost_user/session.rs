@@ -383,7 +383,11 @@ impl Session {
                 memo.set_size_told(geometry.size);
             }
         }
-        let bytes = blk::config(&geometry, self.queues_max, self.shared.write_cache.get(), offset, len);
+        let queues = blk::Queues {
+            count: self.queues_max,
+            size: self.shared.queue_size,
+        };
+        let bytes = blk::config(&geometry, queues, self.shared.write_cache.get(), offset, len);
         message::reply_config(offset, &bytes)
     }
 

@@ -33,6 +33,8 @@ pub struct Disk {
     pub cache: Cache,
     /// Virtqueues; QEMU chooses if none are given.
     pub queues: Option<u16>,
+    /// Descriptors of each virtqueue, as the device has it.
+    pub queue_size: Option<u16>,
     /// The serial number that the guest sees.
     pub serial: Option<String>,
     /// The sector size that the guest sees, in bytes, if not the usual.
@@ -53,6 +55,7 @@ impl Disk {
             share: false,
             cache: Cache::Auto,
             queues: None,
+            queue_size: None,
             serial: None,
             block_size: None,
             discard: true,
@@ -81,6 +84,9 @@ impl Disk {
         }
         if let Some(queues) = self.queues {
             arguments.extend(["--queues".into(), queues.to_string().into()]);
+        }
+        if let Some(size) = self.queue_size {
+            arguments.extend(["--queue-size".into(), size.to_string().into()]);
         }
         if let Some(serial) = &self.serial {
             arguments.push(format!("--serial={serial}").into());

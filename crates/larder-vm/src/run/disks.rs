@@ -223,7 +223,7 @@ impl Disks<'_> {
     }
 
     /// Takes the disk up; the arguments that attach it.
-    fn serve(&mut self, disk: Disk, mut new: KeyValues, position: usize, why: &str) -> Vec<Argument> {
+    fn serve(&mut self, mut disk: Disk, mut new: KeyValues, position: usize, why: &str) -> Vec<Argument> {
         let socket = self.context.sockets.join(format!("disk-{}.sock", self.served.len()));
         let chardev = KeyValues::of("backend", "socket")
             .with("id", self.next_chardev())
@@ -233,6 +233,7 @@ impl Disks<'_> {
         if new.get("num-queues").is_none() && self.context.machine.processors > u64::from(QUEUES_MAX) {
             new.push("num-queues", QUEUES_MAX.to_string());
         }
+        disk.queue_size = new.get("queue-size").and_then(|size| size.parse().ok());
         let discard = if disk.discard || disk.read_only {
             ""
         } else {
