@@ -48,6 +48,8 @@ pub enum DiskError {
     Image(#[from] ImageError),
     #[error(transparent)]
     Export(#[from] ExportError),
+    #[error("what was written last may not be on the disk: {0}")]
+    Flush(String),
     #[error("cannot start the disk's thread: {0}")]
     Thread(std::io::Error),
     #[error("the disk's thread died; see the messages before this one")]
@@ -161,7 +163,7 @@ fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Geometry>
         if !device.geometry().read_only
             && let Err(error) = device.flush().await
         {
-            tracing::error!("{error}");
+            return Err(DiskError::Flush(error.to_string()));
         }
         match ended {
             Some(Err(error)) => Err(ExportError::Socket(error).into()),

@@ -42,6 +42,10 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         .spawn(move || {
             signals.wait();
             stop.raise();
+            tracing::info!("stopping: finishing what is under way; a second signal gives up");
+            signals.wait();
+            tracing::error!("given up: what was written last may not be on the disk");
+            std::process::exit(2);
         })?;
     disk.wait()?;
     Ok(ExitCode::SUCCESS)

@@ -196,6 +196,12 @@ impl FileDevice {
         rustix::fs::fcntl_setfl(&file, flags & !rustix::fs::OFlags::NONBLOCK)
             .map_err(io::Error::from)
             .map_err(os("setting its flags"))?;
+        if kind == Kind::Block && !options.read_only && is_read_only_device(&file) {
+            return Err(OpenError::Open {
+                path: path.to_owned(),
+                source: io::Error::from_raw_os_error(libc::EROFS),
+            });
+        }
         lock_patiently(on, &file, path, options).await?;
 
         let size = size_of(&file).map_err(os("finding its size"))?;
@@ -831,6 +837,15 @@ fn reported_alignment(file: &File) -> Option<Option<Alignment>> {
         memory,
         offset: offset.max(SECTOR as u32),
     }))
+}
+
+/// Whether a block device refuses writes, although it could be opened for them.
+fn is_read_only_device(file: &File) -> bool {
+    const BLKROGET: libc::Ioctl = 0x125e;
+    let mut read_only: libc::c_int = 0;
+    // SAFETY: BLKROGET writes one int.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut read_only) };
+    result == 0 && read_only != 0
 }
 
 fn physical_block_size(file: &File, kind: Kind) -> u32 {
