@@ -90,11 +90,6 @@ impl Disk {
         self.geometry
     }
 
-    /// Whether its thread has ended.
-    pub fn is_finished(&self) -> bool {
-        self.thread.is_finished()
-    }
-
     /// A handle to stop it with, for any thread.
     pub fn stop_signal(&self) -> StopSignal {
         self.stop.clone()

@@ -36,19 +36,11 @@ pub fn parse_limits(text: &str) -> Result<Limits, LimitsTextError> {
     Ok(limits)
 }
 
-/// Whether `key` is one that [`set_limit`] knows.
-pub fn is_limit_key(key: &str) -> bool {
-    !matches!(
-        set_limit(&mut Limits::NONE.clone(), key, "1"),
-        Err(LimitsTextError::UnknownKey { .. })
-    )
-}
-
 /// Sets the limit that `key` names.
 ///
 /// # Errors
 /// The key is not known, or the value is not a number (for bytes: a size).
-pub fn set_limit(limits: &mut Limits, key: &str, value: &str) -> Result<(), LimitsTextError> {
+fn set_limit(limits: &mut Limits, key: &str, value: &str) -> Result<(), LimitsTextError> {
     let size = |value: &str| {
         value.parse::<ByteLen>().map_err(|error| LimitsTextError::Value {
             key: key.to_owned(),

@@ -10,7 +10,6 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::path::Path;
 
 const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
@@ -158,13 +157,4 @@ fn holder(file: BorrowedFd<'_>, byte: i64) -> io::Result<Option<Option<i32>>> {
         _ if lock.l_type == libc::F_UNLCK as libc::c_short => Ok(None),
         _ => Ok(Some((lock.l_pid > 0).then_some(lock.l_pid))),
     }
-}
-
-/// Whether any process has `path` locked in a way that excludes `sharing`; for messages before anything is changed.
-///
-/// # Errors
-/// The file cannot be opened, or is in use.
-pub fn check_path(path: &Path, sharing: Sharing) -> Result<(), LockError> {
-    let file = std::fs::File::open(path).map_err(LockError::Os)?;
-    check(std::os::fd::AsFd::as_fd(&file), sharing)
 }
