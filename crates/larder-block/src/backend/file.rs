@@ -7,13 +7,13 @@
 //! How it fails: an error of the host's is reported to the request that met it, with its number. After a failed flush
 //! of buffered data the kernel may have dropped what it could not write, so every later flush fails too, as in QEMU.
 
+mod open;
+
 use std::cell::Cell;
 use std::fs::File;
 use std::future::Future;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsRawFd, RawFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
-use super::image_lock::{self, LockError, Sharing};
+pub use open::{Caching, FileOptions, OpenError};
+
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
 use crate::device::{
     BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
@@ -36,9 +37,6 @@ const SECTOR: u64 = 512;
 
 /// How often the size of the file is looked at.
 const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(2);
-
-/// How long a lock left by a dying predecessor is waited for.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// A buffered write that takes longer than this in the call has met a busy journal or the dirty limit...
 const SLOW_CALL: Duration = Duration::from_micros(200);
@@ -60,62 +58,6 @@ const LARGE_COPY: usize = 128 << 10;
 
 /// Zeros for devices that cannot write zeroes by themselves.
 const ZERO_CHUNK: usize = 1 << 20;
-
-/// Whether to go through the host's page cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Caching {
-    /// Direct I/O where the file system has it, buffered elsewhere.
-    #[default]
-    Auto,
-    /// Direct I/O, or refuse.
-    Direct,
-    /// Through the page cache.
-    Buffered,
-}
-
-/// How to open a file.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct FileOptions {
-    /// Refuse changes.
-    pub read_only: bool,
-    /// Let other processes use the file too; the user answers for what that does.
-    pub share: bool,
-    /// Page cache or not.
-    pub caching: Caching,
-}
-
-/// Why a file cannot be opened as a disk.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum OpenError {
-    #[error("cannot open {}: {source}{}", path.display(), hint(source))]
-    Open { path: PathBuf, source: io::Error },
-    #[error("{} is a {kind}; a disk image is a regular file or a block device", path.display())]
-    WrongKind { path: PathBuf, kind: &'static str },
-    #[error("{}: {source}", path.display())]
-    Locked { path: PathBuf, source: LockError },
-    #[error("{} is empty; make it as large as the disk first (truncate -s 10G {})", path.display(), path.display())]
-    Empty { path: PathBuf },
-    #[error("{}: direct I/O was asked for, but {why}", path.display())]
-    NoDirect { path: PathBuf, why: String },
-    #[error("{}: {what}: {source}", path.display())]
-    Os {
-        path: PathBuf,
-        what: &'static str,
-        source: io::Error,
-    },
-}
-
-fn hint(error: &io::Error) -> &'static str {
-    match error.kind() {
-        io::ErrorKind::NotFound => "; check the path, or create the image first",
-        io::ErrorKind::PermissionDenied => {
-            "; the user that runs larder needs read and write permission (read is enough with --read-only)"
-        }
-        io::ErrorKind::ReadOnlyFilesystem => "; serve it with --read-only",
-        _ => "",
-    }
-}
 
 /// A file or block device as a disk.
 pub struct FileDevice {
@@ -161,95 +103,6 @@ enum InCall {
 }
 
 impl FileDevice {
-    /// Opens `path` as a disk on `on`.
-    ///
-    /// # Errors
-    /// See [`OpenError`]. A lock held by a server that is just dying is waited for.
-    pub async fn open(on: &Loop, path: &Path, options: FileOptions) -> Result<Rc<Self>, OpenError> {
-        let os = |what| {
-            move |source: io::Error| OpenError::Os {
-                path: path.to_owned(),
-                what,
-                source,
-            }
-        };
-        let file = std::fs::OpenOptions::new()
-            .read(true)
-            .write(!options.read_only)
-            // O_NONBLOCK: opening a FIFO by mistake must not wait for its other end.
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)
-            .map_err(|source| match source.kind() {
-                io::ErrorKind::IsADirectory => OpenError::WrongKind {
-                    path: path.to_owned(),
-                    kind: "directory",
-                },
-                _ => OpenError::Open {
-                    path: path.to_owned(),
-                    source,
-                },
-            })?;
-        let kind = kind_of(&file, path)?;
-        let flags = rustix::fs::fcntl_getfl(&file)
-            .map_err(io::Error::from)
-            .map_err(os("reading its flags"))?;
-        rustix::fs::fcntl_setfl(&file, flags & !rustix::fs::OFlags::NONBLOCK)
-            .map_err(io::Error::from)
-            .map_err(os("setting its flags"))?;
-        if kind == Kind::Block && !options.read_only && is_read_only_device(&file) {
-            return Err(OpenError::Open {
-                path: path.to_owned(),
-                source: io::Error::from_raw_os_error(libc::EROFS),
-            });
-        }
-        lock_patiently(on, &file, path, options).await?;
-
-        let size = size_of(&file).map_err(os("finding its size"))?;
-        if size == 0 {
-            return Err(OpenError::Empty { path: path.to_owned() });
-        }
-        let direct = choose_direct(&file, kind, size, options.caching).map_err(|why| OpenError::NoDirect {
-            path: path.to_owned(),
-            why,
-        })?;
-        let block_size = direct.map_or(SECTOR as u32, |alignment| alignment.offset);
-        let in_call = match (kind, direct) {
-            (_, Some(_)) => InCall::No,
-            (Kind::Tmpfs, None) => InCall::Plain,
-            (_, None) => InCall::NoWait,
-        };
-        let geometry = Geometry {
-            size: visible_size(size, block_size, direct.is_some()),
-            block_size,
-            physical_block_size: physical_block_size(&file, kind).max(block_size),
-            discard_granularity: 4096.max(block_size),
-            memory_alignment: direct.map_or(1, |alignment| alignment.memory),
-            read_only: options.read_only,
-            fast_zeroes: true,
-        };
-        tracing::debug!(path = %path.display(), ?kind, ?direct, ?geometry, "opened");
-        let device = Rc::new(Self {
-            name: path.display().to_string().into(),
-            file,
-            ring: on.ring_or_panic(),
-            geometry: Cell::new(geometry),
-            direct: direct.is_some(),
-            kind,
-            read_in_call: Cell::new(in_call),
-            write_in_call: Cell::new(in_call),
-            writes_offloaded: Cell::new(0),
-            large_in_call: Cell::new(NO_TURN),
-            given_to_workers: Cell::new(0),
-            given_max: workers_worth_having() * 2,
-            can_zero: Cell::new(kind != Kind::Tmpfs),
-            can_punch: Cell::new(true),
-            flush_failed: Cell::new(None),
-            changes: SizeChanges::default(),
-        });
-        on.spawn(watch_size(on.clone(), Rc::downgrade(&device)));
-        Ok(device)
-    }
-
     /// Whether it is read and written past the page cache.
     pub fn is_direct(&self) -> bool {
         self.direct
@@ -675,70 +528,6 @@ fn os_code(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
-fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
-    let os = |what| {
-        move |source: io::Error| OpenError::Os {
-            path: path.to_owned(),
-            what,
-            source,
-        }
-    };
-    let wrong = |kind| OpenError::WrongKind {
-        path: path.to_owned(),
-        kind,
-    };
-    let file_type = file.metadata().map_err(os("reading its type"))?.file_type();
-    match file_type {
-        found if found.is_dir() => Err(wrong("directory")),
-        found if found.is_fifo() => Err(wrong("FIFO")),
-        found if found.is_char_device() => Err(wrong("character device")),
-        found if found.is_block_device() => Ok(Kind::Block),
-        found if found.is_file() => {
-            let file_system = rustix::fs::fstatfs(file)
-                .map_err(io::Error::from)
-                .map_err(os("reading its file system's type"))?;
-            if file_system.f_type as i64 == libc::TMPFS_MAGIC {
-                Ok(Kind::Tmpfs)
-            } else {
-                Ok(Kind::Regular)
-            }
-        }
-        _ => Err(wrong("socket")),
-    }
-}
-
-async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: FileOptions) -> Result<(), OpenError> {
-    let sharing = match (options.share, options.read_only) {
-        (true, read_only) => Sharing::Shared { writable: !read_only },
-        (false, true) => Sharing::ReadOnly,
-        (false, false) => Sharing::Exclusive,
-    };
-    let give_up = on.now().after(LOCK_PATIENCE);
-    loop {
-        match image_lock::lock(file.as_fd(), sharing) {
-            Ok(()) => return Ok(()),
-            Err(LockError::Os(error)) if is_unsupported(&error) => {
-                tracing::warn!(path = %path.display(), "the file system cannot lock: nothing keeps others off this image");
-                return Ok(());
-            }
-            Err(LockError::InUse { .. }) if on.now() < give_up => on.sleep(Duration::from_millis(20)).await,
-            Err(source) => {
-                return Err(OpenError::Locked {
-                    path: path.to_owned(),
-                    source,
-                });
-            }
-        }
-    }
-}
-
-fn is_unsupported(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS)
-    )
-}
-
 /// The size in bytes of a file or block device.
 fn size_of(file: &File) -> io::Result<u64> {
     // Works for both, and for a block device whose size has changed since it was opened.
@@ -751,115 +540,6 @@ fn visible_size(size: u64, block_size: u32, direct: bool) -> ByteLen {
         ByteLen::new(size - size % u64::from(block_size))
     } else {
         ByteLen::new(size.next_multiple_of(SECTOR))
-    }
-}
-
-/// What direct I/O demands, in bytes.
-#[derive(Clone, Copy, Debug)]
-struct Alignment {
-    memory: u32,
-    offset: u32,
-}
-
-/// Direct I/O with this alignment, or `None` for buffered.
-fn choose_direct(file: &File, kind: Kind, size: u64, caching: Caching) -> Result<Option<Alignment>, String> {
-    if caching == Caching::Buffered {
-        return Ok(None);
-    }
-    let choice = probe_direct(file, kind).and_then(|alignment| {
-        if size.is_multiple_of(u64::from(alignment.offset)) {
-            Ok(alignment)
-        } else {
-            Err(format!(
-                "the size ({size} bytes) is no multiple of {} bytes",
-                alignment.offset
-            ))
-        }
-    });
-    match choice {
-        Ok(alignment) => {
-            let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
-            rustix::fs::fcntl_setfl(file, flags | rustix::fs::OFlags::DIRECT).map_err(|error| error.to_string())?;
-            Ok(Some(alignment))
-        }
-        Err(why) if caching == Caching::Direct => Err(why),
-        Err(why) => {
-            tracing::debug!(why, "buffered I/O");
-            Ok(None)
-        }
-    }
-}
-
-fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {
-    if kind == Kind::Tmpfs {
-        return Err("the image is on tmpfs, which is all page cache".to_owned());
-    }
-    if let Some(alignment) = reported_alignment(file) {
-        return alignment.ok_or_else(|| "the file system has no direct I/O for this file".to_owned());
-    }
-    // Kernels before 6.1 do not say: try.
-    let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
-    let direct = flags | rustix::fs::OFlags::DIRECT;
-    rustix::fs::fcntl_setfl(file, direct).map_err(|_| "the file system has no direct I/O".to_owned())?;
-    let mut buffer = AlignedBuf::zeroed(AlignedBuf::ALIGNMENT);
-    let found = [512, 4096]
-        .into_iter()
-        .find(|unit| rustix::io::pread(file, &mut buffer[..*unit], 0).is_ok_and(|count| count == *unit));
-    rustix::fs::fcntl_setfl(file, flags).map_err(|error| error.to_string())?;
-    let unit = found.ok_or_else(|| "neither 512 nor 4096 byte direct reads work".to_owned())? as u32;
-    Ok(Alignment {
-        memory: unit,
-        offset: unit,
-    })
-}
-
-/// statx's STATX_DIOALIGN: `None` if the kernel does not know it, `Some(None)` if there is no direct I/O.
-fn reported_alignment(file: &File) -> Option<Option<Alignment>> {
-    const STATX_DIOALIGN: u32 = 0x2000;
-    // SAFETY: `struct statx` is plain integers.
-    let mut found: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: an empty path with AT_EMPTY_PATH means the descriptor itself; `found` is a valid place for the answer.
-    let result = unsafe {
-        libc::statx(
-            file.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            STATX_DIOALIGN,
-            &raw mut found,
-        )
-    };
-    if result != 0 || found.stx_mask & STATX_DIOALIGN == 0 {
-        return None;
-    }
-    let (memory, offset) = (found.stx_dio_mem_align, found.stx_dio_offset_align);
-    let usable = memory.is_power_of_two() && offset.is_power_of_two() && memory <= 4096 && offset <= 65536;
-    Some(usable.then_some(Alignment {
-        memory,
-        offset: offset.max(SECTOR as u32),
-    }))
-}
-
-/// Whether a block device refuses writes, although it could be opened for them.
-fn is_read_only_device(file: &File) -> bool {
-    const BLKROGET: libc::Ioctl = 0x125e;
-    let mut read_only: libc::c_int = 0;
-    // SAFETY: BLKROGET writes one int.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKROGET, &raw mut read_only) };
-    result == 0 && read_only != 0
-}
-
-fn physical_block_size(file: &File, kind: Kind) -> u32 {
-    const BLKPBSZGET: libc::Ioctl = 0x127b;
-    if kind != Kind::Block {
-        return 4096;
-    }
-    let mut size: libc::c_uint = 0;
-    // SAFETY: BLKPBSZGET writes one unsigned int.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKPBSZGET, &raw mut size) };
-    if result == 0 && size.is_power_of_two() {
-        size.clamp(512, 65536)
-    } else {
-        512
     }
 }
 
