@@ -1,8 +1,10 @@
-//! The server is killed at random moments under a client that keeps books of what it wrote and what it flushed. After
-//! each kill the image itself is compared, then the next server must answer what was in flight.
+//! A server is killed at random moments under a client that keeps books of what it wrote and what it flushed. After
+//! each kill the image itself is compared, and the next server must answer what was in flight.
 //!
 //! What the image may hold: for each sector the last write that had completed, or one that was under way. (The host
-//! does not crash here, so more must be there than what was flushed; the books tell both apart.)
+//! does not crash here, so more must be there than what was flushed; the books tell both apart.) If it is Larder that is
+//! killed, the image is compared before the next one starts. A remote server may lose what was not flushed, and Larder
+//! repeats it: the image is compared when all is answered and flushed.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,11 +16,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 
 use super::Random;
+use super::disk::{Disk, Victim};
 use super::front_end::queue::Request;
 use super::front_end::ring::Buffer;
 use super::front_end::{FrontEnd, Options};
 use super::pauses::Pauses;
-use super::server::Server;
 
 const SECTOR: usize = 512;
 const BLOCK: usize = 4096;
@@ -58,7 +60,7 @@ pub struct Report {
     pub flushes: u64,
     /// Requests that were in flight when a server was killed.
     pub interrupted: u64,
-    /// From the kill to the first answer of the next server, its start included.
+    /// From the kill to the first answer with the next server, its start included.
     pub pauses: Pauses,
 }
 
@@ -107,13 +109,7 @@ impl Client {
 
     fn submit_one(&mut self, queue: usize, random: &mut Random) {
         if random.below(12) == 0 {
-            let changed = std::mem::take(&mut self.since_flush);
-            let covered = changed
-                .iter()
-                .map(|block| (*block, self.books[*block as usize].completed))
-                .collect();
-            let id = self.guest.queues[queue].add(&Request::flush());
-            self.tasks.insert((queue, id), Task::Flush { covered });
+            self.submit_flush(queue);
             return;
         }
         let block = loop {
@@ -135,6 +131,16 @@ impl Client {
         }];
         let id = self.guest.queues[queue].add(&Request::write(block * (BLOCK / SECTOR) as u64, &out));
         self.tasks.insert((queue, id), Task::Write { block, number, buffer });
+    }
+
+    fn submit_flush(&mut self, queue: usize) {
+        let changed = std::mem::take(&mut self.since_flush);
+        let covered = changed
+            .iter()
+            .map(|block| (*block, self.books[*block as usize].completed))
+            .collect();
+        let id = self.guest.queues[queue].add(&Request::flush());
+        self.tasks.insert((queue, id), Task::Flush { covered });
     }
 
     /// Takes what has been answered; whether there was anything.
@@ -185,6 +191,16 @@ impl Client {
         }
     }
 
+    /// Waits for all answers, and for a flush of all.
+    fn settle(&mut self) -> anyhow::Result<()> {
+        while !self.tasks.is_empty() {
+            self.wait()?;
+        }
+        self.submit_flush(0);
+        self.guest.queues[0].go();
+        self.wait()
+    }
+
     /// Compares the image with the books.
     fn compare(&self, image: &File) -> anyhow::Result<()> {
         let mut bytes = vec![0; BLOCK];
@@ -220,13 +236,13 @@ impl Client {
     }
 }
 
-/// Kills the server `count` times.
+/// Kills the victim `count` times.
 ///
 /// # Errors
-/// A write was lost, an answer never came, or a server did not start.
-pub fn run(
-    binary: &Path,
-    image: &Path,
+/// A write was lost, a request failed, an answer never came, or a server did not start.
+pub fn run<'a>(
+    victim: impl Into<Victim<'a>>,
+    image: &'a Path,
     folder: &Path,
     options: Options,
     count: u32,
@@ -239,9 +255,8 @@ pub fn run(
         .truncate(true)
         .open(image)?;
     file.set_len(BLOCKS * BLOCK as u64)?;
-    let socket = folder.join("socket");
-    let mut server = Server::start(binary, image, &socket, &[])?;
-    let guest = FrontEnd::connect(&socket, options)?;
+    let mut disk = Disk::start(victim.into(), image, folder)?;
+    let guest = FrontEnd::connect(&disk.socket, options)?;
     let mut client = Client {
         buffers: (0..DEPTH * guest.queues.len()).collect(),
         guest,
@@ -259,14 +274,20 @@ pub fn run(
         }
         client.submit(random);
         let killed = Instant::now();
-        server.process.kill();
+        disk.kill()?;
         let begin = Instant::now();
         client.collect()?;
-        client.compare(&file)?;
         client.report.interrupted += client.tasks.len() as u64;
+        if !disk.is_remote() {
+            client.compare(&file)?;
+        }
         let compared = begin.elapsed();
-        server = Server::start(binary, image, &socket, &[])?;
-        client.guest.reconnect(UnixStream::connect(&socket)?)?;
+        disk.restart()?;
+        if disk.is_remote() {
+            disk.wait_until_connected()?;
+        } else {
+            client.guest.reconnect(UnixStream::connect(&disk.socket)?)?;
+        }
         if client.tasks.is_empty() {
             client.submit(random);
         }
@@ -274,11 +295,13 @@ pub fn run(
         // The comparison is ours, not part of the pause.
         client.report.pauses.push(killed.elapsed() - compared);
         client.report.kills += 1;
+        if disk.is_remote() {
+            client.settle()?;
+            client.compare(&file)?;
+        }
     }
-    while !client.tasks.is_empty() {
-        client.wait()?;
-    }
+    client.settle()?;
     client.compare(&file)?;
-    server.stop()?;
+    disk.stop()?;
     Ok(client.report)
 }

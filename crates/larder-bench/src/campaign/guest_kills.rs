@@ -1,4 +1,4 @@
-//! The server is killed at random moments under a guest that writes, flushes and verifies; the guest must notice nothing
+//! A server is killed at random moments under a guest that writes, flushes and verifies; the guest must notice nothing
 //! but a pause.
 
 use std::path::Path;
@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 use super::Random;
+use super::disk::{Disk, Victim};
 use super::guest::{Guest, GuestOptions, LIMIT};
 use super::pauses::Pauses;
-use super::server::Server;
 
 /// What the guest runs, round after round, until a line comes on its console. Two jobs, so that two queues are busy.
 const SCRIPT: &str = r#"
@@ -32,45 +32,44 @@ pub struct Report {
     pub kills: u32,
     /// Rounds that the guest wrote and verified.
     pub rounds: usize,
-    /// From each kill until QEMU was connected to the next server. QEMU tries once a second.
+    /// From each kill until the next server had its client: QEMU, which tries once a second, or Larder.
     pub reconnects: Pauses,
-    /// Servers that found requests in flight.
-    pub resubmissions: u32,
+    /// Kills that met requests in flight.
+    pub interrupted: u32,
 }
 
-/// Kills the server `count` times.
+/// Kills the victim `count` times.
 ///
 /// # Errors
 /// The guest saw an error, wrong data, or hung.
-pub fn run(
-    binary: &Path,
-    image: &Path,
+pub fn run<'a>(
+    victim: impl Into<Victim<'a>>,
+    image: &'a Path,
     folder: &Path,
-    disk: &str,
+    properties: &str,
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     std::fs::File::create(image)?.set_len(64 << 20)?;
-    let socket = folder.join("socket");
-    let mut server = Server::start(binary, image, &socket, &[])?;
+    let mut disk = Disk::start(victim.into(), image, folder)?;
     let options = GuestOptions {
-        disk: disk.to_owned(),
+        disk: properties.to_owned(),
         ..GuestOptions::default()
     };
-    let mut guest = Guest::start(SCRIPT, &socket, &options)?;
+    let mut guest = Guest::start(SCRIPT, &disk.socket, &options)?;
     guest.process.wait_for("ROUND 1", LIMIT)?;
-    let (mut reconnects, mut resubmissions) = (Pauses::default(), 0);
+    let (mut reconnects, mut interrupted) = (Pauses::default(), 0);
     for kill in 0..count {
         // Anywhere in the guest's rounds: writing, flushing, verifying.
         std::thread::sleep(Duration::from_micros(random.below(700_000)));
-        if !guest.process.output().contains("ROUND") {
+        if guest.process.output().contains("LARDER-GUEST-EXIT") {
             bail!("the guest ended: {}", guest.process.output());
         }
-        resubmissions += u32::from(server.process.output().contains("taking up requests"));
+        interrupted += u32::from(disk.was_interrupted());
         let killed = Instant::now();
-        server.process.kill();
-        server = Server::start(binary, image, &socket, &[])?;
-        server.process.wait_for("front-end connected", LIMIT).with_context(|| {
+        disk.kill()?;
+        disk.restart()?;
+        disk.wait_until_connected().with_context(|| {
             let console = guest.process.output();
             format!("after kill {kill}; the console: {console}")
         })?;
@@ -79,11 +78,12 @@ pub fn run(
     guest.process.say("stop")?;
     let console = guest.finish()?;
     let rounds = console.matches("ROUND").count();
-    server.stop()?;
+    interrupted += u32::from(disk.was_interrupted());
+    disk.stop()?;
     Ok(Report {
         kills: count,
         rounds,
         reconnects,
-        resubmissions,
+        interrupted,
     })
 }

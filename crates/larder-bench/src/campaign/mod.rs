@@ -5,6 +5,7 @@
 #[allow(missing_docs)]
 pub mod front_end;
 
+pub mod disk;
 pub mod flush_kills;
 pub mod guest;
 pub mod guest_kills;
@@ -16,6 +17,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
+use disk::{Target, Victim};
 
 /// Kill a server over and over under load
 #[derive(Args)]
@@ -23,6 +25,9 @@ pub struct Arguments {
     /// How many times
     #[arg(long, default_value_t = 100)]
     count: u32,
+    /// Which server
+    #[arg(long, value_enum, default_value_t = Target::Larder)]
+    target: Target,
     /// Whose requests it is killed under
     #[arg(long, value_enum, default_value_t = Load::Guest)]
     load: Load,
@@ -32,7 +37,7 @@ pub struct Arguments {
     /// Packed virtqueues
     #[arg(long)]
     packed: bool,
-    /// The larder to kill; by default the one beside this program
+    /// The larder to serve with; by default the one beside this program
     #[arg(long)]
     larder: Option<PathBuf>,
     /// Where the random moments come from
@@ -85,6 +90,10 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let sockets = tempfile::tempdir()?;
     let image = images.path().join("disk.raw");
     let mut random = Random::new(arguments.seed);
+    let victim = Victim {
+        larder: &larder,
+        target: arguments.target,
+    };
     match arguments.load {
         Load::Guest => {
             let disk = if arguments.packed {
@@ -92,13 +101,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             } else {
                 "num-queues=2"
             };
-            let report = guest_kills::run(&larder, &image, sockets.path(), disk, arguments.count, &mut random)?;
+            let report = guest_kills::run(victim, &image, sockets.path(), disk, arguments.count, &mut random)?;
             println!(
                 "{} kills; the guest wrote and verified {} rounds without an error",
                 report.kills, report.rounds
             );
-            println!("{} servers found requests in flight", report.resubmissions);
-            println!("until QEMU was connected again, {}", report.reconnects);
+            println!("{} kills met requests in flight", report.interrupted);
+            println!("from the kill until connected again, {}", report.reconnects);
         }
         Load::Flush => {
             let options = front_end::Options {
@@ -106,7 +115,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 packed: arguments.packed,
                 ..front_end::Options::default()
             };
-            let report = flush_kills::run(&larder, &image, sockets.path(), options, arguments.count, &mut random)?;
+            let report = flush_kills::run(victim, &image, sockets.path(), options, arguments.count, &mut random)?;
             println!(
                 "{} kills under {} writes and {} flushes, {} requests interrupted: nothing acknowledged was lost",
                 report.kills, report.writes, report.flushes, report.interrupted
