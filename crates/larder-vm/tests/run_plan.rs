@@ -14,6 +14,9 @@ use proptest::prelude::*;
 const RAM: &str = "-object memory-backend-file,id=larder-ram,size=134217728,share=on,mem-path=/dev/shm/larder-vm-1 \
                    -machine memory-backend=larder-ram";
 
+/// A disk that is served.
+const DRIVE: &str = "-drive file=/a,if=virtio,format=raw,discard=on";
+
 fn setting(version: QemuVersion) -> Setting<'static> {
     Setting {
         version,
@@ -118,50 +121,187 @@ fn disks_that_stay_with_qemu_keep_their_place_among_the_others() {
     assert!(is_change(&plan, &["/c.raw", " as vdc"]));
 }
 
-#[test]
-fn a_command_line_whose_disks_all_stay_is_left_alone_but_for_the_ram() {
-    for drive in [
+/// Command lines with one disk that stays with QEMU, and what the line on it says: the image, the reason, and what would
+/// have it served.
+const STAYING: [(&str, &[&str]); 32] = [
+    ("-drive file=/b,if=virtio", &["disk /b: stays", "add format=raw"]),
+    (
         "-drive file=/b,if=virtio,format=qcow2",
-        "-drive file=/b,if=virtio",
+        &["disk /b: stays", "not qcow2"],
+    ),
+    (
         "-drive file=/b,if=virtio,format=raw,snapshot=on",
+        &["disk /b: stays", "snapshot=on"],
+    ),
+    (
         "-drive file=/b,if=virtio,format=raw -snapshot",
+        &["disk /b: stays", "-snapshot"],
+    ),
+    (
+        "-drive file=json:{},if=virtio,format=raw",
+        &["disk json:{}: stays", "described in JSON", "give its path"],
+    ),
+    (
+        "-drive file.filename=/b,if=virtio,format=raw",
+        &["disk /b: stays", "names no file="],
+    ),
+    (
         "-drive file=/b,if=ide,format=raw",
+        &["disk /b: stays", "if=ide", "if=virtio,format=raw has"],
+    ),
+    (
+        "-drive file=/b,if=scsi,format=raw",
+        &["disk /b: stays", "if=scsi", "if=virtio,format=raw has"],
+    ),
+    (
         "-drive file=/b,format=raw",
-        "-hda /b",
-        "/b",
+        &["disk /b: stays", "without if=", "if=virtio,format=raw has"],
+    ),
+    ("-drive file=/b,media=cdrom", &["disk /b: stays", "CD-ROM"]),
+    ("-drive file=/b,if=floppy", &["disk /b: stays", "floppy"]),
+    (
+        "-drive file=/b,if=none,id=x,format=raw",
+        &["disk /b: stays", "no -device", "virtio-blk-pci"],
+    ),
+    ("-hda /b", &["disk /b: stays", "-hda", "if=virtio,format=raw has"]),
+    ("-hdd /b,c", &["disk /b,c: stays", "-hdd", "if=virtio,format=raw has"]),
+    ("/b", &["disk /b: stays", "-hda", "if=virtio,format=raw has"]),
+    ("-cdrom /b", &["disk /b: stays", "CD-ROM"]),
+    ("-fda /b", &["disk /b: stays", "floppy"]),
+    ("-sd /b", &["disk /b: stays", "-sd", "if=virtio,format=raw has"]),
+    (
         "-drive if=none,id=x,file=/b,format=raw -device ide-hd,drive=x",
+        &["disk /b: stays", "ide-hd", "virtio-blk-pci"],
+    ),
+    (
+        "-device virtio-scsi -drive if=none,id=x,file=/b,format=raw -device scsi-hd,drive=x",
+        &["disk /b: stays", "scsi-hd", "virtio-blk-pci"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b -device scsi-cd,drive=x",
+        &["disk /b: stays", "CD-ROM"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b,format=raw -device {\"driver\":\"usb-storage\",\"drive\":\"x\"}",
+        &["disk /b: stays", "usb-storage"],
+    ),
+    (
         "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,write-cache=off",
+        &["disk /b: stays", "write-cache=off"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,share-rw=on \
+         -device virtio-blk-pci,drive=x,share-rw=on",
+        &["disk /b: stays", "several devices"],
+    ),
+    (
         "-drive if=ide,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x",
+        &["disk /b: stays", "give it if=none"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b,format=raw -device {\"driver\":\"virtio-blk-pci\",\"drive\":\"x\"}",
+        &["disk /b: stays", "written in JSON", "key=value"],
+    ),
+    (
+        "-device virtio-blk-pci,drive=x",
+        &["stays with QEMU", "no -drive if=none,id=x"],
+    ),
+    (
         "-blockdev driver=file,node-name=x,filename=/b -device virtio-blk-pci,drive=x",
-    ] {
-        let plan = planned(&format!("qemu-system-x86_64 {drive}"));
-        let expected = format!("qemu-system-x86_64 {drive} {RAM}");
-        assert_eq!(command_line(&plan.qemu), expected);
-        assert!(plan.disks.is_empty());
+        &["disk /b: stays", "-blockdev", "write -drive if=none"],
+    ),
+    (
+        "-blockdev driver=file,node-name=f,filename=/b -blockdev driver=qcow2,node-name=x,file=f -device ide-hd,drive=x",
+        &["disk /b: stays", "ide-hd"],
+    ),
+    (
+        "-blockdev {\"node-name\":\"x\",\"driver\":\"raw\",\"file\":{\"driver\":\"file\",\"filename\":\"/b\"}} \
+         -device {\"driver\":\"virtio-blk-pci\",\"drive\":\"x\"}",
+        &["disk /b: stays", "written in JSON"],
+    ),
+    (
+        "-blockdev driver=file,node-name=x,filename=/b",
+        &["disk /b: stays", "no -device"],
+    ),
+    (
+        "-chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c",
+        &["stays as it is", "server of its own"],
+    ),
+];
+
+#[test]
+fn every_disk_that_stays_has_one_line_with_the_reason_and_the_command_line_stays_as_it_is() {
+    for (line, parts) in STAYING {
+        let line = format!("qemu-system-x86_64 {line} -m lots");
+        let plan = planned(&line);
+        assert_eq!(command_line(&plan.qemu), command_line(&words(&line)));
+        assert!(plan.disks.is_empty() && plan.ram.is_empty(), "{line}");
+        assert_eq!(plan.changes.len(), 2, "{line}: {:?}", plan.changes);
+        assert!(is_change(&plan, parts), "{line}: {:?}", plan.changes);
+        assert_eq!(
+            plan.changes[1],
+            "no disk is served: QEMU is started as the command line says"
+        );
     }
 }
 
 #[test]
-fn the_reason_why_a_disk_stays_with_qemu_is_told() {
-    for (line, parts) in [
-        ("-drive file=/b,if=virtio", ["/b: stays with QEMU", "add format=raw"]),
-        (
-            "-drive file=/b,if=virtio,format=raw -snapshot",
-            ["/b: stays with QEMU", "-snapshot"],
-        ),
-        (
-            "-device virtio-blk-pci,drive=x",
-            ["stays with QEMU", "no -drive if=none,id=x"],
-        ),
-        (
-            "-device {\"driver\":\"virtio-blk-pci\"}",
-            ["stays with QEMU", "written in JSON"],
-        ),
-        ("-readconfig vm.cfg", ["-readconfig vm.cfg", "not read"]),
-    ] {
-        let plan = planned(&format!("kvm {line}"));
-        assert!(is_change(&plan, &parts), "{line}: {:?}", plan.changes);
-    }
+fn a_disk_whose_name_is_no_text_stays_with_qemu_at_its_place_and_is_told() {
+    let bytes = |more: &str| [b"file=/b\xff", more.as_bytes()].concat();
+    let odd = |more: &str| -> OsString { std::os::unix::ffi::OsStringExt::from_vec(bytes(more)) };
+    let mut line = words("kvm -drive file=/a,if=virtio,format=raw,discard=on -drive");
+    line.push(odd(",if=virtio,format=raw"));
+    let plan = plan(
+        &line,
+        &[parse_disk("/c").expect("is right")],
+        &setting(QemuVersion(7, 2)),
+    );
+    let plan = plan.expect("can be planned");
+    let first = disk(0, "queue-size=256");
+    let last = disk(1, "queue-size=256");
+    let mut expected = words("kvm -drive");
+    expected.push(odd(",if=virtio,format=raw,if=none,id=virtio1"));
+    expected.extend(words(&format!("{first} -device virtio-blk,drive=virtio1 {last} {RAM}")));
+    assert_eq!(plan.qemu, expected);
+    assert!(is_change(
+        &plan,
+        &["disk /b\u{fffd}: stays with QEMU", "not UTF-8", "link"]
+    ));
+    assert!(is_change(&plan, &["disk /c: served over vhost-user-blk as vdc"]));
+}
+
+#[test]
+fn firmware_and_empty_drives_are_no_disks() {
+    let line = "-drive if=pflash,format=raw,readonly=on,file=/ovmf -drive media=cdrom,if=ide -pflash /ovmf \
+                -blockdev driver=file,node-name=fw,filename=/ovmf -machine q35,pflash0=fw";
+    let plan = planned(&format!("kvm {line}"));
+    assert_eq!(plan.changes.len(), 1, "{:?}", plan.changes);
+}
+
+#[test]
+fn a_short_option_for_a_virtio_disk_keeps_its_place_among_the_others() {
+    let plan = planned("qemu-system-aarch64 -M virt -hda /a -drive file=/b,if=virtio,format=raw,discard=on,index=1");
+    let line = command_line(&plan.qemu);
+    assert!(line.contains("-drive media=disk,file=/a,if=none,id=virtio0"), "{line}");
+    let devices: Vec<&str> = line.split(" -device ").skip(1).collect();
+    assert!(devices[0].starts_with("virtio-blk,drive=virtio0 "), "{line}");
+    assert!(devices[1].starts_with("vhost-user-blk-pci,"), "{line}");
+    assert!(is_change(&plan, &["disk /a: stays", "-hda does not say its format"]));
+    assert!(is_change(&plan, &["disk /b: served", "as vdb"]));
+}
+
+#[test]
+fn a_disk_with_a_server_of_its_own_counts_among_the_guests_disks() {
+    let plan = planned(&format!(
+        "kvm -chardev socket,id=c,path=/s -device vhost-user-blk-pci,chardev=c {DRIVE}"
+    ));
+    assert!(is_change(&plan, &["disk /a: served", "as vdb"]));
+}
+
+#[test]
+fn what_larder_does_not_read_is_told() {
+    let plan = planned("kvm -readconfig vm.cfg");
+    assert!(is_change(&plan, &["-readconfig vm.cfg", "not read"]));
 }
 
 #[test]
@@ -210,7 +350,7 @@ fn ram_becomes_a_shared_named_file_of_the_size_that_was_asked_for() {
         ("-m 0", 128 << 20),
         ("-m 1000001b", 1_007_616),
     ] {
-        let plan = planned(&format!("kvm {option}"));
+        let plan = planned(&format!("kvm {option} {DRIVE}"));
         assert_eq!(plan.ram.len(), 1);
         assert_eq!(plan.ram[0].bytes, bytes, "{option}");
         let line = command_line(&plan.qemu);
@@ -226,10 +366,11 @@ fn ram_of_unknown_size_is_refused() {
         "kvm -m lots",
         "kvm -object memory-backend-ram,id=r -machine memory-backend=r",
     ] {
-        let result = try_plan(line, &[]);
+        let result = try_plan(&format!("{line} {DRIVE}"), &[]);
         assert!(matches!(result, Err(PlanError::RamSize { .. })), "{result:?}");
     }
-    assert_eq!(try_plan("qemu-system-ppc64", &[]), Err(PlanError::NoRamSize));
+    let result = try_plan(&format!("qemu-system-ppc64 {DRIVE}"), &[]);
+    assert_eq!(result, Err(PlanError::NoRamSize));
 }
 
 #[test]
@@ -239,38 +380,43 @@ fn ram_that_is_shared_already_stays_as_it_is() {
         "kvm -m 1G -object memory-backend-memfd,id=r,size=1G -M memory-backend=r",
         "kvm -object memory-backend-file,id=r,size=1G,mem-path=/dev/shm/x,share=on -numa node,memdev=r",
     ] {
-        let plan = planned(line);
-        assert_eq!(command_line(&plan.qemu), line);
-        assert!(plan.ram.is_empty() && plan.changes.is_empty(), "{:?}", plan.changes);
+        let plan = planned(&format!("{line} {DRIVE}"));
+        let expected = format!("{line} {}", disk(0, "queue-size=256"));
+        assert_eq!(command_line(&plan.qemu), expected);
+        assert!(plan.ram.is_empty() && plan.changes.len() == 1, "{:?}", plan.changes);
     }
 }
 
 #[test]
 fn every_private_part_of_the_ram_is_shared() {
-    let plan = planned(
+    let plan = planned(&format!(
         "kvm -m 2G,slots=2,maxmem=4G -object memory-backend-ram,id=a,size=1G,host-nodes=0,policy=bind \
-         -object memory-backend-ram,id=b,size=1G,share=on -numa node,memdev=a -numa node,memdev=b",
-    );
-    assert_eq!(
-        command_line(&plan.qemu),
-        "kvm -m 2G,slots=2,maxmem=4G \
+         -object memory-backend-ram,id=b,size=1G,share=on -numa node,memdev=a -numa node,memdev=b {DRIVE}"
+    ));
+    let expected = "kvm -m 2G,slots=2,maxmem=4G \
          -object memory-backend-file,id=a,size=1G,host-nodes=0,policy=bind,share=on,mem-path=/dev/shm/larder-vm-1 \
          -object memory-backend-file,id=b,size=1G,share=on,mem-path=/dev/shm/larder-vm-1.1 \
-         -numa node,memdev=a -numa node,memdev=b"
-    );
+         -numa node,memdev=a -numa node,memdev=b";
+    let expected = format!("{expected} {}", disk(0, "queue-size=256"));
+    assert_eq!(command_line(&plan.qemu), expected);
     let sizes: Vec<u64> = plan.ram.iter().map(|file| file.bytes).collect();
     assert_eq!(sizes, [1 << 30, 1 << 30]);
 }
 
 #[test]
 fn huge_pages_stay_where_they_are() {
-    let plan = planned("kvm -m 128 -mem-path /dev/hugepages -mem-prealloc");
+    let plan = planned(&format!("kvm -m 128 -mem-path /dev/hugepages -mem-prealloc {DRIVE}"));
     let ram = RAM.replace("/dev/shm/larder-vm-1", "/dev/hugepages");
-    assert_eq!(command_line(&plan.qemu), format!("kvm -m 128 -mem-prealloc {ram}"));
+    let disk = disk(0, "queue-size=256");
+    assert_eq!(
+        command_line(&plan.qemu),
+        format!("kvm -m 128 -mem-prealloc {disk} {ram}")
+    );
     assert!(plan.ram.is_empty());
     assert_eq!(plan.folders, [Path::new("/dev/hugepages")]);
-    let plan =
-        planned("kvm -m 1G -object memory-backend-file,id=r,size=1G,mem-path=/dev/hugepages -M memory-backend=r");
+    let plan = planned(&format!(
+        "kvm -m 1G -object memory-backend-file,id=r,size=1G,mem-path=/dev/hugepages -M memory-backend=r {DRIVE}"
+    ));
     assert!(command_line(&plan.qemu).contains("mem-path=/dev/hugepages,share=on"));
     assert_eq!(plan.folders, [Path::new("/dev/hugepages")]);
 }

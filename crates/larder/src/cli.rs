@@ -36,13 +36,14 @@ pub(crate) enum Command {
 #[derive(Args)]
 pub(crate) struct RunArguments {
     /// One more disk: IMAGE[,KEY=VALUE]... with format=raw, serial, readonly=on, share=on, cache=direct|buffered,
-    /// queues, block-size, discard=off, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
+    /// discard=unmap|ignore, queues, queue-size, block-size, poll-us, nbd-reconnect, and limits such as iops=1000 or
+    /// bps=100M; a comma in IMAGE is doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<Disk>,
-    /// Print the QEMU command that would be started, and start nothing
+    /// Check the images and print the commands that would be started, ready to paste, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
-    /// Print the QEMU command, and what the disks' servers have to say
+    /// Print the commands that are started, and what the disks' servers have to say
     #[arg(long, short)]
     pub(crate) verbose: bool,
     /// QEMU's program and arguments

@@ -16,7 +16,9 @@ use cli::{Cli, Command, DiskCommand};
 const EXIT_ERROR: u8 = 2;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    // Started as /proc/self/exe it would be called `exe` in lists of processes. Without it all else works.
+    let _ = rustix::thread::set_name(c"larder");
+    let cli = Cli::try_parse().unwrap_or_else(|error| run::explain(error).exit());
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::try_from_env("LARDER_LOG").unwrap_or_else(|_| "info".into()))
         .with_writer(std::io::stderr)

@@ -1,22 +1,34 @@
 //! `larder run`.
 
-use std::path::PathBuf;
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use larder_vm::run::check::check;
 use larder_vm::run::lease::{Lease, Places};
-use larder_vm::run::plan::{Setting, guest_name, plan, program};
+use larder_vm::run::plan::{Plan, Setting, guest_name, plan, program};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::supervise::{ServerProgram, supervise};
 use larder_vm::run::version::QemuVersion;
 
+use crate::EXIT_ERROR;
 use crate::cli::RunArguments;
 
 /// This program, even if its file has been replaced since: a restarted server is of the version that the others are.
 const OURSELVES: &str = "/proc/self/exe";
 
+/// It would not work.
+const EXIT_NEGATIVE: u8 = 1;
+
 pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
     let command = arguments.qemu;
-    let places = Places::choose(&guest_name(&command))?;
+    let guest = guest_name(&command);
+    let places = match arguments.dry_run {
+        true => Places::for_commands(&guest)?,
+        false => Places::choose(&guest)?,
+    };
     let setting = Setting {
         version: QemuVersion::probe(program(&command)?)?,
         sockets: &places.folder,
@@ -24,14 +36,23 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
     };
     let plan = plan(&command, &arguments.disk, &setting)?;
     for change in &plan.changes {
-        eprintln!("larder: {change}");
+        say(change);
     }
     if arguments.dry_run {
-        println!("{}", command_line(&plan.qemu));
-        return Ok(ExitCode::SUCCESS);
+        return dry_run(&plan, &places);
     }
     if arguments.verbose {
-        eprintln!("larder: {}", command_line(&plan.qemu));
+        for line in server_commands(&plan) {
+            say(&line);
+        }
+        say(&command_line(&plan.qemu));
+    }
+    let problems = check(&plan.disks).problems;
+    for problem in &problems {
+        say(&problem.to_string());
+    }
+    if !problems.is_empty() {
+        return Ok(ExitCode::from(EXIT_ERROR));
     }
     let _lease = Lease::take(&places, &plan)?;
     let server = ServerProgram {
@@ -39,5 +60,76 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         // Between the guest's console output only what went wrong is of interest.
         log: (!arguments.verbose && std::env::var_os("LARDER_LOG").is_none()).then(|| "warn".to_owned()),
     };
-    Ok(ExitCode::from(supervise(&plan, &server)?))
+    Ok(ExitCode::from(supervise(&plan, &server, &say)?))
+}
+
+/// Prints commands that do by hand what a run does, and tells what would go wrong.
+fn dry_run(plan: &Plan, places: &Places) -> anyhow::Result<ExitCode> {
+    let found = check(&plan.disks);
+    for image in &found.unchecked {
+        say(&format!(
+            "disk {image}: not checked: its server may take one client only"
+        ));
+    }
+    let lease = Lease::check(plan).err().map(|error| error.to_string());
+    let problems: Vec<String> = found.problems.iter().map(ToString::to_string).chain(lease).collect();
+    for problem in &problems {
+        say(problem);
+    }
+    let mut lines = preparations(plan, &places.folder);
+    lines.extend(server_commands(plan).into_iter().map(|line| format!("{line} &")));
+    lines.push(command_line(&plan.qemu));
+    std::io::stdout().write_all(format!("{}\n", lines.join("\n")).as_bytes())?;
+    Ok(match problems.is_empty() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::from(EXIT_NEGATIVE),
+    })
+}
+
+/// What a run makes before it starts anything: the sockets' folder, and the RAM's files, for the user alone.
+fn preparations(plan: &Plan, folder: &Path) -> Vec<String> {
+    if plan.disks.is_empty() {
+        return Vec::new();
+    }
+    let words = |words: &[&OsStr]| command_line(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
+    let folder = words(&["mkdir".as_ref(), "-p".as_ref(), folder.as_ref()]);
+    let files = plan.ram.iter().map(|file| {
+        let size = file.bytes.to_string();
+        words(&["truncate".as_ref(), "-s".as_ref(), size.as_ref(), file.path.as_os_str()])
+    });
+    let commands = std::iter::once(folder).chain(files);
+    commands.map(|command| format!("(umask 077; {command})")).collect()
+}
+
+/// The command of each disk's server.
+fn server_commands(plan: &Plan) -> Vec<String> {
+    let program = std::env::args_os().next().unwrap_or_else(|| "larder".into());
+    let commands = plan.disks.iter().map(|planned| {
+        let words: Vec<OsString> = std::iter::once(program.clone())
+            .chain(planned.serve_arguments())
+            .collect();
+        command_line(&words)
+    });
+    commands.collect()
+}
+
+/// Tells the user, in one write: the guest's console may be on the same terminal. If nobody listens any more, the guest
+/// goes on.
+fn say(line: &str) {
+    let _ = std::io::stderr().write_all(format!("larder: {line}\n").as_bytes());
+}
+
+/// Adds to the complaint about a command line what is most likely meant.
+pub(crate) fn explain(mut error: clap::Error) -> clap::Error {
+    let mut words = std::env::args_os().skip(1);
+    let is_run = words.next().is_some_and(|word| word == "run");
+    let is_split = words.any(|word| word == "--");
+    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
+        return error;
+    };
+    if error.kind() == ErrorKind::UnknownArgument && is_run && !is_split && !word.starts_with('-') {
+        let tip = format!("put -- before the QEMU command: larder run -- {word} ...");
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    }
+    error
 }

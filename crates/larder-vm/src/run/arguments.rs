@@ -20,9 +20,28 @@ impl Argument {
         }
     }
 
+    /// `-name value`, the value not necessarily being text.
+    pub fn option_of_bytes(name: &str, value: OsString) -> Self {
+        Self {
+            flag: format!("-{name}").into(),
+            value: Some(value),
+        }
+    }
+
     /// The option's name without its dashes, or `None` for a plain word.
     pub fn name(&self) -> Option<&str> {
         name_of(&self.flag)
+    }
+
+    /// A word that is no option: QEMU takes it for a disk image.
+    pub fn plain_word(&self) -> Option<&OsStr> {
+        let looks_like_option = self.flag.as_encoded_bytes().starts_with(b"-");
+        (!looks_like_option && !self.flag.is_empty()).then_some(&self.flag)
+    }
+
+    /// Its value, if it has one.
+    pub fn value(&self) -> Option<&OsStr> {
+        self.value.as_deref()
     }
 
     /// Its value, if it has one that is text.

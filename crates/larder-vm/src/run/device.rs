@@ -17,7 +17,7 @@ const KEPT: &[&str] = &[
 ];
 
 /// virtio-blk's default; vhost-user-blk's is 128.
-const QUEUE_SIZE: &str = "256";
+const QUEUE_SIZE: u16 = 256;
 
 /// Whether `driver` is one of QEMU's virtio-blk devices.
 pub fn is_virtio_blk(driver: &str) -> bool {
@@ -88,7 +88,7 @@ fn complete(device: &mut KeyValues, disk: &Disk) {
         device.push("num-queues", queues.to_string());
     }
     if device.get("queue-size").is_none() {
-        device.push("queue-size", QUEUE_SIZE);
+        device.push("queue-size", disk.queue_size.unwrap_or(QUEUE_SIZE).to_string());
     }
 }
 

@@ -18,6 +18,17 @@ pub enum Cache {
     Buffered,
 }
 
+/// Where the user says what is to be served; advice must fit it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GivenBy {
+    /// `-drive if=virtio`.
+    Drive,
+    /// `-device virtio-blk-...` and its `-drive`.
+    Device,
+    /// `--disk`.
+    Option,
+}
+
 /// What to serve, and how it looks to the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disk {
@@ -33,7 +44,7 @@ pub struct Disk {
     pub cache: Cache,
     /// Virtqueues; QEMU chooses if none are given.
     pub queues: Option<u16>,
-    /// Descriptors of each virtqueue, as the device has it.
+    /// Descriptors of each virtqueue, as the device has it; virtio-blk's default if not given.
     pub queue_size: Option<u16>,
     /// The serial number that the guest sees.
     pub serial: Option<String>,
@@ -41,6 +52,10 @@ pub struct Disk {
     pub block_size: Option<u32>,
     /// Whether the guest's discards free space; otherwise they are ignored.
     pub discard: bool,
+    /// For how many microseconds the server spins at most before it sleeps; it chooses if not given.
+    pub poll_us: Option<u64>,
+    /// For how many seconds requests wait for an NBD server that is away; the server chooses if not given.
+    pub nbd_reconnect: Option<u64>,
     /// How much per second.
     pub limits: Limits,
 }
@@ -59,14 +74,17 @@ impl Disk {
             serial: None,
             block_size: None,
             discard: true,
+            poll_us: None,
+            nbd_reconnect: None,
             limits: Limits::default(),
         }
     }
 
-    /// The arguments with which this program serves the disk on `socket`, and makes `ready` once it does.
+    /// The arguments with which this program serves the disk on `socket`, and makes `ready` once it does. The image
+    /// comes first, so that a list of processes shows it even if it cuts long lines.
     pub fn serve_arguments(&self, socket: &Path, ready: &Path) -> Vec<OsString> {
-        let mut arguments: Vec<OsString> = vec!["disk".into(), "serve".into(), "--socket".into(), socket.into()];
-        arguments.extend(["--pidfile".into(), ready.into()]);
+        let mut arguments: Vec<OsString> = vec!["disk".into(), "serve".into(), self.image_argument()];
+        arguments.extend(["--socket".into(), socket.into(), "--pidfile".into(), ready.into()]);
         if self.is_raw {
             arguments.extend(["--format".into(), "raw".into()]);
         }
@@ -94,14 +112,26 @@ impl Disk {
         if let Some(block_size) = self.block_size {
             arguments.extend(["--block-size".into(), block_size.to_string().into()]);
         }
+        if let Some(poll_us) = self.poll_us {
+            arguments.extend(["--poll-us".into(), poll_us.to_string().into()]);
+        }
+        if let Some(seconds) = self.nbd_reconnect {
+            arguments.extend(["--nbd-reconnect".into(), seconds.to_string().into()]);
+        }
         if !self.limits.is_empty() {
             arguments.extend(["--throttle".into(), self.limits.to_string().into()]);
         }
-        let image = match &self.image {
+        arguments
+    }
+
+    /// The image as an argument that does not look like an option.
+    fn image_argument(&self) -> OsString {
+        match &self.image {
+            ImageAddress::Path(path) if path.as_os_str().as_encoded_bytes().starts_with(b"-") => {
+                Path::new(".").join(path).into()
+            }
             ImageAddress::Path(path) => path.into(),
             ImageAddress::Nbd(uri) => uri.to_string().into(),
-        };
-        arguments.extend(["--".into(), image]);
-        arguments
+        }
     }
 }

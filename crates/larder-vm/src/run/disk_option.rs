@@ -5,18 +5,25 @@ use super::keyval::{KeyValues, parse_bool};
 use super::limits::{self, Taken};
 use crate::image::ImageAddressError;
 use crate::limits::LimitsTextError;
-use larder_export::vhost_user::QUEUES_MAX;
+use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 
-const KEYS: [&str; 8] = [
+const KEYS: [&str; 11] = [
     "format",
     "readonly",
     "share",
     "cache",
     "queues",
+    "queue-size",
     "serial",
     "block-size",
     "discard",
+    "poll-us",
+    "nbd-reconnect",
 ];
+
+/// As `larder disk serve` has it.
+const POLL_US_MAX: u64 = 10_000;
+const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 
 /// Why a `--disk` is wrong.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -94,7 +101,13 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
         }
         "readonly" => disk.read_only = switch()?,
         "share" => disk.share = switch()?,
-        "discard" => disk.discard = switch()?,
+        "discard" => {
+            disk.discard = match value {
+                "unmap" | "on" => true,
+                "ignore" | "off" => false,
+                _ => return Err(Problem::Wanted("give unmap or ignore")),
+            }
+        }
         "serial" => disk.serial = Some(value.to_owned()),
         "cache" => {
             disk.cache = match value {
@@ -106,6 +119,20 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
         "block-size" => {
             let bytes = value.parse().ok().filter(|bytes| matches!(bytes, 512 | 4096));
             disk.block_size = Some(bytes.ok_or(Problem::Wanted("give 512 or 4096"))?);
+        }
+        "queue-size" => {
+            let sizes = QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX;
+            let size = value.parse().ok();
+            let size = size.filter(|size: &u16| size.is_power_of_two() && sizes.contains(size));
+            disk.queue_size = Some(size.ok_or(Problem::Wanted("give a power of two from 4 to 1024"))?);
+        }
+        "poll-us" => {
+            let us = value.parse().ok().filter(|us| *us <= POLL_US_MAX);
+            disk.poll_us = Some(us.ok_or(Problem::Wanted("give microseconds, 10000 at most"))?);
+        }
+        "nbd-reconnect" => {
+            let seconds = value.parse().ok().filter(|seconds| *seconds <= RECONNECT_SECONDS_MAX);
+            disk.nbd_reconnect = Some(seconds.ok_or(Problem::Wanted("give seconds, a year at most"))?);
         }
         "queues" => {
             let queues = value.parse().ok().filter(|queues| (1..=QUEUES_MAX).contains(queues));
@@ -166,6 +193,24 @@ mod tests {
     }
 
     #[test]
+    fn every_option_of_a_server_can_be_given() {
+        let disk = parse_disk("/a,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096");
+        let disk = disk.expect("is right");
+        assert_eq!(disk.queue_size, Some(1024));
+        let arguments = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
+        let line = crate::run::shell::command_line(&arguments);
+        assert_eq!(
+            line,
+            "disk serve /a --socket /s --pidfile /p --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
+             --nbd-reconnect 5"
+        );
+        assert!(parse_disk("/a,discard=unmap").expect("is right").discard);
+        let disk = parse_disk("-a").expect("is right");
+        let arguments = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
+        assert_eq!(arguments[2], "./-a", "it must not be taken for an option");
+    }
+
+    #[test]
     fn an_unknown_key_is_refused_with_the_nearest_and_all_known() {
         let error = parse_disk("/a,serail=x").expect_err("is wrong").to_string();
         assert!(
@@ -187,6 +232,12 @@ mod tests {
             "/a,bps=x",
             "/a,format=qcow2",
             "/a,block-size=1",
+            "/a,discard=perhaps",
+            "/a,queue-size=100",
+            "/a,queue-size=2048",
+            "/a,poll-us=x",
+            "/a,poll-us=10001",
+            "/a,nbd-reconnect=-1",
         ] {
             assert!(
                 matches!(parse_disk(text), Err(DiskOptionError::BadValue { .. })),

@@ -5,12 +5,14 @@
 //! stands, and drives become devices at the end of the command line, in their order. Where some drives are served and
 //! others stay with QEMU, the latter are spelled out as the device that QEMU would have made of them, at their place.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use super::arguments::Argument;
 use super::device;
-use super::disk::Disk;
+use super::disk::{Disk, GivenBy};
 use super::drive::{Reason, disk_of, reason};
+use super::inventory::{Device, Drive, Source};
 use super::keyval::KeyValues;
 use super::machine::{Machine, VirtioBus};
 use super::plan::{PlanError, PlannedDisk};
@@ -46,46 +48,13 @@ pub(super) fn rewrite(
     let drives = Drive::all(line, context.machine);
     disks.replace_devices(line, &drives);
     disks.replace_virtio_drives(line, &drives);
+    disks.leave_the_rest(&drives);
     for disk in extra {
         disks.add(line, disk)?;
     }
     let changes = disks.report();
     line.changes.extend(changes);
     Ok(disks.served)
-}
-
-/// A `-drive` of the command line.
-struct Drive {
-    index: usize,
-    options: KeyValues,
-    is_virtio: bool,
-}
-
-impl Drive {
-    fn all(line: &Rewrite, machine: &Machine) -> Vec<Self> {
-        let drives = line.options("drive").map(|(index, text)| {
-            let options = KeyValues::parse(text, None);
-            let is_virtio = match options.get("if") {
-                Some(interface) => interface == "virtio",
-                None => machine.drives_are_virtio() && options.get("media") != Some("cdrom"),
-            };
-            Self {
-                index,
-                options,
-                is_virtio,
-            }
-        });
-        drives.collect()
-    }
-
-    /// Whether it waits for a device that names it.
-    fn is_for_device(&self, id: &str) -> bool {
-        self.options.get("if") == Some("none") && self.options.get("id") == Some(id)
-    }
-
-    fn file(&self) -> &str {
-        self.options.get("file").unwrap_or("(no file)")
-    }
 }
 
 struct Disks<'a> {
@@ -101,8 +70,8 @@ struct Disks<'a> {
 /// What became of a disk.
 struct Outcome {
     image: String,
-    /// Which of the guest's virtio disks it is.
-    position: usize,
+    /// Which of the guest's virtio disks it is, if it is one.
+    position: Option<usize>,
     text: String,
     served: bool,
 }
@@ -110,51 +79,40 @@ struct Outcome {
 impl Disks<'_> {
     /// `-device virtio-blk-...,drive=ID` with its `-drive if=none,id=ID`.
     fn replace_devices(&mut self, line: &mut Rewrite, drives: &[Drive]) {
-        let devices: Vec<(usize, String)> = line
-            .options("device")
-            .map(|(index, text)| (index, text.to_owned()))
-            .collect();
-        for (index, text) in &devices {
-            if text.trim_start().starts_with('{') {
-                if text.contains("\"virtio-blk") {
-                    self.guest_names.give_up();
-                    line.changes
-                        .push(format!("-device {text}: stays with QEMU: it is written in JSON"));
-                }
-                continue;
-            }
-            let options = KeyValues::parse(text, Some("driver"));
-            if !options.get("driver").is_some_and(device::is_virtio_blk) {
-                continue;
-            }
-            if options.get("addr").is_some() || options.get("bus").is_some() {
+        let devices = Device::all(line);
+        for device in &devices {
+            let has_place = device.options.get("addr").is_some() || device.options.get("bus").is_some();
+            if device.is_virtio_disk() && (has_place || device.is_json) {
                 self.guest_names.give_up();
             }
-            let position = self.guest_names.next();
-            let id = options.get("drive").unwrap_or_default();
-            let Some(drive) = drives.iter().find(|drive| drive.is_for_device(id)) else {
-                line.changes.push(format!(
-                    "-device {text}: stays with QEMU: there is no -drive if=none,id={id}"
-                ));
+            let position = device.is_virtio_disk().then(|| self.guest_names.next());
+            if device.is_vhost_user_disk() {
+                let text = &device.text;
+                line.changes
+                    .push(format!("-device {text}: stays as it is: it has a server of its own"));
+                continue;
+            }
+            let id = device.drive().unwrap_or_default();
+            let Some(drive) = drives.iter().find(|drive| drive.id() == Some(id)) else {
+                if device.is_virtio_disk() {
+                    let text = &device.text;
+                    line.changes.push(format!(
+                        "-device {text}: stays with QEMU: there is no -drive if=none,id={id}"
+                    ));
+                }
                 continue;
             };
-            let uses = |(_, text): &&(usize, String)| refers_to(text, id);
-            let result = match devices.iter().filter(uses).count() {
-                1 => self.disk(drive).and_then(|mut disk| {
-                    let chardev = self.next_chardev();
-                    let new = device::replace(&options, &mut disk, &chardev, self.bus)?;
-                    Ok((disk, new))
-                }),
-                _ => reason("several devices use it"),
-            };
-            match result {
+            let users = devices.iter().filter(|device| device.drive() == Some(id)).count();
+            let made = self.disk_of_device(drive, device, users).and_then(|mut disk| {
+                let new = device::replace(&device.options, &mut disk, &self.next_chardev(), self.bus)?;
+                Ok((disk, new))
+            });
+            match made {
                 Ok((disk, new)) => {
-                    let was = format!(
-                        "was -device {} and its -drive",
-                        options.get("driver").unwrap_or_default()
-                    );
-                    let new = self.serve(disk, new, position, &was);
-                    line.replace(*index, new);
+                    let was = format!("was -device {} and its -drive", device.driver());
+                    drive.is_told.set(true);
+                    let new = self.serve(disk, GivenBy::Device, new, position, &was);
+                    line.replace(device.index, new);
                     line.replace(drive.index, Vec::new());
                 }
                 Err(reason) => self.leave(drive, position, &reason),
@@ -162,9 +120,31 @@ impl Disks<'_> {
         }
     }
 
+    fn disk_of_device(&self, drive: &Drive, device: &Device, users: usize) -> Result<Disk, Reason> {
+        let driver = device.driver();
+        let interface = drive.options.get("if").unwrap_or("(its default)");
+        match () {
+            () if users > 1 => reason("several devices use it"),
+            () if is_cd_drive(driver) => reason(IS_CD_ROM),
+            () if !device.is_virtio_disk() => reason(format!(
+                "the guest sees it as {driver}; with -device virtio-blk-pci it would be served, as a vd... in the guest"
+            )),
+            () if device.is_json => {
+                reason("its -device is written in JSON; write it as key=value,... to have it served")
+            }
+            () if !drive.is_for_device() => reason(format!(
+                "its -drive has if={interface} and a -device at once; give it if=none"
+            )),
+            () => self.disk(drive),
+        }
+    }
+
     /// `-drive if=virtio`.
     fn replace_virtio_drives(&mut self, line: &mut Rewrite, drives: &[Drive]) {
-        let drives: Vec<&Drive> = drives.iter().filter(|drive| drive.is_virtio).collect();
+        let drives: Vec<&Drive> = drives
+            .iter()
+            .filter(|drive| drive.is_virtio && !drive.is_told.get())
+            .collect();
         let attempts: Vec<Result<Disk, Reason>> = drives.iter().map(|drive| self.disk_of_virtio(drive)).collect();
         let any_served = attempts.iter().any(Result::is_ok);
         let ids = ids_by_qemu(&drives);
@@ -177,13 +157,14 @@ impl Disks<'_> {
             match made {
                 Ok((disk, new)) => {
                     line.replace(drive.index, Vec::new());
+                    drive.is_told.set(true);
                     let was = format!("was -drive {}", drive.options);
-                    for argument in self.serve(disk, new, position, &was) {
+                    for argument in self.serve(disk, GivenBy::Drive, new, Some(position), &was) {
                         line.append(argument);
                     }
                 }
                 Err(reason) => {
-                    self.leave(drive, position, &reason);
+                    self.leave(drive, Some(position), &reason);
                     if any_served {
                         spell_out(line, drive, &id);
                     }
@@ -201,7 +182,26 @@ impl Disks<'_> {
         if self.snapshot {
             return reason("-snapshot: QEMU keeps its writes in a temporary file");
         }
-        disk_of(&drive.options)
+        match drive.source {
+            Source::Drive => disk_of(&drive.options),
+            Source::DriveInBytes => reason("its -drive is not UTF-8; give the image such a name (a link will do)"),
+            Source::Shorthand(name) => reason(format!(
+                "-{name} does not say its format; if it is a raw image, write -drive file=...,if=virtio,format=raw"
+            )),
+            Source::Blockdev => reason(
+                "it is given by -blockdev; if it is a raw image, write -drive if=none,id=...,file=...,format=raw",
+            ),
+        }
+    }
+
+    /// What is no virtio disk, nor has a device.
+    fn leave_the_rest(&mut self, drives: &[Drive]) {
+        let rest = drives
+            .iter()
+            .filter(|drive| !drive.is_told.get() && !drive.is_no_disk());
+        for drive in rest {
+            self.leave(drive, None, &why_no_virtio_disk(drive));
+        }
     }
 
     /// `--disk`.
@@ -212,7 +212,7 @@ impl Disks<'_> {
         }
         let position = self.guest_names.next();
         let new = device::create(disk, &self.next_chardev(), self.bus).map_err(|_| PlanError::NoDevice { image })?;
-        for argument in self.serve(disk.clone(), new, position, "added by --disk") {
+        for argument in self.serve(disk.clone(), GivenBy::Option, new, Some(position), "added by --disk") {
             line.append(argument);
         }
         Ok(())
@@ -223,7 +223,14 @@ impl Disks<'_> {
     }
 
     /// Takes the disk up; the arguments that attach it.
-    fn serve(&mut self, mut disk: Disk, mut new: KeyValues, position: usize, why: &str) -> Vec<Argument> {
+    fn serve(
+        &mut self,
+        mut disk: Disk,
+        given_by: GivenBy,
+        mut new: KeyValues,
+        position: Option<usize>,
+        why: &str,
+    ) -> Vec<Argument> {
         let socket = self.context.sockets.join(format!("disk-{}.sock", self.served.len()));
         let chardev = KeyValues::of("backend", "socket")
             .with("id", self.next_chardev())
@@ -245,14 +252,18 @@ impl Disks<'_> {
             text: format!("({why}){discard}"),
             served: true,
         });
-        self.served.push(PlannedDisk { disk, socket });
+        self.served.push(PlannedDisk { disk, given_by, socket });
         vec![
             Argument::option("chardev", chardev.with(reconnect, delay)),
             Argument::option("device", new),
         ]
     }
 
-    fn leave(&mut self, drive: &Drive, position: usize, reason: &Reason) {
+    /// Tells why it stays with QEMU, once.
+    fn leave(&mut self, drive: &Drive, position: Option<usize>, reason: &Reason) {
+        if drive.is_told.replace(true) {
+            return;
+        }
         self.outcomes.push(Outcome {
             image: drive.file().to_owned(),
             position,
@@ -269,7 +280,7 @@ impl Disks<'_> {
                  text,
                  served,
              }| {
-                let name = self.guest_names.name(*position);
+                let name = position.and_then(|position| self.guest_names.name(position));
                 match (served, name) {
                     (true, Some(name)) => format!("disk {image}: served over vhost-user-blk as {name} {text}"),
                     (true, None) => format!("disk {image}: served over vhost-user-blk {text}"),
@@ -281,9 +292,26 @@ impl Disks<'_> {
     }
 }
 
-/// Whether a `-device` has that drive.
-fn refers_to(device: &str, drive: &str) -> bool {
-    KeyValues::parse(device, Some("driver")).get("drive") == Some(drive)
+const IS_CD_ROM: &str = "it is a CD-ROM, which Larder does not serve";
+
+fn is_cd_drive(driver: &str) -> bool {
+    driver.ends_with("-cd")
+}
+
+/// Why a drive without a device is not among the guest's virtio disks, and what would make it one.
+fn why_no_virtio_disk(drive: &Drive) -> Reason {
+    let as_virtio = "-drive file=...,if=virtio,format=raw has a raw image served, as a vd... in the guest";
+    let text = match (drive.source, drive.options.get("if")) {
+        _ if drive.options.get("media") == Some("cdrom") => IS_CD_ROM.to_owned(),
+        (Source::Blockdev, _) | (_, Some("none")) => {
+            "no -device of the command line uses it; -device virtio-blk-pci does, with its name as drive=".to_owned()
+        }
+        (_, Some("floppy")) => "it is a floppy disk, which Larder does not serve".to_owned(),
+        (Source::Shorthand(name), _) => format!("-{name} is no virtio disk; {as_virtio}"),
+        (_, Some(interface)) => format!("if={interface} is no virtio disk; {as_virtio}"),
+        (_, None) => format!("without if= it is no virtio disk on this machine; {as_virtio}"),
+    };
+    Reason(text)
 }
 
 /// The ids that QEMU gives to virtio drives without one: by `index=`, or the lowest that is free.
@@ -306,13 +334,22 @@ fn ids_by_qemu(drives: &[&Drive]) -> Vec<String> {
 
 /// What QEMU makes of `-drive if=virtio`, said in two options, the second of which has its place among the devices.
 fn spell_out(line: &mut Rewrite, drive: &Drive, id: &str) {
-    let mut options = drive.options.clone();
-    for key in ["if", "index", "bus", "unit", "id"] {
-        options.remove(key);
-    }
-    options.push("if", "none");
-    options.push("id", id);
-    line.replace(drive.index, vec![Argument::option("drive", options)]);
+    let given = line.arguments()[drive.index].value().map(OsStr::to_owned);
+    let argument = match (drive.source, given) {
+        // Of a key that is given twice the last counts.
+        (Source::DriveInBytes, Some(mut bytes)) => {
+            bytes.push(format!(",if=none,id={id}"));
+            Argument::option_of_bytes("drive", bytes)
+        }
+        _ => {
+            let mut options = drive.options.clone();
+            for key in ["if", "index", "bus", "unit", "id"] {
+                options.remove(key);
+            }
+            Argument::option("drive", options.with("if", "none").with("id", id))
+        }
+    };
+    line.replace(drive.index, vec![argument]);
     line.append(Argument::option(
         "device",
         KeyValues::of("driver", "virtio-blk").with("drive", id),

@@ -58,6 +58,9 @@ fn image_of(file: &str) -> Result<ImageAddress, Reason> {
             .parse()
             .or_else(|error: ImageAddressError| reason(error.to_string()));
     }
+    if path.starts_with("json:") {
+        return reason("its file is described in JSON; if it is a raw image, give its path and format=raw");
+    }
     match path.split_once(':') {
         // As in QEMU, a colon behind a slash belongs to the path.
         Some((protocol, _)) if !protocol.contains('/') => {
@@ -135,7 +138,7 @@ mod tests {
             ("file=/a,format=qcow2", "not qcow2"),
             ("file=nbd:host:10809,format=raw", "protocol 'nbd'"),
             ("file=/a,format=raw,iops=1,iops_rd=1", "not both"),
-            ("file=json:{},format=raw", "protocol 'json'"),
+            ("file=json:{},format=raw", "described in JSON"),
             ("file=/dev/fdset/1,format=raw", "handed to QEMU"),
             ("file=/a,format=raw,snapshot=on", "temporary file"),
             ("file=/a,format=raw,snapshot", "temporary file"),

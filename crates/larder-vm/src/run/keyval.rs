@@ -44,6 +44,39 @@ impl KeyValues {
         list
     }
 
+    /// Reads an object in JSON, as `-device` and `-blockdev` also take it: what lies within is `outer.inner`. `None` if
+    /// it is none.
+    pub fn parse_json(text: &str) -> Option<Self> {
+        let mut list = Self::default();
+        list.flatten("", &serde_json::from_str(text).ok()?);
+        Some(list)
+    }
+
+    fn flatten(&mut self, key: &str, value: &serde_json::Value) {
+        use serde_json::Value;
+        let within = |name: &str| match key {
+            "" => name.to_owned(),
+            key => format!("{key}.{name}"),
+        };
+        match value {
+            Value::Null => {}
+            Value::Bool(true) => self.push(key, "on"),
+            Value::Bool(false) => self.push(key, "off"),
+            Value::Number(number) => self.push(key, number.to_string()),
+            Value::String(text) => self.push(key, text.clone()),
+            Value::Array(values) => {
+                for (index, value) in values.iter().enumerate() {
+                    self.flatten(&within(&index.to_string()), value);
+                }
+            }
+            Value::Object(values) => {
+                for (name, value) in values {
+                    self.flatten(&within(name), value);
+                }
+            }
+        }
+    }
+
     /// A list that begins with a value whose key is implied, such as a device's driver.
     pub fn of(implied: &str, value: &str) -> Self {
         Self {
@@ -167,6 +200,19 @@ mod tests {
         );
         assert_eq!(KeyValues::parse("", None), KeyValues::default());
         assert_eq!(KeyValues::parse("a=,b=", None).to_string(), "a=,b=");
+    }
+
+    #[test]
+    fn an_object_in_json_is_a_list_too() {
+        let list = KeyValues::parse_json(
+            r#"{"driver": "raw", "read-only": true, "file": {"driver": "file", "filename": "/a,b"}, "n": [1, null, "x"]}"#,
+        );
+        let list = list.expect("is JSON");
+        assert_eq!(
+            list.to_string(),
+            "driver=raw,file.driver=file,file.filename=/a,,b,n.0=1,n.2=x,read-only=on"
+        );
+        assert_eq!(KeyValues::parse_json("{'driver': 1}"), None);
     }
 
     #[test]

@@ -30,8 +30,9 @@ pub enum LeaseError {
     FolderTooLong { path: PathBuf },
     #[error(
         "the guest's RAM of {needed} does not fit in {}, which has {free} left; stop what else uses it, \
-         give the guest less (-m), or make it larger (mount -o remount,size=SIZE {})",
-        folder.display(), folder.display()
+         give the guest less (-m), make it larger (mount -o remount,size=SIZE {}), or give QEMU memory that is no \
+         file (-object memory-backend-memfd,id=ram,size={},share=on -machine memory-backend=ram)",
+        folder.display(), folder.display(), needed.get()
     )]
     NoRoom {
         needed: ByteLen,
@@ -56,19 +57,31 @@ pub struct Places {
 }
 
 impl Places {
+    /// For commands that the user is to start by hand: names that no run tidies up.
+    ///
+    /// # Errors
+    /// The folder's path is too long for sockets.
+    pub fn for_commands(guest: &str) -> Result<Self, LeaseError> {
+        Self::named(&format!("larder-{guest}"), &format!("larder-{guest}"))
+    }
+
     /// For a guest of this name, run by this process.
     ///
     /// # Errors
     /// The folder's path is too long for sockets.
     pub fn choose(guest: &str) -> Result<Self, LeaseError> {
         let pid = std::process::id();
-        let folder = runtime_folder().join(format!("larder-run-{pid}"));
+        Self::named(&format!("larder-run-{pid}"), &format!("larder-{guest}-{pid}"))
+    }
+
+    fn named(folder: &str, ram: &str) -> Result<Self, LeaseError> {
+        let folder = runtime_folder().join(folder);
         if longest_socket(&folder).as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             return Err(LeaseError::FolderTooLong { path: folder });
         }
         Ok(Self {
             folder,
-            ram: Path::new(SHARED_MEMORY).join(format!("larder-{guest}-{pid}")),
+            ram: Path::new(SHARED_MEMORY).join(ram),
         })
     }
 }
@@ -96,21 +109,29 @@ impl Lease {
     /// # Errors
     /// See [`LeaseError`]; nothing is left behind then.
     pub fn take(places: &Places, plan: &Plan) -> Result<Self, LeaseError> {
-        for path in &plan.folders {
-            if !path.is_dir() {
-                return Err(LeaseError::PrivateFile { path: path.clone() });
-            }
-        }
         for path in [&places.folder, &places.ram] {
             path.parent().into_iter().for_each(remove_stale);
         }
-        check_room(&plan.ram)?;
+        Self::check(plan)?;
         let folder = Held::folder(&places.folder)?;
         let ram = plan.ram.iter().map(Held::file).collect::<Result<_, _>>()?;
         Ok(Self {
             _folder: folder,
             _ram: ram,
         })
+    }
+
+    /// Whether there is what it takes; nothing is made.
+    ///
+    /// # Errors
+    /// There is not.
+    pub fn check(plan: &Plan) -> Result<(), LeaseError> {
+        for path in &plan.folders {
+            if !path.is_dir() {
+                return Err(LeaseError::PrivateFile { path: path.clone() });
+            }
+        }
+        check_room(&plan.ram)
     }
 }
 

@@ -12,12 +12,14 @@
 
 pub mod arguments;
 pub mod backoff;
+pub mod check;
 mod child;
 pub mod device;
 pub mod disk;
 pub mod disk_option;
 mod disks;
 pub mod drive;
+mod inventory;
 pub mod keyval;
 pub mod lease;
 pub mod limits;

@@ -4,11 +4,11 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use super::arguments::split;
-use super::disk::Disk;
+use super::disk::{Disk, GivenBy};
 use super::disks::{self, DiskContext};
 use super::keyval::KeyValues;
 use super::machine::Machine;
-use super::ram::{self, RamFile};
+use super::ram::{self, Ram, RamFile};
 use super::rewrite::Rewrite;
 use super::version::QemuVersion;
 use crate::image::ImageAddress;
@@ -33,6 +33,8 @@ pub struct Plan {
 pub struct PlannedDisk {
     /// The disk.
     pub disk: Disk,
+    /// Where the user speaks of it.
+    pub given_by: GivenBy,
     /// Its socket.
     pub socket: PathBuf,
 }
@@ -41,6 +43,11 @@ impl PlannedDisk {
     /// The file that its server makes when it listens.
     pub fn ready_file(&self) -> PathBuf {
         self.socket.with_extension("pid")
+    }
+
+    /// The arguments with which this program serves it.
+    pub fn serve_arguments(&self) -> Vec<OsString> {
+        self.disk.serve_arguments(&self.socket, &self.ready_file())
     }
 }
 
@@ -105,8 +112,15 @@ pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Resu
         sockets: setting.sockets,
     };
     let disks = disks::rewrite(&mut line, extra, &context)?;
-    let ram = ram::rewrite(&mut line, &machine, setting.ram)?;
+    // Memory of its own is all that QEMU needs for its own disks.
+    let ram = match disks.is_empty() {
+        true => Ram::default(),
+        false => ram::rewrite(&mut line, &machine, setting.ram)?,
+    };
     let mut changes = std::mem::take(&mut line.changes);
+    if disks.is_empty() {
+        changes.push("no disk is served: QEMU is started as the command line says".to_owned());
+    }
     changes.extend(warnings);
     let mut qemu = vec![program.clone()];
     qemu.extend(line.into_words());

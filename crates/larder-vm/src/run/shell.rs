@@ -1,14 +1,22 @@
 //! A command as a line for a POSIX shell.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 
 /// The words quoted where a shell would take them apart or change them.
 pub fn command_line(words: &[OsString]) -> String {
-    let quoted: Vec<String> = words.iter().map(|word| quote(&word.to_string_lossy())).collect();
+    let quoted: Vec<String> = words.iter().map(|word| quote(word)).collect();
     quoted.join(" ")
 }
 
-fn quote(word: &str) -> String {
+fn quote(word: &OsStr) -> String {
+    let Some(word) = word.to_str() else {
+        let octal: String = word
+            .as_encoded_bytes()
+            .iter()
+            .map(|byte| format!("\\{byte:03o}"))
+            .collect();
+        return format!("\"$(printf '{octal}')\"");
+    };
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:,=+@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
         return word.to_owned();
@@ -19,6 +27,17 @@ fn quote(word: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_word_that_is_no_text_comes_out_of_a_shell_as_it_was() {
+        let word = std::os::unix::ffi::OsStringExt::from_vec(b"/a b\xff%'c".to_vec());
+        let line = command_line(&[word]);
+        let output = std::process::Command::new("sh")
+            .args(["-c", &format!("printf %s {line}")])
+            .output()
+            .expect("a shell");
+        assert_eq!(output.stdout, b"/a b\xff%'c");
+    }
 
     #[test]
     fn a_shell_reads_the_same_words_back() {

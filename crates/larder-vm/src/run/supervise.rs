@@ -53,16 +53,19 @@ pub enum SuperviseError {
     Wait(#[from] io::Error),
 }
 
+/// How the user is told of what happens, a line at a time.
+pub type Say<'a> = &'a dyn Fn(&str);
+
 /// Starts everything, and returns QEMU's exit code (128 and the signal's number if a signal ended it). Call it in the
 /// program's main thread, before there are others: the children end with the thread that started them.
 ///
 /// # Errors
 /// See [`SuperviseError`]; nothing runs any more then.
-pub fn supervise(plan: &Plan, program: &ServerProgram) -> Result<u8, SuperviseError> {
+pub fn supervise(plan: &Plan, program: &ServerProgram, say: Say<'_>) -> Result<u8, SuperviseError> {
     let signals = Signals::take_over()?;
     let mut servers = Vec::with_capacity(plan.disks.len());
     for planned in &plan.disks {
-        servers.push(Server::start(planned, program)?);
+        servers.push(Server::start(planned, program, say)?);
     }
     if let Some(signal) = wait_until_ready(&mut servers, &signals)? {
         return Ok(code_of_signal(signal.as_raw()));
@@ -76,7 +79,7 @@ pub fn supervise(plan: &Plan, program: &ServerProgram) -> Result<u8, SuperviseEr
         source,
     })?;
     let status = watch(&mut Guarded::new(qemu), &mut servers, &signals)?;
-    stop(servers, &signals)?;
+    stop(servers, &signals, say)?;
     Ok(exit_code(status))
 }
 
@@ -133,7 +136,7 @@ fn watch(qemu: &mut Guarded, servers: &mut [Server<'_>], signals: &Signals) -> i
 }
 
 /// Ends the servers; each writes back what it holds. Whoever cannot wait sends another signal.
-fn stop(mut servers: Vec<Server<'_>>, signals: &Signals) -> io::Result<()> {
+fn stop(mut servers: Vec<Server<'_>>, signals: &Signals, say: Say<'_>) -> io::Result<()> {
     for server in &mut servers {
         server.process.signal(Signal::TERM);
     }
@@ -150,12 +153,17 @@ fn stop(mut servers: Vec<Server<'_>>, signals: &Signals) -> io::Result<()> {
             return Ok(());
         };
         if begun.elapsed() > STOP_MAX {
-            tracing::error!(disk = %image, "its server did not end within {} s; it is killed", STOP_MAX.as_secs());
+            let limit = STOP_MAX.as_secs();
+            say(&format!(
+                "disk {image}: its server did not end within {limit} s; it is killed"
+            ));
             return Ok(());
         }
         if begun.elapsed() > STOP_QUIET && !told {
             told = true;
-            tracing::info!(disk = %image, "waiting for what is still to be written; a signal ends that");
+            say(&format!(
+                "disk {image}: waiting for what is still to be written; a signal ends that"
+            ));
         }
         if let Some(Received::End { .. }) = signals.wait(Some(STOP_QUIET))? {
             return Ok(());
@@ -167,6 +175,7 @@ fn stop(mut servers: Vec<Server<'_>>, signals: &Signals) -> io::Result<()> {
 struct Server<'a> {
     planned: &'a PlannedDisk,
     program: &'a ServerProgram,
+    say: Say<'a>,
     process: Guarded,
     started: Instant,
     backoff: Backoff,
@@ -175,7 +184,7 @@ struct Server<'a> {
 }
 
 impl<'a> Server<'a> {
-    fn start(planned: &'a PlannedDisk, program: &'a ServerProgram) -> Result<Self, SuperviseError> {
+    fn start(planned: &'a PlannedDisk, program: &'a ServerProgram, say: Say<'a>) -> Result<Self, SuperviseError> {
         let child = start_server(program, planned).map_err(|source| SuperviseError::Start {
             what: format!("the server of disk {}", planned.disk.image),
             source,
@@ -183,6 +192,7 @@ impl<'a> Server<'a> {
         Ok(Self {
             planned,
             program,
+            say,
             process: Guarded::new(child),
             started: Instant::now(),
             backoff: Backoff::default(),
@@ -198,7 +208,9 @@ impl<'a> Server<'a> {
                 return Ok(());
             };
             let delay = self.backoff.died(self.started.elapsed());
-            tracing::warn!(disk = %image, "its server died ({status}) and is started again; the guest waits for it");
+            (self.say)(&format!(
+                "disk {image}: its server died ({status}) and is started again; the guest waits for it"
+            ));
             self.due = Some(Instant::now() + delay);
         }
         if self.due.is_some_and(|due| due > Instant::now()) {
@@ -211,7 +223,7 @@ impl<'a> Server<'a> {
                 self.due = None;
             }
             Err(error) => {
-                tracing::error!(disk = %image, "cannot start its server again: {error}");
+                (self.say)(&format!("disk {image}: cannot start its server again: {error}"));
                 self.due = Some(Instant::now() + self.backoff.died(Duration::ZERO));
             }
         }

@@ -69,11 +69,24 @@ impl Place {
         runtime.into_iter().chain(ram).collect()
     }
 
+    /// A program that passes for QEMU, and idles.
+    pub(crate) fn idle_qemu(&self) -> PathBuf {
+        self.program(
+            "#!/bin/sh\n[ \"$1\" = --version ] && exec echo QEMU emulator version 9.2.0\necho IDLE\nexec sleep 1000\n",
+        )
+    }
+
     /// A program that is QEMU 10, from the test bed's Debian 13.
     pub(crate) fn qemu_10(&self) -> PathBuf {
-        let path = self.path("qemu-system-x86_64");
         let script = testbed("debian13.sh");
-        let text = format!("#!/bin/sh\nexec {} qemu-system-x86_64 \"$@\"\n", script.display());
+        self.program(&format!(
+            "#!/bin/sh\nexec {} qemu-system-x86_64 \"$@\"\n",
+            script.display()
+        ))
+    }
+
+    fn program(&self, text: &str) -> PathBuf {
+        let path = self.path("qemu-system-x86_64");
         fs::write(&path, text).expect("writes a script");
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("makes it a program");
         path
@@ -169,7 +182,8 @@ impl Guest {
         Self::start(command)
     }
 
-    fn start(mut command: Command) -> Self {
+    /// Starts larder with whatever QEMU the command has.
+    pub(crate) fn start(mut command: Command) -> Self {
         let mut larder = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -287,7 +301,13 @@ impl Drop for Guest {
     }
 }
 
-fn command_line(pid: Pid) -> String {
+/// What lists of processes call it.
+pub(crate) fn short_name(pid: Pid) -> String {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).expect("the process exists");
+    name.trim_end().to_owned()
+}
+
+pub(crate) fn command_line(pid: Pid) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&bytes).replace('\0', " ")
 }

@@ -1,0 +1,174 @@
+//! Whether the planned disks can be served, found out before anything is started.
+//!
+//! Each image is opened as its server will open it, and closed again; all are held open together, so that an image that
+//! is named twice is found. Nothing is written. QEMU's locks are taken for as long as that lasts, some milliseconds. An
+//! NBD server is not asked: some end after their first client.
+
+use larder_block::Loop;
+use larder_block::backend::file::{Caching, OpenError};
+use larder_block::backend::image_lock::LockError;
+use larder_block::filter::throttle::Limits;
+use larder_export::vhost_user::{OptionsError, QUEUES_MAX, VhostUserOptions, VhostUserServer};
+
+use super::disk::{Cache, Disk, GivenBy};
+use super::plan::PlannedDisk;
+use crate::disk::DiskError;
+use crate::image::{self, Format, ImageAddress, ImageError, ImageOptions};
+use crate::limits::{LimitsTextError, parse_limits};
+
+/// Why a disk cannot be served.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CheckError {
+    #[error("{source}{}", advice(source, *given_by))]
+    Image { source: ImageError, given_by: GivenBy },
+    #[error(
+        "disk {image}: the command line has it twice; share=on (share-rw=on at a -device) at both lets it, if that is meant"
+    )]
+    Twice { image: ImageAddress },
+    #[error("disk {image}: {source}")]
+    Options { image: ImageAddress, source: OptionsError },
+    #[error("disk {image}: {source}")]
+    Limits {
+        image: ImageAddress,
+        source: LimitsTextError,
+    },
+    #[error(transparent)]
+    Uring(DiskError),
+}
+
+/// What was found.
+#[derive(Debug, Default)]
+pub struct Findings {
+    /// What stands in the way; nothing if all disks can be served.
+    pub problems: Vec<CheckError>,
+    /// The disks that nothing can be said of.
+    pub unchecked: Vec<ImageAddress>,
+}
+
+/// Tries every disk.
+pub fn check(disks: &[PlannedDisk]) -> Findings {
+    let mut found = Findings::default();
+    if disks.is_empty() {
+        return found;
+    }
+    let on = match Loop::new(std::time::Duration::ZERO) {
+        Ok(on) => on,
+        Err(error) => {
+            found.problems.push(CheckError::Uring(DiskError::Uring(error)));
+            return found;
+        }
+    };
+    let mut held = Vec::with_capacity(disks.len());
+    for planned in disks {
+        if let ImageAddress::Nbd(_) = planned.disk.image {
+            found.unchecked.push(planned.disk.image.clone());
+            continue;
+        }
+        match on.block_on(open(&on, planned)) {
+            Ok(server) => held.push(server),
+            Err(error)
+                if is_locked(&error)
+                    && disks.iter().filter(|other| is_same(&other.disk, &planned.disk)).count() > 1 =>
+            {
+                let image = planned.disk.image.clone();
+                found.problems.push(CheckError::Twice { image });
+            }
+            Err(error) => found.problems.push(error),
+        }
+    }
+    found
+}
+
+fn is_locked(error: &CheckError) -> bool {
+    matches!(
+        error,
+        CheckError::Image {
+            source: ImageError::File(OpenError::Locked { .. }),
+            ..
+        }
+    )
+}
+
+/// Whether both are the same file, by whatever name.
+fn is_same(one: &Disk, other: &Disk) -> bool {
+    let file = |disk: &Disk| match &disk.image {
+        ImageAddress::Path(path) => std::fs::canonicalize(path).ok(),
+        ImageAddress::Nbd(_) => None,
+    };
+    file(one).is_some() && file(one) == file(other)
+}
+
+async fn open(on: &Loop, planned: &PlannedDisk) -> Result<std::rc::Rc<VhostUserServer>, CheckError> {
+    let disk = &planned.disk;
+    let options = image_options(disk).map_err(|source| CheckError::Limits {
+        image: disk.image.clone(),
+        source,
+    })?;
+    let opened = image::open(on, &disk.image, &options).await;
+    let device = opened.map_err(|source| CheckError::Image {
+        source,
+        given_by: planned.given_by,
+    })?;
+    VhostUserServer::new(on, device, &vhost_user_options(disk)).map_err(|source| CheckError::Options {
+        image: disk.image.clone(),
+        source,
+    })
+}
+
+fn image_options(disk: &Disk) -> Result<ImageOptions, LimitsTextError> {
+    Ok(ImageOptions {
+        format: disk.is_raw.then_some(Format::Raw),
+        read_only: disk.read_only,
+        share: disk.share,
+        caching: match disk.cache {
+            Cache::Auto | Cache::Direct => Caching::Auto,
+            Cache::Buffered => Caching::Buffered,
+        },
+        keep_space: !disk.discard,
+        limits: match disk.limits.is_empty() {
+            true => Limits::NONE,
+            false => parse_limits(&disk.limits.to_string())?,
+        },
+        ..ImageOptions::default()
+    })
+}
+
+fn vhost_user_options(disk: &Disk) -> VhostUserOptions {
+    let usual = VhostUserOptions::default();
+    VhostUserOptions {
+        queues: disk.queues.unwrap_or(QUEUES_MAX),
+        queue_size: disk.queue_size.unwrap_or(usual.queue_size),
+        serial: disk.serial.clone().unwrap_or_default(),
+        block_size: disk.block_size.unwrap_or(usual.block_size),
+    }
+}
+
+/// `; ` and what the user can write to have it otherwise, in the words of the option that the disk is given by.
+fn advice(error: &ImageError, given_by: GivenBy) -> &'static str {
+    use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+    match (error, given_by) {
+        (ImageError::OtherFormat { .. }, _) => {
+            "; if its bytes are the disk all the same, add format=raw; otherwise attach it by -drive, and QEMU serves it"
+        }
+        (ImageError::File(OpenError::Open { source, .. }), _)
+            if matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
+        {
+            "; with readonly=on it is only read"
+        }
+        (
+            ImageError::File(OpenError::Locked {
+                source: LockError::InUse { .. },
+                ..
+            }),
+            given_by,
+        ) => match given_by {
+            GivenBy::Option => "; share=on lets both use it, if both are meant to",
+            GivenBy::Device => "; share-rw=on at its -device lets both use it, if both are meant to",
+            GivenBy::Drive => {
+                "; if both are meant to use it, give it if=none and attach it by -device virtio-blk-pci,share-rw=on"
+            }
+        },
+        _ => "",
+    }
+}

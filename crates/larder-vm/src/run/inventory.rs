@@ -1,0 +1,234 @@
+//! Every disk image and every device of a command line, however QEMU lets them be written.
+
+use std::cell::Cell;
+use std::ffi::OsStr;
+
+use super::arguments::Argument;
+use super::device::is_virtio_blk;
+use super::keyval::KeyValues;
+use super::machine::Machine;
+use super::rewrite::Rewrite;
+
+/// How an image is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    /// `-drive`.
+    Drive,
+    /// `-drive` with a value that is not UTF-8; what was read of it is not to be written again.
+    DriveInBytes,
+    /// `-hda`, `-cdrom`, ..., or a word that is no option, which is `-hda` too.
+    Shorthand(&'static str),
+    /// `-blockdev`.
+    Blockdev,
+}
+
+/// An image that the command line names.
+#[derive(Debug)]
+pub(super) struct Drive {
+    /// The index of its argument.
+    pub(super) index: usize,
+    pub(super) source: Source,
+    /// As `-drive` would say it.
+    pub(super) options: KeyValues,
+    /// QEMU makes a virtio disk of it, without a `-device`.
+    pub(super) is_virtio: bool,
+    /// The user has got the line on it.
+    pub(super) is_told: Cell<bool>,
+}
+
+/// QEMU's short options for images, what they stand for, and the number of the disk.
+const SHORTHANDS: [(&str, &str, &str); 9] = [
+    ("hda", "media=disk", "0"),
+    ("hdb", "media=disk", "1"),
+    ("hdc", "media=disk", "2"),
+    ("hdd", "media=disk", "3"),
+    ("cdrom", "media=cdrom", "2"),
+    ("fda", "if=floppy", "0"),
+    ("fdb", "if=floppy", "1"),
+    ("mtdblock", "if=mtd", ""),
+    ("sd", "if=sd", ""),
+];
+
+impl Drive {
+    /// All of them, in order.
+    pub(super) fn all(line: &Rewrite, machine: &Machine) -> Vec<Self> {
+        let arguments = line.arguments().iter().enumerate();
+        let mut drives: Vec<Self> = arguments
+            .filter_map(|(index, argument)| Self::of(index, argument, machine))
+            .collect();
+        forget_inner_nodes(&mut drives, line);
+        drives
+    }
+
+    fn of(index: usize, argument: &Argument, machine: &Machine) -> Option<Self> {
+        let (source, options) = match (argument.name(), argument.value(), argument.plain_word()) {
+            (_, _, Some(word)) => (Source::Shorthand("hda"), shorthand("media=disk", "0", word)),
+            (Some("drive"), Some(value), _) => {
+                let options = KeyValues::parse(&value.to_string_lossy(), None);
+                match value.to_str() {
+                    Some(_) => (Source::Drive, options),
+                    None => (Source::DriveInBytes, options),
+                }
+            }
+            (Some("blockdev"), Some(value), _) => (Source::Blockdev, read(&value.to_string_lossy(), "driver").0),
+            (Some(name), Some(value), _) => {
+                let (name, stands_for, number) = SHORTHANDS.into_iter().find(|(known, ..)| *known == name)?;
+                (Source::Shorthand(name), shorthand(stands_for, number, value))
+            }
+            _ => return None,
+        };
+        let is_virtio = match options.get("if") {
+            _ if source == Source::Blockdev => false,
+            Some(interface) => interface == "virtio",
+            None => machine.drives_are_virtio() && options.get("media") != Some("cdrom"),
+        };
+        Some(Self {
+            index,
+            source,
+            options,
+            is_virtio,
+            is_told: Cell::new(false),
+        })
+    }
+
+    /// The name by which a device refers to it.
+    pub(super) fn id(&self) -> Option<&str> {
+        match self.source {
+            Source::Blockdev => self.options.get("node-name"),
+            _ => self.options.get("id").or_else(|| self.options.get("node-name")),
+        }
+    }
+
+    /// Whether it waits for a device that names it.
+    pub(super) fn is_for_device(&self) -> bool {
+        self.source == Source::Blockdev || self.options.get("if") == Some("none")
+    }
+
+    /// What to call it: its file, or else whatever it has.
+    pub(super) fn file(&self) -> &str {
+        let keys = [
+            "file",
+            "filename",
+            "file.filename",
+            "file.file.filename",
+            "id",
+            "node-name",
+        ];
+        let names = keys.iter().filter_map(|key| self.options.get(key));
+        names.into_iter().next().unwrap_or("(no file)")
+    }
+
+    /// Neither a disk nor meant to be one: firmware, or a drive without a medium.
+    pub(super) fn is_no_disk(&self) -> bool {
+        let is_removable = self.options.get("media") == Some("cdrom") || self.options.get("if") == Some("floppy");
+        let has_medium = ["file", "driver", "file.driver", "file.filename"]
+            .iter()
+            .any(|key| self.options.get(key).is_some());
+        self.options.get("if") == Some("pflash") || (is_removable && !has_medium)
+    }
+}
+
+fn shorthand(stands_for: &str, number: &str, file: &OsStr) -> KeyValues {
+    let mut options = KeyValues::parse(stands_for, None);
+    if !number.is_empty() {
+        options.push("index", number);
+    }
+    // Here a comma in the name is not doubled.
+    options.with("file", file.to_string_lossy())
+}
+
+/// Of the nodes that `-blockdev` makes only those are disks that no other node, and no machine, is built upon; the name
+/// of the file below goes to the one on top.
+fn forget_inner_nodes(drives: &mut Vec<Drive>, line: &Rewrite) {
+    let nodes: Vec<KeyValues> = drives
+        .iter()
+        .filter(|drive| drive.source == Source::Blockdev)
+        .map(|drive| drive.options.clone())
+        .collect();
+    let machine: Vec<KeyValues> = ["machine", "M", "global"]
+        .into_iter()
+        .flat_map(|name| line.options(name))
+        .map(|(_, text)| KeyValues::parse(text, Some("type")))
+        .collect();
+    let refers = |list: &KeyValues, node: &str| {
+        list.iter()
+            .any(|(key, value)| value == node && !key.ends_with("node-name") && !key.ends_with("driver"))
+    };
+    drives.retain(|drive| match (drive.source, drive.id()) {
+        (Source::Blockdev, Some(id)) => !nodes.iter().chain(&machine).any(|list| refers(list, id)),
+        _ => true,
+    });
+    for drive in drives.iter_mut().filter(|drive| drive.source == Source::Blockdev) {
+        // As deep as there are nodes at most, or a ring of them would have no end.
+        for _ in 0..nodes.len() {
+            let Some(below) = drive.options.get("file") else {
+                break;
+            };
+            let below = nodes.iter().find(|node| node.get("node-name") == Some(below));
+            let Some(file) = below.and_then(|node| node.get("filename").or_else(|| node.get("file"))) else {
+                break;
+            };
+            let file = file.to_owned();
+            drive.options.set("file", &file);
+        }
+    }
+}
+
+/// A `-device`.
+#[derive(Debug)]
+pub(super) struct Device {
+    /// The index of its argument.
+    pub(super) index: usize,
+    /// As it was given.
+    pub(super) text: String,
+    pub(super) options: KeyValues,
+    pub(super) is_json: bool,
+}
+
+impl Device {
+    /// All of them, in order.
+    pub(super) fn all(line: &Rewrite) -> Vec<Self> {
+        let given = line.arguments().iter().enumerate();
+        let devices = given.filter_map(|(index, argument)| {
+            let value = argument.value().filter(|_| argument.name() == Some("device"))?;
+            let text = value.to_string_lossy().into_owned();
+            let (options, is_json) = read(&text, "driver");
+            Some(Self {
+                index,
+                text,
+                options,
+                is_json,
+            })
+        });
+        devices.collect()
+    }
+
+    pub(super) fn driver(&self) -> &str {
+        self.options.get("driver").unwrap_or_default()
+    }
+
+    /// The drive that it has.
+    pub(super) fn drive(&self) -> Option<&str> {
+        self.options.get("drive")
+    }
+
+    /// What the guest makes of it is a `vda`, `vdb`, ...
+    pub(super) fn is_virtio_disk(&self) -> bool {
+        is_virtio_blk(self.driver()) || self.is_vhost_user_disk()
+    }
+
+    /// A disk that another process serves already.
+    pub(super) fn is_vhost_user_disk(&self) -> bool {
+        self.driver() == "vhost-user-blk" || self.driver().starts_with("vhost-user-blk-")
+    }
+}
+
+/// A list as it is or in JSON, and which of the two it was.
+fn read(text: &str, implied: &str) -> (KeyValues, bool) {
+    let is_json = text.trim_start().starts_with('{');
+    let list = match is_json {
+        true => KeyValues::parse_json(text).unwrap_or_default(),
+        false => KeyValues::parse(text, Some(implied)),
+    };
+    (list, is_json)
+}

@@ -1,0 +1,285 @@
+//! What `larder run` says and what it is called: before a guest runs, and beside one that only idles.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use rustix::process::Signal;
+
+use crate::drive;
+use crate::guest::{Guest, Place, command_line, qemu, short_name, signal};
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs to its end, with arguments for QEMU.
+fn output(place: &Place, options: &[&str], qemu: &Path, arguments: &[&str]) -> Output {
+    let mut command = place.larder_run(options, qemu);
+    command.args(arguments).output().expect("runs")
+}
+
+#[test]
+fn what_cannot_run_is_refused_before_anything_starts() {
+    let place = Place::new("refused");
+    let image = place.image("disk.raw", 8);
+    let served = drive(&image, "");
+    let missing = drive(&place.path("missing.raw"), "");
+    let private = format!("memory-backend-file,id=r,size=128M,mem-path={}", image.display());
+    for (options, arguments, message) in [
+        (&[][..], &["-drive", &missing][..], "cannot open"),
+        (&[], &["-daemonize"], "-daemonize: larder run stays in the foreground"),
+        (&[], &["-drive", &served, "-m", "1000T"], "does not fit in /dev/shm"),
+        (
+            &[],
+            &["-drive", &served, "-m", "much"],
+            "cannot tell the size of the guest's RAM",
+        ),
+        (
+            &[],
+            &["-drive", &served, "-object", &private, "-M", "memory-backend=r"],
+            "which is no folder",
+        ),
+        (&["--disk", "/a,sreial=x"], &[], "did you mean 'serial'?"),
+    ] {
+        let output = output(&place, options, qemu(), arguments);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(message), "{said}");
+        assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+    }
+    let output = output(&place, &[], "true".as_ref(), &[]);
+    assert!(text(&output.stderr).contains("comes the QEMU program"), "{output:?}");
+}
+
+#[test]
+fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
+    let place = Place::new("advice");
+    let path = |name: &str| place.path(name).display().to_string();
+    fs::write(place.path("other.qcow2"), b"QFI\xfb0000").expect("writes");
+    let used = place.image("used.raw", 1);
+    let holder = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(&used)
+        .expect("opens");
+    // As QEMU does when nobody else may write.
+    lock_byte(&holder, 201);
+    let used_drive = drive(&used, "");
+    let used_for_device = format!("if=none,id=x,format=raw,file={}", used.display());
+    let [other, used] = [path("other.qcow2"), path("used.raw")];
+    for (disk, arguments, message) in [
+        (Some(&other), &[][..], "other.qcow2 looks like a qcow2 image"),
+        (Some(&other), &[], "add format=raw"),
+        (Some(&used), &[], "in use by another process"),
+        (Some(&used), &[], "share=on"),
+        (None, &["-drive", &used_drive], "-device virtio-blk-pci,share-rw=on"),
+        (
+            None,
+            &["-drive", &used_for_device, "-device", "virtio-blk-pci,drive=x"],
+            "; share-rw=on at its -device",
+        ),
+    ] {
+        let options: Vec<&str> = disk.map(|disk| ["--disk", disk]).into_iter().flatten().collect();
+        let output = output(&place, &options, qemu(), arguments);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        let line = said
+            .lines()
+            .rfind(|line| line.starts_with("larder: "))
+            .unwrap_or_default();
+        assert!(line.contains(message), "{message}: {said}");
+        assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+    }
+}
+
+fn lock_byte(file: &fs::File, byte: i64) {
+    // SAFETY: all fields are integers, for which zero is valid.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_RDLCK as _;
+    lock.l_whence = libc::SEEK_SET as _;
+    lock.l_start = byte;
+    lock.l_len = 1;
+    // SAFETY: the file is open, and `lock` a valid structure.
+    let result = unsafe {
+        libc::fcntl(
+            std::os::fd::AsRawFd::as_raw_fd(file),
+            libc::F_OFD_SETLK,
+            &raw const lock,
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn a_forgotten_separator_is_what_the_message_is_about() {
+    let output = Command::new(env!("CARGO_BIN_EXE_larder"))
+        .args(["run", "qemu-system-x86_64", "-m", "1G"])
+        .output()
+        .expect("runs");
+    assert_eq!(output.status.code(), Some(2));
+    let said = text(&output.stderr);
+    assert!(
+        said.contains("tip: put -- before the QEMU command: larder run -- qemu-system-x86_64"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_dry_run_prints_commands_that_a_shell_understands_and_starts_nothing() {
+    let place = Place::new("dry");
+    let image = place.image("disk.raw", 8);
+    let served = drive(&image, "");
+    let Output { status, stdout, stderr } =
+        output(&place, &["--dry-run"], qemu(), &["-append", "a 'b'", "-drive", &served]);
+    let said = text(&stderr);
+    assert_eq!(status.code(), Some(0), "{said}");
+    let lines = text(&stdout);
+    let lines: Vec<&str> = lines.lines().collect();
+    let [folder, ram, server, qemu] = lines[..] else {
+        panic!("four commands were expected: {lines:?}");
+    };
+    assert!(folder.starts_with("(umask 077; mkdir -p "), "{folder}");
+    assert!(
+        ram.starts_with("(umask 077; truncate -s 134217728 /dev/shm/larder-dry_"),
+        "{ram}"
+    );
+    let serve = format!("larder disk serve {} --socket ", image.display());
+    assert!(server.contains(&serve) && server.ends_with(" &"), "{server}");
+    assert!(qemu.starts_with("qemu-system-x86_64 -name dry_"), "{qemu}");
+    assert!(
+        qemu.contains(r"-append 'a '\''b'\''' -chardev socket,id=larder-chr-0,"),
+        "{qemu}"
+    );
+    assert!(
+        said.contains(&format!("larder: disk {}: served", image.display())),
+        "{said}"
+    );
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn the_commands_of_a_dry_run_do_what_a_run_does() {
+    let place = Place::new("paste");
+    let image = place.image("disk.raw", 8);
+    let served = drive(&image, "");
+    let arguments = [
+        "-nodefaults",
+        "-display",
+        "none",
+        "-S",
+        "-monitor",
+        "stdio",
+        "-drive",
+        &served,
+    ];
+    let printed = output(&place, &["--dry-run"], qemu(), &arguments).stdout;
+    let printed = text(&printed);
+    let ram = printed
+        .split("mem-path=")
+        .nth(1)
+        .and_then(|text| text.split([' ', ',']).next());
+    let ram = ram.expect("the RAM is a file");
+    // Without its disk's server QEMU would wait for it, and not come to its monitor.
+    let script = format!("{printed}code=$?; kill $!; wait $!; echo SERVER $?; rm {ram}; exit $code");
+    let mut shell = Command::new("timeout")
+        .args(["60", "sh", "-c", &script])
+        .env("XDG_RUNTIME_DIR", place.path("runtime"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a shell");
+    let mut monitor = shell.stdin.take().expect("is piped");
+    writeln!(monitor, "info qtree\nquit").expect("QEMU reads");
+    drop(monitor);
+    let output = shell.wait_with_output().expect("ends");
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
+    assert!(
+        said.contains("dev: vhost-user-blk-pci") && said.contains("SERVER 0"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_dry_run_tells_what_would_go_wrong() {
+    let place = Place::new("would");
+    let image = place.image("disk.raw", 8);
+    fs::write(place.path("other.qcow2"), b"QFI\xfb0000").expect("writes");
+    let [missing, other] = ["missing.raw", "other.qcow2"].map(|name| place.path(name).display().to_string());
+    let nbd = "nbd+unix:///?socket=/no/such";
+    let options = ["--dry-run", "--disk", &missing, "--disk", &other, "--disk", nbd];
+    let again = image.display().to_string();
+    let options = [&options[..], &["--disk", &again]].concat();
+    let output = output(&place, &options, qemu(), &["-drive", &drive(&image, ""), "-m", "1000T"]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    for message in [
+        format!("larder: cannot open {missing}"),
+        format!("larder: {other} looks like a qcow2 image"),
+        format!("larder: disk {again}: the command line has it twice"),
+        format!("larder: disk {nbd}: not checked"),
+        "larder: the guest's RAM of 1000 TiB does not fit in /dev/shm".to_owned(),
+    ] {
+        assert!(said.contains(&message), "{message}: {said}");
+    }
+    assert_eq!(text(&output.stdout).matches("disk serve").count(), 5);
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn without_a_disk_to_serve_qemu_is_started_as_it_is_and_its_ram_needs_no_room() {
+    let place = Place::new("none");
+    let image = place.image("disk.raw", 8);
+    let ide = format!("file={},if=ide,format=raw", image.display());
+    let arguments = ["-m", "1000T", "-drive", &ide];
+    let dry = output(&place, &["--dry-run"], qemu(), &arguments);
+    let said = text(&dry.stderr);
+    assert_eq!(dry.status.code(), Some(0), "{said}");
+    assert!(said.contains("larder: no disk is served"), "{said}");
+    let line = text(&dry.stdout);
+    assert!(line.ends_with(&format!(" -m 1000T -drive {ide}\n")), "{line}");
+
+    let mut command = place.larder_run(&[], &place.idle_qemu());
+    command.args(arguments);
+    let mut guest = Guest::start(command);
+    guest.line("IDLE");
+    signal(guest.pid(), Signal::TERM);
+    assert_eq!(guest.end().0, 128 + 15);
+}
+
+#[test]
+fn a_server_can_be_told_from_others_and_its_death_is_told_by_larder() {
+    let place = Place::new("called");
+    let images = [place.image("one.raw", 8), place.image("two.raw", 8)];
+    let mut command = place.larder_run(&["-v"], &place.idle_qemu());
+    for image in &images {
+        command.args(["-drive", &drive(image, "")]);
+    }
+    let mut guest = Guest::start(command);
+    for image in &images {
+        let path = image.display();
+        // With -v each server's command is shown.
+        let shown = guest.line(&format!("larder: {}", env!("CARGO_BIN_EXE_larder")));
+        assert!(shown.contains(&format!(" disk serve {path} --socket ")), "{shown}");
+    }
+    guest.line("IDLE");
+    for image in &images {
+        let server = guest.child_when(&format!("larder disk serve {} ", image.display()), |_| true);
+        assert_eq!(short_name(server), "larder");
+        signal(server, Signal::KILL);
+        guest.line(&format!(
+            "larder: disk {}: its server died (signal: 9 (SIGKILL)) and is started again",
+            image.display()
+        ));
+        let next = guest.child_when("disk serve", |pid| {
+            pid != server && command_line(pid).contains(&image.display().to_string())
+        });
+        assert_ne!(next, server);
+    }
+    signal(guest.pid(), Signal::TERM);
+    assert_eq!(guest.end().0, 128 + 15);
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
