@@ -283,6 +283,9 @@ pub enum SizeError {
     /// No number in front.
     #[error("'{0}' is not a size: give a whole number and KiB, MiB, GiB or TiB, as in 64MiB")]
     NotANumber(String),
+    /// A part of a unit.
+    #[error("'{0}' is not a whole number; write it in a smaller unit (1536MiB for 1.5GiB)")]
+    Fraction(String),
     /// A unit that is not known.
     #[error("'{unit}' in '{text}' is not a unit of size: use KiB, MiB, GiB or TiB")]
     UnknownUnit {
@@ -296,7 +299,7 @@ pub enum SizeError {
     TooLarge(String),
 }
 
-/// Reads `4096`, `64KiB`, `64 KiB`, `64K`, `1.5` is refused: sizes are whole numbers.
+/// Reads `4096`, `64KiB`, `64 KiB`, `64K`; `1.5` is refused: sizes are whole numbers.
 impl FromStr for ByteLen {
     type Err = SizeError;
 
@@ -305,6 +308,9 @@ impl FromStr for ByteLen {
         let (number, unit) = text.split_at(digits);
         if number.is_empty() {
             return Err(SizeError::NotANumber(text.to_owned()));
+        }
+        if unit.starts_with(['.', ',']) {
+            return Err(SizeError::Fraction(text.to_owned()));
         }
         let shift = match unit.trim_start().to_ascii_lowercase().as_str() {
             "" | "b" => 0,
@@ -348,7 +354,8 @@ mod tests {
         }
         assert!(matches!("".parse::<ByteLen>(), Err(SizeError::NotANumber(_))));
         assert!(matches!("-1".parse::<ByteLen>(), Err(SizeError::NotANumber(_))));
-        assert!(matches!("1.5G".parse::<ByteLen>(), Err(SizeError::UnknownUnit { .. })));
+        assert!(matches!("1.5G".parse::<ByteLen>(), Err(SizeError::Fraction(_))));
+        assert!(matches!("1XB".parse::<ByteLen>(), Err(SizeError::UnknownUnit { .. })));
         assert!(matches!("8388608TiB".parse::<ByteLen>(), Err(SizeError::TooLarge(_))));
         assert!(matches!(
             "99999999999999999999".parse::<ByteLen>(),

@@ -1,104 +1,218 @@
-//! Limits as users write them: `iops-total=1000,bps-read=100MiB`, with the names of QEMU's `throttling.*`.
+//! Limits as users write them: `iops-total=1000,bps-read=100MiB`, by QEMU's names, its older ones, or libvirt's.
 
 use larder_block::ByteLen;
 use larder_block::filter::throttle::{Limit, LimitError, Limits};
-
-/// The keys, for messages.
-const KEYS: &str = "iops-total, iops-read, iops-write, bps-total, bps-read, bps-write, each also with -max and -max-length, and iops-size";
 
 /// Why a list of limits is wrong.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LimitsTextError {
+    #[error("no limit is given; write KEY=VALUE, as in iops-total=1000")]
+    Empty,
     #[error("'{0}' is not KEY=VALUE, as in iops-total=1000")]
     NotAPair(String),
-    #[error("'{key}' is not a limit; known are {KEYS}")]
+    #[error("'{key}' is not a limit; known are {}", known())]
     UnknownKey { key: String },
+    #[error("{key}: {name} has a value already")]
+    Twice { key: String, name: &'static str },
     #[error("{key}={value}: {why}")]
     Value { key: String, value: String, why: String },
     #[error(transparent)]
     Limit(#[from] LimitError),
 }
 
-/// Reads a comma-separated list of limits.
-///
-/// # Errors
-/// See [`LimitsTextError`].
-pub fn parse_limits(text: &str) -> Result<Limits, LimitsTextError> {
-    let mut limits = Limits::NONE;
-    for pair in text.split(',').filter(|pair| !pair.is_empty()) {
-        let (key, value) = pair
-            .split_once('=')
-            .ok_or_else(|| LimitsTextError::NotAPair(pair.to_owned()))?;
-        set_limit(&mut limits, key.trim(), value.trim())?;
-    }
-    limits.check()?;
-    Ok(limits)
+/// For messages.
+fn known() -> String {
+    let plain = ROWS.iter().filter(|row| row.part == Part::Average).map(|row| row.name);
+    let plain: Vec<&str> = plain.collect();
+    format!(
+        "{}, each also with -max and -max-length, and iops-size",
+        plain.join(", ")
+    )
 }
 
-/// Sets the limit that `key` names.
-///
-/// # Errors
-/// The key is not known, or the value is not a number (for bytes: a size).
-fn set_limit(limits: &mut Limits, key: &str, value: &str) -> Result<(), LimitsTextError> {
-    let size = |value: &str| {
-        value.parse::<ByteLen>().map_err(|error| LimitsTextError::Value {
-            key: key.to_owned(),
-            value: value.to_owned(),
-            why: error.to_string(),
-        })
-    };
-    let count = |value: &str| {
-        value.parse::<u64>().map_err(|_| LimitsTextError::Value {
-            key: key.to_owned(),
-            value: value.to_owned(),
-            why: "not a whole number".to_owned(),
-        })
-    };
-    if key == "iops-size" {
-        limits.request_size = size(value)?;
-        return Ok(());
-    }
-    let (name, part) = match (key.strip_suffix("-max-length"), key.strip_suffix("-max")) {
-        (Some(name), _) => (name, Part::Length),
-        (None, Some(name)) => (name, Part::Burst),
-        (None, None) => (key, Part::Average),
-    };
-    let limit: &mut Limit = match name {
-        "iops-total" => &mut limits.requests_total,
-        "iops-read" => &mut limits.requests_read,
-        "iops-write" => &mut limits.requests_write,
-        "bps-total" => &mut limits.bytes_total,
-        "bps-read" => &mut limits.bytes_read,
-        "bps-write" => &mut limits.bytes_write,
-        _ => return Err(LimitsTextError::UnknownKey { key: key.to_owned() }),
-    };
-    let number = |value: &str| {
-        if name.starts_with("bps") {
-            size(value).map(ByteLen::get)
-        } else {
-            count(value)
-        }
-    };
-    match part {
-        Part::Average => limit.average = number(value)?,
-        Part::Burst => limit.burst = number(value)?,
-        Part::Length => {
-            let seconds = count(value)?;
-            limit.burst_seconds = u32::try_from(seconds).map_err(|_| LimitsTextError::Value {
-                key: key.to_owned(),
-                value: value.to_owned(),
-                why: "more seconds than fit 32 bits".to_owned(),
-            })?;
-        }
-    }
-    Ok(())
+/// Something that can be limited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LimitName {
+    /// QEMU's name for it (`-drive throttling.NAME=...`).
+    pub name: &'static str,
+    /// QEMU's older name (`-drive NAME=...`), with underscores.
+    pub old: &'static str,
+    /// libvirt's (`<iotune>`).
+    libvirt: &'static str,
+    what: What,
+    part: Part,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    RequestsTotal,
+    RequestsRead,
+    RequestsWrite,
+    BytesTotal,
+    BytesRead,
+    BytesWrite,
+    RequestSize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Average,
     Burst,
     Length,
+    /// A size, not a rate.
+    Size,
+}
+
+const fn row(name: &'static str, old: &'static str, libvirt: &'static str, what: What, part: Part) -> LimitName {
+    LimitName {
+        name,
+        old,
+        libvirt,
+        what,
+        part,
+    }
+}
+
+/// Every limit, by all its names.
+#[rustfmt::skip]
+const ROWS: [LimitName; 19] = {
+    use Part::{Average, Burst, Length, Size};
+    use What::{BytesRead, BytesTotal, BytesWrite, RequestSize, RequestsRead, RequestsTotal, RequestsWrite};
+    [
+        row("iops-total", "iops", "total_iops_sec", RequestsTotal, Average),
+        row("iops-read", "iops_rd", "read_iops_sec", RequestsRead, Average),
+        row("iops-write", "iops_wr", "write_iops_sec", RequestsWrite, Average),
+        row("bps-total", "bps", "total_bytes_sec", BytesTotal, Average),
+        row("bps-read", "bps_rd", "read_bytes_sec", BytesRead, Average),
+        row("bps-write", "bps_wr", "write_bytes_sec", BytesWrite, Average),
+        row("iops-total-max", "iops_max", "total_iops_sec_max", RequestsTotal, Burst),
+        row("iops-read-max", "iops_rd_max", "read_iops_sec_max", RequestsRead, Burst),
+        row("iops-write-max", "iops_wr_max", "write_iops_sec_max", RequestsWrite, Burst),
+        row("bps-total-max", "bps_max", "total_bytes_sec_max", BytesTotal, Burst),
+        row("bps-read-max", "bps_rd_max", "read_bytes_sec_max", BytesRead, Burst),
+        row("bps-write-max", "bps_wr_max", "write_bytes_sec_max", BytesWrite, Burst),
+        row("iops-total-max-length", "iops_max_length", "total_iops_sec_max_length", RequestsTotal, Length),
+        row("iops-read-max-length", "iops_rd_max_length", "read_iops_sec_max_length", RequestsRead, Length),
+        row("iops-write-max-length", "iops_wr_max_length", "write_iops_sec_max_length", RequestsWrite, Length),
+        row("bps-total-max-length", "bps_max_length", "total_bytes_sec_max_length", BytesTotal, Length),
+        row("bps-read-max-length", "bps_rd_max_length", "read_bytes_sec_max_length", BytesRead, Length),
+        row("bps-write-max-length", "bps_wr_max_length", "write_bytes_sec_max_length", BytesWrite, Length),
+        row("iops-size", "iops_size", "size_iops_sec", RequestSize, Size),
+    ]
+};
+
+impl LimitName {
+    /// All of them.
+    pub fn all() -> impl Iterator<Item = &'static Self> {
+        ROWS.iter()
+    }
+
+    /// The limit that `key` names, in whichever way; dashes and underscores are the same.
+    pub fn find(key: &str) -> Option<&'static Self> {
+        let key = key.replace('-', "_");
+        ROWS.iter()
+            .find(|row| key == row.name.replace('-', "_") || key == row.old || key == row.libvirt)
+    }
+
+    fn limit(self, limits: &mut Limits) -> Option<&mut Limit> {
+        Some(match self.what {
+            What::RequestsTotal => &mut limits.requests_total,
+            What::RequestsRead => &mut limits.requests_read,
+            What::RequestsWrite => &mut limits.requests_write,
+            What::BytesTotal => &mut limits.bytes_total,
+            What::BytesRead => &mut limits.bytes_read,
+            What::BytesWrite => &mut limits.bytes_write,
+            What::RequestSize => return None,
+        })
+    }
+
+    /// Whether its value is in bytes, so that units may be given.
+    fn is_in_bytes(self) -> bool {
+        let of_bytes = matches!(self.what, What::BytesTotal | What::BytesRead | What::BytesWrite);
+        self.part == Part::Size || (of_bytes && self.part != Part::Length)
+    }
+
+    /// Reads a value; why it is wrong, if it is.
+    fn read(self, value: &str) -> Result<u64, String> {
+        let most = Limit::MAX;
+        if !value.is_empty() && value.chars().all(|c| c.is_ascii_digit()) && value.parse::<u64>().is_err() {
+            return Err(format!(
+                "more than a limit can be, which is {most}; leave it out for no limit"
+            ));
+        }
+        if self.is_in_bytes() {
+            return match value.parse::<ByteLen>() {
+                Ok(bytes) => Ok(bytes.get()),
+                Err(larder_block::SizeError::TooLarge(_)) => Err(format!(
+                    "more than a limit can be, which is {most} bytes; leave it out for no limit"
+                )),
+                Err(error) => Err(error.to_string()),
+            };
+        }
+        value.parse().map_err(|_| "not a whole number".to_owned())
+    }
+
+    fn set(self, limits: &mut Limits, value: u64) -> Result<(), String> {
+        let Some(limit) = self.limit(limits) else {
+            limits.request_size = ByteLen::new(value);
+            return Ok(());
+        };
+        match self.part {
+            Part::Average | Part::Size => limit.average = value,
+            Part::Burst => limit.burst = value,
+            Part::Length => limit.burst_seconds = u32::try_from(value).map_err(|_| "more seconds than fit 32 bits")?,
+        }
+        Ok(())
+    }
+}
+
+/// Reads a list of limits that a user gives; at least one.
+///
+/// # Errors
+/// See [`LimitsTextError`].
+pub fn parse_given_limits(text: &str) -> Result<Limits, LimitsTextError> {
+    match text.trim() {
+        "" => Err(LimitsTextError::Empty),
+        text => parse_limits(text),
+    }
+}
+
+/// Reads a comma-separated list of limits, which may be empty. 0 stands for no limit, as in QEMU.
+///
+/// # Errors
+/// See [`LimitsTextError`].
+pub fn parse_limits(text: &str) -> Result<Limits, LimitsTextError> {
+    if text.is_empty() {
+        return Ok(Limits::NONE);
+    }
+    let mut limits = Limits::NONE;
+    let mut given: Vec<&str> = Vec::new();
+    for pair in text.split(',') {
+        let (key, value) = pair
+            .split_once('=')
+            .ok_or_else(|| LimitsTextError::NotAPair(pair.to_owned()))?;
+        let (key, value) = (key.trim(), value.trim());
+        let Some(row) = LimitName::find(key) else {
+            return Err(LimitsTextError::UnknownKey { key: key.to_owned() });
+        };
+        if given.contains(&row.name) {
+            return Err(LimitsTextError::Twice {
+                key: key.to_owned(),
+                name: row.name,
+            });
+        }
+        given.push(row.name);
+        let read = row.read(value);
+        read.and_then(|value| row.set(&mut limits, value))
+            .map_err(|why| LimitsTextError::Value {
+                key: key.to_owned(),
+                value: value.to_owned(),
+                why,
+            })?;
+    }
+    limits.check()?;
+    Ok(limits)
 }
 
 #[cfg(test)]
@@ -123,16 +237,72 @@ mod tests {
     }
 
     #[test]
+    fn every_name_that_people_know_means_the_same() {
+        let same = |names: &[&str]| {
+            let found: Vec<_> = names.iter().map(|name| LimitName::find(name)).collect();
+            assert!(
+                found[0].is_some() && found.iter().all(|row| *row == found[0]),
+                "{names:?}"
+            );
+        };
+        same(&["iops-total", "iops_total", "iops", "total_iops_sec"]);
+        same(&["bps-total", "bps_total", "bps", "total-bytes-sec"]);
+        same(&[
+            "bps-read-max",
+            "bps_read_max",
+            "bps_rd_max",
+            "bps-rd-max",
+            "read_bytes_sec_max",
+        ]);
+        same(&[
+            "iops-write-max-length",
+            "iops_wr_max_length",
+            "write_iops_sec_max_length",
+        ]);
+        same(&["iops-size", "iops_size", "size_iops_sec"]);
+        assert_eq!(LimitName::find("iopsx"), None);
+        let mut names: Vec<String> = LimitName::all()
+            .flat_map(|row| [row.name.replace('-', "_"), row.old.to_owned(), row.libvirt.to_owned()])
+            .collect();
+        names.sort();
+        // QEMU's two names for the size of a request are one.
+        assert_eq!(
+            names.windows(2).filter(|pair| pair[0] == pair[1]).count(),
+            1,
+            "{names:?}"
+        );
+    }
+
+    #[test]
     fn wrong_limits_say_what_is_wrong() {
         for (text, part) in [
+            ("", "no limit is given"),
+            (" ", "no limit is given"),
             ("iops", "KEY=VALUE"),
-            ("iops-totl=1", "known are"),
+            ("iops=1,", "KEY=VALUE"),
+            ("iops-totl=1", "known are iops-total, "),
             ("iops-total=many", "whole number"),
+            ("iops-total=1.5", "whole number"),
+            ("iops-total=", "whole number"),
             ("bps-total=1XB", "unit"),
+            ("bps-total=1.5G", "smaller unit"),
+            (
+                "bps-total=99999999999T",
+                "more than a limit can be, which is 1000000000000000",
+            ),
+            ("bps-total=99999999999999999999999", "more than a limit can be"),
+            ("iops-total=99999999999999999999999", "more than a limit can be"),
+            ("bps-total=1000000000000001", "more than a limit can be"),
+            ("bps=1G,bps-max=1000G,bps-max-length=1000000", "in all"),
+            ("iops=1,iops-max=2,iops-max-length=4294967296", "32 bits"),
             ("iops-total=5,iops-read=5", "not both"),
+            ("iops-total=5,iops=6", "iops: iops-total has a value already"),
+            ("iops-total=5,iops_total=5", "already"),
             ("iops-total-max=5", "average"),
+            ("iops-size=4096", "needs a limit on requests"),
+            ("bps=5,iops-size=4096", "needs a limit on requests"),
         ] {
-            let error = parse_limits(text).expect_err(text).to_string();
+            let error = parse_given_limits(text).expect_err(text).to_string();
             assert!(error.contains(part), "{text}: {error}");
         }
     }

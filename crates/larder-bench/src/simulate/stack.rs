@@ -266,7 +266,8 @@ fn limits(random: &mut Random) -> Limits {
         requests_write: limit(100),
         ..Limits::NONE
     };
-    if random.chance(500) {
+    let on_requests = limits.requests_read.average > 0 || limits.requests_write.average > 0;
+    if random.chance(500) && on_requests {
         limits.request_size = ByteLen::kib(4);
     }
     if random.chance(100) {

@@ -3,37 +3,13 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::limits::{LimitsTextError, parse_limits};
+use crate::limits::{LimitName, LimitsTextError, parse_limits};
 
-/// QEMU's names (`-drive throttling.NAME=...`), and the older names of the same.
-const NAMES: [(&str, &str); 19] = [
-    ("iops-total", "iops"),
-    ("iops-read", "iops_rd"),
-    ("iops-write", "iops_wr"),
-    ("bps-total", "bps"),
-    ("bps-read", "bps_rd"),
-    ("bps-write", "bps_wr"),
-    ("iops-total-max", "iops_max"),
-    ("iops-read-max", "iops_rd_max"),
-    ("iops-write-max", "iops_wr_max"),
-    ("bps-total-max", "bps_max"),
-    ("bps-read-max", "bps_rd_max"),
-    ("bps-write-max", "bps_wr_max"),
-    ("iops-total-max-length", "iops_max_length"),
-    ("iops-read-max-length", "iops_rd_max_length"),
-    ("iops-write-max-length", "iops_wr_max_length"),
-    ("bps-total-max-length", "bps_max_length"),
-    ("bps-read-max-length", "bps_rd_max_length"),
-    ("bps-write-max-length", "bps_wr_max_length"),
-    ("iops-size", "iops_size"),
-];
-
-/// Every name that a limit may be given by: QEMU's, then the older ones.
+/// Every name of QEMU's that a limit may be given by, then the older ones.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    NAMES
-        .iter()
-        .map(|(name, _)| *name)
-        .chain(NAMES.iter().map(|(_, old)| *old))
+    LimitName::all()
+        .map(|row| row.name)
+        .chain(LimitName::all().map(|row| row.old))
 }
 
 /// Limits by name. Prints as `bps-read=1048576,iops-total=100`.
@@ -57,12 +33,13 @@ impl Limits {
     /// Takes up `key=value` if `key` is the name of a limit; otherwise, or if the value is no number, it tells.
     pub fn take(&mut self, key: &str, value: &str) -> Taken {
         let name = key.strip_prefix("throttling.").unwrap_or(key);
-        let Some((name, _)) = NAMES.iter().find(|(new, old)| name == *new || key == *old) else {
+        // Only what QEMU takes too.
+        let Some(row) = LimitName::all().find(|row| name == row.name || key == row.old) else {
             return Taken::OtherKey;
         };
         match super::size::parse_size(value, 1) {
             Some(value) => {
-                self.0.insert(name, value);
+                self.0.insert(row.name, value);
                 Taken::Yes
             }
             None => Taken::BadValue,
@@ -104,10 +81,12 @@ mod tests {
         assert_eq!(limits.take("file", "x"), Taken::OtherKey);
         assert_eq!(limits.take("throttling.group", "x"), Taken::OtherKey);
         assert_eq!(limits.take("iops", "many"), Taken::BadValue);
+        assert_eq!(limits.take("total_iops_sec", "1"), Taken::OtherKey);
         assert_eq!(limits.check(), Ok(()));
         assert_eq!(
             limits.to_string(),
             "bps-read=1024,bps-read-max=1048576,iops-size=4096,iops-total=100"
         );
+        assert_eq!(Limits::default().check(), Ok(()));
     }
 }

@@ -39,9 +39,18 @@ impl Limit {
             burst,
             burst_seconds,
         } = self;
-        let burst_size = u128::from(burst) * u128::from(burst_seconds.max(1));
-        if average > Self::MAX || burst_size > u128::from(Self::MAX) {
-            return Err(LimitError::TooLarge { name, most: Self::MAX });
+        let most = Self::MAX;
+        if average.max(burst) > most {
+            let value = average.max(burst);
+            return Err(LimitError::TooLarge { name, value, most });
+        }
+        if u128::from(burst) * u128::from(burst_seconds.max(1)) > u128::from(most) {
+            return Err(LimitError::BurstTooLarge {
+                name,
+                burst,
+                seconds: burst_seconds,
+                most,
+            });
         }
         if burst > 0 && average == 0 {
             return Err(LimitError::BurstWithoutAverage { name });
@@ -79,8 +88,15 @@ pub struct Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum LimitError {
-    #[error("{name}: rates and bursts (times their length) may be {most} at most")]
-    TooLarge { name: &'static str, most: u64 },
+    #[error("{name}: {value} is more than a limit can be, which is {most}; leave it out for no limit")]
+    TooLarge { name: &'static str, value: u64, most: u64 },
+    #[error("{name}: a burst of {burst}/s for {seconds} s is more than a limit can be, which is {most} in all")]
+    BurstTooLarge {
+        name: &'static str,
+        burst: u64,
+        seconds: u32,
+        most: u64,
+    },
     #[error("{name}: a burst needs an average")]
     BurstWithoutAverage { name: &'static str },
     #[error("{name}: the burst ({burst}/s) is below the average ({average}/s)")]
@@ -93,6 +109,8 @@ pub enum LimitError {
     LengthWithoutBurst { name: &'static str },
     #[error("{name}: set either the total or reads and writes, not both")]
     TotalAndPart { name: &'static str },
+    #[error("the size of a request says how requests count; it needs a limit on requests")]
+    RequestSizeWithoutLimit,
 }
 
 impl Limits {
@@ -125,6 +143,10 @@ impl Limits {
         }
         if both(self.requests_total, self.requests_read, self.requests_write) {
             return Err(LimitError::TotalAndPart { name: "requests" });
+        }
+        let requests = [self.requests_total, self.requests_read, self.requests_write];
+        if !self.request_size.is_zero() && requests.iter().all(|limit| limit.average == 0) {
+            return Err(LimitError::RequestSizeWithoutLimit);
         }
         Ok(())
     }
