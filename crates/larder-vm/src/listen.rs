@@ -1,11 +1,15 @@
 //! Unix sockets to listen on, made and removed with care.
 
-use std::fs;
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
 
 /// The longest path of a unix socket, in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -50,6 +54,7 @@ impl SocketFile {
         if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             return Err(ListenError::TooLong { path });
         }
+        let _turn = Turn::take(&path)?;
         if let Ok(found) = fs::symlink_metadata(&path) {
             if !found.file_type().is_socket() {
                 return Err(ListenError::NotASocket { path });
@@ -60,7 +65,7 @@ impl SocketFile {
                 }
                 Ok(stream) if !listener_is_dead(&stream) => return Err(ListenError::Taken { path }),
                 _ => {
-                    // Nobody listens: its maker is dead. If another process is faster than us, bind fails below.
+                    // Nobody listens: its maker is dead, and it is our turn to replace it.
                     let _ = fs::remove_file(&path);
                 }
             }
@@ -89,6 +94,65 @@ impl SocketFile {
     }
 }
 
+/// Held by the one process that looks at a socket's path, replaces what is stale there, and listens: two that found the
+/// same stale socket would otherwise remove each other's. It is a locked file beside the socket, gone with this.
+struct Turn {
+    path: PathBuf,
+    /// The lock goes when it is closed, after the file has gone.
+    _file: File,
+}
+
+/// How long another process' turn may last.
+const TURN_MAX: Duration = Duration::from_secs(5);
+
+impl Turn {
+    fn take(socket: &Path) -> Result<Self, ListenError> {
+        let failed = |source| ListenError::Os {
+            path: socket.to_owned(),
+            source,
+        };
+        let mut name = OsString::from(".");
+        name.push(socket.file_name().unwrap_or_default());
+        name.push(".lock");
+        let path = socket.with_file_name(name);
+        let give_up = Instant::now() + TURN_MAX;
+        loop {
+            let file = OpenOptions::new()
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+                .open(&path)
+                .map_err(failed)?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                // Whoever had it before us has removed it; then somebody else may have made and locked another one.
+                Ok(()) if is_at(&file, &path) => return Ok(Self { path, _file: file }),
+                Ok(()) => {}
+                Err(_) if Instant::now() > give_up => {
+                    let why = format!("{} is locked by another process", path.display());
+                    return Err(failed(io::Error::new(io::ErrorKind::TimedOut, why)));
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(2)),
+            }
+        }
+    }
+}
+
+fn is_at(file: &File, path: &Path) -> bool {
+    let (Ok(ours), Ok(there)) = (file.metadata(), fs::symlink_metadata(path)) else {
+        return false;
+    };
+    (ours.dev(), ours.ino()) == (there.dev(), there.ino())
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        // One that stays is in nobody's way.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
 /// Whether the process that listens has ended. Its socket may outlive it for a moment: the kernel takes a killed
 /// process' io_uring apart in the background, and the ring's wait for connections holds the socket.
 fn listener_is_dead(stream: &UnixStream) -> bool {
@@ -106,11 +170,13 @@ fn listener_is_dead(stream: &UnixStream) -> bool {
 }
 
 fn inode_of(found: &fs::Metadata) -> u64 {
-    std::os::unix::fs::MetadataExt::ino(found)
+    found.ino()
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
+        // Without it a successor's could be removed, if it comes between the look and the removal.
+        let _turn = Turn::take(&self.path);
         let ours = fs::symlink_metadata(&self.path).ok().map(|found| inode_of(&found)) == self.inode;
         if ours && self.inode.is_some() {
             // It may be gone already.
@@ -121,6 +187,8 @@ impl Drop for SocketFile {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
 
     #[test]
@@ -144,7 +212,43 @@ mod tests {
         assert_eq!(fs::read(&path).expect("is there"), b"mine");
         let long = folder.path().join("x".repeat(120));
         assert!(matches!(SocketFile::bind(&long), Err(ListenError::TooLong { .. })));
+        assert!(matches!(
+            SocketFile::bind(folder.path()),
+            Err(ListenError::NotASocket { .. })
+        ));
         let nowhere = folder.path().join("no/such/folder");
         assert!(matches!(SocketFile::bind(&nowhere), Err(ListenError::Os { .. })));
+    }
+
+    #[test]
+    fn of_many_that_find_a_stale_socket_one_replaces_it_and_the_others_leave_it_alone() {
+        const MANY: usize = 8;
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("s");
+        for round in 0..100 {
+            drop(UnixListener::bind(&path).expect("a stale socket"));
+            let start = Barrier::new(MANY);
+            let all: Vec<_> = std::thread::scope(|scope| {
+                let one = || {
+                    start.wait();
+                    SocketFile::bind(&path)
+                };
+                let threads: Vec<_> = (0..MANY).map(|_| scope.spawn(one)).collect();
+                threads.into_iter().map(|thread| thread.join().expect("ends")).collect()
+            });
+            let served: Vec<&SocketFile> = all.iter().flatten().collect();
+            assert_eq!(served.len(), 1, "round {round}");
+            let taken = |result: &&Result<SocketFile, ListenError>| matches!(result, Err(ListenError::Taken { .. }));
+            assert_eq!(all.iter().filter(taken).count(), MANY - 1, "round {round}");
+            let _client = UnixStream::connect(&path).expect("somebody listens there");
+            served[0].listener.set_nonblocking(true).expect("can be set");
+            assert!(served[0].listener.accept().is_ok(), "round {round}: it is another one");
+            drop(all);
+            assert_eq!(
+                fs::read_dir(folder.path()).expect("a folder").count(),
+                0,
+                "nothing is left behind"
+            );
+        }
     }
 }
