@@ -10,8 +10,14 @@ use std::time::Duration;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{Geometry, Loop};
 
-use crate::exports::{ExportError, Exports, ExportsConfig};
+use crate::exports::{ExportError, Exports, ExportsConfig, Places};
 use crate::image::{self, ImageAddress, ImageError, ImageOptions};
+
+/// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
+pub const POLL_US_MAX: u64 = 10_000;
+
+/// The longest wait for an NBD server that a user may ask for, in seconds: a year.
+pub const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 
 /// What to serve, and how.
 #[derive(Clone, Debug)]
@@ -60,7 +66,13 @@ pub enum DiskError {
 pub struct Disk {
     thread: JoinHandle<Result<(), DiskError>>,
     stop: StopSignal,
+    opened: Opened,
+}
+
+/// What a disk turned out to be.
+struct Opened {
     geometry: Geometry,
+    places: Places,
 }
 
 impl Disk {
@@ -77,7 +89,7 @@ impl Disk {
             .spawn(move || serve(&config, &theirs, &report))
             .map_err(DiskError::Thread)?;
         match ready.recv() {
-            Ok(geometry) => Ok(Self { thread, stop, geometry }),
+            Ok(opened) => Ok(Self { thread, stop, opened }),
             Err(mpsc::RecvError) => match thread.join() {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(())) | Err(_) => Err(DiskError::Died),
@@ -87,7 +99,12 @@ impl Disk {
 
     /// What the disk was like when it was opened.
     pub fn geometry(&self) -> Geometry {
-        self.geometry
+        self.opened.geometry
+    }
+
+    /// Where it is served.
+    pub fn places(&self) -> &Places {
+        &self.opened.places
     }
 
     /// A handle to stop it with, for any thread.
@@ -146,13 +163,16 @@ impl StopSignal {
     }
 }
 
-fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Geometry>) -> Result<(), DiskError> {
+fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Opened>) -> Result<(), DiskError> {
     let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
         let device = image::open(&on, &config.image, &config.options).await?;
         let mut exports = Exports::start(&on, &device, &config.exports)?;
         // The starter may have given up; then `stop` has been raised.
-        let _ = report.send(device.geometry());
+        let _ = report.send(Opened {
+            geometry: device.geometry(),
+            places: exports.places().clone(),
+        });
         let ended = select(stop.raised(), exports.ended()).await;
         exports.stop(&on).await;
         if !device.geometry().read_only

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use larder_export::nbd::{NbdServer, NbdServerOptions};
 use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
 
 use crate::listen::{ListenError, SocketFile};
+use crate::run::shell::command_line;
 
 /// Where a vhost-user-blk server gets its front-ends from.
 #[derive(Clone, Debug)]
@@ -65,8 +66,8 @@ pub enum ExportError {
     #[error("cannot serve NBD on {address}: {source}")]
     Tcp { address: String, source: io::Error },
     #[error(
-        "{address} is open to other hosts and has no TLS: anyone who reaches it could read and write the disk. Use \
-         nbds:// with ?tls-certificates=DIR, a loopback address, or --nbd-insecure if the network itself is protected"
+        "{address} is open to other hosts and has no TLS: anyone who reaches it could read and write the disk; use \
+         nbds:// with ?tls-certificates=DIR, or a loopback address"
     )]
     Insecure { address: SocketAddr },
     #[error("{uri}: a TLS server needs ?tls-certificates=DIR, the folder of server-cert.pem and server-key.pem")]
@@ -87,6 +88,16 @@ pub struct Exports {
     nbd: Option<NbdServer>,
     /// Removed when the exports are dropped, after the last client is gone.
     files: Vec<SocketFile>,
+    places: Places,
+}
+
+/// Where a disk is served, for people to paste.
+#[derive(Clone, Debug, Default)]
+pub struct Places {
+    /// The socket of vhost-user-blk, or `fd 5`, quoted for a shell.
+    pub vhost_user: Option<String>,
+    /// The URI for clients of NBD, quoted for a shell.
+    pub nbd: Option<String>,
 }
 
 impl Exports {
@@ -103,6 +114,11 @@ impl Exports {
             exports.start_vhost_user(on, device, at, &config.vhost_user)?;
         }
         Ok(exports)
+    }
+
+    /// Where they are.
+    pub fn places(&self) -> &Places {
+        &self.places
     }
 
     fn listen_on(&mut self, path: &Path) -> Result<OwnedFd, ExportError> {
@@ -124,6 +140,10 @@ impl Exports {
             VhostUserAt::Path(path) => self.listen_on(path)?,
             VhostUserAt::Descriptor(descriptor) => descriptor.try_clone()?,
         };
+        self.places.vhost_user = Some(match at {
+            VhostUserAt::Path(path) => command_line(&[path.into()]),
+            VhostUserAt::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
+        });
         let theirs = Rc::clone(&server);
         let listening = rustix::net::sockopt::socket_acceptconn(&descriptor).map_err(io::Error::from)?;
         self.accepting = Some(if listening {
@@ -150,6 +170,7 @@ impl Exports {
             SocketAddress::Unix(path) => vec![self.listen_on(path)?],
             SocketAddress::Tcp { host, port } => bind_tcp(host, *port, options.tls.is_some() || at.insecure)?,
         };
+        self.places.nbd = Some(command_line(&[uri_for_clients(&at.uri).to_string().into()]));
         let server = NbdServer::new(on, Rc::clone(device), options);
         for descriptor in listeners {
             server.listen(Listener::from_descriptor(on, descriptor)?);
@@ -182,6 +203,15 @@ impl Exports {
             server.stop().await;
         }
     }
+}
+
+/// How clients name an export that is served at `uri`: the certificates are not theirs.
+fn uri_for_clients(uri: &NbdUri) -> NbdUri {
+    let mut theirs = uri.clone();
+    if let Some(tls) = &mut theirs.tls {
+        tls.certificates = None;
+    }
+    theirs
 }
 
 fn server_tls(uri: &NbdUri) -> Result<Option<ServerTls>, ExportError> {

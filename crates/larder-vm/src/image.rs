@@ -1,5 +1,6 @@
 //! What a user calls a disk: a path or an NBD URI, and how it is opened as a stack of layers.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -64,6 +65,19 @@ impl FromStr for ImageAddress {
     }
 }
 
+impl ImageAddress {
+    /// Reads an argument; a path need not be text.
+    ///
+    /// # Errors
+    /// See [`ImageAddressError`].
+    pub fn from_argument(argument: &OsStr) -> Result<Self, ImageAddressError> {
+        match argument.to_str() {
+            Some(text) => text.parse(),
+            None => Ok(Self::Path(argument.into())),
+        }
+    }
+}
+
 impl fmt::Display for ImageAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -122,7 +136,7 @@ pub enum ImageError {
     #[error(transparent)]
     Nbd(Box<larder_block::backend::nbd::OpenError>),
     #[error(
-        "{image} looks like a {format} image, which this version of Larder cannot interpret; pass --format raw to serve its bytes as they are"
+        "{image} looks like a {format} image, which this version of Larder cannot interpret; qemu-img convert -O raw makes a raw one of it"
     )]
     OtherFormat { image: String, format: &'static str },
     #[error("limits of {image}: {source}")]

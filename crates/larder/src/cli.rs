@@ -4,13 +4,16 @@ use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUES_MAX};
+use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use larder_vm::image::ImageAddress;
-use larder_vm::limits::parse_limits;
+use larder_vm::limits::parse_given_limits;
 use larder_vm::run::disk::Disk;
 use larder_vm::run::disk_option::parse_disk;
 
@@ -28,7 +31,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Start QEMU with its virtio disks and its memory served by Larder
     Run(RunArguments),
-    /// Serve and inspect disks
+    /// Serve disks
     #[command(subcommand)]
     Disk(DiskCommand),
 }
@@ -73,10 +76,26 @@ pub(crate) enum DiscardPolicy {
     Ignore,
 }
 
+fn parse_poll_us(text: &str) -> Result<u64, String> {
+    match text.parse::<u64>() {
+        Ok(us) if us <= POLL_US_MAX => Ok(us),
+        Ok(_) => Err(format!(
+            "at most {POLL_US_MAX} microseconds (10 ms): a thread that spins keeps a processor busy"
+        )),
+        Err(_) => Err(format!("not a whole number of microseconds from 0 to {POLL_US_MAX}")),
+    }
+}
+
+/// An image may be a path that is not text.
+fn image_parser() -> impl TypedValueParser<Value = ImageAddress> {
+    OsStringValueParser::new().try_map(|argument| ImageAddress::from_argument(&argument))
+}
+
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// A disk image, a block device, or an NBD URI
-    #[arg(required_unless_present_any = ["blk_file", "print_capabilities"], conflicts_with = "blk_file")]
+    #[arg(required_unless_present_any = ["blk_file", "print_capabilities"], conflicts_with = "blk_file",
+          value_parser = image_parser())]
     pub(crate) image: Option<ImageAddress>,
     /// The image's format; by default raw, and refused if it begins like another
     #[arg(long)]
@@ -106,8 +125,8 @@ pub(crate) struct ServeArguments {
     #[arg(long, value_name = "POLICY", default_value = "unmap")]
     pub(crate) discard: DiscardPolicy,
     /// Limits per second: KEY=VALUE,... with iops-total, iops-read, iops-write, bps-total, bps-read, bps-write,
-    /// each also with -max and -max-length for bursts, and iops-size
-    #[arg(long, value_name = "LIMITS", value_parser = parse_limits)]
+    /// each also with -max and -max-length for bursts, and iops-size; QEMU's older names and libvirt's are known too
+    #[arg(long, value_name = "LIMITS", value_parser = parse_given_limits)]
     pub(crate) throttle: Option<Limits>,
     /// Virtqueues offered
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
@@ -118,22 +137,39 @@ pub(crate) struct ServeArguments {
     /// Serial number that the guest sees, up to 20 bytes
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) serial: String,
-    /// Sector size that the guest sees, in bytes
+    /// Sector size that the guest sees, in bytes: 512 or 4096
     #[arg(long, value_name = "BYTES", default_value_t = 512)]
     pub(crate) block_size: u32,
-    /// Spin up to this many microseconds for the next request before sleeping; 0 sleeps at once
-    #[arg(long, value_name = "US", default_value_t = POLL_MAX_DEFAULT.as_micros() as u64)]
+    /// Spin up to this many microseconds for the next request before sleeping, 10000 at most; 0 sleeps at once
+    #[arg(long, value_name = "US", default_value_t = POLL_MAX_DEFAULT.as_micros() as u64, value_parser = parse_poll_us)]
     pub(crate) poll_us: u64,
     /// How long requests wait for an NBD server that is away before they fail, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 60,
+          value_parser = clap::value_parser!(u64).range(..=RECONNECT_SECONDS_MAX))]
     pub(crate) nbd_reconnect: u64,
     /// Write the process's number to this file once the disk is served
     #[arg(long, value_name = "PATH")]
     pub(crate) pidfile: Option<PathBuf>,
     /// The image, as vhost-user's conventions name it
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = image_parser())]
     pub(crate) blk_file: Option<ImageAddress>,
     /// Print what this back-end can do, as vhost-user's conventions want it, and exit
     #[arg(long)]
     pub(crate) print_capabilities: bool,
+}
+
+/// Says which argument it is that is not UTF-8 although it should be.
+pub(crate) fn name_what_is_no_text(error: clap::Error) -> clap::Error {
+    if error.kind() != ErrorKind::InvalidUtf8 {
+        return error;
+    }
+    let suspects: Vec<String> = std::env::args_os()
+        .filter(|argument| argument.to_str().is_none())
+        .map(|argument| format!("'{}'", argument.to_string_lossy()))
+        .collect();
+    let which = match suspects.as_slice() {
+        [one] => format!("{one} is not UTF-8; only paths need not be"),
+        many => format!("one of {} should be UTF-8; only paths need not be", many.join(", ")),
+    };
+    Cli::command().error(ErrorKind::InvalidUtf8, which)
 }

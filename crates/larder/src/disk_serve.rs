@@ -1,21 +1,22 @@
 //! `larder disk serve`.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use larder_block::backend::file::Caching;
+use larder_block::backend::file::{Caching, OpenError};
+use larder_block::backend::image_lock::LockError;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::VhostUserOptions;
-use larder_vm::disk::{Disk, DiskConfig};
-use larder_vm::exports::{ExportsConfig, NbdAt, VhostUserAt};
-use larder_vm::image::{Format, ImageOptions};
+use larder_vm::disk::{Disk, DiskConfig, DiskError};
+use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
+use larder_vm::image::{Format, ImageError, ImageOptions};
 
 use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
+use crate::pid_file;
 
 /// What vhost-user's conventions want a back-end program to say of itself (QEMU `docs/interop/vhost-user.json`).
 const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only", "blk-file"]}"#;
@@ -31,11 +32,25 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         bail!("nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both");
     }
     let signals = crate::signals::block()?;
-    let image = config.image.clone();
-    let disk = Disk::start(config)?;
-    let _pidfile = pidfile.as_deref().map(PidFile::write).transpose()?;
-    let geometry = disk.geometry();
-    tracing::info!(%image, size = %geometry.size, read_only = geometry.read_only, "serving");
+    let pidfile = pidfile.as_deref().map(pid_file::prepare).transpose()?;
+    let (image, options) = (config.image.clone(), config.options.clone());
+    let disk = Disk::start(config).map_err(|error| with_advice(error, &options))?;
+    let _pidfile = match pidfile.map(pid_file::Prepared::publish).transpose() {
+        Ok(pidfile) => pidfile,
+        Err(error) => {
+            disk.stop()?;
+            return Err(error);
+        }
+    };
+    let (geometry, places) = (disk.geometry(), disk.places().clone());
+    tracing::info!(
+        %image,
+        vhost_user_blk = places.vhost_user.map(tracing::field::display),
+        nbd = places.nbd.map(tracing::field::display),
+        size = %geometry.size,
+        read_only = geometry.read_only,
+        "serving"
+    );
     let stop = disk.stop_signal();
     std::thread::Builder::new()
         .name("larder-signals".to_owned())
@@ -104,20 +119,35 @@ fn inherited(number: RawFd) -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// A file with this process's number, removed when this is dropped.
-struct PidFile<'a>(&'a Path);
-
-impl<'a> PidFile<'a> {
-    fn write(path: &'a Path) -> anyhow::Result<Self> {
-        std::fs::write(path, format!("{}\n", std::process::id()))
-            .with_context(|| format!("cannot write --pidfile {}", path.display()))?;
-        Ok(Self(path))
+/// The error, and what the user can write to have it otherwise.
+fn with_advice(error: DiskError, options: &ImageOptions) -> anyhow::Error {
+    let advice = advice(&error, options);
+    let error = anyhow::Error::from(error);
+    match advice {
+        Some(advice) => anyhow::anyhow!("{error}; {advice}"),
+        None => error,
     }
 }
 
-impl Drop for PidFile<'_> {
-    fn drop(&mut self) {
-        // Somebody may have tidied up already.
-        let _ = std::fs::remove_file(self.0);
+fn advice(error: &DiskError, options: &ImageOptions) -> Option<&'static str> {
+    use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+    match error {
+        DiskError::Image(ImageError::OtherFormat { .. }) => Some("--format raw serves its bytes as they are"),
+        DiskError::Image(ImageError::File(OpenError::Open { source, .. })) if !options.read_only => match source.kind()
+        {
+            PermissionDenied | ReadOnlyFilesystem => Some("with --read-only it is only read"),
+            _ => None,
+        },
+        DiskError::Image(ImageError::File(OpenError::Locked {
+            source: LockError::InUse { .. },
+            ..
+        })) => Some(match options.share {
+            true => "--share is not enough: the other process must let others use it too",
+            false => "stop that first, or pass --share if both are meant to use it",
+        }),
+        DiskError::Export(ExportError::Insecure { .. }) => {
+            Some("--nbd-insecure allows it, if the network itself is protected")
+        }
+        _ => None,
     }
 }

@@ -2,6 +2,8 @@
 
 mod cli;
 mod disk_serve;
+mod log;
+mod pid_file;
 mod run;
 mod signals;
 
@@ -18,13 +20,17 @@ const EXIT_ERROR: u8 = 2;
 fn main() -> ExitCode {
     // Started as /proc/self/exe it would be called `exe` in lists of processes. Without it all else works.
     let _ = rustix::thread::set_name(c"larder");
-    let cli = Cli::try_parse().unwrap_or_else(|error| run::explain(error).exit());
+    let cli = Cli::try_parse().unwrap_or_else(|error| cli::name_what_is_no_text(run::explain(error)).exit());
+    let (filter, wrong) = log::filter();
     tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::try_from_env("LARDER_LOG").unwrap_or_else(|_| "info".into()))
+        .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
         .with_target(false)
         .init();
+    if let Some(wrong) = wrong {
+        tracing::warn!("{wrong}");
+    }
     abort_on_panic();
     let result = match cli.command {
         Command::Run(arguments) => run::run(arguments),

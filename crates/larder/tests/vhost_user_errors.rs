@@ -2,8 +2,10 @@
 
 mod support;
 
+use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
@@ -14,8 +16,10 @@ use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::wire::{self, Wire};
 use larder_bench::campaign::front_end::{FrontEnd, Options};
+use larder_bench::campaign::process::Process;
+use larder_bench::campaign::server::Server;
 use support::{
-    Mount, disk_serve, image, larder, need_root, on_disk, on_tmpfs, open_descriptors, pattern, run, serve, tool,
+    LIMIT, Mount, disk_serve, image, larder, need_root, on_disk, on_tmpfs, open_descriptors, pattern, run, serve, tool,
 };
 
 const MIB: u64 = 1 << 20;
@@ -25,13 +29,14 @@ fn text(path: &Path) -> &str {
 }
 
 /// Runs `larder disk serve` with these arguments, which must fail with all of `words` in what it says.
-fn refused(arguments: &[&str], words: &[&str]) {
+fn refused(arguments: &[&str], words: &[&str]) -> String {
     let (code, said) = run(disk_serve(arguments));
     assert_eq!(code, Some(2), "{arguments:?}: {said}");
     for word in words {
         assert!(said.contains(word), "{arguments:?} says nothing of '{word}': {said}");
     }
     assert!(!said.contains("panicked"), "{said}");
+    said
 }
 
 #[test]
@@ -52,6 +57,16 @@ fn an_image_that_cannot_be_a_disk_is_refused_with_the_reason() {
     let empty = folder.path().join("empty.raw");
     fs::File::create(&empty).expect("a file");
     serve(&empty, &["empty.raw", "is empty", "truncate -s"]);
+    let qcow2 = folder.path().join("a.qcow2");
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&qcow2), "1M"]);
+    serve(
+        &qcow2,
+        &[
+            "a.qcow2 looks like a qcow2 image",
+            "qemu-img convert -O raw",
+            "--format raw",
+        ],
+    );
     let bound = folder.path().join("bound");
     let _listener = UnixListener::bind(&bound);
     if bound.exists() {
@@ -121,7 +136,12 @@ fn a_disk_in_use_by_qemu_is_refused_and_qemu_refuses_ours() {
         .expect("a number");
     let theirs = Nbd(pid);
     let arguments = [text(&disk), "--socket", text(&socket)];
-    refused(&arguments, &["in use by another process", "stop that first"]);
+    let named = format!("in use by another process (qemu-nbd, pid {pid})");
+    let said = refused(
+        &arguments,
+        &[&named, "waiting up to 3 s", "stop that first, or pass --share"],
+    );
+    assert!(!said.contains("share=on"), "that is how others spell it: {said}");
     assert!(!socket.exists());
     drop(theirs);
     // The dying process' lock is waited for.
@@ -132,7 +152,13 @@ fn a_disk_in_use_by_qemu_is_refused_and_qemu_refuses_ours() {
         .expect("qemu-io");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("lock"), "qemu-io should have met our lock: {said}");
-    refused(&arguments, &["in use by another process"]);
+    let named = format!("in use by another process (larder, pid {})", ours.process.id());
+    refused(&arguments, &[&named, "pass --share"]);
+    let said = refused(
+        &[arguments.as_slice(), &["--share"]].concat(),
+        &[&named, "must let others use it too"],
+    );
+    assert!(!said.contains("pass --share"), "it was given: {said}");
     // Two readers go together.
     ours.stop().expect("stops");
     let _reader = serve(&disk, sockets.path(), &["--read-only"]);
@@ -180,12 +206,193 @@ fn wrong_options_are_refused_with_what_is_right() {
     with(&["--queues", "65"], &["1 to 64"]);
     with(&["--queues", "many"], &["many"]);
     with(&["--serial", "a serial number that is too long"], &["20"]);
-    with(&["--block-size", "100"], &["100", "512"]);
+    with(&["--block-size", "100"], &["100", "512 or 4096"]);
+    with(&["--block-size", "1024"], &["1024", "512 or 4096"]);
     with(&["--poll-us", "-1"], &["-1"]);
+    with(&["--poll-us", "10001"], &["10001", "at most 10000 microseconds"]);
+    with(&["--poll-us", "99999999999999999999"], &["from 0 to 10000"]);
+    with(&["--nbd-reconnect", "18446744073709551615"], &["--nbd-reconnect"]);
     with(&["--no-such-option"], &["--no-such-option"]);
-    with(&["--throttle", "nonsense"], &["nonsense"]);
+    with(&["--throttle", "nonsense"], &["nonsense", "KEY=VALUE"]);
+    with(&["--throttle", ""], &["no limit is given"]);
+    with(
+        &["--throttle", "iops=1,iops-total=2"],
+        &["iops-total has a value already"],
+    );
+    with(&["--throttle", "iops-size=4096"], &["needs a limit on requests"]);
+    with(&["--throttle", "bps=1.5G"], &["bps=1.5G", "smaller unit"]);
+    with(
+        &["--throttle", "bps=99999999999999T"],
+        &["1000000000000000 bytes", "no limit"],
+    );
     refused(&[text(&disk)], &["--socket"]);
     refused(&[], &["IMAGE"]);
+}
+
+#[test]
+fn a_disk_that_is_served_says_where_in_words_to_paste() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let with_space = sockets.path().join("a folder");
+    fs::create_dir(&with_space).expect("a folder");
+    let nbd = format!("nbd+unix:///web?socket={}", text(&sockets.path().join("nbd")));
+    let limits = "iops=1000,bps_rd=100M,write_bytes_sec=1000000,iops_size=4k";
+    let options = ["--nbd", &nbd, "--throttle", limits, "--block-size", "4096"];
+    let server = serve(&disk, &with_space, &options);
+    let line = server.process.wait_for("serving", LIMIT).expect("says so");
+    for part in [
+        format!("image={}", text(&disk)),
+        format!("vhost_user_blk='{}'", text(&server.socket)),
+        format!("nbd='{nbd}'"),
+    ] {
+        assert!(line.contains(&part), "'{part}' is not in: {line}");
+    }
+    assert_eq!(server.stop().expect("stops"), Some(0));
+}
+
+#[test]
+fn a_size_that_is_no_multiple_of_the_sectors_is_told_and_the_same_in_both_exports() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = folder.path().join("odd.raw");
+    let uri = format!("nbd+unix:///?socket={}", text(&sockets.path().join("nbd")));
+    let bytes = pattern(9, 5000);
+    fs::write(&disk, &bytes).expect("an image");
+    {
+        let server = serve(&disk, sockets.path(), &["--nbd", &uri]);
+        server.process.wait_for("no multiple of 512", LIMIT).expect("a warning");
+        let said = server.process.output();
+        assert!(said.contains("WARN") && said.contains("120 bytes larger"), "{said}");
+        assert!(said.contains("goes through the page cache"), "{said}");
+        assert!(tool("qemu-img", &["info", "-f", "raw", &uri]).contains("(5120 bytes)"));
+        let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+        assert_eq!(guest.capacity().expect("an answer"), 5120);
+        let data = guest.data();
+        let into = [Buffer {
+            address: data,
+            len: 512,
+        }];
+        assert_eq!(guest.queue().run(&Request::read(9, &into)).expect("reads").status, 0);
+        let mut tail = bytes[4608..].to_vec();
+        tail.resize(512, 0);
+        assert_eq!(guest.memory.read_vec(data, 512), tail, "zeros behind the file's end");
+        assert_eq!(
+            fs::metadata(&disk).expect("is there").len(),
+            5000,
+            "reading changes nothing"
+        );
+        assert_eq!(guest.queue().run(&Request::write(9, &into)).expect("writes").status, 0);
+        assert_eq!(
+            fs::metadata(&disk).expect("is there").len(),
+            5120,
+            "a write fills it up"
+        );
+        drop(guest);
+        server.stop().expect("stops");
+    }
+    let socket = sockets.path().join("s");
+    refused(
+        &[text(&disk), "--socket", text(&socket), "--block-size", "4096"],
+        &[
+            "no multiple of the sectors of 4096 bytes",
+            "1024 bytes",
+            "truncate -s %4096",
+        ],
+    );
+    assert!(!socket.exists());
+    tool("truncate", &["-s", "%4096", text(&disk)]);
+    let _served = serve(&disk, sockets.path(), &["--block-size", "4096"]);
+}
+
+#[test]
+fn an_image_that_shrinks_in_use_is_a_warning_with_what_it_means() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), 2 * MIB);
+    let server = serve(&disk, sockets.path(), &["--block-size", "4096"]);
+    let _guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+    let resize = |bytes| {
+        let file = fs::OpenOptions::new().write(true).open(&disk);
+        file.and_then(|file| file.set_len(bytes)).expect("is resized");
+    };
+    resize(MIB);
+    let line = server.process.wait_for("has shrunk", LIMIT).expect("says so");
+    assert!(line.contains("WARN") && line.contains("is lost"), "{line}");
+    resize(3 * MIB + 512);
+    server.process.wait_for("has grown", LIMIT).expect("says so");
+    let line = server.process.wait_for("last 512 bytes", LIMIT).expect("says so");
+    assert!(line.contains("WARN"), "{line}");
+}
+
+#[test]
+fn a_pidfile_that_cannot_be_written_is_refused_and_nothing_is_left_behind() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let socket = sockets.path().join("s");
+    let with = |pidfile: &Path, words: &[&str]| {
+        refused(
+            &[text(&disk), "--socket", text(&socket), "--pidfile", text(pidfile)],
+            words,
+        );
+        assert!(!socket.exists(), "no socket is left behind");
+    };
+    with(
+        &sockets.path().join("no/such/pid"),
+        &["--pidfile", "its folder does not exist"],
+    );
+    with(sockets.path(), &["is no file", "left alone"]);
+    with(Path::new("/dev/null"), &["/dev/null", "left alone"]);
+    // Nor is anything if the disk cannot be served.
+    let pidfile = sockets.path().join("pid");
+    fs::write(&socket, "mine").expect("a file");
+    refused(
+        &[text(&disk), "--socket", text(&socket), "--pidfile", text(&pidfile)],
+        &["is no socket"],
+    );
+    fs::remove_file(&socket).expect("is removed");
+    assert_eq!(fs::read_dir(sockets.path()).expect("a folder").count(), 0);
+    let server = serve(&disk, sockets.path(), &["--pidfile", text(&pidfile)]);
+    let number = format!("{}\n", server.process.id());
+    assert_eq!(fs::read_to_string(&pidfile).expect("is there"), number);
+    assert_eq!(server.stop().expect("stops"), Some(0));
+    assert_eq!(fs::read_dir(sockets.path()).expect("a folder").count(), 0);
+}
+
+#[test]
+fn paths_need_not_be_text_and_what_must_be_is_named() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let odd = |path: &Path, name: &[u8]| path.join(OsStr::from_bytes(name));
+    let disk = odd(folder.path(), b"d\xffsk.raw");
+    fs::write(&disk, vec![0; MIB as usize]).expect("an image");
+    let socket = odd(sockets.path(), b"s\xffcket");
+    let server = Server::start(larder(), &disk, &socket, &[]).expect("serves");
+    works(
+        &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
+        1,
+    );
+    server.stop().expect("stops");
+    let mut command = disk_serve(&[text(folder.path()), "--socket", "/tmp/never", "--serial"]);
+    command.arg(OsStr::from_bytes(b"S\xff1"));
+    let (code, said) = run(command);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("'S\u{fffd}1' is not UTF-8"), "{said}");
+}
+
+#[test]
+fn a_wrong_log_level_is_told_with_what_is_right() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let with_level = |level: &str| {
+        let mut command = disk_serve(&[text(&disk), "--socket", text(&sockets.path().join("s"))]);
+        command.env("LARDER_LOG", level);
+        Process::start(command).expect("starts")
+    };
+    let process = with_level("debgu");
+    let line = process.wait_for("LARDER_LOG=debgu", LIMIT).expect("says so");
+    assert!(line.contains("'debgu' is not a level") && line.contains("off, error, warn, info, debug, trace"));
+    process.wait_for("serving", LIMIT).expect("serves all the same");
+    drop(process);
+    let process = with_level("info,larder_block=debug");
+    process.wait_for("serving", LIMIT).expect("serves");
+    assert!(!process.output().contains("LARDER_LOG"), "{}", process.output());
 }
 
 fn works(guest: &mut FrontEnd, seed: u64) {
@@ -267,7 +474,13 @@ fn a_second_front_end_is_served_when_the_first_is_gone() {
         works(&mut guest, 3);
     });
     works(&mut first, 1);
+    server
+        .process
+        .wait_for("another front-end waits", LIMIT)
+        .expect("says so");
     works(&mut first, 2);
+    let told = server.process.output().matches("another front-end waits").count();
+    assert_eq!(told, 1, "once");
     drop(first);
     second.join().expect("served");
 }

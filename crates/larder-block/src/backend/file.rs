@@ -124,7 +124,25 @@ impl FileDevice {
         let mut geometry = self.geometry.get();
         let visible = visible_size(size, geometry.block_size, self.direct);
         if visible != geometry.size {
-            tracing::info!(image = %self.name, from = %geometry.size, to = %visible, "the size of the image has changed");
+            let (image, from) = (&self.name, geometry.size);
+            if visible < from {
+                tracing::warn!(
+                    %image, %from, to = %visible,
+                    "the image has shrunk while it is in use: what was behind its new end is lost, and requests there fail; \
+                     if this was not meant, stop the guest before it writes more"
+                );
+            } else {
+                tracing::info!(%image, %from, to = %visible, "the image has grown");
+            }
+            let cut = size.saturating_sub(visible.get());
+            if cut > 0 {
+                let unit = geometry.block_size;
+                tracing::warn!(
+                    %image,
+                    "the image's last {cut} bytes are out of reach: it is used by direct I/O, in blocks of {unit} bytes; \
+                     truncate -s %{unit} makes it larger by what is missing"
+                );
+            }
             geometry.size = visible;
             self.geometry.set(geometry);
             self.changes.announce();

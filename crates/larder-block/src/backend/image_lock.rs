@@ -8,8 +8,12 @@
 //! The locks belong to the open file description. When a server dies, the kernel drops them only after its last I/O
 //! under way has ended, so a successor that holds the exclusive lock knows that no old write can still land.
 
+mod holders;
+
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+
+pub use holders::holders;
 
 const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
@@ -60,20 +64,23 @@ impl Sharing {
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     /// Another process uses the image in a way that does not go with ours.
-    #[error("in use by another process{}: {conflict}; stop that first, or pass share=on if both are meant to use it", owner_text(*.owner))]
+    #[error("in use by another process{}: {conflict}", holders_text(holders))]
     InUse {
         /// What stands against what.
         conflict: String,
-        /// The other process, if the kernel tells.
-        owner: Option<i32>,
+        /// The other processes as `qemu-nbd, pid 4711`, as far as the kernel tells this user.
+        holders: Vec<String>,
     },
     /// The file system cannot lock.
     #[error("its file system cannot lock files: {0}")]
     Os(io::Error),
 }
 
-fn owner_text(owner: Option<i32>) -> String {
-    owner.map(|pid| format!(" (pid {pid})")).unwrap_or_default()
+fn holders_text(holders: &[String]) -> String {
+    match holders {
+        [] => String::new(),
+        holders => format!(" ({})", holders.join("; ")),
+    }
 }
 
 /// Takes the locks for `sharing` on an open image. They go when the file is closed.
@@ -109,20 +116,16 @@ fn take(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
 fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     for (bit, name) in BITS {
         let index = i64::from(bit.trailing_zeros());
-        if sharing.uses() & bit != 0
-            && let Some(owner) = holder(file, UNSHARED_BASE + index).map_err(LockError::Os)?
-        {
+        if sharing.uses() & bit != 0 && is_held(file, UNSHARED_BASE + index).map_err(LockError::Os)? {
             return Err(LockError::InUse {
                 conflict: format!("it does not let others {name}"),
-                owner,
+                holders: holders(file),
             });
         }
-        if sharing.unshared() & bit != 0
-            && let Some(owner) = holder(file, PERMISSION_BASE + index).map_err(LockError::Os)?
-        {
+        if sharing.unshared() & bit != 0 && is_held(file, PERMISSION_BASE + index).map_err(LockError::Os)? {
             return Err(LockError::InUse {
                 conflict: format!("it may {name}"),
-                owner,
+                holders: holders(file),
             });
         }
     }
@@ -148,13 +151,12 @@ fn set_lock(file: BorrowedFd<'_>, byte: i64, kind: i32) -> io::Result<()> {
     }
 }
 
-/// Whether another open file has the byte locked, and whose it is if the kernel tells (OFD locks have no owner).
-fn holder(file: BorrowedFd<'_>, byte: i64) -> io::Result<Option<Option<i32>>> {
+/// Whether another open file has the byte locked. The kernel does not say whose it is: OFD locks have no process.
+fn is_held(file: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
     let mut lock = byte_lock(byte, libc::F_WRLCK);
     // SAFETY: the descriptor is open and `lock` is a valid `struct flock` that the kernel fills in.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
         -1 => Err(io::Error::last_os_error()),
-        _ if lock.l_type == libc::F_UNLCK as libc::c_short => Ok(None),
-        _ => Ok(Some((lock.l_pid > 0).then_some(lock.l_pid))),
+        _ => Ok(lock.l_type != libc::F_UNLCK as libc::c_short),
     }
 }

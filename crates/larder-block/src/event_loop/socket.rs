@@ -430,6 +430,18 @@ impl AsFd for Socket {
 }
 
 impl Listener {
+    /// Completes once somebody waits to be accepted.
+    ///
+    /// # Errors
+    /// The kernel refuses to watch the socket.
+    pub async fn readable(&self) -> io::Result<()> {
+        let result = self.ring.poll_readable(self.descriptor.as_raw_fd()).await;
+        match result {
+            0.. => Ok(()),
+            errno => Err(io::Error::from_raw_os_error(-errno)),
+        }
+    }
+
     /// Takes over a listening socket, such as one that systemd passed or [`bind`](std::os::unix::net::UnixListener::bind) made.
     ///
     /// # Errors

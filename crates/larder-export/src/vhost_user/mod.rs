@@ -15,10 +15,13 @@ pub mod ring;
 mod session;
 
 use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::pin::pin;
 use std::rc::Rc;
+use std::task::Poll;
 
 use larder_block::event_loop::{Listener, Socket};
-use larder_block::{BlockDevice, Loop};
+use larder_block::{BlockDevice, ByteLen, Loop};
 
 pub use queue::Statistics;
 pub use session::SessionError;
@@ -48,8 +51,8 @@ pub struct VhostUserOptions {
     pub queue_size: u16,
     /// Serial number, at most 20 bytes; the guest sees it in `/dev/disk/by-id`.
     pub serial: String,
-    /// Sector size that the guest sees, in bytes: a power of two from 512 to 4096. The device's own block size is
-    /// presented if it is larger.
+    /// Sector size that the guest sees, in bytes: 512 or 4096, as disks have it. The device's own block size is
+    /// presented if it is larger. The disk's size must be a multiple of it.
     pub block_size: u32,
 }
 
@@ -74,8 +77,18 @@ pub enum OptionsError {
     Serial(String),
     #[error("queues of {0} descriptors; a queue has {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
     QueueSize(u16),
-    #[error("sectors of {0} bytes; a guest can have 512, 1024, 2048 or 4096")]
+    #[error("sectors of {0} bytes; a disk has sectors of 512 or 4096")]
     BlockSize(u32),
+    #[error(
+        "{disk} is {size}, no multiple of the sectors of {block_size} bytes that the guest is to see: it could not reach \
+         the last {rest} bytes; make the image larger (truncate -s %{block_size}), or the sectors smaller"
+    )]
+    PartOfSector {
+        disk: String,
+        size: ByteLen,
+        block_size: u32,
+        rest: u64,
+    },
 }
 
 /// Serves a disk to one front-end at a time; the next one is accepted when the last one's requests are done.
@@ -104,8 +117,18 @@ impl VhostUserServer {
             return Err(OptionsError::Serial(options.serial.clone()));
         };
         place.copy_from_slice(options.serial.as_bytes());
-        if !options.block_size.is_power_of_two() || !(512..=4096).contains(&options.block_size) {
+        if !matches!(options.block_size, 512 | 4096) {
             return Err(OptionsError::BlockSize(options.block_size));
+        }
+        let size = device.geometry().size;
+        let rest = size.get() % u64::from(options.block_size);
+        if rest > 0 {
+            return Err(OptionsError::PartOfSector {
+                disk: device.name().to_string(),
+                size,
+                block_size: options.block_size,
+                rest,
+            });
         }
         Ok(Rc::new(Self {
             on: on.clone(),
@@ -142,7 +165,26 @@ impl VhostUserServer {
     pub async fn run(&self, listener: &Listener) -> std::io::Result<()> {
         while !self.stopping.get() {
             let socket = listener.accept(&self.on).await?;
-            self.serve(socket).await;
+            let mut serving = pin!(self.serve(socket));
+            let mut next = pin!(listener.readable());
+            let mut told = false;
+            poll_fn(|context| {
+                if serving.as_mut().poll(context).is_ready() {
+                    return Poll::Ready(());
+                }
+                if !told && let Poll::Ready(result) = next.as_mut().poll(context) {
+                    told = true;
+                    // A broken listener is accept's to report.
+                    if result.is_ok() {
+                        tracing::info!(
+                            disk = %self.shared.device.name(),
+                            "another front-end waits: the disk is served to one at a time, until it disconnects"
+                        );
+                    }
+                }
+                Poll::Pending
+            })
+            .await;
         }
         Ok(())
     }
@@ -192,6 +234,7 @@ async fn announce_sizes(shared: Rc<Shared>, channel: Rc<RefCell<Option<Socket>>>
             continue;
         }
         generation = changes.generation();
+        shared.tell_of_part_of_sector();
         session::announce_size(Rc::clone(&channel)).await;
     }
 }

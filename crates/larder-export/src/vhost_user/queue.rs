@@ -45,6 +45,19 @@ impl Shared {
         geometry.size = whole - ByteOffset::ZERO;
         geometry
     }
+
+    /// Warns if the disk's new size ends within one of the guest's sectors.
+    pub(super) fn tell_of_part_of_sector(&self) {
+        let (all, seen) = (self.device.geometry().size, self.geometry().size);
+        let rest = all.get() - seen.get();
+        if rest > 0 {
+            tracing::warn!(
+                disk = %self.device.name(),
+                "the guest cannot reach the last {rest} bytes of {all}: they do not fill one of its sectors of {} bytes",
+                self.block_size
+            );
+        }
+    }
 }
 
 /// Counters of an export. They only grow.

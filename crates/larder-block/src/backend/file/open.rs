@@ -15,7 +15,8 @@ use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
 use crate::event_loop::Loop;
 
-/// How long a lock left by a dying predecessor is waited for.
+/// How long a lock is waited for. A server that was killed keeps its locks until its last I/O has ended and the kernel
+/// has taken its io_uring apart; whoever starts its successor does so at once.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Whether to go through the host's page cache.
@@ -45,8 +46,13 @@ pub struct FileOptions {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum OpenError {
-    #[error("cannot open {}: {source}{}", path.display(), hint(source))]
-    Open { path: PathBuf, source: io::Error },
+    #[error("cannot open {}: {source}{}", path.display(), hint(source, *read_only))]
+    Open {
+        path: PathBuf,
+        source: io::Error,
+        /// Only reading was wanted.
+        read_only: bool,
+    },
     #[error("{} is a {kind}; a disk image is a regular file or a block device", path.display())]
     WrongKind { path: PathBuf, kind: &'static str },
     #[error("{}: {source}", path.display())]
@@ -63,13 +69,11 @@ pub enum OpenError {
     },
 }
 
-fn hint(error: &io::Error) -> &'static str {
+fn hint(error: &io::Error, read_only: bool) -> &'static str {
     match error.kind() {
         io::ErrorKind::NotFound => "; check the path, or create the image first",
-        io::ErrorKind::PermissionDenied => {
-            "; the user that runs larder needs read and write permission (read is enough with --read-only)"
-        }
-        io::ErrorKind::ReadOnlyFilesystem => "; serve it with --read-only",
+        io::ErrorKind::PermissionDenied if read_only => "; the user that runs larder needs read permission",
+        io::ErrorKind::PermissionDenied => "; the user that runs larder needs read and write permission",
         _ => "",
     }
 }
@@ -101,6 +105,7 @@ impl FileDevice {
                 _ => OpenError::Open {
                     path: path.to_owned(),
                     source,
+                    read_only: options.read_only,
                 },
             })?;
         let kind = kind_of(&file, path)?;
@@ -114,6 +119,7 @@ impl FileDevice {
             return Err(OpenError::Open {
                 path: path.to_owned(),
                 source: io::Error::from_raw_os_error(libc::EROFS),
+                read_only: false,
             });
         }
         lock_patiently(on, &file, path, options).await?;
@@ -122,7 +128,8 @@ impl FileDevice {
         if size == 0 {
             return Err(OpenError::Empty { path: path.to_owned() });
         }
-        let direct = choose_direct(&file, kind, size, options.caching).map_err(|why| OpenError::NoDirect {
+        tell_of_odd_size(path, size, options.read_only);
+        let direct = choose_direct(&file, path, kind, size, options.caching).map_err(|why| OpenError::NoDirect {
             path: path.to_owned(),
             why,
         })?;
@@ -204,6 +211,7 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: FileOption
         (false, false) => Sharing::Exclusive,
     };
     let give_up = on.now().after(LOCK_PATIENCE);
+    let mut told = false;
     loop {
         match image_lock::lock(file.as_fd(), sharing) {
             Ok(()) => return Ok(()),
@@ -211,7 +219,17 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: FileOption
                 tracing::warn!(path = %path.display(), "the file system cannot lock: nothing keeps others off this image");
                 return Ok(());
             }
-            Err(LockError::InUse { .. }) if on.now() < give_up => on.sleep(Duration::from_millis(20)).await,
+            Err(busy @ LockError::InUse { .. }) if on.now() < give_up => {
+                if !told {
+                    let patience_s = LOCK_PATIENCE.as_secs();
+                    tracing::info!(
+                        "{}: {busy}; waiting up to {patience_s} s, in case that is a server that is ending",
+                        path.display()
+                    );
+                    told = true;
+                }
+                on.sleep(Duration::from_millis(20)).await;
+            }
             Err(source) => {
                 return Err(OpenError::Locked {
                     path: path.to_owned(),
@@ -237,25 +255,32 @@ struct Alignment {
 }
 
 /// Direct I/O with this alignment, or `None` for buffered.
-fn choose_direct(file: &File, kind: Kind, size: u64, caching: Caching) -> Result<Option<Alignment>, String> {
+fn choose_direct(
+    file: &File,
+    path: &Path,
+    kind: Kind,
+    size: u64,
+    caching: Caching,
+) -> Result<Option<Alignment>, String> {
     if caching == Caching::Buffered {
         return Ok(None);
     }
-    let choice = probe_direct(file, kind).and_then(|alignment| {
-        if size.is_multiple_of(u64::from(alignment.offset)) {
-            Ok(alignment)
-        } else {
-            Err(format!(
-                "the size ({size} bytes) is no multiple of {} bytes",
-                alignment.offset
-            ))
-        }
-    });
-    match choice {
-        Ok(alignment) => {
+    match probe_direct(file, kind) {
+        Ok(alignment) if size.is_multiple_of(u64::from(alignment.offset)) => {
             let flags = rustix::fs::fcntl_getfl(file).map_err(|error| error.to_string())?;
             rustix::fs::fcntl_setfl(file, flags | rustix::fs::OFlags::DIRECT).map_err(|error| error.to_string())?;
             Ok(Some(alignment))
+        }
+        Ok(Alignment { offset, .. }) => {
+            let why = format!("its size ({size} bytes) is no multiple of {offset} bytes");
+            if caching == Caching::Direct {
+                return Err(why);
+            }
+            tracing::info!(
+                "{}: goes through the page cache, because {why}; truncate -s %{offset} makes it larger by what is missing",
+                path.display()
+            );
+            Ok(None)
         }
         Err(why) if caching == Caching::Direct => Err(why),
         Err(why) => {
@@ -263,6 +288,22 @@ fn choose_direct(file: &File, kind: Kind, size: u64, caching: Caching) -> Result
             Ok(None)
         }
     }
+}
+
+/// A size that is no multiple of 512 is rounded up, as in QEMU. The file becomes larger when its last sector is written.
+fn tell_of_odd_size(path: &Path, size: u64, read_only: bool) {
+    let missing = size.next_multiple_of(SECTOR) - size;
+    if missing == 0 {
+        return;
+    }
+    let written = match read_only {
+        true => "",
+        false => ", and the file becomes that much larger when something is written there",
+    };
+    tracing::warn!(
+        "{}: its size ({size} bytes) is no multiple of {SECTOR}: the disk is {missing} bytes larger; they read as zeros{written}",
+        path.display()
+    );
 }
 
 fn probe_direct(file: &File, kind: Kind) -> Result<Alignment, String> {

@@ -1,0 +1,96 @@
+//! `--pidfile`: a file with this process's number, there while the disk is served.
+//!
+//! It is written under another name before anything is served, so that whatever is in the way is found then, and
+//! appears complete.
+
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+
+/// A file that is written and has another name yet; gone if this is dropped.
+pub(crate) struct Prepared {
+    path: PathBuf,
+    written: PathBuf,
+}
+
+/// The file, removed when this is dropped.
+pub(crate) struct PidFile(PathBuf);
+
+fn content() -> String {
+    format!("{}\n", std::process::id())
+}
+
+/// Writes it.
+///
+/// # Errors
+/// There cannot be such a file.
+pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if !found.is_file() => {
+            bail!(
+                "--pidfile {}: it exists and is no file; it is left alone",
+                path.display()
+            )
+        }
+        _ => {}
+    }
+    let Some(name) = path.file_name() else {
+        bail!("--pidfile '{}' is no name of a file", path.display());
+    };
+    let mut other = std::ffi::OsString::from(".");
+    other.push(name);
+    other.push(format!(".{}", std::process::id()));
+    let prepared = Prepared {
+        path: path.to_owned(),
+        written: path.with_file_name(other),
+    };
+    let failed = |error: io::Error| {
+        let why = match error.kind() {
+            io::ErrorKind::NotFound => "; its folder does not exist",
+            io::ErrorKind::PermissionDenied => "; the user that runs larder may not write to its folder",
+            _ => "",
+        };
+        anyhow::anyhow!("cannot write --pidfile {}: {error}{why}", path.display())
+    };
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o644)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(&prepared.written);
+    file.and_then(|mut file| file.write_all(content().as_bytes()))
+        .map_err(failed)?;
+    Ok(prepared)
+}
+
+impl Prepared {
+    /// Gives it its name.
+    ///
+    /// # Errors
+    /// Something has come in the way since.
+    pub(crate) fn publish(self) -> anyhow::Result<PidFile> {
+        fs::rename(&self.written, &self.path)
+            .with_context(|| format!("cannot write --pidfile {}", self.path.display()))?;
+        Ok(PidFile(self.path.clone()))
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        // It has its name by now, or goes.
+        let _ = fs::remove_file(&self.written);
+    }
+}
+
+impl Drop for PidFile {
+    fn drop(&mut self) {
+        // It may be a successor's, or gone.
+        if fs::read_to_string(&self.0).is_ok_and(|found| found == content()) {
+            let _ = fs::remove_file(&self.0);
+        }
+    }
+}
