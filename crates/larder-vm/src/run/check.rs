@@ -7,7 +7,6 @@
 use larder_block::Loop;
 use larder_block::backend::file::{Caching, OpenError};
 use larder_block::backend::image_lock::LockError;
-use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::{OptionsError, QUEUES_MAX, VhostUserOptions, VhostUserServer};
 
 use super::disk::{Cache, Disk, GivenBy};
@@ -20,8 +19,8 @@ use crate::limits::{LimitsTextError, parse_limits};
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CheckError {
-    #[error("{source}{}", advice(source, *given_by))]
-    Image { source: ImageError, given_by: GivenBy },
+    #[error("{source}{advice}")]
+    Image { source: ImageError, advice: &'static str },
     #[error(
         "disk {image}: the command line has it twice; share=on (share-rw=on at a -device) at both lets it, if that is meant"
     )]
@@ -107,8 +106,8 @@ async fn open(on: &Loop, planned: &PlannedDisk) -> Result<std::rc::Rc<VhostUserS
     })?;
     let opened = image::open(on, &disk.image, &options).await;
     let device = opened.map_err(|source| CheckError::Image {
+        advice: advice(&source, planned),
         source,
-        given_by: planned.given_by,
     })?;
     VhostUserServer::new(on, device, &vhost_user_options(disk)).map_err(|source| CheckError::Options {
         image: disk.image.clone(),
@@ -126,10 +125,7 @@ fn image_options(disk: &Disk) -> Result<ImageOptions, LimitsTextError> {
             Cache::Buffered => Caching::Buffered,
         },
         keep_space: !disk.discard,
-        limits: match disk.limits.is_empty() {
-            true => Limits::NONE,
-            false => parse_limits(&disk.limits.to_string())?,
-        },
+        limits: parse_limits(&disk.limits.to_string())?,
         ..ImageOptions::default()
     })
 }
@@ -145,24 +141,22 @@ fn vhost_user_options(disk: &Disk) -> VhostUserOptions {
 }
 
 /// `; ` and what the user can write to have it otherwise, in the words of the option that the disk is given by.
-fn advice(error: &ImageError, given_by: GivenBy) -> &'static str {
+fn advice(error: &ImageError, planned: &PlannedDisk) -> &'static str {
     use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
-    match (error, given_by) {
-        (ImageError::OtherFormat { .. }, _) => {
+    match error {
+        ImageError::OtherFormat { .. } => {
             "; if its bytes are the disk all the same, add format=raw; otherwise attach it by -drive, and QEMU serves it"
         }
-        (ImageError::File(OpenError::Open { source, .. }), _)
-            if matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
+        ImageError::File(OpenError::Open { source, .. })
+            if !planned.disk.read_only && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
         {
             "; with readonly=on it is only read"
         }
-        (
-            ImageError::File(OpenError::Locked {
-                source: LockError::InUse { .. },
-                ..
-            }),
-            given_by,
-        ) => match given_by {
+        ImageError::File(OpenError::Locked {
+            source: LockError::InUse { .. },
+            ..
+        }) => match planned.given_by {
+            _ if planned.disk.share => "; the other process must let others use it too",
             GivenBy::Option => "; share=on lets both use it, if both are meant to",
             GivenBy::Device => "; share-rw=on at its -device lets both use it, if both are meant to",
             GivenBy::Drive => {

@@ -69,11 +69,13 @@ fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
     let used_drive = drive(&used, "");
     let used_for_device = format!("if=none,id=x,format=raw,file={}", used.display());
     let [other, used] = [path("other.qcow2"), path("used.raw")];
+    let shared = format!("{used},share=on");
     for (disk, arguments, message) in [
         (Some(&other), &[][..], "other.qcow2 looks like a qcow2 image"),
         (Some(&other), &[], "add format=raw"),
         (Some(&used), &[], "in use by another process"),
         (Some(&used), &[], "share=on"),
+        (Some(&shared), &[], "the other process must let others use it too"),
         (None, &["-drive", &used_drive], "-device virtio-blk-pci,share-rw=on"),
         (
             None,
@@ -90,6 +92,7 @@ fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
             .rfind(|line| line.starts_with("larder: "))
             .unwrap_or_default();
         assert!(line.contains(message), "{message}: {said}");
+        assert!(!said.contains("--format") && !said.contains("--share"), "{said}");
         assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
     }
 }
