@@ -30,13 +30,14 @@ pub(crate) fn filter() -> (EnvFilter, Option<String>) {
 /// A word alone is a level here. To the library it could also be a part's name, which a mistyped level never means.
 fn read(value: &OsStr) -> Result<EnvFilter, String> {
     let text = value.to_str().ok_or("it is not UTF-8")?;
-    for part in text.split(',').map(str::trim) {
-        let level = part.rsplit_once('=').map_or(part, |(_, level)| level);
+    let parts: Vec<&str> = text.split(',').map(str::trim).collect();
+    for part in &parts {
+        let level = part.rsplit_once('=').map_or(*part, |(_, level)| level);
         if !LEVELS.iter().any(|known| known.eq_ignore_ascii_case(level)) {
             return Err(format!("'{level}' is not a level"));
         }
     }
-    EnvFilter::try_new(text).map_err(|error| error.to_string())
+    EnvFilter::try_new(parts.join(",")).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
