@@ -11,6 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
@@ -301,6 +302,27 @@ fn a_size_that_is_no_multiple_of_the_sectors_is_told_and_the_same_in_both_export
     assert!(!socket.exists());
     tool("truncate", &["-s", "%4096", text(&disk)]);
     let _served = serve(&disk, sockets.path(), &["--block-size", "4096"]);
+}
+
+#[test]
+fn an_export_of_an_odd_size_is_told_too() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let (disk, theirs) = (folder.path().join("odd.raw"), sockets.path().join("theirs"));
+    fs::write(&disk, pattern(9, 5000)).expect("an image");
+    let mut command = Command::new("nbdkit");
+    command.args(["--foreground", "--unix", text(&theirs), "file", text(&disk)]);
+    let _theirs = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
+    let give_up = Instant::now() + LIMIT;
+    while UnixStream::connect(&theirs).is_err() {
+        assert!(Instant::now() < give_up, "nbdkit does not listen");
+        std::thread::yield_now();
+    }
+    let uri = format!("nbd+unix:///?socket={}", text(&theirs));
+    let server = serve(Path::new(&uri), sockets.path(), &[]);
+    let said = server.process.output();
+    assert!(said.contains("120 bytes larger") && said.contains("is lost"), "{said}");
+    let guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+    assert_eq!(guest.capacity().expect("an answer"), 5120);
 }
 
 #[test]

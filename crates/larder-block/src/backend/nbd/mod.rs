@@ -152,6 +152,7 @@ impl NbdDevice {
         let export = connection.export;
         let geometry = geometry_of(&export, options.read_only);
         tracing::debug!(%uri, ?export, ?geometry, "connected");
+        tell_of_odd_size(uri, export.size, &geometry);
         let log_capacity = if export.has(TransmissionFlags::FLUSH) && !options.replay_log.is_zero() {
             options.replay_log.max(REPLAY_LOG_MIN).get()
         } else {
@@ -220,6 +221,22 @@ fn visible_size(size: u64, block_size: u32) -> ByteLen {
         ByteLen::new(size.next_multiple_of(unit))
     } else {
         ByteLen::new(size - size % unit)
+    }
+}
+
+fn tell_of_odd_size(uri: &NbdUri, size: u64, geometry: &Geometry) {
+    let (visible, unit) = (geometry.size.get(), geometry.block_size);
+    if visible > size {
+        tracing::warn!(
+            "{uri}: its size ({size} bytes) is no multiple of {SECTOR}: the disk is {} bytes larger; they read as zeros, and \
+             what is written there is lost",
+            visible - size
+        );
+    } else if visible < size {
+        tracing::warn!(
+            "{uri}: the last {} bytes are out of reach: the server wants whole blocks of {unit} bytes",
+            size - visible
+        );
     }
 }
 
