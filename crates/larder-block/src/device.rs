@@ -126,6 +126,31 @@ pub trait BlockDevice {
     /// most `limit`, none beyond its end. It may stop before the end.
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>>;
 
+    /// Makes the device at least `size` bytes long, for a format that keeps more in it. What is new reads as zeros; a
+    /// flush makes the new size durable. Unless it says otherwise a device has a fixed size, and fails a longer one
+    /// with [`Failure::NoSpace`].
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        let result = match size.get() <= self.geometry().size.get() {
+            true => Ok(()),
+            false => Err(IoError::new(
+                self.name(),
+                Operation::Grow,
+                ByteOffset::ZERO.range(size),
+                Failure::NoSpace,
+            )),
+        };
+        Box::pin(std::future::ready(result))
+    }
+
+    /// Leaves everything as if nobody had used it: flushes, and tidies up what a crash would leave untidy. No request
+    /// is under way, and none follows.
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        match self.geometry().read_only {
+            true => Box::pin(std::future::ready(Ok(()))),
+            false => Box::pin(self.flush()),
+        }
+    }
+
     /// Where changes of the size are announced.
     fn size_changes(&self) -> &SizeChanges;
 }
@@ -161,9 +186,12 @@ pub fn check_request(
 /// A request under way.
 pub struct Io<'a> {
     state: State<'a>,
-    /// Behind `state`: what still touches the buffer is gone before it is told.
-    watched: Option<Watched<'a>>,
+    /// Behind `state`: what still touches the buffer is gone before they are told.
+    watched: [Option<Watched<'a>>; WATCHES],
 }
+
+/// How many layers may watch one request without wrapping it.
+const WATCHES: usize = 2;
 
 /// Who is to be told when a request ends; for a layer that keeps others off its range until then.
 pub trait Watch {
@@ -205,19 +233,25 @@ impl<'a> Io<'a> {
     }
 
     fn new(state: State<'a>) -> Self {
-        Self { state, watched: None }
+        Self {
+            state,
+            watched: [None, None],
+        }
     }
 
     /// The same request, of whose end `watch` is told once, with `ticket`: at once if it was answered in the call. A
-    /// request has one watch at most; one that has its watch already is wrapped in a task.
+    /// request that has two watches already is wrapped in a task.
     pub fn watched(mut self, watch: &'a dyn Watch, ticket: u32) -> Self {
-        if self.watched.is_some() {
+        if self.watched.iter().all(Option::is_some) {
             let inner = self;
             self = Self::task(inner);
         }
         let watched = Watched { watch, ticket };
         if !matches!(self.state, State::Ready(_)) {
-            self.watched = Some(watched);
+            let free = self.watched.iter_mut().find(|slot| slot.is_none());
+            if let Some(slot) = free {
+                *slot = Some(watched);
+            }
         }
         self
     }
@@ -248,7 +282,7 @@ impl Future for Io<'_> {
             State::Nbd(request) => Pin::new(request).poll(context),
             State::Task(steps) => steps.as_mut().poll(context),
         });
-        self.watched = None;
+        self.watched = [None, None];
         Poll::Ready(result)
     }
 }

@@ -15,6 +15,7 @@ pub enum Operation {
     Discard,
     WriteZeroes,
     Extents,
+    Grow,
 }
 
 impl fmt::Display for Operation {
@@ -26,6 +27,7 @@ impl fmt::Display for Operation {
             Self::Discard => "discard",
             Self::WriteZeroes => "write zeroes",
             Self::Extents => "extents",
+            Self::Grow => "growth",
         })
     }
 }

@@ -6,7 +6,9 @@ use larder_block::backend::memory::MemoryDevice;
 use larder_block::backend::simulated::{Medium, Options, Random, ServiceModel, SimulatedDevice, SlowDevice};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::throttle::{Limit, Limits, Throttle};
-use larder_block::{BlockDevice, BoxFuture, ByteLen, Loop};
+use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf};
+use larder_qcow2::shape::Shape;
+use larder_qcow2::{OpenOptions, Others, Qcow2};
 
 /// A disk that a stack stands on.
 #[derive(Clone, Copy, Debug)]
@@ -144,6 +146,14 @@ pub const STACKS: &[&dyn Stack] = &[
         throttled: true,
     },
     &Memory,
+    &Qcow2Stack {
+        name: "qcow2",
+        block_size: 512,
+    },
+    &Qcow2Stack {
+        name: "qcow2-4k",
+        block_size: 4096,
+    },
 ];
 
 /// The stack of that name.
@@ -328,6 +338,111 @@ impl Stack for Memory {
     }
 
     fn is_persistent(&self) -> bool {
+        false
+    }
+}
+
+/// Images of every kind, over each other as backing files: whenever it is opened, another overlay may be put on top.
+struct Qcow2Stack {
+    name: &'static str,
+    block_size: u32,
+}
+
+impl Qcow2Stack {
+    fn file(&self, disk: &Rc<SimulatedDevice>) -> Rc<dyn BlockDevice> {
+        match self.block_size {
+            512 => Rc::clone(disk) as _,
+            _ => Rc::new(Align::new(Rc::clone(disk) as _, AlignOptions::default())),
+        }
+    }
+
+    fn shape(random: &mut Random) -> Shape {
+        let version = random.between(2, 3) as u32;
+        let extended = version == 3 && random.chance(300);
+        Shape {
+            cluster_bits: if extended { 14 } else { random.between(9, 14) as u32 },
+            extended,
+            refcount_order: if version == 3 { random.below(7) as u32 } else { 4 },
+            version,
+        }
+    }
+}
+
+async fn has_image(file: &Rc<dyn BlockDevice>) -> Outcome<bool> {
+    let mut bytes = [0; 512];
+    file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
+    Ok(bytes[..4] == larder_qcow2::header::MAGIC)
+}
+
+impl Stack for Qcow2Stack {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        let disk = Disk {
+            size: ByteLen::kib(4),
+            sector_size: 512,
+            block_size: self.block_size,
+            memory_alignment: if self.block_size == 512 { 1 } else { 512 },
+        };
+        vec![disk; random.between(1, 3) as usize]
+    }
+
+    fn format<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
+        Box::pin(async move {
+            let mut random = Random::new(disks[0].seed());
+            let size = ByteLen::new(random.between(8, 512) * 512);
+            let file = self.file(&disks[0]);
+            larder_qcow2::create(&file, Self::shape(&mut random), size).await?;
+            Ok(())
+        })
+    }
+
+    fn open<'a>(
+        &'a self,
+        on: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, Outcome<Opened>> {
+        Box::pin(async move {
+            let mut files: Vec<Rc<dyn BlockDevice>> = Vec::new();
+            let mut size = ByteLen::ZERO;
+            for disk in disks {
+                let file = self.file(disk);
+                if !has_image(&file).await? {
+                    if random.chance(500) {
+                        larder_qcow2::create(&file, Self::shape(&mut random), size).await?;
+                    } else {
+                        break;
+                    }
+                }
+                size = ByteLen::new(larder_qcow2::read_header(&file).await?.size);
+                files.push(file);
+            }
+            let last = files.len() - 1;
+            let mut top: Option<Rc<Qcow2>> = None;
+            for (index, file) in files.into_iter().enumerate() {
+                let options = OpenOptions {
+                    read_only: index < last,
+                    metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
+                };
+                let others = Others {
+                    backing: top.map(|backing| backing as _),
+                    data_file: None,
+                };
+                top = Some(Qcow2::open(on, file, others, options).await?);
+            }
+            let top = top.ok_or("no disks")?;
+            Ok(Opened::plain(top))
+        })
+    }
+
+    fn is_resizable(&self) -> bool {
+        false
+    }
+
+    fn survives_kill(&self) -> bool {
         false
     }
 }

@@ -154,7 +154,7 @@ impl Worker {
             Operation::Write => Request::Write { range, fua },
             Operation::Flush => Request::Flush,
             Operation::Discard => Request::Discard(range),
-            Operation::Extents => Request::Extents(range),
+            Operation::Extents | Operation::Grow => Request::Extents(range),
             Operation::WriteZeroes => Request::Zero {
                 range,
                 unmap: self.random.chance(500),

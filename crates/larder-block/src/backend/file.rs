@@ -149,6 +149,25 @@ impl FileDevice {
         }
     }
 
+    /// Extending a file takes no longer than a small write: no space is allocated.
+    fn grow_now(&self, size: ByteLen) -> IoResult {
+        let mut geometry = self.geometry.get();
+        let size = ByteOffset::new(size.get()).align_up(u64::from(geometry.block_size));
+        if size.get() <= geometry.size.get() {
+            return Ok(());
+        }
+        let range = ByteRange::between(ByteOffset::ZERO, size);
+        if self.kind == Kind::Block {
+            return Err(IoError::new(&self.name, Operation::Grow, range, Failure::NoSpace));
+        }
+        if let Err(error) = rustix::fs::ftruncate(&self.file, size.get()) {
+            return Err(self.error(Operation::Grow, range, error.raw_os_error()));
+        }
+        geometry.size = range.len;
+        self.geometry.set(geometry);
+        Ok(())
+    }
+
     /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros.
     fn finish_short_read(&self, range: ByteRange, buffer: ReadBuf<'_>, moved: usize) -> IoResult {
         let size = size_of(&self.file).map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
@@ -496,6 +515,10 @@ impl BlockDevice for FileDevice {
 
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         Box::pin(std::future::ready(self.extents_now(range, limit)))
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        Box::pin(std::future::ready(self.grow_now(size)))
     }
 
     fn size_changes(&self) -> &SizeChanges {

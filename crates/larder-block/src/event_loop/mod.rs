@@ -204,6 +204,11 @@ impl Loop {
         WeakLoop(Rc::downgrade(&self.0))
     }
 
+    /// Whether there is no kernel behind it.
+    pub fn is_simulated(&self) -> bool {
+        matches!(self.0.clock, Clock::Simulated(_))
+    }
+
     /// The present, in the loop's time.
     pub fn now(&self) -> LoopTime {
         self.0.now()

@@ -15,16 +15,15 @@
 //! How it fails: with the device's failure, for the whole of the request, some of whose sectors may have been changed.
 
 mod bounce;
-mod ranges;
 
 use std::rc::Rc;
 
 use bounce::BouncePool;
-use ranges::{Mode, Ranges};
 
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::range_lock::{Mode, Ranges};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// How to align.
@@ -363,6 +362,14 @@ impl BlockDevice for Align {
             return self.lower.extents(range, limit);
         }
         Box::pin(self.extents_steps(range, limit))
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        self.lower.grow(size)
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        self.lower.close()
     }
 
     fn size_changes(&self) -> &SizeChanges {

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{IoResult, Operation};
-use crate::units::{ByteOffset, ByteRange};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// A device that never gives space back, over one that may. All promises are the lower device's.
 pub struct KeepSpace(Rc<dyn BlockDevice>);
@@ -52,6 +52,14 @@ impl BlockDevice for KeepSpace {
 
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         self.0.extents(range, limit)
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        self.0.grow(size)
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        self.0.close()
     }
 
     fn size_changes(&self) -> &SizeChanges {

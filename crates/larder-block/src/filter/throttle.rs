@@ -344,6 +344,14 @@ impl BlockDevice for Throttle {
         self.lower.extents(range, limit)
     }
 
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        self.lower.grow(size)
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        self.lower.close()
+    }
+
     fn size_changes(&self) -> &SizeChanges {
         self.lower.size_changes()
     }

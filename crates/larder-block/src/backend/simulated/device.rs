@@ -28,6 +28,7 @@ use crate::units::{ByteLen, ByteOffset, ByteRange};
 /// what had ended when it was called, a FUA write no more than its own bytes and what they overwrote.
 pub struct SimulatedDevice {
     name: Rc<str>,
+    seed: u64,
     on: WeakLoop,
     geometry: Cell<Geometry>,
     latency: Cell<Latency>,
@@ -76,6 +77,7 @@ impl SimulatedDevice {
         assert!(block_size.is_power_of_two() && block_size >= medium.sector_size());
         Rc::new(Self {
             name: options.name.into(),
+            seed: options.seed,
             on: on.downgrade(),
             geometry: Cell::new(Geometry {
                 size: whole_blocks(medium.size(), block_size),
@@ -131,6 +133,11 @@ impl SimulatedDevice {
             std::mem::take(&mut state.stuck)
         };
         stuck.into_iter().for_each(Waker::wake);
+    }
+
+    /// The seed that it was opened with.
+    pub fn seed(&self) -> u64 {
+        self.seed
     }
 
     /// How many requests have failed because of a fault or at random.
@@ -553,6 +560,29 @@ impl BlockDevice for SimulatedDevice {
             return Box::pin(pending());
         }
         Box::pin(std::future::ready(self.extents_now(range, limit)))
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        Box::pin(async move {
+            let range = ByteOffset::ZERO.range(size);
+            if size.get() <= self.geometry.get().size.get() {
+                return Ok(());
+            }
+            let plan = self.plan(Operation::Grow, range);
+            let (_, end) = self.begin(&plan).await;
+            self.wait_until(end).await;
+            if let Some(failure) = plan.failure {
+                return Err(self.error(Operation::Grow, range, failure));
+            }
+            let mut geometry = self.geometry.get();
+            if size.get() > geometry.size.get() {
+                let size = ByteOffset::new(size.get()).align_up(u64::from(geometry.block_size));
+                geometry.size = ByteLen::new(size.get());
+                self.state.borrow_mut().medium.set_size(geometry.size);
+                self.geometry.set(geometry);
+            }
+            Ok(())
+        })
     }
 
     fn size_changes(&self) -> &SizeChanges {

@@ -1,7 +1,6 @@
-//! Who may change which blocks at the same time.
+//! Who may work on which ranges of a disk at the same time.
 //!
-//! A change of whole blocks shares them with others of its kind; one that reads, modifies and writes a block has it
-//! alone. Requests for blocks are served in the order in which they came, as far as they share a block, so none
+//! A range is taken together with others (a change of whole blocks), or alone (one that reads, modifies and writes). Requests for blocks are served in the order in which they came, as far as they share a block, so none
 //! starves.
 //!
 //! Invariants: two granted entries that overlap are both shared; an entry waits only for entries that came before it.
@@ -13,18 +12,18 @@ use std::task::{Poll, Waker};
 use crate::device::Watch;
 use crate::units::ByteRange;
 
-/// How blocks are to be had.
+/// How a range is to be had.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mode {
-    /// With others that change whole blocks.
+pub enum Mode {
+    /// With others that share it.
     Shared,
     /// Alone.
     Exclusive,
 }
 
-/// Which blocks are being changed, and who waits for them.
+/// Which ranges are taken, and who waits for them.
 #[derive(Default)]
-pub(super) struct Ranges {
+pub struct Ranges {
     entries: RefCell<Entries>,
 }
 
@@ -48,12 +47,12 @@ struct Entry {
 }
 
 /// Which entry; handed out again once it is left.
-pub(super) type Ticket = u32;
+pub type Ticket = u32;
 
 impl Ranges {
-    /// Takes `range`, whole blocks, to be changed together with others of its kind; `None` if it must wait. The ticket
+    /// Takes `range` to be changed together with others of its kind; `None` if it must wait. The ticket
     /// is given back through [`Watch::ended`].
-    pub(super) fn try_share(&self, range: ByteRange) -> Option<Ticket> {
+    pub fn try_share(&self, range: ByteRange) -> Option<Ticket> {
         let mut entries = self.entries.borrow_mut();
         let turn = entries.next_turn;
         if entries.exclusive > 0 && entries.must_wait(range, Mode::Shared, turn) {
@@ -62,8 +61,8 @@ impl Ranges {
         Some(entries.add(range, Mode::Shared, true))
     }
 
-    /// Takes `range`, whole blocks, once all who came before have left it.
-    pub(super) async fn enter(&self, range: ByteRange, mode: Mode) -> Held<'_> {
+    /// Takes `range` once all who came before have left it.
+    pub async fn enter(&self, range: ByteRange, mode: Mode) -> Held<'_> {
         let held = {
             let mut entries = self.entries.borrow_mut();
             let turn = entries.next_turn;
@@ -99,8 +98,8 @@ impl Watch for Ranges {
     }
 }
 
-/// Blocks that are taken until this is dropped.
-pub(super) struct Held<'a> {
+/// A range that is taken until this is dropped.
+pub struct Held<'a> {
     ranges: &'a Ranges,
     ticket: Ticket,
 }

@@ -1,0 +1,473 @@
+//! Commits: what changed in memory becomes durable in the image, in an order that a crash may cut off anywhere.
+//!
+//! 1. Refcounts, new refcount blocks, and new L2 tables are written: nothing in the image refers to them yet. A crash
+//!    leaves leaks.
+//! 2. *Barrier.* (Only with new refcount blocks: then the refcount table, and another barrier.) The guest's data is
+//!    durable too.
+//! 3. L2 slices and L1 entries are written: they refer only to what is durable. A crash leaves each sector old or new.
+//! 4. *Barrier.* Nothing in the image refers to what was freed any more: it is released.
+//!
+//! Everything is taken as it is at one moment, so that what changes meanwhile, and is not durable, stays out. What
+//! fails to be written is dirty again, and the next commit writes it.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+
+use larder_block::range_lock::{Mode, Ranges};
+use larder_block::{
+    ByteLen, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, WriteBuf, WriteFlags, ZeroFlags,
+};
+use smallvec::SmallVec;
+
+use crate::device::{NewTable, Qcow2};
+use crate::header::{self, HEADER_SECTOR, TableAt};
+use crate::map::LeafIndex;
+use crate::read::join;
+use crate::refcount::SliceIndex;
+use crate::space::Freed;
+
+/// Leaves that are written between two barriers at most: 16 MiB.
+const LEAVES_AT_ONCE: usize = 4096;
+
+/// Writes that are under way at the same time.
+const WRITES_AT_ONCE: usize = 32;
+
+/// Neighbouring pieces are written together up to this many bytes.
+const WRITE_BYTES_MAX: usize = 1 << 20;
+
+const ALONE: ByteRange = ByteRange::new(0, 1);
+
+/// Which commits there have been.
+#[derive(Default)]
+pub(crate) struct Commits {
+    lock: Ranges,
+    started: Cell<u64>,
+    /// The last one that succeeded.
+    succeeded: Cell<u64>,
+    running: Cell<bool>,
+}
+
+/// Bytes and where they go.
+type Write = (u64, Vec<u8>);
+
+/// A part of a commit: what is written around one pair of barriers.
+#[derive(Default)]
+struct Batch {
+    leaves: Vec<LeafIndex>,
+    refcount_slices: Vec<SliceIndex>,
+    refcount_blocks: BTreeSet<u64>,
+    tables: BTreeMap<u64, NewTable>,
+    moved: Option<TableAt>,
+    /// Nothing refers to these.
+    unreferenced: Vec<Write>,
+    refcount_table: Vec<Write>,
+    /// These refer to what is durable by then.
+    referring: Vec<Write>,
+}
+
+impl Commits {
+    /// Whether a flush must do more than flush the file.
+    pub(crate) fn has_work(&self, image: &Qcow2) -> bool {
+        self.running.get()
+            || !image.map.borrow().dirty().is_empty()
+            || !image.new_tables.borrow().is_empty()
+            || image.refcounts.borrow().is_dirty()
+            || image.header_uncertain.get()
+    }
+}
+
+impl Qcow2 {
+    /// Makes everything that has completed durable.
+    pub(crate) async fn commit(&self) -> IoResult {
+        let commits = &self.commits;
+        let needed = commits.started.get() + 1;
+        let _alone = commits.lock.enter(ALONE, Mode::Exclusive).await;
+        if commits.succeeded.get() >= needed {
+            return Ok(());
+        }
+        let number = commits.started.get() + 1;
+        commits.started.set(number);
+        let running = Running::begin(&commits.running);
+        let result = self.commit_alone().await;
+        drop(running);
+        match result {
+            Ok(()) => {
+                commits.succeeded.set(number);
+                Ok(())
+            }
+            Err(error) => Err(self.error(Operation::Flush, ByteRange::default(), error.failure())),
+        }
+    }
+
+    async fn commit_alone(&self) -> IoResult {
+        self.settle_header().await?;
+        let freed = Taken {
+            image: self,
+            freed: std::mem::take(&mut *self.freed.borrow_mut()),
+        };
+        let epoch = self.in_flight.next_epoch();
+        let leaves: Vec<LeafIndex> = self.map.borrow().dirty().iter().copied().collect();
+        let mut chunks = leaves.chunks(LEAVES_AT_ONCE).peekable();
+        loop {
+            let chunk = chunks.next().unwrap_or_default();
+            let last = chunks.peek().is_none();
+            let batch = Taking {
+                image: self,
+                batch: self.take(chunk, last),
+                done: false,
+            };
+            batch.write().await?;
+            if last {
+                break;
+            }
+        }
+        let freed = freed.keep();
+        if !freed.is_empty() {
+            self.released
+                .borrow_mut()
+                .extend(freed.into_iter().map(|freed| (epoch, freed)));
+            self.in_flight.ended.announce();
+        }
+        Ok(())
+    }
+
+    /// Takes what is to be written, as it is now. The L1 entries of new tables are for the `last` batch of a commit, when
+    /// all that they lead to has been written.
+    fn take(&self, leaves: &[LeafIndex], last: bool) -> Batch {
+        let shape = self.shape;
+        let mut batch = Batch::default();
+        let mut map = self.map.borrow_mut();
+        let mut new_tables = self.new_tables.borrow_mut();
+        let leaves_of_table = shape.table_bits() - shape.leaf_bits();
+        for leaf in leaves {
+            let table = leaf >> leaves_of_table;
+            let offset = self.l1.borrow()[table as usize] & crate::entry::OFFSET;
+            let within = leaf & ((1 << leaves_of_table) - 1);
+            let mut bytes = vec![0; shape.slice_len() as usize];
+            map.take_dirty(*leaf, &mut bytes);
+            let write = (offset + within * shape.slice_len(), bytes);
+            let unreferenced = new_tables.get(&table).is_some_and(|table| !table.attempted);
+            match unreferenced {
+                true => batch.unreferenced.push(write),
+                false => batch.referring.push(write),
+            }
+            batch.leaves.push(*leaf);
+        }
+        if last {
+            batch.tables = std::mem::take(&mut *new_tables);
+            let sectors: BTreeSet<u64> = batch.tables.keys().map(|index| index * 8 / 512).collect();
+            for sector in sectors {
+                batch.referring.push(self.l1_sector(sector));
+            }
+        }
+        self.take_refcounts(&mut batch);
+        batch
+    }
+
+    /// A sector of the L1 table, with no table that was made after the batch was taken.
+    fn l1_sector(&self, sector: u64) -> Write {
+        let l1 = self.l1.borrow();
+        let mut bytes = vec![0; 512];
+        let first = sector as usize * 64;
+        for (out, entry) in bytes.chunks_exact_mut(8).zip(l1.iter().skip(first)) {
+            out.copy_from_slice(&entry.to_be_bytes());
+        }
+        (self.l1_at.get().offset + sector * 512, bytes)
+    }
+
+    fn take_refcounts(&self, batch: &mut Batch) {
+        let mut refcounts = self.refcounts.borrow_mut();
+        for (slice, offset, bytes) in refcounts.take_dirty() {
+            batch.refcount_slices.push(slice);
+            batch.unreferenced.push((offset, bytes));
+        }
+        batch.refcount_blocks = std::mem::take(&mut refcounts.new_blocks);
+        batch.moved = refcounts.moves_to.take();
+        let bytes_of = |entries: &[u64], len: usize| {
+            let mut bytes = vec![0; len];
+            for (out, entry) in bytes.chunks_exact_mut(8).zip(entries) {
+                out.copy_from_slice(&entry.to_be_bytes());
+            }
+            bytes
+        };
+        if let Some(at) = batch.moved {
+            let bytes = bytes_of(refcounts.table(), at.entries as usize * 8);
+            batch.unreferenced.push((at.offset, bytes));
+            return;
+        }
+        let sectors: BTreeSet<u64> = batch.refcount_blocks.iter().map(|block| block / 64).collect();
+        for sector in sectors {
+            let entries = refcounts.table().get(sector as usize * 64..).unwrap_or_default();
+            let bytes = bytes_of(entries, 512);
+            batch
+                .refcount_table
+                .push((refcounts.table_at.offset + sector * 512, bytes));
+        }
+    }
+
+    async fn barrier(&self) -> IoResult {
+        if let Some(data_file) = &self.data_file {
+            data_file.flush().await?;
+        }
+        self.file.flush().await
+    }
+
+    async fn write_all(&self, writes: &[Write]) -> IoResult {
+        let mut merged: Vec<Write> = Vec::new();
+        let mut sorted: Vec<&Write> = writes.iter().collect();
+        sorted.sort_by_key(|(offset, _)| *offset);
+        for (offset, bytes) in sorted {
+            match merged.last_mut() {
+                Some((at, last)) if *at + last.len() as u64 == *offset && last.len() < WRITE_BYTES_MAX => {
+                    last.extend_from_slice(bytes);
+                }
+                _ => merged.push((*offset, bytes.clone())),
+            }
+        }
+        for some in merged.chunks(WRITES_AT_ONCE) {
+            let ios: SmallVec<_> = some
+                .iter()
+                .map(|(offset, bytes)| {
+                    self.file
+                        .write(ByteOffset::new(*offset), WriteBuf::new(bytes), WriteFlags::NONE)
+                })
+                .collect();
+            join(ios).await?;
+        }
+        Ok(())
+    }
+
+    /// Changes the header's first sector, durably. The commit's lock is held.
+    async fn change_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR])) -> IoResult {
+        let mut sector = *self.header.borrow();
+        change(&mut sector);
+        // If this fails, the image may have the old header or the new one.
+        self.header_uncertain.set(true);
+        self.file
+            .write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
+            .await?;
+        self.file.flush().await?;
+        *self.header.borrow_mut() = sector;
+        self.header_uncertain.set(false);
+        Ok(())
+    }
+
+    /// After a header that may have been written or not: writes the one that counts.
+    async fn settle_header(&self) -> IoResult {
+        match self.header_uncertain.get() {
+            true => self.change_header(|_| {}).await,
+            false => Ok(()),
+        }
+    }
+
+    /// What must be done before the first change of an image.
+    pub(crate) async fn before_change(&self) -> IoResult {
+        if self.autoclear_pending.get().is_none() {
+            return Ok(());
+        }
+        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let Some(bits) = self.autoclear_pending.get() else {
+            return Ok(());
+        };
+        self.change_header(|sector| header::set_autoclear(sector, bits)).await?;
+        self.autoclear_pending.set(None);
+        Ok(())
+    }
+
+    /// Makes everything durable and gives freed space back.
+    pub(crate) async fn close_steps(&self) -> IoResult {
+        if self.geometry.get().read_only {
+            return Ok(());
+        }
+        loop {
+            self.commit().await?;
+            let has_freed = !self.freed.borrow().is_empty();
+            if !self.reclaim().await? && !has_freed {
+                break;
+            }
+        }
+        self.file.close().await
+    }
+
+    /// Makes the disk larger: `size` bytes, if it has fewer.
+    pub(crate) async fn grow_steps(&self, size: ByteLen) -> IoResult {
+        let operation = |failure| self.error(Operation::Grow, ByteOffset::ZERO.range(size), failure);
+        let failed = |error: IoError| operation(error.failure());
+        if self.geometry.get().read_only {
+            return Err(operation(Failure::ReadOnly));
+        }
+        if size.get() % 512 != 0 {
+            return Err(operation(Failure::Misaligned));
+        }
+        self.before_change().await.map_err(failed)?;
+        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let mut geometry = self.geometry.get();
+        if size.get() <= geometry.size.get() {
+            return Ok(());
+        }
+        let entries = self.shape.l1_entries(size.get());
+        let mut table = self.l1_at.get();
+        let mut new_table = None;
+        if entries > table.entries {
+            if entries * 8 > header::L1_BYTES_MAX {
+                return Err(operation(Failure::NoSpace));
+            }
+            new_table = Some(self.lengthened_l1(entries).await.map_err(failed)?);
+        }
+        let old = table;
+        if let Some((at, allocation)) = new_table.take() {
+            // Even if the header cannot be written: it may refer to the table all the same.
+            allocation.keep();
+            table = at;
+        }
+        self.settle_header().await.map_err(failed)?;
+        let changed = self.change_header(|sector| {
+            header::set_size(sector, size.get());
+            header::set_l1(sector, table);
+        });
+        changed.await.map_err(failed)?;
+        if table != old {
+            self.l1_at.set(table);
+            let clusters = (old.entries * 8).div_ceil(self.shape.cluster_len());
+            if old.entries > 0 {
+                self.freed.borrow_mut().push(Freed {
+                    first: old.offset >> self.shape.cluster_bits,
+                    count: clusters,
+                });
+            }
+        }
+        self.l1.borrow_mut().resize(table.entries as usize, 0);
+        self.map
+            .borrow_mut()
+            .grow(size.get().div_ceil(self.shape.cluster_len()));
+        let added = ByteRange::between(ByteOffset::ZERO + geometry.size, ByteOffset::ZERO + size);
+        geometry.size = size;
+        self.geometry.set(geometry);
+        drop(_alone);
+        // What a longer backing file has there was never on this disk.
+        let backed = self.backed(added);
+        if !backed.is_empty() {
+            self.zero_steps(backed, ZeroFlags::default()).await.map_err(failed)?;
+        }
+        self.changes.announce();
+        Ok(())
+    }
+
+    /// Writes the L1 table, as the image has it, to where it has room for `entries`.
+    async fn lengthened_l1(&self, entries: u64) -> IoResult<(TableAt, crate::space::Allocation<'_>)> {
+        let cluster_len = self.shape.cluster_len();
+        let clusters = (entries * 8).div_ceil(cluster_len);
+        let allocation = self.allocate_run(clusters).await?;
+        let at = TableAt {
+            offset: allocation.first << self.shape.cluster_bits,
+            entries,
+        };
+        let mut bytes = vec![0; (clusters * cluster_len) as usize];
+        {
+            let l1 = self.l1.borrow();
+            let new_tables = self.new_tables.borrow();
+            for (index, (out, entry)) in bytes.chunks_exact_mut(8).zip(l1.iter()).enumerate() {
+                let durable = new_tables.get(&(index as u64)).map_or(*entry, |table| table.before);
+                out.copy_from_slice(&durable.to_be_bytes());
+            }
+        }
+        // Its clusters' refcounts must be durable before the header refers to them.
+        let mut batch = Batch::default();
+        self.take_refcounts(&mut batch);
+        batch.unreferenced.push((at.offset, bytes));
+        let batch = Taking {
+            image: self,
+            batch,
+            done: false,
+        };
+        batch.write().await?;
+        Ok((at, allocation))
+    }
+}
+
+/// Says that a commit is running.
+struct Running<'a>(&'a Cell<bool>);
+
+impl<'a> Running<'a> {
+    fn begin(running: &'a Cell<bool>) -> Self {
+        running.set(true);
+        Self(running)
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+/// Freed clusters that a commit has taken; a commit that fails or is given up puts them back.
+struct Taken<'a> {
+    image: &'a Qcow2,
+    freed: Vec<Freed>,
+}
+
+impl Taken<'_> {
+    fn keep(mut self) -> Vec<Freed> {
+        std::mem::take(&mut self.freed)
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.image.freed.borrow_mut().append(&mut self.freed);
+    }
+}
+
+/// A batch that is being written; if that fails or is given up, what it took is dirty again.
+struct Taking<'a> {
+    image: &'a Qcow2,
+    batch: Batch,
+    done: bool,
+}
+
+impl Taking<'_> {
+    async fn write(mut self) -> IoResult {
+        let (image, batch) = (self.image, &mut self.batch);
+        image.write_all(&batch.unreferenced).await?;
+        image.barrier().await?;
+        if !batch.refcount_table.is_empty() {
+            image.write_all(&batch.refcount_table).await?;
+            image.barrier().await?;
+        }
+        if let Some(at) = batch.moved {
+            let clusters = at.entries * 8 / image.shape.cluster_len();
+            image
+                .change_header(|sector| header::set_refcount_table(sector, at.offset, clusters as u32))
+                .await?;
+            image.refcounts.borrow_mut().table_at = at;
+        }
+        if !batch.referring.is_empty() {
+            batch.tables.values_mut().for_each(|table| table.attempted = true);
+            image.write_all(&batch.referring).await?;
+            image.barrier().await?;
+        }
+        self.done = true;
+        Ok(())
+    }
+}
+
+impl Drop for Taking<'_> {
+    fn drop(&mut self) {
+        let (image, batch) = (self.image, &mut self.batch);
+        let mut map = image.map.borrow_mut();
+        batch.leaves.iter().for_each(|leaf| map.written(*leaf, self.done));
+        let mut refcounts = image.refcounts.borrow_mut();
+        for slice in &batch.refcount_slices {
+            refcounts.written(*slice, self.done);
+        }
+        if self.done {
+            return;
+        }
+        refcounts.new_blocks.append(&mut batch.refcount_blocks);
+        if refcounts.table_at != batch.moved.unwrap_or(refcounts.table_at) && refcounts.moves_to.is_none() {
+            refcounts.moves_to = batch.moved;
+        }
+        image.new_tables.borrow_mut().append(&mut batch.tables);
+    }
+}

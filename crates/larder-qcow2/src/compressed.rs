@@ -1,0 +1,153 @@
+//! Compressed clusters: read whole, decompressed off the disk's thread, and kept for a while, because a guest that
+//! reads one part of a cluster soon reads the next.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoResult, Operation, ReadBuf};
+
+use crate::device::Qcow2;
+use crate::entry::{CompressedAt, Entry};
+use crate::header::Compression;
+
+/// Bytes of decompressed clusters that are kept, but at least two clusters.
+const KEPT_BYTES: u64 = 1 << 20;
+
+/// Smaller clusters are decompressed at once: handing them over takes as long.
+const IN_CALL_BYTES: u64 = 8 << 10;
+
+/// Recently decompressed clusters, by what their entry says.
+pub(crate) struct Decompressor {
+    compression: Compression,
+    kept: RefCell<VecDeque<(u64, Rc<Vec<u8>>)>>,
+}
+
+impl Decompressor {
+    pub(crate) fn new(compression: Compression) -> Self {
+        Self {
+            compression,
+            kept: RefCell::default(),
+        }
+    }
+
+    fn find(&self, word: u64) -> Option<Rc<Vec<u8>>> {
+        let kept = self.kept.borrow();
+        kept.iter()
+            .find(|(key, _)| *key == word)
+            .map(|(_, bytes)| Rc::clone(bytes))
+    }
+
+    fn keep(&self, word: u64, bytes: &Rc<Vec<u8>>) {
+        let mut kept = self.kept.borrow_mut();
+        let most = (KEPT_BYTES / bytes.len() as u64).max(2) as usize;
+        while kept.len() >= most {
+            kept.pop_front();
+        }
+        kept.push_back((word, Rc::clone(bytes)));
+    }
+}
+
+impl Qcow2 {
+    /// Reads `range`, in one compressed cluster or several that follow each other.
+    pub(crate) async fn read_compressed(&self, entry: Entry, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+        let within = (range.start.get() & (self.shape.cluster_len() - 1)) as usize;
+        let bytes = match self.decompressor.find(entry.word) {
+            Some(bytes) => bytes,
+            None => self.decompressed(entry, range).await?,
+        };
+        buffer.copy_from_slice(&bytes[within..within + range.len.as_usize()]);
+        Ok(())
+    }
+
+    async fn decompressed(&self, entry: Entry, range: ByteRange) -> IoResult<Rc<Vec<u8>>> {
+        let at = entry.compressed_at(self.shape);
+        let failed = |why: &str| {
+            tracing::error!(
+                "{}: the compressed cluster of guest offset {:#x}, at {:#x} with {} bytes, {why}; run `larder disk check`",
+                self.name,
+                range.start.get() & !(self.shape.cluster_len() - 1),
+                at.offset,
+                at.len,
+            );
+            self.error(Operation::Read, range, Failure::Invalid)
+        };
+        let packed = self
+            .read_packed(at)
+            .await?
+            .ok_or_else(|| failed("lies past the end of the file"))?;
+        let (compression, len) = (self.decompressor.compression, self.shape.cluster_len() as usize);
+        let packed = Arc::new(packed);
+        let theirs = Arc::clone(&packed);
+        let on = self
+            .on
+            .upgrade()
+            .filter(|on| len as u64 > IN_CALL_BYTES && !on.is_simulated());
+        let unpacked = match on {
+            Some(on) => on.run_blocking(move || unpack(compression, &theirs, len)).await,
+            None => Ok(unpack(compression, &packed, len)),
+        };
+        // Without a thread to be had, here.
+        let unpacked = unpacked.unwrap_or_else(|_| unpack(compression, &packed, len));
+        let bytes = Rc::new(unpacked.ok_or_else(|| failed("cannot be decompressed"))?);
+        self.decompressor.keep(entry.word, &bytes);
+        Ok(bytes)
+    }
+
+    /// The compressed bytes, and what follows them in their last sector; `None` if they are not in the file.
+    async fn read_packed(&self, at: CompressedAt) -> IoResult<Option<Vec<u8>>> {
+        let sectors = ByteRange::new(at.offset, at.len).widened(512);
+        let size = self.file.geometry().size.get();
+        if at.offset >= size {
+            return Ok(None);
+        }
+        // The count is rounded up, so the last sectors may lie behind the end.
+        let there = sectors.intersection(ByteOffset::ZERO.range(larder_block::ByteLen::new(size)));
+        let mut bytes = AlignedBuf::zeroed(there.len.as_usize());
+        self.file.read(there.start, ReadBuf::new(&mut bytes)).await?;
+        let from = (at.offset - there.start.get()) as usize;
+        Ok(Some(bytes[from..].to_vec()))
+    }
+}
+
+/// Decompresses a cluster of `len` bytes; what follows it in `packed` is ignored. `None` if it does not give that many.
+fn unpack(compression: Compression, packed: &[u8], len: usize) -> Option<Vec<u8>> {
+    let mut out = vec![0; len];
+    match compression {
+        Compression::Zlib => {
+            let mut inflate = flate2::Decompress::new(false);
+            loop {
+                let (read, written) = (inflate.total_in() as usize, inflate.total_out() as usize);
+                let status = inflate
+                    .decompress(&packed[read..], &mut out[written..], flate2::FlushDecompress::Finish)
+                    .ok()?;
+                let done = inflate.total_out() as usize;
+                if done == len {
+                    return Some(out);
+                }
+                let stuck = inflate.total_in() as usize == read && done == written;
+                if status == flate2::Status::StreamEnd || stuck {
+                    return None;
+                }
+            }
+        }
+        Compression::Zstd => {
+            use zstd::stream::raw::{Decoder, InBuffer, Operation as _, OutBuffer};
+            let mut decoder = Decoder::new().ok()?;
+            let mut input = InBuffer::around(packed);
+            let mut written = 0;
+            while written < len {
+                let mut output = OutBuffer::around(&mut out[written..]);
+                let before = input.pos();
+                decoder.run(&mut input, &mut output).ok()?;
+                let got = output.pos();
+                written += got;
+                if got == 0 && input.pos() == before {
+                    return None;
+                }
+            }
+            Some(out)
+        }
+    }
+}

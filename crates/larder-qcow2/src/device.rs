@@ -1,0 +1,256 @@
+//! The disk: what an open image consists of, and the requests that need one step only.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use larder_block::event_loop::WeakLoop;
+use larder_block::range_lock::Ranges;
+use larder_block::{
+    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Failure, Geometry, Io, IoError, IoResult,
+    Operation, ReadBuf, SizeChanges, WriteBuf, WriteFlags, ZeroFlags, check_request,
+};
+
+use crate::commit::Commits;
+use crate::compressed::Decompressor;
+use crate::entry::{Content, Entry};
+use crate::header::{HEADER_SECTOR, TableAt};
+use crate::in_flight::InFlight;
+use crate::map::{Map, MapStatistics};
+use crate::refcount::Refcounts;
+use crate::shape::Shape;
+use crate::space::{Freed, Space};
+
+/// A qcow2 image as a block device. Open it with [`crate::open`].
+pub struct Qcow2 {
+    pub(crate) name: Rc<str>,
+    pub(crate) on: WeakLoop,
+    /// The image file, with blocks of 512 bytes.
+    pub(crate) file: Rc<dyn BlockDevice>,
+    /// Where the guest's data is, if not in the image file.
+    pub(crate) data_file: Option<Rc<dyn BlockDevice>>,
+    /// What unallocated clusters hold.
+    pub(crate) backing: Option<Rc<dyn BlockDevice>>,
+    pub(crate) shape: Shape,
+    pub(crate) geometry: Cell<Geometry>,
+    /// The first sector of the header, as it is in the image.
+    pub(crate) header: RefCell<[u8; HEADER_SECTOR]>,
+    /// The image may have another header: writing one failed.
+    pub(crate) header_uncertain: Cell<bool>,
+    /// The header has autoclear bits that must be cleared before the first change.
+    pub(crate) autoclear_pending: Cell<Option<u64>>,
+    pub(crate) l1: RefCell<Vec<u64>>,
+    pub(crate) l1_at: Cell<TableAt>,
+    /// L2 tables that no durable L1 entry refers to yet.
+    pub(crate) new_tables: RefCell<BTreeMap<u64, NewTable>>,
+    pub(crate) map: RefCell<Map>,
+    pub(crate) refcounts: RefCell<Refcounts>,
+    pub(crate) space: RefCell<Space>,
+    /// Clusters that nothing in memory refers to any more, but the image may.
+    pub(crate) freed: RefCell<Vec<Freed>>,
+    /// Clusters that nothing in the image refers to either; free once the epoch has ended.
+    pub(crate) released: RefCell<Vec<(u64, Freed)>>,
+    /// Host clusters that hold metadata, sorted, as they were when the image was opened; empty if it is read-only.
+    pub(crate) metadata: Vec<u64>,
+    /// Guest clusters (as bytes) whose mapping is being changed.
+    pub(crate) mapping: Ranges,
+    /// Leaves (a byte each) that are being read.
+    pub(crate) loading: Ranges,
+    /// L2 tables (a byte each) that are being made.
+    pub(crate) tables: Ranges,
+    pub(crate) finding_space: Ranges,
+    pub(crate) reclaiming: Ranges,
+    pub(crate) commits: Commits,
+    pub(crate) in_flight: InFlight,
+    pub(crate) decompressor: Decompressor,
+    pub(crate) changes: SizeChanges,
+}
+
+/// An L2 table that the image's L1 table does not refer to yet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NewTable {
+    /// The L1 entry in the image.
+    pub(crate) before: u64,
+    /// It may be the new one already: writing it failed.
+    pub(crate) attempted: bool,
+}
+
+/// Where a part of the disk lies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) content: Content,
+    /// Where its first byte is, for data.
+    pub(crate) host: u64,
+    /// Bytes, at least 1.
+    pub(crate) len: u64,
+    /// The host cluster may be changed in place.
+    pub(crate) copied: bool,
+    /// The entry of its first cluster.
+    pub(crate) entry: Entry,
+}
+
+impl Qcow2 {
+    /// Where the guest's data is.
+    pub(crate) fn data(&self) -> &Rc<dyn BlockDevice> {
+        self.data_file.as_ref().unwrap_or(&self.file)
+    }
+
+    /// What the metadata cache holds.
+    pub fn map_statistics(&self) -> MapStatistics {
+        self.map.borrow().statistics()
+    }
+
+    /// The sizes of the image.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Looks up the beginning of `range` (not empty, on the disk): as much of it as is of one kind and lies together.
+    /// `None` if its leaf must be loaded first.
+    #[inline]
+    pub(crate) fn look_up(&self, range: ByteRange) -> Option<Piece> {
+        let shape = self.shape;
+        let start = range.start.get();
+        let within = start & (shape.cluster_len() - 1);
+        let clusters = (within + range.len.get() + shape.cluster_len() - 1) >> shape.cluster_bits;
+        let limit = usize::try_from(clusters).unwrap_or(usize::MAX);
+        let (entry, count) = self.map.borrow_mut().run_at(start >> shape.cluster_bits, limit)?;
+        let run_len = ((count as u64) << shape.cluster_bits) - within;
+        let (content, len) = if shape.extended && !entry.is_compressed() {
+            self.parts_at(entry, within, run_len)
+        } else {
+            (entry.content(shape, 0, self.data_file.is_some()), run_len)
+        };
+        Some(Piece {
+            content,
+            host: (entry.word & crate::entry::OFFSET) + within,
+            len: len.min(range.len.get()),
+            copied: entry.is_copied(),
+            entry,
+        })
+    }
+
+    /// The subclusters of a run from `within` on that are alike: their content and bytes.
+    fn parts_at(&self, entry: Entry, within: u64, run_len: u64) -> (Content, u64) {
+        let (shape, data_file) = (self.shape, self.data_file.is_some());
+        let first = (within / shape.part_len()) as u32;
+        let content = entry.content(shape, first, data_file);
+        let mut part = first + 1;
+        while part < shape.parts() && entry.content(shape, part, data_file) == content {
+            part += 1;
+        }
+        let whole = first == 0 && part == shape.parts() || entry.bitmap == crate::entry::ALL_ALLOCATED;
+        let len = match whole {
+            true => run_len,
+            false => u64::from(part) * shape.part_len() - within,
+        };
+        (content, len)
+    }
+
+    /// Where all of `range` is, if it is data that lies together and was looked up before.
+    #[inline]
+    fn direct(&self, range: ByteRange) -> Option<Piece> {
+        let piece = self.look_up(range)?;
+        let together = piece.content == Content::Data && piece.len == range.len.get();
+        (together && piece.host + piece.len <= self.data().geometry().size.get()).then_some(piece)
+    }
+
+    pub(crate) fn error(&self, operation: Operation, range: ByteRange, failure: Failure) -> IoError {
+        IoError::new(&self.name, operation, range, failure)
+    }
+
+    fn checked(&self, operation: Operation, range: ByteRange) -> IoResult {
+        check_request(&self.name, &self.geometry.get(), operation, range)
+    }
+
+    /// Whether a change may be made in place without further ado.
+    fn is_plain(&self, fua: bool) -> bool {
+        self.autoclear_pending.get().is_none() && !(fua && self.commits.has_work(self))
+    }
+}
+
+impl BlockDevice for Qcow2 {
+    fn name(&self) -> &Rc<str> {
+        &self.name
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.geometry.get()
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        let range = start.range(buffer.byte_len());
+        if let Err(error) = self.checked(Operation::Read, range) {
+            return Io::ready(Err(error));
+        }
+        if range.is_empty() {
+            return Io::ready(Ok(()));
+        }
+        match self.direct(range) {
+            Some(piece) => {
+                let ticket = self.in_flight.enter();
+                let read = self.data().read(ByteOffset::new(piece.host), buffer);
+                read.watched(&self.in_flight, ticket)
+            }
+            None => Io::task(self.read_steps(range, buffer)),
+        }
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        let range = start.range(buffer.byte_len());
+        if let Err(error) = self.checked(Operation::Write, range) {
+            return Io::ready(Err(error));
+        }
+        if range.is_empty() {
+            return Io::ready(Ok(()));
+        }
+        match self.direct(range) {
+            Some(piece) if piece.copied && self.is_plain(flags.fua) => {
+                let ticket = self.in_flight.enter();
+                let write = self.data().write(ByteOffset::new(piece.host), buffer, flags);
+                write.watched(&self.in_flight, ticket)
+            }
+            _ => Io::task(self.write_steps(range, buffer, flags)),
+        }
+    }
+
+    fn flush(&self) -> Io<'_> {
+        if self.data_file.is_none() && !self.commits.has_work(self) {
+            return self.file.flush();
+        }
+        Io::task(self.commit())
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        match self.checked(Operation::Discard, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) => Io::task(self.discard_steps(range)),
+        }
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        match self.checked(Operation::WriteZeroes, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) => Io::task(self.zero_steps(range, flags)),
+        }
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        Box::pin(async move {
+            self.checked(Operation::Extents, range)?;
+            self.extents_steps(range, limit).await
+        })
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        Box::pin(self.grow_steps(size))
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        Box::pin(self.close_steps())
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        &self.changes
+    }
+}

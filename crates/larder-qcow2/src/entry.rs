@@ -1,0 +1,164 @@
+//! L1 and L2 entries (QEMU `docs/interop/qcow2.txt`, "Cluster mapping").
+
+use crate::shape::Shape;
+
+/// The table or cluster is used once, so it may be changed in place.
+pub const COPIED: u64 = 1 << 63;
+/// The cluster is compressed.
+pub const COMPRESSED: u64 = 1 << 62;
+/// The cluster reads as zeros (standard entries only).
+pub const ZERO: u64 = 1;
+/// Where the table or cluster lies, in bytes.
+pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// All subclusters allocated.
+pub const ALL_ALLOCATED: u64 = 0xffff_ffff;
+/// All subclusters zero.
+pub const ALL_ZERO: u64 = ALL_ALLOCATED << 32;
+
+/// An L2 entry as it is on disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Entry {
+    /// The first 64 bits.
+    pub word: u64,
+    /// For extended entries the second: the low half says which subclusters are allocated, the high half which are
+    /// zero. 0 in standard entries.
+    pub bitmap: u64,
+}
+
+/// What a cluster, or a subcluster of it, holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Content {
+    /// What the backing file has, or zeros.
+    Unallocated,
+    /// Zeros.
+    Zero,
+    /// Data in the image.
+    Data,
+    /// Compressed data in the image.
+    Compressed,
+    /// The entry makes no sense.
+    Corrupt,
+}
+
+/// Where a compressed cluster lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CompressedAt {
+    /// Its first byte; may be anywhere.
+    pub offset: u64,
+    /// How many bytes it has at most.
+    pub len: u64,
+}
+
+impl Entry {
+    /// Nothing is allocated.
+    pub const UNALLOCATED: Self = Self { word: 0, bitmap: 0 };
+
+    /// Zeros without a host cluster.
+    pub const fn zero(shape: Shape) -> Self {
+        if shape.extended {
+            Self {
+                word: 0,
+                bitmap: ALL_ZERO,
+            }
+        } else {
+            Self { word: ZERO, bitmap: 0 }
+        }
+    }
+
+    /// All of a host cluster that is used once.
+    pub const fn data(shape: Shape, host: u64) -> Self {
+        Self {
+            word: host | COPIED,
+            bitmap: if shape.extended { ALL_ALLOCATED } else { 0 },
+        }
+    }
+
+    /// Whether the cluster is compressed.
+    pub const fn is_compressed(self) -> bool {
+        self.word & COMPRESSED != 0
+    }
+
+    /// The host cluster, if there is one.
+    pub const fn host(self) -> Option<u64> {
+        if self.is_compressed() || self.word & OFFSET == 0 {
+            None
+        } else {
+            Some(self.word & OFFSET)
+        }
+    }
+
+    /// Whether the host cluster belongs to this entry alone.
+    pub const fn is_copied(self) -> bool {
+        self.word & COPIED != 0
+    }
+
+    /// Where the compressed data is.
+    pub const fn compressed_at(self, shape: Shape) -> CompressedAt {
+        let bits = shape.compressed_offset_bits();
+        let offset = self.word & ((1 << bits) - 1);
+        let sectors = (self.word & !(COPIED | COMPRESSED)) >> bits;
+        CompressedAt {
+            offset,
+            // The count is of sectors beyond the one that the first byte lies in.
+            len: (sectors + 1) * 512 - (offset & 511),
+        }
+    }
+
+    /// What part `part` (of [`Shape::parts`]) holds. `data_offset_zero`: a host offset of 0 is valid, as in an external
+    /// data file.
+    pub const fn content(self, shape: Shape, part: u32, data_file: bool) -> Content {
+        if self.is_compressed() {
+            return if data_file {
+                Content::Corrupt
+            } else {
+                Content::Compressed
+            };
+        }
+        let host = self.word & OFFSET;
+        if host & (shape.cluster_len() - 1) != 0 {
+            return Content::Corrupt;
+        }
+        let has_host = host != 0 || (data_file && self.is_copied());
+        if shape.extended {
+            let allocated = self.bitmap >> part & 1 != 0;
+            let zero = self.bitmap >> (part + 32) & 1 != 0;
+            return match (allocated, zero) {
+                (true, true) => Content::Corrupt,
+                (true, false) if has_host => Content::Data,
+                (true, false) => Content::Corrupt,
+                (false, true) => Content::Zero,
+                (false, false) => Content::Unallocated,
+            };
+        }
+        if self.word & ZERO != 0 && shape.version >= 3 {
+            Content::Zero
+        } else if has_host {
+            Content::Data
+        } else {
+            Content::Unallocated
+        }
+    }
+
+    /// Whether the entry after `count` more clusters goes on where this one would: the same kind, and the host cluster
+    /// that follows.
+    pub const fn continues(self, shape: Shape, count: u64, other: Self) -> bool {
+        if self.is_compressed() || self.bitmap != other.bitmap {
+            return false;
+        }
+        if self.word & OFFSET == 0 {
+            return self.word == other.word;
+        }
+        self.word.wrapping_add(count << shape.cluster_bits) == other.word
+    }
+
+    /// The entry `count` clusters on in the same run.
+    pub const fn advanced(self, shape: Shape, count: u64) -> Self {
+        if self.word & OFFSET == 0 {
+            return self;
+        }
+        Self {
+            word: self.word.wrapping_add(count << shape.cluster_bits),
+            bitmap: self.bitmap,
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Which requests are under way, so that a cluster that they may touch is not given to somebody else.
+//!
+//! Requests are counted by epoch. A cluster that is freed in an epoch may be used again once every request of that
+//! epoch and those before it has ended.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use larder_block::SizeChanges;
+use larder_block::device::Watch;
+
+/// Epochs that can be told apart.
+const EPOCHS: usize = 16;
+
+/// Requests under way, by epoch.
+pub(crate) struct InFlight {
+    counts: [Cell<u32>; EPOCHS],
+    current: Cell<u64>,
+    /// Every epoch before this one has ended.
+    oldest: Cell<u64>,
+    /// Raised when an epoch ends.
+    pub(crate) ended: Rc<SizeChanges>,
+}
+
+/// A request that is counted until this is dropped.
+pub(crate) struct Counted<'a>(&'a InFlight, u32);
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.ended(self.1);
+    }
+}
+
+impl InFlight {
+    pub(crate) fn new() -> Self {
+        Self {
+            counts: Default::default(),
+            current: Cell::new(0),
+            oldest: Cell::new(0),
+            ended: Rc::default(),
+        }
+    }
+
+    /// Counts a request; the ticket is for [`Watch::ended`].
+    pub(crate) fn enter(&self) -> u32 {
+        let ticket = (self.current.get() % EPOCHS as u64) as u32;
+        let count = &self.counts[ticket as usize];
+        count.set(count.get() + 1);
+        ticket
+    }
+
+    /// Counts a request until the result is dropped.
+    pub(crate) fn counted(&self) -> Counted<'_> {
+        Counted(self, self.enter())
+    }
+
+    /// Begins a new epoch if there is one to spare; the one that has ended by then for what is freed now.
+    pub(crate) fn next_epoch(&self) -> u64 {
+        self.advance();
+        let epoch = self.current.get();
+        if epoch + 1 - self.oldest.get() < EPOCHS as u64 {
+            self.current.set(epoch + 1);
+        }
+        epoch
+    }
+
+    /// Whether all requests of `epoch` and those before it have ended.
+    pub(crate) fn has_ended(&self, epoch: u64) -> bool {
+        self.advance();
+        epoch < self.oldest.get()
+    }
+
+    fn advance(&self) {
+        while self.oldest.get() < self.current.get()
+            && self.counts[(self.oldest.get() % EPOCHS as u64) as usize].get() == 0
+        {
+            self.oldest.set(self.oldest.get() + 1);
+        }
+    }
+}
+
+impl Watch for InFlight {
+    fn ended(&self, ticket: u32) {
+        let count = &self.counts[ticket as usize];
+        count.set(count.get() - 1);
+        if count.get() == 0 && u64::from(ticket) != self.current.get() % EPOCHS as u64 {
+            self.ended.announce();
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! The qcow2 format (QEMU `docs/interop/qcow2.txt`, versions 2 and 3) as a block device over block devices.
+//!
+//! [`Qcow2`] is the disk. A request looks its clusters up in the [`map`], which covers the whole disk, and goes straight
+//! on to the image file; what changes the mapping is changed in memory, and [`commit`] makes it durable when the guest
+//! flushes. No look-up waits for another.
+
+pub mod entry;
+pub mod header;
+pub mod map;
+pub mod shape;
+
+mod commit;
+mod compressed;
+mod create;
+mod device;
+mod in_flight;
+mod open;
+mod read;
+mod refcount;
+mod space;
+mod write;
+mod zero;
+
+pub use create::create;
+pub use device::Qcow2;
+pub use open::{METADATA_MEMORY_DEFAULT, OpenError, OpenOptions, Others, read_header};

@@ -1,0 +1,482 @@
+//! The entries of one L2 slice in as few bytes as they allow.
+//!
+//! Four forms, the smallest that fits: one run (clusters that follow each other in the image, or are all alike), a list
+//! of runs, entries packed into 1 to 7 bytes each, or the entries as they are on disk. Every form gives back exactly
+//! the entries that went in, also ones that make no sense.
+
+use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COMPRESSED, COPIED, Entry, OFFSET, ZERO};
+use crate::shape::Shape;
+
+/// The most entries that a leaf has.
+pub const LEAF_ENTRIES_MAX: usize = 512;
+
+/// One L2 slice.
+#[derive(Default)]
+pub(super) enum Leaf {
+    /// Not read yet, or forgotten again.
+    #[default]
+    Absent,
+    /// All one run, which begins with this.
+    Run(Compact),
+    Runs(Box<[Run]>),
+    Packed(Box<Packed>),
+    Raw(Box<[Entry]>),
+}
+
+/// An entry without what follows from its kind: the kind in the low 3 bits, above them a number. For a host cluster
+/// that is its index in the image, for a compressed one the bits that say where it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Compact(u64);
+
+const KIND_BITS: u32 = 3;
+const UNALLOCATED: u64 = 0;
+const ZERO_PLAIN: u64 = 1;
+const DATA: u64 = 2;
+const DATA_SHARED: u64 = 3;
+const ZERO_HOST: u64 = 4;
+const ZERO_SHARED: u64 = 5;
+const COMPRESSED_DATA: u64 = 6;
+
+/// Runs of this many clusters, by the index of the first.
+#[derive(Clone, Copy)]
+pub(super) struct Run {
+    compact: Compact,
+    first: u16,
+}
+
+/// Entries of `width` bytes, relative to the lowest place that they name.
+pub(super) struct Packed {
+    /// Clusters.
+    base: u64,
+    width: u8,
+    /// `width` bytes an entry, little-endian, and 7 more so that 8 can be loaded anywhere.
+    bytes: Box<[u8]>,
+}
+
+impl Compact {
+    /// `None` if the entry has bits that its kind does not explain.
+    fn of(shape: Shape, entry: Entry) -> Option<Self> {
+        let Entry { word, bitmap } = entry;
+        if word & COMPRESSED != 0 {
+            let place = word & !COMPRESSED;
+            return (bitmap == 0 && place >> (64 - KIND_BITS) == 0).then_some(Self::new(COMPRESSED_DATA, place));
+        }
+        let host = word & OFFSET;
+        let copied = word & COPIED != 0;
+        let zero = match shape.extended {
+            false => word & ZERO != 0,
+            true => bitmap == ALL_ZERO,
+        };
+        let flags = match (copied, zero && !shape.extended) {
+            (true, true) => COPIED | ZERO,
+            (true, false) => COPIED,
+            (false, true) => ZERO,
+            (false, false) => 0,
+        };
+        if word != host | flags || host & (shape.cluster_len() - 1) != 0 {
+            return None;
+        }
+        let data = match (host, shape.extended) {
+            (0, _) => 0,
+            (_, false) => 0,
+            (_, true) => ALL_ALLOCATED,
+        };
+        if !zero && bitmap != data {
+            return None;
+        }
+        let kind = match (host != 0, zero, copied) {
+            (false, false, false) => UNALLOCATED,
+            (false, true, false) => ZERO_PLAIN,
+            // Offset 0 of an external data file.
+            (false, _, true) => return None,
+            (true, false, true) => DATA,
+            (true, false, false) => DATA_SHARED,
+            (true, true, true) => ZERO_HOST,
+            (true, true, false) => ZERO_SHARED,
+        };
+        Some(Self::new(kind, host >> shape.cluster_bits))
+    }
+
+    const fn new(kind: u64, number: u64) -> Self {
+        Self(number << KIND_BITS | kind)
+    }
+
+    const fn kind(self) -> u64 {
+        self.0 & ((1 << KIND_BITS) - 1)
+    }
+
+    const fn number(self) -> u64 {
+        self.0 >> KIND_BITS
+    }
+
+    const fn has_host(self) -> bool {
+        matches!(self.kind(), DATA | DATA_SHARED | ZERO_HOST | ZERO_SHARED)
+    }
+
+    const fn is_compressed(self) -> bool {
+        self.kind() == COMPRESSED_DATA
+    }
+
+    fn entry(self, shape: Shape) -> Entry {
+        let host = self.number() << shape.cluster_bits;
+        let (zero_word, zero_bitmap) = match shape.extended {
+            false => (ZERO, 0),
+            true => (0, ALL_ZERO),
+        };
+        let data_bitmap = if shape.extended { ALL_ALLOCATED } else { 0 };
+        let (word, bitmap) = match self.kind() {
+            ZERO_PLAIN => (zero_word, zero_bitmap),
+            DATA => (host | COPIED, data_bitmap),
+            DATA_SHARED => (host, data_bitmap),
+            ZERO_HOST => (host | COPIED | zero_word, zero_bitmap),
+            ZERO_SHARED => (host | zero_word, zero_bitmap),
+            COMPRESSED_DATA => (self.number() | COMPRESSED, 0),
+            _ => (0, 0),
+        };
+        Entry { word, bitmap }
+    }
+
+    /// The one `count` clusters on in the same run.
+    const fn advanced(self, count: u64) -> Self {
+        if self.has_host() {
+            Self(self.0 + (count << KIND_BITS))
+        } else {
+            self
+        }
+    }
+
+    fn continues(self, count: u64, other: Self) -> bool {
+        !self.is_compressed() && self.advanced(count) == other
+    }
+
+    /// In clusters, the lowest place that packing must be able to name.
+    fn place(self, shape: Shape) -> Option<u64> {
+        if self.is_compressed() {
+            let offset = self.number() & ((1 << shape.compressed_offset_bits()) - 1);
+            return Some(offset >> shape.cluster_bits);
+        }
+        self.has_host().then(|| self.number())
+    }
+
+    /// Its number relative to `base` (clusters), for packing. A compressed cluster's sector count goes below its offset,
+    /// so that the number stays small.
+    fn relative(self, shape: Shape, base: u64) -> u64 {
+        if self.is_compressed() {
+            let bits = shape.compressed_offset_bits();
+            let offset = self.number() & ((1 << bits) - 1);
+            let sectors = self.number() >> bits;
+            let relative = (offset - (base << shape.cluster_bits)) << (62 - bits) | sectors;
+            return relative << KIND_BITS | COMPRESSED_DATA;
+        }
+        if self.has_host() {
+            (self.number() - base) << KIND_BITS | self.kind()
+        } else {
+            self.0
+        }
+    }
+
+    fn from_relative(shape: Shape, base: u64, relative: u64) -> Self {
+        let code = Self(relative);
+        if code.is_compressed() {
+            let bits = shape.compressed_offset_bits();
+            let count_bits = 62 - bits;
+            let sectors = code.number() & ((1 << count_bits) - 1);
+            let offset = (code.number() >> count_bits) + (base << shape.cluster_bits);
+            return Self::new(COMPRESSED_DATA, sectors << bits | offset);
+        }
+        if code.has_host() {
+            Self::new(code.kind(), code.number() + base)
+        } else {
+            code
+        }
+    }
+}
+
+impl Packed {
+    fn new(shape: Shape, compacts: &[Compact]) -> Option<Self> {
+        let base = compacts
+            .iter()
+            .filter_map(|compact| compact.place(shape))
+            .min()
+            .unwrap_or(0);
+        let widest = compacts
+            .iter()
+            .map(|compact| compact.relative(shape, base))
+            .max()
+            .unwrap_or(0);
+        let width = (64 - widest.leading_zeros()).div_ceil(8).max(1) as usize;
+        // A compressed cluster far away: its shifted offset would not fit.
+        let fits = compacts
+            .iter()
+            .all(|compact| Compact::from_relative(shape, base, compact.relative(shape, base)) == *compact);
+        if width > 7 || !fits {
+            return None;
+        }
+        let mut packed = Self {
+            base,
+            width: width as u8,
+            bytes: vec![0; compacts.len() * width + 7].into(),
+        };
+        for (index, compact) in compacts.iter().enumerate() {
+            packed.store(index, compact.relative(shape, base));
+        }
+        Some(packed)
+    }
+
+    fn load(&self, shape: Shape, index: usize) -> Compact {
+        let at = index * usize::from(self.width);
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&self.bytes[at..at + 8]);
+        let relative = u64::from_le_bytes(bytes) & (u64::MAX >> (64 - 8 * u32::from(self.width)));
+        Compact::from_relative(shape, self.base, relative)
+    }
+
+    fn store(&mut self, index: usize, relative: u64) {
+        let width = usize::from(self.width);
+        let at = index * width;
+        self.bytes[at..at + width].copy_from_slice(&relative.to_le_bytes()[..width]);
+    }
+
+    /// Whether it could be stored in place.
+    fn try_set(&mut self, shape: Shape, index: usize, compact: Compact) -> bool {
+        if compact.place(shape).is_some_and(|place| place < self.base) {
+            return false;
+        }
+        let relative = compact.relative(shape, self.base);
+        let fits = relative >> (8 * u32::from(self.width)) == 0
+            && Compact::from_relative(shape, self.base, relative) == compact;
+        if fits {
+            self.store(index, relative);
+        }
+        fits
+    }
+}
+
+impl Leaf {
+    /// All entries unallocated.
+    pub(super) const UNALLOCATED: Self = Self::Run(Compact(UNALLOCATED));
+
+    pub(super) fn is_loaded(&self) -> bool {
+        !matches!(self, Self::Absent)
+    }
+
+    /// The smallest form for these entries.
+    pub(super) fn of(shape: Shape, entries: &[Entry]) -> Self {
+        let mut compacts = smallvec::SmallVec::<[Compact; LEAF_ENTRIES_MAX]>::new();
+        for entry in entries {
+            match Compact::of(shape, *entry) {
+                Some(compact) => compacts.push(compact),
+                None => return Self::Raw(entries.into()),
+            }
+        }
+        let mut runs = smallvec::SmallVec::<[Run; 64]>::new();
+        for (index, compact) in compacts.iter().enumerate() {
+            let goes_on = runs
+                .last()
+                .is_some_and(|run| run.compact.continues(index as u64 - u64::from(run.first), *compact));
+            if !goes_on {
+                runs.push(Run {
+                    compact: *compact,
+                    first: index as u16,
+                });
+            }
+        }
+        if let [run] = runs[..]
+            && !run.compact.is_compressed()
+        {
+            return Self::Run(run.compact);
+        }
+        let run_bytes = runs.len() * size_of::<Run>();
+        match Packed::new(shape, &compacts) {
+            Some(packed) if packed.bytes.len() < run_bytes => Self::Packed(Box::new(packed)),
+            _ if run_bytes < size_of_val(entries) => Self::Runs(runs[..].into()),
+            _ => Self::Raw(entries.into()),
+        }
+    }
+
+    /// Bytes on the heap.
+    pub(super) fn heap_bytes(&self) -> usize {
+        match self {
+            Self::Absent | Self::Run(_) => 0,
+            Self::Runs(runs) => size_of_val(&runs[..]),
+            Self::Packed(packed) => size_of::<Packed>() + packed.bytes.len(),
+            Self::Raw(entries) => size_of_val(&entries[..]),
+        }
+    }
+
+    /// Entry `index`, and how many follow it in the same run at least, itself included; at most `limit` are looked at.
+    pub(super) fn run_at(&self, shape: Shape, index: usize, limit: usize) -> (Entry, usize) {
+        let all = 1usize << shape.leaf_bits();
+        let limit = limit.min(all - index);
+        match self {
+            Self::Absent => (Entry::UNALLOCATED, 0),
+            Self::Run(first) => (first.advanced(index as u64).entry(shape), limit),
+            Self::Runs(runs) => {
+                let after = runs.partition_point(|run| usize::from(run.first) <= index);
+                let run = runs[after - 1];
+                let end = runs.get(after).map_or(all, |next| usize::from(next.first));
+                let entry = run.compact.advanced((index - usize::from(run.first)) as u64);
+                (entry.entry(shape), limit.min(end - index))
+            }
+            Self::Packed(packed) => {
+                let first = packed.load(shape, index);
+                let mut count = 1;
+                while count < limit && first.continues(count as u64, packed.load(shape, index + count)) {
+                    count += 1;
+                }
+                (first.entry(shape), count)
+            }
+            Self::Raw(entries) => {
+                let first = entries[index];
+                let mut count = 1;
+                while count < limit && first.continues(shape, count as u64, entries[index + count]) {
+                    count += 1;
+                }
+                (first, count)
+            }
+        }
+    }
+
+    /// Writes all entries to `entries`.
+    pub(super) fn expand(&self, shape: Shape, entries: &mut [Entry]) {
+        let mut index = 0;
+        while index < entries.len() {
+            let (first, count) = self.run_at(shape, index, entries.len() - index);
+            for step in 0..count.max(1) {
+                entries[index + step] = first.advanced(shape, step as u64);
+            }
+            index += count.max(1);
+        }
+    }
+
+    /// Changes the `count` entries from `index` on into a run that begins with `first`.
+    pub(super) fn set_run(&mut self, shape: Shape, index: usize, count: usize, first: Entry) {
+        match self {
+            Self::Packed(packed) => {
+                let in_place = (0..count).all(|step| {
+                    Compact::of(shape, first.advanced(shape, step as u64))
+                        .is_some_and(|compact| packed.try_set(shape, index + step, compact))
+                });
+                if in_place {
+                    return;
+                }
+            }
+            Self::Raw(entries) => {
+                for step in 0..count {
+                    entries[index + step] = first.advanced(shape, step as u64);
+                }
+                return;
+            }
+            Self::Absent | Self::Run(_) | Self::Runs(_) => {}
+        }
+        let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
+        let entries = &mut entries[..1 << shape.leaf_bits()];
+        self.expand(shape, entries);
+        for step in 0..count {
+            entries[index + step] = first.advanced(shape, step as u64);
+        }
+        *self = Self::of(shape, entries);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn shapes() -> impl Strategy<Value = Shape> {
+        (9u32..=21, any::<bool>()).prop_map(|(cluster_bits, extended)| Shape {
+            cluster_bits: if extended { cluster_bits.max(14) } else { cluster_bits },
+            extended,
+            refcount_order: 4,
+            version: 3,
+        })
+    }
+
+    /// Entries as images have them: runs, scattered clusters, compressed ones, and nonsense.
+    fn entry(shape: Shape) -> impl Strategy<Value = Entry> {
+        let host = (1u64..1 << 24).prop_map(move |index| index << shape.cluster_bits);
+        prop_oneof![
+            3 => Just(Entry::UNALLOCATED),
+            3 => Just(Entry::zero(shape)),
+            20 => host.clone().prop_map(move |host| Entry::data(shape, host)),
+            2 => host.clone().prop_map(move |host| Entry { word: host, ..Entry::data(shape, host) }),
+            2 => host.prop_map(move |host| {
+                let zero = Entry::zero(shape);
+                Entry { word: zero.word | host | COPIED, bitmap: zero.bitmap }
+            }),
+            2 => (0u64..1 << 40, 0u64..2).prop_map(move |(offset, sectors)| Entry {
+                word: COMPRESSED | sectors << shape.compressed_offset_bits() | offset,
+                bitmap: 0,
+            }),
+            1 => (any::<u64>(), any::<u64>()).prop_map(move |(word, bitmap)| Entry {
+                word,
+                bitmap: if shape.extended { bitmap } else { 0 },
+            }),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+        #[test]
+        fn a_leaf_gives_back_what_went_in(
+            (shape, runs, changes) in shapes().prop_flat_map(|shape| {
+                let run = (entry(shape), prop_oneof![Just(1usize), 1usize..200]);
+                let change = (any::<prop::sample::Index>(), entry(shape), 1usize..40);
+                (Just(shape), prop::collection::vec(run, 1..40), prop::collection::vec(change, 0..40))
+            }),
+        ) {
+            let all = 1usize << shape.leaf_bits();
+            let mut expected: Vec<Entry> = runs
+                .iter()
+                .flat_map(|(first, count)| (0..*count as u64).map(|step| {
+                    if first.is_compressed() { *first } else { Entry { word: first.word.wrapping_add(
+                        if first.word & OFFSET == 0 { 0 } else { step << shape.cluster_bits }), ..*first } }
+                }))
+                .take(all)
+                .collect();
+            expected.resize(all, Entry::UNALLOCATED);
+            let mut leaf = Leaf::of(shape, &expected);
+            let check = |leaf: &Leaf, expected: &[Entry]| {
+                let mut got = vec![Entry::UNALLOCATED; all];
+                leaf.expand(shape, &mut got);
+                prop_assert_eq!(&got[..], expected);
+                for index in (0..all).step_by(7) {
+                    let (first, count) = leaf.run_at(shape, index, all);
+                    prop_assert!(count >= 1);
+                    prop_assert_eq!(first, expected[index]);
+                }
+                Ok(())
+            };
+            check(&leaf, &expected)?;
+            for (at, first, count) in changes {
+                let at = at.index(all);
+                let count = match first.is_compressed() || first.word.checked_add(40 << shape.cluster_bits).is_none() {
+                    true => 1,
+                    false => count.min(all - at),
+                };
+                leaf.set_run(shape, at, count, first);
+                for step in 0..count {
+                    expected[at + step] = first.advanced(shape, step as u64);
+                }
+                check(&leaf, &expected)?;
+            }
+        }
+    }
+
+    #[test]
+    fn the_worst_fragmentation_costs_five_bytes_a_cluster() {
+        let shape = Shape {
+            cluster_bits: 16,
+            extended: false,
+            refcount_order: 4,
+            version: 3,
+        };
+        // Scattered over 16 TiB.
+        let entries: Vec<Entry> = (0..512u64)
+            .map(|index| Entry::data(shape, (1 + index * 0x9e37_79b9 % (1 << 28)) << 16))
+            .collect();
+        let leaf = Leaf::of(shape, &entries);
+        assert!(leaf.heap_bytes() <= 5 * 512, "{}", leaf.heap_bytes());
+    }
+}

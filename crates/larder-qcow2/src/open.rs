@@ -1,0 +1,304 @@
+//! Opening an image: its header and tables are read and checked before anything is believed.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::{Rc, Weak};
+
+use larder_block::range_lock::Ranges;
+use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Geometry, IoError, Loop, ReadBuf, SizeChanges};
+
+use crate::commit::Commits;
+use crate::compressed::Decompressor;
+use crate::device::Qcow2;
+use crate::entry::OFFSET;
+use crate::header::{AUTOCLEAR_RAW_DATA, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError, TableAt};
+use crate::in_flight::InFlight;
+use crate::map::Map;
+use crate::refcount::Refcounts;
+use crate::space::Space;
+
+/// How to open an image.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// Refuse changes.
+    pub read_only: bool,
+    /// What the metadata cache may hold, in bytes.
+    pub metadata_memory: ByteLen,
+}
+
+/// Enough for 3 TiB of the worst fragmentation at 64 KiB clusters, and for any contiguous disk.
+pub const METADATA_MEMORY_DEFAULT: ByteLen = ByteLen::mib(256);
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            metadata_memory: METADATA_MEMORY_DEFAULT,
+        }
+    }
+}
+
+/// The other files that an image needs, opened.
+#[derive(Default)]
+pub struct Others {
+    /// The backing file, if the header names one.
+    pub backing: Option<Rc<dyn BlockDevice>>,
+    /// The external data file, if the header says that there is one.
+    pub data_file: Option<Rc<dyn BlockDevice>>,
+}
+
+/// Why an image cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum OpenError {
+    #[error("{name}: {source}")]
+    Header { name: Rc<str>, source: HeaderError },
+    #[error("{0}")]
+    Io(#[from] IoError),
+    #[error(
+        "{name}: {what} is at {offset:#x} with {len} bytes, past the end of the file ({size:#x} bytes): the image is truncated"
+    )]
+    Truncated {
+        name: Rc<str>,
+        what: &'static str,
+        offset: u64,
+        len: u64,
+        size: u64,
+    },
+    #[error("{name}: {first} and {second} overlap: the image is corrupt")]
+    Overlap {
+        name: Rc<str>,
+        first: &'static str,
+        second: &'static str,
+    },
+    #[error("{name}: its guest data is in an external data file, which was not opened")]
+    NoDataFile { name: Rc<str> },
+    #[error("{name}: its refcounts may be wrong, because a program that writes them lazily was killed; {hint}")]
+    Dirty { name: Rc<str>, hint: &'static str },
+}
+
+/// Reads the header of the image in `file`.
+///
+/// # Errors
+/// See [`OpenError`].
+pub async fn read_header(file: &Rc<dyn BlockDevice>) -> Result<Header, OpenError> {
+    let name = file.name();
+    let refused = |source| OpenError::Header {
+        name: Rc::clone(name),
+        source,
+    };
+    let area = read_area(file).await?;
+    Header::parse(&area).map_err(refused)
+}
+
+/// The first cluster, or what there is of it.
+async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, OpenError> {
+    let size = file.geometry().size.get();
+    let read = async |len: u64| {
+        let mut bytes = AlignedBuf::zeroed(len.min(size) as usize);
+        file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
+        Ok::<_, IoError>(bytes)
+    };
+    let sector = read(HEADER_SECTOR as u64).await?;
+    let area = Header::area(&sector).map_err(|source| OpenError::Header {
+        name: Rc::clone(file.name()),
+        source,
+    })?;
+    Ok(read(area.min(HEADER_AREA_MAX)).await?)
+}
+
+impl Qcow2 {
+    /// Opens the image in `file`, a device with blocks of 512 bytes. The first request can follow at once: no more than
+    /// the header and the top-level tables is read.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub async fn open(
+        on: &Loop,
+        file: Rc<dyn BlockDevice>,
+        others: Others,
+        options: OpenOptions,
+    ) -> Result<Rc<Self>, OpenError> {
+        let name = Rc::clone(file.name());
+        let area = read_area(&file).await?;
+        let header = Header::parse(&area).map_err(|source| OpenError::Header {
+            name: Rc::clone(&name),
+            source,
+        })?;
+        let read_only = options.read_only || file.geometry().read_only;
+        if header.corrupt && !read_only {
+            return Err(OpenError::Header {
+                name,
+                source: HeaderError::Corrupt,
+            });
+        }
+        if header.dirty && !read_only {
+            return Err(OpenError::Dirty {
+                name,
+                hint: "repair it with `larder disk check --repair`",
+            });
+        }
+        if header.has_data_file && others.data_file.is_none() {
+            return Err(OpenError::NoDataFile { name });
+        }
+        let shape = header.shape;
+        check_tables(&name, &header, file.geometry().size.get())?;
+        let l1 = read_table(&file, header.l1).await?;
+        let refcount_table = match read_only {
+            true => Vec::new(),
+            false => read_table(&file, header.refcount_table).await?,
+        };
+        let metadata = match read_only {
+            true => Vec::new(),
+            false => metadata_clusters(&header, &l1, &refcount_table),
+        };
+        let file_size = file.geometry().size.get();
+        let file_clusters = file_size.div_ceil(shape.cluster_len());
+        if !read_only && file_size & (shape.cluster_len() - 1) != 0 {
+            // So that the last cluster can be used whole. A block device stays as it is.
+            let _ = file.grow(ByteLen::new(file_clusters << shape.cluster_bits)).await;
+        }
+        let data = others.data_file.as_ref().unwrap_or(&file).geometry();
+        let size = header.size & !511;
+        let geometry = Geometry {
+            size: ByteLen::new(size),
+            block_size: 512,
+            physical_block_size: data.physical_block_size,
+            discard_granularity: shape.cluster_len() as u32,
+            memory_alignment: data.memory_alignment,
+            read_only,
+            fast_zeroes: shape.version >= 3,
+        };
+        let keeps = if others.data_file.is_some() {
+            AUTOCLEAR_RAW_DATA
+        } else {
+            0
+        };
+        let kept = header.autoclear & keeps;
+        let mut sector = [0; HEADER_SECTOR];
+        sector.copy_from_slice(&area[..HEADER_SECTOR]);
+        let clusters = size.div_ceil(shape.cluster_len());
+        let memory = usize::try_from(options.metadata_memory.get()).unwrap_or(usize::MAX);
+        let image = Rc::new(Self {
+            name,
+            on: on.downgrade(),
+            file,
+            data_file: others.data_file,
+            backing: others.backing,
+            shape,
+            geometry: Cell::new(geometry),
+            header: RefCell::new(sector),
+            header_uncertain: Cell::new(false),
+            autoclear_pending: Cell::new((kept != header.autoclear).then_some(kept)),
+            l1: RefCell::new(l1),
+            l1_at: Cell::new(header.l1),
+            new_tables: RefCell::new(BTreeMap::new()),
+            map: RefCell::new(Map::new(shape, clusters, memory)),
+            refcounts: RefCell::new(Refcounts::new(shape, header.refcount_table, refcount_table)),
+            space: RefCell::new(Space::new(file_clusters)),
+            freed: RefCell::default(),
+            released: RefCell::default(),
+            metadata,
+            mapping: Ranges::default(),
+            loading: Ranges::default(),
+            tables: Ranges::default(),
+            finding_space: Ranges::default(),
+            reclaiming: Ranges::default(),
+            commits: Commits::default(),
+            in_flight: InFlight::new(),
+            decompressor: Decompressor::new(header.compression),
+            changes: SizeChanges::default(),
+        });
+        if !read_only {
+            let ended = Rc::clone(&image.in_flight.ended);
+            on.spawn(reclaim(Rc::downgrade(&image), ended));
+        }
+        Ok(image)
+    }
+}
+
+/// Gives space back whenever requests have ended that were in the way.
+async fn reclaim(image: Weak<Qcow2>, ended: Rc<SizeChanges>) {
+    loop {
+        let generation = ended.generation();
+        match image.upgrade() {
+            Some(image) => {
+                if let Err(error) = image.reclaim().await {
+                    tracing::warn!("{error}; the space of clusters that were freed is not used again for now");
+                }
+            }
+            None => return,
+        }
+        ended.after(generation).await;
+    }
+}
+
+async fn read_table(file: &Rc<dyn BlockDevice>, at: TableAt) -> Result<Vec<u64>, IoError> {
+    let mut bytes = AlignedBuf::zeroed((at.entries * 8).next_multiple_of(512) as usize);
+    if at.entries > 0 {
+        file.read(ByteOffset::new(at.offset), ReadBuf::new(&mut bytes)).await?;
+    }
+    let entries = bytes.chunks_exact(8).take(at.entries as usize).map(|bytes| {
+        let mut word = [0; 8];
+        word.copy_from_slice(bytes);
+        u64::from_be_bytes(word)
+    });
+    Ok(entries.collect())
+}
+
+fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result<(), OpenError> {
+    let cluster_len = header.shape.cluster_len();
+    let tables = [
+        ("the header", 0, cluster_len),
+        ("the L1 table", header.l1.offset, header.l1.entries * 8),
+        (
+            "the refcount table",
+            header.refcount_table.offset,
+            header.refcount_table.entries * 8,
+        ),
+    ];
+    for (index, (what, offset, len)) in tables.into_iter().enumerate() {
+        let end = (offset + len).next_multiple_of(512);
+        if len > 0 && index > 0 && end > size {
+            return Err(OpenError::Truncated {
+                name: Rc::clone(name),
+                what,
+                offset,
+                len,
+                size,
+            });
+        }
+        for (other, other_offset, other_len) in tables.into_iter().take(index) {
+            if len > 0 && other_len > 0 && offset < other_offset + other_len && other_offset < offset + len {
+                return Err(OpenError::Overlap {
+                    name: Rc::clone(name),
+                    first: other,
+                    second: what,
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The clusters that hold the header, the tables, and what they lead to; sorted.
+fn metadata_clusters(header: &Header, l1: &[u64], refcount_table: &[u64]) -> Vec<u64> {
+    let bits = header.shape.cluster_bits;
+    let clusters_of = |offset: u64, len: u64| (offset >> bits)..(offset + len).div_ceil(1 << bits);
+    let mut clusters: Vec<u64> = vec![0];
+    if header.l1.entries > 0 {
+        clusters.extend(clusters_of(header.l1.offset, header.l1.entries * 8));
+    }
+    clusters.extend(clusters_of(
+        header.refcount_table.offset,
+        header.refcount_table.entries * 8,
+    ));
+    let tables = l1.iter().chain(refcount_table).map(|entry| (entry & OFFSET) >> bits);
+    clusters.extend(tables.filter(|cluster| *cluster != 0));
+    if header.snapshots > 0 {
+        clusters.push(header.snapshots_offset >> bits);
+    }
+    clusters.sort_unstable();
+    clusters.dedup();
+    clusters
+}

@@ -1,0 +1,263 @@
+//! Requests that look: reads that need several steps, and extents.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::Poll;
+
+use larder_block::range_lock::Mode;
+use larder_block::{
+    AlignedBuf, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf,
+};
+use smallvec::SmallVec;
+
+use crate::device::{Piece, Qcow2};
+use crate::entry::{Content, Entry, OFFSET};
+use crate::map::{LEAF_ENTRIES_MAX, decode};
+
+/// Requests below that one request makes at the same time.
+type Ios<'a> = SmallVec<[Io<'a>; 4]>;
+
+/// How many of them.
+const TOGETHER_MAX: usize = 64;
+
+impl Qcow2 {
+    pub(crate) async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+        let failed = |error: IoError| self.error(Operation::Read, range, error.failure());
+        let _counted = self.in_flight.counted();
+        let mut ios = Ios::new();
+        let mut rest = range;
+        while !rest.is_empty() {
+            let piece = self.find(rest).await.map_err(failed)?;
+            let from = (rest.start - range.start).as_usize();
+            let part = buffer.slice(from, piece.len as usize);
+            let at = ByteRange::new(rest.start.get(), piece.len);
+            if let Some(io) = self.read_piece(piece, at, part)? {
+                ios.push(io);
+            }
+            if ios.len() >= TOGETHER_MAX {
+                join(std::mem::take(&mut ios)).await.map_err(failed)?;
+            }
+            rest = ByteRange::between(at.end(), range.end());
+        }
+        join(ios).await.map_err(failed)
+    }
+
+    /// Starts reading a piece that was found; `None` if it is read already.
+    fn read_piece<'a>(&'a self, piece: Piece, range: ByteRange, buffer: ReadBuf<'a>) -> IoResult<Option<Io<'a>>> {
+        match piece.content {
+            Content::Data => self.read_data(piece, range, buffer).map(Some),
+            Content::Zero => {
+                buffer.fill_zero();
+                Ok(None)
+            }
+            Content::Unallocated => Ok(self.read_backing(range, buffer)),
+            Content::Compressed => Ok(Some(Io::task(self.read_compressed(piece.entry, range, buffer)))),
+            Content::Corrupt => Err(self.corrupt_entry(Operation::Read, range, piece.entry)),
+        }
+    }
+
+    fn read_data<'a>(&'a self, piece: Piece, range: ByteRange, buffer: ReadBuf<'a>) -> IoResult<Io<'a>> {
+        let size = self.data().geometry().size.get();
+        if piece.host >= size {
+            if self.data_file.is_some() {
+                // As in a raw image that is shorter than the disk.
+                buffer.fill_zero();
+                return Ok(Io::ready(Ok(())));
+            }
+            return Err(self.corrupt_entry(Operation::Read, range, piece.entry));
+        }
+        // The last cluster may be cut off where its data ends.
+        let there = piece.len.min(size - piece.host) as usize;
+        buffer.skip(there).fill_zero();
+        Ok(self.data().read(ByteOffset::new(piece.host), buffer.slice(0, there)))
+    }
+
+    /// Starts reading what the backing file has of `range`, zeros behind its end; `None` if it has nothing.
+    pub(crate) fn read_backing<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Option<Io<'a>> {
+        let backed = self.backed(range);
+        buffer.skip(backed.len.as_usize()).fill_zero();
+        let backing = self.backing.as_ref().filter(|_| !backed.is_empty())?;
+        Some(backing.read(range.start, buffer.slice(0, backed.len.as_usize())))
+    }
+
+    /// The part of `range` that the backing file covers, which begins where `range` does.
+    pub(crate) fn backed(&self, range: ByteRange) -> ByteRange {
+        match &self.backing {
+            Some(backing) => range.intersection(ByteOffset::ZERO.range(backing.geometry().size)),
+            None => ByteRange::new(range.start.get(), 0),
+        }
+    }
+
+    /// Looks up the beginning of `range` and loads its leaf if need be.
+    pub(crate) async fn find(&self, range: ByteRange) -> IoResult<Piece> {
+        loop {
+            if let Some(piece) = self.look_up(range) {
+                return Ok(piece);
+            }
+            self.load_leaf(range.start.get() >> self.shape.cluster_bits).await?;
+        }
+    }
+
+    /// Reads the leaf of a guest cluster into the map.
+    pub(crate) async fn load_leaf(&self, cluster: u64) -> IoResult {
+        let shape = self.shape;
+        let index = self.map.borrow().leaf_of(cluster);
+        let _held = self.loading.enter(ByteRange::new(index, 1), Mode::Exclusive).await;
+        if self.map.borrow().is_loaded(index) {
+            return Ok(());
+        }
+        let table = self.l1.borrow()[(cluster >> shape.table_bits()) as usize];
+        if table & OFFSET == 0 {
+            self.map.borrow_mut().load_unallocated(index);
+            return Ok(());
+        }
+        let in_table = index & ((1 << (shape.table_bits() - shape.leaf_bits())) - 1);
+        let at = ByteRange::new((table & OFFSET) + in_table * shape.slice_len(), shape.slice_len());
+        if table & OFFSET & (shape.cluster_len() - 1) != 0 || at.end().get() > self.file.geometry().size.get() {
+            let l1_index = cluster >> shape.table_bits();
+            tracing::error!(
+                "{}: L1 entry {l1_index} points to {:#x}, which {}; run `larder disk check`",
+                self.name,
+                table & OFFSET,
+                match table & OFFSET & (shape.cluster_len() - 1) {
+                    0 => "is past the end of the file",
+                    _ => "is no multiple of the cluster size",
+                }
+            );
+            return Err(self.error(Operation::Read, at, Failure::Invalid));
+        }
+        let mut bytes = AlignedBuf::zeroed(at.len.as_usize());
+        self.file.read(at.start, ReadBuf::new(&mut bytes)).await?;
+        let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
+        let entries = &mut entries[..1 << shape.leaf_bits()];
+        decode(shape, &bytes, entries);
+        self.check_overlap(index, entries)?;
+        self.map.borrow_mut().load(index, entries);
+        Ok(())
+    }
+
+    /// Refuses entries through which the guest would change metadata.
+    fn check_overlap(&self, leaf: u64, entries: &[Entry]) -> IoResult {
+        if self.metadata.is_empty() || self.data_file.is_some() {
+            return Ok(());
+        }
+        for (index, entry) in entries.iter().enumerate() {
+            let Some(host) = entry.host().filter(|_| entry.is_copied()) else {
+                continue;
+            };
+            if self.metadata.binary_search(&(host >> self.shape.cluster_bits)).is_ok() {
+                let cluster = (leaf << self.shape.leaf_bits()) + index as u64;
+                tracing::error!(
+                    "{}: guest cluster {cluster} lies at {host:#x}, where metadata is: the image is corrupt; run `larder disk check`",
+                    self.name,
+                );
+                let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
+                return Err(self.error(Operation::Read, at, Failure::Invalid));
+            }
+        }
+        Ok(())
+    }
+
+    /// Logs an entry that makes no sense; the error of a request that met it.
+    pub(crate) fn corrupt_entry(&self, operation: Operation, range: ByteRange, entry: Entry) -> IoError {
+        let cluster = range.start.get() >> self.shape.cluster_bits;
+        let (table, index) = (
+            cluster >> self.shape.table_bits(),
+            cluster & ((1 << self.shape.table_bits()) - 1),
+        );
+        let host = entry.word & OFFSET;
+        let size = self.data().geometry().size;
+        tracing::error!(
+            "{}: entry {index} of L2 table {table} ({:#018x}) {}; run `larder disk check`",
+            self.name,
+            entry.word,
+            if host & (self.shape.cluster_len() - 1) != 0 {
+                format!("points to {host:#x}, which is no multiple of the cluster size")
+            } else if host >= size.get() {
+                format!("points to {host:#x}, past the end of the file ({:#x})", size.get())
+            } else {
+                format!("makes no sense (subclusters {:#018x})", entry.bitmap)
+            }
+        );
+        self.error(operation, range, Failure::Invalid)
+    }
+
+    pub(crate) async fn extents_steps(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
+        let _counted = self.in_flight.counted();
+        let mut found: Vec<Extent> = Vec::new();
+        let mut rest = range;
+        while !rest.is_empty() && found.len() < limit.max(1) {
+            let piece = self.find(rest).await?;
+            let at = ByteRange::new(rest.start.get(), piece.len);
+            let zero_host = piece.content == Content::Zero && piece.entry.host().is_some();
+            let kind = match piece.content {
+                Content::Unallocated => {
+                    self.unallocated_extents(at, limit, &mut found).await?;
+                    None
+                }
+                Content::Zero if zero_host => Some(ExtentKind::Zero),
+                Content::Zero => Some(ExtentKind::Hole),
+                _ => Some(ExtentKind::Data),
+            };
+            if let Some(kind) = kind {
+                push_extent(&mut found, at, kind);
+            }
+            let end = found.last().map_or(at.end(), |last| last.range.end());
+            rest = ByteRange::between(end, range.end());
+        }
+        found.truncate(limit.max(1));
+        Ok(found)
+    }
+
+    /// What the backing file has of an unallocated range, a hole behind its end.
+    async fn unallocated_extents(&self, range: ByteRange, limit: usize, found: &mut Vec<Extent>) -> IoResult {
+        let backed = self.backed(range);
+        match &self.backing {
+            Some(backing) if !backed.is_empty() => {
+                for extent in backing.extents(backed, limit).await? {
+                    push_extent(found, extent.range, extent.kind);
+                }
+                Ok(())
+            }
+            _ => {
+                push_extent(found, range, ExtentKind::Hole);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Appends, merging with the last extent if it is of the same kind.
+fn push_extent(found: &mut Vec<Extent>, range: ByteRange, kind: ExtentKind) {
+    match found.last_mut() {
+        Some(last) if last.kind == kind => last.range.len += range.len,
+        _ => found.push(Extent { range, kind }),
+    }
+}
+
+/// Waits for all; the first failure, if any.
+pub(crate) async fn join(mut ios: Ios<'_>) -> IoResult {
+    match &mut ios[..] {
+        [] => return Ok(()),
+        [only] => return only.await,
+        _ => {}
+    }
+    let mut failure = Ok(());
+    std::future::poll_fn(|context| {
+        let mut index = 0;
+        while index < ios.len() {
+            match Pin::new(&mut ios[index]).poll(context) {
+                Poll::Pending => index += 1,
+                Poll::Ready(result) => {
+                    drop(ios.swap_remove(index));
+                    if failure.is_ok() {
+                        failure = result;
+                    }
+                }
+            }
+        }
+        if ios.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    failure
+}

@@ -1,0 +1,518 @@
+//! Space in the image: finding free clusters, and giving clusters back.
+//!
+//! Free clusters are taken from a window: a run of clusters whose refcounts are known to be 0, inside the file. The next
+//! window is looked for from a cursor on, which never passes a free cluster, so that space that was given back is used
+//! again; behind the last used cluster the file grows.
+//!
+//! A cluster that is taken has its refcount raised in memory at once; that a commit may write it early is harmless (a
+//! crash then leaves a leak). A cluster that is given back goes through three stages: *freed* (nothing in memory refers
+//! to it), *released* (nothing in the image does), and free, once no request from before is under way.
+
+use std::ops::Range;
+
+use larder_block::range_lock::Mode;
+use larder_block::{AlignedBuf, ByteLen, ByteOffset, ByteRange, Failure, IoResult, Operation, ReadBuf, ZeroFlags};
+
+use crate::device::{NewTable, Qcow2};
+use crate::entry::OFFSET;
+use crate::header::TableAt;
+use crate::refcount::{Known, Space as Found};
+
+/// How many slices of refcounts are looked through before the end of the file is used instead.
+const SEARCH_SLICES_MAX: usize = 16;
+
+/// The file grows by a quarter, but no more than this, in bytes.
+const GROWTH_MAX: u64 = 16 << 20;
+
+/// The refcount table's longest length, in bytes, as in QEMU.
+const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
+
+/// Clusters that one use of has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Freed {
+    pub(crate) first: u64,
+    pub(crate) count: u64,
+}
+
+/// Where free clusters are.
+pub(crate) struct Space {
+    /// Free clusters, ready to be taken.
+    window: Range<u64>,
+    /// No cluster before this one is free, as far as is known, except those in the window.
+    cursor: u64,
+    /// From this cluster on the file reads as zeros, because nothing was ever written there.
+    untouched: u64,
+}
+
+impl Space {
+    pub(crate) fn new(file_clusters: u64) -> Self {
+        Self {
+            window: 0..0,
+            cursor: 0,
+            untouched: file_clusters,
+        }
+    }
+
+    /// Takes up to `most` clusters from the window that are alike in whether they read as zeros.
+    fn take(&mut self, most: u64) -> Option<(Range<u64>, bool)> {
+        let first = self.window.start;
+        let reads_zero = first >= self.untouched;
+        let until = if reads_zero {
+            self.window.end
+        } else {
+            self.window.end.min(self.untouched)
+        };
+        let count = most.min(until.saturating_sub(first));
+        if count == 0 {
+            return None;
+        }
+        let taken = first..first + count;
+        self.window.start = taken.end;
+        self.untouched = self.untouched.max(taken.end);
+        Some((taken, reads_zero))
+    }
+}
+
+/// Clusters that were taken. They are given back when this is dropped, unless they are kept.
+pub(crate) struct Allocation<'a> {
+    image: &'a Qcow2,
+    pub(crate) first: u64,
+    pub(crate) count: u64,
+    /// They read as zeros.
+    pub(crate) reads_zero: bool,
+    kept: bool,
+}
+
+impl Allocation<'_> {
+    /// Something refers to them now.
+    pub(crate) fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Allocation<'_> {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.image.freed.borrow_mut().push(Freed {
+                first: self.first,
+                count: self.count,
+            });
+        }
+    }
+}
+
+impl Qcow2 {
+    fn no_space(&self) -> larder_block::IoError {
+        self.error(Operation::Write, ByteRange::default(), Failure::NoSpace)
+    }
+
+    /// Takes 1 to `most` clusters that follow each other.
+    pub(crate) async fn allocate(&self, most: u64) -> IoResult<Allocation<'_>> {
+        loop {
+            let slice = match self.space.borrow().window.clone() {
+                window if window.is_empty() => None,
+                window => Some(self.refcounts.borrow().get(window.start)),
+            };
+            match slice {
+                // The window's slice was forgotten meanwhile.
+                Some(Known::Absent(slice, offset)) => self.load_refcounts(slice, offset).await?,
+                Some(Known::Is(0)) => {
+                    let taken = self.space.borrow_mut().take(most);
+                    let Some((clusters, reads_zero)) = taken else {
+                        continue;
+                    };
+                    let mut refcounts = self.refcounts.borrow_mut();
+                    clusters.clone().for_each(|cluster| refcounts.set(cluster, 1));
+                    return Ok(Allocation {
+                        image: self,
+                        first: clusters.start,
+                        count: clusters.end - clusters.start,
+                        reads_zero,
+                        kept: false,
+                    });
+                }
+                Some(Known::Is(_)) => self.space.borrow_mut().window = 0..0,
+                None => {
+                    let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+                    if self.space.borrow().window.is_empty() {
+                        self.open_window().await?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads a slice of refcounts.
+    async fn load_refcounts(&self, slice: u64, offset: u64) -> IoResult {
+        let at = ByteRange::new(offset, self.shape.slice_len());
+        if offset & (self.shape.slice_len() - 1) != 0 || at.end().get() > self.file.geometry().size.get() {
+            tracing::error!(
+                "{}: a refcount block is said to be at {offset:#x}, outside the file or not aligned; run `larder disk check`",
+                self.name
+            );
+            return Err(self.error(Operation::Read, at, Failure::Invalid));
+        }
+        let mut bytes = AlignedBuf::zeroed(at.len.as_usize());
+        self.file.read(at.start, ReadBuf::new(&mut bytes)).await?;
+        self.refcounts.borrow_mut().load(slice, &bytes);
+        Ok(())
+    }
+
+    /// Finds the next free clusters and has the file cover them.
+    async fn open_window(&self) -> IoResult {
+        let slice_clusters = 1u64 << self.shape.refcount_slice_bits();
+        let mut searched = 0;
+        let mut cursor = self.space.borrow().cursor;
+        loop {
+            if searched > SEARCH_SLICES_MAX {
+                // The rest of the search is for the next window.
+                self.space.borrow_mut().cursor = cursor;
+                let end = self.space.borrow().untouched;
+                if cursor < end {
+                    return self.open_window_at(end).await;
+                }
+            }
+            let found = self.refcounts.borrow().space(cursor, slice_clusters);
+            match found {
+                Known::Absent(slice, offset) => {
+                    searched += 1;
+                    self.load_refcounts(slice, offset).await?;
+                }
+                Known::Is(Found::Full(next)) => cursor = next,
+                Known::Is(Found::NoBlock | Found::Free(..)) => {
+                    let opened = self.open_window_at(cursor).await;
+                    if opened.is_ok() {
+                        let mut space = self.space.borrow_mut();
+                        space.cursor = space.window.end;
+                    }
+                    return opened;
+                }
+            }
+        }
+    }
+
+    /// Opens a window with the first free clusters from `from` on.
+    async fn open_window_at(&self, from: u64) -> IoResult {
+        let slice_clusters = 1u64 << self.shape.refcount_slice_bits();
+        let mut from = from;
+        loop {
+            let found = self.refcounts.borrow().space(from, slice_clusters);
+            match found {
+                Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
+                Known::Is(Found::Full(next)) => from = next,
+                Known::Is(Found::NoBlock) => self.add_refcount_block(from).await?,
+                Known::Is(Found::Free(first, count)) => {
+                    let count = self.cover(first, count).await?;
+                    self.check_free(first..first + count)?;
+                    // A commit may have given clusters back meanwhile, but taken none: only this opens windows.
+                    self.space.borrow_mut().window = first..first + count;
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Has the file cover up to `count` clusters from `first` on; how many it could.
+    async fn cover(&self, first: u64, count: u64) -> IoResult<u64> {
+        let bits = self.shape.cluster_bits;
+        let size = self.file.geometry().size.get();
+        let needed = (first + count) << bits;
+        if needed <= size {
+            return Ok(count);
+        }
+        // A window that reaches into the file only is enough, if it is not empty.
+        let step = (size / 4).clamp(1 << bits, GROWTH_MAX.max(1 << bits));
+        let at_least = (first + 1) << bits;
+        let wanted = needed.min(at_least.max(size + step)) >> bits << bits;
+        let grown = self.file.grow(ByteLen::new(wanted)).await;
+        let covered = (self.file.geometry().size.get() >> bits)
+            .saturating_sub(first)
+            .min(count);
+        match grown {
+            _ if covered > 0 => Ok(covered),
+            Ok(()) => Err(self.no_space()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Refuses to take clusters for free that are in use whatever their refcounts say.
+    fn check_free(&self, clusters: Range<u64>) -> IoResult {
+        let at = self.metadata.partition_point(|cluster| *cluster < clusters.start);
+        match self.metadata.get(at) {
+            Some(cluster) if *cluster < clusters.end => {
+                tracing::error!(
+                    "{}: cluster {cluster} holds metadata but its refcount is 0: the image is corrupt; run `larder disk check --repair`",
+                    self.name
+                );
+                Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes the refcount block for `cluster`, in which nothing is used yet, out of that cluster.
+    async fn add_refcount_block(&self, cluster: u64) -> IoResult {
+        let block = self.refcounts.borrow().block_of(cluster);
+        if block >= self.refcounts.borrow().table().len() as u64 {
+            self.lengthen_refcount_table(block + 1).await?;
+            if self.refcounts.borrow().has_block(block) {
+                return Ok(());
+            }
+        }
+        self.cover(cluster, 1).await?;
+        self.check_free(cluster..cluster + 1)?;
+        self.clear_cluster(cluster).await?;
+        self.use_as_refcount_block(block, cluster).await
+    }
+
+    /// Makes a cluster of metadata read as zeros.
+    async fn clear_cluster(&self, cluster: u64) -> IoResult {
+        let reads_zero = {
+            let mut space = self.space.borrow_mut();
+            let reads_zero = cluster >= space.untouched;
+            space.untouched = space.untouched.max(cluster + 1);
+            reads_zero
+        };
+        match reads_zero {
+            true => Ok(()),
+            false => self.write_zero_cluster(cluster).await,
+        }
+    }
+
+    pub(crate) async fn write_zero_cluster(&self, cluster: u64) -> IoResult {
+        let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
+        self.file.write_zeroes(at, ZeroFlags::default()).await
+    }
+
+    /// `cluster` is covered, cleared, and in `block`'s own part of the image.
+    async fn use_as_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
+        self.refcounts
+            .borrow_mut()
+            .add_block(block, cluster << self.shape.cluster_bits);
+        let known = self.refcounts.borrow().get(cluster);
+        if let Known::Absent(slice, _) = known {
+            // A new block reads as zeros; no need to ask the file.
+            let zeros = vec![0; self.shape.slice_len() as usize];
+            self.refcounts.borrow_mut().load(slice, &zeros);
+        }
+        self.refcounts.borrow_mut().set(cluster, 1);
+        Ok(())
+    }
+
+    /// Moves the refcount table to where it has room for `blocks` blocks at least. The commit writes it.
+    async fn lengthen_refcount_table(&self, blocks: u64) -> IoResult {
+        let per_cluster = self.shape.cluster_len() / 8;
+        let block_bits = self.shape.refcount_block_bits();
+        let first = {
+            let refcounts = self.refcounts.borrow();
+            (refcounts.table().len() as u64) << block_bits
+        };
+        // The table lies in the first part of the image that it adds, behind that part's new blocks.
+        let mut entries = (blocks + blocks / 2).next_multiple_of(per_cluster);
+        let (new_blocks, table_clusters) = loop {
+            let table_clusters = entries / per_cluster;
+            let mut new_blocks = 1;
+            while (new_blocks + table_clusters) > new_blocks << block_bits {
+                new_blocks += 1;
+            }
+            let needed = (first >> block_bits) + new_blocks;
+            if needed <= entries {
+                break (new_blocks, table_clusters);
+            }
+            entries = needed.next_multiple_of(per_cluster);
+        };
+        if entries * 8 > REFCOUNT_TABLE_BYTES_MAX {
+            tracing::error!(
+                "{}: the image cannot grow: its refcount table is as long as it may be",
+                self.name
+            );
+            return Err(self.no_space());
+        }
+        let all = new_blocks + table_clusters;
+        let size = (first + all) << self.shape.cluster_bits;
+        self.file.grow(ByteLen::new(size)).await?;
+        for cluster in first..first + new_blocks {
+            self.clear_cluster(cluster).await?;
+        }
+        {
+            let mut space = self.space.borrow_mut();
+            space.untouched = space.untouched.max(first + all);
+        }
+        let mut refcounts = self.refcounts.borrow_mut();
+        let old = refcounts.moves_to.unwrap_or(refcounts.table_at);
+        refcounts.lengthen(entries);
+        for index in 0..new_blocks {
+            let block = (first >> block_bits) + index;
+            refcounts.add_block(block, (first + index) << self.shape.cluster_bits);
+        }
+        let zeros = vec![0; self.shape.slice_len() as usize];
+        for cluster in first..first + all {
+            if let Known::Absent(slice, _) = refcounts.get(cluster) {
+                refcounts.load(slice, &zeros);
+            }
+            refcounts.set(cluster, 1);
+        }
+        refcounts.moves_to = Some(TableAt {
+            offset: (first + new_blocks) << self.shape.cluster_bits,
+            entries,
+        });
+        self.freed.borrow_mut().push(Freed {
+            first: old.offset >> self.shape.cluster_bits,
+            count: old.entries.div_ceil(per_cluster),
+        });
+        Ok(())
+    }
+
+    /// Takes `count` clusters in a row, behind all others.
+    pub(crate) async fn allocate_run(&self, count: u64) -> IoResult<Allocation<'_>> {
+        let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+        loop {
+            let first = self.space.borrow().untouched;
+            let missing = {
+                let refcounts = self.refcounts.borrow();
+                let (from, to) = (refcounts.block_of(first), refcounts.block_of(first + count - 1));
+                (from..=to).find(|block| !refcounts.has_block(*block))
+            };
+            if let Some(block) = missing {
+                // Its first cluster, or where the run would begin; either way the run moves on.
+                let cluster = first.max(block << self.shape.refcount_block_bits());
+                self.add_refcount_block(cluster).await?;
+                continue;
+            }
+            self.file
+                .grow(ByteLen::new((first + count) << self.shape.cluster_bits))
+                .await?;
+            for cluster in first..first + count {
+                while let Known::Absent(slice, offset) = {
+                    let refcounts = self.refcounts.borrow();
+                    refcounts.get(cluster)
+                } {
+                    self.load_refcounts(slice, offset).await?;
+                }
+                // Behind the end of the file as it was, so free; a slice at a time, so no slice is forgotten.
+                self.refcounts.borrow_mut().set(cluster, 1);
+            }
+            let mut space = self.space.borrow_mut();
+            space.untouched = first + count;
+            if space.window.end > first {
+                space.window.end = first.max(space.window.start);
+            }
+            return Ok(Allocation {
+                image: self,
+                first,
+                count,
+                reads_zero: true,
+                kept: false,
+            });
+        }
+    }
+
+    /// Has the active L2 table `index` exist and belong to the active L1 table alone.
+    pub(crate) async fn own_table(&self, index: u64) -> IoResult {
+        let entry = |image: &Self| image.l1.borrow()[index as usize];
+        if entry(self) & crate::entry::COPIED != 0 {
+            return Ok(());
+        }
+        let _held = self.tables.enter(ByteRange::new(index, 1), Mode::Exclusive).await;
+        let old = entry(self);
+        if old & crate::entry::COPIED != 0 {
+            return Ok(());
+        }
+        let new = self.allocate(1).await?;
+        let at = ByteOffset::new(new.first << self.shape.cluster_bits);
+        if old & OFFSET == 0 {
+            if !new.reads_zero {
+                self.write_zero_cluster(new.first).await?;
+            }
+        } else {
+            // A snapshot has it too. No leaf of a table that is shared is dirty, so the image's copy is all there is.
+            let mut bytes = AlignedBuf::zeroed(self.shape.cluster_len() as usize);
+            self.file
+                .read(ByteOffset::new(old & OFFSET), ReadBuf::new(&mut bytes))
+                .await?;
+            self.file
+                .write(at, larder_block::WriteBuf::new(&bytes), larder_block::WriteFlags::NONE)
+                .await?;
+            self.freed.borrow_mut().push(Freed {
+                first: (old & OFFSET) >> self.shape.cluster_bits,
+                count: 1,
+            });
+        }
+        self.l1.borrow_mut()[index as usize] = at.get() | crate::entry::COPIED;
+        let new_table = NewTable {
+            before: old,
+            attempted: false,
+        };
+        self.new_tables.borrow_mut().insert(index, new_table);
+        new.keep();
+        Ok(())
+    }
+
+    /// Makes clusters free that nothing refers to and no request can touch any more. Whether there were any.
+    pub(crate) async fn reclaim(&self) -> IoResult<bool> {
+        let _alone = self.reclaiming.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+        let ready: Vec<(u64, Freed)> = {
+            let mut released = self.released.borrow_mut();
+            let in_flight = &self.in_flight;
+            released
+                .extract_if(.., |(epoch, _)| in_flight.has_ended(*epoch))
+                .collect()
+        };
+        let any = !ready.is_empty();
+        for (index, (_, freed)) in ready.iter().enumerate() {
+            for cluster in freed.first..freed.first + freed.count {
+                if let Err(error) = self.reclaim_cluster(cluster).await {
+                    // What is left is tried again, or leaks.
+                    let rest = Freed {
+                        first: cluster,
+                        count: freed.first + freed.count - cluster,
+                    };
+                    let mut released = self.released.borrow_mut();
+                    released.push((0, rest));
+                    released.extend_from_slice(&ready[index + 1..]);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    async fn reclaim_cluster(&self, cluster: u64) -> IoResult {
+        let count = loop {
+            let known = self.refcounts.borrow().get(cluster);
+            match known {
+                Known::Is(count) => break count,
+                Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
+            }
+        };
+        if count == 1 {
+            // Before anybody can take it. If the file cannot, the space is kept.
+            let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
+            if at.end().get() <= self.file.geometry().size.get() {
+                let _ = self.file.discard(at).await;
+            }
+        }
+        let count = loop {
+            let known = self.refcounts.borrow().get(cluster);
+            match known {
+                Known::Is(count) => break count,
+                Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
+            }
+        };
+        if count == 0 {
+            tracing::error!(
+                "{}: cluster {cluster} was in use but its refcount is 0; run `larder disk check`",
+                self.name
+            );
+            return Ok(());
+        }
+        self.refcounts.borrow_mut().set(cluster, count - 1);
+        if count == 1 {
+            let mut space = self.space.borrow_mut();
+            if !space.window.contains(&cluster) {
+                space.cursor = space.cursor.min(cluster);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,325 @@
+//! Writes that change the mapping: into clusters that are not allocated, zero, compressed, or shared with a snapshot.
+//!
+//! The data is written first, to clusters that nothing refers to (together with what the guest does not overwrite of
+//! them), and the mapping is changed in memory when that has ended. Until a commit the image does not know of it: a
+//! crash leaves the old mapping, and the new clusters free or leaked.
+
+use larder_block::range_lock::Mode;
+use larder_block::{
+    AlignedBuf, ByteOffset, ByteRange, IoError, IoResult, IoVec, Operation, ReadBuf, WriteBuf, WriteFlags,
+};
+use smallvec::SmallVec;
+
+use crate::device::{Piece, Qcow2};
+use crate::entry::{Content, Entry};
+use crate::space::{Allocation, Freed};
+
+/// What is done with a cluster that cannot be written in place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Treatment {
+    /// A new host cluster; with the guest's other data of the cluster copied, if the old one had some.
+    Move { copies: bool },
+    /// The host cluster that it has: some of its parts are zero or unallocated.
+    Fill,
+}
+
+impl Qcow2 {
+    pub(crate) async fn write_steps(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
+        let failed = |error: IoError| self.error(Operation::Write, range, error.failure());
+        self.before_change().await.map_err(failed)?;
+        {
+            let _counted = self.in_flight.counted();
+            let mut rest = range;
+            while !rest.is_empty() {
+                let part = buffer.skip((rest.start - range.start).as_usize());
+                let done = self.write_some(rest, part).await.map_err(failed)?;
+                rest = ByteRange::between(rest.start + done.len, range.end());
+            }
+        }
+        match flags.fua {
+            true => self.commit().await.map_err(failed),
+            false => Ok(()),
+        }
+    }
+
+    /// Writes the beginning of `range`; what was written, which may be nothing if others were faster.
+    async fn write_some(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult<ByteRange> {
+        let piece = self.find(range).await?;
+        if piece.content == Content::Data && piece.copied {
+            let written = ByteRange::new(range.start.get(), piece.len);
+            self.check_inside(piece, written)?;
+            let part = buffer.slice(0, piece.len as usize);
+            self.data()
+                .write(ByteOffset::new(piece.host), part, WriteFlags::NONE)
+                .await?;
+            return Ok(written);
+        }
+        let shape = self.shape;
+        // One leaf at a time.
+        let leaf_span = shape.cluster_len() << shape.leaf_bits();
+        let leaf_end = ByteOffset::new(range.start.align_down(leaf_span).get() + leaf_span);
+        let part = range.intersection(ByteRange::between(range.start, leaf_end));
+        let _held = self
+            .mapping
+            .enter(part.widened(shape.cluster_len()), Mode::Exclusive)
+            .await;
+        self.write_new(part, buffer).await
+    }
+
+    /// A corrupt entry may lead behind the end of the file, where the guest has nothing to write.
+    fn check_inside(&self, piece: Piece, range: ByteRange) -> IoResult {
+        let size = self.data().geometry().size.get();
+        if piece.host + piece.len > size && self.data_file.is_none() {
+            return Err(self.corrupt_entry(Operation::Write, range, piece.entry));
+        }
+        Ok(())
+    }
+
+    /// What to do with a cluster; `None` if it can be written in place, or makes no sense.
+    fn treatment(&self, entry: Entry) -> Option<Treatment> {
+        let shape = self.shape;
+        let contents = || (0..shape.parts()).map(|part| entry.content(shape, part, self.data_file.is_some()));
+        if contents().any(|content| content == Content::Corrupt) {
+            return None;
+        }
+        let has_host = entry.host().is_some() || (self.data_file.is_some() && entry.is_copied());
+        if has_host && entry.is_copied() {
+            return contents()
+                .any(|content| content != Content::Data)
+                .then_some(Treatment::Fill);
+        }
+        Some(Treatment::Move {
+            copies: contents().any(|content| matches!(content, Content::Data | Content::Compressed)),
+        })
+    }
+
+    /// Writes the beginning of `range`, whose mapping is held, to where nothing is yet.
+    async fn write_new(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult<ByteRange> {
+        let shape = self.shape;
+        let nothing = ByteRange::new(range.start.get(), 0);
+        let piece = self.find(range).await?;
+        if piece.content == Content::Data && piece.copied {
+            return Ok(nothing);
+        }
+        let first = range.start.get() >> shape.cluster_bits;
+        let clusters = ((range.end().get() - 1) >> shape.cluster_bits) + 1 - first;
+        let Some(treatment) = self.treatment(piece.entry) else {
+            return Err(self.corrupt_entry(Operation::Write, range, piece.entry));
+        };
+        let alike = match treatment {
+            Treatment::Fill => 1,
+            Treatment::Move { .. } => self.count_alike(first, clusters, treatment),
+        };
+        self.own_table(first >> shape.table_bits()).await?;
+        let (target, allocation) = self.target(piece.entry, first, alike, treatment).await?;
+        let count = allocation.as_ref().map_or(alike, |allocation| allocation.count);
+        let reads_zero = allocation.as_ref().is_some_and(|allocation| allocation.reads_zero);
+
+        let span = ByteRange::new(first << shape.cluster_bits, count << shape.cluster_bits);
+        let part = match treatment {
+            // Other parts of the cluster may be written in place meanwhile.
+            Treatment::Fill => range.intersection(ByteRange::new(range.start.get(), piece.len)),
+            Treatment::Move { .. } => range,
+        };
+        let part = part.intersection(span);
+        // Copying takes whole clusters; otherwise parts that are touched are made whole.
+        let unit = match treatment {
+            Treatment::Move { copies: true } => shape.cluster_len(),
+            _ => shape.part_len(),
+        };
+        let whole = part.widened(unit);
+        self.write_whole(
+            whole,
+            part,
+            buffer,
+            target + (whole.start - span.start).get(),
+            reads_zero,
+        )
+        .await?;
+
+        // Nothing but this request changes these entries, but their leaf may have been forgotten.
+        self.find(ByteRange::new(range.start.get(), 1)).await?;
+        self.map_clusters(first, count, target, whole, treatment);
+        if let Some(allocation) = allocation {
+            allocation.keep();
+        }
+        Ok(part)
+    }
+
+    /// How many of `count` clusters from `first` on (in one leaf, which is loaded) are to be treated alike.
+    fn count_alike(&self, first: u64, count: u64, treatment: Treatment) -> u64 {
+        let mut alike = 0;
+        while alike < count {
+            let found = self.map.borrow_mut().run_at(first + alike, (count - alike) as usize);
+            match found {
+                Some((entry, run)) if self.treatment(entry) == Some(treatment) => alike += run as u64,
+                _ => break,
+            }
+        }
+        alike.max(1)
+    }
+
+    /// The host offset for clusters from `first` on, and what was allocated for it.
+    async fn target(
+        &self,
+        entry: Entry,
+        first: u64,
+        most: u64,
+        treatment: Treatment,
+    ) -> IoResult<(u64, Option<Allocation<'_>>)> {
+        if treatment == Treatment::Fill {
+            return Ok((entry.word & crate::entry::OFFSET, None));
+        }
+        if self.data_file.is_some() {
+            // The guest's clusters lie in the data file as on the disk (QEMU writes it so, too).
+            let target = first << self.shape.cluster_bits;
+            return Ok((target, None));
+        }
+        let allocation = self.allocate(most).await?;
+        Ok((allocation.first << self.shape.cluster_bits, Some(allocation)))
+    }
+
+    /// Writes `part` from `buffer` and around it, up to `whole`, what the guest has there, to `target`.
+    async fn write_whole(
+        &self,
+        whole: ByteRange,
+        part: ByteRange,
+        buffer: WriteBuf<'_>,
+        target: u64,
+        reads_zero: bool,
+    ) -> IoResult {
+        let head = ByteRange::between(whole.start, part.start);
+        let tail = ByteRange::between(part.end(), whole.end());
+        let head = self.around(head, reads_zero).await?;
+        let tail = self.around(tail, reads_zero).await?;
+        let middle = buffer.slice(0, part.len.as_usize());
+        let mut pieces = SmallVec::<[IoVec; 8]>::new();
+        let piece_of = |bytes: &AlignedBuf| IoVec::new(bytes.as_ptr().cast_mut(), bytes.len());
+        pieces.extend(head.as_ref().map(piece_of));
+        pieces.extend(middle.pieces());
+        pieces.extend(tail.as_ref().map(piece_of));
+        let at = target + (part.start - whole.start).get() - head.as_ref().map_or(0, |head| head.len() as u64);
+        // SAFETY: `head` and `tail` live until the write has ended and nobody writes to them; the middle is valid as
+        // long as `buffer` is, which outlives this call.
+        let all = unsafe { WriteBuf::from_pieces(&pieces) };
+        if self.data_file.is_some() {
+            self.cover_data_file(at + all.len() as u64).await?;
+        }
+        self.data().write(ByteOffset::new(at), all, WriteFlags::NONE).await
+    }
+
+    /// What the guest has in `range`, which may reach beyond the disk's end; `None` if it is empty, or nothing but zeros
+    /// where the target has zeros already.
+    async fn around(&self, range: ByteRange, target_reads_zero: bool) -> IoResult<Option<AlignedBuf>> {
+        if range.is_empty() {
+            return Ok(None);
+        }
+        let on_disk = range.intersection(ByteOffset::ZERO.range(self.geometry.get().size));
+        let has_zeros = on_disk.is_empty() || self.reads_as_zeros(on_disk).await?;
+        if target_reads_zero && has_zeros {
+            return Ok(None);
+        }
+        let mut bytes = AlignedBuf::zeroed(range.len.as_usize());
+        if !has_zeros {
+            let there = &mut bytes[..on_disk.len.as_usize()];
+            self.read_steps(on_disk, ReadBuf::new(there)).await?;
+        }
+        Ok(Some(bytes))
+    }
+
+    /// Whether the map says that `range` has nothing but zeros.
+    pub(crate) async fn reads_as_zeros(&self, range: ByteRange) -> IoResult<bool> {
+        let mut rest = range;
+        while !rest.is_empty() {
+            let piece = self.find(rest).await?;
+            let at = ByteRange::new(rest.start.get(), piece.len);
+            let zeros = match piece.content {
+                Content::Zero => true,
+                Content::Unallocated => self.backed(at).is_empty(),
+                _ => false,
+            };
+            if !zeros {
+                return Ok(false);
+            }
+            rest = ByteRange::between(at.end(), rest.end());
+        }
+        Ok(true)
+    }
+
+    /// A data file may be shorter than the disk.
+    async fn cover_data_file(&self, end: u64) -> IoResult {
+        if end <= self.data().geometry().size.get() {
+            return Ok(());
+        }
+        self.data().grow(larder_block::ByteLen::new(end)).await
+    }
+
+    /// Changes the mapping: the clusters lie at `target` now, and hold data where `whole` is.
+    fn map_clusters(&self, first: u64, count: u64, target: u64, whole: ByteRange, treatment: Treatment) {
+        let shape = self.shape;
+        let copies = treatment == Treatment::Move { copies: true };
+        let mut step = 0;
+        while step < count {
+            let cluster = first + step;
+            let found = self.map.borrow_mut().run_at(cluster, (count - step) as usize);
+            let Some((old, run)) = found else {
+                panic!("the leaf of cluster {cluster} was forgotten while it was held");
+            };
+            if matches!(treatment, Treatment::Move { .. }) {
+                self.free_host(old, run as u64);
+            }
+            if shape.extended && !copies {
+                for cluster in cluster..cluster + run as u64 {
+                    let host = target + ((cluster - first) << shape.cluster_bits);
+                    let entry = self.with_parts(old, cluster, host, whole);
+                    self.set_entries(cluster, 1, entry);
+                }
+            }
+            step += run as u64;
+        }
+        if !shape.extended || copies {
+            self.set_entries(first, count, Entry::data(shape, target));
+        }
+    }
+
+    /// The extended entry of a cluster of which the parts in `whole` are data now.
+    fn with_parts(&self, old: Entry, cluster: u64, host: u64, whole: ByteRange) -> Entry {
+        let shape = self.shape;
+        let span = ByteRange::new(cluster << shape.cluster_bits, shape.cluster_len());
+        let inside = whole.intersection(span);
+        let first = (inside.start - span.start).get() / shape.part_len();
+        let parts = inside.len.get() / shape.part_len();
+        let mask = ((1u64 << parts) - 1) << first;
+        Entry {
+            word: host | crate::entry::COPIED,
+            bitmap: old.bitmap & !(mask << 32) | mask,
+        }
+    }
+
+    /// Changes entries of one leaf, which is loaded, in memory.
+    pub(crate) fn set_entries(&self, first: u64, count: u64, entry: Entry) {
+        self.map.borrow_mut().set_run(first, count as usize, entry);
+    }
+
+    /// The host clusters of a run are no longer used by it.
+    pub(crate) fn free_host(&self, first: Entry, run: u64) {
+        let bits = self.shape.cluster_bits;
+        let freed = if first.is_compressed() {
+            let at = first.compressed_at(self.shape);
+            let last = (at.offset + at.len - 1) >> bits;
+            Freed {
+                first: at.offset >> bits,
+                count: last + 1 - (at.offset >> bits),
+            }
+        } else {
+            match first.host() {
+                Some(host) if self.data_file.is_none() => Freed {
+                    first: host >> bits,
+                    count: run,
+                },
+                _ => return,
+            }
+        };
+        self.freed.borrow_mut().push(freed);
+    }
+}

@@ -1,0 +1,283 @@
+//! Discards and zeroes: whole clusters are unmapped or marked as zeros; the edges of zeroes are written.
+//!
+//! What a discarded cluster holds afterwards: zeros. Behind a backing file that takes a zero cluster, which version 2
+//! does not have; such an image keeps what it has.
+
+use larder_block::range_lock::Mode;
+use larder_block::{
+    AlignedBuf, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+use crate::device::{Piece, Qcow2};
+use crate::entry::{ALL_ALLOCATED, Content, Entry, OFFSET, ZERO};
+
+/// What is wanted of a range of whole clusters.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Want {
+    Discard,
+    /// Zeros; the space may be given back.
+    Unmap,
+    /// Zeros; what is allocated stays so.
+    Keep,
+}
+
+impl Qcow2 {
+    /// The whole clusters in `range`; a cluster that the disk's end cuts off is whole.
+    fn whole_clusters(&self, range: ByteRange) -> ByteRange {
+        let unit = self.shape.cluster_len();
+        let disk_end = ByteOffset::ZERO + self.geometry.get().size;
+        let end = match range.end() == disk_end {
+            true => disk_end,
+            false => range.end().align_down(unit),
+        };
+        let start = range.start.align_up(unit).min(end);
+        ByteRange::between(start, end)
+    }
+
+    pub(crate) async fn discard_steps(&self, range: ByteRange) -> IoResult {
+        let failed = |error: IoError| self.error(Operation::Discard, range, error.failure());
+        if range.is_empty() {
+            return Ok(());
+        }
+        self.before_change().await.map_err(failed)?;
+        let _counted = self.in_flight.counted();
+        if self.data_file.is_some() {
+            return self.discard_data(range).await.map_err(failed);
+        }
+        let whole = self.whole_clusters(range);
+        self.unmap(whole, Want::Discard).await.map(drop).map_err(failed)
+    }
+
+    /// In a data file the guest's clusters keep their places.
+    async fn discard_data(&self, range: ByteRange) -> IoResult {
+        let mut rest = range;
+        while !rest.is_empty() {
+            let piece = self.find(rest).await?;
+            let size = self.data().geometry().size.get();
+            let len = piece.len.min(size.saturating_sub(piece.host));
+            if piece.content == Content::Data && len > 0 {
+                self.data().discard(ByteRange::new(piece.host, len)).await?;
+            }
+            rest = ByteRange::between(rest.start + larder_block::ByteLen::new(piece.len), rest.end());
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn zero_steps(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
+        let failed = |error: IoError| self.error(Operation::WriteZeroes, range, error.failure());
+        let whole = self.whole_clusters(range);
+        if flags.fast_only && (whole.is_empty() || self.shape.version < 3) {
+            return Err(self.error(Operation::WriteZeroes, range, Failure::Unsupported));
+        }
+        self.before_change().await.map_err(failed)?;
+        {
+            let _counted = self.in_flight.counted();
+            let want = if flags.unmap { Want::Unmap } else { Want::Keep };
+            let left = self.unmap(whole, want).await.map_err(failed)?;
+            let (head, tail) = match whole.is_empty() {
+                true => (range, ByteRange::default()),
+                false => (
+                    ByteRange::between(range.start, whole.start),
+                    ByteRange::between(whole.end(), range.end()),
+                ),
+            };
+            for edge in [head, tail].into_iter().chain(left) {
+                self.write_zero_data(edge).await.map_err(failed)?;
+            }
+        }
+        match flags.fua {
+            true => self.commit().await.map_err(failed),
+            false => Ok(()),
+        }
+    }
+
+    /// Writes zeros as data where there are not zeros already.
+    async fn write_zero_data(&self, range: ByteRange) -> IoResult {
+        let unit = self.shape.cluster_len();
+        let mut zeros: Option<AlignedBuf> = None;
+        let mut rest = range;
+        while !rest.is_empty() {
+            let cluster_end = ByteOffset::new(rest.start.align_down(unit).get() + unit);
+            let part = rest.intersection(ByteRange::between(rest.start, cluster_end));
+            if !self.reads_as_zeros(part).await? {
+                let zeros = zeros.get_or_insert_with(|| AlignedBuf::zeroed(unit as usize));
+                let zeros = &zeros[..part.len.as_usize()];
+                self.write_steps(part, WriteBuf::new(zeros), WriteFlags::NONE).await?;
+            }
+            rest = ByteRange::between(part.end(), rest.end());
+        }
+        Ok(())
+    }
+
+    /// Unmaps whole clusters, or marks them as zeros. What cannot be done by mapping is returned, to be written.
+    async fn unmap(&self, range: ByteRange, want: Want) -> IoResult<Vec<ByteRange>> {
+        let shape = self.shape;
+        let mut left = Vec::new();
+        let mut rest = range;
+        while !rest.is_empty() {
+            let table = rest.start.get() / shape.table_span();
+            let table_end = ByteOffset::new((table + 1) * shape.table_span());
+            let in_table = rest.intersection(ByteRange::between(rest.start, table_end));
+            if self.l1.borrow()[table as usize] & OFFSET == 0 && self.backed(in_table).is_empty() {
+                // Nothing there.
+                rest = ByteRange::between(in_table.end(), rest.end());
+                continue;
+            }
+            let leaf_span = shape.cluster_len() << shape.leaf_bits();
+            let leaf_end = ByteOffset::new(rest.start.align_down(leaf_span).get() + leaf_span);
+            let part = rest.intersection(ByteRange::between(rest.start, leaf_end));
+            let held = part.widened(shape.cluster_len());
+            let _held = self.mapping.enter(held, Mode::Exclusive).await;
+            self.unmap_in_leaf(part, want, &mut left).await?;
+            rest = ByteRange::between(part.end(), rest.end());
+        }
+        Ok(left)
+    }
+
+    async fn unmap_in_leaf(&self, range: ByteRange, want: Want, left: &mut Vec<ByteRange>) -> IoResult {
+        let shape = self.shape;
+        if !self.changes_anything(range, want).await? {
+            return Ok(());
+        }
+        self.own_table(range.start.get() / shape.table_span()).await?;
+        let mut in_place = Vec::new();
+        let mut rest = range;
+        // No waiting from here on, so the leaf stays.
+        self.find(rest).await?;
+        while !rest.is_empty() {
+            let (piece, at) = self.run(rest);
+            match self.unmapped(piece, at, want) {
+                Change::Nothing => {}
+                Change::To(entry) => {
+                    let (first, count) = (at.start.get() >> shape.cluster_bits, clusters_of(shape, at));
+                    if entry.host().is_none() {
+                        self.free_host(piece.entry, count);
+                    }
+                    self.set_entries(first, count, entry);
+                }
+                Change::InPlace => in_place.push(ByteRange::new(piece.host, at.len.get())),
+                Change::Write => left.push(at),
+            }
+            rest = ByteRange::between(at.end(), rest.end());
+        }
+        for host in in_place {
+            self.zero_in_place(host, want).await?;
+        }
+        Ok(())
+    }
+
+    async fn zero_in_place(&self, host: ByteRange, want: Want) -> IoResult {
+        let data = self.data();
+        let there = host.intersection(ByteOffset::ZERO.range(data.geometry().size));
+        let flags = ZeroFlags {
+            unmap: want == Want::Unmap,
+            ..ZeroFlags::default()
+        };
+        data.write_zeroes(there, flags).await
+    }
+
+    async fn changes_anything(&self, range: ByteRange, want: Want) -> IoResult<bool> {
+        self.find(range).await?;
+        let mut rest = range;
+        while !rest.is_empty() {
+            let (piece, at) = self.run(rest);
+            if self.unmapped(piece, at, want) != Change::Nothing {
+                return Ok(true);
+            }
+            rest = ByteRange::between(at.end(), rest.end());
+        }
+        Ok(false)
+    }
+
+    /// The run of clusters at the beginning of `range`, which begins with a cluster, in a leaf that is loaded.
+    fn run(&self, range: ByteRange) -> (Piece, ByteRange) {
+        let shape = self.shape;
+        let cluster = range.start.get() >> shape.cluster_bits;
+        let found = self
+            .map
+            .borrow_mut()
+            .run_at(cluster, clusters_of(shape, range) as usize);
+        let Some((entry, count)) = found else {
+            panic!("the leaf of cluster {cluster} was forgotten while it was used");
+        };
+        let at = range.intersection(ByteRange::new(range.start.get(), (count as u64) << shape.cluster_bits));
+        let piece = Piece {
+            content: entry.content(shape, 0, self.data_file.is_some()),
+            host: entry.word & OFFSET,
+            len: at.len.get(),
+            copied: entry.is_copied(),
+            entry,
+        };
+        (piece, at)
+    }
+
+    /// What becomes of a run of clusters.
+    fn unmapped(&self, piece: Piece, at: ByteRange, want: Want) -> Change {
+        let (shape, entry) = (self.shape, piece.entry);
+        let corrupt =
+            (0..shape.parts()).any(|part| entry.content(shape, part, self.data_file.is_some()) == Content::Corrupt);
+        if corrupt {
+            // Left as it is, and reported when it is read.
+            return match want {
+                Want::Discard => Change::Nothing,
+                Want::Unmap | Want::Keep => Change::Write,
+            };
+        }
+        let backed = !self.backed(at).is_empty();
+        let has_host = entry.host().is_some() || (self.data_file.is_some() && piece.copied);
+        let all_zero = match shape.extended && !entry.is_compressed() {
+            true => {
+                let zero = (entry.bitmap >> 32) as u32;
+                let allocated = (entry.bitmap & ALL_ALLOCATED) as u32;
+                allocated == 0 && (zero == u32::MAX || !backed)
+            }
+            false => piece.content == Content::Zero || (piece.content == Content::Unallocated && !backed),
+        };
+        if self.data_file.is_some() {
+            return match all_zero {
+                true => Change::Nothing,
+                false if has_host => Change::InPlace,
+                false => Change::Write,
+            };
+        }
+        if all_zero && (!has_host || want == Want::Keep) {
+            return Change::Nothing;
+        }
+        let gone = match (backed, shape.version) {
+            (false, _) => Entry::UNALLOCATED,
+            (true, 3..) => Entry::zero(shape),
+            (true, _) if want == Want::Discard => return Change::Nothing,
+            (true, _) => return Change::Write,
+        };
+        if want != Want::Keep || !has_host || !piece.copied {
+            return Change::To(gone);
+        }
+        match (shape.version, shape.extended) {
+            (..3, _) => Change::InPlace,
+            (_, false) => Change::To(Entry {
+                word: entry.word | ZERO,
+                bitmap: 0,
+            }),
+            (_, true) => Change::To(Entry {
+                word: entry.word,
+                bitmap: crate::entry::ALL_ZERO,
+            }),
+        }
+    }
+}
+
+/// What becomes of a run of clusters.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Change {
+    Nothing,
+    /// Its entries become a run that begins with this.
+    To(Entry),
+    /// Its host clusters are zeroed.
+    InPlace,
+    /// Zeros are written.
+    Write,
+}
+
+fn clusters_of(shape: crate::shape::Shape, range: ByteRange) -> u64 {
+    range.len.get().div_ceil(shape.cluster_len())
+}
