@@ -14,6 +14,7 @@ use crate::entry::OFFSET;
 use crate::header::{AUTOCLEAR_RAW_DATA, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError, TableAt};
 use crate::in_flight::InFlight;
 use crate::map::Map;
+use crate::read::load_map;
 use crate::refcount::Refcounts;
 use crate::space::Space;
 
@@ -24,6 +25,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// What the metadata cache may hold, in bytes.
     pub metadata_memory: ByteLen,
+    /// Read all metadata in the background, as far as that goes; otherwise it is read when it is needed.
+    pub load_ahead: bool,
 }
 
 /// Enough for 3 TiB of the worst fragmentation at 64 KiB clusters, and for any contiguous disk.
@@ -34,6 +37,7 @@ impl Default for OpenOptions {
         Self {
             read_only: false,
             metadata_memory: METADATA_MEMORY_DEFAULT,
+            load_ahead: true,
         }
     }
 }
@@ -52,14 +56,14 @@ pub struct Others {
 #[allow(missing_docs)]
 pub enum OpenError {
     #[error("{name}: {source}")]
-    Header { name: Rc<str>, source: HeaderError },
+    Header { name: String, source: HeaderError },
     #[error("{0}")]
-    Io(#[from] IoError),
+    Io(String),
     #[error(
         "{name}: {what} is at {offset:#x} with {len} bytes, past the end of the file ({size:#x} bytes): the image is truncated"
     )]
     Truncated {
-        name: Rc<str>,
+        name: String,
         what: &'static str,
         offset: u64,
         len: u64,
@@ -67,14 +71,20 @@ pub enum OpenError {
     },
     #[error("{name}: {first} and {second} overlap: the image is corrupt")]
     Overlap {
-        name: Rc<str>,
+        name: String,
         first: &'static str,
         second: &'static str,
     },
     #[error("{name}: its guest data is in an external data file, which was not opened")]
-    NoDataFile { name: Rc<str> },
+    NoDataFile { name: String },
     #[error("{name}: its refcounts may be wrong, because a program that writes them lazily was killed; {hint}")]
-    Dirty { name: Rc<str>, hint: &'static str },
+    Dirty { name: String, hint: &'static str },
+}
+
+impl From<IoError> for OpenError {
+    fn from(error: IoError) -> Self {
+        Self::Io(error.to_string())
+    }
 }
 
 /// Reads the header of the image in `file`.
@@ -84,7 +94,7 @@ pub enum OpenError {
 pub async fn read_header(file: &Rc<dyn BlockDevice>) -> Result<Header, OpenError> {
     let name = file.name();
     let refused = |source| OpenError::Header {
-        name: Rc::clone(name),
+        name: name.to_string(),
         source,
     };
     let area = read_area(file).await?;
@@ -101,7 +111,7 @@ async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, OpenError> 
     };
     let sector = read(HEADER_SECTOR as u64).await?;
     let area = Header::area(&sector).map_err(|source| OpenError::Header {
-        name: Rc::clone(file.name()),
+        name: file.name().to_string(),
         source,
     })?;
     Ok(read(area.min(HEADER_AREA_MAX)).await?)
@@ -122,24 +132,24 @@ impl Qcow2 {
         let name = Rc::clone(file.name());
         let area = read_area(&file).await?;
         let header = Header::parse(&area).map_err(|source| OpenError::Header {
-            name: Rc::clone(&name),
+            name: name.to_string(),
             source,
         })?;
         let read_only = options.read_only || file.geometry().read_only;
         if header.corrupt && !read_only {
             return Err(OpenError::Header {
-                name,
+                name: name.to_string(),
                 source: HeaderError::Corrupt,
             });
         }
         if header.dirty && !read_only {
             return Err(OpenError::Dirty {
-                name,
+                name: name.to_string(),
                 hint: "repair it with `larder disk check --repair`",
             });
         }
         if header.has_data_file && others.data_file.is_none() {
-            return Err(OpenError::NoDataFile { name });
+            return Err(OpenError::NoDataFile { name: name.to_string() });
         }
         let shape = header.shape;
         check_tables(&name, &header, file.geometry().size.get())?;
@@ -213,6 +223,9 @@ impl Qcow2 {
             let ended = Rc::clone(&image.in_flight.ended);
             on.spawn(reclaim(Rc::downgrade(&image), ended));
         }
+        if options.load_ahead {
+            on.spawn(load_map(on.downgrade(), Rc::downgrade(&image)));
+        }
         Ok(image)
     }
 }
@@ -261,7 +274,7 @@ fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result<(), OpenEr
         let end = (offset + len).next_multiple_of(512);
         if len > 0 && index > 0 && end > size {
             return Err(OpenError::Truncated {
-                name: Rc::clone(name),
+                name: name.to_string(),
                 what,
                 offset,
                 len,
@@ -271,7 +284,7 @@ fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result<(), OpenEr
         for (other, other_offset, other_len) in tables.into_iter().take(index) {
             if len > 0 && other_len > 0 && offset < other_offset + other_len && other_offset < offset + len {
                 return Err(OpenError::Overlap {
-                    name: Rc::clone(name),
+                    name: name.to_string(),
                     first: other,
                     second: what,
                 });

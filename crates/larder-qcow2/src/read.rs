@@ -2,11 +2,13 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::rc::Weak;
 use std::task::Poll;
 
+use larder_block::event_loop::WeakLoop;
 use larder_block::range_lock::Mode;
 use larder_block::{
-    AlignedBuf, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf,
+    AlignedBuf, BlockDevice, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf,
 };
 use smallvec::SmallVec;
 
@@ -136,26 +138,64 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Refuses entries through which the guest would change metadata.
-    fn check_overlap(&self, leaf: u64, entries: &[Entry]) -> IoResult {
-        if self.metadata.is_empty() || self.data_file.is_some() {
+    /// Reads all leaves of an L2 table into the map, except those that are there.
+    async fn load_table(&self, l1_index: u64) -> IoResult {
+        let shape = self.shape;
+        let leaves = 1u64 << (shape.table_bits() - shape.leaf_bits());
+        let first = l1_index * leaves;
+        let count = leaves.min(self.map.borrow().leaves().saturating_sub(first));
+        let _held = self.loading.enter(ByteRange::new(first, count), Mode::Exclusive).await;
+        let table = self.l1.borrow()[l1_index as usize] & OFFSET;
+        let at = ByteRange::new(table, count * shape.slice_len());
+        let outside = at.end().get() > self.file.geometry().size.get() || table & (shape.cluster_len() - 1) != 0;
+        let missing = {
+            let map = self.map.borrow();
+            (first..first + count).any(|leaf| !map.is_loaded(leaf))
+        };
+        if table == 0 || outside || !missing {
+            // What is wrong is reported to the guest that comes there.
             return Ok(());
         }
-        for (index, entry) in entries.iter().enumerate() {
-            let Some(host) = entry.host().filter(|_| entry.is_copied()) else {
+        let mut bytes = AlignedBuf::zeroed(at.len.as_usize());
+        self.file.read(at.start, ReadBuf::new(&mut bytes)).await?;
+        let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
+        let entries = &mut entries[..1 << shape.leaf_bits()];
+        for (leaf, bytes) in (first..).zip(bytes.chunks_exact(shape.slice_len() as usize)) {
+            if self.map.borrow().is_loaded(leaf) {
                 continue;
-            };
-            if self.metadata.binary_search(&(host >> self.shape.cluster_bits)).is_ok() {
-                let cluster = (leaf << self.shape.leaf_bits()) + index as u64;
-                tracing::error!(
-                    "{}: guest cluster {cluster} lies at {host:#x}, where metadata is: the image is corrupt; run `larder disk check`",
-                    self.name,
-                );
-                let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
-                return Err(self.error(Operation::Read, at, Failure::Invalid));
+            }
+            decode(shape, bytes, entries);
+            if self.overlaps(entries).is_none() {
+                self.map.borrow_mut().load(leaf, entries);
             }
         }
         Ok(())
+    }
+
+    /// Refuses entries through which the guest would change metadata.
+    fn check_overlap(&self, leaf: u64, entries: &[Entry]) -> IoResult {
+        let Some(index) = self.overlaps(entries) else {
+            return Ok(());
+        };
+        let cluster = (leaf << self.shape.leaf_bits()) + index as u64;
+        tracing::error!(
+            "{}: guest cluster {cluster} lies at {:#x}, where metadata is: the image is corrupt; run `larder disk check`",
+            self.name,
+            entries[index].word & OFFSET,
+        );
+        let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
+        Err(self.error(Operation::Read, at, Failure::Invalid))
+    }
+
+    /// The first entry that may be changed in place and lies where metadata is.
+    fn overlaps(&self, entries: &[Entry]) -> Option<usize> {
+        if self.metadata.is_empty() || self.data_file.is_some() {
+            return None;
+        }
+        entries.iter().position(|entry| {
+            let host = entry.host().filter(|_| entry.is_copied());
+            host.is_some_and(|host| self.metadata.binary_search(&(host >> self.shape.cluster_bits)).is_ok())
+        })
     }
 
     /// Logs an entry that makes no sense; the error of a request that met it.
@@ -260,4 +300,25 @@ pub(crate) async fn join(mut ios: Ios<'_>) -> IoResult {
     })
     .await;
     failure
+}
+
+/// Loads the whole map, one L2 table after the other, as long as there is room for it and the disk is open.
+pub(crate) async fn load_map(on: WeakLoop, image: Weak<Qcow2>) {
+    let mut l1_index = 0;
+    loop {
+        let Some(on) = on.upgrade() else { return };
+        on.yield_now().await;
+        let Some(image) = image.upgrade() else { return };
+        let tables = image.shape.l1_entries(image.geometry().size.get());
+        if l1_index >= tables || image.map.borrow().is_full() {
+            return;
+        }
+        if image.l1.borrow()[l1_index as usize] & OFFSET != 0
+            && let Err(error) = image.load_table(l1_index).await
+        {
+            tracing::warn!("{error}; its metadata is read when it is needed");
+            return;
+        }
+        l1_index += 1;
+    }
 }

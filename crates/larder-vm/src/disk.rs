@@ -175,9 +175,7 @@ fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Opened>) 
         });
         let ended = select(stop.raised(), exports.ended()).await;
         exports.stop(&on).await;
-        if !device.geometry().read_only
-            && let Err(error) = device.flush().await
-        {
+        if let Err(error) = device.close().await {
             return Err(DiskError::Flush(error.to_string()));
         }
         match ended {

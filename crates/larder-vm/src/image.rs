@@ -13,7 +13,10 @@ use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
 use larder_block::nbd::{NbdUri, NbdUriError};
-use larder_block::{BlockDevice, Loop};
+use larder_block::{BlockDevice, ByteLen, Loop};
+pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
+
+mod chain;
 
 /// Where a disk's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,13 +95,17 @@ impl fmt::Display for ImageAddress {
 pub enum Format {
     /// The disk itself, byte for byte.
     Raw,
+    /// QEMU's format, with whatever backing files and data file it names.
+    Qcow2,
 }
 
 /// How to open an image.
 #[derive(Clone, Debug)]
 pub struct ImageOptions {
-    /// Its format; `None` if the user has not said: raw, unless it begins like something else.
+    /// Its format; `None` if the user has not said: what it begins like.
     pub format: Option<Format>,
+    /// What the metadata cache of a qcow2 image may hold.
+    pub metadata_memory: ByteLen,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the image too.
@@ -117,6 +124,7 @@ impl Default for ImageOptions {
     fn default() -> Self {
         Self {
             format: None,
+            metadata_memory: METADATA_MEMORY_DEFAULT,
             read_only: false,
             share: false,
             caching: Caching::Auto,
@@ -141,6 +149,24 @@ pub enum ImageError {
     OtherFormat { image: String, format: &'static str },
     #[error("limits of {image}: {source}")]
     Limits { image: String, source: LimitError },
+    #[error(transparent)]
+    Qcow2(larder_qcow2::OpenError),
+    #[error("{image}: its backing file '{name}' cannot be opened: {source}")]
+    Backing {
+        image: String,
+        name: String,
+        source: Box<ImageError>,
+    },
+    #[error("{image}: its backing file '{name}' {why}")]
+    BackingName { image: String, name: String, why: String },
+    #[error("{image}: its external data file '{name}' cannot be opened: {source}")]
+    DataFile {
+        image: String,
+        name: String,
+        source: Box<ImageError>,
+    },
+    #[error("{image}: its guest data is in an external data file that it does not name")]
+    NoDataFile { image: String },
 }
 
 /// The smallest block size that every guest can use, in bytes.
@@ -155,21 +181,30 @@ const MAGICS: [(&[u8], &str); 5] = [
     (b"QED\0", "QED"),
 ];
 
-/// Opens an image with every layer that its options call for: the backend, then alignment, discard policy, and limits.
+/// Opens an image with every layer that its options call for: the backend and alignment, the format with all files that
+/// it refers to, then discard policy and limits.
 ///
 /// # Errors
 /// See [`ImageError`].
 pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let mut device: Rc<dyn BlockDevice> = match image {
+    let mut device = chain::open(on, image, options).await?;
+    if options.keep_space {
+        device = Rc::new(KeepSpace::new(device));
+    }
+    if options.limits != Limits::NONE {
+        let limited = Throttle::new(on, device, options.limits);
+        device = Rc::new(limited.map_err(|source| ImageError::Limits {
+            image: image.to_string(),
+            source,
+        })?);
+    }
+    Ok(device)
+}
+
+/// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes.
+async fn open_bytes(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    let device: Rc<dyn BlockDevice> = match image {
         ImageAddress::Path(path) => {
-            if options.format.is_none()
-                && let Some(format) = recognise(path)
-            {
-                return Err(ImageError::OtherFormat {
-                    image: image.to_string(),
-                    format,
-                });
-            }
             let file = FileOptions {
                 read_only: options.read_only,
                 share: options.share,
@@ -194,17 +229,7 @@ pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Re
             block_size: GUEST_BLOCK_BYTES,
             ..AlignOptions::default()
         };
-        device = Rc::new(Align::new(device, align));
-    }
-    if options.keep_space {
-        device = Rc::new(KeepSpace::new(device));
-    }
-    if options.limits != Limits::NONE {
-        let limited = Throttle::new(on, device, options.limits);
-        device = Rc::new(limited.map_err(|source| ImageError::Limits {
-            image: image.to_string(),
-            source,
-        })?);
+        return Ok(Rc::new(Align::new(device, align)));
     }
     Ok(device)
 }

@@ -7,12 +7,13 @@ use std::path::PathBuf;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUES_MAX};
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
-use larder_vm::image::ImageAddress;
+use larder_vm::image::{ImageAddress, METADATA_MEMORY_DEFAULT};
 use larder_vm::limits::parse_given_limits;
 use larder_vm::run::disk::Disk;
 use larder_vm::run::disk_option::parse_disk;
@@ -65,6 +66,8 @@ pub(crate) enum DiskCommand {
 pub(crate) enum FormatName {
     /// The disk itself, byte for byte
     Raw,
+    /// QEMU's format, with its backing files
+    Qcow2,
 }
 
 /// What becomes of a guest's discards.
@@ -97,9 +100,12 @@ pub(crate) struct ServeArguments {
     #[arg(required_unless_present_any = ["blk_file", "print_capabilities"], conflicts_with = "blk_file",
           value_parser = image_parser())]
     pub(crate) image: Option<ImageAddress>,
-    /// The image's format; by default raw, and refused if it begins like another
+    /// The image's format; by default what it begins like
     #[arg(long)]
     pub(crate) format: Option<FormatName>,
+    /// What the metadata cache of a qcow2 image may hold; by default as much as the disk needs, up to 256MiB
+    #[arg(long, value_name = "SIZE", default_value_t = METADATA_MEMORY_DEFAULT)]
+    pub(crate) metadata_memory: ByteLen,
     /// Serve vhost-user-blk on this unix socket
     #[arg(long, visible_alias = "socket-path", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,

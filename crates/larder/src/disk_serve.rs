@@ -80,7 +80,11 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     };
     Ok(DiskConfig {
         options: ImageOptions {
-            format: arguments.format.map(|FormatName::Raw| Format::Raw),
+            format: arguments.format.map(|name| match name {
+                FormatName::Raw => Format::Raw,
+                FormatName::Qcow2 => Format::Qcow2,
+            }),
+            metadata_memory: arguments.metadata_memory,
             read_only: arguments.read_only,
             share: arguments.share,
             caching,

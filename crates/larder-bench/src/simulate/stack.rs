@@ -426,6 +426,7 @@ impl Stack for Qcow2Stack {
                 let options = OpenOptions {
                     read_only: index < last,
                     metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
+                    load_ahead: random.chance(300),
                 };
                 let others = Others {
                     backing: top.map(|backing| backing as _),

@@ -1,0 +1,188 @@
+//! An image and all the files that it refers to: its backing file, that one's, and so on, and external data files.
+
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use larder_block::{BlockDevice, BoxFuture, Loop};
+use larder_qcow2::{OpenOptions, Others, Qcow2};
+
+use super::{Format, ImageAddress, ImageError, ImageOptions, open_bytes, recognise};
+
+/// The longest chain of backing files.
+const CHAIN_MAX: usize = 200;
+
+/// Opens an image as the disk that it describes.
+pub(super) async fn open(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    let mut opener = Opener {
+        on,
+        options,
+        opened: Vec::new(),
+    };
+    opener.open(image, options.format, options.read_only).await
+}
+
+struct Opener<'a> {
+    on: &'a Loop,
+    options: &'a ImageOptions,
+    /// The images that led here, outermost first.
+    opened: Vec<ImageAddress>,
+}
+
+impl Opener<'_> {
+    fn open<'a>(
+        &'a mut self,
+        image: &'a ImageAddress,
+        format: Option<Format>,
+        read_only: bool,
+    ) -> BoxFuture<'a, Result<Rc<dyn BlockDevice>, ImageError>> {
+        Box::pin(async move {
+            let format = match format {
+                Some(format) => format,
+                None => probe(image)?,
+            };
+            let options = ImageOptions {
+                read_only,
+                ..self.options.clone()
+            };
+            let file = open_bytes(self.on, image, &options).await?;
+            match format {
+                Format::Raw => Ok(file),
+                Format::Qcow2 => {
+                    self.opened.push(image.clone());
+                    self.open_qcow2(image, file, read_only).await
+                }
+            }
+        })
+    }
+
+    async fn open_qcow2(
+        &mut self,
+        image: &ImageAddress,
+        file: Rc<dyn BlockDevice>,
+        read_only: bool,
+    ) -> Result<Rc<dyn BlockDevice>, ImageError> {
+        let header = larder_qcow2::read_header(&file).await.map_err(ImageError::Qcow2)?;
+        let data_file = match (header.has_data_file, &header.data_file) {
+            (false, _) => None,
+            (true, Some(name)) => Some(self.open_data_file(image, name, read_only).await?),
+            (true, None) => {
+                return Err(ImageError::NoDataFile {
+                    image: image.to_string(),
+                });
+            }
+        };
+        let backing = match &header.backing_file {
+            Some(name) => Some(self.open_backing(image, name, header.backing_format.as_deref()).await?),
+            None => None,
+        };
+        let options = OpenOptions {
+            read_only,
+            metadata_memory: self.options.metadata_memory,
+            ..OpenOptions::default()
+        };
+        let others = Others { backing, data_file };
+        let image = Qcow2::open(self.on, file, others, options).await;
+        Ok(image.map_err(ImageError::Qcow2)?)
+    }
+
+    async fn open_data_file(
+        &mut self,
+        image: &ImageAddress,
+        name: &str,
+        read_only: bool,
+    ) -> Result<Rc<dyn BlockDevice>, ImageError> {
+        let failed = |source| ImageError::DataFile {
+            image: image.to_string(),
+            name: name.to_owned(),
+            source: Box::new(source),
+        };
+        let address = beside(image, name);
+        self.open(&address, Some(Format::Raw), read_only).await.map_err(failed)
+    }
+
+    async fn open_backing(
+        &mut self,
+        image: &ImageAddress,
+        name: &str,
+        format: Option<&str>,
+    ) -> Result<Rc<dyn BlockDevice>, ImageError> {
+        let refused = |why: String| ImageError::BackingName {
+            image: image.to_string(),
+            name: name.to_owned(),
+            why,
+        };
+        let format = match format {
+            None => None,
+            Some("raw") => Some(Format::Raw),
+            Some("qcow2") => Some(Format::Qcow2),
+            Some(other) => return Err(refused(format!("has the format '{other}', which Larder does not know"))),
+        };
+        if name.starts_with("json:") {
+            return Err(refused(
+                "is described by QEMU's JSON, which Larder does not read; qemu-img rebase -u can give it a plain name"
+                    .to_owned(),
+            ));
+        }
+        let address = beside(image, name);
+        if self.opened.iter().any(|opened| is_same(opened, &address)) {
+            return Err(refused("leads back to an image of the same chain".to_owned()));
+        }
+        if self.opened.len() >= CHAIN_MAX {
+            return Err(refused(format!("would be the {CHAIN_MAX}th of a chain")));
+        }
+        let opened = self.open(&address, format, true).await;
+        opened.map_err(|source| match source {
+            // The innermost failure says it all.
+            source @ (ImageError::Backing { .. } | ImageError::BackingName { .. }) => source,
+            source => ImageError::Backing {
+                image: image.to_string(),
+                name: name.to_owned(),
+                source: Box::new(source),
+            },
+        })
+    }
+}
+
+/// What an image whose format nobody has named begins like.
+fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
+    let found = match image {
+        ImageAddress::Path(path) => recognise(path),
+        ImageAddress::Nbd(_) => None,
+    };
+    match found {
+        None => Ok(Format::Raw),
+        Some("qcow2") => Ok(Format::Qcow2),
+        Some(format) => Err(ImageError::OtherFormat {
+            image: image.to_string(),
+            format,
+        }),
+    }
+}
+
+/// The address that `name` stands for in `image`: relative names begin where the image is.
+fn beside(image: &ImageAddress, name: &str) -> ImageAddress {
+    if let Ok(address @ ImageAddress::Nbd(_)) = name.parse() {
+        return address;
+    }
+    let path = Path::new(name.strip_prefix("file:").unwrap_or(name));
+    let folder = match image {
+        ImageAddress::Path(image) => image.parent().map(Path::to_owned).unwrap_or_default(),
+        ImageAddress::Nbd(_) => PathBuf::new(),
+    };
+    ImageAddress::Path(folder.join(path))
+}
+
+/// Whether both lead to the same file.
+fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
+    match (one, other) {
+        (ImageAddress::Path(one), ImageAddress::Path(other)) => match (one.canonicalize(), other.canonicalize()) {
+            (Ok(one), Ok(other)) => one == other,
+            _ => one == other,
+        },
+        (one, other) => one == other,
+    }
+}
