@@ -296,7 +296,7 @@ impl Qcow2 {
         if self.geometry.get().read_only {
             return Err(operation(Failure::ReadOnly));
         }
-        if size.get() % 512 != 0 {
+        if !size.get().is_multiple_of(512) {
             return Err(operation(Failure::Misaligned));
         }
         self.before_change().await.map_err(failed)?;

@@ -8,7 +8,8 @@ use std::task::Poll;
 use larder_block::event_loop::WeakLoop;
 use larder_block::range_lock::Mode;
 use larder_block::{
-    AlignedBuf, BlockDevice, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf,
+    AlignedBuf, BlockDevice, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation,
+    ReadBuf,
 };
 use smallvec::SmallVec;
 

@@ -231,7 +231,7 @@ mod tests {
     fn refcounts_of_every_width_read_as_they_were_written() {
         for order in 0..=6 {
             let max = u64::MAX >> (64 - (1u32 << order));
-            let count = 512 * 8 >> order;
+            let count = (512 * 8) >> order;
             let mut bytes = vec![0; 512];
             let value = |index: usize| (index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) & max;
             (0..count).for_each(|index| write(&mut bytes, order, index, value(index)));

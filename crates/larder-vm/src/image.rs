@@ -202,13 +202,19 @@ pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Re
 }
 
 /// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes.
-async fn open_bytes(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
+async fn open_bytes(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+    container: bool,
+) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let device: Rc<dyn BlockDevice> = match image {
         ImageAddress::Path(path) => {
             let file = FileOptions {
                 read_only: options.read_only,
                 share: options.share,
                 caching: options.caching,
+                container,
             };
             FileDevice::open(on, path, file).await?
         }

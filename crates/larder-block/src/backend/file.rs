@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
+use open::CONTAINER_UNIT;
 pub use open::{Caching, FileOptions, OpenError};
 
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
@@ -66,6 +67,8 @@ pub struct FileDevice {
     ring: Ring,
     geometry: Cell<Geometry>,
     direct: bool,
+    /// See [`FileOptions::container`].
+    container: bool,
     kind: Kind,
     /// The page cache can be read in the call without waiting: RWF_NOWAIT, or memory anyway.
     read_in_call: Cell<InCall>,
@@ -122,7 +125,7 @@ impl FileDevice {
             return;
         };
         let mut geometry = self.geometry.get();
-        let visible = visible_size(size, geometry.block_size, self.direct);
+        let visible = visible_size(size, geometry.block_size, self.direct, self.container);
         if visible != geometry.size {
             let (image, from) = (&self.name, geometry.size);
             if visible < from {
@@ -174,7 +177,8 @@ impl FileDevice {
         if range.start.get() + (moved as u64) < size {
             return Err(self.error(Operation::Read, range, libc::EIO));
         }
-        if range.end().get() > size.next_multiple_of(SECTOR) {
+        let visible = visible_size(size, self.geometry.get().block_size, self.direct, self.container);
+        if range.end().get() > visible.get().max(size.next_multiple_of(SECTOR)) {
             // The file has shrunk under us.
             self.check_size();
             return Err(IoError::new(&self.name, Operation::Read, range, Failure::OutOfRange));
@@ -575,9 +579,12 @@ fn size_of(file: &File) -> io::Result<u64> {
     Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
 }
 
-/// Whole sectors: like QEMU, a file's last sector is filled up with zeros. Direct I/O reaches whole blocks only.
-fn visible_size(size: u64, block_size: u32, direct: bool) -> ByteLen {
-    if direct {
+/// Whole sectors: like QEMU, a file's last sector is filled up with zeros. Direct I/O reaches whole blocks only, unless
+/// what is behind the end does not matter.
+fn visible_size(size: u64, block_size: u32, direct: bool, container: bool) -> ByteLen {
+    if container {
+        ByteLen::new(size.next_multiple_of(CONTAINER_UNIT.max(block_size.into())))
+    } else if direct {
         ByteLen::new(size - size % u64::from(block_size))
     } else {
         ByteLen::new(size.next_multiple_of(SECTOR))

@@ -48,7 +48,7 @@ impl Opener<'_> {
                 read_only,
                 ..self.options.clone()
             };
-            let file = open_bytes(self.on, image, &options).await?;
+            let file = open_bytes(self.on, image, &options, format != Format::Raw).await?;
             match format {
                 Format::Raw => Ok(file),
                 Format::Qcow2 => {

@@ -19,6 +19,9 @@ use crate::event_loop::Loop;
 /// has taken its io_uring apart; whoever starts its successor does so at once.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
+/// What a container is filled up to, in bytes.
+pub(super) const CONTAINER_UNIT: u64 = 4096;
+
 /// Whether to go through the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Caching {
@@ -40,6 +43,9 @@ pub struct FileOptions {
     pub share: bool,
     /// Page cache or not.
     pub caching: Caching,
+    /// The file is a container, not the disk itself: its end means nothing. It is filled up to whole blocks, with zeros
+    /// that only seem to be there if it is read-only.
+    pub container: bool,
 }
 
 /// Why a file cannot be opened as a disk.
@@ -124,11 +130,22 @@ impl FileDevice {
         }
         lock_patiently(on, &file, path, options).await?;
 
-        let size = size_of(&file).map_err(os("finding its size"))?;
+        let mut size = size_of(&file).map_err(os("finding its size"))?;
         if size == 0 {
             return Err(OpenError::Empty { path: path.to_owned() });
         }
-        tell_of_odd_size(path, size, options.read_only);
+        let container = options.container && kind != Kind::Block;
+        if container {
+            let whole = size.next_multiple_of(CONTAINER_UNIT);
+            if whole != size && !options.read_only {
+                rustix::fs::ftruncate(&file, whole)
+                    .map_err(io::Error::from)
+                    .map_err(os("filling its last block"))?;
+            }
+            size = whole;
+        } else {
+            tell_of_odd_size(path, size, options.read_only);
+        }
         let direct = choose_direct(&file, path, kind, size, options.caching).map_err(|why| OpenError::NoDirect {
             path: path.to_owned(),
             why,
@@ -140,7 +157,7 @@ impl FileDevice {
             (_, None) => InCall::NoWait,
         };
         let geometry = Geometry {
-            size: visible_size(size, block_size, direct.is_some()),
+            size: visible_size(size, block_size, direct.is_some(), container),
             block_size,
             physical_block_size: physical_block_size(&file, kind).max(block_size),
             discard_granularity: 4096.max(block_size),
@@ -155,6 +172,7 @@ impl FileDevice {
             ring: on.ring_or_panic(),
             geometry: Cell::new(geometry),
             direct: direct.is_some(),
+            container,
             kind,
             read_in_call: Cell::new(in_call),
             write_in_call: Cell::new(in_call),
