@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fmt;
 use std::io::Read;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::str::FromStr;
@@ -99,6 +100,23 @@ pub enum Format {
     Qcow2,
 }
 
+impl Format {
+    /// The format that QEMU calls so.
+    pub fn of_name(name: &str) -> Option<Self> {
+        [Self::Raw, Self::Qcow2]
+            .into_iter()
+            .find(|format| format.name() == name)
+    }
+
+    /// What QEMU calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
 /// How to open an image.
 #[derive(Clone, Debug)]
 pub struct ImageOptions {
@@ -144,7 +162,7 @@ pub enum ImageError {
     #[error(transparent)]
     Nbd(Box<larder_block::backend::nbd::OpenError>),
     #[error(
-        "{image} looks like a {format} image, which this version of Larder cannot interpret; qemu-img convert -O raw makes a raw one of it"
+        "{image} looks like a {format} image, which Larder cannot interpret; qemu-img convert -O qcow2 makes a qcow2 image of it"
     )]
     OtherFormat { image: String, format: &'static str },
     #[error("limits of {image}: {source}")]
@@ -159,6 +177,8 @@ pub enum ImageError {
     },
     #[error("{image}: its backing file '{name}' {why}")]
     BackingName { image: String, name: String, why: String },
+    #[error("{image}: its backing file '{name}' {why}")]
+    BackingUnknown { image: String, name: String, why: String },
     #[error("{image}: its external data file '{name}' cannot be opened: {source}")]
     DataFile {
         image: String,
@@ -240,18 +260,23 @@ async fn open_bytes(
     Ok(device)
 }
 
-/// The format that a file begins like, other than raw. An unreadable file is left to whoever opens it to complain.
+/// The format that a file or a block device begins like, other than raw. An unreadable one is left to whoever opens it
+/// to complain.
 fn recognise(path: &Path) -> Option<&'static str> {
-    if !path.metadata().ok()?.is_file() {
+    let kind = path.metadata().ok()?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
         return None;
     }
     let mut head = [0; 8];
     let mut file = std::fs::File::open(path).ok()?;
     let count = file.read(&mut head).ok()?;
-    MAGICS
-        .iter()
-        .find(|(magic, _)| head[..count].starts_with(magic))
-        .map(|(_, format)| *format)
+    begins_like(&head[..count])
+}
+
+/// The format, other than raw, that an image with this beginning has.
+fn begins_like(head: &[u8]) -> Option<&'static str> {
+    let known = MAGICS.iter().find(|(magic, _)| head.starts_with(magic));
+    known.map(|(_, format)| *format)
 }
 
 #[cfg(test)]

@@ -2,4 +2,5 @@
 
 pub mod align;
 pub mod keep_space;
+pub mod stay_raw;
 pub mod throttle;

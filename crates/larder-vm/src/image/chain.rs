@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
-use super::{Format, ImageAddress, ImageError, ImageOptions, open_bytes, recognise};
+use super::{Format, ImageAddress, ImageError, ImageOptions, begins_like, open_bytes, recognise};
 
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
@@ -40,6 +41,7 @@ impl Opener<'_> {
         read_only: bool,
     ) -> BoxFuture<'a, Result<Rc<dyn BlockDevice>, ImageError>> {
         Box::pin(async move {
+            let is_guessed = format.is_none();
             let format = match format {
                 Some(format) => format,
                 None => probe(image)?,
@@ -50,6 +52,11 @@ impl Opener<'_> {
             };
             let file = open_bytes(self.on, image, &options, format != Format::Raw).await?;
             match format {
+                // Its guest must not make it what the next guess would be wrong about. NBD exports are never guessed.
+                Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
+                    let file: Rc<dyn BlockDevice> = Rc::new(StayRaw::new(file, begins_like));
+                    Ok(file)
+                }
                 Format::Raw => Ok(file),
                 Format::Qcow2 => {
                     self.opened.push(image.clone());
@@ -115,14 +122,19 @@ impl Opener<'_> {
             name: name.to_owned(),
             why,
         };
+        let unknown = |why: String| ImageError::BackingUnknown {
+            image: image.to_string(),
+            name: name.to_owned(),
+            why,
+        };
         let format = match format {
             None => None,
             Some("raw") => Some(Format::Raw),
             Some("qcow2") => Some(Format::Qcow2),
-            Some(other) => return Err(refused(format!("has the format '{other}', which Larder does not know"))),
+            Some(other) => return Err(unknown(format!("has the format '{other}', which Larder does not know"))),
         };
         if name.starts_with("json:") {
-            return Err(refused(
+            return Err(unknown(
                 "is described by QEMU's JSON, which Larder does not read; qemu-img rebase -u can give it a plain name"
                     .to_owned(),
             ));
@@ -137,7 +149,9 @@ impl Opener<'_> {
         let opened = self.open(&address, format, true).await;
         opened.map_err(|source| match source {
             // The innermost failure says it all.
-            source @ (ImageError::Backing { .. } | ImageError::BackingName { .. }) => source,
+            source @ (ImageError::Backing { .. }
+            | ImageError::BackingName { .. }
+            | ImageError::BackingUnknown { .. }) => source,
             source => ImageError::Backing {
                 image: image.to_string(),
                 name: name.to_owned(),

@@ -1,0 +1,128 @@
+//! Keeps a raw disk whose format was guessed from becoming another format's image.
+//!
+//! Nobody has said that the image is raw: it only begins like nothing else. Its guest may write what it likes, and so
+//! could make the first sector the header of another format; the next one to open the image would believe it, and follow
+//! a backing file's name that the guest chose to any file of the host. Such a write fails. QEMU does the same with the
+//! raw images that it probes (`block/raw-format.c`).
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
+use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// What is looked at, in bytes; no request is for less than that of it.
+const SECTOR: usize = 512;
+
+/// A raw device whose first sector never comes to begin like another format, over one that was found to begin like none.
+/// All promises are the lower device's.
+pub struct StayRaw {
+    lower: Rc<dyn BlockDevice>,
+    begins_like: BeginsLike,
+    /// The user has been told.
+    is_told: Cell<bool>,
+}
+
+/// The format, other than raw, that these bytes are the beginning of.
+pub type BeginsLike = fn(&[u8]) -> Option<&'static str>;
+
+impl StayRaw {
+    /// `lower`, which is not to begin like any format that `begins_like` knows.
+    ///
+    /// # Panics
+    /// If `lower` has blocks smaller than a sector: a header could be put together of several writes.
+    pub fn new(lower: Rc<dyn BlockDevice>, begins_like: BeginsLike) -> Self {
+        assert!(lower.geometry().block_size as usize >= SECTOR);
+        Self {
+            lower,
+            begins_like,
+            is_told: Cell::new(false),
+        }
+    }
+
+    fn write_start<'a>(&'a self, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        let range = ByteOffset::ZERO.range(buffer.byte_len());
+        if let Err(error) = check_request(self.name(), &self.geometry(), Operation::Write, range) {
+            return Io::ready(Err(error));
+        }
+        // What was looked at is what is written: a guest can change its memory in between.
+        let mut sector = [0; SECTOR];
+        buffer.copy_to_slice(&mut sector);
+        if let Some(format) = (self.begins_like)(&sector) {
+            self.tell(format);
+            let failure = Failure::Os(libc::EPERM);
+            return Io::ready(Err(IoError::new(self.name(), Operation::Write, range, failure)));
+        }
+        Io::task(async move {
+            self.lower
+                .write(ByteOffset::ZERO, WriteBuf::new(&sector), flags)
+                .await?;
+            match buffer.skip(SECTOR) {
+                rest if rest.is_empty() => Ok(()),
+                rest => self.lower.write(ByteOffset::new(SECTOR as u64), rest, flags).await,
+            }
+        })
+    }
+
+    fn tell(&self, format: &str) {
+        if !self.is_told.replace(true) {
+            tracing::warn!(
+                "{}: a write that would make the disk begin like a {format} image was refused, since its format was not \
+                 given; if it is to hold such an image, give its format: raw",
+                self.name()
+            );
+        }
+    }
+}
+
+impl BlockDevice for StayRaw {
+    fn name(&self) -> &Rc<str> {
+        self.lower.name()
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.lower.geometry()
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        self.lower.read(start, buffer)
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        // Requests are of whole blocks: one that begins further on does not touch the first sector, or fails.
+        if start == ByteOffset::ZERO && !buffer.is_empty() {
+            return self.write_start(buffer, flags);
+        }
+        self.lower.write(start, buffer, flags)
+    }
+
+    fn flush(&self) -> Io<'_> {
+        self.lower.flush()
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        self.lower.discard(range)
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        self.lower.write_zeroes(range, flags)
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        self.lower.extents(range, limit)
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        self.lower.grow(size)
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        self.lower.close()
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        self.lower.size_changes()
+    }
+}
