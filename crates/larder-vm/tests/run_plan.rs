@@ -6,6 +6,7 @@ use std::path::Path;
 use larder_vm::image::ImageAddress;
 use larder_vm::run::disk::{Cache, Disk};
 use larder_vm::run::disk_option::parse_disk;
+use larder_vm::run::drive::Reason;
 use larder_vm::run::plan::{Plan, PlanError, Setting, guest_name, plan};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::version::QemuVersion;
@@ -22,6 +23,7 @@ fn setting(version: QemuVersion) -> Setting<'static> {
         version,
         sockets: Path::new("/run/larder/larder-run-1"),
         ram: Path::new("/dev/shm/larder-vm-1"),
+        left: &[],
     }
 }
 
@@ -98,15 +100,37 @@ fn a_device_keeps_its_place_and_its_properties() {
 }
 
 #[test]
+fn a_qcow2_drive_is_served_and_what_tunes_qemus_cache_is_said_not_to_be_needed() {
+    let drive = "file=/srv/vm.qcow2,if=virtio,format=qcow2,l2-cache-size=8M,cache-clean-interval=60";
+    let plan = planned(&format!("kvm -drive {drive} -drive file=/b,if=virtio,discard=on"));
+    assert_eq!(plan.disks.len(), 2);
+    let arguments = command_line(&plan.disks[0].serve_arguments());
+    assert!(arguments.contains(" --format qcow2 "), "{arguments}");
+    let arguments = command_line(&plan.disks[1].serve_arguments());
+    assert!(!arguments.contains("--format"), "{arguments}");
+    assert!(is_change(
+        &plan,
+        &[
+            &format!("disk /srv/vm.qcow2: served over vhost-user-blk as vda (was -drive {drive}); not needed"),
+            ": cache-clean-interval, l2-cache-size; the guest is offered no discard"
+        ]
+    ));
+    assert!(is_change(
+        &plan,
+        &["disk /b: served over vhost-user-blk as vdb (was -drive file=/b,if=virtio,discard=on)"]
+    ));
+}
+
+#[test]
 fn disks_that_stay_with_qemu_keep_their_place_among_the_others() {
     let plan = planned(
         "qemu-system-x86_64 -drive file=/a.raw,if=virtio,format=raw \
-         -drive file=/b.qcow2,if=virtio,format=qcow2,cache=none -drive file=/c.raw,if=virtio,format=raw",
+         -drive file=/b.vmdk,if=virtio,format=vmdk,cache=none -drive file=/c.raw,if=virtio,format=raw",
     );
     let line = command_line(&plan.qemu);
     let devices: Vec<&str> = line.split(" -device ").skip(1).collect();
     assert_eq!(devices.len(), 3);
-    assert!(line.contains("-drive file=/b.qcow2,format=qcow2,cache=none,if=none,id=virtio1 "));
+    assert!(line.contains("-drive file=/b.vmdk,format=vmdk,cache=none,if=none,id=virtio1 "));
     assert!(
         devices[0].starts_with("vhost-user-blk-pci,chardev=larder-chr-0,"),
         "{line}"
@@ -117,17 +141,29 @@ fn disks_that_stay_with_qemu_keep_their_place_among_the_others() {
         "{line}"
     );
     assert!(is_change(&plan, &["/a.raw", " as vda"]));
-    assert!(is_change(&plan, &["/b.qcow2: stays with QEMU", "not qcow2"]));
+    assert!(is_change(&plan, &["/b.vmdk: stays with QEMU", "not vmdk"]));
     assert!(is_change(&plan, &["/c.raw", " as vdc"]));
 }
 
 /// Command lines with one disk that stays with QEMU, and what the line on it says: the image, the reason, and what would
 /// have it served.
-const STAYING: [(&str, &[&str]); 32] = [
-    ("-drive file=/b,if=virtio", &["disk /b: stays", "add format=raw"]),
+const STAYING: [(&str, &[&str]); 35] = [
     (
-        "-drive file=/b,if=virtio,format=qcow2",
-        &["disk /b: stays", "not qcow2"],
+        "-drive file=nbd://b/c,if=virtio",
+        &["disk nbd://b/c: stays", "add format=raw"],
+    ),
+    ("-drive file=/b,if=virtio,format=vmdk", &["disk /b: stays", "not vmdk"]),
+    (
+        "-drive file=/b,if=virtio,format=qcow2,backing.file.filename=/c",
+        &["disk /b: stays", "backing.file.filename=/c", "other files"],
+    ),
+    (
+        "-drive file=/b,if=virtio,format=qcow2,detect-zeroes=unmap",
+        &["disk /b: stays", "detect-zeroes=unmap"],
+    ),
+    (
+        "-drive file=/b,if=virtio,format=qcow2 -snapshot",
+        &["disk /b: stays", "-snapshot"],
     ),
     (
         "-drive file=/b,if=virtio,format=raw,snapshot=on",
@@ -147,15 +183,15 @@ const STAYING: [(&str, &[&str]); 32] = [
     ),
     (
         "-drive file=/b,if=ide,format=raw",
-        &["disk /b: stays", "if=ide", "if=virtio,format=raw has"],
+        &["disk /b: stays", "if=ide", "if=virtio has"],
     ),
     (
         "-drive file=/b,if=scsi,format=raw",
-        &["disk /b: stays", "if=scsi", "if=virtio,format=raw has"],
+        &["disk /b: stays", "if=scsi", "if=virtio has"],
     ),
     (
         "-drive file=/b,format=raw",
-        &["disk /b: stays", "without if=", "if=virtio,format=raw has"],
+        &["disk /b: stays", "without if=", "if=virtio has"],
     ),
     ("-drive file=/b,media=cdrom", &["disk /b: stays", "CD-ROM"]),
     ("-drive file=/b,if=floppy", &["disk /b: stays", "floppy"]),
@@ -163,12 +199,12 @@ const STAYING: [(&str, &[&str]); 32] = [
         "-drive file=/b,if=none,id=x,format=raw",
         &["disk /b: stays", "no -device", "virtio-blk-pci"],
     ),
-    ("-hda /b", &["disk /b: stays", "-hda", "if=virtio,format=raw has"]),
-    ("-hdd /b,c", &["disk /b,c: stays", "-hdd", "if=virtio,format=raw has"]),
-    ("/b", &["disk /b: stays", "-hda", "if=virtio,format=raw has"]),
+    ("-hda /b", &["disk /b: stays", "-hda", "if=virtio has"]),
+    ("-hdd /b,c", &["disk /b,c: stays", "-hdd", "if=virtio has"]),
+    ("/b", &["disk /b: stays", "-hda", "if=virtio has"]),
     ("-cdrom /b", &["disk /b: stays", "CD-ROM"]),
     ("-fda /b", &["disk /b: stays", "floppy"]),
-    ("-sd /b", &["disk /b: stays", "-sd", "if=virtio,format=raw has"]),
+    ("-sd /b", &["disk /b: stays", "-sd", "if=virtio has"]),
     (
         "-drive if=none,id=x,file=/b,format=raw -device ide-hd,drive=x",
         &["disk /b: stays", "ide-hd", "virtio-blk-pci"],
@@ -280,13 +316,23 @@ fn firmware_and_empty_drives_are_no_disks() {
 
 #[test]
 fn a_short_option_for_a_virtio_disk_keeps_its_place_among_the_others() {
-    let plan = planned("qemu-system-aarch64 -M virt -hda /a -drive file=/b,if=virtio,format=raw,discard=on,index=1");
+    let line = words("qemu-system-aarch64 -M virt -hda /a -drive file=/b,if=virtio,format=raw,discard=on,index=1");
+    let served = plan(&line, &[], &setting(QemuVersion(7, 2))).expect("can be planned");
+    assert!(is_change(&served, &["disk /a: served", "as vda (was -hda)"]));
+    assert_eq!(served.disks[0].disk.format, None);
+
+    let left = [(ImageAddress::Path("/a".into()), Reason("it is odd".to_owned()))];
+    let setting = Setting {
+        left: &left,
+        ..setting(QemuVersion(7, 2))
+    };
+    let plan = plan(&line, &[], &setting).expect("can be planned");
     let line = command_line(&plan.qemu);
     assert!(line.contains("-drive media=disk,file=/a,if=none,id=virtio0"), "{line}");
     let devices: Vec<&str> = line.split(" -device ").skip(1).collect();
     assert!(devices[0].starts_with("virtio-blk,drive=virtio0 "), "{line}");
     assert!(devices[1].starts_with("vhost-user-blk-pci,"), "{line}");
-    assert!(is_change(&plan, &["disk /a: stays", "-hda does not say its format"]));
+    assert!(is_change(&plan, &["disk /a: stays with QEMU: it is odd"]));
     assert!(is_change(&plan, &["disk /b: served", "as vdb"]));
 }
 

@@ -39,9 +39,9 @@ pub(crate) enum Command {
 
 #[derive(Args)]
 pub(crate) struct RunArguments {
-    /// One more disk: IMAGE[,KEY=VALUE]... with format=raw, serial, readonly=on, share=on, cache=direct|buffered,
-    /// discard=unmap|ignore, queues, queue-size, block-size, poll-us, nbd-reconnect, and limits such as iops=1000 or
-    /// bps=100M; a comma in IMAGE is doubled
+    /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
+    /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
+    /// nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<Disk>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use larder_vm::run::check::check;
+use larder_vm::run::check::{Findings, check};
 use larder_vm::run::lease::{Lease, Places};
 use larder_vm::run::plan::{Plan, Setting, guest_name, plan, program};
 use larder_vm::run::shell::command_line;
@@ -29,17 +29,30 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         true => Places::for_commands(&guest)?,
         false => Places::choose(&guest)?,
     };
-    let setting = Setting {
-        version: QemuVersion::probe(program(&command)?)?,
-        sockets: &places.folder,
-        ram: &places.ram,
+    let version = QemuVersion::probe(program(&command)?)?;
+    let planned = |left: &[_]| {
+        let setting = Setting {
+            version,
+            sockets: &places.folder,
+            ram: &places.ram,
+            left,
+        };
+        plan(&command, &arguments.disk, &setting)
     };
-    let plan = plan(&command, &arguments.disk, &setting)?;
+    let mut plan = planned(&[])?;
+    let found = match arguments.dry_run {
+        true => check(&plan.disks),
+        // What the servers have to say of the images they say themselves.
+        false => tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check(&plan.disks)),
+    };
+    if !found.left.is_empty() {
+        plan = planned(&found.left)?;
+    }
     for change in &plan.changes {
         say(change);
     }
     if arguments.dry_run {
-        return dry_run(&plan, &places);
+        return dry_run(&plan, &places, &found);
     }
     if arguments.verbose {
         for line in server_commands(&plan) {
@@ -47,13 +60,10 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         }
         say(&command_line(&plan.qemu));
     }
-    // What the servers have to say of the images they say themselves.
-    let found = tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check(&plan.disks));
-    let problems = found.problems;
-    for problem in &problems {
+    for problem in &found.problems {
         say(&problem.to_string());
     }
-    if !problems.is_empty() {
+    if !found.problems.is_empty() {
         return Ok(ExitCode::from(EXIT_ERROR));
     }
     let _lease = Lease::take(&places, &plan)?;
@@ -66,8 +76,7 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
 }
 
 /// Prints commands that do by hand what a run does, and tells what would go wrong.
-fn dry_run(plan: &Plan, places: &Places) -> anyhow::Result<ExitCode> {
-    let found = check(&plan.disks);
+fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<ExitCode> {
     for image in &found.unchecked {
         say(&format!(
             "disk {image}: not checked: its server may take one client only"

@@ -58,13 +58,13 @@ fn an_image_that_cannot_be_a_disk_is_refused_with_the_reason() {
     let empty = folder.path().join("empty.raw");
     fs::File::create(&empty).expect("a file");
     serve(&empty, &["empty.raw", "is empty", "truncate -s"]);
-    let qcow2 = folder.path().join("a.qcow2");
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&qcow2), "1M"]);
+    let vmdk = folder.path().join("a.vmdk");
+    tool("qemu-img", &["create", "-q", "-f", "vmdk", text(&vmdk), "1M"]);
     serve(
-        &qcow2,
+        &vmdk,
         &[
-            "a.qcow2 looks like a qcow2 image",
-            "qemu-img convert -O raw",
+            "a.vmdk looks like a VMDK image",
+            "qemu-img convert -O qcow2",
             "--format raw",
         ],
     );

@@ -1,18 +1,21 @@
 //! Whether the planned disks can be served, found out before anything is started.
 //!
 //! Each image is opened as its server will open it, and closed again; all are held open together, so that an image that
-//! is named twice is found. Nothing is written. QEMU's locks are taken for as long as that lasts, some milliseconds. An
-//! NBD server is not asked: some end after their first client.
+//! is named twice is found. What the disks hold is not written to. QEMU's locks are taken for as long as that lasts, some
+//! milliseconds. An NBD server is not asked: some end after their first client.
 
 use larder_block::Loop;
 use larder_block::backend::file::{Caching, OpenError};
 use larder_block::backend::image_lock::LockError;
 use larder_export::vhost_user::{OptionsError, QUEUES_MAX, VhostUserOptions, VhostUserServer};
+use larder_qcow2::OpenError as Qcow2Error;
+use larder_qcow2::header::HeaderError;
 
 use super::disk::{Cache, Disk, GivenBy};
+use super::drive::Reason;
 use super::plan::PlannedDisk;
 use crate::disk::DiskError;
-use crate::image::{self, Format, ImageAddress, ImageError, ImageOptions};
+use crate::image::{self, ImageAddress, ImageError, ImageOptions, METADATA_MEMORY_DEFAULT};
 use crate::limits::{LimitsTextError, parse_limits};
 
 /// Why a disk cannot be served.
@@ -41,6 +44,8 @@ pub enum CheckError {
 pub struct Findings {
     /// What stands in the way; nothing if all disks can be served.
     pub problems: Vec<CheckError>,
+    /// Images of `-drive` that QEMU can read and Larder cannot, and why.
+    pub left: Vec<(ImageAddress, Reason)>,
     /// The disks that nothing can be said of.
     pub unchecked: Vec<ImageAddress>,
 }
@@ -73,10 +78,45 @@ pub fn check(disks: &[PlannedDisk]) -> Findings {
                 let image = planned.disk.image.clone();
                 found.problems.push(CheckError::Twice { image });
             }
-            Err(error) => found.problems.push(error),
+            Err(error) => match only_qemus(&error) {
+                Some(why) if planned.given_by != GivenBy::Option => {
+                    found.left.push((planned.disk.image.clone(), Reason(why)));
+                }
+                _ => found.problems.push(error),
+            },
         }
     }
     found
+}
+
+/// Why QEMU alone can read an image, if it is that.
+fn only_qemus(error: &CheckError) -> Option<String> {
+    let CheckError::Image { source, .. } = error else {
+        return None;
+    };
+    match source {
+        ImageError::OtherFormat { format, .. } => {
+            Some(format!("it looks like a {format} image, which Larder cannot interpret"))
+        }
+        _ if is_only_qemus(source) => Some(source.to_string()),
+        _ => None,
+    }
+}
+
+fn is_only_qemus(error: &ImageError) -> bool {
+    match error {
+        ImageError::OtherFormat { .. } | ImageError::BackingUnknown { .. } => true,
+        ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_only_qemus(source),
+        ImageError::Qcow2(error) => matches!(
+            error,
+            Qcow2Error::Dirty { .. }
+                | Qcow2Error::Header {
+                    source: HeaderError::Encrypted(_) | HeaderError::Incompatible(_),
+                    ..
+                }
+        ),
+        _ => false,
+    }
 }
 
 fn is_locked(error: &CheckError) -> bool {
@@ -117,7 +157,8 @@ async fn open(on: &Loop, planned: &PlannedDisk) -> Result<std::rc::Rc<VhostUserS
 
 fn image_options(disk: &Disk) -> Result<ImageOptions, LimitsTextError> {
     Ok(ImageOptions {
-        format: disk.is_raw.then_some(Format::Raw),
+        format: disk.format,
+        metadata_memory: disk.metadata_memory.unwrap_or(METADATA_MEMORY_DEFAULT),
         read_only: disk.read_only,
         share: disk.share,
         caching: match disk.cache {
@@ -147,6 +188,7 @@ fn advice(error: &ImageError, planned: &PlannedDisk) -> &'static str {
         ImageError::OtherFormat { .. } => {
             "; if its bytes are the disk all the same, add format=raw; otherwise attach it by -drive, and QEMU serves it"
         }
+        source if is_only_qemus(source) => "; attach it by -drive, and QEMU serves it",
         ImageError::File(OpenError::Open { source, .. })
             if !planned.disk.read_only && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
         {

@@ -3,8 +3,10 @@
 use std::ffi::OsString;
 use std::path::Path;
 
+use larder_block::ByteLen;
+
 use super::limits::Limits;
-use crate::image::ImageAddress;
+use crate::image::{Format, ImageAddress};
 
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,10 +34,12 @@ pub enum GivenBy {
 /// What to serve, and how it looks to the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disk {
-    /// A raw image, a block device, or an NBD export.
+    /// An image, a block device, or an NBD export.
     pub image: ImageAddress,
-    /// The user says that it is raw; otherwise an image that begins like another format is refused.
-    pub is_raw: bool,
+    /// Its format, if the user says it; otherwise what it begins like.
+    pub format: Option<Format>,
+    /// What the metadata cache of a qcow2 image may hold; the server chooses if not given.
+    pub metadata_memory: Option<ByteLen>,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the image too.
@@ -65,7 +69,8 @@ impl Disk {
     pub fn new(image: ImageAddress) -> Self {
         Self {
             image,
-            is_raw: false,
+            format: None,
+            metadata_memory: None,
             read_only: false,
             share: false,
             cache: Cache::Auto,
@@ -85,8 +90,11 @@ impl Disk {
     pub fn serve_arguments(&self, socket: &Path, ready: &Path) -> Vec<OsString> {
         let mut arguments: Vec<OsString> = vec!["disk".into(), "serve".into(), self.image_argument()];
         arguments.extend(["--socket".into(), socket.into(), "--pidfile".into(), ready.into()]);
-        if self.is_raw {
-            arguments.extend(["--format".into(), "raw".into()]);
+        if let Some(format) = self.format {
+            arguments.extend(["--format".into(), format.name().into()]);
+        }
+        if let Some(memory) = self.metadata_memory {
+            arguments.extend(["--metadata-memory".into(), memory.get().to_string().into()]);
         }
         if self.read_only {
             arguments.push("--read-only".into());

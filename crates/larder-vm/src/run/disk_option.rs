@@ -3,12 +3,15 @@
 use super::disk::{Cache, Disk};
 use super::keyval::{KeyValues, parse_bool};
 use super::limits::{self, Taken};
-use crate::image::ImageAddressError;
+use crate::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
+use crate::image::{Format, ImageAddressError};
 use crate::limits::LimitsTextError;
+use larder_block::SizeError;
 use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 12] = [
     "format",
+    "metadata-memory",
     "readonly",
     "share",
     "cache",
@@ -20,10 +23,6 @@ const KEYS: [&str; 11] = [
     "poll-us",
     "nbd-reconnect",
 ];
-
-/// As `larder disk serve` has it.
-const POLL_US_MAX: u64 = 10_000;
-const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 
 /// Why a `--disk` is wrong.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -45,7 +44,7 @@ pub enum DiskOptionError {
         image: String,
         key: String,
         value: String,
-        wanted: &'static str,
+        wanted: String,
     },
 }
 
@@ -87,17 +86,19 @@ pub fn parse_disk(text: &str) -> Result<Disk, DiskOptionError> {
 
 enum Problem {
     UnknownKey,
-    Wanted(&'static str),
+    Wanted(String),
+}
+
+fn wanted(what: impl Into<String>) -> Problem {
+    Problem::Wanted(what.into())
 }
 
 fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
-    let switch = || parse_bool(value).ok_or(Problem::Wanted("give on or off"));
+    let switch = || parse_bool(value).ok_or_else(|| wanted("give on or off"));
     match key {
-        "format" if value == "raw" => disk.is_raw = true,
-        "format" => {
-            return Err(Problem::Wanted(
-                "this version of Larder serves raw images only: convert it with qemu-img",
-            ));
+        "format" => disk.format = Some(Format::of_name(value).ok_or_else(|| wanted("give raw or qcow2"))?),
+        "metadata-memory" => {
+            disk.metadata_memory = Some(value.parse().map_err(|error: SizeError| wanted(error.to_string()))?)
         }
         "readonly" => disk.read_only = switch()?,
         "share" => disk.share = switch()?,
@@ -105,7 +106,7 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
             disk.discard = match value {
                 "unmap" | "on" => true,
                 "ignore" | "off" => false,
-                _ => return Err(Problem::Wanted("give unmap or ignore")),
+                _ => return Err(wanted("give unmap or ignore")),
             }
         }
         "serial" => disk.serial = Some(value.to_owned()),
@@ -113,35 +114,36 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
             disk.cache = match value {
                 "direct" => Cache::Direct,
                 "buffered" => Cache::Buffered,
-                _ => return Err(Problem::Wanted("give direct or buffered")),
+                _ => return Err(wanted("give direct or buffered")),
             }
         }
         "block-size" => {
             let bytes = value.parse().ok().filter(|bytes| matches!(bytes, 512 | 4096));
-            disk.block_size = Some(bytes.ok_or(Problem::Wanted("give 512 or 4096"))?);
+            disk.block_size = Some(bytes.ok_or_else(|| wanted("give 512 or 4096"))?);
         }
         "queue-size" => {
             let sizes = QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX;
             let size = value.parse().ok();
             let size = size.filter(|size: &u16| size.is_power_of_two() && sizes.contains(size));
-            disk.queue_size = Some(size.ok_or(Problem::Wanted("give a power of two from 4 to 1024"))?);
+            disk.queue_size = Some(size.ok_or_else(|| wanted("give a power of two from 4 to 1024"))?);
         }
         "poll-us" => {
             let us = value.parse().ok().filter(|us| *us <= POLL_US_MAX);
-            disk.poll_us = Some(us.ok_or(Problem::Wanted("give microseconds, 10000 at most"))?);
+            disk.poll_us = Some(us.ok_or_else(|| wanted(format!("give microseconds, {POLL_US_MAX} at most")))?);
         }
         "nbd-reconnect" => {
             let seconds = value.parse().ok().filter(|seconds| *seconds <= RECONNECT_SECONDS_MAX);
-            disk.nbd_reconnect = Some(seconds.ok_or(Problem::Wanted("give seconds, a year at most"))?);
+            disk.nbd_reconnect =
+                Some(seconds.ok_or_else(|| wanted(format!("give seconds, {RECONNECT_SECONDS_MAX} (a year) at most")))?);
         }
         "queues" => {
             let queues = value.parse().ok().filter(|queues| (1..=QUEUES_MAX).contains(queues));
-            disk.queues = Some(queues.ok_or(Problem::Wanted("give a number of virtqueues from 1 to 64"))?);
+            disk.queues = Some(queues.ok_or_else(|| wanted("give a number of virtqueues from 1 to 64"))?);
         }
         _ => match disk.limits.take(key, value) {
             Taken::Yes => {}
             Taken::OtherKey => return Err(Problem::UnknownKey),
-            Taken::BadValue => return Err(Problem::Wanted("give a number; 0 for no limit")),
+            Taken::BadValue => return Err(wanted("give a number; 0 for no limit")),
         },
     }
     Ok(())
@@ -175,16 +177,21 @@ fn distance(a: &str, b: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use larder_block::ByteLen;
+
     use super::*;
     use crate::image::ImageAddress;
 
     #[test]
     fn everything_a_disk_can_have_is_read() {
         let disk =
-            parse_disk("/a,,b=c.raw,format=raw,serial=S1,readonly=on,share,cache=direct,queues=4,discard=off,iops=9")
+            parse_disk("/a,,b=c.raw,format=qcow2,metadata-memory=64MiB,serial=S1,readonly=on,share,cache=direct,queues=4,discard=off,iops=9")
                 .expect("is right");
         assert_eq!(disk.image.to_string(), "/a,b=c.raw");
-        assert!(disk.is_raw);
+        assert_eq!(
+            (disk.format, disk.metadata_memory),
+            (Some(Format::Qcow2), Some(ByteLen::mib(64)))
+        );
         assert_eq!((disk.read_only, disk.share, disk.discard), (true, true, false));
         assert_eq!((disk.cache, disk.queues), (Cache::Direct, Some(4)));
         assert_eq!(disk.serial.as_deref(), Some("S1"));
@@ -194,14 +201,16 @@ mod tests {
 
     #[test]
     fn every_option_of_a_server_can_be_given() {
-        let disk = parse_disk("/a,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096");
+        let disk = parse_disk(
+            "/a,format=raw,metadata-memory=1M,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
+        );
         let disk = disk.expect("is right");
         assert_eq!(disk.queue_size, Some(1024));
         let arguments = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
         let line = crate::run::shell::command_line(&arguments);
         assert_eq!(
             line,
-            "disk serve /a --socket /s --pidfile /p --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
+            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
              --nbd-reconnect 5"
         );
         assert!(parse_disk("/a,discard=unmap").expect("is right").discard);
@@ -230,7 +239,8 @@ mod tests {
             "/a,cache=none",
             "/a,readonly=perhaps",
             "/a,bps=x",
-            "/a,format=qcow2",
+            "/a,format=vmdk",
+            "/a,metadata-memory=much",
             "/a,block-size=1",
             "/a,discard=perhaps",
             "/a,queue-size=100",

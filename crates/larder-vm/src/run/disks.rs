@@ -11,13 +11,14 @@ use std::path::{Path, PathBuf};
 use super::arguments::Argument;
 use super::device;
 use super::disk::{Disk, GivenBy};
-use super::drive::{Reason, disk_of, reason};
+use super::drive::{Reason, disk_of, needless, reason};
 use super::inventory::{Device, Drive, Source};
 use super::keyval::KeyValues;
 use super::machine::{Machine, VirtioBus};
 use super::plan::{PlanError, PlannedDisk};
 use super::rewrite::Rewrite;
 use super::version::QemuVersion;
+use crate::image::ImageAddress;
 use larder_export::vhost_user::QUEUES_MAX;
 
 /// What the rewriting needs to know besides the command line.
@@ -26,6 +27,8 @@ pub(super) struct DiskContext<'a> {
     pub(super) version: QemuVersion,
     /// The folder of the sockets.
     pub(super) sockets: &'a Path,
+    /// Images that were found to be nothing for Larder, and why.
+    pub(super) left: &'a [(ImageAddress, Reason)],
 }
 
 /// Rewrites drives, and adds the disks of `--disk`.
@@ -110,6 +113,7 @@ impl Disks<'_> {
             match made {
                 Ok((disk, new)) => {
                     let was = format!("was -device {} and its -drive", device.driver());
+                    let was = was_before(&was, &drive.options);
                     drive.is_told.set(true);
                     let new = self.serve(disk, GivenBy::Device, new, position, &was);
                     line.replace(device.index, new);
@@ -158,7 +162,11 @@ impl Disks<'_> {
                 Ok((disk, new)) => {
                     line.replace(drive.index, Vec::new());
                     drive.is_told.set(true);
-                    let was = format!("was -drive {}", drive.options);
+                    let was = match drive.source {
+                        Source::Shorthand(name) => format!("was -{name}"),
+                        _ => format!("was -drive {}", drive.options),
+                    };
+                    let was = was_before(&was, &drive.options);
                     for argument in self.serve(disk, GivenBy::Drive, new, Some(position), &was) {
                         line.append(argument);
                     }
@@ -183,14 +191,15 @@ impl Disks<'_> {
             return reason("-snapshot: QEMU keeps its writes in a temporary file");
         }
         match drive.source {
-            Source::Drive => disk_of(&drive.options),
+            Source::Drive | Source::Shorthand(_) => {
+                let disk = disk_of(&drive.options)?;
+                let left = self.context.left.iter().find(|(image, _)| *image == disk.image);
+                left.map_or(Ok(disk), |(_, reason)| Err(reason.clone()))
+            }
             Source::DriveInBytes => reason("its -drive is not UTF-8; give the image such a name (a link will do)"),
-            Source::Shorthand(name) => reason(format!(
-                "-{name} does not say its format; if it is a raw image, write -drive file=...,if=virtio,format=raw"
-            )),
-            Source::Blockdev => reason(
-                "it is given by -blockdev; if it is a raw image, write -drive if=none,id=...,file=...,format=raw",
-            ),
+            Source::Blockdev => {
+                reason("it is given by -blockdev; to have it served, write -drive if=none,id=...,file=...,format=...")
+            }
         }
     }
 
@@ -212,7 +221,7 @@ impl Disks<'_> {
         }
         let position = self.guest_names.next();
         let new = device::create(disk, &self.next_chardev(), self.bus).map_err(|_| PlanError::NoDevice { image })?;
-        for argument in self.serve(disk.clone(), GivenBy::Option, new, Some(position), "added by --disk") {
+        for argument in self.serve(disk.clone(), GivenBy::Option, new, Some(position), "(added by --disk)") {
             line.append(argument);
         }
         Ok(())
@@ -249,7 +258,7 @@ impl Disks<'_> {
         self.outcomes.push(Outcome {
             image: disk.image.to_string(),
             position,
-            text: format!("({why}){discard}"),
+            text: format!("{why}{discard}"),
             served: true,
         });
         self.served.push(PlannedDisk { disk, given_by, socket });
@@ -292,6 +301,14 @@ impl Disks<'_> {
     }
 }
 
+/// What a disk was before it was served, and what its drive said in vain.
+fn was_before(was: &str, drive: &KeyValues) -> String {
+    match needless(drive).as_slice() {
+        [] => format!("({was})"),
+        keys => format!("({was}); not needed, since Larder does without: {}", keys.join(", ")),
+    }
+}
+
 const IS_CD_ROM: &str = "it is a CD-ROM, which Larder does not serve";
 
 fn is_cd_drive(driver: &str) -> bool {
@@ -300,7 +317,7 @@ fn is_cd_drive(driver: &str) -> bool {
 
 /// Why a drive without a device is not among the guest's virtio disks, and what would make it one.
 fn why_no_virtio_disk(drive: &Drive) -> Reason {
-    let as_virtio = "-drive file=...,if=virtio,format=raw has a raw image served, as a vd... in the guest";
+    let as_virtio = "-drive file=...,if=virtio has it served, as a vd... in the guest";
     let text = match (drive.source, drive.options.get("if")) {
         _ if drive.options.get("media") == Some("cdrom") => IS_CD_ROM.to_owned(),
         (Source::Blockdev, _) | (_, Some("none")) => {

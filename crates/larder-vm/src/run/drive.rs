@@ -5,7 +5,7 @@ use std::fmt;
 use super::disk::{Cache, Disk};
 use super::keyval::{KeyValues, parse_bool};
 use super::limits::Taken;
-use crate::image::{ImageAddress, ImageAddressError};
+use crate::image::{Format, ImageAddress, ImageAddressError};
 
 /// Why a drive stays with QEMU; a clause for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,16 +31,10 @@ pub fn disk_of(drive: &KeyValues) -> Result<Disk, Reason> {
         return reason("it names no file=");
     };
     let mut disk = Disk::new(image_of(file)?);
-    disk.is_raw = true;
+    disk.format = format_of(drive, &disk.image)?;
     // QEMU's own defaults, where they differ from Larder's.
     disk.cache = Cache::Buffered;
     disk.discard = false;
-    match drive.get("format") {
-        Some("raw") => {}
-        // Guessing would let a guest choose: it can write another format's header to its raw disk.
-        None => return reason("it does not say its format; add format=raw if it is a raw image"),
-        Some(format) => return reason(format!("this version of Larder serves raw images, not {format}")),
-    }
     for (key, value) in drive.iter() {
         apply(&mut disk, key, value)?;
     }
@@ -48,6 +42,43 @@ pub fn disk_of(drive: &KeyValues) -> Result<Disk, Reason> {
         Ok(()) => Ok(disk),
         Err(error) => reason(error.to_string()),
     }
+}
+
+/// The format that is said; nothing if none is, and Larder is to go by what the image begins like, as QEMU does.
+fn format_of(drive: &KeyValues, image: &ImageAddress) -> Result<Option<Format>, Reason> {
+    match (drive.get("format").or_else(|| drive.get("driver")), image) {
+        (Some(name), _) => match Format::of_name(name) {
+            Some(format) => Ok(Some(format)),
+            None => reason(format!("Larder serves raw and qcow2 images, not {name}")),
+        },
+        (None, ImageAddress::Path(_)) => Ok(None),
+        // Some servers end after their first client, so Larder does not look beforehand.
+        (None, ImageAddress::Nbd(_)) => {
+            reason("it does not say its format, which Larder does not guess over NBD; add format=raw if it is raw")
+        }
+    }
+}
+
+/// Options of QEMU's qcow2 driver that say how it is to do its work, and nothing of the disk.
+fn is_tuning(key: &str) -> bool {
+    let exact = [
+        "cache-size",
+        "l2-cache-size",
+        "l2-cache-entry-size",
+        "refcount-cache-size",
+        "cache-clean-interval",
+        "lazy-refcounts",
+        "overlap-check",
+    ];
+    exact.contains(&key) || key.starts_with("overlap-check.")
+}
+
+/// The options of a drive that are accepted, and not needed.
+pub(super) fn needless(drive: &KeyValues) -> Vec<&str> {
+    let mut keys: Vec<&str> = drive.iter().map(|(key, _)| key).filter(|key| is_tuning(key)).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys
 }
 
 /// The path in a file name of QEMU's, which may name another protocol.
@@ -59,7 +90,7 @@ fn image_of(file: &str) -> Result<ImageAddress, Reason> {
             .or_else(|error: ImageAddressError| reason(error.to_string()));
     }
     if path.starts_with("json:") {
-        return reason("its file is described in JSON; if it is a raw image, give its path and format=raw");
+        return reason("its file is described in JSON; give its path as file=... and its format as format=...");
     }
     match path.split_once(':') {
         // As in QEMU, a colon behind a slash belongs to the path.
@@ -77,6 +108,7 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Reason> {
     match (key, value) {
         // Where it is attached is the caller's business; aio is how QEMU would do its I/O.
         ("file" | "format" | "if" | "index" | "bus" | "unit" | "id" | "node-name" | "aio", _) => {}
+        ("driver", _) if disk.format.is_some_and(|format| format.name() == value) => {}
         ("media", "disk") => {}
         ("readonly" | "read-only", _) => disk.read_only = switch()?,
         // Whether a write is durable is between guest and disk: the guest is told of a write cache and flushes it, and
@@ -89,10 +121,17 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Reason> {
         ("discard", "ignore" | "off") => disk.discard = false,
         ("detect-zeroes" | "snapshot" | "copy-on-read" | "auto-read-only", "off") => {}
         ("snapshot", _) => return reason("snapshot=on: QEMU keeps its writes in a temporary file"),
+        ("detect-zeroes", _) => {
+            return reason(format!(
+                "{key}={value}: Larder does not look for zeros in what is written"
+            ));
+        }
         ("werror" | "rerror", "report") => {}
         ("werror" | "rerror", _) => {
             return reason(format!("{key}={value}: Larder reports every error to the guest"));
         }
+        // QEMU refuses them on a raw image; it shall say so.
+        _ if disk.format != Some(Format::Raw) && is_qcow2_option(key) => return apply_qcow2(key, value),
         _ => match disk.limits.take(key, value) {
             Taken::Yes => {}
             Taken::OtherKey => return reason(format!("Larder has nothing for its option {key}={value}")),
@@ -100,6 +139,34 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Reason> {
         },
     }
     Ok(())
+}
+
+/// An option of QEMU's qcow2 driver, other than those of encryption.
+fn is_qcow2_option(key: &str) -> bool {
+    let of_another_file = |name: &str| {
+        key.strip_prefix(name)
+            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    is_tuning(key)
+        || key.starts_with("pass-discard-")
+        || key == "discard-no-unref"
+        || of_another_file("backing")
+        || of_another_file("data-file")
+}
+
+fn apply_qcow2(key: &str, value: &str) -> Result<(), Reason> {
+    match (key, parse_bool(value)) {
+        _ if is_tuning(key) => Ok(()),
+        // What Larder does anyway; it deletes no snapshots, and what else is freed there is nothing to a guest.
+        ("pass-discard-request", Some(true)) | ("discard-no-unref", Some(false)) => Ok(()),
+        ("pass-discard-snapshot" | "pass-discard-other", Some(_)) => Ok(()),
+        ("pass-discard-request" | "discard-no-unref", _) => reason(format!(
+            "{key}={value}: what the guest discards is freed in the image's file, or with discard=ignore kept"
+        )),
+        _ => reason(format!(
+            "{key}={value}: Larder goes by what the image says of its other files"
+        )),
+    }
 }
 
 #[cfg(test)]
@@ -131,11 +198,42 @@ mod tests {
     }
 
     #[test]
+    fn qcow2_images_and_images_of_any_format_are_served_and_what_tunes_qemu_is_not_needed() {
+        let disk = read("file=/a,format=qcow2,discard=unmap,pass-discard-request=on").expect("can be served");
+        assert_eq!((disk.format, disk.discard), (Some(Format::Qcow2), true));
+        assert_eq!(read("file=/a").expect("can be served").format, None);
+        let disk = read("file=/a,driver=qcow2").expect("can be served");
+        assert_eq!(disk.format, Some(Format::Qcow2));
+        let tuned = "file=/a,cache-clean-interval=60,l2-cache-size=8M,lazy-refcounts=on,overlap-check.template=all,\
+                     cache-size=1M,l2-cache-entry-size=4k,refcount-cache-size=1M,overlap-check=none,l2-cache-size=9M";
+        assert_eq!(read(tuned), read("file=/a"));
+        let list = KeyValues::parse(tuned, None);
+        let expected = "cache-clean-interval cache-size l2-cache-entry-size l2-cache-size lazy-refcounts overlap-check \
+                        overlap-check.template refcount-cache-size";
+        assert_eq!(needless(&list).join(" "), expected);
+    }
+
+    #[test]
     fn what_cannot_be_kept_is_a_reason_to_leave_the_drive_alone() {
         for (text, why) in [
             ("format=raw", "names no file"),
-            ("file=/a", "does not say its format"),
-            ("file=/a,format=qcow2", "not qcow2"),
+            ("file=nbd://host/x", "does not say its format"),
+            ("file=/a,format=vmdk", "raw and qcow2 images, not vmdk"),
+            ("file=/a,driver=vmdk", "not vmdk"),
+            ("file=/a,format=raw,driver=qcow2", "driver=qcow2"),
+            ("file=/a,format=raw,l2-cache-size=1M", "l2-cache-size"),
+            (
+                "file=/a,format=qcow2,backing.file.filename=/b",
+                "says of its other files",
+            ),
+            ("file=/a,backing=", "says of its other files"),
+            ("file=/a,format=qcow2,data-file.filename=/b", "says of its other files"),
+            (
+                "file=/a,format=qcow2,pass-discard-request=off",
+                "pass-discard-request=off",
+            ),
+            ("file=/a,format=qcow2,discard-no-unref=on", "discard-no-unref=on"),
+            ("file=/a,format=qcow2,encrypt.format=luks", "encrypt.format=luks"),
             ("file=nbd:host:10809,format=raw", "protocol 'nbd'"),
             ("file=/a,format=raw,iops=1,iops_rd=1", "not both"),
             ("file=json:{},format=raw", "described in JSON"),

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::arguments::split;
 use super::disk::{Disk, GivenBy};
 use super::disks::{self, DiskContext};
+use super::drive::Reason;
 use super::keyval::KeyValues;
 use super::machine::Machine;
 use super::ram::{self, Ram, RamFile};
@@ -60,6 +61,8 @@ pub struct Setting<'a> {
     pub sockets: &'a Path,
     /// The path of the RAM's file; further files get a number behind it.
     pub ram: &'a Path,
+    /// Images that turned out to be nothing for Larder, and why: their drives stay with QEMU.
+    pub left: &'a [(ImageAddress, Reason)],
 }
 
 /// Why a command line cannot be run.
@@ -110,6 +113,7 @@ pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Resu
         machine: &machine,
         version: setting.version,
         sockets: setting.sockets,
+        left: setting.left,
     };
     let disks = disks::rewrite(&mut line, extra, &context)?;
     // Memory of its own is all that QEMU needs for its own disks.

@@ -57,7 +57,8 @@ fn what_cannot_run_is_refused_before_anything_starts() {
 fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
     let place = Place::new("advice");
     let path = |name: &str| place.path(name).display().to_string();
-    fs::write(place.path("other.qcow2"), b"QFI\xfb0000").expect("writes");
+    fs::write(place.path("other.vmdk"), b"KDMV0000").expect("writes");
+    fs::write(place.path("luks.qcow2"), encrypted_qcow2()).expect("writes");
     let used = place.image("used.raw", 1);
     let holder = fs::OpenOptions::new()
         .read(true)
@@ -68,11 +69,13 @@ fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
     lock_byte(&holder, 201);
     let used_drive = drive(&used, "");
     let used_for_device = format!("if=none,id=x,format=raw,file={}", used.display());
-    let [other, used] = [path("other.qcow2"), path("used.raw")];
+    let [other, luks, used] = [path("other.vmdk"), path("luks.qcow2"), path("used.raw")];
     let shared = format!("{used},share=on");
     for (disk, arguments, message) in [
-        (Some(&other), &[][..], "other.qcow2 looks like a qcow2 image"),
+        (Some(&other), &[][..], "other.vmdk looks like a VMDK image"),
         (Some(&other), &[], "add format=raw"),
+        (Some(&luks), &[], "encrypted"),
+        (Some(&luks), &[], "attach it by -drive, and QEMU serves it"),
         (Some(&used), &[], "in use by another process"),
         (Some(&used), &[], "share=on"),
         (Some(&shared), &[], "the other process must let others use it too"),
@@ -95,6 +98,76 @@ fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
         assert!(!said.contains("--format") && !said.contains("--share"), "{said}");
         assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
     }
+}
+
+/// The header of an image that QEMU can read, and Larder cannot.
+fn encrypted_qcow2() -> Vec<u8> {
+    let mut header = vec![0; 64 << 10];
+    let words: [u32; 10] = [0x5146_49fb, 2, 0, 0, 0, 16, 0, 1 << 20, 1, 0];
+    for (at, word) in words.into_iter().enumerate() {
+        header[at * 4..at * 4 + 4].copy_from_slice(&word.to_be_bytes());
+    }
+    header
+}
+
+#[test]
+fn an_image_that_only_qemu_can_read_stays_with_it() {
+    let place = Place::new("qemus");
+    let path = |name: &str| place.path(name).display().to_string();
+    fs::write(place.path("other.vmdk"), b"KDMV0000").expect("writes");
+    fs::write(place.path("luks.qcow2"), encrypted_qcow2()).expect("writes");
+    let guessed = format!("file={},if=virtio", path("other.vmdk"));
+    let named = format!("file={},if=virtio,format=qcow2", path("luks.qcow2"));
+    let raw = place.image("raw", 8);
+    let raw = format!("file={},if=virtio,discard=on", raw.display());
+    let arguments = ["-drive", &guessed, "-drive", &named, "-drive", &raw];
+    let output = output(&place, &["--dry-run"], qemu(), &arguments);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    for message in [
+        format!(
+            "disk {}: stays with QEMU: it looks like a VMDK image",
+            path("other.vmdk")
+        ),
+        format!("disk {}: stays with QEMU: ", path("luks.qcow2")),
+        "it is encrypted".to_owned(),
+        format!("disk {}: served over vhost-user-blk as vdc", path("raw")),
+    ] {
+        assert!(said.contains(&message), "{message}: {said}");
+    }
+    let commands = text(&output.stdout);
+    assert_eq!(commands.matches("disk serve").count(), 1, "{commands}");
+    assert_eq!(commands.matches("-device virtio-blk,").count(), 2, "{commands}");
+}
+
+#[test]
+fn the_images_behind_a_qcow2_image_are_checked_too() {
+    let place = Place::new("chain");
+    let base = place.image("base.raw", 8);
+    let overlay = place.path("overlay.qcow2");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw"])
+        .arg(&overlay)
+        .status();
+    assert!(made.expect("qemu-img is there").success());
+    for arguments in [
+        ["-drive", &format!("file={},if=virtio", overlay.display())],
+        ["-drive", &format!("file={},if=virtio,format=qcow2", overlay.display())],
+    ] {
+        let dry = output(&place, &["--dry-run"], qemu(), &arguments);
+        assert_eq!(dry.status.code(), Some(0), "{}", text(&dry.stderr));
+    }
+    fs::remove_file(base).expect("is there");
+    let disk = format!("{},format=qcow2,metadata-memory=1MiB", overlay.display());
+    let dry = output(&place, &["--dry-run", "--disk", &disk], qemu(), &[]);
+    let said = text(&dry.stderr);
+    assert_eq!(dry.status.code(), Some(1), "{said}");
+    assert!(said.contains("its backing file 'base.raw' cannot be opened"), "{said}");
+    let commands = text(&dry.stdout);
+    assert!(
+        commands.contains(" --format qcow2 --metadata-memory 1048576 "),
+        "{commands}"
+    );
 }
 
 fn lock_byte(file: &fs::File, byte: i64) {
@@ -210,8 +283,8 @@ fn the_commands_of_a_dry_run_do_what_a_run_does() {
 fn a_dry_run_tells_what_would_go_wrong() {
     let place = Place::new("would");
     let image = place.image("disk.raw", 8);
-    fs::write(place.path("other.qcow2"), b"QFI\xfb0000").expect("writes");
-    let [missing, other] = ["missing.raw", "other.qcow2"].map(|name| place.path(name).display().to_string());
+    fs::write(place.path("other.vmdk"), b"KDMV0000").expect("writes");
+    let [missing, other] = ["missing.raw", "other.vmdk"].map(|name| place.path(name).display().to_string());
     let nbd = "nbd+unix:///?socket=/no/such";
     let options = ["--dry-run", "--disk", &missing, "--disk", &other, "--disk", nbd];
     let again = image.display().to_string();
@@ -221,7 +294,7 @@ fn a_dry_run_tells_what_would_go_wrong() {
     assert_eq!(output.status.code(), Some(1), "{said}");
     for message in [
         format!("larder: cannot open {missing}"),
-        format!("larder: {other} looks like a qcow2 image"),
+        format!("larder: {other} looks like a VMDK image"),
         format!("larder: disk {again}: the command line has it twice"),
         format!("larder: disk {nbd}: not checked"),
         "larder: the guest's RAM of 1000 TiB does not fit in /dev/shm".to_owned(),
