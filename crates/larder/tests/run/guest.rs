@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 /// Longer than a guest needs on a loaded machine without KVM.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// How much longer Debian takes, which boots twice and works.
+const DEBIANS_PATIENCE: Duration = Duration::from_secs(480);
+
 /// A process's number.
 pub(crate) type Pid = i32;
 
@@ -109,7 +112,7 @@ fn testbed(name: &str) -> PathBuf {
 }
 
 /// Something that `make setup` builds.
-fn built(name: &str) -> PathBuf {
+pub(crate) fn built(name: &str) -> PathBuf {
     let path = project().join("target/testbed").join(name);
     assert!(path.exists(), "{} is missing: run make setup", path.display());
     path
@@ -146,10 +149,21 @@ pub(crate) struct Guest {
 impl Guest {
     /// Boots a guest that runs `script`, with `drives` besides what every guest needs.
     pub(crate) fn boot(place: &Place, qemu: &Path, options: &[&str], drives: &[&str], script: &str) -> Self {
+        Self::boot_by(&built("guest.cpio.gz"), place, qemu, options, drives, script)
+    }
+
+    /// Boots Debian from the first of `drives`, where it runs `script` whenever it has booted.
+    pub(crate) fn boot_debian(place: &Place, drives: &[&str], script: &str) -> Self {
+        let mut guest = Self::boot_by(&built("boot.cpio.gz"), place, qemu(), &[], drives, script);
+        guest.deadline += DEBIANS_PATIENCE;
+        guest
+    }
+
+    fn boot_by(initramfs: &Path, place: &Place, qemu: &Path, options: &[&str], drives: &[&str], script: &str) -> Self {
         let script_file = place.path("script.sh");
         fs::write(&script_file, script).expect("writes the script");
         let initrd = place.path("initrd");
-        call("with-script.sh", &[&built("guest.cpio.gz"), &script_file, &initrd]);
+        call("with-script.sh", &[initramfs, &script_file, &initrd]);
         let accel = call("accel.sh", &[]);
         let mut command = place.larder_run(options, qemu);
         command
