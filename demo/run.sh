@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The demo: one Debian guest, booted with the same QEMU command line by QEMU alone
 # and through `larder run`; the same fio jobs in both, the figures side by side.
-# `make demo` sets up what it needs.
+# Its system disk is a fresh qcow2 overlay each time, its data disks are a raw image
+# and a fresh qcow2 overlay. `make demo` sets up what it needs.
 #
 #   demo/run.sh            both
 #   demo/run.sh --direct   only QEMU alone
@@ -20,6 +21,7 @@ esac
 larder=${LARDER:-$repo_dir/target/release/larder}
 work=$repo_dir/target/demo
 data_mib=1024
+base_mib=512
 timeout_s=240
 
 [ -f "$out_dir/guest.stamp" ] || die "the guest is missing: run make setup"
@@ -28,10 +30,22 @@ timeout_s=240
 mkdir -p "$work"
 accel=$("$testbed_dir/accel.sh")
 "$testbed_dir/with-script.sh" "$out_dir/boot.cpio.gz" "$repo_dir/demo/guest.sh" "$work/initrd"
-if [ "$(stat -c %s "$work/data.raw" 2>/dev/null)" != $((data_mib << 20)) ]; then
-  printf 'Writing a data disk of %d MiB\n' "$data_mib"
-  dd if=/dev/urandom of="$work/data.raw" bs=1M count="$data_mib" conv=fsync status=none
-fi
+# data_file NAME MIB: a file of data that nothing compresses, in target/demo.
+data_file() {
+  [ "$(stat -c %s "$work/$1" 2>/dev/null)" != $(($2 << 20)) ] || return 0
+  printf 'Writing %s, %d MiB\n' "$1" "$2"
+  dd if=/dev/urandom of="$work/$1" bs=1M count="$2" conv=fsync status=none
+}
+data_file data.raw "$data_mib"
+data_file base.raw "$base_mib"
+# What an earlier demo of another version left.
+rm -f -- "$work/system.raw"
+
+# overlay NAME BASE: an empty qcow2 image over a raw one.
+overlay() {
+  rm -f -- "$work/$1"
+  qemu-img create -q -f qcow2 -F raw -b "$2" "$work/$1"
+}
 
 declare -A result
 
@@ -44,15 +58,19 @@ boot() {
     -accel "$accel" -m 1024 -nodefaults -display none -serial stdio -no-reboot
     -kernel "$out_dir/vmlinuz" -initrd "$work/initrd"
     -append 'console=ttyS0 quiet panic=-1 root=/dev/vda'
-    -drive "file=$work/system.raw,if=virtio,format=raw,cache=none,aio=io_uring"
+    -drive "file=$work/system.qcow2,if=virtio,format=qcow2,cache=none,aio=io_uring"
     -drive "file=$work/data.raw,if=virtio,format=raw,cache=none,aio=io_uring"
+    -drive "file=$work/data.qcow2,if=virtio,format=qcow2,cache=none,aio=io_uring"
   )
   [ "$accel" != kvm ] || command+=(-cpu host)
-  # A fresh system disk each time, and nothing of either disk in the host's page cache.
-  cp --sparse=always -- "$out_dir/debian12.ext4" "$work/system.raw"
-  sync -- "$work/system.raw" "$work/data.raw"
-  dd if="$work/system.raw" iflag=nocache count=0 status=none
-  dd if="$work/data.raw" iflag=nocache count=0 status=none
+  # Fresh overlays each time, and nothing of any disk in the host's page cache.
+  overlay system.qcow2 "$out_dir/debian12.ext4"
+  overlay data.qcow2 base.raw
+  local file
+  for file in "$out_dir/debian12.ext4" "$work"/{system.qcow2,data.raw,data.qcow2,base.raw}; do
+    sync -- "$file"
+    dd if="$file" iflag=nocache count=0 status=none
+  done
 
   if [ "$run" = after ]; then
     printf '\nQEMU alone, once more\n'
@@ -116,12 +134,16 @@ printf '\nDebian %s guest, %s\n\n' \
   "$(debugfs -R 'cat /etc/debian_version' "$out_dir/debian12.ext4" 2>/dev/null)" \
   "$([ "$accel" = kvm ] && echo KVM || echo 'emulated CPU (no usable KVM)')"
 printf '%-28s %12s %12s %9s %7s\n' '' 'QEMU alone' 'with Larder' 'speed-up' 'noise'
-row 'boot to multi-user' s boot 1 less
+row 'boot to multi-user (qcow2)' s boot 1 less
+printf 'raw:\n'
 row '4 KiB random read, depth 1' IOPS read-4k-1,iops 1 more
 row '4 KiB random read, depth 32' IOPS read-4k-32,iops 1 more
 row '4 KiB random write, depth 1' IOPS write-4k-1,iops 1 more
 row '4 KiB random write, depth 32' IOPS write-4k-32,iops 1 more
 row '1 MiB sequential read' MiB/s read-1m-seq,bytes 1048576 more
+printf 'qcow2 over a backing file:\n'
+row '4 KiB random read, depth 32' IOPS qcow2-read-4k-32,iops 1 more
+row '4 KiB random write, depth 32' IOPS qcow2-write-4k-32,iops 1 more
 if [ "${#runs[@]}" -gt 1 ]; then
   printf '\nnoise: how far the two runs of QEMU alone, before and after, lie apart;\na speed-up within it says nothing.\n'
 fi
