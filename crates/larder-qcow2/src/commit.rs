@@ -21,6 +21,7 @@ use smallvec::SmallVec;
 
 use crate::device::{NewTable, Qcow2};
 use crate::header::{self, HEADER_SECTOR, TableAt};
+use crate::journal::{Journal, Room};
 use crate::map::LeafIndex;
 use crate::read::join;
 use crate::refcount::SliceIndex;
@@ -54,15 +55,22 @@ type Write = (u64, Vec<u8>);
 #[derive(Default)]
 struct Batch {
     leaves: Vec<LeafIndex>,
-    refcount_slices: Vec<SliceIndex>,
-    refcount_blocks: BTreeSet<u64>,
     tables: BTreeMap<u64, NewTable>,
-    moved: Option<TableAt>,
     /// Nothing refers to these.
     unreferenced: Vec<Write>,
-    refcount_table: Vec<Write>,
     /// These refer to what is durable by then.
     referring: Vec<Write>,
+}
+
+/// Refcounts that are being written.
+#[derive(Default)]
+struct RefcountBatch {
+    slices: Vec<SliceIndex>,
+    blocks: BTreeSet<u64>,
+    moved: Option<TableAt>,
+    /// The slices, and a table that was moved.
+    writes: Vec<Write>,
+    table: Vec<Write>,
 }
 
 impl Commits {
@@ -101,6 +109,7 @@ impl Qcow2 {
 
     async fn commit_alone(&self) -> IoResult {
         self.settle_header().await?;
+        let journal_end = self.journal.as_ref().map(Journal::end);
         let freed = Taken {
             image: self,
             freed: std::mem::take(&mut *self.freed.borrow_mut()),
@@ -120,6 +129,9 @@ impl Qcow2 {
             if last {
                 break;
             }
+        }
+        if let (Some(journal), Some(end)) = (&self.journal, journal_end) {
+            journal.forget(end);
         }
         let freed = freed.keep();
         if !freed.is_empty() {
@@ -160,7 +172,6 @@ impl Qcow2 {
                 batch.referring.push(self.l1_sector(sector));
             }
         }
-        self.take_refcounts(&mut batch);
         batch
     }
 
@@ -175,13 +186,14 @@ impl Qcow2 {
         (self.l1_at.get().offset + sector * 512, bytes)
     }
 
-    fn take_refcounts(&self, batch: &mut Batch) {
+    fn take_refcounts(&self) -> RefcountBatch {
+        let mut batch = RefcountBatch::default();
         let mut refcounts = self.refcounts.borrow_mut();
         for (slice, offset, bytes) in refcounts.take_dirty() {
-            batch.refcount_slices.push(slice);
-            batch.unreferenced.push((offset, bytes));
+            batch.slices.push(slice);
+            batch.writes.push((offset, bytes));
         }
-        batch.refcount_blocks = std::mem::take(&mut refcounts.new_blocks);
+        batch.blocks = std::mem::take(&mut refcounts.new_blocks);
         batch.moved = refcounts.moves_to.take();
         let bytes_of = |entries: &[u64], len: usize| {
             let mut bytes = vec![0; len];
@@ -192,24 +204,27 @@ impl Qcow2 {
         };
         if let Some(at) = batch.moved {
             let bytes = bytes_of(refcounts.table(), at.entries as usize * 8);
-            batch.unreferenced.push((at.offset, bytes));
-            return;
+            batch.writes.push((at.offset, bytes));
+            return batch;
         }
-        let sectors: BTreeSet<u64> = batch.refcount_blocks.iter().map(|block| block / 64).collect();
+        let sectors: BTreeSet<u64> = batch.blocks.iter().map(|block| block / 64).collect();
         for sector in sectors {
             let entries = refcounts.table().get(sector as usize * 64..).unwrap_or_default();
-            let bytes = bytes_of(entries, 512);
-            batch
-                .refcount_table
-                .push((refcounts.table_at.offset + sector * 512, bytes));
+            let offset = refcounts.table_at.offset + sector * 512;
+            batch.table.push((offset, bytes_of(entries, 512)));
         }
+        batch
     }
 
-    async fn barrier(&self) -> IoResult {
-        if let Some(data_file) = &self.data_file {
-            data_file.flush().await?;
-        }
-        self.file.flush().await
+    /// Makes the refcounts durable, and everything that was written to the image before.
+    pub(crate) async fn write_refcounts(&self) -> IoResult {
+        let _alone = self.writing_refcounts.enter(ALONE, Mode::Exclusive).await;
+        let batch = TakingRefcounts {
+            image: self,
+            batch: self.take_refcounts(),
+            done: false,
+        };
+        batch.write().await
     }
 
     async fn write_all(&self, writes: &[Write]) -> IoResult {
@@ -237,8 +252,9 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Changes the header's first sector, durably. The commit's lock is held.
+    /// Changes the header's first sector, durably.
     async fn change_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR])) -> IoResult {
+        let _alone = self.writing_header.enter(ALONE, Mode::Exclusive).await;
         let mut sector = *self.header.borrow();
         change(&mut sector);
         // If this fails, the image may have the old header or the new one.
@@ -257,6 +273,28 @@ impl Qcow2 {
         match self.header_uncertain.get() {
             true => self.change_header(|_| {}).await,
             false => Ok(()),
+        }
+    }
+
+    /// What must be done before a request that changed something completes: without a journal it must be durable, because
+    /// the guest may outlive this process.
+    pub(crate) async fn after_change(&self, fua: bool) -> IoResult {
+        if fua || (self.journal.is_none() && self.commits.has_work(self)) {
+            return self.commit().await;
+        }
+        Ok(())
+    }
+
+    /// Room in the journal for so many changes.
+    pub(crate) async fn journal_room(&self, records: u64) -> IoResult<Option<Room<'_>>> {
+        let Some(journal) = &self.journal else {
+            return Ok(None);
+        };
+        loop {
+            if let Some(room) = journal.room(records) {
+                return Ok(Some(room));
+            }
+            self.commit().await?;
         }
     }
 
@@ -285,6 +323,13 @@ impl Qcow2 {
             if !self.reclaim().await? && !has_freed {
                 break;
             }
+        }
+        if let Some(journal) = &self.journal {
+            if self.autoclear_pending.get().is_none() {
+                let kept = header::autoclear(&*self.header.borrow()) & !header::AUTOCLEAR_SESSION;
+                self.change_header(|sector| header::set_autoclear(sector, kept)).await?;
+            }
+            journal.remove();
         }
         self.file.close().await
     }
@@ -372,15 +417,8 @@ impl Qcow2 {
             }
         }
         // Its clusters' refcounts must be durable before the header refers to them.
-        let mut batch = Batch::default();
-        self.take_refcounts(&mut batch);
-        batch.unreferenced.push((at.offset, bytes));
-        let batch = Taking {
-            image: self,
-            batch,
-            done: false,
-        };
-        batch.write().await?;
+        self.write_all(&[(at.offset, bytes)]).await?;
+        self.write_refcounts().await?;
         Ok((at, allocation))
     }
 }
@@ -430,22 +468,14 @@ impl Taking<'_> {
     async fn write(mut self) -> IoResult {
         let (image, batch) = (self.image, &mut self.batch);
         image.write_all(&batch.unreferenced).await?;
-        image.barrier().await?;
-        if !batch.refcount_table.is_empty() {
-            image.write_all(&batch.refcount_table).await?;
-            image.barrier().await?;
+        if let Some(data_file) = &image.data_file {
+            data_file.flush().await?;
         }
-        if let Some(at) = batch.moved {
-            let clusters = at.entries * 8 / image.shape.cluster_len();
-            image
-                .change_header(|sector| header::set_refcount_table(sector, at.offset, clusters as u32))
-                .await?;
-            image.refcounts.borrow_mut().table_at = at;
-        }
+        image.write_refcounts().await?;
         if !batch.referring.is_empty() {
             batch.tables.values_mut().for_each(|table| table.attempted = true);
             image.write_all(&batch.referring).await?;
-            image.barrier().await?;
+            image.file.flush().await?;
         }
         self.done = true;
         Ok(())
@@ -457,17 +487,51 @@ impl Drop for Taking<'_> {
         let (image, batch) = (self.image, &mut self.batch);
         let mut map = image.map.borrow_mut();
         batch.leaves.iter().for_each(|leaf| map.written(*leaf, self.done));
-        let mut refcounts = image.refcounts.borrow_mut();
-        for slice in &batch.refcount_slices {
+        if !self.done {
+            image.new_tables.borrow_mut().append(&mut batch.tables);
+        }
+    }
+}
+
+/// Refcounts that are being written; if that fails or is given up, they are dirty again.
+struct TakingRefcounts<'a> {
+    image: &'a Qcow2,
+    batch: RefcountBatch,
+    done: bool,
+}
+
+impl TakingRefcounts<'_> {
+    async fn write(mut self) -> IoResult {
+        let (image, batch) = (self.image, &mut self.batch);
+        image.write_all(&batch.writes).await?;
+        image.file.flush().await?;
+        if !batch.table.is_empty() {
+            image.write_all(&batch.table).await?;
+            image.file.flush().await?;
+        }
+        if let Some(at) = batch.moved {
+            let clusters = at.entries * 8 / image.shape.cluster_len();
+            image
+                .change_header(|sector| header::set_refcount_table(sector, at.offset, clusters as u32))
+                .await?;
+            image.refcounts.borrow_mut().table_at = at;
+        }
+        self.done = true;
+        Ok(())
+    }
+}
+
+impl Drop for TakingRefcounts<'_> {
+    fn drop(&mut self) {
+        let batch = &mut self.batch;
+        let mut refcounts = self.image.refcounts.borrow_mut();
+        for slice in &batch.slices {
             refcounts.written(*slice, self.done);
         }
         if self.done {
             return;
         }
-        refcounts.new_blocks.append(&mut batch.refcount_blocks);
-        if refcounts.table_at != batch.moved.unwrap_or(refcounts.table_at) && refcounts.moves_to.is_none() {
-            refcounts.moves_to = batch.moved;
-        }
-        image.new_tables.borrow_mut().append(&mut batch.tables);
+        refcounts.new_blocks.append(&mut batch.blocks);
+        refcounts.moves_to = refcounts.moves_to.or(batch.moved);
     }
 }

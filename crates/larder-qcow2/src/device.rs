@@ -16,6 +16,7 @@ use crate::compressed::Decompressor;
 use crate::entry::{Content, Entry};
 use crate::header::{HEADER_SECTOR, TableAt};
 use crate::in_flight::InFlight;
+use crate::journal::Journal;
 use crate::map::{Map, MapStatistics};
 use crate::refcount::Refcounts;
 use crate::shape::Shape;
@@ -61,6 +62,10 @@ pub struct Qcow2 {
     pub(crate) finding_space: Ranges,
     pub(crate) reclaiming: Ranges,
     pub(crate) commits: Commits,
+    pub(crate) writing_refcounts: Ranges,
+    pub(crate) writing_header: Ranges,
+    /// What outlives this process; without one each change of the mapping is committed at once.
+    pub(crate) journal: Option<Journal>,
     pub(crate) in_flight: InFlight,
     pub(crate) decompressor: Decompressor,
     pub(crate) changes: SizeChanges,
@@ -165,7 +170,9 @@ impl Qcow2 {
 
     /// Whether a change may be made in place without further ado.
     fn is_plain(&self, fua: bool) -> bool {
-        self.autoclear_pending.get().is_none() && !(fua && self.commits.has_work(self))
+        // Without a journal a write must not lie where only this process's memory leads.
+        let commits = fua || self.journal.is_none();
+        self.autoclear_pending.get().is_none() && !(commits && self.commits.has_work(self))
     }
 }
 

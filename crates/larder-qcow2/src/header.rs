@@ -32,6 +32,9 @@ pub const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
 /// The external data file is a raw image of the disk.
 pub const AUTOCLEAR_RAW_DATA: u64 = 1 << 1;
 
+/// Larder's: the number of the session that writes the image, or that was cut off. See [`crate::journal`].
+pub const AUTOCLEAR_SESSION: u64 = 0xffff_ffff << 32;
+
 const EXTENSION_END: u32 = 0;
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
@@ -340,6 +343,14 @@ pub fn set_l1(sector: &mut [u8], table: TableAt) {
 pub fn set_refcount_table(sector: &mut [u8], offset: u64, clusters: u32) {
     sector[OFFSET_REFCOUNT_TABLE..OFFSET_REFCOUNT_TABLE + 8].copy_from_slice(&offset.to_be_bytes());
     sector[56..60].copy_from_slice(&clusters.to_be_bytes());
+}
+
+/// The autoclear bits in a header's first sector; version 2 has none.
+pub fn autoclear(sector: &[u8]) -> u64 {
+    match u32_at(sector, 4) {
+        ..3 => 0,
+        _ => u64_at(sector, OFFSET_AUTOCLEAR),
+    }
 }
 
 /// Sets the autoclear bits in a version 3 header's first sector.

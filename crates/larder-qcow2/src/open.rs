@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::rc::{Rc, Weak};
 
 use larder_block::range_lock::Ranges;
@@ -11,20 +12,24 @@ use crate::commit::Commits;
 use crate::compressed::Decompressor;
 use crate::device::Qcow2;
 use crate::entry::OFFSET;
-use crate::header::{AUTOCLEAR_RAW_DATA, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError, TableAt};
+use crate::header::{
+    AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError, TableAt,
+};
 use crate::in_flight::InFlight;
+use crate::journal::{Journal, Record};
 use crate::map::Map;
 use crate::read::load_map;
 use crate::refcount::Refcounts;
 use crate::space::Space;
 
 /// How to open an image.
-#[derive(Clone, Debug)]
 pub struct OpenOptions {
     /// Refuse changes.
     pub read_only: bool,
     /// What the metadata cache may hold, in bytes.
     pub metadata_memory: ByteLen,
+    /// Where changes of the mapping are noted for a process that comes after this one, should it be killed.
+    pub journal: Option<Journal>,
     /// Read all metadata in the background, as far as that goes; otherwise it is read when it is needed.
     pub load_ahead: bool,
 }
@@ -37,6 +42,7 @@ impl Default for OpenOptions {
         Self {
             read_only: false,
             metadata_memory: METADATA_MEMORY_DEFAULT,
+            journal: None,
             load_ahead: true,
         }
     }
@@ -77,6 +83,10 @@ pub enum OpenError {
     },
     #[error("{name}: its guest data is in an external data file, which was not opened")]
     NoDataFile { name: String },
+    #[error(
+        "{name}: the server before this one was killed, and what its journal tells does not fit the image: somebody has put another image in its place; remove the journal, whose name is given above, if what was not flushed may be lost"
+    )]
+    Journal { name: String },
     #[error("{name}: its refcounts may be wrong, because a program that writes them lazily was killed; {hint}")]
     Dirty { name: String, hint: &'static str },
 }
@@ -185,6 +195,21 @@ impl Qcow2 {
             0
         };
         let kept = header.autoclear & keeps;
+        // Version 2 has no place for the session.
+        let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
+        let session = header.autoclear & AUTOCLEAR_SESSION;
+        let records = match &journal {
+            Some(journal) if session != 0 && journal.session() == session => journal.records(),
+            _ => Vec::new(),
+        };
+        let goes_on = journal
+            .as_ref()
+            .is_some_and(|journal| session != 0 && journal.session() == session);
+        let wanted = match (&journal, goes_on) {
+            (None, _) => kept,
+            (Some(_), true) => kept | session,
+            (Some(journal), false) => kept | begin_session(journal),
+        };
         let mut sector = [0; HEADER_SECTOR];
         sector.copy_from_slice(&area[..HEADER_SECTOR]);
         let clusters = size.div_ceil(shape.cluster_len());
@@ -199,7 +224,7 @@ impl Qcow2 {
             geometry: Cell::new(geometry),
             header: RefCell::new(sector),
             header_uncertain: Cell::new(false),
-            autoclear_pending: Cell::new((kept != header.autoclear).then_some(kept)),
+            autoclear_pending: Cell::new((wanted != header.autoclear).then_some(wanted)),
             l1: RefCell::new(l1),
             l1_at: Cell::new(header.l1),
             new_tables: RefCell::new(BTreeMap::new()),
@@ -215,19 +240,49 @@ impl Qcow2 {
             finding_space: Ranges::default(),
             reclaiming: Ranges::default(),
             commits: Commits::default(),
+            writing_refcounts: Ranges::default(),
+            writing_header: Ranges::default(),
+            journal,
             in_flight: InFlight::new(),
             decompressor: Decompressor::new(header.compression),
             changes: SizeChanges::default(),
         });
+        image.take_up(&records).await?;
         if !read_only {
             let ended = Rc::clone(&image.in_flight.ended);
             on.spawn(reclaim(Rc::downgrade(&image), ended));
         }
         if options.load_ahead {
-            on.spawn(load_map(on.downgrade(), Rc::downgrade(&image)));
+            on.spawn(load_map(Rc::downgrade(&image)));
         }
         Ok(image)
     }
+
+    /// Goes on where a killed process was.
+    async fn take_up(&self, records: &[Record]) -> Result<(), OpenError> {
+        if records.is_empty() {
+            return Ok(());
+        }
+        if self.replay(records).await? {
+            tracing::info!(
+                "{}: the server before this one was killed; {} changes of the mapping that it had not committed are made again",
+                self.name,
+                records.len()
+            );
+            return Ok(());
+        }
+        Err(OpenError::Journal {
+            name: self.name.to_string(),
+        })
+    }
+}
+
+/// A number for a session, in its place among the autoclear bits.
+fn begin_session(journal: &Journal) -> u64 {
+    let random = RandomState::new().build_hasher().finish();
+    let session = (random | 1 << 32) & AUTOCLEAR_SESSION;
+    journal.begin(session);
+    session
 }
 
 /// Gives space back whenever requests have ended that were in the way.

@@ -5,7 +5,6 @@ use std::pin::Pin;
 use std::rc::Weak;
 use std::task::Poll;
 
-use larder_block::event_loop::WeakLoop;
 use larder_block::range_lock::Mode;
 use larder_block::{
     AlignedBuf, BlockDevice, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation,
@@ -304,11 +303,10 @@ pub(crate) async fn join(mut ios: Ios<'_>) -> IoResult {
 }
 
 /// Loads the whole map, one L2 table after the other, as long as there is room for it and the disk is open.
-pub(crate) async fn load_map(on: WeakLoop, image: Weak<Qcow2>) {
+pub(crate) async fn load_map(image: Weak<Qcow2>) {
     let mut l1_index = 0;
     loop {
-        let Some(on) = on.upgrade() else { return };
-        on.yield_now().await;
+        let_others_run().await;
         let Some(image) = image.upgrade() else { return };
         let tables = image.shape.l1_entries(image.geometry().size.get());
         if l1_index >= tables || image.map.borrow().is_full() {
@@ -322,4 +320,16 @@ pub(crate) async fn load_map(on: WeakLoop, image: Weak<Qcow2>) {
         }
         l1_index += 1;
     }
+}
+
+async fn let_others_run() {
+    let mut waited = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut waited, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }

@@ -85,6 +85,11 @@ impl Refcounts {
         self.table.get(block as usize).is_some_and(|offset| *offset != 0)
     }
 
+    /// Whether the image has the block of a cluster.
+    pub(crate) fn is_settled(&self, cluster: u64) -> bool {
+        self.moves_to.is_none() && !self.new_blocks.contains(&self.block_of(cluster))
+    }
+
     /// Makes the table long enough for `blocks` blocks; it must be moved then.
     pub(crate) fn lengthen(&mut self, blocks: u64) {
         self.table.resize(blocks as usize, 0);

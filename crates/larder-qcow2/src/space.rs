@@ -53,6 +53,11 @@ impl Space {
         }
     }
 
+    /// A cluster is in use and was written.
+    pub(crate) fn touch(&mut self, cluster: u64) {
+        self.untouched = self.untouched.max(cluster + 1);
+    }
+
     /// Takes up to `most` clusters from the window that are alike in whether they read as zeros.
     fn take(&mut self, most: u64) -> Option<(Range<u64>, bool)> {
         let first = self.window.start;
@@ -202,6 +207,10 @@ impl Qcow2 {
                 Known::Is(Found::Full(next)) => from = next,
                 Known::Is(Found::NoBlock) => self.add_refcount_block(from).await?,
                 Known::Is(Found::Free(first, count)) => {
+                    if !self.refcounts.borrow().is_settled(first) {
+                        // Writing it failed before.
+                        self.write_refcounts().await?;
+                    }
                     let count = self.cover(first, count).await?;
                     self.check_free(first..first + count)?;
                     // A commit may have given clusters back meanwhile, but taken none: only this opens windows.
@@ -255,6 +264,7 @@ impl Qcow2 {
         let block = self.refcounts.borrow().block_of(cluster);
         if block >= self.refcounts.borrow().table().len() as u64 {
             self.lengthen_refcount_table(block + 1).await?;
+            self.write_refcounts().await?;
             if self.refcounts.borrow().has_block(block) {
                 return Ok(());
             }
@@ -262,7 +272,9 @@ impl Qcow2 {
         self.cover(cluster, 1).await?;
         self.check_free(cluster..cluster + 1)?;
         self.clear_cluster(cluster).await?;
-        self.use_as_refcount_block(block, cluster).await
+        self.use_as_refcount_block(block, cluster);
+        // Before a cluster of it is used: a replay must find it.
+        self.write_refcounts().await
     }
 
     /// Makes a cluster of metadata read as zeros.
@@ -285,7 +297,7 @@ impl Qcow2 {
     }
 
     /// `cluster` is covered, cleared, and in `block`'s own part of the image.
-    async fn use_as_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
+    fn use_as_refcount_block(&self, block: u64, cluster: u64) {
         self.refcounts
             .borrow_mut()
             .add_block(block, cluster << self.shape.cluster_bits);
@@ -296,10 +308,9 @@ impl Qcow2 {
             self.refcounts.borrow_mut().load(slice, &zeros);
         }
         self.refcounts.borrow_mut().set(cluster, 1);
-        Ok(())
     }
 
-    /// Moves the refcount table to where it has room for `blocks` blocks at least. The commit writes it.
+    /// Moves the refcount table to where it has room for `blocks` blocks at least.
     async fn lengthen_refcount_table(&self, blocks: u64) -> IoResult {
         let per_cluster = self.shape.cluster_len() / 8;
         let block_bits = self.shape.refcount_block_bits();
@@ -477,28 +488,26 @@ impl Qcow2 {
         Ok(any)
     }
 
-    async fn reclaim_cluster(&self, cluster: u64) -> IoResult {
-        let count = loop {
+    /// How often a cluster is used.
+    pub(crate) async fn refcount(&self, cluster: u64) -> IoResult<u64> {
+        loop {
             let known = self.refcounts.borrow().get(cluster);
             match known {
-                Known::Is(count) => break count,
+                Known::Is(count) => return Ok(count),
                 Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
             }
-        };
-        if count == 1 {
+        }
+    }
+
+    async fn reclaim_cluster(&self, cluster: u64) -> IoResult {
+        if self.refcount(cluster).await? == 1 {
             // Before anybody can take it. If the file cannot, the space is kept.
             let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
             if at.end().get() <= self.file.geometry().size.get() {
                 let _ = self.file.discard(at).await;
             }
         }
-        let count = loop {
-            let known = self.refcounts.borrow().get(cluster);
-            match known {
-                Known::Is(count) => break count,
-                Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
-            }
-        };
+        let count = self.refcount(cluster).await?;
         if count == 0 {
             tracing::error!(
                 "{}: cluster {cluster} was in use but its refcount is 0; run `larder disk check`",

@@ -12,6 +12,7 @@ use smallvec::SmallVec;
 
 use crate::device::{Piece, Qcow2};
 use crate::entry::{Content, Entry};
+use crate::journal::Record;
 use crate::space::{Allocation, Freed};
 
 /// What is done with a cluster that cannot be written in place.
@@ -36,10 +37,7 @@ impl Qcow2 {
                 rest = ByteRange::between(rest.start + done.len, range.end());
             }
         }
-        match flags.fua {
-            true => self.commit().await.map_err(failed),
-            false => Ok(()),
-        }
+        self.after_change(flags.fua).await.map_err(failed)
     }
 
     /// Writes the beginning of `range`; what was written, which may be nothing if others were faster.
@@ -110,6 +108,7 @@ impl Qcow2 {
             Treatment::Fill => 1,
             Treatment::Move { .. } => self.count_alike(first, clusters, treatment),
         };
+        let _room = self.journal_room(alike).await?;
         self.own_table(first >> shape.table_bits()).await?;
         let (target, allocation) = self.target(piece.entry, first, alike, treatment).await?;
         let count = allocation.as_ref().map_or(alike, |allocation| allocation.count);
@@ -296,9 +295,25 @@ impl Qcow2 {
         }
     }
 
-    /// Changes entries of one leaf, which is loaded, in memory.
+    /// Changes entries of one leaf, which is loaded, in memory, and notes it for a process that comes after this one.
+    /// There is room in the journal.
     pub(crate) fn set_entries(&self, first: u64, count: u64, entry: Entry) {
-        self.map.borrow_mut().set_run(first, count as usize, entry);
+        let mut map = self.map.borrow_mut();
+        let mut step = 0;
+        while let (Some(journal), true) = (&self.journal, step < count) {
+            let cluster = first + step;
+            let Some((old, run)) = map.run_at(cluster, (count - step) as usize) else {
+                panic!("the leaf of cluster {cluster} was forgotten while it was held");
+            };
+            journal.append(Record {
+                cluster,
+                count: run as u64,
+                old,
+                new: entry.advanced(self.shape, step),
+            });
+            step += run as u64;
+        }
+        map.set_run(first, count as usize, entry);
     }
 
     /// The host clusters of a run are no longer used by it.

@@ -9,7 +9,7 @@ use larder_block::{
 };
 
 use crate::device::{Piece, Qcow2};
-use crate::entry::{ALL_ALLOCATED, Content, Entry, OFFSET, ZERO};
+use crate::entry::{ALL_ALLOCATED, Content, Entry, OFFSET};
 
 /// What is wanted of a range of whole clusters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -45,7 +45,8 @@ impl Qcow2 {
             return self.discard_data(range).await.map_err(failed);
         }
         let whole = self.whole_clusters(range);
-        self.unmap(whole, Want::Discard).await.map(drop).map_err(failed)
+        self.unmap(whole, Want::Discard).await.map_err(failed)?;
+        self.after_change(false).await.map_err(failed)
     }
 
     /// In a data file the guest's clusters keep their places.
@@ -85,10 +86,7 @@ impl Qcow2 {
                 self.write_zero_data(edge).await.map_err(failed)?;
             }
         }
-        match flags.fua {
-            true => self.commit().await.map_err(failed),
-            false => Ok(()),
-        }
+        self.after_change(flags.fua).await.map_err(failed)
     }
 
     /// Writes zeros as data where there are not zeros already.
@@ -139,6 +137,7 @@ impl Qcow2 {
         if !self.changes_anything(range, want).await? {
             return Ok(());
         }
+        let _room = self.journal_room(clusters_of(shape, range)).await?;
         self.own_table(range.start.get() / shape.table_span()).await?;
         let mut in_place = Vec::new();
         let mut rest = range;
@@ -252,16 +251,11 @@ impl Qcow2 {
         if want != Want::Keep || !has_host || !piece.copied {
             return Change::To(gone);
         }
-        match (shape.version, shape.extended) {
-            (..3, _) => Change::InPlace,
-            (_, false) => Change::To(Entry {
-                word: entry.word | ZERO,
-                bitmap: 0,
-            }),
-            (_, true) => Change::To(Entry {
-                word: entry.word,
-                bitmap: crate::entry::ALL_ZERO,
-            }),
+        // A zero flag on a host cluster would hide writes into it that are still under way, until the next write
+        // removes the flag.
+        match piece.content == Content::Data && (!shape.extended || entry.bitmap == ALL_ALLOCATED) {
+            true => Change::InPlace,
+            false => Change::Write,
         }
     }
 }

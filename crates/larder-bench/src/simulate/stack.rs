@@ -7,6 +7,7 @@ use larder_block::backend::simulated::{Medium, Options, Random, ServiceModel, Si
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::throttle::{Limit, Limits, Throttle};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf};
+use larder_qcow2::journal::Journal;
 use larder_qcow2::shape::Shape;
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
@@ -149,10 +150,17 @@ pub const STACKS: &[&dyn Stack] = &[
     &Qcow2Stack {
         name: "qcow2",
         block_size: 512,
+        journaled: true,
     },
     &Qcow2Stack {
         name: "qcow2-4k",
         block_size: 4096,
+        journaled: true,
+    },
+    &Qcow2Stack {
+        name: "qcow2-v2",
+        block_size: 512,
+        journaled: false,
     },
 ];
 
@@ -346,6 +354,9 @@ impl Stack for Memory {
 struct Qcow2Stack {
     name: &'static str,
     block_size: u32,
+    /// Version 3 only, which has a journal. Without one a request that has not completed, or failed, may be undone by a
+    /// kill after somebody has seen what it did.
+    journaled: bool,
 }
 
 impl Qcow2Stack {
@@ -356,8 +367,11 @@ impl Qcow2Stack {
         }
     }
 
-    fn shape(random: &mut Random) -> Shape {
-        let version = random.between(2, 3) as u32;
+    fn shape(&self, random: &mut Random) -> Shape {
+        let version = match self.journaled {
+            true => 3,
+            false => random.between(2, 3) as u32,
+        };
         let extended = version == 3 && random.chance(300);
         Shape {
             cluster_bits: if extended { 14 } else { random.between(9, 14) as u32 },
@@ -365,6 +379,36 @@ impl Qcow2Stack {
             refcount_order: if version == 3 { random.below(7) as u32 } else { 4 },
             version,
         }
+    }
+}
+
+impl Qcow2Stack {
+    /// Opens the images in `files`, the last of them to be written.
+    async fn chain(
+        on: &Loop,
+        disks: &[Rc<SimulatedDevice>],
+        files: &[Rc<dyn BlockDevice>],
+        random: &mut Random,
+    ) -> Outcome<Rc<Qcow2>> {
+        let mut top: Option<Rc<Qcow2>> = None;
+        for (index, file) in files.iter().enumerate() {
+            let is_last = index + 1 == files.len();
+            let options = OpenOptions {
+                journal: match is_last {
+                    true => Some(Journal::map(&*disks[index].host_memory()?)?),
+                    false => None,
+                },
+                read_only: !is_last,
+                metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
+                load_ahead: random.chance(300),
+            };
+            let others = Others {
+                backing: top.map(|backing| backing as _),
+                data_file: None,
+            };
+            top = Some(Qcow2::open(on, Rc::clone(file), others, options).await?);
+        }
+        Ok(top.ok_or("no image")?)
     }
 }
 
@@ -394,7 +438,7 @@ impl Stack for Qcow2Stack {
             let mut random = Random::new(disks[0].seed());
             let size = ByteLen::new(random.between(8, 512) * 512);
             let file = self.file(&disks[0]);
-            larder_qcow2::create(&file, Self::shape(&mut random), size).await?;
+            larder_qcow2::create(&file, self.shape(&mut random), size).await?;
             Ok(())
         })
     }
@@ -407,35 +451,22 @@ impl Stack for Qcow2Stack {
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             let mut files: Vec<Rc<dyn BlockDevice>> = Vec::new();
-            let mut size = ByteLen::ZERO;
             for disk in disks {
                 let file = self.file(disk);
                 if !has_image(&file).await? {
-                    if random.chance(500) {
-                        larder_qcow2::create(&file, Self::shape(&mut random), size).await?;
-                    } else {
-                        break;
-                    }
+                    break;
                 }
-                size = ByteLen::new(larder_qcow2::read_header(&file).await?.size);
                 files.push(file);
             }
-            let last = files.len() - 1;
-            let mut top: Option<Rc<Qcow2>> = None;
-            for (index, file) in files.into_iter().enumerate() {
-                let options = OpenOptions {
-                    read_only: index < last,
-                    metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
-                    load_ahead: random.chance(300),
-                };
-                let others = Others {
-                    backing: top.map(|backing| backing as _),
-                    data_file: None,
-                };
-                top = Some(Qcow2::open(on, file, others, options).await?);
+            if files.len() < disks.len() && random.chance(500) {
+                // As a user does it: the image is left tidy before another one goes on top.
+                let top = Self::chain(on, disks, &files, &mut random).await?;
+                top.close().await?;
+                let file = self.file(&disks[files.len()]);
+                larder_qcow2::create(&file, self.shape(&mut random), top.geometry().size).await?;
+                files.push(file);
             }
-            let top = top.ok_or("no disks")?;
-            Ok(Opened::plain(top))
+            Ok(Opened::plain(Self::chain(on, disks, &files, &mut random).await?))
         })
     }
 
@@ -444,6 +475,6 @@ impl Stack for Qcow2Stack {
     }
 
     fn survives_kill(&self) -> bool {
-        false
+        self.journaled
     }
 }

@@ -2,7 +2,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::future::pending;
+use std::io;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
@@ -138,6 +140,14 @@ impl SimulatedDevice {
     /// The seed that it was opened with.
     pub fn seed(&self) -> u64 {
         self.seed
+    }
+
+    /// A file in the memory of the disk's host: it outlives the process, but no loss of power.
+    ///
+    /// # Errors
+    /// The real host's.
+    pub fn host_memory(&self) -> io::Result<Rc<File>> {
+        self.state.borrow_mut().medium.host_memory()
     }
 
     /// How many requests have failed because of a fault or at random.

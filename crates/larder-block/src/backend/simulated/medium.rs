@@ -6,6 +6,8 @@
 //! - Losing power picks one of durable image and versions for each sector, once, and writes it into the image.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
 use std::rc::Rc;
 
 use super::image::Image;
@@ -71,6 +73,8 @@ pub struct Medium {
     durable: Image,
     volatile: BTreeMap<SectorIndex, Vec<Version>>,
     next: ChangeNumber,
+    /// A file in the host's memory, which a loss of power takes away.
+    host_memory: Option<Rc<File>>,
 }
 
 impl Medium {
@@ -87,7 +91,19 @@ impl Medium {
             durable: Image::default(),
             volatile: BTreeMap::new(),
             next: ChangeNumber(0),
+            host_memory: None,
         }
+    }
+
+    /// A file in the memory of the disk's host: it outlives the process, but no loss of power.
+    pub(super) fn host_memory(&mut self) -> io::Result<Rc<File>> {
+        if let Some(file) = &self.host_memory {
+            return Ok(Rc::clone(file));
+        }
+        let memory = rustix::fs::memfd_create("larder-simulated", rustix::fs::MemfdFlags::CLOEXEC)?;
+        let file = Rc::new(File::from(memory));
+        self.host_memory = Some(Rc::clone(&file));
+        Ok(file)
     }
 
     /// Bytes that can be addressed.
@@ -247,6 +263,7 @@ impl Medium {
 
     /// Loses power. Each sector becomes, durably, what it durably was or one of the versions since.
     pub(super) fn lose_power(&mut self, random: &mut Random) {
+        self.host_memory = None;
         let fate = random.pick(&[Fate::NothingSurvives, Fate::AllSurvives, Fate::Random, Fate::Random]);
         let sector_size = u64::from(self.sector_size);
         for (sector, mut versions) in std::mem::take(&mut self.volatile) {

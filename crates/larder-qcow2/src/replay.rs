@@ -1,0 +1,120 @@
+//! After a process was killed: the changes that its journal has and the image does not are made again.
+
+use std::collections::HashMap;
+
+use larder_block::{ByteRange, Failure, IoResult, Operation};
+
+use crate::device::Qcow2;
+use crate::entry::Entry;
+use crate::journal::Record;
+
+impl Qcow2 {
+    /// Makes the journal's changes again, in memory; the next commit writes them. `false`, and nothing is changed, if
+    /// they do not fit what the image has: then somebody else has changed it.
+    ///
+    /// Clusters that were taken for requests which had not completed stay taken: a leak.
+    pub(crate) async fn replay(&self, records: &[Record]) -> IoResult<bool> {
+        let mut states = match self.states(records).await? {
+            Some(states) => states,
+            None => return Ok(false),
+        };
+        // Before anything is allocated: what the new entries refer to is taken.
+        for record in records {
+            if let (Some(host), None) = (record.new.host(), &self.data_file) {
+                let first = host >> self.shape.cluster_bits;
+                for cluster in first..first + record.count {
+                    self.take_again(cluster).await?;
+                }
+            }
+        }
+        for record in records {
+            self.own_table(record.cluster >> self.shape.table_bits()).await?;
+            for step in 0..record.count {
+                let cluster = record.cluster + step;
+                let new = record.new.advanced(self.shape, step);
+                self.load_leaf(cluster).await?;
+                self.map.borrow_mut().set_run(cluster, 1, new);
+                // What the image had and the last state does not use is free; what came between leaks.
+                let Some(state) = states.get_mut(&cluster) else {
+                    continue;
+                };
+                state.last = new;
+            }
+        }
+        for state in states.values() {
+            let keeps = state.first.host().is_some() && state.first.host() == state.last.host();
+            if state.in_image == state.first && !keeps && state.first != state.last {
+                self.free_host(state.first, 1);
+            }
+        }
+        Ok(true)
+    }
+
+    /// What each cluster was before, and is in the image; `None` if the image has something else.
+    async fn states(&self, records: &[Record]) -> IoResult<Option<HashMap<u64, State>>> {
+        let clusters = self.geometry.get().size.get().div_ceil(self.shape.cluster_len());
+        let mut states: HashMap<u64, State> = HashMap::new();
+        for record in records {
+            let fits = record.count <= clusters && record.cluster <= clusters - record.count;
+            if !fits {
+                return Ok(None);
+            }
+            for step in 0..record.count {
+                let cluster = record.cluster + step;
+                let old = record.old.advanced(self.shape, step);
+                let new = record.new.advanced(self.shape, step);
+                if !states.contains_key(&cluster) {
+                    let in_image = self.entry_of(cluster).await?;
+                    let state = State {
+                        in_image,
+                        first: old,
+                        last: old,
+                        known: in_image == old,
+                    };
+                    states.insert(cluster, state);
+                }
+                if let Some(state) = states.get_mut(&cluster) {
+                    state.known |= state.in_image == new;
+                }
+            }
+        }
+        Ok(states.values().all(|state| state.known).then_some(states))
+    }
+
+    async fn entry_of(&self, cluster: u64) -> IoResult<Entry> {
+        loop {
+            if let Some((entry, _)) = self.map.borrow_mut().run_at(cluster, 1) {
+                return Ok(entry);
+            }
+            self.load_leaf(cluster).await?;
+        }
+    }
+
+    /// Has a cluster's refcount be 1 at least.
+    async fn take_again(&self, cluster: u64) -> IoResult {
+        if !self
+            .refcounts
+            .borrow()
+            .has_block(self.refcounts.borrow().block_of(cluster))
+        {
+            // Blocks are durable before a cluster of theirs is used.
+            return Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid));
+        }
+        if self.refcount(cluster).await? == 0 {
+            self.refcounts.borrow_mut().set(cluster, 1);
+        }
+        self.space.borrow_mut().touch(cluster);
+        Ok(())
+    }
+}
+
+/// A cluster in a replay.
+struct State {
+    in_image: Entry,
+    /// Before the first record.
+    first: Entry,
+    /// After the last.
+    last: Entry,
+    /// The image has one of the states that the journal tells of.
+    known: bool,
+}
