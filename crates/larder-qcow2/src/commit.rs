@@ -319,8 +319,8 @@ impl Qcow2 {
         }
         loop {
             self.commit().await?;
-            let has_freed = !self.freed.borrow().is_empty();
-            if !self.reclaim().await? && !has_freed {
+            self.reclaim().await?;
+            if !self.commits.has_work(self) && self.freed.borrow().is_empty() {
                 break;
             }
         }

@@ -12,7 +12,8 @@ impl Qcow2 {
     /// Makes the journal's changes again, in memory; the next commit writes them. `false`, and nothing is changed, if
     /// they do not fit what the image has: then somebody else has changed it.
     ///
-    /// Clusters that were taken for requests which had not completed stay taken: a leak.
+    /// What the last states do not use is free then: clusters are released only after the journal has forgotten the
+    /// records that let go of them. Those that were taken for requests which had not completed stay taken: a leak.
     pub(crate) async fn replay(&self, records: &[Record]) -> IoResult<bool> {
         let mut states = match self.states(records).await? {
             Some(states) => states,
@@ -34,18 +35,13 @@ impl Qcow2 {
                 let new = record.new.advanced(self.shape, step);
                 self.load_leaf(cluster).await?;
                 self.map.borrow_mut().set_run(cluster, 1, new);
-                // What the image had and the last state does not use is free; what came between leaks.
-                let Some(state) = states.get_mut(&cluster) else {
-                    continue;
-                };
-                state.last = new;
+                if let Some(state) = states.get_mut(&cluster) {
+                    state.enter(new);
+                }
             }
         }
         for state in states.values() {
-            let keeps = state.first.host().is_some() && state.first.host() == state.last.host();
-            if state.in_image == state.first && !keeps && state.first != state.last {
-                self.free_host(state.first, 1);
-            }
+            state.left.iter().for_each(|entry| self.free_host(*entry, 1));
         }
         Ok(true)
     }
@@ -67,8 +63,8 @@ impl Qcow2 {
                     let in_image = self.entry_of(cluster).await?;
                     let state = State {
                         in_image,
-                        first: old,
-                        last: old,
+                        now: old,
+                        left: Vec::new(),
                         known: in_image == old,
                     };
                     states.insert(cluster, state);
@@ -111,10 +107,19 @@ impl Qcow2 {
 /// A cluster in a replay.
 struct State {
     in_image: Entry,
-    /// Before the first record.
-    first: Entry,
-    /// After the last.
-    last: Entry,
+    now: Entry,
+    /// States whose host clusters it does not use any more.
+    left: Vec<Entry>,
     /// The image has one of the states that the journal tells of.
     known: bool,
+}
+
+impl State {
+    fn enter(&mut self, new: Entry) {
+        let keeps = self.now.host().is_some() && self.now.host() == new.host();
+        if !keeps && self.now != new {
+            self.left.push(self.now);
+        }
+        self.now = new;
+    }
 }

@@ -18,6 +18,7 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
 
 mod chain;
+mod journal;
 
 /// Where a disk's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -185,6 +186,10 @@ pub enum ImageError {
         name: String,
         source: Box<ImageError>,
     },
+    #[error(
+        "{image}: a qcow2 image cannot be shared while it is written: two programs that write its metadata destroy it; share it read-only"
+    )]
+    SharedWriter { image: String },
     #[error("{image}: its guest data is in an external data file that it does not name")]
     NoDataFile { image: String },
 }

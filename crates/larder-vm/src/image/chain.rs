@@ -7,7 +7,7 @@ use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
-use super::{Format, ImageAddress, ImageError, ImageOptions, begins_like, open_bytes, recognise};
+use super::{Format, ImageAddress, ImageError, ImageOptions, begins_like, journal, open_bytes, recognise};
 
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
@@ -46,6 +46,11 @@ impl Opener<'_> {
                 Some(format) => format,
                 None => probe(image)?,
             };
+            if format == Format::Qcow2 && self.options.share && !read_only {
+                return Err(ImageError::SharedWriter {
+                    image: image.to_string(),
+                });
+            }
             let options = ImageOptions {
                 read_only,
                 ..self.options.clone()
@@ -88,6 +93,10 @@ impl Opener<'_> {
         };
         let options = OpenOptions {
             read_only,
+            journal: match read_only {
+                true => None,
+                false => journal::open(image),
+            },
             metadata_memory: self.options.metadata_memory,
             ..OpenOptions::default()
         };
