@@ -1,6 +1,7 @@
 //! After a process was killed: the changes that its journal has and the image does not are made again.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry as Slot;
 
 use larder_block::{ByteRange, Failure, IoResult, Operation};
 
@@ -59,19 +60,19 @@ impl Qcow2 {
                 let cluster = record.cluster + step;
                 let old = record.old.advanced(self.shape, step);
                 let new = record.new.advanced(self.shape, step);
-                if !states.contains_key(&cluster) {
-                    let in_image = self.entry_of(cluster).await?;
-                    let state = State {
-                        in_image,
-                        now: old,
-                        left: Vec::new(),
-                        known: in_image == old,
-                    };
-                    states.insert(cluster, state);
-                }
-                if let Some(state) = states.get_mut(&cluster) {
-                    state.known |= state.in_image == new;
-                }
+                let state = match states.entry(cluster) {
+                    Slot::Occupied(slot) => slot.into_mut(),
+                    Slot::Vacant(slot) => {
+                        let in_image = self.entry_of(cluster).await?;
+                        slot.insert(State {
+                            in_image,
+                            now: old,
+                            left: Vec::new(),
+                            known: in_image == old,
+                        })
+                    }
+                };
+                state.known |= state.in_image == new;
             }
         }
         Ok(states.values().all(|state| state.known).then_some(states))
