@@ -190,6 +190,8 @@ pub enum ImageError {
         "{image}: a qcow2 image cannot be shared while it is written: two programs that write its metadata destroy it; share it read-only"
     )]
     SharedWriter { image: String },
+    #[error("the server of {uri} was not asked")]
+    NotAsked { uri: String },
     #[error("{image}: its guest data is in an external data file that it does not name")]
     NoDataFile { image: String },
 }
@@ -212,7 +214,36 @@ const MAGICS: [(&[u8], &str); 5] = [
 /// # Errors
 /// See [`ImageError`].
 pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let mut device = chain::open(on, image, options).await?;
+    open_with(on, image, options, NbdServers::Asked).await
+}
+
+/// Opens an image as [`open`] does, only to see whether that can be done: no NBD server is asked, since some end after
+/// their first client.
+///
+/// # Errors
+/// See [`ImageError`]; [`ImageError::NotAsked`] if all is well as far as that can be told.
+pub async fn try_to_open(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    open_with(on, image, options, NbdServers::NotAsked).await
+}
+
+/// Whether NBD servers are connected to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum NbdServers {
+    Asked,
+    NotAsked,
+}
+
+async fn open_with(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+    servers: NbdServers,
+) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    let mut device = chain::open(on, image, options, servers).await?;
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
     }

@@ -79,7 +79,7 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
 fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<ExitCode> {
     for image in &found.unchecked {
         say(&format!(
-            "disk {image}: not checked: its server may take one client only"
+            "disk {image}: not checked to the end: its NBD server may take one client only"
         ));
     }
     let lease = Lease::check(plan).err().map(|error| error.to_string());

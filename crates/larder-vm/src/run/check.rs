@@ -46,7 +46,7 @@ pub struct Findings {
     pub problems: Vec<CheckError>,
     /// Images of `-drive` that QEMU can read and Larder cannot, and why.
     pub left: Vec<(ImageAddress, Reason)>,
-    /// The disks that nothing can be said of.
+    /// The disks of which not all can be said, because there is an NBD server in them.
     pub unchecked: Vec<ImageAddress>,
 }
 
@@ -65,12 +65,11 @@ pub fn check(disks: &[PlannedDisk]) -> Findings {
     };
     let mut held = Vec::with_capacity(disks.len());
     for planned in disks {
-        if let ImageAddress::Nbd(_) = planned.disk.image {
-            found.unchecked.push(planned.disk.image.clone());
-            continue;
-        }
         match on.block_on(open(&on, planned)) {
             Ok(server) => held.push(server),
+            Err(CheckError::Image { source, .. }) if ends_at_a_server(&source) => {
+                found.unchecked.push(planned.disk.image.clone());
+            }
             Err(error)
                 if is_locked(&error)
                     && disks.iter().filter(|other| is_same(&other.disk, &planned.disk)).count() > 1 =>
@@ -87,6 +86,15 @@ pub fn check(disks: &[PlannedDisk]) -> Findings {
         }
     }
     found
+}
+
+/// Whether nothing is wrong, but for an NBD server that was not asked.
+fn ends_at_a_server(error: &ImageError) -> bool {
+    match error {
+        ImageError::NotAsked { .. } => true,
+        ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => ends_at_a_server(source),
+        _ => false,
+    }
 }
 
 /// Why QEMU alone can read an image, if it is that.
@@ -144,7 +152,7 @@ async fn open(on: &Loop, planned: &PlannedDisk) -> Result<std::rc::Rc<VhostUserS
         image: disk.image.clone(),
         source,
     })?;
-    let opened = image::open(on, &disk.image, &options).await;
+    let opened = image::try_to_open(on, &disk.image, &options).await;
     let device = opened.map_err(|source| CheckError::Image {
         advice: advice(&source, planned),
         source,

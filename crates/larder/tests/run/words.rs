@@ -157,6 +157,32 @@ fn the_images_behind_a_qcow2_image_are_checked_too() {
         let dry = output(&place, &["--dry-run"], qemu(), &arguments);
         assert_eq!(dry.status.code(), Some(0), "{}", text(&dry.stderr));
     }
+    let rebased = Command::new("qemu-img")
+        .args([
+            "rebase",
+            "-q",
+            "-u",
+            "-f",
+            "qcow2",
+            "-F",
+            "raw",
+            "-b",
+            "nbd+unix:///?socket=/no/such",
+        ])
+        .arg(&overlay)
+        .status();
+    assert!(rebased.expect("qemu-img is there").success());
+    let disk = overlay.display().to_string();
+    let dry = output(&place, &["--dry-run", "--disk", &disk], qemu(), &[]);
+    let said = text(&dry.stderr);
+    assert_eq!(dry.status.code(), Some(0), "{said}");
+    assert!(said.contains(&format!("disk {disk}: not checked to the end")), "{said}");
+
+    let rebased = Command::new("qemu-img")
+        .args(["rebase", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", "base.raw"])
+        .arg(&overlay)
+        .status();
+    assert!(rebased.expect("qemu-img is there").success());
     fs::remove_file(base).expect("is there");
     let disk = format!("{},format=qcow2,metadata-memory=1MiB", overlay.display());
     let dry = output(&place, &["--dry-run", "--disk", &disk], qemu(), &[]);
@@ -296,7 +322,7 @@ fn a_dry_run_tells_what_would_go_wrong() {
         format!("larder: cannot open {missing}"),
         format!("larder: {other} looks like a VMDK image"),
         format!("larder: disk {again}: the command line has it twice"),
-        format!("larder: disk {nbd}: not checked"),
+        format!("larder: disk {nbd}: not checked to the end"),
         "larder: the guest's RAM of 1000 TiB does not fit in /dev/shm".to_owned(),
     ] {
         assert!(said.contains(&message), "{message}: {said}");
