@@ -214,11 +214,11 @@ const MAGICS: [(&[u8], &str); 5] = [
 /// # Errors
 /// See [`ImageError`].
 pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    open_with(on, image, options, NbdServers::Asked).await
+    open_with(on, image, options, Purpose::Serve).await
 }
 
-/// Opens an image as [`open`] does, only to see whether that can be done: no NBD server is asked, since some end after
-/// their first client.
+/// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after
+/// their first client, and nothing is written to what the disk holds.
 ///
 /// # Errors
 /// See [`ImageError`]; [`ImageError::NotAsked`] if all is well as far as that can be told.
@@ -227,23 +227,24 @@ pub async fn try_to_open(
     image: &ImageAddress,
     options: &ImageOptions,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    open_with(on, image, options, NbdServers::NotAsked).await
+    open_with(on, image, options, Purpose::Try).await
 }
 
-/// Whether NBD servers are connected to.
+/// What an image is opened for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum NbdServers {
-    Asked,
-    NotAsked,
+enum Purpose {
+    Serve,
+    /// To see whether it could be served: without NBD servers, and without taking up what a killed server has left.
+    Try,
 }
 
 async fn open_with(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    servers: NbdServers,
+    purpose: Purpose,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let mut device = chain::open(on, image, options, servers).await?;
+    let mut device = chain::open(on, image, options, purpose).await?;
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
     }

@@ -7,7 +7,7 @@ use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
-use super::{Format, ImageAddress, ImageError, ImageOptions, NbdServers, begins_like, journal, open_bytes, recognise};
+use super::{Format, ImageAddress, ImageError, ImageOptions, Purpose, begins_like, journal, open_bytes, recognise};
 
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
@@ -17,12 +17,12 @@ pub(super) async fn open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    servers: NbdServers,
+    purpose: Purpose,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let mut opener = Opener {
         on,
         options,
-        servers,
+        purpose,
         opened: Vec::new(),
     };
     opener.open(image, options.format, options.read_only).await
@@ -31,7 +31,7 @@ pub(super) async fn open(
 struct Opener<'a> {
     on: &'a Loop,
     options: &'a ImageOptions,
-    servers: NbdServers,
+    purpose: Purpose,
     /// The images that led here, outermost first.
     opened: Vec<ImageAddress>,
 }
@@ -44,7 +44,7 @@ impl Opener<'_> {
         read_only: bool,
     ) -> BoxFuture<'a, Result<Rc<dyn BlockDevice>, ImageError>> {
         Box::pin(async move {
-            if let (ImageAddress::Nbd(uri), NbdServers::NotAsked) = (image, self.servers) {
+            if let (ImageAddress::Nbd(uri), Purpose::Try) = (image, self.purpose) {
                 return Err(ImageError::NotAsked { uri: uri.to_string() });
             }
             let is_guessed = format.is_none();
@@ -99,7 +99,7 @@ impl Opener<'_> {
         };
         let options = OpenOptions {
             read_only,
-            journal: match read_only {
+            journal: match read_only || self.purpose == Purpose::Try {
                 true => None,
                 false => journal::open(image),
             },

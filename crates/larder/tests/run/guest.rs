@@ -65,11 +65,13 @@ impl Place {
     /// The files that a run has, or has left.
     pub(crate) fn leftovers(&self) -> Vec<PathBuf> {
         let runtime = entries(&self.path("runtime"));
+        // The folder of the servers' journals stays.
+        let runtime = runtime.into_iter().filter(|path| !path.ends_with("larder"));
         let ram = entries(Path::new("/dev/shm")).into_iter().filter(|path| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             name.starts_with(&format!("larder-{}-", self.name))
         });
-        runtime.into_iter().chain(ram).collect()
+        runtime.chain(ram).collect()
     }
 
     /// A program that passes for QEMU, and idles.
