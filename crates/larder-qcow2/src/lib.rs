@@ -4,10 +4,14 @@
 //! on to the image file; what changes the mapping is changed in memory, and [`commit`] makes it durable when the guest
 //! flushes. No look-up waits for another.
 
+pub mod bitmap;
+pub mod check;
 pub mod entry;
 pub mod header;
 pub mod map;
 pub mod shape;
+pub mod snapshot;
+pub mod tune;
 
 mod commit;
 mod compressed;

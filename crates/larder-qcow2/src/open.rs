@@ -8,6 +8,7 @@ use std::rc::{Rc, Weak};
 use larder_block::range_lock::Ranges;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Geometry, IoError, Loop, ReadBuf, SizeChanges};
 
+use crate::check::{self, CheckOptions, Repair};
 use crate::commit::Commits;
 use crate::compressed::Decompressor;
 use crate::device::Qcow2;
@@ -84,11 +85,13 @@ pub enum OpenError {
     #[error("{name}: its guest data is in an external data file, which was not opened")]
     NoDataFile { name: String },
     #[error(
+        "{name}: its refcounts may be wrong, because a program that writes them lazily was killed, and cannot be put right: {why}"
+    )]
+    Dirty { name: String, why: String },
+    #[error(
         "{name}: the server before this one was killed, and what its journal tells does not fit the image: somebody has put another image in its place; remove the journal, whose name is given above, if what was not flushed may be lost"
     )]
     Journal { name: String },
-    #[error("{name}: its refcounts may be wrong, because a program that writes them lazily was killed; {hint}")]
-    Dirty { name: String, hint: &'static str },
 }
 
 impl From<IoError> for OpenError {
@@ -112,7 +115,7 @@ pub async fn read_header(file: &Rc<dyn BlockDevice>) -> Result<Header, OpenError
 }
 
 /// The first cluster, or what there is of it.
-async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, OpenError> {
+pub(crate) async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, OpenError> {
     let size = file.geometry().size.get();
     let read = async |len: u64| {
         let mut bytes = AlignedBuf::zeroed(len.min(size) as usize);
@@ -140,11 +143,14 @@ impl Qcow2 {
         options: OpenOptions,
     ) -> Result<Rc<Self>, OpenError> {
         let name = Rc::clone(file.name());
-        let area = read_area(&file).await?;
-        let header = Header::parse(&area).map_err(|source| OpenError::Header {
-            name: name.to_string(),
-            source,
-        })?;
+        let parse = |area: &AlignedBuf| {
+            Header::parse(area).map_err(|source| OpenError::Header {
+                name: name.to_string(),
+                source,
+            })
+        };
+        let mut area = read_area(&file).await?;
+        let mut header = parse(&area)?;
         let read_only = options.read_only || file.geometry().read_only;
         if header.corrupt && !read_only {
             return Err(OpenError::Header {
@@ -153,10 +159,9 @@ impl Qcow2 {
             });
         }
         if header.dirty && !read_only {
-            return Err(OpenError::Dirty {
-                name: name.to_string(),
-                hint: "repair it with `larder disk check --repair`",
-            });
+            repair_dirty(&file).await?;
+            area = read_area(&file).await?;
+            header = parse(&area)?;
         }
         if header.has_data_file && others.data_file.is_none() {
             return Err(OpenError::NoDataFile { name: name.to_string() });
@@ -285,6 +290,27 @@ fn begin_session(journal: &Journal) -> u64 {
     session
 }
 
+/// Puts the refcounts of a dirty image right. If more than that is wrong, the image stays as it is.
+async fn repair_dirty(file: &Rc<dyn BlockDevice>) -> Result<(), OpenError> {
+    let name = file.name();
+    let dirty = |why: String| OpenError::Dirty {
+        name: name.to_string(),
+        why,
+    };
+    let repaired = check::repair(file, Repair::Refcounts, CheckOptions::default()).await;
+    let repaired = repaired.map_err(|error| dirty(error.to_string()))?;
+    if repaired.after.errors > 0 {
+        let errors = repaired.after.errors;
+        let hint = "see `larder disk check`, copy the image, then use `larder disk check --repair`";
+        return Err(dirty(format!("{errors} errors are more than wrong refcounts; {hint}")));
+    }
+    let (errors, leaks) = (repaired.errors_fixed(), repaired.leaks_fixed());
+    tracing::warn!(
+        "{name}: a program that writes refcounts lazily was killed; they are right again ({errors} errors and {leaks} leaked clusters mended)"
+    );
+    Ok(())
+}
+
 /// Gives space back whenever requests have ended that were in the way.
 async fn reclaim(image: Weak<Qcow2>, ended: Rc<SizeChanges>) {
     loop {
@@ -314,7 +340,7 @@ async fn read_table(file: &Rc<dyn BlockDevice>, at: TableAt) -> Result<Vec<u64>,
     Ok(entries.collect())
 }
 
-fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result<(), OpenError> {
+pub(crate) fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result<(), OpenError> {
     let cluster_len = header.shape.cluster_len();
     let tables = [
         ("the header", 0, cluster_len),

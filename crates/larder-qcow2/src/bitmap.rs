@@ -1,0 +1,86 @@
+//! Persistent dirty bitmaps, as the image's bitmap directory lists them.
+//!
+//! Layout: `docs/interop/qcow2.txt` of QEMU, "Bitmaps".
+
+use std::rc::Rc;
+
+use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ReadBuf};
+
+use crate::header::{Bitmaps, TableAt};
+use crate::open::OpenError;
+
+const FIXED_LEN: usize = 24;
+/// QEMU accepts no longer directory (65535 bitmaps with long names).
+const DIRECTORY_MAX: u64 = 128 << 20;
+const IN_USE: u32 = 1 << 0;
+const AUTO: u32 = 1 << 1;
+
+/// A bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bitmap {
+    /// Its table: where its clusters are.
+    pub table: TableAt,
+    /// It was not stored properly: what it says is not to be believed.
+    pub in_use: bool,
+    /// It goes on recording whenever the image is open.
+    pub auto: bool,
+    /// Bytes of the disk that a bit stands for.
+    pub granularity: u64,
+    /// Its name.
+    pub name: String,
+}
+
+/// Reads the bitmap directory of an image. The second value says why it could not be read to its end.
+///
+/// # Errors
+/// The file cannot be read.
+pub async fn read_bitmaps(file: &Rc<dyn BlockDevice>, at: Bitmaps) -> Result<(Vec<Bitmap>, Option<String>), OpenError> {
+    let size = file.geometry().size.get();
+    let fits = at.directory_len <= DIRECTORY_MAX
+        && at.directory_offset.is_multiple_of(512)
+        && at.directory_offset.saturating_add(at.directory_len) <= size;
+    if !fits {
+        let damage = format!(
+            "the directory, {} bytes at {:#x}, is not in the file",
+            at.directory_len, at.directory_offset
+        );
+        return Ok((Vec::new(), Some(damage)));
+    }
+    let mut bytes = AlignedBuf::zeroed(ByteLen::new(at.directory_len.next_multiple_of(512)).as_usize());
+    if !bytes.is_empty() {
+        file.read(ByteOffset::new(at.directory_offset), ReadBuf::new(&mut bytes))
+            .await?;
+    }
+    let mut found = Vec::new();
+    let mut rest = &bytes[..at.directory_len as usize];
+    for index in 0..at.count {
+        let Some((bitmap, len)) = entry(rest) else {
+            return Ok((found, Some(format!("entry {index} of the directory makes no sense"))));
+        };
+        found.push(bitmap);
+        rest = &rest[len.min(rest.len())..];
+    }
+    Ok((found, None))
+}
+
+/// The first entry, and its bytes.
+fn entry(bytes: &[u8]) -> Option<(Bitmap, usize)> {
+    let u32_at = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    let offset = u64::from_be_bytes(bytes.get(..8)?.try_into().ok()?);
+    let flags = u32_at(12)?;
+    let granularity_bits = *bytes.get(17)?;
+    let name_len = usize::from(u16::from_be_bytes(bytes.get(18..20)?.try_into().ok()?));
+    let name_at = FIXED_LEN.checked_add(u32_at(20)? as usize)?;
+    let name = bytes.get(name_at..name_at + name_len)?;
+    let bitmap = Bitmap {
+        table: TableAt {
+            offset,
+            entries: u32_at(8)?.into(),
+        },
+        in_use: flags & IN_USE != 0,
+        auto: flags & AUTO != 0,
+        granularity: 1u64.checked_shl(granularity_bits.into())?,
+        name: String::from_utf8_lossy(name).into_owned(),
+    };
+    Some((bitmap, (name_at + name_len).next_multiple_of(8)))
+}

@@ -1,0 +1,119 @@
+//! The flag that a table or cluster is used once, in the active tables: it must say what the refcount says.
+
+use crate::check::walk::{Walk, entries, has_flag};
+use crate::check::{CheckError, Image, words};
+use crate::entry::{COPIED, OFFSET};
+
+/// Reports flags that do not agree with the refcounts that the image has.
+pub(super) async fn check(walk: &mut Walk<'_>) -> Result<(), CheckError> {
+    let image = walk.image;
+    if image.header.l1.offset >= image.size() {
+        return Ok(());
+    }
+    for (index, entry) in image.read_table(image.header.l1).await?.into_iter().enumerate() {
+        let offset = entry & OFFSET;
+        if offset == 0 {
+            continue;
+        }
+        let one = walk.counts.is_stored_one(image.cluster_of(offset));
+        if one != (entry & COPIED != 0) {
+            let which = || {
+                format!(
+                    "L1 entry {index}, {entry:#018x}, is flagged wrongly as used {}",
+                    times(!one)
+                )
+            };
+            walk.report.derived(which);
+        }
+        if let Some(table) = image.l2_table(entry) {
+            check_l2(walk, index as u64, table).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn check_l2(walk: &mut Walk<'_>, l1_index: u64, table: u64) -> Result<(), CheckError> {
+    let image = walk.image;
+    let shape = image.header.shape;
+    let bytes = image.read_bytes(table, shape.cluster_len()).await?;
+    for (index, entry) in entries(image, &bytes).enumerate() {
+        if !has_flag(image, entry) {
+            continue;
+        }
+        let one = image.header.has_data_file || walk.counts.is_stored_one(image.cluster_of(entry.word & OFFSET));
+        if one != entry.is_copied() {
+            let guest = ((l1_index << shape.table_bits()) + index as u64) << shape.cluster_bits;
+            walk.report.derived(|| {
+                format!(
+                    "the entry of guest offset {guest:#x}, {:#018x}, is flagged wrongly as used {}",
+                    entry.word,
+                    times(!one)
+                )
+            });
+        }
+    }
+    Ok(())
+}
+
+fn times(one: bool) -> &'static str {
+    if one { "once" } else { "more than once" }
+}
+
+/// Puts the flags right. A table that is used for something else too stays as it is.
+pub(super) async fn mend(walk: &Walk<'_>) -> Result<(), CheckError> {
+    let image = walk.image;
+    if image.header.l1.offset >= image.size() {
+        return Ok(());
+    }
+    let at = image.header.l1;
+    let old = image
+        .read_bytes(at.offset, (at.entries * 8).next_multiple_of(512))
+        .await?;
+    let mut new = old.to_vec();
+    for (index, entry) in words(&old).take(at.entries as usize).enumerate() {
+        let offset = entry & OFFSET;
+        if offset == 0 {
+            continue;
+        }
+        let flagged = with_flag(entry, walk.counts.is_stored_one(image.cluster_of(offset)));
+        new[index * 8..][..8].copy_from_slice(&flagged.to_be_bytes());
+        if let Some(table) = image.l2_table(entry)
+            && walk.counts.is_table_only(image.cluster_of(table))
+        {
+            mend_l2(walk, table).await?;
+        }
+    }
+    if is_alone(walk, at.offset, at.entries * 8) {
+        image.write_changes(at.offset, &old, &new).await?;
+    }
+    Ok(())
+}
+
+async fn mend_l2(walk: &Walk<'_>, table: u64) -> Result<(), CheckError> {
+    let image: &Image = walk.image;
+    let shape = image.header.shape;
+    let old = image.read_bytes(table, shape.cluster_len()).await?;
+    let mut new = old.to_vec();
+    for (index, entry) in entries(image, &old).enumerate() {
+        if !has_flag(image, entry) {
+            continue;
+        }
+        let one = image.header.has_data_file || walk.counts.is_stored_one(image.cluster_of(entry.word & OFFSET));
+        let flagged = with_flag(entry.word, one);
+        new[index * shape.entry_len() as usize..][..8].copy_from_slice(&flagged.to_be_bytes());
+    }
+    image.write_changes(table, &old, &new).await
+}
+
+const fn with_flag(entry: u64, one: bool) -> u64 {
+    if one { entry | COPIED } else { entry & !COPIED }
+}
+
+/// Whether nothing but one table is where it is.
+pub(super) fn is_alone(walk: &Walk<'_>, offset: u64, len: u64) -> bool {
+    len > 0
+        && walk
+            .image
+            .clusters_of(offset, len)
+            .all(|cluster| walk.counts.get(cluster) == 1)
+}

@@ -1,0 +1,225 @@
+//! How often each cluster of the image is referred to: a byte a cluster, and three bits, in chunks that exist only
+//! where there is something to count. What does not fit a byte is kept aside.
+
+use std::collections::BTreeMap;
+
+const CHUNK_BITS: u32 = 15;
+const CHUNK_CLUSTERS: usize = 1 << CHUNK_BITS;
+const WORDS: usize = CHUNK_CLUSTERS / 64;
+/// A count of this or more is in `spilled`.
+const SPILLED: u8 = u8::MAX;
+/// What an entry of `spilled` takes, about.
+const SPILLED_BYTES: u64 = 32;
+
+/// What a cluster is referred to as.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Use {
+    /// As an L2 table.
+    L2Table,
+    /// As anything else.
+    Other,
+}
+
+/// The counts would take more memory than they may.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct OutOfMemory;
+
+struct Chunk {
+    counts: [u8; CHUNK_CLUSTERS],
+    /// The refcount in the image is 1.
+    ones: [u64; WORDS],
+    tables: [u64; WORDS],
+    others: [u64; WORDS],
+}
+
+/// References per cluster.
+pub(super) struct Counts {
+    chunks: BTreeMap<u64, Box<Chunk>>,
+    spilled: BTreeMap<u64, u64>,
+    memory: u64,
+    memory_max: u64,
+    end: u64,
+}
+
+const fn split(cluster: u64) -> (u64, usize) {
+    (cluster >> CHUNK_BITS, (cluster & (CHUNK_CLUSTERS as u64 - 1)) as usize)
+}
+
+const fn bit(words: &[u64; WORDS], index: usize) -> bool {
+    words[index / 64] >> (index % 64) & 1 != 0
+}
+
+const fn set_bit(words: &mut [u64; WORDS], index: usize, value: bool) {
+    let mask = 1 << (index % 64);
+    match value {
+        true => words[index / 64] |= mask,
+        false => words[index / 64] &= !mask,
+    }
+}
+
+impl Counts {
+    /// No references; takes at most about `memory_max` bytes.
+    pub(super) fn new(memory_max: u64) -> Self {
+        Self {
+            chunks: BTreeMap::new(),
+            spilled: BTreeMap::new(),
+            memory: 0,
+            memory_max,
+            end: 0,
+        }
+    }
+
+    /// What counting takes at most for an image of so many clusters, in bytes.
+    pub(super) const fn memory_for(clusters: u64) -> u64 {
+        clusters
+            .div_ceil(CHUNK_CLUSTERS as u64)
+            .saturating_mul(size_of::<Chunk>() as u64)
+    }
+
+    fn chunk(&mut self, number: u64) -> Result<&mut Chunk, OutOfMemory> {
+        if !self.chunks.contains_key(&number) {
+            self.memory += size_of::<Chunk>() as u64;
+            if self.memory > self.memory_max {
+                return Err(OutOfMemory);
+            }
+        }
+        Ok(self.chunks.entry(number).or_insert_with(|| {
+            Box::new(Chunk {
+                counts: [0; CHUNK_CLUSTERS],
+                ones: [0; WORDS],
+                tables: [0; WORDS],
+                others: [0; WORDS],
+            })
+        }))
+    }
+
+    /// Counts one more reference.
+    pub(super) fn add(&mut self, cluster: u64, used_as: Use) -> Result<(), OutOfMemory> {
+        let (number, index) = split(cluster);
+        let chunk = self.chunk(number)?;
+        let bits = match used_as {
+            Use::L2Table => &mut chunk.tables,
+            Use::Other => &mut chunk.others,
+        };
+        set_bit(bits, index, true);
+        let count = &mut chunk.counts[index];
+        if *count < SPILLED {
+            *count += 1;
+        }
+        if *count == SPILLED {
+            if let Some(count) = self.spilled.get_mut(&cluster) {
+                *count += 1;
+            } else {
+                self.memory += SPILLED_BYTES;
+                self.spilled.insert(cluster, SPILLED.into());
+            }
+        }
+        self.end = self.end.max(cluster + 1);
+        if self.memory > self.memory_max {
+            return Err(OutOfMemory);
+        }
+        Ok(())
+    }
+
+    /// Takes a reference back.
+    pub(super) fn remove(&mut self, cluster: u64) {
+        let (number, index) = split(cluster);
+        let Some(chunk) = self.chunks.get_mut(&number) else {
+            return;
+        };
+        if let Some(count) = self.spilled.get_mut(&cluster) {
+            *count -= 1;
+            if *count < SPILLED.into() {
+                self.spilled.remove(&cluster);
+                self.memory -= SPILLED_BYTES;
+                chunk.counts[index] = SPILLED - 1;
+            }
+        } else {
+            chunk.counts[index] = chunk.counts[index].saturating_sub(1);
+        }
+    }
+
+    /// How often a cluster is referred to.
+    pub(super) fn get(&self, cluster: u64) -> u64 {
+        let (number, index) = split(cluster);
+        match self.chunks.get(&number).map_or(0, |chunk| chunk.counts[index]) {
+            SPILLED => self.spilled.get(&cluster).copied().unwrap_or(SPILLED.into()),
+            count => count.into(),
+        }
+    }
+
+    /// The cluster behind the last one that was ever counted.
+    pub(super) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The clusters from `first` to before `end` that are referred to.
+    pub(super) fn counted(&self, first: u64, end: u64) -> impl Iterator<Item = u64> + '_ {
+        let chunks = self
+            .chunks
+            .range(first >> CHUNK_BITS..=end.saturating_sub(1) >> CHUNK_BITS);
+        chunks.flat_map(move |(number, chunk)| {
+            let base = number << CHUNK_BITS;
+            let from = first.saturating_sub(base).min(CHUNK_CLUSTERS as u64) as usize;
+            let to = end.saturating_sub(base).min(CHUNK_CLUSTERS as u64) as usize;
+            let counts = &chunk.counts[from..to.max(from)];
+            let found = counts.iter().enumerate().filter(|(_, count)| **count > 0);
+            found.map(move |(index, _)| base + (from + index) as u64)
+        })
+    }
+
+    /// Whether a cluster is referred to as an L2 table and as nothing else.
+    pub(super) fn is_table_only(&self, cluster: u64) -> bool {
+        let (number, index) = split(cluster);
+        self.chunks
+            .get(&number)
+            .is_some_and(|chunk| bit(&chunk.tables, index) && !bit(&chunk.others, index))
+    }
+
+    /// Notes whether a cluster's refcount in the image is 1.
+    pub(super) fn set_stored_one(&mut self, cluster: u64, one: bool) -> Result<(), OutOfMemory> {
+        let (number, index) = split(cluster);
+        if one {
+            set_bit(&mut self.chunk(number)?.ones, index, true);
+        } else if let Some(chunk) = self.chunks.get_mut(&number) {
+            set_bit(&mut chunk.ones, index, false);
+        }
+        Ok(())
+    }
+
+    /// Whether a cluster's refcount in the image is 1.
+    pub(super) fn is_stored_one(&self, cluster: u64) -> bool {
+        let (number, index) = split(cluster);
+        self.chunks.get(&number).is_some_and(|chunk| bit(&chunk.ones, index))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_beyond_a_byte_are_exact_both_ways() {
+        let mut counts = Counts::new(u64::MAX);
+        (0..700).for_each(|_| counts.add(70_000, Use::Other).unwrap());
+        assert_eq!(counts.get(70_000), 700);
+        (0..460).for_each(|_| counts.remove(70_000));
+        assert_eq!(counts.get(70_000), 240);
+        assert_eq!(counts.get(69_999), 0);
+        counts.add(70_000, Use::L2Table).unwrap();
+        assert_eq!(counts.get(70_000), 241);
+        assert!(!counts.is_table_only(70_000));
+        assert_eq!(counts.end(), 70_001);
+        counts.add(3, Use::L2Table).unwrap();
+        assert_eq!(counts.counted(0, 70_001).collect::<Vec<_>>(), [3, 70_000]);
+        assert_eq!(counts.counted(4, 70_000).count(), 0);
+    }
+
+    #[test]
+    fn memory_is_taken_only_where_clusters_are_counted_and_up_to_the_limit() {
+        let mut counts = Counts::new(2 * size_of::<Chunk>() as u64);
+        counts.add(1 << 50, Use::Other).unwrap();
+        counts.add(0, Use::Other).unwrap();
+        assert_eq!(counts.add(1 << 40, Use::Other), Err(OutOfMemory));
+    }
+}

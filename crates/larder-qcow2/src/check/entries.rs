@@ -1,0 +1,182 @@
+//! What may be wrong with an L1 or L2 entry by itself, and what it should be instead.
+
+use crate::check::Image;
+use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COPIED, Entry, OFFSET, ZERO};
+
+const L1_RESERVED: u64 = !(COPIED | OFFSET);
+/// Of an entry that is not compressed. Bit 0 is not among them, even where it means nothing.
+const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
+
+/// What is wrong with an entry.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Fault {
+    pub(super) what: &'static str,
+    pub(super) remedy: Remedy,
+}
+
+/// What a repair does about it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Remedy {
+    /// The entry is put right, and nothing is lost.
+    Mend,
+    /// The entry becomes zero or unallocated: what it refers to is not there.
+    Drop,
+    /// Nothing.
+    None,
+}
+
+/// An entry, examined.
+#[derive(Debug)]
+pub(super) struct Examined<E> {
+    /// At most three.
+    pub(super) faults: smallvec::SmallVec<[Fault; 3]>,
+    /// The entry as a repair leaves it.
+    pub(super) mended: E,
+    /// The bytes of the image that the entry refers to, if it makes sense that far.
+    pub(super) refers_to: Option<(u64, u64)>,
+}
+
+impl<E> Examined<E> {
+    fn new(entry: E) -> Self {
+        Self {
+            faults: smallvec::SmallVec::new(),
+            mended: entry,
+            refers_to: None,
+        }
+    }
+
+    fn fault(&mut self, what: &'static str, remedy: Remedy) {
+        self.faults.push(Fault { what, remedy });
+    }
+
+    /// Whether a repair changes the entry so that it refers to nothing.
+    pub(super) fn is_dropped(&self) -> bool {
+        self.faults.iter().any(|fault| fault.remedy == Remedy::Drop)
+    }
+}
+
+impl Image {
+    /// Whether bytes lie so far behind the end of the file that they cannot be meant: the last cluster may be there in
+    /// part.
+    pub(super) fn is_past_end(&self, offset: u64, len: u64) -> bool {
+        offset.saturating_add(len) >= self.size().saturating_add(self.cluster_len())
+    }
+
+    /// Looks at an L1 entry that is not 0.
+    pub(super) fn examine_l1(&self, entry: u64) -> Examined<u64> {
+        let mut examined = Examined::new(entry & !L1_RESERVED);
+        if entry & L1_RESERVED != 0 {
+            examined.fault("has reserved bits set", Remedy::Mend);
+        }
+        let offset = entry & OFFSET;
+        if offset == 0 {
+            return examined;
+        }
+        if !self.is_aligned(offset) {
+            examined.fault("points to an L2 table that is not aligned to clusters", Remedy::None);
+        } else if self.is_past_end(offset, self.cluster_len()) {
+            examined.fault("points past the end of the file", Remedy::Drop);
+            examined.mended = 0;
+        } else {
+            examined.refers_to = Some((offset, self.cluster_len()));
+        }
+        examined
+    }
+
+    /// Looks at an L2 entry.
+    pub(super) fn examine_l2(&self, entry: Entry) -> Examined<Entry> {
+        match entry.is_compressed() {
+            true => self.examine_compressed(entry),
+            false => self.examine_standard(entry),
+        }
+    }
+
+    fn examine_compressed(&self, entry: Entry) -> Examined<Entry> {
+        let mut examined = Examined::new(entry);
+        if entry.word & COPIED != 0 {
+            examined.fault("is compressed, but flagged as used once", Remedy::Mend);
+            examined.mended.word &= !COPIED;
+        }
+        if self.header.has_data_file {
+            examined.fault("is compressed, although the data is in another file", Remedy::None);
+            return examined;
+        }
+        if entry.bitmap != 0 {
+            examined.fault("is compressed, but has a subcluster bitmap", Remedy::Mend);
+            examined.mended.bitmap = 0;
+        }
+        let at = entry.compressed_at(self.header.shape);
+        if self.is_past_end(at.offset, at.len) {
+            examined.fault("is compressed and points past the end of the file", Remedy::Drop);
+            examined.mended = self.zero();
+        } else {
+            examined.refers_to = Some((at.offset, at.len));
+        }
+        examined
+    }
+
+    fn examine_standard(&self, entry: Entry) -> Examined<Entry> {
+        let (shape, data_file) = (self.header.shape, self.header.has_data_file);
+        let mut examined = Examined::new(entry);
+        if entry.word & L2_RESERVED != 0 {
+            examined.fault("has reserved bits set", Remedy::Mend);
+            examined.mended.word &= !L2_RESERVED;
+        }
+        let (host, allocated) = (entry.word & OFFSET, entry.bitmap & ALL_ALLOCATED);
+        let zero_plain = !shape.extended && entry.word & ZERO != 0;
+        if host == 0 && (zero_plain || !(data_file && entry.is_copied())) {
+            if allocated != 0 {
+                examined.fault("is not allocated, but its subclusters are", Remedy::None);
+            }
+            return examined;
+        }
+        if allocated & entry.bitmap >> 32 != 0 {
+            examined.fault("has subclusters that are both allocated and zero", Remedy::Drop);
+            examined.mended = self.zero();
+            return examined;
+        }
+        let len = self.cluster_len();
+        if !self.is_aligned(host) {
+            let has_data = match shape.extended {
+                true => allocated != 0,
+                false => entry.word & ZERO == 0,
+            };
+            match has_data {
+                true => examined.fault("points to data that is not aligned to clusters", Remedy::None),
+                false => {
+                    examined.fault("points to reserved space that is not aligned to clusters", Remedy::Drop);
+                    examined.mended = self.zero();
+                }
+            }
+        }
+        if data_file {
+            return examined;
+        }
+        if self.is_past_end(host, len) {
+            examined.fault("points past the end of the file", Remedy::Drop);
+            examined.mended = self.dropped(entry);
+        } else {
+            examined.refers_to = Some((host, len));
+        }
+        examined
+    }
+
+    /// Zeros if the version knows them.
+    fn zero(&self) -> Entry {
+        match self.header.shape.version {
+            2 => Entry::UNALLOCATED,
+            _ => Entry::zero(self.header.shape),
+        }
+    }
+
+    /// What is behind the end of the file reads as zeros; what was not allocated stays so.
+    fn dropped(&self, entry: Entry) -> Entry {
+        match self.header.shape.extended {
+            true => Entry {
+                word: 0,
+                bitmap: entry.bitmap & ALL_ZERO | (entry.bitmap & ALL_ALLOCATED) << 32,
+            },
+            false => self.zero(),
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Repair.
+//!
+//! 1. Entries are mended, and those that refer to what is not there are dropped: each write makes one sector better.
+//!    *Barrier.*
+//! 2. Refcounts become what was counted: in place, where every sector is old or right; or, if the structure cannot be
+//!    used, in a new one that the header points to once it is durable. Nothing is freed that anything refers to, and
+//!    nothing at all while there are errors left that may hide references. *Barrier.*
+//! 3. The flags of the active tables follow the refcounts. *Barrier.*
+//! 4. The image is checked again. If no error is left, the dirty and corrupt bits are cleared. *Barrier.*
+//!
+//! A table whose place is used for something else too is never written: what looks like entries may be a guest's data.
+
+use std::rc::Rc;
+
+use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ReadBuf, WriteBuf, WriteFlags};
+
+use crate::check::entries::Remedy;
+use crate::check::walk::{L1, Walk, entries};
+use crate::check::{CheckError, CheckOptions, Image, Report, check, copied, stored, words};
+use crate::header::{self, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_SECTOR};
+use crate::open::{OpenError, check_tables};
+
+/// Drops that are told one by one.
+const DROPPED_TOLD_MAX: usize = 200;
+
+/// What to repair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Repair {
+    /// Leaked clusters, if nothing else is wrong that they may belong to.
+    Leaks,
+    /// Refcounts, and the flags that follow from them; nothing if anything else is wrong. For images that are dirty.
+    Refcounts,
+    /// All that can be.
+    All,
+}
+
+/// What a repair did.
+#[derive(Clone, Debug, Default)]
+pub struct Repaired {
+    /// What was found.
+    pub before: Report,
+    /// What is left.
+    pub after: Report,
+    /// Entries that referred to what is not there and are zero or unallocated now: the first of them.
+    pub dropped: Vec<String>,
+    /// All of them.
+    pub dropped_count: u64,
+    /// The refcount table and its blocks were made anew.
+    pub rebuilt: bool,
+}
+
+impl Repaired {
+    /// Errors that are no more.
+    pub fn errors_fixed(&self) -> u64 {
+        self.before.errors.saturating_sub(self.after.errors)
+    }
+
+    /// Leaked clusters that are free now.
+    pub fn leaks_fixed(&self) -> u64 {
+        self.before.leaks.saturating_sub(self.after.leaks)
+    }
+}
+
+/// Checks the image in `file`, a device with blocks of 512 bytes, and mends what is wrong. Nobody else uses it
+/// meanwhile.
+///
+/// # Errors
+/// See [`CheckError`]. The image is no worse then than it was.
+pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOptions) -> Result<Repaired, CheckError> {
+    let before = check(file, options).await?;
+    let is_refused = match what {
+        Repair::All => false,
+        Repair::Leaks => before.leaks == 0 || before.mendable + before.lost > 0 || before.structures_unusable,
+        Repair::Refcounts => before.mendable + before.lost > 0,
+    };
+    let mut repaired = Repaired {
+        after: before.clone(),
+        before,
+        ..Repaired::default()
+    };
+    if repaired.before.errors + repaired.before.leaks > 0 && !is_refused {
+        mend(file, what, options, &mut repaired).await?;
+        repaired.after = check(file, options).await?;
+    }
+    let after = &mut repaired.after;
+    if (after.dirty || after.corrupt) && after.errors == 0 {
+        Image::read(file)
+            .await?
+            .change_header(|sector| header::set_state(sector, false, false))
+            .await?;
+        (after.dirty, after.corrupt) = (false, false);
+    }
+    Ok(repaired)
+}
+
+async fn mend(
+    file: &Rc<dyn BlockDevice>,
+    what: Repair,
+    options: CheckOptions,
+    repaired: &mut Repaired,
+) -> Result<(), CheckError> {
+    let image = Image::read(file).await?;
+    // One that lies past the end is made anew.
+    if let Err(error @ OpenError::Overlap { .. }) = check_tables(&image.name, &image.header, image.size()) {
+        return Err(error.into());
+    }
+    // What a journal refers to looks leaked. A corrupt image cannot be served, so there it is given up.
+    let is_cut_off = image.header.autoclear & AUTOCLEAR_SESSION != 0;
+    if is_cut_off && !image.header.corrupt && what != Repair::Refcounts {
+        return Err(CheckError::CutOff {
+            name: image.name.to_string(),
+        });
+    }
+    // So that the last cluster can be written whole. A block device stays as it is.
+    let whole = image.file_clusters() << image.header.shape.cluster_bits;
+    let _ = file.grow(ByteLen::new(whole)).await;
+    let known = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA;
+    if image.header.autoclear & !known != 0 {
+        let kept = image.header.autoclear & known;
+        image
+            .change_header(|sector| header::set_autoclear(sector, kept))
+            .await?;
+    }
+    let mut walk = Walk::new(&image, options, what == Repair::All);
+    let tables = walk.all().await?;
+    if what == Repair::All && walk.report.mendable > 0 {
+        mend_entries(&mut walk, &tables, repaired).await?;
+        file.flush().await?;
+    }
+    let (raise, lower) = (what != Repair::Leaks, walk.report.lost == 0);
+    let too_low = if raise && (repaired.before.structures_unusable || walk.report.structures_unusable) {
+        stored::rebuild(&mut walk, !lower).await?;
+        repaired.rebuilt = true;
+        0
+    } else {
+        stored::correct(&mut walk, raise, lower).await?
+    };
+    file.flush().await?;
+    if what != Repair::Leaks || too_low == 0 {
+        copied::mend(&walk).await?;
+        file.flush().await?;
+    }
+    Ok(())
+}
+
+/// Mends the entries of all tables, one table after the other.
+async fn mend_entries(walk: &mut Walk<'_>, tables: &[L1], repaired: &mut Repaired) -> Result<(), CheckError> {
+    for l1 in tables.iter().filter(|l1| l1.at.offset < walk.image.size()) {
+        mend_l1(walk, l1, repaired).await?;
+    }
+    Ok(())
+}
+
+async fn mend_l1(walk: &mut Walk<'_>, l1: &L1, repaired: &mut Repaired) -> Result<(), CheckError> {
+    let image = walk.image;
+    let len = l1.at.entries * 8;
+    let old = image.read_bytes(l1.at.offset, len.next_multiple_of(512)).await?;
+    let mut new = old.to_vec();
+    for (index, entry) in words(&old).take(l1.at.entries as usize).enumerate() {
+        let examined = image.examine_l1(entry);
+        if entry == 0 {
+            continue;
+        }
+        if let Some((offset, _)) = examined.refers_to {
+            mend_l2(walk, l1, index as u64, offset, repaired).await?;
+        }
+        if examined.is_dropped() {
+            repaired.drop(|| format!("entry {index} of {}, {entry:#018x}", l1.name()));
+        }
+        new[index * 8..][..8].copy_from_slice(&examined.mended.to_be_bytes());
+    }
+    if new == old[..] {
+        return Ok(());
+    }
+    if !copied::is_alone(walk, l1.at.offset, len) {
+        walk.report
+            .lost(|| format!("{} is used for something else too", l1.name()));
+        return Ok(());
+    }
+    image.write_changes(l1.at.offset, &old, &new).await
+}
+
+async fn mend_l2(
+    walk: &mut Walk<'_>,
+    l1: &L1,
+    l1_index: u64,
+    offset: u64,
+    repaired: &mut Repaired,
+) -> Result<(), CheckError> {
+    let image = walk.image;
+    let shape = image.header.shape;
+    let old = image.read_bytes(offset, shape.cluster_len()).await?;
+    let mut new = old.to_vec();
+    let mut dropped = Vec::new();
+    for (index, entry) in entries(image, &old).enumerate() {
+        let examined = image.examine_l2(entry);
+        if examined.faults.iter().all(|fault| fault.remedy == Remedy::None) {
+            continue;
+        }
+        if examined.is_dropped() {
+            dropped.push((index as u64, entry));
+        }
+        let out = &mut new[index * shape.entry_len() as usize..];
+        out[..8].copy_from_slice(&examined.mended.word.to_be_bytes());
+        if shape.extended {
+            out[8..16].copy_from_slice(&examined.mended.bitmap.to_be_bytes());
+        }
+    }
+    if new == old[..] {
+        return Ok(());
+    }
+    if !walk.counts.is_table_only(image.cluster_of(offset)) {
+        walk.report
+            .lost(|| format!("the L2 table at {offset:#x} is used for something else too"));
+        return Ok(());
+    }
+    for (index, entry) in dropped {
+        let guest = ((l1_index << shape.table_bits()) + index) << shape.cluster_bits;
+        repaired.drop(|| {
+            format!(
+                "the entry of guest offset {guest:#x} in {}, {:#018x}",
+                l1.name(),
+                entry.word
+            )
+        });
+    }
+    image.write_changes(offset, &old, &new).await
+}
+
+impl Repaired {
+    fn drop(&mut self, what: impl FnOnce() -> String) {
+        self.dropped_count += 1;
+        if self.dropped.len() < DROPPED_TOLD_MAX {
+            self.dropped.push(what());
+        }
+    }
+}
+
+impl Image {
+    /// Changes the header's first sector, as the file has it now, durably.
+    pub(super) async fn change_header(&self, change: impl FnOnce(&mut [u8])) -> Result<(), CheckError> {
+        let mut sector = AlignedBuf::zeroed(HEADER_SECTOR);
+        self.file.read(ByteOffset::ZERO, ReadBuf::new(&mut sector)).await?;
+        change(&mut sector);
+        self.file
+            .write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
+            .await?;
+        Ok(self.file.flush().await?)
+    }
+}

@@ -1,0 +1,272 @@
+//! The refcounts that the image has: compared with what was counted, corrected in place, or made anew.
+
+use std::collections::BTreeSet;
+
+use larder_block::{ByteLen, ByteOffset, WriteBuf, WriteFlags};
+
+use crate::check::count::Counts;
+use crate::check::walk::Walk;
+use crate::check::{CheckError, Image, REFCOUNT_ENTRY_RESERVED, Severity};
+use crate::header::TableAt;
+use crate::refcount;
+
+/// What QEMU accepts as a refcount table, unless a cluster is larger.
+const TABLE_BYTES_MAX: u64 = 8 << 20;
+
+/// Compares every refcount with the references counted.
+pub(super) async fn compare(walk: &mut Walk<'_>) -> Result<(), CheckError> {
+    let image = walk.image;
+    let bits = image.header.shape.refcount_block_bits();
+    let clusters = image.file_clusters().max(walk.counts.end());
+    let mut used_end = 0;
+    let blocks = image.refcount_table.len() as u64;
+    for block in 0..blocks {
+        let (first, end) = (block << bits, (block + 1) << bits);
+        let Some(bytes) = read_block(image, block).await? else {
+            used_end = used_end.max(without_block(walk, first, end.min(clusters)));
+            continue;
+        };
+        for cluster in first..end {
+            let stored = stored_in(image, &bytes, cluster);
+            if stored == 1 {
+                let noted = walk.counts.set_stored_one(cluster, true);
+                noted.map_err(image.out_of_memory(walk.options))?;
+            }
+            if cluster >= clusters {
+                continue;
+            }
+            let counted = walk.counts.get(cluster);
+            if stored > 0 || counted > 0 {
+                used_end = used_end.max(cluster + 1);
+            }
+            report_difference(walk, cluster, stored, counted);
+        }
+    }
+    used_end = used_end.max(without_block(walk, blocks << bits, clusters));
+    walk.report.image_end = used_end << image.header.shape.cluster_bits;
+    Ok(())
+}
+
+async fn read_block(image: &Image, block: u64) -> Result<Option<larder_block::AlignedBuf>, CheckError> {
+    match image.refcount_block(block) {
+        None => Ok(None),
+        Some(offset) => Ok(Some(image.read_bytes(offset, image.cluster_len()).await?)),
+    }
+}
+
+fn stored_in(image: &Image, block: &[u8], cluster: u64) -> u64 {
+    let shape = image.header.shape;
+    let index = cluster & ((1 << shape.refcount_block_bits()) - 1);
+    refcount::read(block, shape.refcount_order, index as usize)
+}
+
+/// Reports clusters that are used but have no refcount at all. The end of the last one.
+fn without_block(walk: &mut Walk<'_>, first: u64, end: u64) -> u64 {
+    if first >= end {
+        return 0;
+    }
+    let used: Vec<u64> = walk.counts.counted(first, end).collect();
+    for cluster in &used {
+        walk.report.structures_unusable = true;
+        report_difference(walk, *cluster, 0, walk.counts.get(*cluster));
+    }
+    used.last().map_or(0, |cluster| cluster + 1)
+}
+
+fn report_difference(walk: &mut Walk<'_>, cluster: u64, stored: u64, counted: u64) {
+    let offset = cluster << walk.image.header.shape.cluster_bits;
+    let text = || format!("cluster {cluster} at {offset:#x}: refcount {stored}, references {counted}");
+    if stored < counted {
+        walk.report.derived(text);
+    } else if stored > counted {
+        walk.report.note(Severity::Leak, text);
+    }
+}
+
+/// Puts refcounts right in place. How many too low ones were left because `raise` is not set.
+pub(super) async fn correct(walk: &mut Walk<'_>, raise: bool, lower: bool) -> Result<u64, CheckError> {
+    let image = walk.image;
+    let shape = image.header.shape;
+    let clusters = image.file_clusters().max(walk.counts.end());
+    let mut too_low = 0;
+    for block in 0..image.refcount_table.len() as u64 {
+        let Some(offset) = image.refcount_block(block) else {
+            continue;
+        };
+        let old = image.read_bytes(offset, shape.cluster_len()).await?;
+        let mut new = old.to_vec();
+        let first = block << shape.refcount_block_bits();
+        let end = first + (1 << shape.refcount_block_bits());
+        for cluster in first..end {
+            let stored = stored_in(image, &old, cluster);
+            let counted = match cluster < clusters {
+                true => walk.counts.get(cluster),
+                false => stored,
+            };
+            too_low += u64::from(stored < counted && !raise);
+            let right = match stored < counted && raise || stored > counted && lower {
+                true => counted,
+                false => stored,
+            };
+            if right != stored {
+                refcount::write(&mut new, shape.refcount_order, (cluster - first) as usize, right);
+            }
+            let noted = walk.counts.set_stored_one(cluster, right == 1);
+            noted.map_err(image.out_of_memory(walk.options))?;
+        }
+        image.write_changes(offset, &old, &new).await?;
+    }
+    Ok(too_low)
+}
+
+/// Where a new refcount structure goes: the table, and behind it the blocks.
+struct Place {
+    first: u64,
+    table_clusters: u64,
+    blocks: BTreeSet<u64>,
+}
+
+impl Place {
+    fn clusters(&self) -> u64 {
+        self.table_clusters + self.blocks.len() as u64
+    }
+
+    fn end(&self) -> u64 {
+        self.first + self.clusters()
+    }
+
+    fn at(image: &Image, first: u64, needed: &BTreeSet<u64>) -> Option<Self> {
+        let shape = image.header.shape;
+        let mut place = Self {
+            first,
+            table_clusters: 1,
+            blocks: needed.clone(),
+        };
+        loop {
+            let before = place.clusters();
+            let own = (first >> shape.refcount_block_bits())..=((place.end() - 1) >> shape.refcount_block_bits());
+            place.blocks.extend(own);
+            let entries = place.blocks.last().map_or(1, |block| block + 1);
+            place.table_clusters = (entries * 8).div_ceil(shape.cluster_len());
+            if place.table_clusters * shape.cluster_len() > TABLE_BYTES_MAX.max(shape.cluster_len()) {
+                return None;
+            }
+            if place.clusters() == before {
+                return Some(place);
+            }
+        }
+    }
+}
+
+/// Makes a new refcount table and blocks, where nothing is, and has the header point to them: one sector, which a crash
+/// leaves old or new. `keep`: what is not referred to keeps its old refcount, as far as that can be read.
+pub(super) async fn rebuild(walk: &mut Walk<'_>, keep: bool) -> Result<(), CheckError> {
+    let image = walk.image;
+    let shape = image.header.shape;
+    let bits = shape.refcount_block_bits();
+    // Behind what the old structure uses too: until the header is written it is the one that counts.
+    let behind = walk.counts.end();
+    forget_structures(walk);
+    let mut needed = BTreeSet::new();
+    let mut from = 0;
+    while let Some(cluster) = walk.counts.counted(from, behind).next() {
+        needed.insert(cluster >> bits);
+        from = ((cluster >> bits) + 1) << bits;
+        if from >= behind {
+            break;
+        }
+    }
+    let old_blocks: Vec<u64> = (0..image.refcount_table.len() as u64)
+        .filter(|block| keep && is_trusted(image, &walk.counts, *block))
+        .collect();
+    needed.extend(&old_blocks);
+    let place = place(image, behind, &needed, keep).await?;
+    for (index, block) in place.blocks.iter().enumerate() {
+        let mut bytes = vec![0; shape.cluster_len() as usize];
+        let old = match old_blocks.contains(block) {
+            true => read_block(image, *block).await?,
+            false => None,
+        };
+        let first = block << bits;
+        for cluster in first..first + (1 << bits) {
+            let stored = old.as_ref().map_or(0, |old| stored_in(image, old, cluster));
+            let own = (place.first..place.end()).contains(&cluster);
+            let count = if own { 1 } else { walk.counts.get(cluster).max(stored) };
+            if count > 0 {
+                refcount::write(&mut bytes, shape.refcount_order, (cluster - first) as usize, count);
+            }
+            let noted = walk.counts.set_stored_one(cluster, count == 1);
+            noted.map_err(image.out_of_memory(walk.options))?;
+        }
+        let at = (place.first + place.table_clusters + index as u64) << shape.cluster_bits;
+        write(image, at, &bytes).await?;
+    }
+    let mut table = vec![0; (place.table_clusters << shape.cluster_bits) as usize];
+    for (index, block) in place.blocks.iter().enumerate() {
+        let at = (place.first + place.table_clusters + index as u64) << shape.cluster_bits;
+        table[*block as usize * 8..][..8].copy_from_slice(&at.to_be_bytes());
+    }
+    let at = place.first << shape.cluster_bits;
+    write(image, at, &table).await?;
+    // A crash before the header is durable leaves the old structure, untouched.
+    image.file.flush().await?;
+    let clusters = place.table_clusters as u32;
+    image
+        .change_header(|sector| crate::header::set_refcount_table(sector, at, clusters))
+        .await
+}
+
+async fn place(image: &Image, behind: u64, needed: &BTreeSet<u64>, keep: bool) -> Result<Place, CheckError> {
+    let bits = image.header.shape.cluster_bits;
+    let mut bytes_needed = 0;
+    for first in [image.file_clusters().max(behind), behind] {
+        let Some(place) = Place::at(image, first, needed) else {
+            continue;
+        };
+        bytes_needed = place.clusters() << bits;
+        // What lies in the file and is not referred to may be all that is left of something.
+        let inside = first < image.file_clusters();
+        if inside && keep {
+            continue;
+        }
+        let end = place.end() << bits;
+        if end <= image.size() || image.file.grow(ByteLen::new(end)).await.is_ok() {
+            return Ok(place);
+        }
+    }
+    Err(CheckError::NoRoom {
+        name: image.name.to_string(),
+        needed: bytes_needed,
+    })
+}
+
+/// Takes back the references of the old refcount table and its blocks.
+fn forget_structures(walk: &mut Walk<'_>) {
+    let image = walk.image;
+    for (index, entry) in image.refcount_table.iter().enumerate() {
+        let usable = image.refcount_block(index as u64).is_some() && entry & REFCOUNT_ENTRY_RESERVED == 0;
+        if usable {
+            walk.counts.remove(image.cluster_of(*entry));
+        }
+    }
+    let TableAt { offset, entries } = image.header.refcount_table;
+    if !image.is_past_end(offset, entries * 8) {
+        for cluster in image.clusters_of(offset, entries * 8) {
+            walk.counts.remove(cluster);
+        }
+    }
+}
+
+/// Whether an old refcount block is that and nothing else; its own reference has been taken back.
+fn is_trusted(image: &Image, counts: &Counts, block: u64) -> bool {
+    image
+        .refcount_block(block)
+        .is_some_and(|offset| counts.get(image.cluster_of(offset)) == 0)
+}
+
+async fn write(image: &Image, offset: u64, bytes: &[u8]) -> Result<(), CheckError> {
+    let write = image
+        .file
+        .write(ByteOffset::new(offset), WriteBuf::new(bytes), WriteFlags::NONE);
+    Ok(write.await?)
+}

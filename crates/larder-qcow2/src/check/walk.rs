@@ -1,0 +1,367 @@
+//! The walk over everything that refers to clusters of the image.
+
+use crate::bitmap::read_bitmaps;
+use crate::check::count::{Counts, Use};
+use crate::check::entries::{Examined, Remedy};
+use crate::check::{CheckError, CheckOptions, Image, REFCOUNT_ENTRY_RESERVED, Report, words};
+use crate::entry::{ALL_ALLOCATED, COPIED, Entry, OFFSET, ZERO};
+use crate::header::{AUTOCLEAR_BITMAPS, L1_BYTES_MAX, TableAt};
+use crate::snapshot::read_snapshots;
+
+/// Bytes of a bitmap's table that are read at once, and how many entries a table may have (QEMU's bound).
+const TABLE_STEP: u64 = 64 << 10;
+const BITMAP_TABLE_ENTRIES_MAX: u64 = 0x800_0000;
+/// What a bitmap's table entry may have.
+const BITMAP_ENTRY_RESERVED: u64 = 0xff00_0000_0000_01fe;
+const BITMAP_ALL_ONES: u64 = 1;
+
+/// A walk and what it has found.
+pub(super) struct Walk<'a> {
+    pub(super) image: &'a Image,
+    pub(super) counts: Counts,
+    pub(super) report: Report,
+    pub(super) options: CheckOptions,
+    /// Count references as they are after entries have been mended and dropped.
+    mended: bool,
+}
+
+/// An L1 table to walk.
+#[derive(Clone, Debug)]
+pub(super) struct L1 {
+    pub(super) at: TableAt,
+    /// `None` for the active one.
+    pub(super) snapshot: Option<String>,
+}
+
+impl L1 {
+    pub(super) fn name(&self) -> String {
+        match &self.snapshot {
+            None => "the active L1 table".to_owned(),
+            Some(id) => format!("the L1 table of snapshot {id}"),
+        }
+    }
+}
+
+impl<'a> Walk<'a> {
+    pub(super) fn new(image: &'a Image, options: CheckOptions, mended: bool) -> Self {
+        let report = Report {
+            dirty: image.header.dirty,
+            corrupt: image.header.corrupt,
+            total_clusters: image.header.size.div_ceil(image.cluster_len()),
+            ..Report::default()
+        };
+        Self {
+            image,
+            counts: Counts::new(options.memory_max.get()),
+            report,
+            options,
+            mended,
+        }
+    }
+
+    /// Walks the whole image. The L1 tables that could be walked.
+    pub(super) async fn all(&mut self) -> Result<Vec<L1>, CheckError> {
+        self.refer(0, self.image.cluster_len(), || "the header".to_owned())?;
+        let mut tables = vec![L1 {
+            at: self.image.header.l1,
+            snapshot: None,
+        }];
+        self.l1(&tables[0]).await?;
+        let found = self.snapshots().await?;
+        tables.extend(found);
+        self.bitmaps().await?;
+        self.refcount_structures()?;
+        Ok(tables)
+    }
+
+    async fn snapshots(&mut self) -> Result<Vec<L1>, CheckError> {
+        let header = &self.image.header;
+        let table = read_snapshots(&self.image.file, header).await?;
+        if let Some(damage) = table.damage {
+            self.report.lost(|| format!("the snapshot table is damaged: {damage}"));
+        }
+        for index in table.incomplete {
+            self.report
+                .lost(|| format!("entry {index} of the snapshot table lacks what version 3 requires"));
+        }
+        if header.has_data_file && header.snapshots > 0 {
+            self.report
+                .lost(|| "there are internal snapshots although the data is in another file".to_owned());
+        }
+        let mut walked = Vec::new();
+        for snapshot in table.snapshots {
+            let l1 = L1 {
+                at: snapshot.l1,
+                snapshot: Some(snapshot.id),
+            };
+            if !self.image.is_aligned(l1.at.offset) || l1.at.entries > L1_BYTES_MAX / 8 {
+                let (offset, entries) = (l1.at.offset, l1.at.entries);
+                self.report
+                    .lost(|| format!("{} makes no sense: {entries} entries at {offset:#x}", l1.name()));
+                continue;
+            }
+            self.l1(&l1).await?;
+            walked.push(l1);
+        }
+        self.refer(header.snapshots_offset, table.len, || "the snapshot table".to_owned())?;
+        Ok(walked)
+    }
+
+    async fn l1(&mut self, l1: &L1) -> Result<(), CheckError> {
+        let image = self.image;
+        self.refer(l1.at.offset, l1.at.entries * 8, || l1.name())?;
+        if l1.at.offset >= image.size() {
+            return Ok(());
+        }
+        let entries = image.read_table(l1.at).await?;
+        for (index, entry) in entries.into_iter().enumerate().filter(|(_, entry)| *entry != 0) {
+            let examined = image.examine_l1(entry);
+            self.note(&examined, || format!("entry {index} of {}, {entry:#018x},", l1.name()));
+            if let Some((offset, len)) = examined.refers_to {
+                self.count(offset, len, Use::L2Table)?;
+                self.l2(l1, index as u64, offset).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn l2(&mut self, l1: &L1, l1_index: u64, offset: u64) -> Result<(), CheckError> {
+        let image = self.image;
+        let shape = image.header.shape;
+        let bytes = image.read_bytes(offset, shape.cluster_len()).await?;
+        let active = l1.snapshot.is_none();
+        // Where the next cluster would be if it were not fragmented.
+        let mut next = 0;
+        for (index, entry) in entries(image, &bytes).enumerate() {
+            if entry == Entry::UNALLOCATED {
+                continue;
+            }
+            let examined = image.examine_l2(entry);
+            if !examined.faults.is_empty() {
+                let guest = (l1_index << shape.table_bits()) + index as u64;
+                self.note(&examined, || {
+                    let at = guest << shape.cluster_bits;
+                    format!(
+                        "the entry of guest offset {at:#x} in {}, {:#018x},",
+                        l1.name(),
+                        entry.word
+                    )
+                });
+            }
+            if active {
+                self.count_fragments(entry, &examined, &mut next);
+            }
+            let Some((at, len)) = examined.refers_to else {
+                continue;
+            };
+            // QEMU does not count what it finds senseless.
+            let senseless = entry.is_compressed() && entry.bitmap != 0 && !self.mended;
+            let gone = self.mended && examined.is_dropped();
+            if !senseless && !gone {
+                self.count(at, len, Use::Other)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As QEMU counts, for the same figures.
+    fn count_fragments(&mut self, entry: Entry, examined: &Examined<Entry>, next: &mut u64) {
+        let (report, header) = (&mut self.report, &self.image.header);
+        if entry.is_compressed() {
+            if !header.has_data_file && entry.bitmap == 0 {
+                report.allocated_clusters += 1;
+                report.compressed_clusters += 1;
+                report.fragmented_clusters += 1;
+            }
+            return;
+        }
+        let host = entry.word & OFFSET;
+        let zero_plain = host == 0 && !header.shape.extended && entry.word & ZERO != 0;
+        let has_host = host != 0 || header.has_data_file && entry.is_copied() && !zero_plain;
+        let torn = header.shape.extended && entry.bitmap & ALL_ALLOCATED & entry.bitmap >> 32 != 0;
+        if !has_host || torn {
+            return;
+        }
+        debug_assert!(examined.refers_to.is_some() || !examined.faults.is_empty() || header.has_data_file);
+        report.allocated_clusters += 1;
+        if *next != 0 && host != *next {
+            report.fragmented_clusters += 1;
+        }
+        *next = host + header.shape.cluster_len();
+    }
+
+    async fn bitmaps(&mut self) -> Result<(), CheckError> {
+        let image = self.image;
+        let Some(at) = image
+            .header
+            .bitmaps
+            .filter(|_| image.header.autoclear & AUTOCLEAR_BITMAPS != 0)
+        else {
+            return Ok(());
+        };
+        self.refer(at.directory_offset, at.directory_len, || {
+            "the bitmap directory".to_owned()
+        })?;
+        let (bitmaps, damage) = read_bitmaps(&image.file, at).await?;
+        if let Some(damage) = damage {
+            self.report.lost(|| format!("the bitmaps are damaged: {damage}"));
+        }
+        for bitmap in bitmaps {
+            let table = bitmap.table;
+            let fits = image.is_aligned(table.offset) && table.entries <= BITMAP_TABLE_ENTRIES_MAX;
+            if !fits || image.is_past_end(table.offset, table.entries * 8) {
+                self.report.lost(|| {
+                    let TableAt { offset, entries } = table;
+                    format!(
+                        "the table of bitmap '{}' makes no sense: {entries} entries at {offset:#x}",
+                        bitmap.name
+                    )
+                });
+                continue;
+            }
+            self.refer(table.offset, table.entries * 8, || {
+                format!("the table of bitmap '{}'", bitmap.name)
+            })?;
+            self.bitmap_table(table, &bitmap.name).await?;
+        }
+        Ok(())
+    }
+
+    async fn bitmap_table(&mut self, table: TableAt, name: &str) -> Result<(), CheckError> {
+        let bytes_all = table.entries * 8;
+        let mut from = 0;
+        while from < bytes_all {
+            let len = (bytes_all - from).min(TABLE_STEP);
+            let bytes = self
+                .image
+                .read_bytes(table.offset + from, len.next_multiple_of(512))
+                .await?;
+            for (index, entry) in words(&bytes[..len as usize]).enumerate() {
+                let offset = entry & OFFSET;
+                let senseless = entry & BITMAP_ENTRY_RESERVED != 0
+                    || offset != 0 && entry & BITMAP_ALL_ONES != 0
+                    || !self.image.is_aligned(offset);
+                if senseless {
+                    let index = from / 8 + index as u64;
+                    self.report.lost(|| {
+                        format!("entry {index} of the table of bitmap '{name}', {entry:#018x}, makes no sense")
+                    });
+                } else if offset != 0 {
+                    self.refer(offset, self.image.cluster_len(), || {
+                        format!("a cluster of bitmap '{name}'")
+                    })?;
+                }
+            }
+            from += len;
+        }
+        Ok(())
+    }
+
+    fn refcount_structures(&mut self) -> Result<(), CheckError> {
+        let image = self.image;
+        for (index, entry) in image
+            .refcount_table
+            .iter()
+            .enumerate()
+            .filter(|(_, entry)| **entry != 0)
+        {
+            let offset = entry & !REFCOUNT_ENTRY_RESERVED;
+            let wrong = if entry & REFCOUNT_ENTRY_RESERVED != 0 {
+                Some("has reserved bits set")
+            } else if !image.is_aligned(offset) {
+                Some("is not aligned to clusters")
+            } else if image.refcount_block(index as u64).is_none() {
+                Some("points past the end of the file")
+            } else {
+                None
+            };
+            if let Some(wrong) = wrong {
+                self.report.structures_unusable = true;
+                self.report
+                    .derived(|| format!("entry {index} of the refcount table, {entry:#018x}, {wrong}"));
+                continue;
+            }
+            self.count(offset, image.cluster_len(), Use::Other)?;
+            let count = self.counts.get(image.cluster_of(offset));
+            if count != 1 {
+                self.report.structures_unusable = true;
+                self.report.derived(|| {
+                    format!("refcount block {index} at {offset:#x} is used for something else too ({count} references)")
+                });
+            }
+        }
+        let TableAt { offset, entries } = image.header.refcount_table;
+        if image.is_past_end(offset, entries * 8) {
+            self.report.structures_unusable = true;
+            self.report
+                .derived(|| format!("the refcount table at {offset:#x} lies past the end of the file"));
+            return Ok(());
+        }
+        self.count(offset, entries * 8, Use::Other)?;
+        if image
+            .clusters_of(offset, entries * 8)
+            .any(|cluster| self.counts.get(cluster) != 1)
+        {
+            self.report.structures_unusable = true;
+        }
+        Ok(())
+    }
+
+    fn note<E>(&mut self, examined: &Examined<E>, which: impl Fn() -> String) {
+        for fault in &examined.faults {
+            match fault.remedy {
+                Remedy::None => self.report.lost(|| format!("{} {}", which(), fault.what)),
+                Remedy::Mend | Remedy::Drop => self.report.mendable(|| format!("{} {}", which(), fault.what)),
+            }
+        }
+    }
+
+    /// Counts a reference to `len` bytes at `offset` that no repair can do without.
+    fn refer(&mut self, offset: u64, len: u64, what: impl Fn() -> String) -> Result<(), CheckError> {
+        if len == 0 {
+            return Ok(());
+        }
+        if self.image.is_past_end(offset, len) {
+            self.report
+                .lost(|| format!("{}, {len} bytes at {offset:#x}, lies past the end of the file", what()));
+            return Ok(());
+        }
+        self.count(offset, len, Use::Other)
+    }
+
+    fn count(&mut self, offset: u64, len: u64, used_as: Use) -> Result<(), CheckError> {
+        let max = self.image.header.shape.refcount_max();
+        for cluster in self.image.clusters_of(offset, len) {
+            if self.counts.get(cluster) >= max {
+                self.report.lost(|| {
+                    format!(
+                        "cluster {cluster} at {:#x} is used more than {max} times, more than its refcount can say",
+                        cluster << self.image.header.shape.cluster_bits
+                    )
+                });
+                continue;
+            }
+            let added = self.counts.add(cluster, used_as);
+            added.map_err(self.image.out_of_memory(self.options))?;
+        }
+        Ok(())
+    }
+}
+
+/// The entries of an L2 table.
+pub(super) fn entries<'a>(image: &Image, table: &'a [u8]) -> impl Iterator<Item = Entry> + use<'a> {
+    let extended = image.header.shape.extended;
+    let mut words = words(table);
+    std::iter::from_fn(move || {
+        let word = words.next()?;
+        let bitmap = if extended { words.next()? } else { 0 };
+        Some(Entry { word, bitmap })
+    })
+}
+
+/// Whether an entry has a host cluster whose refcount its flag must tell.
+pub(super) fn has_flag(image: &Image, entry: Entry) -> bool {
+    let (host, data_file) = (entry.word & OFFSET, image.header.has_data_file);
+    let zero = entry.word & ZERO != 0 && !image.header.shape.extended;
+    !entry.is_compressed() && (host != 0 || !zero && data_file && entry.word & COPIED != 0)
+}

@@ -1,0 +1,146 @@
+//! Internal snapshots, as the image's snapshot table lists them.
+//!
+//! Layout: `docs/interop/qcow2.txt` of QEMU, "Snapshots".
+
+use std::rc::Rc;
+
+use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ReadBuf};
+
+use crate::header::{Header, TableAt};
+use crate::open::OpenError;
+
+/// Bytes of an entry before its extra data.
+const FIXED_LEN: usize = 40;
+/// What QEMU accepts: bytes of extra data, and of the table.
+const EXTRA_MAX: usize = 1024;
+const TABLE_MAX: u64 = 64 << 20;
+/// Extra data that version 3 requires: the VM state's size in 64 bits and the disk's.
+const EXTRA_REQUIRED: usize = 16;
+
+/// A snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its L1 table.
+    pub l1: TableAt,
+    /// Its unique id, usually a number.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// When it was taken: seconds since 1970, and nanoseconds.
+    pub date_seconds: u32,
+    /// See `date_seconds`.
+    pub date_nanos: u32,
+    /// How long the guest had run, in nanoseconds.
+    pub vm_clock_nanos: u64,
+    /// Bytes of the VM's state; 0 if it is of the disk alone.
+    pub vm_state_size: u64,
+    /// Bytes of the disk; `None` if the entry does not say.
+    pub disk_size: Option<u64>,
+}
+
+/// A snapshot table.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SnapshotTable {
+    /// The snapshots, in the order in which they were taken.
+    pub snapshots: Vec<Snapshot>,
+    /// Bytes of the table.
+    pub len: u64,
+    /// Entries that lack extra data which version 3 requires.
+    pub incomplete: Vec<usize>,
+    /// Why the table could not be read to its end.
+    pub damage: Option<String>,
+}
+
+/// Reads the snapshot table of an image. Damage is in [`SnapshotTable::damage`]; the snapshots before it are listed.
+///
+/// # Errors
+/// The file cannot be read.
+pub async fn read_snapshots(file: &Rc<dyn BlockDevice>, header: &Header) -> Result<SnapshotTable, OpenError> {
+    if header.snapshots == 0 {
+        return Ok(SnapshotTable::default());
+    }
+    let size = file.geometry().size.get();
+    let mut parser = Parser::default();
+    // More of it until it is enough: an entry says how long it is.
+    let mut want = 64 << 10;
+    loop {
+        let there = size.saturating_sub(header.snapshots_offset).min(want);
+        let mut bytes = AlignedBuf::zeroed(ByteLen::new(there).as_usize());
+        file.read(ByteOffset::new(header.snapshots_offset), ReadBuf::new(&mut bytes))
+            .await?;
+        match parser.parse(header, &bytes) {
+            Ok(table) => return Ok(table),
+            Err(Stop::Damage(damage)) => return Ok(parser.stopped(damage)),
+            Err(Stop::Short) if there < want || want >= TABLE_MAX => {
+                let damage = format!("it ends within entry {}", parser.table.snapshots.len());
+                return Ok(parser.stopped(damage));
+            }
+            Err(Stop::Short) => want = (want * 4).min(TABLE_MAX),
+        }
+    }
+}
+
+enum Stop {
+    Short,
+    Damage(String),
+}
+
+#[derive(Default)]
+struct Parser {
+    table: SnapshotTable,
+    at: usize,
+}
+
+impl Parser {
+    fn stopped(self, damage: String) -> SnapshotTable {
+        SnapshotTable {
+            damage: Some(damage),
+            ..self.table
+        }
+    }
+
+    /// Goes on with what was not parsed yet of `bytes`, which begin where the table does.
+    fn parse(&mut self, header: &Header, bytes: &[u8]) -> Result<SnapshotTable, Stop> {
+        while self.table.snapshots.len() < header.snapshots as usize {
+            let index = self.table.snapshots.len();
+            let at = self.at.next_multiple_of(8);
+            let fixed = bytes.get(at..at + FIXED_LEN).ok_or(Stop::Short)?;
+            let u16_at = |at: usize| u16::from_be_bytes([fixed[at], fixed[at + 1]]);
+            let u32_at = |at: usize| u32::from(u16_at(at)) << 16 | u32::from(u16_at(at + 2));
+            let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
+            let (id_len, name_len) = (u16_at(12) as usize, u16_at(14) as usize);
+            let extra_len = u32_at(36) as usize;
+            if extra_len > EXTRA_MAX {
+                return Err(Stop::Damage(format!(
+                    "entry {index} has {extra_len} bytes of extra data"
+                )));
+            }
+            let end = at + FIXED_LEN + extra_len + id_len + name_len;
+            let rest = bytes.get(at + FIXED_LEN..end).ok_or(Stop::Short)?;
+            let (extra, names) = rest.split_at(extra_len);
+            let extra_at = |at: usize| {
+                let word = extra.get(at..at + 8)?.try_into().ok()?;
+                Some(u64::from_be_bytes(word))
+            };
+            if header.shape.version >= 3 && extra_len < EXTRA_REQUIRED {
+                self.table.incomplete.push(index);
+            }
+            self.table.snapshots.push(Snapshot {
+                l1: TableAt {
+                    offset: u64_at(0),
+                    entries: u32_at(8).into(),
+                },
+                id: String::from_utf8_lossy(&names[..id_len]).into_owned(),
+                name: String::from_utf8_lossy(&names[id_len..]).into_owned(),
+                date_seconds: u32_at(16),
+                date_nanos: u32_at(20),
+                vm_clock_nanos: u64_at(24),
+                vm_state_size: extra_at(0).unwrap_or(u32_at(32).into()),
+                disk_size: extra_at(8),
+            });
+            self.at = end;
+            self.table.len = end as u64;
+        }
+        Ok(std::mem::take(&mut self.table))
+    }
+}
