@@ -20,6 +20,8 @@ pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
 mod chain;
 mod journal;
 
+pub use chain::{beside, probe};
+
 /// Where a disk's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImageAddress {
@@ -258,8 +260,12 @@ async fn open_with(
     Ok(device)
 }
 
-/// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes.
-async fn open_bytes(
+/// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes. A `container` is not the disk
+/// itself: a file is filled up to whole blocks.
+///
+/// # Errors
+/// See [`ImageError`].
+pub async fn open_bytes(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
@@ -311,7 +317,7 @@ fn recognise(path: &Path) -> Option<&'static str> {
 }
 
 /// The format, other than raw, that an image with this beginning has.
-fn begins_like(head: &[u8]) -> Option<&'static str> {
+pub fn begins_like(head: &[u8]) -> Option<&'static str> {
     let known = MAGICS.iter().find(|(magic, _)| head.starts_with(magic));
     known.map(|(_, format)| *format)
 }

@@ -12,6 +12,7 @@ use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUES_MAX};
+use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use larder_vm::image::{ImageAddress, METADATA_MEMORY_DEFAULT};
 use larder_vm::limits::parse_given_limits;
@@ -32,7 +33,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Start QEMU with its virtio disks and its memory served by Larder
     Run(RunArguments),
-    /// Serve disks
+    /// Serve disks, and look after their images
     #[command(subcommand)]
     Disk(DiskCommand),
 }
@@ -56,9 +57,80 @@ pub(crate) struct RunArguments {
 }
 
 #[derive(Subcommand)]
+// As above.
+#[allow(clippy::large_enum_variant)]
 pub(crate) enum DiskCommand {
     /// Serve a disk image to a guest or to tools
     Serve(ServeArguments),
+    /// Say what an image is, also one that is in use
+    Info(InfoArguments),
+    /// Check a qcow2 image's metadata, and repair it
+    Check(CheckArguments),
+    /// Say what the size of a qcow2 image's tables means for its speed
+    Tune(TuneArguments),
+}
+
+#[derive(Args)]
+pub(crate) struct InfoArguments {
+    /// A disk image, a block device, or an NBD URI
+    #[arg(value_parser = image_parser())]
+    pub(crate) image: ImageAddress,
+    /// The image's format; by default what it begins like
+    #[arg(long)]
+    pub(crate) format: Option<FormatName>,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+#[derive(Args)]
+pub(crate) struct CheckArguments {
+    /// A disk image, a block device, or an NBD URI
+    #[arg(value_parser = image_parser())]
+    pub(crate) image: ImageAddress,
+    /// The image's format; by default what it begins like
+    #[arg(long)]
+    pub(crate) format: Option<FormatName>,
+    /// Mend what is wrong; nobody else may use the image meanwhile
+    #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
+    pub(crate) repair: Option<RepairName>,
+    /// What counting references may take
+    #[arg(long, value_name = "SIZE", default_value_t = CHECK_MEMORY_DEFAULT)]
+    pub(crate) memory: ByteLen,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+#[derive(Args)]
+pub(crate) struct TuneArguments {
+    /// A disk image, a block device, or an NBD URI
+    #[arg(value_parser = image_parser())]
+    pub(crate) image: ImageAddress,
+    /// The image's format; by default what it begins like
+    #[arg(long)]
+    pub(crate) format: Option<FormatName>,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// Lines for people
+    Text,
+    /// An object with the field names of qemu-img, where it has them
+    Json,
+}
+
+/// What a repair mends.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RepairName {
+    /// Leaked clusters only
+    Leaks,
+    /// Everything that can be
+    All,
 }
 
 /// How image formats are named.

@@ -1,7 +1,11 @@
 //! The program.
 
 mod cli;
+mod disk_check;
+mod disk_image;
+mod disk_info;
 mod disk_serve;
+mod disk_tune;
 mod log;
 mod pid_file;
 mod run;
@@ -16,6 +20,9 @@ use cli::{Cli, Command, DiskCommand};
 
 /// Usage or an error; 0 is success, 1 a negative result.
 const EXIT_ERROR: u8 = 2;
+
+/// It works, and the answer is no.
+const EXIT_NEGATIVE: u8 = 1;
 
 fn main() -> ExitCode {
     // Started as /proc/self/exe it would be called `exe` in lists of processes. Without it all else works.
@@ -35,6 +42,9 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Run(arguments) => run::run(arguments),
         Command::Disk(DiskCommand::Serve(arguments)) => disk_serve::run(arguments),
+        Command::Disk(DiskCommand::Info(arguments)) => disk_info::run(arguments),
+        Command::Disk(DiskCommand::Check(arguments)) => disk_check::run(arguments),
+        Command::Disk(DiskCommand::Tune(arguments)) => disk_tune::run(arguments),
     };
     match result {
         Ok(code) => code,

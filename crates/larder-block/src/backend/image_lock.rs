@@ -100,6 +100,17 @@ pub fn lock(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     result
 }
 
+/// Whether another process may write an image, or keeps others from writing it: who, as far as the kernel tells this
+/// user. Takes no lock.
+///
+/// # Errors
+/// The file system cannot lock.
+pub fn used_by_others(file: BorrowedFd<'_>) -> io::Result<Option<Vec<String>>> {
+    let write = i64::from(WRITE.trailing_zeros());
+    let used = is_held(file, PERMISSION_BASE + write)? || is_held(file, UNSHARED_BASE + write)?;
+    Ok(used.then(|| holders(file)))
+}
+
 fn take(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     for (bit, _) in BITS {
         let index = i64::from(bit.trailing_zeros());

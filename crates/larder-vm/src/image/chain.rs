@@ -176,8 +176,11 @@ impl Opener<'_> {
     }
 }
 
-/// What an image whose format nobody has named begins like.
-fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
+/// The format of an image that nobody has named: what a file or block device begins like. NBD exports are raw.
+///
+/// # Errors
+/// It is one that Larder does not know.
+pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
     let found = match image {
         ImageAddress::Path(path) => recognise(path),
         ImageAddress::Nbd(_) => None,
@@ -193,7 +196,7 @@ fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
 }
 
 /// The address that `name` stands for in `image`: relative names begin where the image is.
-fn beside(image: &ImageAddress, name: &str) -> ImageAddress {
+pub fn beside(image: &ImageAddress, name: &str) -> ImageAddress {
     if let Ok(address @ ImageAddress::Nbd(_)) = name.parse() {
         return address;
     }

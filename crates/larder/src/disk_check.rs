@@ -1,0 +1,173 @@
+//! `larder disk check`: whether an image's metadata is in order, and putting it in order. The JSON has the fields of
+//! `qemu-img check --output=json`, and some more.
+
+use std::process::ExitCode;
+
+use larder_block::Loop;
+use larder_qcow2::check::{CheckOptions, Repair, Repaired, Report, check, repair};
+use serde_json::{Value, json};
+
+use crate::EXIT_NEGATIVE;
+use crate::cli::{CheckArguments, Output, RepairName};
+use crate::disk_image::{self, Sharing, need_qcow2};
+
+pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
+    let on = Loop::new(std::time::Duration::ZERO)?;
+    let image = &arguments.image;
+    let sharing = match arguments.repair {
+        Some(_) => Sharing::Exclusive,
+        None => Sharing::NoWriters,
+    };
+    let options = CheckOptions {
+        memory_max: arguments.memory,
+    };
+    let repaired = on.block_on(async {
+        let opened = disk_image::open(&on, image, arguments.format, sharing).await?;
+        let file = need_qcow2(image, opened, "that could be checked").await?;
+        let what = match arguments.repair {
+            Some(RepairName::Leaks) => Repair::Leaks,
+            Some(RepairName::All) => Repair::All,
+            None => {
+                let after = check(&file, options).await?;
+                let nothing = Repaired {
+                    before: after.clone(),
+                    after,
+                    ..Repaired::default()
+                };
+                return anyhow::Ok(nothing);
+            }
+        };
+        let repaired = repair(&file, what, options).await?;
+        file.close().await.map_err(|error| anyhow::anyhow!(error.to_string()))?;
+        Ok(repaired)
+    })?;
+    match arguments.output {
+        Output::Text => print!("{}", text(&repaired, arguments.repair.is_some())),
+        Output::Json => println!("{:#}", json_of(&image.to_string(), &repaired)),
+    }
+    Ok(match repaired.after.is_clean() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::from(EXIT_NEGATIVE),
+    })
+}
+
+fn text(repaired: &Repaired, repair: bool) -> String {
+    let mut text = String::new();
+    let mut line = |words: String| {
+        text.push_str(&words);
+        text.push('\n');
+    };
+    if repair {
+        findings(&repaired.before, &mut line);
+        for dropped in &repaired.dropped {
+            line(format!("dropped, because what it refers to is not there: {dropped}"));
+        }
+        let untold = repaired.dropped_count - repaired.dropped.len() as u64;
+        if untold > 0 {
+            line(format!("dropped {untold} more"));
+        }
+        if repaired.rebuilt {
+            line("the refcount table and its blocks were made anew".to_owned());
+        }
+        let (errors, leaks) = (repaired.errors_fixed(), repaired.leaks_fixed());
+        if errors + leaks > 0 {
+            line(format!("repaired: {}", found(errors, leaks)));
+        }
+        let (before, after) = (&repaired.before, &repaired.after);
+        for (name, was, is) in [
+            ("dirty", before.dirty, after.dirty),
+            ("corrupt", before.corrupt, after.corrupt),
+        ] {
+            if was && !is {
+                line(format!("no longer marked as {name}"));
+            }
+        }
+        let has_left = repaired.after.errors + repaired.after.leaks > 0;
+        if has_left && repaired.after != repaired.before {
+            line("left:".to_owned());
+            findings(&repaired.after, &mut line);
+        }
+    } else {
+        findings(&repaired.after, &mut line);
+    }
+    verdict(&repaired.after, repair, &mut line);
+    text
+}
+
+fn findings(report: &Report, line: &mut impl FnMut(String)) {
+    for finding in &report.findings {
+        line(finding.to_string());
+    }
+    let untold = report.errors + report.leaks - report.findings.len() as u64;
+    if untold > 0 {
+        line(format!("and {untold} more"));
+    }
+}
+
+fn found(errors: u64, leaks: u64) -> String {
+    let plural = |count: u64, one: &str, many: &str| format!("{count} {}", if count == 1 { one } else { many });
+    format!(
+        "{}, {}",
+        plural(errors, "error", "errors"),
+        plural(leaks, "leaked cluster", "leaked clusters")
+    )
+}
+
+fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
+    let remedy = match repair {
+        true => "",
+        false => "; `larder disk check --repair` mends what can be mended",
+    };
+    if report.errors + report.leaks > 0 {
+        line(format!("found: {}{remedy}", found(report.errors, report.leaks)));
+    } else {
+        line("no errors, no leaks".to_owned());
+    }
+    if report.errors > 0 && repair {
+        line("what is left cannot be mended; copy what can be read with `qemu-img convert`".to_owned());
+    }
+    for (name, is) in [("dirty", report.dirty), ("corrupt", report.corrupt)] {
+        if is {
+            line(format!("marked as {name}{remedy}"));
+        }
+    }
+    let of = |count: u64, all: u64| match all {
+        0 => String::new(),
+        _ => format!(" ({:.2} %)", count as f64 * 100.0 / all as f64),
+    };
+    let (allocated, total) = (report.allocated_clusters, report.total_clusters);
+    line(format!(
+        "clusters: {total}, allocated {allocated}{}, fragmented {}{}, compressed {}{}",
+        of(allocated, total),
+        report.fragmented_clusters,
+        of(report.fragmented_clusters, allocated),
+        report.compressed_clusters,
+        of(report.compressed_clusters, allocated),
+    ));
+    line(format!("image end: {}", report.image_end));
+}
+
+fn json_of(image: &str, repaired: &Repaired) -> Value {
+    let (before, after) = (&repaired.before, &repaired.after);
+    let findings = |report: &Report| -> Vec<String> { report.findings.iter().map(ToString::to_string).collect() };
+    json!({
+        "filename": image,
+        "format": "qcow2",
+        "corruptions": after.errors,
+        "leaks": after.leaks,
+        "corruptions-fixed": repaired.errors_fixed(),
+        "leaks-fixed": repaired.leaks_fixed(),
+        "dirty-flag": after.dirty,
+        "corrupt": after.corrupt,
+        "total-clusters": after.total_clusters,
+        "allocated-clusters": after.allocated_clusters,
+        "fragmented-clusters": after.fragmented_clusters,
+        "compressed-clusters": after.compressed_clusters,
+        "image-end-offset": after.image_end,
+        "refcounts-rebuilt": repaired.rebuilt,
+        "dropped": repaired.dropped,
+        "dropped-count": repaired.dropped_count,
+        "found": findings(before),
+        "left": findings(after),
+    })
+}

@@ -1,0 +1,171 @@
+//! What the commands about images have in common: opening one as it lies there, and how sizes are told.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::rc::Rc;
+
+use anyhow::bail;
+use larder_block::backend::image_lock;
+use larder_block::{AlignedBuf, BlockDevice, ByteOffset, Loop, ReadBuf};
+use larder_vm::image::{Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe};
+
+use crate::cli::FormatName;
+
+/// An image whose bytes can be read.
+pub(crate) struct OpenImage {
+    pub(crate) format: Format,
+    /// The file itself, whatever the format makes of it.
+    pub(crate) file: Rc<dyn BlockDevice>,
+}
+
+/// How an image is shared with other processes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// They may do what they like; it is only read.
+    Share,
+    /// They may read it; it is only read.
+    NoWriters,
+    /// They may not use it; it is written.
+    Exclusive,
+}
+
+/// Opens an image as the server would.
+pub(crate) async fn open(
+    on: &Loop,
+    image: &ImageAddress,
+    format: Option<FormatName>,
+    sharing: Sharing,
+) -> anyhow::Result<OpenImage> {
+    let format = match format {
+        Some(FormatName::Raw) => Format::Raw,
+        Some(FormatName::Qcow2) => Format::Qcow2,
+        None => probe(image)?,
+    };
+    let options = ImageOptions {
+        read_only: sharing != Sharing::Exclusive,
+        share: sharing == Sharing::Share,
+        ..ImageOptions::default()
+    };
+    let file = open_bytes(on, image, &options, format != Format::Raw).await?;
+    Ok(OpenImage { format, file })
+}
+
+/// The file of a qcow2 image; others have no metadata that `what` could be done with.
+pub(crate) async fn need_qcow2(
+    image: &ImageAddress,
+    opened: OpenImage,
+    what: &str,
+) -> anyhow::Result<Rc<dyn BlockDevice>> {
+    if opened.format == Format::Qcow2 {
+        return Ok(opened.file);
+    }
+    let hint = match beginning(&opened.file).await {
+        Some("qcow2") => "; it begins like a qcow2 image: if it is one, say --format qcow2",
+        _ => "",
+    };
+    bail!("{image} is a raw image: it has no metadata {what}{hint}");
+}
+
+/// The format, other than raw, that an image begins like.
+pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str> {
+    let mut head = AlignedBuf::zeroed(512);
+    if file.geometry().size.get() < 512 {
+        return None;
+    }
+    file.read(ByteOffset::ZERO, ReadBuf::new(&mut head)).await.ok()?;
+    begins_like(&head[..8])
+}
+
+/// Who else uses an image so that it may change; nobody says so of an NBD export.
+pub(crate) fn used_by(image: &ImageAddress) -> Option<Vec<String>> {
+    let ImageAddress::Path(path) = image else { return None };
+    image_lock::used_by_others(File::open(path).ok()?.as_fd()).ok()?
+}
+
+/// What a regular file takes on the host, in bytes.
+pub(crate) fn space_taken(image: &ImageAddress) -> Option<u64> {
+    let ImageAddress::Path(path) = image else { return None };
+    let metadata = path.metadata().ok()?;
+    metadata.is_file().then(|| metadata.blocks() * 512)
+}
+
+/// A size in three digits.
+pub(crate) fn human(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut size = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    while size >= 1000.0 && unit + 1 < UNITS.len() {
+        size /= 1024.0;
+        unit += 1;
+    }
+    let digits = match size {
+        _ if size.fract() == 0.0 || size >= 100.0 => 0,
+        _ if size >= 10.0 => 1,
+        _ => 2,
+    };
+    let text = format!("{size:.digits$}");
+    let text = if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.')
+    } else {
+        &text
+    };
+    format!("{text} {}", UNITS[unit])
+}
+
+/// A point in time as `2026-11-21 10:01:15` in UTC, from seconds since 1970.
+pub(crate) fn date(seconds: u64) -> String {
+    let (days, of_day) = (seconds / 86400, seconds % 86400);
+    // Howard Hinnant, "chrono-compatible low-level date algorithms", civil_from_days.
+    let shifted = days + 719_468;
+    let (era, of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hours, minutes, seconds) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    format!("{year:04}-{month:02}-{day:02} {hours:02}:{minutes:02}:{seconds:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_three_digits() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1 << 16, "64 KiB"),
+            (5_529_600, "5.27 MiB"),
+            (1000 << 10, "0.98 MiB"),
+            (1 << 40, "1 TiB"),
+            (123_456_789_012, "115 GiB"),
+            (u64::MAX, "16 EiB"),
+        ] {
+            assert_eq!(human(bytes), text);
+        }
+    }
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        for (seconds, text) in [
+            (0, "1970-01-01 00:00:00"),
+            (951_782_399, "2000-02-28 23:59:59"),
+            (951_782_400, "2000-02-29 00:00:00"),
+            (1_795_255_275, "2026-11-21 10:01:15"),
+            (u64::from(u32::MAX), "2106-02-07 06:28:15"),
+        ] {
+            assert_eq!(date(seconds), text);
+        }
+    }
+}

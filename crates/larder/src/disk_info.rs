@@ -1,0 +1,372 @@
+//! `larder disk info`: what an image is. The JSON has the fields of `qemu-img info --output=json`, and some more.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+use std::rc::Rc;
+
+use larder_block::{BlockDevice, Loop};
+use larder_qcow2::bitmap::{Bitmap, read_bitmaps};
+use larder_qcow2::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, Header};
+use larder_qcow2::read_header;
+use larder_qcow2::snapshot::{SnapshotTable, read_snapshots};
+use larder_vm::image::{Format, ImageAddress, beside};
+use serde_json::{Value, json};
+
+use crate::cli::{FormatName, InfoArguments, Output};
+use crate::disk_image::{self, OpenImage, Sharing, date, human};
+
+/// The longest chain that is followed.
+const CHAIN_MAX: usize = 200;
+
+/// An image and what is in it.
+struct Info {
+    image: ImageAddress,
+    virtual_size: u64,
+    space_taken: Option<u64>,
+    /// Who else uses it.
+    used_by: Option<Vec<String>>,
+    qcow2: Option<Qcow2Info>,
+    /// A raw image that begins like another format.
+    begins_like: Option<&'static str>,
+    chain: Vec<Layer>,
+}
+
+struct Qcow2Info {
+    header: Header,
+    snapshots: SnapshotTable,
+    bitmaps: Vec<Bitmap>,
+    bitmap_damage: Option<String>,
+}
+
+/// A backing file.
+struct Layer {
+    image: ImageAddress,
+    /// Its format as the image above names it, or what it turned out to be.
+    format: String,
+    virtual_size: Option<u64>,
+    /// Why it could not be opened.
+    trouble: Option<String>,
+}
+
+pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
+    let on = Loop::new(std::time::Duration::ZERO)?;
+    let info = on.block_on(gather(&on, arguments.image, arguments.format))?;
+    match arguments.output {
+        Output::Text => print!("{}", text(&info)),
+        Output::Json => println!("{:#}", json_of(&info)),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> anyhow::Result<Info> {
+    let OpenImage { format, file } = disk_image::open(on, &image, format, Sharing::Share).await?;
+    let qcow2 = match format {
+        Format::Raw => None,
+        Format::Qcow2 => Some(qcow2_info(&file).await?),
+    };
+    let chain = match &qcow2 {
+        Some(qcow2) => chain(on, &image, &qcow2.header).await,
+        None => Vec::new(),
+    };
+    let size = file.geometry().size.get();
+    Ok(Info {
+        virtual_size: qcow2.as_ref().map_or(size, |qcow2| qcow2.header.size),
+        space_taken: disk_image::space_taken(&image),
+        used_by: disk_image::used_by(&image),
+        begins_like: match qcow2 {
+            None => disk_image::beginning(&file).await,
+            Some(_) => None,
+        },
+        image,
+        qcow2,
+        chain,
+    })
+}
+
+async fn qcow2_info(file: &Rc<dyn BlockDevice>) -> anyhow::Result<Qcow2Info> {
+    let header = read_header(file).await?;
+    let snapshots = read_snapshots(file, &header).await?;
+    let (bitmaps, bitmap_damage) = match header.bitmaps {
+        Some(at) if header.autoclear & AUTOCLEAR_BITMAPS != 0 => read_bitmaps(file, at).await?,
+        _ => (Vec::new(), None),
+    };
+    Ok(Qcow2Info {
+        header,
+        snapshots,
+        bitmaps,
+        bitmap_damage,
+    })
+}
+
+/// The backing files, as far as they can be opened.
+async fn chain(on: &Loop, image: &ImageAddress, header: &Header) -> Vec<Layer> {
+    let mut layers: Vec<Layer> = Vec::new();
+    let (mut above, mut name, mut format) = (
+        image.clone(),
+        header.backing_file.clone(),
+        header.backing_format.clone(),
+    );
+    while let Some(backing) = name.take() {
+        let image = beside(&above, &backing);
+        let named = match format.as_deref() {
+            Some("raw") => Some(FormatName::Raw),
+            Some("qcow2") => Some(FormatName::Qcow2),
+            _ => None,
+        };
+        let mut layer = Layer {
+            format: format.take().unwrap_or_else(|| "not named".to_owned()),
+            virtual_size: None,
+            trouble: None,
+            image,
+        };
+        if layers.len() >= CHAIN_MAX || layers.iter().any(|other| other.image == layer.image) {
+            layer.trouble = Some("the chain has no end".to_owned());
+            layers.push(layer);
+            break;
+        }
+        match look_into(on, &layer.image, named).await {
+            Ok((found, size, header)) => {
+                if named.is_none() {
+                    layer.format = format!("{found}, guessed");
+                }
+                layer.virtual_size = Some(size);
+                if let Some(header) = header {
+                    (name, format) = (header.backing_file, header.backing_format);
+                }
+            }
+            Err(error) => layer.trouble = Some(error.to_string()),
+        }
+        above = layer.image.clone();
+        layers.push(layer);
+    }
+    layers
+}
+
+async fn look_into(
+    on: &Loop,
+    image: &ImageAddress,
+    format: Option<FormatName>,
+) -> anyhow::Result<(&'static str, u64, Option<Header>)> {
+    let opened = disk_image::open(on, image, format, Sharing::Share).await?;
+    match opened.format {
+        Format::Raw => Ok(("raw", opened.file.geometry().size.get(), None)),
+        Format::Qcow2 => {
+            let header = read_header(&opened.file).await?;
+            Ok(("qcow2", header.size, Some(header)))
+        }
+    }
+}
+
+/// Lines of a name and what there is to say.
+#[derive(Default)]
+struct Lines(String);
+
+impl Lines {
+    fn line(&mut self, name: &str, value: impl std::fmt::Display) {
+        let _ = writeln!(self.0, "{:<18}{value}", format!("{name}:"));
+    }
+
+    fn row(&mut self, text: impl std::fmt::Display) {
+        let _ = writeln!(self.0, "  {text}");
+    }
+}
+
+fn text(info: &Info) -> String {
+    let mut lines = Lines::default();
+    lines.line("image", &info.image);
+    match &info.qcow2 {
+        Some(qcow2) => lines.line("format", format!("qcow2, version {}", qcow2.header.shape.version)),
+        None => lines.line("format", "raw"),
+    }
+    if let Some(format) = info.begins_like {
+        lines.line(
+            "note",
+            format!("it begins like a {format} image; if that is what it is, say --format {format}"),
+        );
+    }
+    let size = info.virtual_size;
+    lines.line("virtual size", format!("{} ({size} bytes)", human(size)));
+    if let Some(bytes) = info.space_taken {
+        lines.line("disk size", human(bytes));
+    }
+    if let Some(users) = &info.used_by {
+        let who = match users.as_slice() {
+            [] => "another process".to_owned(),
+            users => users.join("; "),
+        };
+        lines.line(
+            "in use",
+            format!("yes, by {who}; what is said here may be about to change"),
+        );
+    }
+    if let Some(qcow2) = &info.qcow2 {
+        qcow2_text(&mut lines, info, qcow2);
+    }
+    lines.0
+}
+
+fn yes(value: bool) -> &'static str {
+    if value { "yes" } else { "no" }
+}
+
+fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
+    let header = &qcow2.header;
+    lines.line("cluster size", human(header.shape.cluster_len()));
+    lines.line("refcount bits", 1 << header.shape.refcount_order);
+    lines.line("compression", header.compression.name());
+    lines.line("extended L2", yes(header.shape.extended));
+    lines.line("lazy refcounts", yes(header.lazy_refcounts));
+    lines.line("state", state(header, info.used_by.is_some()));
+    if header.has_data_file {
+        let raw = match header.autoclear & AUTOCLEAR_RAW_DATA {
+            0 => "",
+            _ => " (a raw image of the disk)",
+        };
+        lines.line(
+            "data file",
+            format!("{}{raw}", header.data_file.as_deref().unwrap_or("not named")),
+        );
+    }
+    if let Some(backing) = &header.backing_file {
+        lines.line("backing file", backing);
+        lines.line("backing chain", format!("{} deep", info.chain.len()));
+        for layer in &info.chain {
+            let what = match (&layer.trouble, layer.virtual_size) {
+                (Some(trouble), _) => format!("cannot be read: {trouble}"),
+                (None, Some(size)) => human(size),
+                (None, None) => String::new(),
+            };
+            lines.row(format_args!("{} ({}): {what}", layer.image, layer.format));
+        }
+    }
+    snapshots_text(lines, &qcow2.snapshots, header.size);
+    for bitmap in &qcow2.bitmaps {
+        let flags = match (bitmap.in_use, bitmap.auto) {
+            (true, _) => "not stored properly, unusable",
+            (false, true) => "recording",
+            (false, false) => "not recording",
+        };
+        lines.line(
+            "bitmap",
+            format!("{}, {} a bit, {flags}", bitmap.name, human(bitmap.granularity)),
+        );
+    }
+    if let Some(damage) = &qcow2.bitmap_damage {
+        lines.line("bitmaps damaged", damage);
+    }
+}
+
+fn state(header: &Header, in_use: bool) -> &'static str {
+    match (header.corrupt, header.dirty) {
+        (true, _) => "corrupt: a program found its metadata damaged; see `larder disk check`",
+        (false, true) if in_use => "refcounts are written when it is closed",
+        (false, true) => {
+            "dirty: its refcounts may be wrong; they are put right when it is served, or by `larder disk check --repair`"
+        }
+        (false, false) => "clean",
+    }
+}
+
+fn snapshots_text(lines: &mut Lines, table: &SnapshotTable, disk_size: u64) {
+    if !table.snapshots.is_empty() {
+        lines.line("snapshots", table.snapshots.len());
+        let row = |id: &str, name: &str, date: &str, state: &str, size: &str| {
+            format!("{id:<5} {name:<24} {date:<23} {state:>9} {size:>9}")
+        };
+        lines.row(row("id", "name", "date", "VM state", "disk"));
+        for snapshot in &table.snapshots {
+            lines.row(row(
+                &snapshot.id,
+                &snapshot.name,
+                &format!("{} UTC", date(snapshot.date_seconds.into())),
+                &human(snapshot.vm_state_size),
+                &human(snapshot.disk_size.unwrap_or(disk_size)),
+            ));
+        }
+    }
+    if let Some(damage) = &table.damage {
+        lines.line("snapshot table", format!("damaged: {damage}"));
+    }
+}
+
+fn json_of(info: &Info) -> Value {
+    let mut all = json!({
+        "filename": info.image.to_string(),
+        "format": if info.qcow2.is_some() { "qcow2" } else { "raw" },
+        "virtual-size": info.virtual_size,
+        "dirty-flag": info.qcow2.as_ref().is_some_and(|qcow2| qcow2.header.dirty),
+        "in-use": info.used_by.is_some(),
+        "in-use-by": info.used_by.clone().unwrap_or_default(),
+    });
+    if let Some(bytes) = info.space_taken {
+        all["actual-size"] = bytes.into();
+    }
+    if let Some(format) = info.begins_like {
+        all["begins-like"] = format.into();
+    }
+    if let Some(qcow2) = &info.qcow2 {
+        qcow2_json(&mut all, info, qcow2);
+    }
+    all
+}
+
+fn qcow2_json(all: &mut Value, info: &Info, qcow2: &Qcow2Info) {
+    let header = &qcow2.header;
+    all["cluster-size"] = header.shape.cluster_len().into();
+    let mut data = json!({
+        "compat": if header.shape.version == 2 { "0.10" } else { "1.1" },
+        "compression-type": header.compression.name(),
+        "refcount-bits": 1u32 << header.shape.refcount_order,
+    });
+    if header.shape.version >= 3 {
+        data["lazy-refcounts"] = header.lazy_refcounts.into();
+        data["corrupt"] = header.corrupt.into();
+        data["extended-l2"] = header.shape.extended.into();
+    }
+    if header.has_data_file {
+        data["data-file"] = header.data_file.clone().into();
+        data["data-file-raw"] = (header.autoclear & AUTOCLEAR_RAW_DATA != 0).into();
+    }
+    if !qcow2.bitmaps.is_empty() {
+        data["bitmaps"] = qcow2.bitmaps.iter().map(bitmap_json).collect();
+    }
+    all["format-specific"] = json!({"type": "qcow2", "data": data});
+    if let Some(backing) = &header.backing_file {
+        all["backing-filename"] = backing.clone().into();
+        all["full-backing-filename"] = info.chain[0].image.to_string().into();
+        if let Some(format) = &header.backing_format {
+            all["backing-filename-format"] = format.clone().into();
+        }
+        all["backing-chain"] = info.chain.iter().map(layer_json).collect();
+    }
+    if !qcow2.snapshots.snapshots.is_empty() {
+        let snapshots = qcow2.snapshots.snapshots.iter().map(|snapshot| {
+            json!({
+                "id": snapshot.id,
+                "name": snapshot.name,
+                "date-sec": snapshot.date_seconds,
+                "date-nsec": snapshot.date_nanos,
+                "vm-clock-sec": snapshot.vm_clock_nanos / 1_000_000_000,
+                "vm-clock-nsec": snapshot.vm_clock_nanos % 1_000_000_000,
+                "vm-state-size": snapshot.vm_state_size,
+                "disk-size": snapshot.disk_size.unwrap_or(header.size),
+            })
+        });
+        all["snapshots"] = snapshots.collect();
+    }
+}
+
+fn bitmap_json(bitmap: &Bitmap) -> Value {
+    let flags = [("in-use", bitmap.in_use), ("auto", bitmap.auto)];
+    let flags: Vec<&str> = flags.iter().filter(|(_, set)| *set).map(|(name, _)| *name).collect();
+    json!({"name": bitmap.name, "granularity": bitmap.granularity, "flags": flags})
+}
+
+fn layer_json(layer: &Layer) -> Value {
+    json!({
+        "filename": layer.image.to_string(),
+        "format": layer.format,
+        "virtual-size": layer.virtual_size,
+        "error": layer.trouble,
+    })
+}

@@ -1,0 +1,199 @@
+//! `larder disk tune`: what the size of an image's tables means for its speed, in QEMU and in Larder.
+
+use std::process::ExitCode;
+use std::rc::Rc;
+
+use larder_block::{BlockDevice, ByteLen, ByteRange, Loop};
+use larder_qcow2::header::Header;
+use larder_qcow2::tune::{Advice, Cache};
+use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
+use larder_vm::image::{Format, ImageAddress};
+use serde_json::{Value, json};
+
+use crate::cli::{Output, TuneArguments};
+use crate::disk_image::{self, Sharing, human};
+
+/// L2 tables up to this size are read to measure Larder's map, in bytes.
+const MEASURED_BYTES_MAX: u64 = 1 << 30;
+/// Extents that are asked for at once.
+const EXTENTS_AT_ONCE: usize = 4096;
+/// Leaves of the map that a word of its directory stands for, and the word's bytes.
+const DIRECTORY_LEAVES: u64 = 8;
+const DIRECTORY_ENTRY_BYTES: u64 = 8;
+
+struct Tuned {
+    image: ImageAddress,
+    header: Header,
+    advice: Advice,
+    /// Bytes that Larder's map of this image takes.
+    measured: Option<u64>,
+}
+
+pub(crate) fn run(arguments: TuneArguments) -> anyhow::Result<ExitCode> {
+    let on = Loop::new(std::time::Duration::ZERO)?;
+    let image = &arguments.image;
+    let tuned = on.block_on(async {
+        let opened = disk_image::open(&on, image, arguments.format, Sharing::Share).await?;
+        if opened.format == Format::Raw {
+            return anyhow::Ok(None);
+        }
+        let header = read_header(&opened.file).await?;
+        let advice = Advice::of(header.shape, header.size);
+        Ok(Some(Tuned {
+            image: image.clone(),
+            measured: measure(&on, opened.file, &header, &advice).await,
+            advice,
+            header,
+        }))
+    })?;
+    match (tuned, arguments.output) {
+        (Some(tuned), Output::Text) => print!("{}", text(&tuned)),
+        (Some(tuned), Output::Json) => println!("{:#}", json_of(&tuned)),
+        (None, Output::Text) => println!("{image} is a raw image: it has no tables, and nothing to tune"),
+        (None, Output::Json) => println!("{:#}", json!({"filename": image.to_string(), "format": "raw"})),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Loads the map of the image, and says what it takes. `None` if that would take long, or is not possible.
+async fn measure(on: &Loop, file: Rc<dyn BlockDevice>, header: &Header, advice: &Advice) -> Option<u64> {
+    if advice.l2_bytes > MEASURED_BYTES_MAX {
+        return None;
+    }
+    // No data is read, so it does not matter where that is.
+    let others = Others {
+        data_file: header.has_data_file.then(|| Rc::clone(&file)),
+        backing: None,
+    };
+    let options = OpenOptions {
+        journal: None,
+        read_only: true,
+        metadata_memory: ByteLen::new(advice.larder_worst + MEASURED_BYTES_MAX),
+        load_ahead: false,
+    };
+    let image = Qcow2::open(on, file, others, options).await.ok()?;
+    let end = image.geometry().size.get();
+    let mut at = 0;
+    while at < end {
+        let rest = ByteRange::new(at, end - at);
+        let extents = image.extents(rest, EXTENTS_AT_ONCE).await.ok()?;
+        at = extents.last()?.range.end().get();
+    }
+    let leaves = advice.clusters.div_ceil(1 << header.shape.leaf_bits());
+    Some(image.map_statistics().bytes + leaves.div_ceil(DIRECTORY_LEAVES) * DIRECTORY_ENTRY_BYTES)
+}
+
+fn verdict(cache: Cache, size: u64) -> String {
+    match cache.thrashes {
+        false => format!("{} covers the whole disk: fine", human(cache.bytes)),
+        true => format!(
+            "{} covers {} of {}: thrashes, up to 3 I/Os for one of the guest's (published: up to 11 times slower)",
+            human(cache.bytes),
+            human(cache.covers),
+            human(size)
+        ),
+    }
+}
+
+fn libvirt(bytes: u64) -> String {
+    format!("<metadata_cache><max_size unit='bytes'>{bytes}</max_size></metadata_cache>")
+}
+
+fn text(tuned: &Tuned) -> String {
+    let Tuned { header, advice, .. } = tuned;
+    let size = header.size;
+    let subclusters = if header.shape.extended {
+        ", extended L2 entries"
+    } else {
+        ""
+    };
+    let choice = |cluster_len: Option<u64>| match cluster_len {
+        Some(bytes) => human(bytes),
+        None => "none is large enough".to_owned(),
+    };
+    let measured = match tuned.measured {
+        Some(bytes) => format!("{} for this image as it is (measured)", human(bytes)),
+        None => "not measured: the tables are large, or damaged".to_owned(),
+    };
+    let lines = [
+        (
+            "image",
+            format!(
+                "{}: {}, clusters of {}{subclusters}",
+                tuned.image,
+                human(size),
+                human(header.shape.cluster_len())
+            ),
+        ),
+        (
+            "tables",
+            format!(
+                "{} clusters, {} L2 tables of {} ({} when all is allocated), L1 table {}",
+                advice.clusters,
+                advice.tables,
+                human(header.shape.cluster_len()),
+                human(advice.l2_bytes),
+                human(advice.l1_bytes)
+            ),
+        ),
+        ("QEMU before 3.1", verdict(advice.old, size)),
+        ("QEMU today", verdict(advice.today, size)),
+        (
+            "to cover the disk",
+            format!("{} of L2 cache, in each VM's QEMU", human(advice.needed_bytes)),
+        ),
+        ("  QEMU", format!("-drive ...,l2-cache-size={}", advice.needed_bytes)),
+        (
+            "  libvirt",
+            format!("{} in <driver name='qemu' type='qcow2'>", libvirt(advice.needed_bytes)),
+        ),
+        (
+            "a new image",
+            format!(
+                "of this size: clusters of {} for QEMU today, of {} for QEMU before 3.1; for Larder 64 KiB, at any size",
+                choice(advice.cluster_len),
+                choice(advice.cluster_len_old)
+            ),
+        ),
+        (
+            "Larder",
+            format!(
+                "always covers the disk: {measured}, {} when all is allocated in one piece, {} at worst",
+                human(advice.larder_contiguous),
+                human(advice.larder_worst)
+            ),
+        ),
+    ];
+    let lines = lines.map(|(name, words)| match name.starts_with(' ') {
+        true => format!("{name:<20}{words}\n"),
+        false => format!("{:<20}{words}\n", format!("{name}:")),
+    });
+    lines.concat()
+}
+
+fn json_of(tuned: &Tuned) -> Value {
+    let Tuned { header, advice, .. } = tuned;
+    let cache = |cache: Cache| json!({"bytes": cache.bytes, "covers": cache.covers, "thrashes": cache.thrashes});
+    json!({
+        "filename": tuned.image.to_string(),
+        "format": "qcow2",
+        "virtual-size": header.size,
+        "cluster-size": header.shape.cluster_len(),
+        "extended-l2": header.shape.extended,
+        "clusters": advice.clusters,
+        "l2-tables": advice.tables,
+        "l2-bytes": advice.l2_bytes,
+        "l1-bytes": advice.l1_bytes,
+        "qemu-before-3.1": cache(advice.old),
+        "qemu-today": cache(advice.today),
+        "l2-cache-size": advice.needed_bytes,
+        "libvirt": libvirt(advice.needed_bytes),
+        "new-image-cluster-size": advice.cluster_len,
+        "new-image-cluster-size-before-3.1": advice.cluster_len_old,
+        "larder": {
+            "measured": tuned.measured,
+            "contiguous": advice.larder_contiguous,
+            "worst": advice.larder_worst,
+        },
+    })
+}

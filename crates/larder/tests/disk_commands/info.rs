@@ -1,0 +1,128 @@
+//! `larder disk info` says what `qemu-img info` says.
+
+use serde_json::Value;
+
+use crate::damage::Bytes;
+use crate::made::{KINDS, Made};
+use crate::support::{image, on_tmpfs, tool};
+use crate::{larder, larder_json, text_of};
+
+/// What QEMU says must be what we say; we may say more.
+fn assert_within(theirs: &Value, ours: &Value, at: &str) {
+    match theirs {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                // Larder does not record instructions; QEMU's children are blocks of its own.
+                if name != "icount" && name != "children" {
+                    assert_within(value, &ours[name], &format!("{at}/{name}"));
+                }
+            }
+        }
+        Value::Array(values) => {
+            assert_eq!(Some(values.len()), ours.as_array().map(Vec::len), "{at}");
+            for (index, value) in values.iter().enumerate() {
+                assert_within(value, &ours[index], &format!("{at}/{index}"));
+            }
+        }
+        value => assert_eq!(value, ours, "{at}"),
+    }
+}
+
+#[test]
+fn every_field_is_that_of_qemu() {
+    for kind in &KINDS {
+        let made = Made::new(kind);
+        let theirs = tool("qemu-img", &["info", "--output=json", text_of(&made.image)]);
+        let theirs: Value = serde_json::from_str(&theirs).expect("JSON");
+        let (code, ours) = larder_json(&["disk", "info"], &made.image);
+        assert_eq!(code, 0);
+        assert_within(&theirs, &ours, kind.name);
+        if kind.snapshots {
+            assert_eq!(ours["snapshots"][0]["disk-size"], ours["virtual-size"], "{}", kind.name);
+        }
+    }
+}
+
+#[test]
+fn raw_images_have_their_size() {
+    let folder = on_tmpfs();
+    let raw = image(folder.path(), 3 << 20);
+    let theirs = tool("qemu-img", &["info", "--output=json", "-f", "raw", text_of(&raw)]);
+    let (code, ours) = larder_json(&["disk", "info"], &raw);
+    assert_eq!(code, 0);
+    assert_within(&serde_json::from_str(&theirs).expect("JSON"), &ours, "raw");
+    let (_, words, _) = larder(&["disk", "info"], &raw);
+    assert!(words.contains("format:           raw\n"), "{words}");
+    assert!(words.contains("virtual size:     3 MiB (3145728 bytes)\n"), "{words}");
+}
+
+#[test]
+fn an_image_in_use_is_told_to_be_so_and_is_not_disturbed() {
+    let made = Made::new(&KINDS[0]);
+    let (_, before) = larder_json(&["disk", "info"], &made.image);
+    assert_eq!(before["in-use"], Value::Bool(false));
+    let (holder, _) = made.serve_by_qemu("qcow2");
+    let (code, ours) = larder_json(&["disk", "info"], &made.image);
+    assert_eq!((code, &ours["in-use"]), (0, &Value::Bool(true)), "{ours:#}");
+    assert_eq!(ours["snapshots"], before["snapshots"]);
+    let (_, words, _) = larder(&["disk", "info"], &made.image);
+    let expected = format!("in use:           yes, by qemu-nbd, pid {};", holder.id());
+    assert!(words.contains(&expected), "{words}");
+}
+
+#[test]
+fn a_chain_is_told_to_its_end_also_where_a_link_is_missing() {
+    let folder = on_tmpfs();
+    let path = |name: &str| folder.path().join(name);
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", text_of(&path("base.qcow2")), "64M"],
+    );
+    for (name, below) in [("middle.qcow2", "base.qcow2"), ("top.qcow2", "middle.qcow2")] {
+        let new = path(name);
+        tool(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", "-b", below, "-F", "qcow2", text_of(&new)],
+        );
+    }
+    let (code, ours) = larder_json(&["disk", "info"], &path("top.qcow2"));
+    assert_eq!(code, 0);
+    let chain = ours["backing-chain"].as_array().expect("a chain");
+    assert_eq!(chain.len(), 2, "{ours:#}");
+    assert_eq!(chain[1]["filename"], text_of(&path("base.qcow2")));
+    assert_eq!(chain[1]["virtual-size"], 64 << 20);
+    std::fs::remove_file(path("base.qcow2")).expect("removed");
+    let (code, words, _) = larder(&["disk", "info"], &path("top.qcow2"));
+    assert_eq!(code, 0);
+    let expected = format!("{} (qcow2): cannot be read: cannot open", text_of(&path("base.qcow2")));
+    assert!(words.contains(&expected), "{words}");
+}
+
+#[test]
+fn the_bits_of_a_damaged_image_are_told() {
+    let made = Made::new(&KINDS[0]);
+    let mut bytes = Bytes::of(&made.image);
+    bytes.set(72, bytes.u64(72) | 3);
+    bytes.put(&made.image);
+    let (code, ours) = larder_json(&["disk", "info"], &made.image);
+    assert_eq!(code, 0);
+    assert_eq!(ours["dirty-flag"], Value::Bool(true));
+    assert_eq!(ours["format-specific"]["data"]["corrupt"], Value::Bool(true));
+}
+
+#[test]
+fn an_image_on_an_nbd_server_is_read_too() {
+    let made = Made::new(&KINDS[0]);
+    let (_server, uri) = made.serve_by_qemu("raw");
+    let (code, ours) = larder_json(&["disk", "info", "--format", "qcow2"], uri.as_ref());
+    assert_eq!((code, &ours["virtual-size"]), (0, &(24 << 20).into()), "{ours:#}");
+    assert_eq!(ours["snapshots"][0]["name"], "before lunch");
+    let (code, words, _) = larder(&["disk", "info"], uri.as_ref());
+    assert_eq!(code, 0);
+    assert!(
+        words.contains("begins like a qcow2 image; if that is what it is, say --format qcow2"),
+        "{words}"
+    );
+    let (code, _) = larder_json(&["disk", "check", "--format", "qcow2"], uri.as_ref());
+    assert_eq!(code, 0);
+}

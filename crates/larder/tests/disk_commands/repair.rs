@@ -1,0 +1,135 @@
+//! `larder disk check --repair` mends what can be mended, and loses nothing that can be read.
+
+use crate::check::{number, qemu_check};
+use crate::damage::{Bytes, DAMAGES};
+use crate::made::{KINDS, Made};
+use crate::support::tool;
+use crate::{larder, larder_json, qemu_img, text_of};
+
+#[test]
+fn after_a_repair_qemu_finds_nothing_and_reads_what_it_read_before() {
+    for kind in &KINDS {
+        let made = Made::new(kind);
+        let sound = Bytes::of(&made.image);
+        let original = made.content("original.raw").expect("a sound image");
+        for damage in DAMAGES.iter().filter(|damage| (damage.fits)(kind)) {
+            let what = format!("{}: {}", kind.name, damage.name);
+            let mut bytes = Bytes(sound.0.clone());
+            (damage.apply)(&mut bytes);
+            bytes.put(&made.image);
+            let damaged = made.content("damaged.raw");
+            let (code, ours) = larder_json(&["disk", "check", "--repair"], &made.image);
+            if code == 1 && !damage.mendable {
+                continue;
+            }
+            assert_eq!(code, 0, "{what}: {ours:#}");
+            let (qemu, said, errors) = qemu_img(&["check", "-f", "qcow2", text_of(&made.image)]);
+            assert_eq!(qemu, 0, "{what}: {said} {errors}");
+            let dropped = number(&ours, "dropped-count") > 0;
+            // What QEMU cannot read of the damaged image (a compressed cluster that is not there) was dropped.
+            let lost = dropped && damaged.is_none();
+            let expected = damaged.unwrap_or_else(|| original.clone());
+            let compare = [
+                "compare",
+                "-f",
+                "raw",
+                "-F",
+                "qcow2",
+                text_of(&expected),
+                text_of(&made.image),
+            ];
+            let (qemu, said, errors) = qemu_img(&compare);
+            assert!(qemu == 0 || lost, "{what}: {said} {errors} {ours:#}");
+            let (code, again) = larder_json(&["disk", "check", "--repair"], &made.image);
+            assert_eq!((code, number(&again, "corruptions-fixed")), (0, 0), "{what}");
+        }
+    }
+}
+
+#[test]
+fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
+    let made = Made::new(&KINDS[0]);
+    let damage = DAMAGES
+        .iter()
+        .find(|damage| damage.name == "an L2 table that is not aligned");
+    let mut bytes = Bytes::of(&made.image);
+    (damage.expect("it is there").apply)(&mut bytes);
+    bytes.put(&made.image);
+    let (_, before) = larder_json(&["disk", "check"], &made.image);
+    assert!(number(&before, "leaks") > 0, "{before:#}");
+    let (code, after) = larder_json(&["disk", "check", "--repair"], &made.image);
+    assert_eq!(code, 1);
+    assert!(
+        number(&after, "leaks") >= number(&before, "leaks"),
+        "{before:#} {after:#}"
+    );
+    let (code, text, _) = larder(&["disk", "check", "--repair"], &made.image);
+    assert_eq!(code, 1);
+    assert!(text.contains("cannot be mended"), "{text}");
+}
+
+#[test]
+fn leaks_alone_are_mended_when_only_they_are_asked_for() {
+    let made = Made::new(&KINDS[0]);
+    let sound = Bytes::of(&made.image);
+    let mut bytes = Bytes(sound.0.clone());
+    let at = bytes.append();
+    bytes.set_refcount(at, 1);
+    bytes.put(&made.image);
+    let (code, ours) = larder_json(&["disk", "check", "--repair=leaks"], &made.image);
+    assert_eq!((code, number(&ours, "leaks-fixed")), (0, 1), "{ours:#}");
+
+    let flag = DAMAGES.iter().find(|damage| damage.name == "a refcount of 0");
+    (flag.expect("it is there").apply)(&mut bytes);
+    bytes.put(&made.image);
+    let (code, ours) = larder_json(&["disk", "check", "--repair=leaks"], &made.image);
+    assert_eq!((code, number(&ours, "leaks-fixed")), (1, 1), "{ours:#}");
+    assert!(number(&ours, "corruptions") > 0, "{ours:#}");
+}
+
+#[test]
+fn an_image_whose_server_was_killed_is_not_repaired_before_its_journal_was_read() {
+    let made = Made::new(&KINDS[0]);
+    let mut bytes = Bytes::of(&made.image);
+    let at = bytes.append();
+    bytes.set_refcount(at, 1);
+    bytes.set(88, bytes.u64(88) | 0x1_2345_6789 << 32);
+    bytes.put(&made.image);
+    let (code, _, err) = larder(&["disk", "check", "--repair"], &made.image);
+    assert_eq!(code, 2, "{err}");
+    assert!(err.contains("serve the image once"), "{err}");
+    assert!(bytes.0 == Bytes::of(&made.image).0);
+}
+
+#[test]
+fn an_image_in_use_is_not_repaired() {
+    let made = Made::new(&KINDS[0]);
+    let (_holder, _) = made.serve_by_qemu("qcow2");
+    let (code, _, err) = larder(&["disk", "check", "--repair"], &made.image);
+    assert_eq!(code, 2, "{err}");
+    assert!(err.contains("in use by another process"), "{err}");
+}
+
+#[test]
+fn a_block_device_is_repaired_where_it_ends() {
+    let made = Made::new(&KINDS[0]);
+    let mut bytes = Bytes::of(&made.image);
+    // Its refcounts are made anew, which must fit in.
+    let end = bytes.len().next_multiple_of(bytes.cluster());
+    bytes.0.resize((end + (1 << 20)) as usize, 0);
+    bytes.set(bytes.refcount_table(), 0);
+    bytes.put(&made.image);
+    let expected = made.content("expected.raw").expect("QEMU reads it");
+    let device = crate::support::LoopDevice::new(&made.image, 512);
+    let arguments = ["disk", "check", "--repair", "--format", "qcow2"];
+    let (code, ours) = larder_json(&arguments, &device.0);
+    assert_eq!((code, &ours["refcounts-rebuilt"]), (0, &true.into()), "{ours:#}");
+    drop(device);
+    let theirs = qemu_check(&made.image).expect("QEMU checks it");
+    assert_eq!(
+        number(&theirs, "corruptions") + number(&theirs, "leaks"),
+        0,
+        "{theirs:#}"
+    );
+    tool("qemu-img", &["compare", text_of(&expected), text_of(&made.image)]);
+}

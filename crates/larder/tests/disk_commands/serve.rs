@@ -1,0 +1,117 @@
+//! `larder disk serve` of a dirty image.
+
+use std::path::Path;
+use std::process::Command;
+
+use larder_bench::campaign::process::Process;
+
+use crate::damage::Bytes;
+use crate::made::Made;
+use crate::support::{LIMIT, disk_serve, on_tmpfs, run, tool};
+use crate::{larder_json, qemu_img, text_of};
+
+/// An image whose last user was killed before it wrote the refcounts; what it reads as.
+fn killed() -> (Made, std::path::PathBuf) {
+    let folder = on_tmpfs();
+    let image = folder.path().join("disk.qcow2");
+    let create = [
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "lazy_refcounts=on",
+        text_of(&image),
+        "1G",
+    ];
+    tool("qemu-img", &create);
+    let mut command = Command::new("qemu-io");
+    command
+        .args([
+            "-f",
+            "qcow2",
+            "-c",
+            "write -P 7 0 3M",
+            "-c",
+            "write -P 8 600M 1M",
+            "-c",
+            "flush",
+            "-c",
+            "abort",
+        ])
+        .arg(&image);
+    let status = command.output().expect("qemu-io").status;
+    assert!(!status.success(), "it was to die");
+    let made = Made { folder, image };
+    let expected = made.content("expected.raw").expect("QEMU reads it");
+    let (_, info) = larder_json(&["disk", "info"], &made.image);
+    assert_eq!(info["dirty-flag"], true, "{info:#}");
+    (made, expected)
+}
+
+fn serve(image: &Path, socket: &Path, more: &[&str]) -> Process {
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let mut command = disk_serve(&["--nbd", &uri]);
+    command.args(more).arg(image);
+    let server = Process::start(command).expect("larder starts");
+    server.wait_for("serving", LIMIT).expect("it serves");
+    server
+}
+
+fn assert_serves(socket: &Path, expected: &Path) {
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    tool(
+        "qemu-img",
+        &["compare", "-f", "raw", "-F", "raw", text_of(expected), &uri],
+    );
+}
+
+#[test]
+fn a_dirty_image_is_repaired_and_then_served() {
+    let (made, expected) = killed();
+    let (code, _, _) = qemu_img(&["check", "-f", "qcow2", text_of(&made.image)]);
+    assert_ne!(code, 0, "it was to have wrong refcounts");
+    let socket = made.folder.path().join("socket");
+    let mut server = serve(&made.image, &socket, &[]);
+    let said = server.output();
+    let lines = said.lines().filter(|line| line.contains("refcounts lazily"));
+    assert_eq!(lines.count(), 1, "{said}");
+    assert_serves(&socket, &expected);
+    server.signal(libc::SIGTERM);
+    server.wait(LIMIT).expect("it ends");
+    let (code, said, errors) = qemu_img(&["check", "-f", "qcow2", text_of(&made.image)]);
+    assert_eq!(code, 0, "{said} {errors}");
+    let (_, info) = larder_json(&["disk", "info"], &made.image);
+    assert_eq!(info["dirty-flag"], false, "{info:#}");
+}
+
+#[test]
+fn a_dirty_image_that_is_only_read_stays_as_it_is() {
+    let (made, expected) = killed();
+    let before = Bytes::of(&made.image);
+    let socket = made.folder.path().join("socket");
+    let mut server = serve(&made.image, &socket, &["--read-only"]);
+    assert_serves(&socket, &expected);
+    server.signal(libc::SIGTERM);
+    server.wait(LIMIT).expect("it ends");
+    assert!(before.0 == Bytes::of(&made.image).0);
+}
+
+#[test]
+fn a_dirty_image_with_other_damage_is_not_served_and_stays_as_it_is() {
+    let (made, _) = killed();
+    let mut bytes = Bytes::of(&made.image);
+    // Container files are filled up to whole blocks on open.
+    bytes.0.resize(bytes.0.len().next_multiple_of(4096), 0);
+    let entry = bytes.l2_entry(0);
+    bytes.set(entry, bytes.u64(entry) + 512);
+    bytes.put(&made.image);
+    let uri = format!("nbd+unix:///?socket={}", made.folder.path().join("socket").display());
+    let mut command = disk_serve(&["--nbd", &uri]);
+    command.arg(&made.image);
+    let (code, said) = run(command);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("more than wrong refcounts"), "{said}");
+    assert!(said.contains("larder disk check --repair"), "{said}");
+    assert!(bytes.0 == Bytes::of(&made.image).0);
+}

@@ -1,0 +1,101 @@
+//! `larder disk tune` says of the published cases what was measured there.
+
+use serde_json::Value;
+
+use crate::support::{image, on_tmpfs, tool};
+use crate::{larder, larder_json, text_of};
+
+/// What it says of a new image.
+fn tune(size: &str, cluster: &str) -> (Value, String) {
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    let options = format!("cluster_size={cluster}");
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", "-o", &options, text_of(&path), size],
+    );
+    let (code, ours) = larder_json(&["disk", "tune"], &path);
+    let (code_text, words, _) = larder(&["disk", "tune"], &path);
+    assert_eq!((code, code_text), (0, 0), "{words}");
+    (ours, words)
+}
+
+fn assert_old_default(size: &str, cluster: &str, thrashes: bool) {
+    let (ours, words) = tune(size, cluster);
+    assert_eq!(ours["qemu-before-3.1"]["thrashes"], Value::Bool(thrashes), "{ours:#}");
+    let line = words.lines().find(|line| line.starts_with("QEMU before 3.1:"));
+    let line = line.expect("a line about it");
+    assert_eq!(line.contains("thrashes"), thrashes, "{line}");
+    assert_eq!(line.contains("covers the whole disk: fine"), !thrashes, "{line}");
+}
+
+#[test]
+fn a_disk_of_100_gib_with_256_kib_clusters_thrashes() {
+    assert_old_default("100G", "256k", true);
+}
+
+#[test]
+fn a_disk_of_100_gib_with_512_kib_clusters_is_fine() {
+    assert_old_default("100G", "512k", false);
+}
+
+#[test]
+fn a_disk_of_1_tib_with_512_kib_clusters_thrashes() {
+    assert_old_default("1T", "512k", true);
+}
+
+#[test]
+fn a_disk_of_1_tib_with_1_mib_clusters_is_fine() {
+    assert_old_default("1T", "1M", false);
+}
+
+#[test]
+fn a_disk_of_1_tib_with_2_mib_clusters_is_fine() {
+    assert_old_default("1T", "2M", false);
+}
+
+#[test]
+fn what_it_says_can_be_pasted() {
+    let (ours, words) = tune("1T", "64k");
+    assert_eq!(ours["qemu-today"]["thrashes"], Value::Bool(true));
+    assert_eq!(ours["l2-cache-size"], 128 << 20);
+    assert!(words.contains("l2-cache-size=134217728\n"), "{words}");
+    let element = "<metadata_cache><max_size unit='bytes'>134217728</max_size></metadata_cache>";
+    assert!(words.contains(element), "{words}");
+    assert_eq!(ours["new-image-cluster-size"], 256 << 10);
+    // QEMU takes that much and no more.
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&path), "1T"]);
+    let options = format!("driver=qcow2,l2-cache-size=134217728,file.filename={}", path.display());
+    tool("qemu-io", &["--image-opts", &options, "-c", "read 0 512"]);
+}
+
+#[test]
+fn what_larder_needs_is_measured_in_the_image() {
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    let options = "preallocation=metadata";
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "64G"],
+    );
+    let (_, ours) = larder_json(&["disk", "tune"], &path);
+    let (measured, contiguous) = (&ours["larder"]["measured"], &ours["larder"]["contiguous"]);
+    let (measured, contiguous) = (measured.as_u64().expect("measured"), contiguous.as_u64().expect("told"));
+    // 0.8 MiB a TiB; QEMU's L2 tables between the clusters cost a little.
+    assert!((50 << 10..110 << 10).contains(&measured), "{measured}");
+    assert!(
+        contiguous.abs_diff((64 << 30) / (1 << 20) * 8 / 10) < 2048,
+        "{contiguous}"
+    );
+}
+
+#[test]
+fn a_raw_image_has_nothing_to_tune() {
+    let folder = on_tmpfs();
+    let raw = image(folder.path(), 1 << 20);
+    let (code, words, _) = larder(&["disk", "tune"], &raw);
+    assert_eq!(code, 0);
+    assert!(words.contains("nothing to tune"), "{words}");
+}
