@@ -95,6 +95,13 @@ impl Journal {
         Ok(journal)
     }
 
+    /// The name of its file.
+    pub(crate) fn place(&self) -> String {
+        self.path
+            .as_ref()
+            .map_or_else(String::new, |path| path.display().to_string())
+    }
+
     /// Removes its file: the image needs no journal any more.
     pub(crate) fn remove(&self) {
         self.begin(0);
@@ -215,7 +222,7 @@ impl Journal {
             self.free() > 0,
             "a change of the mapping is not noted: the journal is full"
         );
-        let at = Self::place(self.end.get());
+        let at = Self::slot(self.end.get());
         let Record {
             cluster,
             count,
@@ -237,7 +244,7 @@ impl Journal {
     pub(crate) fn records(&self) -> Vec<Record> {
         let word = |at, index| self.load(at + index);
         (self.start.get()..self.end.get())
-            .map(Self::place)
+            .map(Self::slot)
             .map(|at| Record {
                 cluster: word(at, 0),
                 count: word(at, 1),
@@ -253,7 +260,7 @@ impl Journal {
             .collect()
     }
 
-    fn place(number: u64) -> u64 {
+    fn slot(number: u64) -> u64 {
         HEADER_WORDS + number % RECORDS * RECORD_WORDS
     }
 }

@@ -89,9 +89,9 @@ pub enum OpenError {
     )]
     Dirty { name: String, why: String },
     #[error(
-        "{name}: the server before this one was killed, and what its journal tells does not fit the image: somebody has put another image in its place; remove the journal, whose name is given above, if what was not flushed may be lost"
+        "{name}: the server before this one was killed, and what its journal tells does not fit the image, as if another image had been put in its place; if what the guest had not flushed may be lost, remove {journal}"
     )]
-    Journal { name: String },
+    Journal { name: String, journal: String },
 }
 
 impl From<IoError> for OpenError {
@@ -213,7 +213,7 @@ impl Qcow2 {
         let wanted = match (&journal, goes_on) {
             (None, _) => kept,
             (Some(_), true) => kept | session,
-            (Some(journal), false) => kept | begin_session(journal),
+            (Some(journal), false) => kept | begin_session(&name, journal),
         };
         let mut sector = [0; HEADER_SECTOR];
         sector.copy_from_slice(&area[..HEADER_SECTOR]);
@@ -278,12 +278,19 @@ impl Qcow2 {
         }
         Err(OpenError::Journal {
             name: self.name.to_string(),
+            journal: self.journal.as_ref().map_or_else(String::new, Journal::place),
         })
     }
 }
 
-/// A number for a session, in its place among the autoclear bits.
-fn begin_session(journal: &Journal) -> u64 {
+/// A number for a session, in its place among the autoclear bits. What the journal still has is forgotten.
+fn begin_session(name: &str, journal: &Journal) -> u64 {
+    let lost = journal.records().len();
+    if lost > 0 {
+        tracing::warn!(
+            "{name}: the server before this one was killed, and another program has written to the image since: {lost} changes of the mapping that were not flushed are lost"
+        );
+    }
     let random = RandomState::new().build_hasher().finish();
     let session = (random | 1 << 32) & AUTOCLEAR_SESSION;
     journal.begin(session);
