@@ -56,7 +56,7 @@ mod tests {
             assert!(read(text.as_ref()).is_ok(), "{text}");
         }
         for (text, word) in [
-            ("debgu", "'debgu'"),
+            ("chatty", "'chatty'"),
             ("info,larder_block=loud", "'loud'"),
             ("debug,", "''"),
             ("larder_block", "'larder_block'"),

@@ -407,9 +407,9 @@ fn a_wrong_log_level_is_told_with_what_is_right() {
         command.env("LARDER_LOG", level);
         Process::start(command).expect("starts")
     };
-    let process = with_level("debgu");
-    let line = process.wait_for("LARDER_LOG=debgu", LIMIT).expect("says so");
-    assert!(line.contains("'debgu' is not a level") && line.contains("off, error, warn, info, debug, trace"));
+    let process = with_level("chatty");
+    let line = process.wait_for("LARDER_LOG=chatty", LIMIT).expect("says so");
+    assert!(line.contains("'chatty' is not a level") && line.contains("off, error, warn, info, debug, trace"));
     process.wait_for("serving", LIMIT).expect("serves all the same");
     drop(process);
     let process = with_level("info,larder_block=debug");
