@@ -1,5 +1,6 @@
 //! The experiments: each subcommand measures one thing and prints a table.
 
+mod qcow2;
 mod vhost_user;
 
 use std::process::ExitCode;
@@ -20,12 +21,13 @@ enum Command {
     /// Every experiment that `docs/benchmarks.md` has a table of
     All,
     Kill(campaign::Arguments),
+    Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
     VhostUser(vhost_user::Arguments),
 }
 
 /// What `all` runs, as one would type it.
-const ALL: [&[&str]; 3] = [
+const ALL: [&[&str]; 4] = [
     &["larder-bench", "vhost-user"],
     &["larder-bench", "vhost-user", "--event-client"],
     &[
@@ -36,6 +38,7 @@ const ALL: [&[&str]; 3] = [
         "--depths",
         "1,8",
     ],
+    &["larder-bench", "qcow2"],
 ];
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -43,8 +46,10 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::All => {
             for words in ALL {
                 println!("{}", words.join(" "));
-                if let Command::VhostUser(arguments) = Cli::parse_from(words).command {
-                    vhost_user::run(&arguments)?;
+                match Cli::parse_from(words).command {
+                    Command::VhostUser(arguments) => vhost_user::run(&arguments)?,
+                    Command::Qcow2(arguments) => qcow2::run(&arguments)?,
+                    _ => {}
                 }
                 println!();
             }
@@ -52,6 +57,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Kill(arguments) => {
             campaign::run(&arguments)?;
+            true
+        }
+        Command::Qcow2(arguments) => {
+            qcow2::run(&arguments)?;
             true
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,

@@ -9,33 +9,34 @@ use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 
 /// What to ask for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Workload {
-    pub(super) write: bool,
+pub(crate) struct Workload {
+    pub(crate) write: bool,
     /// Bytes of a request.
-    pub(super) block: usize,
+    pub(crate) block: usize,
     /// Requests in flight.
-    pub(super) depth: usize,
-    pub(super) duration: Duration,
+    pub(crate) depth: usize,
+    pub(crate) duration: Duration,
 }
 
 /// What came of it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Outcome {
-    pub(super) requests: u64,
-    pub(super) elapsed: Duration,
+pub(crate) struct Outcome {
+    pub(crate) requests: u64,
+    pub(crate) elapsed: Duration,
 }
 
 impl Outcome {
-    pub(super) fn iops(&self) -> f64 {
+    pub(crate) fn iops(&self) -> f64 {
         self.requests as f64 / self.elapsed.as_secs_f64()
     }
 }
 
 /// A connected client with memory for its requests.
-pub(super) struct Client {
+pub(crate) struct Client {
     // Fields are dropped in this order: the queue before what it refers to.
     queue: Blkioq,
     memory: *mut u8,
+    memory_len: usize,
     _device: Blkio,
     capacity: u64,
 }
@@ -43,13 +44,28 @@ pub(super) struct Client {
 /// Memory for the deepest workload of the largest requests.
 const MEMORY_BYTES: usize = 64 << 20;
 
+/// How long a server may refuse a connection.
+const CONNECT_MAX: Duration = Duration::from_secs(5);
+
 impl Client {
-    pub(super) fn connect(socket: &Path, polling: bool) -> anyhow::Result<Self> {
+    pub(crate) fn connect(socket: &Path, polling: bool) -> anyhow::Result<Self> {
+        Self::connect_with(socket, polling, MEMORY_BYTES)
+    }
+
+    /// With `memory_len` bytes for requests.
+    pub(crate) fn connect_with(socket: &Path, polling: bool, memory_len: usize) -> anyhow::Result<Self> {
         let fail = |what: &'static str| move |error: blkio::Error| anyhow::anyhow!("{what}: {}", error.message());
         let mut device = Blkio::new("virtio-blk-vhost-user").map_err(fail("making the client"))?;
         let path = socket.to_str().context("a socket path in UTF-8")?;
         device.set_str("path", path).map_err(fail("setting the path"))?;
-        device.connect().map_err(fail("connecting"))?;
+        // The socket may be there before the server listens.
+        let give_up = Instant::now() + CONNECT_MAX;
+        while let Err(error) = device.connect() {
+            if Instant::now() > give_up {
+                return Err(fail("connecting")(error));
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
         let capacity = device.get_u64("capacity").map_err(fail("asking for the capacity"))?;
         device
             .set_i32("num-queues", i32::from(!polling))
@@ -58,13 +74,11 @@ impl Client {
             .set_i32("num-poll-queues", i32::from(polling))
             .map_err(fail("setting polled queues"))?;
         let mut started = device.start().map_err(fail("starting"))?;
-        let region = device
-            .alloc_mem_region(MEMORY_BYTES)
-            .map_err(fail("allocating memory"))?;
+        let region = device.alloc_mem_region(memory_len).map_err(fail("allocating memory"))?;
         device.map_mem_region(&region).map_err(fail("sharing memory"))?;
         let memory = region.addr as *mut u8;
-        // SAFETY: MEMORY_BYTES writable bytes of our own. Touched, so that no page fault falls into the measurement.
-        unsafe { std::ptr::write_bytes(memory, 0x5a, MEMORY_BYTES) };
+        // SAFETY: so many writable bytes of our own. Touched, so that no page fault falls into the measurement.
+        unsafe { std::ptr::write_bytes(memory, 0x5a, memory_len) };
         let queue = if polling {
             started.poll_queues.pop()
         } else {
@@ -74,18 +88,14 @@ impl Client {
         Ok(Self {
             queue,
             memory,
+            memory_len,
             _device: device,
             capacity,
         })
     }
 
-    fn start(&mut self, workload: &Workload, slot: usize, random: &mut u64) {
-        // xorshift64: any sequence without pattern will do.
-        *random ^= *random << 13;
-        *random ^= *random >> 7;
-        *random ^= *random << 17;
+    fn start(&mut self, workload: &Workload, slot: usize, offset: u64) {
         let block = workload.block;
-        let offset = *random % (self.capacity / block as u64) * block as u64;
         let buffer = self.memory.wrapping_add(slot * block);
         if workload.write {
             self.queue.write(offset, buffer, block, slot, ReqFlags::empty());
@@ -95,22 +105,54 @@ impl Client {
     }
 
     /// Runs the workload at random offsets of the whole disk.
-    pub(super) fn run(&mut self, workload: &Workload) -> anyhow::Result<Outcome> {
-        if workload.depth * workload.block > MEMORY_BYTES {
+    pub(crate) fn run(&mut self, workload: &Workload) -> anyhow::Result<Outcome> {
+        let blocks = self.capacity / workload.block as u64;
+        let mut random = Random::default();
+        let begin = Instant::now();
+        let requests = self.keep_busy(workload, |requests| {
+            // Asking the time for each request would be part of what is measured.
+            let over = requests & 63 == 0 && begin.elapsed() >= workload.duration;
+            (!over).then(|| random.below(blocks) * workload.block as u64)
+        })?;
+        Ok(Outcome {
+            requests,
+            elapsed: begin.elapsed(),
+        })
+    }
+
+    /// Runs the workload once at each of the offsets, whatever time that takes, and a flush if it writes.
+    pub(crate) fn run_at(&mut self, workload: &Workload, offsets: &[u64]) -> anyhow::Result<Outcome> {
+        let mut offsets = offsets.iter().copied();
+        let begin = Instant::now();
+        let requests = self.keep_busy(workload, |_| offsets.next())?;
+        if workload.write {
+            self.queue.flush(0, ReqFlags::empty());
+            self.wait_for_one()?;
+        }
+        Ok(Outcome {
+            requests,
+            elapsed: begin.elapsed(),
+        })
+    }
+
+    /// Keeps as many requests in flight as the workload wants until there is no next one. `next` is told how many have
+    /// completed.
+    fn keep_busy(&mut self, workload: &Workload, mut next: impl FnMut(u64) -> Option<u64>) -> anyhow::Result<u64> {
+        if workload.depth * workload.block > self.memory_len {
             bail!(
                 "{} requests of {} bytes do not fit the client's memory",
                 workload.depth,
                 workload.block
             );
         }
-        let mut random = 0x9e37_79b9_7f4a_7c15;
         let mut done: Vec<MaybeUninit<Completion>> = (0..workload.depth).map(|_| MaybeUninit::uninit()).collect();
-        let begin = Instant::now();
-        let mut requests = 0;
+        let mut in_flight = 0;
         for slot in 0..workload.depth {
-            self.start(workload, slot, &mut random);
+            let Some(offset) = next(0) else { break };
+            self.start(workload, slot, offset);
+            in_flight += 1;
         }
-        let mut in_flight = workload.depth;
+        let mut requests = 0;
         let mut stopping = false;
         while in_flight > 0 {
             let count = self.queue.do_io(&mut done, 1, None, None).map_err(blkio_error)?;
@@ -124,30 +166,36 @@ impl Client {
                     bail!("a request failed with error {ret}");
                 }
                 requests += 1;
-                if stopping {
-                    in_flight -= 1;
-                } else {
-                    self.start(workload, slot, &mut random);
+                let offset = if stopping { None } else { next(requests) };
+                match offset {
+                    Some(offset) => self.start(workload, slot, offset),
+                    None => {
+                        stopping = true;
+                        in_flight -= 1;
+                    }
                 }
             }
-            // Asking the time for each completion would be part of what is measured.
-            if requests & 63 < count as u64 && !stopping {
-                stopping = begin.elapsed() >= workload.duration;
-            }
         }
-        Ok(Outcome {
-            requests,
-            elapsed: begin.elapsed(),
-        })
+        Ok(requests)
     }
 
     /// Writes every byte of the disk once.
-    pub(super) fn fill(&mut self) -> anyhow::Result<()> {
-        let mut done = [MaybeUninit::uninit()];
+    pub(crate) fn fill(&mut self) -> anyhow::Result<()> {
         for offset in (0..self.capacity).step_by(FILL_BYTES) {
             let len = FILL_BYTES.min((self.capacity - offset) as usize);
             self.queue.write(offset, self.memory, len, 0, ReqFlags::empty());
-            self.queue.do_io(&mut done, 1, None, None).map_err(blkio_error)?;
+            self.wait_for_one()?;
+        }
+        Ok(())
+    }
+
+    fn wait_for_one(&mut self) -> anyhow::Result<()> {
+        let mut done = [MaybeUninit::uninit()];
+        self.queue.do_io(&mut done, 1, None, None).map_err(blkio_error)?;
+        // SAFETY: `do_io` returns when it has filled one.
+        let ret = unsafe { done[0].assume_init_ref() }.ret;
+        if ret != 0 {
+            bail!("a request failed with error {ret}");
         }
         Ok(())
     }
@@ -155,6 +203,30 @@ impl Client {
 
 /// Bytes of a request that fills the disk.
 const FILL_BYTES: usize = 8 << 20;
+
+/// xorshift64: any sequence without pattern will do.
+pub(crate) struct Random(u64);
+
+impl Default for Random {
+    fn default() -> Self {
+        Self(0x9e37_79b9_7f4a_7c15)
+    }
+}
+
+impl Random {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+        for last in (1..items.len()).rev() {
+            items.swap(last, self.below(last as u64 + 1) as usize);
+        }
+    }
+}
 
 fn blkio_error(error: blkio::Error) -> anyhow::Error {
     anyhow::anyhow!("{}", error.message())

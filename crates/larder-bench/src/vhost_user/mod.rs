@@ -3,8 +3,8 @@
 //! Each round measures every server in turn on the same image with the same client; the table shows medians over the
 //! rounds. CPU is the server's own, all threads, per request.
 
-mod client;
-mod server;
+pub(crate) mod client;
+pub(crate) mod server;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Args;
 
-use client::{Client, Workload};
+use client::{Client, Outcome, Workload};
 use server::Server;
 
 /// Compare vhost-user-blk servers on one image
@@ -47,27 +47,42 @@ pub(crate) struct Arguments {
 
 /// One server at one workload: a value per round.
 #[derive(Default, Clone)]
-struct Series {
-    iops: Vec<f64>,
-    cpu_us: Vec<f64>,
+pub(crate) struct Series {
+    pub(crate) iops: Vec<f64>,
+    pub(crate) cpu_us: Vec<f64>,
+}
+
+impl Series {
+    pub(crate) fn push(&mut self, outcome: Outcome, used: Duration) {
+        self.iops.push(outcome.iops());
+        self.cpu_us.push(used.as_secs_f64() * 1e6 / outcome.requests as f64);
+    }
 }
 
 /// Size of the image that is made if none is given, in bytes.
 const IMAGE_BYTES: u64 = 1 << 30;
 
-/// Larder as it was built beside this program, and QEMU's storage daemon with its I/O thread and adaptive polling.
-fn default_servers() -> anyhow::Result<Vec<String>> {
+/// Larder as it was built beside this program.
+pub(crate) fn larder() -> anyhow::Result<PathBuf> {
     let larder = std::env::current_exe()?.with_file_name("larder");
     if !larder.exists() {
         bail!("{} is missing: cargo build --release --workspace", larder.display());
     }
+    Ok(larder)
+}
+
+/// What runs a command in the chroot that has QEMU 10.
+pub(crate) fn debian13() -> anyhow::Result<&'static Path> {
     let enter = Path::new("testbed/debian13.sh");
     if !enter.exists() {
-        bail!(
-            "{} is missing: run this in the project's directory, or name the servers with --server",
-            enter.display()
-        );
+        bail!("{} is missing: run this in the project's directory", enter.display());
     }
+    Ok(enter)
+}
+
+/// Larder, and QEMU's storage daemon with its I/O thread and adaptive polling.
+fn default_servers() -> anyhow::Result<Vec<String>> {
+    let (larder, enter) = (larder()?, debian13()?);
     Ok(vec![
         format!("larder={} disk serve {{image}} --socket {{socket}}", larder.display()),
         format!(
@@ -120,9 +135,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             for (workload, series) in workloads.iter().zip(series) {
                 let before = server.cpu_time()?;
                 let outcome = client.run(workload)?;
-                let used = server.cpu_time()?.0 - before.0;
-                series.iops.push(outcome.iops());
-                series.cpu_us.push(used.as_secs_f64() * 1e6 / outcome.requests as f64);
+                series.push(outcome, server.cpu_time()?.0 - before.0);
             }
         }
     }
@@ -150,7 +163,7 @@ fn workloads(arguments: &Arguments) -> Vec<Workload> {
     workloads
 }
 
-fn median(values: &[f64]) -> f64 {
+pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)

@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 /// A server process that is killed when this goes.
-pub(super) struct Server {
+pub(crate) struct Server {
     child: Child,
     socket: PathBuf,
 }
 
 /// What a server used.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct CpuTime(pub(super) Duration);
+pub(crate) struct CpuTime(pub(crate) Duration);
 
 impl Server {
     /// Starts a shell-like command line in which `{image}` and `{socket}` stand for the two paths.
-    pub(super) fn start(command: &str, image: &Path, socket: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn start(command: &str, image: &Path, socket: &Path) -> anyhow::Result<Self> {
         // The last one's socket may still lie there.
         let _ = fs::remove_file(socket);
         let fill = |word: &str| {
@@ -51,13 +51,21 @@ impl Server {
             if Instant::now() > give_up {
                 bail!("the server does not listen on {}", self.socket.display());
             }
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(Duration::from_micros(200));
         }
         Ok(())
     }
 
+    /// Bytes of memory of its own, without files and the client's memory.
+    pub(crate) fn memory_bytes(&self) -> anyhow::Result<u64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = line.and_then(|line| line.split_whitespace().next());
+        Ok(kib.context("no RssAnon in its status")?.parse::<u64>()? << 10)
+    }
+
     /// CPU time of all its threads so far, to the nanosecond.
-    pub(super) fn cpu_time(&self) -> anyhow::Result<CpuTime> {
+    pub(crate) fn cpu_time(&self) -> anyhow::Result<CpuTime> {
         let mut nanos = 0;
         for thread in fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
             let text = fs::read_to_string(thread?.path().join("schedstat"))?;

@@ -1,0 +1,42 @@
+//! Tables in Markdown: medians over the rounds, and ratios to other servers of the same round, with their spread.
+
+use crate::vhost_user::{Series, median};
+
+/// Prints a row for each workload and server. `grid[server][workload]` has the values; `references` says which servers
+/// the others are compared with.
+pub(super) fn print(servers: &[String], workloads: &[String], grid: &[Vec<Series>], references: &[usize]) {
+    print!("| workload | server | IOPS | CPU us |");
+    for reference in references {
+        print!(" IOPS x {} |", servers[*reference]);
+    }
+    println!("\n|{}", " --- |".repeat(4 + references.len()));
+    for (column, workload) in workloads.iter().enumerate() {
+        for (server, row) in servers.iter().zip(grid) {
+            let series = &row[column];
+            let (iops, cpu) = (median(&series.iops), median(&series.cpu_us));
+            print!("| {workload} | {server} | {iops:.0} | {cpu:.2} |");
+            for reference in references {
+                let other = &grid[*reference][column];
+                match std::ptr::eq(series, other) {
+                    true => print!(" |"),
+                    false => print!(" {} |", ratio(&series.iops, &other.iops)),
+                }
+            }
+            println!();
+        }
+    }
+    println!();
+}
+
+/// The median of the rounds' ratios, the lowest and the highest.
+fn ratio(values: &[f64], others: &[f64]) -> String {
+    let ratios: Vec<f64> = values.iter().zip(others).map(|(value, other)| value / other).collect();
+    format!("{:.2} ({})", median(&ratios), spread(&ratios, 2))
+}
+
+/// The lowest and the highest value.
+pub(super) fn spread(values: &[f64], digits: usize) -> String {
+    let low = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    format!("{low:.digits$} to {high:.digits$}")
+}

@@ -1,0 +1,142 @@
+//! The servers that are compared, as commands in which `{image}` and `{socket}` stand for paths.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use larder_block::ByteLen;
+
+use crate::vhost_user::server::Server;
+use crate::vhost_user::{debian13, larder};
+
+/// A server on an image.
+#[derive(Clone, Debug)]
+pub(super) struct Contender {
+    pub(super) name: String,
+    pub(super) command: String,
+    pub(super) image: PathBuf,
+}
+
+/// How the servers reach their image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Access {
+    /// Through the page cache, so that the software is what is measured.
+    Buffered,
+    /// Direct I/O.
+    Direct,
+}
+
+impl Access {
+    /// Direct I/O where the file system has it.
+    pub(super) fn best_of(folder: &Path) -> anyhow::Result<Self> {
+        const TMPFS: i128 = 0x0102_1994;
+        Ok(match rustix::fs::statfs(folder)?.f_type as i128 == TMPFS {
+            true => Self::Buffered,
+            false => Self::Direct,
+        })
+    }
+}
+
+/// QEMU's cache of L2 entries.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum L2Cache {
+    /// QEMU's choice.
+    Default,
+    /// So many bytes.
+    Of(u64),
+    /// As it was before QEMU 3.1: whole tables, max(1 MiB, 8 clusters) of them.
+    Old { cluster_len: u64 },
+}
+
+impl L2Cache {
+    fn options(self) -> String {
+        match self {
+            Self::Default => String::new(),
+            Self::Of(bytes) => format!(",l2-cache-size={bytes}"),
+            Self::Old { cluster_len } => format!(
+                ",l2-cache-size={},l2-cache-entry-size={cluster_len}",
+                (8 * cluster_len).max(1 << 20)
+            ),
+        }
+    }
+}
+
+fn size(bytes: u64) -> String {
+    ByteLen::new(bytes).to_string()
+}
+
+/// Larder on a raw image.
+pub(super) fn larder_raw(image: &Path, access: Access) -> anyhow::Result<Contender> {
+    larder_with("Larder raw".to_owned(), image, access, "--format raw")
+}
+
+/// Larder on a qcow2 image, with its default of memory or so many bytes.
+pub(super) fn larder_qcow2(image: &Path, access: Access, memory: Option<u64>) -> anyhow::Result<Contender> {
+    let (name, options) = match memory {
+        None => ("Larder".to_owned(), "--format qcow2".to_owned()),
+        Some(memory) => (
+            format!("Larder {}", size(memory)),
+            format!("--format qcow2 --metadata-memory {}MiB", memory >> 20),
+        ),
+    };
+    larder_with(name, image, access, &options)
+}
+
+fn larder_with(name: String, image: &Path, access: Access, options: &str) -> anyhow::Result<Contender> {
+    let buffered = if access == Access::Buffered { " --buffered" } else { "" };
+    let larder = larder()?;
+    Ok(Contender {
+        name,
+        command: format!(
+            "{} disk serve {{image}} {options}{buffered} --socket {{socket}}",
+            larder.display()
+        ),
+        image: image.to_owned(),
+    })
+}
+
+/// QEMU's storage daemon on a qcow2 image, with its I/O thread and adaptive polling.
+pub(super) fn qemu(image: &Path, access: Access, cache: L2Cache) -> anyhow::Result<Contender> {
+    let how = match access {
+        Access::Buffered => "aio=threads",
+        Access::Direct => "aio=io_uring,cache.direct=on",
+    };
+    let name = match cache {
+        L2Cache::Default => "QEMU".to_owned(),
+        L2Cache::Of(bytes) => format!("QEMU {}", size(bytes)),
+        L2Cache::Old { .. } => "QEMU, old default".to_owned(),
+    };
+    Ok(Contender {
+        name,
+        command: format!(
+            "{} qemu-storage-daemon --object iothread,id=io,poll-max-ns=32768 \
+             --blockdev driver=file,filename={{image}},node-name=file,{how} \
+             --blockdev driver=qcow2,file=file,node-name=disk{} \
+             --export vhost-user-blk,id=export,node-name=disk,addr.type=unix,addr.path={{socket}},iothread=io,writable=on",
+            debian13()?.display(),
+            cache.options()
+        ),
+        image: image.to_owned(),
+    })
+}
+
+impl Contender {
+    pub(super) fn start(&self, socket: &Path) -> anyhow::Result<Server> {
+        Server::start(&self.command, &self.image, socket)
+    }
+}
+
+/// Waits until the server does nothing any more: it has read what it reads in the background.
+pub(super) fn wait_until_idle(server: &Server) -> anyhow::Result<()> {
+    const LOOK_EVERY: Duration = Duration::from_millis(50);
+    let give_up = Instant::now() + Duration::from_secs(120);
+    let mut before = server.cpu_time()?.0;
+    while Instant::now() < give_up {
+        std::thread::sleep(LOOK_EVERY);
+        let now = server.cpu_time()?.0;
+        if now - before < LOOK_EVERY / 25 {
+            break;
+        }
+        before = now;
+    }
+    Ok(())
+}
