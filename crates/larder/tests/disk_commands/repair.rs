@@ -1,7 +1,7 @@
 //! `larder disk check --repair` mends what can be mended, and loses nothing that can be read.
 
 use crate::check::{number, qemu_check};
-use crate::damage::{Bytes, DAMAGES};
+use crate::damage::{Bytes, COPIED, DAMAGES};
 use crate::made::{KINDS, Made};
 use crate::support::tool;
 use crate::{larder, larder_json, qemu_img, text_of};
@@ -66,6 +66,25 @@ fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
     let (code, text, _) = larder(&["disk", "check", "--repair"], &made.image);
     assert_eq!(code, 1);
     assert!(text.contains("cannot be mended"), "{text}");
+}
+
+#[test]
+fn a_guests_data_is_not_taken_for_a_table_and_mended() {
+    let made = Made::new(&KINDS[0]);
+    let expected = made.content("expected.raw").expect("a sound image");
+    let mut bytes = Bytes::of(&made.image);
+    // The L1 entry of the snapshot leads to a cluster of the active disk.
+    let data = bytes.u64(bytes.l2_entry(20 << 20)) & !COPIED;
+    let snapshot_l1 = bytes.u64(bytes.u64(64));
+    bytes.set(snapshot_l1, data);
+    bytes.put(&made.image);
+    let (code, ours) = larder_json(&["disk", "check", "--repair"], &made.image);
+    assert_eq!(code, 1, "{ours:#}");
+    let arguments = ["compare", "-f", "raw", "-F", "qcow2"];
+    tool(
+        "qemu-img",
+        &[&arguments[..], &[text_of(&expected), text_of(&made.image)]].concat(),
+    );
 }
 
 #[test]
