@@ -406,6 +406,15 @@ pub(crate) const DAMAGES: &[Damage] = &[
         apply: |bytes| bytes.change(72, |bits| bits | 3),
         ..DAMAGE
     },
+    Damage {
+        name: "marked as dirty, and a refcount of 0",
+        fits: |kind| version_3(kind) && own_data(kind),
+        apply: |bytes| {
+            bytes.change(72, |bits| bits | 1);
+            bytes.set_refcount(bytes.host(OWN), 0);
+        },
+        ..DAMAGE
+    },
 ];
 
 /// Where the bitmap directory is, by the header extension.
