@@ -139,6 +139,8 @@ pub struct ImageOptions {
     pub nbd: NbdOptions,
     /// What the disk may do per second.
     pub limits: Limits,
+    /// Change nothing, and ask no NBD server; see [`try_to_open`].
+    pub trial: bool,
 }
 
 impl Default for ImageOptions {
@@ -152,6 +154,7 @@ impl Default for ImageOptions {
             keep_space: false,
             nbd: NbdOptions::default(),
             limits: Limits::NONE,
+            trial: false,
         }
     }
 }
@@ -216,37 +219,7 @@ const MAGICS: [(&[u8], &str); 5] = [
 /// # Errors
 /// See [`ImageError`].
 pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    open_with(on, image, options, Purpose::Serve).await
-}
-
-/// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after
-/// their first client, and nothing is written to what the disk holds.
-///
-/// # Errors
-/// See [`ImageError`]; [`ImageError::NotAsked`] if all is well as far as that can be told.
-pub async fn try_to_open(
-    on: &Loop,
-    image: &ImageAddress,
-    options: &ImageOptions,
-) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    open_with(on, image, options, Purpose::Try).await
-}
-
-/// What an image is opened for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    Serve,
-    /// To see whether it could be served: without NBD servers, and without taking up what a killed server has left.
-    Try,
-}
-
-async fn open_with(
-    on: &Loop,
-    image: &ImageAddress,
-    options: &ImageOptions,
-    purpose: Purpose,
-) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let mut device = chain::open(on, image, options, purpose).await?;
+    let mut device = chain::open(on, image, options).await?;
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
     }
@@ -258,6 +231,23 @@ async fn open_with(
         })?);
     }
     Ok(device)
+}
+
+/// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after
+/// their first client, and nothing is changed: what a killed server has left is not taken up.
+///
+/// # Errors
+/// See [`ImageError`]; [`ImageError::NotAsked`] if all is well as far as that can be told.
+pub async fn try_to_open(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    let options = ImageOptions {
+        trial: true,
+        ..options.clone()
+    };
+    open(on, image, &options).await
 }
 
 /// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes. A `container` is not the disk
@@ -278,6 +268,7 @@ pub async fn open_bytes(
                 share: options.share,
                 caching: options.caching,
                 container,
+                trial: options.trial,
             };
             FileDevice::open(on, path, file).await?
         }

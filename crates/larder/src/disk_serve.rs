@@ -94,6 +94,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
                 ..NbdOptions::default()
             },
             limits: arguments.throttle.unwrap_or(Limits::NONE),
+            trial: false,
         },
         exports: ExportsConfig {
             vhost_user_at,

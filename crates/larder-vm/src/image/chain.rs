@@ -7,7 +7,7 @@ use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
-use super::{Format, ImageAddress, ImageError, ImageOptions, Purpose, begins_like, journal, open_bytes, recognise};
+use super::{Format, ImageAddress, ImageError, ImageOptions, begins_like, journal, open_bytes, recognise};
 
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
@@ -17,12 +17,10 @@ pub(super) async fn open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
-    purpose: Purpose,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let mut opener = Opener {
         on,
         options,
-        purpose,
         opened: Vec::new(),
     };
     opener.open(image, options.format, options.read_only).await
@@ -31,7 +29,6 @@ pub(super) async fn open(
 struct Opener<'a> {
     on: &'a Loop,
     options: &'a ImageOptions,
-    purpose: Purpose,
     /// The images that led here, outermost first.
     opened: Vec<ImageAddress>,
 }
@@ -44,7 +41,7 @@ impl Opener<'_> {
         read_only: bool,
     ) -> BoxFuture<'a, Result<Rc<dyn BlockDevice>, ImageError>> {
         Box::pin(async move {
-            if let (ImageAddress::Nbd(uri), Purpose::Try) = (image, self.purpose) {
+            if let (ImageAddress::Nbd(uri), true) = (image, self.options.trial) {
                 return Err(ImageError::NotAsked { uri: uri.to_string() });
             }
             let is_guessed = format.is_none();
@@ -97,9 +94,16 @@ impl Opener<'_> {
             Some(name) => Some(self.open_backing(image, name, header.backing_format.as_deref()).await?),
             None => None,
         };
+        if header.corrupt && !read_only {
+            return Err(ImageError::Qcow2(larder_qcow2::OpenError::Header {
+                name: image.to_string(),
+                source: larder_qcow2::header::HeaderError::Corrupt,
+            }));
+        }
+        let read_only = read_only || self.options.trial;
         let options = OpenOptions {
             read_only,
-            journal: match read_only || self.purpose == Purpose::Try {
+            journal: match read_only {
                 true => None,
                 false => journal::open(image),
             },

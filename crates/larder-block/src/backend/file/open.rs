@@ -46,6 +46,8 @@ pub struct FileOptions {
     /// The file is a container, not the disk itself: its end means nothing. It is filled up to whole blocks, with zeros
     /// that only seem to be there if it is read-only.
     pub container: bool,
+    /// It is opened to see whether that can be done: nothing is changed.
+    pub trial: bool,
 }
 
 /// Why a file cannot be opened as a disk.
@@ -137,7 +139,7 @@ impl FileDevice {
         let container = options.container && kind != Kind::Block;
         if container {
             let whole = size.next_multiple_of(CONTAINER_UNIT);
-            if whole != size && !options.read_only {
+            if whole != size && !options.read_only && !options.trial {
                 rustix::fs::ftruncate(&file, whole)
                     .map_err(io::Error::from)
                     .map_err(os("filling its last block"))?;
