@@ -51,8 +51,9 @@ pub struct Qcow2 {
     pub(crate) freed: RefCell<Vec<Freed>>,
     /// Clusters that nothing in the image refers to either; free once the epoch has ended.
     pub(crate) released: RefCell<Vec<(u64, Freed)>>,
-    /// Host clusters that hold metadata, sorted, as they were when the image was opened; empty if it is read-only.
-    pub(crate) metadata: Vec<u64>,
+    /// Host clusters that hold metadata, sorted, as they were when the image was opened, without those that are free
+    /// since; empty if it is read-only.
+    pub(crate) metadata: RefCell<Vec<u64>>,
     /// Guest clusters (as bytes) whose mapping is being changed.
     pub(crate) mapping: Ranges,
     /// Leaves (a byte each) that are being read.

@@ -175,7 +175,7 @@ impl Qcow2 {
         };
         let metadata = match read_only {
             true => Vec::new(),
-            false => metadata_clusters(&header, &l1, &refcount_table),
+            false => metadata_clusters(&name, &header, &l1, &refcount_table)?,
         };
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
@@ -238,7 +238,7 @@ impl Qcow2 {
             space: RefCell::new(Space::new(file_clusters)),
             freed: RefCell::default(),
             released: RefCell::default(),
-            metadata,
+            metadata: RefCell::new(metadata),
             mapping: Ranges::default(),
             loading: Ranges::default(),
             tables: Ranges::default(),
@@ -382,24 +382,46 @@ pub(crate) fn check_tables(name: &Rc<str>, header: &Header, size: u64) -> Result
     Ok(())
 }
 
-/// The clusters that hold the header, the tables, and what they lead to; sorted.
-fn metadata_clusters(header: &Header, l1: &[u64], refcount_table: &[u64]) -> Vec<u64> {
+/// The clusters that hold the header, the tables, and what they lead to; sorted. An image in which two of these share a
+/// cluster is refused: changing one would damage the other.
+fn metadata_clusters(
+    name: &Rc<str>,
+    header: &Header,
+    l1: &[u64],
+    refcount_table: &[u64],
+) -> Result<Vec<u64>, OpenError> {
     let bits = header.shape.cluster_bits;
-    let clusters_of = |offset: u64, len: u64| (offset >> bits)..(offset + len).div_ceil(1 << bits);
-    let mut clusters: Vec<u64> = vec![0];
-    if header.l1.entries > 0 {
-        clusters.extend(clusters_of(header.l1.offset, header.l1.entries * 8));
-    }
-    clusters.extend(clusters_of(
-        header.refcount_table.offset,
-        header.refcount_table.entries * 8,
-    ));
-    let tables = l1.iter().chain(refcount_table).map(|entry| (entry & OFFSET) >> bits);
-    clusters.extend(tables.filter(|cluster| *cluster != 0));
+    let mut found: Vec<(u64, &'static str)> = Vec::new();
+    let mut take = |what, offset: u64, len: u64| {
+        let clusters = (offset >> bits)..(offset + len).div_ceil(1 << bits);
+        found.extend(clusters.map(|cluster| (cluster, what)));
+    };
+    take("the header", 0, 1);
+    take("the L1 table", header.l1.offset, header.l1.entries * 8);
+    let table = header.refcount_table;
+    take("the refcount table", table.offset, table.entries * 8);
     if header.snapshots > 0 {
-        clusters.push(header.snapshots_offset >> bits);
+        take("the snapshot table", header.snapshots_offset, 1);
     }
-    clusters.sort_unstable();
-    clusters.dedup();
-    clusters
+    let tables = l1.iter().map(|entry| (entry & OFFSET, "an L2 table"));
+    let blocks = refcount_table.iter().map(|entry| (*entry, "a refcount block"));
+    for (offset, what) in tables.chain(blocks) {
+        // What lies anywhere else is never used.
+        if offset != 0 && offset & (header.shape.cluster_len() - 1) == 0 {
+            take(what, offset, 1);
+        }
+    }
+    found.sort_unstable();
+    for pair in found.windows(2) {
+        if let [(cluster, first), (other, second)] = *pair
+            && cluster == other
+        {
+            return Err(OpenError::Overlap {
+                name: name.to_string(),
+                first,
+                second,
+            });
+        }
+    }
+    Ok(found.into_iter().map(|(cluster, _)| cluster).collect())
 }

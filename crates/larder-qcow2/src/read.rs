@@ -189,12 +189,13 @@ impl Qcow2 {
 
     /// The first entry that may be changed in place and lies where metadata is.
     fn overlaps(&self, entries: &[Entry]) -> Option<usize> {
-        if self.metadata.is_empty() || self.data_file.is_some() {
+        let metadata = self.metadata.borrow();
+        if metadata.is_empty() || self.data_file.is_some() {
             return None;
         }
         entries.iter().position(|entry| {
             let host = entry.host().filter(|_| entry.is_copied());
-            host.is_some_and(|host| self.metadata.binary_search(&(host >> self.shape.cluster_bits)).is_ok())
+            host.is_some_and(|host| metadata.binary_search(&(host >> self.shape.cluster_bits)).is_ok())
         })
     }
 

@@ -104,7 +104,7 @@ impl Refcounts {
         let per_block = self.shape.refcount_block_bits() - self.shape.refcount_slice_bits();
         let block = *self.table.get((slice >> per_block) as usize)?;
         let within = slice & ((1 << per_block) - 1);
-        (block != 0).then(|| block + within * self.shape.slice_len())
+        (block != 0).then(|| block.saturating_add(within * self.shape.slice_len()))
     }
 
     /// A new block at `offset`, which reads as zeros there.

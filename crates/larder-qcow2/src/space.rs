@@ -150,7 +150,10 @@ impl Qcow2 {
     /// Reads a slice of refcounts.
     async fn load_refcounts(&self, slice: u64, offset: u64) -> IoResult {
         let at = ByteRange::new(offset, self.shape.slice_len());
-        if offset & (self.shape.slice_len() - 1) != 0 || at.end().get() > self.file.geometry().size.get() {
+        let in_cluster = self.shape.cluster_len() - 1;
+        let is_aligned = offset & in_cluster == (slice * self.shape.slice_len()) & in_cluster;
+        let size = self.file.geometry().size;
+        if !is_aligned || at.checked_end().is_none_or(|end| end.get() > size.get()) {
             tracing::error!(
                 "{}: a refcount block is said to be at {offset:#x}, outside the file or not aligned; run `larder disk check`",
                 self.name
@@ -225,6 +228,9 @@ impl Qcow2 {
     async fn cover(&self, first: u64, count: u64) -> IoResult<u64> {
         let bits = self.shape.cluster_bits;
         let size = self.file.geometry().size.get();
+        if first + count > OFFSET >> bits {
+            return Err(self.no_space());
+        }
         let needed = (first + count) << bits;
         if needed <= size {
             return Ok(count);
@@ -246,17 +252,23 @@ impl Qcow2 {
 
     /// Refuses to take clusters for free that are in use whatever their refcounts say.
     fn check_free(&self, clusters: Range<u64>) -> IoResult {
-        let at = self.metadata.partition_point(|cluster| *cluster < clusters.start);
-        match self.metadata.get(at) {
-            Some(cluster) if *cluster < clusters.end => {
+        match self.metadata_in(&clusters) {
+            Some(cluster) => {
                 tracing::error!(
                     "{}: cluster {cluster} holds metadata but its refcount is 0: the image is corrupt; run `larder disk check --repair`",
                     self.name
                 );
                 Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
+    }
+
+    /// The first of these clusters that holds metadata.
+    pub(crate) fn metadata_in(&self, clusters: &Range<u64>) -> Option<u64> {
+        let metadata = self.metadata.borrow();
+        let at = metadata.partition_point(|cluster| *cluster < clusters.start);
+        metadata.get(at).copied().filter(|cluster| *cluster < clusters.end)
     }
 
     /// Makes the refcount block for `cluster`, in which nothing is used yet, out of that cluster.
@@ -340,6 +352,7 @@ impl Qcow2 {
             return Err(self.no_space());
         }
         let all = new_blocks + table_clusters;
+        self.check_free(first..first + all)?;
         let size = (first + all) << self.shape.cluster_bits;
         self.file.grow(ByteLen::new(size)).await?;
         for cluster in first..first + new_blocks {
@@ -390,6 +403,7 @@ impl Qcow2 {
                 self.add_refcount_block(cluster).await?;
                 continue;
             }
+            self.check_free(first..first + count)?;
             self.file
                 .grow(ByteLen::new((first + count) << self.shape.cluster_bits))
                 .await?;
@@ -421,12 +435,13 @@ impl Qcow2 {
     /// Has the active L2 table `index` exist and belong to the active L1 table alone.
     pub(crate) async fn own_table(&self, index: u64) -> IoResult {
         let entry = |image: &Self| image.l1.borrow()[index as usize];
-        if entry(self) & crate::entry::COPIED != 0 {
+        let is_own = |entry: u64| entry & crate::entry::COPIED != 0 && entry & OFFSET != 0;
+        if is_own(entry(self)) {
             return Ok(());
         }
         let _held = self.tables.enter(ByteRange::new(index, 1), Mode::Exclusive).await;
         let old = entry(self);
-        if old & crate::entry::COPIED != 0 {
+        if is_own(old) {
             return Ok(());
         }
         let new = self.allocate(1).await?;
@@ -517,6 +532,11 @@ impl Qcow2 {
         }
         self.refcounts.borrow_mut().set(cluster, count - 1);
         if count == 1 {
+            // An L1 table, L2 table, or refcount table that was left behind.
+            let mut metadata = self.metadata.borrow_mut();
+            if let Ok(at) = metadata.binary_search(&cluster) {
+                metadata.remove(at);
+            }
             let mut space = self.space.borrow_mut();
             if !space.window.contains(&cluster) {
                 space.cursor = space.cursor.min(cluster);

@@ -335,6 +335,13 @@ impl Qcow2 {
                 _ => return,
             }
         };
+        if let Some(cluster) = self.metadata_in(&(freed.first..freed.first + freed.count)) {
+            tracing::error!(
+                "{}: cluster {cluster} held data of the guest and metadata: the image is corrupt; run `larder disk check`",
+                self.name
+            );
+            return;
+        }
         self.freed.borrow_mut().push(freed);
     }
 }
