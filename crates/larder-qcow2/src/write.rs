@@ -46,6 +46,9 @@ impl Qcow2 {
         if piece.content == Content::Data && piece.copied {
             let written = ByteRange::new(range.start.get(), piece.len);
             self.check_inside(piece, written)?;
+            if self.data_file.is_some() {
+                self.cover_data_file(piece.host + piece.len).await?;
+            }
             let part = buffer.slice(0, piece.len as usize);
             self.data()
                 .write(ByteOffset::new(piece.host), part, WriteFlags::NONE)
