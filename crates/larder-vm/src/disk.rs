@@ -19,6 +19,10 @@ pub const POLL_US_MAX: u64 = 10_000;
 /// The longest wait for an NBD server that a user may ask for, in seconds: a year.
 pub const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 
+/// The stack of a disk's thread: a long chain of backing files is opened and read through file by file, each within the
+/// one before, at some 40 KiB each. Only what is used takes memory.
+const STACK_BYTES: usize = 32 << 20;
+
 /// What to serve, and how.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
@@ -86,6 +90,7 @@ impl Disk {
         let (report, ready) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("larder-disk".to_owned())
+            .stack_size(STACK_BYTES)
             .spawn(move || serve(&config, &theirs, &report))
             .map_err(DiskError::Thread)?;
         match ready.recv() {
