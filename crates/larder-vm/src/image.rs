@@ -268,7 +268,6 @@ pub async fn open_bytes(
                 share: options.share,
                 caching: options.caching,
                 container,
-                trial: options.trial,
             };
             FileDevice::open(on, path, file).await?
         }

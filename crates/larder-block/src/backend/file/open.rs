@@ -43,11 +43,9 @@ pub struct FileOptions {
     pub share: bool,
     /// Page cache or not.
     pub caching: Caching,
-    /// The file is a container, not the disk itself: its end means nothing. It is filled up to whole blocks, with zeros
-    /// that only seem to be there if it is read-only.
+    /// The file is a container, not the disk itself: its end means nothing. It seems to be filled up to
+    /// whole blocks, with zeros, and is once something is written there.
     pub container: bool,
-    /// It is opened to see whether that can be done: nothing is changed.
-    pub trial: bool,
 }
 
 /// Why a file cannot be opened as a disk.
@@ -138,13 +136,8 @@ impl FileDevice {
         }
         let container = options.container && kind != Kind::Block;
         if container {
-            let whole = size.next_multiple_of(CONTAINER_UNIT);
-            if whole != size && !options.read_only && !options.trial {
-                rustix::fs::ftruncate(&file, whole)
-                    .map_err(io::Error::from)
-                    .map_err(os("filling its last block"))?;
-            }
-            size = whole;
+            // The file itself grows when something is written there: it may yet turn out not to be such a container.
+            size = size.next_multiple_of(CONTAINER_UNIT);
         } else {
             tell_of_odd_size(path, size, options.read_only);
         }
