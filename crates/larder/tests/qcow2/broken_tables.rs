@@ -1,0 +1,334 @@
+//! Images whose tables make no sense, which shows only when they are used: the guest gets an error, the log says what
+//! and where, the rest of the disk works, and nothing is written where it must not be.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use larder_bench::campaign::Random;
+use tempfile::TempDir;
+
+use crate::bad_input::{Bytes, sound};
+use crate::corpus::images;
+use crate::operations::commands;
+use crate::served::{Health, Served, health, refused, text};
+use crate::spec::{Kind, Spec};
+use crate::support::{LIMIT, on_tmpfs, tool};
+
+const COPIED: u64 = 1 << 63;
+const COMPRESSED: u64 = 1 << 62;
+
+fn broken(folder: &TempDir, change: impl FnOnce(&mut Bytes)) -> PathBuf {
+    let image = sound(folder, "broken.qcow2");
+    let mut bytes = Bytes::of(&image);
+    change(&mut bytes);
+    fs::write(&image, &bytes.0).expect("writes");
+    image
+}
+
+/// The first cluster of the disk is neither read nor written, and the image stays as it is; the second one is fine. The
+/// log says all this.
+fn only_the_first_cluster_fails(image: &Path, says: &[&str]) {
+    let before = fs::read(image).expect("reads");
+    for options in [&["--read-only"][..], &[]] {
+        let served = Served::new(image, options);
+        if options.is_empty() {
+            for command in ["read 0 4k", "read 60k 8k", "write -P 9 0 64k", "write -P 9 8k 4k"] {
+                let (success, said) = served.try_io(&[command]);
+                assert!(!success && said.contains("error"), "{command}: {said}");
+            }
+            served.io(&["read -P 17 64k 64k", "write -P 17 100k 4k", "flush"]);
+        } else {
+            let into = image.with_extension("dump");
+            let output = std::process::Command::new("qemu-img")
+                .args(["convert", "-f", "raw", "-O", "raw", &served.uri(), text(&into)])
+                .output()
+                .expect("qemu-img is there");
+            assert!(!output.status.success(), "{}", image.display());
+        }
+        let log = served.stop();
+        for text in says.iter().chain(&[text(image), "larder disk check"]) {
+            assert!(log.contains(text), "'{text}' is missing: {log}");
+        }
+    }
+    let after = fs::read(image).expect("reads");
+    let same = after.iter().zip(&before).position(|(one, other)| one != other);
+    assert_eq!(same, None, "the image has changed");
+}
+
+#[test]
+fn an_entry_that_leads_nowhere_is_an_error() {
+    let folder = on_tmpfs();
+    for (entry, says) in [
+        (COPIED | 0x5_0200, "0x50200, which is no multiple of the cluster size"),
+        (COPIED | 1 << 40, "0x10000000000, past the end of the file"),
+        (
+            COPIED | 0x00ff_ffff_ffff_0000,
+            "0xffffffffff0000, past the end of the file",
+        ),
+    ] {
+        let image = broken(&folder, |bytes| {
+            let at = bytes.l2();
+            bytes.put_u64(at, entry);
+        });
+        only_the_first_cluster_fails(&image, &["entry 0 of L2 table 0", says]);
+    }
+}
+
+#[test]
+fn a_cluster_that_lies_where_metadata_is_is_not_served() {
+    let folder = on_tmpfs();
+    let template = Bytes::of(&sound(&folder, "template.qcow2"));
+    for place in [
+        template.refcount_table(),
+        template.refcount_block(),
+        template.l1(),
+        template.l2(),
+    ] {
+        let image = broken(&folder, |bytes| {
+            let at = bytes.l2();
+            bytes.put_u64(at, COPIED | place);
+        });
+        let before = fs::read(&image).expect("reads");
+        let served = Served::new(&image, &[]);
+        for command in ["read 0 4k", "write -P 9 0 64k", "write -z 0 64k", "discard 0 64k"] {
+            let _ = served.try_io(&[command, "flush"]);
+        }
+        let (success, said) = served.try_io(&["write -P 9 4k 4k"]);
+        assert!(!success, "{place:#x}: {said}");
+        let log = served.stop();
+        assert!(
+            log.contains(&format!("{place:#x}, where metadata is")) && log.contains(text(&image)),
+            "{log}"
+        );
+        assert!(fs::read(&image).expect("reads") == before, "{place:#x} was changed");
+    }
+}
+
+#[test]
+fn a_table_that_lies_where_other_metadata_is_is_not_used() {
+    let folder = on_tmpfs();
+    let template = Bytes::of(&sound(&folder, "template.qcow2"));
+    for place in [template.refcount_table(), template.refcount_block(), template.l1()] {
+        let image = broken(&folder, |bytes| {
+            let at = bytes.l1();
+            bytes.put_u64(at, COPIED | place);
+        });
+        let before = fs::read(&image).expect("reads");
+        let said = refused(&image, &[]);
+        assert!(said.contains("overlap"), "{said}");
+        assert!(fs::read(&image).expect("reads") == before, "{place:#x} was changed");
+    }
+    // A refcount block that is something else.
+    for place in [template.l1(), template.l2(), template.refcount_table()] {
+        let image = broken(&folder, |bytes| {
+            let at = bytes.refcount_table();
+            bytes.put_u64(at, place);
+        });
+        let before = fs::read(&image).expect("reads");
+        let said = refused(&image, &[]);
+        assert!(said.contains("overlap"), "{said}");
+        assert!(fs::read(&image).expect("reads") == before, "{place:#x} was changed");
+    }
+}
+
+#[test]
+fn a_truncated_image_fails_where_something_is_missing() {
+    let folder = on_tmpfs();
+    let template = Bytes::of(&sound(&folder, "template.qcow2"));
+    // Without the L2 table.
+    let image = broken(&folder, |bytes| bytes.0.truncate(template.l2() as usize));
+    let served = Served::new(&image, &[]);
+    for command in ["read 0 4k", "write 0 4k", "write -z 0 64k"] {
+        let (success, said) = served.try_io(&[command]);
+        assert!(!success, "{command}: {said}");
+    }
+    let log = served.stop();
+    assert!(
+        log.contains("L1 entry 0 points to 0x40000, which is past the end of the file"),
+        "{log}"
+    );
+    // Without the data.
+    let image = broken(&folder, |bytes| {
+        let at = bytes.u64_at(bytes.l2()) & !COPIED;
+        bytes.0.truncate(at as usize);
+    });
+    let served = Served::new(&image, &["--read-only"]);
+    let into = folder.path().join("dump");
+    let output = std::process::Command::new("qemu-img")
+        .args(["convert", "-f", "raw", "-O", "raw", &served.uri(), text(&into)])
+        .output()
+        .expect("qemu-img is there");
+    assert!(!output.status.success());
+    let log = served.stop();
+    assert!(
+        log.contains("entry 0 of L2 table 0") && log.contains("past the end of the file"),
+        "{log}"
+    );
+}
+
+#[test]
+fn a_refcount_block_that_leads_nowhere_is_an_error() {
+    let folder = on_tmpfs();
+    for place in [1 << 40, 0x9_0200, 0x00ff_ffff_ffff_0000] {
+        let image = broken(&folder, |bytes| {
+            let at = bytes.refcount_table();
+            bytes.put_u64(at, place);
+        });
+        let served = Served::new(&image, &[]);
+        served.io(&["read -P 17 0 128k", "write -P 17 0 4k"]);
+        let (success, said) = served.try_io(&["write -P 1 1M 4k"]);
+        assert!(!success, "{said}");
+        let log = served.stop();
+        assert!(
+            log.contains(&format!("{place:#x}")) && log.contains(text(&image)),
+            "{log}"
+        );
+    }
+}
+
+#[test]
+fn metadata_that_is_said_to_be_free_is_not_overwritten() {
+    let folder = on_tmpfs();
+    let image = broken(&folder, |bytes| {
+        let at = bytes.refcount_block();
+        bytes.put(at, &[0; 64]);
+    });
+    let before = fs::read(&image).expect("reads");
+    let served = Served::new(&image, &[]);
+    let (success, said) = served.try_io(&["write -P 1 1M 4k"]);
+    assert!(!success, "{said}");
+    let log = served.stop();
+    assert!(log.contains("holds metadata but its refcount is 0"), "{log}");
+    let after = fs::read(&image).expect("reads");
+    assert!(after[..before.len()] == before, "the image has changed");
+}
+
+#[test]
+fn a_compressed_cluster_that_cannot_be_decompressed_is_an_error() {
+    let folder = on_tmpfs();
+    for compression in ["zlib", "zstd"] {
+        let raw = folder.path().join("raw");
+        fs::write(&raw, [[17; 64 << 10], [18; 64 << 10]].concat()).expect("writes");
+        let image = folder.path().join("compressed.qcow2");
+        let options = format!("compression_type={compression}");
+        tool(
+            "qemu-img",
+            &[
+                "convert",
+                "-c",
+                "-f",
+                "raw",
+                "-O",
+                "qcow2",
+                "-o",
+                &options,
+                text(&raw),
+                text(&image),
+            ],
+        );
+        let sound = fs::read(&image).expect("reads");
+        let entry = Bytes::of(&image).u64_at(Bytes::of(&image).l2());
+        assert_ne!(entry & COMPRESSED, 0);
+        let at = entry & ((1 << 54) - 1);
+        for (change, says) in [
+            (
+                &(|bytes: &mut Bytes| bytes.put(at, &[0xff; 16])) as &dyn Fn(&mut Bytes),
+                "cannot be decompressed",
+            ),
+            (
+                &|bytes: &mut Bytes| {
+                    let l2 = bytes.l2();
+                    bytes.put_u64(l2, COMPRESSED | 1 << 50);
+                },
+                "past the end of the file",
+            ),
+        ] {
+            let mut bytes = Bytes(sound.clone());
+            change(&mut bytes);
+            fs::write(&image, &bytes.0).expect("writes");
+            let served = Served::new(&image, &[]);
+            let (success, said) = served.try_io(&["read 0 4k"]);
+            assert!(!success, "{said}");
+            let (success, said) = served.try_io(&["write -P 1 0 4k"]);
+            assert!(!success, "what the guest did not write would be lost: {said}");
+            served.io(&["read -P 18 64k 64k", "write -P 18 64k 4k", "read -P 18 64k 64k"]);
+            let log = served.stop();
+            assert!(
+                log.contains(says) && log.contains("guest offset 0x0") && log.contains(text(&image)),
+                "{log}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_guest_recovers_a_broken_compressed_cluster_by_writing_it() {
+    let folder = on_tmpfs();
+    let raw = folder.path().join("raw");
+    fs::write(&raw, [17; 64 << 10]).expect("writes");
+    let image = folder.path().join("compressed.qcow2");
+    tool(
+        "qemu-img",
+        &["convert", "-c", "-f", "raw", "-O", "qcow2", text(&raw), text(&image)],
+    );
+    let mut bytes = Bytes::of(&image);
+    let at = bytes.u64_at(bytes.l2()) & ((1 << 54) - 1);
+    bytes.put(at, &[0xff; 16]);
+    fs::write(&image, &bytes.0).expect("writes");
+    let served = Served::new(&image, &[]);
+    served.io(&["write -P 3 0 64k", "read -P 3 0 64k"]);
+    served.stop();
+    assert_eq!(health(&image), Health::Clean);
+}
+
+/// How many images are damaged at random.
+const DAMAGED: u64 = 60;
+
+#[test]
+fn no_damage_makes_the_server_panic_or_hang() {
+    for seed in 0..images(DAMAGED) {
+        let mut random = Random::new(5_000_000 + seed);
+        let folder = on_tmpfs();
+        let kinds = [
+            Kind::Plain,
+            Kind::SmallClusters,
+            Kind::ExtendedL2,
+            Kind::Snapshots,
+            Kind::Compressed,
+        ];
+        let kind = kinds[random.below(kinds.len() as u64) as usize];
+        let made = Spec::new(kind, &mut random).make(folder.path(), &mut random);
+        let mut bytes = Bytes::of(&made.image);
+        let cluster_len = 1u64 << u32::from(bytes.0[23]);
+        let tables = [
+            0,
+            bytes.l1(),
+            bytes.refcount_table(),
+            bytes.refcount_block(),
+            bytes.l2(),
+            bytes.l2(),
+        ];
+        for _ in 0..1 + random.below(4) {
+            let table = tables[random.below(tables.len() as u64) as usize];
+            let most = if table == 0 { 120 } else { cluster_len.min(256) };
+            let at = table + random.below(most);
+            let bit = 1 << random.below(8);
+            if let Some(byte) = bytes.0.get_mut(at as usize) {
+                *byte ^= bit;
+            }
+        }
+        fs::write(&made.image, &bytes.0).expect("writes");
+        // It may serve or refuse it, but must do so.
+        let mut served = Served::unchecked(&made.image, &[]);
+        if served.process.wait_for("serving", LIMIT).is_ok() {
+            let _ = served.try_io(&commands(&made.disk.operations(&mut random, 30)));
+            served.process.signal(libc::SIGTERM);
+        }
+        let status = served.process.wait(LIMIT).expect("ends");
+        assert!(
+            matches!(status.code(), Some(0 | 2)),
+            "seed {seed}: {status}: {}",
+            served.process.output()
+        );
+    }
+}

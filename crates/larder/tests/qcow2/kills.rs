@@ -1,0 +1,116 @@
+//! `kill -9` under load: the image stays sound, and all that was flushed is there.
+
+use std::process::Command;
+
+use larder_bench::campaign::Random;
+use larder_bench::campaign::process::Process;
+
+use crate::corpus::{Kept, images, options};
+use crate::model::Model;
+use crate::operations::{Operation, commands};
+use crate::served::{Folder, Served, dump, health, qemu_io, text};
+use crate::spec::{Kind, Spec};
+use crate::support::{LIMIT, on_disk, on_tmpfs};
+
+/// How many images of each kind.
+const IMAGES: u64 = 4;
+const KILLS: u64 = 4;
+
+/// What qemu-io is made to say when all before it has ended.
+const MARK: (&str, &str) = ("help quit", "exit the program");
+
+/// Starts qemu-io over NBD, which says at once what it has done.
+fn client(served: &Served, flushed: &[Operation], unsure: &[Operation]) -> Process {
+    let mut command = Command::new("stdbuf");
+    command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap"]);
+    for line in commands(flushed) {
+        command.args(["-c", &line]);
+    }
+    command.args(["-c", "flush", "-c", MARK.0]);
+    for line in commands(unsure) {
+        command.args(["-c", &line]);
+    }
+    command.arg(served.uri());
+    Process::start(command).expect("starts")
+}
+
+fn kill_under_load(kind: Kind, seed: u64) {
+    let mut random = Random::new(seed);
+    let spec = Spec::new(kind, &mut random);
+    let folder = Folder::new(if random.below(2) == 0 { on_disk() } else { on_tmpfs() });
+    println!("{kind:?}, seed {seed}, in {}: {spec:#?}", folder.path().display());
+    let made = spec.make(&folder.path(), &mut random);
+    let into = folder.path().join("dump");
+    let kept = Kept::of(&made);
+    let mut model = Model::new(dump("qcow2", text(&made.image), &into));
+    for _ in 0..KILLS {
+        let served = Served::new(&made.image, &options(&mut random));
+        // It may know of what its predecessor had done but not flushed, which QEMU does not see.
+        let is = served.dump();
+        if let Err(wrong) = model.check_after_kill(&is) {
+            panic!("after a kill and a start: {wrong}");
+        }
+        model = Model::new(is);
+        let flushed = made.disk.operations(&mut random, 12);
+        model.apply(&flushed);
+        model.flushed();
+        // The server dies after some answers, which come while other requests are under way.
+        let unsure = made.disk.operations(&mut random, 40);
+        model.apply(&unsure);
+        println!(
+            "{}\n---\n{}",
+            commands(&flushed).join("\n"),
+            commands(&unsure).join("\n")
+        );
+        // Two lines of each.
+        let answers = 2 * unsure.iter().filter(|operation| operation.len > 0).count() as u64;
+        let client = client(&served, &flushed, &unsure);
+        client.wait_for(MARK.1, LIMIT).expect("an answer");
+        let said = client.output();
+        let before = said.lines().take_while(|line| !line.contains(MARK.1));
+        assert!(!before.clone().any(|line| line.contains("failed")), "{said}");
+        let lines = before.count() + 1 + random.below(answers) as usize;
+        client.wait_for_after(lines, "", LIMIT).expect("an answer");
+        served.kill();
+        drop(client);
+
+        health(&made.image);
+        let is = dump("qcow2", text(&made.image), &into);
+        if let Err(wrong) = model.check_after_kill(&is) {
+            panic!("after a kill: {wrong}");
+        }
+        kept.check(&made);
+        if random.below(3) == 0 {
+            // What QEMU has written since is what counts.
+            let operations = made.disk.operations(&mut random, 6);
+            let (success, said) = qemu_io("qcow2", text(&made.image), &commands(&operations));
+            assert!(success, "{said}");
+            model = Model::new(dump("qcow2", text(&made.image), &into));
+        }
+    }
+    Served::new(&made.image, &[]).stop();
+    health(&made.image);
+}
+
+fn kill_under_loads(kinds: &[Kind]) {
+    for kind in kinds {
+        for number in 0..images(IMAGES) {
+            kill_under_load(*kind, 1_000_000 + 10_000 * (*kind as u64 + 1) + number);
+        }
+    }
+}
+
+#[test]
+fn a_killed_server_leaves_a_sound_image_with_all_that_was_flushed() {
+    kill_under_loads(&[Kind::Plain, Kind::Version2, Kind::SmallClusters, Kind::LargeClusters]);
+}
+
+#[test]
+fn a_killed_server_leaves_sound_chains_snapshots_and_subclusters() {
+    kill_under_loads(&[Kind::Chain, Kind::Snapshots, Kind::ExtendedL2]);
+}
+
+#[test]
+fn a_killed_server_leaves_sound_compressed_preallocated_and_divided_images() {
+    kill_under_loads(&[Kind::Compressed, Kind::Preallocated, Kind::DataFile]);
+}

@@ -1,0 +1,136 @@
+//! A full file system: the client is told, the image stays sound, and writing goes on once there is space.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::served::{Health, Served, compare, dump, health, text};
+use crate::support::{Mount, on_disk, on_tmpfs, tool};
+
+const MIB: u64 = 1 << 20;
+
+/// Takes all space that there is.
+fn fill(path: &Path) {
+    let mut file = OpenOptions::new().create(true).append(true).open(path).expect("a file");
+    for step in [64 << 10, 4 << 10, 512] {
+        while file.write_all(&vec![7; step]).is_ok() {}
+    }
+    // What is delayed must be taken too.
+    let _ = file.sync_all();
+}
+
+fn a_full_file_system(mounted: &Path, options: &str) {
+    let image = mounted.join("image.qcow2");
+    let ballast = mounted.join("ballast");
+    tool(
+        "qemu-img",
+        &["create", "-f", "qcow2", "-o", options, text(&image), "64M"],
+    );
+    let served = Served::new(&image, &[]);
+    served.io(&["write -P 1 0 1M", "flush"]);
+    fill(&ballast);
+    // The image may have some space left, but not that much.
+    let mut written = vec![true];
+    let mut refusals = 0;
+    for mib in 1..64u64 {
+        let (success, said) = served.try_io(&[format!("write -P {} {mib}M 1M", mib + 1)]);
+        written.push(success);
+        if !success {
+            assert!(said.contains("No space left on device"), "{said}");
+            refusals += 1;
+        }
+        if refusals == 3 {
+            break;
+        }
+    }
+    assert_eq!(refusals, 3, "there was space after all");
+    // What is there already is read, and written in place.
+    served.io(&["read -P 1 0 1M", "write -P 99 64k 64k", "read -P 99 64k 64k"]);
+    // A flush may have no room for what it must write, but nothing is lost.
+    let (success, said) = served.try_io(&["flush"]);
+    assert!(success || said.contains("No space left on device"), "{said}");
+
+    fs::remove_file(&ballast).expect("removes");
+    served.io(&["flush", "write -P 200 40M 3M", "write -z 44M 1M", "flush"]);
+    for (mib, success) in written.iter().enumerate().skip(1) {
+        // What was refused holds anything that was there or was to be there.
+        if *success {
+            served.io(&[format!("read -P {} {mib}M 1M", mib + 1)]);
+        }
+    }
+    served.io(&["read -P 1 0 64k", "read -P 99 64k 64k", "read -P 200 40M 3M"]);
+    let is = served.dump();
+    let said = served.stop();
+    assert!(!said.contains("panicked"), "{said}");
+    assert_eq!(health(&image), Health::Clean, "{said}");
+    let folder = on_tmpfs();
+    let raw = folder.path().join("raw");
+    fs::write(&raw, &is).expect("writes");
+    compare(&raw, "qcow2", text(&image));
+}
+
+fn tmpfs(at: &Path, size: &str) -> Mount {
+    Mount::new(at, &["-t", "tmpfs", "-o", size, "tmpfs"])
+}
+
+fn ext4(folder: &Path, at: &Path) -> Mount {
+    let device: PathBuf = folder.join("ext4");
+    fs::File::create(&device)
+        .and_then(|file| file.set_len(24 * MIB))
+        .expect("a file");
+    tool("mkfs.ext4", &["-q", text(&device)]);
+    Mount::new(at, &["-o", "loop", text(&device)])
+}
+
+const SHAPES: [&str; 4] = [
+    "cluster_size=64k",
+    "cluster_size=512,refcount_bits=64",
+    "cluster_size=4k,compat=0.10",
+    "cluster_size=64k,extended_l2=on",
+];
+
+#[test]
+fn a_full_tmpfs_is_told_to_the_client_and_writing_goes_on_when_there_is_space() {
+    for shape in SHAPES {
+        let folder = on_disk();
+        let mount = tmpfs(&folder.path().join("mounted"), "size=12M");
+        a_full_file_system(&mount.0, shape);
+    }
+}
+
+#[test]
+fn a_full_ext4_is_told_to_the_client_and_writing_goes_on_when_there_is_space() {
+    for shape in SHAPES {
+        let folder = on_disk();
+        let mount = ext4(folder.path(), &folder.path().join("mounted"));
+        a_full_file_system(&mount.0, shape);
+    }
+}
+
+#[test]
+fn an_image_is_sound_when_its_server_stops_on_a_full_file_system() {
+    for shape in SHAPES {
+        let folder = on_disk();
+        let mount = tmpfs(&folder.path().join("mounted"), "size=12M");
+        let image = mount.0.join("image.qcow2");
+        tool("qemu-img", &["create", "-f", "qcow2", "-o", shape, text(&image), "64M"]);
+        let mut served = Served::new(&image, &[]);
+        served.io(&["write -P 1 0 1M", "flush"]);
+        let (success, said) = served.try_io(&["write -P 2 1M 32M"]);
+        assert!(!success && said.contains("No space left on device"), "{said}");
+        served.process.signal(libc::SIGTERM);
+        let status = served.process.wait(crate::support::LIMIT).expect("ends");
+        let said = served.process.output();
+        // Either all is in the image, or it says that it is not.
+        assert!(
+            status.code() == Some(0) || said.contains("what was written last may not be on the disk"),
+            "{said}"
+        );
+        health(&image);
+        let is = dump("qcow2", text(&image), &folder.path().join("dump"));
+        assert!(
+            is[..MIB as usize].iter().all(|byte| *byte == 1),
+            "what was flushed is lost"
+        );
+    }
+}
