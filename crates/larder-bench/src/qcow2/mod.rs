@@ -282,7 +282,7 @@ fn create(path: &Path, size: u64, backing: Option<&PathBuf>) -> anyhow::Result<(
     Ok(())
 }
 
-/// What a server takes to be there. In seconds since it was started, but `first`: since its socket was there.
+/// What a server takes to be there, in ms since it was started, but `first`: since its socket was there.
 #[derive(Default, Clone)]
 struct Starts {
     socket: Vec<f64>,
@@ -316,8 +316,8 @@ fn read_everywhere(
             };
             client.run_at(&read(1), &[layout.size / 2])?;
             let first = begin.elapsed() - listens;
-            servers::wait_until_idle(&server)?;
-            let idle = begin.elapsed();
+            let rest = servers::wait_until_idle(&server)?;
+            let idle = begin.elapsed() - rest;
             drop(client);
             let mut client = Client::connect(&socket(folder), true)?;
             // One read of each L2 table: a cache that covers the disk is full then.
