@@ -329,7 +329,7 @@ impl Backing {
         files: &mut Vec<PathBuf>,
     ) -> (String, &'static str) {
         // Every other one in a folder of its own.
-        let sub = if files.len() % 2 == 0 { "below/" } else { "" };
+        let sub = if files.len().is_multiple_of(2) { "below/" } else { "" };
         let name = format!("{front}-base");
         std::fs::create_dir_all(folder.join(sub)).expect("a folder");
         let within = folder.join(sub);
