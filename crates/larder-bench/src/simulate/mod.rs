@@ -5,6 +5,7 @@ mod campaign;
 mod life;
 mod log;
 mod oracle;
+mod qcow2_image;
 mod seed;
 pub mod stack;
 mod stamp;

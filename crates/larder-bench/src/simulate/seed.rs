@@ -97,6 +97,9 @@ impl<'a> Run<'a> {
             Some(opened) => on.block_on(self.work(&on, life, opened, &disks))?,
             None => self.stop(on.now(), &disks, Stop::PowerLoss),
         };
+        self.stack
+            .check(&left)
+            .map_err(|why| format!("what the stop has left: {why}"))?;
         self.summary.virtual_time += on.now().since(LoopTime::default());
         drop(disks);
         forget_loop(on)?;

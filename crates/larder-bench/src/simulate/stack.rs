@@ -6,10 +6,12 @@ use larder_block::backend::memory::MemoryDevice;
 use larder_block::backend::simulated::{Medium, Options, Random, ServiceModel, SimulatedDevice, SlowDevice};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::throttle::{Limit, Limits, Throttle};
-use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf};
+use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
 use larder_qcow2::journal::Journal;
 use larder_qcow2::shape::Shape;
 use larder_qcow2::{OpenOptions, Others, Qcow2};
+
+use super::qcow2_image::ImageBytes;
 
 /// A disk that a stack stands on.
 #[derive(Clone, Copy, Debug)]
@@ -104,6 +106,14 @@ pub trait Stack: Sync {
         disks: &'a [Rc<SimulatedDevice>],
         random: Random,
     ) -> BoxFuture<'a, Outcome<Opened>>;
+
+    /// Checks what a stop has left on the disks, apart from what can be read through the stack.
+    ///
+    /// # Errors
+    /// What is wrong.
+    fn check(&self, _: &[Medium]) -> Result<(), String> {
+        Ok(())
+    }
 
     /// Whether its size follows that of its first disk.
     fn is_resizable(&self) -> bool {
@@ -412,6 +422,28 @@ impl Qcow2Stack {
     }
 }
 
+/// Takes an internal snapshot in an image that nobody has open, as another program would.
+async fn take_snapshot(file: &Rc<dyn BlockDevice>) -> Outcome<()> {
+    let mut bytes = vec![0; file.geometry().size.as_usize()];
+    file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
+    let Some(mut image) = ImageBytes::new(bytes) else {
+        return Ok(());
+    };
+    if !image.take_snapshot() {
+        return Ok(());
+    }
+    let bytes = image.bytes();
+    file.grow(ByteLen::of_buffer(bytes.len())).await?;
+    // Without the header this changes nothing but refcounts that are too high.
+    let (header, rest) = bytes.split_at(512);
+    file.write(ByteOffset::new(512), WriteBuf::new(rest), WriteFlags::NONE)
+        .await?;
+    file.flush().await?;
+    file.write(ByteOffset::ZERO, WriteBuf::new(header), WriteFlags::NONE)
+        .await?;
+    Ok(file.flush().await?)
+}
+
 async fn has_image(file: &Rc<dyn BlockDevice>) -> Outcome<bool> {
     let mut bytes = [0; 512];
     file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
@@ -466,8 +498,22 @@ impl Stack for Qcow2Stack {
                 larder_qcow2::create(&file, self.shape(&mut random), top.geometry().size).await?;
                 files.push(file);
             }
+            if random.chance(250) {
+                // It must not be in use, nor be taken up from a journal.
+                Self::chain(on, disks, &files, &mut random).await?.close().await?;
+                if let Some(file) = files.last() {
+                    take_snapshot(file).await?;
+                }
+            }
             Ok(Opened::plain(Self::chain(on, disks, &files, &mut random).await?))
         })
+    }
+
+    fn check(&self, media: &[Medium]) -> Result<(), String> {
+        let images = media.iter().filter_map(ImageBytes::of);
+        images
+            .enumerate()
+            .try_for_each(|(index, image)| image.check().map_err(|why| format!("image {index}: {why}")))
     }
 
     fn is_resizable(&self) -> bool {
