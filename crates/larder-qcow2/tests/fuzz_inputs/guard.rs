@@ -136,7 +136,7 @@ impl Guard {
                     Role::L2 => entry & OFFSET,
                     _ => entry,
                 };
-                if offset == 0 || offset % places.cluster_len() != 0 || offset >= size {
+                if offset == 0 || !offset.is_multiple_of(places.cluster_len()) || offset >= size {
                     // It leads nowhere: nothing is read or written there.
                     continue;
                 }
@@ -164,7 +164,7 @@ impl Guard {
         let aligned = self
             .places
             .get()
-            .is_some_and(|places| offset % places.cluster_len() == 0);
+            .is_some_and(|places| offset.is_multiple_of(places.cluster_len()));
         aligned && offset != 0 && self.role(offset).is_none()
     }
 
