@@ -53,6 +53,15 @@ impl Space {
         }
     }
 
+    /// Ends the window where nothing was ever written, which is returned.
+    fn end_window(&mut self) -> u64 {
+        if self.window.end > self.untouched {
+            self.window.end = self.untouched.max(self.window.start);
+            self.cursor = self.cursor.min(self.untouched);
+        }
+        self.untouched
+    }
+
     /// A cluster is in use and was written.
     pub(crate) fn touch(&mut self, cluster: u64) {
         self.untouched = self.untouched.max(cluster + 1);
@@ -208,7 +217,7 @@ impl Qcow2 {
             match found {
                 Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
                 Known::Is(Found::Full(next)) => from = next,
-                Known::Is(Found::NoBlock) => self.add_refcount_block(from).await?,
+                Known::Is(Found::NoBlock) => self.add_refcount_block(self.block_of(from), from).await?,
                 Known::Is(Found::Free(first, count)) => {
                     if !self.refcounts.borrow().is_settled(first) {
                         // Writing it failed before.
@@ -271,9 +280,13 @@ impl Qcow2 {
         metadata.get(at).copied().filter(|cluster| *cluster < clusters.end)
     }
 
-    /// Makes the refcount block for `cluster`, in which nothing is used yet, out of that cluster.
-    async fn add_refcount_block(&self, cluster: u64) -> IoResult {
-        let block = self.refcounts.borrow().block_of(cluster);
+    fn block_of(&self, cluster: u64) -> u64 {
+        self.refcounts.borrow().block_of(cluster)
+    }
+
+    /// Makes a refcount block, in whose part of the image nothing is used yet, out of a cluster: one that it counts itself,
+    /// or one of a block that exists.
+    async fn add_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
         if block >= self.refcounts.borrow().table().len() as u64 {
             self.lengthen_refcount_table(block + 1).await?;
             self.write_refcounts().await?;
@@ -284,6 +297,10 @@ impl Qcow2 {
         self.cover(cluster, 1).await?;
         self.check_free(cluster..cluster + 1)?;
         self.clear_cluster(cluster).await?;
+        if self.block_of(cluster) != block {
+            // So that its slice is loaded; there is no waiting until it is changed.
+            self.refcount(cluster).await?;
+        }
         self.use_as_refcount_block(block, cluster);
         // Before a cluster of it is used: a replay must find it.
         self.write_refcounts().await
@@ -391,16 +408,17 @@ impl Qcow2 {
     pub(crate) async fn allocate_run(&self, count: u64) -> IoResult<Allocation<'_>> {
         let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
         loop {
-            let first = self.space.borrow().untouched;
+            // Whoever takes from the window meanwhile takes nothing of the run.
+            let first = self.space.borrow_mut().end_window();
             let missing = {
                 let refcounts = self.refcounts.borrow();
                 let (from, to) = (refcounts.block_of(first), refcounts.block_of(first + count - 1));
                 (from..=to).find(|block| !refcounts.has_block(*block))
             };
             if let Some(block) = missing {
-                // Its first cluster, or where the run would begin; either way the run moves on.
-                let cluster = first.max(block << self.shape.refcount_block_bits());
-                self.add_refcount_block(cluster).await?;
+                // Where the run would begin, so that it moves on by one cluster. A run may be longer than what a block
+                // counts, so it cannot wait for a place that no block begins in.
+                self.add_refcount_block(block, first).await?;
                 continue;
             }
             self.check_free(first..first + count)?;
@@ -417,11 +435,7 @@ impl Qcow2 {
                 // Behind the end of the file as it was, so free; a slice at a time, so no slice is forgotten.
                 self.refcounts.borrow_mut().set(cluster, 1);
             }
-            let mut space = self.space.borrow_mut();
-            space.untouched = first + count;
-            if space.window.end > first {
-                space.window.end = first.max(space.window.start);
-            }
+            self.space.borrow_mut().untouched = first + count;
             return Ok(Allocation {
                 image: self,
                 first,

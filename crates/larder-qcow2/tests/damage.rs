@@ -125,6 +125,21 @@ fn the_space_of_a_refcount_table_that_moved_is_used_again() {
 }
 
 #[test]
+fn an_l1_table_longer_than_a_refcount_block_counts_finds_a_place() {
+    let kit = Kit::new(32 << 10);
+    let image = kit.open().expect("it is sound");
+    kit.write(&image, 0, 512, 1).expect("it is written");
+    // 1024 clusters of L1 table; a block counts 64.
+    kit.on.block_on(image.grow(ByteLen::mib(2048))).expect("it grows");
+    kit.write(&image, 1 << 30, 64 << 10, 2).expect("it is written");
+    kit.close(image);
+    assert!(kit.file.geometry().size <= ByteLen::mib(8));
+    let image = kit.open().expect("it is sound");
+    assert_eq!(kit.read(&*image, 0, 512), [1; 512]);
+    assert_eq!(kit.read(&*image, 1 << 30, 64 << 10), [2; 64 << 10]);
+}
+
+#[test]
 fn an_l1_entry_without_a_table_never_leads_to_the_header() {
     let kit = Kit::new(32 << 10);
     kit.set_word(kit.l1(), COPIED);
