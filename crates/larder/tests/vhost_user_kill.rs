@@ -29,6 +29,22 @@ fn nothing_acknowledged_is_lost_and_everything_is_answered_when_the_server_is_ki
 }
 
 #[test]
+fn no_flushed_write_is_lost_when_the_server_of_a_qcow2_image_is_killed() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let image = folder.path().join("disk.qcow2");
+    let larder = Victim {
+        format: Format::Qcow2,
+        ..larder().into()
+    };
+    let options = Options {
+        queues: 2,
+        ..Options::default()
+    };
+    let report = flush_kills::run(larder, &image, sockets.path(), options, 10, &mut Random::new(4));
+    assert_eq!(report.expect("survives").kills, 10);
+}
+
+#[test]
 fn a_guest_on_a_disk_file_system_notices_only_a_pause_when_its_server_is_killed() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let image = folder.path().join("disk.raw");

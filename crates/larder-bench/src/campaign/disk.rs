@@ -24,6 +24,16 @@ pub enum Target {
     QemuNbd,
 }
 
+/// What the image is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// The disk, byte for byte
+    #[default]
+    Raw,
+    /// qcow2 with clusters of 4 KiB, so that most writes allocate
+    Qcow2,
+}
+
 /// The target, and the larder to serve with.
 #[derive(Clone, Copy)]
 pub struct Victim<'a> {
@@ -31,13 +41,18 @@ pub struct Victim<'a> {
     pub larder: &'a Path,
     /// Who is killed.
     pub target: Target,
+    /// What the image is.
+    pub format: Format,
 }
 
 impl<'a> From<&'a Path> for Victim<'a> {
     /// Larder itself.
     fn from(larder: &'a Path) -> Self {
-        let target = Target::Larder;
-        Self { larder, target }
+        Self {
+            larder,
+            target: Target::Larder,
+            format: Format::Raw,
+        }
     }
 }
 
@@ -75,6 +90,11 @@ impl<'a> Disk<'a> {
             remote,
             said: 0,
         })
+    }
+
+    /// What the image is.
+    pub fn format(&self) -> Format {
+        self.victim.format
     }
 
     /// Whether the one that dies is an NBD server behind Larder.
@@ -148,6 +168,48 @@ impl<'a> Disk<'a> {
         ensure!(code == Some(0), "the server ended with {code:?}");
         Ok(())
     }
+}
+
+/// Makes a new image of `len` bytes.
+///
+/// # Errors
+/// The host's, or `qemu-img` fails.
+pub fn create(format: Format, image: &Path, len: u64) -> anyhow::Result<()> {
+    match format {
+        Format::Raw => std::fs::File::create(image)?.set_len(len)?,
+        Format::Qcow2 => {
+            let mut command = Command::new("qemu-img");
+            command.args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"]);
+            qemu_img(command.arg(image).arg(len.to_string()), &[0])?;
+        }
+    }
+    Ok(())
+}
+
+/// The disk's bytes as QEMU reads them from a qcow2 image, which may be in use but at rest. Leaks are allowed, errors
+/// are not.
+///
+/// # Errors
+/// `qemu-img` finds errors.
+pub fn qcow2_contents(image: &Path) -> anyhow::Result<Vec<u8>> {
+    // 3: leaks, but no errors.
+    qemu_img(Command::new("qemu-img").args(["check", "-U"]).arg(image), &[0, 3])?;
+    let raw = image.with_extension("contents");
+    let mut command = Command::new("qemu-img");
+    qemu_img(command.args(["convert", "-U", "-O", "raw"]).arg(image).arg(&raw), &[0])?;
+    Ok(std::fs::read(raw)?)
+}
+
+fn qemu_img(command: &mut Command, codes: &[i32]) -> anyhow::Result<()> {
+    let output = command.output().context("qemu-img")?;
+    let code = output.status.code().unwrap_or(-1);
+    ensure!(
+        codes.contains(&code),
+        "{command:?} ended with {code}: {}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
 }
 
 fn start_larder(victim: Victim<'_>, image: &Path, socket: &Path, remote_socket: &Path) -> anyhow::Result<Server> {

@@ -4,11 +4,10 @@
 //! What the image may hold: for each sector the last write that had completed, or one that was under way. (The host
 //! does not crash here, so more must be there than what was flushed; the books tell both apart.) If it is Larder that is
 //! killed, the image is compared before the next one starts. A remote server may lose what was not flushed, and Larder
-//! repeats it: the image is compared when all is answered and flushed.
+//! repeats it: the image is compared when all is answered and flushed. A qcow2 image shows what was flushed at once, and
+//! the rest after the next server has flushed it; `qemu-img check` must find no error in it at either time.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 
 use super::Random;
-use super::disk::{Disk, Victim};
+use super::disk::{self, Disk, Format, Victim};
 use super::front_end::queue::Request;
 use super::front_end::ring::Buffer;
 use super::front_end::{FrontEnd, Options};
@@ -62,6 +61,17 @@ pub struct Report {
     pub interrupted: u64,
     /// From the kill to the first answer with the next server, its start included.
     pub pauses: Pauses,
+}
+
+impl Report {
+    /// Both together.
+    pub fn add(&mut self, other: Self) {
+        self.kills += other.kills;
+        self.writes += other.writes;
+        self.flushes += other.flushes;
+        self.interrupted += other.interrupted;
+        self.pauses.add(other.pauses);
+    }
 }
 
 struct Client {
@@ -201,11 +211,42 @@ impl Client {
         self.wait()
     }
 
-    /// Compares the image with the books.
-    fn compare(&self, image: &File) -> anyhow::Result<()> {
-        let mut bytes = vec![0; BLOCK];
+    /// Compares what a killed server has left with the books.
+    fn compare_after_kill(&self, format: Format, image: &Path) -> anyhow::Result<()> {
+        let bytes = contents_of(format, image)?;
+        match format {
+            Format::Raw => self.compare(&bytes),
+            Format::Qcow2 => self.compare_flushed(&bytes),
+        }
+    }
+
+    /// Compares an image that has all that was flushed, and of what came later as much as it likes.
+    fn compare_flushed(&self, bytes: &[u8]) -> anyhow::Result<()> {
         for (block, book) in (0..).zip(&self.books) {
-            image.read_exact_at(&mut bytes, block * BLOCK as u64)?;
+            let at = block as usize * BLOCK;
+            for (index, got) in bytes[at..at + BLOCK].chunks(SECTOR).enumerate() {
+                let found = u64::from_le_bytes(got[8..16].try_into()?);
+                let known = found <= book.completed || Some(found) == book.under_way;
+                let whole = match found {
+                    0 => got.iter().all(|byte| *byte == 0),
+                    _ => contents(block, found)[index * SECTOR..][..SECTOR] == *got,
+                };
+                ensure!(
+                    whole && known && found >= book.flushed,
+                    "block {block}, sector {index} holds write {found}; flushed was {}, completed {}, under way {:?}",
+                    book.flushed,
+                    book.completed,
+                    book.under_way
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares the disk's bytes with the books.
+    fn compare(&self, disk: &[u8]) -> anyhow::Result<()> {
+        for (block, book) in (0..).zip(&self.books) {
+            let bytes = &disk[block as usize * BLOCK..][..BLOCK];
             let allowed = [Some(book.completed), book.under_way];
             let wanted: Vec<Vec<u8>> = allowed
                 .into_iter()
@@ -236,6 +277,14 @@ impl Client {
     }
 }
 
+/// The disk's bytes.
+fn contents_of(format: Format, image: &Path) -> anyhow::Result<Vec<u8>> {
+    match format {
+        Format::Raw => Ok(std::fs::read(image)?),
+        Format::Qcow2 => disk::qcow2_contents(image),
+    }
+}
+
 /// Kills the victim `count` times.
 ///
 /// # Errors
@@ -248,14 +297,9 @@ pub fn run<'a>(
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(image)?;
-    file.set_len(BLOCKS * BLOCK as u64)?;
-    let mut disk = Disk::start(victim.into(), image, folder)?;
+    let victim = victim.into();
+    disk::create(victim.format, image, BLOCKS * BLOCK as u64)?;
+    let mut disk = Disk::start(victim, image, folder)?;
     let guest = FrontEnd::connect(&disk.socket, options)?;
     let mut client = Client {
         buffers: (0..DEPTH * guest.queues.len()).collect(),
@@ -279,7 +323,7 @@ pub fn run<'a>(
         client.collect()?;
         client.report.interrupted += client.tasks.len() as u64;
         if !disk.is_remote() {
-            client.compare(&file)?;
+            client.compare_after_kill(disk.format(), image)?;
         }
         let compared = begin.elapsed();
         disk.restart()?;
@@ -295,13 +339,14 @@ pub fn run<'a>(
         // The comparison is ours, not part of the pause.
         client.report.pauses.push(killed.elapsed() - compared);
         client.report.kills += 1;
-        if disk.is_remote() {
+        // What is committed by a flush can be seen; before, only the next server knew of it.
+        if disk.is_remote() || disk.format() == Format::Qcow2 {
             client.settle()?;
-            client.compare(&file)?;
+            client.compare(&contents_of(disk.format(), image)?)?;
         }
     }
     client.settle()?;
-    client.compare(&file)?;
+    client.compare(&contents_of(disk.format(), image)?)?;
     disk.stop()?;
     Ok(client.report)
 }

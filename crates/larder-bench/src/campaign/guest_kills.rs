@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 use super::Random;
-use super::disk::{Disk, Victim};
+use super::disk::{self, Disk, Format, Victim};
 use super::guest::{Guest, GuestOptions, LIMIT};
 use super::pauses::Pauses;
 
@@ -50,8 +50,9 @@ pub fn run<'a>(
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
-    std::fs::File::create(image)?.set_len(64 << 20)?;
-    let mut disk = Disk::start(victim.into(), image, folder)?;
+    let victim = victim.into();
+    disk::create(victim.format, image, 64 << 20)?;
+    let mut disk = Disk::start(victim, image, folder)?;
     let options = GuestOptions {
         disk: properties.to_owned(),
         ..GuestOptions::default()
@@ -79,7 +80,11 @@ pub fn run<'a>(
     let console = guest.finish()?;
     let rounds = console.matches("ROUND").count();
     interrupted += u32::from(disk.was_interrupted());
+    let format = disk.format();
     disk.stop()?;
+    if format == Format::Qcow2 {
+        disk::qcow2_contents(image)?;
+    }
     Ok(Report {
         kills: count,
         rounds,

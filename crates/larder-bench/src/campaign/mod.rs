@@ -17,7 +17,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
-use disk::{Target, Victim};
+use disk::{Format, Target, Victim};
 
 /// Kill a server over and over under load
 #[derive(Args)]
@@ -28,6 +28,9 @@ pub struct Arguments {
     /// Which server
     #[arg(long, value_enum, default_value_t = Target::Larder)]
     target: Target,
+    /// What the image is; a qcow2 image is made anew every 10 kills
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
     /// Whose requests it is killed under
     #[arg(long, value_enum, default_value_t = Load::Guest)]
     load: Load,
@@ -93,7 +96,12 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let victim = Victim {
         larder: &larder,
         target: arguments.target,
+        format: arguments.format,
     };
+    anyhow::ensure!(
+        arguments.format == Format::Raw || arguments.target == Target::Larder,
+        "only Larder itself serves qcow2 images"
+    );
     match arguments.load {
         Load::Guest => {
             let disk = if arguments.packed {
@@ -115,7 +123,16 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
                 packed: arguments.packed,
                 ..front_end::Options::default()
             };
-            let report = flush_kills::run(victim, &image, sockets.path(), options, arguments.count, &mut random)?;
+            let at_once = match arguments.format {
+                Format::Raw => arguments.count,
+                Format::Qcow2 => 10,
+            };
+            let mut report = flush_kills::Report::default();
+            while report.kills < arguments.count {
+                let count = at_once.min(arguments.count - report.kills);
+                let part = flush_kills::run(victim, &image, sockets.path(), options, count, &mut random)?;
+                report.add(part);
+            }
             println!(
                 "{} kills under {} writes and {} flushes, {} requests interrupted: nothing acknowledged was lost",
                 report.kills, report.writes, report.flushes, report.interrupted

@@ -13,6 +13,11 @@ impl Pauses {
         self.0.push(pause);
     }
 
+    /// All of another sample.
+    pub fn add(&mut self, other: Self) {
+        self.0.extend(other.0);
+    }
+
     /// How many.
     pub fn len(&self) -> usize {
         self.0.len()
