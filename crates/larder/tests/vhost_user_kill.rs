@@ -2,6 +2,7 @@
 
 mod support;
 
+use larder_bench::campaign::disk::{Format, Victim};
 use larder_bench::campaign::front_end::Options;
 use larder_bench::campaign::{Random, flush_kills, guest_kills};
 use support::{larder, on_disk, on_tmpfs};
@@ -34,7 +35,7 @@ fn no_flushed_write_is_lost_when_the_server_of_a_qcow2_image_is_killed() {
     let image = folder.path().join("disk.qcow2");
     let larder = Victim {
         format: Format::Qcow2,
-        ..larder().into()
+        ..Victim::from(larder())
     };
     let options = Options {
         queues: 2,

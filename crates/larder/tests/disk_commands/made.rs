@@ -1,5 +1,6 @@
 //! Images that QEMU has made, of every kind.
 
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -128,7 +129,8 @@ impl Made {
         command.args(["-t", "-f", format, "-k", text_of(&socket), text_of(&self.image)]);
         let server = Process::start(command).expect("qemu-nbd");
         let deadline = Instant::now() + LIMIT;
-        while UnixStream::connect(&socket).is_err() {
+        // It listens before it has opened the image, but greets nobody until then.
+        while !is_greeted(&socket) {
             assert!(
                 Instant::now() < deadline,
                 "qemu-nbd does not listen: {}",
@@ -143,6 +145,12 @@ impl Made {
     pub(crate) fn content(&self, name: &str) -> Option<PathBuf> {
         convert(&self.image, &self.folder.path().join(name))
     }
+}
+
+/// Whether an NBD server that listens there says who it is.
+fn is_greeted(socket: &Path) -> bool {
+    let mut greeting = [0; 8];
+    UnixStream::connect(socket).is_ok_and(|mut stream| stream.read_exact(&mut greeting).is_ok())
 }
 
 fn convert(image: &Path, to: &Path) -> Option<PathBuf> {
