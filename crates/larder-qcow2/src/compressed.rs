@@ -18,6 +18,10 @@ const KEPT_BYTES: u64 = 1 << 20;
 /// Smaller clusters are decompressed at once: handing them over takes as long.
 const IN_CALL_BYTES: u64 = 8 << 10;
 
+/// log2 of the memory that a zstd frame may ask for: four of the largest clusters, and more than any encoder takes for
+/// one.
+const ZSTD_WINDOW_LOG_MAX: u32 = 23;
+
 /// Recently decompressed clusters, by what their entry says.
 pub(crate) struct Decompressor {
     compression: Compression,
@@ -135,6 +139,8 @@ fn unpack(compression: Compression, packed: &[u8], len: usize) -> Option<Vec<u8>
         Compression::Zstd => {
             use zstd::stream::raw::{Decoder, InBuffer, Operation as _, OutBuffer};
             let mut decoder = Decoder::new().ok()?;
+            let limit = zstd::stream::raw::DParameter::WindowLogMax(ZSTD_WINDOW_LOG_MAX);
+            decoder.set_parameter(limit).ok()?;
             let mut input = InBuffer::around(packed);
             let mut written = 0;
             while written < len {

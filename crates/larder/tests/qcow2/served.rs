@@ -131,7 +131,7 @@ pub(crate) fn qemu_io<S: AsRef<str>>(format: &str, image: &str, commands: &[S]) 
     let output = command.arg(image).output().expect("qemu-io is there");
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     // What is asynchronous does not count in the status.
-    let success = output.status.success() && !said.contains("failed") && !said.contains("rror");
+    let success = output.status.success() && !said.contains("failed") && !said.to_lowercase().contains("error");
     (success, said)
 }
 
