@@ -210,6 +210,11 @@ impl Qcow2 {
         let goes_on = journal
             .as_ref()
             .is_some_and(|journal| session != 0 && journal.session() == session);
+        if session != 0 && !goes_on && !read_only {
+            tracing::warn!(
+                "{name}: the server before this one was killed, and its journal is not here (the host was started anew, or it ran as another user or on another host): what a guest that is still running had not flushed is lost"
+            );
+        }
         let wanted = match (&journal, goes_on) {
             (None, _) => kept,
             (Some(_), true) => kept | session,

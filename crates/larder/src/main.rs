@@ -11,7 +11,7 @@ mod pid_file;
 mod run;
 mod signals;
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -34,6 +34,8 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
         .with_target(false)
+        // A line that cannot be written is lost. Telling so on stderr, which is where it failed, would be a panic.
+        .log_internal_errors(false)
         .init();
     if let Some(wrong) = wrong {
         tracing::warn!("{wrong}");
@@ -49,7 +51,8 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("larder: {}", message(&error));
+            // Nobody may be listening; the exit code tells.
+            let _ = writeln!(std::io::stderr(), "larder: {}", message(&error));
             ExitCode::from(EXIT_ERROR)
         }
     }

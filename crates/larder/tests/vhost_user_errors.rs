@@ -399,6 +399,29 @@ fn paths_need_not_be_text_and_what_must_be_is_named() {
 }
 
 #[test]
+fn a_log_that_is_full_takes_no_disk_away() {
+    let folder = on_tmpfs();
+    let image = image(folder.path(), 1 << 20);
+    let socket = folder.path().join("nbd");
+    let uri = format!("nbd+unix:///?socket={}", text(&socket));
+    let full = fs::File::options().write(true).open("/dev/full").expect("/dev/full");
+    let mut server = Command::new(larder())
+        .args(["disk", "serve", text(&image), "--nbd", &uri])
+        .stderr(full)
+        .spawn()
+        .expect("starts");
+    let give_up = Instant::now() + LIMIT;
+    while !socket.exists() {
+        assert!(Instant::now() < give_up, "it does not listen");
+        std::thread::yield_now();
+    }
+    assert_eq!(tool("nbdinfo", &["--size", &uri]).trim(), "1048576");
+    assert_eq!(server.try_wait().expect("its state"), None, "it ended");
+    server.kill().expect("it is there");
+    server.wait().expect("it ends");
+}
+
+#[test]
 fn a_wrong_log_level_is_told_with_what_is_right() {
     let (folder, sockets) = (on_disk(), on_tmpfs());
     let disk = image(folder.path(), MIB);
