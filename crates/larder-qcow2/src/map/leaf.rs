@@ -4,11 +4,19 @@
 //! of runs, entries packed into 1 to 7 bytes each, or the entries as they are on disk. Every form gives back exactly
 //! the entries that went in, also ones that make no sense.
 
+use smallvec::SmallVec;
+
 use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COMPRESSED, COPIED, Entry, OFFSET, ZERO};
 use crate::shape::Shape;
 
 /// The most entries that a leaf has.
 pub const LEAF_ENTRIES_MAX: usize = 512;
+
+/// A list of runs that is changed stays one while it takes no more bytes an entry than this, the most that packed
+/// entries take on disks up to 16 TiB: finding the smallest form takes as long as a write.
+const RUN_BYTES_KEPT: usize = 5;
+/// Room for so many of them on the stack; others make a list on the heap.
+const RUNS_CHANGED: usize = 128;
 
 /// One L2 slice.
 #[derive(Default)]
@@ -262,14 +270,14 @@ impl Leaf {
 
     /// The smallest form for these entries.
     pub(super) fn of(shape: Shape, entries: &[Entry]) -> Self {
-        let mut compacts = smallvec::SmallVec::<[Compact; LEAF_ENTRIES_MAX]>::new();
+        let mut compacts = SmallVec::<[Compact; LEAF_ENTRIES_MAX]>::new();
         for entry in entries {
             match Compact::of(shape, *entry) {
                 Some(compact) => compacts.push(compact),
                 None => return Self::Raw(entries.into()),
             }
         }
-        let mut runs = smallvec::SmallVec::<[Run; 64]>::new();
+        let mut runs = SmallVec::<[Run; 64]>::new();
         for (index, compact) in compacts.iter().enumerate() {
             let goes_on = runs
                 .last()
@@ -349,6 +357,54 @@ impl Leaf {
         }
     }
 
+    /// What this list of runs becomes when `count` entries from `index` on change; `None` if another form may be
+    /// smaller, or is needed.
+    fn with_run(&self, shape: Shape, index: usize, count: usize, compact: Compact) -> Option<Self> {
+        let all = 1usize << shape.leaf_bits();
+        let single;
+        let runs = match self {
+            Self::Runs(runs) => &runs[..],
+            Self::Run(compact) => {
+                single = [Run {
+                    compact: *compact,
+                    first: 0,
+                }];
+                &single
+            }
+            _ => return None,
+        };
+        let end = index + count;
+        let mut changed = SmallVec::<[Run; RUNS_CHANGED]>::new();
+        let mut push = |compact: Compact, first: usize| {
+            let goes_on = changed
+                .last()
+                .is_some_and(|run: &Run| run.compact.continues((first - usize::from(run.first)) as u64, compact));
+            if !goes_on {
+                let first = first as u16;
+                changed.push(Run { compact, first });
+            }
+        };
+        let kept = runs.partition_point(|run| usize::from(run.first) < index);
+        runs[..kept].iter().for_each(|run| push(run.compact, run.first.into()));
+        if count > 1 && compact.is_compressed() {
+            return None;
+        }
+        push(compact, index);
+        let after = runs.partition_point(|run| usize::from(run.first) <= end) - 1;
+        if end < all {
+            let cut = runs[after];
+            push(cut.compact.advanced((end - usize::from(cut.first)) as u64), end);
+            runs[after + 1..]
+                .iter()
+                .for_each(|run| push(run.compact, run.first.into()));
+        }
+        match changed[..] {
+            [run] if !run.compact.is_compressed() => Some(Self::Run(run.compact)),
+            _ if changed.len() * size_of::<Run>() <= all * RUN_BYTES_KEPT => Some(Self::Runs(changed[..].into())),
+            _ => None,
+        }
+    }
+
     /// Changes the `count` entries from `index` on into a run that begins with `first`.
     pub(super) fn set_run(&mut self, shape: Shape, index: usize, count: usize, first: Entry) {
         match self {
@@ -367,7 +423,14 @@ impl Leaf {
                 }
                 return;
             }
-            Self::Absent | Self::Run(_) | Self::Runs(_) => {}
+            Self::Run(_) | Self::Runs(_) => {
+                let compact = Compact::of(shape, first);
+                if let Some(runs) = compact.and_then(|compact| self.with_run(shape, index, count, compact)) {
+                    *self = runs;
+                    return;
+                }
+            }
+            Self::Absent => {}
         }
         let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         let entries = &mut entries[..1 << shape.leaf_bits()];
