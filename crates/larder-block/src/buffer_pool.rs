@@ -1,4 +1,4 @@
-//! A bounded pool of buffers that the device below accepts.
+//! A bounded pool of buffers that direct I/O accepts.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -8,7 +8,7 @@ use std::task::{Poll, Waker};
 use crate::buffer::AlignedBuf;
 
 /// Buffers of one size, made when first needed and then kept. Who comes when all are in use waits, in order.
-pub(super) struct BouncePool {
+pub struct BufferPool {
     len: usize,
     state: RefCell<State>,
 }
@@ -28,9 +28,9 @@ struct Waiter {
     handed: Option<AlignedBuf>,
 }
 
-impl BouncePool {
+impl BufferPool {
     /// At most `count` buffers (at least one) of `len` bytes.
-    pub(super) fn new(count: usize, len: usize) -> Self {
+    pub fn new(count: usize, len: usize) -> Self {
         Self {
             len,
             state: RefCell::new(State {
@@ -43,18 +43,18 @@ impl BouncePool {
     }
 
     /// Length of a buffer in bytes.
-    pub(super) fn buffer_len(&self) -> usize {
+    pub fn buffer_len(&self) -> usize {
         self.len
     }
 
     /// A buffer, as soon as it is this caller's turn. Holds whatever its last user left.
-    pub(super) async fn take(&self) -> Bounce<'_> {
+    pub async fn take(&self) -> PooledBuf<'_> {
         let mut place = Place {
             pool: self,
             number: None,
         };
         let buffer = std::future::poll_fn(|context| place.poll(context.waker())).await;
-        Bounce {
+        PooledBuf {
             pool: self,
             buffer: Some(buffer),
         }
@@ -74,7 +74,7 @@ impl BouncePool {
 
 /// A place in the queue, until a buffer is had or it is dropped.
 struct Place<'a> {
-    pool: &'a BouncePool,
+    pool: &'a BufferPool,
     number: Option<u64>,
 }
 
@@ -129,26 +129,26 @@ impl Drop for Place<'_> {
 }
 
 /// A buffer of the pool; goes back when dropped.
-pub(super) struct Bounce<'a> {
-    pool: &'a BouncePool,
+pub struct PooledBuf<'a> {
+    pool: &'a BufferPool,
     /// Always there until the drop.
     buffer: Option<AlignedBuf>,
 }
 
-impl Deref for Bounce<'_> {
+impl Deref for PooledBuf<'_> {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         self.buffer.as_deref().unwrap_or_default()
     }
 }
 
-impl DerefMut for Bounce<'_> {
+impl DerefMut for PooledBuf<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.buffer.as_deref_mut().unwrap_or_default()
     }
 }
 
-impl Drop for Bounce<'_> {
+impl Drop for PooledBuf<'_> {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
             self.pool.give_back(buffer);

@@ -5,6 +5,7 @@
 
 pub mod backend;
 pub mod buffer;
+pub mod buffer_pool;
 pub mod device;
 pub mod error;
 pub mod event_loop;

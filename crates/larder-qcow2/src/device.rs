@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
+use larder_block::buffer_pool::BufferPool;
 use larder_block::event_loop::WeakLoop;
 use larder_block::range_lock::Ranges;
 use larder_block::{
@@ -69,6 +70,8 @@ pub struct Qcow2 {
     pub(crate) journal: Option<Journal>,
     pub(crate) in_flight: InFlight,
     pub(crate) decompressor: Decompressor,
+    /// See [`crate::write::copies`].
+    pub(crate) copies: BufferPool,
     pub(crate) changes: SizeChanges,
 }
 

@@ -255,6 +255,7 @@ impl Qcow2 {
             journal,
             in_flight: InFlight::new(),
             decompressor: Decompressor::new(header.compression),
+            copies: crate::write::copies(shape),
             changes: SizeChanges::default(),
         });
         image.take_up(&records).await?;

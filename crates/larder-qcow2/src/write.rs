@@ -4,15 +4,15 @@
 //! them), and the mapping is changed in memory when that has ended. Until a commit the image does not know of it: a
 //! crash leaves the old mapping, and the new clusters free or leaked.
 
+use larder_block::buffer_pool::BufferPool;
 use larder_block::range_lock::Mode;
-use larder_block::{
-    AlignedBuf, ByteOffset, ByteRange, IoError, IoResult, IoVec, Operation, ReadBuf, WriteBuf, WriteFlags,
-};
+use larder_block::{ByteOffset, ByteRange, IoError, IoResult, IoVec, Operation, ReadBuf, WriteBuf, WriteFlags};
 use smallvec::SmallVec;
 
 use crate::device::{Piece, Qcow2};
 use crate::entry::{Content, Entry};
 use crate::journal::Record;
+use crate::shape::Shape;
 use crate::space::{Allocation, Freed};
 
 /// What is done with a cluster that cannot be written in place.
@@ -22,6 +22,51 @@ enum Treatment {
     Move { copies: bool },
     /// The host cluster that it has: some of its parts are zero or unallocated.
     Fill,
+}
+
+/// Where, in a buffer of two clusters, that which surrounds a write is put: as in its cluster, the first cluster's in
+/// front, so that direct I/O finds it aligned.
+struct Surroundings {
+    shape: Shape,
+    whole: ByteRange,
+}
+
+/// Clusters of such a buffer.
+const CLUSTERS_SURROUNDING: u64 = 2;
+/// Memory for these buffers, in bytes, but for [`COPIES_MIN`] of them.
+const COPIES_BYTES: u64 = 2 << 20;
+const COPIES_MIN: u64 = 2;
+/// Reading this many bytes for nothing costs less than another request.
+const GAP_READ: u64 = 64 << 10;
+
+impl Surroundings {
+    fn new(shape: Shape, whole: ByteRange) -> Self {
+        Self { shape, whole }
+    }
+
+    fn cluster(&self, at: ByteOffset) -> u64 {
+        at.get() >> self.shape.cluster_bits
+    }
+
+    /// The place of a range of one cluster, the first or the last.
+    fn of(&self, range: ByteRange) -> std::ops::Range<usize> {
+        let first = self.cluster(range.start) == self.cluster(self.whole.start);
+        let cluster_len = self.shape.cluster_len();
+        let within = range.start.get() % cluster_len;
+        let at = if first { within } else { cluster_len + within } as usize;
+        at..at + range.len.as_usize()
+    }
+
+    /// Whether to read both at once.
+    fn are_near(&self, head: ByteRange, tail: ByteRange) -> bool {
+        self.cluster(head.start) == self.cluster(tail.start) && (tail.start - head.end()).get() <= GAP_READ
+    }
+}
+
+/// Buffers for the surroundings of writes.
+pub(crate) fn copies(shape: Shape) -> BufferPool {
+    let len = CLUSTERS_SURROUNDING * shape.cluster_len();
+    BufferPool::new((COPIES_BYTES / len).max(COPIES_MIN) as usize, len as usize)
 }
 
 impl Qcow2 {
@@ -192,41 +237,58 @@ impl Qcow2 {
     ) -> IoResult {
         let head = ByteRange::between(whole.start, part.start);
         let tail = ByteRange::between(part.end(), whole.end());
-        let head = self.around(head, reads_zero).await?;
-        let tail = self.around(tail, reads_zero).await?;
+        let head = self.copied(head, reads_zero).await?;
+        let tail = self.copied(tail, reads_zero).await?;
         let middle = buffer.slice(0, part.len.as_usize());
-        let mut pieces = SmallVec::<[IoVec; 8]>::new();
-        let piece_of = |bytes: &AlignedBuf| IoVec::new(bytes.as_ptr().cast_mut(), bytes.len());
-        pieces.extend(head.as_ref().map(piece_of));
-        pieces.extend(middle.pieces());
-        pieces.extend(tail.as_ref().map(piece_of));
-        let at = target + (part.start - whole.start).get() - head.as_ref().map_or(0, |head| head.len() as u64);
-        // SAFETY: `head` and `tail` live until the write has ended and nobody writes to them; the middle is valid as
-        // long as `buffer` is, which outlives this call.
-        let all = unsafe { WriteBuf::from_pieces(&pieces) };
-        if self.data_file.is_some() {
-            self.cover_data_file(at + all.len() as u64).await?;
+        if head.is_empty() && tail.is_empty() {
+            return self.write_data(target + (part.start - whole.start).get(), middle).await;
         }
-        self.data().write(ByteOffset::new(at), all, WriteFlags::NONE).await
+        let mut bytes = self.copies.take().await;
+        let places = Surroundings::new(self.shape, whole);
+        if !head.is_empty() && !tail.is_empty() && places.are_near(head, tail) {
+            let all = ByteRange::between(head.start, tail.end());
+            self.read_copied(all, &mut bytes[places.of(all)]).await?;
+        } else {
+            for side in [head, tail] {
+                self.read_copied(side, &mut bytes[places.of(side)]).await?;
+            }
+        }
+        let mut pieces = SmallVec::<[IoVec; 8]>::new();
+        let piece_of = |bytes: &[u8]| IoVec::new(bytes.as_ptr().cast_mut(), bytes.len());
+        pieces.push(piece_of(&bytes[places.of(head)]));
+        pieces.extend(middle.pieces());
+        pieces.push(piece_of(&bytes[places.of(tail)]));
+        pieces.retain(|piece| piece.len() > 0);
+        // SAFETY: `bytes` lives until the write has ended and nobody writes to it; the middle is valid as long as
+        // `buffer` is, which outlives this call.
+        let all = unsafe { WriteBuf::from_pieces(&pieces) };
+        let start = if head.is_empty() { part.start } else { head.start };
+        self.write_data(target + (start - whole.start).get(), all).await
     }
 
-    /// What the guest has in `range`, which may reach beyond the disk's end; `None` if it is empty, or nothing but zeros
+    async fn write_data(&self, at: u64, bytes: WriteBuf<'_>) -> IoResult {
+        if self.data_file.is_some() {
+            self.cover_data_file(at + bytes.len() as u64).await?;
+        }
+        self.data().write(ByteOffset::new(at), bytes, WriteFlags::NONE).await
+    }
+
+    /// What must be copied of `range`, which may reach beyond the disk's end: all of it, or nothing if it has only zeros
     /// where the target has zeros already.
-    async fn around(&self, range: ByteRange, target_reads_zero: bool) -> IoResult<Option<AlignedBuf>> {
-        if range.is_empty() {
-            return Ok(None);
-        }
+    async fn copied(&self, range: ByteRange, target_reads_zero: bool) -> IoResult<ByteRange> {
         let on_disk = range.intersection(ByteOffset::ZERO.range(self.geometry.get().size));
-        let has_zeros = on_disk.is_empty() || self.reads_as_zeros(on_disk).await?;
-        if target_reads_zero && has_zeros {
-            return Ok(None);
+        if target_reads_zero && self.reads_as_zeros(on_disk).await? {
+            return Ok(ByteRange::new(range.start.get(), 0));
         }
-        let mut bytes = AlignedBuf::zeroed(range.len.as_usize());
-        if !has_zeros {
-            let there = &mut bytes[..on_disk.len.as_usize()];
-            self.read_steps(on_disk, ReadBuf::new(there)).await?;
-        }
-        Ok(Some(bytes))
+        Ok(range)
+    }
+
+    /// Reads what the guest has in `range`, zeros beyond the disk's end.
+    async fn read_copied(&self, range: ByteRange, bytes: &mut [u8]) -> IoResult {
+        let on_disk = range.intersection(ByteOffset::ZERO.range(self.geometry.get().size));
+        let (there, beyond) = bytes.split_at_mut(on_disk.len.as_usize());
+        beyond.fill(0);
+        self.read_steps(on_disk, ReadBuf::new(there)).await
     }
 
     /// Whether the map says that `range` has nothing but zeros.

@@ -14,13 +14,10 @@
 //!
 //! How it fails: with the device's failure, for the whole of the request, some of whose sectors may have been changed.
 
-mod bounce;
-
 use std::rc::Rc;
 
-use bounce::BouncePool;
-
 use crate::buffer::{ReadBuf, WriteBuf};
+use crate::buffer_pool::BufferPool;
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::range_lock::{Mode, Ranges};
@@ -62,7 +59,7 @@ pub struct Align {
     /// Where memory must begin for the device below.
     memory_alignment: usize,
     ranges: Ranges,
-    pool: BouncePool,
+    pool: BufferPool,
 }
 
 /// The next part of a request.
@@ -96,7 +93,7 @@ impl Align {
             unit,
             memory_alignment: geometry.memory_alignment as usize,
             ranges: Ranges::default(),
-            pool: BouncePool::new(options.bounce_count, bounce_len.get() as usize),
+            pool: BufferPool::new(options.bounce_count, bounce_len.get() as usize),
         }
     }
 
