@@ -5,7 +5,7 @@ mod nbd_support;
 use std::rc::Rc;
 
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
-use larder_block::event_loop::POLL_MAX_DEFAULT;
+use larder_block::event_loop::{POLL_MAX_DEFAULT, yield_now};
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoVec, Loop, ReadBuf, WriteBuf, WriteFlags,
     ZeroFlags,
@@ -370,7 +370,7 @@ fn a_request_given_up_touches_its_buffer_no_more_and_harms_no_other() {
                 let given_up = device.read(ByteOffset::ZERO, ReadBuf::new(&mut buffer));
                 let kept = device.read(ByteOffset::new(MIB), ReadBuf::new(&mut other));
                 for _ in 0..round {
-                    on.yield_now().await;
+                    yield_now().await;
                 }
                 drop(given_up);
                 let seen = buffer.clone();
@@ -401,7 +401,7 @@ fn a_write_given_up_half_way_is_finished_with_what_it_was() {
                 let mut data = pattern((8 * MIB) as usize, 4);
                 let write = device.write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE);
                 for _ in 0..round {
-                    on.yield_now().await;
+                    yield_now().await;
                 }
                 drop(write);
                 // Whoever owns the memory uses it for something else at once.

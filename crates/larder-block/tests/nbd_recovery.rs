@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
-use larder_block::event_loop::POLL_MAX_DEFAULT;
+use larder_block::event_loop::{POLL_MAX_DEFAULT, yield_now};
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
 };
@@ -265,9 +265,9 @@ fn nbdkit_may_be_killed_under_load() {
         let working = on.spawn_with_result(working);
         for round in 1..=4 {
             // Under load: some hundred requests after the last death.
-            until(on, || device.statistics().connections >= round).await;
+            until(|| device.statistics().connections >= round).await;
             let before = place_of(&device);
-            until(on, || place_of(&device) > before + 300).await;
+            until(|| place_of(&device) > before + 300).await;
             server.kill();
             server = place.nbdkit(&["file", &image]);
         }
@@ -289,9 +289,9 @@ fn place_of(device: &NbdDevice) -> u64 {
     device.statistics().answered
 }
 
-async fn until(on: &Loop, condition: impl Fn() -> bool) {
+async fn until(condition: impl Fn() -> bool) {
     while !condition() {
-        on.yield_now().await;
+        yield_now().await;
     }
 }
 
@@ -376,7 +376,7 @@ fn a_server_that_is_away_for_too_long_fails_requests_until_it_is_back() {
         let error = read.await.expect_err("at once");
         assert_eq!(error.failure(), Failure::Unreachable);
         hold.send(()).expect("the server waits");
-        until(on, || !device.statistics().unreachable).await;
+        until(|| !device.statistics().unreachable).await;
         let read = device.read(ByteOffset::ZERO, ReadBuf::new(&mut back));
         read.await.expect("reads again");
         assert!(back == data, "what was acknowledged before is there");

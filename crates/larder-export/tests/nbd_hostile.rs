@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT};
+use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT, yield_now};
 use larder_block::nbd::Signal;
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf, SizeChanges,
@@ -123,7 +123,7 @@ impl Served {
 
     async fn until(&self, condition: impl Fn(&Self) -> bool) {
         while !condition(self) {
-            self.on.yield_now().await;
+            yield_now().await;
         }
     }
 

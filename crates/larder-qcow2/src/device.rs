@@ -70,6 +70,8 @@ pub struct Qcow2 {
     pub(crate) journal: Option<Journal>,
     pub(crate) in_flight: InFlight,
     pub(crate) decompressor: Decompressor,
+    /// For slices of L2 tables.
+    pub(crate) slices: BufferPool,
     /// See [`crate::write::copies`].
     pub(crate) copies: BufferPool,
     pub(crate) changes: SizeChanges,

@@ -49,6 +49,11 @@ impl InFlight {
         ticket
     }
 
+    /// Whether no request is under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.counts.iter().all(|count| count.get() == 0)
+    }
+
     /// Counts a request until the result is dropped.
     pub(crate) fn counted(&self) -> Counted<'_> {
         Counted(self, self.enter())

@@ -255,6 +255,7 @@ impl Qcow2 {
             journal,
             in_flight: InFlight::new(),
             decompressor: Decompressor::new(header.compression),
+            slices: crate::read::slice_buffers(),
             copies: crate::write::copies(shape),
             changes: SizeChanges::default(),
         });

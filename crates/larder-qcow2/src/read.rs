@@ -5,22 +5,33 @@ use std::pin::Pin;
 use std::rc::Weak;
 use std::task::Poll;
 
+use larder_block::buffer_pool::BufferPool;
+use larder_block::event_loop::yield_now;
 use larder_block::range_lock::Mode;
-use larder_block::{
-    AlignedBuf, BlockDevice, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation,
-    ReadBuf,
-};
+use larder_block::{ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf};
 use smallvec::SmallVec;
 
 use crate::device::{Piece, Qcow2};
 use crate::entry::{Content, Entry, OFFSET};
-use crate::map::{LEAF_ENTRIES_MAX, decode};
+use crate::map::{LEAF_ENTRIES_MAX, LeafIndex, decode};
 
 /// Requests below that one request makes at the same time.
 type Ios<'a> = SmallVec<[Io<'a>; 4]>;
 
 /// How many of them.
 const TOGETHER_MAX: usize = 64;
+
+/// Metadata that is loaded before anybody needs it: bytes of a piece, and pieces at the same time.
+const LOAD_BYTES: u64 = 64 << 10;
+const LOADS_TOGETHER: usize = 4;
+
+/// Pieces of metadata that are read at the same time, also for the guest's sake.
+const READS_TOGETHER: usize = 16;
+
+/// Buffers for them, kept: between the map's small pieces of memory they would leave holes on the heap.
+pub(crate) fn slice_buffers() -> BufferPool {
+    BufferPool::new(READS_TOGETHER, LOAD_BYTES as usize)
+}
 
 impl Qcow2 {
     pub(crate) async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
@@ -128,25 +139,24 @@ impl Qcow2 {
             );
             return Err(self.error(Operation::Read, at, Failure::Invalid));
         }
-        let mut bytes = AlignedBuf::zeroed(at.len.as_usize());
-        self.file.read(at.start, ReadBuf::new(&mut bytes)).await?;
+        let mut buffer = self.slices.take().await;
+        let bytes = &mut buffer[..at.len.as_usize()];
+        self.file.read(at.start, ReadBuf::new(bytes)).await?;
         let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         let entries = &mut entries[..1 << shape.leaf_bits()];
-        decode(shape, &bytes, entries);
+        decode(shape, bytes, entries);
         self.check_overlap(index, entries)?;
         self.map.borrow_mut().load(index, entries);
         Ok(())
     }
 
-    /// Reads all leaves of an L2 table into the map, except those that are there.
-    async fn load_table(&self, l1_index: u64) -> IoResult {
+    /// Reads `count` leaves of one L2 table into the map, except those that are there.
+    async fn load_leaves(&self, first: LeafIndex, count: u64) -> IoResult {
         let shape = self.shape;
         let leaves = 1u64 << (shape.table_bits() - shape.leaf_bits());
-        let first = l1_index * leaves;
-        let count = leaves.min(self.map.borrow().leaves().saturating_sub(first));
         let _held = self.loading.enter(ByteRange::new(first, count), Mode::Exclusive).await;
-        let table = self.l1.borrow()[l1_index as usize] & OFFSET;
-        let at = ByteRange::new(table, count * shape.slice_len());
+        let table = self.l1.borrow()[(first / leaves) as usize] & OFFSET;
+        let at = ByteRange::new(table + first % leaves * shape.slice_len(), count * shape.slice_len());
         let outside = at.end().get() > self.file.geometry().size.get() || table & (shape.cluster_len() - 1) != 0;
         let missing = {
             let map = self.map.borrow();
@@ -156,8 +166,9 @@ impl Qcow2 {
             // What is wrong is reported to the guest that comes there.
             return Ok(());
         }
-        let mut bytes = AlignedBuf::zeroed(at.len.as_usize());
-        self.file.read(at.start, ReadBuf::new(&mut bytes)).await?;
+        let mut buffer = self.slices.take().await;
+        let bytes = &mut buffer[..at.len.as_usize()];
+        self.file.read(at.start, ReadBuf::new(bytes)).await?;
         let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         let entries = &mut entries[..1 << shape.leaf_bits()];
         for (leaf, bytes) in (first..).zip(bytes.chunks_exact(shape.slice_len() as usize)) {
@@ -170,6 +181,24 @@ impl Qcow2 {
             }
         }
         Ok(())
+    }
+
+    /// The next leaves from `from` on that an L2 table has, as many as are loaded together.
+    fn allocated_leaves(&self, from: LeafIndex) -> Option<(LeafIndex, u64)> {
+        let shape = self.shape;
+        let leaves = 1u64 << (shape.table_bits() - shape.leaf_bits());
+        let all = self.map.borrow().leaves();
+        let l1 = self.l1.borrow();
+        let mut first = from;
+        while first < all {
+            let end = (first / leaves + 1) * leaves;
+            if l1[(first / leaves) as usize] & OFFSET != 0 {
+                let most = (LOAD_BYTES / shape.slice_len()).max(1);
+                return Some((first, most.min(end.min(all) - first)));
+            }
+            first = end;
+        }
+        None
     }
 
     /// Refuses entries through which the guest would change metadata.
@@ -303,34 +332,30 @@ pub(crate) async fn join(mut ios: Ios<'_>) -> IoResult {
     failure
 }
 
-/// Loads the whole map, one L2 table after the other, as long as there is room for it and the disk is open.
+/// Loads the whole map, as long as there is room for it and the disk is open: several pieces at a time while the guest
+/// asks for nothing, one while it does.
 pub(crate) async fn load_map(image: Weak<Qcow2>) {
-    let mut l1_index = 0;
+    let mut leaf = 0;
     loop {
-        let_others_run().await;
+        yield_now().await;
         let Some(image) = image.upgrade() else { return };
-        let tables = image.shape.l1_entries(image.geometry().size.get());
-        if l1_index >= tables || image.map.borrow().is_full() {
+        if image.map.borrow().is_full() {
             return;
         }
-        if image.l1.borrow()[l1_index as usize] & OFFSET != 0
-            && let Err(error) = image.load_table(l1_index).await
+        let most = if image.in_flight.is_idle() { LOADS_TOGETHER } else { 1 };
+        let mut loads = Ios::new();
+        while loads.len() < most
+            && let Some((first, count)) = image.allocated_leaves(leaf)
         {
+            loads.push(Io::task(image.load_leaves(first, count)));
+            leaf = first + count;
+        }
+        if loads.is_empty() {
+            return;
+        }
+        if let Err(error) = join(loads).await {
             tracing::warn!("{error}; its metadata is read when it is needed");
             return;
         }
-        l1_index += 1;
     }
-}
-
-async fn let_others_run() {
-    let mut waited = false;
-    std::future::poll_fn(|context| {
-        if std::mem::replace(&mut waited, true) {
-            return Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }

@@ -258,7 +258,7 @@ impl Qcow2 {
         pieces.push(piece_of(&bytes[places.of(head)]));
         pieces.extend(middle.pieces());
         pieces.push(piece_of(&bytes[places.of(tail)]));
-        pieces.retain(|piece| piece.len() > 0);
+        pieces.retain(|piece| !piece.is_empty());
         // SAFETY: `bytes` lives until the write has ended and nobody writes to it; the middle is valid as long as
         // `buffer` is, which outlives this call.
         let all = unsafe { WriteBuf::from_pieces(&pieces) };

@@ -156,6 +156,19 @@ impl<F: Future<Output = ()>> Task for Spawned<F> {
     }
 }
 
+/// Lets every other ready task run once first.
+pub async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 impl Loop {
     /// A loop over io_uring for this thread. It spins up to `poll_max` for new work before it sleeps.
     ///
@@ -267,19 +280,6 @@ impl Loop {
             sleep.as_mut().poll(context).map(|()| None)
         })
         .await
-    }
-
-    /// Lets every other ready task run once first.
-    pub async fn yield_now(&self) {
-        let mut yielded = false;
-        std::future::poll_fn(|context| {
-            if std::mem::replace(&mut yielded, true) {
-                return Poll::Ready(());
-            }
-            context.waker().wake_by_ref();
-            Poll::Pending
-        })
-        .await;
     }
 
     /// Adds a source of work to the polling phase until the guard is dropped.

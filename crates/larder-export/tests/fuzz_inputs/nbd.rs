@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
-use larder_block::event_loop::Listener;
+use larder_block::event_loop::{Listener, yield_now};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags};
 use larder_export::nbd::{NbdServer, NbdServerOptions};
 
@@ -96,13 +96,13 @@ pub fn server(data: &[u8]) {
                 }
                 send(&stream, &client_bytes(&mut input));
                 for _ in 0..4 {
-                    kit.on.yield_now().await;
+                    yield_now().await;
                 }
                 drain(&stream, |_| ());
             }
             let _ = stream.shutdown(std::net::Shutdown::Both);
             while kit.server.statistics().connections > 0 {
-                kit.on.yield_now().await;
+                yield_now().await;
             }
         });
     });
@@ -245,7 +245,7 @@ async fn play(kit: &Kit, data: &[u8], done: Rc<RefCell<bool>>) {
                 send(current, &server_bytes(&mut input, cookie));
             }
         }
-        kit.on.yield_now().await;
+        yield_now().await;
     }
 }
 

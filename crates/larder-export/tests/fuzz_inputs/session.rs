@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
-use larder_block::event_loop::Socket;
+use larder_block::event_loop::{Socket, yield_now};
 use larder_block::{ByteLen, Loop};
 use larder_export::vhost_user::{VhostUserOptions, VhostUserServer};
 use rustix::event::{EventfdFlags, eventfd};
@@ -72,7 +72,7 @@ pub fn run(data: &[u8]) {
                 }
                 guest.step(&mut input);
                 for _ in 0..3 {
-                    on.yield_now().await;
+                    yield_now().await;
                 }
             }
             let _ = guest.stream.shutdown(std::net::Shutdown::Both);
