@@ -424,6 +424,7 @@ fn clusters(arguments: &Arguments) -> anyhow::Result<()> {
         let contenders = [
             servers::larder_qcow2(&image, access, None)?,
             servers::qemu(&image, access, L2Cache::Old { cluster_len })?,
+            servers::qemu(&image, access, L2Cache::advised(&image)?)?,
         ];
         read_everywhere(arguments, &folder, &contenders, layout, &[1])?;
     }

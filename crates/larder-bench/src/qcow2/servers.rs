@@ -1,9 +1,10 @@
 //! The servers that are compared, as commands in which `{image}` and `{socket}` stand for paths.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use larder_block::ByteLen;
 
 use crate::vhost_user::server::Server;
@@ -44,15 +45,32 @@ pub(super) enum L2Cache {
     Default,
     /// So many bytes.
     Of(u64),
+    /// What `larder disk tune` advises for the image.
+    Advised { bytes: u64 },
     /// As it was before QEMU 3.1: whole tables, max(1 MiB, 8 clusters) of them.
     Old { cluster_len: u64 },
 }
 
 impl L2Cache {
+    /// The advice for an image.
+    pub(super) fn advised(image: &Path) -> anyhow::Result<Self> {
+        let mut tune = Command::new(larder()?);
+        tune.args(["disk", "tune", "--output", "json"]).arg(image);
+        let output = tune.output()?;
+        if !output.status.success() {
+            bail!("larder disk tune: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        let advice: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let bytes = advice["l2-cache-size"]
+            .as_u64()
+            .context("`disk tune` names no l2-cache-size")?;
+        Ok(Self::Advised { bytes })
+    }
+
     fn options(self) -> String {
         match self {
             Self::Default => String::new(),
-            Self::Of(bytes) => format!(",l2-cache-size={bytes}"),
+            Self::Of(bytes) | Self::Advised { bytes } => format!(",l2-cache-size={bytes}"),
             Self::Old { cluster_len } => format!(
                 ",l2-cache-size={},l2-cache-entry-size={cluster_len}",
                 (8 * cluster_len).max(1 << 20)
@@ -104,6 +122,7 @@ pub(super) fn qemu(image: &Path, access: Access, cache: L2Cache) -> anyhow::Resu
     let name = match cache {
         L2Cache::Default => "QEMU".to_owned(),
         L2Cache::Of(bytes) => format!("QEMU {}", size(bytes)),
+        L2Cache::Advised { bytes } => format!("QEMU {}, as `disk tune` advises", size(bytes)),
         L2Cache::Old { .. } => "QEMU, old default".to_owned(),
     };
     Ok(Contender {
