@@ -63,15 +63,16 @@ pub(crate) enum DiskCommand {
     /// Serve a disk image to a guest or to tools
     Serve(ServeArguments),
     /// Say what an image is, also one that is in use
-    Info(InfoArguments),
+    Info(ImageArguments),
     /// Check a qcow2 image's metadata, and repair it
     Check(CheckArguments),
     /// Say what the size of a qcow2 image's tables means for its speed
-    Tune(TuneArguments),
+    Tune(ImageArguments),
 }
 
+/// What the commands about one image have in common.
 #[derive(Args)]
-pub(crate) struct InfoArguments {
+pub(crate) struct ImageArguments {
     /// A disk image, a block device, or an NBD URI
     #[arg(value_parser = image_parser())]
     pub(crate) image: ImageAddress,
@@ -85,34 +86,14 @@ pub(crate) struct InfoArguments {
 
 #[derive(Args)]
 pub(crate) struct CheckArguments {
-    /// A disk image, a block device, or an NBD URI
-    #[arg(value_parser = image_parser())]
-    pub(crate) image: ImageAddress,
-    /// The image's format; by default what it begins like
-    #[arg(long)]
-    pub(crate) format: Option<FormatName>,
+    #[command(flatten)]
+    pub(crate) of: ImageArguments,
     /// Mend what is wrong; nobody else may use the image meanwhile
     #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
     pub(crate) repair: Option<RepairName>,
     /// What counting references may take
     #[arg(long, value_name = "SIZE", default_value_t = CHECK_MEMORY_DEFAULT)]
     pub(crate) memory: ByteLen,
-    /// For people or for programs
-    #[arg(long, default_value = "text")]
-    pub(crate) output: Output,
-}
-
-#[derive(Args)]
-pub(crate) struct TuneArguments {
-    /// A disk image, a block device, or an NBD URI
-    #[arg(value_parser = image_parser())]
-    pub(crate) image: ImageAddress,
-    /// The image's format; by default what it begins like
-    #[arg(long)]
-    pub(crate) format: Option<FormatName>,
-    /// For people or for programs
-    #[arg(long, default_value = "text")]
-    pub(crate) output: Output,
 }
 
 /// How results are printed.

@@ -8,12 +8,12 @@ use larder_qcow2::check::{CheckOptions, Repair, Repaired, Report, check, repair}
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
-use crate::cli::{CheckArguments, Output, RepairName};
+use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
 use crate::disk_image::{self, Sharing, need_qcow2};
 
 pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
-    let image = &arguments.image;
+    let ImageArguments { image, format, output } = arguments.of;
     let sharing = match arguments.repair {
         Some(_) => Sharing::Exclusive,
         None => Sharing::NoWriters,
@@ -22,8 +22,8 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         memory_max: arguments.memory,
     };
     let repaired = on.block_on(async {
-        let opened = disk_image::open(&on, image, arguments.format, sharing).await?;
-        let file = need_qcow2(image, opened, "that could be checked").await?;
+        let opened = disk_image::open(&on, &image, format, sharing).await?;
+        let file = need_qcow2(&image, opened, "that could be checked").await?;
         let what = match arguments.repair {
             Some(RepairName::Leaks) => Repair::Leaks,
             Some(RepairName::All) => Repair::All,
@@ -41,7 +41,7 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         file.close().await.map_err(|error| anyhow::anyhow!(error.to_string()))?;
         Ok(repaired)
     })?;
-    match arguments.output {
+    match output {
         Output::Text => print!("{}", text(&repaired, arguments.repair.is_some())),
         Output::Json => println!("{:#}", json_of(&image.to_string(), &repaired)),
     }

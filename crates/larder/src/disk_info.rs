@@ -12,7 +12,7 @@ use larder_qcow2::snapshot::{SnapshotTable, read_snapshots};
 use larder_vm::image::{Format, ImageAddress, beside};
 use serde_json::{Value, json};
 
-use crate::cli::{FormatName, InfoArguments, Output};
+use crate::cli::{FormatName, ImageArguments, Output};
 use crate::disk_image::{self, OpenImage, Sharing, date, human};
 
 /// The longest chain that is followed.
@@ -48,7 +48,7 @@ struct Layer {
     trouble: Option<String>,
 }
 
-pub(crate) fn run(arguments: InfoArguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let info = on.block_on(gather(&on, arguments.image, arguments.format))?;
     match arguments.output {

@@ -10,7 +10,7 @@ use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
 use larder_vm::image::{Format, ImageAddress};
 use serde_json::{Value, json};
 
-use crate::cli::{Output, TuneArguments};
+use crate::cli::{ImageArguments, Output};
 use crate::disk_image::{self, Sharing, human};
 
 /// L2 tables up to this size are read to measure Larder's map, in bytes.
@@ -29,7 +29,7 @@ struct Tuned {
     measured: Option<u64>,
 }
 
-pub(crate) fn run(arguments: TuneArguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let image = &arguments.image;
     let tuned = on.block_on(async {
