@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use crate::EXIT_NEGATIVE;
 use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
 use crate::disk_image::{self, Sharing, need_qcow2};
+use crate::output::print;
 
 pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
@@ -42,8 +43,8 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         Ok(repaired)
     })?;
     match output {
-        Output::Text => print!("{}", text(&repaired, arguments.repair.is_some())),
-        Output::Json => println!("{:#}", json_of(&image.to_string(), &repaired)),
+        Output::Text => print(&text(&repaired, arguments.repair.is_some()))?,
+        Output::Json => print(&format!("{:#}\n", json_of(&image.to_string(), &repaired)))?,
     }
     Ok(match repaired.after.is_clean() {
         true => ExitCode::SUCCESS,

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::cli::{FormatName, ImageArguments, Output};
 use crate::disk_image::{self, OpenImage, Sharing, date, human};
+use crate::output::print;
 
 /// The longest chain that is followed.
 const CHAIN_MAX: usize = 200;
@@ -52,8 +53,8 @@ pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let info = on.block_on(gather(&on, arguments.image, arguments.format))?;
     match arguments.output {
-        Output::Text => print!("{}", text(&info)),
-        Output::Json => println!("{:#}", json_of(&info)),
+        Output::Text => print(&text(&info))?,
+        Output::Json => print(&format!("{:#}\n", json_of(&info)))?,
     }
     Ok(ExitCode::SUCCESS)
 }

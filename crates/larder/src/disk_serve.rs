@@ -16,6 +16,7 @@ use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{Format, ImageError, ImageOptions};
 
 use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
+use crate::output::print;
 use crate::pid_file;
 
 /// What vhost-user's conventions want a back-end program to say of itself (QEMU `docs/interop/vhost-user.json`).
@@ -23,7 +24,7 @@ const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only", "blk-f
 
 pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     if arguments.print_capabilities {
-        println!("{CAPABILITIES}");
+        print(&format!("{CAPABILITIES}\n"))?;
         return Ok(ExitCode::SUCCESS);
     }
     let pidfile = arguments.pidfile.clone();

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use crate::cli::{ImageArguments, Output};
 use crate::disk_image::{self, Sharing, human};
+use crate::output::print;
 
 /// L2 tables up to this size are read to measure Larder's map, in bytes.
 const MEASURED_BYTES_MAX: u64 = 1 << 30;
@@ -46,12 +47,12 @@ pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
             header,
         }))
     })?;
-    match (tuned, arguments.output) {
-        (Some(tuned), Output::Text) => print!("{}", text(&tuned)),
-        (Some(tuned), Output::Json) => println!("{:#}", json_of(&tuned)),
-        (None, Output::Text) => println!("{image} is a raw image: it has no tables, and nothing to tune"),
-        (None, Output::Json) => println!("{:#}", json!({"filename": image.to_string(), "format": "raw"})),
-    }
+    print(&match (tuned, arguments.output) {
+        (Some(tuned), Output::Text) => text(&tuned),
+        (Some(tuned), Output::Json) => format!("{:#}\n", json_of(&tuned)),
+        (None, Output::Text) => format!("{image} is a raw image: it has no tables, and nothing to tune\n"),
+        (None, Output::Json) => format!("{:#}\n", json!({"filename": image.to_string(), "format": "raw"})),
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -7,6 +7,7 @@ mod disk_info;
 mod disk_serve;
 mod disk_tune;
 mod log;
+mod output;
 mod pid_file;
 mod run;
 mod signals;

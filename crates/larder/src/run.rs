@@ -15,6 +15,7 @@ use larder_vm::run::version::QemuVersion;
 
 use crate::EXIT_ERROR;
 use crate::cli::RunArguments;
+use crate::output::print;
 
 /// This program, even if its file has been replaced since: a restarted server is of the version that the others are.
 const OURSELVES: &str = "/proc/self/exe";
@@ -90,7 +91,7 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
     let mut lines = preparations(plan, &places.folder);
     lines.extend(server_commands(plan).into_iter().map(|line| format!("{line} &")));
     lines.push(command_line(&plan.qemu));
-    std::io::stdout().write_all(format!("{}\n", lines.join("\n")).as_bytes())?;
+    print(&format!("{}\n", lines.join("\n")))?;
     Ok(match problems.is_empty() {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),

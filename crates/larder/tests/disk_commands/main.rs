@@ -8,6 +8,7 @@ mod crash;
 mod damage;
 mod info;
 mod made;
+mod print;
 mod repair;
 mod serve;
 mod tune;

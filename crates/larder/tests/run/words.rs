@@ -1,7 +1,7 @@
 //! What `larder run` says and what it is called: before a guest runs, and beside one that only idles.
 
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -303,6 +303,38 @@ fn the_commands_of_a_dry_run_do_what_a_run_does() {
         said.contains("dev: vhost-user-blk-pci") && said.contains("SERVER 0"),
         "{said}"
     );
+}
+
+#[test]
+fn a_run_goes_on_when_nobody_reads_its_messages_any_more() {
+    let place = Place::new("unread");
+    let image = place.image("disk.raw", 8);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let mut command = place.larder_run(&["-v"], qemu());
+    command
+        .args(["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"])
+        .args(["-drive", &drive(&image, "")]);
+    // Without its disk's server QEMU would wait for it, and not come to its monitor.
+    let mut run = Command::new("timeout")
+        .args(["--kill-after=5", "60"])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .env("XDG_RUNTIME_DIR", place.path("runtime"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(writer)
+        .spawn()
+        .expect("starts");
+    let mut first = String::new();
+    BufReader::new(reader).read_line(&mut first).expect("a message");
+    assert!(first.starts_with("larder: disk "), "{first}");
+    let mut monitor = run.stdin.take().expect("is piped");
+    writeln!(monitor, "info qtree\nquit").expect("QEMU reads");
+    let output = run.wait_with_output().expect("ends");
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("dev: vhost-user-blk-pci"), "{said}");
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
 
 #[test]

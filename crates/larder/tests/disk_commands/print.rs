@@ -1,0 +1,51 @@
+//! Where the answers go.
+
+use std::fs::File;
+use std::process::{Command, Stdio};
+
+use crate::support::{larder, on_tmpfs, tool};
+use crate::text_of;
+
+#[test]
+fn a_reader_that_has_gone_is_no_error_and_a_full_file_system_is_one() {
+    let folder = on_tmpfs();
+    let image = folder.path().join("disk.qcow2");
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&image), "1G"]);
+    let image = text_of(&image);
+    let drive = format!("file={image},if=virtio,format=qcow2");
+    let commands: [&[&str]; 8] = [
+        &["disk", "info", image],
+        &["disk", "info", image, "--output", "json"],
+        &["disk", "check", image],
+        &["disk", "check", image, "--output", "json"],
+        &["disk", "tune", image],
+        &["disk", "tune", image, "--output", "json"],
+        &["disk", "serve", "--print-capabilities"],
+        &["run", "--dry-run", "--", "qemu-system-x86_64", "-drive", &drive],
+    ];
+    for arguments in commands {
+        let run = |stdout: Stdio| {
+            let output = Command::new(larder()).args(arguments).stdout(stdout).output();
+            let output = output.expect("larder starts");
+            (
+                output.status.code(),
+                String::from_utf8_lossy(&output.stderr).into_owned(),
+            )
+        };
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let (code, said) = run(writer.into());
+        assert_eq!(code, Some(0), "{arguments:?}: {said}");
+        assert!(
+            !said.contains("pipe") && !said.contains("panicked"),
+            "{arguments:?}: {said}"
+        );
+        let full = File::options().write(true).open("/dev/full").expect("/dev/full");
+        let (code, said) = run(full.into());
+        assert_eq!(code, Some(2), "{arguments:?}: {said}");
+        assert!(
+            said.contains("larder: cannot write to standard output"),
+            "{arguments:?}: {said}"
+        );
+    }
+}
