@@ -10,6 +10,9 @@ pub const COMPRESSED: u64 = 1 << 62;
 pub const ZERO: u64 = 1;
 /// Where the table or cluster lies, in bytes.
 pub const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// In memory only: the entry of a cluster that must not be used, because it leads where something else is. The bit is
+/// reserved; the image never gets it.
+pub const DAMAGED: u64 = 1 << 56;
 /// All subclusters allocated.
 pub const ALL_ALLOCATED: u64 = 0xffff_ffff;
 /// All subclusters zero.
@@ -92,6 +95,20 @@ impl Entry {
         self.word & COPIED != 0
     }
 
+    /// Whether it must not be used; see [`DAMAGED`].
+    pub const fn is_damaged(self) -> bool {
+        !self.is_compressed() && self.word & DAMAGED != 0
+    }
+
+    /// The first 64 bits for the image.
+    pub const fn on_disk(self) -> u64 {
+        if self.is_damaged() {
+            self.word & !DAMAGED
+        } else {
+            self.word
+        }
+    }
+
     /// Where the compressed data is.
     pub const fn compressed_at(self, shape: Shape) -> CompressedAt {
         let bits = shape.compressed_offset_bits();
@@ -115,7 +132,7 @@ impl Entry {
             };
         }
         let host = self.word & OFFSET;
-        if host & (shape.cluster_len() - 1) != 0 {
+        if self.word & (DAMAGED | OFFSET & (shape.cluster_len() - 1)) != 0 {
             return Content::Corrupt;
         }
         let has_host = host != 0 || (data_file && self.is_copied());

@@ -20,7 +20,8 @@ use crate::in_flight::InFlight;
 use crate::journal::{Journal, Record};
 use crate::map::Map;
 use crate::read::load_map;
-use crate::refcount::Refcounts;
+use crate::refcount::{self, Refcounts};
+use crate::shape::Shape;
 use crate::space::Space;
 
 /// How to open an image.
@@ -37,6 +38,10 @@ pub struct OpenOptions {
 
 /// Enough for 3 TiB of the worst fragmentation at 64 KiB clusters, and for any contiguous disk.
 pub const METADATA_MEMORY_DEFAULT: ByteLen = ByteLen::mib(256);
+
+/// Refcount blocks for space behind the end of the file that are looked at before the whole image is. A sound image has
+/// one or two.
+const BLOCKS_PAST_END_MAX: usize = 16;
 
 impl Default for OpenOptions {
     fn default() -> Self {
@@ -76,6 +81,10 @@ pub enum OpenError {
         len: u64,
         size: u64,
     },
+    #[error(
+        "{name}: the file ends at {size:#x}, and {lost} entries of its tables lead past that: the image is truncated, and what was there is lost; get a whole copy of it, or read what is there with --read-only, or have what is lost read as zeros with `larder disk check --repair`"
+    )]
+    Lost { name: String, lost: u64, size: u64 },
     #[error("{name}: {first} and {second} overlap: the image is corrupt")]
     Overlap {
         name: String,
@@ -177,6 +186,9 @@ impl Qcow2 {
             true => Vec::new(),
             false => metadata_clusters(&name, &header, &l1, &refcount_table)?,
         };
+        if !read_only && has_use_past_end(&file, shape, &refcount_table).await? {
+            check_whole(&file).await?;
+        }
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
         if !read_only && file_size & (shape.cluster_len() - 1) != 0 {
@@ -244,6 +256,7 @@ impl Qcow2 {
             freed: RefCell::default(),
             released: RefCell::default(),
             metadata: RefCell::new(metadata),
+            lost: RefCell::default(),
             mapping: Ranges::default(),
             loading: Ranges::default(),
             tables: Ranges::default(),
@@ -323,6 +336,44 @@ async fn repair_dirty(file: &Rc<dyn BlockDevice>) -> Result<(), OpenError> {
         "{name}: a program that writes refcounts lazily was killed; they are right again ({errors} errors and {leaks} leaked clusters mended)"
     );
     Ok(())
+}
+
+/// Whether a refcount says that a cluster behind the end of the file is used, or cannot be read. So it is in a truncated
+/// image, and after a crash that left space allocated for nothing.
+async fn has_use_past_end(file: &Rc<dyn BlockDevice>, shape: Shape, refcount_table: &[u64]) -> Result<bool, IoError> {
+    let size = file.geometry().size.get();
+    let end = size.div_ceil(shape.cluster_len());
+    let first = end >> shape.refcount_block_bits();
+    let blocks = (first..).zip(refcount_table.iter().skip(usize::try_from(first).unwrap_or(usize::MAX)));
+    for (number, (block, offset)) in blocks.filter(|(_, offset)| **offset != 0).enumerate() {
+        let in_file = offset & (shape.cluster_len() - 1) == 0 && *offset <= size.saturating_sub(shape.cluster_len());
+        if !in_file || number >= BLOCKS_PAST_END_MAX {
+            return Ok(true);
+        }
+        let mut bytes = AlignedBuf::zeroed(ByteLen::new(shape.cluster_len()).as_usize());
+        file.read(ByteOffset::new(*offset), ReadBuf::new(&mut bytes)).await?;
+        let base = block << shape.refcount_block_bits();
+        let mut counts = end.saturating_sub(base)..1 << shape.refcount_block_bits();
+        if counts.any(|index| refcount::read(&bytes, shape.refcount_order, index as usize) != 0) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Refuses an image of which something is missing: if it were changed, the file would grow over what is lost, and nobody
+/// could tell it from zeros any more.
+async fn check_whole(file: &Rc<dyn BlockDevice>) -> Result<(), OpenError> {
+    let found = check::check(file, CheckOptions::default()).await;
+    let found = found.map_err(|error| OpenError::Io(error.to_string()))?;
+    match found.past_end {
+        0 => Ok(()),
+        lost => Err(OpenError::Lost {
+            name: file.name().to_string(),
+            lost,
+            size: file.geometry().size.get(),
+        }),
+    }
 }
 
 /// Gives space back whenever requests have ended that were in the way.

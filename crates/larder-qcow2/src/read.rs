@@ -8,11 +8,13 @@ use std::task::Poll;
 use larder_block::buffer_pool::BufferPool;
 use larder_block::event_loop::yield_now;
 use larder_block::range_lock::Mode;
-use larder_block::{ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf};
+use larder_block::{
+    ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf,
+};
 use smallvec::SmallVec;
 
 use crate::device::{Piece, Qcow2};
-use crate::entry::{Content, Entry, OFFSET};
+use crate::entry::{Content, DAMAGED, Entry, OFFSET};
 use crate::map::{LEAF_ENTRIES_MAX, LeafIndex, decode};
 
 /// Requests below that one request makes at the same time.
@@ -71,17 +73,25 @@ impl Qcow2 {
 
     fn read_data<'a>(&'a self, piece: Piece, range: ByteRange, buffer: ReadBuf<'a>) -> IoResult<Io<'a>> {
         let size = self.data().geometry().size.get();
-        if piece.host >= size {
-            if self.data_file.is_some() {
-                // As in a raw image that is shorter than the disk.
-                buffer.fill_zero();
+        let there = piece.len.min(size.saturating_sub(piece.host));
+        if there < piece.len {
+            let first_lost = size.next_multiple_of(self.shape.cluster_len()).max(piece.host);
+            // A data file may be shorter than the disk, as a raw image may. In the image itself the last cluster may be
+            // cut off where its data ends.
+            if self.data_file.is_none() && piece.host + piece.len > first_lost {
+                let lost = first_lost - piece.host;
+                let clusters = ((range.start.get() + lost) >> self.shape.cluster_bits)
+                    - (range.start.get() >> self.shape.cluster_bits);
+                let at = ByteRange::between(range.start + ByteLen::new(lost), range.end());
+                let entry = piece.entry.advanced(self.shape, clusters);
+                return Err(self.corrupt_entry(Operation::Read, at, entry));
+            }
+            buffer.skip(there as usize).fill_zero();
+            if there == 0 {
                 return Ok(Io::ready(Ok(())));
             }
-            return Err(self.corrupt_entry(Operation::Read, range, piece.entry));
         }
-        // The last cluster may be cut off where its data ends.
-        let there = piece.len.min(size - piece.host) as usize;
-        buffer.skip(there).fill_zero();
+        let there = there as usize;
         Ok(self.data().read(ByteOffset::new(piece.host), buffer.slice(0, there)))
     }
 
@@ -145,7 +155,7 @@ impl Qcow2 {
         let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         let entries = &mut entries[..1 << shape.leaf_bits()];
         decode(shape, bytes, entries);
-        self.check_overlap(index, entries)?;
+        self.mark_damaged(entries);
         self.map.borrow_mut().load(index, entries);
         Ok(())
     }
@@ -176,9 +186,8 @@ impl Qcow2 {
                 continue;
             }
             decode(shape, bytes, entries);
-            if self.overlaps(entries).is_none() {
-                self.map.borrow_mut().load(leaf, entries);
-            }
+            self.mark_damaged(entries);
+            self.map.borrow_mut().load(leaf, entries);
         }
         Ok(())
     }
@@ -201,31 +210,28 @@ impl Qcow2 {
         None
     }
 
-    /// Refuses entries through which the guest would change metadata.
-    fn check_overlap(&self, leaf: u64, entries: &[Entry]) -> IoResult {
-        let Some(index) = self.overlaps(entries) else {
-            return Ok(());
-        };
-        let cluster = (leaf << self.shape.leaf_bits()) + index as u64;
-        tracing::error!(
-            "{}: guest cluster {cluster} lies at {:#x}, where metadata is: the image is corrupt; run `larder disk check`",
-            self.name,
-            entries[index].word & OFFSET,
-        );
-        let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
-        Err(self.error(Operation::Read, at, Failure::Invalid))
-    }
-
-    /// The first entry that may be changed in place and lies where metadata is.
-    fn overlaps(&self, entries: &[Entry]) -> Option<usize> {
-        let metadata = self.metadata.borrow();
-        if metadata.is_empty() || self.data_file.is_some() {
-            return None;
+    /// Marks entries, as the image has them, through which the guest would change metadata, or that lead past the end of
+    /// the file as it was when it was opened. No cluster that one of the latter leads to is ever taken for something
+    /// else.
+    fn mark_damaged(&self, entries: &mut [Entry]) {
+        if self.geometry.get().read_only || self.data_file.is_some() {
+            return;
         }
-        entries.iter().position(|entry| {
-            let host = entry.host().filter(|_| entry.is_copied());
-            host.is_some_and(|host| metadata.binary_search(&(host >> self.shape.cluster_bits)).is_ok())
-        })
+        let (metadata, mut lost) = (self.metadata.borrow(), self.lost.borrow_mut());
+        // What this process has taken itself lies before this.
+        let end = self.space.borrow().untouched();
+        for entry in entries {
+            let Some(cluster) = entry.host().map(|host| host >> self.shape.cluster_bits) else {
+                continue;
+            };
+            if cluster >= end {
+                lost.insert(cluster);
+            }
+            let is_metadata = || entry.is_copied() && metadata.binary_search(&cluster).is_ok();
+            if lost.contains(&cluster) || is_metadata() {
+                entry.word |= DAMAGED;
+            }
+        }
     }
 
     /// Logs an entry that makes no sense; the error of a request that met it.
@@ -240,11 +246,15 @@ impl Qcow2 {
         tracing::error!(
             "{}: entry {index} of L2 table {table} ({:#018x}) {}; run `larder disk check`",
             self.name,
-            entry.word,
+            entry.on_disk(),
             if host & (self.shape.cluster_len() - 1) != 0 {
                 format!("points to {host:#x}, which is no multiple of the cluster size")
             } else if host >= size.get() {
                 format!("points to {host:#x}, past the end of the file ({:#x})", size.get())
+            } else if self.lost.borrow().contains(&(host >> self.shape.cluster_bits)) {
+                format!("points to {host:#x}, past the end of the file when it was opened")
+            } else if entry.is_damaged() {
+                format!("points to {host:#x}, where metadata is")
             } else {
                 format!("makes no sense (subclusters {:#018x})", entry.bitmap)
             }

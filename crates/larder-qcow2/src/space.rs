@@ -62,6 +62,11 @@ impl Space {
         self.untouched
     }
 
+    /// Nothing was taken from this cluster on.
+    pub(crate) fn untouched(&self) -> u64 {
+        self.untouched
+    }
+
     /// A cluster is in use and was written.
     pub(crate) fn touch(&mut self, cluster: u64) {
         self.untouched = self.untouched.max(cluster + 1);
@@ -269,8 +274,20 @@ impl Qcow2 {
                 );
                 Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))
             }
-            None => Ok(()),
+            None => self.check_not_lost(clusters),
         }
+    }
+
+    /// Refuses to take clusters that entries lead to, although the file had ended before them.
+    fn check_not_lost(&self, clusters: Range<u64>) -> IoResult {
+        let Some(cluster) = self.lost.borrow().range(clusters).next().copied() else {
+            return Ok(());
+        };
+        tracing::error!(
+            "{}: an entry leads to cluster {cluster}, which was past the end of the file: the image is corrupt; run `larder disk check --repair`",
+            self.name
+        );
+        Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid))
     }
 
     /// The first of these clusters that holds metadata.

@@ -34,6 +34,8 @@ pub(super) struct Examined<E> {
     pub(super) mended: E,
     /// The bytes of the image that the entry refers to, if it makes sense that far.
     pub(super) refers_to: Option<(u64, u64)>,
+    /// What it refers to is not in the file.
+    pub(super) is_past_end: bool,
 }
 
 impl<E> Examined<E> {
@@ -42,6 +44,7 @@ impl<E> Examined<E> {
             faults: smallvec::SmallVec::new(),
             mended: entry,
             refers_to: None,
+            is_past_end: false,
         }
     }
 
@@ -76,6 +79,7 @@ impl Image {
             examined.fault("points to an L2 table that is not aligned to clusters", Remedy::None);
         } else if self.is_past_end(offset, self.cluster_len()) {
             examined.fault("points past the end of the file", Remedy::Drop);
+            examined.is_past_end = true;
             examined.mended = 0;
         } else {
             examined.refers_to = Some((offset, self.cluster_len()));
@@ -108,6 +112,7 @@ impl Image {
         let at = entry.compressed_at(self.header.shape);
         if self.is_past_end(at.offset, at.len) {
             examined.fault("is compressed and points past the end of the file", Remedy::Drop);
+            examined.is_past_end = true;
             examined.mended = self.zero();
         } else {
             examined.refers_to = Some((at.offset, at.len));
@@ -154,6 +159,7 @@ impl Image {
         }
         if self.is_past_end(host, len) {
             examined.fault("points past the end of the file", Remedy::Drop);
+            examined.is_past_end = true;
             examined.mended = self.dropped(entry);
         } else {
             examined.refers_to = Some((host, len));

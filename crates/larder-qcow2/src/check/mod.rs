@@ -102,6 +102,8 @@ pub struct Report {
     pub compressed_clusters: u64,
     /// Where the last used cluster of the image ends, in bytes.
     pub image_end: u64,
+    /// References from tables to what lies past the end of the file.
+    pub past_end: u64,
     /// Errors in refcounts and flags, which follow from the rest of the metadata.
     derived_errors: u64,
     /// Entries that can be mended, or dropped.

@@ -308,6 +308,7 @@ impl<'a> Walk<'a> {
     }
 
     fn note<E>(&mut self, examined: &Examined<E>, which: impl Fn() -> String) {
+        self.report.past_end += u64::from(examined.is_past_end);
         for fault in &examined.faults {
             match fault.remedy {
                 Remedy::None => self.report.lost(|| format!("{} {}", which(), fault.what)),
@@ -322,6 +323,7 @@ impl<'a> Walk<'a> {
             return Ok(());
         }
         if self.image.is_past_end(offset, len) {
+            self.report.past_end += 1;
             self.report
                 .lost(|| format!("{}, {len} bytes at {offset:#x}, lies past the end of the file", what()));
             return Ok(());

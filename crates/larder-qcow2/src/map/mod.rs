@@ -272,7 +272,7 @@ pub fn decode(shape: Shape, bytes: &[u8], entries: &mut [Entry]) {
 
 fn encode(shape: Shape, entries: &[Entry], bytes: &mut [u8]) {
     for (entry, out) in entries.iter().zip(bytes.chunks_exact_mut(shape.entry_len() as usize)) {
-        out[..8].copy_from_slice(&entry.word.to_be_bytes());
+        out[..8].copy_from_slice(&entry.on_disk().to_be_bytes());
         if shape.extended {
             out[8..].copy_from_slice(&entry.bitmap.to_be_bytes());
         }

@@ -95,6 +95,7 @@ fn a_cluster_that_lies_where_metadata_is_is_not_served() {
         }
         let (success, said) = served.try_io(&["write -P 9 4k 4k"]);
         assert!(!success, "{place:#x}: {said}");
+        served.io(&["read -P 17 64k 64k", "write -P 17 64k 4k"]);
         let log = served.stop();
         assert!(
             log.contains(&format!("{place:#x}, where metadata is")) && log.contains(text(&image)),
@@ -131,39 +132,147 @@ fn a_table_that_lies_where_other_metadata_is_is_not_used() {
     }
 }
 
-#[test]
-fn a_truncated_image_fails_where_something_is_missing() {
-    let folder = on_tmpfs();
-    let template = Bytes::of(&sound(&folder, "template.qcow2"));
-    // Without the L2 table.
-    let image = broken(&folder, |bytes| bytes.0.truncate(template.l2() as usize));
-    let served = Served::new(&image, &[]);
-    for command in ["read 0 4k", "write 0 4k", "write -z 0 64k"] {
-        let (success, said) = served.try_io(&[command]);
-        assert!(!success, "{command}: {said}");
-    }
-    let log = served.stop();
-    assert!(
-        log.contains("L1 entry 0 points to 0x40000, which is past the end of the file"),
-        "{log}"
-    );
-    // Without the data.
-    let image = broken(&folder, |bytes| {
-        let at = bytes.u64_at(bytes.l2()) & !COPIED;
-        bytes.0.truncate(at as usize);
-    });
-    let served = Served::new(&image, &["--read-only"]);
-    let into = folder.path().join("dump");
+/// The disk cannot be read to its end.
+fn is_not_read_whole(image: &Path, says: &str) {
+    let served = Served::new(image, &["--read-only"]);
+    let into = image.with_extension("dump");
     let output = std::process::Command::new("qemu-img")
         .args(["convert", "-f", "raw", "-O", "raw", &served.uri(), text(&into)])
         .output()
         .expect("qemu-img is there");
-    assert!(!output.status.success());
     let log = served.stop();
-    assert!(
-        log.contains("entry 0 of L2 table 0") && log.contains("past the end of the file"),
-        "{log}"
-    );
+    assert!(!output.status.success(), "{}: {log}", image.display());
+    assert!(log.contains(says), "'{says}' is missing: {log}");
+}
+
+#[test]
+fn a_truncated_image_is_not_written_and_what_is_missing_is_an_error() {
+    let folder = on_tmpfs();
+    let template = Bytes::of(&sound(&folder, "template.qcow2"));
+    let data = template.u64_at(template.l2()) & !COPIED;
+    for (end, lost, says) in [
+        (
+            template.l2(),
+            1,
+            "L1 entry 0 points to 0x40000, which is past the end of the file",
+        ),
+        (data, 2, "past the end of the file"),
+        (data + (64 << 10), 1, "entry 1 of L2 table 0"),
+    ] {
+        let image = broken(&folder, |bytes| bytes.0.truncate(end as usize));
+        let before = fs::read(&image).expect("reads");
+        let said = refused(&image, &[]);
+        assert!(
+            said.contains(&format!("{lost} entries")) && said.contains("truncated") && said.contains("--read-only"),
+            "{said}"
+        );
+        assert!(fs::read(&image).expect("reads") == before, "the image has changed");
+        is_not_read_whole(&image, says);
+        // What is lost is given up by the user, not by chance.
+        let repaired = larder_check(&image, &["--repair"]);
+        assert!(repaired.contains("past the end of the file"), "{repaired}");
+        let served = Served::new(&image, &[]);
+        let kept = 2 - if end == template.l2() { 2 } else { lost };
+        served.io(&[
+            format!("read -P 17 0 {}k", 64 * kept),
+            format!("read -P 0 {}k {}k", 64 * kept, 64 * (2 - kept)),
+            "write -P 3 1M 1M".to_owned(),
+        ]);
+        served.stop();
+        // The space that was lost may be said to be used.
+        health(&image);
+    }
+}
+
+fn larder_check(image: &Path, options: &[&str]) -> String {
+    let mut command = std::process::Command::new(crate::support::larder());
+    command.args(["disk", "check", text(image)]).args(options);
+    let (code, said) = crate::support::run(command);
+    assert!(matches!(code, Some(0 | 1)), "{said}");
+    said
+}
+
+#[test]
+fn images_whose_file_ends_early_for_a_reason_are_served() {
+    let folder = on_tmpfs();
+    let image = folder.path().join("image.qcow2");
+    for options in [
+        "preallocation=metadata",
+        "preallocation=metadata,extended_l2=on",
+        "preallocation=falloc,cluster_size=2M",
+        "preallocation=metadata,cluster_size=512",
+        "preallocation=metadata,compat=0.10",
+    ] {
+        tool(
+            "qemu-img",
+            &["create", "-f", "qcow2", "-o", options, text(&image), "10M"],
+        );
+        let served = Served::new(&image, &[]);
+        served.io(&["read -P 0 0 10M", "write -P 5 9M 1M", "read -P 5 9M 1M"]);
+        served.stop();
+        assert_eq!(health(&image), Health::Clean, "{options}");
+    }
+    // The last cluster is there in part.
+    let image = broken(&folder, |bytes| {
+        let len = bytes.0.len() - (60 << 10);
+        bytes.0.truncate(len);
+    });
+    let served = Served::new(&image, &[]);
+    served.io(&[
+        "read -P 17 0 68k",
+        "read -P 0 68k 60k",
+        "write -P 1 1M 1M",
+        "read -P 0 68k 60k",
+    ]);
+    served.stop();
+    assert_eq!(health(&image), Health::Clean);
+    // Space behind the end that was allocated when the power failed, and leads from nowhere.
+    let image = broken(&folder, |bytes| {
+        let block = bytes.refcount_block();
+        let clusters = bytes.0.len() as u64 / (64 << 10);
+        bytes.put(block + 2 * clusters, &[0, 1, 0, 1]);
+    });
+    let served = Served::new(&image, &[]);
+    served.io(&["write -P 1 1M 4M", "read -P 1 1M 4M", "read -P 17 0 128k"]);
+    served.stop();
+    assert_eq!(health(&image), Health::Leaks);
+}
+
+#[test]
+fn nothing_is_put_where_an_entry_leads_past_the_end() {
+    let folder = on_tmpfs();
+    for cluster_ahead in [0, 3, 100] {
+        let image = broken(&folder, |bytes| {
+            let at = bytes.l2();
+            let end = bytes.0.len() as u64;
+            bytes.put_u64(at, COPIED | end + cluster_ahead * (64 << 10));
+        });
+        let served = Served::new(&image, &[]);
+        assert!(!served.try_io(&["read 0 4k"]).0, "it is read");
+        // Until the file would have to go there, or all is written.
+        let mut written = 0;
+        for at in 2..128u64 {
+            let (success, said) = served.try_io(&[format!("write -P 9 {}k 64k", at * 64)]);
+            if !success {
+                assert!(said.contains("error"), "{said}");
+                break;
+            }
+            written += 1;
+        }
+        // Space is taken several clusters at a time.
+        assert!(
+            written <= cluster_ahead,
+            "{written} clusters found room before {cluster_ahead}"
+        );
+        for command in ["read 0 4k", "write -P 1 0 64k"] {
+            assert!(!served.try_io(&[command]).0, "{command}");
+        }
+        served.io(&["read -P 17 64k 64k", "flush"]);
+        let log = served.stop();
+        assert!(log.contains("past the end of the file"), "{log}");
+        let bytes = Bytes::of(&image);
+        assert_ne!(bytes.u64_at(bytes.l2()) & COPIED, 0, "the entry has changed");
+    }
 }
 
 #[test]
