@@ -245,7 +245,7 @@ fn nothing_is_put_where_an_entry_leads_past_the_end() {
         let image = broken(&folder, |bytes| {
             let at = bytes.l2();
             let end = bytes.0.len() as u64;
-            bytes.put_u64(at, COPIED | end + cluster_ahead * (64 << 10));
+            bytes.put_u64(at, COPIED | (end + cluster_ahead * (64 << 10)));
         });
         let served = Served::new(&image, &[]);
         assert!(!served.try_io(&["read 0 4k"]).0, "it is read");
