@@ -1,4 +1,5 @@
 //! Serves a block device: vhost-user-blk for guests, NBD for tools and other hosts.
 
+mod error_log;
 pub mod nbd;
 pub mod vhost_user;

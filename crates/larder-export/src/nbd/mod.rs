@@ -9,8 +9,8 @@
 //!   requests end on their own, their answers are thrown away.
 //! - A stopping server answers what is under way, fails what is new with `ESHUTDOWN`, then closes.
 //!
-//! How it fails: what the device says goes to the client as the spec's error number, with the device's message where
-//! replies have room for one. A client that breaks the protocol is disconnected and named in the log.
+//! How it fails: what the device says goes to the log, and to the client as the spec's error number, with the device's
+//! message where replies have room for one. A client that breaks the protocol is disconnected and named in the log.
 
 mod buffers;
 mod connection;
@@ -27,8 +27,9 @@ use larder_block::event_loop::{Listener, Socket};
 use larder_block::nbd::Signal;
 use larder_block::nbd::transmission::Framing;
 use larder_block::tls::ServerTls;
-use larder_block::{BlockDevice, ByteLen, Loop};
+use larder_block::{BlockDevice, ByteLen, IoError, Loop};
 
+use crate::error_log;
 use buffers::Buffers;
 
 /// How a device is served.
@@ -117,7 +118,10 @@ struct Counters {
     extended: Cell<u64>,
     refused: Cell<u64>,
     requests: Cell<u64>,
+    /// Those refused included.
     failed: Cell<u64>,
+    /// Those that the device failed.
+    device_errors: Cell<u64>,
     bytes_read: Cell<u64>,
     bytes_written: Cell<u64>,
 }
@@ -139,6 +143,11 @@ impl Counters {
 
     fn failed(&self) {
         add(&self.failed, 1);
+    }
+
+    fn device_failed(&self, error: &IoError) {
+        add(&self.device_errors, 1);
+        error_log::report(self.device_errors.get(), error);
     }
 
     fn read(&self, len: ByteLen) {

@@ -6,7 +6,7 @@ use larder_block::nbd::flags::{error_of, errors};
 use larder_block::nbd::transmission::{Framing, Request};
 use larder_block::nbd::{Command, CommandFlags, PAYLOAD_LEN_MAX, STATE_HOLE, STATE_ZERO, STATUS_DESCRIPTORS_MAX};
 use larder_block::{
-    ByteLen, ByteOffset, ByteRange, ExtentKind, IoError, IoResult, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+    ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoError, IoResult, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
 };
 
 use super::buffers::Buffer;
@@ -102,7 +102,13 @@ pub(super) async fn execute(
 }
 
 fn failed(connection: &Connection, request: &Request, command: Command, error: &IoError, permit: Permit) -> Reply {
-    connection.shared.counters.failed();
+    let counters = &connection.shared.counters;
+    counters.failed();
+    // That zeros are no faster than data is an answer, and the client asked for it.
+    let answers = request.flags.contains(CommandFlags::FAST_ZERO) && error.failure() == Failure::Unsupported;
+    if !answers {
+        counters.device_failed(error);
+    }
     let writes = matches!(command, Command::Write | Command::WriteZeroes);
     let number = error_of(error.failure(), writes);
     ReplyBuilder::new(connection.agreed.framing, request).error(number, &error.to_string(), permit)

@@ -17,6 +17,7 @@ use super::blk::{self, DiskState, Kind, Outcome, SERIAL_BYTES};
 use super::inflight::InflightQueue;
 use super::memory::{DirtyLog, GuestMemory};
 use super::ring::{Chain, Head, Ring, RingError, RingPosition};
+use crate::error_log;
 
 /// What all queues of a disk share.
 pub(super) struct Shared {
@@ -102,12 +103,8 @@ impl Statistics {
     }
 
     fn report(&self, error: &larder_block::IoError) {
-        let errors = self.errors.get() + 1;
-        self.errors.set(errors);
-        // A dead disk fails every request: the log gets the first ten, then every power of two.
-        if errors <= 10 || errors.is_power_of_two() {
-            tracing::error!(errors, "{error}");
-        }
+        add(&self.errors, 1);
+        error_log::report(self.errors.get(), error);
     }
 }
 
