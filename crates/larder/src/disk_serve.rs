@@ -11,6 +11,8 @@ use larder_block::backend::image_lock::LockError;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::VhostUserOptions;
+use larder_qcow2::OpenError as Qcow2Error;
+use larder_qcow2::header::HeaderError;
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{Format, ImageError, ImageOptions};
@@ -117,8 +119,14 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
 
 /// Takes over an inherited descriptor.
 fn inherited(number: RawFd) -> anyhow::Result<OwnedFd> {
+    if (0..=2).contains(&number) {
+        bail!(
+            "--fd {number}: 0 to 2 are standard input, output and error, which are no place for a disk; hand the socket \
+             over as 3 or higher"
+        );
+    }
     // SAFETY: plain query of a descriptor by number.
-    if number <= 2 || unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
+    if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
         bail!("--fd {number}: no such descriptor was inherited");
     }
     // SAFETY: it is open, and nothing else in this program knows of it.
@@ -139,6 +147,10 @@ fn advice(error: &DiskError, options: &ImageOptions) -> Option<&'static str> {
     use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
     match error {
         DiskError::Image(ImageError::OtherFormat { .. }) => Some("--format raw serves its bytes as they are"),
+        DiskError::Image(ImageError::Qcow2(Qcow2Error::Header {
+            source: HeaderError::Magic(_),
+            ..
+        })) => Some("without --format it is served as what it begins like"),
         DiskError::Image(ImageError::File(OpenError::Open { source, .. })) if !options.read_only => match source.kind()
         {
             PermissionDenied | ReadOnlyFilesystem => Some("with --read-only it is only read"),

@@ -524,10 +524,92 @@ fn a_second_front_end_is_served_when_the_first_is_gone() {
         .wait_for("another front-end waits", LIMIT)
         .expect("says so");
     works(&mut first, 2);
-    let told = server.process.output().matches("another front-end waits").count();
-    assert_eq!(told, 1, "once");
+    let said = server.process.output();
+    assert_eq!(said.matches("another front-end waits").count(), 1, "once: {said}");
+    let holder = format!(", pid {}) is connected", std::process::id());
+    assert!(said.contains(&holder), "who is in the way: {said}");
     drop(first);
     second.join().expect("served");
+}
+
+#[test]
+fn standard_streams_and_raw_images_called_qcow2_are_refused_with_what_is_right() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    for number in ["0", "1", "2"] {
+        refused(&[text(&disk), "--fd", number], &["standard input", "3 or higher"]);
+    }
+    refused(&[text(&disk), "--fd", "99"], &["no such descriptor was inherited"]);
+    let socket = sockets.path().join("s");
+    refused(
+        &[text(&disk), "--format", "qcow2", "--socket", text(&socket)],
+        &["it is not a qcow2 image", "without --format"],
+    );
+}
+
+#[test]
+fn a_client_that_says_nothing_is_named() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let server = serve(&disk, sockets.path(), &[]);
+    let silent = UnixStream::connect(&server.socket).expect("connects");
+    let line = server.process.wait_for("says nothing", LIMIT).expect("says so");
+    assert!(line.contains(&format!(", pid {})", std::process::id())), "{line}");
+    drop(silent);
+    works(
+        &mut FrontEnd::connect(&server.socket, Options::default()).expect("connects"),
+        1,
+    );
+    // One that is silent does not keep the server from stopping either.
+    let _silent = UnixStream::connect(&server.socket).expect("connects");
+    assert_eq!(server.stop().expect("stops"), Some(0));
+}
+
+#[test]
+fn an_nbd_server_that_lets_one_wait_is_told_of_before_it_is_given_up() {
+    let folder = on_tmpfs();
+    let socket = folder.path().join("busy");
+    let uri = format!("nbd+unix:///?socket={}", text(&socket));
+    refused(
+        &[&uri, "--socket", "unused"],
+        &["there is no such socket", "see whether the server runs"],
+    );
+    // As a server that has its one client.
+    let busy = UnixListener::bind(&socket).expect("listens");
+    let mut command = Command::new(larder());
+    command.args(["disk", "info", &uri]);
+    let mut process = Process::start(command).expect("starts");
+    let told = "for the server's greeting; it may serve one client at a time";
+    process.wait_for(told, LIMIT).expect("says so");
+    drop(busy);
+    assert_eq!(process.wait(LIMIT).expect("ends").code(), Some(2));
+    refused(
+        &[&uri, "--socket", "unused"],
+        &["Connection refused", "no server listens there"],
+    );
+}
+
+#[test]
+fn failures_are_told_over_nbd_as_over_vhost_user_and_not_without_end() {
+    let folder = on_disk();
+    let mount = Mount::new(&folder.path().join("tmpfs"), &["-t", "tmpfs", "-o", "size=1m", "none"]);
+    let disk = image(&mount.0, 64 * MIB);
+    let socket = on_tmpfs();
+    let uri = format!("nbd+unix:///?socket={}", text(&socket.path().join("nbd")));
+    let server = serve(&disk, socket.path(), &["--nbd", &uri]);
+    fs::write(mount.0.join("ballast"), vec![1; 2 << 20]).expect_err("it takes all the room there is");
+    let mut writes = Command::new("qemu-io");
+    writes.args(["-f", "raw", &uri]);
+    for at in 0..20 {
+        writes.args(["-c", &format!("write {at}M 64k")]);
+    }
+    let output = writes.output().expect("qemu-io");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert_eq!(said.matches("No space left").count(), 20, "{said}");
+    let said = server.process.output();
+    // The first ten and the sixteenth.
+    assert_eq!(said.matches("no space left on the device").count(), 11, "{said}");
+    assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
 /// Fills a file system under a sparse image, then makes room.

@@ -416,6 +416,14 @@ impl Socket {
         Ok(())
     }
 
+    /// The process at the other end of a unix socket as `qemu-nbd, pid 4711`; of a pair, the one that made it. `None` if
+    /// the kernel does not tell: it is on another host, or in another PID namespace.
+    pub fn peer_process(&self) -> Option<String> {
+        let pid = sockopt::socket_peercred(&self.descriptor).ok()?.pid;
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
+        Some(format!("{}, pid {pid}", name.trim_end()))
+    }
+
     /// Ends both directions; reads and writes under way fail.
     pub fn shutdown(&self) {
         // It may be gone already.

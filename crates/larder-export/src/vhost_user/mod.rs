@@ -19,6 +19,7 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
 use std::task::Poll;
+use std::time::Duration;
 
 use larder_block::event_loop::{Listener, Socket};
 use larder_block::{BlockDevice, ByteLen, Loop};
@@ -40,6 +41,10 @@ pub const QUEUE_SIZE_MAX: u16 = 1024;
 
 /// What QEMU's vhost-user-blk uses unless it is told otherwise.
 pub const QUEUE_SIZE_DEFAULT: u16 = 128;
+
+/// How long a front-end may say nothing, and another one wait, before the log tells of it. One that has just ended makes
+/// room sooner.
+const QUIET: Duration = Duration::from_secs(3);
 
 /// How a disk presents itself.
 #[derive(Clone, Debug)]
@@ -166,7 +171,11 @@ impl VhostUserServer {
         while !self.stopping.get() {
             let socket = listener.accept(&self.on).await?;
             let mut serving = pin!(self.serve(socket));
-            let mut next = pin!(listener.readable());
+            let mut next = pin!(async {
+                let waits = listener.readable().await;
+                self.on.sleep(QUIET).await;
+                waits
+            });
             let mut told = false;
             poll_fn(|context| {
                 if serving.as_mut().poll(context).is_ready() {
@@ -176,9 +185,10 @@ impl VhostUserServer {
                     told = true;
                     // A broken listener is accept's to report.
                     if result.is_ok() {
-                        tracing::info!(
+                        tracing::warn!(
                             disk = %self.shared.device.name(),
-                            "another front-end waits: the disk is served to one at a time, until it disconnects"
+                            "another front-end waits: the disk is served to one at a time, and {} is connected",
+                            self.front_end()
                         );
                     }
                 }
@@ -195,6 +205,7 @@ impl VhostUserServer {
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
         add(&self.shared.statistics.connections, 1);
         tracing::info!(disk = %self.shared.device.name(), "front-end connected");
+        self.until_it_speaks(&socket).await;
         let mut session = Session::new(&self.on, socket, Rc::clone(&self.shared), self.queues);
         let done = Rc::new(Cell::new(false));
         self.on.spawn(announce_sizes(
@@ -213,6 +224,27 @@ impl VhostUserServer {
         // Lets the announcer see that it is done.
         self.shared.device.size_changes().wake();
         *self.current.borrow_mut() = None;
+    }
+
+    /// Waits for a front-end's first message, which QEMU sends at once. Whoever is connected keeps all others out.
+    async fn until_it_speaks(&self, socket: &Socket) {
+        let mut speaks = pin!(socket.readable());
+        // An error is the session's to report.
+        if self.on.timeout(QUIET, speaks.as_mut()).await.is_none() {
+            tracing::warn!(
+                disk = %self.shared.device.name(),
+                "{} has connected, says nothing, and keeps other front-ends out; is it a client of something else, as of NBD?",
+                self.front_end()
+            );
+            let _ = speaks.await;
+        }
+    }
+
+    /// The process that is connected, for messages.
+    fn front_end(&self) -> String {
+        let current = self.current.borrow();
+        let named = current.as_ref().and_then(|socket| socket.peer_process());
+        named.map_or_else(|| "one".to_owned(), |process| format!("one ({process})"))
     }
 
     /// Takes no more requests; the present connection ends once what is under way is done.

@@ -196,6 +196,10 @@ fn advice(error: &ImageError, planned: &PlannedDisk) -> &'static str {
         ImageError::OtherFormat { .. } => {
             "; if its bytes are the disk all the same, add format=raw; otherwise attach it by -drive, and QEMU serves it"
         }
+        ImageError::Qcow2(Qcow2Error::Header {
+            source: HeaderError::Magic(_),
+            ..
+        }) => "; without format= it is served as what it begins like",
         source if is_only_qemus(source) => "; attach it by -drive, and QEMU serves it",
         ImageError::File(OpenError::Open { source, .. })
             if !planned.disk.read_only && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>

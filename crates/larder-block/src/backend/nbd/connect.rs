@@ -3,15 +3,17 @@
 //! Newstyle servers only. What a server does not know costs one more round trip and nothing else: extended headers fall
 //! back to structured replies, those to simple ones, and `GO` to `EXPORT_NAME`.
 
+use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::error::{Change, ConnectError, Refusal};
+use super::error::{Change, ConnectError, Refusal, Step};
 use crate::event_loop::{Loop, Socket};
 use crate::nbd::handshake::{
     self, BlockSizes, EXPORT_NAME_PADDING, ExportRequest, FIXED_NEWSTYLE, GREETING_LEN, Info, MetaContextRequest,
     NO_ZEROES, OPTION_REPLY_HEADER_LEN, OptionReplyHeader, infos, options, replies,
 };
+use crate::nbd::signal::first_of;
 use crate::nbd::transmission::Framing;
 use crate::nbd::{BASE_ALLOCATION, Input, Malformed, NbdUri, PAYLOAD_LEN_MAX, TransmissionFlags};
 use crate::tls::{ClientTls, Stream};
@@ -42,6 +44,9 @@ pub(super) struct Connection {
     pub(super) export: Export,
 }
 
+/// After this long somebody who waits for a first connection is told what for.
+const QUIET: Duration = Duration::from_secs(2);
+
 /// Connects and shakes hands within `limit`.
 pub(super) async fn connect(
     on: &Loop,
@@ -49,13 +54,49 @@ pub(super) async fn connect(
     tls: Option<&ClientTls>,
     limit: Duration,
 ) -> Result<Connection, ConnectError> {
-    on.timeout(limit, connect_patiently(on, uri, tls))
-        .await
-        .unwrap_or(Err(ConnectError::Timeout(limit)))
+    connect_by_steps(on, uri, tls, limit, &Cell::new(Step::Dial)).await
 }
 
-async fn connect_patiently(on: &Loop, uri: &NbdUri, tls: Option<&ClientTls>) -> Result<Connection, ConnectError> {
+/// The same, and the log tells what is waited for.
+pub(super) async fn connect_and_tell(
+    on: &Loop,
+    uri: &NbdUri,
+    tls: Option<&ClientTls>,
+    limit: Duration,
+) -> Result<Connection, ConnectError> {
+    let step = Cell::new(Step::Dial);
+    let telling = async {
+        on.sleep(QUIET).await;
+        tracing::warn!("{uri}: waiting up to {limit:?} for {}", step.get());
+        std::future::pending().await
+    };
+    first_of(connect_by_steps(on, uri, tls, limit, &step), telling).await
+}
+
+async fn connect_by_steps(
+    on: &Loop,
+    uri: &NbdUri,
+    tls: Option<&ClientTls>,
+    limit: Duration,
+    step: &Cell<Step>,
+) -> Result<Connection, ConnectError> {
+    let connected = on.timeout(limit, connect_patiently(on, uri, tls, step)).await;
+    connected.unwrap_or_else(|| {
+        Err(ConnectError::Timeout {
+            limit,
+            step: step.get(),
+        })
+    })
+}
+
+async fn connect_patiently(
+    on: &Loop,
+    uri: &NbdUri,
+    tls: Option<&ClientTls>,
+    step: &Cell<Step>,
+) -> Result<Connection, ConnectError> {
     let socket = Socket::connect(on, &uri.address).await.map_err(ConnectError::Dial)?;
+    step.set(Step::Greeting);
     let stream = Rc::new(Stream::plain(socket));
     let mut handshake = Handshake {
         input: Input::new(Rc::clone(&stream)),
@@ -63,6 +104,7 @@ async fn connect_patiently(on: &Loop, uri: &NbdUri, tls: Option<&ClientTls>) -> 
         no_zeroes: false,
     };
     let fixed = handshake.greet().await?;
+    step.set(Step::Options);
     if let Some(tls) = tls {
         handshake.start_tls(tls).await?;
     }

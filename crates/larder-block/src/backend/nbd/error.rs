@@ -1,7 +1,7 @@
 //! Why an NBD export cannot be opened, and why a connection to it ended.
 
-use std::io;
 use std::time::Duration;
+use std::{fmt, io};
 
 use crate::nbd::handshake::{option_name, reply_error_name};
 use crate::nbd::{Malformed, NbdUriError};
@@ -22,10 +22,10 @@ pub enum OpenError {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConnectError {
-    #[error("cannot connect: {0}")]
+    #[error("cannot connect: {0}{hint}", hint = dial_hint(.0))]
     Dial(io::Error),
-    #[error("the server did not finish the handshake within {0:?}")]
-    Timeout(Duration),
+    #[error("waited {limit:?} in vain for {step}")]
+    Timeout { limit: Duration, step: Step },
     #[error("the connection broke during the handshake: {0}")]
     Io(#[from] io::Error),
     #[error("not an NBD server, or one that breaks the protocol: {0}")]
@@ -70,6 +70,39 @@ pub enum ConnectError {
     Changed(Change),
     #[error("writes that the server had acknowledged before it went away could not be repeated: {0}")]
     Replay(Broken),
+}
+
+/// What to look at when nobody answers.
+fn dial_hint(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ECONNREFUSED) => {
+            "; no server listens there: see whether it runs, and on which address and port (10809 if none is given) or socket"
+        }
+        Some(libc::ENOENT) => "; there is no such socket: see whether the server runs, and on which socket",
+        Some(libc::EACCES) => "; the user that runs larder may not use that socket",
+        _ => "",
+    }
+}
+
+/// What a connection that is being made waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Step {
+    Dial,
+    Greeting,
+    Options,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Dial => "the connection; is the host up, and no firewall in between?",
+            Self::Greeting => {
+                "the server's greeting; it may serve one client at a time, and have another one, or be no NBD server"
+            }
+            Self::Options => "the server's part of the handshake",
+        })
+    }
 }
 
 /// A server's refusal of an option.

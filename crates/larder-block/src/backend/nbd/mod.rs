@@ -46,7 +46,7 @@ use crate::nbd::{Command, CommandFlags, NbdUri, Signal, TransmissionFlags};
 use crate::tls::{ClientTls, TlsError};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
-pub use self::error::{Broken, Change, ConnectError, OpenError, Refusal};
+pub use self::error::{Broken, Change, ConnectError, OpenError, Refusal, Step};
 
 /// The smallest sector that guests know, in bytes.
 const SECTOR: u32 = 512;
@@ -146,7 +146,7 @@ impl NbdDevice {
             source,
         };
         let tls = load_tls(uri).map_err(|error| failed(error.into()))?;
-        let connection = connect::connect(on, uri, tls.as_ref(), options.handshake_timeout)
+        let connection = connect::connect_and_tell(on, uri, tls.as_ref(), options.handshake_timeout)
             .await
             .map_err(failed)?;
         let export = connection.export;
