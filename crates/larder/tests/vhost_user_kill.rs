@@ -2,7 +2,7 @@
 
 mod support;
 
-use larder_bench::campaign::disk::{Format, Victim};
+use larder_bench::campaign::disk::{Format, Target, Victim};
 use larder_bench::campaign::front_end::Options;
 use larder_bench::campaign::{Random, flush_kills, guest_kills};
 use support::{larder, on_disk, on_tmpfs};
@@ -43,6 +43,25 @@ fn no_flushed_write_is_lost_when_the_server_of_a_qcow2_image_is_killed() {
     };
     let report = flush_kills::run(larder, &image, sockets.path(), options, 10, &mut Random::new(4));
     assert_eq!(report.expect("survives").kills, 10);
+}
+
+#[test]
+fn nothing_acknowledged_is_lost_when_the_nbd_server_behind_a_disk_is_killed() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let image = folder.path().join("disk.raw");
+    let nbdkit = Victim {
+        target: Target::Nbdkit,
+        ..Victim::from(larder())
+    };
+    let report = flush_kills::run(
+        nbdkit,
+        &image,
+        sockets.path(),
+        Options::default(),
+        5,
+        &mut Random::new(5),
+    );
+    assert_eq!(report.expect("survives").kills, 5);
 }
 
 #[test]
