@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use larder_block::Loop;
-use larder_qcow2::check::{CheckOptions, Repair, Repaired, Report, check, repair};
+use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check, repair};
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
@@ -58,8 +58,12 @@ fn text(repaired: &Repaired, repair: bool) -> String {
         text.push_str(&words);
         text.push('\n');
     };
+    let (before, after) = (&repaired.before, &repaired.after);
     if repair {
-        findings(&repaired.before, &mut line);
+        // Each line once: first what is mended, then what is left.
+        let is_gone = |found: &&Finding| !after.findings.contains(found);
+        let gone: Vec<_> = before.findings.iter().filter(is_gone).collect();
+        findings(gone, repaired.errors_fixed() + repaired.leaks_fixed(), &mut line);
         for dropped in &repaired.dropped {
             line(format!("dropped, because what it refers to is not there: {dropped}"));
         }
@@ -74,7 +78,6 @@ fn text(repaired: &Repaired, repair: bool) -> String {
         if errors + leaks > 0 {
             line(format!("repaired: {}", found(errors, leaks)));
         }
-        let (before, after) = (&repaired.before, &repaired.after);
         for (name, was, is) in [
             ("dirty", before.dirty, after.dirty),
             ("corrupt", before.corrupt, after.corrupt),
@@ -83,23 +86,22 @@ fn text(repaired: &Repaired, repair: bool) -> String {
                 line(format!("no longer marked as {name}"));
             }
         }
-        let has_left = repaired.after.errors + repaired.after.leaks > 0;
-        if has_left && repaired.after != repaired.before {
+        if after.errors + after.leaks > 0 && after != before {
             line("left:".to_owned());
-            findings(&repaired.after, &mut line);
         }
-    } else {
-        findings(&repaired.after, &mut line);
     }
-    verdict(&repaired.after, repair, &mut line);
+    findings(&after.findings, after.errors + after.leaks, &mut line);
+    verdict(after, repair, &mut line);
     text
 }
 
-fn findings(report: &Report, line: &mut impl FnMut(String)) {
-    for finding in &report.findings {
+/// The first of `count` findings, and how many more there are.
+fn findings<'a>(first: impl IntoIterator<Item = &'a Finding>, count: u64, line: &mut impl FnMut(String)) {
+    let mut untold = count;
+    for finding in first {
         line(finding.to_string());
+        untold = untold.saturating_sub(1);
     }
-    let untold = report.errors + report.leaks - report.findings.len() as u64;
     if untold > 0 {
         line(format!("and {untold} more"));
     }

@@ -42,12 +42,16 @@ pub(crate) async fn open(
         Some(FormatName::Qcow2) => Format::Qcow2,
         None => probe(image)?,
     };
+    let is_container = format != Format::Raw;
     let options = ImageOptions {
         read_only: sharing != Sharing::Exclusive,
         share: sharing == Sharing::Share,
         ..ImageOptions::default()
     };
-    let file = open_bytes(on, image, &options, format != Format::Raw).await?;
+    let file = open_bytes(on, image, &options, is_container).await?;
+    if is_container && beginning(&file).await != Some("qcow2") {
+        bail!("{image}: it is not a qcow2 image; without --format it is taken for what it begins like");
+    }
     Ok(OpenImage { format, file })
 }
 

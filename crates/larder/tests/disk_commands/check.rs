@@ -127,6 +127,20 @@ fn the_words_name_what_is_wrong_and_how_to_go_on() {
 }
 
 #[test]
+fn a_raw_image_is_no_qcow2_image_whatever_the_format_says() {
+    let folder = crate::support::on_tmpfs();
+    let raw = image(folder.path(), 1 << 20);
+    for command in ["info", "check", "tune"] {
+        let (code, _, err) = larder(&["disk", command, "--format", "qcow2"], &raw);
+        assert_eq!(code, 2, "{err}");
+        assert!(
+            err.contains("it is not a qcow2 image; without --format"),
+            "{command}: {err}"
+        );
+    }
+}
+
+#[test]
 fn a_raw_image_has_nothing_to_check_and_that_is_an_error() {
     let folder = crate::support::on_tmpfs();
     let raw = image(folder.path(), 1 << 20);

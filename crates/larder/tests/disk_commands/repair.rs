@@ -69,6 +69,33 @@ fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
 }
 
 #[test]
+fn what_is_mended_and_what_is_left_are_told_once_each() {
+    let made = Made::new(&KINDS[0]);
+    let damage = DAMAGES
+        .iter()
+        .find(|damage| damage.name == "an L2 table that is not aligned");
+    let mut bytes = Bytes::of(&made.image);
+    (damage.expect("it is there").apply)(&mut bytes);
+    bytes.set_refcount(0, 0);
+    bytes.put(&made.image);
+    let (code, text, _) = larder(&["disk", "check", "--repair"], &made.image);
+    assert_eq!(code, 1, "{text}");
+    let mut lines: Vec<&str> = text.lines().collect();
+    let mended = lines
+        .iter()
+        .position(|line| line.starts_with("error: cluster 0 at 0x0: refcount 0"));
+    let repaired = lines.iter().position(|line| line.starts_with("repaired: 1 error"));
+    let left = lines.iter().position(|line| *line == "left:");
+    let aligned = lines.iter().position(|line| line.contains("not aligned"));
+    assert!(mended.is_some() && aligned.is_some(), "{text}");
+    assert!(mended < repaired && repaired < left && left < aligned, "{text}");
+    let count = lines.len();
+    lines.sort_unstable();
+    lines.dedup();
+    assert_eq!(lines.len(), count, "{text}");
+}
+
+#[test]
 fn a_guests_data_is_not_taken_for_a_table_and_mended() {
     let made = Made::new(&KINDS[0]);
     let expected = made.content("expected.raw").expect("a sound image");
