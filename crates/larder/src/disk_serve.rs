@@ -3,7 +3,7 @@
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use larder_block::backend::file::{Caching, OpenError};
@@ -23,6 +23,10 @@ use crate::pid_file;
 
 /// What vhost-user's conventions want a back-end program to say of itself (QEMU `docs/interop/vhost-user.json`).
 const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only", "blk-file"]}"#;
+
+/// Signals that come this soon after the first mean the same stop: `timeout` signals a process and its group, and a
+/// signal from a terminal may be passed on besides.
+const SAME_STOP: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     if arguments.print_capabilities {
@@ -60,8 +64,14 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         .spawn(move || {
             signals.wait();
             stop.raise();
-            tracing::info!("stopping: finishing what is under way; a second signal gives up");
-            signals.wait();
+            let stopping = Instant::now();
+            tracing::info!("stopping: finishing what is under way; another signal in a second or later gives up");
+            loop {
+                signals.wait();
+                if stopping.elapsed() >= SAME_STOP {
+                    break;
+                }
+            }
             tracing::error!("given up: what was written last may not be on the disk");
             std::process::exit(2);
         })?;

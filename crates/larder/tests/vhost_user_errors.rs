@@ -11,7 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
@@ -545,6 +545,53 @@ fn standard_streams_and_raw_images_called_qcow2_are_refused_with_what_is_right()
         &[text(&disk), "--format", "qcow2", "--socket", text(&socket)],
         &["it is not a qcow2 image", "without --format"],
     );
+}
+
+/// A server that has `count` reads under way, of which it does one a second.
+fn busy(image: &Path, sockets: &Path, count: usize) -> (Server, FrontEnd) {
+    let server = serve(image, sockets, &["--throttle", "iops=1"]);
+    let mut guest = FrontEnd::connect(&server.socket, Options::default()).expect("connects");
+    let into = [Buffer {
+        address: guest.data(),
+        len: 512,
+    }];
+    for _ in 0..=count {
+        guest.queue().add(&Request::read(0, &into));
+    }
+    guest.queue().go();
+    // So that it has taken them all.
+    guest.queue().complete(LIMIT).expect("the first is done at once");
+    (server, guest)
+}
+
+#[test]
+fn signals_at_once_stop_a_server_and_do_not_make_it_give_up() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let (mut server, _guest) = busy(&disk, sockets.path(), 2);
+    // It finds both when it goes on.
+    for signal in [libc::SIGSTOP, libc::SIGTERM, libc::SIGINT, libc::SIGCONT] {
+        server.process.signal(signal);
+    }
+    let code = server.process.wait(LIMIT).expect("ends").code();
+    let said = server.process.output();
+    assert!(code == Some(0) && said.contains("stopping: "), "{code:?}: {said}");
+}
+
+#[test]
+fn a_signal_some_time_after_the_first_makes_a_server_give_up() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let disk = image(folder.path(), MIB);
+    let (mut server, _guest) = busy(&disk, sockets.path(), 20);
+    server.process.signal(libc::SIGTERM);
+    server.process.wait_for("stopping: ", LIMIT).expect("says so");
+    let told = Instant::now();
+    while !server.process.output().contains("given up: ") {
+        assert!(told.elapsed() < LIMIT, "it goes on: {}", server.process.output());
+        server.process.signal(libc::SIGTERM);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert_eq!(server.process.wait(LIMIT).expect("ends").code(), Some(2));
 }
 
 #[test]

@@ -27,6 +27,10 @@ const START_STEP: Duration = Duration::from_millis(2);
 /// How long a server may take to write back what it holds, when all is over.
 const STOP_MAX: Duration = Duration::from_secs(60);
 
+/// Signals that come this soon after QEMU's end mean that end: `timeout` signals a process and its group, and a terminal
+/// all that runs there.
+const SAME_STOP: Duration = Duration::from_secs(1);
+
 /// After this long the user is told what is waited for.
 const STOP_QUIET: Duration = Duration::from_secs(3);
 
@@ -165,7 +169,8 @@ fn stop(mut servers: Vec<Server<'_>>, signals: &Signals, say: Say<'_>) -> io::Re
                 "disk {image}: waiting for what is still to be written; a signal ends that"
             ));
         }
-        if let Some(Received::End { .. }) = signals.wait(Some(STOP_QUIET))? {
+        let received = signals.wait(Some(STOP_QUIET))?;
+        if matches!(received, Some(Received::End { .. })) && begun.elapsed() >= SAME_STOP {
             return Ok(());
         }
     }

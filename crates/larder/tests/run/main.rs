@@ -143,6 +143,36 @@ fn sigterm_ends_all_of_it() {
 }
 
 #[test]
+fn signals_at_once_are_one_and_a_later_one_ends_the_wait_for_a_server() {
+    let place = Place::new("twice");
+    let image = place.image("disk.raw", 8);
+    let mut command = place.larder_run(&[], &place.idle_qemu());
+    command.args(["-drive", &drive(&image, "")]);
+    let mut guest = Guest::start(command);
+    guest.line("IDLE");
+    let server = guest.child_when("disk serve", |_| true);
+    let qemu = guest.child_when("sleep", |_| true);
+    // It has much to write.
+    signal(server, Signal::STOP);
+    // What ends QEMU comes to larder twice, and larder sees all of it at the same time.
+    signal(guest.pid(), Signal::STOP);
+    signal(qemu, Signal::TERM);
+    guest.wait_until_gone(&[qemu]);
+    signal(guest.pid(), Signal::HUP);
+    signal(guest.pid(), Signal::TERM);
+    signal(guest.pid(), Signal::CONT);
+    guest.line(&format!(
+        "larder: disk {}: waiting for what is still to be written; a signal ends that",
+        image.display()
+    ));
+    signal(guest.pid(), Signal::TERM);
+    let (code, output) = guest.end();
+    assert_eq!(code, 128 + 15, "{output}");
+    assert!(!is_alive(server));
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
 fn when_larder_itself_is_killed_its_children_end_and_the_next_run_tidies_up() {
     let place = Place::new("gone");
     let image = place.image("disk.raw", 8);
