@@ -14,6 +14,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 pub use holders::holders;
+use holders::is_held_here;
 
 const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
@@ -70,6 +71,12 @@ pub enum LockError {
         conflict: String,
         /// The other processes as `qemu-nbd, pid 4711`, as far as the kernel tells this user.
         holders: Vec<String>,
+    },
+    /// This process has the image open already, and uses it in a way that does not go with this one.
+    #[error("already in use here, as another disk or behind one: {conflict}")]
+    InUseHere {
+        /// What stands against what.
+        conflict: String,
     },
     /// The file system cannot lock.
     #[error("its file system cannot lock files: {0}")]
@@ -128,19 +135,23 @@ fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     for (bit, name) in BITS {
         let index = i64::from(bit.trailing_zeros());
         if sharing.uses() & bit != 0 && is_held(file, UNSHARED_BASE + index).map_err(LockError::Os)? {
-            return Err(LockError::InUse {
-                conflict: format!("it does not let others {name}"),
-                holders: holders(file),
-            });
+            return Err(in_use(file, format!("it does not let others {name}")));
         }
         if sharing.unshared() & bit != 0 && is_held(file, PERMISSION_BASE + index).map_err(LockError::Os)? {
-            return Err(LockError::InUse {
-                conflict: format!("it may {name}"),
-                holders: holders(file),
-            });
+            return Err(in_use(file, format!("it may {name}")));
         }
     }
     Ok(())
+}
+
+fn in_use(file: BorrowedFd<'_>, conflict: String) -> LockError {
+    if is_held_here(file) {
+        return LockError::InUseHere { conflict };
+    }
+    LockError::InUse {
+        conflict,
+        holders: holders(file),
+    }
 }
 
 fn byte_lock(byte: i64, kind: i32) -> libc::flock {

@@ -71,7 +71,7 @@ pub fn check(disks: &[PlannedDisk]) -> Findings {
                 found.unchecked.push(planned.disk.image.clone());
             }
             Err(error)
-                if is_locked(&error)
+                if is_held_here(&error)
                     && disks.iter().filter(|other| is_same(&other.disk, &planned.disk)).count() > 1 =>
             {
                 let image = planned.disk.image.clone();
@@ -127,11 +127,14 @@ fn is_only_qemus(error: &ImageError) -> bool {
     }
 }
 
-fn is_locked(error: &CheckError) -> bool {
+fn is_held_here(error: &CheckError) -> bool {
     matches!(
         error,
         CheckError::Image {
-            source: ImageError::File(OpenError::Locked { .. }),
+            source: ImageError::File(OpenError::Locked {
+                source: LockError::InUseHere { .. },
+                ..
+            }),
             ..
         }
     )

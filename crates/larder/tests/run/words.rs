@@ -359,8 +359,25 @@ fn a_dry_run_tells_what_would_go_wrong() {
     ] {
         assert!(said.contains(&message), "{message}: {said}");
     }
+    assert!(!said.contains("waiting up to"), "for itself: {said}");
     assert_eq!(text(&output.stdout).matches("disk serve").count(), 5);
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn a_disk_behind_another_one_is_told_to_be_in_use_here() {
+    let place = Place::new("behind");
+    let base = place.image("base.raw", 8).display().to_string();
+    let overlay = place.path("overlay.qcow2").display().to_string();
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base, &overlay])
+        .status();
+    assert!(made.expect("qemu-img is there").success());
+    let output = output(&place, &["--disk", &overlay, "--disk", &base], qemu(), &[]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    let told = format!("larder: {base}: already in use here, as another disk or behind one");
+    assert!(said.contains(&told), "{said}");
 }
 
 #[test]
