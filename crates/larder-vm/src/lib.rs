@@ -6,3 +6,4 @@ pub mod image;
 pub mod limits;
 pub mod listen;
 pub mod run;
+mod runtime_folder;

@@ -88,6 +88,12 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
     for problem in &problems {
         say(problem);
     }
+    if let (false, Some(name)) = (plan.disks.is_empty(), places.folder.file_name()) {
+        say(&format!(
+            "{} stands for a name that each run chooses anew, so that nobody has taken it before",
+            name.display()
+        ));
+    }
     let mut lines = preparations(plan, &places.folder);
     lines.extend(server_commands(plan).into_iter().map(|line| format!("{line} &")));
     lines.push(command_line(&plan.qemu));
@@ -104,13 +110,20 @@ fn preparations(plan: &Plan, folder: &Path) -> Vec<String> {
         return Vec::new();
     }
     let words = |words: &[&OsStr]| command_line(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
-    let folder = words(&["mkdir".as_ref(), "-p".as_ref(), folder.as_ref()]);
+    let folder = words(&[
+        "mkdir".as_ref(),
+        "-p".as_ref(),
+        "-m".as_ref(),
+        "700".as_ref(),
+        folder.as_ref(),
+    ]);
+    let folder = format!("(umask 022; {folder})");
     let files = plan.ram.iter().map(|file| {
         let size = file.bytes.to_string();
-        words(&["truncate".as_ref(), "-s".as_ref(), size.as_ref(), file.path.as_os_str()])
+        let file = words(&["truncate".as_ref(), "-s".as_ref(), size.as_ref(), file.path.as_os_str()]);
+        format!("(umask 077; {file})")
     });
-    let commands = std::iter::once(folder).chain(files);
-    commands.map(|command| format!("(umask 077; {command})")).collect()
+    std::iter::once(folder).chain(files).collect()
 }
 
 /// The command of each disk's server.

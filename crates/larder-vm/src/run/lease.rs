@@ -1,10 +1,11 @@
-//! What a run takes up on this host, and gives back: a private folder for its sockets, and files of RAM.
+//! What a run takes up on this host, and gives back: a private folder for its sockets, and files of RAM. Nobody can
+//! guess their names and be there first.
 //!
 //! Each is locked (flock) for as long as its run lives. What a run that was killed left behind is known by its name, by
 //! the process number in it, and by the lock that nobody holds any more; the next run removes it.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -16,6 +17,7 @@ use super::disks::longest_socket;
 use super::plan::Plan;
 use super::ram::RamFile;
 use crate::listen::SOCKET_PATH_BYTES_MAX;
+use crate::runtime_folder::{self, runtime_folder};
 
 /// Where guests' RAM lies: the one tmpfs that every Linux has.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -26,6 +28,8 @@ const SHARED_MEMORY: &str = "/dev/shm";
 pub enum LeaseError {
     #[error("cannot make {}: {source}", path.display())]
     Make { path: PathBuf, source: io::Error },
+    #[error("no random number for names: /dev/urandom: {0}")]
+    Random(io::Error),
     #[error("{} is too long a path for sockets; set XDG_RUNTIME_DIR to a shorter folder", path.display())]
     FolderTooLong { path: PathBuf },
     #[error(
@@ -60,40 +64,38 @@ impl Places {
     /// For commands that the user is to start by hand: names that no run tidies up.
     ///
     /// # Errors
-    /// The folder's path is too long for sockets.
+    /// There are no random numbers, or the folder's path is too long for sockets.
     pub fn for_commands(guest: &str) -> Result<Self, LeaseError> {
-        Self::named(&format!("larder-{guest}"), &format!("larder-{guest}"))
+        Self::named(&format!("larder-{guest}-{}", random()?))
     }
 
     /// For a guest of this name, run by this process.
     ///
     /// # Errors
-    /// The folder's path is too long for sockets.
+    /// There are no random numbers, or the folder's path is too long for sockets.
     pub fn choose(guest: &str) -> Result<Self, LeaseError> {
         let pid = std::process::id();
-        Self::named(&format!("larder-run-{pid}"), &format!("larder-{guest}-{pid}"))
+        Self::named(&format!("larder-{guest}-{pid}-{}", random()?))
     }
 
-    fn named(folder: &str, ram: &str) -> Result<Self, LeaseError> {
-        let folder = runtime_folder().join(folder);
+    fn named(name: &str) -> Result<Self, LeaseError> {
+        let folder = runtime_folder().join(name);
         if longest_socket(&folder).as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             return Err(LeaseError::FolderTooLong { path: folder });
         }
         Ok(Self {
             folder,
-            ram: Path::new(SHARED_MEMORY).join(ram),
+            ram: Path::new(SHARED_MEMORY).join(name),
         })
     }
 }
 
-/// The user's own folder for such things, root's, or else the one for everybody.
-fn runtime_folder() -> PathBuf {
-    let of_user = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-    match of_user.filter(|path| path.is_absolute() && path.is_dir()) {
-        Some(path) => path,
-        None if rustix::process::geteuid().is_root() => PathBuf::from("/run/larder"),
-        None => std::env::temp_dir(),
-    }
+/// Eight digits.
+fn random() -> Result<String, LeaseError> {
+    let mut bytes = [0; 4];
+    let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(LeaseError::Random)?;
+    Ok(format!("{:08x}", u32::from_ne_bytes(bytes)))
 }
 
 /// What a run has taken up. Gone when this is dropped.
@@ -168,7 +170,8 @@ impl Held {
     fn folder(path: &Path) -> Result<Self, LeaseError> {
         let make = || {
             if let Some(parent) = path.parent() {
-                fs::create_dir_all(parent)?;
+                runtime_folder::make(parent, 0o755)
+                    .map_err(|error| io::Error::other(format!("{}: {error}", parent.display())))?;
             }
             DirBuilder::new().mode(0o700).create(path)?;
             lock(path, File::open(path))
@@ -243,11 +246,15 @@ fn remove_stale(folder: &Path) {
     }
 }
 
-/// The process number in the name of something that a run made: `larder-NAME-PID`, `larder-NAME-PID.2`.
+/// The process number in the name of something that a run made: `larder-NAME-PID-RANDOM`, `larder-NAME-PID-RANDOM.2`.
 fn pid_in(name: &str) -> Option<u32> {
-    let (_, behind) = name.strip_prefix("larder-")?.rsplit_once('-')?;
-    let (pid, number) = behind.split_once('.').unwrap_or((behind, "0"));
+    let parts: Vec<&str> = name.split('-').collect();
+    let ["larder", _, pid, random] = parts[..] else {
+        return None;
+    };
+    let (random, number) = random.split_once('.').unwrap_or((random, "0"));
     number.parse::<u32>().ok()?;
+    u32::from_str_radix(random, 16).ok()?;
     pid.parse().ok()
 }
 
@@ -317,27 +324,28 @@ mod tests {
         let keep = [
             "larder",
             "larder-notes",
-            &format!("larder-vm-{alive}"),
-            &format!("other-{dead}"),
-            &format!("larder-held-{dead}"),
+            &format!("larder-vm-{alive}-0123abcd"),
+            &format!("larder-vm-{dead}"),
+            &format!("larder-{dead}-0123abcd"),
+            &format!("other-vm-{dead}-0123abcd"),
+            &format!("larder-held-{dead}-0123abcd"),
         ];
-        for name in keep
-            .iter()
-            .map(|name| (*name).to_owned())
-            .chain([format!("larder-vm-{dead}"), format!("larder-vm-{dead}.1")])
-        {
+        for name in keep.iter().map(|name| (*name).to_owned()).chain([
+            format!("larder-vm-{dead}-0123abcd"),
+            format!("larder-vm-{dead}-0123abcd.1"),
+        ]) {
             fs::write(folder.path().join(name), "").expect("writes");
         }
-        let run = folder.path().join(format!("larder-run-{dead}"));
+        let run = folder.path().join(format!("larder-run-{dead}-0123abcd"));
         fs::create_dir(&run).expect("makes it");
         fs::write(run.join("disk-0.sock"), "").expect("writes");
-        std::os::unix::fs::symlink("/etc", folder.path().join(format!("larder-link-{dead}"))).expect("links");
-        let held = folder.path().join(format!("larder-held-{dead}"));
+        std::os::unix::fs::symlink("/etc", folder.path().join(format!("larder-link-{dead}-0123abcd"))).expect("links");
+        let held = folder.path().join(format!("larder-held-{dead}-0123abcd"));
         let held = lock(&held, File::open(&held)).expect("locks");
 
         remove_stale(folder.path());
         let mut expected = keep.map(str::to_owned).to_vec();
-        expected.push(format!("larder-link-{dead}"));
+        expected.push(format!("larder-link-{dead}-0123abcd"));
         expected.sort();
         assert_eq!(names(folder.path()), expected);
         drop(held);

@@ -62,16 +62,24 @@ impl Place {
         command
     }
 
-    /// The files that a run has, or has left.
+    /// The files that a run has, or has left: one folder, and one for each piece of RAM. Wherever they may be.
     pub(crate) fn leftovers(&self) -> Vec<PathBuf> {
-        let runtime = entries(&self.path("runtime"));
-        // The folder of the servers' journals stays.
-        let runtime = runtime.into_iter().filter(|path| !path.ends_with("larder"));
-        let ram = entries(Path::new("/dev/shm")).into_iter().filter(|path| {
+        let user = rustix::process::geteuid().as_raw();
+        let places = [
+            "/run/larder".into(),
+            self.path("runtime/larder"),
+            format!("/dev/shm/larder-{user}").into(),
+            "/dev/shm".into(),
+        ];
+        let all = places
+            .iter()
+            .filter(|place| place.exists())
+            .flat_map(|place| entries(place));
+        all.filter(|path| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             name.starts_with(&format!("larder-{}-", self.name))
-        });
-        runtime.chain(ram).collect()
+        })
+        .collect()
     }
 
     /// A program that passes for QEMU, and idles.

@@ -239,25 +239,29 @@ fn a_dry_run_prints_commands_that_a_shell_understands_and_starts_nothing() {
     assert_eq!(status.code(), Some(0), "{said}");
     let lines = text(&stdout);
     let lines: Vec<&str> = lines.lines().collect();
-    let [folder, ram, server, qemu] = lines[..] else {
+    let [folder, ram, server, guest] = lines[..] else {
         panic!("four commands were expected: {lines:?}");
     };
-    assert!(folder.starts_with("(umask 077; mkdir -p "), "{folder}");
+    assert!(folder.starts_with("(umask 022; mkdir -p -m 700 /"), "{folder}");
     assert!(
         ram.starts_with("(umask 077; truncate -s 134217728 /dev/shm/larder-dry_"),
         "{ram}"
     );
     let serve = format!("larder disk serve {} --socket ", image.display());
     assert!(server.contains(&serve) && server.ends_with(" &"), "{server}");
-    assert!(qemu.starts_with("qemu-system-x86_64 -name dry_"), "{qemu}");
+    assert!(guest.starts_with("qemu-system-x86_64 -name dry_"), "{guest}");
     assert!(
-        qemu.contains(r"-append 'a '\''b'\''' -chardev socket,id=larder-chr-0,"),
-        "{qemu}"
+        guest.contains(r"-append 'a '\''b'\''' -chardev socket,id=larder-chr-0,"),
+        "{guest}"
     );
     assert!(
         said.contains(&format!("larder: disk {}: served", image.display())),
         "{said}"
     );
+    let name = ram.rsplit('/').next().unwrap_or_default().trim_end_matches(')');
+    assert!(said.contains(&format!("larder: {name} stands for a name")), "{said}");
+    let again = output(&place, &["--dry-run"], qemu(), &["-drive", &served]);
+    assert!(!text(&again.stdout).contains(name), "it could be guessed");
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
 
@@ -283,8 +287,13 @@ fn the_commands_of_a_dry_run_do_what_a_run_does() {
         .nth(1)
         .and_then(|text| text.split([' ', ',']).next());
     let ram = ram.expect("the RAM is a file");
+    let folder = printed
+        .split("mkdir -p -m 700 ")
+        .nth(1)
+        .and_then(|text| text.split(')').next());
+    let folder = folder.expect("the sockets have a folder");
     // Without its disk's server QEMU would wait for it, and not come to its monitor.
-    let script = format!("{printed}code=$?; kill $!; wait $!; echo SERVER $?; rm {ram}; exit $code");
+    let script = format!("{printed}code=$?; kill $!; wait $!; echo SERVER $?; rm -r {ram} {folder}; exit $code");
     let mut shell = Command::new("timeout")
         .args(["60", "sh", "-c", &script])
         .env("XDG_RUNTIME_DIR", place.path("runtime"))

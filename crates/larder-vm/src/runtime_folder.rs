@@ -1,0 +1,74 @@
+//! The user's folder for what is of no use once the host has restarted: sockets and journals.
+//!
+//! Its name can be guessed, so it must be the user's own, and no other's to write to, before anything in it is trusted.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::process::geteuid;
+
+/// Where it is, or will be: `/run/larder` for root, `$XDG_RUNTIME_DIR/larder`, or `/dev/shm/larder-UID`; the first that
+/// is on tmpfs. All processes of a user find the same one. Nothing is made.
+pub(crate) fn runtime_folder() -> PathBuf {
+    let of_root = geteuid().is_root().then(|| PathBuf::from("/run"));
+    let of_user = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let of_user = of_user.filter(|folder| folder.is_absolute() && is_ours_alone(folder).is_ok());
+    let found = of_root.into_iter().chain(of_user).find(|folder| is_on_tmpfs(folder));
+    match found {
+        Some(folder) => folder.join("larder"),
+        None => PathBuf::from(format!("/dev/shm/larder-{}", geteuid().as_raw())),
+    }
+}
+
+/// Makes a folder, with `mode` less the umask, unless it is there. The one above it must exist.
+///
+/// # Errors
+/// It cannot be made, or what is there is not this user's alone.
+pub(crate) fn make(folder: &Path, mode: u32) -> io::Result<()> {
+    match DirBuilder::new().mode(mode).create(folder) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => is_ours_alone(folder),
+        result => result,
+    }
+}
+
+fn is_ours_alone(folder: &Path) -> io::Result<()> {
+    let found = fs::symlink_metadata(folder)?;
+    if !found.is_dir() {
+        return Err(io::Error::other("it is there, and no folder"));
+    }
+    if found.uid() != geteuid().as_raw() {
+        return Err(io::Error::other("it belongs to somebody else"));
+    }
+    if found.mode() & 0o022 != 0 {
+        return Err(io::Error::other("others can write to it"));
+    }
+    Ok(())
+}
+
+fn is_on_tmpfs(folder: &Path) -> bool {
+    rustix::fs::statfs(folder).is_ok_and(|found| found.f_type as i64 == libc::TMPFS_MAGIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_folder_that_others_can_write_to_is_not_used() {
+        let place = tempfile::tempdir().expect("a folder");
+        let folder = place.path().join("larder");
+        make(&folder, 0o700).expect("makes it");
+        make(&folder, 0o700).expect("is there");
+        assert_eq!(fs::metadata(&folder).expect("is there").mode() & 0o777, 0o700);
+        fs::set_permissions(&folder, Permissions::from_mode(0o777)).expect("ours");
+        make(&folder, 0o700).expect_err("others can write to it");
+        let link = place.path().join("link");
+        std::os::unix::fs::symlink("/", &link).expect("links");
+        make(&link, 0o700).expect_err("is a link");
+    }
+}
