@@ -336,6 +336,29 @@ fn a_ring_whose_device_was_reset_first_still_tells_where_it_stopped() {
 }
 
 #[test]
+fn where_a_ring_stopped_outlives_a_server_that_could_not_tell_it_any_more() {
+    for kind in kinds() {
+        let (first, second) = (Server::start(), Server::start());
+        let mut guest = FrontEnd::over(first.connect(), kind).expect("sets up");
+        let begun_at = guest.queue().ring.base();
+        (0..3).for_each(|round| check_round_trip(&mut guest, 0, round));
+        guest.wire.tell(wire::SET_STATUS, &[0; 8], &[]).expect("stops");
+        guest.config(0, 8).expect("has stopped");
+        let hang_up = guest.wire.stream().shutdown(std::net::Shutdown::Both);
+        hang_up.expect("hangs up");
+        drop(first);
+        guest.wire = wire::Wire::new(second.connect()).expect("connects");
+        guest.negotiate().expect("negotiates");
+        guest.set_memory().expect("has its memory");
+        guest.set_inflight().expect("has the notes");
+        guest.start_queue_at(0, begun_at).expect("starts");
+        let handled = second.probe.started.load(Ordering::SeqCst);
+        (3..6).for_each(|round| check_round_trip(&mut guest, 0, round));
+        assert_eq!(handled, 0, "nothing was done a second time");
+    }
+}
+
+#[test]
 fn messages_out_of_order_are_refused_and_harm_nobody_else() {
     let server = Server::start();
     let options = Options::default();

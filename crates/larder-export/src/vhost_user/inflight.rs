@@ -274,7 +274,7 @@ impl InflightQueue {
         self.write(offset::PACKED_OLD_WRAP, self.read::<u8>(offset::PACKED_WRAP));
     }
 
-    /// All requests are done and the front-end gets the ring's position from us: the next start begins anew.
+    /// All requests are done and the front-end has the ring's position from us: the next start begins anew.
     pub fn retire(&mut self) {
         self.write(offset::VERSION, 0u16);
     }

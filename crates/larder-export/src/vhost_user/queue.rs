@@ -421,9 +421,9 @@ impl Queue {
         self.unsignalled.set(true);
     }
 
-    /// Takes no more requests, waits for those under way, and gives back where the ring goes on. With `retire`, a
-    /// successor takes the position from the front-end.
-    pub(super) async fn stop(&self, retire: bool) -> RingPosition {
+    /// Takes no more requests, waits for those under way, and gives back where the ring goes on. The notes of requests in
+    /// flight say the same.
+    pub(super) async fn stop(&self) -> RingPosition {
         self.stopped.set(true);
         if let Some(waker) = self.kick_waker.borrow_mut().take() {
             waker.wake();
@@ -437,9 +437,6 @@ impl Queue {
         })
         .await;
         self.signal();
-        if retire && let Some(inflight) = self.inflight.borrow_mut().as_mut() {
-            inflight.retire();
-        }
         drop(self.poller.borrow_mut().take());
         drop(self.start.borrow_mut().take());
         self.position()

@@ -82,6 +82,8 @@ struct RingSetup {
     call: Option<Rc<OwnedFd>>,
     enabled: bool,
     queue: Option<Rc<Queue>>,
+    /// It has been at work on this connection.
+    ran: bool,
     /// Started, but stopped again because its part of guest memory went.
     homeless: bool,
 }
@@ -143,7 +145,7 @@ impl Session {
         self.socket.shutdown();
         for ring in &mut self.rings {
             if let Some(queue) = ring.queue.take() {
-                queue.stop(false).await;
+                queue.stop().await;
             }
         }
         *self.shared.dirty_log.borrow_mut() = None;
@@ -187,6 +189,11 @@ impl Session {
         let number = header.request;
         match self.carry_out(request).await {
             Ok(Reply::Bytes(bytes)) => self.socket.write_all(&bytes).await?,
+            Ok(Reply::Position { ring, base }) => {
+                self.socket.write_all(&message::reply_ring(number, ring, base)).await?;
+                // Only now: a death before that must leave the position in the notes, nobody else has it.
+                self.retire(ring);
+            }
             Ok(Reply::WithFile(bytes, file)) => self.socket.write_with_descriptors(&bytes, &[file.as_fd()]).await?,
             Ok(Reply::None) if acknowledge => self.socket.write_all(&message::reply_u64(number, 0)).await?,
             Ok(Reply::None) => {}
@@ -207,6 +214,7 @@ impl Session {
             Request::ResetOwner => self.stop_all().await,
             Request::ResetDevice => {
                 self.stop_all().await;
+                (0..u32::from(self.queues_max)).for_each(|ring| self.retire(ring));
                 self.rings.fill_with(RingSetup::default);
                 self.features = 0;
                 self.status = 0;
@@ -290,18 +298,20 @@ impl Session {
                 self.idle_ring(ring)?.size = size;
             }
             Request::SetRingAddresses { ring, addresses } => self.set_addresses(ring, addresses).await?,
-            Request::SetRingBase { ring, base } => self.idle_ring(ring)?.base = base,
-            Request::GetRingBase { ring } => {
-                let packed = self.packed();
-                let setup = self.ring(ring)?;
-                let base = match setup.queue.take() {
-                    Some(queue) => queue.stop(true).await.to_base(packed),
-                    None => setup.base,
-                };
+            Request::SetRingBase { ring, base } => {
+                let setup = self.idle_ring(ring)?;
                 setup.base = base;
+                // One that is new here may go on from a predecessor's notes, which know better.
+                if setup.ran {
+                    self.retire(ring);
+                }
+            }
+            Request::GetRingBase { ring } => {
+                self.stop_ring(ring).await?;
+                let setup = self.ring(ring)?;
                 setup.started = false;
                 setup.kick = None;
-                return Ok(Reply::Bytes(message::reply_ring(number::GET_VRING_BASE, ring, base)));
+                return Ok(Reply::Position { ring, base: setup.base });
             }
             Request::SetRingKick { ring, event } => {
                 let event = event.map(prepare_event).transpose()?;
@@ -473,9 +483,24 @@ impl Session {
         let packed = self.packed();
         let setup = self.ring(ring)?;
         if let Some(queue) = setup.queue.take() {
-            setup.base = queue.stop(true).await.to_base(packed);
+            setup.base = queue.stop().await.to_base(packed);
         }
         Ok(())
+    }
+
+    /// The notes of a ring hold for it no more: its next start is where the front-end says.
+    fn retire(&mut self, ring: u32) {
+        let packed = self.packed();
+        let Ok(size) = self.ring(ring).map(|setup| setup.size as u16) else {
+            return;
+        };
+        let notes = self
+            .inflight
+            .as_ref()
+            .and_then(|region| region.queue(ring as u16, size, packed));
+        if let Some(mut notes) = notes {
+            notes.retire();
+        }
     }
 
     /// Stops every ring as GET_VRING_BASE does, and keeps where it goes on.
@@ -483,7 +508,7 @@ impl Session {
         let packed = self.packed();
         for ring in &mut self.rings {
             if let Some(queue) = ring.queue.take() {
-                ring.base = queue.stop(true).await.to_base(packed);
+                ring.base = queue.stop().await.to_base(packed);
             }
             ring.started = false;
             ring.kick = None;
@@ -525,6 +550,7 @@ impl Session {
         }
         let position = RingPosition::from_base(setup.base, layout.packed);
         let index = ring as u16;
+        setup.ran = true;
         setup.queue = Some(Queue::start(
             &on,
             QueueParts {
@@ -560,7 +586,7 @@ impl Session {
                     tracing::error!(queue = index, "stopped: {error}");
                     let queue = setup.queue.take();
                     if let Some(queue) = queue {
-                        let base = queue.stop(true).await.to_base(layout.packed);
+                        let base = queue.stop().await.to_base(layout.packed);
                         setup.base = base;
                         setup.homeless = true;
                     }
@@ -595,6 +621,11 @@ fn prepare_event(event: OwnedFd) -> Result<Rc<OwnedFd>, SessionError> {
 enum Reply {
     None,
     Bytes(Vec<u8>),
+    /// Where a stopped ring goes on.
+    Position {
+        ring: u32,
+        base: u32,
+    },
     WithFile(Vec<u8>, OwnedFd),
 }
 

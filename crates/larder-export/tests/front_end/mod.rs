@@ -169,8 +169,14 @@ impl FrontEnd {
         self.wire.tell(wire::SET_MEM_TABLE, &table, &[self.memory.file()])
     }
 
-    /// Hands over the region of requests in flight, a new one if there is none yet, and starts every queue.
+    /// Hands over the region of requests in flight, and starts every queue.
     pub fn start_queues(&mut self) -> io::Result<()> {
+        self.set_inflight()?;
+        (0..self.queues.len()).try_for_each(|index| self.start_queue(index))
+    }
+
+    /// Hands over the region of requests in flight, a new one if there is none yet.
+    pub fn set_inflight(&mut self) -> io::Result<()> {
         if self.inflight.is_none() {
             let mut wish = longs(&[0, 0]);
             wish.extend(self.options.queues.to_ne_bytes());
@@ -186,15 +192,20 @@ impl FrontEnd {
         if let Some((description, file)) = &self.inflight {
             self.wire.tell(wire::SET_INFLIGHT_FD, description, &[file.as_fd()])?;
         }
-        (0..self.queues.len()).try_for_each(|index| self.start_queue(index))
+        Ok(())
     }
 
     pub fn start_queue(&mut self, index: usize) -> io::Result<()> {
+        self.start_queue_at(index, self.queues[index].ring.base())
+    }
+
+    /// Starts a queue, and says that it goes on at `base`.
+    pub fn start_queue_at(&mut self, index: usize, base: u32) -> io::Result<()> {
         let queue = &self.queues[index];
         let ring = index as u32;
         self.wire
             .tell_ring(wire::SET_VRING_NUM, ring, u32::from(self.options.size))?;
-        self.wire.tell_ring(wire::SET_VRING_BASE, ring, queue.ring.base())?;
+        self.wire.tell_ring(wire::SET_VRING_BASE, ring, base)?;
         self.set_addresses(index, 0)?;
         self.wire
             .tell(wire::SET_VRING_KICK, &longs(&[index as u64]), &[queue.kick.as_fd()])?;
