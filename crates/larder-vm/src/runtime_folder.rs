@@ -48,7 +48,7 @@ fn is_ours_alone(folder: &Path) -> io::Result<()> {
 }
 
 fn is_on_tmpfs(folder: &Path) -> bool {
-    rustix::fs::statfs(folder).is_ok_and(|found| found.f_type as i64 == libc::TMPFS_MAGIC)
+    rustix::fs::statfs(folder).is_ok_and(|found| found.f_type == libc::TMPFS_MAGIC)
 }
 
 #[cfg(test)]
