@@ -10,19 +10,26 @@
 //! byte  0  magic "LRDRJRNL"    8  version, u32    12  bytes of a record, u32
 //!      16  the host's boot ID, 16 bytes           32  session, u64    40  records that fit, u64
 //!      48  first valid record, u64                56  end of the valid records, u64
-//!      64  records: record n lies at 64 + n % fit * 64
+//!      64  bytes of the image's identity, u64     72  bytes of its place, u64
+//!      80  identity, then place, up to byte 4096
+//!    4096  records: record n lies at 4096 + n % fit * 64
 //!          guest cluster, count, old entry (2 words), new entry (2 words), 2 words of padding
 //! ```
 //! All numbers have the host's byte order: the journal never leaves it. The session also stands in the image's header,
 //! in autoclear bits, which every other program that opens the image for writing clears: a journal is only believed if
-//! it is there, and if what the image maps is what the journal says it did before.
+//! it is there, and if what the image maps is what the journal says it did before. The session's upper half is of the
+//! host's boot ID: who misses the journal of a session of this boot has lost something, who misses one of an earlier boot
+//! has not, for the guest was lost with it.
+//!
+//! While a process has a journal in use, its file is locked (`flock`), so that nobody sweeps it away.
 //!
 //! How it fails: without a journal each change is committed before its request completes, which is safe and slow.
 
 use std::cell::Cell;
 use std::fs::File;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,9 +37,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::entry::Entry;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"LRDRJRNL");
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const RECORD_WORDS: u64 = 8;
-const HEADER_WORDS: u64 = 8;
+const HEADER_WORDS: u64 = 512;
 /// 512 KiB of records; more changes than that wait for a commit.
 const RECORDS: u64 = 1 << 13;
 /// Bytes of a journal.
@@ -41,6 +48,11 @@ pub const JOURNAL_BYTES: u64 = (HEADER_WORDS + RECORDS * RECORD_WORDS) * 8;
 const AT_SESSION: u64 = 4;
 const AT_START: u64 = 6;
 const AT_END: u64 = 7;
+const AT_IDENTITY_LEN: u64 = 8;
+const AT_PLACE_LEN: u64 = 9;
+const AT_NAMES: u64 = 10;
+/// Bytes for identity and place together.
+const NAMES_BYTES: usize = ((HEADER_WORDS - AT_NAMES) * 8) as usize;
 
 /// A change of the mapping: `count` guest clusters from `cluster` on, which were a run that began with `old`, are one
 /// that begins with `new`.
@@ -52,6 +64,139 @@ pub(crate) struct Record {
     pub(crate) new: Entry,
 }
 
+/// Which image a journal is of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ImageId {
+    /// What no other image of the host has, not even one that comes after it; empty if there is no such thing.
+    pub identity: Vec<u8>,
+    /// Where it was, for people and for who wants to know whether it is still there.
+    pub place: Vec<u8>,
+}
+
+/// What a journal says, read without changing it.
+#[derive(Clone, Debug)]
+pub struct Left {
+    /// The session that the changes are of; 0 if none.
+    pub session: u64,
+    /// Of which image.
+    pub image: ImageId,
+    /// How many changes are noted.
+    pub changes: u64,
+    start: u64,
+    pub(crate) records: Vec<Record>,
+}
+
+impl Left {
+    /// Reads what is in the journal `file`, without the changes; `None` if it is none of this version, or not of this
+    /// start of the host.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn head(file: &File) -> io::Result<Option<Self>> {
+        if file.metadata()?.len() != JOURNAL_BYTES {
+            return Ok(None);
+        }
+        let mut bytes = vec![0; HEADER_WORDS as usize * 8];
+        file.read_exact_at(&mut bytes, 0)?;
+        let words = native_words(&bytes);
+        let boot = boot_id()?;
+        if !is_valid(boot, |at| words[at as usize]) {
+            return Ok(None);
+        }
+        let identity_len = usize::try_from(words[AT_IDENTITY_LEN as usize]).unwrap_or(usize::MAX);
+        let place_len = usize::try_from(words[AT_PLACE_LEN as usize]).unwrap_or(usize::MAX);
+        let names = &bytes[AT_NAMES as usize * 8..];
+        let Some((identity, rest)) = names.split_at_checked(identity_len) else {
+            return Ok(None);
+        };
+        let start = words[AT_START as usize];
+        Ok(Some(Self {
+            session: words[AT_SESSION as usize],
+            image: ImageId {
+                identity: identity.to_vec(),
+                place: rest.get(..place_len).unwrap_or_default().to_vec(),
+            },
+            changes: words[AT_END as usize] - start,
+            start,
+            records: Vec::new(),
+        }))
+    }
+
+    /// Reads what is in the journal `file`, with the changes. It is no longer in use.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn read(file: &File) -> io::Result<Option<Self>> {
+        let Some(mut left) = Self::head(file)? else {
+            return Ok(None);
+        };
+        let mut bytes = vec![0; (JOURNAL_BYTES - HEADER_WORDS * 8) as usize];
+        file.read_exact_at(&mut bytes, HEADER_WORDS * 8)?;
+        let words = native_words(&bytes);
+        left.records = (left.start..left.start + left.changes)
+            .map(|number| Record::of(|index| words[(number % RECORDS * RECORD_WORDS + index) as usize]))
+            .collect();
+        Ok(Some(left))
+    }
+}
+
+fn native_words(bytes: &[u8]) -> Vec<u64> {
+    let words = bytes.chunks_exact(8).map(|bytes| {
+        let mut word = [0; 8];
+        word.copy_from_slice(bytes);
+        u64::from_ne_bytes(word)
+    });
+    words.collect()
+}
+
+/// Whether the words of a header are of this version and this start of the host, and make sense.
+fn is_valid(boot: [u64; 2], word: impl Fn(u64) -> u64) -> bool {
+    let (start, end) = (word(AT_START), word(AT_END));
+    head(boot)
+        .into_iter()
+        .zip(0..)
+        .all(|(expected, at)| word(at) == expected)
+        && word(5) == RECORDS
+        && start <= end
+        && end - start <= RECORDS
+}
+
+/// How a journal begins.
+fn head(boot: [u64; 2]) -> [u64; 4] {
+    [MAGIC, VERSION | (RECORD_WORDS * 8) << 32, boot[0], boot[1]]
+}
+
+impl Record {
+    fn of(word: impl Fn(u64) -> u64) -> Self {
+        Self {
+            cluster: word(0),
+            count: word(1),
+            old: Entry {
+                word: word(2),
+                bitmap: word(3),
+            },
+            new: Entry {
+                word: word(4),
+                bitmap: word(5),
+            },
+        }
+    }
+}
+
+/// A number for a session, in its place among the autoclear bits: the upper half tells this start of the host from
+/// others, the lower this session.
+pub(crate) fn new_session() -> u64 {
+    let random = RandomState::new().build_hasher().finish();
+    let boot = boot_id().map_or(random, |id| id[1]);
+    boot << 48 | (random & 0xffff | 1) << 32
+}
+
+/// Whether a session was begun since the host was started; one of an earlier start, or of another host, is taken for
+/// one of this with a chance of 1 in 65536.
+pub fn is_of_this_boot(session: u64) -> bool {
+    session != 0 && boot_id().is_ok_and(|id| id[1] << 48 == session & 0xffff << 48)
+}
+
 /// A journal in memory that outlives the process.
 pub struct Journal {
     words: NonNull<u64>,
@@ -59,8 +204,8 @@ pub struct Journal {
     end: Cell<u64>,
     /// Records that somebody is going to append.
     promised: Cell<u64>,
-    /// Its file, to be removed when the image is left tidy.
-    path: Option<PathBuf>,
+    /// Its file, locked, to be removed when the image is left tidy.
+    file: Option<(PathBuf, File)>,
 }
 
 /// Room for records; what is not used is given back when this is dropped.
@@ -77,35 +222,62 @@ impl Drop for Room<'_> {
 }
 
 impl Journal {
-    /// Opens or makes the journal at `path`, which should be on tmpfs, for nobody else to read.
+    /// Opens or makes the journal of an image at `path`, which should be on tmpfs, for nobody else to read. What is there
+    /// of another image is forgotten.
     ///
     /// # Errors
     /// The host's.
-    pub fn open(path: &Path) -> io::Result<Self> {
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
-            .open(path)?;
+    pub fn open(path: &Path, image: &ImageId) -> io::Result<Self> {
+        let file = loop {
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
+                .open(path)?;
+            // Who has it locked only looks whether it can be removed.
+            rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
+            if file.metadata()?.nlink() > 0 {
+                break file;
+            }
+        };
+        let left = Left::head(&file)?;
         let mut journal = Self::map(&file)?;
-        journal.path = Some(path.to_owned());
+        if left.is_none_or(|left| left.image.identity != image.identity) {
+            journal.begin(0);
+        }
+        journal.name(image);
+        journal.file = Some((path.to_owned(), file));
         Ok(journal)
+    }
+
+    /// Notes which image it is of; a place that is too long is left out.
+    fn name(&self, image: &ImageId) {
+        let mut bytes = image.identity.clone();
+        let fits = image.identity.len() + image.place.len() <= NAMES_BYTES;
+        let place: &[u8] = if fits { &image.place } else { &[] };
+        bytes.extend_from_slice(place);
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+        for (at, word) in (AT_NAMES..).zip(native_words(&bytes)) {
+            self.store(at, word);
+        }
+        self.store(AT_IDENTITY_LEN, image.identity.len() as u64);
+        self.store(AT_PLACE_LEN, place.len() as u64);
     }
 
     /// The name of its file.
     pub(crate) fn place(&self) -> String {
-        self.path
+        self.file
             .as_ref()
-            .map_or_else(String::new, |path| path.display().to_string())
+            .map_or_else(String::new, |(path, _)| path.display().to_string())
     }
 
     /// Removes its file: the image needs no journal any more.
     pub(crate) fn remove(&self) {
         self.begin(0);
-        if let Some(path) = &self.path {
+        if let Some((path, _)) = &self.file {
             // A journal that stays is not believed.
             let _ = std::fs::remove_file(path);
         }
@@ -139,24 +311,18 @@ impl Journal {
             start: Cell::new(0),
             end: Cell::new(0),
             promised: Cell::new(0),
-            path: None,
+            file: None,
         };
-        let head = [MAGIC, VERSION | (RECORD_WORDS * 8) << 32];
-        let head = [head[0], head[1], boot_id()?[0], boot_id()?[1]];
-        let (start, end) = (journal.load(AT_START), journal.load(AT_END));
-        let is_valid = (0..4).all(|at| journal.load(at) == head[at as usize])
-            && journal.load(5) == RECORDS
-            && start <= end
-            && end - start <= RECORDS;
-        if is_valid {
-            journal.start.set(start);
-            journal.end.set(end);
+        let boot = boot_id()?;
+        if is_valid(boot, |at| journal.load(at)) {
+            journal.start.set(journal.load(AT_START));
+            journal.end.set(journal.load(AT_END));
         } else {
             journal.store(AT_SESSION, 0);
             journal.store(AT_START, 0);
             journal.store(AT_END, 0);
             journal.store(5, RECORDS);
-            (0..4).for_each(|at| journal.store(at, head[at as usize]));
+            (0..).zip(head(boot)).for_each(|(at, word)| journal.store(at, word));
         }
         Ok(journal)
     }
@@ -242,21 +408,9 @@ impl Journal {
 
     /// All records, oldest first.
     pub(crate) fn records(&self) -> Vec<Record> {
-        let word = |at, index| self.load(at + index);
         (self.start.get()..self.end.get())
             .map(Self::slot)
-            .map(|at| Record {
-                cluster: word(at, 0),
-                count: word(at, 1),
-                old: Entry {
-                    word: word(at, 2),
-                    bitmap: word(at, 3),
-                },
-                new: Entry {
-                    word: word(at, 4),
-                    bitmap: word(at, 5),
-                },
-            })
+            .map(|at| Record::of(|index| self.load(at + index)))
             .collect()
     }
 
@@ -313,6 +467,9 @@ mod tests {
         assert_eq!(journal.session(), 77);
         let expected: Vec<Record> = (RECORDS - 3..RECORDS + 5).map(record).collect();
         assert_eq!(journal.records(), expected);
+        let left = Left::read(&file).expect("it is read").expect("it is a journal");
+        assert_eq!((left.session, left.changes), (77, RECORDS - 3 + 5 - (RECORDS - 3) + 3));
+        assert_eq!(left.records, expected);
         journal.begin(78);
         assert!(Journal::map(&file).expect("once more").records().is_empty());
     }

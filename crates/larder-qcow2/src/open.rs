@@ -2,7 +2,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::rc::{Rc, Weak};
 
 use larder_block::range_lock::Ranges;
@@ -17,7 +16,7 @@ use crate::header::{
     AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError, TableAt,
 };
 use crate::in_flight::InFlight;
-use crate::journal::{Journal, Record};
+use crate::journal::{Journal, Left, Record, new_session};
 use crate::map::Map;
 use crate::read::load_map;
 use crate::refcount::{self, Refcounts};
@@ -32,6 +31,9 @@ pub struct OpenOptions {
     pub metadata_memory: ByteLen,
     /// Where changes of the mapping are noted for a process that comes after this one, should it be killed.
     pub journal: Option<Journal>,
+    /// What a killed process left in a journal that this one cannot go on with, another user's. It is in the image when
+    /// that is open.
+    pub left: Option<Left>,
     /// Read all metadata in the background, as far as that goes; otherwise it is read when it is needed.
     pub load_ahead: bool,
 }
@@ -49,6 +51,7 @@ impl Default for OpenOptions {
             read_only: false,
             metadata_memory: METADATA_MEMORY_DEFAULT,
             journal: None,
+            left: None,
             load_ahead: true,
         }
     }
@@ -98,7 +101,7 @@ pub enum OpenError {
     )]
     Dirty { name: String, why: String },
     #[error(
-        "{name}: the server before this one was killed, and what its journal tells does not fit the image, as if another image had been put in its place; if what the guest had not flushed may be lost, remove {journal}"
+        "{name}: the server before this one was killed, and what its journal tells does not fit the image, as if another image had been put in its place; it is in {journal}; `larder disk check --discard-journal` gives up what the guest had not flushed"
     )]
     Journal { name: String, journal: String },
 }
@@ -215,16 +218,20 @@ impl Qcow2 {
         // Version 2 has no place for the session.
         let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
         let session = header.autoclear & AUTOCLEAR_SESSION;
-        let records = match &journal {
-            Some(journal) if session != 0 && journal.session() == session => journal.records(),
-            _ => Vec::new(),
-        };
         let goes_on = journal
             .as_ref()
             .is_some_and(|journal| session != 0 && journal.session() == session);
-        if session != 0 && !goes_on && !read_only {
+        let left = options
+            .left
+            .filter(|left| !read_only && !goes_on && session != 0 && left.session == session);
+        let (records, place) = match (&journal, &left) {
+            (_, Some(left)) => (left.records.clone(), "another user's journal".to_owned()),
+            (Some(journal), None) if goes_on => (journal.records(), journal.place()),
+            _ => (Vec::new(), String::new()),
+        };
+        if session != 0 && !goes_on && left.is_none() && !read_only {
             tracing::warn!(
-                "{name}: the server before this one was killed, and its journal is not here (the host was started anew, or it ran as another user or on another host): what a guest that is still running had not flushed is lost"
+                "{name}: the server before this one was killed, and its journal is not here: what its guest had not flushed is lost, as it is if the host was started anew"
             );
         }
         let wanted = match (&journal, goes_on) {
@@ -272,7 +279,12 @@ impl Qcow2 {
             copies: crate::write::copies(shape),
             changes: SizeChanges::default(),
         });
-        image.take_up(&records).await?;
+        image.take_up(&records, place).await?;
+        if left.is_some() {
+            // The other journal is not gone on with, so nothing may be needed from it any more.
+            image.commit().await?;
+            image.before_change().await?;
+        }
         if !read_only {
             let ended = Rc::clone(&image.in_flight.ended);
             on.spawn(reclaim(Rc::downgrade(&image), ended));
@@ -284,7 +296,7 @@ impl Qcow2 {
     }
 
     /// Goes on where a killed process was.
-    async fn take_up(&self, records: &[Record]) -> Result<(), OpenError> {
+    async fn take_up(&self, records: &[Record], journal: String) -> Result<(), OpenError> {
         if records.is_empty() {
             return Ok(());
         }
@@ -298,7 +310,7 @@ impl Qcow2 {
         }
         Err(OpenError::Journal {
             name: self.name.to_string(),
-            journal: self.journal.as_ref().map_or_else(String::new, Journal::place),
+            journal,
         })
     }
 }
@@ -311,8 +323,7 @@ fn begin_session(name: &str, journal: &Journal) -> u64 {
             "{name}: the server before this one was killed, and another program has written to the image since: {lost} changes of the mapping that were not flushed are lost"
         );
     }
-    let random = RandomState::new().build_hasher().finish();
-    let session = (random | 1 << 32) & AUTOCLEAR_SESSION;
+    let session = new_session();
     journal.begin(session);
     session
 }

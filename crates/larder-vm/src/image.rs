@@ -18,7 +18,8 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
 
 mod chain;
-mod journal;
+mod file_handle;
+pub mod journal;
 
 pub use chain::{beside, probe};
 
@@ -195,6 +196,12 @@ pub enum ImageError {
         "{image}: a qcow2 image cannot be shared while it is written: two programs that write its metadata destroy it; share it read-only"
     )]
     SharedWriter { image: String },
+    #[error("{image}: its journal: {source}")]
+    Journal { image: String, source: std::io::Error },
+    #[error(
+        "{image}: a server of it was killed since the host was started, and its journal, which has what a guest had not flushed, is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal {image}`"
+    )]
+    JournalMissing { image: String, looked: String },
     #[error("the server of {uri} was not asked")]
     NotAsked { uri: String },
     #[error("{image}: its guest data is in an external data file that it does not name")]

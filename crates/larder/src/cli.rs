@@ -91,6 +91,10 @@ pub(crate) struct CheckArguments {
     /// Mend what is wrong; nobody else may use the image meanwhile
     #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
     pub(crate) repair: Option<RepairName>,
+    /// Give up what a killed server's journal has that is not in the image, or would have if it were found; it is what
+    /// a guest has written since it last flushed
+    #[arg(long)]
+    pub(crate) discard_journal: bool,
     /// What counting references may take
     #[arg(long, value_name = "SIZE", default_value_t = CHECK_MEMORY_DEFAULT)]
     pub(crate) memory: ByteLen,

@@ -3,28 +3,49 @@
 
 use std::process::ExitCode;
 
+use anyhow::{anyhow, bail};
 use larder_block::Loop;
-use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check, repair};
+use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check, discard_session, repair};
+use larder_qcow2::header::Header;
+use larder_qcow2::read_header;
+use larder_vm::image::journal::{self, LeftBehind};
+use larder_vm::image::{Format, ImageAddress, ImageOptions};
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
-use crate::disk_image::{self, Sharing, need_qcow2};
+use crate::disk_image::{self, Sharing, left_json, left_line, need_qcow2};
 use crate::output::print;
 
 pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let ImageArguments { image, format, output } = arguments.of;
-    let sharing = match arguments.repair {
-        Some(_) => Sharing::Exclusive,
-        None => Sharing::NoWriters,
+    let sharing = match arguments.repair.is_some() || arguments.discard_journal {
+        true => Sharing::Exclusive,
+        false => Sharing::NoWriters,
     };
     let options = CheckOptions {
         memory_max: arguments.memory,
     };
-    let repaired = on.block_on(async {
-        let opened = disk_image::open(&on, &image, format, sharing).await?;
-        let file = need_qcow2(&image, opened, "that could be checked").await?;
+    let (repaired, left) = on.block_on(async {
+        let open = async || {
+            let opened = disk_image::open(&on, &image, format, sharing).await?;
+            need_qcow2(&image, opened, "that could be checked").await
+        };
+        let mut file = open().await?;
+        let header = read_header(&file).await?;
+        if arguments.discard_journal {
+            // First the image: a journal that stays is not believed then.
+            discard_session(&file).await?;
+            if let Some(journal) = journal::discard(&image, &header)? {
+                tracing::info!("{} is removed", journal.display());
+            }
+        } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
+            drop(file);
+            take_up(&on, &image, header.corrupt).await?;
+            file = open().await?;
+        }
+        let left = journal::left_behind(&image, &read_header(&file).await?)?;
         let what = match arguments.repair {
             Some(RepairName::Leaks) => Repair::Leaks,
             Some(RepairName::All) => Repair::All,
@@ -35,21 +56,47 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
                     after,
                     ..Repaired::default()
                 };
-                return anyhow::Ok(nothing);
+                return anyhow::Ok((nothing, left));
             }
         };
         let repaired = repair(&file, what, options).await?;
-        file.close().await.map_err(|error| anyhow::anyhow!(error.to_string()))?;
-        Ok(repaired)
+        file.close().await.map_err(|error| anyhow!(error.to_string()))?;
+        Ok((repaired, left))
     })?;
     match output {
-        Output::Text => print(&text(&repaired, arguments.repair.is_some()))?,
-        Output::Json => print(&format!("{:#}\n", json_of(&image.to_string(), &repaired)))?,
+        Output::Text => {
+            let journal = left_line(&left).map_or_else(String::new, |line| format!("journal: {line}\n"));
+            print(&(text(&repaired, arguments.repair.is_some()) + &journal))?;
+        }
+        Output::Json => print(&format!("{:#}\n", json_of(&image.to_string(), &repaired, &left)))?,
     }
     Ok(match repaired.after.is_clean() {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),
     })
+}
+
+/// Whether a killed server has left something that a repair would take for leaked space.
+fn is_left_behind(image: &ImageAddress, header: &Header) -> anyhow::Result<bool> {
+    Ok(matches!(
+        journal::left_behind(image, header)?,
+        LeftBehind::Changes(_) | LeftBehind::Missing(_)
+    ))
+}
+
+/// Puts what a killed server has left into the image, as the next server would.
+async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool) -> anyhow::Result<()> {
+    if is_corrupt {
+        bail!(
+            "{image} is marked as corrupt, and a server of it was killed: what its guest had not flushed cannot be put into a corrupt image, and is lost with a repair; --discard-journal gives it up"
+        );
+    }
+    let options = ImageOptions {
+        format: Some(Format::Qcow2),
+        ..ImageOptions::default()
+    };
+    let disk = larder_vm::image::open(on, image, &options).await?;
+    disk.close().await.map_err(|error| anyhow!(error.to_string()))
 }
 
 fn text(repaired: &Repaired, repair: bool) -> String {
@@ -150,7 +197,7 @@ fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
     line(format!("image end: {}", report.image_end));
 }
 
-fn json_of(image: &str, repaired: &Repaired) -> Value {
+fn json_of(image: &str, repaired: &Repaired, left: &LeftBehind) -> Value {
     let (before, after) = (&repaired.before, &repaired.after);
     let findings = |report: &Report| -> Vec<String> { report.findings.iter().map(ToString::to_string).collect() };
     json!({
@@ -172,5 +219,6 @@ fn json_of(image: &str, repaired: &Repaired) -> Value {
         "dropped-count": repaired.dropped_count,
         "found": findings(before),
         "left": findings(after),
+        "journal": left_json(left),
     })
 }

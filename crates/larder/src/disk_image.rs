@@ -8,7 +8,10 @@ use std::rc::Rc;
 use anyhow::bail;
 use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, Loop, ReadBuf};
+use larder_vm::image::journal::LeftBehind;
 use larder_vm::image::{Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe};
+
+use serde_json::{Value, json};
 
 use crate::cli::FormatName;
 
@@ -92,6 +95,39 @@ pub(crate) fn space_taken(image: &ImageAddress) -> Option<u64> {
     let ImageAddress::Path(path) = image else { return None };
     let metadata = path.metadata().ok()?;
     metadata.is_file().then(|| metadata.blocks() * 512)
+}
+
+/// What a killed server has left, in words; `None` if there is nothing to tell.
+pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
+    match left {
+        LeftBehind::Nothing => None,
+        LeftBehind::Changes(pending) if pending.changes == 0 => {
+            Some("a server of it was killed; the image has all that was written".to_owned())
+        }
+        LeftBehind::Changes(pending) => Some(format!(
+            "a server of it was killed: {} changes that are not in the image yet are in {}; the next server puts them there",
+            pending.changes,
+            pending.file.display()
+        )),
+        LeftBehind::Missing(looked) => Some(format!(
+            "a server of it was killed, and its journal is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal`"
+        )),
+        LeftBehind::Gone => Some(
+            "a server of it was killed before the host was started: what its guest had not flushed is lost".to_owned(),
+        ),
+    }
+}
+
+/// What a killed server has left, for programs.
+pub(crate) fn left_json(left: &LeftBehind) -> Value {
+    match left {
+        LeftBehind::Nothing => Value::Null,
+        LeftBehind::Changes(pending) => {
+            json!({"state": "pending", "changes": pending.changes, "file": pending.file.to_string_lossy()})
+        }
+        LeftBehind::Missing(_) => json!({"state": "missing"}),
+        LeftBehind::Gone => json!({"state": "gone"}),
+    }
 }
 
 /// A size in three digits.

@@ -9,11 +9,12 @@ use larder_qcow2::bitmap::{Bitmap, read_bitmaps};
 use larder_qcow2::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, Header};
 use larder_qcow2::read_header;
 use larder_qcow2::snapshot::{SnapshotTable, read_snapshots};
+use larder_vm::image::journal::{LeftBehind, left_behind};
 use larder_vm::image::{Format, ImageAddress, beside};
 use serde_json::{Value, json};
 
 use crate::cli::{FormatName, ImageArguments, Output};
-use crate::disk_image::{self, OpenImage, Sharing, date, human};
+use crate::disk_image::{self, OpenImage, Sharing, date, human, left_json, left_line};
 use crate::output::print;
 
 /// The longest chain that is followed.
@@ -37,6 +38,8 @@ struct Qcow2Info {
     snapshots: SnapshotTable,
     bitmaps: Vec<Bitmap>,
     bitmap_damage: Option<String>,
+    /// What a killed server has left; nothing while there is another.
+    left: LeftBehind,
 }
 
 /// A backing file.
@@ -63,7 +66,7 @@ async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> a
     let OpenImage { format, file } = disk_image::open(on, &image, format, Sharing::Share).await?;
     let qcow2 = match format {
         Format::Raw => None,
-        Format::Qcow2 => Some(qcow2_info(&file).await?),
+        Format::Qcow2 => Some(qcow2_info(&file, &image).await?),
     };
     let chain = match &qcow2 {
         Some(qcow2) => chain(on, &image, &qcow2.header).await,
@@ -84,14 +87,19 @@ async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> a
     })
 }
 
-async fn qcow2_info(file: &Rc<dyn BlockDevice>) -> anyhow::Result<Qcow2Info> {
+async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress) -> anyhow::Result<Qcow2Info> {
     let header = read_header(file).await?;
     let snapshots = read_snapshots(file, &header).await?;
     let (bitmaps, bitmap_damage) = match header.bitmaps {
         Some(at) if header.autoclear & AUTOCLEAR_BITMAPS != 0 => read_bitmaps(file, at).await?,
         _ => (Vec::new(), None),
     };
+    let left = match disk_image::used_by(image) {
+        Some(_) => LeftBehind::Nothing,
+        None => left_behind(image, &header)?,
+    };
     Ok(Qcow2Info {
+        left,
         header,
         snapshots,
         bitmaps,
@@ -218,6 +226,9 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     lines.line("extended L2", yes(header.shape.extended));
     lines.line("lazy refcounts", yes(header.lazy_refcounts));
     lines.line("state", state(header, info.used_by.is_some()));
+    if let Some(line) = left_line(&qcow2.left) {
+        lines.line("journal", line);
+    }
     if header.has_data_file {
         let raw = match header.autoclear & AUTOCLEAR_RAW_DATA {
             0 => "",
@@ -331,6 +342,7 @@ fn qcow2_json(all: &mut Value, info: &Info, qcow2: &Qcow2Info) {
     if !qcow2.bitmaps.is_empty() {
         data["bitmaps"] = qcow2.bitmaps.iter().map(bitmap_json).collect();
     }
+    all["journal"] = left_json(&qcow2.left);
     all["format-specific"] = json!({"type": "qcow2", "data": data});
     if let Some(backing) = &header.backing_file {
         all["backing-filename"] = backing.clone().into();

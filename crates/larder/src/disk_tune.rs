@@ -68,6 +68,7 @@ async fn measure(on: &Loop, file: Rc<dyn BlockDevice>, header: &Header, advice: 
     };
     let options = OpenOptions {
         journal: None,
+        left: None,
         read_only: true,
         metadata_memory: ByteLen::new(advice.larder_worst + MEASURED_BYTES_MAX),
         load_ahead: false,

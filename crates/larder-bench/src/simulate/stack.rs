@@ -408,6 +408,7 @@ impl Qcow2Stack {
                     true => Some(Journal::map(&*disks[index].host_memory()?)?),
                     false => None,
                 },
+                left: None,
                 read_only: !is_last,
                 metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
                 load_ahead: random.chance(300),

@@ -22,7 +22,7 @@ use std::rc::Rc;
 
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, IoError, ReadBuf, WriteBuf, WriteFlags};
 
-pub use repair::{Repair, Repaired, repair};
+pub use repair::{Repair, Repaired, discard_session, repair};
 
 use crate::entry::OFFSET;
 use crate::header::{Header, HeaderError, TableAt};
@@ -172,7 +172,7 @@ pub enum CheckError {
         allowed: u64,
     },
     #[error(
-        "{name}: a server of it was killed, and may have left a journal with what was not flushed: serve the image once, which puts that into it, then repair it"
+        "{name}: a server of it was killed, and may have left a journal with what was not flushed: serve the image once, which puts that into it, or give it up with `larder disk check --discard-journal`, then repair it"
     )]
     CutOff { name: String },
     #[error("{name}: there is no room for a new refcount table and its blocks, {needed} bytes; nothing else was lost")]

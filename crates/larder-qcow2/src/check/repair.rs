@@ -18,6 +18,7 @@ use crate::check::entries::Remedy;
 use crate::check::walk::{L1, Walk, entries};
 use crate::check::{CheckError, CheckOptions, Image, Report, check, copied, stored, words};
 use crate::header::{self, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_SECTOR};
+use crate::journal::is_of_this_boot;
 use crate::open::{OpenError, check_tables};
 
 /// Drops that are told one by one.
@@ -93,6 +94,23 @@ pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOpti
     Ok(repaired)
 }
 
+/// Gives up what a killed server's journal has that the image lacks: it is not believed any more. Nobody else uses the
+/// image meanwhile.
+///
+/// # Errors
+/// See [`CheckError`].
+pub async fn discard_session(file: &Rc<dyn BlockDevice>) -> Result<(), CheckError> {
+    let image = Image::read(file).await?;
+    let bits = image.header.autoclear;
+    if bits & AUTOCLEAR_SESSION != 0 {
+        let kept = bits & !AUTOCLEAR_SESSION;
+        image
+            .change_header(|sector| header::set_autoclear(sector, kept))
+            .await?;
+    }
+    Ok(())
+}
+
 async fn mend(
     file: &Rc<dyn BlockDevice>,
     what: Repair,
@@ -104,9 +122,8 @@ async fn mend(
     if let Err(error @ OpenError::Overlap { .. }) = check_tables(&image.name, &image.header, image.size()) {
         return Err(error.into());
     }
-    // What a journal refers to looks leaked. A corrupt image cannot be served, so there it is given up.
-    let is_cut_off = image.header.autoclear & AUTOCLEAR_SESSION != 0;
-    if is_cut_off && !image.header.corrupt && what != Repair::Refcounts {
+    // What a journal refers to looks leaked. A repair of refcounts is followed by a replay, which raises them again.
+    if is_of_this_boot(image.header.autoclear & AUTOCLEAR_SESSION) && what != Repair::Refcounts {
         return Err(CheckError::CutOff {
             name: image.name.to_string(),
         });
@@ -114,7 +131,10 @@ async fn mend(
     // So that the last cluster can be written whole. A block device stays as it is.
     let whole = image.file_clusters() << image.header.shape.cluster_bits;
     let _ = file.grow(ByteLen::new(whole)).await;
-    let known = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA;
+    let mut known = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA;
+    if what == Repair::Refcounts {
+        known |= AUTOCLEAR_SESSION;
+    }
     if image.header.autoclear & !known != 0 {
         let kept = image.header.autoclear & known;
         image

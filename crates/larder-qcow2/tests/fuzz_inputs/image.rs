@@ -161,6 +161,7 @@ impl Run<'_> {
         let journal = self.journal.as_ref().map(|file| Journal::map(file).expect("a map"));
         let options = OpenOptions {
             journal,
+            left: None,
             read_only: self.model.is_none() && flags & 7 == 7,
             metadata_memory: [ByteLen::mib(1), ByteLen::ZERO, ByteLen::kib(2)][usize::from(flags >> 3) % 3],
             load_ahead: flags & 64 != 0,

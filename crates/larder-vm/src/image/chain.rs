@@ -7,7 +7,8 @@ use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
-use super::{Format, ImageAddress, ImageError, ImageOptions, begins_like, journal, open_bytes, recognise};
+use super::journal::{self, Journals};
+use super::{Format, ImageAddress, ImageError, ImageOptions, begins_like, open_bytes, recognise};
 
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
@@ -100,19 +101,35 @@ impl Opener<'_> {
                 source: larder_qcow2::header::HeaderError::Corrupt,
             }));
         }
-        let read_only = read_only || self.options.trial;
+        let journals = match read_only || self.options.trial {
+            true => {
+                // One that is shared may have a server.
+                if !self.options.share {
+                    journal::look(image, &header, read_only)?;
+                }
+                Journals::default()
+            }
+            false => journal::open(image, &header)?,
+        };
+        let (left, file_of_left) = match journals.left {
+            Some((file, left)) => (Some(left), Some(file)),
+            None => (None, None),
+        };
         let options = OpenOptions {
-            read_only,
-            journal: match read_only {
-                true => None,
-                false => journal::open(image),
-            },
+            read_only: read_only || self.options.trial,
+            journal: journals.own,
+            left,
             metadata_memory: self.options.metadata_memory,
             ..OpenOptions::default()
         };
         let others = Others { backing, data_file };
-        let image = Qcow2::open(self.on, file, others, options).await;
-        Ok(image.map_err(ImageError::Qcow2)?)
+        let opened = Qcow2::open(self.on, file, others, options).await;
+        let opened = opened.map_err(ImageError::Qcow2)?;
+        if let Some(file) = file_of_left {
+            // The image has it. A journal that stays is not believed.
+            let _ = std::fs::remove_file(file);
+        }
+        Ok(opened)
     }
 
     async fn open_data_file(

@@ -1,26 +1,184 @@
 //! Where the journals of qcow2 images are: in the host's memory, under a name that the next server of the image finds.
+//!
+//! A server keeps its journal in a folder of its user. The next one looks into all folders of its own user, whatever
+//! its environment says, and root looks into those of the others as well. A journal that somebody else has written is
+//! believed only if that is the image's owner, who could have changed the image anyway; it is read, never mapped, because
+//! its owner may cut it off meanwhile.
+//!
+//! A killed server leaves its journal. Whoever begins a new one also removes, from the same folder, those that are not in
+//! use and belong to images that are no more, as far as that can be told (by root, of file systems with file handles).
 
-use std::fs::DirBuilder;
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs::{DirBuilder, File, Metadata};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use larder_qcow2::journal::Journal;
+use larder_qcow2::header::{AUTOCLEAR_SESSION, Header};
+use larder_qcow2::journal::{ImageId, Journal, Left, is_of_this_boot};
+use rustix::fs::{Mode, OFlags};
 
-use super::ImageAddress;
+use super::{ImageAddress, ImageError, file_handle};
 
-/// The journal of an image. Without one (nowhere to put it) a warning: the image is served all the same, more slowly.
-pub(super) fn open(image: &ImageAddress) -> Option<Journal> {
-    let opened = folder().and_then(|folder| Journal::open(&folder.join(name(image)?)));
-    match opened {
-        Ok(journal) => Some(journal),
-        Err(error) => {
-            tracing::warn!(
-                "{image}: no journal can be kept in /run/larder, $XDG_RUNTIME_DIR/larder or /dev/shm ({error}): every write that allocates is committed at once, which is slow"
-            );
-            None
+/// What a killed server has left of an image.
+#[derive(Debug)]
+pub enum LeftBehind {
+    /// Nothing: the image was closed, or it has no journal.
+    Nothing,
+    /// Changes that are not in the image, in this journal.
+    Changes(Pending),
+    /// Its journal should be somewhere, but is not in these places.
+    Missing(Looked),
+    /// Its journal went when the host was started anew, with the guest and what that had not flushed.
+    Gone,
+}
+
+/// A journal that was found.
+#[derive(Debug)]
+pub struct Pending {
+    /// Its file.
+    pub file: PathBuf,
+    /// How many changes of the mapping it has.
+    pub changes: u64,
+    left: Left,
+    /// It is in a folder of this process's user.
+    is_own: bool,
+}
+
+/// Where a journal was looked for, and why it was not found there.
+#[derive(Debug, Default)]
+pub struct Looked(Vec<String>);
+
+impl fmt::Display for Looked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.join("; "))
+    }
+}
+
+/// The journals for opening an image.
+#[derive(Default)]
+pub(super) struct Journals {
+    /// The one to go on with.
+    pub(super) own: Option<Journal>,
+    /// What another user's has, and its file.
+    pub(super) left: Option<(PathBuf, Left)>,
+}
+
+/// Looks for what a killed server has left of an image, without changing anything. Nobody should have the image open.
+///
+/// # Errors
+/// The image cannot be looked at.
+pub fn left_behind(image: &ImageAddress, header: &Header) -> io::Result<LeftBehind> {
+    let session = header.autoclear & AUTOCLEAR_SESSION;
+    if session == 0 {
+        return Ok(LeftBehind::Nothing);
+    }
+    let name = name(image)?;
+    let id = id(image);
+    let mut looked = Looked::default();
+    for folder in folders() {
+        match find(&folder, &name, image, &id, session) {
+            Ok(Some(left)) => {
+                return Ok(LeftBehind::Changes(Pending {
+                    file: folder.path.join(&name),
+                    changes: left.changes,
+                    is_own: folder.user == own_user(),
+                    left,
+                }));
+            }
+            Ok(None) => looked.0.push(format!("{} has none", folder.path.display())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                looked.0.push(format!("{} has none", folder.path.display()));
+            }
+            Err(error) => looked.0.push(format!("{}: {error}", folder.path.display())),
         }
+    }
+    Ok(match is_of_this_boot(session) {
+        true => LeftBehind::Missing(looked),
+        false => LeftBehind::Gone,
+    })
+}
+
+/// The journals of an image that is opened for writing. Without one of its own (nowhere to put it) a warning: the image
+/// is served all the same, more slowly.
+pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, ImageError> {
+    let failed = |source| ImageError::Journal {
+        image: image.to_string(),
+        source,
+    };
+    let mut journals = Journals::default();
+    let mut place = None;
+    match left_behind(image, header).map_err(failed)? {
+        LeftBehind::Missing(looked) => {
+            return Err(ImageError::JournalMissing {
+                image: image.to_string(),
+                looked: looked.to_string(),
+            });
+        }
+        LeftBehind::Changes(pending) if pending.is_own => place = Some(pending.file),
+        LeftBehind::Changes(pending) => journals.left = Some((pending.file, pending.left)),
+        LeftBehind::Nothing | LeftBehind::Gone => {}
+    }
+    let opened = match place {
+        // It has what is needed, so there is no doing without it.
+        Some(place) => Ok(Journal::open(&place, &id(image)).map_err(failed)?),
+        None => own_folder().and_then(|folder| {
+            sweep(&folder);
+            Journal::open(&folder.join(name(image)?), &id(image))
+        }),
+    };
+    match opened {
+        Ok(journal) => journals.own = Some(journal),
+        Err(error) => tracing::warn!(
+            "{image}: no journal can be kept in /run/larder, $XDG_RUNTIME_DIR/larder or /dev/shm ({error}): every write that allocates is committed at once, which is slow"
+        ),
+    }
+    Ok(journals)
+}
+
+/// Looks for the journals of an image that is opened without being changed: a warning if it lacks something, and an
+/// error if it could not be opened for writing.
+pub(super) fn look(image: &ImageAddress, header: &Header, read_only: bool) -> Result<(), ImageError> {
+    match left_behind(image, header) {
+        Ok(LeftBehind::Missing(looked)) if !read_only => Err(ImageError::JournalMissing {
+            image: image.to_string(),
+            looked: looked.to_string(),
+        }),
+        Ok(LeftBehind::Changes(pending)) if read_only => {
+            tracing::warn!(
+                "{image}: a server of it was killed: what its guest had not flushed is in {}, and will be in the image when that is served for writing",
+                pending.file.display()
+            );
+            Ok(())
+        }
+        Ok(LeftBehind::Missing(looked)) => {
+            tracing::warn!(
+                "{image}: a server of it was killed, and its journal is not to be found ({looked}): what its guest had not flushed is not here"
+            );
+            Ok(())
+        }
+        Ok(_) => Ok(()),
+        Err(source) => Err(ImageError::Journal {
+            image: image.to_string(),
+            source,
+        }),
+    }
+}
+
+/// Removes the journal of an image, if there is one that belongs to its session.
+///
+/// # Errors
+/// The host's.
+pub fn discard(image: &ImageAddress, header: &Header) -> io::Result<Option<PathBuf>> {
+    match left_behind(image, header)? {
+        LeftBehind::Changes(pending) => {
+            std::fs::remove_file(&pending.file)?;
+            Ok(Some(pending.file))
+        }
+        _ => Ok(None),
     }
 }
 
@@ -42,15 +200,124 @@ fn name(image: &ImageAddress) -> io::Result<String> {
     }
 }
 
-/// A folder on tmpfs that belongs to this user alone.
-fn folder() -> io::Result<PathBuf> {
-    let user = rustix::process::geteuid();
+/// What tells the image from one that gets its inode later, if its file system knows.
+fn id(image: &ImageAddress) -> ImageId {
+    match image {
+        ImageAddress::Path(path) => ImageId {
+            identity: match path.metadata() {
+                Ok(found) if found.is_file() => identity(path, &found).unwrap_or_default(),
+                _ => Vec::new(),
+            },
+            place: path
+                .canonicalize()
+                .unwrap_or_else(|_| path.clone())
+                .as_os_str()
+                .as_bytes()
+                .to_vec(),
+        },
+        ImageAddress::Nbd(uri) => ImageId {
+            identity: Vec::new(),
+            place: uri.to_string().into_bytes(),
+        },
+    }
+}
+
+fn identity(path: &Path, found: &Metadata) -> io::Result<Vec<u8>> {
+    let handle = file_handle::of(path)?;
+    Ok([&found.dev().to_ne_bytes(), &handle[..]].concat())
+}
+
+/// A folder that journals may be in.
+struct Folder {
+    path: PathBuf,
+    /// Whose it must be.
+    user: u32,
+}
+
+fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// This user's folders for new journals, the best first.
+fn own_folders() -> Vec<PathBuf> {
+    let system = (own_user() == 0).then(|| PathBuf::from("/run/larder/journals"));
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(|folder| PathBuf::from(folder).join("larder/journals"));
-    let system = user.is_root().then(|| PathBuf::from("/run/larder/journals"));
-    let shared = PathBuf::from(format!("/dev/shm/larder-{}", user.as_raw()));
+    let shared = PathBuf::from(format!("/dev/shm/larder-{}", own_user()));
+    system.into_iter().chain(runtime).chain([shared]).collect()
+}
+
+/// All folders that a journal may be in, this user's first; those of others only for root, who may read them.
+fn folders() -> Vec<Folder> {
+    let own = own_user();
+    // Where a server has put it that was started in a login session.
+    let of_session = |user: u32| PathBuf::from(format!("/run/user/{user}/larder/journals"));
+    let folder = |path, user| Folder { path, user };
+    let mut folders: Vec<Folder> = own_folders().into_iter().map(|path| folder(path, own)).collect();
+    if !folders.iter().any(|folder| folder.path == of_session(own)) {
+        folders.push(folder(of_session(own), own));
+    }
+    if own != 0 {
+        // For the message: root may have served the image.
+        folders.push(folder(PathBuf::from("/run/larder/journals"), 0));
+        folders.push(folder(PathBuf::from("/dev/shm/larder-0"), 0));
+        return folders;
+    }
+    let users_in = |parent: &str, prefix: &str| -> Vec<u32> {
+        let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
+        let user_of = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_prefix(prefix)?.parse().ok();
+        entries.filter_map(user_of).filter(|user| *user != own).collect()
+    };
+    folders.extend(
+        users_in("/run/user", "")
+            .into_iter()
+            .map(|user| folder(of_session(user), user)),
+    );
+    let shared = |user| folder(PathBuf::from(format!("/dev/shm/larder-{user}")), user);
+    folders.extend(users_in("/dev/shm", "larder-").into_iter().map(shared));
+    folders
+}
+
+/// The journal of this image and session in a folder, if it may be believed.
+fn find(folder: &Folder, name: &str, image: &ImageAddress, id: &ImageId, session: u64) -> io::Result<Option<Left>> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let opened = rustix::fs::open(&folder.path, flags | OFlags::DIRECTORY, Mode::empty())?;
+    let opened = File::from(opened);
+    if opened.metadata()?.uid() != folder.user {
+        return Err(io::Error::other("it belongs to somebody else"));
+    }
+    let file = rustix::fs::openat(&opened, name, flags | OFlags::NONBLOCK, Mode::empty())?;
+    let file = File::from(file);
+    let found = file.metadata()?;
+    if !found.is_file() || found.uid() != folder.user {
+        return Err(io::Error::other(format!("{name} is not a file of its owner")));
+    }
+    let Some(left) = Left::read(&file)? else {
+        return Ok(None);
+    };
+    if left.session != session || left.image.identity != id.identity {
+        return Ok(None);
+    }
+    if folder.user != own_user() && folder.user != 0 && owner(image) != Some(folder.user) {
+        return Err(io::Error::other(format!(
+            "{name} is of user {}, who does not own the image",
+            folder.user
+        )));
+    }
+    Ok(Some(left))
+}
+
+fn owner(image: &ImageAddress) -> Option<u32> {
+    match image {
+        ImageAddress::Path(path) => path.metadata().ok().map(|found| found.uid()),
+        ImageAddress::Nbd(_) => None,
+    }
+}
+
+/// A folder on tmpfs for this user's new journals.
+fn own_folder() -> io::Result<PathBuf> {
     let mut failure = io::Error::from(io::ErrorKind::NotFound);
-    for folder in system.into_iter().chain(runtime).chain([shared]) {
-        match prepare(&folder, user.as_raw()) {
+    for folder in own_folders() {
+        match prepare(&folder, own_user()) {
             Ok(()) => return Ok(folder),
             Err(error) => failure = error,
         }
@@ -81,4 +348,44 @@ fn prepare(folder: &Path, user: u32) -> io::Result<()> {
         return Err(io::Error::other(format!("{} is not on tmpfs", folder.display())));
     }
     Ok(())
+}
+
+/// Removes what is of no use any more from a folder of this user's. What fails is left for the next time.
+fn sweep(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.extension().is_some_and(|extension| extension == "journal") && remove_useless(&path).unwrap_or(false) {
+            tracing::debug!("{} was of no use any more", path.display());
+        }
+    }
+}
+
+/// Removes a journal if nobody uses it and nothing is lost with it; whether it did.
+fn remove_useless(path: &Path) -> io::Result<bool> {
+    let file = File::options().read(true).write(true).open(path)?;
+    // Who takes one into use locks it, and then looks whether it is still there.
+    rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)?;
+    // One that this version has not made may be in use without a lock.
+    let Some(left) = Left::head(&file)? else {
+        return Ok(false);
+    };
+    // Without changes it is proof that nothing is lost, as long as the image has its session.
+    if left.session != 0 && !is_gone(&left.image)? {
+        return Ok(false);
+    }
+    std::fs::remove_file(path)?;
+    Ok(true)
+}
+
+/// Whether an image is no more, under whatever name.
+fn is_gone(image: &ImageId) -> io::Result<bool> {
+    let place = Path::new(OsStr::from_bytes(&image.place));
+    let folder = place.ancestors().skip(1).find(|folder| folder.is_dir());
+    let (Some((device, handle)), Some(folder)) = (image.identity.split_first_chunk(), folder) else {
+        return Ok(false);
+    };
+    let folder = File::open(folder)?;
+    // Otherwise its file system is not mounted now.
+    let is_there = folder.metadata()?.dev() == u64::from_ne_bytes(*device);
+    Ok(is_there && file_handle::is_gone(handle, &folder)?)
 }

@@ -106,7 +106,7 @@ pub(crate) fn refused(image: &Path, options: &[&str]) -> String {
 
 /// Waits until nobody has the image locked: the kernel drops the locks of a process that has ended when its last I/O
 /// has, which may be a moment later.
-fn await_release(image: &Path) {
+pub(crate) fn await_release(image: &Path) {
     let give_up = Instant::now() + LIMIT;
     loop {
         // This opens a data file, too.

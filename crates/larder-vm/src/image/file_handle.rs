@@ -1,0 +1,101 @@
+//! Handles of files (`name_to_handle_at(2)`): what tells a file from every other one of its file system, also from one
+//! that gets its inode number when it is gone.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// The most bytes that the kernel makes (`MAX_HANDLE_SZ`).
+const HANDLE_BYTES_MAX: usize = 128;
+
+/// A `struct file_handle` with room for every handle.
+#[repr(C, align(8))]
+struct Room {
+    len: u32,
+    kind: i32,
+    bytes: [u8; HANDLE_BYTES_MAX],
+}
+
+/// The handle of the file at `path`; symbolic links are followed.
+///
+/// # Errors
+/// The file system has none (overlayfs, some network file systems), or there is no file.
+pub(super) fn of(path: &Path) -> io::Result<Vec<u8>> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let mut room = Room {
+        len: HANDLE_BYTES_MAX as u32,
+        kind: 0,
+        bytes: [0; HANDLE_BYTES_MAX],
+    };
+    let mut mount = 0;
+    // SAFETY: `path` ends with 0, `room` is a `struct file_handle` with as many bytes behind it as `len` says.
+    let result = unsafe {
+        libc::name_to_handle_at(
+            libc::AT_FDCWD,
+            path.as_ptr(),
+            (&raw mut room).cast(),
+            &raw mut mount,
+            libc::AT_SYMLINK_FOLLOW,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let mut handle = room.kind.to_ne_bytes().to_vec();
+    handle.extend_from_slice(&room.bytes[..HANDLE_BYTES_MAX.min(room.len as usize)]);
+    Ok(handle)
+}
+
+/// Whether no file has this handle any more; `on` is any file or folder of its file system. Only root may ask.
+///
+/// # Errors
+/// That cannot be told.
+pub(super) fn is_gone(handle: &[u8], on: &File) -> io::Result<bool> {
+    let invalid = || io::Error::from(io::ErrorKind::InvalidData);
+    let (kind, bytes) = handle.split_first_chunk().ok_or_else(invalid)?;
+    let mut room = Room {
+        len: bytes.len() as u32,
+        kind: i32::from_ne_bytes(*kind),
+        bytes: [0; HANDLE_BYTES_MAX],
+    };
+    room.bytes
+        .get_mut(..bytes.len())
+        .ok_or_else(invalid)?
+        .copy_from_slice(bytes);
+    // SAFETY: `on` is open, `room` is a `struct file_handle` with at least as many bytes behind it as `len` says.
+    let opened =
+        unsafe { libc::open_by_handle_at(on.as_raw_fd(), (&raw mut room).cast(), libc::O_PATH | libc::O_CLOEXEC) };
+    if opened >= 0 {
+        // SAFETY: the kernel has just made it, and nobody else knows it.
+        drop(unsafe { OwnedFd::from_raw_fd(opened) });
+        return Ok(false);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::ESTALE) => Ok(true),
+        _ => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_takes_the_place_of_another_has_another_handle() {
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+        let path = folder.path().join("file");
+        let mut handles = Vec::new();
+        for _ in 0..4 {
+            std::fs::write(&path, []).expect("it is written");
+            let handle = of(&path).expect("tmpfs has handles");
+            assert_eq!(of(&path).expect("still"), handle);
+            assert!(!handles.contains(&handle));
+            handles.push(handle);
+            std::fs::remove_file(&path).expect("it is removed");
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! What a killed server had not flushed: who finds it, who is refused, and what the commands about images say of it.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use larder_bench::campaign::process::Process;
+use tempfile::TempDir;
+
+use crate::bad_input::Bytes;
+use crate::served::{Health, await_release, health, qemu_io, text};
+use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
+
+const AUTOCLEAR: u64 = 88;
+const NOBODY: u32 = 65534;
+/// What qemu-io says when all before it has ended.
+const MARK: (&str, &str) = ("help quit", "exit the program");
+
+/// Who serves an image, and with which folder for journals.
+#[derive(Clone, Copy, Default)]
+struct Who<'a> {
+    user: Option<u32>,
+    runtime: Option<&'a Path>,
+}
+
+impl Who<'_> {
+    fn command(self, arguments: &[&str]) -> Command {
+        let mut command = match self.user {
+            None => Command::new(larder()),
+            Some(user) => {
+                need_root("to be another user");
+                let mut command = Command::new("setpriv");
+                let user = user.to_string();
+                command.args(["--reuid", &user, "--regid", &user, "--clear-groups"]);
+                command.arg(larder());
+                command
+            }
+        };
+        command.args(arguments);
+        match self.runtime {
+            Some(folder) => command.env("XDG_RUNTIME_DIR", folder),
+            None => command.env_remove("XDG_RUNTIME_DIR"),
+        };
+        command
+    }
+
+    fn serve(self, image: &Path) -> Server {
+        let folder = on_tmpfs();
+        fs::set_permissions(folder.path(), Permissions::from_mode(0o777)).expect("a folder for all");
+        let uri = format!("nbd+unix:///?socket={}/socket", folder.path().display());
+        let process = Process::start(self.command(&["disk", "serve", text(image), "--nbd", &uri])).expect("starts");
+        Server {
+            process,
+            uri,
+            _folder: folder,
+        }
+    }
+
+    /// The server ends with an error; what it says.
+    fn is_refused(self, image: &Path) -> String {
+        let before = fs::read(image).expect("reads");
+        let mut server = self.serve(image);
+        assert!(server.process.wait_for("serving", LIMIT).is_err(), "it is served");
+        let status = server.process.wait(LIMIT).expect("ends");
+        let said = server.process.output();
+        assert_eq!(status.code(), Some(2), "{said}");
+        assert!(
+            fs::read(image).expect("reads") == before,
+            "the image has changed: {said}"
+        );
+        said
+    }
+}
+
+struct Server {
+    process: Process,
+    uri: String,
+    _folder: TempDir,
+}
+
+impl Server {
+    fn serving(self) -> Self {
+        if let Err(error) = self.process.wait_for("serving", LIMIT) {
+            panic!("{error:#}");
+        }
+        self
+    }
+
+    fn io(&self, commands: &[&str]) {
+        let (success, said) = qemu_io("raw", &self.uri, commands);
+        assert!(success, "{said}\n{}", self.process.output());
+    }
+
+    fn stop(mut self) -> String {
+        self.process.signal(libc::SIGTERM);
+        let status = self.process.wait(LIMIT).expect("ends");
+        let said = self.process.output();
+        assert_eq!(status.code(), Some(0), "{said}");
+        said
+    }
+}
+
+/// An image for all to use, one of whose clusters was flushed.
+fn image(folder: &TempDir) -> PathBuf {
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("a folder for all");
+    let image = folder.path().join("image.qcow2");
+    tool("qemu-img", &["create", "-f", "qcow2", text(&image), "64M"]);
+    assert!(qemu_io("qcow2", text(&image), &["write -P 1 0 64k"]).0);
+    fs::set_permissions(&image, Permissions::from_mode(0o666)).expect("an image for all");
+    image
+}
+
+const WRITES: [&str; 2] = ["write -P 2 32k 64k", "write -P 3 20M 300k"];
+const READS: [&str; 3] = ["read -P 1 0 32k", "read -P 2 32k 64k", "read -P 3 20M 300k"];
+const LOST: [&str; 2] = ["read -P 1 0 32k", "read -P 0 20M 300k"];
+
+/// Writes without a flush, and kills the server.
+fn kill_unflushed(who: Who<'_>, image: &Path) {
+    let mut server = who.serve(image).serving();
+    let mut command = Command::new("stdbuf");
+    // A write is not flushed by itself.
+    command.args(["-oL", "qemu-io", "-f", "raw", "-t", "writeback"]);
+    for write in WRITES {
+        command.args(["-c", write]);
+    }
+    command.args(["-c", MARK.0, "-c", "sleep 100000000", &server.uri]);
+    let client = Process::start(command).expect("starts");
+    client.wait_for(MARK.1, LIMIT).expect("an answer");
+    server.process.kill();
+    drop(client);
+    await_release(image);
+}
+
+fn is_all_there(server: Server, image: &Path) {
+    let server = server.serving();
+    server.io(&READS);
+    server.stop();
+    assert_eq!(Bytes::of(image).u64_at(AUTOCLEAR), 0);
+    assert_eq!(health(image), Health::Clean);
+    assert!(qemu_io("qcow2", text(image), &READS).0);
+}
+
+fn disk(arguments: &[&str], image: &Path) -> (Option<i32>, String) {
+    let mut all = vec!["disk"];
+    all.extend(arguments);
+    all.push(text(image));
+    run(Who::default().command(&all))
+}
+
+/// The journal that `disk info` tells of.
+fn journal_of(image: &Path) -> PathBuf {
+    let (code, said) = disk(&["info", "--output", "json"], image);
+    assert_eq!(code, Some(0), "{said}");
+    let info: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+    assert_eq!(info["journal"]["state"], "pending", "{said}");
+    assert!(info["journal"]["changes"].as_u64() > Some(0), "{said}");
+    info["journal"]["file"].as_str().expect("a path").into()
+}
+
+#[test]
+fn a_journal_is_found_whatever_the_environment_says() {
+    let (folder, runtime, other) = (on_disk(), on_tmpfs(), on_tmpfs());
+    let (runtime, other) = (Some(runtime.path()), Some(other.path()));
+    // Root may have a folder that comes first; somebody else has not.
+    for user in [None, Some(NOBODY)] {
+        let image = image(&folder);
+        for directory in [runtime, other] {
+            chown(directory.expect("one"), user, None).expect("chowns");
+        }
+        let without = Who { user, runtime: None };
+        kill_unflushed(without, &image);
+        is_all_there(Who { user, runtime }.serve(&image), &image);
+        let with = Who { user, runtime };
+        kill_unflushed(with, &image);
+        is_all_there(with.serve(&image), &image);
+    }
+}
+
+#[test]
+fn an_image_whose_journal_is_missing_is_refused_until_it_is_given_up() {
+    let folder = on_disk();
+    let image = image(&folder);
+    let anybody = Who::default();
+    kill_unflushed(anybody, &image);
+    let journal = journal_of(&image);
+    fs::remove_file(&journal).expect("removes");
+    let said = anybody.is_refused(&image);
+    let place = text(journal.parent().expect("a folder"));
+    for word in [text(&image), place, "was killed", "--discard-journal"] {
+        assert!(said.contains(word), "'{word}' is missing: {said}");
+    }
+    let (_, said) = disk(&["info"], &image);
+    assert!(said.contains("is not to be found"), "{said}");
+    let (code, said) = disk(&["check", "--repair"], &image);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("--discard-journal"), "{said}");
+    let (code, said) = disk(&["check", "--discard-journal"], &image);
+    assert!(matches!(code, Some(0 | 1)), "{said}");
+    let server = anybody.serve(&image).serving();
+    server.io(&LOST);
+    server.stop();
+}
+
+#[test]
+fn a_journal_can_be_given_up() {
+    let folder = on_disk();
+    let image = image(&folder);
+    kill_unflushed(Who::default(), &image);
+    let journal = journal_of(&image);
+    let (code, said) = disk(&["check", "--discard-journal", "--repair"], &image);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(!journal.exists(), "{said}");
+    assert_eq!(health(&image), Health::Clean);
+    let server = Who::default().serve(&image).serving();
+    server.io(&LOST);
+    server.stop();
+}
+
+#[test]
+fn after_a_start_of_the_host_an_image_is_served_without_its_journal() {
+    let folder = on_disk();
+    let image = image(&folder);
+    kill_unflushed(Who::default(), &image);
+    fs::remove_file(journal_of(&image)).expect("removes");
+    let mut bytes = Bytes::of(&image);
+    bytes.put_u64(AUTOCLEAR, bytes.u64_at(AUTOCLEAR) ^ 1 << 60);
+    fs::write(&image, &bytes.0).expect("writes");
+    let (_, said) = disk(&["info"], &image);
+    assert!(said.contains("before the host was started"), "{said}");
+    let server = Who::default().serve(&image).serving();
+    server.io(&LOST);
+    let said = server.stop();
+    assert!(
+        said.contains("WARN") && said.contains("its journal is not here"),
+        "{said}"
+    );
+}
+
+#[test]
+fn root_goes_on_where_the_server_of_the_image_s_owner_was_killed() {
+    need_root("to take up what another user has left");
+    let folder = on_disk();
+    let image = image(&folder);
+    let nobody = Who {
+        user: Some(NOBODY),
+        runtime: None,
+    };
+    kill_unflushed(nobody, &image);
+    // Of a user who does not own the image it is not believed.
+    let said = Who::default().is_refused(&image);
+    assert!(said.contains("does not own the image"), "{said}");
+    chown(&image, Some(NOBODY), None).expect("chowns");
+    let journal = journal_of(&image);
+    is_all_there(Who::default().serve(&image), &image);
+    assert!(!journal.exists(), "{} is left", journal.display());
+}
+
+#[test]
+fn another_user_is_refused_where_a_server_of_root_was_killed() {
+    need_root("to take up what another user has left");
+    let folder = on_disk();
+    let image = image(&folder);
+    let nobody = Who {
+        user: Some(NOBODY),
+        runtime: None,
+    };
+    kill_unflushed(Who::default(), &image);
+    let said = nobody.is_refused(&image);
+    assert!(said.contains("ermission denied") && said.contains("as root"), "{said}");
+    is_all_there(Who::default().serve(&image), &image);
+}
+
+#[test]
+fn a_repair_puts_what_was_not_flushed_into_the_image_first() {
+    let folder = on_disk();
+    let image = image(&folder);
+    kill_unflushed(Who::default(), &image);
+    let (_, said) = disk(&["check"], &image);
+    assert!(said.contains("journal: a server of it was killed"), "{said}");
+    journal_of(&image);
+    let (code, said) = disk(&["check", "--repair"], &image);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(qemu_io("qcow2", text(&image), &READS).0);
+    assert_eq!(health(&image), Health::Clean);
+    assert_eq!(Bytes::of(&image).u64_at(AUTOCLEAR), 0);
+}
+
+#[test]
+fn a_dirty_image_is_repaired_and_keeps_what_was_not_flushed() {
+    let folder = on_disk();
+    let image = image(&folder);
+    kill_unflushed(Who::default(), &image);
+    let mut bytes = Bytes::of(&image);
+    bytes.put_u64(72, bytes.u64_at(72) | 1);
+    // What the journal leads to has no refcount yet, and what the image leads to has lost its own.
+    let block = bytes.refcount_block();
+    bytes.put(block + 2 * 5, &[0; 40]);
+    fs::write(&image, &bytes.0).expect("writes");
+    is_all_there(Who::default().serve(&image), &image);
+}
+
+#[test]
+fn a_read_only_server_says_what_is_not_in_the_image_yet() {
+    let folder = on_disk();
+    let image = image(&folder);
+    kill_unflushed(Who::default(), &image);
+    let (before, journal) = (fs::read(&image).expect("reads"), journal_of(&image));
+    let folder = on_tmpfs();
+    let uri = format!("nbd+unix:///?socket={}/socket", folder.path().display());
+    let arguments = ["disk", "serve", text(&image), "--read-only", "--nbd", &uri];
+    let server = Server {
+        process: Process::start(Who::default().command(&arguments)).expect("starts"),
+        uri,
+        _folder: folder,
+    };
+    let said = server.serving().stop();
+    assert!(said.contains(text(&journal)), "{said}");
+    assert!(fs::read(&image).expect("reads") == before);
+    is_all_there(Who::default().serve(&image), &image);
+}
+
+#[test]
+fn journals_of_images_that_are_no_more_are_swept_away_and_no_others() {
+    need_root("to know whether an image is no more");
+    let folder = on_disk();
+    let who = Who::default();
+    let kept = image(&folder);
+    let renamed = folder.path().join("renamed.qcow2");
+    kill_unflushed(who, &kept);
+    fs::rename(&kept, &renamed).expect("renames");
+    let of_kept = journal_of(&renamed);
+    let gone = image(&folder);
+    kill_unflushed(who, &gone);
+    let of_gone = journal_of(&gone);
+    fs::remove_file(&gone).expect("removes");
+    let other = image(&folder);
+    let server = who.serve(&other).serving();
+    server.io(&["write -P 5 1M 1M"]);
+    let beside = folder.path().join("beside.qcow2");
+    tool("qemu-img", &["create", "-f", "qcow2", text(&beside), "1M"]);
+    who.serve(&beside).serving().stop();
+    // An image that gets the inode of one that is gone is not told of its journal.
+    assert!(
+        !of_gone.exists() || of_gone == own_journal(&other),
+        "{} is left",
+        of_gone.display()
+    );
+    assert!(of_kept.exists(), "{} is swept away", of_kept.display());
+    assert!(
+        own_journal(&other).exists(),
+        "the journal of a running server is swept away"
+    );
+    let said = server.stop();
+    assert!(!said.contains("WARN"), "{said}");
+    is_all_there(who.serve(&renamed), &renamed);
+    assert!(!of_kept.exists());
+}
+
+/// Where root's server of an image has its journal.
+fn own_journal(image: &Path) -> PathBuf {
+    let found = image.metadata().expect("it is there");
+    let name = format!("qcow2-{:x}-{:x}.journal", found.dev(), found.ino());
+    let places = ["/run/larder/journals", "/dev/shm/larder-0"].map(|folder| Path::new(folder).join(&name));
+    places
+        .into_iter()
+        .find(|path| path.exists())
+        .unwrap_or_else(|| name.into())
+}
