@@ -33,6 +33,9 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
 
 use crate::entry::Entry;
 
@@ -44,6 +47,10 @@ const HEADER_WORDS: u64 = 512;
 const RECORDS: u64 = 1 << 13;
 /// Bytes of a journal.
 pub const JOURNAL_BYTES: u64 = (HEADER_WORDS + RECORDS * RECORD_WORDS) * 8;
+
+/// How long a journal that is locked is waited for.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+const LOCK_STEP: Duration = Duration::from_millis(5);
 
 const AT_SESSION: u64 = 4;
 const AT_START: u64 = 6;
@@ -183,6 +190,22 @@ impl Record {
     }
 }
 
+/// Locks a journal's file. Who looks whether it can be removed, and a killed server that the kernel takes apart, have it
+/// locked for a moment.
+fn lock(file: &File) -> io::Result<()> {
+    let give_up = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if Instant::now() < give_up => std::thread::sleep(LOCK_STEP),
+            Err(Errno::WOULDBLOCK) => {
+                let error = "a server of this image is running";
+                return Err(io::Error::new(io::ErrorKind::ResourceBusy, error));
+            }
+            result => return Ok(result?),
+        }
+    }
+}
+
 /// A number for a session, in its place among the autoclear bits: the upper half tells this start of the host from
 /// others, the lower this session.
 pub(crate) fn new_session() -> u64 {
@@ -226,7 +249,7 @@ impl Journal {
     /// of another image is forgotten.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's; `ResourceBusy` if another process keeps it.
     pub fn open(path: &Path, image: &ImageId) -> io::Result<Self> {
         let file = loop {
             let file = File::options()
@@ -237,8 +260,7 @@ impl Journal {
                 .mode(0o600)
                 .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32)
                 .open(path)?;
-            // Who has it locked only looks whether it can be removed.
-            rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
+            lock(&file)?;
             if file.metadata()?.nlink() > 0 {
                 break file;
             }

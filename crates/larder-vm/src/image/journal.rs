@@ -132,6 +132,8 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     };
     match opened {
         Ok(journal) => journals.own = Some(journal),
+        // As far as an image on an NBD server is locked, this is what locks it.
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Err(failed(error)),
         Err(error) => tracing::warn!(
             "{image}: no journal can be kept in /run/larder, $XDG_RUNTIME_DIR/larder or /dev/shm ({error}): every write that allocates is committed at once, which is slow"
         ),
