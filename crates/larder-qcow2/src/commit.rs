@@ -314,9 +314,19 @@ impl Qcow2 {
 
     /// Makes everything durable and gives freed space back.
     pub(crate) async fn close_steps(&self) -> IoResult {
-        if self.geometry.get().read_only {
-            return Ok(());
+        if !self.geometry.get().read_only {
+            self.tidy().await?;
         }
+        for file in [Some(&self.file), self.data_file.as_ref(), self.backing.as_ref()] {
+            if let Some(file) = file {
+                file.close().await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves nothing for the next one to take up.
+    async fn tidy(&self) -> IoResult {
         loop {
             self.commit().await?;
             self.reclaim().await?;
@@ -324,14 +334,13 @@ impl Qcow2 {
                 break;
             }
         }
-        if let Some(journal) = &self.journal {
-            if self.autoclear_pending.get().is_none() {
-                let kept = header::autoclear(&*self.header.borrow()) & !header::AUTOCLEAR_SESSION;
-                self.change_header(|sector| header::set_autoclear(sector, kept)).await?;
-            }
-            journal.remove();
+        let Some(journal) = &self.journal else { return Ok(()) };
+        if self.autoclear_pending.get().is_none() {
+            let kept = header::autoclear(&*self.header.borrow()) & !header::AUTOCLEAR_SESSION;
+            self.change_header(|sector| header::set_autoclear(sector, kept)).await?;
         }
-        self.file.close().await
+        journal.remove();
+        Ok(())
     }
 
     /// Makes the disk larger: `size` bytes, if it has fewer.
@@ -344,11 +353,19 @@ impl Qcow2 {
         if !size.get().is_multiple_of(512) {
             return Err(operation(Failure::Misaligned));
         }
+        if self.shape.version < 3 && header::snapshots(&*self.header.borrow()) > 0 {
+            // They would not know how long the disk was.
+            return Err(operation(Failure::Unsupported));
+        }
         self.before_change().await.map_err(failed)?;
         let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
         let mut geometry = self.geometry.get();
         if size.get() <= geometry.size.get() {
             return Ok(());
+        }
+        if let Some(data_file) = &self.data_file {
+            // It may be the disk itself, for others.
+            data_file.grow(size).await.map_err(failed)?;
         }
         let entries = self.shape.l1_entries(size.get());
         let mut table = self.l1_at.get();

@@ -44,6 +44,7 @@ const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 
 const OFFSET_SIZE: usize = 24;
 const OFFSET_L1_SIZE: usize = 36;
+const OFFSET_SNAPSHOTS: usize = 60;
 const OFFSET_L1: usize = 40;
 const OFFSET_REFCOUNT_TABLE: usize = 48;
 const OFFSET_INCOMPATIBLE: usize = 72;
@@ -300,7 +301,7 @@ impl Header {
             offset: aligned("the refcount table's offset", u64_at(area, OFFSET_REFCOUNT_TABLE))?,
             entries: refcount_clusters << (cluster_bits - 3),
         };
-        let snapshots = u32_at(area, 60);
+        let snapshots = u32_at(area, OFFSET_SNAPSHOTS);
         within("the number of snapshots", snapshots.into(), 0, SNAPSHOTS_MAX.into())?;
         let snapshots_offset = match snapshots {
             0 => 0,
@@ -331,6 +332,11 @@ impl Header {
 /// Puts a disk size into a header's first sector.
 pub fn set_size(sector: &mut [u8], size: u64) {
     sector[OFFSET_SIZE..OFFSET_SIZE + 8].copy_from_slice(&size.to_be_bytes());
+}
+
+/// How many snapshots a header's first sector tells of.
+pub fn snapshots(sector: &[u8]) -> u32 {
+    u32_at(sector, OFFSET_SNAPSHOTS)
 }
 
 /// Puts the active L1 table's place into a header's first sector.

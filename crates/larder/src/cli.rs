@@ -14,7 +14,7 @@ use larder_block::nbd::NbdUri;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
-use larder_vm::image::{ImageAddress, METADATA_MEMORY_DEFAULT};
+use larder_vm::image::{Format, ImageAddress, METADATA_MEMORY_DEFAULT};
 use larder_vm::limits::parse_given_limits;
 use larder_vm::run::disk::Disk;
 use larder_vm::run::disk_option::parse_disk;
@@ -68,6 +68,8 @@ pub(crate) enum DiskCommand {
     Check(CheckArguments),
     /// Say what the size of a qcow2 image's tables means for its speed
     Tune(ImageArguments),
+    /// Make a disk larger, while nobody uses it
+    Resize(ResizeArguments),
 }
 
 /// What the commands about one image have in common.
@@ -100,6 +102,32 @@ pub(crate) struct CheckArguments {
     pub(crate) memory: ByteLen,
 }
 
+#[derive(Args)]
+pub(crate) struct ResizeArguments {
+    #[command(flatten)]
+    pub(crate) of: ImageArguments,
+    /// Its new size, or with a + how much larger it gets: 40G, +512M
+    #[arg(value_name = "[+]SIZE", value_parser = parse_new_size)]
+    pub(crate) size: NewSize,
+}
+
+/// How large a disk is to be.
+#[derive(Clone, Copy)]
+pub(crate) enum NewSize {
+    /// So large.
+    Is(ByteLen),
+    /// Larger by so much.
+    More(ByteLen),
+}
+
+fn parse_new_size(text: &str) -> Result<NewSize, String> {
+    let size = |text: &str| text.parse::<ByteLen>().map_err(|error| error.to_string());
+    match text.strip_prefix('+') {
+        Some(more) => size(more).map(NewSize::More),
+        None => size(text).map(NewSize::Is),
+    }
+}
+
 /// How results are printed.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
@@ -125,6 +153,15 @@ pub(crate) enum FormatName {
     Raw,
     /// QEMU's format, with its backing files
     Qcow2,
+}
+
+impl From<FormatName> for Format {
+    fn from(name: FormatName) -> Self {
+        match name {
+            FormatName::Raw => Self::Raw,
+            FormatName::Qcow2 => Self::Qcow2,
+        }
+    }
 }
 
 /// What becomes of a guest's discards.

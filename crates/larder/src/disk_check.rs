@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use larder_block::Loop;
 use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check, discard_session, repair};
 use larder_qcow2::header::Header;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
-use crate::disk_image::{self, Sharing, left_json, left_line, need_qcow2};
+use crate::disk_image::{self, Sharing, close, left_json, left_line, need_qcow2};
 use crate::output::print;
 
 pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
@@ -41,7 +41,7 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
                 tracing::info!("{} is removed", journal.display());
             }
         } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
-            drop(file);
+            close(&file).await?;
             take_up(&on, &image, header.corrupt).await?;
             file = open().await?;
         }
@@ -56,11 +56,12 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
                     after,
                     ..Repaired::default()
                 };
+                close(&file).await?;
                 return anyhow::Ok((nothing, left));
             }
         };
         let repaired = repair(&file, what, options).await?;
-        file.close().await.map_err(|error| anyhow!(error.to_string()))?;
+        close(&file).await?;
         Ok((repaired, left))
     })?;
     match output {
@@ -95,8 +96,7 @@ async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool) -> anyhow::R
         format: Some(Format::Qcow2),
         ..ImageOptions::default()
     };
-    let disk = larder_vm::image::open(on, image, &options).await?;
-    disk.close().await.map_err(|error| anyhow!(error.to_string()))
+    close(&larder_vm::image::open(on, image, &options).await?).await
 }
 
 fn text(repaired: &Repaired, repair: bool) -> String {

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::rc::Rc;
 
-use anyhow::bail;
+use anyhow::{anyhow, bail};
 use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
@@ -41,8 +41,7 @@ pub(crate) async fn open(
     sharing: Sharing,
 ) -> anyhow::Result<OpenImage> {
     let format = match format {
-        Some(FormatName::Raw) => Format::Raw,
-        Some(FormatName::Qcow2) => Format::Qcow2,
+        Some(format) => format.into(),
         None => probe(image)?,
     };
     let is_container = format != Format::Raw;
@@ -72,6 +71,11 @@ pub(crate) async fn need_qcow2(
         _ => "",
     };
     bail!("{image} is a raw image: it has no metadata {what}{hint}");
+}
+
+/// Leaves an image to others, with all that was done to it durable.
+pub(crate) async fn close(disk: &Rc<dyn BlockDevice>) -> anyhow::Result<()> {
+    disk.close().await.map_err(|error| anyhow!(error.to_string()))
 }
 
 /// The format, other than raw, that an image begins like.

@@ -4,6 +4,7 @@ mod cli;
 mod disk_check;
 mod disk_image;
 mod disk_info;
+mod disk_resize;
 mod disk_serve;
 mod disk_tune;
 mod log;
@@ -48,6 +49,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Info(arguments)) => disk_info::run(arguments),
         Command::Disk(DiskCommand::Check(arguments)) => disk_check::run(arguments),
         Command::Disk(DiskCommand::Tune(arguments)) => disk_tune::run(arguments),
+        Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
     };
     match result {
         Ok(code) => code,

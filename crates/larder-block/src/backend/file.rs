@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::fs::File;
 use std::future::Future;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -25,6 +25,7 @@ use io_uring::types::{Fd, FsyncFlags};
 use open::CONTAINER_UNIT;
 pub use open::{Caching, FileOptions, OpenError};
 
+use super::image_lock;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
 use crate::device::{
     BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
@@ -523,6 +524,17 @@ impl BlockDevice for FileDevice {
 
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
         Box::pin(std::future::ready(self.grow_now(size)))
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        Box::pin(async {
+            if !self.geometry.get().read_only {
+                self.flush().await?;
+            }
+            // The kernel may keep the file open for a moment after this process has ended, with its locks.
+            image_lock::unlock(self.file.as_fd());
+            Ok(())
+        })
     }
 
     fn size_changes(&self) -> &SizeChanges {

@@ -97,14 +97,18 @@ fn holders_text(holders: &[String]) -> String {
 pub fn lock(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     let result = take(file, sharing).and_then(|()| check(file, sharing));
     if result.is_err() {
-        // Best effort: the caller closes the file, which drops them for certain.
-        for (bit, _) in BITS {
-            for base in [PERMISSION_BASE, UNSHARED_BASE] {
-                let _ = set_lock(file, base + i64::from(bit.trailing_zeros()), libc::F_UNLCK);
-            }
-        }
+        unlock(file);
     }
     result
+}
+
+/// Gives the locks back, as well as that goes: the file's end drops them for certain.
+pub fn unlock(file: BorrowedFd<'_>) {
+    for (bit, _) in BITS {
+        for base in [PERMISSION_BASE, UNSHARED_BASE] {
+            let _ = set_lock(file, base + i64::from(bit.trailing_zeros()), libc::F_UNLCK);
+        }
+    }
 }
 
 /// Whether another process may write an image, or keeps others from writing it: who, as far as the kernel tells this

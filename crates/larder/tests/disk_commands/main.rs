@@ -1,4 +1,4 @@
-//! `larder disk info`, `check` and `tune`, with `qemu-img` as the oracle.
+//! `larder disk info`, `check`, `tune` and `resize`, with `qemu-img` as the oracle.
 
 #[path = "../support/mod.rs"]
 mod support;
@@ -10,6 +10,7 @@ mod info;
 mod made;
 mod print;
 mod repair;
+mod resize;
 mod serve;
 mod tune;
 

@@ -1,0 +1,82 @@
+//! `larder disk resize`: makes a disk larger. Its guest finds the new space behind the old.
+
+use std::process::ExitCode;
+
+use anyhow::{anyhow, bail};
+use larder_block::backend::file::Caching;
+use larder_block::{ByteLen, Failure, Loop};
+use larder_vm::image::{ImageAddress, ImageOptions};
+use serde_json::json;
+
+use crate::cli::{ImageArguments, NewSize, Output, ResizeArguments};
+use crate::disk_image::{close, human};
+use crate::output::print;
+
+/// Disks end with a whole sector, in bytes.
+const SECTOR: u64 = 512;
+
+pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
+    let on = Loop::new(std::time::Duration::ZERO)?;
+    let ImageArguments { image, format, output } = arguments.of;
+    let options = ImageOptions {
+        format: format.map(Into::into),
+        // Direct I/O may reach whole blocks of more than a sector only.
+        caching: Caching::Buffered,
+        ..ImageOptions::default()
+    };
+    let (was, is) = on.block_on(async {
+        let disk = larder_vm::image::open(&on, &image, &options).await?;
+        let was = disk.geometry().size;
+        let result = match wanted(&image, was, arguments.size) {
+            Ok(size) => disk.grow(size).await.map_err(|error| match error.failure() {
+                Failure::NoSpace => anyhow!("{error}; only images in files can grow, as far as their format allows"),
+                Failure::Unsupported => anyhow!(
+                    "{error}: an image of version 2 with snapshots keeps its size; `qemu-img amend -o compat=1.1` makes it version 3"
+                ),
+                _ => anyhow!(error.to_string()),
+            }),
+            Err(error) => Err(error),
+        };
+        close(&disk).await?;
+        result?;
+        anyhow::Ok((was, disk.geometry().size))
+    })?;
+    print(&match output {
+        Output::Text if was == is => format!("{image}: {} already\n", told(is)),
+        Output::Text => format!("{image}: {}, was {}\n", told(is), told(was)),
+        Output::Json => {
+            let result = json!({"filename": image.to_string(), "virtual-size": is.get(), "virtual-size-before": was.get()});
+            format!("{result:#}\n")
+        }
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn wanted(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<ByteLen> {
+    let size = match size {
+        NewSize::Is(size) => size,
+        NewSize::More(more) => match was.get().checked_add(more.get()) {
+            Some(size) => ByteLen::new(size),
+            None => bail!("{image}: no disk can be so large"),
+        },
+    };
+    if size < was {
+        bail!(
+            "{image}: it has {}, and shrinking it would throw away what is behind {}: no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
+            told(was),
+            told(size)
+        );
+    }
+    if !size.get().is_multiple_of(SECTOR) {
+        bail!(
+            "{image}: {} bytes is no multiple of {SECTOR}; the next is {}",
+            size.get(),
+            size.get().next_multiple_of(SECTOR)
+        );
+    }
+    Ok(size)
+}
+
+fn told(size: ByteLen) -> String {
+    format!("{} ({} bytes)", human(size.get()), size.get())
+}

@@ -1,0 +1,162 @@
+//! `larder disk resize`: the disk is larger, holds what it held, and reads as zeros where it is new.
+
+use std::fs;
+use std::path::Path;
+
+use crate::support::{on_tmpfs, tool};
+use crate::{larder, larder_json, qemu_img, text_of};
+
+const MIB: u64 = 1 << 20;
+
+fn create(path: &Path, options: &[&str], size: &str) {
+    tool(
+        "qemu-img",
+        &[&["create", "-q"], options, &[text_of(path), size]].concat(),
+    );
+}
+
+fn fill(path: &Path, format: &str, start: &str, len: &str) {
+    let write = format!("write -P 0x5a {start} {len}");
+    tool("qemu-io", &["-f", format, "-c", &write, text_of(path)]);
+}
+
+fn resize(path: &Path, size: &str) -> (i32, String) {
+    let (code, out, err) = larder_with(path, size, &[]);
+    (code, out + &err)
+}
+
+fn larder_with(path: &Path, size: &str, more: &[&str]) -> (i32, String, String) {
+    let arguments = [&["disk", "resize"], more, &[text_of(path)]].concat();
+    larder(&arguments, Path::new(size))
+}
+
+/// `qemu-img check` finds nothing, and the disk is a pattern of `full` bytes and then zeros, `size` in all.
+fn assert_holds(path: &Path, format: &str, full: u64, size: u64) {
+    if format == "qcow2" {
+        let (code, said, errors) = qemu_img(&["check", "-f", "qcow2", text_of(path)]);
+        assert_eq!(code, 0, "{said} {errors}");
+    }
+    let (_, info) = larder_json(&["disk", "info"], path);
+    assert_eq!(info["virtual-size"], size, "{info:#}");
+    let (_, said, _) = qemu_img(&["info", "--output=json", "-f", format, text_of(path)]);
+    assert!(said.contains(&format!("\"virtual-size\": {size},")), "{said}");
+    let old = format!("read -P 0x5a 0 {full}");
+    let new = format!("read -P 0 {full} {}", size - full);
+    for read in [old, new] {
+        let said = tool("qemu-io", &["-r", "-f", format, "-c", &read, text_of(path)]);
+        assert!(!said.contains("failed"), "{said}");
+    }
+}
+
+#[test]
+fn a_raw_image_gets_the_size_that_was_asked_for() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    for folder in [folder, on_tmpfs()] {
+        let path = folder.path().join("disk.raw");
+        create(&path, &["-f", "raw"], "1M");
+        fill(&path, "raw", "0", "1M");
+        let (code, said) = resize(&path, "+1536");
+        assert_eq!(code, 0, "{said}");
+        assert!(said.contains("1050112 bytes"), "{said}");
+        assert_holds(&path, "raw", MIB, MIB + 1536);
+        let (code, said) = resize(&path, "3M");
+        assert_eq!(code, 0, "{said}");
+        assert_holds(&path, "raw", MIB, 3 * MIB);
+    }
+}
+
+#[test]
+fn a_qcow2_image_grows_whatever_its_tables_do() {
+    for options in [
+        "compat=0.10,cluster_size=512",
+        "cluster_size=512",
+        "cluster_size=512,refcount_bits=64",
+        "cluster_size=64k",
+        "cluster_size=64k,extended_l2=on",
+        "cluster_size=2M,lazy_refcounts=on",
+    ] {
+        let folder = on_tmpfs();
+        let path = folder.path().join("disk.qcow2");
+        create(&path, &["-f", "qcow2", "-o", options], "2M");
+        fill(&path, "qcow2", "0", "2M");
+        for (size, bytes) in [("+512", 2 * MIB + 512), ("40M", 40 * MIB), ("256M", 256 * MIB)] {
+            let (code, said) = resize(&path, size);
+            assert_eq!(code, 0, "{options}: {said}");
+            assert_holds(&path, "qcow2", 2 * MIB, bytes);
+        }
+    }
+}
+
+#[test]
+fn what_a_longer_backing_file_has_there_is_not_on_the_disk() {
+    for options in ["cluster_size=64k", "cluster_size=4k,compat=0.10"] {
+        let folder = on_tmpfs();
+        let base = folder.path().join("base.raw");
+        let path = folder.path().join("disk.qcow2");
+        create(&base, &["-f", "raw"], "4M");
+        fill(&base, "raw", "0", "4M");
+        let backed = ["-f", "qcow2", "-b", text_of(&base), "-F", "raw", "-o", options];
+        create(&path, &backed, "1M");
+        let (code, said) = resize(&path, "8M");
+        assert_eq!(code, 0, "{said}");
+        assert_holds(&path, "qcow2", MIB, 8 * MIB);
+    }
+}
+
+#[test]
+fn an_external_data_file_grows_along() {
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    let data = folder.path().join("disk.raw");
+    let options = format!("data_file={},data_file_raw=on", text_of(&data));
+    create(&path, &["-f", "qcow2", "-o", &options], "1M");
+    fill(&path, "qcow2", "0", "1M");
+    let (code, said) = resize(&path, "2M");
+    assert_eq!(code, 0, "{said}");
+    assert_holds(&path, "qcow2", MIB, 2 * MIB);
+    assert_holds(&data, "raw", MIB, 2 * MIB);
+}
+
+#[test]
+fn snapshots_keep_their_size() {
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    create(&path, &["-f", "qcow2", "-o", "compat=0.10"], "1M");
+    fill(&path, "qcow2", "0", "1M");
+    tool("qemu-img", &["snapshot", "-c", "before", text_of(&path)]);
+    let (code, said) = resize(&path, "2M");
+    assert_eq!(code, 2, "{said}");
+    assert!(said.contains("qemu-img amend -o compat=1.1"), "{said}");
+    tool("qemu-img", &["amend", "-f", "qcow2", "-o", "compat=1.1", text_of(&path)]);
+    let (code, said) = resize(&path, "200G");
+    assert_eq!(code, 0, "{said}");
+    fill(&path, "qcow2", "199G", "1M");
+    tool("qemu-img", &["snapshot", "-a", "before", text_of(&path)]);
+    assert_holds(&path, "qcow2", MIB, MIB);
+}
+
+#[test]
+fn what_cannot_be_is_refused_and_changes_nothing() {
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    create(&path, &["-f", "qcow2", "-o", "cluster_size=512"], "1M");
+    let before = fs::read(&path).expect("it is there");
+    for (size, words) in [
+        ("512k", "qemu-img resize --shrink"),
+        ("1048577", "the next is 1049088"),
+        ("20", "qemu-img resize --shrink"),
+        ("+20000000T", "larger than any disk"),
+        ("+1000000T", "no space left"),
+        ("500T", "no space left"),
+        ("-1M", "unexpected argument"),
+        ("1.5G", "1.5G"),
+    ] {
+        let (code, said) = resize(&path, size);
+        assert_eq!(code, 2, "{size}: {said}");
+        assert!(said.contains(words), "{size}: {said}");
+        assert!(fs::read(&path).expect("it is there") == before, "{size}: {said}");
+    }
+    let (code, said) = resize(&path, "1M");
+    assert_eq!(code, 0, "{said}");
+    assert!(said.contains("already"), "{said}");
+}
