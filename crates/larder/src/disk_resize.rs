@@ -45,7 +45,8 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         Output::Text if was == is => format!("{image}: {} already\n", told(is)),
         Output::Text => format!("{image}: {}, was {}\n", told(is), told(was)),
         Output::Json => {
-            let result = json!({"filename": image.to_string(), "virtual-size": is.get(), "virtual-size-before": was.get()});
+            let result =
+                json!({"filename": image.to_string(), "virtual-size": is.get(), "virtual-size-before": was.get()});
             format!("{result:#}\n")
         }
     })?;

@@ -127,7 +127,10 @@ fn snapshots_keep_their_size() {
     let (code, said) = resize(&path, "2M");
     assert_eq!(code, 2, "{said}");
     assert!(said.contains("qemu-img amend -o compat=1.1"), "{said}");
-    tool("qemu-img", &["amend", "-f", "qcow2", "-o", "compat=1.1", text_of(&path)]);
+    tool(
+        "qemu-img",
+        &["amend", "-f", "qcow2", "-o", "compat=1.1", text_of(&path)],
+    );
     let (code, said) = resize(&path, "200G");
     assert_eq!(code, 0, "{said}");
     fill(&path, "qcow2", "199G", "1M");
