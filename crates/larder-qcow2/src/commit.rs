@@ -317,10 +317,9 @@ impl Qcow2 {
         if !self.geometry.get().read_only {
             self.tidy().await?;
         }
-        for file in [Some(&self.file), self.data_file.as_ref(), self.backing.as_ref()] {
-            if let Some(file) = file {
-                file.close().await?;
-            }
+        let others = [&self.data_file, &self.backing].into_iter().flatten();
+        for file in [&self.file].into_iter().chain(others) {
+            file.close().await?;
         }
         Ok(())
     }
