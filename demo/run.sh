@@ -144,6 +144,9 @@ row '1 MiB sequential read' MiB/s read-1m-seq,bytes 1048576 more
 printf 'qcow2 over a backing file:\n'
 row '4 KiB random read, depth 32' IOPS qcow2-read-4k-32,iops 1 more
 row '4 KiB random write, depth 32' IOPS qcow2-write-4k-32,iops 1 more
+if [ "$accel" != kvm ]; then
+  printf '\nWithout KVM the guest'\''s CPU is emulated, and it is that which limits most of these\nfigures; docs/benchmarks.md has what the servers do by themselves.\n'
+fi
 if [ "${#runs[@]}" -gt 1 ]; then
   printf '\nnoise: how far the two runs of QEMU alone, before and after, lie apart;\na speed-up within it says nothing.\n'
 fi

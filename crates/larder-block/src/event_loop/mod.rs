@@ -33,7 +33,7 @@ pub(crate) use ring::{Ring, RingIo, Transfer};
 pub use socket::{Listener, Socket, SocketAddress};
 pub use timer::Sleep;
 
-use spin::Predictor;
+use spin::{Predictor, Watch};
 use timer::Timers;
 use waker::Remote;
 
@@ -515,6 +515,7 @@ struct Idle<'a> {
     /// For waiting on the other side alone, and for waiting on transfers under way too: a fast guest over a slow disk
     /// is worth spinning for in between, but not while the disk works.
     predictors: [Predictor; 2],
+    watch: Watch,
     waiting: Option<Waiting>,
 }
 
@@ -532,6 +533,7 @@ impl<'a> Idle<'a> {
         Self {
             core,
             predictors: Default::default(),
+            watch: Watch::new(),
             waiting: None,
         }
     }
@@ -540,8 +542,10 @@ impl<'a> Idle<'a> {
     fn end(&mut self) {
         let Some(waiting) = self.waiting.take() else { return };
         let predictor = &mut self.predictors[waiting.kind];
-        let waited = waiting.since.elapsed();
+        let now = Instant::now();
+        let waited = now - waiting.since;
         match waiting.spun {
+            None if self.watch.was_stopped(now) => predictor.stopped(),
             None => predictor.found(waited),
             Some(spun) => predictor.slept(spun, waited > self.core.poll_max.get() * LONG_IDLE_FACTOR),
         }
@@ -552,15 +556,26 @@ impl<'a> Idle<'a> {
         let Some(ring) = &core.ring else {
             return self.jump();
         };
-        let waiting = self.waiting.get_or_insert_with(|| Waiting {
-            since: Instant::now(),
-            kind: usize::from(ring.has_transfers()),
-            spun: None,
+        let now = Instant::now();
+        let waiting = self.waiting.get_or_insert_with(|| {
+            self.watch.begin(now);
+            Waiting {
+                since: now,
+                kind: usize::from(ring.has_transfers()),
+                spun: None,
+            }
         });
         if waiting.spun.is_none() {
-            let spins = self.predictors[waiting.kind].spins();
-            let spun = if spins { waiting.since.elapsed() } else { Duration::ZERO };
-            if spins && spun < core.poll_max.get() {
+            let predictor = &mut self.predictors[waiting.kind];
+            let spun = if predictor.spins() {
+                now - waiting.since
+            } else {
+                Duration::ZERO
+            };
+            if predictor.spins() && self.watch.was_stopped(now) {
+                predictor.stopped();
+            }
+            if predictor.spins() && spun < core.poll_max.get() {
                 // Polling itself is the caller's loop; here only the time is watched.
                 std::hint::spin_loop();
                 return;
