@@ -96,6 +96,9 @@ impl fmt::Display for Event {
             Self::Verified => write!(f, "all read and verified"),
             Self::Stopped { how: Stop::PowerLoss } => write!(f, "--- power lost"),
             Self::Stopped { how: Stop::Kill } => write!(f, "--- killed"),
+            Self::Stopped {
+                how: Stop::KillAndForget,
+            } => write!(f, "--- killed, and what it kept in the host's memory is lost"),
         }
     }
 }

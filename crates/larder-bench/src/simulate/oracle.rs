@@ -397,7 +397,8 @@ impl Sector {
         for entry in &mut self.entries {
             (entry.start, entry.end) = (now, Some(now));
             (entry.gone, entry.replaced) = (None, None);
-            entry.settled = true;
+            // Otherwise the disk may still have several of them.
+            entry.settled |= how == Stop::PowerLoss;
         }
     }
 
@@ -527,6 +528,27 @@ mod tests {
             assert!(reads(&mut oracle, first));
             assert!(!reads(&mut oracle, second));
             assert!(!reads(&mut oracle, 3));
+        }
+    }
+
+    #[test]
+    fn a_kill_that_loses_memory_keeps_what_was_flushed_and_any_of_the_rest_until_that_is_flushed_too() {
+        for (survivor, after_power_loss) in [(1, 2), (2, 1)] {
+            for flushed in [false, true] {
+                let mut oracle = Oracle::new(1);
+                write(&mut oracle, 1, Ending::Done);
+                flush(&mut oracle);
+                write(&mut oracle, 2, Ending::Done);
+                oracle.stop(Stop::KillAndForget);
+                assert!(!reads(&mut oracle, 0));
+                assert!(reads(&mut oracle, survivor));
+                assert!(!reads(&mut oracle, after_power_loss));
+                if flushed {
+                    flush(&mut oracle);
+                }
+                oracle.stop(Stop::PowerLoss);
+                assert_eq!(reads(&mut oracle, after_power_loss), !flushed);
+            }
         }
     }
 

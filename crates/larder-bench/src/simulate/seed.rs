@@ -95,7 +95,10 @@ impl<'a> Run<'a> {
         }
         let left = match self.open(&on, life, &disks)? {
             Some(opened) => on.block_on(self.work(&on, life, opened, &disks))?,
-            None => self.stop(on.now(), &disks, Stop::PowerLoss),
+            None => {
+                let how = self.choose_stop();
+                self.stop(on.now(), &disks, how)
+            }
         };
         self.stack
             .check(&left)
@@ -211,11 +214,16 @@ impl<'a> Run<'a> {
         let moment = self.random.duration(Duration::ZERO, Duration::from_micros(800));
         on.sleep(moment).await;
         broken(&life)?;
-        let how = match self.stack.survives_kill() && self.random.chance(300) {
-            true => Stop::Kill,
-            false => Stop::PowerLoss,
-        };
+        let how = self.choose_stop();
         Ok(self.stop(on.now(), disks, how))
+    }
+
+    fn choose_stop(&mut self) -> Stop {
+        match self.random.below(10) {
+            0..3 if self.stack.survives_kill() => Stop::Kill,
+            3..5 if self.stack.keeps_host_memory() => Stop::KillAndForget,
+            _ => Stop::PowerLoss,
+        }
     }
 
     /// Waits for the end of a life, and looks for requests that hang.

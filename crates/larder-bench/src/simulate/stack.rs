@@ -1,5 +1,6 @@
 //! What is simulated: stacks of layers over simulated disks. To add one, implement [`Stack`] and name it in [`STACKS`].
 
+use std::fs::File;
 use std::rc::Rc;
 
 use larder_block::backend::memory::MemoryDevice;
@@ -7,9 +8,11 @@ use larder_block::backend::simulated::{Medium, Options, Random, ServiceModel, Si
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::throttle::{Limit, Limits, Throttle};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
-use larder_qcow2::journal::Journal;
+use larder_qcow2::check::{self, CheckOptions, Repair};
+use larder_qcow2::header::{self, AUTOCLEAR_SESSION, HEADER_SECTOR};
+use larder_qcow2::journal::{Journal, Left, is_of_this_boot};
 use larder_qcow2::shape::Shape;
-use larder_qcow2::{OpenOptions, Others, Qcow2};
+use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
 
 use super::qcow2_image::ImageBytes;
 
@@ -128,6 +131,12 @@ pub trait Stack: Sync {
     /// Whether a killed process loses nothing that had completed. If not, it is only stopped by losing power.
     fn survives_kill(&self) -> bool {
         true
+    }
+
+    /// Whether it keeps something in its host's memory for the case that its process is killed. If so, that is sometimes
+    /// lost with the process: what was flushed must be there without it.
+    fn keeps_host_memory(&self) -> bool {
+        false
     }
 
     /// Whether a request fails only because one of a disk did.
@@ -403,12 +412,17 @@ impl Qcow2Stack {
         let mut top: Option<Rc<Qcow2>> = None;
         for (index, file) in files.iter().enumerate() {
             let is_last = index + 1 == files.len();
+            let (mut journal, mut left) = (None, None);
+            let user = random.pick(&[0, 0, 1]);
+            let files = [disks[index].host_memory(user)?, disks[index].host_memory(1 - user)?];
+            if is_last {
+                journal = Some(Journal::map(&files[0])?);
+                left = Left::read(&files[1])?;
+                give_up_session(file, &files, random).await?;
+            }
             let options = OpenOptions {
-                journal: match is_last {
-                    true => Some(Journal::map(&*disks[index].host_memory()?)?),
-                    false => None,
-                },
-                left: None,
+                journal,
+                left,
                 read_only: !is_last,
                 metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
                 load_ahead: random.chance(300),
@@ -418,9 +432,45 @@ impl Qcow2Stack {
                 data_file: None,
             };
             top = Some(Qcow2::open(on, Rc::clone(file), others, options).await?);
+            if is_last && random.chance(800) {
+                // It is in the image now.
+                files[1].set_len(0)?;
+            }
         }
         Ok(top.ok_or("no image")?)
     }
+}
+
+/// Does what is done when the journal of a killed server is lost: the image's user gives it up, or the image is served
+/// as it is, because the host was started anew, with all that it had not yet written on its disks. Sometimes the image is
+/// repaired then.
+async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut Random) -> Outcome<()> {
+    let session = read_header(file).await?.autoclear & AUTOCLEAR_SESSION;
+    let has = |journal: &Rc<File>| Ok(Left::head(journal)?.is_some_and(|left| left.session == session));
+    let found: Vec<bool> = journals.iter().map(has).collect::<std::io::Result<_>>()?;
+    if session == 0 || found.contains(&true) {
+        return Ok(());
+    }
+    if random.chance(500) {
+        check::discard_session(file).await?;
+    } else if is_of_this_boot(session) {
+        let mut sector = [0; HEADER_SECTOR];
+        file.read(ByteOffset::ZERO, ReadBuf::new(&mut sector)).await?;
+        let of_another = header::autoclear(&sector) ^ 1 << 63;
+        header::set_autoclear(&mut sector, of_another);
+        file.flush().await?;
+        file.write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
+            .await?;
+        file.flush().await?;
+    }
+    if random.chance(300) {
+        let what = random.pick(&[Repair::Leaks, Repair::All]);
+        let repaired = check::repair(file, what, CheckOptions::default()).await?;
+        if !repaired.after.is_clean() && (what == Repair::All || repaired.before.errors == 0) {
+            return Err(format!("the repair of {what:?} leaves {:?}", repaired.after).into());
+        }
+    }
+    Ok(())
 }
 
 /// Takes an internal snapshot in an image that nobody has open, as another program would.
@@ -523,5 +573,9 @@ impl Stack for Qcow2Stack {
 
     fn survives_kill(&self) -> bool {
         self.journaled
+    }
+
+    fn keeps_host_memory(&self) -> bool {
+        true
     }
 }

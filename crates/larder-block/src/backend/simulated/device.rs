@@ -142,12 +142,12 @@ impl SimulatedDevice {
         self.seed
     }
 
-    /// A file in the memory of the disk's host: it outlives the process, but no loss of power.
+    /// A user's file in the memory of the disk's host: it outlives the process, but no loss of power.
     ///
     /// # Errors
     /// The real host's.
-    pub fn host_memory(&self) -> io::Result<Rc<File>> {
-        self.state.borrow_mut().medium.host_memory()
+    pub fn host_memory(&self, user: u32) -> io::Result<Rc<File>> {
+        self.state.borrow_mut().medium.host_memory(user)
     }
 
     /// How many requests have failed because of a fault or at random.
@@ -178,8 +178,10 @@ impl SimulatedDevice {
         }
         let empty = Medium::new(ByteLen::ZERO, state.medium.sector_size());
         let mut medium = std::mem::replace(&mut state.medium, empty);
-        if how == Stop::PowerLoss {
-            medium.lose_power(&mut state.random);
+        match how {
+            Stop::PowerLoss => medium.lose_power(&mut state.random),
+            Stop::KillAndForget => medium.lose_host_memory(),
+            Stop::Kill => {}
         }
         medium
     }

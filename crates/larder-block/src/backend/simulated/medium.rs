@@ -73,8 +73,8 @@ pub struct Medium {
     durable: Image,
     volatile: BTreeMap<SectorIndex, Vec<Version>>,
     next: ChangeNumber,
-    /// A file in the host's memory, which a loss of power takes away.
-    host_memory: Option<Rc<File>>,
+    /// Files in the host's memory, by user, which a loss of power takes away.
+    host_memory: BTreeMap<u32, Rc<File>>,
 }
 
 impl Medium {
@@ -91,19 +91,24 @@ impl Medium {
             durable: Image::default(),
             volatile: BTreeMap::new(),
             next: ChangeNumber(0),
-            host_memory: None,
+            host_memory: BTreeMap::new(),
         }
     }
 
-    /// A file in the memory of the disk's host: it outlives the process, but no loss of power.
-    pub(super) fn host_memory(&mut self) -> io::Result<Rc<File>> {
-        if let Some(file) = &self.host_memory {
+    /// A user's file in the memory of the disk's host: it outlives the process, but no loss of power.
+    pub(super) fn host_memory(&mut self, user: u32) -> io::Result<Rc<File>> {
+        if let Some(file) = self.host_memory.get(&user) {
             return Ok(Rc::clone(file));
         }
         let memory = rustix::fs::memfd_create("larder-simulated", rustix::fs::MemfdFlags::CLOEXEC)?;
         let file = Rc::new(File::from(memory));
-        self.host_memory = Some(Rc::clone(&file));
+        self.host_memory.insert(user, Rc::clone(&file));
         Ok(file)
+    }
+
+    /// Loses the files in the host's memory.
+    pub(super) fn lose_host_memory(&mut self) {
+        self.host_memory.clear();
     }
 
     /// Bytes that can be addressed.
@@ -263,7 +268,7 @@ impl Medium {
 
     /// Loses power. Each sector becomes, durably, what it durably was or one of the versions since.
     pub(super) fn lose_power(&mut self, random: &mut Random) {
-        self.host_memory = None;
+        self.lose_host_memory();
         let fate = random.pick(&[Fate::NothingSurvives, Fate::AllSurvives, Fate::Random, Fate::Random]);
         let sector_size = u64::from(self.sector_size);
         for (sector, mut versions) in std::mem::take(&mut self.volatile) {

@@ -46,4 +46,6 @@ pub enum Stop {
     PowerLoss,
     /// The process is killed: what was written stays, but is no more durable than it was.
     Kill,
+    /// The same, and what was in the host's memory is lost, as that of a container that is gone.
+    KillAndForget,
 }
