@@ -342,7 +342,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes the disk larger: `size` bytes, if it has fewer.
+    /// Makes the disk larger: `size` bytes, if it has fewer. The image has the new size when all that is new reads as zeros,
+    /// durably: a crash before leaves the old one.
     pub(crate) async fn grow_steps(&self, size: ByteLen) -> IoResult {
         let operation = |failure| self.error(Operation::Grow, ByteOffset::ZERO.range(size), failure);
         let failed = |error: IoError| operation(error.failure());
@@ -357,9 +358,9 @@ impl Qcow2 {
             return Err(operation(Failure::Unsupported));
         }
         self.before_change().await.map_err(failed)?;
-        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
-        let mut geometry = self.geometry.get();
-        if size.get() <= geometry.size.get() {
+        let _only = self.growing.enter(ALONE, Mode::Exclusive).await;
+        let old = self.geometry.get().size;
+        if size <= old {
             return Ok(());
         }
         if let Some(data_file) = &self.data_file {
@@ -367,50 +368,57 @@ impl Qcow2 {
             data_file.grow(size).await.map_err(failed)?;
         }
         let entries = self.shape.l1_entries(size.get());
-        let mut table = self.l1_at.get();
-        let mut new_table = None;
-        if entries > table.entries {
-            if entries * 8 > header::L1_BYTES_MAX {
-                return Err(operation(Failure::NoSpace));
-            }
-            new_table = Some(self.lengthened_l1(entries).await.map_err(failed)?);
+        if entries * 8 > header::L1_BYTES_MAX {
+            return Err(operation(Failure::NoSpace));
         }
-        let old = table;
-        if let Some((at, allocation)) = new_table.take() {
-            // Even if the header cannot be written: it may refer to the table all the same.
-            allocation.keep();
-            table = at;
-        }
-        self.settle_header().await.map_err(failed)?;
-        let changed = self.change_header(|sector| {
-            header::set_size(sector, size.get());
-            header::set_l1(sector, table);
-        });
-        changed.await.map_err(failed)?;
-        if table != old {
-            self.l1_at.set(table);
-            let clusters = (old.entries * 8).div_ceil(self.shape.cluster_len());
-            if old.entries > 0 {
-                self.freed.borrow_mut().push(Freed {
-                    first: old.offset >> self.shape.cluster_bits,
-                    count: clusters,
-                });
-            }
-        }
-        self.l1.borrow_mut().resize(table.entries as usize, 0);
+        self.lengthen_l1(entries).await.map_err(failed)?;
         self.map
             .borrow_mut()
             .grow(size.get().div_ceil(self.shape.cluster_len()));
-        let added = ByteRange::between(ByteOffset::ZERO + geometry.size, ByteOffset::ZERO + size);
+        let added = ByteRange::between(ByteOffset::ZERO + old, ByteOffset::ZERO + size);
+        self.hide_backing(added).await.map_err(failed)?;
+        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let changed = self.change_header(|sector| header::set_size(sector, size.get()));
+        changed.await.map_err(failed)?;
+        let mut geometry = self.geometry.get();
         geometry.size = size;
         self.geometry.set(geometry);
-        drop(_alone);
-        // What a longer backing file has there was never on this disk.
-        let backed = self.backed(added);
-        if !backed.is_empty() {
-            self.zero_steps(backed, ZeroFlags::default()).await.map_err(failed)?;
-        }
         self.changes.announce();
+        Ok(())
+    }
+
+    /// Has `added`, behind the disk's end, read as zeros for good: what a longer backing file has there was never on this
+    /// disk.
+    async fn hide_backing(&self, added: ByteRange) -> IoResult {
+        let backed = self.backed(added);
+        if backed.is_empty() {
+            return Ok(());
+        }
+        let end = backed.end().align_up(self.shape.cluster_len());
+        let whole = ByteRange::between(backed.start, end);
+        self.zero_steps(whole, ZeroFlags::default()).await?;
+        self.commit().await
+    }
+
+    /// Has the L1 table have `entries` at least.
+    async fn lengthen_l1(&self, entries: u64) -> IoResult {
+        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let old = self.l1_at.get();
+        if entries <= old.entries {
+            return Ok(());
+        }
+        let (table, allocation) = self.lengthened_l1(entries).await?;
+        // Even if the header cannot be written: it may refer to the table all the same.
+        allocation.keep();
+        self.change_header(|sector| header::set_l1(sector, table)).await?;
+        self.l1_at.set(table);
+        self.l1.borrow_mut().resize(entries as usize, 0);
+        if old.entries > 0 {
+            self.freed.borrow_mut().push(Freed {
+                first: old.offset >> self.shape.cluster_bits,
+                count: (old.entries * 8).div_ceil(self.shape.cluster_len()),
+            });
+        }
         Ok(())
     }
 
@@ -519,6 +527,10 @@ struct TakingRefcounts<'a> {
 impl TakingRefcounts<'_> {
     async fn write(mut self) -> IoResult {
         let (image, batch) = (self.image, &mut self.batch);
+        if batch.moved.is_some() {
+            // If the header could not be written before, it may refer to the place where the table goes already.
+            image.settle_header().await?;
+        }
         image.write_all(&batch.writes).await?;
         image.file.flush().await?;
         if !batch.table.is_empty() {

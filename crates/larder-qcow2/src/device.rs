@@ -68,6 +68,7 @@ pub struct Qcow2 {
     pub(crate) commits: Commits,
     pub(crate) writing_refcounts: Ranges,
     pub(crate) writing_header: Ranges,
+    pub(crate) growing: Ranges,
     /// What outlives this process; without one each change of the mapping is committed at once.
     pub(crate) journal: Option<Journal>,
     pub(crate) in_flight: InFlight,

@@ -272,6 +272,7 @@ impl Qcow2 {
             commits: Commits::default(),
             writing_refcounts: Ranges::default(),
             writing_header: Ranges::default(),
+            growing: Ranges::default(),
             journal,
             in_flight: InFlight::new(),
             decompressor: Decompressor::new(header.compression),

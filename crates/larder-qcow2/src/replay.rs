@@ -11,17 +11,24 @@ use crate::journal::Record;
 
 impl Qcow2 {
     /// Makes the journal's changes again, in memory; the next commit writes them. `false`, and nothing is changed, if
-    /// they do not fit what the image has: then somebody else has changed it.
+    /// they do not fit what the image has: then somebody else has changed it. Those behind the disk's end are of a growth
+    /// that was cut off.
     ///
     /// What the last states do not use is free then: clusters are released only after the journal has forgotten the
     /// records that let go of them. Those that were taken for requests which had not completed stay taken: a leak.
     pub(crate) async fn replay(&self, records: &[Record]) -> IoResult<bool> {
-        let mut states = match self.states(records).await? {
+        let clusters = self.geometry.get().size.get().div_ceil(self.shape.cluster_len());
+        let records: Vec<Record> = records
+            .iter()
+            .copied()
+            .filter(|record| record.cluster < clusters)
+            .collect();
+        let mut states = match self.states(&records, clusters).await? {
             Some(states) => states,
             None => return Ok(false),
         };
         // Before anything is allocated: what the new entries refer to is taken.
-        for record in records {
+        for record in &records {
             if let (Some(host), None) = (record.new.host(), &self.data_file) {
                 let first = host >> self.shape.cluster_bits;
                 for cluster in first..first + record.count {
@@ -29,7 +36,7 @@ impl Qcow2 {
                 }
             }
         }
-        for record in records {
+        for record in &records {
             self.own_table(record.cluster >> self.shape.table_bits()).await?;
             for step in 0..record.count {
                 let cluster = record.cluster + step;
@@ -48,8 +55,7 @@ impl Qcow2 {
     }
 
     /// What each cluster was before, and is in the image; `None` if the image has something else.
-    async fn states(&self, records: &[Record]) -> IoResult<Option<HashMap<u64, State>>> {
-        let clusters = self.geometry.get().size.get().div_ceil(self.shape.cluster_len());
+    async fn states(&self, records: &[Record], clusters: u64) -> IoResult<Option<HashMap<u64, State>>> {
         let mut states: HashMap<u64, State> = HashMap::new();
         for record in records {
             let fits = record.count <= clusters && record.cluster <= clusters - record.count;

@@ -79,9 +79,9 @@ impl Map {
         map
     }
 
-    /// Makes room for `clusters` guest clusters.
+    /// Makes room for `clusters` guest clusters at least.
     pub fn grow(&mut self, clusters: u64) {
-        self.leaves = clusters.div_ceil(1 << self.shape.leaf_bits());
+        self.leaves = self.leaves.max(clusters.div_ceil(1 << self.shape.leaf_bits()));
         self.groups.resize_with(self.leaves.div_ceil(GROUP) as usize, || None);
     }
 
