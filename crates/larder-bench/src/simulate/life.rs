@@ -11,6 +11,7 @@ use larder_block::{BlockDevice, ByteLen, Failure, Geometry, LoopTime};
 
 use super::log::{Event, Log};
 use super::oracle::{Moment, Oracle};
+use super::size::Sizes;
 use super::stack::Opened;
 use super::stamp::SECTOR;
 
@@ -25,6 +26,8 @@ pub(super) const TICK: Duration = Duration::from_millis(500);
 pub(super) struct Record {
     /// What the disk may hold.
     pub(super) oracle: RefCell<Oracle>,
+    /// How large it may be.
+    pub(super) sizes: RefCell<Sizes>,
     /// What happened.
     pub(super) log: RefCell<Log>,
     /// The number of the next request, from 1 on; it is also the stamp of what it writes.
@@ -68,6 +71,8 @@ pub(super) struct Life {
 pub(super) struct Expectations {
     /// Its size follows that of its first disk.
     pub(super) resizable: bool,
+    /// It can be made larger.
+    pub(super) growable: bool,
     /// A request fails only because one of a disk did.
     pub(super) fails_only_with_a_disk: bool,
 }
@@ -193,5 +198,20 @@ impl Life {
         let mut oracle = self.record.oracle.borrow_mut();
         oracle.resize(from.get() / SECTOR, to.get() / SECTOR);
         self.sizes.borrow_mut().push((oracle.now(), to));
+        *self.record.sizes.borrow_mut() = Sizes::new(to);
+    }
+
+    /// Looks at the size, after a growth to `grown` that has succeeded.
+    pub(super) fn see_size(&self, grown: Option<ByteLen>) {
+        let size = self.opened.device.geometry().size;
+        let seen = self.record.sizes.borrow_mut().see(size);
+        if let Err(why) = seen {
+            self.fail(why);
+        }
+        if let Some(to) = grown.filter(|to| size < *to) {
+            self.fail(format!("the disk has {size} after it has grown to {to}"));
+        }
+        let now = self.record.oracle.borrow().now();
+        self.sizes.borrow_mut().push((now, size));
     }
 }

@@ -23,6 +23,7 @@ pub(super) enum Request {
         fua: bool,
     },
     Extents(ByteRange),
+    Grow(ByteLen),
 }
 
 impl Request {
@@ -34,7 +35,7 @@ impl Request {
             | Self::Discard(range)
             | Self::Zero { range, .. }
             | Self::Extents(range) => range,
-            Self::Flush => ByteRange::default(),
+            Self::Flush | Self::Grow(_) => ByteRange::default(),
         }
     }
 }
@@ -58,6 +59,7 @@ impl fmt::Display for Request {
                 write!(f, "zero {range}{unmap}{fast}{}", forced(*fua))
             }
             Self::Extents(range) => write!(f, "extents of {range}"),
+            Self::Grow(to) => write!(f, "grow to {to}"),
         }
     }
 }

@@ -7,6 +7,7 @@ mod log;
 mod oracle;
 mod qcow2_image;
 mod seed;
+mod size;
 pub mod stack;
 mod stamp;
 mod worker;

@@ -278,7 +278,18 @@ impl Oracle {
         }
     }
 
-    fn grow(&mut self, sectors: u64) {
+    /// What lies behind the first `sectors` sectors has gone; false if something there was durable.
+    pub(super) fn cut_off(&mut self, sectors: u64) -> bool {
+        let cut = self.sectors.drain((sectors as usize).min(self.sectors.len())..);
+        let may_be_zeros = |sector: Sector| {
+            let zeros = |entry: &Entry| matches!(entry.effect, Effect::Holds(Stamp::ZEROS) | Effect::Forgets);
+            sector.entries.iter().any(zeros)
+        };
+        cut.map(may_be_zeros).fold(true, |all, zeros| all && zeros)
+    }
+
+    /// The disk has, or may get, so many sectors at least; new ones are zeros.
+    pub(super) fn grow(&mut self, sectors: u64) {
         let start = self.tick();
         while (self.sectors.len() as u64) < sectors {
             let mut sector = Sector::default();

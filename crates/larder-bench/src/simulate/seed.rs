@@ -10,6 +10,7 @@ use larder_block::{AlignedBuf, ByteLen, ByteOffset, Loop, LoopTime, ReadBuf};
 use super::life::{Expectations, Life, Record, TICK};
 use super::log::{Event, Log};
 use super::oracle::{Oracle, sectors};
+use super::size::Sizes;
 use super::stack::{Disk, Opened, Stack};
 use super::stamp::{self, SECTOR};
 use super::worker::{Mix, REQUEST_MAX, Worker};
@@ -44,6 +45,7 @@ impl<'a> Run<'a> {
         let shapes = stack.disks(&mut random.fork());
         let record = Rc::new(Record {
             oracle: RefCell::new(Oracle::new(0)),
+            sizes: RefCell::new(Sizes::new(ByteLen::ZERO)),
             log: RefCell::new(Log::default()),
             next_number: Cell::new(1),
             key: random.next_u64(),
@@ -147,7 +149,28 @@ impl<'a> Run<'a> {
             return Ok(None);
         };
         self.log_at(on.now(), Event::Opened { life });
+        self.see_opened(life, &opened)?;
         Ok(Some(opened))
+    }
+
+    /// Whether a stack that was opened is as large as it may be.
+    fn see_opened(&self, life: u32, opened: &Opened) -> Result<(), Broken> {
+        let size = opened.device.geometry().size;
+        let mut oracle = self.record.oracle.borrow_mut();
+        let mut sizes = self.record.sizes.borrow_mut();
+        if life == 1 {
+            *oracle = Oracle::new(size.get() / SECTOR);
+            *sizes = Sizes::new(size);
+            return Ok(());
+        }
+        sizes.open(size)?;
+        if !oracle.cut_off(size.get() / SECTOR) {
+            return Err(format!(
+                "the disk has {size} only, and lacks what was durable behind that"
+            ));
+        }
+        oracle.grow(size.get() / SECTOR);
+        Ok(())
     }
 
     fn log_at(&self, at: LoopTime, event: Event) {
@@ -163,9 +186,7 @@ impl<'a> Run<'a> {
         disks: &[Rc<SimulatedDevice>],
     ) -> Result<Vec<Medium>, Broken> {
         let size = opened.device.geometry().size;
-        if number == 1 {
-            *self.record.oracle.borrow_mut() = Oracle::new(size.get() / SECTOR);
-        } else if self.random.chance(300) {
+        if number > 1 && self.random.chance(300) {
             self.verify(on, &opened).await?;
         }
         let requests = self.random.between(10, 300) as u32;
@@ -184,6 +205,7 @@ impl<'a> Run<'a> {
             record: Rc::clone(&self.record),
             expectations: Expectations {
                 resizable: self.stack.is_resizable(),
+                growable: self.stack.is_growable(),
                 fails_only_with_a_disk: self.stack.fails_only_with_a_disk(),
             },
             requests_left: Cell::new(requests),
@@ -196,7 +218,7 @@ impl<'a> Run<'a> {
             failed: Cell::new(0),
         });
         let faults = self.random.chance(500);
-        let mix = Mix::new(&mut self.random, faults);
+        let mix = Mix::new(&mut self.random, faults, life.expectations.growable);
         if faults {
             let per_mille = self.random.pick(&[0, 5, 30, 100]);
             disks.iter().for_each(|disk| disk.set_failures(per_mille));
@@ -213,6 +235,7 @@ impl<'a> Run<'a> {
         }
         let moment = self.random.duration(Duration::ZERO, Duration::from_micros(800));
         on.sleep(moment).await;
+        life.see_size(None);
         broken(&life)?;
         let how = self.choose_stop();
         Ok(self.stop(on.now(), disks, how))
@@ -241,6 +264,7 @@ impl<'a> Run<'a> {
         self.log_at(at, Event::Stopped { how });
         self.summary.stops += 1;
         self.record.oracle.borrow_mut().stop(how);
+        self.record.sizes.borrow_mut().stop(how);
         disks.iter().map(|disk| disk.stop(how)).collect()
     }
 
@@ -253,6 +277,7 @@ impl<'a> Run<'a> {
             .block_on(opening)
             .map_err(|error| format!("cannot be opened: {error}"))?;
         self.log_at(on.now(), Event::Opened { life });
+        self.see_opened(life, &opened)?;
         for _ in 0..2 {
             on.block_on(self.verify(&on, &opened))?;
         }

@@ -123,6 +123,11 @@ pub trait Stack: Sync {
         true
     }
 
+    /// Whether it can be made larger ([`BlockDevice::grow`]).
+    fn is_growable(&self) -> bool {
+        false
+    }
+
     /// Whether what it holds outlives a stop; if not, it is run once and verified before it ends.
     fn is_persistent(&self) -> bool {
         true
@@ -392,14 +397,61 @@ impl Qcow2Stack {
             false => random.between(2, 3) as u32,
         };
         let extended = version == 3 && random.chance(300);
-        Shape {
+        let mut shape = Shape {
             cluster_bits: if extended { 14 } else { random.between(9, 14) as u32 },
             extended,
             refcount_order: if version == 3 { random.below(7) as u32 } else { 4 },
             version,
+        };
+        if !extended && random.chance(400) {
+            // All tables are short, and soon too short.
+            shape.cluster_bits = 9;
+            shape.refcount_order = if version == 3 { 6 } else { 4 };
         }
+        shape
+    }
+
+    /// Makes an empty image, sometimes with a file so long that the refcount table counts little more.
+    async fn create(&self, file: &Rc<dyn BlockDevice>, size: ByteLen, random: &mut Random) -> Outcome<()> {
+        let shape = self.shape(random);
+        larder_qcow2::create(file, shape, size).await?;
+        let blocks = file.geometry().size.get().min(shape.cluster_len()) / 8;
+        let counted = blocks << shape.refcount_block_bits();
+        let len = (counted - random.below(64)) << shape.cluster_bits;
+        if len <= FILE_LONG_MAX && random.chance(700) {
+            file.grow(ByteLen::new(len)).await?;
+        }
+        Ok(())
+    }
+
+    /// Makes an image that is longer than the disk over it, with bytes there that must never be seen.
+    async fn create_longer(
+        &self,
+        on: &Loop,
+        file: &Rc<dyn BlockDevice>,
+        size: ByteLen,
+        random: &mut Random,
+    ) -> Outcome<()> {
+        let sectors = random.between(1, 512);
+        self.create(file, size + ByteLen::new(sectors * 512), random).await?;
+        let options = OpenOptions {
+            load_ahead: false,
+            ..OpenOptions::default()
+        };
+        let image = Qcow2::open(on, Rc::clone(file), Others::default(), options).await?;
+        for _ in 0..random.between(1, 8) {
+            let first = random.below(sectors);
+            let count = random.between(1, (sectors - first).min(64));
+            let bytes = vec![0xa5; count as usize * 512];
+            let at = ByteOffset::ZERO + size + ByteLen::new(first * 512);
+            image.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await?;
+        }
+        Ok(image.close().await?)
     }
 }
+
+/// The longest file that an image is made with, in bytes.
+const FILE_LONG_MAX: u64 = 8 << 20;
 
 impl Qcow2Stack {
     /// Opens the images in `files`, the last of them to be written.
@@ -516,13 +568,16 @@ impl Stack for Qcow2Stack {
         vec![disk; random.between(1, 3) as usize]
     }
 
-    fn format<'a>(&'a self, _: &'a Loop, disks: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
+    fn format<'a>(&'a self, on: &'a Loop, disks: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
         Box::pin(async move {
             let mut random = Random::new(disks[0].seed());
             let size = ByteLen::new(random.between(8, 512) * 512);
-            let file = self.file(&disks[0]);
-            larder_qcow2::create(&file, self.shape(&mut random), size).await?;
-            Ok(())
+            let overlay = random.chance(300).then_some(disks).and_then(|disks| disks.get(1));
+            if let Some(overlay) = overlay {
+                self.create_longer(on, &self.file(&disks[0]), size, &mut random).await?;
+                return self.create(&self.file(overlay), size, &mut random).await;
+            }
+            self.create(&self.file(&disks[0]), size, &mut random).await
         })
     }
 
@@ -546,7 +601,7 @@ impl Stack for Qcow2Stack {
                 let top = Self::chain(on, disks, &files, &mut random).await?;
                 top.close().await?;
                 let file = self.file(&disks[files.len()]);
-                larder_qcow2::create(&file, self.shape(&mut random), top.geometry().size).await?;
+                self.create(&file, top.geometry().size, &mut random).await?;
                 files.push(file);
             }
             if random.chance(250) {
@@ -569,6 +624,10 @@ impl Stack for Qcow2Stack {
 
     fn is_resizable(&self) -> bool {
         false
+    }
+
+    fn is_growable(&self) -> bool {
+        true
     }
 
     fn survives_kill(&self) -> bool {

@@ -17,6 +17,9 @@ use super::stamp::{self, SECTOR, Stamp};
 /// The longest request, in bytes.
 pub(super) const REQUEST_MAX: u64 = 64 << 10;
 
+/// The size up to which disks grow, in bytes.
+const DISK_MAX: u64 = 4 << 20;
+
 /// How often each kind of request is made, relative to the others, and where.
 #[derive(Clone, Copy)]
 pub(super) struct Mix {
@@ -26,6 +29,7 @@ pub(super) struct Mix {
     discards: u64,
     zeroes: u64,
     extents: u64,
+    grows: u64,
     /// Requests that must be refused, changes of size, of settings, faults.
     odd: u64,
     /// In a thousand.
@@ -43,7 +47,7 @@ pub(super) struct Mix {
 
 impl Mix {
     /// A random one.
-    pub(super) fn new(random: &mut Random, faults: bool) -> Self {
+    pub(super) fn new(random: &mut Random, faults: bool, growable: bool) -> Self {
         Self {
             reads: random.between(1, 40),
             writes: random.between(10, 40),
@@ -51,6 +55,7 @@ impl Mix {
             discards: random.pick(&[0, 2, 8]),
             zeroes: random.pick(&[0, 4, 10]),
             extents: random.pick(&[0, 2]),
+            grows: if growable { random.pick(&[0, 1, 4]) } else { 0 },
             odd: random.pick(&[0, 2, 4]),
             forced_per_mille: random.pick(&[0, 100, 500]),
             given_up_per_mille: random.pick(&[0, 20, 100]),
@@ -117,9 +122,10 @@ impl Worker {
 
     fn choose(&mut self) -> Step {
         let mix = self.mix;
+        let changes = mix.writes + mix.discards + mix.zeroes + mix.grows;
         let mut ticket = self
             .random
-            .below(mix.reads + mix.writes + mix.flushes + mix.discards + mix.zeroes + mix.extents + mix.odd);
+            .below(changes + mix.reads + mix.flushes + mix.extents + mix.odd);
         let mut falls_to = |weight: u64| {
             let falls = ticket < weight;
             ticket = ticket.wrapping_sub(weight);
@@ -137,6 +143,8 @@ impl Worker {
             Operation::WriteZeroes
         } else if falls_to(mix.extents) {
             Operation::Extents
+        } else if falls_to(mix.grows) {
+            return Step::Ask(self.choose_growth());
         } else if self.random.chance(500) {
             return Step::Odd;
         } else {
@@ -172,13 +180,25 @@ impl Worker {
             true => self.mix.hot_blocks.min(blocks),
             false => blocks,
         };
-        let first = self.random.below(around);
+        // A disk that grows does so at its end.
+        let first = match self.mix.grows > 0 && self.random.chance(200) {
+            true => blocks - around + self.random.below(around),
+            false => self.random.below(around),
+        };
         let longest = match self.random.chance(950) {
             true => self.mix.blocks_max,
             false => REQUEST_MAX,
         };
         let longest = longest.min(blocks - first).min(REQUEST_MAX / block).max(1);
         ByteRange::new(first * block, self.random.between(1, longest) * block)
+    }
+
+    /// Mostly by little; sometimes to a size that the disk has already.
+    fn choose_growth(&mut self) -> Request {
+        let size = self.life.opened.device.geometry().size.get();
+        let most = self.random.pick(&[8, 64, 512, 4096]) * SECTOR;
+        let added = self.random.between(0, most / SECTOR) * SECTOR;
+        Request::Grow(ByteLen::new((size + added).min(DISK_MAX).max(size)))
     }
 
     fn choose_misuse(&mut self) -> Step {
@@ -298,6 +318,7 @@ impl Worker {
             Request::Read(range) => self.read(number, range).await,
             Request::Flush => self.flush(number).await,
             Request::Extents(range) => self.extents(number, range).await,
+            Request::Grow(to) => self.grow(number, to).await,
             change => self.change(number, change).await,
         };
         let Some(error) = failed else { return };
@@ -341,9 +362,26 @@ impl Worker {
     async fn flush(&mut self, number: u32) -> Option<IoError> {
         let life = Rc::clone(&self.life);
         let start = life.record.oracle.borrow_mut().start_flush();
+        let size = life.record.sizes.borrow().start_flush();
         let result = self.wait_for(number, life.opened.device.flush()).await;
         if let Some(Ok(())) = result {
             life.record.oracle.borrow_mut().end_flush(start);
+            life.record.sizes.borrow_mut().end_flush(size);
+        }
+        result.and_then(Result::err)
+    }
+
+    async fn grow(&mut self, number: u32, to: ByteLen) -> Option<IoError> {
+        let life = Rc::clone(&self.life);
+        let device = Rc::clone(&life.opened.device);
+        let (before, announced) = (device.geometry().size, device.size_changes().generation());
+        life.record.sizes.borrow_mut().start_growth(to);
+        life.record.oracle.borrow_mut().grow(to.get() / SECTOR);
+        let result = self.wait_for(number, Io::task(device.grow(to))).await;
+        let grown = matches!(result, Some(Ok(())));
+        life.see_size(grown.then_some(to));
+        if grown && before < to && device.size_changes().generation() == announced {
+            life.fail(format!("#{number}: a growth was not announced"));
         }
         result.and_then(Result::err)
     }
