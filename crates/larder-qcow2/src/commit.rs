@@ -193,8 +193,9 @@ impl Qcow2 {
             batch.slices.push(slice);
             batch.writes.push((offset, bytes));
         }
-        batch.blocks = std::mem::take(&mut refcounts.new_blocks);
-        batch.moved = refcounts.moves_to.take();
+        // Not settled before they are written.
+        batch.blocks = refcounts.new_blocks.clone();
+        batch.moved = refcounts.moves_to;
         let bytes_of = |entries: &[u64], len: usize| {
             let mut bytes = vec![0; len];
             for (out, entry) in bytes.chunks_exact_mut(8).zip(entries) {
@@ -557,9 +558,9 @@ impl Drop for TakingRefcounts<'_> {
             refcounts.written(*slice, self.done);
         }
         if self.done {
-            return;
+            refcounts.new_blocks.retain(|block| !batch.blocks.contains(block));
+            // Another place may have been found meanwhile.
+            refcounts.moves_to.take_if(|at| Some(*at) == batch.moved);
         }
-        refcounts.new_blocks.append(&mut batch.blocks);
-        refcounts.moves_to = refcounts.moves_to.or(batch.moved);
     }
 }
