@@ -164,6 +164,7 @@ impl Campaign {
         *seeds += 1;
         total.requests += summary.requests;
         total.stops += summary.stops;
+        (0..2).for_each(|kind| total.moves[kind] += summary.moves[kind]);
         total.virtual_time += summary.virtual_time;
     }
 
@@ -191,10 +192,12 @@ impl Campaign {
         }
         let (seeds, total) = *lock(&self.total);
         println!(
-            "{seeds} seeds kept all promises, {} did not; {} requests, {} stops, {:.0} s of virtual time in {:.1} s",
+            "{seeds} seeds kept all promises, {} did not; {} requests, {} stops, {} L1 and {} refcount tables moved, {:.0} s of virtual time in {:.1} s",
             findings.len(),
             total.requests,
             total.stops,
+            total.moves[0],
+            total.moves[1],
             total.virtual_time.as_secs_f64(),
             elapsed.as_secs_f64(),
         );

@@ -18,6 +18,14 @@ pub(super) struct ImageBytes {
     bytes: Vec<u8>,
 }
 
+/// Where the L1 table and the refcount table of the image on a disk lie.
+pub(super) fn tables(medium: &Medium) -> [u64; 2] {
+    let mut bytes = vec![0; 64.min(medium.size().as_usize())];
+    medium.read(ByteOffset::ZERO, &mut bytes);
+    let header = ImageBytes { bytes };
+    [header.long(40), header.long(48)]
+}
+
 /// What refers to clusters: the disk, or a snapshot.
 #[derive(Clone, Copy)]
 struct Tree {

@@ -22,6 +22,8 @@ pub struct Summary {
     pub requests: u64,
     /// Times that the stack was stopped.
     pub stops: u64,
+    /// Lives in which a table of either kind of [`Stack::tables`] has moved, but for the first life of a seed.
+    pub moves: [u64; 2],
     /// Time that passed on the virtual clock.
     pub virtual_time: Duration,
 }
@@ -90,6 +92,7 @@ impl<'a> Run<'a> {
     /// One life; what it leaves on the disks.
     fn live(&mut self, life: u32, media: Vec<Medium>) -> Result<Vec<Medium>, Broken> {
         let on = simulated_loop()?;
+        let tables = self.stack.tables(&media);
         let disks = self.open_disks(&on, media);
         if life == 1 {
             let formatted = on.block_on(self.stack.format(&on, &disks));
@@ -105,10 +108,20 @@ impl<'a> Run<'a> {
         self.stack
             .check(&left)
             .map_err(|why| format!("what the stop has left: {why}"))?;
+        self.count_moves(&tables, &self.stack.tables(&left));
         self.summary.virtual_time += on.now().since(LoopTime::default());
         drop(disks);
         forget_loop(on)?;
         Ok(left)
+    }
+
+    fn count_moves(&mut self, before: &[[u64; 2]], after: &[[u64; 2]]) {
+        let disks = before.iter().zip(after).filter(|(before, _)| **before != [0; 2]);
+        for (before, after) in disks {
+            for (kind, moves) in self.summary.moves.iter_mut().enumerate() {
+                *moves += u64::from(before[kind] != after[kind]);
+            }
+        }
     }
 
     fn open_disks(&mut self, on: &Loop, media: Vec<Medium>) -> Vec<Rc<SimulatedDevice>> {

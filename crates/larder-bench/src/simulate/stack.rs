@@ -14,7 +14,7 @@ use larder_qcow2::journal::{Journal, Left, is_of_this_boot};
 use larder_qcow2::shape::Shape;
 use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
 
-use super::qcow2_image::ImageBytes;
+use super::qcow2_image::{self, ImageBytes};
 
 /// A disk that a stack stands on.
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +116,11 @@ pub trait Stack: Sync {
     /// What is wrong.
     fn check(&self, _: &[Medium]) -> Result<(), String> {
         Ok(())
+    }
+
+    /// Where tables lie on the disks that may move, to count how often they do; two numbers for each disk that has some.
+    fn tables(&self, _: &[Medium]) -> Vec<[u64; 2]> {
+        Vec::new()
     }
 
     /// Whether its size follows that of its first disk.
@@ -620,6 +625,10 @@ impl Stack for Qcow2Stack {
         images
             .enumerate()
             .try_for_each(|(index, image)| image.check().map_err(|why| format!("image {index}: {why}")))
+    }
+
+    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
+        media.iter().map(qcow2_image::tables).collect()
     }
 
     fn is_resizable(&self) -> bool {
