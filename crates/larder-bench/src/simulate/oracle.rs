@@ -280,12 +280,12 @@ impl Oracle {
 
     /// What lies behind the first `sectors` sectors has gone; false if something there was durable.
     pub(super) fn cut_off(&mut self, sectors: u64) -> bool {
-        let cut = self.sectors.drain((sectors as usize).min(self.sectors.len())..);
+        let mut cut = self.sectors.drain((sectors as usize).min(self.sectors.len())..);
         let may_be_zeros = |sector: Sector| {
             let zeros = |entry: &Entry| matches!(entry.effect, Effect::Holds(Stamp::ZEROS) | Effect::Forgets);
             sector.entries.iter().any(zeros)
         };
-        cut.map(may_be_zeros).fold(true, |all, zeros| all && zeros)
+        cut.all(may_be_zeros)
     }
 
     /// The disk has, or may get, so many sectors at least; new ones are zeros.
