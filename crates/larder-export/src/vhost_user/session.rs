@@ -185,7 +185,9 @@ impl Session {
     }
 
     async fn answer(&mut self, header: &Header, request: Request) -> Result<(), SessionError> {
-        let acknowledge = header.need_reply && self.protocol_features & protocol::REPLY_ACK != 0;
+        // Whoever asks knows about acknowledgements, and waits for it, even where they were agreed on with a predecessor:
+        // QEMU before 9.1 may go on like that after a server has died.
+        let acknowledge = header.need_reply;
         let number = header.request;
         match self.carry_out(request).await {
             Ok(Reply::Bytes(bytes)) => self.socket.write_all(&bytes).await?,
