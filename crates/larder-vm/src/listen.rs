@@ -63,7 +63,7 @@ impl SocketFile {
                 Err(error) if error.kind() != io::ErrorKind::ConnectionRefused => {
                     return Err(ListenError::Taken { path });
                 }
-                Ok(stream) if !listener_is_dead(&stream) => return Err(ListenError::Taken { path }),
+                Ok(stream) if !listener_has_ended(&stream) => return Err(ListenError::Taken { path }),
                 _ => {
                     // Nobody listens: its maker is dead, and it is our turn to replace it.
                     let _ = fs::remove_file(&path);
@@ -153,9 +153,10 @@ impl Drop for Turn {
     }
 }
 
-/// Whether the process that listens has ended. Its socket may outlive it for a moment: the kernel takes a killed
-/// process' io_uring apart in the background, and the ring's wait for connections holds the socket.
-fn listener_is_dead(stream: &UnixStream) -> bool {
+/// Whether the process that listens, or listened, at the other end has ended. Its socket may outlive it for a moment:
+/// the kernel takes a killed process' io_uring apart in the background, and the ring's wait for connections holds the
+/// socket.
+pub(crate) fn listener_has_ended(stream: &UnixStream) -> bool {
     let Ok(peer) = rustix::net::sockopt::socket_peercred(stream) else {
         return false;
     };

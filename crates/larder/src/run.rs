@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use larder_vm::run::check::{Findings, check};
 use larder_vm::run::lease::{Lease, Places};
-use larder_vm::run::plan::{Plan, Setting, guest_name, plan, program};
+use larder_vm::run::plan::{Plan, PlannedDisk, Setting, guest_name, plan, program};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::supervise::{ServerProgram, supervise};
 use larder_vm::run::version::QemuVersion;
@@ -56,7 +56,7 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         return dry_run(&plan, &places, &found);
     }
     if arguments.verbose {
-        for line in server_commands(&plan) {
+        for line in server_commands(&plan, PlannedDisk::kept_serve_arguments) {
             say(&line);
         }
         say(&command_line(&plan.qemu));
@@ -95,7 +95,11 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
         ));
     }
     let mut lines = preparations(plan, &places.folder);
-    lines.extend(server_commands(plan).into_iter().map(|line| format!("{line} &")));
+    lines.extend(
+        server_commands(plan, PlannedDisk::serve_arguments)
+            .into_iter()
+            .map(|line| format!("{line} &")),
+    );
     lines.push(command_line(&plan.qemu));
     print(&format!("{}\n", lines.join("\n")))?;
     Ok(match problems.is_empty() {
@@ -127,12 +131,10 @@ fn preparations(plan: &Plan, folder: &Path) -> Vec<String> {
 }
 
 /// The command of each disk's server.
-fn server_commands(plan: &Plan) -> Vec<String> {
+fn server_commands(plan: &Plan, arguments: fn(&PlannedDisk) -> Vec<OsString>) -> Vec<String> {
     let program = std::env::args_os().next().unwrap_or_else(|| "larder".into());
     let commands = plan.disks.iter().map(|planned| {
-        let words: Vec<OsString> = std::iter::once(program.clone())
-            .chain(planned.serve_arguments())
-            .collect();
+        let words: Vec<OsString> = std::iter::once(program.clone()).chain(arguments(planned)).collect();
         command_line(&words)
     });
     commands.collect()

@@ -12,7 +12,7 @@ pub(super) fn start_server(program: &ServerProgram, planned: &PlannedDisk) -> io
     let mut command = Command::new(&program.path);
     command
         .arg0("larder")
-        .args(planned.serve_arguments())
+        .args(planned.kept_serve_arguments())
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .process_group(0);

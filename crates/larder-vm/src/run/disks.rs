@@ -400,5 +400,5 @@ impl GuestNames {
 
 /// The socket of the disk at `index` lies in the folder of the sockets.
 pub(super) fn longest_socket(sockets: &Path) -> PathBuf {
-    sockets.join("disk-999.sock")
+    sockets.join("disk-999.server")
 }

@@ -2,7 +2,8 @@
 //!
 //! [`plan`] turns the command line into what is to be started; it touches nothing. [`lease`] makes what that needs on
 //! this host, files of RAM and a folder for the sockets, and takes it away again. [`supervise`] starts a server for
-//! each disk and QEMU, keeps the servers alive, and ends when QEMU does.
+//! each disk and QEMU, keeps the servers alive, and ends when QEMU does. `keeper` stands between QEMU and each server,
+//! so that QEMU never sees one go.
 //!
 //! Invariants:
 //! - An argument that is not about a disk or the RAM reaches QEMU as it is, in its order.
@@ -20,6 +21,7 @@ pub mod disk_option;
 mod disks;
 pub mod drive;
 mod inventory;
+mod keeper;
 pub mod keyval;
 pub mod lease;
 pub mod limits;

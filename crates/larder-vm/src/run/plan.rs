@@ -46,9 +46,19 @@ impl PlannedDisk {
         self.socket.with_extension("pid")
     }
 
-    /// The arguments with which this program serves it.
+    /// Where its server listens while a keeper stands between it and QEMU.
+    pub(super) fn server_socket(&self) -> PathBuf {
+        self.socket.with_extension("server")
+    }
+
+    /// The arguments with which this program serves it to QEMU itself.
     pub fn serve_arguments(&self) -> Vec<OsString> {
         self.disk.serve_arguments(&self.socket, &self.ready_file())
+    }
+
+    /// The same, for the server that QEMU does not see.
+    pub fn kept_serve_arguments(&self) -> Vec<OsString> {
+        self.disk.serve_arguments(&self.server_socket(), &self.ready_file())
     }
 }
 
@@ -162,9 +172,6 @@ fn warnings(options: &[(&str, &str)]) -> Vec<String> {
         "global" if text.contains("virtio-blk") => {
             Some(format!("-global {text}: does not reach the disks that Larder serves"))
         }
-        "runas" | "chroot" | "run-with" => Some(format!(
-            "-{name} {text}: QEMU may then not find its disks again if their server must be restarted"
-        )),
         _ => None,
     });
     lines.collect()

@@ -1,8 +1,8 @@
 //! The servers and QEMU at work: started, watched, ended together.
 //!
-//! A server that dies is started again; QEMU reconnects and the guest's requests go on where they were. QEMU's end is
-//! the end of everything, and its exit code ours. If this process is killed, QEMU and the servers get SIGTERM from the
-//! kernel.
+//! A server that dies is started again; its keeper tells the next one what QEMU had said, and the guest's requests go on
+//! where they were. QEMU's end is the end of everything, and its exit code ours. If this process is killed, QEMU and the
+//! servers get SIGTERM from the kernel.
 
 use std::io;
 use std::os::unix::process::ExitStatusExt;
@@ -14,6 +14,7 @@ use rustix::process::Signal;
 
 use super::backoff::Backoff;
 use super::child::{Guarded, start_qemu, start_server};
+use super::keeper::{Keeper, KeeperError};
 use super::plan::{Plan, PlannedDisk};
 use super::signals::{Received, Signals};
 use crate::image::ImageAddress;
@@ -53,6 +54,11 @@ pub enum SuperviseError {
     ServerEnded { image: ImageAddress, status: ExitStatus },
     #[error("the server of disk {image} was not ready after {} s; is its storage stuck?", START_MAX.as_secs())]
     ServerSlow { image: ImageAddress },
+    #[error("disk {image}: {source}")]
+    Keeper {
+        image: ImageAddress,
+        source: Box<KeeperError>,
+    },
     #[error("cannot wait for signals and children: {0}")]
     Wait(#[from] io::Error),
 }
@@ -74,6 +80,7 @@ pub fn supervise(plan: &Plan, program: &ServerProgram, say: Say<'_>) -> Result<u
     if let Some(signal) = wait_until_ready(&mut servers, &signals)? {
         return Ok(code_of_signal(signal.as_raw()));
     }
+    let keepers = plan.disks.iter().map(keep).collect::<Result<Vec<_>, _>>()?;
     let qemu = start_qemu(plan).map_err(|source| SuperviseError::Start {
         what: plan
             .qemu
@@ -82,9 +89,17 @@ pub fn supervise(plan: &Plan, program: &ServerProgram, say: Say<'_>) -> Result<u
             .unwrap_or_default(),
         source,
     })?;
-    let status = watch(&mut Guarded::new(qemu), &mut servers, &signals)?;
+    let status = watch(&mut Guarded::new(qemu), &mut servers, &keepers, &signals)?;
+    drop(keepers);
     stop(servers, &signals, say)?;
     Ok(exit_code(status))
+}
+
+fn keep(planned: &PlannedDisk) -> Result<Keeper, SuperviseError> {
+    Keeper::start(planned).map_err(|source| SuperviseError::Keeper {
+        image: planned.disk.image.clone(),
+        source: Box::new(source),
+    })
 }
 
 fn exit_code(status: ExitStatus) -> u8 {
@@ -119,7 +134,12 @@ fn wait_until_ready(servers: &mut [Server<'_>], signals: &Signals) -> Result<Opt
 }
 
 /// Keeps the servers alive until QEMU ends.
-fn watch(qemu: &mut Guarded, servers: &mut [Server<'_>], signals: &Signals) -> io::Result<ExitStatus> {
+fn watch(
+    qemu: &mut Guarded,
+    servers: &mut [Server<'_>],
+    keepers: &[Keeper],
+    signals: &Signals,
+) -> io::Result<ExitStatus> {
     loop {
         if let Some(status) = qemu.ended()? {
             return Ok(status);
@@ -129,12 +149,11 @@ fn watch(qemu: &mut Guarded, servers: &mut [Server<'_>], signals: &Signals) -> i
         }
         let next = servers.iter().filter_map(|server| server.due).min();
         let timeout = next.map(|due| due.saturating_duration_since(Instant::now()));
-        if let Some(Received::End {
-            signal,
-            from_terminal: false,
-        }) = signals.wait(timeout)?
-        {
-            qemu.signal(signal);
+        if let Some(Received::End { signal, from_terminal }) = signals.wait(timeout)? {
+            keepers.iter().for_each(Keeper::qemu_ends);
+            if !from_terminal {
+                qemu.signal(signal);
+            }
         }
     }
 }

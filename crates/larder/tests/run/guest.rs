@@ -1,7 +1,8 @@
 //! A real guest under `larder run`: the test bed's kernel and initramfs, with a script of the test's own.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -283,6 +284,32 @@ impl Guest {
         }
     }
 
+    /// A connection to QEMU's monitor, once it has set its devices up.
+    pub(crate) fn monitor(&self, socket: &Path) -> UnixStream {
+        let mut stream = loop {
+            match UnixStream::connect(socket) {
+                Ok(stream) => break stream,
+                Err(_) => self.pause("QEMU has made no monitor"),
+            }
+        };
+        stream.set_read_timeout(Some(PATIENCE)).expect("takes a limit");
+        let mut text = Vec::new();
+        while !text.ends_with(b"(qemu) ") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).expect("a prompt");
+            text.extend(byte);
+        }
+        stream
+    }
+
+    /// Kills the only server, and waits until the next one listens.
+    pub(crate) fn replace_server(&self) {
+        let killed = self.child_when("disk serve", listens);
+        signal(killed, rustix::process::Signal::KILL);
+        self.wait_until_gone(&[killed]);
+        self.child_when("disk serve", |pid| pid != killed && listens(pid));
+    }
+
     /// Waits until none of the processes exists.
     pub(crate) fn wait_until_gone(&self, pids: &[Pid]) {
         while pids.iter().any(|pid| is_alive(*pid)) {
@@ -341,6 +368,14 @@ pub(crate) fn is_alive(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ")
         .is_some_and(|(_, behind)| !behind.starts_with(['Z', 'X']))
+}
+
+/// Whether a server listens: the file that it makes then has its number.
+fn listens(server: Pid) -> bool {
+    let line = command_line(server);
+    let file = line.split(' ').skip_while(|word| *word != "--pidfile").nth(1);
+    let text = file.and_then(|file| fs::read_to_string(file).ok());
+    text.is_some_and(|text| text.trim() == server.to_string())
 }
 
 /// How many bytes the process has written to disks.

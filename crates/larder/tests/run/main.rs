@@ -5,6 +5,7 @@ mod qcow2;
 mod words;
 
 use std::fs;
+use std::io::Write;
 use std::process::Command;
 
 use rustix::process::Signal;
@@ -127,6 +128,54 @@ fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize) {
 }
 
 #[test]
+fn a_server_may_die_while_the_guest_has_not_started_its_driver_or_has_stopped_it() {
+    let place = Place::new("driverless");
+    kill_servers_beside_the_driver(&place, qemu());
+}
+
+#[test]
+fn so_it_may_under_qemu_10() {
+    let place = Place::new("driverless_ten");
+    let qemu = place.qemu_10();
+    kill_servers_beside_the_driver(&place, &qemu);
+}
+
+/// Kills the server whenever QEMU has nothing running on it: before the guest's first instruction, and while its driver
+/// is unbound. QEMU before 9.1 would never talk to the next one.
+fn kill_servers_beside_the_driver(place: &Place, qemu: &std::path::Path) {
+    let image = place.image("disk.raw", 8);
+    let script = "
+        round=0
+        while [ $round -lt 3 ]; do
+          round=$((round + 1))
+          dd if=/dev/urandom of=/tmp/data bs=64k count=4 2>/dev/null
+          dd if=/tmp/data of=/dev/vda bs=64k oflag=direct conv=fsync 2>/dev/null || exit 1
+          echo virtio0 >/sys/bus/virtio/drivers/virtio_blk/unbind
+          echo UNBOUND
+          read -r line </dev/console
+          echo virtio0 >/sys/bus/virtio/drivers/virtio_blk/bind
+          dd if=/dev/vda of=/tmp/back bs=64k count=4 iflag=direct 2>/dev/null || exit 2
+          cmp /tmp/data /tmp/back || exit 3
+        done
+        dmesg | grep -i 'I/O error' && exit 4
+        exit 0";
+    let monitor = place.path("monitor");
+    let monitor_option = format!("unix:{},server=on,wait=off", monitor.display());
+    let more = ["-drive", &drive(&image, ""), "-S", "-monitor", &monitor_option];
+    let mut guest = Guest::boot(place, qemu, &[], &more, script);
+    let mut monitor = guest.monitor(&monitor);
+    guest.replace_server();
+    writeln!(monitor, "cont").expect("QEMU reads");
+    for _ in 0..3 {
+        guest.line("UNBOUND");
+        guest.replace_server();
+        guest.type_line("bind");
+    }
+    assert_eq!(guest.line("LARDER-GUEST-EXIT"), "LARDER-GUEST-EXIT 0");
+    assert_eq!(guest.end().0, 0);
+}
+
+#[test]
 fn sigterm_ends_all_of_it() {
     let place = Place::new("term");
     let image = place.image("disk.raw", 8);
@@ -139,6 +188,25 @@ fn sigterm_ends_all_of_it() {
     let (code, output) = guest.end();
     assert_eq!(code, 0, "QEMU's own:\n{output}");
     assert!(!children.into_iter().any(is_alive));
+    assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn qemu_can_be_told_to_end_while_its_disk_has_no_server() {
+    let place = Place::new("bereft");
+    let image = place.image("disk.raw", 8);
+    let mut guest = Guest::boot(&place, qemu(), &[], &["-drive", &drive(&image, "")], IDLE);
+    guest.line("READY");
+    fs::rename(&image, place.path("elsewhere.raw")).expect("can be renamed");
+    let server = guest.child_when("disk serve", |_| true);
+    signal(server, Signal::KILL);
+    // Nor does the next one come up.
+    let died = format!("larder: disk {}: its server died", image.display());
+    guest.line(&format!("{died} (signal: 9 (SIGKILL))"));
+    guest.line(&format!("{died} (exit status: 2)"));
+    signal(guest.pid(), Signal::TERM);
+    let (code, output) = guest.end();
+    assert_eq!(code, 0, "QEMU's own:\n{output}");
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
 }
 
