@@ -4,7 +4,7 @@ mod support;
 
 use larder_bench::campaign::disk::{Format, Target, Victim};
 use larder_bench::campaign::front_end::Options;
-use larder_bench::campaign::{Random, flush_kills, guest_kills};
+use larder_bench::campaign::{Random, boot_kills, flush_kills, guest_kills};
 use support::{larder, on_disk, on_tmpfs};
 
 #[test]
@@ -77,4 +77,12 @@ fn a_guest_with_packed_queues_on_tmpfs_notices_only_a_pause_when_its_server_is_k
     let image = folder.path().join("disk.raw");
     let disk = "num-queues=2,packed=on";
     guest_kills::run(larder(), &image, sockets.path(), disk, 5, &mut Random::new(3)).expect("survives");
+}
+
+#[test]
+fn a_guest_boots_though_the_servers_of_its_disks_are_killed_all_the_while() {
+    let folder = on_disk();
+    let report = boot_kills::run(larder(), folder.path(), 2, &mut Random::new(6)).expect("starts");
+    assert!(report.kills > 0, "{report:?}");
+    assert!(report.failures.is_empty(), "{}", report.failures.join("\n"));
 }

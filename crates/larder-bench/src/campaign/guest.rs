@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use tempfile::TempDir;
 
 use super::process::Process;
@@ -52,6 +52,44 @@ pub fn project() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
+/// A file that `testbed/setup.sh` makes.
+///
+/// # Errors
+/// It is not there.
+pub fn test_bed(file: &str) -> anyhow::Result<PathBuf> {
+    let path = project().join("target/testbed").join(file);
+    ensure!(path.exists(), "{} is missing: run testbed/setup.sh", path.display());
+    Ok(path)
+}
+
+/// Makes the initramfs, in `folder`, of a guest that runs `script` and powers off.
+///
+/// # Errors
+/// The test bed is not set up, or the host's.
+pub fn initramfs(script: &str, folder: &Path) -> anyhow::Result<PathBuf> {
+    let (source, initrd) = (folder.join("test.sh"), folder.join("initrd"));
+    fs::write(&source, script)?;
+    let made = Command::new(project().join("testbed/with-script.sh"))
+        .arg(test_bed("guest.cpio.gz")?)
+        .args([&source, &initrd])
+        .status()?;
+    ensure!(made.success(), "testbed/with-script.sh failed");
+    Ok(initrd)
+}
+
+/// What QEMU's `-accel` is to be on this machine.
+///
+/// # Errors
+/// The test bed is not set up.
+pub fn accelerator() -> anyhow::Result<String> {
+    let output = Command::new(project().join("testbed/accel.sh")).output()?;
+    let name = match output.stdout.trim_ascii() {
+        b"kvm" => "kvm",
+        _ => "tcg,thread=multi",
+    };
+    Ok(name.to_owned())
+}
+
 impl Guest {
     /// Boots a guest that runs `script`.
     ///
@@ -59,31 +97,11 @@ impl Guest {
     /// The test bed is not set up, or QEMU cannot be started.
     pub fn start(script: &str, socket: &Path, options: &GuestOptions) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
-        let bed = project().join("target/testbed");
-        for file in ["vmlinuz", "guest.cpio.gz"] {
-            if !bed.join(file).exists() {
-                bail!("{} is missing: run testbed/setup.sh", bed.join(file).display());
-            }
-        }
-        let (source, initrd) = (folder.path().join("test.sh"), folder.path().join("initrd"));
-        fs::write(&source, script)?;
-        let made = Command::new(project().join("testbed/with-script.sh"))
-            .arg(bed.join("guest.cpio.gz"))
-            .args([&source, &initrd])
-            .status()?;
-        if !made.success() {
-            bail!("testbed/with-script.sh failed");
-        }
-        let accelerator = Command::new(project().join("testbed/accel.sh")).output()?;
-        let accelerator = String::from_utf8(accelerator.stdout)?;
-        let accelerator = match accelerator.trim() {
-            "kvm" => "kvm",
-            _ => "tcg,thread=multi",
-        };
+        let initrd = initramfs(script, folder.path())?;
         let monitor = folder.path().join("qmp");
         let mut command = Command::new("qemu-system-x86_64");
         command
-            .args(["-accel", accelerator, "-smp", &options.processors.to_string()])
+            .args(["-accel", &accelerator()?, "-smp", &options.processors.to_string()])
             .arg("-m")
             .arg(format!("{}k,slots=4,maxmem=4G", options.memory_kib))
             .arg("-object")
@@ -100,7 +118,7 @@ impl Guest {
                 "-no-reboot",
             ])
             .args(["-serial", "stdio", "-kernel"])
-            .arg(bed.join("vmlinuz"))
+            .arg(test_bed("vmlinuz")?)
             .arg("-initrd")
             .arg(&initrd)
             .args(["-append", "console=ttyS0 quiet panic=-1"])

@@ -5,6 +5,7 @@
 #[allow(missing_docs)]
 pub mod front_end;
 
+pub mod boot_kills;
 pub mod disk;
 pub mod flush_kills;
 pub mod guest;
@@ -54,6 +55,8 @@ enum Load {
     Guest,
     /// A client that knows what must be in the image after each kill
     Flush,
+    /// Guests that boot under `larder run`; --count is theirs, and each has a raw and a qcow2 disk
+    Boot,
 }
 
 /// A sequence of numbers that only looks random.
@@ -116,6 +119,19 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             );
             println!("{} kills met requests in flight", report.interrupted);
             println!("from the kill until connected again, {}", report.reconnects);
+        }
+        Load::Boot => {
+            let report = boot_kills::run(&larder, images.path(), arguments.count, &mut random)?;
+            for failure in &report.failures {
+                println!("{failure}");
+            }
+            println!(
+                "{} guests booted under {} kills, {} of them failed",
+                report.boots,
+                report.kills,
+                report.failures.len()
+            );
+            anyhow::ensure!(report.failures.is_empty(), "not every guest got through");
         }
         Load::Flush => {
             let options = front_end::Options {

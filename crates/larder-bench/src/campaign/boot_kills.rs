@@ -1,0 +1,134 @@
+//! The servers of a guest's disks are killed at random moments while it boots under `larder run`, where QEMU and the
+//! guest's driver set the devices up; the guest must get through, read back what it wrote, and power off.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::ensure;
+
+use super::Random;
+use super::disk::{self, Format};
+use super::guest::{accelerator, initramfs, test_bed};
+use super::process::Process;
+
+/// A guest that has not powered off this long after the last kill hangs: 120 s, counted in steps, so that time in which
+/// all processes were stopped does not count.
+const STEPS_MAX: u32 = 1200;
+const STEP: Duration = Duration::from_millis(100);
+
+/// Kills in one boot; a server that dies over and over is started again ever later.
+const KILLS_MAX: u32 = 8;
+
+const SCRIPT: &str = r#"
+for disk in vda vdb; do
+  fio --minimal --direct=1 --ioengine=libaio --iodepth=8 --rw=randwrite --bsrange=4k-64k --size=8m --fsync=16 \
+    --verify=crc32c --verify_fatal=1 --filename=/dev/$disk --name=$disk >/fio || { cat /fio; dmesg | tail; exit 1; }
+done
+if dmesg | grep -iE 'i/o error|blk_update|hung task'; then exit 1; fi
+"#;
+
+/// What came of it.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// Guests started.
+    pub boots: u32,
+    /// Servers killed.
+    pub kills: u32,
+    /// What went wrong, one text for each guest that did not get through.
+    pub failures: Vec<String>,
+}
+
+/// Boots `count` guests, each from new images in `folder`, a raw and a qcow2 one.
+///
+/// # Errors
+/// A guest could not even be started.
+pub fn run(larder: &Path, folder: &Path, count: u32, random: &mut Random) -> anyhow::Result<Report> {
+    let mut report = Report::default();
+    let initrd = initramfs(SCRIPT, folder)?;
+    for boot in 0..count {
+        report.boots += 1;
+        let images = [Format::Raw, Format::Qcow2].map(|format| (format, folder.join(format!("disk-{format:?}"))));
+        for (format, image) in &images {
+            disk::create(*format, image, 16 << 20)?;
+        }
+        let mut command = Command::new(larder);
+        command
+            .args(["run", "--", "qemu-system-x86_64", "-name", "boot-kills"])
+            .args(["-accel", &accelerator()?, "-m", "512", "-smp", "2"])
+            .args(["-nodefaults", "-display", "none", "-serial", "stdio", "-no-reboot"])
+            .arg("-kernel")
+            .arg(test_bed("vmlinuz")?)
+            .arg("-initrd")
+            .arg(&initrd)
+            .args(["-append", "console=ttyS0 quiet panic=-1"]);
+        for (format, image) in &images {
+            let format = format!("{format:?}").to_lowercase();
+            let drive = format!("if=virtio,cache=none,format={format},file={}", image.display());
+            command.args(["-drive", &drive]);
+        }
+        let mut run = Process::start(command)?;
+        let ended = kill_servers(&mut run, &mut report.kills, random).and_then(|()| {
+            disk::qcow2_contents(&images[1].1)?;
+            Ok(())
+        });
+        if let Err(error) = ended {
+            report.failures.push(format!("boot {boot}: {error:#}"));
+        }
+    }
+    Ok(report)
+}
+
+/// Kills the servers of a run now and then until it ends, some of them again within milliseconds.
+fn kill_servers(run: &mut Process, kills: &mut u32, random: &mut Random) -> anyhow::Result<()> {
+    // The first time while QEMU sets itself up, perhaps.
+    let mut pause = random.below(1000);
+    for _ in 0..KILLS_MAX {
+        std::thread::sleep(Duration::from_millis(pause));
+        if run.output().contains("LARDER-GUEST-EXIT") {
+            break;
+        }
+        *kills += kill_children(run.id());
+        pause = match random.below(4) {
+            0 => random.below(30),
+            _ => 300 + random.below(2200),
+        };
+    }
+    let mut steps = 0..STEPS_MAX;
+    let status = loop {
+        match run.wait(STEP) {
+            Ok(status) => break status,
+            Err(error) if steps.next().is_none() => return Err(error.context("the guest hangs")),
+            Err(_) => {}
+        }
+    };
+    let well = run.output().contains("LARDER-GUEST-EXIT 0");
+    ensure!(
+        status.success() && well,
+        "the run ended with {status}:\n{}",
+        run.output()
+    );
+    Ok(())
+}
+
+/// Kills the servers, if QEMU has been started, and tells how many.
+fn kill_children(run: u32) -> u32 {
+    let children = std::fs::read_to_string(format!("/proc/{run}/task/{run}/children")).unwrap_or_default();
+    let children = children.split_whitespace().filter_map(|text| text.parse::<i32>().ok());
+    let commands: Vec<(i32, String)> = children
+        .map(|child| {
+            let words = std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+            (child, String::from_utf8_lossy(&words).into_owned())
+        })
+        .collect();
+    if !commands.iter().any(|(_, words)| words.starts_with("qemu-system")) {
+        return 0;
+    }
+    let servers = commands.iter().filter(|(_, words)| words.contains("disk\0serve"));
+    servers
+        .map(|(server, _)| {
+            // SAFETY: a plain system call. The number was a server's a moment ago; numbers take long to come again.
+            unsafe { libc::kill(*server, libc::SIGKILL) };
+        })
+        .count() as u32
+}
