@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use larder_block::range_lock::{Mode, Ranges};
 use larder_block::{
-    ByteLen, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, WriteBuf, WriteFlags, ZeroFlags,
+    ByteLen, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
 };
 use smallvec::SmallVec;
 
@@ -378,13 +378,17 @@ impl Qcow2 {
             .grow(size.get().div_ceil(self.shape.cluster_len()));
         let added = ByteRange::between(ByteOffset::ZERO + old, ByteOffset::ZERO + size);
         self.hide_backing(added).await.map_err(failed)?;
-        let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        let alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
         let changed = self.change_header(|sector| header::set_size(sector, size.get()));
         changed.await.map_err(failed)?;
         let mut geometry = self.geometry.get();
         geometry.size = size;
         self.geometry.set(geometry);
-        self.changes.announce();
+        // Also if the caller gives up now.
+        let _announced = Announced(&self.changes);
+        drop(alone);
+        // Nobody writes behind the old end yet. Those under way may have taken the cluster that it cut off for whole.
+        self.in_flight.drained().await;
         Ok(())
     }
 
@@ -445,6 +449,15 @@ impl Qcow2 {
         self.write_all(&[(at.offset, bytes)]).await?;
         self.write_refcounts().await?;
         Ok((at, allocation))
+    }
+}
+
+/// Announces a change of size when it is dropped.
+struct Announced<'a>(&'a SizeChanges);
+
+impl Drop for Announced<'_> {
+    fn drop(&mut self) {
+        self.0.announce();
     }
 }
 

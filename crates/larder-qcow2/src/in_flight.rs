@@ -75,6 +75,22 @@ impl InFlight {
         epoch < self.oldest.get()
     }
 
+    /// Waits until every request that is under way now has ended.
+    pub(crate) async fn drained(&self) {
+        let epoch = self.next_epoch();
+        loop {
+            let generation = self.ended.generation();
+            if self.has_ended(epoch) || self.is_idle() {
+                return;
+            }
+            if self.current.get() == epoch {
+                // There was none to spare.
+                self.next_epoch();
+            }
+            self.ended.after(generation).await;
+        }
+    }
+
     fn advance(&self) {
         while self.oldest.get() < self.current.get()
             && self.counts[(self.oldest.get() % EPOCHS as u64) as usize].get() == 0

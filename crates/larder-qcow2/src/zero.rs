@@ -66,13 +66,14 @@ impl Qcow2 {
 
     pub(crate) async fn zero_steps(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
         let failed = |error: IoError| self.error(Operation::WriteZeroes, range, error.failure());
-        let whole = self.whole_clusters(range);
-        if flags.fast_only && (whole.is_empty() || self.shape.version < 3) {
+        if flags.fast_only && (self.whole_clusters(range).is_empty() || self.shape.version < 3) {
             return Err(self.error(Operation::WriteZeroes, range, Failure::Unsupported));
         }
         self.before_change().await.map_err(failed)?;
         {
             let _counted = self.in_flight.counted();
+            // The disk does not grow over these while they are counted.
+            let whole = self.whole_clusters(range);
             let want = if flags.unmap { Want::Unmap } else { Want::Keep };
             let left = self.unmap(whole, want).await.map_err(failed)?;
             let (head, tail) = match whole.is_empty() {

@@ -330,6 +330,8 @@ impl Worker {
                 self.life.fail(format!("#{number} was refused: {error}"));
             }
             Failure::Unsupported if matches!(request, Request::Zero { fast: true, .. }) => {}
+            // An image of version 2 with a snapshot.
+            Failure::Unsupported if matches!(request, Request::Grow(_)) => {}
             failure => self.life.count_failure(number, failure),
         }
     }
