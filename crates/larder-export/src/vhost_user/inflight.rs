@@ -7,6 +7,7 @@
 //! that the note carries tells whether the last one had been given back. After an orderly stop the version is set back
 //! to 0, "not initialised", so that the next start takes its position from the front-end.
 
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{Ordering, compiler_fence};
@@ -62,6 +63,13 @@ pub struct InflightRegion {
     packed: bool,
 }
 
+impl fmt::Display for InflightRegion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let layout = if self.packed { "packed" } else { "split" };
+        write!(f, "{} {layout} queues of {}", self.queues, self.queue_size)
+    }
+}
+
 fn queue_bytes(queue_size: u16, packed: bool) -> usize {
     let count = usize::from(queue_size);
     let bytes = if packed {
@@ -108,7 +116,12 @@ impl InflightRegion {
     /// # Errors
     /// It is too small for its queues, or cannot be mapped.
     pub fn adopt(info: &InflightInfo, file: &OwnedFd, packed: bool) -> Result<Self, MemoryError> {
-        let needed = (queue_bytes(info.queue_size, packed) * usize::from(info.queues)) as u64;
+        let bytes_for = |queue_size| (queue_bytes(queue_size, packed) * usize::from(info.queues)) as u64;
+        // QEMU repeats the size that it asked for, whatever it got; one of ours is as long as what it was made for.
+        let ours = |size: &u16| bytes_for(*size) + MEMO_BYTES as u64 == info.bytes;
+        let mut larger = (0..15).map(|shift| 1 << shift).filter(|size| *size > info.queue_size);
+        let queue_size = larger.find(ours).unwrap_or(info.queue_size);
+        let needed = bytes_for(queue_size);
         if info.bytes < needed {
             return Err(MemoryError::Map {
                 what: "the region of requests in flight",
@@ -122,7 +135,7 @@ impl InflightRegion {
             memo: Memo::find(&mapping, needed as usize),
             mapping,
             queues: info.queues,
-            queue_size: info.queue_size,
+            queue_size,
             packed,
         })
     }

@@ -12,6 +12,7 @@ use std::rc::Rc;
 use larder_block::event_loop::Socket;
 use larder_block::{ByteLen, Loop};
 
+use super::QUEUE_SIZE_MAX;
 use super::blk::{self, feature};
 use super::inflight::InflightRegion;
 use super::memo::Memo;
@@ -410,7 +411,9 @@ impl Session {
             return Err(SessionError::InflightSize(info.queues, info.queue_size));
         }
         let write_cache = self.shared.write_cache.get();
-        let (made, file) = InflightRegion::create(info.queues, info.queue_size, self.packed(), write_cache)?;
+        // QEMU 10 asks for the size that its user gave, and may then have rings of 1024.
+        let queue_size = info.queue_size.max(QUEUE_SIZE_MAX);
+        let (made, file) = InflightRegion::create(info.queues, queue_size, self.packed(), write_cache)?;
         Ok(Reply::WithFile(message::reply_inflight(&made), file))
     }
 
@@ -547,6 +550,9 @@ impl Session {
         if inflight.is_some() && notes.is_none() {
             tracing::warn!(
                 queue = ring,
+                size = setup.size,
+                packed = layout.packed,
+                region = inflight.as_ref().map(|region| region.to_string()),
                 "the region of requests in flight has no room for this queue"
             );
         }
