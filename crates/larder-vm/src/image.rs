@@ -211,14 +211,22 @@ pub enum ImageError {
 /// The smallest block size that every guest can use, in bytes.
 const GUEST_BLOCK_BYTES: u32 = 512;
 
-/// How formats other than raw begin.
-const MAGICS: [(&[u8], &str); 5] = [
-    (b"QFI\xfb", "qcow2"),
-    (b"KDMV", "VMDK"),
-    (b"vhdxfile", "VHDX"),
-    (b"conectix", "VPC"),
-    (b"QED\0", "QED"),
+/// How formats other than raw begin: what stands at which byte. As QEMU probes them (`bdrv_probe` of its drivers).
+const MAGICS: [(usize, &[u8], &str); 10] = [
+    (0, b"QFI\xfb", "qcow2"),
+    (0, b"KDMV", "VMDK"),
+    (0, b"vhdxfile", "VHDX"),
+    (0, b"conectix", "VPC"),
+    (0, b"QED\0", "QED"),
+    (64, b"\x7f\x10\xda\xbe", "VDI"),
+    (0, b"LUKS\xba\xbe", "LUKS"),
+    (0, b"WithoutFreeSpace", "Parallels"),
+    (0, b"WithouFreSpacExt", "Parallels"),
+    (0, b"Bochs Virtual HD Image", "Bochs"),
 ];
+
+/// How much of an image tells what it begins like, in bytes.
+pub const BEGINNING_BYTES: usize = 512;
 
 /// Opens an image with every layer that its options call for: the backend and alignment, the format with all files that
 /// it refers to, then discard policy and limits.
@@ -307,7 +315,7 @@ fn recognise(path: &Path) -> Option<&'static str> {
     if !kind.is_file() && !kind.is_block_device() {
         return None;
     }
-    let mut head = [0; 8];
+    let mut head = [0; BEGINNING_BYTES];
     let mut file = std::fs::File::open(path).ok()?;
     let count = file.read(&mut head).ok()?;
     begins_like(&head[..count])
@@ -315,8 +323,9 @@ fn recognise(path: &Path) -> Option<&'static str> {
 
 /// The format, other than raw, that an image with this beginning has.
 pub fn begins_like(head: &[u8]) -> Option<&'static str> {
-    let known = MAGICS.iter().find(|(magic, _)| head.starts_with(magic));
-    known.map(|(_, format)| *format)
+    let stands = |at: usize, magic: &[u8]| head.get(at..).is_some_and(|rest| rest.starts_with(magic));
+    let known = MAGICS.iter().find(|(at, magic, _)| stands(*at, magic));
+    known.map(|(_, _, format)| *format)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use anyhow::{anyhow, bail};
 use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
-use larder_vm::image::{Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe};
+use larder_vm::image::{BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe};
 
 use serde_json::{Value, json};
 
@@ -80,12 +80,12 @@ pub(crate) async fn close(disk: &Rc<dyn BlockDevice>) -> anyhow::Result<()> {
 
 /// The format, other than raw, that an image begins like.
 pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str> {
-    let mut head = AlignedBuf::zeroed(512);
-    if file.geometry().size.get() < 512 {
+    let mut head = AlignedBuf::zeroed(BEGINNING_BYTES);
+    if file.geometry().size.get() < BEGINNING_BYTES as u64 {
         return None;
     }
     file.read(ByteOffset::ZERO, ReadBuf::new(&mut head)).await.ok()?;
-    begins_like(&head[..8])
+    begins_like(&head)
 }
 
 /// Who else uses an image so that it may change; nobody says so of an NBD export.

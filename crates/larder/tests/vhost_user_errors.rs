@@ -58,16 +58,25 @@ fn an_image_that_cannot_be_a_disk_is_refused_with_the_reason() {
     let empty = folder.path().join("empty.raw");
     fs::File::create(&empty).expect("a file");
     serve(&empty, &["empty.raw", "is empty", "truncate -s"]);
-    let vmdk = folder.path().join("a.vmdk");
-    tool("qemu-img", &["create", "-q", "-f", "vmdk", text(&vmdk), "1M"]);
-    serve(
-        &vmdk,
-        &[
-            "a.vmdk looks like a VMDK image",
-            "qemu-img convert -O qcow2",
-            "--format raw",
-        ],
-    );
+    for (format, name, options) in [
+        ("vmdk", "VMDK", &[][..]),
+        ("vdi", "VDI", &[]),
+        ("vhdx", "VHDX", &[]),
+        ("vpc", "VPC", &[]),
+        ("qed", "QED", &[]),
+        ("parallels", "Parallels", &[]),
+        (
+            "luks",
+            "LUKS",
+            &["--object", "secret,id=s,data=x", "-o", "key-secret=s,iter-time=10"],
+        ),
+    ] {
+        let image = folder.path().join(format!("a.{format}"));
+        let create = [&["create", "-q", "-f", format], options, &[text(&image), "1M"]].concat();
+        tool("qemu-img", &create);
+        let looks = format!("a.{format} looks like a {name} image");
+        serve(&image, &[&looks, "qemu-img convert -O qcow2", "--format raw"]);
+    }
     let bound = folder.path().join("bound");
     let _listener = UnixListener::bind(&bound);
     if bound.exists() {
