@@ -13,7 +13,8 @@ use crate::compressed::Decompressor;
 use crate::device::Qcow2;
 use crate::entry::OFFSET;
 use crate::header::{
-    AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError, TableAt,
+    AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_AREA_MAX, HEADER_SECTOR, Header, HeaderError,
+    TableAt,
 };
 use crate::in_flight::InFlight;
 use crate::journal::{Journal, Left, Record, new_session};
@@ -215,6 +216,11 @@ impl Qcow2 {
             0
         };
         let kept = header.autoclear & keeps;
+        if !read_only && header.bitmaps.is_some() && header.autoclear & AUTOCLEAR_BITMAPS != 0 {
+            tracing::warn!(
+                "{name}: it has persistent bitmaps, which Larder does not keep up to date: the first change makes them invalid, and an incremental backup that uses them must begin with a full one"
+            );
+        }
         // Version 2 has no place for the session.
         let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
         let session = header.autoclear & AUTOCLEAR_SESSION;

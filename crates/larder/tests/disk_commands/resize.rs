@@ -139,6 +139,17 @@ fn snapshots_keep_their_size() {
 }
 
 #[test]
+fn that_bitmaps_become_invalid_is_told() {
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    create(&path, &["-f", "qcow2"], "1M");
+    tool("qemu-img", &["bitmap", "--add", text_of(&path), "b0"]);
+    let (code, said) = resize(&path, "2M");
+    assert_eq!(code, 0, "{said}");
+    assert!(said.contains("it has persistent bitmaps"), "{said}");
+}
+
+#[test]
 fn what_cannot_be_is_refused_and_changes_nothing() {
     let folder = on_tmpfs();
     let path = folder.path().join("disk.qcow2");
