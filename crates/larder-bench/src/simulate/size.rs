@@ -37,9 +37,9 @@ impl Sizes {
         self.now
     }
 
-    /// A flush has succeeded.
+    /// A flush has succeeded. Somebody else may have made the disk smaller meanwhile.
     pub(super) fn end_flush(&mut self, size: ByteLen) {
-        self.durable = self.durable.max(size);
+        self.durable = self.durable.max(size.min(self.now));
     }
 
     /// The disk says that it has this size.
