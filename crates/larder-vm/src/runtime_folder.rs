@@ -47,7 +47,8 @@ fn is_ours_alone(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn is_on_tmpfs(folder: &Path) -> bool {
+/// Whether a folder is in the host's memory.
+pub(crate) fn is_on_tmpfs(folder: &Path) -> bool {
     rustix::fs::statfs(folder).is_ok_and(|found| found.f_type == libc::TMPFS_MAGIC)
 }
 

@@ -22,6 +22,7 @@ use larder_qcow2::journal::{ImageId, Journal, Left, is_of_this_boot};
 use rustix::fs::{Mode, OFlags};
 
 use super::{ImageAddress, ImageError, file_handle};
+use crate::runtime_folder;
 
 /// What a killed server has left of an image.
 #[derive(Debug)]
@@ -319,7 +320,7 @@ fn owner(image: &ImageAddress) -> Option<u32> {
 fn own_folder() -> io::Result<PathBuf> {
     let mut failure = io::Error::from(io::ErrorKind::NotFound);
     for folder in own_folders() {
-        match prepare(&folder, own_user()) {
+        match prepare(&folder) {
             Ok(()) => return Ok(folder),
             Err(error) => failure = error,
         }
@@ -327,29 +328,16 @@ fn own_folder() -> io::Result<PathBuf> {
     Err(failure)
 }
 
-fn prepare(folder: &Path, user: u32) -> io::Result<()> {
+fn prepare(folder: &Path) -> io::Result<()> {
     if let Some(parent) = folder.parent() {
         let _ = DirBuilder::new().mode(0o755).create(parent);
     }
-    match DirBuilder::new().mode(0o700).create(folder) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
+    let told = |error: &dyn fmt::Display| io::Error::other(format!("{}: {error}", folder.display()));
+    runtime_folder::make(folder, 0o700).map_err(|error| told(&error))?;
+    match runtime_folder::is_on_tmpfs(folder) {
+        true => Ok(()),
+        false => Err(told(&"it is not on tmpfs")),
     }
-    let found = folder.symlink_metadata()?;
-    if !found.is_dir() || found.uid() != user {
-        return Err(io::Error::other(format!(
-            "{} belongs to somebody else",
-            folder.display()
-        )));
-    }
-    if found.mode() & 0o022 != 0 {
-        return Err(io::Error::other(format!("others can write to {}", folder.display())));
-    }
-    let file_system = rustix::fs::statfs(folder)?;
-    if file_system.f_type as i64 != libc::TMPFS_MAGIC {
-        return Err(io::Error::other(format!("{} is not on tmpfs", folder.display())));
-    }
-    Ok(())
 }
 
 /// Removes what is of no use any more from a folder of this user's. What fails is left for the next time.

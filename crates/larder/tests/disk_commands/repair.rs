@@ -48,14 +48,20 @@ fn after_a_repair_qemu_finds_nothing_and_reads_what_it_read_before() {
     }
 }
 
-#[test]
-fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
+/// An image, and its bytes with damage that cannot be mended.
+fn unaligned() -> (Made, Bytes) {
     let made = Made::new(&KINDS[0]);
     let damage = DAMAGES
         .iter()
         .find(|damage| damage.name == "an L2 table that is not aligned");
     let mut bytes = Bytes::of(&made.image);
     (damage.expect("it is there").apply)(&mut bytes);
+    (made, bytes)
+}
+
+#[test]
+fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
+    let (made, bytes) = unaligned();
     bytes.put(&made.image);
     let (_, before) = larder_json(&["disk", "check"], &made.image);
     assert!(number(&before, "leaks") > 0, "{before:#}");
@@ -72,12 +78,7 @@ fn what_hangs_on_an_error_that_cannot_be_mended_is_not_freed() {
 
 #[test]
 fn what_is_mended_and_what_is_left_are_told_once_each() {
-    let made = Made::new(&KINDS[0]);
-    let damage = DAMAGES
-        .iter()
-        .find(|damage| damage.name == "an L2 table that is not aligned");
-    let mut bytes = Bytes::of(&made.image);
-    (damage.expect("it is there").apply)(&mut bytes);
+    let (made, mut bytes) = unaligned();
     bytes.set_refcount(0, 0);
     bytes.put(&made.image);
     let (code, text, _) = larder(&["disk", "check", "--repair"], &made.image);
