@@ -1,7 +1,7 @@
 //! Commits: what changed in memory becomes durable in the image, in an order that a crash may cut off anywhere.
 //!
 //! 1. Refcounts, new refcount blocks, and new L2 tables are written: nothing in the image refers to them yet. A crash
-//!    leaves leaks.
+//!    leaves leaks. So is the number of the commit, for the journal.
 //! 2. *Barrier.* (Only with new refcount blocks: then the refcount table, and another barrier.) The guest's data is
 //!    durable too.
 //! 3. L2 slices and L1 entries are written: they refer only to what is durable. A crash leaves each sector old or new.
@@ -15,15 +15,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use larder_block::range_lock::{Mode, Ranges};
 use larder_block::{
-    ByteLen, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
+    ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Operation, SizeChanges, WriteBuf, WriteFlags,
+    ZeroFlags,
 };
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use crate::device::{NewTable, Qcow2};
 use crate::header::{self, HEADER_SECTOR, TableAt};
 use crate::journal::{Journal, Room};
 use crate::map::LeafIndex;
-use crate::read::join;
+use crate::read::{Ios, join};
 use crate::refcount::SliceIndex;
 use crate::space::Freed;
 
@@ -115,6 +116,10 @@ impl Qcow2 {
             freed: std::mem::take(&mut *self.freed.borrow_mut()),
         };
         let epoch = self.in_flight.next_epoch();
+        // What has no session yet has no changes.
+        let journal = self.journal.as_ref().filter(|_| self.autoclear_pending.get().is_none());
+        let mut number = journal.map(Journal::next_commit);
+        let committed = number;
         let leaves: Vec<LeafIndex> = self.map.borrow().dirty().iter().copied().collect();
         let mut chunks = leaves.chunks(LEAVES_AT_ONCE).peekable();
         loop {
@@ -125,13 +130,13 @@ impl Qcow2 {
                 batch: self.take(chunk, last),
                 done: false,
             };
-            batch.write().await?;
+            batch.write(number.take()).await?;
             if last {
                 break;
             }
         }
-        if let (Some(journal), Some(end)) = (&self.journal, journal_end) {
-            journal.forget(end);
+        if let (Some(journal), Some(end), Some(number)) = (journal, journal_end, committed) {
+            journal.committed(number, end);
         }
         let freed = freed.keep();
         if !freed.is_empty() {
@@ -217,6 +222,15 @@ impl Qcow2 {
         batch
     }
 
+    /// Writes what nothing refers to yet, durably, with the guest's data.
+    async fn write_unreferenced(&self, writes: &[Write]) -> IoResult {
+        self.write_all(writes).await?;
+        if let Some(data_file) = &self.data_file {
+            data_file.flush().await?;
+        }
+        self.write_refcounts().await
+    }
+
     /// Makes the refcounts durable, and everything that was written to the image before.
     pub(crate) async fn write_refcounts(&self) -> IoResult {
         let _alone = self.writing_refcounts.enter(ALONE, Mode::Exclusive).await;
@@ -255,6 +269,19 @@ impl Qcow2 {
 
     /// Changes the header's first sector, durably.
     async fn change_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR])) -> IoResult {
+        self.write_header(change, true).await
+    }
+
+    /// Notes the number of a commit in the header. It need not be durable: what it is for ends with the host's memory.
+    async fn number_commit(&self, number: u64) -> IoResult {
+        let change = |sector: &mut [u8; HEADER_SECTOR]| {
+            let others = header::autoclear(&*sector) & !header::AUTOCLEAR_SESSION;
+            header::set_autoclear(sector, others | number);
+        };
+        self.write_header(change, false).await
+    }
+
+    async fn write_header(&self, change: impl FnOnce(&mut [u8; HEADER_SECTOR]), durably: bool) -> IoResult {
         let _alone = self.writing_header.enter(ALONE, Mode::Exclusive).await;
         let mut sector = *self.header.borrow();
         change(&mut sector);
@@ -263,7 +290,9 @@ impl Qcow2 {
         self.file
             .write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
             .await?;
-        self.file.flush().await?;
+        if durably {
+            self.file.flush().await?;
+        }
         *self.header.borrow_mut() = sector;
         self.header_uncertain.set(false);
         Ok(())
@@ -503,13 +532,12 @@ struct Taking<'a> {
 }
 
 impl Taking<'_> {
-    async fn write(mut self) -> IoResult {
+    /// Writes the batch, and before what refers to something, the number of a commit that begins with it.
+    async fn write(mut self, number: Option<u64>) -> IoResult {
         let (image, batch) = (self.image, &mut self.batch);
-        image.write_all(&batch.unreferenced).await?;
-        if let Some(data_file) = &image.data_file {
-            data_file.flush().await?;
-        }
-        image.write_refcounts().await?;
+        let mut first: Ios<'_> = smallvec![Io::task(image.write_unreferenced(&batch.unreferenced))];
+        first.extend(number.map(|number| Io::task(image.number_commit(number))));
+        join(first).await?;
         if !batch.referring.is_empty() {
             batch.tables.values_mut().for_each(|table| table.attempted = true);
             image.write_all(&batch.referring).await?;

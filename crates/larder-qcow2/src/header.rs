@@ -32,8 +32,9 @@ pub const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
 /// The external data file is a raw image of the disk.
 pub const AUTOCLEAR_RAW_DATA: u64 = 1 << 1;
 
-/// Larder's: the number of the session that writes the image, or that was cut off. See [`crate::journal`].
-pub const AUTOCLEAR_SESSION: u64 = 0xffff_ffff << 32;
+/// Larder's: the number of the session that writes the image, or that was cut off, and of its last commit. See
+/// [`crate::journal`].
+pub const AUTOCLEAR_SESSION: u64 = !0xff;
 
 const EXTENSION_END: u32 = 0;
 const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;

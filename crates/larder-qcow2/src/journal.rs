@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! byte  0  magic "LRDRJRNL"    8  version, u32    12  bytes of a record, u32
-//!      16  the host's boot ID, 16 bytes           32  session, u64    40  records that fit, u64
+//!      16  the host's boot ID, 16 bytes           32  session and commit, u64    40  records that fit, u64
 //!      48  first valid record, u64                56  end of the valid records, u64
 //!      64  bytes of the image's identity, u64     72  bytes of its place, u64
 //!      80  identity, then place, up to byte 4096
@@ -16,10 +16,11 @@
 //!          guest cluster, count, old entry (2 words), new entry (2 words), 2 words of padding
 //! ```
 //! All numbers have the host's byte order: the journal never leaves it. The session also stands in the image's header,
-//! in autoclear bits, which every other program that opens the image for writing clears: a journal is only believed if
-//! it is there, and if what the image maps is what the journal says it did before. The session's upper half is of the
-//! host's boot ID: who misses the journal of a session of this boot has lost something, who misses one of an earlier boot
-//! has not, for the guest was lost with it.
+//! in autoclear bits, which every other program that opens the image for writing clears, and with it the number of the
+//! last commit, which each commit changes before the image's tables. A journal is only believed if the image has its
+//! session and commit (an older copy of the image, put back in its place, has not), and if what the image maps is what
+//! the journal says it did before. The session begins with 16 bits of the host's boot ID: who misses the journal of a
+//! session of this boot has lost something, who misses one of an earlier boot has not, for the guest was lost with it.
 //!
 //! While a process has a journal in use, its file is locked (`flock`), so that nobody sweeps it away.
 //!
@@ -38,9 +39,10 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use crate::entry::Entry;
+use crate::header::AUTOCLEAR_SESSION;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"LRDRJRNL");
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 const RECORD_WORDS: u64 = 8;
 const HEADER_WORDS: u64 = 512;
 /// 512 KiB of records; more changes than that wait for a commit.
@@ -83,7 +85,7 @@ pub struct ImageId {
 /// What a journal says, read without changing it.
 #[derive(Clone, Debug)]
 pub struct Left {
-    /// The session that the changes are of; 0 if none.
+    /// The session and commit that the changes follow; 0 if none.
     pub session: u64,
     /// Of which image.
     pub image: ImageId,
@@ -94,6 +96,11 @@ pub struct Left {
 }
 
 impl Left {
+    /// Whether the changes are of the image whose header has `session`.
+    pub fn fits(&self, session: u64) -> bool {
+        fits(self.session, session)
+    }
+
     /// Reads what is in the journal `file`, without the changes; `None` if it is none of this version, or not of this
     /// start of the host.
     ///
@@ -206,12 +213,24 @@ fn lock(file: &File) -> io::Result<()> {
     }
 }
 
-/// A number for a session, in its place among the autoclear bits: the upper half tells this start of the host from
-/// others, the lower this session.
+/// A number for a session, in its place among the autoclear bits: 16 bits tell this start of the host from others, 16
+/// this session, 24 its commits, whose first number does not matter.
 pub(crate) fn new_session() -> u64 {
     let random = RandomState::new().build_hasher().finish();
     let boot = boot_id().map_or(random, |id| id[1]);
-    boot << 48 | (random & 0xffff | 1) << 32
+    boot << 48 | 1 << 32 | (random >> 16) & AUTOCLEAR_SESSION
+}
+
+/// The session with its next commit.
+fn next_commit(session: u64) -> u64 {
+    const COMMITS: u64 = AUTOCLEAR_SESSION & 0xffff_ffff;
+    let one = 1 << COMMITS.trailing_zeros();
+    session & !COMMITS | session.wrapping_add(one) & COMMITS
+}
+
+/// Whether a journal that has `noted` is of the image that has `found`: the commit that was under way may be there.
+fn fits(noted: u64, found: u64) -> bool {
+    found != 0 && noted != 0 && (found == noted || found == next_commit(noted))
 }
 
 /// Whether a session was begun since the host was started; one of an earlier start, or of another host, is taken for
@@ -251,7 +270,23 @@ impl Journal {
     /// # Errors
     /// The host's; `ResourceBusy` if another process keeps it.
     pub fn open(path: &Path, image: &ImageId) -> io::Result<Self> {
-        let file = loop {
+        let file = Self::lock(path)?;
+        let left = Left::head(&file)?;
+        let mut journal = Self::map(&file)?;
+        if left.is_none_or(|left| left.image.identity != image.identity) {
+            journal.begin(0);
+        }
+        journal.name(image);
+        journal.file = Some((path.to_owned(), file));
+        Ok(journal)
+    }
+
+    /// Opens or makes the file of a journal, for nobody else to use as long as it is open.
+    ///
+    /// # Errors
+    /// The host's; `ResourceBusy` if another process keeps it.
+    pub fn lock(path: &Path) -> io::Result<File> {
+        loop {
             let file = File::options()
                 .read(true)
                 .write(true)
@@ -262,17 +297,9 @@ impl Journal {
                 .open(path)?;
             lock(&file)?;
             if file.metadata()?.nlink() > 0 {
-                break file;
+                return Ok(file);
             }
-        };
-        let left = Left::head(&file)?;
-        let mut journal = Self::map(&file)?;
-        if left.is_none_or(|left| left.image.identity != image.identity) {
-            journal.begin(0);
         }
-        journal.name(image);
-        journal.file = Some((path.to_owned(), file));
-        Ok(journal)
     }
 
     /// Notes which image it is of; a place that is too long is left out.
@@ -364,9 +391,25 @@ impl Journal {
         self.word(at).store(value, Ordering::Release);
     }
 
-    /// The session that the records are of; 0 if none.
-    pub(crate) fn session(&self) -> u64 {
-        self.load(AT_SESSION)
+    /// Whether the records are of the image whose header has `session`.
+    pub(crate) fn fits(&self, session: u64) -> bool {
+        fits(self.load(AT_SESSION), session)
+    }
+
+    /// Notes the session and commit that the image has, which the journal fits.
+    pub(crate) fn go_on(&self, session: u64) {
+        self.store(AT_SESSION, session);
+    }
+
+    /// What the image is to have before the next commit changes its tables.
+    pub(crate) fn next_commit(&self) -> u64 {
+        next_commit(self.load(AT_SESSION))
+    }
+
+    /// A commit, whose number the image has, is done with the records before `end`.
+    pub(crate) fn committed(&self, session: u64, end: u64) {
+        self.forget(end);
+        self.store(AT_SESSION, session);
     }
 
     /// Forgets all records and begins a session.
@@ -395,8 +438,8 @@ impl Journal {
         self.end.get()
     }
 
-    /// Forgets the records before `end`: the image has them.
-    pub(crate) fn forget(&self, end: u64) {
+    /// Forgets the records before `end`.
+    fn forget(&self, end: u64) {
         self.start.set(end.max(self.start.get()));
         self.store(AT_START, self.start.get());
     }
@@ -486,7 +529,7 @@ mod tests {
         (RECORDS..RECORDS + 5).for_each(|number| journal.append(record(number)));
         drop(journal);
         let journal = Journal::map(&file).expect("it can be mapped again");
-        assert_eq!(journal.session(), 77);
+        assert!(journal.fits(77));
         let expected: Vec<Record> = (RECORDS - 3..RECORDS + 5).map(record).collect();
         assert_eq!(journal.records(), expected);
         let left = Left::read(&file).expect("it is read").expect("it is a journal");

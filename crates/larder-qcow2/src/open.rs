@@ -30,7 +30,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// What the metadata cache may hold, in bytes.
     pub metadata_memory: ByteLen,
-    /// Where changes of the mapping are noted for a process that comes after this one, should it be killed.
+    /// Where changes of the mapping are noted for a process that comes after this one, should it be killed. What it has
+    /// is forgotten if it does not fit the image: whoever opens it has seen to that.
     pub journal: Option<Journal>,
     /// What a killed process left in a journal that this one cannot go on with, another user's. It is in the image when
     /// that is open.
@@ -224,12 +225,8 @@ impl Qcow2 {
         // Version 2 has no place for the session.
         let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
         let session = header.autoclear & AUTOCLEAR_SESSION;
-        let goes_on = journal
-            .as_ref()
-            .is_some_and(|journal| session != 0 && journal.session() == session);
-        let left = options
-            .left
-            .filter(|left| !read_only && !goes_on && session != 0 && left.session == session);
+        let goes_on = journal.as_ref().is_some_and(|journal| journal.fits(session));
+        let left = options.left.filter(|left| !read_only && !goes_on && left.fits(session));
         let (records, place) = match (&journal, &left) {
             (_, Some(left)) => (left.records.clone(), "another user's journal".to_owned()),
             (Some(journal), None) if goes_on => (journal.records(), journal.place()),
@@ -242,8 +239,15 @@ impl Qcow2 {
         }
         let wanted = match (&journal, goes_on) {
             (None, _) => kept,
-            (Some(_), true) => kept | session,
-            (Some(journal), false) => kept | begin_session(&name, journal),
+            (Some(journal), true) => {
+                journal.go_on(session);
+                kept | session
+            }
+            (Some(journal), false) => {
+                let session = new_session();
+                journal.begin(session);
+                kept | session
+            }
         };
         let mut sector = [0; HEADER_SECTOR];
         sector.copy_from_slice(&area[..HEADER_SECTOR]);
@@ -320,19 +324,6 @@ impl Qcow2 {
             journal,
         })
     }
-}
-
-/// A number for a session, in its place among the autoclear bits. What the journal still has is forgotten.
-fn begin_session(name: &str, journal: &Journal) -> u64 {
-    let lost = journal.records().len();
-    if lost > 0 {
-        tracing::warn!(
-            "{name}: the server before this one was killed, and another program has written to the image since: {lost} changes of the mapping that were not flushed are lost"
-        );
-    }
-    let session = new_session();
-    journal.begin(session);
-    session
 }
 
 /// Puts the refcounts of a dirty image right. If more than that is wrong, the image stays as it is.

@@ -18,7 +18,7 @@ use crate::entry::{Content, DAMAGED, Entry, OFFSET};
 use crate::map::{LEAF_ENTRIES_MAX, LeafIndex, decode};
 
 /// Requests below that one request makes at the same time.
-type Ios<'a> = SmallVec<[Io<'a>; 4]>;
+pub(crate) type Ios<'a> = SmallVec<[Io<'a>; 4]>;
 
 /// How many of them.
 const TOGETHER_MAX: usize = 64;

@@ -202,6 +202,15 @@ pub enum ImageError {
         "{image}: a server of it was killed since the host was started, and its journal, which has what a guest had not flushed, is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal {image}`"
     )]
     JournalMissing { image: String, looked: String },
+    #[error(
+        "{image}: a server of it was killed, and the image has been changed since by another program, or replaced by a copy: the {changes} changes in {}, which its guest had made and not flushed, do not fit it any more. If that guest still runs, end it: its disk is not what it believes. `larder disk check --discard-journal {image}` gives the changes up",
+        journal.display()
+    )]
+    JournalOvertaken {
+        image: String,
+        journal: PathBuf,
+        changes: u64,
+    },
     #[error("the server of {uri} was not asked")]
     NotAsked { uri: String },
     #[error("{image}: its guest data is in an external data file that it does not name")]

@@ -37,8 +37,8 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         if arguments.discard_journal {
             // First the image: a journal that stays is not believed then.
             discard_session(&file).await?;
-            if let Some(journal) = journal::discard(&image, &header)? {
-                tracing::info!("{} is removed", journal.display());
+            for journal in journal::discard(&image)? {
+                tracing::info!("{} is removed", journal.file.display());
             }
         } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
             close(&file).await?;
@@ -81,7 +81,7 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
 fn is_left_behind(image: &ImageAddress, header: &Header) -> anyhow::Result<bool> {
     Ok(matches!(
         journal::left_behind(image, header)?,
-        LeftBehind::Changes(_) | LeftBehind::Missing(_)
+        LeftBehind::Changes(_) | LeftBehind::Overtaken(_) | LeftBehind::Missing(_)
     ))
 }
 

@@ -113,6 +113,11 @@ pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
             pending.changes,
             pending.file.display()
         )),
+        LeftBehind::Overtaken(pending) => Some(format!(
+            "a server of it was killed, and the image has been changed since: {} changes in {} do not fit it any more; give them up with `larder disk check --discard-journal`",
+            pending.changes,
+            pending.file.display()
+        )),
         LeftBehind::Missing(looked) => Some(format!(
             "a server of it was killed, and its journal is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal`"
         )),
@@ -128,6 +133,9 @@ pub(crate) fn left_json(left: &LeftBehind) -> Value {
         LeftBehind::Nothing => Value::Null,
         LeftBehind::Changes(pending) => {
             json!({"state": "pending", "changes": pending.changes, "file": pending.file.to_string_lossy()})
+        }
+        LeftBehind::Overtaken(pending) => {
+            json!({"state": "overtaken", "changes": pending.changes, "file": pending.file.to_string_lossy()})
         }
         LeftBehind::Missing(_) => json!({"state": "missing"}),
         LeftBehind::Gone => json!({"state": "gone"}),

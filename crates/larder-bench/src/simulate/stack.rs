@@ -503,7 +503,7 @@ impl Qcow2Stack {
 /// repaired then.
 async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut Random) -> Outcome<()> {
     let session = read_header(file).await?.autoclear & AUTOCLEAR_SESSION;
-    let has = |journal: &Rc<File>| Ok(Left::head(journal)?.is_some_and(|left| left.session == session));
+    let has = |journal: &Rc<File>| Ok(Left::head(journal)?.is_some_and(|left| left.fits(session)));
     let found: Vec<bool> = journals.iter().map(has).collect::<std::io::Result<_>>()?;
     if session == 0 || found.contains(&true) {
         return Ok(());

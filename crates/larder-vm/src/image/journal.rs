@@ -31,6 +31,9 @@ pub enum LeftBehind {
     Nothing,
     /// Changes that are not in the image, in this journal.
     Changes(Pending),
+    /// Changes of an earlier state of the image, in this journal: another program has written to the image since, or it
+    /// was replaced by a copy. They can no longer be put there.
+    Overtaken(Pending),
     /// Its journal should be somewhere, but is not in these places.
     Missing(Looked),
     /// Its journal went when the host was started anew, with the guest and what that had not flushed.
@@ -47,6 +50,16 @@ pub struct Pending {
     left: Left,
     /// It is in a folder of this process's user.
     is_own: bool,
+}
+
+impl Pending {
+    fn overtaken(&self, image: &ImageAddress) -> ImageError {
+        ImageError::JournalOvertaken {
+            image: image.to_string(),
+            journal: self.file.clone(),
+            changes: self.changes,
+        }
+    }
 }
 
 /// Where a journal was looked for, and why it was not found there.
@@ -74,22 +87,31 @@ pub(super) struct Journals {
 /// The image cannot be looked at.
 pub fn left_behind(image: &ImageAddress, header: &Header) -> io::Result<LeftBehind> {
     let session = header.autoclear & AUTOCLEAR_SESSION;
-    if session == 0 {
-        return Ok(LeftBehind::Nothing);
-    }
+    let (all, looked) = all_of(image)?;
+    let (mut fitting, mut others): (Vec<_>, Vec<_>) = all.into_iter().partition(|found| found.left.fits(session));
+    others.retain(|found| found.changes > 0);
+    Ok(match (fitting.pop(), others.pop()) {
+        (Some(pending), _) => LeftBehind::Changes(pending),
+        (None, Some(pending)) => LeftBehind::Overtaken(pending),
+        (None, None) if session == 0 => LeftBehind::Nothing,
+        (None, None) if is_of_this_boot(session) => LeftBehind::Missing(looked),
+        (None, None) => LeftBehind::Gone,
+    })
+}
+
+/// The journals of an image, whether they fit it or not, and where there is none.
+fn all_of(image: &ImageAddress) -> io::Result<(Vec<Pending>, Looked)> {
     let name = name(image)?;
     let id = id(image);
-    let mut looked = Looked::default();
+    let (mut all, mut looked) = (Vec::new(), Looked::default());
     for folder in folders() {
-        match find(&folder, &name, image, &id, session) {
-            Ok(Some(left)) => {
-                return Ok(LeftBehind::Changes(Pending {
-                    file: folder.path.join(&name),
-                    changes: left.changes,
-                    is_own: folder.user == own_user(),
-                    left,
-                }));
-            }
+        match find(&folder, &name, image, &id) {
+            Ok(Some(left)) => all.push(Pending {
+                file: folder.path.join(&name),
+                changes: left.changes,
+                is_own: folder.user == own_user(),
+                left,
+            }),
             Ok(None) => looked.0.push(format!("{} has none", folder.path.display())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 looked.0.push(format!("{} has none", folder.path.display()));
@@ -97,10 +119,7 @@ pub fn left_behind(image: &ImageAddress, header: &Header) -> io::Result<LeftBehi
             Err(error) => looked.0.push(format!("{}: {error}", folder.path.display())),
         }
     }
-    Ok(match is_of_this_boot(session) {
-        true => LeftBehind::Missing(looked),
-        false => LeftBehind::Gone,
-    })
+    Ok((all, looked))
 }
 
 /// The journals of an image that is opened for writing. Without one of its own (nowhere to put it) a warning: the image
@@ -112,12 +131,26 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     };
     let mut journals = Journals::default();
     let mut place = None;
-    match left_behind(image, header).map_err(failed)? {
+    let left = left_behind(image, header).map_err(failed)?;
+    if matches!(left, LeftBehind::Changes(_)) {
+        // Another user's that root has put into the image before it was killed.
+        for other in all_of(image).map_err(failed)?.0 {
+            if !other.left.fits(header.autoclear & AUTOCLEAR_SESSION) {
+                std::fs::remove_file(&other.file).map_err(failed)?;
+            }
+        }
+    }
+    match left {
         LeftBehind::Missing(looked) => {
             return Err(ImageError::JournalMissing {
                 image: image.to_string(),
                 looked: looked.to_string(),
             });
+        }
+        LeftBehind::Overtaken(pending) => {
+            // One that is in use, of an image on an NBD server, may be ahead of the header that was read.
+            drop(Journal::lock(&pending.file).map_err(failed)?);
+            return Err(pending.overtaken(image));
         }
         LeftBehind::Changes(pending) if pending.is_own => place = Some(pending.file),
         LeftBehind::Changes(pending) => journals.left = Some((pending.file, pending.left)),
@@ -150,6 +183,11 @@ pub(super) fn look(image: &ImageAddress, header: &Header, read_only: bool) -> Re
             image: image.to_string(),
             looked: looked.to_string(),
         }),
+        Ok(LeftBehind::Overtaken(pending)) if !read_only => Err(pending.overtaken(image)),
+        Ok(LeftBehind::Overtaken(pending)) => {
+            tracing::warn!("{}", pending.overtaken(image));
+            Ok(())
+        }
         Ok(LeftBehind::Changes(pending)) if read_only => {
             tracing::warn!(
                 "{image}: a server of it was killed: what its guest had not flushed is in {}, and will be in the image when that is served for writing",
@@ -171,18 +209,16 @@ pub(super) fn look(image: &ImageAddress, header: &Header, read_only: bool) -> Re
     }
 }
 
-/// Removes the journal of an image, if there is one that belongs to its session.
+/// Removes the journals of an image, which nobody serves.
 ///
 /// # Errors
 /// The host's.
-pub fn discard(image: &ImageAddress, header: &Header) -> io::Result<Option<PathBuf>> {
-    match left_behind(image, header)? {
-        LeftBehind::Changes(pending) => {
-            std::fs::remove_file(&pending.file)?;
-            Ok(Some(pending.file))
-        }
-        _ => Ok(None),
+pub fn discard(image: &ImageAddress) -> io::Result<Vec<Pending>> {
+    let (all, _) = all_of(image)?;
+    for pending in &all {
+        std::fs::remove_file(&pending.file)?;
     }
+    Ok(all)
 }
 
 /// The same for every name of an image, and for no other image of this host.
@@ -280,8 +316,8 @@ fn folders() -> Vec<Folder> {
     folders
 }
 
-/// The journal of this image and session in a folder, if it may be believed.
-fn find(folder: &Folder, name: &str, image: &ImageAddress, id: &ImageId, session: u64) -> io::Result<Option<Left>> {
+/// The journal of this image in a folder, if it may be believed.
+fn find(folder: &Folder, name: &str, image: &ImageAddress, id: &ImageId) -> io::Result<Option<Left>> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let opened = rustix::fs::open(&folder.path, flags | OFlags::DIRECTORY, Mode::empty())?;
     let opened = File::from(opened);
@@ -297,7 +333,7 @@ fn find(folder: &Folder, name: &str, image: &ImageAddress, id: &ImageId, session
     let Some(left) = Left::read(&file)? else {
         return Ok(None);
     };
-    if left.session != session || left.image.identity != id.identity {
+    if left.session == 0 || left.image.identity != id.identity {
         return Ok(None);
     }
     if folder.user != own_user() && folder.user != 0 && owner(image) != Some(folder.user) {

@@ -115,9 +115,12 @@ const WRITES: [&str; 2] = ["write -P 2 32k 64k", "write -P 3 20M 300k"];
 const READS: [&str; 3] = ["read -P 1 0 32k", "read -P 2 32k 64k", "read -P 3 20M 300k"];
 const LOST: [&str; 2] = ["read -P 1 0 32k", "read -P 0 20M 300k"];
 
-/// Writes without a flush, and kills the server.
 fn kill_unflushed(who: Who<'_>, image: &Path) {
-    let mut server = who.serve(image).serving();
+    write_and_kill(who.serve(image).serving(), image);
+}
+
+/// Writes without a flush, and kills the server.
+fn write_and_kill(mut server: Server, image: &Path) {
     let mut command = Command::new("stdbuf");
     // A write is not flushed by itself.
     command.args(["-oL", "qemu-io", "-f", "raw", "-t", "writeback"]);
@@ -200,6 +203,44 @@ fn an_image_whose_journal_is_missing_is_refused_until_it_is_given_up() {
     let server = anybody.serve(&image).serving();
     server.io(&LOST);
     server.stop();
+}
+
+#[test]
+fn an_image_that_has_left_its_journal_behind_is_refused_until_it_is_given_up() {
+    let folder = on_disk();
+    let anybody = Who::default();
+    let changed = image(&folder);
+    kill_unflushed(anybody, &changed);
+    assert!(qemu_io("qcow2", text(&changed), &["write -P 9 40M 64k"]).0);
+    is_refused_until_given_up(anybody, &changed);
+
+    let replaced = image(&folder);
+    let server = anybody.serve(&replaced).serving();
+    server.io(&["write -P 8 30M 64k", "flush"]);
+    let copy = fs::read(&replaced).expect("reads");
+    server.io(&["write -P 9 40M 64k", "flush"]);
+    write_and_kill(server, &replaced);
+    fs::write(&replaced, copy).expect("writes");
+    is_refused_until_given_up(anybody, &replaced);
+}
+
+fn is_refused_until_given_up(who: Who<'_>, image: &Path) {
+    let said = who.is_refused(image);
+    for word in [text(image), ".journal", "changed since", "--discard-journal"] {
+        assert!(said.contains(word), "'{word}' is missing: {said}");
+    }
+    let (code, said) = disk(&["info", "--output", "json"], image);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("\"overtaken\""), "{said}");
+    let (code, said) = disk(&["check", "--repair"], image);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("--discard-journal"), "{said}");
+    let (code, said) = disk(&["check", "--discard-journal", "--repair"], image);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(health(image), Health::Clean);
+    let server = who.serve(image).serving();
+    server.io(&LOST);
+    assert!(!server.stop().contains("WARN"));
 }
 
 #[test]
