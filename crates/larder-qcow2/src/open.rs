@@ -290,7 +290,9 @@ impl Qcow2 {
             copies: crate::write::copies(shape),
             changes: SizeChanges::default(),
         });
-        image.take_up(&records, place).await?;
+        if goes_on || left.is_some() {
+            image.take_up(&records, place).await?;
+        }
         if left.is_some() {
             // The other journal is not gone on with, so nothing may be needed from it any more.
             image.commit().await?;
@@ -308,12 +310,9 @@ impl Qcow2 {
 
     /// Goes on where a killed process was.
     async fn take_up(&self, records: &[Record], journal: String) -> Result<(), OpenError> {
-        if records.is_empty() {
-            return Ok(());
-        }
-        if self.replay(records).await? {
+        if records.is_empty() || self.replay(records).await? {
             tracing::info!(
-                "{}: the server before this one was killed; {} changes of the mapping that it had not committed are made again",
+                "{}: the server before this one was killed; {} changes of the mapping that it had not committed are made again. Space that it was taking or giving back may be leaked: when the image is not in use, `larder disk check --repair=leaks` finds it",
                 self.name,
                 records.len()
             );
