@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::str::FromStr;
 
 use larder_block::backend::file::{Caching, FileDevice, FileOptions};
+use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::keep_space::KeepSpace;
@@ -290,6 +291,7 @@ pub async fn open_bytes(
             let file = FileOptions {
                 read_only: options.read_only,
                 share: options.share,
+                claim: Claim::Own,
                 caching: options.caching,
                 container,
             };

@@ -5,8 +5,11 @@
 //! `block/file-posix.c`, `raw_check_lock_bytes`). Taking the same locks, QEMU and its tools refuse a disk that Larder
 //! has in use, and Larder refuses one of theirs.
 //!
+//! Besides, whoever writes an image alone write-locks [`WRITER`], which QEMU does not know of.
+//!
 //! The locks belong to the open file description. When a server dies, the kernel drops them only after its last I/O
-//! under way has ended, so a successor that holds the exclusive lock knows that no old write can still land.
+//! under way has ended, so a successor that holds the writer's byte knows that no old write can still land: also where
+//! the process that starts the servers keeps QEMU's locks from one to the next ([`Claim`]).
 
 mod holders;
 
@@ -18,6 +21,9 @@ use holders::is_held_here;
 
 const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
+
+/// The byte of the only writer. QEMU has 64 permissions at most, so its bytes end at 263.
+const WRITER: i64 = 300;
 
 /// QEMU's `BLK_PERM_*` bits.
 const CONSISTENT_READ: u32 = 1 << 0;
@@ -61,6 +67,19 @@ impl Sharing {
     }
 }
 
+/// Who sees to it that nobody else uses an image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Claim {
+    /// We do, and use it ourselves.
+    #[default]
+    Own,
+    /// We do, for processes that we start: the writer's byte is theirs.
+    ForOthers,
+    /// The process that started us, which holds QEMU's locks as long as we live. We take the same, for the case that it
+    /// dies before us, and cannot ask whether they go with those of others.
+    Inherited,
+}
+
 /// Why an image could not be locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
@@ -78,6 +97,12 @@ pub enum LockError {
         /// What stands against what.
         conflict: String,
     },
+    /// A server that was killed has writes under way.
+    #[error("the writes of a server that was killed have not ended")]
+    StillWritten,
+    /// The process that started us holds QEMU's locks on another file, or on none.
+    #[error("this is not the file that the process which started this server has locked: was it replaced just now?")]
+    NotInherited,
     /// The file system cannot lock.
     #[error("its file system cannot lock files: {0}")]
     Os(io::Error),
@@ -94,12 +119,24 @@ fn holders_text(holders: &[String]) -> String {
 ///
 /// # Errors
 /// The image is in use, or cannot be locked.
-pub fn lock(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
-    let result = take(file, sharing).and_then(|()| check(file, sharing));
+pub fn lock(file: BorrowedFd<'_>, sharing: Sharing, claim: Claim) -> Result<(), LockError> {
+    let result = try_to_lock(file, sharing, claim);
     if result.is_err() {
         unlock(file);
     }
     result
+}
+
+fn try_to_lock(file: BorrowedFd<'_>, sharing: Sharing, claim: Claim) -> Result<(), LockError> {
+    take(file, sharing)?;
+    match claim {
+        Claim::Own | Claim::ForOthers => check(file, sharing)?,
+        Claim::Inherited => check_inherited(file)?,
+    }
+    match (sharing, claim) {
+        (Sharing::Exclusive, Claim::Own | Claim::Inherited) => take_writer(file),
+        _ => Ok(()),
+    }
 }
 
 /// Gives the locks back, as well as that goes: the file's end drops them for certain.
@@ -109,6 +146,7 @@ pub fn unlock(file: BorrowedFd<'_>) {
             let _ = set_lock(file, base + i64::from(bit.trailing_zeros()), libc::F_UNLCK);
         }
     }
+    let _ = set_lock(file, WRITER, libc::F_UNLCK);
 }
 
 /// Whether another process may write an image, or keeps others from writing it: who, as far as the kernel tells this
@@ -148,6 +186,22 @@ fn check(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
     Ok(())
 }
 
+/// Whoever has the image for us reads it, whatever else it does.
+fn check_inherited(file: BorrowedFd<'_>) -> Result<(), LockError> {
+    let read = PERMISSION_BASE + i64::from(CONSISTENT_READ.trailing_zeros());
+    match is_held(file, read).map_err(LockError::Os)? {
+        true => Ok(()),
+        false => Err(LockError::NotInherited),
+    }
+}
+
+fn take_writer(file: BorrowedFd<'_>) -> Result<(), LockError> {
+    set_lock(file, WRITER, libc::F_WRLCK).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::PermissionDenied => LockError::StillWritten,
+        _ => LockError::Os(error),
+    })
+}
+
 fn in_use(file: BorrowedFd<'_>, conflict: String) -> LockError {
     if is_held_here(file) {
         return LockError::InUseHere { conflict };
@@ -184,5 +238,42 @@ fn is_held(file: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(lock.l_type != libc::F_UNLCK as libc::c_short),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn servers_that_inherit_a_claim_follow_one_another_and_nobody_gets_between_them() {
+        let image = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file");
+        let open = || {
+            File::options()
+                .read(true)
+                .write(true)
+                .open(image.path())
+                .expect("opens")
+        };
+        let try_to = |file: &File, claim| lock(file.as_fd(), Sharing::Exclusive, claim);
+        let (holder, first, second, stranger) = (open(), open(), open(), open());
+        assert!(matches!(try_to(&first, Claim::Inherited), Err(LockError::NotInherited)));
+        try_to(&holder, Claim::ForOthers).expect("nobody has it");
+        try_to(&first, Claim::Inherited).expect("it is kept for us");
+        assert!(matches!(
+            try_to(&second, Claim::Inherited),
+            Err(LockError::StillWritten)
+        ));
+        assert!(try_to(&stranger, Claim::Own).is_err());
+        drop(first);
+        assert!(try_to(&stranger, Claim::Own).is_err());
+        try_to(&second, Claim::Inherited).expect("the first has ended");
+        drop(holder);
+        assert!(try_to(&stranger, Claim::Own).is_err());
+        unlock(second.as_fd());
+        try_to(&stranger, Claim::Own).expect("nobody has it any more");
     }
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::super::image_lock::{self, LockError, Sharing};
+use super::super::image_lock::{self, Claim, LockError, Sharing};
 use super::{FileDevice, InCall, Kind, NO_TURN, SECTOR, size_of, visible_size, watch_size, workers_worth_having};
 use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
@@ -41,6 +41,8 @@ pub struct FileOptions {
     pub read_only: bool,
     /// Let other processes use the file too; the user answers for what that does.
     pub share: bool,
+    /// Who sees to it that nobody else uses the file, otherwise.
+    pub claim: Claim,
     /// Page cache or not.
     pub caching: Caching,
     /// The file is a container, not the disk itself: its end means nothing. It seems to be filled up to
@@ -226,13 +228,13 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: FileOption
     let give_up = on.now().after(LOCK_PATIENCE);
     let mut told = false;
     loop {
-        match image_lock::lock(file.as_fd(), sharing) {
+        match image_lock::lock(file.as_fd(), sharing, options.claim) {
             Ok(()) => return Ok(()),
             Err(LockError::Os(error)) if is_unsupported(&error) => {
                 tracing::warn!(path = %path.display(), "the file system cannot lock: nothing keeps others off this image");
                 return Ok(());
             }
-            Err(busy @ LockError::InUse { .. }) if on.now() < give_up => {
+            Err(busy @ (LockError::InUse { .. } | LockError::StillWritten)) if on.now() < give_up => {
                 if !told {
                     let patience_s = LOCK_PATIENCE.as_secs();
                     tracing::info!(
