@@ -7,6 +7,7 @@
 //! How it fails: an error of the host's is reported to the request that met it, with its number. After a failed flush
 //! of buffered data the kernel may have dropped what it could not write, so every later flush fails too, as in QEMU.
 
+mod held;
 mod open;
 
 use std::cell::Cell;
@@ -14,6 +15,7 @@ use std::fs::File;
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -22,6 +24,7 @@ use std::time::{Duration, Instant};
 use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
+pub use held::{Displaced, HeldFile};
 use open::CONTAINER_UNIT;
 pub use open::{Caching, FileOptions, OpenError};
 
@@ -37,8 +40,8 @@ use crate::units::{ByteLen, ByteOffset, ByteRange};
 /// The smallest sector that guests know, in bytes.
 const SECTOR: u64 = 512;
 
-/// How often the size of the file is looked at.
-const SIZE_CHECK_INTERVAL: Duration = Duration::from_secs(2);
+/// How often it is looked whether the file's size has changed, and whether its path still leads to it.
+const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
 /// A buffered write that takes longer than this in the call has met a busy journal or the dirty limit...
 const SLOW_CALL: Duration = Duration::from_micros(200);
@@ -64,7 +67,10 @@ const ZERO_CHUNK: usize = 1 << 20;
 /// A file or block device as a disk.
 pub struct FileDevice {
     name: Rc<str>,
+    path: PathBuf,
     file: File,
+    /// What was last told of its path.
+    displaced: Cell<Option<Displaced>>,
     ring: Ring,
     geometry: Cell<Geometry>,
     direct: bool,
@@ -603,11 +609,14 @@ fn visible_size(size: u64, block_size: u32, direct: bool, container: bool) -> By
     }
 }
 
-async fn watch_size(on: Loop, device: std::rc::Weak<FileDevice>) {
+async fn watch(on: Loop, device: std::rc::Weak<FileDevice>) {
     loop {
-        on.sleep(SIZE_CHECK_INTERVAL).await;
+        on.sleep(CHECK_INTERVAL).await;
         match device.upgrade() {
-            Some(device) => device.check_size(),
+            Some(device) => {
+                device.check_size();
+                device.check_path();
+            }
             None => return,
         }
     }

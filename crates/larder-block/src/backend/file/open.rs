@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use super::super::image_lock::{self, Claim, LockError, Sharing};
-use super::{FileDevice, InCall, Kind, NO_TURN, SECTOR, size_of, visible_size, watch_size, workers_worth_having};
+use super::{FileDevice, InCall, Kind, NO_TURN, SECTOR, size_of, visible_size, watch, workers_worth_having};
 use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
 use crate::event_loop::Loop;
@@ -165,7 +165,9 @@ impl FileDevice {
         tracing::debug!(path = %path.display(), ?kind, ?direct, ?geometry, "opened");
         let device = Rc::new(Self {
             name: path.display().to_string().into(),
+            path: path.to_owned(),
             file,
+            displaced: Cell::new(None),
             ring: on.ring_or_panic(),
             geometry: Cell::new(geometry),
             direct: direct.is_some(),
@@ -182,7 +184,7 @@ impl FileDevice {
             flush_failed: Cell::new(None),
             changes: SizeChanges::default(),
         });
-        on.spawn(watch_size(on.clone(), Rc::downgrade(&device)));
+        on.spawn(watch(on.clone(), Rc::downgrade(&device)));
         Ok(device)
     }
 }

@@ -1,0 +1,103 @@
+//! A file that stays open, with its locks, and whether its path still leads to it.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::FileDevice;
+
+/// A device's open file: while this lives, the file is open and has the device's locks, whatever becomes of the device.
+#[derive(Debug)]
+pub struct HeldFile {
+    path: PathBuf,
+    file: File,
+}
+
+/// Why a path no longer leads to the file that was opened by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Displaced {
+    /// The file has another name now.
+    Moved,
+    /// The file has no name any more: it was deleted, or another one was put in its place.
+    Removed,
+}
+
+impl HeldFile {
+    /// The path by which it was opened.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// See [`displaced`].
+    ///
+    /// # Errors
+    /// The path cannot be followed.
+    pub fn displaced(&self) -> io::Result<Option<Displaced>> {
+        displaced(&self.file, &self.path)
+    }
+
+    /// Where its contents are to be had as long as this process keeps it, whatever its name.
+    pub fn contents(&self) -> PathBuf {
+        contents(&self.file)
+    }
+}
+
+impl FileDevice {
+    /// Keeps the file open. A device that is closed gives its locks back all the same, one that is dropped does not.
+    ///
+    /// # Errors
+    /// There are too many descriptors.
+    pub fn hold(&self) -> io::Result<HeldFile> {
+        Ok(HeldFile {
+            path: self.path.clone(),
+            // The same open file description: the locks are its own.
+            file: self.file.try_clone()?,
+        })
+    }
+
+    /// Looks where the path leads, and tells of a change.
+    pub(super) fn check_path(&self) {
+        let Ok(found) = displaced(&self.file, &self.path) else {
+            return;
+        };
+        if self.displaced.replace(found) == found {
+            return;
+        }
+        let image = &self.name;
+        match found {
+            None => tracing::info!(%image, "the image has its name again"),
+            Some(Displaced::Moved) => tracing::warn!(
+                %image,
+                "the image was moved while it is in use: it is served on, but whoever starts its next server will not find \
+                 it; move it back"
+            ),
+            Some(Displaced::Removed) => tracing::warn!(
+                %image,
+                "the image was deleted or replaced while it is in use: what it has is lost when its server ends; to keep it, \
+                 pause the guest and copy {}",
+                contents(&self.file).display()
+            ),
+        }
+    }
+}
+
+/// Whether `path` leads to another file than the one that was opened by it, or nowhere.
+fn displaced(file: &File, path: &Path) -> io::Result<Option<Displaced>> {
+    let ours = file.metadata()?;
+    match fs::metadata(path) {
+        Ok(there) if (there.dev(), there.ino()) == (ours.dev(), ours.ino()) => return Ok(None),
+        Ok(_) => {}
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {}
+        Err(error) => return Err(error),
+    }
+    Ok(Some(match ours.nlink() {
+        0 => Displaced::Removed,
+        _ => Displaced::Moved,
+    }))
+}
+
+fn contents(file: &File) -> PathBuf {
+    format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into()
+}
