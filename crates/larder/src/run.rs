@@ -49,17 +49,8 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
     if !found.left.is_empty() {
         plan = planned(&found.left)?;
     }
-    for change in &plan.changes {
-        say(change);
-    }
     if arguments.dry_run {
         return dry_run(&plan, &places, &found);
-    }
-    if arguments.verbose {
-        for line in server_commands(&plan, PlannedDisk::kept_serve_arguments) {
-            say(&line);
-        }
-        say(&command_line(&plan.qemu));
     }
     for problem in &found.problems {
         say(&problem.to_string());
@@ -68,6 +59,15 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::from(EXIT_ERROR));
     }
     let _lease = Lease::take(&places, &plan)?;
+    for change in &plan.changes {
+        say(change);
+    }
+    if arguments.verbose {
+        for line in server_commands(&plan, PlannedDisk::kept_serve_arguments) {
+            say(&line);
+        }
+        say(&command_line(&plan.qemu));
+    }
     let server = ServerProgram {
         path: PathBuf::from(OURSELVES),
         // Between the guest's console output only what went wrong is of interest.
@@ -78,6 +78,9 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
 
 /// Prints commands that do by hand what a run does, and tells what would go wrong.
 fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<ExitCode> {
+    for change in &plan.changes {
+        say(change);
+    }
     for image in &found.unchecked {
         say(&format!(
             "disk {image}: not checked to the end: its NBD server may take one client only"
