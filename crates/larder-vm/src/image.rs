@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::str::FromStr;
 
-use larder_block::backend::file::{Caching, FileDevice, FileOptions};
+use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile};
 use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::filter::align::{Align, AlignOptions};
@@ -133,6 +133,8 @@ pub struct ImageOptions {
     pub read_only: bool,
     /// Let other processes use the image too.
     pub share: bool,
+    /// Who sees to it that nobody else uses it, otherwise.
+    pub claim: Claim,
     /// The host's page cache or not.
     pub caching: Caching,
     /// Ignore discards, so that the image stays allocated.
@@ -152,6 +154,7 @@ impl Default for ImageOptions {
             metadata_memory: METADATA_MEMORY_DEFAULT,
             read_only: false,
             share: false,
+            claim: Claim::Own,
             caching: Caching::Auto,
             keep_space: false,
             nbd: NbdOptions::default(),
@@ -244,7 +247,16 @@ pub const BEGINNING_BYTES: usize = 512;
 /// # Errors
 /// See [`ImageError`].
 pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let mut device = chain::open(on, image, options).await?;
+    open_and_hold(on, image, options, &mut Vec::new()).await
+}
+
+async fn open_and_hold(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+    held: &mut Vec<HeldFile>,
+) -> Result<Rc<dyn BlockDevice>, ImageError> {
+    let mut device = chain::open(on, image, options, held).await?;
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
     }
@@ -259,7 +271,9 @@ pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Re
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after
-/// their first client, and nothing is changed: what a killed server has left is not taken up.
+/// their first client, and nothing is changed: what a killed server has left is not taken up. The files that were
+/// opened, up to an NBD server or another error, are in `held` then: as long as they stay there, only a server with
+/// [`Claim::Inherited`] can open the image.
 ///
 /// # Errors
 /// See [`ImageError`]; [`ImageError::NotAsked`] if all is well as far as that can be told.
@@ -267,12 +281,14 @@ pub async fn try_to_open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
+    held: &mut Vec<HeldFile>,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let options = ImageOptions {
         trial: true,
+        claim: Claim::ForOthers,
         ..options.clone()
     };
-    open(on, image, &options).await
+    open_and_hold(on, image, &options, held).await
 }
 
 /// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes. A `container` is not the disk
@@ -286,37 +302,47 @@ pub async fn open_bytes(
     options: &ImageOptions,
     container: bool,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let device: Rc<dyn BlockDevice> = match image {
-        ImageAddress::Path(path) => {
-            let file = FileOptions {
-                read_only: options.read_only,
-                share: options.share,
-                claim: Claim::Own,
-                caching: options.caching,
-                container,
-            };
-            FileDevice::open(on, path, file).await?
-        }
-        ImageAddress::Nbd(uri) => {
-            let nbd = NbdOptions {
-                read_only: options.read_only,
-                ..options.nbd.clone()
-            };
-            NbdDevice::open(on, uri, nbd)
-                .await
-                .map_err(Box::new)
-                .map_err(ImageError::Nbd)?
-        }
+    match image {
+        ImageAddress::Path(path) => Ok(in_guest_blocks(open_file(on, path, options, container).await?)),
+        ImageAddress::Nbd(uri) => Ok(in_guest_blocks(open_export(on, uri, options).await?)),
+    }
+}
+
+async fn open_file(
+    on: &Loop,
+    path: &Path,
+    options: &ImageOptions,
+    container: bool,
+) -> Result<Rc<FileDevice>, ImageError> {
+    let file = FileOptions {
+        read_only: options.read_only,
+        share: options.share,
+        claim: options.claim,
+        caching: options.caching,
+        container,
     };
+    Ok(FileDevice::open(on, path, file).await?)
+}
+
+async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions) -> Result<Rc<NbdDevice>, ImageError> {
+    let nbd = NbdOptions {
+        read_only: options.read_only,
+        ..options.nbd.clone()
+    };
+    let opened = NbdDevice::open(on, uri, nbd).await;
+    opened.map_err(Box::new).map_err(ImageError::Nbd)
+}
+
+fn in_guest_blocks(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
     let geometry = device.geometry();
     if geometry.block_size > GUEST_BLOCK_BYTES || geometry.memory_alignment > 1 {
         let align = AlignOptions {
             block_size: GUEST_BLOCK_BYTES,
             ..AlignOptions::default()
         };
-        return Ok(Rc::new(Align::new(device, align)));
+        return Rc::new(Align::new(device, align));
     }
-    Ok(device)
+    device
 }
 
 /// The format that a file or a block device begins like, other than raw. An unreadable one is left to whoever opens it

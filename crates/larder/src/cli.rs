@@ -256,6 +256,9 @@ pub(crate) struct ServeArguments {
     /// Print what this back-end can do, as vhost-user's conventions want it, and exit
     #[arg(long)]
     pub(crate) print_capabilities: bool,
+    /// QEMU's locks on the image's files are held by the process that starts this one, checked: what `larder run` says
+    #[arg(long, hide = true)]
+    pub(crate) inherit_locks: bool,
 }
 
 /// Says which argument it is that is not UTF-8 although it should be.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use larder_block::backend::file::{Caching, OpenError};
-use larder_block::backend::image_lock::LockError;
+use larder_block::backend::image_lock::{Claim, LockError};
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::VhostUserOptions;
@@ -100,6 +100,10 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             metadata_memory: arguments.metadata_memory,
             read_only: arguments.read_only,
             share: arguments.share,
+            claim: match arguments.inherit_locks {
+                true => Claim::Inherited,
+                false => Claim::Own,
+            },
             caching,
             keep_space: arguments.discard == DiscardPolicy::Ignore,
             nbd: NbdOptions {

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use larder_vm::run::check::{Findings, check};
+use larder_vm::run::hold::Hold;
 use larder_vm::run::lease::{Lease, Places};
 use larder_vm::run::plan::{Plan, PlannedDisk, Setting, guest_name, plan, program};
 use larder_vm::run::shell::command_line;
@@ -41,13 +42,16 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         plan(&command, &arguments.disk, &setting)
     };
     let mut plan = planned(&[])?;
-    let found = match arguments.dry_run {
+    let mut found = match arguments.dry_run {
         true => check(&plan.disks),
         // What the servers have to say of the images they say themselves.
         false => tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check(&plan.disks)),
     };
     if !found.left.is_empty() {
         plan = planned(&found.left)?;
+        // QEMU locks what stays with it.
+        let is_served = |hold: &Hold| plan.disks.iter().any(|planned| planned.disk.image == hold.image);
+        found.holds.retain(is_served);
     }
     if arguments.dry_run {
         return dry_run(&plan, &places, &found);
@@ -73,7 +77,7 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         // Between the guest's console output only what went wrong is of interest.
         log: (!arguments.verbose && std::env::var_os("LARDER_LOG").is_none()).then(|| "warn".to_owned()),
     };
-    Ok(ExitCode::from(supervise(&plan, &server, &say)?))
+    Ok(ExitCode::from(supervise(&plan, &found.holds, &server, &say)?))
 }
 
 /// Prints commands that do by hand what a run does, and tells what would go wrong.

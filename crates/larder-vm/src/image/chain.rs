@@ -3,26 +3,33 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use larder_block::backend::file::{HeldFile, OpenError};
+use larder_block::backend::image_lock::Claim;
 use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
 use super::journal::{self, Journals};
-use super::{Format, ImageAddress, ImageError, ImageOptions, begins_like, open_bytes, recognise};
+use super::{
+    Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
+};
 
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
 
-/// Opens an image as the disk that it describes.
+/// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
 pub(super) async fn open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
+    held: &mut Vec<HeldFile>,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let mut opener = Opener {
         on,
         options,
         opened: Vec::new(),
+        held,
+        is_past_server: false,
     };
     opener.open(image, options.format, options.read_only).await
 }
@@ -32,6 +39,9 @@ struct Opener<'a> {
     options: &'a ImageOptions,
     /// The images that led here, outermost first.
     opened: Vec<ImageAddress>,
+    held: &'a mut Vec<HeldFile>,
+    /// An NBD server is in the chain so far. A trial ends there, so nobody has claimed for us what comes behind it.
+    is_past_server: bool,
 }
 
 impl Opener<'_> {
@@ -55,11 +65,7 @@ impl Opener<'_> {
                     image: image.to_string(),
                 });
             }
-            let options = ImageOptions {
-                read_only,
-                ..self.options.clone()
-            };
-            let file = open_bytes(self.on, image, &options, format != Format::Raw).await?;
+            let file = self.open_bytes(image, format, read_only).await?;
             match format {
                 // Its guest must not make it what the next guess would be wrong about. NBD exports are never guessed.
                 Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
@@ -73,6 +79,38 @@ impl Opener<'_> {
                 }
             }
         })
+    }
+
+    async fn open_bytes(
+        &mut self,
+        image: &ImageAddress,
+        format: Format,
+        read_only: bool,
+    ) -> Result<Rc<dyn BlockDevice>, ImageError> {
+        let mut options = ImageOptions {
+            read_only,
+            ..self.options.clone()
+        };
+        if self.is_past_server {
+            options.claim = Claim::Own;
+        }
+        match image {
+            ImageAddress::Path(path) => {
+                let file = open_file(self.on, path, &options, format != Format::Raw).await?;
+                if options.trial {
+                    self.held.push(file.hold().map_err(|source| OpenError::Os {
+                        path: path.clone(),
+                        what: "keeping it open",
+                        source,
+                    })?);
+                }
+                Ok(in_guest_blocks(file))
+            }
+            ImageAddress::Nbd(uri) => {
+                self.is_past_server = true;
+                Ok(in_guest_blocks(open_export(self.on, uri, &options).await?))
+            }
+        }
     }
 
     async fn open_qcow2(

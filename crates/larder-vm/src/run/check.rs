@@ -1,11 +1,12 @@
 //! Whether the planned disks can be served, found out before anything is started.
 //!
-//! Each image is opened as its server will open it, and closed again; all are held open together, so that an image that
-//! is named twice is found. What the disks hold is not written to. QEMU's locks are taken for as long as that lasts, some
-//! milliseconds. An NBD server is not asked: some end after their first client.
+//! Each image is opened as its server will open it; all are held open together, so that an image that is named twice is
+//! found. What the disks hold is not written to. An NBD server is not asked: some end after their first client.
+//!
+//! The files stay open, with QEMU's locks, in what is found ([`Hold`]), so nobody gets between the check and the servers.
 
 use larder_block::Loop;
-use larder_block::backend::file::{Caching, OpenError};
+use larder_block::backend::file::{Caching, HeldFile, OpenError};
 use larder_block::backend::image_lock::LockError;
 use larder_export::vhost_user::{OptionsError, QUEUES_MAX, VhostUserOptions, VhostUserServer};
 use larder_qcow2::OpenError as Qcow2Error;
@@ -13,6 +14,7 @@ use larder_qcow2::header::HeaderError;
 
 use super::disk::{Cache, Disk, GivenBy};
 use super::drive::Reason;
+use super::hold::Hold;
 use super::plan::PlannedDisk;
 use crate::disk::DiskError;
 use crate::image::{self, ImageAddress, ImageError, ImageOptions, METADATA_MEMORY_DEFAULT};
@@ -48,6 +50,8 @@ pub struct Findings {
     pub left: Vec<(ImageAddress, Reason)>,
     /// The disks of which not all can be said, because there is an NBD server in them.
     pub unchecked: Vec<ImageAddress>,
+    /// The files of the disks that can be served.
+    pub holds: Vec<Hold>,
 }
 
 /// Tries every disk.
@@ -65,10 +69,15 @@ pub fn check(disks: &[PlannedDisk]) -> Findings {
     };
     let mut held = Vec::with_capacity(disks.len());
     for planned in disks {
-        match on.block_on(open(&on, planned)) {
-            Ok(server) => held.push(server),
+        let mut hold = Hold::new(&planned.disk.image);
+        match on.block_on(open(&on, planned, &mut hold.files)) {
+            Ok(server) => {
+                held.push(server);
+                found.holds.push(hold);
+            }
             Err(CheckError::Image { source, .. }) if ends_at_a_server(&source) => {
                 found.unchecked.push(planned.disk.image.clone());
+                found.holds.push(hold);
             }
             Err(error)
                 if is_held_here(&error)
@@ -149,13 +158,17 @@ fn is_same(one: &Disk, other: &Disk) -> bool {
     file(one).is_some() && file(one) == file(other)
 }
 
-async fn open(on: &Loop, planned: &PlannedDisk) -> Result<std::rc::Rc<VhostUserServer>, CheckError> {
+async fn open(
+    on: &Loop,
+    planned: &PlannedDisk,
+    held: &mut Vec<HeldFile>,
+) -> Result<std::rc::Rc<VhostUserServer>, CheckError> {
     let disk = &planned.disk;
     let options = image_options(disk).map_err(|source| CheckError::Limits {
         image: disk.image.clone(),
         source,
     })?;
-    let opened = image::try_to_open(on, &disk.image, &options).await;
+    let opened = image::try_to_open(on, &disk.image, &options, held).await;
     let device = opened.map_err(|source| CheckError::Image {
         advice: advice(&source, planned),
         source,

@@ -13,6 +13,8 @@ pub(super) fn start_server(program: &ServerProgram, planned: &PlannedDisk) -> io
     command
         .arg0("larder")
         .args(planned.kept_serve_arguments())
+        // Only from us: nobody else's servers have our locks.
+        .arg("--inherit-locks")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .process_group(0);

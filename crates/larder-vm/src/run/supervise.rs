@@ -14,6 +14,7 @@ use rustix::process::Signal;
 
 use super::backoff::Backoff;
 use super::child::{Guarded, start_qemu, start_server};
+use super::hold::Hold;
 use super::keeper::{Keeper, KeeperError};
 use super::plan::{Plan, PlannedDisk};
 use super::signals::{Received, Signals};
@@ -66,16 +67,17 @@ pub enum SuperviseError {
 /// How the user is told of what happens, a line at a time.
 pub type Say<'a> = &'a dyn Fn(&str);
 
-/// Starts everything, and returns QEMU's exit code (128 and the signal's number if a signal ended it). Call it in the
-/// program's main thread, before there are others: the children end with the thread that started them.
+/// Starts everything, and returns QEMU's exit code (128 and the signal's number if a signal ended it). The servers use
+/// the locks of `holds`, where each disk of the plan has its files. Call it in the program's main thread, before there
+/// are others: the children end with the thread that started them.
 ///
 /// # Errors
 /// See [`SuperviseError`]; nothing runs any more then.
-pub fn supervise(plan: &Plan, program: &ServerProgram, say: Say<'_>) -> Result<u8, SuperviseError> {
+pub fn supervise(plan: &Plan, holds: &[Hold], program: &ServerProgram, say: Say<'_>) -> Result<u8, SuperviseError> {
     let signals = Signals::take_over()?;
     let mut servers = Vec::with_capacity(plan.disks.len());
     for planned in &plan.disks {
-        servers.push(Server::start(planned, program, say)?);
+        servers.push(Server::start(planned, holds, program, say)?);
     }
     if let Some(signal) = wait_until_ready(&mut servers, &signals)? {
         return Ok(code_of_signal(signal.as_raw()));
@@ -198,6 +200,7 @@ fn stop(mut servers: Vec<Server<'_>>, signals: &Signals, say: Say<'_>) -> io::Re
 /// A disk's server.
 struct Server<'a> {
     planned: &'a PlannedDisk,
+    hold: Option<&'a Hold>,
     program: &'a ServerProgram,
     say: Say<'a>,
     process: Guarded,
@@ -205,22 +208,31 @@ struct Server<'a> {
     backoff: Backoff,
     /// When to start it again, if it is down.
     due: Option<Instant>,
+    /// What the user was told last of what is in its way.
+    obstacle: Option<String>,
 }
 
 impl<'a> Server<'a> {
-    fn start(planned: &'a PlannedDisk, program: &'a ServerProgram, say: Say<'a>) -> Result<Self, SuperviseError> {
+    fn start(
+        planned: &'a PlannedDisk,
+        holds: &'a [Hold],
+        program: &'a ServerProgram,
+        say: Say<'a>,
+    ) -> Result<Self, SuperviseError> {
         let child = start_server(program, planned).map_err(|source| SuperviseError::Start {
             what: format!("the server of disk {}", planned.disk.image),
             source,
         })?;
         Ok(Self {
             planned,
+            hold: holds.iter().find(|hold| hold.image == planned.disk.image),
             program,
             say,
             process: Guarded::new(child),
             started: Instant::now(),
             backoff: Backoff::default(),
             due: None,
+            obstacle: None,
         })
     }
 
@@ -240,6 +252,10 @@ impl<'a> Server<'a> {
         if self.due.is_some_and(|due| due > Instant::now()) {
             return Ok(());
         }
+        if self.is_obstructed() {
+            self.due = Some(Instant::now() + self.backoff.died(Duration::ZERO));
+            return Ok(());
+        }
         self.started = Instant::now();
         match start_server(self.program, self.planned) {
             Ok(child) => {
@@ -252,5 +268,21 @@ impl<'a> Server<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Whether it must not be started now, because it would not find the guest's files. Tells what is new about that.
+    fn is_obstructed(&mut self) -> bool {
+        let obstacle = self.hold.and_then(Hold::obstacle);
+        if obstacle != self.obstacle {
+            let image = &self.planned.disk.image;
+            (self.say)(&match &obstacle {
+                Some(obstacle) => {
+                    format!("disk {image}: no server is started until it finds the same files: {obstacle}")
+                }
+                None => format!("disk {image}: its files are back, its server is started"),
+            });
+            self.obstacle.clone_from(&obstacle);
+        }
+        obstacle.is_some()
     }
 }

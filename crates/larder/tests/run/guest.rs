@@ -239,17 +239,26 @@ impl Guest {
 
     /// The first line from now on that begins so: of the guest's console, or of larder's messages.
     pub(crate) fn line(&mut self, start: &str) -> String {
+        self.line_that(&format!("line '{start}'"), |line| line.starts_with(start))
+    }
+
+    /// The first line from now on that has this in it.
+    pub(crate) fn line_with(&mut self, text: &str) -> String {
+        self.line_that(&format!("line with '{text}'"), |line| line.contains(text))
+    }
+
+    fn line_that(&mut self, name: &str, wanted: impl Fn(&str) -> bool) -> String {
         loop {
             let left = self.deadline.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(left) {
                 Ok(line) => {
                     self.seen.push(line.clone());
-                    if line.starts_with(start) {
+                    if wanted(&line) {
                         return line;
                     }
                 }
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    panic!("no line '{start}' came; there were:\n{}", self.seen.join("\n"));
+                    panic!("no {name} came; there were:\n{}", self.seen.join("\n"));
                 }
             }
         }
@@ -371,7 +380,7 @@ pub(crate) fn is_alive(pid: Pid) -> bool {
 }
 
 /// Whether a server listens: the file that it makes then has its number.
-fn listens(server: Pid) -> bool {
+pub(crate) fn listens(server: Pid) -> bool {
     let line = command_line(server);
     let file = line.split(' ').skip_while(|word| *word != "--pidfile").nth(1);
     let text = file.and_then(|file| fs::read_to_string(file).ok());
@@ -389,4 +398,23 @@ pub(crate) fn bytes_written(pid: Pid) -> u64 {
 pub(crate) fn signal(pid: Pid, signal: rustix::process::Signal) {
     let pid = rustix::process::Pid::from_raw(pid).expect("a process number");
     rustix::process::kill_process(pid, signal).expect("the process exists");
+}
+
+/// Takes an OFD lock on a byte, until the file is closed.
+pub(crate) fn lock_byte(file: &fs::File, byte: i64, kind: libc::c_int) {
+    // SAFETY: all fields are integers, for which zero is valid.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as _;
+    lock.l_whence = libc::SEEK_SET as _;
+    lock.l_start = byte;
+    lock.l_len = 1;
+    // SAFETY: the file is open, and `lock` a valid structure.
+    let result = unsafe {
+        libc::fcntl(
+            std::os::fd::AsRawFd::as_raw_fd(file),
+            libc::F_OFD_SETLK,
+            &raw const lock,
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }

@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 use rustix::process::Signal;
 
 use crate::drive;
-use crate::guest::{Guest, Place, command_line, qemu, short_name, signal};
+use crate::guest::{Guest, Place, command_line, lock_byte, qemu, short_name, signal};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -66,7 +66,7 @@ fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
         .open(&used)
         .expect("opens");
     // As QEMU does when nobody else may write.
-    lock_byte(&holder, 201);
+    lock_byte(&holder, 201, libc::F_RDLCK);
     let used_drive = drive(&used, "");
     let used_for_device = format!("if=none,id=x,format=raw,file={}", used.display());
     let [other, luks, used] = [path("other.vmdk"), path("luks.qcow2"), path("used.raw")];
@@ -194,24 +194,6 @@ fn the_images_behind_a_qcow2_image_are_checked_too() {
         commands.contains(" --format qcow2 --metadata-memory 1048576 "),
         "{commands}"
     );
-}
-
-fn lock_byte(file: &fs::File, byte: i64) {
-    // SAFETY: all fields are integers, for which zero is valid.
-    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = libc::F_RDLCK as _;
-    lock.l_whence = libc::SEEK_SET as _;
-    lock.l_start = byte;
-    lock.l_len = 1;
-    // SAFETY: the file is open, and `lock` a valid structure.
-    let result = unsafe {
-        libc::fcntl(
-            std::os::fd::AsRawFd::as_raw_fd(file),
-            libc::F_OFD_SETLK,
-            &raw const lock,
-        )
-    };
-    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
 #[test]

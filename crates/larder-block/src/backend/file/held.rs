@@ -70,8 +70,7 @@ impl FileDevice {
             None => tracing::info!(%image, "the image has its name again"),
             Some(Displaced::Moved) => tracing::warn!(
                 %image,
-                "the image was moved while it is in use: it is served on, but whoever starts its next server will not find \
-                 it; move it back"
+                "the image was moved while it is in use: its next server would serve another file, or none; move it back"
             ),
             Some(Displaced::Removed) => tracing::warn!(
                 %image,

@@ -1,0 +1,222 @@
+//! That nobody gets at the images of a guest that lives, whatever becomes of their servers.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::process::Signal;
+
+use crate::drive;
+use crate::guest::{Guest, Pid, Place, command_line, listens, lock_byte, signal};
+
+/// What QEMU and its tools say of an image that another one uses.
+const LOCKED: &str = "Failed to get";
+
+/// Opens an image for writing, and writes; what was said if that cannot be.
+fn write(format: &str, image: &Path) -> Result<(), String> {
+    let output = Command::new("qemu-io")
+        .args(["-f", format, "-c", "write -P 9 0 4k"])
+        .arg(image)
+        .output()
+        .expect("qemu-io is there");
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+    }
+}
+
+fn is_locked(format: &str, image: &Path) {
+    let said = write(format, image).expect_err("nobody may write it");
+    assert!(said.contains(LOCKED), "{said}");
+}
+
+/// A run with an idle QEMU, once its servers listen.
+fn idle(place: &Place, options: &[&str], drives: &[&str]) -> Guest {
+    let mut command = place.larder_run(options, &place.idle_qemu());
+    for drive in drives {
+        command.args(["-drive", drive]);
+    }
+    let mut guest = Guest::start(command);
+    guest.line("IDLE");
+    guest
+}
+
+/// Kills the server of an image; its number.
+fn kill_server(guest: &Guest, image: &Path) -> Pid {
+    let server = guest.child_when(&serving(image), |_| true);
+    signal(server, Signal::KILL);
+    guest.wait_until_gone(&[server]);
+    server
+}
+
+fn serving(image: &Path) -> String {
+    format!("disk serve {} ", image.display())
+}
+
+fn end(guest: Guest) -> String {
+    signal(guest.pid(), Signal::TERM);
+    let (code, output) = guest.end();
+    assert_eq!(code, 128 + 15, "{output}");
+    output
+}
+
+#[test]
+fn nobody_opens_an_image_for_writing_while_its_server_is_being_replaced() {
+    let place = Place::new("replaced");
+    let raw = place.image("disk.raw", 8);
+    let (base, data) = (place.path("base.qcow2"), place.path("data.raw"));
+    let overlay = place.path("overlay.qcow2");
+    let qemu_img = |arguments: &[&str], image: &Path, more: &[&str]| {
+        let mut command = Command::new("qemu-img");
+        let made = command.args(["create", "-q", "-f", "qcow2"]).args(arguments).arg(image);
+        assert!(made.args(more).status().expect("qemu-img is there").success());
+    };
+    qemu_img(&[], &base, &["8M"]);
+    let data_option = format!("data_file={}", data.display());
+    qemu_img(
+        &["-b", "base.qcow2", "-F", "qcow2", "-o", &data_option],
+        &overlay,
+        &["8M"],
+    );
+    let files: [(&str, PathBuf); 4] = [
+        ("raw", raw.clone()),
+        ("qcow2", overlay.clone()),
+        ("raw", data),
+        ("qcow2", base),
+    ];
+    let overlay_drive = format!("file={},if=virtio,format=qcow2", overlay.display());
+    let guest = idle(&place, &[], &[&drive(&raw, ""), &overlay_drive]);
+
+    let enough = AtomicBool::new(false);
+    let tries: usize = std::thread::scope(|scope| {
+        let trying = scope.spawn(|| {
+            let mut tries = 0;
+            while !enough.load(Ordering::Relaxed) {
+                files.iter().for_each(|(format, file)| is_locked(format, file));
+                tries += 1;
+            }
+            tries
+        });
+        for _ in 0..6 {
+            for image in [&raw, &overlay] {
+                let killed = kill_server(&guest, image);
+                guest.child_when(&serving(image), |pid| pid != killed && listens(pid));
+            }
+        }
+        enough.store(true, Ordering::Relaxed);
+        trying.join().expect("each is refused")
+    });
+    assert!(tries > 0);
+
+    // Nobody starts a server now.
+    signal(guest.pid(), Signal::STOP);
+    for image in [&raw, &overlay] {
+        kill_server(&guest, image);
+    }
+    files.iter().for_each(|(format, file)| is_locked(format, file));
+    let socket = place.path("socket");
+    let mut second_server = Command::new(env!("CARGO_BIN_EXE_larder"));
+    second_server
+        .args(["disk", "serve"])
+        .arg(&raw)
+        .arg("--socket")
+        .arg(&socket);
+    let mut second_run = place.larder_run(&[], &place.idle_qemu());
+    second_run.args(["-drive", &drive(&raw, "")]);
+    for command in [&mut second_server, &mut second_run] {
+        let output = command.output().expect("runs");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("in use by another process"), "{said}");
+    }
+    signal(guest.pid(), Signal::CONT);
+    for image in [&raw, &overlay] {
+        guest.child_when(&serving(image), listens);
+    }
+    end(guest);
+    for (format, file) in files {
+        write(format, &file).expect("nobody uses it any more");
+    }
+}
+
+#[test]
+fn a_server_waits_until_the_writes_of_the_one_before_have_ended() {
+    let place = Place::new("writes");
+    let image = place.image("disk.raw", 8);
+    let mut guest = idle(&place, &["-v"], &[&drive(&image, "")]);
+    signal(guest.pid(), Signal::STOP);
+    let killed = kill_server(&guest, &image);
+    // As the kernel keeps it for a server that has writes under way.
+    let writes = File::options().read(true).write(true).open(&image).expect("opens");
+    lock_byte(&writes, 300, libc::F_WRLCK);
+    signal(guest.pid(), Signal::CONT);
+    guest.line_with("the writes of a server that was killed have not ended; waiting up to 3 s");
+    assert!(!guest.children("disk serve").into_iter().any(listens));
+    drop(writes);
+    guest.child_when("disk serve", |pid| pid != killed && listens(pid));
+    end(guest);
+}
+
+#[test]
+fn no_server_is_started_on_another_file_than_the_guests() {
+    let place = Place::new("another");
+    let image = place.image("disk.raw", 8);
+    let elsewhere = place.path("elsewhere.raw");
+    let mut guest = idle(&place, &[], &[&drive(&image, "")]);
+    let waits = format!(
+        "larder: disk {}: no server is started until it finds the same files: {}",
+        image.display(),
+        image.display()
+    );
+
+    fs::rename(&image, &elsewhere).expect("can be renamed");
+    let other = place.image("disk.raw", 8);
+    guest.line_with("the image was moved while it is in use");
+    kill_server(&guest, &image);
+    assert_eq!(
+        guest.line(&waits),
+        format!(
+            "{waits} no longer leads to the guest's file: put {} back there",
+            elsewhere.display()
+        )
+    );
+    assert!(guest.children("disk serve").is_empty());
+    write("raw", &other).expect("nobody uses it");
+    fs::rename(&elsewhere, &image).expect("can be renamed");
+    guest.line(&format!("larder: disk {}: its files are back", image.display()));
+    guest.child_when("disk serve", listens);
+
+    fs::remove_file(&image).expect("can be removed");
+    guest.line_with("the image was deleted or replaced while it is in use");
+    kill_server(&guest, &image);
+    let said = guest.line(&format!("{waits} was deleted or replaced: copy "));
+    let contents = said.split(' ').find(|word| word.starts_with("/proc/"));
+    let copied = fs::read(contents.expect("a file is named")).expect("can be read");
+    assert_eq!(copied.len(), 8 << 20);
+    end(guest);
+}
+
+#[test]
+fn commands_to_paste_have_no_locks_of_anybodys() {
+    let place = Place::new("paste");
+    let image = place.image("disk.raw", 8);
+    let guest = idle(&place, &["-v"], &[&drive(&image, "")]);
+    let server = guest.child_when("disk serve", |_| true);
+    assert!(command_line(server).contains(" --inherit-locks "));
+    let output = end(guest);
+    assert!(
+        output.contains(" disk serve ") && !output.contains("--inherit-locks"),
+        "{output}"
+    );
+
+    let mut server = Command::new(env!("CARGO_BIN_EXE_larder"));
+    server.args(["disk", "serve", "--inherit-locks"]).arg(&image);
+    let output = server.arg("--socket").arg(place.path("socket")).output().expect("runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(
+        said.contains("not the file that the process which started this server has locked"),
+        "{said}"
+    );
+}
