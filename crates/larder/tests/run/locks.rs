@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use larder_bench::campaign::process::Process;
+use larder_bench::campaign::server::Server;
 use rustix::process::Signal;
 
 use crate::drive;
@@ -194,6 +196,79 @@ fn no_server_is_started_on_another_file_than_the_guests() {
     let contents = said.split(' ').find(|word| word.starts_with("/proc/"));
     let copied = fs::read(contents.expect("a file is named")).expect("can be read");
     assert_eq!(copied.len(), 8 << 20);
+    end(guest);
+}
+
+/// A file's loop device, gone with this.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn new(file: &Path) -> Self {
+        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        let made = made.expect("losetup is there");
+        assert!(made.status.success(), "a loop device needs root: {made:?}");
+        Self(String::from_utf8_lossy(&made.stdout).trim().into())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn disks_of_every_kind_are_kept_as_the_command_line_says_and_get_their_next_server() {
+    let place = Place::new("kinds");
+    let memory = tempfile::tempdir_in("/dev/shm").expect("a folder");
+    let read = memory.path().join("read.raw");
+    File::create(&read)
+        .and_then(|file| file.set_len(8 << 20))
+        .expect("an image");
+    let shared = place.image("shared.raw", 8);
+    let device = LoopDevice::new(&place.image("device.raw", 8));
+    let (base, socket) = (place.image("base.raw", 8), place.path("nbd"));
+    let mut command = Command::new("qemu-nbd");
+    command
+        .args(["-f", "raw", "-r", "-t", "-e", "8", "-k"])
+        .arg(&socket)
+        .arg(&base);
+    let _theirs = Process::start(command).expect("qemu-nbd is there");
+    let over_nbd = place.path("over-nbd.qcow2");
+    let mut make = Command::new("qemu-img");
+    make.args(["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b"]);
+    make.arg(format!("nbd+unix:///?socket={}", socket.display()));
+    assert!(
+        make.arg(&over_nbd)
+            .arg("8M")
+            .status()
+            .expect("qemu-img is there")
+            .success()
+    );
+    while !socket.exists() {
+        std::thread::yield_now();
+    }
+
+    let shared_disk = format!("{},format=raw,share=on", shared.display());
+    let over_nbd_drive = format!("file={},if=virtio,format=qcow2", over_nbd.display());
+    let drives = [&drive(&read, ",readonly=on"), &drive(&device.0, ""), &over_nbd_drive];
+    let guest = idle(&place, &["--disk", &shared_disk], &drives.map(String::as_str));
+    let images = [&read, &shared, &device.0, &over_nbd];
+    signal(guest.pid(), Signal::STOP);
+    let killed = images.map(|image| kill_server(&guest, image));
+    for (format, image) in [("raw", &read), ("raw", &device.0), ("qcow2", &over_nbd)] {
+        is_locked(format, image);
+    }
+    let mut reader = Command::new("qemu-io");
+    reader.args(["-r", "-f", "raw", "-c", "read 0 4k"]).arg(&read);
+    assert!(reader.status().expect("qemu-io is there").success());
+    let larder = Path::new(env!("CARGO_BIN_EXE_larder"));
+    let sharer = Server::start(larder, &shared, &place.path("socket"), &["--share"]).expect("it is shared");
+    signal(guest.pid(), Signal::CONT);
+    for (image, killed) in images.into_iter().zip(killed) {
+        guest.child_when(&serving(image), |pid| pid != killed && listens(pid));
+    }
+    assert_eq!(sharer.stop().expect("stops"), Some(0));
     end(guest);
 }
 
