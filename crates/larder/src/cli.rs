@@ -11,7 +11,7 @@ use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
-use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUES_MAX};
+use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use larder_vm::image::{Format, ImageAddress, METADATA_MEMORY_DEFAULT};
@@ -183,6 +183,14 @@ fn parse_poll_us(text: &str) -> Result<u64, String> {
     }
 }
 
+fn parse_queue_size(text: &str) -> Result<u16, String> {
+    let size = text.parse().ok().filter(|size: &u16| size.is_power_of_two());
+    size.filter(|size| (QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(size))
+        .ok_or_else(|| {
+            format!("give a power of two from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}; virtqueues have no other size")
+        })
+}
+
 /// An image may be a path that is not text.
 fn image_parser() -> impl TypedValueParser<Value = ImageAddress> {
     OsStringValueParser::new().try_map(|argument| ImageAddress::from_argument(&argument))
@@ -231,8 +239,9 @@ pub(crate) struct ServeArguments {
     /// Virtqueues offered
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
     pub(crate) queues: u16,
-    /// Descriptors that the front-end gives each virtqueue (QEMU's queue-size): larger ones take larger requests
-    #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT)]
+    /// Descriptors that the front-end gives each virtqueue (QEMU's queue-size), a power of two from 4 to 1024: larger
+    /// ones take larger requests
+    #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT, value_parser = parse_queue_size)]
     pub(crate) queue_size: u16,
     /// Serial number that the guest sees, up to 20 bytes
     #[arg(long, value_name = "TEXT", default_value = "")]

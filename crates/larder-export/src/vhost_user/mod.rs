@@ -52,7 +52,8 @@ pub struct VhostUserOptions {
     /// Queues offered, 1 to [`QUEUES_MAX`].
     pub queues: u16,
     /// The number of descriptors that the front-end will give each queue (QEMU's `queue-size`); what a guest may put
-    /// into one request follows from it. [`QUEUE_SIZE_MIN`] to [`QUEUE_SIZE_MAX`].
+    /// into one request follows from it. A power of two (virtio 1.2, section 2.7), [`QUEUE_SIZE_MIN`] to
+    /// [`QUEUE_SIZE_MAX`].
     pub queue_size: u16,
     /// Serial number, at most 20 bytes; the guest sees it in `/dev/disk/by-id`.
     pub serial: String,
@@ -80,7 +81,7 @@ pub enum OptionsError {
     Queues(u16),
     #[error("serial number '{0}' is {len} bytes long; virtio-blk has room for 20", len = .0.len())]
     Serial(String),
-    #[error("queues of {0} descriptors; a queue has {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
+    #[error("queues of {0} descriptors; a queue has a power of two of them, from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
     QueueSize(u16),
     #[error("sectors of {0} bytes; a disk has sectors of 512 or 4096")]
     BlockSize(u32),
@@ -114,7 +115,7 @@ impl VhostUserServer {
         if !(1..=QUEUES_MAX).contains(&options.queues) {
             return Err(OptionsError::Queues(options.queues));
         }
-        if !(QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(&options.queue_size) {
+        if !options.queue_size.is_power_of_two() || !(QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(&options.queue_size) {
             return Err(OptionsError::QueueSize(options.queue_size));
         }
         let mut serial = [0; blk::SERIAL_BYTES];

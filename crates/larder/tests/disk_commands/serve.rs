@@ -115,3 +115,13 @@ fn a_dirty_image_with_other_damage_is_not_served_and_stays_as_it_is() {
     assert!(said.contains("larder disk check --repair"), "{said}");
     assert!(bytes.0 == Bytes::of(&made.image).0);
 }
+
+#[test]
+fn virtqueues_of_a_size_that_no_driver_takes_are_refused_at_the_command_line() {
+    for size in ["0", "2", "100", "2048", "many"] {
+        let command = disk_serve(&["image.raw", "--socket", "socket", "--queue-size", size]);
+        let (code, said) = run(command);
+        assert_eq!(code, Some(2), "{size}: {said}");
+        assert!(said.contains("give a power of two from 4 to 1024"), "{size}: {said}");
+    }
+}
