@@ -9,8 +9,10 @@ use crate::shape::Shape;
 /// What QEMU gave the L2 cache before 3.1: 1 MiB, or 8 clusters if they are larger.
 const OLD_CACHE_MIN: u64 = 1 << 20;
 const OLD_CACHE_CLUSTERS: u64 = 8;
-/// What it gives at most since, unless told otherwise.
-const CACHE_MAX: u64 = 32 << 20;
+/// What it gives at most since, unless told otherwise (on Linux).
+pub const CACHE_MAX: u64 = 32 << 20;
+/// What QEMU keeps for refcounts before all else when only the sum of both caches is given (`cache-size`), in clusters.
+const REFCOUNT_CACHE_CLUSTERS: u64 = 4;
 
 /// The clusters that are worth choosing among: smaller ones save nothing, larger ones are not allowed.
 const CHOICE_BITS: std::ops::RangeInclusive<u32> = 16..=21;
@@ -43,6 +45,8 @@ pub struct Advice {
     pub today: Cache,
     /// The cache that covers the disk.
     pub needed_bytes: u64,
+    /// The sum of both caches, as libvirt gives it, with which the L2 cache covers the disk.
+    pub needed_sum_bytes: u64,
     /// Bytes of a cluster of a new image of this size that QEMU's default of today would cover; `None` if none does.
     pub cluster_len: Option<u64>,
     /// The same for the default before 3.1.
@@ -53,10 +57,12 @@ pub struct Advice {
     pub larder_worst: u64,
 }
 
-/// What Larder's map takes for a leaf of it that is one run: its share of a group and of the directory; and for a
-/// cluster at worst.
-const LEAF_BYTES: u64 = 26;
+/// What Larder's map takes for a group of leaves that are one run each, with its share of the directory.
+const GROUP_BYTES: u64 = 208;
+const GROUP_LEAVES: u64 = 8;
+/// What it takes for a cluster at worst; and if subclusters are allocated by themselves.
 const CLUSTER_BYTES_WORST: u64 = 5;
+const CLUSTER_BYTES_WORST_EXTENDED: u64 = 16;
 
 impl Advice {
     /// For an image of a disk of `size` bytes.
@@ -65,7 +71,11 @@ impl Advice {
         let clusters = size.div_ceil(cluster_len);
         let tables = shape.l1_entries(size);
         let needed_bytes = needed(shape, size);
-        let leaves = clusters.div_ceil(1 << shape.leaf_bits());
+        let groups = clusters.div_ceil(GROUP_LEAVES << shape.leaf_bits());
+        let cluster_bytes_worst = match shape.extended {
+            true => CLUSTER_BYTES_WORST_EXTENDED,
+            false => CLUSTER_BYTES_WORST,
+        };
         Self {
             clusters,
             tables,
@@ -74,10 +84,11 @@ impl Advice {
             old: cache(shape, size, old_cache(shape)),
             today: cache(shape, size, CACHE_MAX.min(needed_bytes)),
             needed_bytes,
+            needed_sum_bytes: needed_bytes + REFCOUNT_CACHE_CLUSTERS * cluster_len,
             cluster_len: choose(shape, size, |_| CACHE_MAX),
             cluster_len_old: choose(shape, size, old_cache),
-            larder_contiguous: leaves * LEAF_BYTES,
-            larder_worst: leaves * LEAF_BYTES + clusters * CLUSTER_BYTES_WORST,
+            larder_contiguous: groups * GROUP_BYTES,
+            larder_worst: groups * GROUP_BYTES + clusters * cluster_bytes_worst,
         }
     }
 }
@@ -160,6 +171,7 @@ mod tests {
     fn a_tib_of_64_kib_clusters_needs_128_mib_and_thrashes_today_too() {
         let advice = advice(TIB, 64);
         assert_eq!(advice.needed_bytes, 128 << 20);
+        assert_eq!(advice.needed_sum_bytes, (128 << 20) + (256 << 10));
         assert!(advice.today.thrashes);
         assert_eq!(advice.today.covers, 256 * GIB);
         assert_eq!((advice.clusters, advice.tables), (1 << 24, 2048));

@@ -4,9 +4,9 @@ use std::process::ExitCode;
 use std::rc::Rc;
 
 use larder_block::{BlockDevice, ByteLen, ByteRange, Loop};
-use larder_qcow2::header::Header;
-use larder_qcow2::tune::{Advice, Cache};
-use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
+use larder_qcow2::header::{Compression, Header};
+use larder_qcow2::tune::{Advice, CACHE_MAX, Cache};
+use larder_qcow2::{METADATA_MEMORY_DEFAULT, OpenOptions, Others, Qcow2, read_header};
 use larder_vm::image::{Format, ImageAddress};
 use serde_json::{Value, json};
 
@@ -87,10 +87,9 @@ async fn measure(on: &Loop, file: Rc<dyn BlockDevice>, header: &Header, advice: 
 
 fn verdict(cache: Cache, size: u64) -> String {
     match cache.thrashes {
-        false => format!("{} covers the whole disk: fine", human(cache.bytes)),
+        false => "covers the whole disk: fine".to_owned(),
         true => format!(
-            "{} covers {} of {}: thrashes, up to 3 I/Os for one of the guest's (published: up to 11 times slower)",
-            human(cache.bytes),
+            "covers {} of {}; a guest that uses more at random thrashes it: up to 3 I/Os for one of the guest's (published: up to 11 times slower)",
             human(cache.covers),
             human(size)
         ),
@@ -101,76 +100,120 @@ fn libvirt(bytes: u64) -> String {
     format!("<metadata_cache><max_size unit='bytes'>{bytes}</max_size></metadata_cache>")
 }
 
+/// QEMU's releases before 3.1 cannot open it.
+fn is_too_new(header: &Header) -> bool {
+    header.shape.extended || header.has_data_file || header.compression != Compression::Zlib
+}
+
 fn text(tuned: &Tuned) -> String {
     let Tuned { header, advice, .. } = tuned;
     let size = header.size;
-    let subclusters = if header.shape.extended {
-        ", extended L2 entries"
-    } else {
-        ""
-    };
-    let choice = |cluster_len: Option<u64>| match cluster_len {
-        Some(bytes) => human(bytes),
-        None => "none is large enough".to_owned(),
-    };
-    let measured = match tuned.measured {
-        Some(bytes) => format!("{} for this image as it is (measured)", human(bytes)),
-        None => "not measured: the tables are large, or damaged".to_owned(),
-    };
-    let lines = [
-        (
-            "image",
-            format!(
-                "{}: {}, clusters of {}{subclusters}",
-                tuned.image,
-                human(size),
-                human(header.shape.cluster_len())
-            ),
-        ),
+    let mut lines = vec![
+        ("image", image_line(tuned)),
         (
             "tables",
             format!(
-                "{} clusters, {} L2 tables of {} ({} when all is allocated), L1 table {}",
-                advice.clusters,
-                advice.tables,
+                "{}, {} of {} ({} when all is allocated), L1 table of {}",
+                plural(advice.clusters, "cluster"),
+                plural(advice.tables, "L2 table"),
                 human(header.shape.cluster_len()),
                 human(advice.l2_bytes),
                 human(advice.l1_bytes)
             ),
         ),
-        ("QEMU before 3.1", verdict(advice.old, size)),
-        ("QEMU today", verdict(advice.today, size)),
-        (
-            "to cover the disk",
-            format!("{} of L2 cache, in each VM's QEMU", human(advice.needed_bytes)),
-        ),
-        ("  QEMU", format!("-drive ...,l2-cache-size={}", advice.needed_bytes)),
-        (
-            "  libvirt",
-            format!("{} in <driver name='qemu' type='qcow2'>", libvirt(advice.needed_bytes)),
-        ),
-        (
-            "a new image",
-            format!(
-                "of this size: clusters of {} for QEMU today, of {} for QEMU before 3.1; for Larder 64 KiB, at any size",
-                choice(advice.cluster_len),
-                choice(advice.cluster_len_old)
-            ),
-        ),
-        (
-            "Larder",
-            format!(
-                "always covers the disk: {measured}, {} when all is allocated in one piece, {} at worst",
-                human(advice.larder_contiguous),
-                human(advice.larder_worst)
-            ),
-        ),
     ];
-    let lines = lines.map(|(name, words)| match name.starts_with(' ') {
+    let old = match is_too_new(header) {
+        true => "cannot open it".to_owned(),
+        false => format!("L2 cache of {}: {}", human(advice.old.bytes), verdict(advice.old, size)),
+    };
+    lines.push(("QEMU before 3.1", old));
+    lines.push((
+        "QEMU today",
+        format!(
+            "L2 cache of {} ({} at most): {}",
+            human(advice.today.bytes),
+            human(CACHE_MAX),
+            verdict(advice.today, size)
+        ),
+    ));
+    let needed = format!("{} of L2 cache, in each VM's QEMU", human(advice.needed_bytes));
+    if advice.today.thrashes || advice.old.thrashes && !is_too_new(header) {
+        let since = if advice.today.thrashes {
+            ""
+        } else {
+            "; QEMU today has that by itself"
+        };
+        lines.extend([
+            ("to cover the disk", format!("{needed}{since}")),
+            ("  QEMU", format!("-drive ...,l2-cache-size={}", advice.needed_bytes)),
+            (
+                "  libvirt",
+                format!(
+                    "{} in <driver name='qemu' type='qcow2'>; it is for L2 tables and refcounts together",
+                    libvirt(advice.needed_sum_bytes)
+                ),
+            ),
+        ]);
+    } else {
+        lines.push(("to cover the disk", format!("{needed}: it has that by itself")));
+    }
+    lines.push(("a new image", new_image_line(tuned)));
+    lines.push(("Larder", larder_line(tuned)));
+    let line = |(name, words): (&str, String)| match name.starts_with(' ') {
         true => format!("{name:<20}{words}\n"),
         false => format!("{:<20}{words}\n", format!("{name}:")),
-    });
-    lines.concat()
+    };
+    lines.into_iter().map(line).collect()
+}
+
+fn image_line(Tuned { image, header, .. }: &Tuned) -> String {
+    let kind = match header.shape.extended {
+        true => ", extended L2 entries",
+        false => "",
+    };
+    let cluster = human(header.shape.cluster_len());
+    format!("{image}: {}, clusters of {cluster}{kind}", human(header.size))
+}
+
+fn new_image_line(Tuned { header, advice, .. }: &Tuned) -> String {
+    let covering = |cluster_len: Option<u64>, who: &str| match cluster_len {
+        Some(bytes) => format!("of {} ({who})", human(bytes)),
+        None => format!("not even of 2 MiB ({who}; a larger cache does)"),
+    };
+    let mut all = vec![covering(advice.cluster_len, "QEMU today")];
+    if !is_too_new(header) {
+        all.push(covering(advice.cluster_len_old, "QEMU before 3.1"));
+    }
+    all.push(covering(Some(64 << 10), "Larder"));
+    let kind = if header.shape.extended { " and kind" } else { "" };
+    format!(
+        "of this size{kind}, the disk is covered with clusters {}",
+        all.join(", ")
+    )
+}
+
+fn larder_line(Tuned { advice, measured, .. }: &Tuned) -> String {
+    let measured = match measured {
+        Some(bytes) => format!("{} for this image as it is (measured)", human(*bytes)),
+        None => "not measured, because the tables are large or damaged".to_owned(),
+    };
+    let bound = METADATA_MEMORY_DEFAULT.get();
+    let worst = human(advice.larder_worst);
+    let worst = match advice.larder_worst > bound {
+        true => format!(
+            "{} at worst, when it would be {worst} but for --metadata-memory",
+            human(bound)
+        ),
+        false => format!("{worst} at worst"),
+    };
+    format!(
+        "covers the disk: {measured}; {} when all is allocated in one piece, {worst}",
+        human(advice.larder_contiguous)
+    )
+}
+
+fn plural(count: u64, one: &str) -> String {
+    format!("{count} {one}{}", if count == 1 { "" } else { "s" })
 }
 
 fn json_of(tuned: &Tuned) -> Value {
@@ -186,16 +229,18 @@ fn json_of(tuned: &Tuned) -> Value {
         "l2-tables": advice.tables,
         "l2-bytes": advice.l2_bytes,
         "l1-bytes": advice.l1_bytes,
-        "qemu-before-3.1": cache(advice.old),
+        "qemu-before-3.1": (!is_too_new(header)).then(|| cache(advice.old)),
         "qemu-today": cache(advice.today),
         "l2-cache-size": advice.needed_bytes,
-        "libvirt": libvirt(advice.needed_bytes),
+        "cache-size": advice.needed_sum_bytes,
+        "libvirt": libvirt(advice.needed_sum_bytes),
         "new-image-cluster-size": advice.cluster_len,
-        "new-image-cluster-size-before-3.1": advice.cluster_len_old,
+        "new-image-cluster-size-before-3.1": advice.cluster_len_old.filter(|_| !is_too_new(header)),
         "larder": {
             "measured": tuned.measured,
             "contiguous": advice.larder_contiguous,
             "worst": advice.larder_worst,
+            "most": advice.larder_worst.min(METADATA_MEMORY_DEFAULT.get()),
         },
     })
 }

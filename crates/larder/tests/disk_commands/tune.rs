@@ -60,7 +60,8 @@ fn what_it_says_can_be_pasted() {
     assert_eq!(ours["qemu-today"]["thrashes"], Value::Bool(true));
     assert_eq!(ours["l2-cache-size"], 128 << 20);
     assert!(words.contains("l2-cache-size=134217728\n"), "{words}");
-    let element = "<metadata_cache><max_size unit='bytes'>134217728</max_size></metadata_cache>";
+    // libvirt gives it to L2 tables and refcounts together, of which QEMU first keeps 4 clusters for refcounts.
+    let element = "<metadata_cache><max_size unit='bytes'>134479872</max_size></metadata_cache>";
     assert!(words.contains(element), "{words}");
     assert_eq!(ours["new-image-cluster-size"], 256 << 10);
     // QEMU takes that much and no more.
@@ -88,6 +89,49 @@ fn what_larder_needs_is_measured_in_the_image() {
     assert!(
         contiguous.abs_diff((64 << 30) / (1 << 20) * 8 / 10) < 2048,
         "{contiguous}"
+    );
+}
+
+#[test]
+fn where_nothing_is_to_be_set_it_is_said_so() {
+    let (ours, words) = tune("1M", "64k");
+    assert_eq!(ours["qemu-today"]["thrashes"], Value::Bool(false));
+    assert!(words.contains("16 clusters, 1 L2 table of 64 KiB"), "{words}");
+    assert!(words.contains("in each VM's QEMU: it has that by itself\n"), "{words}");
+    assert!(!words.contains("l2-cache-size"), "{words}");
+}
+
+#[test]
+fn what_larder_takes_at_worst_is_bounded() {
+    let (ours, words) = tune("16T", "64k");
+    assert!(
+        words.contains("not even of 2 MiB (QEMU today; a larger cache does)"),
+        "{words}"
+    );
+    assert!(
+        words.contains("256 MiB at worst, when it would be 1.26 GiB but for --metadata-memory\n"),
+        "{words}"
+    );
+    assert_eq!(ours["larder"]["most"], 256 << 20);
+}
+
+#[test]
+fn a_qemu_that_cannot_open_an_image_is_not_told_to_be_fast() {
+    let folder = on_tmpfs();
+    let path = folder.path().join("disk.qcow2");
+    let options = "extended_l2=on,cluster_size=128k";
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", "-o", options, text_of(&path), "1T"],
+    );
+    let (_, ours) = larder_json(&["disk", "tune"], &path);
+    let (_, words, _) = larder(&["disk", "tune"], &path);
+    assert!(words.contains("QEMU before 3.1:    cannot open it\n"), "{words}");
+    assert_eq!(ours["qemu-before-3.1"], Value::Null, "{ours:#}");
+    // 16 bytes a cluster where subclusters are allocated by themselves.
+    assert!(
+        ours["larder"]["worst"].as_u64() > Some((1 << 40) / (128 << 10) * 16),
+        "{ours:#}"
     );
 }
 
