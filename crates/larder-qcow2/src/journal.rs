@@ -136,6 +136,11 @@ impl Left {
         }))
     }
 
+    /// The guest clusters whose mapping the changes are of, if they were read: the first, and how many.
+    pub fn guest_clusters(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.records.iter().map(|record| (record.cluster, record.count))
+    }
+
     /// Reads what is in the journal `file`, with the changes. It is no longer in use.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
+use crate::disk_discard::Discarding;
 use crate::disk_image::{self, Sharing, close, left_json, left_line, need_qcow2};
 use crate::output::print;
 
@@ -24,28 +25,28 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         true => Sharing::Exclusive,
         false => Sharing::NoWriters,
     };
-    let options = CheckOptions {
-        memory_max: arguments.memory,
-    };
-    let (repaired, left) = on.block_on(async {
+    let (repaired, left, given_up) = on.block_on(async {
         let open = async || {
             let opened = disk_image::open(&on, &image, format, sharing).await?;
             need_qcow2(&image, opened, "that could be checked").await
         };
         let mut file = open().await?;
         let header = read_header(&file).await?;
+        let mut given_up = None;
         if arguments.discard_journal {
+            let discarding = Discarding::begin(&image, &header)?;
             // First the image: a journal that stays is not believed then.
             discard_session(&file).await?;
-            for journal in journal::discard(&image)? {
-                tracing::info!("{} is removed", journal.file.display());
-            }
+            given_up = Some(discarding.end(&image, &header)?);
         } else if arguments.repair.is_some() && is_left_behind(&image, &header)? {
             close(&file).await?;
             take_up(&on, &image, header.corrupt).await?;
             file = open().await?;
         }
         let left = journal::left_behind(&image, &read_header(&file).await?)?;
+        let options = CheckOptions {
+            memory_max: arguments.memory,
+        };
         let what = match arguments.repair {
             Some(RepairName::Leaks) => Repair::Leaks,
             Some(RepairName::All) => Repair::All,
@@ -57,24 +58,37 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
                     ..Repaired::default()
                 };
                 close(&file).await?;
-                return anyhow::Ok((nothing, left));
+                return anyhow::Ok((nothing, left, given_up));
             }
         };
         let repaired = repair(&file, what, options).await?;
         close(&file).await?;
-        Ok((repaired, left))
+        Ok((repaired, left, given_up))
     })?;
     match output {
         Output::Text => {
-            let journal = left_line(&left).map_or_else(String::new, |line| format!("journal: {line}\n"));
-            print(&(text(&repaired, arguments.repair.is_some()) + &journal))?;
+            let given_up = given_up.map_or_else(String::new, |given_up| given_up.text());
+            let severity = if is_lost(&left) { "error: " } else { "" };
+            let journal = left_line(&left).map_or_else(String::new, |line| format!("{severity}journal: {line}\n"));
+            print(&(given_up + &text(&repaired, arguments.repair.is_some()) + &journal))?;
         }
-        Output::Json => print(&format!("{:#}\n", json_of(&image.to_string(), &repaired, &left)))?,
+        Output::Json => {
+            let mut all = json_of(&image.to_string(), &repaired, &left);
+            if let Some(given_up) = &given_up {
+                all["given-up"] = given_up.json();
+            }
+            print(&format!("{all:#}\n"))?;
+        }
     }
-    Ok(match repaired.after.is_clean() {
+    Ok(match repaired.after.is_clean() && !is_lost(&left) {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),
     })
+}
+
+/// Whether the image cannot be served before somebody does something about what a killed server has left.
+fn is_lost(left: &LeftBehind) -> bool {
+    matches!(left, LeftBehind::Overtaken(_) | LeftBehind::Missing(_))
 }
 
 /// Whether a killed server has left something that a repair would take for leaked space.

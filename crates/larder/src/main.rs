@@ -2,6 +2,7 @@
 
 mod cli;
 mod disk_check;
+mod disk_discard;
 mod disk_image;
 mod disk_info;
 mod disk_resize;

@@ -53,6 +53,11 @@ pub struct Pending {
 }
 
 impl Pending {
+    /// The guest clusters whose mapping the changes are of: the first, and how many.
+    pub fn guest_clusters(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.left.guest_clusters()
+    }
+
     fn overtaken(&self, image: &ImageAddress) -> ImageError {
         ImageError::JournalOvertaken {
             image: image.to_string(),
