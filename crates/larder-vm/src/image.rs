@@ -176,6 +176,10 @@ pub enum ImageError {
         "{image} looks like a {format} image, which Larder cannot interpret; qemu-img convert -O qcow2 makes a qcow2 image of it"
     )]
     OtherFormat { image: String, format: &'static str },
+    #[error(
+        "{image}: it has {len} bytes, too few for a qcow2 image, whose header alone has {QCOW2_HEADER_BYTES}: it was cut off, or never written to its end; get a whole copy of it"
+    )]
+    TooShort { image: String, len: u64 },
     #[error("limits of {image}: {source}")]
     Limits { image: String, source: LimitError },
     #[error(transparent)]
@@ -223,6 +227,9 @@ pub enum ImageError {
 
 /// The smallest block size that every guest can use, in bytes.
 const GUEST_BLOCK_BYTES: u32 = 512;
+
+/// Bytes of a qcow2 header of version 3; one of version 2 is shorter, but no image of it is.
+const QCOW2_HEADER_BYTES: u64 = 104;
 
 /// How formats other than raw begin: what stands at which byte. As QEMU probes them (`bdrv_probe` of its drivers).
 const MAGICS: [(usize, &[u8], &str); 10] = [
@@ -314,6 +321,9 @@ async fn open_file(
     options: &ImageOptions,
     container: bool,
 ) -> Result<Rc<FileDevice>, ImageError> {
+    if container {
+        refuse_too_short(path)?;
+    }
     let file = FileOptions {
         read_only: options.read_only,
         share: options.share,
@@ -343,6 +353,22 @@ fn in_guest_blocks(device: Rc<dyn BlockDevice>) -> Rc<dyn BlockDevice> {
         return Rc::new(Align::new(device, align));
     }
     device
+}
+
+/// A container is filled up to whole blocks, so that its own length does not show later.
+fn refuse_too_short(path: &Path) -> Result<(), ImageError> {
+    let len = path
+        .metadata()
+        .ok()
+        .filter(|found| found.is_file())
+        .map(|found| found.len());
+    match len {
+        Some(len) if (1..QCOW2_HEADER_BYTES).contains(&len) => Err(ImageError::TooShort {
+            image: path.display().to_string(),
+            len,
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// The format that a file or a block device begins like, other than raw. An unreadable one is left to whoever opens it
