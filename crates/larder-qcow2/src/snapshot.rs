@@ -49,6 +49,8 @@ pub struct SnapshotTable {
     pub incomplete: Vec<usize>,
     /// Why the table could not be read to its end.
     pub damage: Option<String>,
+    /// That is because the file ends before.
+    pub is_cut: bool,
 }
 
 /// Reads the snapshot table of an image. Damage is in [`SnapshotTable::damage`]; the snapshots before it are listed.
@@ -66,14 +68,19 @@ pub async fn read_snapshots(file: &Rc<dyn BlockDevice>, header: &Header) -> Resu
     loop {
         let there = size.saturating_sub(header.snapshots_offset).min(want);
         let mut bytes = AlignedBuf::zeroed(ByteLen::new(there).as_usize());
-        file.read(ByteOffset::new(header.snapshots_offset), ReadBuf::new(&mut bytes))
-            .await?;
+        if there > 0 {
+            file.read(ByteOffset::new(header.snapshots_offset), ReadBuf::new(&mut bytes))
+                .await?;
+        }
         match parser.parse(header, &bytes) {
             Ok(table) => return Ok(table),
             Err(Stop::Damage(damage)) => return Ok(parser.stopped(damage)),
             Err(Stop::Short) if there < want || want >= TABLE_MAX => {
                 let damage = format!("it ends within entry {}", parser.table.snapshots.len());
-                return Ok(parser.stopped(damage));
+                return Ok(SnapshotTable {
+                    is_cut: there < want,
+                    ..parser.stopped(damage)
+                });
             }
             Err(Stop::Short) => want = (want * 4).min(TABLE_MAX),
         }

@@ -22,7 +22,7 @@ mod chain;
 mod file_handle;
 pub mod journal;
 
-pub use chain::{beside, probe};
+pub use chain::{beside, is_same, probe};
 
 /// Where a disk's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]

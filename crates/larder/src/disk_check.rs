@@ -46,6 +46,7 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         let left = journal::left_behind(&image, &read_header(&file).await?)?;
         let options = CheckOptions {
             memory_max: arguments.memory,
+            file_len: disk_image::file_len(&image),
         };
         let what = match arguments.repair {
             Some(RepairName::Leaks) => Repair::Leaks,
@@ -178,7 +179,7 @@ fn found(errors: u64, leaks: u64) -> String {
 }
 
 fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
-    let remedy = match repair {
+    let remedy = match repair || report.cut_off.is_some() {
         true => "",
         false => "; `larder disk check --repair` mends what can be mended",
     };
@@ -187,7 +188,12 @@ fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
     } else {
         line("no errors, no leaks".to_owned());
     }
-    if report.errors > 0 && repair {
+    if let Some(what) = &report.cut_off {
+        let changed = if repair { "; nothing was changed" } else { "" };
+        line(format!(
+            "the image is cut off: {what}. No repair can bring that back{changed}; get a whole copy of the image, or copy what is left with `qemu-img convert`, which makes zeros of the rest"
+        ));
+    } else if report.errors > 0 && repair {
         line("what is left cannot be mended; copy what can be read with `qemu-img convert`".to_owned());
     }
     for (name, is) in [("dirty", report.dirty), ("corrupt", report.corrupt)] {
@@ -233,6 +239,7 @@ fn json_of(image: &str, repaired: &Repaired, left: &LeftBehind) -> Value {
         "dropped-count": repaired.dropped_count,
         "found": findings(before),
         "left": findings(after),
+        "cut-off": after.cut_off,
         "journal": left_json(left),
     })
 }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use anyhow::{anyhow, bail};
 use larder_block::backend::image_lock;
-use larder_block::{AlignedBuf, BlockDevice, ByteOffset, Loop, ReadBuf};
+use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
 use larder_vm::image::{BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe};
 
@@ -92,6 +92,13 @@ pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str
 pub(crate) fn used_by(image: &ImageAddress) -> Option<Vec<String>> {
     let ImageAddress::Path(path) = image else { return None };
     image_lock::used_by_others(File::open(path).ok()?.as_fd()).ok()?
+}
+
+/// How long a regular file is; what is opened of it may be filled up to whole blocks.
+pub(crate) fn file_len(image: &ImageAddress) -> Option<ByteLen> {
+    let ImageAddress::Path(path) = image else { return None };
+    let metadata = path.metadata().ok()?;
+    metadata.is_file().then(|| ByteLen::new(metadata.len()))
 }
 
 /// What a regular file takes on the host, in bytes.

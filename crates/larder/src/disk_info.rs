@@ -6,11 +6,12 @@ use std::rc::Rc;
 
 use larder_block::{BlockDevice, Loop};
 use larder_qcow2::bitmap::{Bitmap, read_bitmaps};
+use larder_qcow2::check::{CheckOptions, past_end};
 use larder_qcow2::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, Header};
 use larder_qcow2::read_header;
 use larder_qcow2::snapshot::{SnapshotTable, read_snapshots};
 use larder_vm::image::journal::{LeftBehind, left_behind};
-use larder_vm::image::{Format, ImageAddress, beside};
+use larder_vm::image::{Format, ImageAddress, beside, is_same};
 use serde_json::{Value, json};
 
 use crate::cli::{FormatName, ImageArguments, Output};
@@ -40,6 +41,8 @@ struct Qcow2Info {
     bitmap_damage: Option<String>,
     /// What a killed server has left; nothing while there is another.
     left: LeftBehind,
+    /// References to what is not in the file; none are looked for while there is a server.
+    past_end: u64,
 }
 
 /// A backing file.
@@ -94,12 +97,19 @@ async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress) -> anyhow:
         Some(at) if header.autoclear & AUTOCLEAR_BITMAPS != 0 => read_bitmaps(file, at).await?,
         _ => (Vec::new(), None),
     };
-    let left = match disk_image::used_by(image) {
-        Some(_) => LeftBehind::Nothing,
-        None => left_behind(image, &header)?,
+    let (left, past_end) = match disk_image::used_by(image) {
+        Some(_) => (LeftBehind::Nothing, 0),
+        None => {
+            let options = CheckOptions {
+                file_len: disk_image::file_len(image),
+                ..CheckOptions::default()
+            };
+            (left_behind(image, &header)?, past_end(file, options).await?)
+        }
     };
     Ok(Qcow2Info {
         left,
+        past_end,
         header,
         snapshots,
         bitmaps,
@@ -108,13 +118,9 @@ async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress) -> anyhow:
 }
 
 /// The backing files, as far as they can be opened.
-async fn chain(on: &Loop, image: &ImageAddress, header: &Header) -> Vec<Layer> {
+async fn chain(on: &Loop, top: &ImageAddress, header: &Header) -> Vec<Layer> {
     let mut layers: Vec<Layer> = Vec::new();
-    let (mut above, mut name, mut format) = (
-        image.clone(),
-        header.backing_file.clone(),
-        header.backing_format.clone(),
-    );
+    let (mut above, mut name, mut format) = (top.clone(), header.backing_file.clone(), header.backing_format.clone());
     while let Some(backing) = name.take() {
         let image = beside(&above, &backing);
         let named = match format.as_deref() {
@@ -128,8 +134,17 @@ async fn chain(on: &Loop, image: &ImageAddress, header: &Header) -> Vec<Layer> {
             trouble: None,
             image,
         };
-        if layers.len() >= CHAIN_MAX || layers.iter().any(|other| other.image == layer.image) {
-            layer.trouble = Some("the chain has no end".to_owned());
+        let seen = layers.iter().map(|layer| &layer.image).chain([top]);
+        layer.trouble = if seen.into_iter().any(|seen| is_same(seen, &layer.image)) {
+            Some("it is already in this chain, which has no end and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
+        } else if layers.len() >= CHAIN_MAX {
+            Some(format!(
+                "it is the {CHAIN_MAX}th of the chain, which is too long to be opened"
+            ))
+        } else {
+            None
+        };
+        if layer.trouble.is_some() {
             layers.push(layer);
             break;
         }
@@ -225,7 +240,7 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     lines.line("compression", header.compression.name());
     lines.line("extended L2", yes(header.shape.extended));
     lines.line("lazy refcounts", yes(header.lazy_refcounts));
-    lines.line("state", state(header, info.used_by.is_some()));
+    lines.line("state", state(qcow2, info.used_by.is_some()));
     if let Some(line) = left_line(&qcow2.left) {
         lines.line("journal", line);
     }
@@ -268,14 +283,26 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     }
 }
 
-fn state(header: &Header, in_use: bool) -> &'static str {
-    match (header.corrupt, header.dirty) {
-        (true, _) => "corrupt: a program found its metadata damaged; see `larder disk check`",
-        (false, true) if in_use => "refcounts are written when it is closed",
-        (false, true) => {
+fn state(qcow2: &Qcow2Info, in_use: bool) -> &'static str {
+    let header = &qcow2.header;
+    match &qcow2.left {
+        _ if qcow2.past_end > 0 => {
+            "cut off: the file ends before what its tables lead to; get a whole copy, and see `larder disk check`"
+        }
+        _ if header.corrupt => "corrupt: a program found its metadata damaged; see `larder disk check`",
+        LeftBehind::Missing(_) => "incomplete: what was not flushed is in a journal that is missing, see below",
+        LeftBehind::Overtaken(_) => "changed behind the back of its guest, see below",
+        LeftBehind::Changes(pending) if pending.changes > 0 => {
+            "incomplete without its journal, see below; do not copy or move it before it has been served again"
+        }
+        _ if header.dirty && in_use => "refcounts are written when it is closed",
+        _ if header.dirty => {
             "dirty: its refcounts may be wrong; they are put right when it is served, or by `larder disk check --repair`"
         }
-        (false, false) => "clean",
+        _ if in_use => "in use",
+        LeftBehind::Gone => "as it was flushed when the host went down, see below",
+        LeftBehind::Changes(_) => "complete, but not closed, see below",
+        LeftBehind::Nothing => "clean",
     }
 }
 
@@ -343,6 +370,7 @@ fn qcow2_json(all: &mut Value, info: &Info, qcow2: &Qcow2Info) {
         data["bitmaps"] = qcow2.bitmaps.iter().map(bitmap_json).collect();
     }
     all["journal"] = left_json(&qcow2.left);
+    all["past-end"] = qcow2.past_end.into();
     all["format-specific"] = json!({"type": "qcow2", "data": data});
     if let Some(backing) = &header.backing_file {
         all["backing-filename"] = backing.clone().into();

@@ -65,6 +65,11 @@ impl Image {
         offset.saturating_add(len) >= self.size().saturating_add(self.cluster_len())
     }
 
+    /// Whether the file has all of `len` bytes at `offset`.
+    pub(super) fn holds(&self, offset: u64, len: u64) -> bool {
+        len == 0 || offset.saturating_add(len) <= self.size()
+    }
+
     /// Looks at an L1 entry that is not 0.
     pub(super) fn examine_l1(&self, entry: u64) -> Examined<u64> {
         let mut examined = Examined::new(entry & !L1_RESERVED);

@@ -38,6 +38,8 @@ const FINDINGS_MAX: usize = 200;
 pub struct CheckOptions {
     /// What counting references may take.
     pub memory_max: ByteLen,
+    /// Bytes of the file, if the device is larger because it fills up a file's last block.
+    pub file_len: Option<ByteLen>,
 }
 
 /// Enough for 48 TiB of 64 KiB clusters, all used.
@@ -47,6 +49,7 @@ impl Default for CheckOptions {
     fn default() -> Self {
         Self {
             memory_max: CHECK_MEMORY_DEFAULT,
+            file_len: None,
         }
     }
 }
@@ -102,8 +105,14 @@ pub struct Report {
     pub compressed_clusters: u64,
     /// Where the last used cluster of the image ends, in bytes.
     pub image_end: u64,
-    /// References from tables to what lies past the end of the file.
+    /// References to what lies past the end of the file, as a whole or in part.
     pub past_end: u64,
+    /// Something that is needed and lies past the end of the file, so that a repair can only make it worse.
+    pub cut_off: Option<String>,
+    /// L2 tables of which the end is missing: the first of them.
+    cut_tables: Vec<String>,
+    /// The persistent bitmaps lie past the end of the file, at least in part.
+    cut_bitmaps: bool,
     /// Errors in refcounts and flags, which follow from the rest of the metadata.
     derived_errors: u64,
     /// Entries that can be mended, or dropped.
@@ -200,12 +209,36 @@ impl From<OpenError> for CheckError {
 /// # Errors
 /// See [`CheckError`]; damage is not one of them.
 pub async fn check(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<Report, CheckError> {
-    let image = Image::read(file).await?;
+    let image = Image::read(file, options.file_len).await?;
     let mut walk = Walk::new(&image, options, false);
     walk.all().await?;
     stored::compare(&mut walk).await?;
     copied::check(&mut walk).await?;
     Ok(walk.report)
+}
+
+/// How many references lead past the end of the file, as [`Report::past_end`]. Little is read unless there is reason to
+/// think that something is missing.
+///
+/// # Errors
+/// See [`CheckError`].
+pub async fn past_end(file: &Rc<dyn BlockDevice>, options: CheckOptions) -> Result<u64, CheckError> {
+    let image = Image::read(file, options.file_len).await?;
+    let header = &image.header;
+    let tables = [header.l1, header.refcount_table].map(|table| (table.offset, table.entries * 8));
+    let is_whole = tables.iter().all(|(offset, len)| image.holds(*offset, *len))
+        && (header.snapshots == 0 || image.holds(header.snapshots_offset, 1));
+    if is_whole && !stored::has_use_past_end(&image).await? && !has_cut_table(&image).await? {
+        return Ok(0);
+    }
+    Ok(check(file, options).await?.past_end)
+}
+
+/// Whether an L2 table lies where the file ends.
+async fn has_cut_table(image: &Image) -> Result<bool, CheckError> {
+    let l1 = image.read_table(image.header.l1).await?;
+    let mut tables = l1.iter().map(|entry| entry & OFFSET).filter(|offset| *offset != 0);
+    Ok(tables.any(|offset| !image.holds(offset, image.cluster_len())))
 }
 
 /// An image as the check sees it.
@@ -214,13 +247,15 @@ struct Image {
     name: Rc<str>,
     header: Header,
     refcount_table: Vec<u64>,
+    /// Bytes of the file.
+    size: u64,
 }
 
 /// The part of a refcount table's entry that is no offset.
 const REFCOUNT_ENTRY_RESERVED: u64 = 511;
 
 impl Image {
-    async fn read(file: &Rc<dyn BlockDevice>) -> Result<Self, CheckError> {
+    async fn read(file: &Rc<dyn BlockDevice>, file_len: Option<ByteLen>) -> Result<Self, CheckError> {
         let name = Rc::clone(file.name());
         let area = read_area(file).await?;
         let header = Header::parse(&area).map_err(|source| CheckError::Header {
@@ -232,6 +267,7 @@ impl Image {
             name,
             header,
             refcount_table: Vec::new(),
+            size: file_len.unwrap_or(file.geometry().size).get(),
         };
         image.refcount_table = image.read_table(image.header.refcount_table).await?;
         Ok(image)
@@ -239,7 +275,7 @@ impl Image {
 
     /// Bytes of the file.
     fn size(&self) -> u64 {
-        self.file.geometry().size.get()
+        self.size
     }
 
     /// Clusters of the file.
@@ -267,7 +303,8 @@ impl Image {
     /// Reads `len` bytes at `offset`, both multiples of 512; what lies behind the end of the file is zeros, as in QEMU.
     async fn read_bytes(&self, offset: u64, len: u64) -> Result<AlignedBuf, CheckError> {
         let mut bytes = AlignedBuf::zeroed(ByteLen::new(len).as_usize());
-        let there = self.size().saturating_sub(offset).min(len) as usize;
+        let end = self.size().next_multiple_of(512);
+        let there = end.saturating_sub(offset).min(len) as usize;
         if there > 0 {
             self.file
                 .read(ByteOffset::new(offset), ReadBuf::new(&mut bytes[..there]))

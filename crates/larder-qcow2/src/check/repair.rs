@@ -9,6 +9,10 @@
 //! 4. The image is checked again. If no error is left, the dirty and corrupt bits are cleared. *Barrier.*
 //!
 //! A table whose place is used for something else too is never written: what looks like entries may be a guest's data.
+//!
+//! An image of which the L1 table, the snapshot table or a snapshot's L1 table is not all there stays as it was: the file
+//! would grow over what is lost, and nobody could tell that from zeros any more. For the same reason refcounts are not
+//! made anew while entries that cannot be dropped lead past the end of the file.
 
 use std::rc::Rc;
 
@@ -40,7 +44,7 @@ pub enum Repair {
 pub struct Repaired {
     /// What was found.
     pub before: Report,
-    /// What is left.
+    /// What is left. If [`Report::cut_off`] says something, nothing was changed.
     pub after: Report,
     /// Entries that referred to what is not there and are zero or unallocated now: the first of them.
     pub dropped: Vec<String>,
@@ -70,7 +74,8 @@ impl Repaired {
 pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOptions) -> Result<Repaired, CheckError> {
     let before = check(file, options).await?;
     let is_refused = match what {
-        Repair::All => false,
+        // The file would grow over what is lost, which nobody could tell from zeros any more.
+        Repair::All => before.cut_off.is_some(),
         Repair::Leaks => before.leaks == 0 || before.mendable + before.lost > 0 || before.structures_unusable,
         Repair::Refcounts => before.mendable + before.lost > 0,
     };
@@ -80,12 +85,16 @@ pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOpti
         ..Repaired::default()
     };
     if repaired.before.errors + repaired.before.leaks > 0 && !is_refused {
-        mend(file, what, options, &mut repaired).await?;
+        let len = mend(file, what, options, &mut repaired).await?;
+        let options = CheckOptions {
+            file_len: options.file_len.map(|_| len),
+            ..options
+        };
         repaired.after = check(file, options).await?;
     }
     let after = &mut repaired.after;
     if (after.dirty || after.corrupt) && after.errors == 0 {
-        Image::read(file)
+        Image::read(file, None)
             .await?
             .change_header(|sector| header::set_state(sector, false, false))
             .await?;
@@ -100,7 +109,7 @@ pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOpti
 /// # Errors
 /// See [`CheckError`].
 pub async fn discard_session(file: &Rc<dyn BlockDevice>) -> Result<(), CheckError> {
-    let image = Image::read(file).await?;
+    let image = Image::read(file, None).await?;
     let bits = image.header.autoclear;
     if bits & AUTOCLEAR_SESSION != 0 {
         let kept = bits & !AUTOCLEAR_SESSION;
@@ -111,13 +120,14 @@ pub async fn discard_session(file: &Rc<dyn BlockDevice>) -> Result<(), CheckErro
     Ok(())
 }
 
+/// Mends; how long the file is then.
 async fn mend(
     file: &Rc<dyn BlockDevice>,
     what: Repair,
     options: CheckOptions,
     repaired: &mut Repaired,
-) -> Result<(), CheckError> {
-    let image = Image::read(file).await?;
+) -> Result<ByteLen, CheckError> {
+    let mut image = Image::read(file, options.file_len).await?;
     // One that lies past the end is made anew.
     if let Err(error @ OpenError::Overlap { .. }) = check_tables(&image.name, &image.header, image.size()) {
         return Err(error.into());
@@ -128,18 +138,24 @@ async fn mend(
             name: image.name.to_string(),
         });
     }
-    // So that the last cluster can be written whole. A block device stays as it is.
-    let whole = image.file_clusters() << image.header.shape.cluster_bits;
-    let _ = file.grow(ByteLen::new(whole)).await;
+    image.fill_up().await?;
+    for table in std::mem::take(&mut repaired.before.cut_tables) {
+        repaired.drop(|| table);
+    }
     let mut known = AUTOCLEAR_BITMAPS | AUTOCLEAR_RAW_DATA;
     if what == Repair::Refcounts {
         known |= AUTOCLEAR_SESSION;
+    }
+    if repaired.before.cut_bitmaps {
+        known &= !AUTOCLEAR_BITMAPS;
+        repaired.drop(|| "the persistent bitmaps".to_owned());
     }
     if image.header.autoclear & !known != 0 {
         let kept = image.header.autoclear & known;
         image
             .change_header(|sector| header::set_autoclear(sector, kept))
             .await?;
+        image.header.autoclear = kept;
     }
     let mut walk = Walk::new(&image, options, what == Repair::All);
     let tables = walk.all().await?;
@@ -148,8 +164,14 @@ async fn mend(
         file.flush().await?;
     }
     let (raise, lower) = (what != Repair::Leaks, walk.report.lost == 0);
-    let too_low = if raise && (repaired.before.structures_unusable || walk.report.structures_unusable) {
-        stored::rebuild(&mut walk, !lower).await?;
+    let mut file_len = image.size();
+    let is_unusable = repaired.before.structures_unusable || walk.report.structures_unusable;
+    if raise && is_unusable && walk.leads_past_end {
+        // A new structure would lie where a table leads that cannot be mended, and what is lost would read as something.
+        return Ok(ByteLen::new(file_len));
+    }
+    let too_low = if raise && is_unusable {
+        file_len = stored::rebuild(&mut walk, !lower).await?.max(file_len);
         repaired.rebuilt = true;
         0
     } else {
@@ -160,7 +182,7 @@ async fn mend(
         copied::mend(&walk).await?;
         file.flush().await?;
     }
-    Ok(())
+    Ok(ByteLen::new(file_len))
 }
 
 /// Mends the entries of all tables, one table after the other.
@@ -193,6 +215,10 @@ async fn mend_l1(walk: &mut Walk<'_>, l1: &L1, repaired: &mut Repaired) -> Resul
         return Ok(());
     }
     if !copied::is_alone(walk, l1.at.offset, len) {
+        let kept = words(&old).take(l1.at.entries as usize);
+        walk.leads_past_end |= kept
+            .filter(|entry| *entry != 0)
+            .any(|entry| image.examine_l1(entry).is_past_end);
         walk.report
             .lost(|| format!("{} is used for something else too", l1.name()));
         return Ok(());
@@ -230,6 +256,7 @@ async fn mend_l2(
         return Ok(());
     }
     if !walk.counts.is_table_only(image.cluster_of(offset)) {
+        walk.leads_past_end |= entries(image, &old).any(|entry| image.examine_l2(entry).is_past_end);
         walk.report
             .lost(|| format!("the L2 table at {offset:#x} is used for something else too"));
         return Ok(());
@@ -257,6 +284,23 @@ impl Repaired {
 }
 
 impl Image {
+    /// Makes the last cluster whole, so that it can be written as a whole. A block device stays as it is.
+    async fn fill_up(&mut self) -> Result<(), CheckError> {
+        let whole = self.file_clusters() << self.header.shape.cluster_bits;
+        if whole == self.size || self.file.grow(ByteLen::new(whole)).await.is_err() {
+            return Ok(());
+        }
+        // The file may end before the device does.
+        let last = whole - HEADER_SECTOR as u64;
+        let sector = self.read_bytes(last, HEADER_SECTOR as u64).await?;
+        let write = self
+            .file
+            .write(ByteOffset::new(last), WriteBuf::new(&sector), WriteFlags::NONE);
+        write.await?;
+        self.size = whole;
+        Ok(())
+    }
+
     /// Changes the header's first sector, as the file has it now, durably.
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut [u8])) -> Result<(), CheckError> {
         let mut sector = AlignedBuf::zeroed(HEADER_SECTOR);

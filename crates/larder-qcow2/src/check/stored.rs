@@ -1,6 +1,7 @@
 //! The refcounts that the image has: compared with what was counted, corrected in place, or made anew.
 
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 
 use larder_block::{ByteLen, ByteOffset, WriteBuf, WriteFlags};
 
@@ -52,6 +53,29 @@ async fn read_block(image: &Image, block: u64) -> Result<Option<larder_block::Al
         None => Ok(None),
         Some(offset) => Ok(Some(image.read_bytes(offset, image.cluster_len()).await?)),
     }
+}
+
+/// Whether a refcount says that a cluster behind the end of the file is used, or cannot be read. A sound image has at
+/// most a block or two that could say so.
+pub(super) async fn has_use_past_end(image: &Image) -> Result<bool, CheckError> {
+    let bits = image.header.shape.refcount_block_bits();
+    let first = image.file_clusters() >> bits;
+    for block in first..image.refcount_table.len() as u64 {
+        if image.refcount_table[block as usize] == 0 {
+            continue;
+        }
+        let Some(bytes) = read_block(image, block).await? else {
+            return Ok(true);
+        };
+        let clusters = image.file_clusters().max(block << bits)..(block + 1) << bits;
+        if clusters
+            .into_iter()
+            .any(|cluster| stored_in(image, &bytes, cluster) != 0)
+        {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn stored_in(image: &Image, block: &[u8], cluster: u64) -> u64 {
@@ -135,6 +159,17 @@ impl Place {
         self.first + self.clusters()
     }
 
+    /// The first one from `first` on that has none of the clusters `taken`, which are sorted.
+    fn beside(image: &Image, first: u64, needed: &BTreeSet<u64>, taken: &[RangeInclusive<u64>]) -> Option<Self> {
+        let mut place = Self::at(image, first, needed)?;
+        for clusters in taken {
+            if place.first <= *clusters.end() && *clusters.start() < place.end() {
+                place = Self::at(image, clusters.end() + 1, needed)?;
+            }
+        }
+        Some(place)
+    }
+
     fn at(image: &Image, first: u64, needed: &BTreeSet<u64>) -> Option<Self> {
         let shape = image.header.shape;
         let mut place = Self {
@@ -159,8 +194,9 @@ impl Place {
 }
 
 /// Makes a new refcount table and blocks, where nothing is, and has the header point to them: one sector, which a crash
-/// leaves old or new. `keep`: what is not referred to keeps its old refcount, as far as that can be read.
-pub(super) async fn rebuild(walk: &mut Walk<'_>, keep: bool) -> Result<(), CheckError> {
+/// leaves old or new. `keep`: what is not referred to keeps its old refcount, as far as that can be read. Where the new
+/// structure ends in the file, in bytes.
+pub(super) async fn rebuild(walk: &mut Walk<'_>, keep: bool) -> Result<u64, CheckError> {
     let image = walk.image;
     let shape = image.header.shape;
     let bits = shape.refcount_block_bits();
@@ -213,14 +249,16 @@ pub(super) async fn rebuild(walk: &mut Walk<'_>, keep: bool) -> Result<(), Check
     let clusters = place.table_clusters as u32;
     image
         .change_header(|sector| crate::header::set_refcount_table(sector, at, clusters))
-        .await
+        .await?;
+    Ok(place.end() << shape.cluster_bits)
 }
 
 async fn place(image: &Image, behind: u64, needed: &BTreeSet<u64>, keep: bool) -> Result<Place, CheckError> {
     let bits = image.header.shape.cluster_bits;
+    let taken = old_structure(image);
     let mut bytes_needed = 0;
     for first in [image.file_clusters().max(behind), behind] {
-        let Some(place) = Place::at(image, first, needed) else {
+        let Some(place) = Place::beside(image, first, needed, &taken) else {
             continue;
         };
         bytes_needed = place.clusters() << bits;
@@ -238,6 +276,22 @@ async fn place(image: &Image, behind: u64, needed: &BTreeSet<u64>, keep: bool) -
         name: image.name.to_string(),
         needed: bytes_needed,
     })
+}
+
+/// The clusters that the old refcount table and its blocks are said to be in, sorted; also past the end of the file.
+fn old_structure(image: &Image) -> Vec<RangeInclusive<u64>> {
+    let TableAt { offset, entries } = image.header.refcount_table;
+    let blocks = image
+        .refcount_table
+        .iter()
+        .map(|entry| entry & !REFCOUNT_ENTRY_RESERVED);
+    let blocks = blocks.filter(|offset| *offset != 0);
+    let mut taken: Vec<_> = blocks
+        .map(|offset| image.clusters_of(offset, image.cluster_len().min(u64::MAX - offset)))
+        .chain([image.clusters_of(offset, entries * 8)])
+        .collect();
+    taken.sort_unstable_by_key(|clusters| *clusters.start());
+    taken
 }
 
 /// Takes back the references of the old refcount table and its blocks.

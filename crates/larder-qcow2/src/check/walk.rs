@@ -3,7 +3,7 @@
 use crate::bitmap::read_bitmaps;
 use crate::check::count::{Counts, Use};
 use crate::check::entries::{Examined, Remedy};
-use crate::check::{CheckError, CheckOptions, Image, REFCOUNT_ENTRY_RESERVED, Report, words};
+use crate::check::{CheckError, CheckOptions, FINDINGS_MAX, Image, REFCOUNT_ENTRY_RESERVED, Report, words};
 use crate::entry::{ALL_ALLOCATED, COPIED, Entry, OFFSET, ZERO};
 use crate::header::{AUTOCLEAR_BITMAPS, L1_BYTES_MAX, TableAt};
 use crate::snapshot::read_snapshots;
@@ -23,6 +23,8 @@ pub(super) struct Walk<'a> {
     pub(super) options: CheckOptions,
     /// Count references as they are after entries have been mended and dropped.
     mended: bool,
+    /// There are entries that lead past the end of the file and cannot be dropped.
+    pub(super) leads_past_end: bool,
 }
 
 /// An L1 table to walk.
@@ -56,6 +58,7 @@ impl<'a> Walk<'a> {
             report,
             options,
             mended,
+            leads_past_end: false,
         }
     }
 
@@ -103,7 +106,12 @@ impl<'a> Walk<'a> {
             self.l1(&l1).await?;
             walked.push(l1);
         }
-        self.refer(header.snapshots_offset, table.len, || "the snapshot table".to_owned())?;
+        // One that is cut off is longer than what could be read of it.
+        let len = match table.is_cut {
+            true => self.image.size().saturating_sub(header.snapshots_offset) + 1,
+            false => table.len,
+        };
+        self.refer(header.snapshots_offset, len, || "the snapshot table".to_owned())?;
         Ok(walked)
     }
 
@@ -129,6 +137,7 @@ impl<'a> Walk<'a> {
         let image = self.image;
         let shape = image.header.shape;
         let bytes = image.read_bytes(offset, shape.cluster_len()).await?;
+        self.note_cut_table(l1, l1_index, offset);
         let active = l1.snapshot.is_none();
         // Where the next cluster would be if it were not fragmented.
         let mut next = 0;
@@ -162,6 +171,33 @@ impl<'a> Walk<'a> {
             }
         }
         Ok(())
+    }
+
+    /// An L2 table of which the end is missing: every program takes the rest for zeros, in which nothing is allocated.
+    fn note_cut_table(&mut self, l1: &L1, l1_index: u64, offset: u64) {
+        let (image, shape) = (self.image, self.image.header.shape);
+        let Some(there) = image
+            .size()
+            .checked_sub(offset)
+            .filter(|len| *len < shape.cluster_len())
+        else {
+            return;
+        };
+        let clusters = there / shape.entry_len();
+        let first = ((l1_index << shape.table_bits()) + clusters) << shape.cluster_bits;
+        let end = ((l1_index + 1) << shape.table_bits() << shape.cluster_bits).min(image.header.size);
+        if first >= end {
+            return;
+        }
+        let which = format!(
+            "the L2 table at {offset:#x} in {}, for guest offsets from {first:#x} to {end:#x}",
+            l1.name()
+        );
+        self.report.past_end += 1;
+        self.report.mendable(|| format!("the file ends within {which}"));
+        if self.report.cut_tables.len() < FINDINGS_MAX {
+            self.report.cut_tables.push(which);
+        }
     }
 
     /// As QEMU counts, for the same figures.
@@ -199,9 +235,12 @@ impl<'a> Walk<'a> {
         else {
             return Ok(());
         };
-        self.refer(at.directory_offset, at.directory_len, || {
+        self.refer_bitmap(at.directory_offset, at.directory_len, || {
             "the bitmap directory".to_owned()
         })?;
+        if self.report.cut_bitmaps {
+            return Ok(());
+        }
         let (bitmaps, damage) = read_bitmaps(&image.file, at).await?;
         if let Some(damage) = damage {
             self.report.lost(|| format!("the bitmaps are damaged: {damage}"));
@@ -209,7 +248,7 @@ impl<'a> Walk<'a> {
         for bitmap in bitmaps {
             let table = bitmap.table;
             let fits = image.is_aligned(table.offset) && table.entries <= BITMAP_TABLE_ENTRIES_MAX;
-            if !fits || image.is_past_end(table.offset, table.entries * 8) {
+            if !fits {
                 self.report.lost(|| {
                     let TableAt { offset, entries } = table;
                     format!(
@@ -219,10 +258,12 @@ impl<'a> Walk<'a> {
                 });
                 continue;
             }
-            self.refer(table.offset, table.entries * 8, || {
+            self.refer_bitmap(table.offset, table.entries * 8, || {
                 format!("the table of bitmap '{}'", bitmap.name)
             })?;
-            self.bitmap_table(table, &bitmap.name).await?;
+            if image.holds(table.offset, table.entries * 8) {
+                self.bitmap_table(table, &bitmap.name).await?;
+            }
         }
         Ok(())
     }
@@ -247,7 +288,7 @@ impl<'a> Walk<'a> {
                         format!("entry {index} of the table of bitmap '{name}', {entry:#018x}, makes no sense")
                     });
                 } else if offset != 0 {
-                    self.refer(offset, self.image.cluster_len(), || {
+                    self.refer_bitmap(offset, self.image.cluster_len(), || {
                         format!("a cluster of bitmap '{name}'")
                     })?;
                 }
@@ -291,10 +332,12 @@ impl<'a> Walk<'a> {
             }
         }
         let TableAt { offset, entries } = image.header.refcount_table;
-        if image.is_past_end(offset, entries * 8) {
+        if !image.holds(offset, entries * 8) {
             self.report.structures_unusable = true;
             self.report
-                .derived(|| format!("the refcount table at {offset:#x} lies past the end of the file"));
+                .derived(|| format!("the refcount table at {offset:#x} lies past the end of the file, or ends there"));
+        }
+        if image.is_past_end(offset, entries * 8) {
             return Ok(());
         }
         self.count(offset, entries * 8, Use::Other)?;
@@ -319,19 +362,39 @@ impl<'a> Walk<'a> {
 
     /// Counts a reference to `len` bytes at `offset` that no repair can do without.
     fn refer(&mut self, offset: u64, len: u64, what: impl Fn() -> String) -> Result<(), CheckError> {
-        if len == 0 {
-            return Ok(());
+        if self.image.holds(offset, len) {
+            return self.count(offset, len, Use::Other);
         }
-        if self.image.is_past_end(offset, len) {
-            self.report.past_end += 1;
-            self.report
-                .lost(|| format!("{}, {len} bytes at {offset:#x}, lies past the end of the file", what()));
-            return Ok(());
+        let text = self.cut(offset, len, what);
+        self.report.lost(|| text.clone());
+        self.report.cut_off.get_or_insert(text);
+        Ok(())
+    }
+
+    /// Counts a reference that only bitmaps need.
+    fn refer_bitmap(&mut self, offset: u64, len: u64, what: impl Fn() -> String) -> Result<(), CheckError> {
+        if self.image.holds(offset, len) {
+            return self.count(offset, len, Use::Other);
         }
-        self.count(offset, len, Use::Other)
+        let text = self.cut(offset, len, what);
+        self.report.mendable(|| text);
+        self.report.cut_bitmaps = true;
+        Ok(())
+    }
+
+    fn cut(&mut self, offset: u64, len: u64, what: impl Fn() -> String) -> String {
+        self.report.past_end += 1;
+        let where_to = if offset < self.image.size() { "reaches" } else { "lies" };
+        format!(
+            "{}, {len} bytes at {offset:#x}, {where_to} past the end of the file",
+            what()
+        )
     }
 
     fn count(&mut self, offset: u64, len: u64, used_as: Use) -> Result<(), CheckError> {
+        if len == 0 {
+            return Ok(());
+        }
         let max = self.image.header.shape.refcount_max();
         for cluster in self.image.clusters_of(offset, len) {
             if self.counts.get(cluster) >= max {

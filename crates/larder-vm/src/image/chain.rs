@@ -268,7 +268,7 @@ pub fn beside(image: &ImageAddress, name: &str) -> ImageAddress {
 }
 
 /// Whether both lead to the same file.
-fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
+pub fn is_same(one: &ImageAddress, other: &ImageAddress) -> bool {
     match (one, other) {
         (ImageAddress::Path(one), ImageAddress::Path(other)) => match (one.canonicalize(), other.canonicalize()) {
             (Ok(one), Ok(other)) => one == other,

@@ -443,3 +443,20 @@ pub(crate) fn metadata(bytes: &Bytes) -> Vec<(u64, u64)> {
     }
     found
 }
+
+/// Where things are that are lost when the file is cut off: each one's place and bytes.
+pub(crate) fn places(bytes: &Bytes) -> Vec<(u64, u64)> {
+    let cluster = bytes.cluster();
+    let l1_bytes = u64::from(bytes.u32(36)) * 8;
+    let table_bytes = u64::from(bytes.u32(56)) * cluster;
+    let mut found = vec![(bytes.l1(), l1_bytes), (bytes.refcount_table(), table_bytes)];
+    let entries = |at: u64, len: u64| (0..len / 8).map(move |index| bytes.u64(at + index * 8) & OFFSET);
+    let lead = entries(bytes.l1(), l1_bytes).chain(entries(bytes.refcount_table(), table_bytes));
+    found.extend(lead.filter(|offset| *offset != 0).map(|offset| (offset, cluster)));
+    if bytes.u32(60) > 0 {
+        let snapshots = bytes.u64(64);
+        found.push((snapshots, 56));
+        found.push((bytes.u64(snapshots), u64::from(bytes.u32(snapshots + 8)) * 8));
+    }
+    found
+}

@@ -99,6 +99,50 @@ fn a_chain_is_told_to_its_end_also_where_a_link_is_missing() {
 }
 
 #[test]
+fn a_chain_that_leads_back_to_itself_is_told_once() {
+    let folder = on_tmpfs();
+    let [one, other] = ["one.qcow2", "other.qcow2"].map(|name| folder.path().join(name));
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text_of(&other), "64M"]);
+    tool(
+        "qemu-img",
+        &[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-b",
+            "other.qcow2",
+            "-F",
+            "qcow2",
+            text_of(&one),
+        ],
+    );
+    tool(
+        "qemu-img",
+        &["rebase", "-u", "-b", "one.qcow2", "-F", "qcow2", text_of(&other)],
+    );
+    let (code, words, _) = larder(&["disk", "info"], &one);
+    assert_eq!(code, 0);
+    let rows: Vec<&str> = words.lines().filter(|line| line.starts_with("  ")).collect();
+    let expected = format!("  {} (qcow2): 64 MiB", text_of(&other));
+    assert_eq!((rows.len(), rows[0]), (2, &*expected), "{words}");
+    assert!(rows[1].contains("already in this chain, which has no end"), "{words}");
+}
+
+#[test]
+fn an_image_shorter_than_a_header_is_told_to_be_so() {
+    let made = Made::new(&KINDS[0]);
+    let mut bytes = Bytes::of(&made.image);
+    bytes.0.truncate(100);
+    bytes.put(&made.image);
+    for command in ["info", "check", "tune"] {
+        let (code, _, err) = larder(&["disk", command], &made.image);
+        assert_eq!(code, 2, "{err}");
+        assert!(err.contains("it has 100 bytes, too few for a qcow2 image"), "{err}");
+    }
+}
+
+#[test]
 fn the_bits_of_a_damaged_image_are_told() {
     let made = Made::new(&KINDS[0]);
     let mut bytes = Bytes::of(&made.image);

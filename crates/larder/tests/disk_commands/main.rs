@@ -5,6 +5,7 @@ mod support;
 
 mod check;
 mod crash;
+mod cut;
 mod damage;
 mod info;
 mod made;

@@ -195,11 +195,16 @@ fn an_image_whose_journal_is_missing_is_refused_until_it_is_given_up() {
     }
     let (_, said) = disk(&["info"], &image);
     assert!(said.contains("is not to be found"), "{said}");
+    assert!(said.contains("state:            incomplete"), "{said}");
+    let (code, said) = disk(&["check"], &image);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("error: journal: a server of it was killed"), "{said}");
     let (code, said) = disk(&["check", "--repair"], &image);
     assert_eq!(code, Some(2), "{said}");
     assert!(said.contains("--discard-journal"), "{said}");
     let (code, said) = disk(&["check", "--discard-journal"], &image);
     assert!(matches!(code, Some(0 | 1)), "{said}");
+    assert!(said.contains("nobody can say what that was"), "{said}");
     let server = anybody.serve(&image).serving();
     server.io(&LOST);
     server.stop();
@@ -249,9 +254,25 @@ fn a_journal_can_be_given_up() {
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
     let journal = journal_of(&image);
+    let (_, said) = disk(&["info"], &image);
+    assert!(
+        said.contains("state:            incomplete without its journal"),
+        "{said}"
+    );
     let (code, said) = disk(&["check", "--discard-journal", "--repair"], &image);
     assert_eq!(code, Some(0), "{said}");
     assert!(!journal.exists(), "{said}");
+    let removed = format!("removed: {}\n", text(&journal));
+    for words in [
+        "given up: ",
+        " for 384 KiB of its disk, made between 20",
+        "  guest offsets 0x10000 to 0x20000 (64 KiB)\n  guest offsets 0x1400000 to 0x1450000 (320 KiB)\n",
+        &removed,
+    ] {
+        assert!(said.contains(words), "'{words}' is missing: {said}");
+    }
+    let (_, said) = disk(&["check", "--discard-journal"], &image);
+    assert!(said.contains("nothing to give up"), "{said}");
     assert_eq!(health(&image), Health::Clean);
     let server = Who::default().serve(&image).serving();
     server.io(&LOST);
