@@ -114,7 +114,7 @@ impl GivenUp {
             changes => format!("{changes} changes"),
         };
         let mut text = format!(
-            "given up: {changes} of where the guest's data lies, for {} of its disk{when}; it reads there what it had flushed:\n",
+            "given up: {changes} of where the guest's data lies, for {} of its disk{when}; the disk is there as the image has it:\n",
             human(bytes)
         );
         for range in self.ranges.iter().take(RANGES_TOLD_MAX) {

@@ -126,7 +126,7 @@ pub(crate) fn left_line(left: &LeftBehind) -> Option<String> {
             pending.file.display()
         )),
         LeftBehind::Missing(looked) => Some(format!(
-            "a server of it was killed, and its journal is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal`"
+            "a server of it was killed, or it is a copy that was made while one ran, and its journal is not to be found ({looked}); serve it as the same user, or as root, or give up what was not flushed with `larder disk check --discard-journal`"
         )),
         LeftBehind::Gone => Some(
             "a server of it was killed before the host was started: what its guest had not flushed is lost".to_owned(),
