@@ -250,6 +250,7 @@ fn id(image: &ImageAddress) -> ImageId {
         ImageAddress::Path(path) => ImageId {
             identity: match path.metadata() {
                 Ok(found) if found.is_file() => identity(path, &found).unwrap_or_default(),
+                Ok(found) if found.file_type().is_block_device() => block_identity(found.rdev()).unwrap_or_default(),
                 _ => Vec::new(),
             },
             place: path
@@ -264,6 +265,16 @@ fn id(image: &ImageAddress) -> ImageId {
             place: uri.to_string().into_bytes(),
         },
     }
+}
+
+/// The number that the kernel gives a disk when it appears, and to no other until the host is started anew: device
+/// numbers are used again. A partition has its disk's.
+fn block_identity(device: u64) -> io::Result<Vec<u8>> {
+    let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let place = Path::new("/sys/dev/block").join(number).canonicalize()?;
+    let of = |place: &Path| std::fs::read_to_string(place.join("diskseq"));
+    let sequence = of(&place).or_else(|_| of(place.parent().unwrap_or(&place)))?;
+    Ok([b"diskseq ", &device.to_ne_bytes()[..], sequence.trim().as_bytes()].concat())
 }
 
 fn identity(path: &Path, found: &Metadata) -> io::Result<Vec<u8>> {

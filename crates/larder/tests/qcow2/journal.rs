@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use crate::bad_input::Bytes;
 use crate::served::{Health, await_release, health, qemu_io, text};
-use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
+use crate::support::{LIMIT, LoopDevice, larder, need_root, on_disk, on_tmpfs, run, tool};
 
 const AUTOCLEAR: u64 = 88;
 const NOBODY: u32 = 65534;
@@ -227,6 +227,32 @@ fn an_image_that_has_left_its_journal_behind_is_refused_until_it_is_given_up() {
     write_and_kill(server, &replaced);
     fs::write(&replaced, copy).expect("writes");
     is_refused_until_given_up(anybody, &replaced);
+}
+
+#[test]
+fn a_journal_of_a_block_device_is_of_no_other_that_gets_its_number() {
+    let folder = on_disk();
+    let anybody = Who::default();
+    // None that other tests are given.
+    let device = PathBuf::from(format!("/dev/loop{}", 100 + std::process::id() % 100));
+    let attach = || {
+        let image = image(&folder);
+        let file = fs::File::options().write(true).open(&image).expect("opens");
+        file.set_len(64 << 20).expect("room for what is written");
+        LoopDevice::at(&device, &image)
+    };
+    let first = attach();
+    kill_unflushed(anybody, &device);
+    let journal = journal_of(&device);
+    is_all_there(anybody.serve(&device), &device);
+    kill_unflushed(anybody, &device);
+    assert!(journal.exists());
+    drop(first);
+    let second = attach();
+    let server = anybody.serve(&device).serving();
+    server.io(&LOST);
+    assert!(!server.stop().contains("WARN"));
+    drop(second);
 }
 
 fn is_refused_until_given_up(who: Who<'_>, image: &Path) {

@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::operations::{Operation, commands};
 use crate::served::{Folder, Served, dump, health, qemu_io, text};
 use crate::spec::{Kind, Spec};
-use crate::support::{LIMIT, on_disk, on_tmpfs};
+use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
 
 /// How many images of each kind.
 const IMAGES: u64 = 4;
@@ -81,10 +81,14 @@ fn kill_under_load(kind: Kind, seed: u64) {
         }
         kept.check(&made);
         if random.below(3) == 0 {
-            // What QEMU has written since is what counts.
+            // What QEMU has written since is what counts, once the journal is given up.
             let operations = made.disk.operations(&mut random, 6);
             let (success, said) = qemu_io("qcow2", text(&made.image), &commands(&operations));
             assert!(success, "{said}");
+            let mut command = Command::new(larder());
+            command.args(["disk", "check", "--discard-journal", text(&made.image)]);
+            let (code, said) = run(command);
+            assert!(matches!(code, Some(0 | 1)), "{said}");
             model = Model::new(dump("qcow2", text(&made.image), &into));
         }
     }

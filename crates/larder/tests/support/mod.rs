@@ -102,6 +102,14 @@ impl LoopDevice {
         );
         Self(path.into())
     }
+
+    /// The one at `device`.
+    pub fn at(device: &Path, file: &Path) -> Self {
+        need_root("to make a loop device");
+        let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+        tool("losetup", &[&text(device), &text(file)]);
+        Self(device.into())
+    }
 }
 
 impl Drop for LoopDevice {
