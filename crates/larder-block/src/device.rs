@@ -122,6 +122,14 @@ pub trait BlockDevice {
     /// Makes the bytes read as zeros.
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_>;
 
+    /// Has the bytes have room of their own, so that a write to them does not fail with [`Failure::NoSpace`] later. What
+    /// they hold stays as it is, whatever else is under way. Fails with `NoSpace` itself, with part of the room taken or
+    /// none. A device that cannot promise it (a copy-on-write file system, a store behind a protocol that has no such
+    /// request) completes it without effect, as does every device that does not say otherwise.
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        Io::ready(check_request(self.name(), &self.geometry(), Operation::Write, range))
+    }
+
     /// What the bytes of `range` (not empty) hold: extents in order without gaps from its start on, at least one, at
     /// most `limit`, none beyond its end. It may stop before the end.
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>>;

@@ -447,6 +447,7 @@ impl Qcow2 {
         self.change_header(|sector| header::set_l1(sector, table)).await?;
         self.l1_at.set(table);
         self.l1.borrow_mut().resize(entries as usize, 0);
+        self.tables_secured.borrow_mut().resize(entries as usize, false);
         if old.entries > 0 {
             self.freed.borrow_mut().push(Freed {
                 first: old.offset >> self.shape.cluster_bits,

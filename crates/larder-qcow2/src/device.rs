@@ -45,6 +45,11 @@ pub struct Qcow2 {
     pub(crate) l1_at: Cell<TableAt>,
     /// L2 tables that no durable L1 entry refers to yet.
     pub(crate) new_tables: RefCell<BTreeMap<u64, NewTable>>,
+    /// For each L1 entry, whether its L2 table can be changed: nobody else uses it, and it has room of its own in the
+    /// file.
+    pub(crate) tables_secured: RefCell<Vec<bool>>,
+    /// The L1 table has room of its own in the file.
+    pub(crate) l1_secured: Cell<bool>,
     pub(crate) map: RefCell<Map>,
     pub(crate) refcounts: RefCell<Refcounts>,
     pub(crate) space: RefCell<Space>,

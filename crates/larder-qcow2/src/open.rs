@@ -264,6 +264,8 @@ impl Qcow2 {
             header: RefCell::new(sector),
             header_uncertain: Cell::new(false),
             autoclear_pending: Cell::new((wanted != header.autoclear).then_some(wanted)),
+            tables_secured: RefCell::new(vec![false; l1.len()]),
+            l1_secured: Cell::new(false),
             l1: RefCell::new(l1),
             l1_at: Cell::new(header.l1),
             new_tables: RefCell::new(BTreeMap::new()),

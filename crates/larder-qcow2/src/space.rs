@@ -4,6 +4,12 @@
 //! window is looked for from a cursor on, which never passes a free cluster, so that space that was given back is used
 //! again; behind the last used cluster the file grows.
 //!
+//! A guest that was told that its data is written must not learn at a flush that there is no room for the way to it. So
+//! whatever a commit will write has room of its own in the file system before any data goes where it leads: the file is
+//! sparse where nothing was written yet, and so may tables be that others have copied. New tables are written as zeros
+//! when they are taken, and of those that exist the parts that will change are allocated. (A copy-on-write file system
+//! takes new room for each write all the same.)
+//!
 //! A cluster that is taken has its refcount raised in memory at once; that a commit may write it early is harmless (a
 //! crash then leaves a leak). A cluster that is given back goes through three stages: *freed* (nothing in memory refers
 //! to it), *released* (nothing in the image does), and free, once no request from before is under way.
@@ -16,13 +22,16 @@ use larder_block::{AlignedBuf, ByteLen, ByteOffset, ByteRange, Failure, IoResult
 use crate::device::{NewTable, Qcow2};
 use crate::entry::OFFSET;
 use crate::header::TableAt;
-use crate::refcount::{Known, Space as Found};
+use crate::refcount::{Known, SliceIndex, Space as Found};
 
 /// How many slices of refcounts are looked through before the end of the file is used instead.
 const SEARCH_SLICES_MAX: usize = 16;
 
 /// The file grows by a quarter, but no more than this, in bytes.
 const GROWTH_MAX: u64 = 16 << 20;
+
+/// What tables are written in, in bytes.
+const SECTOR: u64 = 512;
 
 /// The refcount table's longest length, in bytes, as in QEMU.
 const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
@@ -42,6 +51,8 @@ pub(crate) struct Space {
     cursor: u64,
     /// From this cluster on the file reads as zeros, because nothing was ever written there.
     untouched: u64,
+    /// A slice of refcounts that has room of its own in the file.
+    secured: Option<SliceIndex>,
 }
 
 impl Space {
@@ -50,6 +61,7 @@ impl Space {
             window: 0..0,
             cursor: 0,
             untouched: file_clusters,
+            secured: None,
         }
     }
 
@@ -228,6 +240,7 @@ impl Qcow2 {
                         // Writing it failed before.
                         self.write_refcounts().await?;
                     }
+                    self.secure_refcounts(first).await?;
                     let count = self.cover(first, count).await?;
                     self.check_free(first..first + count)?;
                     // A commit may have given clusters back meanwhile, but taken none: only this opens windows.
@@ -236,6 +249,21 @@ impl Qcow2 {
                 }
             }
         }
+    }
+
+    /// Has the slice with a cluster's refcount, whose block exists, have room of its own.
+    async fn secure_refcounts(&self, cluster: u64) -> IoResult {
+        let slice = cluster >> self.shape.refcount_slice_bits();
+        if self.space.borrow().secured == Some(slice) {
+            return Ok(());
+        }
+        let offset = self.refcounts.borrow().slice_offset(slice);
+        if let Some(offset) = offset {
+            let at = ByteRange::new(offset, self.shape.slice_len());
+            self.file.allocate(at).await?;
+        }
+        self.space.borrow_mut().secured = Some(slice);
+        Ok(())
     }
 
     /// Has the file cover up to `count` clusters from `first` on; how many it could.
@@ -314,7 +342,11 @@ impl Qcow2 {
         self.cover(cluster, 1).await?;
         self.check_free(cluster..cluster + 1)?;
         self.clear_cluster(cluster).await?;
+        let table = self.refcounts.borrow().table_at;
+        let table = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR);
+        self.file.allocate(table).await?;
         if self.block_of(cluster) != block {
+            self.secure_refcounts(cluster).await?;
             // So that its slice is loaded; there is no waiting until it is changed.
             self.refcount(cluster).await?;
         }
@@ -323,21 +355,9 @@ impl Qcow2 {
         self.write_refcounts().await
     }
 
-    /// Makes a cluster of metadata read as zeros.
+    /// Makes a cluster of metadata read as zeros, with room of its own.
     async fn clear_cluster(&self, cluster: u64) -> IoResult {
-        let reads_zero = {
-            let mut space = self.space.borrow_mut();
-            let reads_zero = cluster >= space.untouched;
-            space.untouched = space.untouched.max(cluster + 1);
-            reads_zero
-        };
-        match reads_zero {
-            true => Ok(()),
-            false => self.write_zero_cluster(cluster).await,
-        }
-    }
-
-    pub(crate) async fn write_zero_cluster(&self, cluster: u64) -> IoResult {
+        self.space.borrow_mut().touch(cluster);
         let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
         self.file.write_zeroes(at, ZeroFlags::default()).await
     }
@@ -389,12 +409,8 @@ impl Qcow2 {
         self.check_free(first..first + all)?;
         let size = (first + all) << self.shape.cluster_bits;
         self.file.grow(ByteLen::new(size)).await?;
-        for cluster in first..first + new_blocks {
+        for cluster in first..first + all {
             self.clear_cluster(cluster).await?;
-        }
-        {
-            let mut space = self.space.borrow_mut();
-            space.untouched = space.untouched.max(first + all);
         }
         let mut refcounts = self.refcounts.borrow_mut();
         let old = refcounts.moves_to.unwrap_or(refcounts.table_at);
@@ -443,6 +459,7 @@ impl Qcow2 {
                 .grow(ByteLen::new((first + count) << self.shape.cluster_bits))
                 .await?;
             for cluster in first..first + count {
+                self.secure_refcounts(cluster).await?;
                 while let Known::Absent(slice, offset) = {
                     let refcounts = self.refcounts.borrow();
                     refcounts.get(cluster)
@@ -463,24 +480,39 @@ impl Qcow2 {
         }
     }
 
-    /// Has the active L2 table `index` exist and belong to the active L1 table alone.
+    /// Has the active L2 table `index` exist, belong to the active L1 table alone, and have room of its own.
     pub(crate) async fn own_table(&self, index: u64) -> IoResult {
-        let entry = |image: &Self| image.l1.borrow()[index as usize];
-        let is_own = |entry: u64| entry & crate::entry::COPIED != 0 && entry & OFFSET != 0;
-        if is_own(entry(self)) {
+        let is_secured = |image: &Self| image.tables_secured.borrow()[index as usize];
+        if is_secured(self) {
             return Ok(());
         }
         let _held = self.tables.enter(ByteRange::new(index, 1), Mode::Exclusive).await;
-        let old = entry(self);
-        if is_own(old) {
+        if is_secured(self) {
             return Ok(());
+        }
+        let old = self.l1.borrow()[index as usize];
+        if old & crate::entry::COPIED != 0 && old & OFFSET != 0 {
+            let at = ByteRange::new(old & OFFSET, self.shape.cluster_len());
+            self.file.allocate(at).await?;
+        } else {
+            self.new_table(index, old).await?;
+        }
+        self.tables_secured.borrow_mut()[index as usize] = true;
+        Ok(())
+    }
+
+    /// Makes an L2 table for L1 entry `index`, which is `old`.
+    async fn new_table(&self, index: u64, old: u64) -> IoResult {
+        if !self.l1_secured.get() {
+            let table = self.l1_at.get();
+            let at = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR);
+            self.file.allocate(at).await?;
+            self.l1_secured.set(true);
         }
         let new = self.allocate(1).await?;
         let at = ByteOffset::new(new.first << self.shape.cluster_bits);
         if old & OFFSET == 0 {
-            if !new.reads_zero {
-                self.write_zero_cluster(new.first).await?;
-            }
+            self.clear_cluster(new.first).await?;
         } else {
             // A snapshot has it too. No leaf of a table that is shared is dirty, so the image's copy is all there is.
             let mut bytes = AlignedBuf::zeroed(self.shape.cluster_len() as usize);

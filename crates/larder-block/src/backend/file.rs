@@ -87,9 +87,10 @@ pub struct FileDevice {
     /// Large transfers that workers have now, and may have at most.
     given_to_workers: Cell<u32>,
     given_max: u32,
-    /// ZERO_RANGE and PUNCH_HOLE as far as the file system has them.
+    /// ZERO_RANGE, PUNCH_HOLE and plain fallocate as far as the file system has them.
     can_zero: Cell<bool>,
     can_punch: Cell<bool>,
+    can_allocate: Cell<bool>,
     flush_failed: Cell<Option<i32>>,
     changes: SizeChanges,
 }
@@ -320,6 +321,16 @@ impl FileDevice {
         }
     }
 
+    async fn allocate_steps(&self, range: ByteRange) -> IoResult {
+        match self
+            .try_allocate(libc::FALLOC_FL_KEEP_SIZE, &self.can_allocate, range)
+            .await
+        {
+            Ok(_) => Ok(()),
+            Err(errno) => Err(self.error(Operation::Write, range, errno)),
+        }
+    }
+
     async fn zero_steps(&self, range: ByteRange, flags: ZeroFlags) -> IoResult {
         let failed = |errno| self.error(Operation::WriteZeroes, range, errno);
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
@@ -521,6 +532,14 @@ impl BlockDevice for FileDevice {
             Err(error) => Io::ready(Err(error)),
             Ok(()) if range.is_empty() => Io::ready(Ok(())),
             Ok(()) => Io::task(self.zero_steps(range, flags)),
+        }
+    }
+
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        match check_request(&self.name, &self.geometry.get(), Operation::Write, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) if range.is_empty() || !self.can_allocate.get() => Io::ready(Ok(())),
+            Ok(()) => Io::task(self.allocate_steps(range)),
         }
     }
 

@@ -354,6 +354,14 @@ impl BlockDevice for Align {
         }
     }
 
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        // It changes nothing, so it need not be kept apart from what does.
+        match self.checked(Operation::Write, range) {
+            Err(error) => Io::ready(Err(error)),
+            Ok(()) => self.lower.allocate(range.widened(self.unit)),
+        }
+    }
+
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         if range.is_aligned(self.unit) {
             return self.lower.extents(range, limit);

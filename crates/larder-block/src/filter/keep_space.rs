@@ -50,6 +50,10 @@ impl BlockDevice for KeepSpace {
         self.0.write_zeroes(range, ZeroFlags { unmap: false, ..flags })
     }
 
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        self.0.allocate(range)
+    }
+
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         self.0.extents(range, limit)
     }

@@ -110,6 +110,10 @@ impl BlockDevice for StayRaw {
         self.lower.write_zeroes(range, flags)
     }
 
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        self.lower.allocate(range)
+    }
+
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         self.lower.extents(range, limit)
     }

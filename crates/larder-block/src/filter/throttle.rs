@@ -340,6 +340,10 @@ impl BlockDevice for Throttle {
         })
     }
 
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        self.lower.allocate(range)
+    }
+
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         self.lower.extents(range, limit)
     }

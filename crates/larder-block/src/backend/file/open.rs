@@ -181,6 +181,7 @@ impl FileDevice {
             given_max: workers_worth_having() * 2,
             can_zero: Cell::new(kind != Kind::Tmpfs),
             can_punch: Cell::new(true),
+            can_allocate: Cell::new(kind != Kind::Block),
             flush_failed: Cell::new(None),
             changes: SizeChanges::default(),
         });

@@ -94,6 +94,10 @@ impl BlockDevice for SlowDevice {
         self.slowed(request, || self.admit(Kind::Write, range, ByteLen::ZERO))
     }
 
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        self.lower.allocate(range)
+    }
+
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
         self.lower.extents(range, limit)
     }
