@@ -6,6 +6,7 @@
 mod bad_input;
 mod broken_tables;
 mod corpus;
+mod full;
 mod journal;
 mod kills;
 mod locks;

@@ -10,7 +10,7 @@ use crate::support::{Mount, on_disk, on_tmpfs, tool};
 const MIB: u64 = 1 << 20;
 
 /// Takes all space that there is.
-fn fill(path: &Path) {
+pub(crate) fn fill(path: &Path) {
     let mut file = OpenOptions::new().create(true).append(true).open(path).expect("a file");
     for step in [64 << 10, 4 << 10, 512] {
         while file.write_all(&vec![7; step]).is_ok() {}
@@ -69,11 +69,11 @@ fn a_full_file_system(mounted: &Path, options: &str) {
     compare(&raw, "qcow2", text(&image));
 }
 
-fn tmpfs(at: &Path, size: &str) -> Mount {
+pub(crate) fn tmpfs(at: &Path, size: &str) -> Mount {
     Mount::new(at, &["-t", "tmpfs", "-o", size, "tmpfs"])
 }
 
-fn ext4(folder: &Path, at: &Path) -> Mount {
+pub(crate) fn ext4(folder: &Path, at: &Path) -> Mount {
     let device: PathBuf = folder.join("ext4");
     fs::File::create(&device)
         .and_then(|file| file.set_len(24 * MIB))
@@ -82,7 +82,7 @@ fn ext4(folder: &Path, at: &Path) -> Mount {
     Mount::new(at, &["-o", "loop", text(&device)])
 }
 
-const SHAPES: [&str; 4] = [
+pub(crate) const SHAPES: [&str; 4] = [
     "cluster_size=64k",
     "cluster_size=512,refcount_bits=64",
     "cluster_size=4k,compat=0.10",
