@@ -357,7 +357,7 @@ impl Qcow2 {
     /// Leaves nothing for the next one to take up.
     async fn tidy(&self) -> IoResult {
         loop {
-            self.commit().await?;
+            self.commit().await.inspect_err(|error| self.tell_what_stays(error))?;
             self.reclaim().await?;
             if !self.commits.has_work(self) && self.freed.borrow().is_empty() {
                 break;
@@ -370,6 +370,15 @@ impl Qcow2 {
         }
         journal.remove();
         Ok(())
+    }
+
+    /// After a commit that failed, and none that follows: where what the image lacks is, and how it gets there.
+    fn tell_what_stays(&self, error: &IoError) {
+        let Some(journal) = &self.journal else { return };
+        tracing::error!(
+            "{error}: the way to what was written last is in the journal {} only, and lost when the host is started anew; put right what failed (on a full file system, make room), then serve the image again as the same user, or have `larder disk check --repair` put it into the image; do not move or copy the image before",
+            journal.place()
+        );
     }
 
     /// Makes the disk larger: `size` bytes, if it has fewer. The image has the new size when all that is new reads as zeros,
