@@ -67,6 +67,8 @@ pub enum OpenError {
     Locked { path: PathBuf, source: LockError },
     #[error("{} is empty; make it as large as the disk first (truncate -s 10G {})", path.display(), path.display())]
     Empty { path: PathBuf },
+    #[error("{} has no size: nothing is behind this device (losetup {} shows what is behind a loop device)", path.display(), path.display())]
+    EmptyDevice { path: PathBuf },
     #[error("{}: direct I/O was asked for, but {why}", path.display())]
     NoDirect { path: PathBuf, why: String },
     #[error("{}: {what}: {source}", path.display())]
@@ -134,7 +136,11 @@ impl FileDevice {
 
         let mut size = size_of(&file).map_err(os("finding its size"))?;
         if size == 0 {
-            return Err(OpenError::Empty { path: path.to_owned() });
+            let path = path.to_owned();
+            return Err(match kind {
+                Kind::Block => OpenError::EmptyDevice { path },
+                Kind::Regular | Kind::Tmpfs => OpenError::Empty { path },
+            });
         }
         let container = options.container && kind != Kind::Block;
         if container {
