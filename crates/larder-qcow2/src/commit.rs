@@ -18,9 +18,11 @@ use larder_block::{
     ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Operation, SizeChanges, WriteBuf, WriteFlags,
     ZeroFlags,
 };
+use rustix::io::Errno;
 use smallvec::{SmallVec, smallvec};
 
 use crate::device::{NewTable, Qcow2};
+use crate::entry::Entry;
 use crate::header::{self, HEADER_SECTOR, TableAt};
 use crate::journal::{Journal, Room};
 use crate::map::LeafIndex;
@@ -408,7 +410,7 @@ impl Qcow2 {
         }
         let entries = self.shape.l1_entries(size.get());
         if entries * 8 > header::L1_BYTES_MAX {
-            return Err(operation(Failure::NoSpace));
+            return Err(operation(Failure::Os(Errno::FBIG.raw_os_error())));
         }
         self.lengthen_l1(entries).await.map_err(failed)?;
         self.map
@@ -416,6 +418,9 @@ impl Qcow2 {
             .grow(size.get().div_ceil(self.shape.cluster_len()));
         let added = ByteRange::between(ByteOffset::ZERO + old, ByteOffset::ZERO + size);
         self.hide_backing(added).await.map_err(failed)?;
+        if self.data_file.is_some() && header::autoclear(&*self.header.borrow()) & header::AUTOCLEAR_RAW_DATA != 0 {
+            self.map_data_file(added).await.map_err(failed)?;
+        }
         let alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
         let changed = self.change_header(|sector| header::set_size(sector, size.get()));
         changed.await.map_err(failed)?;
@@ -440,6 +445,29 @@ impl Qcow2 {
         let end = backed.end().align_up(self.shape.cluster_len());
         let whole = ByteRange::between(backed.start, end);
         self.zero_steps(whole, ZeroFlags::default()).await?;
+        self.commit().await
+    }
+
+    /// Maps what is new of a disk whose data file is raw: QEMU demands that every cluster of the disk is data there, so that
+    /// programs that use the file itself see the same (`docs/interop/qcow2.txt`, "raw external data").
+    async fn map_data_file(&self, added: ByteRange) -> IoResult {
+        let shape = self.shape;
+        let unit = shape.cluster_len();
+        let leaf_span = unit << shape.leaf_bits();
+        let mut rest = ByteRange::between(added.start.align_up(unit), added.end().align_up(unit));
+        while !rest.is_empty() {
+            let leaf_end = ByteOffset::new(rest.start.align_down(leaf_span).get() + leaf_span);
+            let part = rest.intersection(ByteRange::between(rest.start, leaf_end));
+            let count = part.len.get() / unit;
+            let _held = self.mapping.enter(part, Mode::Exclusive).await;
+            let _room = self.journal_room(count).await?;
+            self.own_table(part.start.get() / shape.table_span()).await?;
+            // No waiting from here on, so the leaf stays.
+            self.find(part).await?;
+            let data = Entry::data(shape, part.start.get());
+            self.set_entries(part.start.get() >> shape.cluster_bits, count, data);
+            rest = ByteRange::between(part.end(), rest.end());
+        }
         self.commit().await
     }
 

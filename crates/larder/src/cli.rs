@@ -107,7 +107,7 @@ pub(crate) struct ResizeArguments {
     #[command(flatten)]
     pub(crate) of: ImageArguments,
     /// Its new size, or with a + how much larger it gets: 40G, +512M
-    #[arg(value_name = "[+]SIZE", value_parser = parse_new_size)]
+    #[arg(value_name = "[+]SIZE", value_parser = parse_new_size, allow_hyphen_values = true)]
     pub(crate) size: NewSize,
 }
 
@@ -122,6 +122,9 @@ pub(crate) enum NewSize {
 
 fn parse_new_size(text: &str) -> Result<NewSize, String> {
     let size = |text: &str| text.parse::<ByteLen>().map_err(|error| error.to_string());
+    if text.strip_prefix('-').is_some_and(|less| size(less).is_ok()) {
+        return Err("a disk is never made smaller: that throws away what is behind its new end".to_owned());
+    }
     match text.strip_prefix('+') {
         Some(more) => size(more).map(NewSize::More),
         None => size(text).map(NewSize::Is),

@@ -1,10 +1,12 @@
 //! `larder disk resize`: makes a disk larger. Its guest finds the new space behind the old.
 
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{anyhow, bail};
 use larder_block::backend::file::Caching;
-use larder_block::{ByteLen, Failure, Loop};
+use larder_block::{ByteLen, Failure, IoError, Loop};
 use larder_vm::image::{ImageAddress, ImageOptions};
 use serde_json::json;
 
@@ -28,17 +30,14 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         let disk = larder_vm::image::open(&on, &image, &options).await?;
         let was = disk.geometry().size;
         let result = match wanted(&image, was, arguments.size) {
-            Ok(size) => disk.grow(size).await.map_err(|error| match error.failure() {
-                Failure::NoSpace => anyhow!("{error}; only images in files can grow, as far as their format allows"),
-                Failure::Unsupported => anyhow!(
-                    "{error}: an image of version 2 with snapshots keeps its size; `qemu-img amend -o compat=1.1` makes it version 3"
-                ),
-                _ => anyhow!(error.to_string()),
-            }),
+            Ok(size) => disk.grow(size).await.map_err(|error| told_why(&image, &error)),
             Err(error) => Err(error),
         };
-        close(&disk).await?;
-        result?;
+        match (result, close(&disk).await) {
+            (Ok(()), closed) => closed?,
+            (Err(error), Ok(())) => return Err(error),
+            (Err(error), Err(closing)) => bail!("{error}; leaving the image tidy failed, too: {closing}"),
+        }
         anyhow::Ok((was, disk.geometry().size))
     })?;
     print(&match output {
@@ -51,6 +50,34 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         }
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A growth that failed: what to do about it.
+fn told_why(image: &ImageAddress, error: &IoError) -> anyhow::Error {
+    let advice = match (error.failure(), image) {
+        (Failure::NoSpace, ImageAddress::Nbd(_)) => {
+            "an export has the size that its server gives it; make the image larger there"
+        }
+        (Failure::NoSpace, ImageAddress::Path(path)) if is_block_device(path) => {
+            "it is in a block device, which has the size that it has; make that larger (`lvextend` and the like) first"
+        }
+        (Failure::NoSpace, ImageAddress::Path(_)) => {
+            "the disk keeps its size; make room on the image's file system, or raise the quota, then try again"
+        }
+        (Failure::Os(libc::EFBIG), _) => {
+            "that is more than its format or its file system can hold; of a qcow2 image, a copy with larger clusters can be larger (`qemu-img convert -O qcow2 -o cluster_size=64k`)"
+        }
+        (Failure::Unsupported, _) => {
+            "an image of version 2 with snapshots keeps its size; `qemu-img amend -o compat=1.1` makes it version 3"
+        }
+        _ => return anyhow!(error.to_string()),
+    };
+    anyhow!("{error}; {advice}")
+}
+
+fn is_block_device(path: &Path) -> bool {
+    path.metadata()
+        .is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
 fn wanted(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<ByteLen> {

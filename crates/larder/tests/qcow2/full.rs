@@ -4,9 +4,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::served::{Health, Served, health, qemu_io, text};
-use crate::space::{SHAPES, ext4, fill, tmpfs};
-use crate::support::{on_disk, on_tmpfs, tool};
+use crate::served::{Health, Served, health, qemu_io, qemu_io_with, text};
+use crate::space::{SHAPES, ext4};
+use crate::support::{LIMIT, LoopDevice, fill, on_disk, on_tmpfs, tmpfs, tool};
 
 /// Bytes of a write.
 const LEN: u64 = 4096;
@@ -37,6 +37,11 @@ fn pattern(step: u64) -> u64 {
     step % 251 + 1
 }
 
+/// Writes that are flushed at the end only.
+fn try_writes(served: &Served, commands: &[String]) -> (bool, String) {
+    qemu_io_with(&["-t", "writeback"], "raw", &served.uri(), commands)
+}
+
 /// The steps whose writes succeeded.
 fn write_all(served: &Served, steps: impl Iterator<Item = u64>, span: u64, tables: u64) -> (Vec<u64>, String) {
     let steps: Vec<u64> = steps.collect();
@@ -44,7 +49,7 @@ fn write_all(served: &Served, steps: impl Iterator<Item = u64>, span: u64, table
         let at = place(*step, span, tables);
         format!("write -P {} {at} {LEN}", pattern(*step))
     });
-    let (_, said) = served.try_io(&commands.collect::<Vec<_>>());
+    let (_, said) = try_writes(served, &commands.collect::<Vec<_>>());
     let wrote = |step: &u64| {
         let at = place(*step, span, tables);
         said.contains(&format!("wrote {LEN}/{LEN} bytes at offset {at}\n"))
@@ -156,4 +161,43 @@ fn what_was_acknowledged_can_be_flushed_on_a_full_ext4() {
             a_full_file_system(&mount.0, shape, before);
         }
     }
+}
+
+/// A loop device knows nothing of the room that its file has: so it is with every copy-on-write or thin store.
+#[test]
+fn a_server_that_cannot_commit_says_where_the_journal_is_and_what_to_do() {
+    let folder = on_disk();
+    let mount = tmpfs(&folder.path().join("mounted"), "size=4M");
+    let (file, ballast) = (mount.0.join("image"), mount.0.join("ballast"));
+    let (made, data) = (folder.path().join("made.qcow2"), folder.path().join("data"));
+    let options = format!("data_file={}", text(&data));
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&made), "256M"]);
+    // A table, whose part for the rest of the disk is a hole then.
+    assert!(qemu_io("qcow2", text(&made), &["write -P 1 0 64k"]).0);
+    tool("cp", &["--sparse=always", text(&made), text(&file)]);
+    fill(&ballast);
+    let device = LoopDevice::new(&file, 512);
+    let mut served = Served::new(&device.0, &["--format", "qcow2"]);
+    let (success, said) = try_writes(&served, &["write -P 2 128M 64k".to_owned()]);
+    assert!(success, "{said}");
+    served.io(&["read -P 2 128M 64k"]);
+    assert!(!served.try_io(&["flush"]).0);
+    served.process.signal(libc::SIGTERM);
+    let status = served.process.wait(LIMIT).expect("ends");
+    let said = served.process.output();
+    assert_eq!(status.code(), Some(2), "{said}");
+    let journal = said
+        .split_once("in the journal ")
+        .and_then(|(_, rest)| rest.split_once(' '));
+    let (journal, _) = journal.unwrap_or_else(|| panic!("no journal is named: {said}"));
+    assert!(Path::new(journal).exists(), "{said}");
+    assert!(said.contains("do not move or copy the image"), "{said}");
+
+    fs::remove_file(&ballast).expect("removes");
+    let served = Served::new(&device.0, &["--format", "qcow2"]);
+    served.io(&["read -P 2 128M 64k", "read -P 1 0 64k", "flush"]);
+    served.stop();
+    assert!(!Path::new(journal).exists(), "{said}");
+    assert_eq!(health(&device.0), Health::Clean);
+    assert!(qemu_io("qcow2", text(&device.0), &["read -P 2 128M 64k"]).0);
 }

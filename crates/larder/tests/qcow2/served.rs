@@ -123,8 +123,18 @@ pub(crate) fn await_release(image: &Path) {
 
 /// Runs commands of qemu-io; whether none failed, and what it said.
 pub(crate) fn qemu_io<S: AsRef<str>>(format: &str, image: &str, commands: &[S]) -> (bool, String) {
+    qemu_io_with(&[], format, image, commands)
+}
+
+/// The same with more options. With `-t writeback` what is written is flushed at the end; otherwise after each write.
+pub(crate) fn qemu_io_with<S: AsRef<str>>(
+    options: &[&str],
+    format: &str,
+    image: &str,
+    commands: &[S],
+) -> (bool, String) {
     let mut command = Command::new("qemu-io");
-    command.args(["-f", format, "-d", "unmap"]);
+    command.args(["-f", format, "-d", "unmap"]).args(options);
     for text in commands {
         command.args(["-c", text.as_ref()]);
     }

@@ -1,23 +1,12 @@
 //! A full file system: the client is told, the image stays sound, and writing goes on once there is space.
 
-use std::fs::{self, OpenOptions};
-use std::io::Write;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::served::{Health, Served, compare, dump, health, text};
-use crate::support::{Mount, on_disk, on_tmpfs, tool};
+use crate::support::{Mount, fill, on_disk, on_tmpfs, tmpfs, tool};
 
 const MIB: u64 = 1 << 20;
-
-/// Takes all space that there is.
-pub(crate) fn fill(path: &Path) {
-    let mut file = OpenOptions::new().create(true).append(true).open(path).expect("a file");
-    for step in [64 << 10, 4 << 10, 512] {
-        while file.write_all(&vec![7; step]).is_ok() {}
-    }
-    // What is delayed must be taken too.
-    let _ = file.sync_all();
-}
 
 fn a_full_file_system(mounted: &Path, options: &str) {
     let image = mounted.join("image.qcow2");
@@ -67,10 +56,6 @@ fn a_full_file_system(mounted: &Path, options: &str) {
     let raw = folder.path().join("raw");
     fs::write(&raw, &is).expect("writes");
     compare(&raw, "qcow2", text(&image));
-}
-
-pub(crate) fn tmpfs(at: &Path, size: &str) -> Mount {
-    Mount::new(at, &["-t", "tmpfs", "-o", size, "tmpfs"])
 }
 
 pub(crate) fn ext4(folder: &Path, at: &Path) -> Mount {

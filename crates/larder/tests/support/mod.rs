@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 
 use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -136,6 +137,21 @@ impl Drop for Mount {
     fn drop(&mut self) {
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
+}
+
+/// A small tmpfs; `size` as `size=12M`.
+pub fn tmpfs(at: &Path, size: &str) -> Mount {
+    Mount::new(at, &["-t", "tmpfs", "-o", size, "tmpfs"])
+}
+
+/// Takes all space that there is, with a file.
+pub fn fill(path: &Path) {
+    let mut file = File::options().create(true).append(true).open(path).expect("a file");
+    for step in [64 << 10, 4 << 10, 512] {
+        while file.write_all(&vec![7; step]).is_ok() {}
+    }
+    // What is delayed must be taken too.
+    let _ = file.sync_all();
 }
 
 /// Descriptors that a process has open.
