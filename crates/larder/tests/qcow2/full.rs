@@ -11,8 +11,9 @@ use crate::support::{LIMIT, LoopDevice, fill, on_disk, on_tmpfs, tmpfs, tool};
 /// Bytes of a write.
 const LEN: u64 = 4096;
 
-/// Writes into a file system that is full already; not all can succeed.
+/// Writes into a file system that has [`ROOM`] left, in bytes; not all can succeed.
 const WRITES: u64 = 256;
+const ROOM: u64 = 256 << 10;
 
 /// What was there before the server came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +87,9 @@ fn prepare(image: &Path, elsewhere: &Path, shape: &str, before: Before, span: u6
     if matches!(before, Before::Empty | Before::Backed) {
         return;
     }
-    let commands: Vec<String> = (0..tables / 2).map(|table| format!("write {} 512", table * span)).collect();
+    let commands: Vec<String> = (0..tables / 2)
+        .map(|table| format!("write {} 512", table * span))
+        .collect();
     assert!(qemu_io("qcow2", text(image), &commands).0);
     if before == Before::Snapshot {
         tool("qemu-img", &["snapshot", "-c", "before", text(image)]);
@@ -112,11 +115,15 @@ fn a_full_file_system(mounted: &Path, shape: &str, before: Before) {
     let ballast = mounted.join("ballast");
     prepare(&image, elsewhere.path(), shape, before, span, tables);
     let served = Served::new(&image, &[]);
-    // Some room for the first tables; what is left of it is taken away while nothing is flushed.
+    // What is left of the room goes to data, if nobody sees to it that its tables have some.
     let first = tables / 4;
     let (mut written, said) = write_all(&served, 0..first, span, tables);
     assert_eq!(written.len() as u64, first, "{what}: {said}");
     fill(&ballast);
+    let file = fs::File::options().write(true).open(&ballast).expect("opens");
+    let len = file.metadata().expect("it is there").len();
+    file.set_len(len - ROOM).expect("truncates");
+    file.sync_all().expect("syncs");
     let (more, said) = write_all(&served, first..first + WRITES, span, tables);
     assert!(said.contains("No space left on device"), "{what}: {said}");
     written.extend(more);
@@ -171,7 +178,10 @@ fn a_server_that_cannot_commit_says_where_the_journal_is_and_what_to_do() {
     let (file, ballast) = (mount.0.join("image"), mount.0.join("ballast"));
     let (made, data) = (folder.path().join("made.qcow2"), folder.path().join("data"));
     let options = format!("data_file={}", text(&data));
-    tool("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, text(&made), "256M"]);
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", "-o", &options, text(&made), "256M"],
+    );
     // A table, whose part for the rest of the disk is a hole then.
     assert!(qemu_io("qcow2", text(&made), &["write -P 1 0 64k"]).0);
     tool("cp", &["--sparse=always", text(&made), text(&file)]);
