@@ -78,6 +78,7 @@ pub(super) enum Event {
     Poked,
     Fault { disk: usize, fault: Fault },
     Failures { per_mille: u32 },
+    Room { room: ByteLen },
     Verified,
     Stopped { how: Stop },
 }
@@ -95,6 +96,7 @@ impl fmt::Display for Event {
             Self::Poked => write!(f, "settings changed"),
             Self::Fault { disk, fault } => write!(f, "disk {disk}: fault set: {fault:?}"),
             Self::Failures { per_mille } => write!(f, "of 1000 requests to the disks, {per_mille} fail"),
+            Self::Room { room } => write!(f, "each disk has room for {room} more"),
             Self::Verified => write!(f, "all read and verified"),
             Self::Stopped { how: Stop::PowerLoss } => write!(f, "--- power lost"),
             Self::Stopped { how: Stop::Kill } => write!(f, "--- killed"),

@@ -220,6 +220,7 @@ impl<'a> Run<'a> {
                 resizable: self.stack.is_resizable(),
                 growable: self.stack.is_growable(),
                 fails_only_with_a_disk: self.stack.fails_only_with_a_disk(),
+                room_is_short: self.random.chance(200),
             },
             requests_left: Cell::new(requests),
             stop_at,
@@ -236,6 +237,11 @@ impl<'a> Run<'a> {
             let per_mille = self.random.pick(&[0, 5, 30, 100]);
             disks.iter().for_each(|disk| disk.set_failures(per_mille));
             self.log_at(on.now(), Event::Failures { per_mille });
+        }
+        if life.expectations.room_is_short {
+            let room = ByteLen::kib(self.random.pick(&[0, 16, 64, 256, 1024]));
+            disks.iter().for_each(|disk| disk.limit_room(Some(room)));
+            self.log_at(on.now(), Event::Room { room });
         }
         for index in 0..workers {
             let worker = Worker::new(Rc::clone(&life), index, self.random.fork(), mix);

@@ -52,7 +52,9 @@ impl Disk {
 
     /// The disk before anything was written.
     pub fn medium(&self) -> Medium {
-        Medium::new(self.size, self.sector_size)
+        let mut medium = Medium::new(self.size, self.sector_size);
+        medium.track_room();
+        medium
     }
 
     /// What a simulated device over it is like.

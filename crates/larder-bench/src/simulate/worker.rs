@@ -249,7 +249,8 @@ impl Worker {
         let effect = match random.below(5) {
             0 => FaultEffect::Stick,
             1 => FaultEffect::Delay(random.duration(Duration::ZERO, Duration::from_secs(2))),
-            2 => FaultEffect::Fail(Failure::NoSpace),
+            // That must come of what the disk lacks alone.
+            2 if !self.life.expectations.room_is_short => FaultEffect::Fail(Failure::NoSpace),
             _ => FaultEffect::Fail(Failure::Os(5)),
         };
         let kinds = [
@@ -369,6 +370,12 @@ impl Worker {
         if let Some(Ok(())) = result {
             life.record.oracle.borrow_mut().end_flush(start);
             life.record.sizes.borrow_mut().end_flush(size);
+        }
+        if let Some(Err(error)) = &result
+            && life.expectations.room_is_short
+            && error.failure() == Failure::NoSpace
+        {
+            life.fail(format!("#{number}: what was acknowledged has no room: {error}"));
         }
         result.and_then(Result::err)
     }

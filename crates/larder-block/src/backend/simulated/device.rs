@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use super::fault::{Effect, Fault, Faults};
 use super::latency::Latency;
-use super::medium::{ChangeNumber, FlushMark, Medium, Source};
+use super::medium::{ChangeNumber, FlushMark, Medium, ROOM_UNIT, Source};
 use super::options::{Options, Stop};
 use super::random::Random;
 use crate::buffer::{ReadBuf, WriteBuf};
@@ -46,6 +46,8 @@ struct State {
     under_way: BTreeMap<ChangeNumber, Change>,
     stopped: bool,
     failures: u64,
+    /// Parts of the medium that may take room yet; `None` if as many as want some.
+    room_left: Option<u64>,
     /// How often stuck requests have been released, and who waits for the next time.
     releases: u64,
     stuck: Vec<Waker>,
@@ -99,6 +101,7 @@ impl SimulatedDevice {
                 under_way: BTreeMap::new(),
                 stopped: false,
                 failures: 0,
+                room_left: None,
                 releases: 0,
                 stuck: Vec::new(),
             }),
@@ -120,6 +123,12 @@ impl SimulatedDevice {
     pub fn heal(&self) {
         self.failures_per_mille.set(0);
         self.state.borrow_mut().faults.clear();
+    }
+
+    /// How much room there is from now on for what has none, on a medium that keeps track of it; without a limit `None`. A
+    /// write that needs more fails with [`Failure::NoSpace`]. A discard gives the room of whole units back.
+    pub fn limit_room(&self, room: Option<ByteLen>) {
+        self.state.borrow_mut().room_left = room.map(|room| room.get() / ROOM_UNIT);
     }
 
     /// How long requests take from now on.
@@ -207,6 +216,9 @@ impl SimulatedDevice {
                 plan.failure = Some(Failure::Os(libc::EIO));
             }
             None => {}
+        }
+        if plan.failure.is_none() && !state.take_room(operation, range) {
+            plan.failure = Some(Failure::NoSpace);
         }
         if plan.failure.is_some() {
             state.failures += 1;
@@ -334,6 +346,16 @@ impl SimulatedDevice {
         self.finish_flush(&mark, plan.failure)
     }
 
+    async fn allocate_steps(&self, range: ByteRange, plan: Plan) -> IoResult {
+        let (_, end) = self.begin(&plan).await;
+        self.wait_until(end).await;
+        self.finish_allocate(range, plan.failure)
+    }
+
+    fn finish_allocate(&self, range: ByteRange, failure: Option<Failure>) -> IoResult {
+        failure.map_or(Ok(()), |failure| Err(self.error(Operation::Write, range, failure)))
+    }
+
     fn finish_flush(&self, mark: &FlushMark, failure: Option<Failure>) -> IoResult {
         if let Some(failure) = failure {
             return Err(self.error(Operation::Flush, ByteRange::default(), failure));
@@ -368,6 +390,27 @@ impl SimulatedDevice {
 }
 
 impl State {
+    /// Takes the room that a request needs, or gives back what it leaves; whether there was enough.
+    fn take_room(&mut self, operation: Operation, range: ByteRange) -> bool {
+        match operation {
+            Operation::Write | Operation::WriteZeroes => {
+                if let Some(left) = &mut self.room_left {
+                    let Some(rest) = left.checked_sub(self.medium.without_room(range)) else {
+                        return false;
+                    };
+                    *left = rest;
+                }
+                self.medium.take_room(range);
+            }
+            Operation::Discard => {
+                let given = self.medium.give_room_back(range);
+                self.room_left = self.room_left.map(|left| left + given);
+            }
+            Operation::Read | Operation::Flush | Operation::Extents | Operation::Grow => {}
+        }
+        true
+    }
+
     /// Cuts a range into the parts in which a request takes effect, in the order in which it does.
     fn split(&mut self, range: ByteRange) -> Parts {
         let sectors = range.len.get() / u64::from(self.medium.sector_size());
@@ -565,6 +608,20 @@ impl BlockDevice for SimulatedDevice {
             return Io::ready(Err(self.error(Operation::WriteZeroes, range, Failure::Unsupported)));
         }
         self.change(Operation::WriteZeroes, range, Source::Zeros, flags.fua)
+    }
+
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        if self.is_stopped() {
+            return Io::task(pending());
+        }
+        if let Err(error) = self.checked(Operation::Write, range) {
+            return Io::ready(Err(error));
+        }
+        let plan = self.plan(Operation::Write, range);
+        if plan.delay.is_some() || plan.stuck {
+            return Io::task(self.allocate_steps(range, plan));
+        }
+        Io::ready(self.finish_allocate(range, plan.failure))
     }
 
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {

@@ -5,7 +5,7 @@
 //! - Making a version durable gives up it and all that are older, never a newer one.
 //! - Losing power picks one of durable image and versions for each sector, once, and writes it into the image.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::rc::Rc;
@@ -75,7 +75,12 @@ pub struct Medium {
     next: ChangeNumber,
     /// Files in the host's memory, by user, which a loss of power takes away.
     host_memory: BTreeMap<u32, Rc<File>>,
+    /// Which parts, of [`ROOM_UNIT`] bytes, have room of their own, if that is tracked: as a sparse file's blocks.
+    with_room: Option<BTreeSet<u64>>,
 }
+
+/// What takes room together, in bytes.
+pub(super) const ROOM_UNIT: u64 = 4096;
 
 impl Medium {
     /// A disk of `size` bytes of zeros that writes `sector_size` bytes (a power of two) at once or not at all. A size
@@ -92,7 +97,41 @@ impl Medium {
             volatile: BTreeMap::new(),
             next: ChangeNumber(0),
             host_memory: BTreeMap::new(),
+            with_room: None,
         }
+    }
+
+    /// Keeps track of which parts have room of their own, so that the room can be limited; none has yet. Costs memory for
+    /// each part that has.
+    pub fn track_room(&mut self) {
+        self.with_room = Some(BTreeSet::new());
+    }
+
+    /// How many parts of `range` have no room yet.
+    pub(super) fn without_room(&self, range: ByteRange) -> u64 {
+        let wide = range.widened(ROOM_UNIT);
+        self.with_room.as_ref().map_or(0, |parts| {
+            let has = parts.range(room_units(wide)).count() as u64;
+            wide.len.get() / ROOM_UNIT - has
+        })
+    }
+
+    /// Gives `range` room.
+    pub(super) fn take_room(&mut self, range: ByteRange) {
+        if let Some(parts) = &mut self.with_room {
+            parts.extend(room_units(range.widened(ROOM_UNIT)));
+        }
+    }
+
+    /// Takes the room of what is wholly in `range` away; how many parts had some.
+    pub(super) fn give_room_back(&mut self, range: ByteRange) -> u64 {
+        self.with_room.as_mut().map_or(0, |parts| {
+            let given: Vec<u64> = parts.range(room_units(range.narrowed(ROOM_UNIT))).copied().collect();
+            given.iter().for_each(|part| {
+                parts.remove(part);
+            });
+            given.len() as u64
+        })
     }
 
     /// A user's file in the memory of the disk's host: it outlives the process, but no loss of power.
@@ -154,6 +193,7 @@ impl Medium {
             self.volatile.remove(&sector);
         }
         self.durable.write(start, bytes);
+        self.take_room(range);
     }
 
     /// The first part of `range` that may hold something else than zeros; what is before it does not.
@@ -303,6 +343,10 @@ impl Medium {
         let unit = u64::from(self.sector_size);
         ByteRange::new(sector * unit, unit)
     }
+}
+
+fn room_units(range: ByteRange) -> std::ops::Range<u64> {
+    range.start.get() / ROOM_UNIT..range.end().get() / ROOM_UNIT
 }
 
 /// What a loss of power leaves of unflushed sectors.
