@@ -1,7 +1,7 @@
 //! The disk: what an open image consists of, and the requests that need one step only.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use larder_block::buffer_pool::BufferPool;
@@ -60,8 +60,6 @@ pub struct Qcow2 {
     /// Host clusters that hold metadata, sorted, as they were when the image was opened, without those that are free
     /// since; empty if it is read-only.
     pub(crate) metadata: RefCell<Vec<u64>>,
-    /// Host clusters behind the end of the file, as it was when the image was opened, that entries lead to all the same.
-    pub(crate) lost: RefCell<BTreeSet<u64>>,
     /// Guest clusters (as bytes) whose mapping is being changed.
     pub(crate) mapping: Ranges,
     /// Leaves (a byte each) that are being read.

@@ -275,7 +275,6 @@ impl Qcow2 {
             freed: RefCell::default(),
             released: RefCell::default(),
             metadata: RefCell::new(metadata),
-            lost: RefCell::default(),
             mapping: Ranges::default(),
             loading: Ranges::default(),
             tables: Ranges::default(),

@@ -217,18 +217,19 @@ impl Qcow2 {
         if self.geometry.get().read_only || self.data_file.is_some() {
             return;
         }
-        let (metadata, mut lost) = (self.metadata.borrow(), self.lost.borrow_mut());
+        let (metadata, mut space) = (self.metadata.borrow(), self.space.borrow_mut());
         // What this process has taken itself lies before this.
-        let end = self.space.borrow().untouched();
+        let end = space.untouched();
         for entry in entries {
             let Some(cluster) = entry.host().map(|host| host >> self.shape.cluster_bits) else {
                 continue;
             };
-            if cluster >= end {
-                lost.insert(cluster);
+            let is_lost = cluster >= end;
+            if is_lost {
+                space.lose(cluster);
             }
             let is_metadata = || entry.is_copied() && metadata.binary_search(&cluster).is_ok();
-            if lost.contains(&cluster) || is_metadata() {
+            if is_lost || is_metadata() {
                 entry.word |= DAMAGED;
             }
         }
@@ -251,7 +252,7 @@ impl Qcow2 {
                 format!("points to {host:#x}, which is no multiple of the cluster size")
             } else if host >= size.get() {
                 format!("points to {host:#x}, past the end of the file ({:#x})", size.get())
-            } else if self.lost.borrow().contains(&(host >> self.shape.cluster_bits)) {
+            } else if entry.is_damaged() && self.space.borrow().is_lost(host >> self.shape.cluster_bits) {
                 format!("points to {host:#x}, past the end of the file when it was opened")
             } else if entry.is_damaged() {
                 format!("points to {host:#x}, where metadata is")

@@ -51,6 +51,9 @@ pub(crate) struct Space {
     cursor: u64,
     /// From this cluster on the file reads as zeros, because nothing was ever written there.
     untouched: u64,
+    /// From this cluster on nothing is taken, because an entry leads there although the file had ended before it when the
+    /// image was opened. So nothing is ever taken behind it, and such an entry is known again by where it leads.
+    lost_from: u64,
     /// A slice of refcounts that has room of its own in the file.
     secured: Option<SliceIndex>,
 }
@@ -61,6 +64,7 @@ impl Space {
             window: 0..0,
             cursor: 0,
             untouched: file_clusters,
+            lost_from: u64::MAX,
             secured: None,
         }
     }
@@ -72,6 +76,20 @@ impl Space {
             self.cursor = self.cursor.min(self.untouched);
         }
         self.untouched
+    }
+
+    /// An entry leads to this cluster, where nothing was taken.
+    pub(crate) fn lose(&mut self, cluster: u64) {
+        self.lost_from = self.lost_from.min(cluster);
+        if self.window.end > cluster {
+            self.window.end = cluster.max(self.window.start);
+            self.cursor = self.cursor.min(cluster);
+        }
+    }
+
+    /// Whether entries that lead here were found to lead behind the end.
+    pub(crate) fn is_lost(&self, cluster: u64) -> bool {
+        cluster >= self.lost_from
     }
 
     /// Nothing was taken from this cluster on.
@@ -306,11 +324,12 @@ impl Qcow2 {
         }
     }
 
-    /// Refuses to take clusters that entries lead to, although the file had ended before them.
+    /// Refuses to take clusters that entries lead to, although the file had ended before them, or any behind them.
     fn check_not_lost(&self, clusters: Range<u64>) -> IoResult {
-        let Some(cluster) = self.lost.borrow().range(clusters).next().copied() else {
+        let cluster = self.space.borrow().lost_from;
+        if clusters.end <= cluster {
             return Ok(());
-        };
+        }
         tracing::error!(
             "{}: an entry leads to cluster {cluster}, which was past the end of the file: the image is corrupt; run `larder disk check --repair`",
             self.name
@@ -606,5 +625,23 @@ impl Qcow2 {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_taken_from_where_an_entry_leads_on() {
+        let mut space = Space::new(10);
+        space.window = 10..20;
+        space.lose(15);
+        space.lose(13);
+        assert_eq!(space.take(100), Some((10..13, true)));
+        assert_eq!(space.take(1), None);
+        assert!(space.is_lost(13) && !space.is_lost(12));
+        // Where the next window is looked for.
+        assert!(space.window.is_empty() && space.cursor <= 13);
     }
 }
