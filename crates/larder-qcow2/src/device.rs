@@ -234,7 +234,9 @@ impl BlockDevice for Qcow2 {
     }
 
     fn flush(&self) -> Io<'_> {
-        if self.data_file.is_none() && !self.commits.has_work(self) {
+        let is_plain = self.data_file.is_none() && !self.commits.has_work(self);
+        // One that is read-only may have changes in memory all the same, which stay there.
+        if is_plain || self.geometry.get().read_only {
             return self.file.flush();
         }
         Io::task(self.commit())

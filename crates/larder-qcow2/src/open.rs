@@ -34,7 +34,7 @@ pub struct OpenOptions {
     /// is forgotten if it does not fit the image: whoever opens it has seen to that.
     pub journal: Option<Journal>,
     /// What a killed process left in a journal that this one cannot go on with, another user's. It is in the image when
-    /// that is open.
+    /// that is open; one that is opened read-only stays as it is, and reads as if it were there.
     pub left: Option<Left>,
     /// Read all metadata in the background, as far as that goes; otherwise it is read when it is needed.
     pub load_ahead: bool,
@@ -226,9 +226,9 @@ impl Qcow2 {
         let journal = options.journal.filter(|_| !read_only && shape.version >= 3);
         let session = header.autoclear & AUTOCLEAR_SESSION;
         let goes_on = journal.as_ref().is_some_and(|journal| journal.fits(session));
-        let left = options.left.filter(|left| !read_only && !goes_on && left.fits(session));
+        let left = options.left.filter(|left| !goes_on && left.fits(session));
         let (records, place) = match (&journal, &left) {
-            (_, Some(left)) => (left.records.clone(), "another user's journal".to_owned()),
+            (_, Some(left)) => (left.records.clone(), "the killed server's journal".to_owned()),
             (Some(journal), None) if goes_on => (journal.records(), journal.place()),
             _ => (Vec::new(), String::new()),
         };
@@ -294,7 +294,7 @@ impl Qcow2 {
         if goes_on || left.is_some() {
             image.take_up(&records, place).await?;
         }
-        if left.is_some() {
+        if left.is_some() && !read_only {
             // The other journal is not gone on with, so nothing may be needed from it any more.
             image.commit().await?;
             image.before_change().await?;
@@ -311,7 +311,11 @@ impl Qcow2 {
 
     /// Goes on where a killed process was.
     async fn take_up(&self, records: &[Record], journal: String) -> Result<(), OpenError> {
-        if records.is_empty() || self.replay(records).await? {
+        let is_there = records.is_empty() || self.replay(records).await?;
+        if is_there && self.geometry.get().read_only {
+            return Ok(());
+        }
+        if is_there {
             tracing::info!(
                 "{}: the server before this one was killed; {} changes of the mapping that it had not committed are made again. Space that it was taking or giving back may be leaked: when the image is not in use, `larder disk check --repair=leaks` finds it",
                 self.name,

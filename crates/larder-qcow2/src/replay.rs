@@ -10,7 +10,7 @@ use crate::entry::Entry;
 use crate::journal::Record;
 
 impl Qcow2 {
-    /// Makes the journal's changes again, in memory; the next commit writes them. `false`, and nothing is changed, if
+    /// Makes the journal's changes again, in memory; the next commit writes them, unless the image is read-only. `false`, and nothing is changed, if
     /// they do not fit what the image has: then somebody else has changed it. Those behind the disk's end are of a growth
     /// that was cut off.
     ///
@@ -27,8 +27,9 @@ impl Qcow2 {
             Some(states) => states,
             None => return Ok(false),
         };
+        let read_only = self.geometry.get().read_only;
         // Before anything is allocated: what the new entries refer to is taken.
-        for record in &records {
+        for record in records.iter().filter(|_| !read_only) {
             if let (Some(host), None) = (record.new.host(), &self.data_file) {
                 let first = host >> self.shape.cluster_bits;
                 for cluster in first..first + record.count {
@@ -37,7 +38,9 @@ impl Qcow2 {
             }
         }
         for record in &records {
-            self.own_table(record.cluster >> self.shape.table_bits()).await?;
+            if !read_only {
+                self.own_table(record.cluster >> self.shape.table_bits()).await?;
+            }
             for step in 0..record.count {
                 let cluster = record.cluster + step;
                 let new = record.new.advanced(self.shape, step);
@@ -48,7 +51,7 @@ impl Qcow2 {
                 }
             }
         }
-        for state in states.values() {
+        for state in states.values().filter(|_| !read_only) {
             state.left.iter().for_each(|entry| self.free_host(*entry, 1));
         }
         Ok(true)

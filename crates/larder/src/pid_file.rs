@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
+/// The longest number, with the end of its line.
+const PID_BYTES_MAX: u64 = 32;
+
 /// A file that is written and has another name yet; gone if this is dropped.
 pub(crate) struct Prepared {
     path: PathBuf,
@@ -28,15 +31,7 @@ fn content() -> String {
 /// # Errors
 /// There cannot be such a file.
 pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
-    match fs::symlink_metadata(path) {
-        Ok(found) if !found.is_file() => {
-            bail!(
-                "--pidfile {}: it exists and is no file; it is left alone",
-                path.display()
-            )
-        }
-        _ => {}
-    }
+    check_free(path)?;
     let Some(name) = path.file_name() else {
         bail!("--pidfile '{}' is no name of a file", path.display());
     };
@@ -67,12 +62,36 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
     Ok(prepared)
 }
 
+/// Whether there is nothing at `path` but what an earlier process may have left there.
+fn check_free(path: &Path) -> anyhow::Result<()> {
+    let left_alone = |what| {
+        bail!(
+            "--pidfile {}: it exists and is {what}; it is left alone",
+            path.display()
+        )
+    };
+    match fs::symlink_metadata(path) {
+        Ok(found) if !found.is_file() => left_alone("no file"),
+        Ok(found) if found.len() > PID_BYTES_MAX => left_alone("no pid file"),
+        Ok(_) => {
+            let bytes = fs::read(path).with_context(|| format!("cannot read --pidfile {}", path.display()))?;
+            match bytes.trim_ascii().iter().all(u8::is_ascii_digit) {
+                true => Ok(()),
+                false => left_alone("no pid file"),
+            }
+        }
+        // Writing it tells.
+        Err(_) => Ok(()),
+    }
+}
+
 impl Prepared {
     /// Gives it its name.
     ///
     /// # Errors
     /// Something has come in the way since.
     pub(crate) fn publish(self) -> anyhow::Result<PidFile> {
+        check_free(&self.path)?;
         fs::rename(&self.written, &self.path)
             .with_context(|| format!("cannot write --pidfile {}", self.path.display()))?;
         Ok(PidFile(self.path.clone()))

@@ -371,6 +371,8 @@ fn a_pidfile_that_cannot_be_written_is_refused_and_nothing_is_left_behind() {
     );
     with(sockets.path(), &["is no file", "left alone"]);
     with(Path::new("/dev/null"), &["/dev/null", "left alone"]);
+    with(&disk, &[text(&disk), "no pid file", "left alone"]);
+    with(&socket, &["is no file", "left alone"]);
     // Nor is anything if the disk cannot be served.
     let pidfile = sockets.path().join("pid");
     fs::write(&socket, "mine").expect("a file");

@@ -139,19 +139,22 @@ impl Opener<'_> {
                 source: larder_qcow2::header::HeaderError::Corrupt,
             }));
         }
+        let mut beside = None;
         let journals = match read_only || self.options.trial {
             true => {
+                let is_backing = self.opened.len() > 1;
                 // One that is shared may have a server.
-                if !self.options.share {
-                    journal::look(image, &header, read_only)?;
-                }
+                beside = match self.options.share {
+                    true => None,
+                    false => journal::look(image, &header, !read_only || is_backing)?,
+                };
                 Journals::default()
             }
             false => journal::open(image, &header)?,
         };
         let (left, file_of_left) = match journals.left {
             Some((file, left)) => (Some(left), Some(file)),
-            None => (None, None),
+            None => (beside, None),
         };
         let options = OpenOptions {
             read_only: read_only || self.options.trial,

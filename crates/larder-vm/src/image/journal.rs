@@ -159,7 +159,15 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
         }
         LeftBehind::Changes(pending) if pending.is_own => place = Some(pending.file),
         LeftBehind::Changes(pending) => journals.left = Some((pending.file, pending.left)),
-        LeftBehind::Nothing | LeftBehind::Gone => {}
+        LeftBehind::Nothing => {
+            // Without changes: all that was written is in the image that the killed server had.
+            if !all_of(image).map_err(failed)?.0.is_empty() {
+                tracing::warn!(
+                    "{image}: a server of it was killed, and the image has been changed since by another program, or replaced by a copy; if the guest of that server still runs, end it: its disk is not what it believes"
+                );
+            }
+        }
+        LeftBehind::Gone => {}
     }
     let opened = match place {
         // It has what is needed, so there is no doing without it.
@@ -180,33 +188,36 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     Ok(journals)
 }
 
-/// Looks for the journals of an image that is opened without being changed: a warning if it lacks something, and an
-/// error if it could not be opened for writing.
-pub(super) fn look(image: &ImageAddress, header: &Header, read_only: bool) -> Result<(), ImageError> {
+/// Looks for the journals of an image that is opened without being changed, and gives what is to be read beside it. One
+/// that lacks something is refused if it `must_be_whole`: it will be written, or others stand on it, to whom it must
+/// never look different. Otherwise that is a warning.
+pub(super) fn look(image: &ImageAddress, header: &Header, must_be_whole: bool) -> Result<Option<Left>, ImageError> {
     match left_behind(image, header) {
-        Ok(LeftBehind::Missing(looked)) if !read_only => Err(ImageError::JournalMissing {
+        Ok(LeftBehind::Missing(looked)) if must_be_whole => Err(ImageError::JournalMissing {
             image: image.to_string(),
             looked: looked.to_string(),
         }),
-        Ok(LeftBehind::Overtaken(pending)) if !read_only => Err(pending.overtaken(image)),
+        Ok(LeftBehind::Overtaken(pending)) if must_be_whole => Err(pending.overtaken(image)),
         Ok(LeftBehind::Overtaken(pending)) => {
             tracing::warn!("{}", pending.overtaken(image));
-            Ok(())
+            Ok(None)
         }
-        Ok(LeftBehind::Changes(pending)) if read_only => {
-            tracing::warn!(
-                "{image}: a server of it was killed: what its guest had not flushed is in {}, and will be in the image when that is served for writing",
-                pending.file.display()
-            );
-            Ok(())
+        Ok(LeftBehind::Changes(pending)) => {
+            if pending.changes > 0 {
+                tracing::info!(
+                    "{image}: a server of it was killed: what its guest had not flushed is read from {}; it comes into the image when that is served for writing, or by `larder disk check --repair`",
+                    pending.file.display()
+                );
+            }
+            Ok(Some(pending.left))
         }
         Ok(LeftBehind::Missing(looked)) => {
             tracing::warn!(
                 "{image}: a server of it was killed, and its journal is not to be found ({looked}): what its guest had not flushed is not here"
             );
-            Ok(())
+            Ok(None)
         }
-        Ok(_) => Ok(()),
+        Ok(LeftBehind::Nothing | LeftBehind::Gone) => Ok(None),
         Err(source) => Err(ImageError::Journal {
             image: image.to_string(),
             source,

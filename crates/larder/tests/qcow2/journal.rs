@@ -255,6 +255,24 @@ fn a_journal_of_a_block_device_is_of_no_other_that_gets_its_number() {
     drop(second);
 }
 
+#[test]
+fn an_image_that_was_replaced_although_nothing_was_missing_is_served_with_a_warning() {
+    let folder = on_disk();
+    let who = Who::default();
+    let image = image(&folder);
+    let copy = fs::read(&image).expect("reads");
+    let mut server = who.serve(&image).serving();
+    server.io(&["write -P 9 40M 64k", "flush"]);
+    server.process.kill();
+    await_release(&image);
+    fs::write(&image, copy).expect("writes");
+    let server = who.serve(&image).serving();
+    server.io(&["read -P 1 0 64k", "read -P 0 40M 64k"]);
+    let said = server.stop();
+    assert!(said.contains("WARN") && said.contains("end it"), "{said}");
+    assert!(!who.serve(&image).serving().stop().contains("WARN"));
+}
+
 fn is_refused_until_given_up(who: Who<'_>, image: &Path) {
     let said = who.is_refused(image);
     for word in [text(image), ".journal", "changed since", "--discard-journal"] {
@@ -389,7 +407,7 @@ fn a_dirty_image_is_repaired_and_keeps_what_was_not_flushed() {
 }
 
 #[test]
-fn a_read_only_server_says_what_is_not_in_the_image_yet() {
+fn a_read_only_server_reads_what_is_not_in_the_image_yet_and_leaves_it() {
     let folder = on_disk();
     let image = image(&folder);
     kill_unflushed(Who::default(), &image);
@@ -402,10 +420,68 @@ fn a_read_only_server_says_what_is_not_in_the_image_yet() {
         uri,
         _folder: folder,
     };
-    let said = server.serving().stop();
+    let server = server.serving();
+    let mut reads = vec!["-r"];
+    READS.iter().for_each(|read| reads.extend(["-c", read]));
+    let (code, said) = run({
+        let mut command = Command::new("qemu-io");
+        command.args(["-f", "raw"]).args(&reads).arg(&server.uri);
+        command
+    });
+    assert!(code == Some(0) && !said.contains("failed"), "{said}");
+    let said = server.stop();
     assert!(said.contains(text(&journal)), "{said}");
     assert!(fs::read(&image).expect("reads") == before);
     is_all_there(Who::default().serve(&image), &image);
+}
+
+#[test]
+fn an_overlay_sees_what_is_not_in_its_backing_file_yet() {
+    let folder = on_disk();
+    let who = Who::default();
+    let base = image(&folder);
+    kill_unflushed(who, &base);
+    let before = fs::read(&base).expect("reads");
+    let overlay = folder.path().join("overlay.qcow2");
+    tool(
+        "qemu-img",
+        &[
+            "create",
+            "-f",
+            "qcow2",
+            "-F",
+            "qcow2",
+            "-b",
+            text(&base),
+            text(&overlay),
+        ],
+    );
+    let server = who.serve(&overlay).serving();
+    server.io(&READS);
+    server.io(&["write -P 9 48k 512", "flush"]);
+    server.stop();
+    assert!(
+        fs::read(&base).expect("reads") == before,
+        "the backing file has changed"
+    );
+    let after = ["read -P 9 48k 512", "read -P 2 49k 47k", "read -P 3 20M 300k"];
+    // The same when it is there.
+    let journal = journal_of(&base);
+    let (code, said) = disk(&["check", "--repair"], &base);
+    assert_eq!(code, Some(0), "{said}");
+    let server = who.serve(&overlay).serving();
+    server.io(&after);
+    server.stop();
+
+    // What is missing may turn up, and would change the disk then.
+    kill_unflushed(who, &base);
+    assert!(journal.exists());
+    fs::remove_file(&journal).expect("removes");
+    let said = who.is_refused(&overlay);
+    assert!(
+        said.contains(text(&base)) && said.contains("--discard-journal"),
+        "{said}"
+    );
 }
 
 #[test]
