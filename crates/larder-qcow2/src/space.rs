@@ -43,6 +43,17 @@ pub(crate) struct Freed {
     pub(crate) count: u64,
 }
 
+/// The same clusters, with those together that lie so. One that is freed twice stays there twice.
+fn runs(mut freed: Vec<Freed>) -> Vec<Freed> {
+    freed.sort_unstable_by_key(|freed| freed.first);
+    freed.dedup_by(|next, last| {
+        let follows = last.first + last.count == next.first;
+        last.count += if follows { next.count } else { 0 };
+        follows
+    });
+    freed
+}
+
 /// Where free clusters are.
 pub(crate) struct Space {
     /// Free clusters, ready to be taken.
@@ -56,6 +67,8 @@ pub(crate) struct Space {
     lost_from: u64,
     /// A slice of refcounts that has room of its own in the file.
     secured: Option<SliceIndex>,
+    /// How many clusters were given back.
+    reclaimed: u64,
 }
 
 impl Space {
@@ -66,6 +79,7 @@ impl Space {
             untouched: file_clusters,
             lost_from: u64::MAX,
             secured: None,
+            reclaimed: 0,
         }
     }
 
@@ -556,33 +570,73 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes clusters free that nothing refers to and no request can touch any more. Whether there were any.
-    pub(crate) async fn reclaim(&self) -> IoResult<bool> {
+    /// Makes clusters free that nothing refers to and no request can touch any more.
+    pub(crate) async fn reclaim(&self) -> IoResult {
         let _alone = self.reclaiming.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
-        let ready: Vec<(u64, Freed)> = {
+        let ready: Vec<Freed> = {
             let mut released = self.released.borrow_mut();
             let in_flight = &self.in_flight;
-            released
-                .extract_if(.., |(epoch, _)| in_flight.has_ended(*epoch))
-                .collect()
+            let ended = released.extract_if(.., |(epoch, _)| in_flight.has_ended(*epoch));
+            runs(ended.map(|(_, freed)| freed).collect())
         };
-        let any = !ready.is_empty();
-        for (index, (_, freed)) in ready.iter().enumerate() {
-            for cluster in freed.first..freed.first + freed.count {
-                if let Err(error) = self.reclaim_cluster(cluster).await {
-                    // What is left is tried again, or leaks.
-                    let rest = Freed {
-                        first: cluster,
-                        count: freed.first + freed.count - cluster,
-                    };
-                    let mut released = self.released.borrow_mut();
-                    released.push((0, rest));
-                    released.extend_from_slice(&ready[index + 1..]);
-                    return Err(error);
-                }
+        for (index, freed) in ready.iter().enumerate() {
+            let mut left = *freed;
+            if let Err(error) = self.reclaim_run(&mut left).await {
+                // What is left is tried again, or leaks.
+                let rest = std::iter::once(&left).chain(&ready[index + 1..]);
+                self.released.borrow_mut().extend(rest.map(|freed| (0, *freed)));
+                return Err(error);
             }
         }
-        Ok(any)
+        Ok(())
+    }
+
+    /// Makes a run of clusters free; what is left of it if that fails. What nobody else uses is punched out of the file
+    /// together, because a file system frees whole blocks only, and one cluster may be less.
+    async fn reclaim_run(&self, run: &mut Freed) -> IoResult {
+        while run.count > 0 {
+            let mut unshared = 0;
+            while unshared < run.count && self.refcount(run.first + unshared).await? == 1 {
+                unshared += 1;
+            }
+            let bits = self.shape.cluster_bits;
+            let size = self.file.geometry().size.get();
+            let end = ((run.first + unshared) << bits).min(size);
+            if end > run.first << bits {
+                // Before anybody can take it. If the file cannot, the space is kept.
+                let start = run.first << bits;
+                let _ = self.file.discard(ByteRange::new(start, end - start)).await;
+            }
+            for _ in 0..unshared.max(1) {
+                self.reclaim_cluster(run.first).await?;
+                run.first += 1;
+                run.count -= 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Does what `attempt` does, once more if there was no room and some could be made: what was freed before, and had
+    /// not been given back yet.
+    pub(crate) async fn with_room(&self, attempt: impl AsyncFn() -> IoResult) -> IoResult {
+        let before = self.space.borrow().reclaimed;
+        match attempt().await {
+            Err(error) if error.failure() == Failure::NoSpace => {
+                let made = self.make_room().await;
+                match made.is_ok() && self.space.borrow().reclaimed != before {
+                    true => attempt().await,
+                    false => Err(error),
+                }
+            }
+            result => result,
+        }
+    }
+
+    async fn make_room(&self) -> IoResult {
+        if !self.freed.borrow().is_empty() {
+            self.commit().await?;
+        }
+        self.reclaim().await
     }
 
     /// How often a cluster is used.
@@ -597,13 +651,6 @@ impl Qcow2 {
     }
 
     async fn reclaim_cluster(&self, cluster: u64) -> IoResult {
-        if self.refcount(cluster).await? == 1 {
-            // Before anybody can take it. If the file cannot, the space is kept.
-            let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
-            if at.end().get() <= self.file.geometry().size.get() {
-                let _ = self.file.discard(at).await;
-            }
-        }
         let count = self.refcount(cluster).await?;
         if count == 0 {
             tracing::error!(
@@ -620,6 +667,7 @@ impl Qcow2 {
                 metadata.remove(at);
             }
             let mut space = self.space.borrow_mut();
+            space.reclaimed += 1;
             if !space.window.contains(&cluster) {
                 space.cursor = space.cursor.min(cluster);
             }

@@ -73,15 +73,17 @@ impl Qcow2 {
     pub(crate) async fn write_steps(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
         let failed = |error: IoError| self.error(Operation::Write, range, error.failure());
         self.before_change().await.map_err(failed)?;
-        {
+        let write = async || {
             let _counted = self.in_flight.counted();
             let mut rest = range;
             while !rest.is_empty() {
                 let part = buffer.skip((rest.start - range.start).as_usize());
-                let done = self.write_some(rest, part).await.map_err(failed)?;
+                let done = self.write_some(rest, part).await?;
                 rest = ByteRange::between(rest.start + done.len, range.end());
             }
-        }
+            Ok(())
+        };
+        self.with_room(write).await.map_err(failed)?;
         self.after_change(flags.fua).await.map_err(failed)
     }
 

@@ -70,12 +70,12 @@ impl Qcow2 {
             return Err(self.error(Operation::WriteZeroes, range, Failure::Unsupported));
         }
         self.before_change().await.map_err(failed)?;
-        {
+        let zero = async || {
             let _counted = self.in_flight.counted();
             // The disk does not grow over these while they are counted.
             let whole = self.whole_clusters(range);
             let want = if flags.unmap { Want::Unmap } else { Want::Keep };
-            let left = self.unmap(whole, want).await.map_err(failed)?;
+            let left = self.unmap(whole, want).await?;
             let (head, tail) = match whole.is_empty() {
                 true => (range, ByteRange::default()),
                 false => (
@@ -84,9 +84,11 @@ impl Qcow2 {
                 ),
             };
             for edge in [head, tail].into_iter().chain(left) {
-                self.write_zero_data(edge).await.map_err(failed)?;
+                self.write_zero_data(edge).await?;
             }
-        }
+            Ok(())
+        };
+        self.with_room(zero).await.map_err(failed)?;
         self.after_change(flags.fua).await.map_err(failed)
     }
 

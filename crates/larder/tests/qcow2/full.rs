@@ -211,3 +211,34 @@ fn a_server_that_cannot_commit_says_where_the_journal_is_and_what_to_do() {
     assert_eq!(health(&device.0), Health::Clean);
     assert!(qemu_io("qcow2", text(&device.0), &["read -P 2 128M 64k"]).0);
 }
+
+#[test]
+fn what_a_guest_discards_on_a_full_file_system_can_be_written_again_at_once() {
+    for cluster_size in ["512", "4k", "64k"] {
+        let folder = on_tmpfs();
+        let mount = tmpfs(&folder.path().join("mounted"), "size=8M");
+        let image = mount.0.join("image.qcow2");
+        let options = format!("cluster_size={cluster_size}");
+        tool(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", "-o", &options, text(&image), "16M"],
+        );
+        let served = Served::new(&image, &[]);
+        let fill: Vec<String> = (0..256).map(|step| format!("write -P 1 {} 64k", step << 16)).collect();
+        assert!(!try_writes(&served, &fill).0, "it is not full");
+        for round in 0..4 {
+            let at = round << 20;
+            let commands = [
+                format!("discard {at} 1M"),
+                "flush".to_owned(),
+                format!("write -P 9 {at} 768k"),
+                "flush".to_owned(),
+                format!("read -P 9 {at} 768k"),
+            ];
+            let (success, said) = qemu_io_with(&["-t", "writeback", "-d", "unmap"], "raw", &served.uri(), &commands);
+            assert!(success, "clusters of {cluster_size}, round {round}: {said}");
+        }
+        served.stop();
+        assert_eq!(health(&image), Health::Clean);
+    }
+}
