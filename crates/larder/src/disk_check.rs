@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
+use crate::disk_chain::{Layer, backing_files};
 use crate::disk_discard::Discarding;
 use crate::disk_image::{self, Sharing, close, left_json, left_line, need_qcow2};
 use crate::output::print;
@@ -25,7 +26,7 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         true => Sharing::Exclusive,
         false => Sharing::NoWriters,
     };
-    let (repaired, left, given_up) = on.block_on(async {
+    let (repaired, left, given_up, chain) = on.block_on(async {
         let open = async || {
             let opened = disk_image::open(&on, &image, format, sharing).await?;
             need_qcow2(&image, opened, "that could be checked").await
@@ -43,7 +44,9 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
             take_up(&on, &image, header.corrupt).await?;
             file = open().await?;
         }
-        let left = journal::left_behind(&image, &read_header(&file).await?)?;
+        let header = read_header(&file).await?;
+        let left = journal::left_behind(&image, &header)?;
+        let chain = backing_files(&on, &image, &header).await;
         let options = CheckOptions {
             memory_max: arguments.memory,
             file_len: disk_image::file_len(&image),
@@ -59,22 +62,24 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
                     ..Repaired::default()
                 };
                 close(&file).await?;
-                return anyhow::Ok((nothing, left, given_up));
+                return anyhow::Ok((nothing, left, given_up, chain));
             }
         };
         let repaired = repair(&file, what, options).await?;
         close(&file).await?;
-        Ok((repaired, left, given_up))
+        Ok((repaired, left, given_up, chain))
     })?;
     match output {
         Output::Text => {
             let given_up = given_up.map_or_else(String::new, |given_up| given_up.text());
             let severity = if is_lost(&left) { "error: " } else { "" };
             let journal = left_line(&left).map_or_else(String::new, |line| format!("{severity}journal: {line}\n"));
-            print(&(given_up + &text(&repaired, arguments.repair.is_some()) + &journal))?;
+            let text = text(&repaired, arguments.repair.is_some());
+            print(&(given_up + &text + &journal + &chain_text(&chain)))?;
         }
         Output::Json => {
             let mut all = json_of(&image.to_string(), &repaired, &left);
+            all["backing-journals"] = chain_json(&chain);
             if let Some(given_up) = &given_up {
                 all["given-up"] = given_up.json();
             }
@@ -85,6 +90,22 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),
     })
+}
+
+/// A line for each backing file of which a killed server has left something. It says nothing about this image, so the
+/// exit code does not follow from it.
+fn chain_text(chain: &[Layer]) -> String {
+    let told = chain
+        .iter()
+        .filter_map(|layer| Some((&layer.image, left_line(&layer.left)?)));
+    told.map(|(image, line)| format!("backing file {image}: journal: {line}\n"))
+        .collect()
+}
+
+fn chain_json(chain: &[Layer]) -> Value {
+    let told = chain.iter().filter(|layer| !matches!(layer.left, LeftBehind::Nothing));
+    told.map(|layer| json!({"filename": layer.image.to_string(), "journal": left_json(&layer.left)}))
+        .collect()
 }
 
 /// Whether the image cannot be served before somebody does something about what a killed server has left.

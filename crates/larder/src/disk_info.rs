@@ -11,15 +11,13 @@ use larder_qcow2::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, Header};
 use larder_qcow2::read_header;
 use larder_qcow2::snapshot::{SnapshotTable, read_snapshots};
 use larder_vm::image::journal::{LeftBehind, left_behind};
-use larder_vm::image::{Format, ImageAddress, beside, is_same};
+use larder_vm::image::{Format, ImageAddress};
 use serde_json::{Value, json};
 
 use crate::cli::{FormatName, ImageArguments, Output};
+use crate::disk_chain::{Layer, backing_files};
 use crate::disk_image::{self, OpenImage, Sharing, date, human, left_json, left_line};
 use crate::output::print;
-
-/// The longest chain that is followed.
-const CHAIN_MAX: usize = 200;
 
 /// An image and what is in it.
 struct Info {
@@ -45,16 +43,6 @@ struct Qcow2Info {
     past_end: u64,
 }
 
-/// A backing file.
-struct Layer {
-    image: ImageAddress,
-    /// Its format as the image above names it, or what it turned out to be.
-    format: String,
-    virtual_size: Option<u64>,
-    /// Why it could not be opened.
-    trouble: Option<String>,
-}
-
 pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
     let on = Loop::new(std::time::Duration::ZERO)?;
     let info = on.block_on(gather(&on, arguments.image, arguments.format))?;
@@ -66,20 +54,23 @@ pub(crate) fn run(arguments: ImageArguments) -> anyhow::Result<ExitCode> {
 }
 
 async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> anyhow::Result<Info> {
+    // Once, and before anything is read: a server that dies meanwhile would be gone at a second look, with its journal
+    // never looked for.
+    let used_by = disk_image::used_by(&image);
     let OpenImage { format, file } = disk_image::open(on, &image, format, Sharing::Share).await?;
     let qcow2 = match format {
         Format::Raw => None,
-        Format::Qcow2 => Some(qcow2_info(&file, &image).await?),
+        Format::Qcow2 => Some(qcow2_info(&file, &image, used_by.is_some()).await?),
     };
     let chain = match &qcow2 {
-        Some(qcow2) => chain(on, &image, &qcow2.header).await,
+        Some(qcow2) => backing_files(on, &image, &qcow2.header).await,
         None => Vec::new(),
     };
     let size = file.geometry().size.get();
     Ok(Info {
         virtual_size: qcow2.as_ref().map_or(size, |qcow2| qcow2.header.size),
         space_taken: disk_image::space_taken(&image),
-        used_by: disk_image::used_by(&image),
+        used_by,
         begins_like: match qcow2 {
             None => disk_image::beginning(&file).await,
             Some(_) => None,
@@ -90,16 +81,16 @@ async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> a
     })
 }
 
-async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress) -> anyhow::Result<Qcow2Info> {
+async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress, in_use: bool) -> anyhow::Result<Qcow2Info> {
     let header = read_header(file).await?;
     let snapshots = read_snapshots(file, &header).await?;
     let (bitmaps, bitmap_damage) = match header.bitmaps {
         Some(at) if header.autoclear & AUTOCLEAR_BITMAPS != 0 => read_bitmaps(file, at).await?,
         _ => (Vec::new(), None),
     };
-    let (left, past_end) = match disk_image::used_by(image) {
-        Some(_) => (LeftBehind::Nothing, 0),
-        None => {
+    let (left, past_end) = match in_use {
+        true => (LeftBehind::Nothing, 0),
+        false => {
             let options = CheckOptions {
                 file_len: disk_image::file_len(image),
                 ..CheckOptions::default()
@@ -115,70 +106,6 @@ async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress) -> anyhow:
         bitmaps,
         bitmap_damage,
     })
-}
-
-/// The backing files, as far as they can be opened.
-async fn chain(on: &Loop, top: &ImageAddress, header: &Header) -> Vec<Layer> {
-    let mut layers: Vec<Layer> = Vec::new();
-    let (mut above, mut name, mut format) = (top.clone(), header.backing_file.clone(), header.backing_format.clone());
-    while let Some(backing) = name.take() {
-        let image = beside(&above, &backing);
-        let named = match format.as_deref() {
-            Some("raw") => Some(FormatName::Raw),
-            Some("qcow2") => Some(FormatName::Qcow2),
-            _ => None,
-        };
-        let mut layer = Layer {
-            format: format.take().unwrap_or_else(|| "not named".to_owned()),
-            virtual_size: None,
-            trouble: None,
-            image,
-        };
-        let seen = layers.iter().map(|layer| &layer.image).chain([top]);
-        layer.trouble = if seen.into_iter().any(|seen| is_same(seen, &layer.image)) {
-            Some("it is already in this chain, which has no end and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
-        } else if layers.len() >= CHAIN_MAX {
-            Some(format!(
-                "it is the {CHAIN_MAX}th of the chain, which is too long to be opened"
-            ))
-        } else {
-            None
-        };
-        if layer.trouble.is_some() {
-            layers.push(layer);
-            break;
-        }
-        match look_into(on, &layer.image, named).await {
-            Ok((found, size, header)) => {
-                if named.is_none() {
-                    layer.format = format!("{found}, guessed");
-                }
-                layer.virtual_size = Some(size);
-                if let Some(header) = header {
-                    (name, format) = (header.backing_file, header.backing_format);
-                }
-            }
-            Err(error) => layer.trouble = Some(error.to_string()),
-        }
-        above = layer.image.clone();
-        layers.push(layer);
-    }
-    layers
-}
-
-async fn look_into(
-    on: &Loop,
-    image: &ImageAddress,
-    format: Option<FormatName>,
-) -> anyhow::Result<(&'static str, u64, Option<Header>)> {
-    let opened = disk_image::open(on, image, format, Sharing::Share).await?;
-    match opened.format {
-        Format::Raw => Ok(("raw", opened.file.geometry().size.get(), None)),
-        Format::Qcow2 => {
-            let header = read_header(&opened.file).await?;
-            Ok(("qcow2", header.size, Some(header)))
-        }
-    }
 }
 
 /// Lines of a name and what there is to say.
@@ -263,7 +190,11 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
                 (None, Some(size)) => human(size),
                 (None, None) => String::new(),
             };
-            lines.row(format_args!("{} ({}): {what}", layer.image, layer.format));
+            let in_use = if layer.in_use { ", in use" } else { "" };
+            lines.row(format_args!("{} ({}): {what}{in_use}", layer.image, layer.format));
+            if let Some(line) = left_line(&layer.left) {
+                lines.row(format_args!("  journal: {line}"));
+            }
         }
     }
     snapshots_text(lines, &qcow2.snapshots, header.size);
@@ -409,5 +340,7 @@ fn layer_json(layer: &Layer) -> Value {
         "format": layer.format,
         "virtual-size": layer.virtual_size,
         "error": layer.trouble,
+        "in-use": layer.in_use,
+        "journal": left_json(&layer.left),
     })
 }

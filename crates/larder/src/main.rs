@@ -1,6 +1,7 @@
 //! The program.
 
 mod cli;
+mod disk_chain;
 mod disk_check;
 mod disk_discard;
 mod disk_image;

@@ -211,6 +211,61 @@ fn an_image_whose_journal_is_missing_is_refused_until_it_is_given_up() {
 }
 
 #[test]
+fn an_image_whose_server_is_dying_is_never_told_to_be_clean() {
+    let folder = on_disk();
+    for _ in 0..20 {
+        let image = image(&folder);
+        let server = Who::default().serve(&image).serving();
+        server.io(&["write -P 8 30M 64k", "flush"]);
+        server.process.signal(libc::SIGKILL);
+        // It may have its locks yet, and lose them meanwhile.
+        let (code, said) = disk(&["info", "--output", "json"], &image);
+        assert_eq!(code, Some(0), "{said}");
+        let info: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+        let is_told = info["in-use"] == true || info["journal"]["state"] == "pending";
+        assert!(is_told, "{said}");
+        drop(server);
+        await_release(&image);
+        Who::default().serve(&image).serving().stop();
+    }
+}
+
+#[test]
+fn what_a_killed_server_has_left_of_a_backing_file_is_told_of_the_overlay() {
+    let folder = on_disk();
+    let base = image(&folder);
+    kill_unflushed(Who::default(), &base);
+    let journal = journal_of(&base);
+    let overlay = folder.path().join("overlay.qcow2");
+    let create = ["create", "-f", "qcow2", "-b", text(&base), "-F", "qcow2", text(&overlay)];
+    tool("qemu-img", &create);
+    let is_told = |state: &str, words: &str| {
+        let (code, said) = disk(&["info"], &overlay);
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains("state:            clean"), "{said}");
+        let line = said.lines().find(|line| line.starts_with("    journal: "));
+        assert!(line.is_some_and(|line| line.contains(words)), "{said}");
+        let (code, said) = disk(&["check"], &overlay);
+        assert_eq!(code, Some(0), "{said}");
+        let start = format!("backing file {}: journal: ", text(&base));
+        let line = said.lines().last().and_then(|line| line.strip_prefix(&start));
+        assert!(line.is_some_and(|line| line.contains(words)), "{said}");
+        let json = |command: &str| -> serde_json::Value {
+            let (_, said) = disk(&[command, "--output", "json"], &overlay);
+            serde_json::from_str(&said).expect("JSON")
+        };
+        assert_eq!(json("info")["backing-chain"][0]["journal"]["state"], state);
+        assert_eq!(json("check")["backing-journals"][0]["journal"]["state"], state);
+    };
+    is_told("pending", text(&journal));
+    fs::remove_file(&journal).expect("removes");
+    is_told("missing", "is not to be found");
+    let (_, said) = disk(&["check", "--discard-journal", "--repair"], &base);
+    let (_, of_overlay) = disk(&["info"], &overlay);
+    assert!(!of_overlay.contains("journal:"), "{said} {of_overlay}");
+}
+
+#[test]
 fn an_image_that_has_left_its_journal_behind_is_refused_until_it_is_given_up() {
     let folder = on_disk();
     let anybody = Who::default();

@@ -1,0 +1,116 @@
+//! The backing files of an image, as far as they can be opened, and what killed servers have left of them.
+
+use larder_block::Loop;
+use larder_qcow2::header::Header;
+use larder_qcow2::read_header;
+use larder_vm::image::journal::{LeftBehind, left_behind};
+use larder_vm::image::{Format, ImageAddress, beside, is_same};
+
+use crate::cli::FormatName;
+use crate::disk_image::{self, Sharing};
+
+/// The longest chain that is followed.
+const CHAIN_MAX: usize = 200;
+
+/// A backing file.
+pub(crate) struct Layer {
+    pub(crate) image: ImageAddress,
+    /// Its format as the image above names it, or what it turned out to be.
+    pub(crate) format: String,
+    pub(crate) virtual_size: Option<u64>,
+    /// Another process uses it so that it may change, or keeps it from changing.
+    pub(crate) in_use: bool,
+    /// What a killed server has left; nothing while it is in use.
+    pub(crate) left: LeftBehind,
+    /// Why it could not be opened.
+    pub(crate) trouble: Option<String>,
+}
+
+/// What is in a backing file.
+struct Found {
+    format: &'static str,
+    virtual_size: u64,
+    in_use: bool,
+    left: LeftBehind,
+    header: Option<Header>,
+}
+
+/// The backing files of the image at `top`, the next one first.
+pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header) -> Vec<Layer> {
+    let mut layers: Vec<Layer> = Vec::new();
+    let (mut above, mut name, mut format) = (top.clone(), header.backing_file.clone(), header.backing_format.clone());
+    while let Some(backing) = name.take() {
+        let image = beside(&above, &backing);
+        let named = match format.as_deref() {
+            Some("raw") => Some(FormatName::Raw),
+            Some("qcow2") => Some(FormatName::Qcow2),
+            _ => None,
+        };
+        let mut layer = Layer {
+            format: format.take().unwrap_or_else(|| "not named".to_owned()),
+            virtual_size: None,
+            in_use: false,
+            left: LeftBehind::Nothing,
+            trouble: None,
+            image,
+        };
+        let seen = layers.iter().map(|layer| &layer.image).chain([top]);
+        layer.trouble = if seen.into_iter().any(|seen| is_same(seen, &layer.image)) {
+            Some("it is already in this chain, which has no end and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
+        } else if layers.len() >= CHAIN_MAX {
+            Some(format!(
+                "it is the {CHAIN_MAX}th of the chain, which is too long to be opened"
+            ))
+        } else {
+            None
+        };
+        if layer.trouble.is_some() {
+            layers.push(layer);
+            break;
+        }
+        match look_into(on, &layer.image, named).await {
+            Ok(found) => {
+                if named.is_none() {
+                    layer.format = format!("{}, guessed", found.format);
+                }
+                layer.virtual_size = Some(found.virtual_size);
+                (layer.in_use, layer.left) = (found.in_use, found.left);
+                if let Some(header) = found.header {
+                    (name, format) = (header.backing_file, header.backing_format);
+                }
+            }
+            Err(error) => layer.trouble = Some(error.to_string()),
+        }
+        above = layer.image.clone();
+        layers.push(layer);
+    }
+    layers
+}
+
+async fn look_into(on: &Loop, image: &ImageAddress, format: Option<FormatName>) -> anyhow::Result<Found> {
+    // Before anything is read, as for the image itself.
+    let in_use = disk_image::used_by(image).is_some();
+    let opened = disk_image::open(on, image, format, Sharing::Share).await?;
+    Ok(match opened.format {
+        Format::Raw => Found {
+            format: "raw",
+            virtual_size: opened.file.geometry().size.get(),
+            in_use,
+            left: LeftBehind::Nothing,
+            header: None,
+        },
+        Format::Qcow2 => {
+            let header = read_header(&opened.file).await?;
+            Found {
+                format: "qcow2",
+                virtual_size: header.size,
+                in_use,
+                left: match in_use {
+                    true => LeftBehind::Nothing,
+                    false => left_behind(image, &header)?,
+                },
+                header: Some(header),
+            }
+        }
+    })
+}
