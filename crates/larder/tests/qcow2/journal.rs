@@ -217,13 +217,20 @@ fn an_image_whose_server_is_dying_is_never_told_to_be_clean() {
         let image = image(&folder);
         let server = Who::default().serve(&image).serving();
         server.io(&["write -P 8 30M 64k", "flush"]);
+        // It loses its locks while some of these look.
+        let looks = std::array::from_fn::<_, 6, _>(|_| {
+            let look = Who::default().command(&["disk", "info", "--output", "json", text(&image)]);
+            Process::start(look).expect("starts")
+        });
         server.process.signal(libc::SIGKILL);
-        // It may have its locks yet, and lose them meanwhile.
-        let (code, said) = disk(&["info", "--output", "json"], &image);
-        assert_eq!(code, Some(0), "{said}");
-        let info: serde_json::Value = serde_json::from_str(&said).expect("JSON");
-        let is_told = info["in-use"] == true || info["journal"]["state"] == "pending";
-        assert!(is_told, "{said}");
+        for mut look in looks {
+            let status = look.wait(LIMIT).expect("ends");
+            let said = look.output();
+            assert_eq!(status.code(), Some(0), "{said}");
+            let info: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+            let is_told = info["in-use"] == true || info["journal"]["state"] == "pending";
+            assert!(is_told, "{said}");
+        }
         drop(server);
         await_release(&image);
         Who::default().serve(&image).serving().stop();
@@ -237,7 +244,16 @@ fn what_a_killed_server_has_left_of_a_backing_file_is_told_of_the_overlay() {
     kill_unflushed(Who::default(), &base);
     let journal = journal_of(&base);
     let overlay = folder.path().join("overlay.qcow2");
-    let create = ["create", "-f", "qcow2", "-b", text(&base), "-F", "qcow2", text(&overlay)];
+    let create = [
+        "create",
+        "-f",
+        "qcow2",
+        "-b",
+        text(&base),
+        "-F",
+        "qcow2",
+        text(&overlay),
+    ];
     tool("qemu-img", &create);
     let is_told = |state: &str, words: &str| {
         let (code, said) = disk(&["info"], &overlay);
