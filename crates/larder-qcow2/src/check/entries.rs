@@ -78,6 +78,11 @@ impl Image {
         }
         let offset = entry & OFFSET;
         if offset == 0 {
+            examined.mended = 0;
+            if entry & COPIED != 0 {
+                // QEMU takes the header for the table, and finds it corrupt.
+                examined.fault("is flagged as used once, but points nowhere", Remedy::Mend);
+            }
             return examined;
         }
         if !self.is_aligned(offset) {

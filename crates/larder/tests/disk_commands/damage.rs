@@ -273,6 +273,19 @@ pub(crate) const DAMAGES: &[Damage] = &[
         ..DAMAGE
     },
     Damage {
+        name: "an L1 entry with nothing but the flag",
+        apply: |bytes| bytes.set(bytes.l1_entry(OWN), COPIED),
+        // QEMU takes the header for the table.
+        counted: false,
+        ..DAMAGE
+    },
+    Damage {
+        name: "an L1 entry with nothing but the flag and reserved bits",
+        apply: |bytes| bytes.set(bytes.l1_entry(OWN), 0xe3 << 56),
+        counted: false,
+        ..DAMAGE
+    },
+    Damage {
         name: "two guest clusters in the same place",
         fits: own_data,
         apply: |bytes| {
