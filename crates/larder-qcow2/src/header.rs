@@ -46,6 +46,7 @@ const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 const OFFSET_SIZE: usize = 24;
 const OFFSET_L1_SIZE: usize = 36;
 const OFFSET_SNAPSHOTS: usize = 60;
+const OFFSET_SNAPSHOTS_TABLE: usize = 64;
 const OFFSET_L1: usize = 40;
 const OFFSET_REFCOUNT_TABLE: usize = 48;
 const OFFSET_INCOMPATIBLE: usize = 72;
@@ -102,7 +103,7 @@ pub struct Header {
     pub refcount_table: TableAt,
     /// How many internal snapshots there are, and where their table is.
     pub snapshots: u32,
-    /// See `snapshots`.
+    /// See `snapshots`; anything if there are none.
     pub snapshots_offset: u64,
     /// How clusters are compressed.
     pub compression: Compression,
@@ -305,8 +306,9 @@ impl Header {
         let snapshots = u32_at(area, OFFSET_SNAPSHOTS);
         within("the number of snapshots", snapshots.into(), 0, SNAPSHOTS_MAX.into())?;
         let snapshots_offset = match snapshots {
-            0 => 0,
-            _ => aligned("the snapshot table's offset", u64_at(area, 64))?,
+            // There is none; a check tells of what makes no sense.
+            0 => u64_at(area, OFFSET_SNAPSHOTS_TABLE),
+            _ => aligned("the snapshot table's offset", u64_at(area, OFFSET_SNAPSHOTS_TABLE))?,
         };
         let has_data_file = incompatible & INCOMPATIBLE_DATA_FILE != 0;
         Ok(Self {
@@ -338,6 +340,11 @@ pub fn set_size(sector: &mut [u8], size: u64) {
 /// How many snapshots a header's first sector tells of.
 pub fn snapshots(sector: &[u8]) -> u32 {
     u32_at(sector, OFFSET_SNAPSHOTS)
+}
+
+/// Says in a header's first sector, of an image without snapshots, that there is no snapshot table.
+pub fn clear_snapshots_offset(sector: &mut [u8]) {
+    sector[OFFSET_SNAPSHOTS_TABLE..OFFSET_SNAPSHOTS_TABLE + 8].fill(0);
 }
 
 /// Puts the active L1 table's place into a header's first sector.
@@ -391,6 +398,14 @@ fn cluster_bits(sector: &[u8]) -> Result<u32, HeaderError> {
 
 fn backing_file(area: &[u8], cluster_len: u64) -> Result<Option<String>, HeaderError> {
     let (offset, len) = (u64_at(area, 8), u32_at(area, 16));
+    // Also without a name: the header extensions end there.
+    if offset > cluster_len {
+        return Err(HeaderError::Field {
+            field: "the offset of the backing file's name",
+            value: offset,
+            expected: format!("0 (no backing file) or within the first cluster, of {cluster_len} bytes"),
+        });
+    }
     if offset == 0 || len == 0 {
         return Ok(None);
     }

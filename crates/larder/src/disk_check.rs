@@ -200,7 +200,7 @@ fn found(errors: u64, leaks: u64) -> String {
 }
 
 fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
-    let remedy = match repair || report.cut_off.is_some() {
+    let remedy = match repair || report.is_hopeless() {
         true => "",
         false => "; `larder disk check --repair` mends what can be mended",
     };
@@ -209,10 +209,14 @@ fn verdict(report: &Report, repair: bool, line: &mut impl FnMut(String)) {
     } else {
         line("no errors, no leaks".to_owned());
     }
+    let changed = if repair { "; nothing was changed" } else { "" };
     if let Some(what) = &report.cut_off {
-        let changed = if repair { "; nothing was changed" } else { "" };
         line(format!(
             "the image is cut off: {what}. No repair can bring that back{changed}; get a whole copy of the image, or copy what is left with `qemu-img convert`, which makes zeros of the rest"
+        ));
+    } else if let Some(what) = &report.overlap {
+        line(format!(
+            "{what}: whose the bytes there are cannot be told, so no repair can mend the image{changed}; go back to a copy of it, or copy what can still be read with `qemu-img convert --salvage`, which makes zeros of the rest"
         ));
     } else if report.errors > 0 && repair {
         line("what is left cannot be mended; copy what can be read with `qemu-img convert`".to_owned());
@@ -261,6 +265,7 @@ fn json_of(image: &str, repaired: &Repaired, left: &LeftBehind) -> Value {
         "found": findings(before),
         "left": findings(after),
         "cut-off": after.cut_off,
+        "overlap": after.overlap,
         "journal": left_json(left),
     })
 }

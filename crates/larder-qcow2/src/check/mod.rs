@@ -109,6 +109,9 @@ pub struct Report {
     pub past_end: u64,
     /// Something that is needed and lies past the end of the file, so that a repair can only make it worse.
     pub cut_off: Option<String>,
+    /// Of the header, the L1 table and the refcount table, two that lie in the same place: nobody can tell whose the
+    /// bytes there are, so that a repair can only make it worse.
+    pub overlap: Option<String>,
     /// L2 tables of which the end is missing: the first of them.
     cut_tables: Vec<String>,
     /// The persistent bitmaps lie past the end of the file, at least in part.
@@ -127,6 +130,11 @@ impl Report {
     /// Nothing is wrong.
     pub fn is_clean(&self) -> bool {
         self.errors == 0 && self.leaks == 0 && !self.dirty && !self.corrupt
+    }
+
+    /// No repair can do anything but make it worse.
+    pub fn is_hopeless(&self) -> bool {
+        self.cut_off.is_some() || self.overlap.is_some()
     }
 
     fn note(&mut self, severity: Severity, text: impl FnOnce() -> String) {
@@ -285,6 +293,12 @@ impl Image {
 
     fn cluster_len(&self) -> u64 {
         self.header.shape.cluster_len()
+    }
+
+    /// Whether the image has no snapshots, but a place for their table that cannot be one: QEMU refuses to open it.
+    fn has_senseless_snapshots_offset(&self) -> bool {
+        let offset = self.header.snapshots_offset;
+        self.header.snapshots == 0 && (!self.is_aligned(offset) || offset > i64::MAX as u64)
     }
 
     fn is_aligned(&self, offset: u64) -> bool {

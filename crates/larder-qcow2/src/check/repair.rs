@@ -12,7 +12,8 @@
 //!
 //! An image of which the L1 table, the snapshot table or a snapshot's L1 table is not all there stays as it was: the file
 //! would grow over what is lost, and nobody could tell that from zeros any more. For the same reason refcounts are not
-//! made anew while entries that cannot be dropped lead past the end of the file.
+//! made anew while entries that cannot be dropped lead past the end of the file. Nor is an image changed in which the L1
+//! table, the refcount table or the header lie in the same place.
 
 use std::rc::Rc;
 
@@ -23,7 +24,6 @@ use crate::check::walk::{L1, Walk, entries};
 use crate::check::{CheckError, CheckOptions, Image, Report, check, copied, stored, words};
 use crate::header::{self, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_SECTOR};
 use crate::journal::is_of_this_boot;
-use crate::open::{OpenError, check_tables};
 
 /// Drops that are told one by one.
 const DROPPED_TOLD_MAX: usize = 200;
@@ -44,7 +44,7 @@ pub enum Repair {
 pub struct Repaired {
     /// What was found.
     pub before: Report,
-    /// What is left. If [`Report::cut_off`] says something, nothing was changed.
+    /// What is left. If it [is hopeless](Report::is_hopeless), nothing was changed.
     pub after: Report,
     /// Entries that referred to what is not there and are zero or unallocated now: the first of them.
     pub dropped: Vec<String>,
@@ -75,7 +75,7 @@ pub async fn repair(file: &Rc<dyn BlockDevice>, what: Repair, options: CheckOpti
     let before = check(file, options).await?;
     let is_refused = match what {
         // The file would grow over what is lost, which nobody could tell from zeros any more.
-        Repair::All => before.cut_off.is_some(),
+        Repair::All => before.is_hopeless(),
         Repair::Leaks => before.leaks == 0 || before.mendable + before.lost > 0 || before.structures_unusable,
         Repair::Refcounts => before.mendable + before.lost > 0,
     };
@@ -128,10 +128,6 @@ async fn mend(
     repaired: &mut Repaired,
 ) -> Result<ByteLen, CheckError> {
     let mut image = Image::read(file, options.file_len).await?;
-    // One that lies past the end is made anew.
-    if let Err(error @ OpenError::Overlap { .. }) = check_tables(&image.name, &image.header, image.size()) {
-        return Err(error.into());
-    }
     // What a journal refers to looks leaked. A repair of refcounts is followed by a replay, which raises them again.
     if is_of_this_boot(image.header.autoclear & AUTOCLEAR_SESSION) && what != Repair::Refcounts {
         return Err(CheckError::CutOff {
@@ -159,6 +155,9 @@ async fn mend(
     }
     let mut walk = Walk::new(&image, options, what == Repair::All);
     let tables = walk.all().await?;
+    if what == Repair::All && image.has_senseless_snapshots_offset() {
+        image.change_header(header::clear_snapshots_offset).await?;
+    }
     if what == Repair::All && walk.report.mendable > 0 {
         mend_entries(&mut walk, &tables, repaired).await?;
         file.flush().await?;

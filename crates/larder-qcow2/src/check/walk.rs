@@ -6,6 +6,7 @@ use crate::check::entries::{Examined, Remedy};
 use crate::check::{CheckError, CheckOptions, FINDINGS_MAX, Image, REFCOUNT_ENTRY_RESERVED, Report, words};
 use crate::entry::{ALL_ALLOCATED, COPIED, Entry, OFFSET, ZERO};
 use crate::header::{AUTOCLEAR_BITMAPS, L1_BYTES_MAX, TableAt};
+use crate::open::{OpenError, check_tables};
 use crate::snapshot::read_snapshots;
 
 /// Bytes of a bitmap's table that are read at once, and how many entries a table may have (QEMU's bound).
@@ -64,6 +65,14 @@ impl<'a> Walk<'a> {
 
     /// Walks the whole image. The L1 tables that could be walked.
     pub(super) async fn all(&mut self) -> Result<Vec<L1>, CheckError> {
+        // Tables that lie past the end are told where they are walked.
+        if let Err(OpenError::Overlap { first, second, .. }) =
+            check_tables(&self.image.name, &self.image.header, self.image.size())
+        {
+            let text = format!("{first} and {second} overlap");
+            self.report.lost(|| text.clone());
+            self.report.overlap = Some(text);
+        }
         self.refer(0, self.image.cluster_len(), || "the header".to_owned())?;
         let mut tables = vec![L1 {
             at: self.image.header.l1,
@@ -80,6 +89,12 @@ impl<'a> Walk<'a> {
     async fn snapshots(&mut self) -> Result<Vec<L1>, CheckError> {
         let header = &self.image.header;
         let table = read_snapshots(&self.image.file, header).await?;
+        if self.image.has_senseless_snapshots_offset() {
+            let offset = header.snapshots_offset;
+            self.report.mendable(|| {
+                format!("there are no snapshots, but a snapshot table at {offset:#x}, which makes no sense")
+            });
+        }
         if let Some(damage) = table.damage {
             self.report.lost(|| format!("the snapshot table is damaged: {damage}"));
         }

@@ -397,6 +397,14 @@ pub(crate) const DAMAGES: &[Damage] = &[
         ..DAMAGE
     },
     Damage {
+        name: "no snapshots, but a place for their table that is not aligned",
+        fits: |kind| !kind.snapshots,
+        apply: |bytes| bytes.set(64, 192),
+        // QEMU checks nothing then.
+        counted: false,
+        ..DAMAGE
+    },
+    Damage {
         name: "a bitmap that makes no sense",
         fits: |kind| kind.bitmap,
         apply: |bytes| {

@@ -99,6 +99,25 @@ fn what_is_mended_and_what_is_left_are_told_once_each() {
 }
 
 #[test]
+fn tables_in_the_same_place_are_left_as_they_are_and_no_repair_is_advised() {
+    let made = Made::new(&KINDS[0]);
+    let sound = Bytes::of(&made.image);
+    for (field, place) in [(40, sound.refcount_table()), (48, sound.l1()), (40, 0)] {
+        let mut bytes = Bytes(sound.0.clone());
+        bytes.set(field, place);
+        bytes.put(&made.image);
+        let (code, text, _) = larder(&["disk", "check"], &made.image);
+        assert_eq!(code, 1, "{text}");
+        assert!(text.contains(" overlap: ") && text.contains("--salvage"), "{text}");
+        assert!(!text.contains("--repair"), "{text}");
+        let (code, text, err) = larder(&["disk", "check", "--repair"], &made.image);
+        assert_eq!(code, 1, "{text} {err}");
+        assert!(text.contains("nothing was changed"), "{text}");
+        assert!(bytes.0 == Bytes::of(&made.image).0);
+    }
+}
+
+#[test]
 fn a_guests_data_is_not_taken_for_a_table_and_mended() {
     let made = Made::new(&KINDS[0]);
     let expected = made.content("expected.raw").expect("a sound image");

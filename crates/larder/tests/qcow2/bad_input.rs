@@ -169,7 +169,14 @@ fn a_header_that_makes_no_sense_is_refused() {
         },
         "snapshot table",
     );
-    // The backing file's name.
+    // The backing file's name, or where there is none.
+    header(
+        &|bytes| {
+            bytes.put_u64(8, 0xa2 << 56);
+            bytes.put_u32(16, 0);
+        },
+        "the offset of the backing file's name",
+    );
     header(
         &|bytes| {
             bytes.put_u64(8, CLUSTER - 4);
