@@ -3,7 +3,7 @@
 use std::fmt;
 use std::rc::Rc;
 
-use crate::units::ByteRange;
+use crate::units::{ByteLen, ByteRange};
 
 /// What a request asks a device to do; for errors, statistics and throttles.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -117,6 +117,14 @@ impl fmt::Display for IoError {
         let detail = &*self.0;
         match detail.operation {
             Operation::Flush => write!(f, "{}: flush failed: {}", detail.device, detail.failure),
+            // Its range is all that the device was to have.
+            Operation::Grow => write!(
+                f,
+                "{}: growth to {} failed: {}",
+                detail.device,
+                ByteLen::new(detail.range.end().get()),
+                detail.failure
+            ),
             operation => write!(
                 f,
                 "{}: {operation} of {} failed: {}",

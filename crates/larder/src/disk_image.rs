@@ -151,9 +151,22 @@ pub(crate) fn left_json(left: &LeftBehind) -> Value {
 
 /// A size in three digits.
 pub(crate) fn human(bytes: u64) -> String {
+    rounded(bytes).0
+}
+
+/// A size in bytes, and in three digits, which are said to be rounded where they are.
+pub(crate) fn exact(bytes: u64) -> String {
+    match rounded(bytes) {
+        (text, true) => format!("{text} ({bytes} bytes)"),
+        (text, false) => format!("{bytes} bytes (about {text})"),
+    }
+}
+
+/// A size in three digits, and whether nothing is lost by that.
+fn rounded(bytes: u64) -> (String, bool) {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if bytes < 1024 {
-        return format!("{bytes} B");
+        return (format!("{bytes} B"), true);
     }
     let mut size = bytes as f64 / 1024.0;
     let mut unit = 0;
@@ -172,7 +185,8 @@ pub(crate) fn human(bytes: u64) -> String {
     } else {
         &text
     };
-    format!("{text} {}", UNITS[unit])
+    let is_exact = text.parse() == Ok(size) && bytes.trailing_zeros() >= 10;
+    (format!("{text} {}", UNITS[unit]), is_exact)
 }
 
 /// A point in time as `2026-11-21 10:01:15` in UTC, from seconds since 1970.
@@ -212,6 +226,18 @@ mod tests {
             (u64::MAX, "16 EiB"),
         ] {
             assert_eq!(human(bytes), text);
+        }
+    }
+
+    #[test]
+    fn a_size_that_is_rounded_is_said_to_be_so() {
+        for (bytes, text) in [
+            (512, "512 B (512 bytes)"),
+            (3 << 19, "1.5 MiB (1572864 bytes)"),
+            (2047 << 10, "2096128 bytes (about 2 MiB)"),
+            ((1 << 60) + 1, "1152921504606846977 bytes (about 1 EiB)"),
+        ] {
+            assert_eq!(exact(bytes), text);
         }
     }
 

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::cli::{FormatName, ImageArguments, Output};
 use crate::disk_chain::{Layer, backing_files};
-use crate::disk_image::{self, OpenImage, Sharing, date, human, left_json, left_line};
+use crate::disk_image::{self, OpenImage, Sharing, date, exact, human, left_json, left_line};
 use crate::output::print;
 
 /// An image and what is in it.
@@ -135,8 +135,7 @@ fn text(info: &Info) -> String {
             format!("it begins like a {format} image; if that is what it is, say --format {format}"),
         );
     }
-    let size = info.virtual_size;
-    lines.line("virtual size", format!("{} ({size} bytes)", human(size)));
+    lines.line("virtual size", exact(info.virtual_size));
     if let Some(bytes) = info.space_taken {
         lines.line("disk size", human(bytes));
     }

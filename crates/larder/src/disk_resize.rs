@@ -11,7 +11,7 @@ use larder_vm::image::{ImageAddress, ImageOptions};
 use serde_json::json;
 
 use crate::cli::{ImageArguments, NewSize, Output, ResizeArguments};
-use crate::disk_image::{close, human};
+use crate::disk_image::{close, exact};
 use crate::output::print;
 
 /// Disks end with a whole sector, in bytes.
@@ -41,8 +41,8 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         anyhow::Ok((was, disk.geometry().size))
     })?;
     print(&match output {
-        Output::Text if was == is => format!("{image}: {} already\n", told(is)),
-        Output::Text => format!("{image}: {}, was {}\n", told(is), told(was)),
+        Output::Text if was == is => format!("{image}: {} already\n", exact(is.get())),
+        Output::Text => format!("{image}: {}, was {}\n", exact(is.get()), exact(was.get())),
         Output::Json => {
             let result =
                 json!({"filename": image.to_string(), "virtual-size": is.get(), "virtual-size-before": was.get()});
@@ -91,8 +91,8 @@ fn wanted(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<B
     if size < was {
         bail!(
             "{image}: it has {}, and shrinking it would throw away what is behind {}: no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
-            told(was),
-            told(size)
+            exact(was.get()),
+            exact(size.get())
         );
     }
     if !size.get().is_multiple_of(SECTOR) {
@@ -103,8 +103,4 @@ fn wanted(image: &ImageAddress, was: ByteLen, size: NewSize) -> anyhow::Result<B
         );
     }
     Ok(size)
-}
-
-fn told(size: ByteLen) -> String {
-    format!("{} ({} bytes)", human(size.get()), size.get())
 }

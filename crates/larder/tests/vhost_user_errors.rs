@@ -345,10 +345,16 @@ fn an_image_that_shrinks_in_use_is_a_warning_with_what_it_means() {
         file.and_then(|file| file.set_len(bytes)).expect("is resized");
     };
     resize(MIB);
-    let line = server.process.wait_for("has shrunk", LIMIT).expect("says so");
+    let line = server
+        .process
+        .wait_for("has shrunk from 2097152 to 1048576 bytes", LIMIT)
+        .expect("says so");
     assert!(line.contains("WARN") && line.contains("is lost"), "{line}");
     resize(3 * MIB + 512);
-    server.process.wait_for("has grown", LIMIT).expect("says so");
+    server
+        .process
+        .wait_for("has grown from 1048576 to ", LIMIT)
+        .expect("says so");
     let line = server.process.wait_for("last 512 bytes", LIMIT).expect("says so");
     assert!(line.contains("WARN"), "{line}");
 }

@@ -135,15 +135,16 @@ impl FileDevice {
         let mut geometry = self.geometry.get();
         let visible = visible_size(size, geometry.block_size, self.direct, self.container);
         if visible != geometry.size {
-            let (image, from) = (&self.name, geometry.size);
-            if visible < from {
+            let (image, from, to) = (&self.name, geometry.size.get(), visible.get());
+            if to < from {
                 tracing::warn!(
-                    %image, %from, to = %visible,
-                    "the image has shrunk while it is in use: what was behind its new end is lost, and requests there fail; \
+                    %image,
+                    "the image has shrunk from {from} to {to} bytes while it is in use: what was behind its new end is lost, and requests there fail; \
                      if this was not meant, stop the guest before it writes more"
                 );
-            } else {
-                tracing::info!(%image, %from, to = %visible, "the image has grown");
+            } else if !self.container {
+                // A container grows as it is used, and what is in it does not.
+                tracing::info!(%image, "the image has grown from {from} to {to} bytes");
             }
             let cut = size.saturating_sub(visible.get());
             if cut > 0 {

@@ -151,7 +151,8 @@ fn check_room(files: &[RamFile]) -> Result<(), LeaseError> {
     if needed > free {
         return Err(LeaseError::NoRoom {
             needed: ByteLen::new(needed),
-            free: ByteLen::new(free),
+            // For people; what is needed does not fit in that either.
+            free: ByteLen::new(free & !((1 << 20) - 1)),
             folder: folder.to_owned(),
         });
     }
