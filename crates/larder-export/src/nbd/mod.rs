@@ -32,6 +32,9 @@ use larder_block::{BlockDevice, ByteLen, IoError, Loop};
 use crate::error_log;
 use buffers::Buffers;
 
+/// Clients that are turned away within this time of the first are told of together.
+const CROWD_TIME: Duration = Duration::from_secs(10);
+
 /// How a device is served.
 #[derive(Clone)]
 pub struct NbdServerOptions {
@@ -104,6 +107,8 @@ struct Shared {
     buffers: Rc<Buffers>,
     counters: Counters,
     connections: Cell<usize>,
+    /// Clients that were turned away after the first of a crowd; `None` if there is no crowd.
+    crowd: Cell<Option<u64>>,
     /// No new clients, no new requests.
     stopping: Cell<bool>,
     /// Enough waited.
@@ -171,6 +176,7 @@ impl NbdServer {
                 buffers: Rc::default(),
                 counters: Counters::default(),
                 connections: Cell::new(0),
+                crowd: Cell::new(None),
                 stopping: Cell::new(false),
                 cut: Cell::new(false),
                 changed: Signal::default(),
@@ -191,6 +197,7 @@ impl NbdServer {
         let shared = &self.shared;
         shared.stopping.set(true);
         shared.changed.raise();
+        shared.end_crowd();
         let limit = shared.options.stop_timeout;
         if shared.on.timeout(limit, shared.until_empty()).await.is_none() {
             shared.cut();
@@ -232,12 +239,7 @@ impl Shared {
 
     fn admit(self: &Rc<Self>, socket: Socket) {
         if self.connections.get() >= self.options.connections_max {
-            add(&self.counters.refused, 1);
-            tracing::warn!(
-                export = self.options.export,
-                limit = self.options.connections_max,
-                "too many NBD clients: one was turned away"
-            );
+            self.turn_away();
             return;
         }
         add(&self.counters.accepted, 1);
@@ -248,6 +250,40 @@ impl Shared {
             shared.connections.set(shared.connections.get() - 1);
             shared.changed.raise();
         });
+    }
+
+    /// Counts a client that there is no room for. The log gets the first of a crowd, and how many more there were.
+    fn turn_away(self: &Rc<Self>) {
+        add(&self.counters.refused, 1);
+        if let Some(more) = self.crowd.get() {
+            self.crowd.set(Some(more + 1));
+            return;
+        }
+        self.crowd.set(Some(0));
+        tracing::warn!(
+            export = self.options.export,
+            limit = self.options.connections_max,
+            "too many NBD clients: one was turned away"
+        );
+        let (on, shared) = (self.on.clone(), Rc::downgrade(self));
+        self.on.spawn(async move {
+            on.sleep(CROWD_TIME).await;
+            if let Some(shared) = shared.upgrade() {
+                shared.end_crowd();
+            }
+        });
+    }
+
+    /// Tells how many clients of a crowd were turned away after the first. The next one begins another crowd.
+    fn end_crowd(&self) {
+        let more = self.crowd.take().unwrap_or(0);
+        if more > 0 {
+            tracing::warn!(
+                export = self.options.export,
+                limit = self.options.connections_max,
+                "too many NBD clients: {more} more were turned away"
+            );
+        }
     }
 
     fn cut(&self) {

@@ -1,5 +1,7 @@
 //! `larder disk serve` of a dirty image.
 
+use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
@@ -7,7 +9,7 @@ use larder_bench::campaign::process::Process;
 
 use crate::damage::Bytes;
 use crate::made::Made;
-use crate::support::{LIMIT, disk_serve, on_tmpfs, run, tool};
+use crate::support::{LIMIT, disk_serve, image, on_tmpfs, run, tool};
 use crate::{larder_json, qemu_img, text_of};
 
 /// An image whose last user was killed before it wrote the refcounts; what it reads as.
@@ -114,6 +116,31 @@ fn a_dirty_image_with_other_damage_is_not_served_and_stays_as_it_is() {
     assert!(said.contains("more than wrong refcounts"), "{said}");
     assert!(said.contains("larder disk check --repair"), "{said}");
     assert!(bytes.0 == Bytes::of(&made.image).0);
+}
+
+#[test]
+fn a_crowd_of_clients_that_are_turned_away_is_told_in_few_lines_with_their_number() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 1 << 20);
+    let socket = folder.path().join("socket");
+    let mut server = serve(&disk, &socket, &[]);
+    // 64 are let in, and stay in their handshake.
+    let clients: Vec<UnixStream> = (0..200)
+        .map(|_| UnixStream::connect(&socket).expect("connects"))
+        .collect();
+    for mut client in &clients[64..] {
+        assert!(matches!(client.read(&mut [0]), Ok(0) | Err(_)), "it is let in");
+    }
+    server.signal(libc::SIGTERM);
+    server.wait(LIMIT).expect("it ends");
+    let said = server.output();
+    let counts: Vec<u64> = said
+        .lines()
+        .filter_map(|line| line.split_once("too many NBD clients: ")?.1.split(' ').next())
+        .map(|count| count.parse().unwrap_or(1))
+        .collect();
+    assert_eq!(counts.iter().sum::<u64>(), 136, "{said}");
+    assert!(counts.len() < 20, "{said}");
 }
 
 #[test]
