@@ -417,7 +417,7 @@ impl Qcow2 {
             .borrow_mut()
             .grow(size.get().div_ceil(self.shape.cluster_len()));
         let added = ByteRange::between(ByteOffset::ZERO + old, ByteOffset::ZERO + size);
-        self.hide_backing(added).await.map_err(failed)?;
+        self.clear_added(added).await.map_err(failed)?;
         if self.data_file.is_some() && header::autoclear(&*self.header.borrow()) & header::AUTOCLEAR_RAW_DATA != 0 {
             self.map_data_file(added).await.map_err(failed)?;
         }
@@ -435,16 +435,20 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Has `added`, behind the disk's end, read as zeros for good: what a longer backing file has there was never on this
-    /// disk.
-    async fn hide_backing(&self, added: ByteRange) -> IoResult {
+    /// Has `added`, behind the disk's end, read as zeros for good. What a longer backing file has there was never on this
+    /// disk. Nor is what lies in the cluster that the end cuts off, which was written when the disk was longer once: by
+    /// somebody else, or before a loss of power that has undone a growth.
+    async fn clear_added(&self, added: ByteRange) -> IoResult {
+        let unit = self.shape.cluster_len();
+        let cut_off = added.intersection(ByteRange::between(added.start, added.start.align_up(unit)));
         let backed = self.backed(added);
-        if backed.is_empty() {
-            return Ok(());
+        if !cut_off.is_empty() && self.data_file.is_none() {
+            self.zero_steps(cut_off, ZeroFlags::default()).await?;
         }
-        let end = backed.end().align_up(self.shape.cluster_len());
-        let whole = ByteRange::between(backed.start, end);
-        self.zero_steps(whole, ZeroFlags::default()).await?;
+        if !backed.is_empty() {
+            let whole = ByteRange::between(backed.start, backed.end().align_up(unit));
+            self.zero_steps(whole, ZeroFlags::default()).await?;
+        }
         self.commit().await
     }
 

@@ -104,6 +104,22 @@ fn what_a_longer_backing_file_has_there_is_not_on_the_disk() {
     }
 }
 
+/// As a loss of power leaves it that has undone a growth.
+#[test]
+fn what_lies_behind_the_end_in_the_last_cluster_is_not_on_the_disk() {
+    let folder = on_disk();
+    let path = folder.path().join("disk.qcow2");
+    create(&path, &["-f", "qcow2"], "1M");
+    fill(&path, "qcow2", "0", "1M");
+    let (full, size) = (MIB - 1536, 2 * MIB);
+    let mut bytes = fs::read(&path).expect("reads");
+    bytes[24..32].copy_from_slice(&full.to_be_bytes());
+    fs::write(&path, bytes).expect("writes");
+    let (code, said) = resize(&path, "2M");
+    assert_eq!(code, 0, "{said}");
+    assert_holds(&path, "qcow2", full, size);
+}
+
 #[test]
 fn an_external_data_file_grows_along() {
     let folder = on_tmpfs();
