@@ -25,6 +25,8 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
+use smallvec::SmallVec;
+
 use crate::backend::file::FileIo;
 use crate::backend::nbd::Pending;
 use crate::buffer::{ReadBuf, WriteBuf};
@@ -268,6 +270,11 @@ impl<'a> Io<'a> {
         Self::new(State::Nbd(request))
     }
 
+    /// Whether the request was answered in the call.
+    pub fn is_ready(&self) -> bool {
+        matches!(self.state, State::Ready(_))
+    }
+
     /// The result, if the request was answered in the call.
     pub fn result_now(&mut self) -> Option<IoResult> {
         match &mut self.state {
@@ -293,6 +300,36 @@ impl Future for Io<'_> {
         self.watched = [None, None];
         Poll::Ready(result)
     }
+}
+
+/// Waits for all; the first failure, if any.
+///
+/// # Errors
+/// That of the request that failed first.
+pub async fn join<'a, A: smallvec::Array<Item = Io<'a>>>(mut ios: SmallVec<A>) -> IoResult {
+    match &mut ios[..] {
+        [] => return Ok(()),
+        [only] => return only.await,
+        _ => {}
+    }
+    let mut failure = Ok(());
+    std::future::poll_fn(|context| {
+        let mut index = 0;
+        while index < ios.len() {
+            match Pin::new(&mut ios[index]).poll(context) {
+                Poll::Pending => index += 1,
+                Poll::Ready(result) => {
+                    drop(ios.swap_remove(index));
+                    if failure.is_ok() {
+                        failure = result;
+                    }
+                }
+            }
+        }
+        if ios.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    failure
 }
 
 /// Announces changes of a device's size to those who wait for them. Layers hand through the one of the device below.

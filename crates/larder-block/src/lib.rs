@@ -17,7 +17,8 @@ pub mod units;
 
 pub use buffer::{AlignedBuf, IoVec, ReadBuf, WriteBuf};
 pub use device::{
-    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
+    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, Watch, WriteFlags, ZeroFlags, check_request,
+    join,
 };
 pub use error::{Failure, IoError, IoResult, Operation};
 pub use event_loop::{Loop, LoopTime};

@@ -16,17 +16,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use larder_block::range_lock::{Mode, Ranges};
 use larder_block::{
     ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Operation, SizeChanges, WriteBuf, WriteFlags,
-    ZeroFlags,
+    ZeroFlags, join,
 };
 use rustix::io::Errno;
-use smallvec::{SmallVec, smallvec};
+use smallvec::smallvec;
 
 use crate::device::{NewTable, Qcow2};
 use crate::entry::Entry;
 use crate::header::{self, HEADER_SECTOR, TableAt};
 use crate::journal::{Journal, Room};
 use crate::map::LeafIndex;
-use crate::read::{Ios, join};
+use crate::read::Ios;
 use crate::refcount::SliceIndex;
 use crate::space::Freed;
 
@@ -257,7 +257,7 @@ impl Qcow2 {
             }
         }
         for some in merged.chunks(WRITES_AT_ONCE) {
-            let ios: SmallVec<_> = some
+            let ios: Ios<'_> = some
                 .iter()
                 .map(|(offset, bytes)| {
                     self.file

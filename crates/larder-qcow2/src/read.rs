@@ -1,15 +1,12 @@
 //! Requests that look: reads that need several steps, and extents.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::rc::Weak;
-use std::task::Poll;
 
 use larder_block::buffer_pool::BufferPool;
 use larder_block::event_loop::yield_now;
 use larder_block::range_lock::Mode;
 use larder_block::{
-    ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf,
+    ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf, join,
 };
 use smallvec::SmallVec;
 
@@ -314,33 +311,6 @@ fn push_extent(found: &mut Vec<Extent>, range: ByteRange, kind: ExtentKind) {
         Some(last) if last.kind == kind => last.range.len += range.len,
         _ => found.push(Extent { range, kind }),
     }
-}
-
-/// Waits for all; the first failure, if any.
-pub(crate) async fn join(mut ios: Ios<'_>) -> IoResult {
-    match &mut ios[..] {
-        [] => return Ok(()),
-        [only] => return only.await,
-        _ => {}
-    }
-    let mut failure = Ok(());
-    std::future::poll_fn(|context| {
-        let mut index = 0;
-        while index < ios.len() {
-            match Pin::new(&mut ios[index]).poll(context) {
-                Poll::Pending => index += 1,
-                Poll::Ready(result) => {
-                    drop(ios.swap_remove(index));
-                    if failure.is_ok() {
-                        failure = result;
-                    }
-                }
-            }
-        }
-        if ios.is_empty() { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
-    failure
 }
 
 /// Loads the whole map, as long as there is room for it and the disk is open: several pieces at a time while the guest
