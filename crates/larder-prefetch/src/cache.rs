@@ -1,0 +1,326 @@
+//! The blocks that are in memory, or on their way there.
+//!
+//! Memory is given out in slots of four blocks, each for one aligned part of the disk, found by a hash. What becomes of
+//! a slot is one of three lists: free, *done* (the guest has read all of it; taken first for something else), and
+//! *unread*, oldest first.
+//!
+//! Invariants:
+//! - A block is present, flying, or neither, never both. What a write touches is neither, from before the write starts.
+//! - A slot that a fetch writes to stays for its part of the disk until that fetch has ended, and no other fetch gets
+//!   the same blocks of it, whatever has become of them.
+//! - A block that is unread is present or flying.
+
+use larder_block::{AlignedBuf, IoVec};
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use crate::streams::StreamId;
+use crate::units::{BLOCK_BITS, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot, parts_of};
+
+/// Which slot.
+pub(crate) type SlotIndex = u16;
+
+const NONE: u16 = u16::MAX;
+
+/// The table has four to eight places of two bytes for each slot.
+const TABLE_BYTES_PER_SLOT: usize = 16;
+
+/// Which fetch; a number that is not used again soon.
+pub(crate) type FetchId = u32;
+
+/// Memory for one part of the disk.
+pub(crate) struct Slot {
+    /// The part's number.
+    part: u64,
+    /// Allocated when first used.
+    memory: Option<NonNull<u8>>,
+    /// Blocks that can be read here.
+    pub(crate) present: u8,
+    /// Blocks that will be present when their fetch has ended.
+    pub(crate) flying: u8,
+    /// Blocks that a fetch writes to, wanted or not.
+    pub(crate) busy: u8,
+    /// Blocks that were not asked for yet.
+    pub(crate) unread: u8,
+    /// By block, the last fetch that wrote to it.
+    pub(crate) fetches: [FetchId; BLOCKS_PER_SLOT as usize],
+    /// For whom it was fetched.
+    pub(crate) stream: StreamId,
+    list: ListKind,
+    previous: u16,
+    next: u16,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum ListKind {
+    Free = 0,
+    Done = 1,
+    Unread = 2,
+}
+
+#[derive(Clone, Copy)]
+struct List {
+    first: u16,
+    last: u16,
+}
+
+/// What a slot had that nobody read.
+pub(crate) struct Unread {
+    pub(crate) stream: StreamId,
+    /// Blocks that had been fetched.
+    pub(crate) wasted: u32,
+    /// Those, and blocks that were on their way.
+    pub(crate) blocks: u32,
+}
+
+/// All slots.
+pub(crate) struct Cache {
+    slots: Box<[Slot]>,
+    /// Owns the slots' memory.
+    memory: Vec<AlignedBuf>,
+    lists: [List; 3],
+    /// Slots by part, linear probing.
+    table: Box<[u16]>,
+    /// How far a hash is shifted.
+    shift: u32,
+}
+
+impl Cache {
+    /// Bytes that a slot takes, all in all.
+    pub(crate) const SLOT_BYTES: usize = SLOT_LEN + size_of::<Slot>() + size_of::<AlignedBuf>() + TABLE_BYTES_PER_SLOT;
+
+    pub(crate) fn new(slots: usize) -> Self {
+        let slots = slots.clamp(1, usize::from(NONE) / 8);
+        let places = (slots * 4).next_power_of_two().max(16);
+        let mut cache = Self {
+            slots: (0..slots).map(|_| Slot::default()).collect(),
+            memory: Vec::with_capacity(slots),
+            lists: [List {
+                first: NONE,
+                last: NONE,
+            }; 3],
+            table: vec![NONE; places].into_boxed_slice(),
+            shift: 64 - places.trailing_zeros(),
+        };
+        for index in 0..slots as u16 {
+            cache.append(index, ListKind::Free);
+        }
+        cache
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn place(&self, part: u64) -> usize {
+        (part.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize
+    }
+
+    /// The slot of a part of the disk.
+    pub(crate) fn find(&self, part: u64) -> Option<SlotIndex> {
+        let mask = self.table.len() - 1;
+        let mut place = self.place(part);
+        loop {
+            match self.table[place] {
+                NONE => return None,
+                index if self.slots[usize::from(index)].part == part => return Some(index),
+                _ => place = (place + 1) & mask,
+            }
+        }
+    }
+
+    pub(crate) fn slot(&self, index: SlotIndex) -> &Slot {
+        &self.slots[usize::from(index)]
+    }
+
+    pub(crate) fn slot_mut(&mut self, index: SlotIndex) -> &mut Slot {
+        &mut self.slots[usize::from(index)]
+    }
+
+    /// All slots that touch `blocks`; cheap however many blocks these are.
+    pub(crate) fn slots_in(&self, blocks: &Range<Block>) -> impl Iterator<Item = SlotIndex> + use<'_> {
+        let parts = parts_of(blocks);
+        let few = parts.end - parts.start <= 64;
+        let by_part = few.then(|| parts.clone().filter_map(|part| self.find(part)));
+        let all = (!few).then(|| {
+            (0..self.slots.len() as u16).filter(move |index| {
+                let slot = self.slot(*index);
+                slot.list != ListKind::Free && parts.contains(&slot.part)
+            })
+        });
+        by_part.into_iter().flatten().chain(all.into_iter().flatten())
+    }
+
+    /// The blocks of `blocks` that lie in a slot, as bits.
+    pub(crate) fn bits(&self, index: SlotIndex, blocks: &Range<Block>) -> u8 {
+        bits_in_slot(blocks, self.slot(index).part)
+    }
+
+    /// The memory of the bytes of the disk from `start` on, to the end of its slot.
+    pub(crate) fn memory(&self, index: SlotIndex, start: u64) -> IoVec {
+        let within = start as usize & (SLOT_LEN - 1);
+        let base = self.slot(index).memory.map_or(std::ptr::null_mut(), NonNull::as_ptr);
+        IoVec::new(base.wrapping_add(within), SLOT_LEN - within)
+    }
+
+    /// A slot for a part that has none: a free one, one that was read, or the unread one that has waited longest, and
+    /// what that one had. `None` if fetches write to all.
+    pub(crate) fn take(&mut self, part: u64, stream: StreamId) -> Option<(SlotIndex, Option<Unread>)> {
+        let index = [ListKind::Free, ListKind::Done, ListKind::Unread]
+            .into_iter()
+            .find_map(|kind| self.oldest_idle(kind))?;
+        let lost = self.clear(index);
+        let place = self.slot_mut(index);
+        place.part = part;
+        place.stream = stream;
+        if place.memory.is_none() {
+            let mut memory = AlignedBuf::zeroed(SLOT_LEN);
+            place.memory = NonNull::new(memory.as_mut_ptr());
+            self.memory.push(memory);
+        }
+        self.enter(index);
+        self.unlink(index);
+        self.append(index, ListKind::Unread);
+        Some((index, lost))
+    }
+
+    fn oldest_idle(&self, kind: ListKind) -> Option<SlotIndex> {
+        let mut index = self.lists[kind as usize].first;
+        while index != NONE {
+            let slot = self.slot(index);
+            if slot.busy == 0 {
+                return Some(index);
+            }
+            index = slot.next;
+        }
+        None
+    }
+
+    /// Puts a slot where it belongs, after a change of its blocks. What nobody can read any more is free.
+    pub(crate) fn settle(&mut self, index: SlotIndex) {
+        let slot = self.slot(index);
+        let kind = match slot {
+            Slot {
+                present: 0, busy: 0, ..
+            } => ListKind::Free,
+            Slot { unread: 0, busy: 0, .. } => ListKind::Done,
+            _ => ListKind::Unread,
+        };
+        if slot.list == kind {
+            return;
+        }
+        if kind == ListKind::Free {
+            self.remove(index);
+        }
+        self.unlink(index);
+        self.append(index, kind);
+    }
+
+    /// Forgets blocks of a slot; what of them was unread.
+    pub(crate) fn forget(&mut self, index: SlotIndex, bits: u8) -> Option<Unread> {
+        let slot = self.slot_mut(index);
+        let unread = slot.unread & bits;
+        let lost = Unread {
+            stream: slot.stream,
+            wasted: (unread & slot.present).count_ones(),
+            blocks: unread.count_ones(),
+        };
+        slot.present &= !bits;
+        slot.flying &= !bits;
+        slot.unread &= !bits;
+        self.settle(index);
+        (lost.blocks > 0).then_some(lost)
+    }
+
+    fn clear(&mut self, index: SlotIndex) -> Option<Unread> {
+        if self.slot(index).list == ListKind::Free {
+            return None;
+        }
+        self.forget(index, (1 << BLOCKS_PER_SLOT) - 1)
+    }
+
+    fn enter(&mut self, index: SlotIndex) {
+        let mask = self.table.len() - 1;
+        let mut place = self.place(self.slot(index).part);
+        while self.table[place] != NONE {
+            place = (place + 1) & mask;
+        }
+        self.table[place] = index;
+    }
+
+    /// Takes a slot out of the table, and moves those up that were put behind it.
+    fn remove(&mut self, index: SlotIndex) {
+        let mask = self.table.len() - 1;
+        let mut hole = self.place(self.slot(index).part);
+        while self.table[hole] != index {
+            hole = (hole + 1) & mask;
+        }
+        let mut place = hole;
+        loop {
+            self.table[hole] = NONE;
+            loop {
+                place = (place + 1) & mask;
+                let other = self.table[place];
+                if other == NONE {
+                    return;
+                }
+                let wanted = self.place(self.slot(other).part);
+                // Whether the hole lies on its way from where it would be to where it is.
+                if (place.wrapping_sub(wanted) & mask) >= (place.wrapping_sub(hole) & mask) {
+                    self.table[hole] = other;
+                    hole = place;
+                    break;
+                }
+            }
+        }
+    }
+
+    fn append(&mut self, index: SlotIndex, kind: ListKind) {
+        let last = self.lists[kind as usize].last;
+        let slot = self.slot_mut(index);
+        (slot.list, slot.previous, slot.next) = (kind, last, NONE);
+        match last {
+            NONE => self.lists[kind as usize].first = index,
+            last => self.slot_mut(last).next = index,
+        }
+        self.lists[kind as usize].last = index;
+    }
+
+    fn unlink(&mut self, index: SlotIndex) {
+        let slot = self.slot(index);
+        let (kind, previous, next) = (slot.list, slot.previous, slot.next);
+        match previous {
+            NONE => self.lists[kind as usize].first = next,
+            previous => self.slot_mut(previous).next = next,
+        }
+        match next {
+            NONE => self.lists[kind as usize].last = previous,
+            next => self.slot_mut(next).previous = previous,
+        }
+    }
+}
+
+impl Default for Slot {
+    fn default() -> Self {
+        Self {
+            part: u64::MAX,
+            memory: None,
+            present: 0,
+            flying: 0,
+            unread: 0,
+            busy: 0,
+            fetches: [0; BLOCKS_PER_SLOT as usize],
+            stream: StreamId::default(),
+            list: ListKind::Free,
+            previous: NONE,
+            next: NONE,
+        }
+    }
+}
+
+impl Slot {
+    /// Bytes of the disk at which its part begins.
+    pub(crate) fn start(&self) -> u64 {
+        (self.part * BLOCKS_PER_SLOT) << BLOCK_BITS
+    }
+}

@@ -1,0 +1,92 @@
+//! Read-ahead as a block device.
+
+use std::rc::Rc;
+
+use larder_block::{
+    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, ReadBuf, SizeChanges,
+    WriteBuf, WriteFlags, ZeroFlags,
+};
+
+use crate::Prefetch;
+use crate::units::blocks_of;
+
+impl Prefetch {
+    /// A change of `range`, which is taken out of memory before it begins, and kept out until it has ended.
+    fn change<'a>(&'a self, range: ByteRange, begin: impl FnOnce() -> Io<'a>) -> Io<'a> {
+        if range.len == ByteLen::ZERO || range.checked_end().is_none() {
+            return begin();
+        }
+        let blocks = blocks_of(range.start.get(), range.len.get());
+        {
+            let mut state = self.state.borrow_mut();
+            state.forget(&blocks);
+            state.extents.forget_holes(&blocks);
+        }
+        let ticket = self.writes.begin(blocks);
+        begin().watched(&self.writes, ticket)
+    }
+}
+
+impl BlockDevice for Prefetch {
+    fn name(&self) -> &Rc<str> {
+        self.lower.name()
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.lower.geometry()
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        self.read_steps(start, buffer)
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        self.change(start.range(buffer.byte_len()), || {
+            self.lower.write(start, buffer, flags)
+        })
+    }
+
+    fn flush(&self) -> Io<'_> {
+        self.lower.flush()
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        self.change(range, || self.lower.discard(range))
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        self.change(range, || self.lower.write_zeroes(range, flags))
+    }
+
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        self.lower.allocate(range)
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        self.lower.extents(range, limit)
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        self.lower.grow(size)
+    }
+
+    /// Nothing is fetched any more.
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        Box::pin(async move {
+            let running = {
+                let mut state = self.state.borrow_mut();
+                state.closing = true;
+                state.running.clone()
+            };
+            for fetch in running {
+                self.ended(fetch).await;
+            }
+            tracing::info!("{}: {}", self.name(), self.statistics());
+            self.lower.close().await
+        })
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        self.lower.size_changes()
+    }
+}

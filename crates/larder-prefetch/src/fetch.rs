@@ -1,0 +1,74 @@
+//! Fetches: each is a task, which reads into the slots that were planned for it.
+
+use std::rc::Rc;
+
+use larder_block::{ByteOffset, ByteRange, ReadBuf};
+
+use crate::Prefetch;
+use crate::state::Planned;
+use crate::streams::Pattern;
+use crate::units::BLOCK_BITS;
+
+/// Around a fetch, where it goes, so much is asked about for data, in blocks: 64 MiB.
+const ASKED: u64 = 1 << 14;
+
+/// And so many extents.
+const EXTENTS: usize = 16;
+
+impl Prefetch {
+    /// Begins the fetches that may begin.
+    pub(crate) fn set_out(&self) {
+        loop {
+            let planned = {
+                let mut state = self.state.borrow_mut();
+                if !state.has_work() {
+                    return;
+                }
+                state.plan(self.lower.geometry().size.get(), &self.writes)
+            };
+            let (Some(planned), Some(this), Some(on)) = (planned, self.this.upgrade(), self.on.upgrade()) else {
+                return;
+            };
+            on.spawn(async move { this.fetch(planned).await });
+        }
+    }
+
+    async fn fetch(self: Rc<Self>, planned: Planned) {
+        let begun = self.on.upgrade().map(|on| on.now());
+        let start = ByteOffset::new(planned.blocks.start << BLOCK_BITS);
+        // SAFETY: memory of slots that belong to this fetch until it has ended, and nobody reads there or makes a
+        // reference to it before; the cache that owns it lives as long as `self`.
+        let buffer = unsafe { ReadBuf::from_pieces(&planned.memory) };
+        let read = self.lower.read(start, buffer).await;
+        let woken = {
+            let mut state = self.state.borrow_mut();
+            if let (Some(begun), Some(on)) = (begun, self.on.upgrade()) {
+                state.pace.took(on.now().since(begun));
+            }
+            state.end(&planned, read.is_ok())
+        };
+        woken.into_iter().for_each(std::task::Waker::wake);
+        self.set_out();
+        if planned.asks {
+            self.ask(&planned).await;
+        }
+    }
+
+    /// Finds out where there is data, from a fetch on in its direction.
+    async fn ask(&self, planned: &Planned) {
+        let disk = self.lower.geometry().size.get() >> BLOCK_BITS;
+        let (from, to) = match planned.pattern {
+            Pattern::Backward => (planned.blocks.end.saturating_sub(ASKED), planned.blocks.end),
+            _ => (planned.blocks.start, planned.blocks.start.saturating_add(ASKED)),
+        };
+        let (from, to) = (from.min(disk), to.min(disk));
+        if from == to || self.state.borrow().closing {
+            return;
+        }
+        let range = ByteRange::new(from << BLOCK_BITS, (to - from) << BLOCK_BITS);
+        if let Ok(found) = self.lower.extents(range, EXTENTS).await {
+            let mut state = self.state.borrow_mut();
+            found.into_iter().for_each(|extent| state.extents.note(extent));
+        }
+    }
+}

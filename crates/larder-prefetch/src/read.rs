@@ -1,0 +1,260 @@
+//! The guest's reads.
+
+use std::ops::Range;
+use std::task::Poll;
+
+use larder_block::{ByteOffset, Io, IoResult, ReadBuf, join};
+use smallvec::SmallVec;
+
+use crate::Prefetch;
+use crate::cache::{Cache, FetchId, SlotIndex};
+use crate::state::State;
+use crate::units::{BLOCK_BITS, Block, SLOT_BITS, blocks_of, parts_of};
+
+/// Of a long read, the history gets no more than its end.
+const NOTED_MAX: u64 = 128;
+
+/// What a read finds in memory.
+enum Found {
+    Nothing,
+    All,
+    Some,
+}
+
+/// What a part of a read finds, no longer than a slot.
+enum Piece {
+    Present,
+    Flying(SlotIndex, FetchId),
+    Missing,
+}
+
+impl Prefetch {
+    pub(crate) fn read_steps<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        let (at, len) = (start.get(), buffer.len() as u64);
+        let is_fit = (at | len) & (self.block_size - 1) == 0 && at.checked_add(len).is_some();
+        if len == 0 || !is_fit {
+            return self.lower.read(start, buffer);
+        }
+        let blocks = blocks_of(at, len);
+        if len > self.options.largest_read.get() {
+            let mut state = self.state.borrow_mut();
+            state.counts.bypassed += 1;
+            let first = blocks.start.max(blocks.end.saturating_sub(NOTED_MAX));
+            state.seen.note(first..blocks.end);
+            drop(state);
+            return self.lower.read(start, buffer);
+        }
+        self.follow_size();
+        let mut state = self.state.borrow_mut();
+        match find(&state.cache, &blocks) {
+            Found::Nothing => {
+                state.counts.misses += 1;
+                drop(state);
+                let read = self.lower.read(start, buffer);
+                // What the layer below has in memory need not be here, too.
+                if !read.is_ready() {
+                    self.state.borrow_mut().missed(&blocks);
+                    self.set_out();
+                }
+                read
+            }
+            Found::All => {
+                state.counts.hits += 1;
+                state.seen.note(blocks.clone());
+                state.copy(at, buffer, &blocks);
+                drop(state);
+                self.set_out();
+                Io::ready(Ok(()))
+            }
+            Found::Some => {
+                state.seen.note(blocks.clone());
+                drop(state);
+                Io::task(self.read_pieces(start, buffer, blocks))
+            }
+        }
+    }
+
+    /// A read of which a part is in memory, or on its way.
+    async fn read_pieces(&self, start: ByteOffset, buffer: ReadBuf<'_>, blocks: Range<Block>) -> IoResult {
+        let (mut at, end) = (start.get(), start.get() + buffer.len() as u64);
+        let part_of = |from: u64, to: u64| buffer.slice((from - start.get()) as usize, (to - from) as usize);
+        let mut ios: SmallVec<[Io<'_>; 4]> = SmallVec::new();
+        // Where what is missing began, before what was looked at last.
+        let mut missing_from = at;
+        let (mut waits, mut is_partial) = (false, false);
+        while at < end {
+            let mut state = self.state.borrow_mut();
+            let to = piece_end(&state.cache, at, end);
+            let piece = state.piece_at(at, to);
+            if !matches!(piece, Piece::Missing) && missing_from < at {
+                is_partial = true;
+                ios.push(
+                    self.lower
+                        .read(ByteOffset::new(missing_from), part_of(missing_from, at)),
+                );
+            }
+            match piece {
+                Piece::Missing => {}
+                Piece::Present => {
+                    state.copy(at, part_of(at, to), &blocks);
+                    missing_from = to;
+                }
+                Piece::Flying(slot, fetch) => {
+                    waits = true;
+                    state.is_waited_for(slot, fetch, &blocks);
+                    ios.push(Io::task(self.wait_for(at, part_of(at, to), blocks.clone())));
+                    missing_from = to;
+                }
+            }
+            at = to;
+        }
+        if missing_from < end {
+            is_partial = true;
+            ios.push(
+                self.lower
+                    .read(ByteOffset::new(missing_from), part_of(missing_from, end)),
+            );
+        }
+        {
+            let counts = &mut self.state.borrow_mut().counts;
+            let count = match (is_partial, waits) {
+                (true, _) => &mut counts.partial_hits,
+                (false, true) => &mut counts.waits,
+                (false, false) => &mut counts.hits,
+            };
+            *count += 1;
+        }
+        self.set_out();
+        join(ios).await
+    }
+
+    /// Reads a piece, no longer than a slot, of a read of `blocks` that was on its way.
+    async fn wait_for(&self, at: u64, buffer: ReadBuf<'_>, blocks: Range<Block>) -> IoResult {
+        loop {
+            let flying = {
+                let mut state = self.state.borrow_mut();
+                match state.piece_at(at, at + buffer.len() as u64) {
+                    Piece::Present => {
+                        state.copy(at, buffer, &blocks);
+                        drop(state);
+                        self.set_out();
+                        return Ok(());
+                    }
+                    Piece::Flying(_, fetch) => Some(fetch),
+                    Piece::Missing => None,
+                }
+            };
+            match flying {
+                Some(fetch) => self.ended(fetch).await,
+                None => return self.lower.read(ByteOffset::new(at), buffer).await,
+            }
+        }
+    }
+
+    /// Completes once a fetch has ended.
+    pub(crate) async fn ended(&self, fetch: FetchId) {
+        std::future::poll_fn(|context| {
+            let mut state = self.state.borrow_mut();
+            if !state.running.contains(&fetch) {
+                return Poll::Ready(());
+            }
+            let is_there = |(id, waker): &(FetchId, std::task::Waker)| *id == fetch && waker.will_wake(context.waker());
+            if !state.waiting.iter().any(is_there) {
+                state.waiting.push((fetch, context.waker().clone()));
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Forgets everything if the disk has changed its size.
+    fn follow_size(&self) {
+        let generation = self.lower.size_changes().generation();
+        if self.generation.replace(generation) != generation {
+            self.state.borrow_mut().forget(&(0..Block::MAX));
+        }
+    }
+}
+
+/// What of `blocks` is in memory.
+fn find(cache: &Cache, blocks: &Range<Block>) -> Found {
+    let (mut some, mut all) = (false, true);
+    for part in parts_of(blocks) {
+        let (here, wanted) = match cache.find(part) {
+            None => ((0, 0), 1),
+            Some(index) => {
+                let slot = cache.slot(index);
+                ((slot.present, slot.flying), cache.bits(index, blocks))
+            }
+        };
+        some |= (here.0 | here.1) & wanted != 0;
+        all &= here.0 & wanted == wanted;
+    }
+    match (all, some) {
+        (true, _) => Found::All,
+        (false, true) => Found::Some,
+        (false, false) => Found::Nothing,
+    }
+}
+
+/// The end of what is alike from `at` on: in one slot, and all present, flying or missing.
+fn piece_end(cache: &Cache, at: u64, end: u64) -> u64 {
+    let slot_end = ((at >> SLOT_BITS) + 1) << SLOT_BITS;
+    let end = end.min(slot_end);
+    let Some(index) = cache.find(at >> SLOT_BITS) else {
+        return end;
+    };
+    let slot = cache.slot(index);
+    let kind = |block: Block| {
+        let bits = cache.bits(index, &(block..block + 1));
+        (slot.present & bits != 0, slot.flying & bits != 0)
+    };
+    let mut block = at >> BLOCK_BITS;
+    let first = kind(block);
+    loop {
+        block += 1;
+        let start = block << BLOCK_BITS;
+        if start >= end || kind(block) != first {
+            return start.min(end);
+        }
+    }
+}
+
+impl State {
+    /// What the bytes from `at` to `to`, in one slot, find in memory.
+    fn piece_at(&self, at: u64, to: u64) -> Piece {
+        let blocks = blocks_of(at, to - at);
+        let Some(index) = self.cache.find(at >> SLOT_BITS) else {
+            return Piece::Missing;
+        };
+        let (slot, bits) = (self.cache.slot(index), self.cache.bits(index, &blocks));
+        let flying = slot.flying & bits;
+        if slot.present & bits == bits {
+            Piece::Present
+        } else if flying != 0 {
+            Piece::Flying(index, slot.fetches[flying.trailing_zeros() as usize])
+        } else {
+            Piece::Missing
+        }
+    }
+
+    /// Fills `buffer` from the bytes at `at`, all of which are in memory, for a read of `blocks`.
+    fn copy(&mut self, at: u64, buffer: ReadBuf<'_>, blocks: &Range<Block>) {
+        let (mut from, end) = (at, at + buffer.len() as u64);
+        let all = blocks_of(at, end - at);
+        while from < end {
+            let to = end.min(((from >> SLOT_BITS) + 1) << SLOT_BITS);
+            let Some(index) = self.cache.find(from >> SLOT_BITS) else {
+                return;
+            };
+            let (memory, len) = (self.cache.memory(index, from), (to - from) as usize);
+            // SAFETY: memory of the slot, which is never freed before the cache; its bytes here are of present blocks,
+            // to which nobody writes; and the slice ends before anything else is done.
+            let bytes = unsafe { std::slice::from_raw_parts(memory.base().cast_const(), len) };
+            buffer.slice((from - at) as usize, len).copy_from_slice(bytes);
+            let bits = self.cache.bits(index, &all);
+            self.used(index, bits, blocks);
+            from = to;
+        }
+    }
+}

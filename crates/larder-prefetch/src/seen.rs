@@ -1,0 +1,233 @@
+//! What was read lately: which blocks of which regions of the disk, and the last steps of reads that have no neighbours.
+//!
+//! A table with one place for many regions, found by a multiplication; a region that comes to a place takes it. So the
+//! history has a fixed size, and a look-up a fixed cost. Streams are found by it however many there are at a time: what
+//! counts is whether the blocks before (or behind) a read were read a short while ago, not by whom.
+
+use std::ops::Range;
+
+use crate::streams::StreamId;
+use crate::units::{BLOCKS_PER_REGION, Block};
+
+/// Places in the table.
+const REGIONS: usize = 1024;
+
+/// A region's blocks are forgotten if so many reads of the disk have passed it by.
+const FORGET_AFTER: u32 = 8192;
+
+/// Steps that are expected to be repeated, the newest ones.
+const STEPS: usize = 12;
+
+/// How many of the last reads a step is measured from.
+const STEP_ORIGINS: usize = 3;
+
+/// The longest step, in blocks: 64 MiB.
+const STEP_MAX: u64 = 1 << 14;
+
+/// How often a step must have been repeated before it is believed.
+const REPEATS: u8 = 2;
+
+/// History of a disk's reads.
+pub(crate) struct Seen {
+    regions: Box<[Region]>,
+    /// Reads so far.
+    now: u32,
+    steps: Steps,
+}
+
+#[derive(Clone, Copy)]
+struct Region {
+    number: u64,
+    /// The blocks that were read.
+    blocks: u16,
+    /// The one that was read last.
+    last: u8,
+    /// When, in reads.
+    when: u32,
+    /// The stream of a read here.
+    stream: StreamId,
+}
+
+impl Seen {
+    pub(crate) const BYTES: usize = REGIONS * size_of::<Region>();
+
+    pub(crate) fn new() -> Self {
+        let nothing = Region {
+            number: u64::MAX,
+            blocks: 0,
+            last: 0,
+            when: 0,
+            stream: StreamId::default(),
+        };
+        Self {
+            regions: vec![nothing; REGIONS].into_boxed_slice(),
+            now: 0,
+            steps: Steps::default(),
+        }
+    }
+
+    fn place(number: u64) -> usize {
+        // Neighbours lie side by side, in one line of the processor's cache.
+        let high = (number >> 5).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54;
+        (high ^ number) as usize % REGIONS
+    }
+
+    /// Notes a read of `blocks`. A block that is read again begins a new pass over its region, unless it is the one that
+    /// was read last (requests may be smaller than blocks).
+    pub(crate) fn note(&mut self, blocks: Range<Block>) {
+        self.now = self.now.wrapping_add(1);
+        let mut block = blocks.start;
+        while block < blocks.end {
+            let number = block / BLOCKS_PER_REGION;
+            let end = blocks.end.min((number + 1) * BLOCKS_PER_REGION);
+            let first = (block % BLOCKS_PER_REGION) as u32;
+            let bits = (((1u32 << (end - block)) - 1) << first) as u16;
+            let region = &mut self.regions[Self::place(number)];
+            let is_same = region.number == number && self.now.wrapping_sub(region.when) < FORGET_AFTER;
+            let again = region.blocks & bits & !(1 << region.last);
+            *region = Region {
+                number,
+                blocks: if is_same && again == 0 {
+                    region.blocks | bits
+                } else {
+                    bits
+                },
+                last: ((end - 1) % BLOCKS_PER_REGION) as u8,
+                when: self.now,
+                stream: region.stream,
+            };
+            block = end;
+        }
+    }
+
+    /// Notes that a read is of a stream.
+    pub(crate) fn assign(&mut self, blocks: &Range<Block>, stream: StreamId) {
+        for block in [blocks.start, blocks.end - 1] {
+            self.regions[Self::place(block / BLOCKS_PER_REGION)].stream = stream;
+        }
+    }
+
+    /// The stream of the last read around a block that was of one.
+    pub(crate) fn stream_at(&self, block: Block) -> Option<StreamId> {
+        let number = block / BLOCKS_PER_REGION;
+        let region = &self.regions[Self::place(number)];
+        (region.number == number).then_some(region.stream)
+    }
+
+    fn blocks_of(&self, number: u64) -> u16 {
+        let region = &self.regions[Self::place(number)];
+        match region.number == number && self.now.wrapping_sub(region.when) < FORGET_AFTER {
+            true => region.blocks,
+            false => 0,
+        }
+    }
+
+    /// Whether most of `blocks` were read lately.
+    pub(crate) fn were_read(&self, blocks: Range<Block>) -> bool {
+        let needed = (blocks.end - blocks.start) * 3;
+        let (mut block, mut found) = (blocks.start, 0);
+        while block < blocks.end {
+            let number = block / BLOCKS_PER_REGION;
+            let end = blocks.end.min((number + 1) * BLOCKS_PER_REGION);
+            let bits = u32::from(self.blocks_of(number)) >> (block % BLOCKS_PER_REGION);
+            let here = (bits & ((1 << (end - block)) - 1)).count_ones();
+            if here == 0 {
+                return false;
+            }
+            found += u64::from(here);
+            block = end;
+        }
+        found * 4 >= needed
+    }
+
+    /// Notes a read at `block` that has no neighbours, and gives the step by which it follows others, if it does.
+    pub(crate) fn step_to(&mut self, block: Block) -> Option<i64> {
+        self.steps.to(block)
+    }
+
+    /// Expects a read at `block` that goes on with a known step.
+    pub(crate) fn expect(&mut self, block: Block, step: i64) {
+        self.steps.expect(block, step, REPEATS);
+    }
+}
+
+/// Which reads would go on with a step between earlier ones.
+#[derive(Default)]
+struct Steps {
+    expected: [Block; STEPS],
+    steps: [i32; STEPS],
+    repeats: [u8; STEPS],
+    next: usize,
+    origins: [Block; STEP_ORIGINS],
+    next_origin: usize,
+}
+
+impl Steps {
+    fn to(&mut self, block: Block) -> Option<i64> {
+        let found = self.expected.iter().position(|expected| *expected == block);
+        if let Some(index) = found
+            && self.steps[index] != 0
+        {
+            let step = i64::from(self.steps[index]);
+            self.repeats[index] += 1;
+            match block.checked_add_signed(step) {
+                Some(next) if self.repeats[index] < REPEATS => self.expected[index] = next,
+                _ => self.steps[index] = 0,
+            }
+            return (self.repeats[index] >= REPEATS).then_some(step);
+        }
+        for origin in self.origins {
+            let step = block.wrapping_sub(origin) as i64;
+            if step != 0
+                && step.unsigned_abs() <= STEP_MAX
+                && let Some(next) = block.checked_add_signed(step)
+            {
+                self.expect(next, step, 0);
+            }
+        }
+        self.origins[self.next_origin] = block;
+        self.next_origin = (self.next_origin + 1) % STEP_ORIGINS;
+        None
+    }
+
+    fn expect(&mut self, block: Block, step: i64, repeats: u8) {
+        let index = self.next;
+        self.next = (index + 1) % STEPS;
+        self.expected[index] = block;
+        self.steps[index] = step as i32;
+        self.repeats[index] = repeats;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_read_is_known_until_it_is_read_again() {
+        let mut seen = Seen::new();
+        seen.note(10..20);
+        assert!(seen.were_read(10..20) && seen.were_read(9..13) && !seen.were_read(19..22));
+        seen.note(11..12);
+        // 11 is a new pass over the first region, 16 to 20 lie in the second.
+        assert!(!seen.were_read(10..14) && seen.were_read(16..20));
+        for _ in 0..FORGET_AFTER {
+            seen.note(1 << 40..(1 << 40) + 1);
+        }
+        assert!(!seen.were_read(16..20));
+    }
+
+    #[test]
+    fn a_step_is_found_among_others() {
+        let mut seen = Seen::new();
+        let mut found = Vec::new();
+        for index in 0..6 {
+            for (origin, step) in [(100_000, 40i64), (900_000, -7)] {
+                let block = (origin as i64 + index * step) as u64;
+                found.push(seen.step_to(block));
+            }
+        }
+        assert_eq!(found.iter().flatten().count(), 2, "{found:?}");
+        assert!(found.iter().flatten().all(|step| [40, -7].contains(step)));
+    }
+}

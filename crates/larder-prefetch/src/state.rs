@@ -1,0 +1,432 @@
+//! All that a disk's read-ahead knows, and what happens to it: a read is noted, blocks are forgotten, a fetch is planned,
+//! and ends.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::task::Waker;
+
+use larder_block::IoVec;
+use smallvec::SmallVec;
+
+use crate::cache::{Cache, FetchId, SlotIndex, Unread};
+use crate::extents::Extents;
+use crate::pace::Pace;
+use crate::seen::Seen;
+use crate::streams::{Bounds, FETCH_MAX, Pattern, StreamId, Streams};
+use crate::units::{BLOCK_BITS, BLOCKS_PER_REGION, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot, parts_of};
+use crate::writes::Writes;
+use crate::{PrefetchOptions, Statistics};
+
+/// The least blocks before a read that make it one of a stream.
+const EVIDENCE_MIN: u64 = 3;
+
+/// The most.
+const EVIDENCE_MAX: u64 = 64;
+
+/// What was fetched for nothing is looked at whenever so many bytes were fetched.
+const LOOK_AFTER: u64 = 256 << 10;
+
+/// Of 64 bytes fetched, so many for nothing make it more careful, or less.
+const TOO_MUCH: u64 = 6;
+const LITTLE: u64 = 2;
+
+/// The most careful it gets.
+const CAUTION_MAX: u32 = 4;
+
+/// Slots that a fetch touches at most.
+const SLOTS_PER_FETCH: usize = (FETCH_MAX as usize >> (BLOCK_BITS + 2)) + 1;
+
+pub(crate) struct State {
+    pub(crate) cache: Cache,
+    pub(crate) seen: Seen,
+    pub(crate) streams: Streams,
+    pub(crate) extents: Extents,
+    pub(crate) pace: Pace,
+    pub(crate) counts: Statistics,
+    /// Streams that want to be fetched for.
+    queue: VecDeque<StreamId>,
+    pub(crate) running: Vec<FetchId>,
+    next_fetch: FetchId,
+    /// Who waits for a fetch.
+    pub(crate) waiting: Vec<(FetchId, Waker)>,
+    ahead_max: u64,
+    caution: u32,
+    /// What had been fetched and wasted when that was looked at last.
+    looked: (u64, u64),
+    /// No fetch begins any more.
+    pub(crate) closing: bool,
+}
+
+/// A fetch that was planned: its slots wait for it.
+pub(crate) struct Planned {
+    pub(crate) id: FetchId,
+    pub(crate) stream: StreamId,
+    pub(crate) pattern: Pattern,
+    pub(crate) blocks: Range<Block>,
+    pub(crate) slots: SmallVec<[SlotIndex; SLOTS_PER_FETCH]>,
+    /// Where the blocks go, in order.
+    pub(crate) memory: SmallVec<[IoVec; SLOTS_PER_FETCH]>,
+    /// Whether there is data around it is not known.
+    pub(crate) asks: bool,
+}
+
+impl State {
+    pub(crate) fn new(options: PrefetchOptions) -> Self {
+        let memory = options.memory.as_usize();
+        let tables = size_of::<Self>() + Seen::BYTES + Extents::BYTES;
+        let slots = memory.saturating_sub(tables) / (Cache::SLOT_BYTES + Streams::STREAM_BYTES);
+        let cache = Cache::new(slots);
+        let streams = Streams::new(cache.len());
+        Self {
+            counts: Statistics {
+                memory: (tables + cache.len() * (Cache::SLOT_BYTES + Streams::STREAM_BYTES)) as u64,
+                ..Statistics::default()
+            },
+            cache,
+            seen: Seen::new(),
+            streams,
+            extents: Extents::new(),
+            pace: Pace::new(),
+            queue: VecDeque::new(),
+            running: Vec::new(),
+            next_fetch: 0,
+            waiting: Vec::new(),
+            ahead_max: options.ahead_max.get(),
+            caution: 0,
+            looked: (0, 0),
+            closing: false,
+        }
+    }
+
+    pub(crate) fn statistics(&self) -> Statistics {
+        let counts = self.counts;
+        Statistics {
+            unread: counts.fetched - counts.used - counts.wasted,
+            streams: self.streams.active(),
+            ..counts
+        }
+    }
+
+    fn bounds(&self) -> Bounds {
+        Bounds {
+            ahead_max: self.ahead_max,
+            memory: (self.cache.len() * SLOT_LEN) as u64,
+            caution: self.caution,
+        }
+    }
+
+    /// A read of `blocks`, nothing of which is in memory, nor in that of the layer below.
+    pub(crate) fn missed(&mut self, blocks: &Range<Block>) {
+        if let Some(id) = self.stream_of(blocks) {
+            self.seen.assign(blocks, id);
+            self.consider(id);
+        }
+        self.seen.note(blocks.clone());
+    }
+
+    /// The stream that a read of `blocks`, which are not in memory, belongs to.
+    fn stream_of(&mut self, blocks: &Range<Block>) -> Option<StreamId> {
+        if let Some(known) = self.stream_near(blocks) {
+            return Some(known);
+        }
+        let len = blocks.end - blocks.start;
+        let evidence = ((len * 2).max(EVIDENCE_MIN) << self.caution).min(EVIDENCE_MAX);
+        let before = blocks.start.saturating_sub(evidence)..blocks.start;
+        let (pattern, step) = if before.end - before.start >= EVIDENCE_MIN && self.seen.were_read(before) {
+            (Pattern::Forward, 0)
+        } else if self.seen.were_read(blocks.end..blocks.end + evidence) {
+            (Pattern::Backward, 0)
+        } else {
+            (Pattern::Strided, self.seen.step_to(blocks.start)?)
+        };
+        if pattern == Pattern::Strided && (step.unsigned_abs() <= len || self.caution > CAUTION_MAX / 2) {
+            return None;
+        }
+        let bounds = self.bounds();
+        let begun = self.streams.begin(pattern, blocks, step, bounds)?;
+        match pattern {
+            Pattern::Forward => self.counts.streams_forward += 1,
+            Pattern::Backward => self.counts.streams_backward += 1,
+            Pattern::Strided => self.counts.streams_strided += 1,
+        }
+        Some(begun)
+    }
+
+    /// The stream whose reader is about where `blocks` are.
+    fn stream_near(&mut self, blocks: &Range<Block>) -> Option<StreamId> {
+        let (bounds, next) = (self.bounds(), self.next_fetch);
+        let before = blocks.start.saturating_sub(1);
+        let in_memory = self.cache.find(before / BLOCKS_PER_SLOT);
+        let in_memory = in_memory.map(|slot| self.cache.slot(slot).stream);
+        let regions = [
+            before,
+            blocks.start.saturating_sub(BLOCKS_PER_REGION),
+            blocks.end + BLOCKS_PER_REGION,
+        ];
+        let around = regions.map(|block| self.seen.stream_at(block));
+        for id in around.into_iter().chain([in_memory]).flatten() {
+            if let Some(stream) = self.streams.get(id)
+                && stream.is_near(blocks)
+            {
+                stream.missed(blocks, next, bounds);
+                return Some(id);
+            }
+        }
+        None
+    }
+
+    /// Queues a stream if there is something to be fetched for it.
+    fn consider(&mut self, id: StreamId) {
+        let (bounds, active) = (self.bounds(), self.streams.active());
+        if let Some(stream) = self.streams.get(id)
+            && !stream.queued
+            && stream.wanted(bounds, active).is_some()
+        {
+            stream.queued = true;
+            self.queue.push_back(id);
+        }
+    }
+
+    /// The blocks of `bits` of a slot are read now.
+    pub(crate) fn used(&mut self, index: SlotIndex, bits: u8, blocks: &Range<Block>) {
+        let slot = self.cache.slot_mut(index);
+        let (new, id) = ((slot.unread & bits).count_ones(), slot.stream);
+        slot.unread &= !bits;
+        if new > 0 {
+            self.counts.used += u64::from(new) << BLOCK_BITS;
+            self.streams.used(id, new, blocks);
+            self.seen.assign(blocks, id);
+            self.cache.settle(index);
+        }
+        self.consider(id);
+        if let Some((block, step)) = self.streams.stalled_step(id) {
+            self.seen.expect(block, step);
+        }
+    }
+
+    /// A read of `blocks` waits for a fetch into a slot.
+    pub(crate) fn is_waited_for(&mut self, index: SlotIndex, fetch: FetchId, blocks: &Range<Block>) {
+        let (id, bounds, next) = (self.cache.slot(index).stream, self.bounds(), self.next_fetch);
+        if let Some(stream) = self.streams.get(id) {
+            stream.waited(blocks, fetch, next, bounds);
+        }
+        self.seen.assign(blocks, id);
+        self.consider(id);
+    }
+
+    /// Nothing of `blocks` is in memory any more.
+    pub(crate) fn forget(&mut self, blocks: &Range<Block>) {
+        let touched: SmallVec<[SlotIndex; 32]> = self.cache.slots_in(blocks).collect();
+        for index in touched {
+            let bits = self.cache.bits(index, blocks);
+            let lost = self.cache.forget(index, bits);
+            self.count_lost(lost);
+        }
+    }
+
+    fn count_lost(&mut self, lost: Option<Unread>) {
+        if let Some(lost) = lost {
+            self.counts.wasted += u64::from(lost.wasted) << BLOCK_BITS;
+            self.streams.lost(lost.stream, lost.blocks);
+        }
+    }
+
+    /// More or less careful, after what has been fetched for nothing.
+    fn look_at_waste(&mut self) {
+        let (fetched, wasted) = (self.counts.fetched - self.looked.0, self.counts.wasted - self.looked.1);
+        if fetched < LOOK_AFTER {
+            return;
+        }
+        self.looked = (self.counts.fetched, self.counts.wasted);
+        if wasted * 64 > fetched * TOO_MUCH {
+            self.caution = (self.caution + 1).min(CAUTION_MAX);
+        } else if wasted * 64 < fetched * LITTLE {
+            self.caution = self.caution.saturating_sub(1);
+        }
+    }
+
+    /// Whether a fetch may begin.
+    pub(crate) fn has_work(&self) -> bool {
+        !self.queue.is_empty() && self.running.len() < self.pace.limit() && !self.closing
+    }
+
+    /// The next fetch, if one may begin.
+    pub(crate) fn plan(&mut self, disk: u64, writes: &Writes) -> Option<Planned> {
+        while self.running.len() < self.pace.limit() && !self.closing {
+            let id = self.queue.pop_front()?;
+            let planned = self.plan_for(id, disk >> BLOCK_BITS, writes);
+            if let Some(stream) = self.streams.get(id) {
+                stream.queued = false;
+            }
+            if let Some(planned) = planned {
+                self.consider(id);
+                return Some(planned);
+            }
+        }
+        None
+    }
+
+    fn plan_for(&mut self, id: StreamId, disk: Block, writes: &Writes) -> Option<Planned> {
+        let bounds = self.bounds();
+        // Each round that finds nothing to be fetched goes on by a slot at least, so that this is a few.
+        for _ in 0..EVIDENCE_MAX {
+            let active = self.streams.active();
+            let stream = self.streams.get(id)?;
+            let pattern = stream.pattern;
+            let wanted = stream.wanted(bounds, active)?;
+            let wanted = wanted.start.min(disk)..wanted.end.min(disk);
+            if wanted.is_empty() {
+                return None;
+            }
+            let (piece, is_missing) = self.piece(pattern, &wanted, writes);
+            if !is_missing {
+                if let Some(stream) = self.streams.get(id) {
+                    stream.advance(&piece);
+                }
+                continue;
+            }
+            let planned = self.set_out(id, pattern, &piece)?;
+            if let Some(stream) = self.streams.get(id) {
+                stream.advance(&planned.blocks);
+            }
+            return Some(planned);
+        }
+        None
+    }
+
+    /// The first piece of `wanted`, in the order of the pattern, that is all to be fetched, or all not.
+    fn piece(&self, pattern: Pattern, wanted: &Range<Block>, writes: &Writes) -> (Range<Block>, bool) {
+        let missing = |block: Block| {
+            let part = block / BLOCKS_PER_SLOT;
+            let bit = 1u8 << (block % BLOCKS_PER_SLOT);
+            let here = self.cache.find(part).map(|index| self.cache.slot(index));
+            let is_here = here.is_some_and(|slot| (slot.busy | slot.present) & bit != 0);
+            let is_hole = matches!(self.extents.find(block), Some((_, false)));
+            !is_here && !is_hole
+        };
+        let changing = writes.touch(wanted);
+        let is_missing = |block: Block| missing(block) && !(changing && writes.touch(&(block..block + 1)));
+        match pattern {
+            Pattern::Backward => {
+                let first = is_missing(wanted.end - 1);
+                let alike = wanted
+                    .clone()
+                    .rev()
+                    .take_while(|block| is_missing(*block) == first)
+                    .count() as u64;
+                (wanted.end - alike..wanted.end, first)
+            }
+            _ => {
+                let first = is_missing(wanted.start);
+                let alike = wanted.clone().take_while(|block| is_missing(*block) == first).count() as u64;
+                (wanted.start..wanted.start + alike, first)
+            }
+        }
+    }
+
+    /// Takes slots for `wanted`, as many as there are.
+    fn set_out(&mut self, stream: StreamId, pattern: Pattern, wanted: &Range<Block>) -> Option<Planned> {
+        let id = self.next_fetch;
+        self.next_fetch = id.wrapping_add(1);
+        let mut parts: SmallVec<[u64; SLOTS_PER_FETCH]> = parts_of(wanted).collect();
+        if pattern == Pattern::Backward {
+            parts.reverse();
+        }
+        let mut slots = SmallVec::new();
+        let mut blocks = None::<Range<Block>>;
+        for part in parts {
+            let bits = bits_in_slot(wanted, part);
+            let index = match self.cache.find(part) {
+                Some(index) => {
+                    // What another stream has there belongs to this one now.
+                    let slot = self.cache.slot_mut(index);
+                    let (other, unread) = (slot.stream, slot.unread.count_ones());
+                    slot.stream = stream;
+                    self.streams.give(other, stream, unread);
+                    index
+                }
+                None => {
+                    let Some((index, lost)) = self.cache.take(part, stream) else {
+                        break;
+                    };
+                    self.count_lost(lost);
+                    index
+                }
+            };
+            let slot = self.cache.slot_mut(index);
+            slot.flying |= bits;
+            slot.busy |= bits;
+            slot.unread |= bits;
+            for block in (0..BLOCKS_PER_SLOT as usize).filter(|block| bits >> block & 1 != 0) {
+                slot.fetches[block] = id;
+            }
+            self.cache.settle(index);
+            self.streams.fetched(stream, bits.count_ones().into());
+            let first = part * BLOCKS_PER_SLOT;
+            let here = wanted.start.max(first)..wanted.end.min(first + BLOCKS_PER_SLOT);
+            blocks = Some(match blocks {
+                None => here,
+                Some(blocks) => blocks.start.min(here.start)..blocks.end.max(here.end),
+            });
+            slots.push(index);
+        }
+        let blocks = blocks?;
+        if pattern == Pattern::Backward {
+            slots.reverse();
+        }
+        let memory = slots.iter().map(|index| {
+            let first = self.cache.slot(*index).start() >> BLOCK_BITS;
+            let (from, to) = (blocks.start.max(first), blocks.end.min(first + BLOCKS_PER_SLOT));
+            let memory = self.cache.memory(*index, from << BLOCK_BITS);
+            IoVec::new(memory.base(), ((to - from) << BLOCK_BITS) as usize)
+        });
+        let memory = memory.collect();
+        self.running.push(id);
+        let asks = self.extents.find(blocks.start).is_none();
+        Some(Planned {
+            id,
+            stream,
+            pattern,
+            blocks,
+            slots,
+            memory,
+            asks,
+        })
+    }
+
+    /// A fetch has ended, well or not. Who waits for it.
+    pub(crate) fn end(&mut self, planned: &Planned, succeeded: bool) -> SmallVec<[Waker; 8]> {
+        let mut landed = 0;
+        for index in &planned.slots {
+            let all = self.cache.bits(*index, &planned.blocks);
+            let slot = self.cache.slot_mut(*index);
+            let bits = slot.flying & all;
+            slot.flying &= !all;
+            slot.busy &= !all;
+            landed += u64::from(bits.count_ones());
+            if succeeded {
+                slot.present |= bits;
+                self.cache.settle(*index);
+            } else {
+                let unread = slot.unread & bits;
+                slot.unread &= !bits;
+                let owner = slot.stream;
+                self.cache.settle(*index);
+                self.streams.lost(owner, unread.count_ones());
+            }
+        }
+        if succeeded {
+            let all = planned.blocks.end - planned.blocks.start;
+            self.counts.fetched += all << BLOCK_BITS;
+            self.counts.wasted += (all - landed) << BLOCK_BITS;
+        } else {
+            self.counts.errors += 1;
+            self.streams.stop(planned.stream);
+        }
+        self.look_at_waste();
+        self.running.retain(|running| *running != planned.id);
+        self.consider(planned.stream);
+        let waiting = self.waiting.extract_if(.., |(id, _)| *id == planned.id);
+        waiting.map(|(_, waker)| waker).collect()
+    }
+}

@@ -1,0 +1,50 @@
+//! The changes that are under way: nothing of their ranges is fetched until they have ended.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use larder_block::Watch;
+
+use crate::units::Block;
+
+/// Bounded by the requests that are under way.
+#[derive(Default)]
+pub(crate) struct Writes(RefCell<Table>);
+
+#[derive(Default)]
+struct Table {
+    ranges: Vec<Range<Block>>,
+    free: Vec<u32>,
+}
+
+impl Writes {
+    /// A change of `blocks` begins; the ticket is given back through [`Watch::ended`].
+    pub(crate) fn begin(&self, blocks: Range<Block>) -> u32 {
+        let table = &mut *self.0.borrow_mut();
+        match table.free.pop() {
+            Some(ticket) => {
+                table.ranges[ticket as usize] = blocks;
+                ticket
+            }
+            None => {
+                table.ranges.push(blocks);
+                (table.ranges.len() - 1) as u32
+            }
+        }
+    }
+
+    /// A change that touches `block` is under way; where those end that do.
+    pub(crate) fn touch(&self, blocks: &Range<Block>) -> bool {
+        let table = self.0.borrow();
+        let touched = |range: &Range<Block>| range.start < blocks.end && blocks.start < range.end;
+        table.ranges.iter().any(touched)
+    }
+}
+
+impl Watch for Writes {
+    fn ended(&self, ticket: u32) {
+        let table = &mut *self.0.borrow_mut();
+        table.ranges[ticket as usize] = 0..0;
+        table.free.push(ticket);
+    }
+}

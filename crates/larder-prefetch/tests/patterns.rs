@@ -1,0 +1,198 @@
+//! What is gained and wasted with reads of many patterns, on the virtual clock over a model of an SSD.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::backend::memory::MemoryDevice;
+use larder_block::backend::simulated::{Random, ServiceModel, SlowDevice};
+use larder_block::{BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
+use larder_prefetch::{Prefetch, PrefetchOptions, Statistics};
+
+const DISK: u64 = 1 << 30;
+const KIB: u64 = 1 << 10;
+
+/// What a reader does between two reads.
+const THINKS: Duration = Duration::from_micros(10);
+
+/// A read: where, and how long.
+type Read = (u64, usize);
+
+struct Measured {
+    seconds: f64,
+    read: u64,
+    counts: Statistics,
+}
+
+impl Measured {
+    /// Bytes fetched for nothing, per byte read.
+    fn waste(&self) -> f64 {
+        (self.counts.fetched - self.counts.used) as f64 / self.read as f64
+    }
+}
+
+/// Makes `reads` over a model of an NVMe SSD, `depth` at a time.
+fn measure(reads: &[Read], depth: usize, options: Option<PrefetchOptions>) -> Measured {
+    let on = Loop::simulated().expect("a loop");
+    let memory = Rc::new(MemoryDevice::new(ByteLen::new(DISK), 512));
+    let slow: Rc<dyn BlockDevice> = Rc::new(SlowDevice::new(&on, memory, ServiceModel::NVME_TLC));
+    let prefetch = options.map(|options| Prefetch::over(&on, Rc::clone(&slow), options));
+    let device: Rc<dyn BlockDevice> = match &prefetch {
+        Some(prefetch) => Rc::clone(prefetch) as _,
+        None => slow,
+    };
+    let queue = Rc::new(RefCell::new(VecDeque::from(reads.to_vec())));
+    let readers: Vec<_> = (0..depth)
+        .map(|_| {
+            let (queue, device, weak) = (Rc::clone(&queue), Rc::clone(&device), on.downgrade());
+            on.spawn_with_result(async move {
+                let mut buffer = vec![0; 1 << 20];
+                loop {
+                    let next = queue.borrow_mut().pop_front();
+                    let Some((at, len)) = next else { return };
+                    let read = device.read(ByteOffset::new(at), ReadBuf::new(&mut buffer[..len]));
+                    read.await.expect("reads");
+                    let thinks = weak.upgrade().expect("the loop runs").sleep(THINKS);
+                    thinks.await;
+                }
+            })
+        })
+        .collect();
+    on.block_on(async {
+        for reader in readers {
+            reader.await;
+        }
+    });
+    Measured {
+        seconds: on.now().as_nanos() as f64 / 1e9,
+        read: reads.iter().map(|(_, len)| *len as u64).sum(),
+        counts: prefetch.map_or_else(Statistics::default, |prefetch| prefetch.statistics()),
+    }
+}
+
+/// How many times as fast it is with read-ahead, and what is wasted.
+fn gain(what: &str, reads: &[Read], depth: usize) -> (f64, f64) {
+    let options = PrefetchOptions::default();
+    let (off, on) = (measure(reads, depth, None), measure(reads, depth, Some(options)));
+    let gain = off.seconds / on.seconds;
+    println!(
+        "{what}, depth {depth}: {gain:.2} times, waste {:.1} %, {:?}",
+        on.waste() * 100.0,
+        on.counts
+    );
+    let counts = on.counts;
+    assert_eq!(counts.fetched, counts.used + counts.wasted + counts.unread, "{what}");
+    assert!(counts.memory <= options.memory.get(), "{what}");
+    (gain, on.waste())
+}
+
+fn forward(from: u64, len: u64, each: u64) -> Vec<Read> {
+    (from..from + len)
+        .step_by(each as usize)
+        .map(|at| (at, each as usize))
+        .collect()
+}
+
+/// One of each in turn.
+fn interleaved(streams: Vec<Vec<Read>>) -> Vec<Read> {
+    let longest = streams.iter().map(Vec::len).max().unwrap_or(0);
+    (0..longest)
+        .flat_map(|index| streams.iter().filter_map(move |stream| stream.get(index).copied()))
+        .collect()
+}
+
+#[test]
+fn sequential_reads_are_found_in_both_directions() {
+    for each in [KIB / 2, 4 * KIB, 16 * KIB, 64 * KIB] {
+        let reads = forward(0, 16 << 20, each);
+        let (gained, waste) = gain(&format!("forward {each}"), &reads, 1);
+        assert!(gained > 1.8 && waste < 0.1);
+        let mut reads = forward(100 << 20, 16 << 20, each);
+        reads.reverse();
+        let (gained, waste) = gain(&format!("backward {each}"), &reads, 1);
+        assert!(gained > 1.8 && waste < 0.1);
+    }
+}
+
+#[test]
+fn many_reads_at_a_time_are_a_stream() {
+    for depth in [4, 8, 32, 64] {
+        let reads = forward(0, 64 << 20, 4 * KIB);
+        let (gained, waste) = gain("forward", &reads, depth);
+        assert!(gained > 0.98 && waste < 0.1);
+    }
+}
+
+#[test]
+fn many_streams_are_found_that_run_interleaved() {
+    for count in [2, 16, 64] {
+        let streams = (0..count).map(|stream| forward(stream * (10 << 20), 1 << 20, 4 * KIB));
+        let (gained, waste) = gain(&format!("{count} streams"), &interleaved(streams.collect()), 1);
+        assert!(gained > 3.0 && waste < 0.1);
+    }
+}
+
+#[test]
+fn steps_are_found() {
+    for step in [8 * KIB, 64 * KIB, 100 * KIB / 4096 * 4096, 1 << 20] {
+        let reads: Vec<Read> = (0..1000).map(|index| (index * step % DISK, 4096)).collect();
+        let (gained, waste) = gain(&format!("steps of {step}"), &reads, 1);
+        assert!(gained > 2.0 && waste < 0.1);
+    }
+}
+
+#[test]
+fn some_random_reads_do_not_end_a_stream() {
+    let mut random = Random::new(1);
+    let mut reads = Vec::new();
+    for read in forward(0, 32 << 20, 4 * KIB) {
+        reads.push(read);
+        if random.chance(100) {
+            reads.push((random.below(DISK / 4096) * 4096, 4096));
+        }
+    }
+    let (gained, waste) = gain("one in ten is random", &reads, 1);
+    assert!(gained > 3.0 && waste < 0.1);
+}
+
+#[test]
+fn reads_that_overtake_each_other_are_a_stream() {
+    let mut random = Random::new(2);
+    for depth in [4, 32] {
+        let mut reads = forward(0, 32 << 20, 4 * KIB);
+        for some in reads.chunks_mut(8) {
+            for index in 0..some.len() {
+                some.swap(index, random.below(8) as usize % some.len());
+            }
+        }
+        let (gained, waste) = gain("reordered", &reads, depth);
+        assert!(gained >= 0.98 && waste < 0.1);
+    }
+}
+
+#[test]
+fn random_reads_waste_next_to_nothing() {
+    let mut random = Random::new(3);
+    for (what, size) in [("1 GiB", DISK), ("64 MiB", 64 << 20), ("4 MiB", 4 << 20)] {
+        for depth in [1, 32] {
+            let reads: Vec<Read> = (0..50_000).map(|_| (random.below(size / 4096) * 4096, 4096)).collect();
+            let (gained, waste) = gain(&format!("random in {what}"), &reads, depth);
+            assert!(gained > 0.99 && waste < 0.02);
+        }
+    }
+}
+
+#[test]
+fn short_runs_at_random_places_waste_little() {
+    let mut random = Random::new(4);
+    for run in [2, 4, 8, 16] {
+        let mut reads = Vec::new();
+        for _ in 0..5000 {
+            let start = random.below(DISK / 4096 - run) * 4096;
+            reads.extend(forward(start, run * 4096, 4096));
+        }
+        let (gained, waste) = gain(&format!("runs of {run}"), &reads, 1);
+        assert!(gained > 0.98 && waste < 0.1);
+    }
+}
