@@ -8,6 +8,7 @@ use larder_block::backend::simulated::{Medium, Options, Random, ServiceModel, Si
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::throttle::{Limit, Limits, Throttle};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
+use larder_prefetch::{Prefetch, PrefetchOptions};
 use larder_qcow2::check::{self, CheckOptions, Repair};
 use larder_qcow2::header::{self, AUTOCLEAR_SESSION, HEADER_SECTOR};
 use larder_qcow2::journal::{Journal, Left, is_of_this_boot};
@@ -192,6 +193,21 @@ pub const STACKS: &[&dyn Stack] = &[
         name: "qcow2-v2",
         block_size: 512,
         journaled: false,
+    },
+    &Prefetched {
+        name: "prefetch",
+        below: &Plain {
+            name: "plain",
+            block_size: 512,
+        },
+    },
+    &Prefetched {
+        name: "prefetch-qcow2",
+        below: &Qcow2Stack {
+            name: "qcow2",
+            block_size: 512,
+            journaled: true,
+        },
     },
 ];
 
@@ -378,6 +394,67 @@ impl Stack for Memory {
 
     fn is_persistent(&self) -> bool {
         false
+    }
+}
+
+/// Read-ahead over another stack, with so little memory that it is often short of it.
+struct Prefetched {
+    name: &'static str,
+    below: &'static dyn Stack,
+}
+
+impl Stack for Prefetched {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        self.below.disks(random)
+    }
+
+    fn format<'a>(&'a self, on: &'a Loop, disks: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
+        self.below.format(on, disks)
+    }
+
+    fn open<'a>(
+        &'a self,
+        on: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, Outcome<Opened>> {
+        Box::pin(async move {
+            let options = PrefetchOptions {
+                memory: ByteLen::kib(random.pick(&[64, 96, 160, 1024])),
+                largest_read: ByteLen::kib(random.pick(&[4, 16, 64])),
+                ahead_max: ByteLen::kib(random.pick(&[16, 64, 1024])),
+            };
+            let lower = self.below.open(on, disks, random).await?.device;
+            Ok(Opened::plain(Prefetch::over(on, lower, options)))
+        })
+    }
+
+    fn check(&self, media: &[Medium]) -> Result<(), String> {
+        self.below.check(media)
+    }
+
+    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
+        self.below.tables(media)
+    }
+
+    fn is_resizable(&self) -> bool {
+        self.below.is_resizable()
+    }
+
+    fn is_growable(&self) -> bool {
+        self.below.is_growable()
+    }
+
+    fn survives_kill(&self) -> bool {
+        self.below.survives_kill()
+    }
+
+    fn keeps_host_memory(&self) -> bool {
+        self.below.keeps_host_memory()
     }
 }
 

@@ -39,6 +39,8 @@ pub(super) struct Mix {
     hot_blocks: u64,
     /// The longest of most requests, in blocks.
     blocks_max: u64,
+    /// How many reads in a thousand go on where and how the last one did.
+    follows_per_mille: u32,
     /// The longest pause between two requests.
     pause_max: Duration,
     /// Whether faults are set.
@@ -61,6 +63,7 @@ impl Mix {
             given_up_per_mille: random.pick(&[0, 20, 100]),
             hot_blocks: random.pick(&[4, 16, 64, 1 << 20]),
             blocks_max: random.pick(&[1, 4, 16, 48]),
+            follows_per_mille: random.pick(&[0, 500, 900, 990]),
             pause_max: Duration::from_micros(random.pick(&[0, 100, 2000])),
             faults,
         }
@@ -82,6 +85,9 @@ pub(super) struct Worker {
     random: Random,
     mix: Mix,
     memory: AlignedBuf,
+    /// The last read, and how far it was from the one before, in bytes.
+    last_read: ByteRange,
+    stride: i64,
 }
 
 impl Worker {
@@ -93,6 +99,8 @@ impl Worker {
             random,
             mix,
             memory: AlignedBuf::zeroed(REQUEST_MAX as usize + 4096),
+            last_read: ByteRange::default(),
+            stride: 0,
         }
     }
 
@@ -151,8 +159,28 @@ impl Worker {
             return self.choose_misuse();
         };
         let geometry = self.life.opened.device.geometry();
-        let range = self.choose_range(&geometry);
+        let range = match kind {
+            Operation::Read => self.choose_read(&geometry),
+            _ => self.choose_range(&geometry),
+        };
         Step::Ask(self.request(kind, range))
+    }
+
+    /// A read somewhere, or one that goes on as the last one did.
+    fn choose_read(&mut self, geometry: &Geometry) -> ByteRange {
+        let last = self.last_read;
+        let next = last.start.get().checked_add_signed(self.stride);
+        let fits = |start: &u64| last.len > ByteLen::ZERO && start + last.len.get() <= geometry.size.get();
+        if let Some(start) = next.filter(fits)
+            && self.random.chance(self.mix.follows_per_mille)
+        {
+            self.last_read = ByteOffset::new(start).range(last.len);
+            return self.last_read;
+        }
+        self.last_read = self.choose_range(geometry);
+        let len = self.last_read.len.get() as i64;
+        self.stride = self.random.pick(&[len, len, -len, len * 3, 16 << 10]);
+        self.last_read
     }
 
     fn request(&mut self, kind: Operation, range: ByteRange) -> Request {
