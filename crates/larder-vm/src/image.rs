@@ -16,13 +16,17 @@ use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
 use larder_block::nbd::{NbdUri, NbdUriError};
 use larder_block::{BlockDevice, ByteLen, Loop};
+use larder_prefetch::Prefetch;
+pub use larder_prefetch::PrefetchOptions;
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
 
 mod chain;
 mod file_handle;
 pub mod journal;
+mod prefetch_memory;
 
 pub use chain::{beside, is_same, probe};
+pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError};
 
 /// Where a disk's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,6 +133,8 @@ pub struct ImageOptions {
     pub format: Option<Format>,
     /// What the metadata cache of a qcow2 image may hold.
     pub metadata_memory: ByteLen,
+    /// How to read ahead, if at all. Never done with an image that others may write.
+    pub prefetch: Option<PrefetchOptions>,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the image too.
@@ -152,6 +158,7 @@ impl Default for ImageOptions {
         Self {
             format: None,
             metadata_memory: METADATA_MEMORY_DEFAULT,
+            prefetch: Some(PrefetchOptions::default()),
             read_only: false,
             share: false,
             claim: Claim::Own,
@@ -264,6 +271,9 @@ async fn open_and_hold(
     held: &mut Vec<HeldFile>,
 ) -> Result<Rc<dyn BlockDevice>, ImageError> {
     let mut device = chain::open(on, image, options, held).await?;
+    if let (Some(prefetch), false) = (options.prefetch, options.share || options.trial) {
+        device = Prefetch::stack(on, device, prefetch);
+    }
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
     }

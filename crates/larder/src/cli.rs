@@ -14,7 +14,7 @@ use larder_block::nbd::NbdUri;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
-use larder_vm::image::{Format, ImageAddress, METADATA_MEMORY_DEFAULT};
+use larder_vm::image::{Format, ImageAddress, METADATA_MEMORY_DEFAULT, PrefetchMemory, PrefetchOptions};
 use larder_vm::limits::parse_given_limits;
 use larder_vm::run::disk::Disk;
 use larder_vm::run::disk_option::parse_disk;
@@ -42,7 +42,7 @@ pub(crate) enum Command {
 pub(crate) struct RunArguments {
     /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
     /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
-    /// nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
+    /// prefetch=SIZE|off, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<Disk>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
@@ -211,6 +211,15 @@ pub(crate) struct ServeArguments {
     /// What the metadata cache of a qcow2 image may hold; by default as much as the disk needs, up to 256MiB
     #[arg(long, value_name = "SIZE", default_value_t = METADATA_MEMORY_DEFAULT)]
     pub(crate) metadata_memory: ByteLen,
+    /// Memory for reading ahead: SIZE (512KiB or more), or off
+    #[arg(long, value_name = "SIZE|off", default_value_t = PrefetchMemory::DEFAULT)]
+    pub(crate) prefetch: PrefetchMemory,
+    /// Reads that are longer than this are not read ahead of; their copy costs more than is gained
+    #[arg(long, value_name = "SIZE", default_value_t = PrefetchOptions::default().largest_read)]
+    pub(crate) prefetch_largest_read: ByteLen,
+    /// How far ahead of a reader to be at most
+    #[arg(long, value_name = "SIZE", default_value_t = PrefetchOptions::default().ahead_max)]
+    pub(crate) prefetch_ahead: ByteLen,
     /// Serve vhost-user-blk on this unix socket
     #[arg(long, visible_alias = "socket-path", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,

@@ -15,7 +15,7 @@ use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
-use larder_vm::image::{Format, ImageError, ImageOptions};
+use larder_vm::image::{Format, ImageError, ImageOptions, PrefetchMemory, PrefetchOptions};
 
 use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
 use crate::output::print;
@@ -98,6 +98,14 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
                 FormatName::Qcow2 => Format::Qcow2,
             }),
             metadata_memory: arguments.metadata_memory,
+            prefetch: match arguments.prefetch {
+                PrefetchMemory::Off => None,
+                PrefetchMemory::Size(memory) => Some(PrefetchOptions {
+                    memory,
+                    largest_read: arguments.prefetch_largest_read,
+                    ahead_max: arguments.prefetch_ahead,
+                }),
+            },
             read_only: arguments.read_only,
             share: arguments.share,
             claim: match arguments.inherit_locks {

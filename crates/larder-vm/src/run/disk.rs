@@ -6,7 +6,7 @@ use std::path::Path;
 use larder_block::ByteLen;
 
 use super::limits::Limits;
-use crate::image::{Format, ImageAddress};
+use crate::image::{Format, ImageAddress, PrefetchMemory};
 
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,6 +40,8 @@ pub struct Disk {
     pub format: Option<Format>,
     /// What the metadata cache of a qcow2 image may hold; the server chooses if not given.
     pub metadata_memory: Option<ByteLen>,
+    /// Memory for reading ahead; the server chooses if not given.
+    pub prefetch: Option<PrefetchMemory>,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the image too.
@@ -71,6 +73,7 @@ impl Disk {
             image,
             format: None,
             metadata_memory: None,
+            prefetch: None,
             read_only: false,
             share: false,
             cache: Cache::Auto,
@@ -95,6 +98,13 @@ impl Disk {
         }
         if let Some(memory) = self.metadata_memory {
             arguments.extend(["--metadata-memory".into(), memory.get().to_string().into()]);
+        }
+        if let Some(prefetch) = self.prefetch {
+            let memory = match prefetch {
+                PrefetchMemory::Off => "off".to_owned(),
+                PrefetchMemory::Size(memory) => memory.get().to_string(),
+            };
+            arguments.extend(["--prefetch".into(), memory.into()]);
         }
         if self.read_only {
             arguments.push("--read-only".into());

@@ -4,14 +4,15 @@ use super::disk::{Cache, Disk};
 use super::keyval::{KeyValues, parse_bool};
 use super::limits::{self, Taken};
 use crate::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
-use crate::image::{Format, ImageAddressError};
+use crate::image::{Format, ImageAddressError, PrefetchMemoryError};
 use crate::limits::LimitsTextError;
 use larder_block::SizeError;
 use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 
-const KEYS: [&str; 12] = [
+const KEYS: [&str; 13] = [
     "format",
     "metadata-memory",
+    "prefetch",
     "readonly",
     "share",
     "cache",
@@ -99,6 +100,13 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
         "format" => disk.format = Some(Format::of_name(value).ok_or_else(|| wanted("give raw or qcow2"))?),
         "metadata-memory" => {
             disk.metadata_memory = Some(value.parse().map_err(|error: SizeError| wanted(error.to_string()))?)
+        }
+        "prefetch" => {
+            disk.prefetch = Some(
+                value
+                    .parse()
+                    .map_err(|error: PrefetchMemoryError| wanted(error.to_string()))?,
+            )
         }
         "readonly" => disk.read_only = switch()?,
         "share" => disk.share = switch()?,
@@ -202,7 +210,7 @@ mod tests {
     #[test]
     fn every_option_of_a_server_can_be_given() {
         let disk = parse_disk(
-            "/a,format=raw,metadata-memory=1M,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
+            "/a,format=raw,metadata-memory=1M,prefetch=8M,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
         );
         let disk = disk.expect("is right");
         assert_eq!(disk.queue_size, Some(1024));
@@ -210,7 +218,7 @@ mod tests {
         let line = crate::run::shell::command_line(&arguments);
         assert_eq!(
             line,
-            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
+            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --prefetch 8388608 --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
              --nbd-reconnect 5"
         );
         assert!(parse_disk("/a,discard=unmap").expect("is right").discard);
@@ -241,6 +249,8 @@ mod tests {
             "/a,bps=x",
             "/a,format=vmdk",
             "/a,metadata-memory=much",
+            "/a,prefetch=on",
+            "/a,prefetch=4k",
             "/a,block-size=1",
             "/a,discard=perhaps",
             "/a,queue-size=100",
