@@ -252,7 +252,7 @@ impl State {
 
     /// The next fetch, if one may begin.
     pub(crate) fn plan(&mut self, disk: u64, writes: &Writes) -> Option<Planned> {
-        while self.running.len() < self.pace.limit() && !self.closing {
+        while self.has_work() {
             let id = self.queue.pop_front()?;
             let planned = self.plan_for(id, disk >> BLOCK_BITS, writes);
             if let Some(stream) = self.streams.get(id) {

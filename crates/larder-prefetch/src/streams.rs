@@ -104,23 +104,8 @@ impl Streams {
     pub(crate) const STREAM_BYTES: usize = size_of::<Stream>();
 
     pub(crate) fn new(count: usize) -> Self {
-        let idle = Stream {
-            serial: 0,
-            pattern: Pattern::Forward,
-            step: 0,
-            step_blocks: 0,
-            at: 0,
-            front: 0,
-            ahead: 0,
-            unread: 0,
-            lost: 0,
-            read: 0,
-            grown: 0,
-            calm: 0,
-            queued: false,
-        };
         Self {
-            streams: vec![idle; count.clamp(1, 4096)],
+            streams: vec![Stream::IDLE; count.clamp(1, 4096)],
             next: 0,
             active: 0,
         }
@@ -169,12 +154,7 @@ impl Streams {
                 at,
                 front,
                 ahead: AHEAD_FIRST.max(len << (BLOCK_BITS + 1)),
-                unread: 0,
-                lost: 0,
-                read: 0,
-                grown: 0,
-                calm: 0,
-                queued: false,
+                ..Stream::IDLE
             };
             return Some(StreamId {
                 index: index as u16,
@@ -203,10 +183,8 @@ impl Streams {
 
     /// Blocks that were unread are read, or gone.
     pub(crate) fn leave(&mut self, id: StreamId, blocks: u32) -> Option<&mut Stream> {
-        let stream = self.streams.get_mut(usize::from(id.index))?;
-        if stream.serial != id.serial {
-            return None;
-        }
+        let stream = self.streams.get_mut(usize::from(id.index));
+        let stream = stream.filter(|stream| stream.serial == id.serial)?;
         let was = stream.unread;
         stream.unread = was.saturating_sub(u64::from(blocks) << BLOCK_BITS);
         self.active -= u64::from(was > 0 && stream.unread == 0);
@@ -248,6 +226,23 @@ impl Streams {
 }
 
 impl Stream {
+    /// One that there is not.
+    const IDLE: Self = Self {
+        serial: 0,
+        pattern: Pattern::Forward,
+        step: 0,
+        step_blocks: 0,
+        at: 0,
+        front: 0,
+        ahead: 0,
+        unread: 0,
+        lost: 0,
+        read: 0,
+        grown: 0,
+        calm: 0,
+        queued: false,
+    };
+
     /// The reader has read `blocks`, which were not in memory; the next fetch is `next`.
     pub(crate) fn missed(&mut self, blocks: &Range<Block>, next: FetchId, bounds: Bounds) {
         self.read += (blocks.end - blocks.start) << BLOCK_BITS;

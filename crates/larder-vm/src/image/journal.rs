@@ -91,17 +91,23 @@ pub(super) struct Journals {
 /// # Errors
 /// The image cannot be looked at.
 pub fn left_behind(image: &ImageAddress, header: &Header) -> io::Result<LeftBehind> {
+    Ok(look_for(image, header)?.0)
+}
+
+/// The same, and the other journals of the image, which do not fit it.
+fn look_for(image: &ImageAddress, header: &Header) -> io::Result<(LeftBehind, Vec<Pending>)> {
     let session = header.autoclear & AUTOCLEAR_SESSION;
     let (all, looked) = all_of(image)?;
     let (mut fitting, mut others): (Vec<_>, Vec<_>) = all.into_iter().partition(|found| found.left.fits(session));
-    others.retain(|found| found.changes > 0);
-    Ok(match (fitting.pop(), others.pop()) {
+    let overtaken = others.iter().rposition(|found| found.changes > 0);
+    let left = match (fitting.pop(), overtaken) {
         (Some(pending), _) => LeftBehind::Changes(pending),
-        (None, Some(pending)) => LeftBehind::Overtaken(pending),
+        (None, Some(index)) => LeftBehind::Overtaken(others.remove(index)),
         (None, None) if session == 0 => LeftBehind::Nothing,
         (None, None) if is_of_this_boot(session) => LeftBehind::Missing(looked),
         (None, None) => LeftBehind::Gone,
-    })
+    };
+    Ok((left, others))
 }
 
 /// The journals of an image, whether they fit it or not, and where there is none.
@@ -136,13 +142,11 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
     };
     let mut journals = Journals::default();
     let mut place = None;
-    let left = left_behind(image, header).map_err(failed)?;
+    let (left, others) = look_for(image, header).map_err(failed)?;
     if matches!(left, LeftBehind::Changes(_)) {
         // Another user's that root has put into the image before it was killed.
-        for other in all_of(image).map_err(failed)?.0 {
-            if !other.left.fits(header.autoclear & AUTOCLEAR_SESSION) {
-                std::fs::remove_file(&other.file).map_err(failed)?;
-            }
+        for other in &others {
+            std::fs::remove_file(&other.file).map_err(failed)?;
         }
     }
     match left {
@@ -161,7 +165,7 @@ pub(super) fn open(image: &ImageAddress, header: &Header) -> Result<Journals, Im
         LeftBehind::Changes(pending) => journals.left = Some((pending.file, pending.left)),
         LeftBehind::Nothing => {
             // Without changes: all that was written is in the image that the killed server had.
-            if !all_of(image).map_err(failed)?.0.is_empty() {
+            if !others.is_empty() {
                 tracing::warn!(
                     "{image}: a server of it was killed, and the image has been changed since by another program, or replaced by a copy; if the guest of that server still runs, end it: its disk is not what it believes"
                 );

@@ -11,6 +11,7 @@ use rustix::process::Signal;
 
 use crate::drive;
 use crate::guest::{Guest, Pid, Place, command_line, listens, lock_byte, signal};
+use crate::support::LoopDevice;
 
 /// What QEMU and its tools say of an image that another one uses.
 const LOCKED: &str = "Failed to get";
@@ -199,24 +200,6 @@ fn no_server_is_started_on_another_file_than_the_guests() {
     end(guest);
 }
 
-/// A file's loop device, gone with this.
-struct LoopDevice(PathBuf);
-
-impl LoopDevice {
-    fn new(file: &Path) -> Self {
-        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
-        let made = made.expect("losetup is there");
-        assert!(made.status.success(), "a loop device needs root: {made:?}");
-        Self(String::from_utf8_lossy(&made.stdout).trim().into())
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
-}
-
 #[test]
 fn disks_of_every_kind_are_kept_as_the_command_line_says_and_get_their_next_server() {
     let place = Place::new("kinds");
@@ -226,7 +209,7 @@ fn disks_of_every_kind_are_kept_as_the_command_line_says_and_get_their_next_serv
         .and_then(|file| file.set_len(8 << 20))
         .expect("an image");
     let shared = place.image("shared.raw", 8);
-    let device = LoopDevice::new(&place.image("device.raw", 8));
+    let device = LoopDevice::new(&place.image("device.raw", 8), 512);
     let (base, socket) = (place.image("base.raw", 8), place.path("nbd"));
     let mut command = Command::new("qemu-nbd");
     command

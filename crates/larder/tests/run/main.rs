@@ -3,6 +3,8 @@
 mod guest;
 mod locks;
 mod qcow2;
+#[path = "../support/mod.rs"]
+mod support;
 mod words;
 
 use std::fs;
