@@ -400,7 +400,8 @@ pub(crate) fn signal(pid: Pid, signal: rustix::process::Signal) {
     rustix::process::kill_process(pid, signal).expect("the process exists");
 }
 
-/// Takes an OFD lock on a byte, until the file is closed.
+/// Takes an OFD lock on a byte as soon as nobody else has it (a server that was killed may have it
+/// for a moment more), until the file is closed.
 pub(crate) fn lock_byte(file: &fs::File, byte: i64, kind: libc::c_int) {
     // SAFETY: all fields are integers, for which zero is valid.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
@@ -412,7 +413,7 @@ pub(crate) fn lock_byte(file: &fs::File, byte: i64, kind: libc::c_int) {
     let result = unsafe {
         libc::fcntl(
             std::os::fd::AsRawFd::as_raw_fd(file),
-            libc::F_OFD_SETLK,
+            libc::F_OFD_SETLKW,
             &raw const lock,
         )
     };
