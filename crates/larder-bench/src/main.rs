@@ -1,5 +1,6 @@
 //! The experiments: each subcommand measures one thing and prints a table.
 
+mod figures;
 mod qcow2;
 mod vhost_user;
 

@@ -4,7 +4,7 @@
 //! Each round measures every server in turn with the same client at the same offsets; the tables show medians over the
 //! rounds and the ratios of each round with their spread. CPU is the server's own, all threads, per request.
 
-mod image;
+pub(crate) mod image;
 mod report;
 mod servers;
 
@@ -17,8 +17,9 @@ use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use tempfile::TempDir;
 
+use crate::figures::{median, spread};
 use crate::vhost_user::client::{Client, Random, Workload};
-use crate::vhost_user::{Series, debian13, median};
+use crate::vhost_user::{Series, debian13};
 use image::{Layout, Order};
 use servers::{Access, Contender, L2Cache};
 
@@ -345,7 +346,7 @@ fn read_everywhere(
             median(&starts.memory_mib),
             median(&starts.socket),
             median(&starts.first),
-            report::spread(&starts.first, 1),
+            spread(&starts.first, 1),
             median(&starts.idle)
         );
     }

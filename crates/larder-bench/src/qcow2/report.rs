@@ -1,6 +1,7 @@
 //! Tables in Markdown: medians over the rounds, and ratios to other servers of the same round, with their spread.
 
-use crate::vhost_user::{Series, median};
+use crate::figures::{median, ratio};
+use crate::vhost_user::Series;
 
 /// Prints a row for each workload and server. `grid[server][workload]` has the values; `references` says which servers
 /// the others are compared with.
@@ -26,17 +27,4 @@ pub(super) fn print(servers: &[String], workloads: &[String], grid: &[Vec<Series
         }
     }
     println!();
-}
-
-/// The median of the rounds' ratios, the lowest and the highest.
-fn ratio(values: &[f64], others: &[f64]) -> String {
-    let ratios: Vec<f64> = values.iter().zip(others).map(|(value, other)| value / other).collect();
-    format!("{:.2} ({})", median(&ratios), spread(&ratios, 2))
-}
-
-/// The lowest and the highest value.
-pub(super) fn spread(values: &[f64], digits: usize) -> String {
-    let low = values.iter().copied().fold(f64::INFINITY, f64::min);
-    let high = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    format!("{low:.digits$} to {high:.digits$}")
 }

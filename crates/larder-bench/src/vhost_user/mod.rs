@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Args;
 
+use crate::figures::median;
 use client::{Client, Outcome, Workload};
 use server::Server;
 
@@ -161,12 +162,6 @@ fn workloads(arguments: &Arguments) -> Vec<Workload> {
         }
     }
     workloads
-}
-
-pub(crate) fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 fn print(servers: &[(&str, &str)], workloads: &[Workload], series: &[Vec<Series>]) {

@@ -13,6 +13,13 @@ pub(crate) struct Server {
     socket: PathBuf,
 }
 
+/// A command that is killed when the thread that starts it goes, however it goes.
+pub(crate) fn mortal(program: &str) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "--", program]);
+    command
+}
+
 /// What a server used.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CpuTime(pub(crate) Duration);
@@ -28,7 +35,11 @@ impl Server {
         };
         let mut words = command.split_whitespace().map(fill);
         let program = words.next().context("an empty server command")?;
-        let child = Command::new(&program)
+        let mut command = mortal(&program);
+        if std::env::var_os("LARDER_LOG").is_none() {
+            command.env("LARDER_LOG", "warn");
+        }
+        let child = command
             .args(words)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
