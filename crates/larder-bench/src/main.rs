@@ -1,6 +1,7 @@
 //! The experiments: each subcommand measures one thing and prints a table.
 
 mod figures;
+mod prefetch;
 mod qcow2;
 mod vhost_user;
 
@@ -22,6 +23,7 @@ enum Command {
     /// Every experiment that `docs/benchmarks.md` has a table of
     All,
     Kill(campaign::Arguments),
+    Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
     VhostUser(vhost_user::Arguments),
@@ -58,6 +60,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Kill(arguments) => {
             campaign::run(&arguments)?;
+            true
+        }
+        Command::Prefetch(arguments) => {
+            prefetch::run(&arguments)?;
             true
         }
         Command::Qcow2(arguments) => {

@@ -14,7 +14,7 @@ use crate::vhost_user::client::Random;
 
 /// Where data clusters lie.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Order {
+pub(crate) enum Order {
     /// As on the disk.
     Contiguous,
     Shuffled,
@@ -22,11 +22,11 @@ pub(super) enum Order {
 
 /// What an image is to be.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     /// Bytes of the disk, a multiple of the cluster size.
-    pub(super) size: u64,
-    pub(super) cluster_bits: u32,
-    pub(super) order: Order,
+    pub(crate) size: u64,
+    pub(crate) cluster_bits: u32,
+    pub(crate) order: Order,
 }
 
 /// Which cluster each part of an image begins at.
@@ -51,7 +51,7 @@ impl Layout {
     }
 
     /// Bytes of the disk that one L2 table maps.
-    pub(super) fn table_span(&self) -> u64 {
+    pub(crate) fn table_span(&self) -> u64 {
         self.cluster_len() * (self.cluster_len() / 8)
     }
 
@@ -80,8 +80,13 @@ impl Layout {
         }
     }
 
+    /// Where the data begins in the file, which goes on to its end; in bytes.
+    pub(crate) fn data_offset(&self) -> u64 {
+        self.parts().data << self.cluster_bits
+    }
+
     /// Makes the image, on disk when this returns.
-    pub(super) fn write(&self, path: &Path) -> std::io::Result<()> {
+    pub(crate) fn write(&self, path: &Path) -> std::io::Result<()> {
         let parts = self.parts();
         let file = File::create(path)?;
         file.set_len(parts.end << self.cluster_bits)?;

@@ -1,0 +1,78 @@
+//! fio as a client of NBD servers, and on files.
+
+use std::path::Path;
+use std::process::Stdio;
+
+use anyhow::{Context, bail};
+
+use super::servers::text;
+use crate::vhost_user::server::mortal;
+
+/// What fio is to do: reads of one size, for a set time.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Job {
+    pub(super) random: bool,
+    /// Bytes of a read.
+    pub(super) block: u64,
+    /// Reads in flight, of each job.
+    pub(super) depth: u32,
+    /// Threads, each with a connection and a part of the disk of its own.
+    pub(super) jobs: u32,
+    pub(super) seconds: f64,
+    /// Bytes of the disk.
+    pub(super) size: u64,
+}
+
+/// What fio has measured, of all jobs together.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measured {
+    pub(super) iops: f64,
+    pub(super) bytes_per_second: f64,
+}
+
+impl Job {
+    /// Through the NBD server at `socket`.
+    pub(super) fn run_nbd(&self, socket: &Path) -> anyhow::Result<Measured> {
+        let uri = format!("--uri=nbd+unix:///?socket={}", text(socket)?);
+        self.run(&["--ioengine=nbd", &uri])
+    }
+
+    /// On a file, past the page cache.
+    pub(super) fn run_file(&self, path: &Path) -> anyhow::Result<Measured> {
+        let name = format!("--filename={}", text(path)?);
+        self.run(&["--ioengine=io_uring", "--direct=1", &name])
+    }
+
+    fn run(&self, target: &[&str]) -> anyhow::Result<Measured> {
+        let part = self.size / u64::from(self.jobs);
+        let mut command = mortal("fio");
+        command.args(["--name=job", "--output-format=json", "--thread", "--group_reporting"]);
+        command.args(["--time_based", "--norandommap"]);
+        command.args([
+            format!("--rw={}", if self.random { "randread" } else { "read" }),
+            format!("--bs={}", self.block),
+            format!("--iodepth={}", self.depth),
+            format!("--numjobs={}", self.jobs),
+            format!("--runtime={}ms", (self.seconds * 1e3) as u64),
+            format!("--size={part}"),
+            format!("--offset_increment={part}"),
+        ]);
+        let output = command.args(target).stdin(Stdio::null()).output()?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        if !output.status.success() {
+            bail!("fio: {}{said}", String::from_utf8_lossy(&output.stderr));
+        }
+        // Messages may come before the JSON.
+        let json = said.find('{').map_or("", |start| &said[start..]);
+        let report: serde_json::Value = serde_json::from_str(json).with_context(|| format!("fio's report: {said}"))?;
+        let read = &report["jobs"][0]["read"];
+        let figure = |name: &str| {
+            let value = read[name].as_f64();
+            value.with_context(|| format!("fio's report has no '{name}': {said}"))
+        };
+        Ok(Measured {
+            iops: figure("iops")?,
+            bytes_per_second: figure("bw_bytes")?,
+        })
+    }
+}

@@ -1,0 +1,70 @@
+//! The part `fio`: the published table over a raw image on the disk.
+
+use super::fio::Job;
+use super::place::Place;
+use super::rows::{self, BLOCK, Servers};
+use super::servers::{Export, Prefetch, Serve, text};
+use super::{Arguments, DISK_BYTES, GIB};
+
+/// The reads that show what the disk is good for.
+const LONG_READ: u64 = 128 << 10;
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let seconds = arguments.seconds(1.0);
+    let place = arguments.place()?;
+    let image = place.raw_image(DISK_BYTES)?;
+    let memory = Place::new("/dev/shm".as_ref())?;
+    let image_in_memory = memory.raw_image(DISK_BYTES)?;
+    let off = Serve {
+        image: text(&image)?,
+        format: "raw",
+        prefetch: Prefetch::Off,
+        export: Export::Nbd,
+        options: "--read-only",
+    };
+    let servers = Servers {
+        off,
+        on: Serve {
+            prefetch: Prefetch::Default,
+            ..off
+        },
+        bound: Serve {
+            image: text(&image_in_memory)?,
+            ..off
+        },
+    };
+    let long = Job {
+        random: false,
+        block: LONG_READ,
+        depth: 16,
+        jobs: 1,
+        seconds,
+        size: DISK_BYTES,
+    };
+    let short = Job {
+        block: BLOCK,
+        depth: 64,
+        random: true,
+        ..long
+    };
+    let ceiling = long.run_file(&image)?.bytes_per_second;
+    let random = short.run_file(&image)?.iops;
+    let mut rows = rows::all();
+    for _ in 0..arguments.rounds(3) {
+        for row in &mut rows {
+            let job = row.job(DISK_BYTES, seconds);
+            row.measure(&place, &job, &servers)?;
+        }
+    }
+    println!(
+        "fio over NBD, a raw image of {} GiB, each job its own part of it. The disk by itself: {:.0} MB/s of reads of \
+         {} KiB in order, which is {:.0} of 4 KiB a second, and {random:.0} a second at random. *Bound*: the gain of a \
+         read-ahead that has every read in memory, and no more than the disk is good for\n",
+        DISK_BYTES / GIB,
+        ceiling / 1e6,
+        LONG_READ >> 10,
+        ceiling / BLOCK as f64,
+    );
+    rows::print(&rows, ceiling / BLOCK as f64);
+    Ok(())
+}

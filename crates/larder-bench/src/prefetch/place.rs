@@ -1,0 +1,108 @@
+//! Where a part works: a folder that goes with the process, and images full of random data in it.
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::{Context, bail};
+
+use crate::qcow2::image::{Layout, Order};
+
+/// Bytes that are written at a time.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// log2 of the size of a cluster.
+const CLUSTER_BITS: u32 = 16;
+
+/// Waits for the end of its input, which comes with the end of this process however that ends, and removes the folder.
+const REMOVE: &str = r#"trap "" INT TERM HUP; cat >/dev/null; rm -rf -- "$1""#;
+
+/// A folder, gone with what this is of, or with the process.
+pub(super) struct Place {
+    path: PathBuf,
+    remover: Child,
+    names: AtomicU32,
+}
+
+impl Place {
+    /// In `within`, which is made if it is missing.
+    pub(super) fn new(within: &Path) -> anyhow::Result<Self> {
+        let within = std::path::absolute(within)?;
+        fs::create_dir_all(&within).with_context(|| format!("making {}", within.display()))?;
+        let folder = tempfile::Builder::new().prefix("larder-bench-").tempdir_in(within)?;
+        let remover = Command::new("sh")
+            .args(["-c", REMOVE, "sh"])
+            .arg(folder.path())
+            .stdin(Stdio::piped())
+            .spawn()
+            .context("starting sh")?;
+        Ok(Self {
+            path: folder.keep(),
+            remover,
+            names: AtomicU32::new(0),
+        })
+    }
+
+    /// A path in it that there is nothing at.
+    pub(super) fn unused(&self, name: &str) -> PathBuf {
+        let number = self.names.fetch_add(1, Ordering::Relaxed);
+        self.path.join(format!("{name}{number}"))
+    }
+
+    /// A raw image of `size` bytes of random data, on the disk and not in the page cache when this returns.
+    pub(super) fn raw_image(&self, size: u64) -> anyhow::Result<PathBuf> {
+        let path = self.unused("raw");
+        fill(&path, 0, size)?;
+        Ok(path)
+    }
+
+    /// The same as qcow2, with its clusters in the order of the disk.
+    pub(super) fn qcow2_image(&self, size: u64) -> anyhow::Result<PathBuf> {
+        let path = self.unused("qcow2");
+        let layout = Layout {
+            size,
+            cluster_bits: CLUSTER_BITS,
+            order: Order::Contiguous,
+        };
+        layout.write(&path)?;
+        fill(&path, layout.data_offset(), size)?;
+        Ok(path)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        drop(self.remover.stdin.take());
+        let _ = self.remover.wait();
+    }
+}
+
+/// Writes `size` random bytes from `start` on.
+fn fill(path: &Path, start: u64, size: u64) -> anyhow::Result<()> {
+    let context = || format!("writing {}", path.display());
+    if !size.is_multiple_of(PIECE_BYTES as u64) {
+        bail!("the size of an image, {size} bytes, is no multiple of 1 MiB");
+    }
+    let mut file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .with_context(context)?;
+    file.seek(SeekFrom::Start(start))?;
+    let mut out = BufWriter::with_capacity(PIECE_BYTES, &file);
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    for _ in 0..size / 8 {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        out.write_all(&state.to_le_bytes()).with_context(context)?;
+    }
+    out.flush().with_context(context)?;
+    drop(out);
+    file.sync_all().with_context(context)?;
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+    Ok(())
+}

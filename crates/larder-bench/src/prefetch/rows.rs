@@ -1,0 +1,117 @@
+//! The 18 rows of the published table of Virtuozzo's PCache (2016): 4 KiB reads, in order and at random, one at a time
+//! and 4 and 32 in flight, by 1, 4 and 16 jobs.
+
+use super::fio::Job;
+use super::place::Place;
+use super::servers::{Larder, Serve};
+use crate::figures::{median, ratio};
+
+/// Bytes of a read.
+pub(super) const BLOCK: u64 = 4096;
+
+/// Reads in flight, and the published gains of reads in order by 1, 4 and 16 jobs.
+const GAINS: [(u32, [f64; 3]); 3] = [
+    (1, [4.41, 3.31, 1.80]),
+    (4, [2.90, 1.79, 1.78]),
+    (32, [0.99, 1.22, 1.46]),
+];
+
+const JOBS: [u32; 3] = [1, 4, 16];
+
+/// A row of the table.
+pub(super) struct Row {
+    random: bool,
+    pub(super) depth: u32,
+    pub(super) jobs: u32,
+    /// IOPS with read-ahead over those without; none where the published figures are between 0.98 and 1.07.
+    published: Option<f64>,
+    /// IOPS of each round.
+    pub(super) off: Vec<f64>,
+    pub(super) on: Vec<f64>,
+    /// The same reads, with nothing to wait for: what no read-ahead can be better than.
+    pub(super) bound: Vec<f64>,
+}
+
+/// All of them, those that read in order first.
+pub(super) fn all() -> Vec<Row> {
+    let mut rows = Vec::new();
+    for random in [false, true] {
+        for (depth, gains) in GAINS {
+            for (jobs, gain) in JOBS.into_iter().zip(gains) {
+                rows.push(Row {
+                    random,
+                    depth,
+                    jobs,
+                    published: (!random).then_some(gain),
+                    off: Vec::new(),
+                    on: Vec::new(),
+                    bound: Vec::new(),
+                });
+            }
+        }
+    }
+    rows
+}
+
+impl Row {
+    fn name(&self) -> String {
+        let order = if self.random { "random" } else { "sequential" };
+        let how = match self.depth {
+            1 => "sync".to_owned(),
+            depth => format!("AIO {depth}"),
+        };
+        format!("{order}, {how} | {}", self.jobs)
+    }
+
+    /// What fio does for it on a disk of `size` bytes.
+    pub(super) fn job(&self, size: u64, seconds: f64) -> Job {
+        Job {
+            random: self.random,
+            block: BLOCK,
+            depth: self.depth,
+            jobs: self.jobs,
+            seconds,
+            size,
+        }
+    }
+
+    /// A round: without read-ahead, with it, and, for reads in order, `bound`.
+    pub(super) fn measure(&mut self, place: &Place, job: &Job, servers: &Servers<'_>) -> anyhow::Result<()> {
+        let run = |serve: &Serve<'_>| -> anyhow::Result<f64> {
+            let larder: Larder = serve.start(place)?;
+            Ok(job.run_nbd(larder.socket())?.iops)
+        };
+        self.off.push(run(&servers.off)?);
+        self.on.push(run(&servers.on)?);
+        if !self.random {
+            self.bound.push(run(&servers.bound)?);
+        }
+        Ok(())
+    }
+}
+
+/// What the rows are measured on.
+pub(super) struct Servers<'a> {
+    pub(super) off: Serve<'a>,
+    pub(super) on: Serve<'a>,
+    /// A disk that is in memory.
+    pub(super) bound: Serve<'a>,
+}
+
+/// Prints the rows; the disk is good for `ceiling` reads a second in order.
+pub(super) fn print(rows: &[Row], ceiling: f64) {
+    println!("| 4 KiB reads | jobs | off, IOPS | on, IOPS | gain | published | bound |");
+    println!("|{}", " --- |".repeat(7));
+    for row in rows {
+        let (off, on) = (median(&row.off), median(&row.on));
+        print!("| {} | {off:.0} | {on:.0} | {} |", row.name(), ratio(&row.on, &row.off));
+        match row.published {
+            Some(gain) => {
+                let bound = ceiling.min(median(&row.bound)) / off;
+                let note = if bound < gain { ", no room" } else { "" };
+                println!(" {gain:.2} | {bound:.2}{note} |");
+            }
+            None => println!(" 0.98 to 1.07 | |"),
+        }
+    }
+}
