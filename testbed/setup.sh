@@ -23,7 +23,7 @@ set -euo pipefail
 packages=(
   build-essential pkg-config ca-certificates               # what Rust needs to link
   qemu-system-x86 qemu-utils qemu-block-extra nbdkit       # servers to measure against, oracles
-  libnbd-bin fio e2fsprogs                                 # clients
+  libnbd-bin fio e2fsprogs curl                            # clients
   gnutls-bin openssl                                       # certificates for TLS tests
   valgrind python3 python3-venv                            # instruction counts; lint tools
   mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of

@@ -9,9 +9,11 @@ use std::time::Duration;
 
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{Geometry, Loop};
+use tokio::sync::{mpsc as inquiries, oneshot};
 
+use crate::control::state::{DiskState, PrefetchState};
 use crate::exports::{ExportError, Exports, ExportsConfig, Places};
-use crate::image::{self, ImageAddress, ImageError, ImageOptions};
+use crate::image::{self, ImageAddress, ImageError, ImageOptions, OpenImage};
 
 /// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
 pub const POLL_US_MAX: u64 = 10_000;
@@ -22,6 +24,9 @@ pub const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 /// The stack of a disk's thread: a long chain of backing files is opened and read through file by file, each within the
 /// one before, at some 40 KiB each. Only what is used takes memory.
 const STACK_BYTES: usize = 32 << 20;
+
+/// Inquiries that wait for a disk's thread at most; further ones wait where they come from.
+const INQUIRIES_MAX: usize = 16;
 
 /// What to serve, and how.
 #[derive(Clone, Debug)]
@@ -70,6 +75,7 @@ pub enum DiskError {
 pub struct Disk {
     thread: JoinHandle<Result<(), DiskError>>,
     stop: StopSignal,
+    inquiry: DiskInquiry,
     opened: Opened,
 }
 
@@ -87,14 +93,20 @@ impl Disk {
     pub fn start(config: DiskConfig) -> Result<Self, DiskError> {
         let stop = StopSignal::default();
         let theirs = stop.clone();
+        let (inquiry, inquiries) = inquiries::channel(INQUIRIES_MAX);
         let (report, ready) = mpsc::channel();
         let thread = std::thread::Builder::new()
             .name("larder-disk".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || serve(&config, &theirs, &report))
+            .spawn(move || serve(&config, &theirs, inquiries, &report))
             .map_err(DiskError::Thread)?;
         match ready.recv() {
-            Ok(opened) => Ok(Self { thread, stop, opened }),
+            Ok(opened) => Ok(Self {
+                thread,
+                stop,
+                inquiry: DiskInquiry(inquiry),
+                opened,
+            }),
             Err(mpsc::RecvError) => match thread.join() {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(())) | Err(_) => Err(DiskError::Died),
@@ -115,6 +127,11 @@ impl Disk {
     /// A handle to stop it with, for any thread.
     pub fn stop_signal(&self) -> StopSignal {
         self.stop.clone()
+    }
+
+    /// A handle to ask it with, for any thread.
+    pub fn inquiry(&self) -> DiskInquiry {
+        self.inquiry.clone()
     }
 
     /// Finishes what is under way, flushes, closes everything.
@@ -168,26 +185,67 @@ impl StopSignal {
     }
 }
 
-fn serve(config: &DiskConfig, stop: &StopSignal, report: &mpsc::Sender<Opened>) -> Result<(), DiskError> {
+/// Asks a disk's thread how the disk is, from any thread. The answer is made on the disk's loop, as one task among its
+/// others, so that a disk of which nobody asks does nothing for it.
+#[derive(Clone)]
+pub struct DiskInquiry(inquiries::Sender<oneshot::Sender<DiskState>>);
+
+impl DiskInquiry {
+    /// How the disk is now; `None` if it is being closed.
+    pub async fn state(&self) -> Option<DiskState> {
+        let (reply, answer) = oneshot::channel();
+        self.0.send(reply).await.ok()?;
+        answer.await.ok()
+    }
+}
+
+fn serve(
+    config: &DiskConfig,
+    stop: &StopSignal,
+    inquiries: inquiries::Receiver<oneshot::Sender<DiskState>>,
+    report: &mpsc::Sender<Opened>,
+) -> Result<(), DiskError> {
     let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
-        let device = image::open(&on, &config.image, &config.options).await?;
-        let mut exports = Exports::start(&on, &device, &config.exports)?;
+        let image = image::open(&on, &config.image, &config.options).await?;
+        let device = &image.device;
+        let mut exports = Exports::start(&on, device, &config.exports)?;
         // The starter may have given up; then `stop` has been raised.
         let _ = report.send(Opened {
             geometry: device.geometry(),
             places: exports.places().clone(),
         });
-        let ended = select(stop.raised(), exports.ended()).await;
+        let answering = answer(inquiries, || state_of(config, &image));
+        let ended = select(stop.raised(), select(answering, exports.ended())).await;
         exports.stop(&on).await;
         if let Err(error) = device.close().await {
             return Err(DiskError::Flush(error.to_string()));
         }
-        match ended {
+        match ended.flatten() {
             Some(Err(error)) => Err(ExportError::Socket(error).into()),
             _ => Ok(()),
         }
     })
+}
+
+/// Answers who asks; never ends.
+async fn answer(mut inquiries: inquiries::Receiver<oneshot::Sender<DiskState>>, state: impl Fn() -> DiskState) {
+    while let Some(reply) = inquiries.recv().await {
+        // Who has asked may have gone.
+        let _ = reply.send(state());
+    }
+    std::future::pending().await
+}
+
+fn state_of(config: &DiskConfig, image: &OpenImage) -> DiskState {
+    let prefetch = config.options.prefetch.zip(image.prefetch.as_ref());
+    DiskState::new(
+        &config.image,
+        image.format,
+        image.device.geometry(),
+        config.exports.vhost_user.block_size,
+        prefetch.map(|(options, prefetch)| PrefetchState::new(options, prefetch.statistics())),
+    )
 }
 
 /// The other's result, if it ends before `stop` is raised.

@@ -19,6 +19,7 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 use larder_prefetch::Prefetch;
 pub use larder_prefetch::PrefetchOptions;
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
+use serde::{Deserialize, Serialize};
 
 mod chain;
 mod file_handle;
@@ -101,7 +102,8 @@ impl fmt::Display for ImageAddress {
 }
 
 /// What an image's bytes mean.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Format {
     /// The disk itself, byte for byte.
     Raw,
@@ -255,12 +257,22 @@ const MAGICS: [(usize, &[u8], &str); 10] = [
 /// How much of an image tells what it begins like, in bytes.
 pub const BEGINNING_BYTES: usize = 512;
 
+/// An image with every layer that its options call for.
+pub struct OpenImage {
+    /// The disk, to be served and closed.
+    pub device: Rc<dyn BlockDevice>,
+    /// What the image's bytes mean.
+    pub format: Format,
+    /// The layer of it that reads ahead, to be asked what it has done.
+    pub prefetch: Option<Rc<Prefetch>>,
+}
+
 /// Opens an image with every layer that its options call for: the backend and alignment, the format with all files that
 /// it refers to, then discard policy and limits.
 ///
 /// # Errors
 /// See [`ImageError`].
-pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<Rc<dyn BlockDevice>, ImageError> {
+pub async fn open(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<OpenImage, ImageError> {
     open_and_hold(on, image, options, &mut Vec::new()).await
 }
 
@@ -269,10 +281,14 @@ async fn open_and_hold(
     image: &ImageAddress,
     options: &ImageOptions,
     held: &mut Vec<HeldFile>,
-) -> Result<Rc<dyn BlockDevice>, ImageError> {
-    let mut device = chain::open(on, image, options, held).await?;
-    if let (Some(prefetch), false) = (options.prefetch, options.share || options.trial) {
-        device = Prefetch::stack(on, device, prefetch);
+) -> Result<OpenImage, ImageError> {
+    let chain::Opened { mut device, format } = chain::open(on, image, options, held).await?;
+    let may_prefetch =
+        |prefetch: &PrefetchOptions| !options.share && !options.trial && prefetch.memory >= PrefetchOptions::MEMORY_MIN;
+    let prefetch = options.prefetch.filter(may_prefetch);
+    let prefetch = prefetch.map(|prefetch| Prefetch::over(on, Rc::clone(&device), prefetch));
+    if let Some(prefetch) = &prefetch {
+        device = Rc::clone(prefetch) as Rc<dyn BlockDevice>;
     }
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
@@ -284,7 +300,11 @@ async fn open_and_hold(
             source,
         })?);
     }
-    Ok(device)
+    Ok(OpenImage {
+        device,
+        format,
+        prefetch,
+    })
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after
@@ -305,7 +325,7 @@ pub async fn try_to_open(
         claim: Claim::ForOthers,
         ..options.clone()
     };
-    open_and_hold(on, image, &options, held).await
+    Ok(open_and_hold(on, image, &options, held).await?.device)
 }
 
 /// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes. A `container` is not the disk

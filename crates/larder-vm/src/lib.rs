@@ -1,5 +1,6 @@
 //! One VM put together: its disks opened, stacked and served.
 
+pub mod control;
 pub mod disk;
 pub mod exports;
 pub mod image;

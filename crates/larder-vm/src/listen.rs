@@ -9,10 +9,14 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 /// The longest path of a unix socket, in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// Clients of a private socket that wait to be taken.
+const BACKLOG: i32 = 128;
 
 /// Why a socket cannot be listened on.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +40,27 @@ fn folder_hint(error: &io::Error) -> &'static str {
     }
 }
 
+/// Who may connect to a socket.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Access {
+    /// Whom the umask lets.
+    Umask,
+    /// The user that made it.
+    Owner,
+}
+
+fn listen(path: &Path, access: Access) -> io::Result<UnixListener> {
+    if access == Access::Umask {
+        return UnixListener::bind(path);
+    }
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // The file gets the mode that the socket has when it is bound, less the umask: nobody else can connect at any time.
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket.into())
+}
+
 /// A listening unix socket whose file goes when this is dropped.
 pub struct SocketFile {
     listener: UnixListener,
@@ -50,6 +75,18 @@ impl SocketFile {
     /// # Errors
     /// See [`ListenError`].
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
+        Self::bind_with(path, Access::Umask)
+    }
+
+    /// As [`SocketFile::bind`], for a socket that only this user, and root, may connect to, whatever the umask.
+    ///
+    /// # Errors
+    /// See [`ListenError`].
+    pub fn bind_private(path: &Path) -> Result<Self, ListenError> {
+        Self::bind_with(path, Access::Owner)
+    }
+
+    fn bind_with(path: &Path, access: Access) -> Result<Self, ListenError> {
         let path = path.to_owned();
         if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             return Err(ListenError::TooLong { path });
@@ -70,7 +107,7 @@ impl SocketFile {
                 }
             }
         }
-        match UnixListener::bind(&path) {
+        match listen(&path, access) {
             Ok(listener) => {
                 let inode = fs::symlink_metadata(&path).ok().map(|found| inode_of(&found));
                 Ok(Self { listener, path, inode })

@@ -36,6 +36,18 @@ pub(crate) enum Command {
     /// Serve disks, and look after their images
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// Say what a running server is doing
+    Status(StatusArguments),
+}
+
+#[derive(Args)]
+pub(crate) struct StatusArguments {
+    /// The server's control socket: what it was given with --control
+    #[arg(value_name = "PATH")]
+    pub(crate) control: PathBuf,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
 }
 
 #[derive(Args)]
@@ -268,6 +280,9 @@ pub(crate) struct ServeArguments {
     #[arg(long, value_name = "SECONDS", default_value_t = 60,
           value_parser = clap::value_parser!(u64).range(..=RECONNECT_SECONDS_MAX))]
     pub(crate) nbd_reconnect: u64,
+    /// Tell on this unix socket how the disk is: `larder status PATH`, or HTTP (GET /v1/disks)
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
     /// Write the process's number to this file once the disk is served
     #[arg(long, value_name = "PATH")]
     pub(crate) pidfile: Option<PathBuf>,

@@ -132,7 +132,7 @@ async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool) -> anyhow::R
         format: Some(Format::Qcow2),
         ..ImageOptions::default()
     };
-    close(&larder_vm::image::open(on, image, &options).await?).await
+    close(&larder_vm::image::open(on, image, &options).await?.device).await
 }
 
 fn text(repaired: &Repaired, repair: bool) -> String {

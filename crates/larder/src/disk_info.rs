@@ -1,6 +1,5 @@
 //! `larder disk info`: what an image is. The JSON has the fields of `qemu-img info --output=json`, and some more.
 
-use std::fmt::Write as _;
 use std::process::ExitCode;
 use std::rc::Rc;
 
@@ -17,7 +16,7 @@ use serde_json::{Value, json};
 use crate::cli::{FormatName, ImageArguments, Output};
 use crate::disk_chain::{Layer, backing_files};
 use crate::disk_image::{self, OpenImage, Sharing, date, exact, human, left_json, left_line};
-use crate::output::print;
+use crate::output::{Lines, print};
 
 /// An image and what is in it.
 struct Info {
@@ -108,20 +107,6 @@ async fn qcow2_info(file: &Rc<dyn BlockDevice>, image: &ImageAddress, in_use: bo
     })
 }
 
-/// Lines of a name and what there is to say.
-#[derive(Default)]
-struct Lines(String);
-
-impl Lines {
-    fn line(&mut self, name: &str, value: impl std::fmt::Display) {
-        let _ = writeln!(self.0, "{:<18}{value}", format!("{name}:"));
-    }
-
-    fn row(&mut self, text: impl std::fmt::Display) {
-        let _ = writeln!(self.0, "  {text}");
-    }
-}
-
 fn text(info: &Info) -> String {
     let mut lines = Lines::default();
     lines.line("image", &info.image);
@@ -152,7 +137,7 @@ fn text(info: &Info) -> String {
     if let Some(qcow2) = &info.qcow2 {
         qcow2_text(&mut lines, info, qcow2);
     }
-    lines.0
+    lines.into_text()
 }
 
 fn yes(value: bool) -> &'static str {

@@ -27,7 +27,7 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         ..ImageOptions::default()
     };
     let (was, is) = on.block_on(async {
-        let disk = larder_vm::image::open(&on, &image, &options).await?;
+        let disk = larder_vm::image::open(&on, &image, &options).await?.device;
         let was = disk.geometry().size;
         let result = match wanted(&image, was, arguments.size) {
             Ok(size) => disk.grow(size).await.map_err(|error| told_why(&image, &error)),

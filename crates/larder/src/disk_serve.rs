@@ -13,9 +13,11 @@ use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::VhostUserOptions;
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
+use larder_vm::control::ControlServer;
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{Format, ImageError, ImageOptions, PrefetchMemory, PrefetchOptions};
+use larder_vm::run::shell::command_line;
 
 use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
 use crate::output::print;
@@ -33,7 +35,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         print(&format!("{CAPABILITIES}\n"))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let pidfile = arguments.pidfile.clone();
+    let (pidfile, control) = (arguments.pidfile.clone(), arguments.control.clone());
     let config = config_of(arguments)?;
     if config.exports.is_empty() {
         bail!("nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both");
@@ -42,8 +44,14 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     let pidfile = pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let (image, options) = (config.image.clone(), config.options.clone());
     let disk = Disk::start(config).map_err(|error| with_advice(error, &options))?;
-    let _pidfile = match pidfile.map(pid_file::Prepared::publish).transpose() {
-        Ok(pidfile) => pidfile,
+    let started = control
+        .as_deref()
+        .map(|path| ControlServer::start(path, vec![disk.inquiry()]))
+        .transpose()
+        .map_err(anyhow::Error::from)
+        .and_then(|control| Ok((control, pidfile.map(pid_file::Prepared::publish).transpose()?)));
+    let _until_it_ends = match started {
+        Ok(started) => started,
         Err(error) => {
             disk.stop()?;
             return Err(error);
@@ -54,6 +62,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         %image,
         vhost_user_blk = places.vhost_user.map(tracing::field::display),
         nbd = places.nbd.map(tracing::field::display),
+        control = control.map(|path| tracing::field::display(command_line(&[path.into()]))),
         size = %geometry.size,
         read_only = geometry.read_only,
         "serving"

@@ -14,6 +14,7 @@ mod output;
 mod pid_file;
 mod run;
 mod signals;
+mod status;
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Check(arguments)) => disk_check::run(arguments),
         Command::Disk(DiskCommand::Tune(arguments)) => disk_tune::run(arguments),
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
+        Command::Status(arguments) => status::run(arguments),
     };
     match result {
         Ok(code) => code,

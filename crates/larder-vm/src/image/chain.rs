@@ -17,13 +17,19 @@ use super::{
 /// The longest chain of backing files.
 const CHAIN_MAX: usize = 200;
 
+/// An image that was opened as the disk that it describes.
+pub(super) struct Opened {
+    pub(super) device: Rc<dyn BlockDevice>,
+    pub(super) format: Format,
+}
+
 /// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
 pub(super) async fn open(
     on: &Loop,
     image: &ImageAddress,
     options: &ImageOptions,
     held: &mut Vec<HeldFile>,
-) -> Result<Rc<dyn BlockDevice>, ImageError> {
+) -> Result<Opened, ImageError> {
     let mut opener = Opener {
         on,
         options,
@@ -50,7 +56,7 @@ impl Opener<'_> {
         image: &'a ImageAddress,
         format: Option<Format>,
         read_only: bool,
-    ) -> BoxFuture<'a, Result<Rc<dyn BlockDevice>, ImageError>> {
+    ) -> BoxFuture<'a, Result<Opened, ImageError>> {
         Box::pin(async move {
             if let (ImageAddress::Nbd(uri), true) = (image, self.options.trial) {
                 return Err(ImageError::NotAsked { uri: uri.to_string() });
@@ -66,18 +72,18 @@ impl Opener<'_> {
                 });
             }
             let file = self.open_bytes(image, format, read_only).await?;
-            match format {
+            let device = match format {
                 // Its guest must not make it what the next guess would be wrong about. NBD exports are never guessed.
                 Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
-                    let file: Rc<dyn BlockDevice> = Rc::new(StayRaw::new(file, begins_like));
-                    Ok(file)
+                    Rc::new(StayRaw::new(file, begins_like))
                 }
-                Format::Raw => Ok(file),
+                Format::Raw => file,
                 Format::Qcow2 => {
                     self.opened.push(image.clone());
-                    self.open_qcow2(image, file, read_only).await
+                    self.open_qcow2(image, file, read_only).await?
                 }
-            }
+            };
+            Ok(Opened { device, format })
         })
     }
 
@@ -185,7 +191,8 @@ impl Opener<'_> {
             source: Box::new(source),
         };
         let address = beside(image, name);
-        self.open(&address, Some(Format::Raw), read_only).await.map_err(failed)
+        let opened = self.open(&address, Some(Format::Raw), read_only).await;
+        opened.map(|opened| opened.device).map_err(failed)
     }
 
     async fn open_backing(
@@ -224,7 +231,7 @@ impl Opener<'_> {
             return Err(refused(format!("would be the {CHAIN_MAX}th of a chain")));
         }
         let opened = self.open(&address, format, true).await;
-        opened.map_err(|source| match source {
+        opened.map(|opened| opened.device).map_err(|source| match source {
             // The innermost failure says it all.
             source @ (ImageError::Backing { .. }
             | ImageError::BackingName { .. }

@@ -1,0 +1,17 @@
+//! The control socket of a server: HTTP/1.1 with JSON over a unix socket, for whoever wants to know what it is doing.
+//! `docs/control.md` describes it for users.
+//!
+//! [`ControlServer`] answers in a thread of its own, which sleeps while nobody asks. It knows nothing by itself: it asks
+//! each disk's thread, which answers between two requests of its guest ([`crate::disk::DiskInquiry`]), so that the way of
+//! the data shares and locks nothing. Whatever a client does, it takes a place among few, for a bounded time.
+//! [`fetch_disks`] is the other end. What is told stands in [`state`], for both.
+
+mod client;
+mod server;
+pub mod state;
+
+pub use client::{FetchError, fetch_disks};
+pub use server::{ControlError, ControlServer};
+
+/// Where the disks are told of.
+const DISKS_PATH: &str = "/v1/disks";

@@ -1,0 +1,153 @@
+//! Whoever asks.
+
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::header::HOST;
+use hyper::{Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde::Deserialize;
+use serde_json::Value;
+use tokio::net::UnixStream;
+
+use super::DISKS_PATH;
+use super::state::Disks;
+
+/// How long an answer may take.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// The longest answer, in bytes.
+const ANSWER_BYTES_MAX: usize = 16 << 20;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum FetchError {
+    #[error(
+        "there is no {}: give the path that the server was given with --control; a server that has ended has removed it",
+        path.display()
+    )]
+    Missing { path: PathBuf },
+    #[error(
+        "nobody listens on {}: its server was killed; the next one with this --control takes its place",
+        path.display()
+    )]
+    Dead { path: PathBuf },
+    #[error("{} is no socket; give the path that the server was given with --control", path.display())]
+    NotASocket { path: PathBuf },
+    #[error(
+        "you may not connect to {}: only the user who runs the server, and root, can; with sudo, perhaps",
+        path.display()
+    )]
+    Permission { path: PathBuf },
+    #[error("cannot ask at {}: {source}", path.display())]
+    Os { path: PathBuf, source: io::Error },
+    #[error(
+        "what listens on {} is no control socket of Larder: {why}; give the path that the server was given with --control",
+        path.display()
+    )]
+    NotLarder { path: PathBuf, why: String },
+    #[error(
+        "no answer from {} within {} s: its server is stopped or stuck, or it is no control socket",
+        path.display(), ANSWER_TIME_MAX.as_secs()
+    )]
+    Late { path: PathBuf },
+    #[error("{}: {error} (HTTP status {status})", path.display())]
+    Refused { path: PathBuf, status: u16, error: String },
+}
+
+/// Asks the server at the control socket `path` for its disks: what it said, and that as far as this program knows it.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
+    let failed = |source| FetchError::Os {
+        path: path.to_owned(),
+        source,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .build()
+        .map_err(failed)?;
+    let late = || FetchError::Late { path: path.to_owned() };
+    runtime.block_on(async {
+        let asked = tokio::time::timeout(ANSWER_TIME_MAX, ask(path)).await;
+        asked.unwrap_or_else(|_| Err(late()))
+    })
+}
+
+async fn ask(path: &Path) -> Result<(Value, Disks), FetchError> {
+    let stream = connect(path).await?;
+    let (status, body) = exchange(stream).await.map_err(|why| FetchError::NotLarder {
+        path: path.to_owned(),
+        why,
+    })?;
+    understand(status, &body).map_err(|problem| match problem {
+        Problem::Error(error) => FetchError::Refused {
+            path: path.to_owned(),
+            status: status.as_u16(),
+            error,
+        },
+        Problem::Unknown(why) => FetchError::NotLarder {
+            path: path.to_owned(),
+            why,
+        },
+    })
+}
+
+async fn connect(path: &Path) -> Result<UnixStream, FetchError> {
+    let path = path.to_owned();
+    match UnixStream::connect(&path).await {
+        Ok(stream) => Ok(stream),
+        Err(source) => Err(match source.kind() {
+            io::ErrorKind::NotFound => FetchError::Missing { path },
+            io::ErrorKind::PermissionDenied => FetchError::Permission { path },
+            io::ErrorKind::ConnectionRefused => match path.metadata().is_ok_and(|it| it.file_type().is_socket()) {
+                true => FetchError::Dead { path },
+                false => FetchError::NotASocket { path },
+            },
+            _ => FetchError::Os { path, source },
+        }),
+    }
+}
+
+/// Sends the request; the answer's status and body, or why there is none.
+async fn exchange(stream: UnixStream) -> Result<(StatusCode, Bytes), String> {
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(|error| error.to_string())?;
+    // It ends with the answer, or with this function's caller.
+    tokio::spawn(connection);
+    let request = Request::get(DISKS_PATH)
+        .header(HOST, "localhost")
+        .body(Empty::<Bytes>::new())
+        .map_err(|error| error.to_string())?;
+    let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+    let body = body.map_err(|error| error.to_string())?;
+    Ok((status, body.to_bytes()))
+}
+
+enum Problem {
+    /// The server says why there is no answer.
+    Error(String),
+    /// It is not what Larder says.
+    Unknown(String),
+}
+
+fn understand(status: StatusCode, body: &[u8]) -> Result<(Value, Disks), Problem> {
+    let unknown = |error: serde_json::Error| Problem::Unknown(format!("its answer ({status}): {error}"));
+    let value: Value = serde_json::from_slice(body).map_err(unknown)?;
+    if let (false, Some(error)) = (status.is_success(), value["error"].as_str()) {
+        return Err(Problem::Error(error.to_owned()));
+    }
+    let disks = Disks::deserialize(&value).map_err(unknown)?;
+    Ok((value, disks))
+}

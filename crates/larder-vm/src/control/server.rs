@@ -1,0 +1,223 @@
+//! The thread that answers.
+
+use std::convert::Infallible;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode, Version};
+use hyper_util::rt::TokioIo;
+use serde_json::json;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::runtime::Runtime;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::DISKS_PATH;
+use super::state::Disks;
+use crate::disk::DiskInquiry;
+use crate::listen::{ListenError, SocketFile};
+
+/// Clients that are served at a time; more are told to come again.
+const CLIENTS_MAX: usize = 64;
+
+/// How long a client may take from its connection to its answer's last byte.
+const CLIENT_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// How long a disk may take to say how it is.
+const DISK_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// The longest request line with all headers, in bytes.
+const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
+
+/// The pause after a client that cannot be taken because the process, or the host, is out of descriptors or memory.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Why there is no control socket.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ControlError {
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error("cannot start the control socket's thread: {0}")]
+    Start(#[from] io::Error),
+}
+
+/// A control socket that answers. It ends when this is dropped, whatever its clients do.
+pub struct ControlServer {
+    /// Dropped to end the thread.
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+    /// Removed last.
+    _file: SocketFile,
+}
+
+impl ControlServer {
+    /// Listens on `path`, for this user and root alone, and tells there of `disks`.
+    ///
+    /// # Errors
+    /// See [`ControlError`]; nothing is left behind then.
+    pub fn start(path: &Path, disks: Vec<DiskInquiry>) -> Result<Self, ControlError> {
+        let file = SocketFile::bind_private(path)?;
+        let listener = std::os::unix::net::UnixListener::from(file.descriptor()?);
+        listener.set_nonblocking(true)?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()?;
+        let listener = {
+            let _inside = runtime.enter();
+            UnixListener::from_std(listener)?
+        };
+        let (stop, stopped) = oneshot::channel();
+        let thread = std::thread::Builder::new()
+            .name("larder-control".to_owned())
+            .spawn(move || run(&runtime, listener, disks.into(), stopped))?;
+        Ok(Self {
+            stop: Some(stop),
+            thread: Some(thread),
+            _file: file,
+        })
+    }
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic has been told.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(runtime: &Runtime, listener: UnixListener, disks: Arc<[DiskInquiry]>, stopped: oneshot::Receiver<()>) {
+    runtime.block_on(async {
+        tokio::select! {
+            () = accept(listener, disks) => {}
+            _ = stopped => {}
+        }
+    });
+}
+
+/// Serves whoever comes; dropped to end all.
+async fn accept(listener: UnixListener, disks: Arc<[DiskInquiry]>) {
+    let mut clients = JoinSet::new();
+    let mut is_told = false;
+    loop {
+        let accepted = tokio::select! {
+            Some(_) = clients.join_next() => continue,
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((client, _)) if clients.len() < CLIENTS_MAX => {
+                clients.spawn(timeout(CLIENT_TIME_MAX, serve(client, Arc::clone(&disks))));
+                is_told = false;
+            }
+            Ok((client, _)) => turn_away(&client),
+            Err(error) => {
+                if !std::mem::replace(&mut is_told, true) {
+                    tracing::warn!("the control socket cannot take a client: {error}");
+                }
+                sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Tells a client that there are too many. It fits the socket's buffer, unless the client has gone.
+fn turn_away(client: &UnixStream) {
+    let body = error_body(format_args!("{CLIENTS_MAX} clients are being served; come again"));
+    let _ = client.try_write(
+        format!(
+            "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
+            body.len()
+        )
+        .as_bytes(),
+    );
+}
+
+/// One request, one answer.
+async fn serve(client: UnixStream, disks: Arc<[DiskInquiry]>) {
+    let service = service_fn(|request| {
+        let disks = Arc::clone(&disks);
+        async move { Ok::<_, Infallible>(answer(&request, &disks).await) }
+    });
+    let served = http1::Builder::new()
+        .keep_alive(false)
+        // A client that has said all may close its end, and still wants to know.
+        .half_close(true)
+        .max_buf_size(REQUEST_HEAD_BYTES_MAX)
+        .serve_connection(TokioIo::new(client), service)
+        .await;
+    if let Err(error) = served {
+        tracing::debug!("a client of the control socket: {error}");
+    }
+}
+
+async fn answer(request: &Request<Incoming>, disks: &[DiskInquiry]) -> Response<Full<Bytes>> {
+    let path = request.uri().path();
+    // RFC 9112, 3.2.
+    if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
+        return failure(
+            StatusCode::BAD_REQUEST,
+            "an HTTP/1.1 request has one Host header; any name will do",
+        );
+    }
+    if path != DISKS_PATH {
+        return failure(
+            StatusCode::NOT_FOUND,
+            format_args!("there is no {path} here; there is {DISKS_PATH}"),
+        );
+    }
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        let mut refused = failure(
+            StatusCode::METHOD_NOT_ALLOWED,
+            format_args!("{path} can only be read: GET or HEAD"),
+        );
+        let allowed = HeaderValue::from_static("GET, HEAD");
+        refused.headers_mut().insert(ALLOW, allowed);
+        return refused;
+    }
+    let mut all = Disks { disks: Vec::new() };
+    for disk in disks {
+        match timeout(DISK_TIME_MAX, disk.state()).await {
+            Ok(Some(state)) => all.disks.push(state),
+            Ok(None) => return failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed"),
+            Err(_) => {
+                return failure(
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    format_args!(
+                        "the disk's thread has not answered for {} s; is its storage stuck?",
+                        DISK_TIME_MAX.as_secs()
+                    ),
+                );
+            }
+        }
+    }
+    response(StatusCode::OK, format!("{}\n", json!(all)))
+}
+
+fn failure(status: StatusCode, why: impl std::fmt::Display) -> Response<Full<Bytes>> {
+    response(status, error_body(why))
+}
+
+fn error_body(why: impl std::fmt::Display) -> String {
+    format!("{}\n", json!({"error": why.to_string()}))
+}
+
+fn response(status: StatusCode, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(body.into()));
+    *response.status_mut() = status;
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
+    response
+}

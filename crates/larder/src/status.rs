@@ -1,0 +1,82 @@
+//! `larder status`: what a running server is doing, as its control socket tells.
+
+use std::process::ExitCode;
+
+use larder_vm::control::fetch_disks;
+use larder_vm::control::state::{DiskState, Disks, PrefetchState};
+
+use crate::cli::{Output, StatusArguments};
+use crate::disk_image::{exact, human};
+use crate::output::{Lines, print};
+
+pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
+    let (said, disks) = fetch_disks(&arguments.control)?;
+    match arguments.output {
+        Output::Text => print(&text(&disks))?,
+        Output::Json => print(&format!("{said:#}\n"))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn text(disks: &Disks) -> String {
+    let disks: Vec<String> = disks.disks.iter().map(disk_text).collect();
+    disks.join("\n")
+}
+
+fn disk_text(disk: &DiskState) -> String {
+    let mut lines = Lines::default();
+    lines.line("image", &disk.image);
+    let read_only = if disk.read_only { ", read-only" } else { "" };
+    lines.line(
+        "disk",
+        format!(
+            "{}, {}, sectors of {}{read_only}",
+            disk.format.name(),
+            exact(disk.size),
+            human(disk.block_size.into())
+        ),
+    );
+    match &disk.prefetch {
+        Some(prefetch) => prefetch_text(&mut lines, prefetch),
+        None => lines.line("read-ahead", "off"),
+    }
+    lines.into_text()
+}
+
+fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {
+    let (taken, limit) = (human(prefetch.memory), human(prefetch.memory_limit));
+    lines.line("read-ahead", format!("takes {taken} of {limit}"));
+    let part = |bytes: u64| match prefetch.fetched {
+        0 => human(bytes),
+        fetched => format!("{} ({:.1} %)", human(bytes), 100.0 * bytes as f64 / fetched as f64),
+    };
+    lines.line("fetched", human(prefetch.fetched));
+    lines.line("  used", part(prefetch.used));
+    lines.line("  wasted", part(prefetch.wasted));
+    lines.line("  not read yet", part(prefetch.unread));
+    lines.line("  failed", format!("{} fetches", prefetch.errors));
+    let kinds = [
+        ("  all in memory", prefetch.hits),
+        ("  waited for it", prefetch.waits),
+        ("  found a part", prefetch.partial_hits),
+        ("  found nothing", prefetch.misses),
+        ("  too long", prefetch.bypassed),
+    ];
+    let reads: u64 = kinds.iter().map(|(_, reads)| reads).sum();
+    lines.line("reads", reads);
+    for (name, count) in kinds {
+        match reads {
+            0 => lines.line(name, count),
+            _ => lines.line(name, format!("{count} ({:.1} %)", 100.0 * count as f64 / reads as f64)),
+        }
+    }
+    let streams = &prefetch.streams;
+    lines.line("streams now", streams.now);
+    lines.line(
+        "streams so far",
+        format!(
+            "{} forward, {} backward, {} by steps",
+            streams.forward, streams.backward, streams.strided
+        ),
+    );
+}

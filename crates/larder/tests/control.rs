@@ -1,0 +1,405 @@
+//! The control socket and `larder status`, with curl as the independent client.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use larder_bench::campaign::process::Process;
+use serde_json::Value;
+use support::{LIMIT, disk_serve, image, larder, on_disk, on_tmpfs, run, tool};
+use tempfile::TempDir;
+
+/// A server with its sockets in a folder of its own.
+struct Served {
+    folder: TempDir,
+    process: Process,
+}
+
+impl Served {
+    /// Serves `image`.
+    fn start(folder: TempDir, image: &Path, options: &[&str]) -> Self {
+        let mut command = disk_serve(&["--nbd", &nbd(folder.path())]);
+        command
+            .arg(image)
+            .arg("--control")
+            .arg(control(folder.path()))
+            .args(options);
+        let process = Process::start(command).expect("larder starts");
+        process.wait_for("serving", LIMIT).expect("it serves");
+        Self { folder, process }
+    }
+
+    /// A qcow2 image of 64 MiB full of data in `folder`, on a disk: nothing is fetched that is in the host's memory.
+    fn of_data(folder: &TempDir) -> Self {
+        let image = folder.path().join("disk.qcow2");
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
+        tool("qemu-io", &["-f", "qcow2", "-c", "write -P 7 0 64M", text(&image)]);
+        Self::start(on_tmpfs(), &image, &[])
+    }
+
+    fn control(&self) -> PathBuf {
+        control(self.folder.path())
+    }
+
+    /// What `larder status` says of the only disk.
+    fn disk(&self) -> Value {
+        let (code, said) = status(&self.control(), &["--output", "json"]);
+        assert_eq!(code, Some(0), "{said}");
+        let all: Value = serde_json::from_str(&said).expect("it is JSON");
+        assert_eq!(all["disks"].as_array().map(Vec::len), Some(1), "{said}");
+        all["disks"][0].clone()
+    }
+
+    /// What has been done, once the fetches that are on their way have ended.
+    fn prefetch(&self) -> Prefetch {
+        let mut told = self.disk();
+        loop {
+            let again = self.disk();
+            if again == told {
+                return Prefetch(again["prefetch"].clone());
+            }
+            told = again;
+        }
+    }
+
+    /// Reads from the disk's beginning, 4 KiB at a time.
+    fn read_in_order(&self, count: u32) {
+        let count = count.to_string();
+        let of_bench = [
+            "bench", "-f", "raw", "-s", "4096", "-S", "4096", "-d", "1", "-c", &count,
+        ];
+        let uri = nbd(self.folder.path());
+        tool("qemu-img", &[of_bench.as_slice(), &[&uri]].concat());
+    }
+
+    /// Runs commands of qemu-io.
+    fn io(&self, commands: &[&str]) {
+        let commands = commands.iter().flat_map(|command| ["-c", command]);
+        let all: Vec<&str> = ["-f", "raw"].into_iter().chain(commands).collect();
+        let uri = nbd(self.folder.path());
+        tool("qemu-io", &[all.as_slice(), &[&uri]].concat());
+    }
+
+    /// Sends what is no proper request; the answer.
+    fn send(&self, bytes: &[u8]) -> String {
+        let mut client = UnixStream::connect(self.control()).expect("connects");
+        // The server may have had enough before it has all, and close.
+        let _ = client.write_all(bytes);
+        let mut answer = Vec::new();
+        let _ = client.read_to_end(&mut answer);
+        String::from_utf8(answer).expect("text")
+    }
+
+    /// What curl gets: the headers, and the body.
+    fn curl(&self, arguments: &[&str]) -> (String, String) {
+        let control = self.control();
+        let all = ["--silent", "--include", "--unix-socket", text(&control)];
+        let said = tool("curl", &[&all, arguments].concat());
+        let (head, body) = said.split_once("\r\n\r\n").unwrap_or((&said, ""));
+        (head.to_owned(), body.to_owned())
+    }
+}
+
+/// What a disk's read-ahead has done.
+struct Prefetch(Value);
+
+impl Prefetch {
+    fn get(&self, name: &str) -> u64 {
+        self.0[name]
+            .as_u64()
+            .unwrap_or_else(|| panic!("no {name} in {}", self.0))
+    }
+
+    /// Reads of 4 KiB or so that have passed it.
+    fn reads(&self) -> u64 {
+        ["hits", "partial_hits", "waits", "misses"]
+            .map(|name| self.get(name))
+            .iter()
+            .sum()
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+fn nbd(folder: &Path) -> String {
+    format!("nbd+unix:///?socket={}", folder.join("n").display())
+}
+
+fn control(folder: &Path) -> PathBuf {
+    folder.join("c")
+}
+
+/// Exit code and what was said.
+fn status(control: &Path, options: &[&str]) -> (Option<i32>, String) {
+    let mut command = Command::new(larder());
+    command.arg("status").arg(control).args(options);
+    run(command)
+}
+
+#[test]
+fn what_is_told_of_reading_ahead_agrees_with_what_a_client_has_read() {
+    let disk = on_disk();
+    let served = Served::of_data(&disk);
+    let at_first = served.prefetch();
+    assert_eq!((at_first.reads(), at_first.get("fetched")), (0, 0));
+    assert!(at_first.get("memory") <= at_first.get("memory_limit"));
+    assert_eq!(at_first.get("memory_limit"), 4 << 20);
+    served.read_in_order(1000);
+    let in_order = served.prefetch();
+    assert_eq!(in_order.reads(), 1000, "{}", in_order.0);
+    assert_eq!(in_order.get("used") + 4096 * in_order.get("misses"), 1000 * 4096);
+    assert!(in_order.get("misses") < 10, "{}", in_order.0);
+    assert_eq!((in_order.get("wasted"), in_order.get("errors")), (0, 0));
+    assert_eq!(in_order.get("fetched"), in_order.get("used") + in_order.get("unread"));
+    assert_eq!(
+        in_order.0["streams"],
+        serde_json::json!({"now": 1, "forward": 1, "backward": 0, "strided": 0})
+    );
+
+    // In no order, and one too long.
+    served.io(&["read 40M 4k", "read 20M 4k", "read 50M 4k", "read 10M 128k"]);
+    let without = served.prefetch();
+    assert_eq!(without.get("misses"), in_order.get("misses") + 3);
+    assert_eq!(without.get("bypassed"), in_order.get("bypassed") + 1);
+    assert_eq!(without.get("fetched"), in_order.get("fetched"));
+
+    // Over what lies ready for the reader.
+    served.io(&["write -P 8 4096000 4k"]);
+    let written = served.prefetch();
+    assert_eq!(written.get("wasted"), 4096);
+    assert_eq!(written.get("unread"), without.get("unread") - 4096);
+}
+
+#[test]
+fn people_are_told_what_programs_are() {
+    let disk = on_disk();
+    let served = Served::of_data(&disk);
+    served.read_in_order(256);
+    served.prefetch();
+    let (head, body) = served.curl(&["http://localhost/v1/disks"]);
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    assert!(head.contains("content-type: application/json"), "{head}");
+    let of_curl: Value = serde_json::from_str(&body).expect("JSON");
+    assert_eq!(of_curl["disks"][0]["prefetch"], served.prefetch().0);
+    let (code, said) = status(&served.control(), &[]);
+    assert_eq!(code, Some(0));
+    let line = |name: &str| {
+        let found = said
+            .lines()
+            .find_map(|line| line.trim().strip_prefix(name)?.strip_prefix(':'));
+        found.unwrap_or_else(|| panic!("no {name} in {said}")).trim().to_owned()
+    };
+    assert_eq!(line("image"), text(&disk.path().join("disk.qcow2")));
+    assert_eq!(line("disk"), "qcow2, 64 MiB (67108864 bytes), sectors of 512 B");
+    assert_eq!(line("reads"), "256");
+    let hits = served.prefetch().get("hits");
+    assert!(line("all in memory").starts_with(&format!("{hits} (")), "{said}");
+    assert!(line("wasted").starts_with("0 B ("), "{said}");
+    assert_eq!(line("streams so far"), "1 forward, 0 backward, 0 by steps");
+}
+
+#[test]
+fn a_disk_is_told_as_it_is_served() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 1 << 20);
+    let served = Served::start(folder, &disk, &["--prefetch", "off", "--block-size", "4096"]);
+    let told = served.disk();
+    assert_eq!(told["image"], text(&disk));
+    assert_eq!((&told["format"], &told["size"]), (&"raw".into(), &(1 << 20).into()));
+    assert_eq!((&told["block_size"], &told["read_only"]), (&4096.into(), &false.into()));
+    assert_eq!(told["prefetch"], Value::Null);
+    let (_, said) = status(&served.control(), &[]);
+    assert!(said.contains("read-ahead:       off"), "{said}");
+    drop(served);
+
+    for (options, read_only, memory) in [
+        (["--share", "--read-only"].as_slice(), true, None),
+        (&["--prefetch", "8MiB", "--read-only"], true, Some(8 << 20)),
+    ] {
+        let folder = on_tmpfs();
+        let disk = image(folder.path(), 1 << 20);
+        let told = Served::start(folder, &disk, options).disk();
+        assert_eq!(told["read_only"], read_only, "{options:?}");
+        assert_eq!(told["prefetch"]["memory_limit"].as_u64(), memory, "{options:?}");
+    }
+}
+
+#[test]
+fn a_wrong_request_is_told_what_is_wrong() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 1 << 20);
+    let served = Served::start(folder, &disk, &[]);
+    for (arguments, status, part) in [
+        (["http://localhost/", "--get"].as_slice(), "404 ", "there is /v1/disks"),
+        (&["http://localhost/v1/disk"], "404 ", "there is no /v1/disk here"),
+        (&["http://localhost/v1/disks", "--data", "x=1"], "405 ", "GET or HEAD"),
+        (&["http://localhost/v1/disks", "-X", "DELETE"], "405 ", "GET or HEAD"),
+        (&["http://localhost/v1/disks", "-H", "Host:"], "400 ", "Host"),
+    ] {
+        let (head, body) = served.curl(arguments);
+        assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{arguments:?}: {head}");
+        let body: Value = serde_json::from_str(&body).expect("JSON");
+        let error = body["error"].as_str().expect("an error");
+        assert!(error.contains(part), "{arguments:?}: {error}");
+        let allow = head.lines().find(|line| line.starts_with("allow: "));
+        assert_eq!(allow, (status == "405 ").then_some("allow: GET, HEAD"), "{head}");
+    }
+    let (head, body) = served.curl(&["--head", "http://localhost/v1/disks"]);
+    assert!(head.starts_with("HTTP/1.1 200 ") && body.is_empty(), "{head} {body}");
+    // Who has said all may close its end; older clients name no host.
+    let mut client = UnixStream::connect(served.control()).expect("connects");
+    client.write_all(b"GET /v1/disks HTTP/1.0\r\n\r\n").expect("takes it");
+    client.shutdown(std::net::Shutdown::Write).expect("can be closed");
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).expect("answers");
+    assert!(answer.contains("{\"disks\":["), "{answer}");
+    for (request, status) in [
+        ("no such thing\r\n\r\n".to_owned(), "400 "),
+        (
+            format!("GET /v1/disks HTTP/1.1\r\nhost: x\r\n{}\r\n", "x: y\r\n".repeat(5000)),
+            "431 ",
+        ),
+        (
+            format!("GET /v1/disks HTTP/1.1\r\nhost: {}", "y".repeat(1 << 20)),
+            "431 ",
+        ),
+        (
+            format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "y".repeat(1 << 20)),
+            "431 ",
+        ),
+    ] {
+        let answer = served.send(request.as_bytes());
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{answer}");
+    }
+    served.disk();
+}
+
+#[test]
+fn hostile_clients_keep_neither_the_disk_nor_the_end_from_anybody() {
+    let disk = on_disk();
+    let mut served = Served::of_data(&disk);
+    let connect = || UnixStream::connect(served.control()).expect("connects");
+    let mut crowd: Vec<UnixStream> = (0..300).map(|_| connect()).collect();
+    // One who was turned away is told so; then all that were taken have been, too.
+    let mut answer = String::new();
+    crowd[299].read_to_string(&mut answer).expect("answers");
+    assert!(
+        answer.starts_with("HTTP/1.1 503 ") && answer.contains("come again"),
+        "{answer}"
+    );
+    for (number, client) in crowd.iter_mut().enumerate() {
+        let rubbish: &[u8] = match number % 4 {
+            0 => b"GET /v1/disks HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n",
+            1 => b"\x16\x03\x01\x02\x00",
+            2 => b"GET ",
+            _ => b"",
+        };
+        // It may have been turned away.
+        let _ = client.write_all(rubbish);
+    }
+    served.io(&["read -P 7 0 1M", "write -P 9 32M 1M", "read -P 9 32M 1M"]);
+    let (code, said) = status(&served.control(), &[]);
+    assert!(code == Some(0) || said.contains("come again"), "{said}");
+    drop(crowd);
+    let give_up = Instant::now() + LIMIT;
+    while status(&served.control(), &[]).0 != Some(0) {
+        assert!(Instant::now() < give_up, "their places are not free again");
+    }
+    // These are there at its end.
+    let mut crowd: Vec<UnixStream> = (0..10)
+        .map(|_| UnixStream::connect(served.control()).expect("connects"))
+        .collect();
+    served.disk();
+    served.process.signal(libc::SIGTERM);
+    let ended = served.process.wait(LIMIT).expect("it ends");
+    assert!(ended.success(), "{}", served.process.output());
+    assert!(matches!(crowd[0].read(&mut [0]), Ok(0) | Err(_)));
+    assert!(!served.control().exists());
+}
+
+#[test]
+fn only_its_user_may_use_the_socket_whatever_the_umask() {
+    for umask in ["0", "022", "077"] {
+        let folder = on_tmpfs();
+        let disk = image(folder.path(), 1 << 20);
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "umask $0; exec \"$@\"", umask])
+            .arg(larder())
+            .args(["disk", "serve", "--nbd", &nbd(folder.path())])
+            .arg(&disk)
+            .arg("--control")
+            .arg(control(folder.path()));
+        let process = Process::start(command).expect("starts");
+        process.wait_for("serving", LIMIT).expect("it serves");
+        let mode = control(folder.path())
+            .metadata()
+            .expect("is there")
+            .permissions()
+            .mode();
+        assert_eq!(mode & 0o7777, 0o600, "umask {umask}");
+    }
+}
+
+#[test]
+fn what_is_in_the_socket_s_place_is_left_alone_unless_it_is_a_dead_server_s() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 1 << 20);
+    let path = control(folder.path());
+    let refused = |part: &str| {
+        let mut command = disk_serve(&["--nbd", &nbd(folder.path())]);
+        command.arg(&disk).arg("--control").arg(&path);
+        let (code, said) = run(command);
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains(part), "{said}");
+        assert!(!said.contains("INFO serving"), "{said}");
+        assert!(
+            !folder.path().join("n").exists(),
+            "the disk's own socket is left behind"
+        );
+    };
+    std::fs::write(&path, "mine").expect("writes");
+    refused("exists and is no socket");
+    assert_eq!(std::fs::read(&path).expect("is there"), b"mine");
+    std::fs::remove_file(&path).expect("is there");
+    let other = UnixListener::bind(&path).expect("binds");
+    refused("another process listens on it");
+    drop(other);
+    let mut served = Served::start(folder, &disk, &[]);
+    served.disk();
+    served.process.kill();
+    assert!(path.exists());
+    let served = Served::start(served.folder, &disk, &[]);
+    served.disk();
+}
+
+#[test]
+fn who_asks_in_the_wrong_place_is_told_where_to_ask() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 1 << 20);
+    let dead = folder.path().join("dead");
+    drop(UnixListener::bind(&dead).expect("binds"));
+    let missing = folder.path().join("missing");
+    let served = Served::start(folder, &disk, &[]);
+    for (path, part) in [
+        (
+            missing.as_path(),
+            "give the path that the server was given with --control",
+        ),
+        (&dead, "nobody listens"),
+        (&disk, "is no socket"),
+        (&served.folder.path().join("n"), "no control socket of Larder"),
+        (Path::new("/dev/null"), "is no socket"),
+    ] {
+        let (code, said) = status(path, &[]);
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains(part) && said.contains(text(path)), "{said}");
+    }
+}
