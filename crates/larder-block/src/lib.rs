@@ -22,4 +22,5 @@ pub use device::{
 };
 pub use error::{Failure, IoError, IoResult, Operation};
 pub use event_loop::{Loop, LoopTime};
+pub use filter::Filter;
 pub use units::{ByteLen, ByteOffset, ByteRange, SizeError};

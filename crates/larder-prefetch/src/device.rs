@@ -3,8 +3,8 @@
 use std::rc::Rc;
 
 use larder_block::{
-    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, ReadBuf, SizeChanges,
-    WriteBuf, WriteFlags, ZeroFlags,
+    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Filter, Io, IoResult, ReadBuf, WriteBuf, WriteFlags,
+    ZeroFlags,
 };
 
 use crate::Prefetch;
@@ -27,13 +27,9 @@ impl Prefetch {
     }
 }
 
-impl BlockDevice for Prefetch {
-    fn name(&self) -> &Rc<str> {
-        self.lower.name()
-    }
-
-    fn geometry(&self) -> Geometry {
-        self.lower.geometry()
+impl Filter for Prefetch {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
@@ -46,28 +42,12 @@ impl BlockDevice for Prefetch {
         })
     }
 
-    fn flush(&self) -> Io<'_> {
-        self.lower.flush()
-    }
-
     fn discard(&self, range: ByteRange) -> Io<'_> {
         self.change(range, || self.lower.discard(range))
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         self.change(range, || self.lower.write_zeroes(range, flags))
-    }
-
-    fn allocate(&self, range: ByteRange) -> Io<'_> {
-        self.lower.allocate(range)
-    }
-
-    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
-        self.lower.extents(range, limit)
-    }
-
-    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
-        self.lower.grow(size)
     }
 
     /// Nothing is fetched any more.
@@ -81,12 +61,8 @@ impl BlockDevice for Prefetch {
             for fetch in running {
                 self.ended(fetch).await;
             }
-            tracing::info!("{}: {}", self.name(), self.statistics());
+            tracing::info!("{}: {}", self.lower.name(), self.statistics());
             self.lower.close().await
         })
-    }
-
-    fn size_changes(&self) -> &SizeChanges {
-        self.lower.size_changes()
     }
 }

@@ -18,8 +18,9 @@ use std::rc::Rc;
 
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::buffer_pool::BufferPool;
-use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::filter::Filter;
 use crate::range_lock::{Mode, Ranges};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
@@ -98,7 +99,7 @@ impl Align {
     }
 
     fn checked(&self, operation: Operation, range: ByteRange) -> IoResult {
-        check_request(self.lower.name(), &self.geometry(), operation, range)
+        check_request(self.lower.name(), &Filter::geometry(self), operation, range)
     }
 
     fn error(&self, operation: Operation, range: ByteRange, failure: Failure) -> IoError {
@@ -284,9 +285,9 @@ impl Align {
     }
 }
 
-impl BlockDevice for Align {
-    fn name(&self) -> &Rc<str> {
-        self.lower.name()
+impl Filter for Align {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
     }
 
     fn geometry(&self) -> Geometry {
@@ -320,10 +321,6 @@ impl BlockDevice for Align {
             Err(error) => Io::ready(Err(error)),
             Ok(()) => Io::task(self.write_steps(range, buffer, flags)),
         }
-    }
-
-    fn flush(&self) -> Io<'_> {
-        self.lower.flush()
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
@@ -367,17 +364,5 @@ impl BlockDevice for Align {
             return self.lower.extents(range, limit);
         }
         Box::pin(self.extents_steps(range, limit))
-    }
-
-    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
-        self.lower.grow(size)
-    }
-
-    fn close(&self) -> BoxFuture<'_, IoResult> {
-        self.lower.close()
-    }
-
-    fn size_changes(&self) -> &SizeChanges {
-        self.lower.size_changes()
     }
 }

@@ -3,10 +3,10 @@
 
 use std::rc::Rc;
 
-use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
-use crate::error::{IoResult, Operation};
-use crate::units::{ByteLen, ByteOffset, ByteRange};
+use crate::device::{BlockDevice, Geometry, Io, check_request};
+use crate::error::Operation;
+use crate::filter::Filter;
+use crate::units::ByteRange;
 
 /// A device that never gives space back, over one that may. All promises are the lower device's.
 pub struct KeepSpace(Rc<dyn BlockDevice>);
@@ -18,9 +18,9 @@ impl KeepSpace {
     }
 }
 
-impl BlockDevice for KeepSpace {
-    fn name(&self) -> &Rc<str> {
-        self.0.name()
+impl Filter for KeepSpace {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.0
     }
 
     fn geometry(&self) -> Geometry {
@@ -30,43 +30,12 @@ impl BlockDevice for KeepSpace {
         }
     }
 
-    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
-        self.0.read(start, buffer)
-    }
-
-    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
-        self.0.write(start, buffer, flags)
-    }
-
-    fn flush(&self) -> Io<'_> {
-        self.0.flush()
-    }
-
     fn discard(&self, range: ByteRange) -> Io<'_> {
-        Io::ready(check_request(self.name(), &self.geometry(), Operation::Discard, range))
-    }
-
-    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
-        self.0.write_zeroes(range, ZeroFlags { unmap: false, ..flags })
-    }
-
-    fn allocate(&self, range: ByteRange) -> Io<'_> {
-        self.0.allocate(range)
-    }
-
-    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
-        self.0.extents(range, limit)
-    }
-
-    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
-        self.0.grow(size)
-    }
-
-    fn close(&self) -> BoxFuture<'_, IoResult> {
-        self.0.close()
-    }
-
-    fn size_changes(&self) -> &SizeChanges {
-        self.0.size_changes()
+        Io::ready(check_request(
+            self.0.name(),
+            &Filter::geometry(self),
+            Operation::Discard,
+            range,
+        ))
     }
 }

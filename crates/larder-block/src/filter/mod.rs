@@ -1,6 +1,120 @@
-//! Filters that every disk may need, whatever its format.
+//! Filters that every disk may need, whatever its format; and what a filter is.
 
 pub mod align;
 pub mod keep_space;
 pub mod stay_raw;
 pub mod throttle;
+
+use std::rc::Rc;
+
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags};
+use crate::error::IoResult;
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// A layer that hands on to the one below whatever it does not answer in another way. It is a [`BlockDevice`], whose
+/// methods these are.
+pub trait Filter {
+    /// The layer below.
+    fn lower(&self) -> &Rc<dyn BlockDevice>;
+
+    /// As [`BlockDevice::geometry`].
+    fn geometry(&self) -> Geometry {
+        self.lower().geometry()
+    }
+
+    /// As [`BlockDevice::read`].
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        self.lower().read(start, buffer)
+    }
+
+    /// As [`BlockDevice::write`].
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        self.lower().write(start, buffer, flags)
+    }
+
+    /// As [`BlockDevice::flush`].
+    fn flush(&self) -> Io<'_> {
+        self.lower().flush()
+    }
+
+    /// As [`BlockDevice::discard`].
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        self.lower().discard(range)
+    }
+
+    /// As [`BlockDevice::write_zeroes`].
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        self.lower().write_zeroes(range, flags)
+    }
+
+    /// As [`BlockDevice::allocate`].
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        self.lower().allocate(range)
+    }
+
+    /// As [`BlockDevice::extents`].
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        self.lower().extents(range, limit)
+    }
+
+    /// As [`BlockDevice::grow`].
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        self.lower().grow(size)
+    }
+
+    /// As [`BlockDevice::close`].
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        self.lower().close()
+    }
+}
+
+impl<F: Filter> BlockDevice for F {
+    fn name(&self) -> &Rc<str> {
+        self.lower().name()
+    }
+
+    fn geometry(&self) -> Geometry {
+        Filter::geometry(self)
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        Filter::read(self, start, buffer)
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        Filter::write(self, start, buffer, flags)
+    }
+
+    fn flush(&self) -> Io<'_> {
+        Filter::flush(self)
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        Filter::discard(self, range)
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        Filter::write_zeroes(self, range, flags)
+    }
+
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        Filter::allocate(self, range)
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        Filter::extents(self, range, limit)
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        Filter::grow(self, size)
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        Filter::close(self)
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        self.lower().size_changes()
+    }
+}

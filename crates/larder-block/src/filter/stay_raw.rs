@@ -8,10 +8,11 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
-use crate::error::{Failure, IoError, IoResult, Operation};
-use crate::units::{ByteLen, ByteOffset, ByteRange};
+use crate::buffer::WriteBuf;
+use crate::device::{BlockDevice, Io, WriteFlags, check_request};
+use crate::error::{Failure, IoError, Operation};
+use crate::filter::Filter;
+use crate::units::ByteOffset;
 
 /// What is looked at, in bytes; no request is for less than that of it.
 const SECTOR: usize = 512;
@@ -44,7 +45,7 @@ impl StayRaw {
 
     fn write_start<'a>(&'a self, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         let range = ByteOffset::ZERO.range(buffer.byte_len());
-        if let Err(error) = check_request(self.name(), &self.geometry(), Operation::Write, range) {
+        if let Err(error) = check_request(self.lower.name(), &self.lower.geometry(), Operation::Write, range) {
             return Io::ready(Err(error));
         }
         // What was looked at is what is written: a guest can change its memory in between.
@@ -53,7 +54,7 @@ impl StayRaw {
         if let Some(format) = (self.begins_like)(&sector) {
             self.tell(format);
             let failure = Failure::Os(libc::EPERM);
-            return Io::ready(Err(IoError::new(self.name(), Operation::Write, range, failure)));
+            return Io::ready(Err(IoError::new(self.lower.name(), Operation::Write, range, failure)));
         }
         Io::task(async move {
             self.lower
@@ -71,23 +72,15 @@ impl StayRaw {
             tracing::warn!(
                 "{}: a write that would make the disk begin like a {format} image was refused, since its format was not \
                  given; if it is to hold such an image, give its format: raw",
-                self.name()
+                self.lower.name()
             );
         }
     }
 }
 
-impl BlockDevice for StayRaw {
-    fn name(&self) -> &Rc<str> {
-        self.lower.name()
-    }
-
-    fn geometry(&self) -> Geometry {
-        self.lower.geometry()
-    }
-
-    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
-        self.lower.read(start, buffer)
+impl Filter for StayRaw {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
@@ -96,37 +89,5 @@ impl BlockDevice for StayRaw {
             return self.write_start(buffer, flags);
         }
         self.lower.write(start, buffer, flags)
-    }
-
-    fn flush(&self) -> Io<'_> {
-        self.lower.flush()
-    }
-
-    fn discard(&self, range: ByteRange) -> Io<'_> {
-        self.lower.discard(range)
-    }
-
-    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
-        self.lower.write_zeroes(range, flags)
-    }
-
-    fn allocate(&self, range: ByteRange) -> Io<'_> {
-        self.lower.allocate(range)
-    }
-
-    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
-        self.lower.extents(range, limit)
-    }
-
-    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
-        self.lower.grow(size)
-    }
-
-    fn close(&self) -> BoxFuture<'_, IoResult> {
-        self.lower.close()
-    }
-
-    fn size_changes(&self) -> &SizeChanges {
-        self.lower.size_changes()
     }
 }

@@ -26,9 +26,9 @@ use bucket::Bucket;
 pub use limits::{Limit, LimitError, Limits};
 
 use crate::buffer::{ReadBuf, WriteBuf};
-use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags};
-use crate::error::IoResult;
+use crate::device::{BlockDevice, Io, WriteFlags, ZeroFlags};
 use crate::event_loop::{Loop, LoopTime, Sleep, WeakLoop};
+use crate::filter::Filter;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// Which queue.
@@ -305,13 +305,9 @@ impl Drop for Admission<'_> {
     }
 }
 
-impl BlockDevice for Throttle {
-    fn name(&self) -> &Rc<str> {
-        self.lower.name()
-    }
-
-    fn geometry(&self) -> Geometry {
-        self.lower.geometry()
+impl Filter for Throttle {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
@@ -326,37 +322,9 @@ impl BlockDevice for Throttle {
         })
     }
 
-    fn flush(&self) -> Io<'_> {
-        self.lower.flush()
-    }
-
-    fn discard(&self, range: ByteRange) -> Io<'_> {
-        self.lower.discard(range)
-    }
-
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         self.pass(Direction::Write, range.len, move || {
             self.lower.write_zeroes(range, flags)
         })
-    }
-
-    fn allocate(&self, range: ByteRange) -> Io<'_> {
-        self.lower.allocate(range)
-    }
-
-    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
-        self.lower.extents(range, limit)
-    }
-
-    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
-        self.lower.grow(size)
-    }
-
-    fn close(&self) -> BoxFuture<'_, IoResult> {
-        self.lower.close()
-    }
-
-    fn size_changes(&self) -> &SizeChanges {
-        self.lower.size_changes()
     }
 }
