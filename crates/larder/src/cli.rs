@@ -54,7 +54,7 @@ pub(crate) struct StatusArguments {
 pub(crate) struct RunArguments {
     /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
     /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
-    /// prefetch=SIZE|off, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
+    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<Disk>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing

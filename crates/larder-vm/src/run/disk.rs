@@ -1,7 +1,7 @@
 //! A disk that `larder run` serves, and the `larder disk serve` command that does so.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use larder_block::ByteLen;
 
@@ -42,6 +42,12 @@ pub struct Disk {
     pub metadata_memory: Option<ByteLen>,
     /// Memory for reading ahead; the server chooses if not given.
     pub prefetch: Option<PrefetchMemory>,
+    /// How far ahead of a reader to be at most; the server chooses if not given.
+    pub prefetch_ahead: Option<ByteLen>,
+    /// The longest read that is read ahead of; the server chooses if not given.
+    pub prefetch_largest_read: Option<ByteLen>,
+    /// The server's control socket; none if not given.
+    pub control: Option<PathBuf>,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the image too.
@@ -74,6 +80,9 @@ impl Disk {
             format: None,
             metadata_memory: None,
             prefetch: None,
+            prefetch_ahead: None,
+            prefetch_largest_read: None,
+            control: None,
             read_only: false,
             share: false,
             cache: Cache::Auto,
@@ -105,6 +114,17 @@ impl Disk {
                 PrefetchMemory::Size(memory) => memory.get().to_string(),
             };
             arguments.extend(["--prefetch".into(), memory.into()]);
+        }
+        if let Some(ahead) = self.prefetch_ahead {
+            arguments.extend(["--prefetch-ahead".into(), ahead.get().to_string().into()]);
+        }
+        if let Some(read) = self.prefetch_largest_read {
+            arguments.extend(["--prefetch-largest-read".into(), read.get().to_string().into()]);
+        }
+        if let Some(control) = &self.control {
+            let mut argument = OsString::from("--control=");
+            argument.push(control);
+            arguments.push(argument);
         }
         if self.read_only {
             arguments.push("--read-only".into());

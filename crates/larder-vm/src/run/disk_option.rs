@@ -9,10 +9,13 @@ use crate::limits::LimitsTextError;
 use larder_block::SizeError;
 use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 16] = [
     "format",
     "metadata-memory",
     "prefetch",
+    "prefetch-ahead",
+    "prefetch-largest-read",
+    "control",
     "readonly",
     "share",
     "cache",
@@ -96,17 +99,22 @@ fn wanted(what: impl Into<String>) -> Problem {
 
 fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
     let switch = || parse_bool(value).ok_or_else(|| wanted("give on or off"));
+    let size = || value.parse().map_err(|error: SizeError| wanted(error.to_string()));
     match key {
         "format" => disk.format = Some(Format::of_name(value).ok_or_else(|| wanted("give raw or qcow2"))?),
-        "metadata-memory" => {
-            disk.metadata_memory = Some(value.parse().map_err(|error: SizeError| wanted(error.to_string()))?)
-        }
+        "metadata-memory" => disk.metadata_memory = Some(size()?),
         "prefetch" => {
             disk.prefetch = Some(
                 value
                     .parse()
                     .map_err(|error: PrefetchMemoryError| wanted(error.to_string()))?,
             )
+        }
+        "prefetch-ahead" => disk.prefetch_ahead = Some(size()?),
+        "prefetch-largest-read" => disk.prefetch_largest_read = Some(size()?),
+        "control" => {
+            let path = Some(value).filter(|path| !path.is_empty());
+            disk.control = Some(path.ok_or_else(|| wanted("give a path"))?.into());
         }
         "readonly" => disk.read_only = switch()?,
         "share" => disk.share = switch()?,
@@ -210,7 +218,7 @@ mod tests {
     #[test]
     fn every_option_of_a_server_can_be_given() {
         let disk = parse_disk(
-            "/a,format=raw,metadata-memory=1M,prefetch=8M,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
+            "/a,format=raw,metadata-memory=1M,prefetch=8M,prefetch-ahead=2M,prefetch-largest-read=32k,control=/c,,d,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
         );
         let disk = disk.expect("is right");
         assert_eq!(disk.queue_size, Some(1024));
@@ -218,7 +226,7 @@ mod tests {
         let line = crate::run::shell::command_line(&arguments);
         assert_eq!(
             line,
-            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --prefetch 8388608 --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
+            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --prefetch 8388608 --prefetch-ahead 2097152 --prefetch-largest-read 32768 --control=/c,d --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
              --nbd-reconnect 5"
         );
         assert!(parse_disk("/a,discard=unmap").expect("is right").discard);
@@ -251,6 +259,9 @@ mod tests {
             "/a,metadata-memory=much",
             "/a,prefetch=on",
             "/a,prefetch=4k",
+            "/a,prefetch-ahead=far",
+            "/a,prefetch-largest-read=off",
+            "/a,control=",
             "/a,block-size=1",
             "/a,discard=perhaps",
             "/a,queue-size=100",

@@ -12,6 +12,7 @@ use std::io::Write;
 use std::process::Command;
 
 use rustix::process::Signal;
+use serde_json::Value;
 
 use guest::{Guest, Place, bytes_written, is_alive, qemu, signal};
 
@@ -211,6 +212,35 @@ fn qemu_can_be_told_to_end_while_its_disk_has_no_server() {
     let (code, output) = guest.end();
     assert_eq!(code, 0, "QEMU's own:\n{output}");
     assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+}
+
+#[test]
+fn a_disk_is_told_at_its_control_socket_by_one_server_as_by_the_next() {
+    let place = Place::new("control");
+    let control = place.path("control");
+    let option = format!(
+        "{},control={},prefetch=8M,prefetch-ahead=256k,prefetch-largest-read=16k",
+        place.image("disk.raw", 8).display(),
+        control.display()
+    );
+    let mut guest = Guest::start(place.larder_run(&["--disk", &option], &place.idle_qemu()));
+    guest.line("IDLE");
+    assert_eq!(told_memory_limit(&control), 8 << 20);
+    guest.replace_server();
+    assert_eq!(told_memory_limit(&control), 8 << 20);
+    guest.child_when("--prefetch-ahead 262144 --prefetch-largest-read 16384", |_| true);
+    signal(guest.pid(), Signal::TERM);
+    guest.end();
+    assert!(!control.exists());
+}
+
+/// The memory that a disk's read-ahead may take, as its server tells.
+fn told_memory_limit(control: &std::path::Path) -> u64 {
+    let mut status = Command::new(support::larder());
+    status.arg("status").arg(control).args(["--output", "json"]);
+    let told = status.output().expect("larder starts");
+    let all: Value = serde_json::from_slice(&told.stdout).unwrap_or_else(|error| panic!("{error}: {told:?}"));
+    all["disks"][0]["prefetch"]["memory_limit"].as_u64().expect("a number")
 }
 
 #[test]
