@@ -7,8 +7,10 @@
 
 mod fio;
 mod local;
+mod memory;
 mod place;
 mod qemu_img;
+mod remote;
 mod rows;
 mod servers;
 
@@ -44,6 +46,10 @@ enum Part {
     QemuImg,
     /// fio: the 18 rows of the published table, on the disk
     Fio,
+    /// The same over a remote disk
+    Remote,
+    /// The memory that is held at most
+    Memory,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -51,6 +57,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         match part {
             Part::QemuImg => qemu_img::run(arguments)?,
             Part::Fio => local::run(arguments)?,
+            Part::Remote => remote::run(arguments)?,
+            Part::Memory => memory::run(arguments)?,
         }
         println!();
     }

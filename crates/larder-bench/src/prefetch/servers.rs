@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use larder_block::ByteLen;
 
 use super::place::Place;
 use crate::vhost_user::larder;
@@ -14,13 +15,15 @@ pub(super) enum Prefetch {
     Off,
     /// As much as it takes if nothing is said.
     Default,
+    Of(ByteLen),
 }
 
 impl Prefetch {
-    fn option(self) -> &'static str {
+    fn option(self) -> String {
         match self {
-            Self::Off => "--prefetch off",
-            Self::Default => "",
+            Self::Off => "--prefetch off".to_owned(),
+            Self::Default => String::new(),
+            Self::Of(len) => format!("--prefetch {}", len.get()),
         }
     }
 }
@@ -60,16 +63,13 @@ impl Serve<'_> {
             self.prefetch.option(),
         );
         let server = Server::start(&command, Path::new(self.image), &socket)?;
-        Ok(Larder {
-            _server: server,
-            socket,
-        })
+        Ok(Larder { server, socket })
     }
 }
 
 /// A running `larder disk serve`, killed when this goes.
 pub(super) struct Larder {
-    _server: Server,
+    server: Server,
     socket: PathBuf,
 }
 
@@ -77,6 +77,11 @@ impl Larder {
     /// Where it listens.
     pub(super) fn socket(&self) -> &Path {
         &self.socket
+    }
+
+    /// The process, for its memory and its CPU time.
+    pub(super) fn server(&self) -> &Server {
+        &self.server
     }
 }
 

@@ -1,0 +1,95 @@
+//! The part `memory`: what read-ahead holds at most, whatever is read.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use larder_block::ByteLen;
+
+use super::fio::Job;
+use super::rows::BLOCK;
+use super::servers::{Export, Larder, Prefetch, Serve, text};
+use super::{Arguments, DISK_BYTES};
+use crate::figures::{median, spread};
+
+/// What Larder is given, in MiB.
+const OPTIONS: [u64; 3] = [1, 4, 64];
+
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let place = arguments.place()?;
+    let image = place.raw_image(DISK_BYTES)?;
+    let job = Job {
+        random: false,
+        block: BLOCK,
+        depth: 32,
+        jobs: 16,
+        seconds: arguments.seconds(3.0),
+        size: DISK_BYTES,
+    };
+    let serve = |prefetch| -> anyhow::Result<Larder> {
+        let serve = Serve {
+            image: text(&image)?,
+            format: "raw",
+            prefetch,
+            export: Export::Nbd,
+            options: "--read-only",
+        };
+        serve.start(&place)
+    };
+    let mut without = Vec::new();
+    let mut with = vec![Vec::new(); OPTIONS.len()];
+    for _ in 0..arguments.rounds(3) {
+        without.push(most(&serve(Prefetch::Off)?, &job)?);
+        for (option, with) in OPTIONS.iter().zip(&mut with) {
+            with.push(most(&serve(Prefetch::Of(ByteLen::mib(*option)))?, &job)?);
+        }
+    }
+    println!(
+        "Memory of its own (`RssAnon`), the most that was seen, looking every {LOOK_EVERY:?}, while {} jobs read in order \
+         at depth {}; KiB\n",
+        job.jobs, job.depth
+    );
+    println!("| `--prefetch` | memory | more than without read-ahead | part of the option |");
+    println!("|{}", " --- |".repeat(4));
+    println!("| off | {:.0} ({}) | | |", median(&without), spread(&without, 0));
+    for (option, with) in OPTIONS.iter().zip(&with) {
+        let more: Vec<f64> = with
+            .iter()
+            .zip(&without)
+            .map(|(with, without)| with - without)
+            .collect();
+        println!(
+            "| {option} MiB | {:.0} ({}) | {:.0} ({}) | {:.2} |",
+            median(with),
+            spread(with, 0),
+            median(&more),
+            spread(&more, 0),
+            median(&more) / (option << 10) as f64
+        );
+    }
+    Ok(())
+}
+
+/// The most memory that Larder has while the job runs, in KiB.
+fn most(larder: &Larder, job: &Job) -> anyhow::Result<f64> {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            let mut most = 0;
+            while !over.load(Ordering::Relaxed) {
+                most = most.max(larder.server().memory_bytes()?);
+                std::thread::sleep(LOOK_EVERY);
+            }
+            anyhow::Ok(most)
+        });
+        let measured = job.run_nbd(larder.socket());
+        over.store(true, Ordering::Relaxed);
+        let most = match watch.join() {
+            Ok(most) => most?,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        measured?;
+        Ok(most as f64 / 1024.0)
+    })
+}

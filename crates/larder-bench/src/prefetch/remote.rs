@@ -1,0 +1,96 @@
+//! The part `remote`: the published table over a disk that is far away, an NBD server that takes 2 ms for each request.
+
+use std::path::Path;
+use std::time::Duration;
+
+use super::fio::Job;
+use super::place::Place;
+use super::rows::{self, BLOCK, Servers};
+use super::servers::{Export, Prefetch, Serve, text};
+use super::{Arguments, DISK_BYTES, GIB};
+use crate::figures::median;
+use crate::vhost_user::server::Server;
+
+/// What a request takes longer than it would.
+const LATENCY: Duration = Duration::from_millis(2);
+
+/// Requests that the server delays at a time: more than the rows have in flight.
+const THREADS: u32 = 1024;
+
+/// The gain that is wanted of reads in order, one at a time.
+const GAIN_SYNC: f64 = 15.0;
+
+/// The distance that Larder is ahead of a reader at most, and its memory for that, by default.
+const AHEAD_MAX: u64 = 1 << 20;
+const MEMORY: u64 = 4 << 20;
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let seconds = arguments.seconds(1.0);
+    let place = Place::new("/dev/shm".as_ref())?;
+    let image = place.raw_image(DISK_BYTES)?;
+    let socket = place.unused("socket");
+    let command = format!(
+        "nbdkit --foreground --unix {{socket}} --threads {THREADS} --log=null --filter=delay file {{image}} \
+         rdelay={}ms",
+        LATENCY.as_millis()
+    );
+    let _nbdkit = Server::start(&command, &image, &socket)?;
+    let uri = format!("nbd+unix:///?socket={}", text(&socket)?);
+    let off = Serve {
+        image: &uri,
+        format: "raw",
+        prefetch: Prefetch::Off,
+        export: Export::Nbd,
+        options: "--read-only",
+    };
+    let servers = Servers {
+        off,
+        on: Serve {
+            prefetch: Prefetch::Default,
+            ..off
+        },
+        bound: Serve {
+            image: text(&image)?,
+            ..off
+        },
+    };
+    let mut long = Vec::new();
+    let mut rows = rows::all(Some(GAIN_SYNC));
+    for _ in 0..arguments.rounds(3) {
+        long.push(long_reads(&socket, seconds)?);
+        for row in &mut rows {
+            let job = row.job(DISK_BYTES, seconds);
+            row.measure(&place, &job, &servers)?;
+        }
+    }
+    let ceiling = median(&long);
+    let alone = rows.first().map_or(f64::NAN, |row| median(&row.off));
+    println!(
+        "fio over NBD, a raw disk of {} GiB behind an NBD server that takes {LATENCY:?} longer for each request, {:.2} ms \
+         for one at a time. Long reads get {:.0} MB/s from it. *Bound*: as above; and no more than that, and than \
+         {} MiB for each reader, {} MiB for all, in that time\n",
+        DISK_BYTES / GIB,
+        1e3 / alone,
+        ceiling / 1e6,
+        AHEAD_MAX >> 20,
+        MEMORY >> 20,
+    );
+    rows::print(&rows, |row| {
+        let ahead = (u64::from(row.jobs) * AHEAD_MAX).min(MEMORY) as f64 * alone;
+        ceiling.min(ahead) / BLOCK as f64
+    });
+    Ok(())
+}
+
+/// Bytes a second of long reads at a depth where the latency is no limit.
+fn long_reads(socket: &Path, seconds: f64) -> anyhow::Result<f64> {
+    let job = Job {
+        random: false,
+        block: 128 << 10,
+        depth: 64,
+        jobs: 1,
+        seconds,
+        size: DISK_BYTES,
+    };
+    Ok(job.run_nbd(socket)?.bytes_per_second)
+}
