@@ -30,7 +30,7 @@ enum Command {
 }
 
 /// What `all` runs, as one would type it.
-const ALL: [&[&str]; 4] = [
+const ALL: [&[&str]; 5] = [
     &["larder-bench", "vhost-user"],
     &["larder-bench", "vhost-user", "--event-client"],
     &[
@@ -42,6 +42,7 @@ const ALL: [&[&str]; 4] = [
         "1,8",
     ],
     &["larder-bench", "qcow2"],
+    &["larder-bench", "prefetch"],
 ];
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -52,6 +53,7 @@ fn main() -> anyhow::Result<ExitCode> {
                 match Cli::parse_from(words).command {
                     Command::VhostUser(arguments) => vhost_user::run(&arguments)?,
                     Command::Qcow2(arguments) => qcow2::run(&arguments)?,
+                    Command::Prefetch(arguments) => prefetch::run(&arguments)?,
                     _ => {}
                 }
                 println!();

@@ -26,6 +26,8 @@ pub(super) struct Job {
 /// What fio has measured, of all jobs together.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Measured {
+    /// How many reads there were.
+    pub(super) reads: u64,
     pub(super) iops: f64,
     pub(super) bytes_per_second: f64,
 }
@@ -71,6 +73,7 @@ impl Job {
             value.with_context(|| format!("fio's report has no '{name}': {said}"))
         };
         Ok(Measured {
+            reads: figure("total_ios")? as u64,
             iops: figure("iops")?,
             bytes_per_second: figure("bw_bytes")?,
         })

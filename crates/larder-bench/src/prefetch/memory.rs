@@ -38,11 +38,14 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         serve.start(&place)
     };
     let mut without = Vec::new();
+    let mut told = vec![Vec::new(); OPTIONS.len()];
     let mut with = vec![Vec::new(); OPTIONS.len()];
     for _ in 0..arguments.rounds(3) {
         without.push(most(&serve(Prefetch::Off)?, &job)?);
-        for (option, with) in OPTIONS.iter().zip(&mut with) {
-            with.push(most(&serve(Prefetch::Of(ByteLen::mib(*option)))?, &job)?);
+        for ((option, with), told) in OPTIONS.iter().zip(&mut with).zip(&mut told) {
+            let larder = serve(Prefetch::Of(ByteLen::mib(*option)))?;
+            with.push(most(&larder, &job)?);
+            told.push(larder.statistics()?.memory as f64 / 1024.0);
         }
     }
     println!(
@@ -50,22 +53,25 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
          at depth {}; KiB\n",
         job.jobs, job.depth
     );
-    println!("| `--prefetch` | memory | more than without read-ahead | part of the option |");
-    println!("|{}", " --- |".repeat(4));
-    println!("| off | {:.0} ({}) | | |", median(&without), spread(&without, 0));
-    for (option, with) in OPTIONS.iter().zip(&with) {
+    println!(
+        "| `--prefetch` | memory | more than without read-ahead | part of the option | `memory` of `larder status` |"
+    );
+    println!("|{}", " --- |".repeat(5));
+    println!("| off | {:.0} ({}) | | | |", median(&without), spread(&without, 0));
+    for ((option, with), told) in OPTIONS.iter().zip(&with).zip(&told) {
         let more: Vec<f64> = with
             .iter()
             .zip(&without)
             .map(|(with, without)| with - without)
             .collect();
         println!(
-            "| {option} MiB | {:.0} ({}) | {:.0} ({}) | {:.2} |",
+            "| {option} MiB | {:.0} ({}) | {:.0} ({}) | {:.2} | {:.0} |",
             median(with),
             spread(with, 0),
             median(&more),
             spread(&more, 0),
-            median(&more) / (option << 10) as f64
+            median(&more) / (option << 10) as f64,
+            median(told)
         );
     }
     Ok(())

@@ -1,9 +1,9 @@
 //! The 18 rows of the published table of Virtuozzo's PCache (2016): 4 KiB reads, in order and at random, one at a time
 //! and 4 and 32 in flight, by 1, 4 and 16 jobs.
 
-use super::fio::Job;
+use super::fio::{Job, Measured};
 use super::place::Place;
-use super::servers::Serve;
+use super::servers::{Larder, Serve};
 use crate::figures::{median, ratio};
 
 /// Bytes of a read.
@@ -31,6 +31,8 @@ pub(super) struct Row {
     /// IOPS of each round.
     pub(super) off: Vec<f64>,
     pub(super) on: Vec<f64>,
+    /// Bytes fetched for nothing, as percent of those that were read.
+    wasted: Vec<f64>,
     /// The same reads, with nothing to wait for: what no read-ahead can be better than.
     pub(super) bound: Vec<f64>,
 }
@@ -54,6 +56,7 @@ pub(super) fn all(gain_sync: Option<f64>) -> Vec<Row> {
                     wanted,
                     off: Vec::new(),
                     on: Vec::new(),
+                    wasted: Vec::new(),
                     bound: Vec::new(),
                 });
             }
@@ -86,14 +89,18 @@ impl Row {
 
     /// A round: without read-ahead, with it, and, for reads in order, `bound`.
     pub(super) fn measure(&mut self, place: &Place, job: &Job, servers: &Servers<'_>) -> anyhow::Result<()> {
-        let run = |serve: &Serve<'_>| -> anyhow::Result<f64> {
+        let run = |serve: &Serve<'_>| -> anyhow::Result<(Measured, Larder)> {
             let larder = serve.start(place)?;
-            Ok(job.run_nbd(larder.socket())?.iops)
+            Ok((job.run_nbd(larder.socket())?, larder))
         };
-        self.off.push(run(&servers.off)?);
-        self.on.push(run(&servers.on)?);
+        self.off.push(run(&servers.off)?.0.iops);
+        let (on, larder) = run(&servers.on)?;
+        self.on.push(on.iops);
+        let wasted = larder.statistics()?.wasted as f64;
+        self.wasted.push(100.0 * wasted / (on.reads * BLOCK) as f64);
+        drop(larder);
         if !self.random {
-            self.bound.push(run(&servers.bound)?);
+            self.bound.push(run(&servers.bound)?.0.iops);
         }
         Ok(())
     }
@@ -109,18 +116,19 @@ pub(super) struct Servers<'a> {
 
 /// Prints the rows; of a row that reads in order the disk is good for `ceiling` reads a second.
 pub(super) fn print(rows: &[Row], ceiling: impl Fn(&Row) -> f64) {
-    println!("| 4 KiB reads | jobs | off, IOPS | on, IOPS | gain | wanted | bound |");
-    println!("|{}", " --- |".repeat(7));
+    println!("| 4 KiB reads | jobs | off, IOPS | on, IOPS | gain | wanted | bound | wasted, % of read |");
+    println!("|{}", " --- |".repeat(8));
     for row in rows {
         let (off, on) = (median(&row.off), median(&row.on));
         print!("| {} | {off:.0} | {on:.0} | {} |", row.name(), ratio(&row.on, &row.off));
-        print!(" {:.2} |", row.wanted);
-        if row.random {
-            println!(" |");
-            continue;
-        }
-        let bound = ceiling(row).min(median(&row.bound)) / off;
-        let note = if bound < row.wanted { ", no room" } else { "" };
-        println!(" {bound:.2}{note} |");
+        let bound = match row.random {
+            true => String::new(),
+            false => {
+                let bound = ceiling(row).min(median(&row.bound)) / off;
+                let note = if bound < row.wanted { ", no room" } else { "" };
+                format!("{bound:.2}{note}")
+            }
+        };
+        println!(" {:.2} | {bound} | {:.2} |", row.wanted, median(&row.wasted));
     }
 }

@@ -1,9 +1,12 @@
 //! Larder with and without read-ahead, and what it says about itself.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
+use larder_prefetch::Statistics;
+use serde_json::Value;
 
 use super::place::Place;
 use crate::vhost_user::larder;
@@ -50,20 +53,25 @@ pub(super) struct Serve<'a> {
 impl Serve<'_> {
     /// Starts it, with its socket in `place`.
     pub(super) fn start(&self, place: &Place) -> anyhow::Result<Larder> {
-        let socket = place.unused("socket");
+        let (socket, control) = (place.unused("socket"), place.unused("control"));
         let export = match self.export {
             Export::VhostUser => "--socket {socket}",
             Export::Nbd => "--nbd nbd+unix:///?socket={socket}",
         };
         let command = format!(
-            "{} disk serve {{image}} --format {} {} {} {export}",
+            "{} disk serve {{image}} --format {} {} {} --control {} {export}",
             larder()?.display(),
             self.format,
             self.options,
             self.prefetch.option(),
+            text(&control)?,
         );
         let server = Server::start(&command, Path::new(self.image), &socket)?;
-        Ok(Larder { server, socket })
+        Ok(Larder {
+            server,
+            socket,
+            control,
+        })
     }
 }
 
@@ -71,6 +79,7 @@ impl Serve<'_> {
 pub(super) struct Larder {
     server: Server,
     socket: PathBuf,
+    control: PathBuf,
 }
 
 impl Larder {
@@ -79,10 +88,51 @@ impl Larder {
         &self.socket
     }
 
+    /// What read-ahead has done so far, as `larder status` tells it.
+    ///
+    /// # Errors
+    /// It is off, or the server does not answer.
+    pub(super) fn statistics(&self) -> anyhow::Result<Statistics> {
+        let mut status = Command::new(larder()?);
+        let output = status
+            .args(["status", "--output", "json"])
+            .arg(&self.control)
+            .output()?;
+        if !output.status.success() {
+            bail!("larder status: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        let answer = serde_json::from_slice(&output.stdout).context("the answer of larder status")?;
+        statistics(&answer).with_context(|| format!("larder status tells nothing of read-ahead: {answer}"))
+    }
+
     /// The process, for its memory and its CPU time.
     pub(super) fn server(&self) -> &Server {
         &self.server
     }
+}
+
+/// What read-ahead has done, out of the answer of a control socket.
+fn statistics(answer: &Value) -> Option<Statistics> {
+    let prefetch = &answer["disks"][0]["prefetch"];
+    let of = |name: &str| prefetch[name].as_u64();
+    let streams = |name: &str| prefetch["streams"][name].as_u64();
+    Some(Statistics {
+        fetched: of("fetched")?,
+        used: of("used")?,
+        wasted: of("wasted")?,
+        unread: of("unread")?,
+        hits: of("hits")?,
+        waits: of("waits")?,
+        partial_hits: of("partial_hits")?,
+        misses: of("misses")?,
+        bypassed: of("bypassed")?,
+        errors: of("errors")?,
+        streams_forward: streams("forward")?,
+        streams_backward: streams("backward")?,
+        streams_strided: streams("strided")?,
+        streams: streams("now")?,
+        memory: of("memory")?,
+    })
 }
 
 /// A path as text, which commands and URIs have it as.
