@@ -7,12 +7,15 @@
 
 mod fio;
 mod local;
+mod measure;
 mod memory;
+mod patterns;
 mod place;
 mod qemu_img;
 mod remote;
 mod rows;
 mod servers;
+mod slow;
 
 use std::path::PathBuf;
 
@@ -50,6 +53,8 @@ enum Part {
     Remote,
     /// The memory that is held at most
     Memory,
+    /// Orders in which a disk may be read, on this machine's disk and on one far away: gain and waste
+    Patterns,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -59,6 +64,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Fio => local::run(arguments)?,
             Part::Remote => remote::run(arguments)?,
             Part::Memory => memory::run(arguments)?,
+            Part::Patterns => patterns::run(arguments)?,
         }
         println!();
     }

@@ -31,6 +31,27 @@ impl Outcome {
     }
 }
 
+/// A request of a sequence that is replayed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Request {
+    pub(crate) write: bool,
+    /// Where it starts, in bytes.
+    pub(crate) start: u64,
+    /// Bytes.
+    pub(crate) len: usize,
+    /// When it is made, from the start of the replay; without a time, as soon as there is room for it.
+    pub(crate) due: Option<Duration>,
+}
+
+/// What came of a replay.
+#[derive(Clone, Debug)]
+pub(crate) struct Replayed {
+    /// How long each read took, in no order; one with a time is late from that time on.
+    pub(crate) latencies: Vec<Duration>,
+    pub(crate) read_bytes: u64,
+    pub(crate) elapsed: Duration,
+}
+
 /// A connected client with memory for its requests.
 pub(crate) struct Client {
     // Fields are dropped in this order: the queue before what it refers to.
@@ -44,6 +65,9 @@ pub(crate) struct Client {
 /// Memory for the deepest workload of the largest requests.
 const MEMORY_BYTES: usize = 64 << 20;
 
+/// What `do_io` says if nothing completed in time.
+const TIMED_OUT: blkio::Errno = blkio::Errno::TIME;
+
 /// How long a server may refuse a connection.
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 
@@ -54,10 +78,22 @@ impl Client {
 
     /// With `memory_len` bytes for requests.
     pub(crate) fn connect_with(socket: &Path, polling: bool, memory_len: usize) -> anyhow::Result<Self> {
+        Self::connect_as(socket, polling, memory_len, false)
+    }
+
+    /// To a server that takes no writes.
+    pub(crate) fn connect_read_only(socket: &Path, polling: bool, memory_len: usize) -> anyhow::Result<Self> {
+        Self::connect_as(socket, polling, memory_len, true)
+    }
+
+    fn connect_as(socket: &Path, polling: bool, memory_len: usize, read_only: bool) -> anyhow::Result<Self> {
         let fail = |what: &'static str| move |error: blkio::Error| anyhow::anyhow!("{what}: {}", error.message());
         let mut device = Blkio::new("virtio-blk-vhost-user").map_err(fail("making the client"))?;
         let path = socket.to_str().context("a socket path in UTF-8")?;
         device.set_str("path", path).map_err(fail("setting the path"))?;
+        device
+            .set_bool("read-only", read_only)
+            .map_err(fail("setting what is allowed"))?;
         // The socket may be there before the server listens.
         let give_up = Instant::now() + CONNECT_MAX;
         while let Err(error) = device.connect() {
@@ -177,6 +213,79 @@ impl Client {
             }
         }
         Ok(requests)
+    }
+
+    /// Makes requests of up to `largest` bytes in their order, each when it is due, and no more than `depth` at a time.
+    pub(crate) fn replay(
+        &mut self,
+        requests: impl IntoIterator<Item = Request>,
+        depth: usize,
+        largest: usize,
+    ) -> anyhow::Result<Replayed> {
+        if depth * largest > self.memory_len {
+            bail!("{depth} requests of {largest} bytes do not fit the client's memory");
+        }
+        let mut requests = requests.into_iter().peekable();
+        let mut done: Vec<MaybeUninit<Completion>> = (0..depth).map(|_| MaybeUninit::uninit()).collect();
+        let mut free: Vec<usize> = (0..depth).collect();
+        // Since when the request of a slot has been waited for; `None` if it writes.
+        let mut since: Vec<Option<Instant>> = vec![None; depth];
+        let (mut latencies, mut read_bytes) = (Vec::new(), 0);
+        let begin = Instant::now();
+        loop {
+            let mut idle = None;
+            while let (Some(slot), Some(request)) = (free.last(), requests.peek()) {
+                let now = Instant::now();
+                let due = request.due.map_or(now, |due| begin + due);
+                if due > now {
+                    idle = Some(due - now);
+                    break;
+                }
+                if request.len > largest {
+                    bail!("a request of {} bytes, more than {largest}", request.len);
+                }
+                let (slot, buffer) = (*slot, self.memory.wrapping_add(slot * largest));
+                match request.write {
+                    true => self
+                        .queue
+                        .write(request.start, buffer, request.len, slot, ReqFlags::empty()),
+                    false => self
+                        .queue
+                        .read(request.start, buffer, request.len, slot, ReqFlags::empty()),
+                }
+                since[slot] = (!request.write).then_some(due);
+                read_bytes += if request.write { 0 } else { request.len as u64 };
+                free.pop();
+                requests.next();
+            }
+            if free.len() == depth {
+                let Some(idle) = idle else { break };
+                std::thread::sleep(idle);
+                continue;
+            }
+            let count = match self.queue.do_io(&mut done, 1, idle.as_mut(), None) {
+                Err(error) if error.errno() == TIMED_OUT => 0,
+                count => count.map_err(blkio_error)?,
+            };
+            let now = Instant::now();
+            for completion in &done[..count] {
+                // SAFETY: `do_io` has filled the first `count`.
+                let (slot, ret) = unsafe {
+                    let completion = completion.assume_init_ref();
+                    (completion.user_data, completion.ret)
+                };
+                if ret != 0 {
+                    bail!("a request failed with error {ret}");
+                }
+                latencies.extend(since[slot].map(|since| now - since));
+                free.push(slot);
+            }
+        }
+        Ok(Replayed {
+            latencies,
+            read_bytes,
+            elapsed: begin.elapsed(),
+        })
     }
 
     /// Writes every byte of the disk once.

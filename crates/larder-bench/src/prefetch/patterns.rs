@@ -1,0 +1,267 @@
+//! The part `patterns`: orders in which a disk may be read, and what reading ahead gains and wastes in each.
+
+use std::time::{Duration, Instant};
+
+use super::measure::{Disk, Load, Shares, contenders, measure, median_of};
+use super::place::Place;
+use super::servers::{Prefetch, text};
+use super::slow::SlowStore;
+use super::{Arguments, GIB};
+use crate::figures::{median, ratio};
+use crate::vhost_user::client::{Random, Request};
+
+/// Requests in flight.
+const DEPTHS: [usize; 2] = [1, 4];
+
+const DISK_BYTES: u64 = GIB;
+
+/// What the store that is far away takes for a request.
+const DELAY: Duration = Duration::from_micros(500);
+
+/// Seconds of a measurement.
+const SECONDS: f64 = 0.5;
+
+const ROUNDS: usize = 3;
+
+const KIB: u64 = 1 << 10;
+const SECTOR: u64 = 512;
+
+/// Bytes of a read, where nothing else is said.
+const BLOCK: u64 = 4 * KIB;
+
+/// Bytes of the longest read.
+const LARGEST: u64 = 64 * KIB;
+
+/// Readers that run side by side.
+const READERS: u64 = 64;
+
+/// Reads that change places with each other.
+const WINDOW: usize = 8;
+
+/// Where reads begin and how long they are, in bytes, without an end.
+type Reads = Box<dyn Iterator<Item = (u64, u64)>>;
+
+struct Pattern {
+    name: &'static str,
+    /// The reads of a disk of so many bytes.
+    reads: fn(u64) -> Reads,
+}
+
+const PATTERNS: [Pattern; 15] = [
+    Pattern {
+        name: "forward",
+        reads: |disk| blocks((0..disk / BLOCK).cycle()),
+    },
+    Pattern {
+        name: "forward, 64 KiB",
+        reads: |disk| strided(disk, 64 * KIB, 64 * KIB),
+    },
+    Pattern {
+        name: "forward, 64 KiB from sector 63 on",
+        reads: |disk| Box::new(strided(disk, 64 * KIB, 64 * KIB).map(|(start, len)| (start + 63 * SECTOR, len))),
+    },
+    Pattern {
+        name: "backward",
+        reads: |disk| blocks((0..disk / BLOCK).rev().cycle()),
+    },
+    Pattern {
+        name: "4 of 64 KiB",
+        reads: |disk| strided(disk, 4 * KIB, 64 * KIB),
+    },
+    Pattern {
+        name: "12 of 20 KiB",
+        reads: |disk| strided(disk, 12 * KIB, 20 * KIB),
+    },
+    Pattern {
+        name: "16 KiB of 1 MiB",
+        reads: |disk| strided(disk, 16 * KIB, 1024 * KIB),
+    },
+    Pattern {
+        name: "64 interleaved",
+        reads: interleaved,
+    },
+    Pattern {
+        name: "forward, 10 % random",
+        reads: mixed,
+    },
+    Pattern {
+        name: "forward, 5 % passed by",
+        reads: |disk| with_holes(disk, 20, 1),
+    },
+    Pattern {
+        name: "forward, 20 % passed by",
+        reads: |disk| with_holes(disk, 10, 4),
+    },
+    Pattern {
+        name: "forward, reordered by up to 7",
+        reads: reordered,
+    },
+    Pattern {
+        name: "random",
+        reads: |disk| {
+            let mut random = Random::default();
+            blocks(std::iter::repeat_with(move || random.below(disk / BLOCK)))
+        },
+    },
+    Pattern {
+        name: "random runs of 16 to 64 KiB",
+        reads: |disk| runs(disk, |random| 4 + random.below(13)),
+    },
+    Pattern {
+        name: "random runs of 4 KiB to 8 MiB",
+        reads: |disk| {
+            runs(disk, |random| {
+                let least = 1 << random.below(11);
+                least + random.below(least)
+            })
+        },
+    },
+];
+
+/// Reads of whole blocks.
+fn blocks(numbers: impl Iterator<Item = u64> + 'static) -> Reads {
+    Box::new(numbers.map(|block| (block * BLOCK, BLOCK)))
+}
+
+/// `len` bytes of every `step`, and on from the start a block further when the disk has ended.
+fn strided(disk: u64, len: u64, step: u64) -> Reads {
+    let steps = disk / step - 2;
+    Box::new((0..).map(move |read| (read % steps * step + read / steps * BLOCK % step, len)))
+}
+
+/// Readers that go forward, each in a part of the disk of its own, in turn.
+fn interleaved(disk: u64) -> Reads {
+    let part = disk / BLOCK / READERS;
+    blocks((0..).map(move |read| read % READERS * part + read / READERS % part))
+}
+
+fn mixed(disk: u64) -> Reads {
+    let mut random = Random::default();
+    let mut forward = (0..disk / BLOCK).cycle();
+    blocks(std::iter::from_fn(move || match random.below(10) {
+        0 => Some(random.below(disk / BLOCK)),
+        _ => forward.next(),
+    }))
+}
+
+/// One block in `every` is followed by up to `most` that are not read.
+fn with_holes(disk: u64, every: u64, most: u64) -> Reads {
+    let mut random = Random::default();
+    let mut block = 0;
+    blocks(std::iter::repeat_with(move || {
+        let is_hole = random.below(every) == 0;
+        let hole = if is_hole { 1 + random.below(most) } else { 0 };
+        block = (block + 1 + hole) % (disk / BLOCK);
+        block
+    }))
+}
+
+/// Forward, but any order among those that a queue may hold.
+fn reordered(disk: u64) -> Reads {
+    let mut random = Random::default();
+    let windows = (0..disk / BLOCK / WINDOW as u64).cycle();
+    blocks(windows.flat_map(move |window| {
+        let mut order: [u64; WINDOW] = std::array::from_fn(|index| window * WINDOW as u64 + index as u64);
+        random.shuffle(&mut order);
+        order
+    }))
+}
+
+/// Runs of as many blocks as `len` says, each at a place of its own.
+fn runs(disk: u64, len: fn(&mut Random) -> u64) -> Reads {
+    let mut random = Random::default();
+    let next_run = move || {
+        let blocks = len(&mut random);
+        let start = random.below(disk / BLOCK - blocks);
+        start..start + blocks
+    };
+    blocks(std::iter::repeat_with(next_run).flatten())
+}
+
+/// A pattern at a depth: a value per round.
+#[derive(Default)]
+struct Figures {
+    iops_off: Vec<f64>,
+    iops_on: Vec<f64>,
+    shares: Vec<Shares>,
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let place = arguments.place()?;
+    let image = place.qcow2_image(DISK_BYTES)?;
+    println!("A qcow2 image of 1 GiB on the disk, direct I/O\n");
+    let local = Disk {
+        image: text(&image)?,
+        format: "qcow2",
+        read_only: true,
+        client_spins: true,
+    };
+    all_patterns(arguments, &place, local)?;
+    let store = SlowStore::start(&place, DISK_BYTES, DELAY)?;
+    println!("\nA raw image of 1 GiB behind NBD, {DELAY:?} for each request\n");
+    let far = Disk {
+        image: store.uri(),
+        format: "raw",
+        read_only: true,
+        client_spins: false,
+    };
+    all_patterns(arguments, &place, far)
+}
+
+fn all_patterns(arguments: &Arguments, place: &Place, disk: Disk<'_>) -> anyhow::Result<()> {
+    let seconds = Duration::from_secs_f64(arguments.seconds(SECONDS));
+    let cases: Vec<(&Pattern, usize)> = PATTERNS
+        .iter()
+        .flat_map(|pattern| DEPTHS.map(|depth| (pattern, depth)))
+        .collect();
+    let mut rows: Vec<Figures> = cases.iter().map(|_| Figures::default()).collect();
+    for round in 0..arguments.rounds(ROUNDS) {
+        for ((pattern, depth), figures) in cases.iter().zip(&mut rows) {
+            for prefetch in contenders(round) {
+                let mut begun = None;
+                let in_time = |_: &_| begun.get_or_insert_with(Instant::now).elapsed() < seconds;
+                let reads = (pattern.reads)(DISK_BYTES).take_while(in_time);
+                let load = Load {
+                    requests: reads.map(|(start, len)| Request {
+                        write: false,
+                        start,
+                        len: len as usize,
+                        due: None,
+                    }),
+                    depth: *depth,
+                    largest: LARGEST as usize,
+                };
+                let measured = measure(place, disk, prefetch, load)?;
+                let iops = measured.replayed.latencies.len() as f64 / measured.replayed.elapsed.as_secs_f64();
+                match prefetch {
+                    Prefetch::Off => figures.iops_off.push(iops),
+                    _ => {
+                        figures.iops_on.push(iops);
+                        figures.shares.push(measured.shares);
+                    }
+                }
+            }
+        }
+    }
+    println!(
+        "| pattern | depth | IOPS, off | on | gain | in memory | waited for | in part | fetched | wasted | left |"
+    );
+    println!("|{}", " --- |".repeat(11));
+    for ((pattern, depth), figures) in cases.iter().zip(&rows) {
+        let shares = median_of(&figures.shares);
+        println!(
+            "| {} | {depth} | {:.0} | {:.0} | {} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} |",
+            pattern.name,
+            median(&figures.iops_off),
+            median(&figures.iops_on),
+            ratio(&figures.iops_on, &figures.iops_off),
+            shares.hits,
+            shares.waits,
+            shares.parts,
+            shares.fetched,
+            shares.wasted,
+            shares.unread,
+        );
+    }
+    Ok(())
+}
