@@ -16,6 +16,7 @@ mod remote;
 mod rows;
 mod servers;
 mod slow;
+mod traces;
 
 use std::path::PathBuf;
 
@@ -41,6 +42,12 @@ pub(crate) struct Arguments {
     /// Requests of each measurement that has a set number of them. By default what each part needs
     #[arg(long)]
     count: Option<u64>,
+    /// Where the block traces cloudphysics.vscsi, arc-P6.lis.zst and arc-OLTP.lis.zst are
+    #[arg(long)]
+    traces: Option<PathBuf>,
+    /// How many times as fast a trace with times is replayed
+    #[arg(long, default_value_t = 10.0)]
+    speed_up: f64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -55,6 +62,8 @@ enum Part {
     Memory,
     /// Orders in which a disk may be read, on this machine's disk and on one far away: gain and waste
     Patterns,
+    /// Block traces of others, replayed
+    Traces,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -65,6 +74,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Remote => remote::run(arguments)?,
             Part::Memory => memory::run(arguments)?,
             Part::Patterns => patterns::run(arguments)?,
+            Part::Traces => traces::run(arguments)?,
         }
         println!();
     }

@@ -1,0 +1,318 @@
+//! The part `traces`: what virtual machines and workstations once asked of their disks, asked of Larder again.
+//!
+//! - `cloudphysics.vscsi`: one virtual disk over two hours, reads and writes with their times (CloudPhysics, as sampled
+//!   by libCacheSim, whose README asks that a sample not be used alone to rank algorithms).
+//! - `arc-P6.lis.zst`, `arc-OLTP.lis.zst`: reads of a Windows NT workstation, and of a database, without times, from
+//!   Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The pages
+//!   of OLTP are numbered by when they were read first, so every first read of one is "the next page" whatever it was
+//!   on its disk: what is gained there is an upper bound.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+
+use super::Arguments;
+use super::measure::{Disk, Load, Shares, contenders, measure, median_of};
+use super::place::Place;
+use super::servers::Prefetch;
+use super::slow::SlowStore;
+use crate::figures::{median, ratio};
+use crate::vhost_user::client::Request;
+
+/// What the disks take for a request: an SSD, and a disk with a head, or far away.
+const DELAYS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(2)];
+
+/// Requests in flight of traces without times.
+const DEPTHS: [usize; 2] = [1, 4];
+
+/// The same, at most, of one with times.
+const TIMED_DEPTH: usize = 128;
+
+/// Requests of a measurement; of the trace with times about one of the two times at which its disk is read at all.
+const COUNT: u64 = 3_000;
+const TIMED_COUNT: u64 = 40_000;
+
+/// What takes long here is not the machine's work, but the times of the trace.
+const ROUNDS: usize = 1;
+
+/// An excerpt of a trace without times is so many pieces, spread over all of it.
+const PIECES: usize = 8;
+
+const SECTOR: u64 = 512;
+
+/// Bytes of a record of `cloudphysics.vscsi`.
+const VSCSI_RECORD: usize = 32;
+
+/// SCSI's READ and WRITE, with 10 and 16 bytes.
+const READS: [u16; 2] = [0x28, 0x88];
+const WRITES: [u16; 2] = [0x2a, 0x8a];
+
+/// A trace, or an excerpt.
+struct Trace {
+    name: &'static str,
+    requests: Vec<Request>,
+    /// What is in flight at most, one table row for each.
+    depths: Vec<usize>,
+}
+
+/// A trace at a depth on a disk: a value per round.
+#[derive(Default)]
+struct Figures {
+    /// Mean and 99th percentile of the reads' latencies, in us, off and on.
+    means: [Vec<f64>; 2],
+    late: [Vec<f64>; 2],
+    shares: Vec<Shares>,
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let Some(folder) = &arguments.traces else {
+        println!("Traces are not replayed without --traces FOLDER");
+        return Ok(());
+    };
+    let place = arguments.place()?;
+    let (count, timed_count) = match arguments.count {
+        Some(count) => (count, count),
+        None => (COUNT, TIMED_COUNT),
+    };
+    let timed = Trace {
+        name: "CloudPhysics",
+        requests: busiest(
+            &vscsi(&folder.join("cloudphysics.vscsi"), arguments.speed_up)?,
+            timed_count,
+        ),
+        depths: vec![TIMED_DEPTH],
+    };
+    let closed = |name, file: &str, unit| {
+        let requests = excerpt(&arc(&folder.join(file), unit)?, count);
+        anyhow::Ok(Trace {
+            name,
+            requests,
+            depths: DEPTHS.to_vec(),
+        })
+    };
+    let traces = [
+        timed,
+        closed("P6", "arc-P6.lis.zst", SECTOR)?,
+        closed("OLTP", "arc-OLTP.lis.zst", 4096)?,
+    ];
+    println!(
+        "CloudPhysics: the {timed_count} requests in a row with the most reads, each at its time, {} times as fast. \
+         P6, OLTP: {count} reads in {PIECES} pieces of the whole, as fast as they are answered. \
+         A disk behind NBD. Latencies of reads in us.\n",
+        arguments.speed_up
+    );
+    println!(
+        "| trace | depth | disk | reads | in memory | waited for | in part | fetched | wasted | left \
+         | mean, off | on | off / on | P99, off | on | off / on |"
+    );
+    println!("|{}", " --- |".repeat(16));
+    for trace in &traces {
+        for delay in DELAYS {
+            for depth in &trace.depths {
+                replay(arguments, &place, trace, *depth, delay)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Prints a row.
+fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, delay: Duration) -> anyhow::Result<()> {
+    let end = trace
+        .requests
+        .iter()
+        .map(|request| request.start + request.len as u64)
+        .max();
+    let largest = trace.requests.iter().map(|request| request.len).max();
+    let (Some(end), Some(largest)) = (end, largest) else {
+        bail!("the trace {} has no requests", trace.name);
+    };
+    let store = SlowStore::start(place, end.next_multiple_of(1 << 20), delay)?;
+    let disk = Disk {
+        image: store.uri(),
+        format: "raw",
+        read_only: false,
+        client_spins: false,
+    };
+    let mut figures = Figures::default();
+    let mut reads = 0;
+    for round in 0..arguments.rounds(ROUNDS) {
+        for prefetch in contenders(round) {
+            let load = Load {
+                requests: trace.requests.iter().copied(),
+                depth,
+                largest,
+            };
+            let measured = measure(place, disk, prefetch, load)?;
+            let mut latencies = measured.replayed.latencies;
+            latencies.sort_unstable();
+            reads = latencies.len();
+            let on = usize::from(prefetch != Prefetch::Off);
+            let sum: Duration = latencies.iter().sum();
+            let us = |time: Duration| time.as_secs_f64() * 1e6;
+            figures.means[on].push(us(sum) / reads as f64);
+            figures.late[on].push(latencies.get(reads * 99 / 100).copied().map_or(f64::NAN, us));
+            if on == 1 {
+                figures.shares.push(measured.shares);
+            }
+        }
+    }
+    let shares = median_of(&figures.shares);
+    print!(
+        "| {} | {depth} | {delay:?} | {reads} | {:.1} | {:.1} | {:.1} | {:.1} | {:.2} | {:.2} |",
+        trace.name, shares.hits, shares.waits, shares.parts, shares.fetched, shares.wasted, shares.unread
+    );
+    for [off, on] in [&figures.means, &figures.late] {
+        print!(" {:.0} | {:.0} | {} |", median(off), median(on), ratio(off, on));
+    }
+    println!();
+    Ok(())
+}
+
+/// The requests of a trace in the format vscsi 1, in time, each due `speed_up` times as soon as it was made.
+fn vscsi(path: &Path, speed_up: f64) -> anyhow::Result<Vec<Request>> {
+    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+    let mut requests = Vec::with_capacity(bytes.len() / VSCSI_RECORD);
+    for (index, record) in bytes.chunks_exact(VSCSI_RECORD).enumerate() {
+        let number = |at: usize, len: usize| {
+            let bytes = record[at..at + len].iter().rev();
+            bytes.fold(0, |sum, byte| sum << 8 | u64::from(*byte))
+        };
+        let command = number(12, 2) as u16;
+        if !READS.contains(&command) && !WRITES.contains(&command) {
+            bail!(
+                "{}: record {index} is neither a read nor a write: SCSI command {command:#x}",
+                path.display()
+            );
+        }
+        requests.push(Request {
+            write: WRITES.contains(&command),
+            start: number(16, 8) * SECTOR,
+            len: number(4, 4) as usize,
+            due: Some(Duration::from_micros(number(24, 8)).div_f64(speed_up)),
+        });
+    }
+    Ok(requests)
+}
+
+/// The reads of a trace of lines `start count ignored number`, in units of so many bytes.
+fn arc(path: &Path, unit: u64) -> anyhow::Result<Vec<Request>> {
+    let context = || format!("reading {}", path.display());
+    let file = File::open(path).with_context(context)?;
+    let mut requests = Vec::new();
+    for line in BufReader::new(zstd::Decoder::new(file)?).lines() {
+        let line = line.with_context(context)?;
+        let mut numbers = line.split_whitespace().map(str::parse::<u64>);
+        let (Some(Ok(start)), Some(Ok(count))) = (numbers.next(), numbers.next()) else {
+            bail!(
+                "{}: line {} is no request: '{line}'",
+                path.display(),
+                requests.len() + 1
+            );
+        };
+        requests.push(Request {
+            write: false,
+            start: start * unit,
+            len: (count * unit) as usize,
+            due: None,
+        });
+    }
+    Ok(requests)
+}
+
+/// The `count` requests in a row with the most reads among them, the first one due at once.
+fn busiest(requests: &[Request], count: u64) -> Vec<Request> {
+    let count = requests.len().min(count as usize);
+    let reads = |requests: &[Request]| requests.iter().filter(|request| !request.write).count();
+    let mut here = reads(&requests[..count]);
+    let (mut best, mut best_reads) = (0, here);
+    for first in 1..=requests.len() - count {
+        here += reads(&requests[first + count - 1..first + count]);
+        here -= reads(&requests[first - 1..first]);
+        if here > best_reads {
+            (best, best_reads) = (first, here);
+        }
+    }
+    let chosen = &requests[best..best + count];
+    let begin = chosen.first().and_then(|request| request.due);
+    let since = |due: Duration| begin.map_or(due, |begin| due.saturating_sub(begin));
+    let shifted = chosen.iter().map(|request| Request {
+        due: request.due.map(since),
+        ..*request
+    });
+    shifted.collect()
+}
+
+/// `count` requests, in pieces of those that follow each other.
+fn excerpt(requests: &[Request], count: u64) -> Vec<Request> {
+    let count = count as usize;
+    if count >= requests.len() {
+        return requests.to_vec();
+    }
+    let len = count.div_ceil(PIECES);
+    let pieces = (0..PIECES).flat_map(|piece| requests.iter().skip(piece * (requests.len() / PIECES)).take(len));
+    pieces.take(count).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(write: bool, start: u64, len: usize, due_us: u64) -> Request {
+        Request {
+            write,
+            start,
+            len,
+            due: Some(Duration::from_micros(due_us)),
+        }
+    }
+
+    #[test]
+    fn a_record_of_vscsi_is_a_request_at_its_time() -> anyhow::Result<()> {
+        let mut record = [0u8; VSCSI_RECORD];
+        record[4..8].copy_from_slice(&8192u32.to_le_bytes());
+        record[12..14].copy_from_slice(&0x8au16.to_le_bytes());
+        record[16..24].copy_from_slice(&(5u64 << 32).to_le_bytes());
+        record[24..].copy_from_slice(&3_000_000u64.to_le_bytes());
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("trace");
+        std::fs::write(&path, record)?;
+        let requests = vscsi(&path, 10.0)?;
+        assert_eq!(requests, [request(true, (5 << 32) * SECTOR, 8192, 300_000)]);
+        record[12] = 0x35;
+        std::fs::write(&path, record)?;
+        assert!(vscsi(&path, 10.0).is_err_and(|error| error.to_string().contains("SCSI command 0x35")));
+        Ok(())
+    }
+
+    #[test]
+    fn a_line_of_arc_is_a_read_of_its_units() -> anyhow::Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("trace");
+        std::fs::write(&path, zstd::encode_all(&b"110765 64 0 0\n7 1 0 1\n"[..], 0)?)?;
+        let requests = arc(&path, SECTOR)?;
+        let reads: Vec<(u64, usize)> = requests.iter().map(|request| (request.start, request.len)).collect();
+        assert_eq!(reads, [(110_765 * SECTOR, 64 * 512), (7 * SECTOR, 512)]);
+        Ok(())
+    }
+
+    #[test]
+    fn the_busiest_requests_are_those_with_the_most_reads() {
+        let requests: Vec<Request> = (0..10).map(|at| request(!(4..7).contains(&at), at, 1, at)).collect();
+        let first: Vec<Request> = busiest(&requests, 3);
+        let expected: Vec<Request> = (4..7).map(|at| request(false, at, 1, at - 4)).collect();
+        assert_eq!(first, expected);
+        assert_eq!(busiest(&requests, 100).len(), 10);
+    }
+
+    #[test]
+    fn an_excerpt_has_pieces_of_the_whole() {
+        let requests: Vec<Request> = (0..800).map(|at| request(false, at, 1, at)).collect();
+        let starts: Vec<u64> = excerpt(&requests, 16).iter().map(|request| request.start).collect();
+        let expected: Vec<u64> = (0..8).flat_map(|piece| [piece * 100, piece * 100 + 1]).collect();
+        assert_eq!(starts, expected);
+    }
+}
