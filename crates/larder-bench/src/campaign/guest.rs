@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use tempfile::TempDir;
 
-use super::process::Process;
+use super::process::{Process, mortal};
 
 /// Booting under emulation on a busy machine takes its time.
 pub const LIMIT: Duration = Duration::from_secs(300);
@@ -26,6 +26,8 @@ pub struct GuestOptions {
     pub disk: String,
     /// Further words of QEMU's command line.
     pub qemu: Vec<String>,
+    /// What it boots, of the test bed: `guest.cpio.gz` is a whole guest, `boot.cpio.gz` starts Debian from the disk.
+    pub base: &'static str,
 }
 
 impl Default for GuestOptions {
@@ -35,9 +37,13 @@ impl Default for GuestOptions {
             memory_kib: 512 << 10,
             disk: "num-queues=2".to_owned(),
             qemu: Vec::new(),
+            base: GUEST,
         }
     }
 }
+
+/// A guest that needs no disk.
+const GUEST: &str = "guest.cpio.gz";
 
 /// A running guest.
 pub struct Guest {
@@ -67,10 +73,14 @@ pub fn test_bed(file: &str) -> anyhow::Result<PathBuf> {
 /// # Errors
 /// The test bed is not set up, or the host's.
 pub fn initramfs(script: &str, folder: &Path) -> anyhow::Result<PathBuf> {
+    initramfs_of(GUEST, script, folder)
+}
+
+fn initramfs_of(base: &str, script: &str, folder: &Path) -> anyhow::Result<PathBuf> {
     let (source, initrd) = (folder.join("test.sh"), folder.join("initrd"));
     fs::write(&source, script)?;
     let made = Command::new(project().join("testbed/with-script.sh"))
-        .arg(test_bed("guest.cpio.gz")?)
+        .arg(test_bed(base)?)
         .args([&source, &initrd])
         .status()?;
     ensure!(made.success(), "testbed/with-script.sh failed");
@@ -97,9 +107,9 @@ impl Guest {
     /// The test bed is not set up, or QEMU cannot be started.
     pub fn start(script: &str, socket: &Path, options: &GuestOptions) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
-        let initrd = initramfs(script, folder.path())?;
+        let initrd = initramfs_of(options.base, script, folder.path())?;
         let monitor = folder.path().join("qmp");
-        let mut command = Command::new("qemu-system-x86_64");
+        let mut command = mortal("qemu-system-x86_64");
         command
             .args(["-accel", &accelerator()?, "-smp", &options.processors.to_string()])
             .arg("-m")

@@ -7,6 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
+/// A command that is killed when the thread that starts it goes, however it goes.
+pub fn mortal(program: &str) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "--", program]);
+    command
+}
+
 /// A child process.
 pub struct Process {
     name: String,

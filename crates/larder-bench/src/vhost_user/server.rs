@@ -2,22 +2,16 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+pub(crate) use larder_bench::campaign::process::mortal;
 
 /// A server process that is killed when this goes.
 pub(crate) struct Server {
     child: Child,
     socket: PathBuf,
-}
-
-/// A command that is killed when the thread that starts it goes, however it goes.
-pub(crate) fn mortal(program: &str) -> Command {
-    let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL", "--", program]);
-    command
 }
 
 /// What a server used.
