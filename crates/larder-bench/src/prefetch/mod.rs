@@ -6,6 +6,7 @@
 //! in the page cache.
 
 mod fio;
+mod instructions;
 mod local;
 mod measure;
 mod memory;
@@ -64,6 +65,8 @@ enum Part {
     Patterns,
     /// Block traces of others, replayed
     Traces,
+    /// User-space instructions for each request
+    Instructions,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -75,6 +78,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Memory => memory::run(arguments)?,
             Part::Patterns => patterns::run(arguments)?,
             Part::Traces => traces::run(arguments)?,
+            Part::Instructions => instructions::run(arguments)?,
         }
         println!();
     }

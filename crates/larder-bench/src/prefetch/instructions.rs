@@ -1,0 +1,282 @@
+//! The part `instructions`: what read-ahead costs where it is of no use, as user-space instructions of the server for
+//! each request, which callgrind counts exactly.
+//!
+//! A server is run twice under callgrind for each figure, for so many requests and for twice as many; the difference is
+//! what the second half of the requests took, without start and end. Images are read with direct I/O, through io_uring:
+//! a read that is answered in the call does not come to read-ahead.
+//!
+//! Valgrind 3.19 does not know that waiting for io_uring blocks, and lets no other thread run meanwhile, not even the
+//! one that takes the signal to end. So the threads take turns, and connections wake the one that waits.
+
+use std::collections::BTreeMap;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use larder_bench::campaign::process::{Process, mortal};
+
+use super::place::Place;
+use super::servers::text;
+use super::{Arguments, GIB};
+use crate::figures::{median, ratios, spread};
+use crate::vhost_user::client::{Client, Random, Workload};
+use crate::vhost_user::larder;
+
+/// Large enough that random reads have no neighbours by chance.
+const IMAGE_BYTES: u64 = GIB;
+
+const BLOCK: usize = 4096;
+
+/// Requests of the shorter run.
+const COUNT: u64 = 16_384;
+
+const CLIENT_MEMORY: usize = 1 << 20;
+
+/// A server is some fifty times slower when its instructions are counted.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A server that is to end gets a connection after each step, so many times.
+const STEP: Duration = Duration::from_millis(100);
+const STEPS_MAX: u32 = 600;
+
+/// Functions that differ by fewer instructions for each request are not shown.
+const SHOWN_MIN: f64 = 8.0;
+
+/// What is asked for, in requests of one block.
+#[derive(Clone, Copy)]
+struct Requests {
+    name: &'static str,
+    write: bool,
+    random: bool,
+    depth: usize,
+}
+
+const REQUESTS: [Requests; 6] = [
+    Requests::new("random read, depth 1", false, true, 1),
+    Requests::new("random read, depth 32", false, true, 32),
+    Requests::new("random write, depth 1", true, true, 1),
+    Requests::new("random write, depth 32", true, true, 32),
+    Requests::new("sequential read, depth 1", false, false, 1),
+    Requests::new("sequential read, depth 32", false, false, 32),
+];
+
+impl Requests {
+    const fn new(name: &'static str, write: bool, random: bool, depth: usize) -> Self {
+        Self {
+            name,
+            write,
+            random,
+            depth,
+        }
+    }
+
+    fn offsets(&self, count: u64) -> Vec<u64> {
+        let mut random = Random::default();
+        let blocks = IMAGE_BYTES / BLOCK as u64;
+        let block = |index| match self.random {
+            true => random.below(blocks),
+            false => index % blocks,
+        };
+        (0..count).map(block).map(|block| block * BLOCK as u64).collect()
+    }
+}
+
+/// A function, and the source that its instructions, or what was inlined into it, come from.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Function {
+    source: String,
+    name: String,
+}
+
+/// Instructions by function.
+#[derive(Clone, Default)]
+struct Costs(BTreeMap<Function, f64>);
+
+impl Costs {
+    fn total(&self) -> f64 {
+        self.0.values().sum()
+    }
+
+    /// What these are more than others, function by function.
+    fn over(&self, others: &Self) -> Self {
+        let mut costs = self.0.clone();
+        for (function, cost) in &others.0 {
+            *costs.entry(function.clone()).or_default() -= cost;
+        }
+        Self(costs)
+    }
+
+    fn divided(mut self, by: u64) -> Self {
+        self.0.values_mut().for_each(|cost| *cost /= by as f64);
+        self
+    }
+
+    /// Those of read-ahead's own code.
+    fn of_read_ahead(&self) -> f64 {
+        let own = self.0.iter().filter(|(function, _)| function.is_read_ahead());
+        own.map(|(_, cost)| cost).sum()
+    }
+
+    /// Rows of the functions, from the most to the least.
+    fn print(&self) {
+        let mut functions: BTreeMap<&str, f64> = BTreeMap::new();
+        for (function, cost) in &self.0 {
+            *functions.entry(&function.name).or_default() += cost;
+        }
+        let mut shown: Vec<(&str, f64)> = functions
+            .into_iter()
+            .filter(|(_, cost)| cost.abs() >= SHOWN_MIN)
+            .collect();
+        shown.sort_by(|one, other| other.1.total_cmp(&one.1));
+        for (function, cost) in &shown {
+            println!("| `{function}` | {cost:+.0} |");
+        }
+        let rest = self.total() - shown.iter().map(|(_, cost)| cost).sum::<f64>();
+        println!("| all others | {rest:+.0} |");
+    }
+
+    /// What callgrind has written.
+    fn read(profile: &Path) -> anyhow::Result<Self> {
+        let output = Command::new("callgrind_annotate")
+            .args(["--threshold=100", "--auto=no"])
+            .arg(profile)
+            .output()
+            .context("starting callgrind_annotate, which testbed/setup.sh installs")?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let mut costs = Self::default();
+        for (function, cost) in said.lines().filter_map(function_and_cost) {
+            *costs.0.entry(function).or_default() += cost;
+        }
+        ensure!(
+            output.status.success() && costs.total() > 0.0,
+            "callgrind_annotate shows no function of {}: {}{said}",
+            profile.display(),
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(costs)
+    }
+}
+
+impl Function {
+    fn is_read_ahead(&self) -> bool {
+        self.source.contains("larder-prefetch/") || self.name.contains("larder_prefetch::")
+    }
+}
+
+/// From a line of callgrind_annotate's list, `1,234 (5.67%)  file:function [object]`.
+fn function_and_cost(line: &str) -> Option<(Function, f64)> {
+    let (cost, rest) = line.trim_start().split_once(" (")?;
+    let cost = cost.replace(',', "").parse().ok()?;
+    let place = rest.split_once("%)")?.1.trim();
+    let place = place.split(" [/").next().unwrap_or(place);
+    // The total, on a line of its own, has no file.
+    let (source, name) = place.split_once(':')?;
+    // A recursive call is marked by an apostrophe.
+    let name = name.split('\'').next().unwrap_or(name);
+    let function = Function {
+        source: source.to_owned(),
+        name: name.to_owned(),
+    };
+    Some((function, cost))
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let place = arguments.place()?;
+    let images = [
+        ("raw", place.raw_image(IMAGE_BYTES)?),
+        ("qcow2", place.qcow2_image(IMAGE_BYTES)?),
+    ];
+    let count = arguments.count.unwrap_or(COUNT);
+    println!(
+        "User-space instructions of the server for each request of 4 KiB; disk of 1 GiB, direct I/O, {count} requests"
+    );
+    for (format, image) in &images {
+        for requests in &REQUESTS {
+            let (mut off, mut on) = (Vec::new(), Vec::new());
+            let mut last = Costs::default();
+            for _ in 0..arguments.rounds(1) {
+                let without = of_each(&place, image, format, "off", requests, count)?;
+                let with = of_each(&place, image, format, "4MiB", requests, count)?;
+                off.push(without.total());
+                on.push(with.total());
+                last = with.over(&without);
+            }
+            let ratios = ratios(&on, &off);
+            println!("\n| {format}, {} | instructions |\n| --- | --- |", requests.name);
+            println!("| read-ahead off | {:.0} |", median(&off));
+            println!("| on | {:.0} |", median(&on));
+            println!("| on / off | {:.3} ({}) |", median(&ratios), spread(&ratios, 3));
+            println!("| on less off | {:+.0} |", last.total());
+            println!("| of that, read-ahead's own code | {:+.0} |", last.of_read_ahead());
+            last.print();
+        }
+    }
+    Ok(())
+}
+
+/// Instructions of one request.
+fn of_each(
+    place: &Place,
+    image: &Path,
+    format: &str,
+    prefetch: &str,
+    requests: &Requests,
+    count: u64,
+) -> anyhow::Result<Costs> {
+    let of = |count| counted(place, image, format, prefetch, requests, count);
+    Ok(of(2 * count)?.over(&of(count)?).divided(count))
+}
+
+/// Instructions of a server from its start to its end.
+fn counted(
+    place: &Place,
+    image: &Path,
+    format: &str,
+    prefetch: &str,
+    requests: &Requests,
+    count: u64,
+) -> anyhow::Result<Costs> {
+    let (socket, profile) = (place.unused("socket"), place.unused("callgrind"));
+    let mut command = mortal("valgrind");
+    command
+        .args(["-q", "--fair-sched=yes", "--tool=callgrind"])
+        .arg(format!("--callgrind-out-file={}", profile.display()))
+        .arg(larder()?)
+        .args([
+            "disk",
+            "serve",
+            text(image)?,
+            "--format",
+            format,
+            "--prefetch",
+            prefetch,
+        ])
+        .args(["--poll-us", "0", "--socket", text(&socket)?]);
+    let mut server = Process::start(command)?;
+    server.wait_for("serving", LIMIT)?;
+    let mut client = Client::connect_with(&socket, true, CLIENT_MEMORY)?;
+    let workload = Workload {
+        write: requests.write,
+        block: BLOCK,
+        depth: requests.depth,
+        duration: Duration::ZERO,
+    };
+    client.run_at(&workload, &requests.offsets(count))?;
+    drop(client);
+    server.signal(libc::SIGTERM);
+    let mut steps = 0..STEPS_MAX;
+    let status = loop {
+        match server.wait(STEP) {
+            Ok(status) => break status,
+            Err(error) if steps.next().is_none() => return Err(error),
+            // It may be ending right now.
+            Err(_) => drop(UnixStream::connect(&socket)),
+        }
+    };
+    ensure!(status.success(), "{status}:\n{}", server.output());
+    let costs = Costs::read(&profile)?;
+    std::fs::remove_file(&profile)?;
+    Ok(costs)
+}
