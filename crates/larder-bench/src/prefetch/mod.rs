@@ -6,6 +6,7 @@
 //! in the page cache.
 
 mod fio;
+mod guest;
 mod instructions;
 mod local;
 mod measure;
@@ -67,6 +68,8 @@ enum Part {
     Traces,
     /// User-space instructions for each request
     Instructions,
+    /// A Debian guest that boots and reads files
+    Guest,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -79,6 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Patterns => patterns::run(arguments)?,
             Part::Traces => traces::run(arguments)?,
             Part::Instructions => instructions::run(arguments)?,
+            Part::Guest => guest::run(arguments)?,
         }
         println!();
     }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
@@ -142,4 +143,17 @@ pub(super) fn text(path: &Path) -> anyhow::Result<&str> {
         bail!("the path '{text}' has blanks in it, which these experiments cannot do with");
     }
     Ok(text)
+}
+
+/// nbdkit with `image`, which answers each read so much later than it would; what is written goes with it. And the URI
+/// of its disk.
+pub(super) fn slow_nbd(place: &Place, image: &Path, latency: Duration) -> anyhow::Result<(Server, String)> {
+    let socket = place.unused("nbd");
+    let command = format!(
+        "nbdkit --foreground --log=null --unix {{socket}} --threads 64 --filter=delay --filter=cow file {{image}} \
+         rdelay={}ms",
+        latency.as_millis()
+    );
+    let server = Server::start(&command, image, &socket)?;
+    Ok((server, format!("nbd+unix:///?socket={}", text(&socket)?)))
 }
