@@ -9,6 +9,7 @@ mod fio;
 mod guest;
 mod instructions;
 mod local;
+mod long_reads;
 mod measure;
 mod memory;
 mod patterns;
@@ -70,6 +71,8 @@ enum Part {
     Instructions,
     /// A Debian guest that boots and reads files
     Guest,
+    /// Reads that are longer than those that are read ahead of
+    LongReads,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -83,6 +86,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Traces => traces::run(arguments)?,
             Part::Instructions => instructions::run(arguments)?,
             Part::Guest => guest::run(arguments)?,
+            Part::LongReads => long_reads::run(arguments)?,
         }
         println!();
     }
