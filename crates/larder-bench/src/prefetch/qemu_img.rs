@@ -44,7 +44,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let image = text(&image)?;
     let count = arguments.count.unwrap_or(COUNT);
     let mut seconds = vec![vec![Vec::new(); READERS.len()]; DEPTHS.len()];
-    for _ in 0..arguments.rounds(1) {
+    for _ in 0..arguments.rounds(2) {
         for ((depth, ..), row) in DEPTHS.iter().zip(&mut seconds) {
             for (reader, values) in READERS.iter().zip(row) {
                 let server = match reader {
