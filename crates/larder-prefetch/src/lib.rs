@@ -134,19 +134,15 @@ pub struct Prefetch {
 }
 
 impl Prefetch {
-    /// `lower`, read ahead of, on `on`. A device with blocks larger than 4 KiB is left as it is, and so is any with less
-    /// memory than [`PrefetchOptions::MEMORY_MIN`].
-    pub fn stack(on: &Loop, lower: Rc<dyn BlockDevice>, options: PrefetchOptions) -> Rc<dyn BlockDevice> {
-        match options.memory < PrefetchOptions::MEMORY_MIN || u64::from(lower.geometry().block_size) > BLOCK_LEN {
-            true => lower,
-            false => Self::over(on, lower, options),
-        }
-    }
-
-    /// As [`Prefetch::stack`], for a device that is known to be fit for it, with [`Prefetch::statistics`].
+    /// `lower`, read ahead of, on `on`. Memory below [`PrefetchOptions::MEMORY_MIN`] is for tests: there is hardly a stream
+    /// that gets a share of it.
+    ///
+    /// # Panics
+    /// If `lower` has blocks larger than 4 KiB.
     pub fn over(on: &Loop, lower: Rc<dyn BlockDevice>, options: PrefetchOptions) -> Rc<Self> {
         let generation = lower.size_changes().generation();
         let block_size = u64::from(lower.geometry().block_size);
+        assert!(block_size <= BLOCK_LEN, "blocks of {block_size} bytes");
         Rc::new_cyclic(|this| Self {
             this: this.clone(),
             on: on.downgrade(),
