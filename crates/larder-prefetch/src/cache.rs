@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use crate::streams::StreamId;
-use crate::units::{BLOCK_BITS, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot, parts_of};
+use crate::units::{BLOCK_BITS, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot};
 
 /// Which slot.
 pub(crate) type SlotIndex = u16;
@@ -117,6 +117,7 @@ impl Cache {
     }
 
     /// The slot of a part of the disk.
+    #[inline]
     pub(crate) fn find(&self, part: u64) -> Option<SlotIndex> {
         let mask = self.table.len() - 1;
         let mut place = self.place(part);
@@ -137,18 +138,10 @@ impl Cache {
         &mut self.slots[usize::from(index)]
     }
 
-    /// All slots that touch `blocks`; cheap however many blocks these are.
-    pub(crate) fn slots_in(&self, blocks: &Range<Block>) -> impl Iterator<Item = SlotIndex> + use<'_> {
-        let parts = parts_of(blocks);
-        let few = parts.end - parts.start <= 64;
-        let by_part = few.then(|| parts.clone().filter_map(|part| self.find(part)));
-        let all = (!few).then(|| {
-            (0..self.slots.len() as u16).filter(move |index| {
-                let slot = self.slot(*index);
-                slot.list != ListKind::Free && parts.contains(&slot.part)
-            })
-        });
-        by_part.into_iter().flatten().chain(all.into_iter().flatten())
+    /// Whether a slot is of one of `parts`.
+    pub(crate) fn holds_any(&self, index: SlotIndex, parts: &Range<u64>) -> bool {
+        let slot = self.slot(index);
+        slot.list != ListKind::Free && parts.contains(&slot.part)
     }
 
     /// The blocks of `blocks` that lie in a slot, as bits.

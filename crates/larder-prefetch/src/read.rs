@@ -52,8 +52,7 @@ impl Prefetch {
                 drop(state);
                 let read = self.lower.read(start, buffer);
                 // What the layer below has in memory need not be here, too.
-                if !read.is_ready() {
-                    self.state.borrow_mut().missed(&blocks);
+                if !read.is_ready() && self.state.borrow_mut().missed(&blocks) {
                     self.set_out();
                 }
                 read

@@ -100,6 +100,16 @@ impl Seen {
         }
     }
 
+    /// Whether anything around `blocks` was read lately, that is, in their regions or a neighbour of those. If not, they
+    /// are no part of anything but a step.
+    #[inline]
+    pub(crate) fn knows_around(&self, blocks: &Range<Block>) -> bool {
+        let (first, last) = regions_around(blocks);
+        let is_known = |number: u64| self.regions[Self::place(number)].number == number;
+        // All of them, without a branch for each.
+        is_known(first) | is_known(first + 1) | is_known(last - 1) | is_known(last)
+    }
+
     /// Notes that a read is of a stream.
     pub(crate) fn assign(&mut self, blocks: &Range<Block>, stream: StreamId) {
         for block in [blocks.start, blocks.end - 1] {
@@ -107,9 +117,8 @@ impl Seen {
         }
     }
 
-    /// The stream of the last read around a block that was of one.
-    pub(crate) fn stream_at(&self, block: Block) -> Option<StreamId> {
-        let number = block / BLOCKS_PER_REGION;
+    /// The stream of the last read in a region that was of one.
+    pub(crate) fn stream_at(&self, number: u64) -> Option<StreamId> {
         let region = &self.regions[Self::place(number)];
         (region.number == number).then_some(region.stream)
     }
@@ -151,27 +160,42 @@ impl Seen {
     }
 }
 
+/// The numbers of the region before that of a read's start, and of the one behind that of its end.
+pub(crate) fn regions_around(blocks: &Range<Block>) -> (u64, u64) {
+    let (first, last) = (blocks.start / BLOCKS_PER_REGION, (blocks.end - 1) / BLOCKS_PER_REGION);
+    (first.saturating_sub(1), last + 1)
+}
+
 /// Which reads would go on with a step between earlier ones.
 #[derive(Default)]
 struct Steps {
     expected: [Block; STEPS],
+    /// The low halves of those, which can be looked through at once.
+    keys: [u32; STEPS],
     steps: [i32; STEPS],
     repeats: [u8; STEPS],
     next: usize,
+    /// The newest first.
     origins: [Block; STEP_ORIGINS],
-    next_origin: usize,
 }
 
 impl Steps {
     fn to(&mut self, block: Block) -> Option<i64> {
-        let found = self.expected.iter().position(|expected| *expected == block);
-        if let Some(index) = found
+        let key = block as u32;
+        let is_there = self
+            .keys
+            .iter()
+            .fold(false, |is_there, other| is_there | (*other == key));
+        if is_there
+            && let Some(index) = self.expected.iter().position(|expected| *expected == block)
             && self.steps[index] != 0
         {
             let step = i64::from(self.steps[index]);
             self.repeats[index] += 1;
             match block.checked_add_signed(step) {
-                Some(next) if self.repeats[index] < REPEATS => self.expected[index] = next,
+                Some(next) if self.repeats[index] < REPEATS => {
+                    (self.expected[index], self.keys[index]) = (next, next as u32);
+                }
                 _ => self.steps[index] = 0,
             }
             return (self.repeats[index] >= REPEATS).then_some(step);
@@ -185,15 +209,15 @@ impl Steps {
                 self.expect(next, step, 0);
             }
         }
-        self.origins[self.next_origin] = block;
-        self.next_origin = (self.next_origin + 1) % STEP_ORIGINS;
+        self.origins.rotate_right(1);
+        self.origins[0] = block;
         None
     }
 
     fn expect(&mut self, block: Block, step: i64, repeats: u8) {
         let index = self.next;
         self.next = (index + 1) % STEPS;
-        self.expected[index] = block;
+        (self.expected[index], self.keys[index]) = (block, block as u32);
         self.steps[index] = step as i32;
         self.repeats[index] = repeats;
     }

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use crate::cache::{Cache, FetchId, SlotIndex, Unread};
 use crate::extents::Extents;
 use crate::pace::Pace;
-use crate::seen::Seen;
+use crate::seen::{Seen, regions_around};
 use crate::streams::{Bounds, FETCH_MAX, Pattern, StreamId, Streams};
 use crate::units::{BLOCK_BITS, BLOCKS_PER_REGION, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot, parts_of};
 use crate::writes::Writes;
@@ -115,33 +115,43 @@ impl State {
         }
     }
 
-    /// A read of `blocks`, nothing of which is in memory, nor in that of the layer below.
-    pub(crate) fn missed(&mut self, blocks: &Range<Block>) {
+    /// A read of `blocks`, nothing of which is in memory, nor in that of the layer below; whether a fetch may begin now.
+    pub(crate) fn missed(&mut self, blocks: &Range<Block>) -> bool {
         if let Some(id) = self.stream_of(blocks) {
             self.seen.assign(blocks, id);
             self.consider(id);
         }
         self.seen.note(blocks.clone());
+        self.has_work()
     }
 
     /// The stream that a read of `blocks`, which are not in memory, belongs to.
     fn stream_of(&mut self, blocks: &Range<Block>) -> Option<StreamId> {
+        let len = blocks.end - blocks.start;
+        if !self.seen.knows_around(blocks) && self.slot_before(blocks).is_none() {
+            return self.begin_strided(blocks);
+        }
         if let Some(known) = self.stream_near(blocks) {
             return Some(known);
         }
-        let len = blocks.end - blocks.start;
         let evidence = ((len * 2).max(EVIDENCE_MIN) << self.caution).min(EVIDENCE_MAX);
         let before = blocks.start.saturating_sub(evidence)..blocks.start;
-        let (pattern, step) = if before.end - before.start >= EVIDENCE_MIN && self.seen.were_read(before) {
-            (Pattern::Forward, 0)
+        if before.end - before.start >= EVIDENCE_MIN && self.seen.were_read(before) {
+            self.begin(Pattern::Forward, blocks, 0)
         } else if self.seen.were_read(blocks.end..blocks.end + evidence) {
-            (Pattern::Backward, 0)
+            self.begin(Pattern::Backward, blocks, 0)
         } else {
-            (Pattern::Strided, self.seen.step_to(blocks.start)?)
-        };
-        if pattern == Pattern::Strided && (step.unsigned_abs() <= len || self.caution > CAUTION_MAX / 2) {
-            return None;
+            self.begin_strided(blocks)
         }
+    }
+
+    fn begin_strided(&mut self, blocks: &Range<Block>) -> Option<StreamId> {
+        let step = self.seen.step_to(blocks.start)?;
+        let is_step = step.unsigned_abs() > blocks.end - blocks.start && self.caution <= CAUTION_MAX / 2;
+        is_step.then(|| self.begin(Pattern::Strided, blocks, step)).flatten()
+    }
+
+    fn begin(&mut self, pattern: Pattern, blocks: &Range<Block>, step: i64) -> Option<StreamId> {
         let bounds = self.bounds();
         let begun = self.streams.begin(pattern, blocks, step, bounds)?;
         match pattern {
@@ -155,16 +165,16 @@ impl State {
     /// The stream whose reader is about where `blocks` are.
     fn stream_near(&mut self, blocks: &Range<Block>) -> Option<StreamId> {
         let (bounds, next) = (self.bounds(), self.next_fetch);
-        let before = blocks.start.saturating_sub(1);
-        let in_memory = self.cache.find(before / BLOCKS_PER_SLOT);
-        let in_memory = in_memory.map(|slot| self.cache.slot(slot).stream);
-        let regions = [
-            before,
-            blocks.start.saturating_sub(BLOCKS_PER_REGION),
-            blocks.end + BLOCKS_PER_REGION,
+        let in_memory = self.slot_before(blocks).map(|slot| self.cache.slot(slot).stream);
+        let (first, last) = regions_around(blocks);
+        let here = blocks.start.saturating_sub(1) / BLOCKS_PER_REGION;
+        let around = [
+            self.seen.stream_at(here),
+            self.seen.stream_at(first),
+            self.seen.stream_at(last),
+            in_memory,
         ];
-        let around = regions.map(|block| self.seen.stream_at(block));
-        for id in around.into_iter().chain([in_memory]).flatten() {
+        for id in around.into_iter().flatten() {
             if let Some(stream) = self.streams.get(id)
                 && stream.is_near(blocks)
             {
@@ -173,6 +183,11 @@ impl State {
             }
         }
         None
+    }
+
+    /// The slot of the block before `blocks`.
+    fn slot_before(&self, blocks: &Range<Block>) -> Option<SlotIndex> {
+        self.cache.find(blocks.start.saturating_sub(1) / BLOCKS_PER_SLOT)
     }
 
     /// Queues a stream if there is something to be fetched for it.
@@ -216,12 +231,26 @@ impl State {
 
     /// Nothing of `blocks` is in memory any more.
     pub(crate) fn forget(&mut self, blocks: &Range<Block>) {
-        let touched: SmallVec<[SlotIndex; 32]> = self.cache.slots_in(blocks).collect();
-        for index in touched {
-            let bits = self.cache.bits(index, blocks);
-            let lost = self.cache.forget(index, bits);
-            self.count_lost(lost);
+        let parts = parts_of(blocks);
+        if parts.end - parts.start <= self.cache.len() as u64 {
+            for part in parts {
+                if let Some(index) = self.cache.find(part) {
+                    self.forget_in(index, blocks);
+                }
+            }
+        } else {
+            for index in 0..self.cache.len() as SlotIndex {
+                if self.cache.holds_any(index, &parts) {
+                    self.forget_in(index, blocks);
+                }
+            }
         }
+    }
+
+    fn forget_in(&mut self, index: SlotIndex, blocks: &Range<Block>) {
+        let bits = self.cache.bits(index, blocks);
+        let lost = self.cache.forget(index, bits);
+        self.count_lost(lost);
     }
 
     fn count_lost(&mut self, lost: Option<Unread>) {
@@ -246,6 +275,7 @@ impl State {
     }
 
     /// Whether a fetch may begin.
+    #[inline]
     pub(crate) fn has_work(&self) -> bool {
         !self.queue.is_empty() && self.running.len() < self.pace.limit() && !self.closing
     }
