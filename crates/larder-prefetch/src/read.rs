@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::Prefetch;
 use crate::cache::{Cache, FetchId, SlotIndex};
 use crate::state::State;
-use crate::units::{BLOCK_BITS, Block, SLOT_BITS, blocks_of, parts_of};
+use crate::units::{BLOCK_BITS, Block, SLOT_BITS, blocks_done, blocks_of, parts_of};
 
 /// Of a long read, the history gets no more than its end.
 const NOTED_MAX: u64 = 128;
@@ -35,12 +35,12 @@ impl Prefetch {
         if len == 0 || !is_fit {
             return self.lower.read(start, buffer);
         }
-        let blocks = blocks_of(at, len);
+        let (blocks, done) = (blocks_of(at, len), blocks_done(at, len));
         if len > self.options.largest_read.get() {
             let mut state = self.state.borrow_mut();
             state.counts.bypassed += 1;
-            let first = blocks.start.max(blocks.end.saturating_sub(NOTED_MAX));
-            state.seen.note(first..blocks.end);
+            let first = done.start.max(done.end.saturating_sub(NOTED_MAX));
+            state.seen.note(first..done.end);
             drop(state);
             return self.lower.read(start, buffer);
         }
@@ -52,29 +52,29 @@ impl Prefetch {
                 drop(state);
                 let read = self.lower.read(start, buffer);
                 // What the layer below has in memory need not be here, too.
-                if !read.is_ready() && self.state.borrow_mut().missed(&blocks) {
+                if !read.is_ready() && self.state.borrow_mut().missed(&done) {
                     self.set_out();
                 }
                 read
             }
             Found::All => {
                 state.counts.hits += 1;
-                state.seen.note(blocks.clone());
-                state.copy(at, buffer, &blocks);
+                state.seen.note(done.clone());
+                state.copy(at, buffer, &done);
                 drop(state);
                 self.set_out();
                 Io::ready(Ok(()))
             }
             Found::Some => {
-                state.seen.note(blocks.clone());
+                state.seen.note(done.clone());
                 drop(state);
-                Io::task(self.read_pieces(start, buffer, blocks))
+                Io::task(self.read_pieces(start, buffer, done))
             }
         }
     }
 
-    /// A read of which a part is in memory, or on its way.
-    async fn read_pieces(&self, start: ByteOffset, buffer: ReadBuf<'_>, blocks: Range<Block>) -> IoResult {
+    /// A read of which a part is in memory, or on its way, and that is done with the blocks `done`.
+    async fn read_pieces(&self, start: ByteOffset, buffer: ReadBuf<'_>, done: Range<Block>) -> IoResult {
         let (mut at, end) = (start.get(), start.get() + buffer.len() as u64);
         let part_of = |from: u64, to: u64| buffer.slice((from - start.get()) as usize, (to - from) as usize);
         let mut ios: SmallVec<[Io<'_>; 4]> = SmallVec::new();
@@ -95,13 +95,13 @@ impl Prefetch {
             match piece {
                 Piece::Missing => {}
                 Piece::Present => {
-                    state.copy(at, part_of(at, to), &blocks);
+                    state.copy(at, part_of(at, to), &done);
                     missing_from = to;
                 }
                 Piece::Flying(slot, fetch) => {
                     waits = true;
-                    state.is_waited_for(slot, fetch, &blocks);
-                    ios.push(Io::task(self.wait_for(at, part_of(at, to), blocks.clone())));
+                    state.is_waited_for(slot, fetch, &done);
+                    ios.push(Io::task(self.wait_for(at, part_of(at, to), done.clone())));
                     missing_from = to;
                 }
             }
@@ -127,14 +127,14 @@ impl Prefetch {
         join(ios).await
     }
 
-    /// Reads a piece, no longer than a slot, of a read of `blocks` that was on its way.
-    async fn wait_for(&self, at: u64, buffer: ReadBuf<'_>, blocks: Range<Block>) -> IoResult {
+    /// Reads a piece, no longer than a slot, that was on its way, for a read that is done with the blocks `done`.
+    async fn wait_for(&self, at: u64, buffer: ReadBuf<'_>, done: Range<Block>) -> IoResult {
         loop {
             let flying = {
                 let mut state = self.state.borrow_mut();
                 match state.piece_at(at, at + buffer.len() as u64) {
                     Piece::Present => {
-                        state.copy(at, buffer, &blocks);
+                        state.copy(at, buffer, &done);
                         drop(state);
                         self.set_out();
                         return Ok(());
@@ -177,8 +177,12 @@ impl Prefetch {
 
 /// What of `blocks` is in memory.
 fn find(cache: &Cache, blocks: &Range<Block>) -> Found {
+    let parts = parts_of(blocks);
+    if parts.end - parts.start == 1 && cache.find(parts.start).is_none() {
+        return Found::Nothing;
+    }
     let (mut some, mut all) = (false, true);
-    for part in parts_of(blocks) {
+    for part in parts {
         let (here, wanted) = match cache.find(part) {
             None => ((0, 0), 1),
             Some(index) => {
@@ -237,10 +241,9 @@ impl State {
         }
     }
 
-    /// Fills `buffer` from the bytes at `at`, all of which are in memory, for a read of `blocks`.
-    fn copy(&mut self, at: u64, buffer: ReadBuf<'_>, blocks: &Range<Block>) {
+    /// Fills `buffer` from the bytes at `at`, all of which are in memory, for a read that is done with the blocks `done`.
+    fn copy(&mut self, at: u64, buffer: ReadBuf<'_>, done: &Range<Block>) {
         let (mut from, end) = (at, at + buffer.len() as u64);
-        let all = blocks_of(at, end - at);
         while from < end {
             let to = end.min(((from >> SLOT_BITS) + 1) << SLOT_BITS);
             let Some(index) = self.cache.find(from >> SLOT_BITS) else {
@@ -251,8 +254,9 @@ impl State {
             // to which nobody writes; and the slice ends before anything else is done.
             let bytes = unsafe { std::slice::from_raw_parts(memory.base().cast_const(), len) };
             buffer.slice((from - at) as usize, len).copy_from_slice(bytes);
-            let bits = self.cache.bits(index, &all);
-            self.used(index, bits, blocks);
+            let here = blocks_of(from, to - from);
+            let bits = self.cache.bits(index, &(here.start..here.end.min(done.end)));
+            self.used(index, bits, done);
             from = to;
         }
     }

@@ -110,6 +110,11 @@ impl Seen {
         is_known(first) | is_known(first + 1) | is_known(last - 1) | is_known(last)
     }
 
+    /// Reads so far.
+    pub(crate) fn now(&self) -> u32 {
+        self.now
+    }
+
     /// Notes that a read is of a stream.
     pub(crate) fn assign(&mut self, blocks: &Range<Block>, stream: StreamId) {
         for block in [blocks.start, blocks.end - 1] {

@@ -153,7 +153,7 @@ impl State {
 
     fn begin(&mut self, pattern: Pattern, blocks: &Range<Block>, step: i64) -> Option<StreamId> {
         let bounds = self.bounds();
-        let begun = self.streams.begin(pattern, blocks, step, bounds)?;
+        let begun = self.streams.begin(pattern, blocks, step, bounds, self.seen.now())?;
         match pattern {
             Pattern::Forward => self.counts.streams_forward += 1,
             Pattern::Backward => self.counts.streams_backward += 1,
@@ -179,6 +179,7 @@ impl State {
                 && stream.is_near(blocks)
             {
                 stream.missed(blocks, next, bounds);
+                self.streams.touch(id, self.seen.now());
                 return Some(id);
             }
         }
@@ -192,7 +193,9 @@ impl State {
 
     /// Queues a stream if there is something to be fetched for it.
     fn consider(&mut self, id: StreamId) {
-        let (bounds, active) = (self.bounds(), self.streams.active());
+        let bounds = self.bounds();
+        self.streams.give_up_forsaken(self.seen.now(), bounds);
+        let active = self.streams.active();
         if let Some(stream) = self.streams.get(id)
             && !stream.queued
             && stream.wanted(bounds, active).is_some()
@@ -207,6 +210,7 @@ impl State {
         let slot = self.cache.slot_mut(index);
         let (new, id) = ((slot.unread & bits).count_ones(), slot.stream);
         slot.unread &= !bits;
+        self.streams.touch(id, self.seen.now());
         if new > 0 {
             self.counts.used += u64::from(new) << BLOCK_BITS;
             self.streams.used(id, new, blocks);
@@ -225,6 +229,7 @@ impl State {
         if let Some(stream) = self.streams.get(id) {
             stream.waited(blocks, fetch, next, bounds);
         }
+        self.streams.touch(id, self.seen.now());
         self.seen.assign(blocks, id);
         self.consider(id);
     }

@@ -24,6 +24,12 @@ pub(crate) const FETCH_MAX: u64 = 128 << 10;
 /// After so many bytes without a wait the distance shrinks by an eighth.
 const CALM: u64 = 4 << 20;
 
+/// A stream that so many reads of the disk have passed by has no share of the memory any more.
+const FORSAKEN_AFTER: u32 = 1024;
+
+/// How many streams are looked at to find one that is forsaken, whenever the memory is not enough for all.
+const FORSAKEN_LOOKS: usize = 2;
+
 /// How many streams are looked at to find one to replace.
 const LOOKS: usize = 8;
 
@@ -77,6 +83,8 @@ pub(crate) struct Stream {
     /// Who waits for a fetch before this one says nothing new: the distance has grown since.
     grown: FetchId,
     calm: u64,
+    /// When it was read last, in reads of the disk.
+    touched: u32,
     /// It waits for a fetch to be started.
     pub(crate) queued: bool,
 }
@@ -96,8 +104,10 @@ pub(crate) struct Bounds {
 pub(crate) struct Streams {
     streams: Vec<Stream>,
     next: usize,
-    /// Streams for which there is something in memory.
+    /// Streams for which there is something in memory, and that are read.
     active: u64,
+    /// The one that is looked at next for whether it is.
+    hand: usize,
 }
 
 impl Streams {
@@ -108,6 +118,7 @@ impl Streams {
             streams: vec![Stream::IDLE; count.clamp(1, 4096)],
             next: 0,
             active: 0,
+            hand: 0,
         }
     }
 
@@ -116,9 +127,35 @@ impl Streams {
         (stream.serial == id.serial).then_some(stream)
     }
 
-    /// How many have something in memory.
+    /// How many have something in memory, and are read.
     pub(crate) fn active(&self) -> u64 {
         self.active
+    }
+
+    /// Gives up streams that nobody reads any more, if the share of each stream holds those down that are read. `now` is
+    /// in reads of the disk. What was fetched for them stays in memory until something else needs the room.
+    pub(crate) fn give_up_forsaken(&mut self, now: u32, bounds: Bounds) {
+        if self.active * bounds.ahead_max <= bounds.memory {
+            return;
+        }
+        for _ in 0..FORSAKEN_LOOKS {
+            self.hand = (self.hand + 1) % self.streams.len();
+            let stream = &self.streams[self.hand];
+            if stream.unread > 0 && now.wrapping_sub(stream.touched) > FORSAKEN_AFTER {
+                let id = StreamId {
+                    index: self.hand as u16,
+                    serial: stream.serial,
+                };
+                self.stop(id);
+            }
+        }
+    }
+
+    /// A stream was read, at `now` in reads of the disk.
+    pub(crate) fn touch(&mut self, id: StreamId, now: u32) {
+        if let Some(stream) = self.get(id) {
+            stream.touched = now;
+        }
     }
 
     /// A stream whose last read was of `blocks`, in the place of one that has nothing in memory.
@@ -128,6 +165,7 @@ impl Streams {
         blocks: &Range<Block>,
         step: i64,
         bounds: Bounds,
+        now: u32,
     ) -> Option<StreamId> {
         if (self.active + 1) * 2 * SLOT_LEN as u64 > bounds.memory {
             return None;
@@ -153,9 +191,10 @@ impl Streams {
                 step_blocks: len,
                 at,
                 front,
-                ahead: AHEAD_FIRST.max(len << (BLOCK_BITS + 1)),
+                touched: now,
                 ..Stream::IDLE
             };
+            stream.ahead = stream.first();
             return Some(StreamId {
                 index: index as u16,
                 serial,
@@ -198,7 +237,7 @@ impl Streams {
         stream.calm += u64::from(new) << BLOCK_BITS;
         if stream.calm > CALM {
             stream.calm = 0;
-            stream.ahead = (stream.ahead - stream.ahead / 8).max(AHEAD_FIRST);
+            stream.ahead = (stream.ahead - stream.ahead / 8).max(stream.first());
         }
         stream.go_to(blocks);
     }
@@ -213,6 +252,7 @@ impl Streams {
     pub(crate) fn stop(&mut self, id: StreamId) {
         if let Some(stream) = self.leave(id, u32::MAX) {
             stream.serial = stream.serial.wrapping_add(1);
+            stream.queued = false;
         }
     }
 
@@ -220,7 +260,7 @@ impl Streams {
     pub(crate) fn lost(&mut self, id: StreamId, blocks: u32) {
         if let Some(stream) = self.leave(id, blocks) {
             stream.lost += u64::from(blocks) << BLOCK_BITS;
-            stream.ahead = (stream.ahead / 2).max(AHEAD_FIRST);
+            stream.ahead = (stream.ahead / 2).max(stream.first());
         }
     }
 }
@@ -240,6 +280,7 @@ impl Stream {
         read: 0,
         grown: 0,
         calm: 0,
+        touched: 0,
         queued: false,
     };
 
@@ -291,8 +332,12 @@ impl Stream {
 
     /// How many bytes may have been fetched and not been read: what is fetched for nothing is bounded by what was not.
     fn allowance(&self, bounds: Bounds) -> u64 {
-        let first = AHEAD_FIRST.max(self.step_blocks << (BLOCK_BITS + 1));
-        (first >> bounds.caution.min(1)) + (self.read >> (PROOF_BITS + bounds.caution))
+        (self.first() >> bounds.caution.min(1)) + (self.read >> (PROOF_BITS + bounds.caution))
+    }
+
+    /// The least distance: two of its reads, so that one of them is all there while the next is on its way.
+    fn first(&self) -> u64 {
+        AHEAD_FIRST.max(self.step_blocks << (BLOCK_BITS + 1))
     }
 
     /// The next fetch, if there is one to be made now: up to so many blocks, from the front on.

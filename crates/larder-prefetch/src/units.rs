@@ -22,6 +22,13 @@ pub(crate) fn blocks_of(start: u64, len: u64) -> Range<Block> {
     start >> BLOCK_BITS..((start + (len - 1)) >> BLOCK_BITS) + 1
 }
 
+/// The blocks that such a read is done with: not the last one if it has only a part of that, because whoever goes on
+/// reads the rest of it first. One block at least.
+pub(crate) fn blocks_done(start: u64, len: u64) -> Range<Block> {
+    let first = start >> BLOCK_BITS;
+    first..((start + len) >> BLOCK_BITS).max(first + 1)
+}
+
 /// The blocks of `blocks` in the slot-sized part `part` of the disk, as bits.
 pub(crate) fn bits_in_slot(blocks: &Range<Block>, part: u64) -> u8 {
     let first = part * BLOCKS_PER_SLOT;

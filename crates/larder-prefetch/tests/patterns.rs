@@ -32,8 +32,8 @@ impl Measured {
     }
 }
 
-/// Makes `reads` over a model of an NVMe SSD, `depth` at a time.
-fn measure(reads: &[Read], depth: usize, options: Option<PrefetchOptions>) -> Measured {
+/// Makes `reads` over a model of an NVMe SSD, `depth` at a time, each reader with a pause after each.
+fn measure(reads: &[Read], depth: usize, thinks: Duration, options: Option<PrefetchOptions>) -> Measured {
     let on = Loop::simulated().expect("a loop");
     let memory = Rc::new(MemoryDevice::new(ByteLen::new(DISK), 512));
     let slow: Rc<dyn BlockDevice> = Rc::new(SlowDevice::new(&on, memory, ServiceModel::NVME_TLC));
@@ -53,8 +53,8 @@ fn measure(reads: &[Read], depth: usize, options: Option<PrefetchOptions>) -> Me
                     let Some((at, len)) = next else { return };
                     let read = device.read(ByteOffset::new(at), ReadBuf::new(&mut buffer[..len]));
                     read.await.expect("reads");
-                    let thinks = weak.upgrade().expect("the loop runs").sleep(THINKS);
-                    thinks.await;
+                    let pause = weak.upgrade().expect("the loop runs").sleep(thinks);
+                    pause.await;
                 }
             })
         })
@@ -74,7 +74,10 @@ fn measure(reads: &[Read], depth: usize, options: Option<PrefetchOptions>) -> Me
 /// How many times as fast it is with read-ahead, and what is wasted.
 fn gain(what: &str, reads: &[Read], depth: usize) -> (f64, f64) {
     let options = PrefetchOptions::default();
-    let (off, on) = (measure(reads, depth, None), measure(reads, depth, Some(options)));
+    let (off, on) = (
+        measure(reads, depth, THINKS, None),
+        measure(reads, depth, THINKS, Some(options)),
+    );
     let gain = off.seconds / on.seconds;
     println!(
         "{what}, depth {depth}: {gain:.2} times, waste {:.1} %, {:?}",
@@ -195,4 +198,28 @@ fn short_runs_at_random_places_waste_little() {
         let (gained, waste) = gain(&format!("runs of {run}"), &reads, 1);
         assert!(gained > 0.98 && waste < 0.1);
     }
+}
+
+#[test]
+fn long_reads_are_found_whole_wherever_they_begin_and_however_seldom_they_come() {
+    for first in [0, 63 * 512] {
+        for each in [32 * KIB, 48 * KIB, 64 * KIB] {
+            let reads = forward(first, 64 << 20, each);
+            let seldom = Duration::from_millis(1);
+            let counts = measure(&reads, 1, seldom, Some(PrefetchOptions::default())).counts;
+            println!("{each} from {first}: {counts:?}");
+            assert!(counts.hits as usize * 100 > reads.len() * 98, "{each} from {first}");
+        }
+    }
+}
+
+#[test]
+fn readers_that_have_gone_leave_the_memory_to_those_that_are_there() {
+    let gone = (0..120).flat_map(|place| forward((500 << 20) + (place << 20), 24 * KIB, 4 * KIB));
+    let goes_on = forward(0, 128 << 20, 64 * KIB);
+    let reads: Vec<Read> = gone.chain(goes_on.clone()).collect();
+    let counts = measure(&reads, 1, THINKS, Some(PrefetchOptions::default())).counts;
+    println!("{counts:?}");
+    assert!(counts.partial_hits as usize * 2 < goes_on.len() * 11 / 10);
+    assert!(counts.streams < 10);
 }
