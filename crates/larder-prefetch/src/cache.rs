@@ -25,6 +25,11 @@ const NONE: u16 = u16::MAX;
 /// The table has four to eight places of two bytes for each slot.
 const TABLE_BYTES_PER_SLOT: usize = 16;
 
+/// Memory is allocated in pieces of so many bytes, of many slots each: the allocator takes up to a page more for what it
+/// aligns.
+const PIECE_LEN: usize = 16 * SLOT_LEN;
+const PIECE_OVERHEAD: usize = 4096 + size_of::<AlignedBuf>();
+
 /// Which fetch; a number that is not used again soon.
 pub(crate) type FetchId = u32;
 
@@ -76,8 +81,10 @@ pub(crate) struct Unread {
 /// All slots.
 pub(crate) struct Cache {
     slots: Box<[Slot]>,
-    /// Owns the slots' memory.
+    /// Owns the slots' memory; the last one is given out from its start on.
     memory: Vec<AlignedBuf>,
+    /// Bytes of the last one that were given out.
+    given_out: usize,
     lists: [List; 3],
     /// Slots by part, linear probing.
     table: Box<[u16]>,
@@ -87,14 +94,16 @@ pub(crate) struct Cache {
 
 impl Cache {
     /// Bytes that a slot takes, all in all.
-    pub(crate) const SLOT_BYTES: usize = SLOT_LEN + size_of::<Slot>() + size_of::<AlignedBuf>() + TABLE_BYTES_PER_SLOT;
+    pub(crate) const SLOT_BYTES: usize =
+        SLOT_LEN + size_of::<Slot>() + TABLE_BYTES_PER_SLOT + PIECE_OVERHEAD / (PIECE_LEN / SLOT_LEN);
 
     pub(crate) fn new(slots: usize) -> Self {
         let slots = slots.clamp(1, usize::from(NONE) / 8);
         let places = (slots * 4).next_power_of_two().max(16);
         let mut cache = Self {
             slots: (0..slots).map(|_| Slot::default()).collect(),
-            memory: Vec::with_capacity(slots),
+            memory: Vec::with_capacity(slots.div_ceil(PIECE_LEN / SLOT_LEN)),
+            given_out: PIECE_LEN,
             lists: [List {
                 first: NONE,
                 last: NONE,
@@ -163,18 +172,28 @@ impl Cache {
             .into_iter()
             .find_map(|kind| self.oldest_idle(kind))?;
         let lost = self.clear(index);
+        if self.slot(index).memory.is_none() {
+            self.slot_mut(index).memory = self.new_memory();
+        }
         let place = self.slot_mut(index);
         place.part = part;
         place.stream = stream;
-        if place.memory.is_none() {
-            let mut memory = AlignedBuf::zeroed(SLOT_LEN);
-            place.memory = NonNull::new(memory.as_mut_ptr());
-            self.memory.push(memory);
-        }
         self.enter(index);
         self.unlink(index);
         self.append(index, ListKind::Unread);
         Some((index, lost))
+    }
+
+    fn new_memory(&mut self) -> Option<NonNull<u8>> {
+        if self.given_out == PIECE_LEN {
+            let left = self.slots.len() * SLOT_LEN - self.memory.len() * PIECE_LEN;
+            self.memory.push(AlignedBuf::zeroed(left.min(PIECE_LEN)));
+            self.given_out = 0;
+        }
+        let piece = self.memory.last_mut()?;
+        let memory = NonNull::new(piece.as_mut_ptr().wrapping_add(self.given_out));
+        self.given_out += SLOT_LEN;
+        memory
     }
 
     fn oldest_idle(&self, kind: ListKind) -> Option<SlotIndex> {

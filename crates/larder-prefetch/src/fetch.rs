@@ -62,13 +62,13 @@ impl Prefetch {
             _ => (planned.blocks.start, planned.blocks.start.saturating_add(ASKED)),
         };
         let (from, to) = (from.min(disk), to.min(disk));
-        if from == to || self.state.borrow().closing {
-            return;
+        let mut found = Vec::new();
+        if from < to && !self.state.borrow().closing {
+            let range = ByteRange::new(from << BLOCK_BITS, (to - from) << BLOCK_BITS);
+            found = self.lower.extents(range, EXTENTS).await.unwrap_or_default();
         }
-        let range = ByteRange::new(from << BLOCK_BITS, (to - from) << BLOCK_BITS);
-        if let Ok(found) = self.lower.extents(range, EXTENTS).await {
-            let mut state = self.state.borrow_mut();
-            found.into_iter().for_each(|extent| state.extents.note(extent));
-        }
+        let mut state = self.state.borrow_mut();
+        found.into_iter().for_each(|extent| state.extents.note(extent));
+        state.asking = false;
     }
 }

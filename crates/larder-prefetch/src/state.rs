@@ -53,6 +53,8 @@ pub(crate) struct State {
     caution: u32,
     /// What had been fetched and wasted when that was looked at last.
     looked: (u64, u64),
+    /// Somebody is being asked where there is data; one at a time.
+    pub(crate) asking: bool,
     /// No fetch begins any more.
     pub(crate) closing: bool,
 }
@@ -94,6 +96,7 @@ impl State {
             ahead_max: options.ahead_max.get(),
             caution: 0,
             looked: (0, 0),
+            asking: false,
             closing: false,
         }
     }
@@ -417,7 +420,8 @@ impl State {
         });
         let memory = memory.collect();
         self.running.push(id);
-        let asks = self.extents.find(blocks.start).is_none();
+        let asks = !self.asking && self.extents.find(blocks.start).is_none();
+        self.asking |= asks;
         Some(Planned {
             id,
             stream,
