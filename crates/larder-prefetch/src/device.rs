@@ -33,7 +33,7 @@ impl Filter for Prefetch {
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
-        self.read_steps(start, buffer)
+        self.read_any(start, buffer)
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {

@@ -34,6 +34,7 @@ use std::rc::{Rc, Weak};
 use larder_block::event_loop::WeakLoop;
 use larder_block::{BlockDevice, ByteLen, Loop};
 
+use read::LongReads;
 use state::State;
 pub use streams::Pattern;
 use units::BLOCK_LEN;
@@ -44,7 +45,8 @@ use writes::Writes;
 pub struct PrefetchOptions {
     /// All memory that is held, tables included.
     pub memory: ByteLen,
-    /// Reads that are longer go past the cache: the copy would cost more than is gained.
+    /// Reads that are longer go past the cache: the copy would cost more than is gained. So do those of more than
+    /// 64 KiB as long as two of them are under way: who asks for so much at a time needs nobody to ask in his stead.
     pub largest_read: ByteLen,
     /// No stream is read ahead of by more than this.
     pub ahead_max: ByteLen,
@@ -59,7 +61,8 @@ impl Default for PrefetchOptions {
     fn default() -> Self {
         Self {
             memory: ByteLen::mib(4),
-            largest_read: ByteLen::kib(64),
+            // What Linux reads ahead of its own accord.
+            largest_read: ByteLen::kib(128),
             ahead_max: ByteLen::mib(1),
         }
     }
@@ -129,6 +132,7 @@ pub struct Prefetch {
     state: RefCell<State>,
     /// Changes that are under way.
     writes: Writes,
+    long_reads: LongReads,
     /// The change of size that the memory's content is of.
     generation: Cell<u64>,
 }
@@ -151,6 +155,7 @@ impl Prefetch {
             block_size,
             state: RefCell::new(State::new(options)),
             writes: Writes::default(),
+            long_reads: LongReads::default(),
             generation: Cell::new(generation),
         })
     }

@@ -1,9 +1,10 @@
 //! The guest's reads.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::task::Poll;
 
-use larder_block::{ByteOffset, Io, IoResult, ReadBuf, join};
+use larder_block::{ByteOffset, Io, IoResult, ReadBuf, Watch, join};
 use smallvec::SmallVec;
 
 use crate::Prefetch;
@@ -13,6 +14,22 @@ use crate::units::{BLOCK_BITS, Block, SLOT_BITS, blocks_done, blocks_of, parts_o
 
 /// Of a long read, the history gets no more than its end.
 const NOTED_MAX: u64 = 128;
+
+/// A read of more bytes is a long one.
+const LONG: u64 = 64 << 10;
+
+/// So many long reads are under way at most while one is looked for in memory.
+const LONG_MAX: u32 = 2;
+
+/// How many long reads are under way.
+#[derive(Default)]
+pub(crate) struct LongReads(Cell<u32>);
+
+impl Watch for LongReads {
+    fn ended(&self, _: u32) {
+        self.0.set(self.0.get() - 1);
+    }
+}
 
 /// What a read finds in memory.
 enum Found {
@@ -29,14 +46,29 @@ enum Piece {
 }
 
 impl Prefetch {
-    pub(crate) fn read_steps<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+    pub(crate) fn read_any<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        if buffer.len() as u64 <= LONG {
+            return self.read_steps(start, buffer, self.options.largest_read.get());
+        }
+        let others = self.long_reads.0.get();
+        let largest = if others < LONG_MAX {
+            self.options.largest_read.get()
+        } else {
+            0
+        };
+        self.long_reads.0.set(others + 1);
+        self.read_steps(start, buffer, largest).watched(&self.long_reads, 0)
+    }
+
+    /// A read, which goes past the memory if it is longer than `largest`.
+    fn read_steps<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>, largest: u64) -> Io<'a> {
         let (at, len) = (start.get(), buffer.len() as u64);
         let is_fit = (at | len) & (self.block_size - 1) == 0 && at.checked_add(len).is_some();
         if len == 0 || !is_fit {
             return self.lower.read(start, buffer);
         }
         let (blocks, done) = (blocks_of(at, len), blocks_done(at, len));
-        if len > self.options.largest_read.get() {
+        if len > largest {
             let mut state = self.state.borrow_mut();
             state.counts.bypassed += 1;
             let first = done.start.max(done.end.saturating_sub(NOTED_MAX));

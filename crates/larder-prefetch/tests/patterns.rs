@@ -223,3 +223,14 @@ fn readers_that_have_gone_leave_the_memory_to_those_that_are_there() {
     assert!(counts.partial_hits as usize * 2 < goes_on.len() * 11 / 10);
     assert!(counts.streams < 10);
 }
+
+#[test]
+fn long_reads_of_which_many_are_under_way_go_past_it() {
+    let reads = forward(0, 64 << 20, 128 * KIB);
+    for (depth, found) in [(1, 90), (2, 90), (8, 2)] {
+        let counts = measure(&reads, depth, THINKS, Some(PrefetchOptions::default())).counts;
+        println!("depth {depth}: {counts:?}");
+        let share = (counts.hits + counts.waits) as usize * 100 / reads.len();
+        assert!(if found > 50 { share > found } else { share < found }, "depth {depth}");
+    }
+}

@@ -425,7 +425,7 @@ impl Stack for Prefetched {
         Box::pin(async move {
             let options = PrefetchOptions {
                 memory: ByteLen::kib(random.pick(&[64, 96, 160, 1024])),
-                largest_read: ByteLen::kib(random.pick(&[4, 16, 64])),
+                largest_read: ByteLen::kib(random.pick(&[4, 16, 64, 128])),
                 ahead_max: ByteLen::kib(random.pick(&[16, 64, 1024])),
             };
             let lower = self.below.open(on, disks, random).await?.device;
