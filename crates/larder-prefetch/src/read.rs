@@ -76,9 +76,13 @@ impl Prefetch {
             drop(state);
             return self.lower.read(start, buffer);
         }
-        self.follow_size();
         let mut state = self.state.borrow_mut();
-        match find(&state.cache, &blocks) {
+        let mut found = find(&state.cache, &blocks);
+        if !matches!(found, Found::Nothing) && self.has_other_size() {
+            state.forget(&(0..Block::MAX));
+            found = Found::Nothing;
+        }
+        match found {
             Found::Nothing => {
                 state.counts.misses += 1;
                 drop(state);
@@ -99,8 +103,19 @@ impl Prefetch {
             }
             Found::Some => {
                 state.seen.note(done.clone());
-                drop(state);
-                Io::task(self.read_pieces(start, buffer, done))
+                match state.piece_at(at, at + len) {
+                    Piece::Flying(slot, fetch) if piece_end(&state.cache, at, at + len) == at + len => {
+                        state.counts.waits += 1;
+                        state.is_waited_for(slot, fetch, &done);
+                        drop(state);
+                        self.set_out();
+                        Io::task(self.wait_for(at, buffer, done))
+                    }
+                    _ => {
+                        drop(state);
+                        Io::task(self.read_pieces(start, buffer, done))
+                    }
+                }
             }
         }
     }
@@ -198,12 +213,10 @@ impl Prefetch {
         .await;
     }
 
-    /// Forgets everything if the disk has changed its size.
-    fn follow_size(&self) {
+    /// Whether the disk has changed its size since this was asked last: what is in memory is not to be believed then.
+    fn has_other_size(&self) -> bool {
         let generation = self.lower.size_changes().generation();
-        if self.generation.replace(generation) != generation {
-            self.state.borrow_mut().forget(&(0..Block::MAX));
-        }
+        self.generation.replace(generation) != generation
     }
 }
 

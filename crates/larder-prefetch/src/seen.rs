@@ -16,7 +16,7 @@ const REGIONS: usize = 1024;
 const FORGET_AFTER: u32 = 8192;
 
 /// Steps that are expected to be repeated, the newest ones.
-const STEPS: usize = 12;
+const STEPS: usize = 16;
 
 /// How many of the last reads a step is measured from.
 const STEP_ORIGINS: usize = 3;
@@ -29,7 +29,7 @@ const REPEATS: u8 = 2;
 
 /// History of a disk's reads.
 pub(crate) struct Seen {
-    regions: Box<[Region]>,
+    regions: Box<[Region; REGIONS]>,
     /// Reads so far.
     now: u32,
     steps: Steps,
@@ -60,15 +60,23 @@ impl Seen {
             stream: StreamId::default(),
         };
         Self {
-            regions: vec![nothing; REGIONS].into_boxed_slice(),
+            regions: Box::new([nothing; REGIONS]),
             now: 0,
             steps: Steps::default(),
         }
     }
 
     fn place(number: u64) -> usize {
-        // Neighbours lie side by side, in one line of the processor's cache.
-        let high = (number >> 5).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54;
+        Self::place_in(Self::group(number), number)
+    }
+
+    /// Regions of one number lie side by side, in a few lines of the processor's cache.
+    fn group(number: u64) -> u64 {
+        number >> 5
+    }
+
+    fn place_in(group: u64, number: u64) -> usize {
+        let high = group.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54;
         (high ^ number) as usize % REGIONS
     }
 
@@ -105,8 +113,13 @@ impl Seen {
     #[inline]
     pub(crate) fn knows_around(&self, blocks: &Range<Block>) -> bool {
         let (first, last) = regions_around(blocks);
+        let group = Self::group(first);
+        let is_known = |number: u64| self.regions[Self::place_in(group, number)].number == number;
+        if last - first == 2 && Self::group(last) == group {
+            // Without a branch for each.
+            return is_known(first) | is_known(first + 1) | is_known(last);
+        }
         let is_known = |number: u64| self.regions[Self::place(number)].number == number;
-        // All of them, without a branch for each.
         is_known(first) | is_known(first + 1) | is_known(last - 1) | is_known(last)
     }
 
@@ -207,15 +220,16 @@ impl Steps {
         }
         for origin in self.origins {
             let step = block.wrapping_sub(origin) as i64;
-            if step != 0
-                && step.unsigned_abs() <= STEP_MAX
+            let is_short = step.wrapping_add(STEP_MAX as i64) as u64 <= 2 * STEP_MAX;
+            if is_short
+                && step != 0
                 && let Some(next) = block.checked_add_signed(step)
             {
                 self.expect(next, step, 0);
             }
         }
-        self.origins.rotate_right(1);
-        self.origins[0] = block;
+        let [newest, older, _] = self.origins;
+        self.origins = [block, newest, older];
         None
     }
 
