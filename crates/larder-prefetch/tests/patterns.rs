@@ -234,3 +234,16 @@ fn long_reads_of_which_many_are_under_way_go_past_it() {
         assert!(if found > 50 { share > found } else { share < found }, "depth {depth}");
     }
 }
+
+#[test]
+fn a_block_that_is_read_in_two_parts_stays_until_the_second() {
+    let streams = (0..8).map(|stream| forward((stream << 26) + 63 * 512, 8 << 20, 32 * KIB));
+    let reads = interleaved(streams.collect());
+    let options = PrefetchOptions {
+        memory: ByteLen::mib(1),
+        ..PrefetchOptions::default()
+    };
+    let counts = measure(&reads, 1, THINKS, Some(options)).counts;
+    println!("{counts:?}");
+    assert!((counts.hits + counts.waits) as usize * 100 > reads.len() * 95);
+}
