@@ -164,7 +164,7 @@ fn what_is_told_of_reading_ahead_agrees_with_what_a_client_has_read() {
     );
 
     // In no order, and one too long.
-    served.io(&["read 40M 4k", "read 20M 4k", "read 50M 4k", "read 10M 128k"]);
+    served.io(&["read 40M 4k", "read 20M 4k", "read 50M 4k", "read 10M 256k"]);
     let without = served.prefetch();
     assert_eq!(without.get("misses"), in_order.get("misses") + 3);
     assert_eq!(without.get("bypassed"), in_order.get("bypassed") + 1);
