@@ -37,6 +37,9 @@ use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, Ring, RingIo, Transfer};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
+/// How often a read at the end of a file that grows is made, at most.
+const SHORT_READS_MAX: u32 = 8;
+
 /// The smallest sector that guests know, in bytes.
 const SECTOR: u64 = 512;
 
@@ -180,12 +183,25 @@ impl FileDevice {
         Ok(())
     }
 
-    /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros.
-    fn finish_short_read(&self, range: ByteRange, buffer: ReadBuf<'_>, moved: usize) -> IoResult {
-        let size = size_of(&self.file).map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
-        if range.start.get() + (moved as u64) < size {
-            return Err(self.error(Operation::Read, range, libc::EIO));
+    /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros. If the
+    /// file has grown meanwhile it is made again.
+    fn finish_short_read(&self, range: ByteRange, buffer: ReadBuf<'_>, mut moved: usize) -> IoResult {
+        for _ in 0..SHORT_READS_MAX {
+            let size = size_of(&self.file).map_err(|error| self.error(Operation::Read, range, os_code(&error)))?;
+            if range.start.get() + (moved as u64) >= size {
+                return self.fill_to_end(range, buffer, moved, size);
+            }
+            moved = self
+                .read_again(range.start, buffer)
+                .map_err(|errno| self.error(Operation::Read, range, errno))?;
+            if moved == buffer.len() {
+                return Ok(());
+            }
         }
+        Err(self.error(Operation::Read, range, libc::EIO))
+    }
+
+    fn fill_to_end(&self, range: ByteRange, buffer: ReadBuf<'_>, moved: usize, size: u64) -> IoResult {
         let visible = visible_size(size, self.geometry.get().block_size, self.direct, self.container);
         if range.end().get() > visible.get().max(size.next_multiple_of(SECTOR)) {
             // The file has shrunk under us.
@@ -194,6 +210,15 @@ impl FileDevice {
         }
         buffer.skip(moved).fill_zero();
         Ok(())
+    }
+
+    /// A read that is made in the call, however long that takes; how many bytes it moved, or the error's number.
+    fn read_again(&self, start: ByteOffset, buffer: ReadBuf<'_>) -> Result<usize, i32> {
+        let pieces: smallvec::SmallVec<[_; 16]> = buffer.pieces().collect();
+        let (file, count) = (self.descriptor(), pieces.len() as i32);
+        // SAFETY: the pieces are valid for writes by `ReadBuf`'s contract; `IoVec` is a `struct iovec`.
+        let moved = unsafe { libc::preadv(file, pieces.as_ptr().cast(), count, start.get() as i64) };
+        usize::try_from(moved).map_err(|_| os_code(&io::Error::last_os_error()))
     }
 
     /// Tries a transfer in the call itself; how many bytes that moved, or `None` if it must go through io_uring.
