@@ -197,8 +197,12 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             let (mut off, mut on) = (Vec::new(), Vec::new());
             let mut last = Costs::default();
             for _ in 0..arguments.rounds(1) {
-                let without = of_each(&place, image, format, "off", requests, count)?;
-                let with = of_each(&place, image, format, "4MiB", requests, count)?;
+                // Instructions of one request.
+                let of_each = |prefetch| -> anyhow::Result<Costs> {
+                    let of = |count| counted(&place, image, format, prefetch, requests, count);
+                    Ok(of(2 * count)?.over(&of(count)?).divided(count))
+                };
+                let (without, with) = (of_each("off")?, of_each("4MiB")?);
                 off.push(without.total());
                 on.push(with.total());
                 last = with.over(&without);
@@ -214,19 +218,6 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Instructions of one request.
-fn of_each(
-    place: &Place,
-    image: &Path,
-    format: &str,
-    prefetch: &str,
-    requests: &Requests,
-    count: u64,
-) -> anyhow::Result<Costs> {
-    let of = |count| counted(place, image, format, prefetch, requests, count);
-    Ok(of(2 * count)?.over(&of(count)?).divided(count))
 }
 
 /// Instructions of a server from its start to its end.

@@ -3,7 +3,7 @@
 use super::fio::Job;
 use super::place::Place;
 use super::rows::{self, BLOCK, Servers};
-use super::servers::{Export, Prefetch, Serve, text};
+use super::servers::text;
 use super::{Arguments, DISK_BYTES, GIB};
 use crate::figures::median;
 
@@ -16,24 +16,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let image = place.raw_image(DISK_BYTES)?;
     let memory = Place::new("/dev/shm".as_ref())?;
     let image_in_memory = memory.raw_image(DISK_BYTES)?;
-    let off = Serve {
-        image: text(&image)?,
-        format: "raw",
-        prefetch: Prefetch::Off,
-        export: Export::Nbd,
-        options: "--read-only",
-    };
-    let servers = Servers {
-        off,
-        on: Serve {
-            prefetch: Prefetch::Default,
-            ..off
-        },
-        bound: Serve {
-            image: text(&image_in_memory)?,
-            ..off
-        },
-    };
+    let servers = Servers::of(text(&image)?, text(&image_in_memory)?, "--read-only");
     let long = Job {
         random: false,
         block: LONG_READ,

@@ -18,7 +18,7 @@ const READ_BYTES: u64 = 128 << 20;
 /// What the NBD server takes for a request.
 const LATENCY: Duration = Duration::from_millis(1);
 
-/// The longest reads that are read ahead of; the first is the default.
+/// The longest reads that are read ahead of.
 const LARGEST: [&str; 3] = ["64KiB", "128KiB", "256KiB"];
 
 /// Reads of so many bytes, so many at a time.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::fio::Job;
 use super::rows::{self, BLOCK, Servers};
-use super::servers::{Export, Prefetch, Serve, text};
+use super::servers::text;
 use super::{Arguments, DISK_BYTES, GIB};
 use crate::figures::median;
 use crate::vhost_user::server::Server;
@@ -39,25 +39,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     );
     let _nbdkit = Server::start(&command, &image, &socket)?;
     let uri = format!("nbd+unix:///?socket={}", text(&socket)?);
-    let off = Serve {
-        image: &uri,
-        format: "raw",
-        prefetch: Prefetch::Off,
-        export: Export::Nbd,
-        options: "--read-only",
-    };
-    let servers = Servers {
-        off,
-        on: Serve {
-            prefetch: Prefetch::Default,
-            ..off
-        },
-        bound: Serve {
-            image: text(&image)?,
-            options: "--read-only --buffered",
-            ..off
-        },
-    };
+    let servers = Servers::of(&uri, text(&image)?, "--read-only --buffered");
     let mut long = Vec::new();
     let mut rows = rows::all(Some(GAIN_SYNC));
     for _ in 0..arguments.rounds(3) {

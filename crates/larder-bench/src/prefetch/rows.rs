@@ -3,7 +3,7 @@
 
 use super::fio::{Job, Measured};
 use super::place::Place;
-use super::servers::{Larder, Serve};
+use super::servers::{Export, Larder, Prefetch, Serve};
 use crate::figures::{median, ratio};
 
 /// Bytes of a read.
@@ -112,6 +112,31 @@ pub(super) struct Servers<'a> {
     pub(super) on: Serve<'a>,
     /// A disk that is in memory.
     pub(super) bound: Serve<'a>,
+}
+
+impl<'a> Servers<'a> {
+    /// Of a raw image, and of another one that is in memory, which is served with `in_memory_options`.
+    pub(super) fn of(image: &'a str, in_memory: &'a str, in_memory_options: &'a str) -> Self {
+        let off = Serve {
+            image,
+            format: "raw",
+            prefetch: Prefetch::Off,
+            export: Export::Nbd,
+            options: "--read-only",
+        };
+        Self {
+            off,
+            on: Serve {
+                prefetch: Prefetch::Default,
+                ..off
+            },
+            bound: Serve {
+                image: in_memory,
+                options: in_memory_options,
+                ..off
+            },
+        }
+    }
 }
 
 /// Prints the rows; of a row that reads in order the disk is good for `ceiling` reads a second.

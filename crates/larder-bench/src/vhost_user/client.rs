@@ -194,13 +194,7 @@ impl Client {
             let count = self.queue.do_io(&mut done, 1, None, None).map_err(blkio_error)?;
             for completion in &done[..count] {
                 // SAFETY: `do_io` has filled the first `count`.
-                let (slot, ret) = unsafe {
-                    let completion = completion.assume_init_ref();
-                    (completion.user_data, completion.ret)
-                };
-                if ret != 0 {
-                    bail!("a request failed with error {ret}");
-                }
+                let slot = slot_of(unsafe { completion.assume_init_ref() })?;
                 requests += 1;
                 let offset = if stopping { None } else { next(requests) };
                 match offset {
@@ -270,13 +264,7 @@ impl Client {
             let now = Instant::now();
             for completion in &done[..count] {
                 // SAFETY: `do_io` has filled the first `count`.
-                let (slot, ret) = unsafe {
-                    let completion = completion.assume_init_ref();
-                    (completion.user_data, completion.ret)
-                };
-                if ret != 0 {
-                    bail!("a request failed with error {ret}");
-                }
+                let slot = slot_of(unsafe { completion.assume_init_ref() })?;
                 latencies.extend(since[slot].map(|since| now - since));
                 free.push(slot);
             }
@@ -302,11 +290,16 @@ impl Client {
         let mut done = [MaybeUninit::uninit()];
         self.queue.do_io(&mut done, 1, None, None).map_err(blkio_error)?;
         // SAFETY: `do_io` returns when it has filled one.
-        let ret = unsafe { done[0].assume_init_ref() }.ret;
-        if ret != 0 {
-            bail!("a request failed with error {ret}");
-        }
+        slot_of(unsafe { done[0].assume_init_ref() })?;
         Ok(())
+    }
+}
+
+/// Whose request has completed, and well.
+fn slot_of(completion: &Completion) -> anyhow::Result<usize> {
+    match completion.ret {
+        0 => Ok(completion.user_data),
+        error => bail!("a request failed with error {error}"),
     }
 }
 
