@@ -253,3 +253,50 @@ fn a_last_sector_that_the_file_does_not_fill_reads_as_zeros() {
         assert!(back[..1000].iter().all(|byte| *byte == 7) && back[1000..].iter().all(|byte| *byte == 0));
     });
 }
+
+/// With an end inside a page the kernel fails the flush (see `FileDevice::grow_now`).
+#[test]
+fn a_container_grows_beside_writes_at_its_end() {
+    each_place(async |on, path, options| {
+        let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        file.set_len(SIZE + 1000).unwrap();
+        let options = FileOptions {
+            container: true,
+            ..options
+        };
+        let device = FileDevice::open(on, path, options).await.expect("opens");
+        let first = device.geometry().size;
+        device.grow(first).await.expect("grows to what is seen of it");
+        assert_eq!(file.metadata().unwrap().len(), first.get());
+        for round in 0..400 {
+            let end = ByteOffset::new(device.geometry().size.get());
+            let start = ByteOffset::new(end.get() - 8192);
+            // Only in blocks that hold data do writes of less than a block go on beside other things.
+            let data = pattern(8192, round as u8);
+            let written = device.write(start, WriteBuf::new(&data), WriteFlags::NONE);
+            written.await.expect("writes");
+            let writes: Vec<_> = (0..16)
+                .map(|sector| {
+                    let device = std::rc::Rc::clone(&device);
+                    let at = start + ByteLen::new(512 * sector);
+                    on.spawn_with_result(async move {
+                        let data = pattern(512, sector as u8);
+                        let written = device.write(at, WriteBuf::new(&data), WriteFlags::NONE);
+                        written.await.expect("writes");
+                    })
+                })
+                .collect();
+            // The loop submits them.
+            for _ in 0..round % 4 {
+                yield_now().await;
+            }
+            let wanted = ByteLen::new(end.get() + 512);
+            device.grow(wanted).await.expect("grows");
+            assert!(device.geometry().size >= wanted);
+            for written in writes {
+                written.await;
+            }
+            device.flush().await.expect("flushes");
+        }
+    });
+}

@@ -196,9 +196,13 @@ impl Qcow2 {
         }
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
-        if !read_only && file_size & (shape.cluster_len() - 1) != 0 {
-            // So that the last cluster can be used whole. A block device stays as it is.
+        if !read_only {
+            // So that the last cluster can be used whole, and the end be moved beside writes. A block device stays as
+            // it is.
             let _ = file.grow(ByteLen::new(file_clusters << shape.cluster_bits)).await;
+            if let Some(data_file) = &others.data_file {
+                let _ = data_file.grow(ByteLen::new(header.size)).await;
+            }
         }
         let data = others.data_file.as_ref().unwrap_or(&file).geometry();
         let size = header.size & !511;

@@ -165,12 +165,18 @@ impl FileDevice {
     }
 
     /// Extending a file takes no longer than a small write: no space is allocated.
+    ///
+    /// A container's end is kept at a multiple of [`CONTAINER_UNIT`], from the first call on: to move an end that lies
+    /// inside a page the kernel fills that page up in its cache, and a direct write to the same page that is under way
+    /// then makes a later flush fail with EIO (Linux 6.18, ext4).
     fn grow_now(&self, size: ByteLen) -> IoResult {
         let mut geometry = self.geometry.get();
-        let size = ByteOffset::new(size.get()).align_up(u64::from(geometry.block_size));
-        if size.get() <= geometry.size.get() {
+        let unit = if self.container { CONTAINER_UNIT } else { 1 };
+        let size = ByteOffset::new(size.get()).align_up(unit.max(geometry.block_size.into()));
+        if size.get() <= geometry.size.get() && !self.ends_before(geometry.size) {
             return Ok(());
         }
+        let size = size.max(ByteOffset::new(geometry.size.get()));
         let range = ByteRange::between(ByteOffset::ZERO, size);
         if self.kind == Kind::Block {
             return Err(IoError::new(&self.name, Operation::Grow, range, Failure::NoSpace));
@@ -181,6 +187,11 @@ impl FileDevice {
         geometry.size = range.len;
         self.geometry.set(geometry);
         Ok(())
+    }
+
+    /// Whether the file of a container still ends before what is visible of it.
+    fn ends_before(&self, visible: ByteLen) -> bool {
+        self.container && size_of(&self.file).is_ok_and(|size| size < visible.get())
     }
 
     /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros. If the
