@@ -332,16 +332,34 @@ impl Qcow2 {
 
     /// What must be done before the first change of an image.
     pub(crate) async fn before_change(&self) -> IoResult {
-        if self.autoclear_pending.get().is_none() {
+        if self.is_prepared() {
             return Ok(());
         }
         let _alone = self.commits.lock.enter(ALONE, Mode::Exclusive).await;
+        if self.ends_pending.replace(false) {
+            self.settle_ends().await;
+        }
         let Some(bits) = self.autoclear_pending.get() else {
             return Ok(());
         };
         self.change_header(|sector| header::set_autoclear(sector, bits)).await?;
         self.autoclear_pending.set(None);
         Ok(())
+    }
+
+    /// Whether nothing must be done before a change.
+    pub(crate) fn is_prepared(&self) -> bool {
+        self.autoclear_pending.get().is_none() && !self.ends_pending.get()
+    }
+
+    /// Has the files end where they can be made longer beside writes (see [`larder_block::backend::file`]). Whoever
+    /// needs them longer than they can be is told so later.
+    async fn settle_ends(&self) {
+        let size = self.file.geometry().size;
+        let _ = self.file.grow(size).await;
+        if let Some(data_file) = &self.data_file {
+            let _ = data_file.grow(self.geometry.get().size).await;
+        }
     }
 
     /// Makes everything durable and gives freed space back.
@@ -398,6 +416,10 @@ impl Qcow2 {
             // They would not know how long the disk was.
             return Err(operation(Failure::Unsupported));
         }
+        let entries = self.shape.l1_entries(size.get());
+        if entries * 8 > header::L1_BYTES_MAX {
+            return Err(operation(Failure::Os(Errno::FBIG.raw_os_error())));
+        }
         self.before_change().await.map_err(failed)?;
         let _only = self.growing.enter(ALONE, Mode::Exclusive).await;
         let old = self.geometry.get().size;
@@ -407,10 +429,6 @@ impl Qcow2 {
         if let Some(data_file) = &self.data_file {
             // It may be the disk itself, for others.
             data_file.grow(size).await.map_err(failed)?;
-        }
-        let entries = self.shape.l1_entries(size.get());
-        if entries * 8 > header::L1_BYTES_MAX {
-            return Err(operation(Failure::Os(Errno::FBIG.raw_os_error())));
         }
         self.lengthen_l1(entries).await.map_err(failed)?;
         self.map

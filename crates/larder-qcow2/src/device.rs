@@ -41,6 +41,8 @@ pub struct Qcow2 {
     pub(crate) header_uncertain: Cell<bool>,
     /// The header has autoclear bits that must be cleared before the first change.
     pub(crate) autoclear_pending: Cell<Option<u64>>,
+    /// The files' ends must be seen to before the first change.
+    pub(crate) ends_pending: Cell<bool>,
     pub(crate) l1: RefCell<Vec<u64>>,
     pub(crate) l1_at: Cell<TableAt>,
     /// L2 tables that no durable L1 entry refers to yet.
@@ -184,7 +186,7 @@ impl Qcow2 {
     fn is_plain(&self, fua: bool) -> bool {
         // Without a journal a write must not lie where only this process's memory leads.
         let commits = fua || self.journal.is_none();
-        self.autoclear_pending.get().is_none() && !(commits && self.commits.has_work(self))
+        self.is_prepared() && !(commits && self.commits.has_work(self))
     }
 }
 

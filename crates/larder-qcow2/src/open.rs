@@ -196,13 +196,9 @@ impl Qcow2 {
         }
         let file_size = file.geometry().size.get();
         let file_clusters = file_size.div_ceil(shape.cluster_len());
-        if !read_only {
-            // So that the last cluster can be used whole, and the end be moved beside writes. A block device stays as
-            // it is.
+        if !read_only && file_size & (shape.cluster_len() - 1) != 0 {
+            // So that the last cluster can be used whole. A block device stays as it is.
             let _ = file.grow(ByteLen::new(file_clusters << shape.cluster_bits)).await;
-            if let Some(data_file) = &others.data_file {
-                let _ = data_file.grow(ByteLen::new(header.size)).await;
-            }
         }
         let data = others.data_file.as_ref().unwrap_or(&file).geometry();
         let size = header.size & !511;
@@ -268,6 +264,7 @@ impl Qcow2 {
             header: RefCell::new(sector),
             header_uncertain: Cell::new(false),
             autoclear_pending: Cell::new((wanted != header.autoclear).then_some(wanted)),
+            ends_pending: Cell::new(!read_only),
             tables_secured: RefCell::new(vec![false; l1.len()]),
             l1_secured: Cell::new(false),
             l1: RefCell::new(l1),

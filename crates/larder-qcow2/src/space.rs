@@ -16,6 +16,7 @@
 
 use std::ops::Range;
 
+use larder_block::backend::file::CONTAINER_UNIT;
 use larder_block::range_lock::Mode;
 use larder_block::{AlignedBuf, ByteLen, ByteOffset, ByteRange, Failure, IoResult, Operation, ReadBuf, ZeroFlags};
 
@@ -313,7 +314,7 @@ impl Qcow2 {
         let step = (size / 4).clamp(1 << bits, GROWTH_MAX.max(1 << bits));
         let at_least = (first + 1) << bits;
         let wanted = needed.min(at_least.max(size + step)) >> bits << bits;
-        let grown = self.file.grow(ByteLen::new(wanted)).await;
+        let grown = self.lengthen(wanted).await;
         let covered = (self.file.geometry().size.get() >> bits)
             .saturating_sub(first)
             .min(count);
@@ -322,6 +323,16 @@ impl Qcow2 {
             Ok(()) => Err(self.no_space()),
             Err(error) => Err(error),
         }
+    }
+
+    /// Makes the file at least `size` bytes long, with an end that can be moved beside writes.
+    async fn lengthen(&self, size: u64) -> IoResult {
+        if size <= self.file.geometry().size.get() {
+            return Ok(());
+        }
+        self.file
+            .grow(ByteLen::new(size.next_multiple_of(CONTAINER_UNIT)))
+            .await
     }
 
     /// Refuses to take clusters for free that are in use whatever their refcounts say.
@@ -441,7 +452,7 @@ impl Qcow2 {
         let all = new_blocks + table_clusters;
         self.check_free(first..first + all)?;
         let size = (first + all) << self.shape.cluster_bits;
-        self.file.grow(ByteLen::new(size)).await?;
+        self.lengthen(size).await?;
         for cluster in first..first + all {
             self.clear_cluster(cluster).await?;
         }
@@ -488,9 +499,7 @@ impl Qcow2 {
                 continue;
             }
             self.check_free(first..first + count)?;
-            self.file
-                .grow(ByteLen::new((first + count) << self.shape.cluster_bits))
-                .await?;
+            self.lengthen((first + count) << self.shape.cluster_bits).await?;
             for cluster in first..first + count {
                 self.secure_refcounts(cluster).await?;
                 while let Known::Absent(slice, offset) = {

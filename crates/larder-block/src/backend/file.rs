@@ -25,8 +25,7 @@ use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
 pub use held::{Displaced, HeldFile};
-use open::CONTAINER_UNIT;
-pub use open::{Caching, FileOptions, OpenError};
+pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError};
 
 use super::image_lock;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
@@ -164,19 +163,18 @@ impl FileDevice {
         }
     }
 
-    /// Extending a file takes no longer than a small write: no space is allocated.
+    /// Extending a file takes no longer than a small write: no space is allocated. A container's file is as long itself,
+    /// whatever is visible of it.
     ///
-    /// A container's end is kept at a multiple of [`CONTAINER_UNIT`], from the first call on: to move an end that lies
-    /// inside a page the kernel fills that page up in its cache, and a direct write to the same page that is under way
-    /// then makes a later flush fail with EIO (Linux 6.18, ext4).
+    /// To move an end that lies inside a page the kernel fills that page up in its cache. A direct write to the same page
+    /// that is under way then makes a later flush fail with EIO (Linux 6.18, ext4). Who grows a file beside writes keeps
+    /// its end at multiples of [`CONTAINER_UNIT`], from before the first write on.
     fn grow_now(&self, size: ByteLen) -> IoResult {
         let mut geometry = self.geometry.get();
-        let unit = if self.container { CONTAINER_UNIT } else { 1 };
-        let size = ByteOffset::new(size.get()).align_up(unit.max(geometry.block_size.into()));
-        if size.get() <= geometry.size.get() && !self.ends_before(geometry.size) {
+        let size = ByteOffset::new(size.get()).align_up(u64::from(geometry.block_size));
+        if size.get() <= geometry.size.get() && !self.ends_before(size) {
             return Ok(());
         }
-        let size = size.max(ByteOffset::new(geometry.size.get()));
         let range = ByteRange::between(ByteOffset::ZERO, size);
         if self.kind == Kind::Block {
             return Err(IoError::new(&self.name, Operation::Grow, range, Failure::NoSpace));
@@ -184,14 +182,14 @@ impl FileDevice {
         if let Err(error) = rustix::fs::ftruncate(&self.file, size.get()) {
             return Err(self.error(Operation::Grow, range, error.raw_os_error()));
         }
-        geometry.size = range.len;
+        geometry.size = ByteLen::new(geometry.size.get().max(size.get()));
         self.geometry.set(geometry);
         Ok(())
     }
 
-    /// Whether the file of a container still ends before what is visible of it.
-    fn ends_before(&self, visible: ByteLen) -> bool {
-        self.container && size_of(&self.file).is_ok_and(|size| size < visible.get())
+    /// Whether the file of a container ends before `end`, which may be visible nonetheless.
+    fn ends_before(&self, end: ByteOffset) -> bool {
+        self.container && size_of(&self.file).is_ok_and(|size| size < end.get())
     }
 
     /// A read that ended early: right at the end of the file, where the rest of the last sector reads as zeros. If the

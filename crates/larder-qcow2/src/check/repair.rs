@@ -289,13 +289,6 @@ impl Image {
         if whole == self.size || self.file.grow(ByteLen::new(whole)).await.is_err() {
             return Ok(());
         }
-        // The file may end before the device does.
-        let last = whole - HEADER_SECTOR as u64;
-        let sector = self.read_bytes(last, HEADER_SECTOR as u64).await?;
-        let write = self
-            .file
-            .write(ByteOffset::new(last), WriteBuf::new(&sector), WriteFlags::NONE);
-        write.await?;
         self.size = whole;
         Ok(())
     }

@@ -19,8 +19,8 @@ use crate::event_loop::Loop;
 /// has taken its io_uring apart; whoever starts its successor does so at once.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
-/// What a container is filled up to, in bytes.
-pub(super) const CONTAINER_UNIT: u64 = 4096;
+/// What a container seems to be filled up to, in bytes.
+pub const CONTAINER_UNIT: u64 = 4096;
 
 /// Whether to go through the host's page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
