@@ -660,7 +660,7 @@ fn failures_are_told_over_nbd_as_over_vhost_user_and_not_without_end() {
     let disk = image(&mount.0, 64 * MIB);
     let socket = on_tmpfs();
     let uri = format!("nbd+unix:///?socket={}", text(&socket.path().join("nbd")));
-    let server = serve(&disk, socket.path(), &["--nbd", &uri]);
+    let mut server = serve(&disk, socket.path(), &["--nbd", &uri]);
     fs::write(mount.0.join("ballast"), vec![1; 2 << 20]).expect_err("it takes all the room there is");
     let mut writes = Command::new("qemu-io");
     writes.args(["-f", "raw", &uri]);
@@ -670,10 +670,11 @@ fn failures_are_told_over_nbd_as_over_vhost_user_and_not_without_end() {
     let output = writes.output().expect("qemu-io");
     let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert_eq!(said.matches("No space left").count(), 20, "{said}");
+    server.process.signal(libc::SIGTERM);
+    assert_eq!(server.process.wait(LIMIT).expect("stops").code(), Some(0));
     let said = server.process.output();
     // The first ten and the sixteenth.
     assert_eq!(said.matches("no space left on the device").count(), 11, "{said}");
-    assert_eq!(server.stop().expect("stops"), Some(0));
 }
 
 /// Fills a file system under a sparse image, then makes room.
