@@ -401,3 +401,130 @@ fn a_client_that_does_not_take_its_answers_cannot_keep_a_server_from_stopping() 
         assert_eq!(served.server.statistics().connections, 0);
     });
 }
+
+/// Asks for the whole disk `count` times, and leaves the answers where they are.
+fn ask_for_much(socket: &UnixStream, count: u64) {
+    let asked: Vec<u8> = (0..count)
+        .flat_map(|cookie| request(0, 0, cookie, 0, SIZE as u32))
+        .collect();
+    (&*socket).write_all(&asked).expect("writes");
+}
+
+/// Reads the reply to a read of `len` bytes.
+async fn answer(on: &Loop, socket: &UnixStream, len: usize) -> Vec<u8> {
+    let mut socket = socket.try_clone().expect("a descriptor");
+    let read = move || {
+        let mut reply = vec![0; 16 + len];
+        socket.read_exact(&mut reply).map(|()| reply)
+    };
+    on.run_blocking(read).await.expect("a thread").expect("a reply")
+}
+
+#[test]
+fn clients_that_take_no_answers_hold_no_more_memory_than_there_is_for_all() {
+    on_loop(async |on| {
+        let options = NbdServerOptions {
+            connections_max: 16,
+            memory_max: ByteLen::mib(64),
+            stall_timeout: Duration::from_secs(3600),
+            ..NbdServerOptions::default()
+        };
+        let served = serve(on, true, options);
+        let mut stuck = Vec::new();
+        for _ in 0..12 {
+            let socket = served.client().await;
+            ask_for_much(&socket, 64);
+            stuck.push(socket);
+        }
+        served.until(|served| served.device.reads.get() >= 48).await;
+        // What one client has for itself is there for it whatever the others do: again and again.
+        let modest = served.client().await;
+        for cookie in 0..20 {
+            (&modest)
+                .write_all(&request(0, 0, cookie, 0, 512 << 10))
+                .expect("writes");
+            answer(on, &modest, 512 << 10).await;
+        }
+        let held = served.device.reads.get() - 20;
+        assert!(held <= 64, "{held} answers of 1 MiB are held");
+    });
+}
+
+#[test]
+fn a_client_that_takes_no_answers_loses_its_connection_when_others_need_its_memory() {
+    on_loop(async |on| {
+        let options = NbdServerOptions {
+            memory_max: ByteLen::mib(48),
+            stall_timeout: Duration::from_millis(50),
+            ..NbdServerOptions::default()
+        };
+        let served = serve(on, true, options);
+        let stuck = served.client().await;
+        ask_for_much(&stuck, 40);
+        served.until(|served| served.device.reads.get() >= 32).await;
+        // As long as nobody else wants it, it may have it.
+        let idle = served.client().await;
+        (&idle).write_all(&request(3, 0, 1, 0, 0)).expect("writes");
+        assert_eq!(replies(on, &idle, 1).await, [(1, 0)]);
+        assert_eq!(served.server.statistics().connections, 2);
+        let greedy = served.client().await;
+        ask_for_much(&greedy, 40);
+        for _ in 0..40 {
+            answer(on, &greedy, SIZE as usize).await;
+        }
+        assert!(is_closed(on, stuck).await);
+        served.until(|served| served.server.statistics().connections == 2).await;
+        (&idle).write_all(&request(3, 0, 2, 0, 0)).expect("writes");
+        assert_eq!(replies(on, &idle, 1).await, [(2, 0)]);
+    });
+}
+
+#[test]
+fn clients_that_announce_much_and_send_nothing_lose_their_connections_when_others_need_their_memory() {
+    on_loop(async |on| {
+        let options = NbdServerOptions {
+            memory_max: ByteLen::mib(32),
+            stall_timeout: Duration::from_millis(50),
+            ..NbdServerOptions::default()
+        };
+        let served = serve(on, true, options);
+        // 128 KiB are each client's own: 36 have 31.5 MiB of the 32 MiB that are common.
+        let mut silent = Vec::new();
+        for _ in 0..36 {
+            let socket = served.client().await;
+            (&socket).write_all(&request(1, 0, 1, 0, SIZE as u32)).expect("writes");
+            (&socket).write_all(&[1; 4096]).expect("writes");
+            silent.push(socket);
+        }
+        let other = served.client().await;
+        ask_for_much(&other, 1);
+        answer(on, &other, SIZE as usize).await;
+        for socket in silent {
+            assert!(is_closed(on, socket).await);
+        }
+        assert_eq!(served.device.writes.get(), 0);
+    });
+}
+
+#[test]
+fn a_client_that_waits_for_the_disk_keeps_its_connection() {
+    on_loop(async |on| {
+        let options = NbdServerOptions {
+            memory_max: ByteLen::mib(48),
+            stall_timeout: Duration::from_millis(50),
+            ..NbdServerOptions::default()
+        };
+        let served = serve(on, false, options);
+        // Half a payload, of a client that stalls; all the rest of the memory, of one that does not.
+        let stuck = served.client().await;
+        (&stuck).write_all(&request(1, 0, 1, 0, SIZE as u32)).expect("writes");
+        let patient = served.client().await;
+        ask_for_much(&patient, 40);
+        let other = served.client().await;
+        ask_for_much(&other, 40);
+        assert!(is_closed(on, stuck).await);
+        assert_eq!(served.server.statistics().connections, 2);
+        served.device.open();
+        answer(on, &patient, SIZE as usize).await;
+    });
+}

@@ -2,7 +2,9 @@
 
 use std::io;
 use std::rc::Rc;
+use std::time::Duration;
 
+use larder_block::ReadBuf;
 use larder_block::event_loop::{Socket, TaskPool};
 use larder_block::nbd::flags::errors;
 use larder_block::nbd::signal::first_of;
@@ -15,7 +17,7 @@ use super::buffers::room_of;
 use super::handshake::{Agreed, Handshake};
 use super::limits::Limits;
 use super::reply::Outgoing;
-use super::serve::{Refused, check, execute, refuse};
+use super::serve::{CACHE_STEP, Refused, check, execute, refuse, reply_room};
 
 /// A client in the transmission phase.
 pub(super) struct Connection {
@@ -38,6 +40,8 @@ enum Ended {
     Malformed(#[from] Malformed),
     #[error("the client sent a payload of {0} bytes; {PAYLOAD_LEN_MAX} are allowed")]
     LongPayload(u64),
+    #[error("the client has kept the server waiting for {0:?}, with memory that others wait for")]
+    GivenUp(Duration),
 }
 
 /// Serves a client that has connected, to its end or the server's.
@@ -82,7 +86,7 @@ async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, 
         shared: Rc::clone(shared),
         agreed,
         outgoing: Outgoing::default(),
-        limits: Limits::new(options.requests_max, options.buffer_len_max.as_usize()),
+        limits: Limits::new(options.requests_max, options.buffer_len_max.as_usize(), &shared.memory),
     });
     let receiving = async {
         let ended = first_of(connection.receive(input), connection.stopped()).await;
@@ -92,11 +96,12 @@ async fn transmission(shared: &Rc<Shared>, agreed: Agreed, stream: &Rc<Stream>, 
         }
         ended
     };
-    let sending = async { Ended::Io(connection.outgoing.send_all(stream).await) };
-    let cut = async {
-        shared.until_cut().await;
-        Ended::Stopping
-    };
+    let sending = async { Ended::Io(connection.outgoing.send_all(stream, &connection.limits).await) };
+    let cut = shared.changed.until(|| match () {
+        () if shared.cut.get() => Some(Ended::Stopping),
+        () if connection.limits.is_given_up() => Some(Ended::GivenUp(options.stall_timeout)),
+        () => None,
+    });
     let why = first_of(receiving, first_of(sending, cut)).await;
     connection.outgoing.close();
     match why {
@@ -169,18 +174,31 @@ impl Connection {
         };
         let buffer_len = match command {
             Command::Read | Command::Write => request.len as usize,
+            Command::Cache => request.len.min(CACHE_STEP) as usize,
             _ => 0,
         };
         if buffer_len == 0 {
-            let permit = self.limits.permit(0).await;
+            let permit = self.limits.permit(reply_room(command)).await;
             return Ok(Some((request, Taken::Do(command, None, permit))));
         }
         let permit = self.limits.permit(room_of(buffer_len)).await;
         let mut buffer = self.shared.buffers.take(buffer_len);
         if command == Command::Write {
-            input.read_exact(&mut buffer).await?;
+            self.payload(input, &mut buffer).await?;
         }
         Ok(Some((request, Taken::Do(command, Some(buffer), permit))))
+    }
+
+    async fn payload(&self, input: &mut Input, into: &mut [u8]) -> io::Result<()> {
+        let into = ReadBuf::new(into);
+        let mut done = 0;
+        while done < into.len() {
+            match input.try_payload(into.skip(done))? {
+                0 => self.limits.client(input.readable()).await?,
+                moved => done += moved,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -188,6 +206,20 @@ impl Connection {
 enum Taken {
     Do(Command, Option<super::buffers::Buffer>, super::limits::Permit),
     Refused(Refused, super::limits::Permit),
+}
+
+/// Ends connections, until the server stops, whose clients have memory that others wait for and do not do their part.
+pub(super) async fn drop_stalled(shared: Rc<Shared>) {
+    let watching = async {
+        loop {
+            shared.memory.queued().await;
+            let stalled = shared.memory.stalled();
+            shared.on.sleep(shared.options.stall_timeout).await;
+            shared.memory.give_up(&stalled);
+            shared.changed.raise();
+        }
+    };
+    first_of(watching, shared.until_stopping()).await;
 }
 
 /// Waits for connections until the server stops.

@@ -4,7 +4,9 @@
 //! `docs/nbd.md` lists what of the protocol is there.
 //!
 //! Invariants:
-//! - Clients, requests of a client, and bytes of buffers of a client are bounded. A client at its bound is not read from.
+//! - Clients, requests of a client, bytes of buffers of a client, and those of all clients are bounded. A client at a
+//!   bound is not read from. One that takes no answers keeps no other client from its small requests, and for a while only
+//!   from its large ones.
 //! - A client that stalls in the handshake is dropped after a while; one that vanishes takes nothing with it: its
 //!   requests end on their own, their answers are thrown away.
 //! - A stopping server answers what is under way, fails what is new with `ESHUTDOWN`, then closes.
@@ -31,6 +33,7 @@ use larder_block::{BlockDevice, ByteLen, IoError, Loop};
 
 use crate::error_log;
 use buffers::Buffers;
+use limits::Memory;
 
 /// Clients that are turned away within this time of the first are told of together.
 const CROWD_TIME: Duration = Duration::from_secs(10);
@@ -52,6 +55,12 @@ pub struct NbdServerOptions {
     pub requests_max: usize,
     /// Buffers of one client's requests under way. One request always fits.
     pub buffer_len_max: ByteLen,
+    /// Buffers of all clients' requests under way: a quarter in equal shares for each of [`Self::connections_max`], the
+    /// rest for whoever asks. The longest request always fits, which may be more than this.
+    pub memory_max: ByteLen,
+    /// How long a client that has more than its share of the memory may keep the server waiting, to take its answers or
+    /// to send what it has announced, while others wait for memory. It may take twice as long until that is noticed.
+    pub stall_timeout: Duration,
     /// How long a handshake may take.
     pub handshake_timeout: Duration,
     /// How long a stopping server waits for what is under way.
@@ -68,6 +77,8 @@ impl Default for NbdServerOptions {
             connections_max: 64,
             requests_max: 64,
             buffer_len_max: ByteLen::mib(64),
+            memory_max: ByteLen::mib(256),
+            stall_timeout: Duration::from_secs(10),
             handshake_timeout: Duration::from_secs(10),
             stop_timeout: Duration::from_secs(10),
         }
@@ -105,6 +116,7 @@ struct Shared {
     device: Rc<dyn BlockDevice>,
     options: NbdServerOptions,
     buffers: Rc<Buffers>,
+    memory: Rc<Memory>,
     counters: Counters,
     connections: Cell<usize>,
     /// Clients that were turned away after the first of a crowd; `None` if there is no crowd.
@@ -113,7 +125,7 @@ struct Shared {
     stopping: Cell<bool>,
     /// Enough waited.
     cut: Cell<bool>,
-    /// One of the three above has changed.
+    /// One of the three above has changed, or a client was given up.
     changed: Signal,
 }
 
@@ -168,20 +180,21 @@ impl NbdServer {
     /// A server of `device` on `on`, the loop that the device lives on. Nobody can reach it before
     /// [`NbdServer::listen`].
     pub fn new(on: &Loop, device: Rc<dyn BlockDevice>, options: NbdServerOptions) -> Self {
-        Self {
-            shared: Rc::new(Shared {
-                on: on.clone(),
-                device,
-                options,
-                buffers: Rc::default(),
-                counters: Counters::default(),
-                connections: Cell::new(0),
-                crowd: Cell::new(None),
-                stopping: Cell::new(false),
-                cut: Cell::new(false),
-                changed: Signal::default(),
-            }),
-        }
+        let shared = Rc::new(Shared {
+            on: on.clone(),
+            device,
+            buffers: Rc::default(),
+            memory: Memory::new(options.memory_max.as_usize(), options.connections_max),
+            options,
+            counters: Counters::default(),
+            connections: Cell::new(0),
+            crowd: Cell::new(None),
+            stopping: Cell::new(false),
+            cut: Cell::new(false),
+            changed: Signal::default(),
+        });
+        on.spawn(connection::drop_stalled(Rc::clone(&shared)));
+        Self { shared }
     }
 
     /// Takes clients from `listener`, unix or TCP, until the server stops. May be called for several.
@@ -294,10 +307,6 @@ impl Shared {
 
     async fn until_stopping(&self) {
         self.changed.until(|| self.stopping.get().then_some(())).await;
-    }
-
-    async fn until_cut(&self) {
-        self.changed.until(|| self.cut.get().then_some(())).await;
     }
 
     async fn until_empty(&self) {

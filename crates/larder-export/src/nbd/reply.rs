@@ -16,7 +16,7 @@ use larder_block::{IoVec, WriteBuf};
 use smallvec::SmallVec;
 
 use super::buffers::Buffer;
-use super::limits::Permit;
+use super::limits::{Limits, Permit};
 
 /// Replies that one system call sends at most.
 const BATCH_MAX: usize = 16;
@@ -207,7 +207,7 @@ impl Outgoing {
     }
 
     /// Sends replies until the connection breaks; why.
-    pub(super) async fn send_all(&self, stream: &Rc<Stream>) -> io::Error {
+    pub(super) async fn send_all(&self, stream: &Rc<Stream>, limits: &Limits) -> io::Error {
         let mut batch: Vec<Reply> = Vec::with_capacity(BATCH_MAX);
         let mut pieces: Vec<IoVec> = Vec::new();
         loop {
@@ -222,7 +222,7 @@ impl Outgoing {
             for reply in &batch {
                 reply.push_pieces(&mut pieces);
             }
-            if let Err(error) = send_pieces(stream, &pieces).await {
+            if let Err(error) = send_pieces(stream, limits, &pieces).await {
                 return error;
             }
             // Permits go back: the reader may go on.
@@ -232,18 +232,20 @@ impl Outgoing {
 }
 
 /// The pieces belong to replies that the caller keeps until this has ended.
-async fn send_pieces(stream: &Stream, pieces: &[IoVec]) -> io::Result<()> {
+async fn send_pieces(stream: &Stream, limits: &Limits, pieces: &[IoVec]) -> io::Result<()> {
     let mut done = 0;
     loop {
         // SAFETY: the replies that own the memory live, unmoved and unchanged, until the caller drops them after this.
         let left = unsafe { WriteBuf::from_pieces(pieces) }.skip(done);
         if left.is_empty() {
-            return stream.flush().await;
+            return limits.client(stream.flush()).await;
         }
         match stream.try_write(&[], left) {
             Ok(count) => done += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => stream.writable().await?,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                limits.client(stream.writable()).await?;
+            }
             Err(error) => return Err(error),
         }
     }

@@ -25,10 +25,19 @@ const SPARSE_EXTENTS_MAX: usize = 32;
 const STATUS_EXTENTS_MAX: usize = 4096;
 
 /// Bytes that a request to cache reads at a time...
-const CACHE_STEP: u64 = 1 << 20;
+pub(super) const CACHE_STEP: u64 = 1 << 20;
 
 /// ...and in all: the rest is a hint that is not taken.
 const CACHE_LEN_MAX: u64 = PAYLOAD_LEN_MAX as u64;
+
+/// Memory that the reply to a request without a buffer may take, in bytes.
+pub(super) fn reply_room(command: Command) -> usize {
+    match command {
+        // A length and a state of 8 bytes each, as found and as sent.
+        Command::BlockStatus => 2 * 16 * STATUS_EXTENTS_MAX,
+        _ => 0,
+    }
+}
 
 /// Why a request is refused without asking the device.
 pub(super) struct Refused(pub(super) u32);
@@ -79,7 +88,7 @@ pub(super) fn refuse(connection: &Connection, request: &Request, refused: &Refus
     ReplyBuilder::new(connection.agreed.framing, request).error(refused.0, error_text(refused.0), permit)
 }
 
-/// Does what a request asks and queues the answer. `buffer` is a write's payload, or room for a read's.
+/// Does what a request asks and queues the answer. `buffer` is a write's payload, or room for what is read.
 pub(super) async fn execute(
     connection: Rc<Connection>,
     request: Request,
@@ -144,19 +153,22 @@ async fn change(connection: &Connection, request: &Request, command: Command, bu
             };
             device.write_zeroes(range, flags).await
         }
-        Command::Cache => cache(connection, range).await,
+        Command::Cache => {
+            let Some(mut buffer) = buffer else { return Ok(()) };
+            cache(connection, range, &mut buffer).await
+        }
         Command::Read | Command::BlockStatus | Command::Disconnect => Ok(()),
     }
 }
 
 /// Reads, so that the layers below keep what they read. Only a hint: a failure of the device's is the next read's.
-async fn cache(connection: &Connection, range: ByteRange) -> IoResult {
+async fn cache(connection: &Connection, range: ByteRange, buffer: &mut Buffer) -> IoResult {
     let end = range.end();
     let mut at = range.start;
     let mut left = CACHE_LEN_MAX;
-    let mut buffer = connection.shared.buffers.take(CACHE_STEP as usize);
     while at < end && left > 0 {
-        let step = ByteRange::between(at, end).len.min(ByteLen::new(CACHE_STEP.min(left)));
+        let step = ByteRange::between(at, end).len.min(ByteLen::new(left));
+        let step = step.min(ByteLen::of_buffer(buffer.len()));
         let target = ReadBuf::new(&mut buffer[..step.as_usize()]);
         connection.shared.device.read(at, target).await?;
         at += step;
