@@ -1,5 +1,6 @@
 //! Whoever asks.
 
+use std::error::Error;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -20,6 +21,11 @@ use super::state::Disks;
 
 /// How long an answer may take.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// So many times it is asked again of a server that hangs up, each time after this pause: it drops clients when there are
+/// too many.
+const TRIES_MAX: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// The longest answer, in bytes.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
@@ -45,6 +51,11 @@ pub enum FetchError {
         path.display()
     )]
     Permission { path: PathBuf },
+    #[error(
+        "what listens on {} has hung up without an answer, {TRIES_MAX} times: it is busy with too many clients, so try again; or it is no control socket of Larder",
+        path.display()
+    )]
+    Busy { path: PathBuf },
     #[error("cannot ask at {}: {source}", path.display())]
     Os { path: PathBuf, source: io::Error },
     #[error(
@@ -77,16 +88,29 @@ pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
         .map_err(failed)?;
     let late = || FetchError::Late { path: path.to_owned() };
     runtime.block_on(async {
-        let asked = tokio::time::timeout(ANSWER_TIME_MAX, ask(path)).await;
+        let asked = tokio::time::timeout(ANSWER_TIME_MAX, ask_repeatedly(path)).await;
         asked.unwrap_or_else(|_| Err(late()))
     })
 }
 
+async fn ask_repeatedly(path: &Path) -> Result<(Value, Disks), FetchError> {
+    for _ in 1..TRIES_MAX {
+        match ask(path).await {
+            Err(FetchError::Busy { .. }) => tokio::time::sleep(PAUSE).await,
+            asked => return asked,
+        }
+    }
+    ask(path).await
+}
+
 async fn ask(path: &Path) -> Result<(Value, Disks), FetchError> {
     let stream = connect(path).await?;
-    let (status, body) = exchange(stream).await.map_err(|why| FetchError::NotLarder {
-        path: path.to_owned(),
-        why,
+    let (status, body) = exchange(stream).await.map_err(|silence| match silence {
+        Silence::HungUp => FetchError::Busy { path: path.to_owned() },
+        Silence::Unknown(why) => FetchError::NotLarder {
+            path: path.to_owned(),
+            why,
+        },
     })?;
     understand(status, &body).map_err(|problem| match problem {
         Problem::Error(error) => FetchError::Refused {
@@ -108,6 +132,8 @@ async fn connect(path: &Path) -> Result<UnixStream, FetchError> {
         Err(source) => Err(match source.kind() {
             io::ErrorKind::NotFound => FetchError::Missing { path },
             io::ErrorKind::PermissionDenied => FetchError::Permission { path },
+            // So many wait to be let in that there is no room for one more.
+            io::ErrorKind::WouldBlock => FetchError::Busy { path },
             io::ErrorKind::ConnectionRefused => match path.metadata().is_ok_and(|it| it.file_type().is_socket()) {
                 true => FetchError::Dead { path },
                 false => FetchError::NotASocket { path },
@@ -117,21 +143,43 @@ async fn connect(path: &Path) -> Result<UnixStream, FetchError> {
     }
 }
 
-/// Sends the request; the answer's status and body, or why there is none.
-async fn exchange(stream: UnixStream) -> Result<(StatusCode, Bytes), String> {
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
-        .await
-        .map_err(|error| error.to_string())?;
+/// Why there is no answer from what listens.
+enum Silence {
+    /// It has closed the connection.
+    HungUp,
+    /// It does not speak HTTP.
+    Unknown(String),
+}
+
+impl From<hyper::Error> for Silence {
+    fn from(error: hyper::Error) -> Self {
+        let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+        let is_broken = cause.is_some_and(|cause| {
+            matches!(
+                cause.kind(),
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected
+            )
+        });
+        match is_broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
+            true => Self::HungUp,
+            false => Self::Unknown(error.to_string()),
+        }
+    }
+}
+
+/// Sends the request; the answer's status and body.
+async fn exchange(stream: UnixStream) -> Result<(StatusCode, Bytes), Silence> {
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // It ends with the answer, or with this function's caller.
     tokio::spawn(connection);
     let request = Request::get(DISKS_PATH)
         .header(HOST, "localhost")
         .body(Empty::<Bytes>::new())
-        .map_err(|error| error.to_string())?;
-    let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
+        .map_err(|error| Silence::Unknown(error.to_string()))?;
+    let response = sender.send_request(request).await?;
     let status = response.status();
     let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-    let body = body.map_err(|error| error.to_string())?;
+    let body = body.map_err(|error| Silence::Unknown(error.to_string()))?;
     Ok((status, body.to_bytes()))
 }
 

@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -13,12 +14,12 @@ use hyper::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode, Version};
-use hyper_util::rt::TokioIo;
+use hyper_util::rt::{TokioIo, TokioTimer};
 use serde_json::json;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use super::DISKS_PATH;
@@ -26,8 +27,12 @@ use super::state::Disks;
 use crate::disk::DiskInquiry;
 use crate::listen::{ListenError, SocketFile};
 
-/// Clients that are served at a time; more are told to come again.
+/// Clients that are served at a time. A further one takes the place of the one that has been silent longest; if all have
+/// asked, it waits until one has its answer.
 const CLIENTS_MAX: usize = 64;
+
+/// How long a client may take for its request.
+const REQUEST_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// How long a client may take from its connection to its answer's last byte.
 const CLIENT_TIME_MAX: Duration = Duration::from_secs(10);
@@ -108,21 +113,44 @@ fn run(runtime: &Runtime, listener: UnixListener, disks: Arc<[DiskInquiry]>, sto
     });
 }
 
+/// A client that is being served.
+struct Client {
+    task: AbortHandle,
+    has_asked: Arc<AtomicBool>,
+}
+
+impl Client {
+    fn is_silent(&self) -> bool {
+        !self.has_asked.load(Ordering::Relaxed)
+    }
+}
+
 /// Serves whoever comes; dropped to end all.
 async fn accept(listener: UnixListener, disks: Arc<[DiskInquiry]>) {
-    let mut clients = JoinSet::new();
+    let mut tasks = JoinSet::new();
+    // In the order in which they came.
+    let mut clients: Vec<Client> = Vec::with_capacity(CLIENTS_MAX + 1);
     let mut is_told = false;
     loop {
+        clients.retain(|client| !client.task.is_finished());
+        let may_come = clients.len() < CLIENTS_MAX || clients.iter().any(Client::is_silent);
         let accepted = tokio::select! {
-            Some(_) = clients.join_next() => continue,
-            accepted = listener.accept() => accepted,
+            Some(_) = tasks.join_next() => continue,
+            accepted = listener.accept(), if may_come => accepted,
         };
         match accepted {
-            Ok((client, _)) if clients.len() < CLIENTS_MAX => {
-                clients.spawn(timeout(CLIENT_TIME_MAX, serve(client, Arc::clone(&disks))));
+            Ok((stream, _)) => {
+                if clients.len() >= CLIENTS_MAX
+                    && let Some(oldest) = clients.iter().position(Client::is_silent)
+                {
+                    clients.remove(oldest).task.abort();
+                }
+                let has_asked = Arc::new(AtomicBool::new(false));
+                let serving = serve(stream, Arc::clone(&disks), Arc::clone(&has_asked));
+                let task = tasks.spawn(timeout(CLIENT_TIME_MAX, serving));
+                clients.push(Client { task, has_asked });
                 is_told = false;
             }
-            Ok((client, _)) => turn_away(&client),
             Err(error) => {
                 if !std::mem::replace(&mut is_told, true) {
                     tracing::warn!("the control socket cannot take a client: {error}");
@@ -133,21 +161,10 @@ async fn accept(listener: UnixListener, disks: Arc<[DiskInquiry]>) {
     }
 }
 
-/// Tells a client that there are too many. It fits the socket's buffer, unless the client has gone.
-fn turn_away(client: &UnixStream) {
-    let body = error_body(format_args!("{CLIENTS_MAX} clients are being served; come again"));
-    let _ = client.try_write(
-        format!(
-            "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
-            body.len()
-        )
-        .as_bytes(),
-    );
-}
-
 /// One request, one answer.
-async fn serve(client: UnixStream, disks: Arc<[DiskInquiry]>) {
+async fn serve(client: UnixStream, disks: Arc<[DiskInquiry]>, has_asked: Arc<AtomicBool>) {
     let service = service_fn(|request| {
+        has_asked.store(true, Ordering::Relaxed);
         let disks = Arc::clone(&disks);
         async move { Ok::<_, Infallible>(answer(&request, &disks).await) }
     });
@@ -156,6 +173,8 @@ async fn serve(client: UnixStream, disks: Arc<[DiskInquiry]>) {
         // A client that has said all may close its end, and still wants to know.
         .half_close(true)
         .max_buf_size(REQUEST_HEAD_BYTES_MAX)
+        .timer(TokioTimer::new())
+        .header_read_timeout(REQUEST_TIME_MAX)
         .serve_connection(TokioIo::new(client), service)
         .await;
     if let Err(error) = served {
