@@ -55,6 +55,12 @@ pub struct PrefetchOptions {
 impl PrefetchOptions {
     /// The least memory that is of any use.
     pub const MEMORY_MIN: ByteLen = ByteLen::kib(512);
+
+    /// The most memory that is made use of, a little less than there are numbers for.
+    pub const MEMORY_MAX: ByteLen = ByteLen::mib(128);
+
+    /// The least that reading ahead by, or of, is of any use: a block.
+    pub const LEN_MIN: ByteLen = ByteLen::new(BLOCK_LEN);
 }
 
 impl Default for PrefetchOptions {

@@ -106,6 +106,8 @@ impl Exports {
     /// # Errors
     /// One cannot listen, or its options are wrong; nothing is left behind then.
     pub fn start(on: &Loop, device: &Rc<dyn BlockDevice>, config: &ExportsConfig) -> Result<Self, ExportError> {
+        // Also where there is no vhost-user: what makes no sense is not passed over.
+        config.vhost_user.check()?;
         let mut exports = Self::default();
         if let Some(at) = &config.nbd {
             exports.start_nbd(on, device, at)?;

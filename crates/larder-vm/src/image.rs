@@ -27,7 +27,7 @@ pub mod journal;
 mod prefetch_memory;
 
 pub use chain::{beside, is_same, probe};
-pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError};
+pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError, PrefetchWish, PrefetchWishError, parse_prefetch_len};
 
 /// Where a disk's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]

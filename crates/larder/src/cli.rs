@@ -14,7 +14,9 @@ use larder_block::nbd::NbdUri;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
-use larder_vm::image::{Format, ImageAddress, METADATA_MEMORY_DEFAULT, PrefetchMemory, PrefetchOptions};
+use larder_vm::image::{
+    Format, ImageAddress, METADATA_MEMORY_DEFAULT, PrefetchMemory, PrefetchOptions, parse_prefetch_len,
+};
 use larder_vm::limits::parse_given_limits;
 use larder_vm::run::disk::Disk;
 use larder_vm::run::disk_option::parse_disk;
@@ -211,6 +213,27 @@ fn image_parser() -> impl TypedValueParser<Value = ImageAddress> {
     OsStringValueParser::new().try_map(|argument| ImageAddress::from_argument(&argument))
 }
 
+fn prefetch_help() -> String {
+    format!(
+        "Memory for reading ahead: SIZE ({} to {}), or off; nothing is read ahead with --share [default: {}]",
+        PrefetchOptions::MEMORY_MIN,
+        PrefetchOptions::MEMORY_MAX,
+        PrefetchMemory::DEFAULT
+    )
+}
+
+fn prefetch_largest_read_help() -> String {
+    let usual = PrefetchOptions::default().largest_read;
+    format!(
+        "Reads that are longer than this are not read ahead of; their copy costs more than is gained [default: {usual}]"
+    )
+}
+
+fn prefetch_ahead_help() -> String {
+    let usual = PrefetchOptions::default().ahead_max;
+    format!("How far ahead of a reader to be at most [default: {usual}]")
+}
+
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// A disk image, a block device, or an NBD URI
@@ -223,15 +246,12 @@ pub(crate) struct ServeArguments {
     /// What the metadata cache of a qcow2 image may hold; by default as much as the disk needs, up to 256MiB
     #[arg(long, value_name = "SIZE", default_value_t = METADATA_MEMORY_DEFAULT)]
     pub(crate) metadata_memory: ByteLen,
-    /// Memory for reading ahead: SIZE (512KiB or more), or off
-    #[arg(long, value_name = "SIZE|off", default_value_t = PrefetchMemory::DEFAULT)]
-    pub(crate) prefetch: PrefetchMemory,
-    /// Reads that are longer than this are not read ahead of; their copy costs more than is gained
-    #[arg(long, value_name = "SIZE", default_value_t = PrefetchOptions::default().largest_read)]
-    pub(crate) prefetch_largest_read: ByteLen,
-    /// How far ahead of a reader to be at most
-    #[arg(long, value_name = "SIZE", default_value_t = PrefetchOptions::default().ahead_max)]
-    pub(crate) prefetch_ahead: ByteLen,
+    #[arg(long, value_name = "SIZE|off", help = prefetch_help())]
+    pub(crate) prefetch: Option<PrefetchMemory>,
+    #[arg(long, value_name = "SIZE", value_parser = parse_prefetch_len, help = prefetch_largest_read_help())]
+    pub(crate) prefetch_largest_read: Option<ByteLen>,
+    #[arg(long, value_name = "SIZE", value_parser = parse_prefetch_len, help = prefetch_ahead_help())]
+    pub(crate) prefetch_ahead: Option<ByteLen>,
     /// Serve vhost-user-blk on this unix socket
     #[arg(long, visible_alias = "socket-path", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
@@ -260,17 +280,17 @@ pub(crate) struct ServeArguments {
     /// each also with -max and -max-length for bursts, and iops-size; QEMU's older names and libvirt's are known too
     #[arg(long, value_name = "LIMITS", value_parser = parse_given_limits)]
     pub(crate) throttle: Option<Limits>,
-    /// Virtqueues offered
+    /// Virtqueues offered, over vhost-user-blk
     #[arg(long, value_name = "N", default_value_t = QUEUES_MAX)]
     pub(crate) queues: u16,
     /// Descriptors that the front-end gives each virtqueue (QEMU's queue-size), a power of two from 4 to 1024: larger
     /// ones take larger requests
     #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT, value_parser = parse_queue_size)]
     pub(crate) queue_size: u16,
-    /// Serial number that the guest sees, up to 20 bytes
+    /// Serial number that the guest sees over vhost-user-blk, up to 20 bytes
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) serial: String,
-    /// Sector size that the guest sees, in bytes: 512 or 4096
+    /// Sector size that the guest sees over vhost-user-blk, in bytes: 512 or 4096
     #[arg(long, value_name = "BYTES", default_value_t = 512)]
     pub(crate) block_size: u32,
     /// Spin up to this many microseconds for the next request before sleeping, 10000 at most; 0 sleeps at once

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use larder_block::backend::file::{Caching, OpenError};
 use larder_block::backend::image_lock::{Claim, LockError};
 use larder_block::backend::nbd::NbdOptions;
@@ -16,7 +16,7 @@ use larder_qcow2::header::HeaderError;
 use larder_vm::control::ControlServer;
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
-use larder_vm::image::{Format, ImageError, ImageOptions, PrefetchMemory, PrefetchOptions};
+use larder_vm::image::{Format, ImageError, ImageOptions, PrefetchWish};
 use larder_vm::run::shell::command_line;
 
 use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
@@ -100,6 +100,14 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     } else {
         Caching::Auto
     };
+    let prefetch = PrefetchWish {
+        memory: arguments.prefetch,
+        ahead: arguments.prefetch_ahead,
+        largest_read: arguments.prefetch_largest_read,
+    };
+    let prefetch = prefetch
+        .options(arguments.share)
+        .map_err(|error| anyhow!("--{error}"))?;
     Ok(DiskConfig {
         options: ImageOptions {
             format: arguments.format.map(|name| match name {
@@ -107,14 +115,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
                 FormatName::Qcow2 => Format::Qcow2,
             }),
             metadata_memory: arguments.metadata_memory,
-            prefetch: match arguments.prefetch {
-                PrefetchMemory::Off => None,
-                PrefetchMemory::Size(memory) => Some(PrefetchOptions {
-                    memory,
-                    largest_read: arguments.prefetch_largest_read,
-                    ahead_max: arguments.prefetch_ahead,
-                }),
-            },
+            prefetch,
             read_only: arguments.read_only,
             share: arguments.share,
             claim: match arguments.inherit_locks {

@@ -223,6 +223,21 @@ fn wrong_options_are_refused_with_what_is_right() {
     with(&["--poll-us", "99999999999999999999"], &["from 0 to 10000"]);
     with(&["--nbd-reconnect", "18446744073709551615"], &["--nbd-reconnect"]);
     with(&["--no-such-option"], &["--no-such-option"]);
+    with(&["--prefetch", "16TiB"], &["16TiB", "128 MiB at most"]);
+    with(&["--prefetch-ahead", "0"], &["--prefetch-ahead", "4 KiB to 128 MiB"]);
+    with(
+        &["--prefetch-largest-read", "0"],
+        &["--prefetch-largest-read", "4 KiB to 128 MiB"],
+    );
+    with(&["--share", "--prefetch", "8M"], &["--prefetch does not go with share"]);
+    with(
+        &["--share", "--prefetch-ahead", "1M"],
+        &["--prefetch-ahead does not go with share"],
+    );
+    with(
+        &["--prefetch", "off", "--prefetch-largest-read", "64k"],
+        &["--prefetch-largest-read does not go with prefetch off"],
+    );
     with(&["--throttle", "nonsense"], &["nonsense", "KEY=VALUE"]);
     with(&["--throttle", ""], &["no limit is given"]);
     with(
@@ -237,6 +252,16 @@ fn wrong_options_are_refused_with_what_is_right() {
     );
     refused(&[text(&disk)], &["--socket"]);
     refused(&[], &["IMAGE"]);
+    // Also where they would have no effect.
+    let nbd = format!("nbd+unix:///?socket={}", text(&socket));
+    for (option, value, word) in [
+        ("--queues", "0", "1 to 64"),
+        ("--serial", "a serial number that is too long", "20"),
+        ("--block-size", "1024", "512 or 4096"),
+    ] {
+        refused(&[text(&disk), "--nbd", &nbd, option, value], &[word]);
+        assert!(!socket.exists());
+    }
 }
 
 #[test]

@@ -73,6 +73,30 @@ impl Default for VhostUserOptions {
     }
 }
 
+impl VhostUserOptions {
+    /// Whether they are in range; the serial number as GET_ID tells it.
+    ///
+    /// # Errors
+    /// They are not.
+    pub fn check(&self) -> Result<[u8; blk::SERIAL_BYTES], OptionsError> {
+        if !(1..=QUEUES_MAX).contains(&self.queues) {
+            return Err(OptionsError::Queues(self.queues));
+        }
+        if !self.queue_size.is_power_of_two() || !(QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(&self.queue_size) {
+            return Err(OptionsError::QueueSize(self.queue_size));
+        }
+        if !matches!(self.block_size, 512 | 4096) {
+            return Err(OptionsError::BlockSize(self.block_size));
+        }
+        let mut serial = [0; blk::SERIAL_BYTES];
+        match serial.get_mut(..self.serial.len()) {
+            Some(place) => place.copy_from_slice(self.serial.as_bytes()),
+            None => return Err(OptionsError::Serial(self.serial.clone())),
+        }
+        Ok(serial)
+    }
+}
+
 /// Why the options are wrong.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
@@ -112,20 +136,7 @@ impl VhostUserServer {
     /// # Errors
     /// The options are out of range.
     pub fn new(on: &Loop, device: Rc<dyn BlockDevice>, options: &VhostUserOptions) -> Result<Rc<Self>, OptionsError> {
-        if !(1..=QUEUES_MAX).contains(&options.queues) {
-            return Err(OptionsError::Queues(options.queues));
-        }
-        if !options.queue_size.is_power_of_two() || !(QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(&options.queue_size) {
-            return Err(OptionsError::QueueSize(options.queue_size));
-        }
-        let mut serial = [0; blk::SERIAL_BYTES];
-        let Some(place) = serial.get_mut(..options.serial.len()) else {
-            return Err(OptionsError::Serial(options.serial.clone()));
-        };
-        place.copy_from_slice(options.serial.as_bytes());
-        if !matches!(options.block_size, 512 | 4096) {
-            return Err(OptionsError::BlockSize(options.block_size));
-        }
+        let serial = options.check()?;
         let size = device.geometry().size;
         let rest = size.get() % u64::from(options.block_size);
         if rest > 0 {

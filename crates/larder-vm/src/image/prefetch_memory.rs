@@ -1,4 +1,4 @@
-//! How users say how much memory is for reading ahead.
+//! How users say what is to be read ahead.
 
 use std::fmt;
 use std::str::FromStr;
@@ -23,6 +23,8 @@ pub enum PrefetchMemoryError {
     Size(#[from] SizeError),
     #[error("give {} at least, or off", PrefetchOptions::MEMORY_MIN)]
     Little,
+    #[error("give {} at most: read-ahead makes no use of more", PrefetchOptions::MEMORY_MAX)]
+    Much,
 }
 
 impl PrefetchMemory {
@@ -37,10 +39,10 @@ impl FromStr for PrefetchMemory {
         if text == "off" {
             return Ok(Self::Off);
         }
-        let memory: ByteLen = text.parse()?;
-        match memory < PrefetchOptions::MEMORY_MIN {
-            true => Err(PrefetchMemoryError::Little),
-            false => Ok(Self::Size(memory)),
+        match text.parse()? {
+            memory if memory < PrefetchOptions::MEMORY_MIN => Err(PrefetchMemoryError::Little),
+            memory if memory > PrefetchOptions::MEMORY_MAX => Err(PrefetchMemoryError::Much),
+            memory => Ok(Self::Size(memory)),
         }
     }
 }
@@ -51,5 +53,73 @@ impl fmt::Display for PrefetchMemory {
             Self::Off => f.write_str("off"),
             Self::Size(memory) => memory.fmt(f),
         }
+    }
+}
+
+/// Reads how far ahead to be, or how long a read may be that is read ahead of.
+///
+/// # Errors
+/// It is no size, or none that makes sense, as a text for people.
+pub fn parse_prefetch_len(text: &str) -> Result<ByteLen, String> {
+    let len: ByteLen = text.parse().map_err(|error: SizeError| error.to_string())?;
+    match (PrefetchOptions::LEN_MIN..=PrefetchOptions::MEMORY_MAX).contains(&len) {
+        true => Ok(len),
+        false => Err(format!(
+            "give {} to {}; prefetch off reads nothing ahead",
+            PrefetchOptions::LEN_MIN,
+            PrefetchOptions::MEMORY_MAX
+        )),
+    }
+}
+
+/// What a user has said of reading ahead; `None` is what there is nothing said of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefetchWish {
+    /// Its memory.
+    pub memory: Option<PrefetchMemory>,
+    /// How far ahead of a reader to be at most.
+    pub ahead: Option<ByteLen>,
+    /// The longest read that is read ahead of.
+    pub largest_read: Option<ByteLen>,
+}
+
+/// Why a wish contradicts itself. The names are those of the options, with or without dashes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum PrefetchWishError {
+    #[error(
+        "{0} does not go with share: an image that others may write is not read ahead of, because nobody would tell of their writes; leave one of them out"
+    )]
+    Shared(&'static str),
+    #[error("{0} does not go with prefetch off, which reads nothing ahead; leave one of them out")]
+    Off(&'static str),
+}
+
+impl PrefetchWish {
+    /// How to read ahead, if at all, of an image that is shared, or not.
+    ///
+    /// # Errors
+    /// Something is wished that cannot be.
+    pub fn options(&self, share: bool) -> Result<Option<PrefetchOptions>, PrefetchWishError> {
+        let detail = match (self.ahead, self.largest_read) {
+            (Some(_), _) => Some("prefetch-ahead"),
+            (None, Some(_)) => Some("prefetch-largest-read"),
+            (None, None) => None,
+        };
+        let memory = match (self.memory, detail) {
+            (Some(PrefetchMemory::Off), Some(detail)) => return Err(PrefetchWishError::Off(detail)),
+            (Some(PrefetchMemory::Size(_)), _) if share => return Err(PrefetchWishError::Shared("prefetch")),
+            (_, Some(detail)) if share => return Err(PrefetchWishError::Shared(detail)),
+            (memory, _) => memory.unwrap_or(PrefetchMemory::DEFAULT),
+        };
+        let usual = PrefetchOptions::default();
+        Ok(match memory {
+            PrefetchMemory::Size(memory) if !share => Some(PrefetchOptions {
+                memory,
+                largest_read: self.largest_read.unwrap_or(usual.largest_read),
+                ahead_max: self.ahead.unwrap_or(usual.ahead_max),
+            }),
+            _ => None,
+        })
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use larder_block::ByteLen;
 
 use super::limits::Limits;
-use crate::image::{Format, ImageAddress, PrefetchMemory};
+use crate::image::{Format, ImageAddress, PrefetchMemory, PrefetchWish};
 
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,12 +40,8 @@ pub struct Disk {
     pub format: Option<Format>,
     /// What the metadata cache of a qcow2 image may hold; the server chooses if not given.
     pub metadata_memory: Option<ByteLen>,
-    /// Memory for reading ahead; the server chooses if not given.
-    pub prefetch: Option<PrefetchMemory>,
-    /// How far ahead of a reader to be at most; the server chooses if not given.
-    pub prefetch_ahead: Option<ByteLen>,
-    /// The longest read that is read ahead of; the server chooses if not given.
-    pub prefetch_largest_read: Option<ByteLen>,
+    /// How to read ahead; the server chooses what is not given.
+    pub prefetch: PrefetchWish,
     /// The server's control socket; none if not given.
     pub control: Option<PathBuf>,
     /// Refuse changes.
@@ -79,9 +75,7 @@ impl Disk {
             image,
             format: None,
             metadata_memory: None,
-            prefetch: None,
-            prefetch_ahead: None,
-            prefetch_largest_read: None,
+            prefetch: PrefetchWish::default(),
             control: None,
             read_only: false,
             share: false,
@@ -108,17 +102,17 @@ impl Disk {
         if let Some(memory) = self.metadata_memory {
             arguments.extend(["--metadata-memory".into(), memory.get().to_string().into()]);
         }
-        if let Some(prefetch) = self.prefetch {
+        if let Some(prefetch) = self.prefetch.memory {
             let memory = match prefetch {
                 PrefetchMemory::Off => "off".to_owned(),
                 PrefetchMemory::Size(memory) => memory.get().to_string(),
             };
             arguments.extend(["--prefetch".into(), memory.into()]);
         }
-        if let Some(ahead) = self.prefetch_ahead {
+        if let Some(ahead) = self.prefetch.ahead {
             arguments.extend(["--prefetch-ahead".into(), ahead.get().to_string().into()]);
         }
-        if let Some(read) = self.prefetch_largest_read {
+        if let Some(read) = self.prefetch.largest_read {
             arguments.extend(["--prefetch-largest-read".into(), read.get().to_string().into()]);
         }
         if let Some(control) = &self.control {

@@ -4,7 +4,7 @@ use super::disk::{Cache, Disk};
 use super::keyval::{KeyValues, parse_bool};
 use super::limits::{self, Taken};
 use crate::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
-use crate::image::{Format, ImageAddressError, PrefetchMemoryError};
+use crate::image::{Format, ImageAddressError, PrefetchMemoryError, PrefetchWishError, parse_prefetch_len};
 use crate::limits::LimitsTextError;
 use larder_block::SizeError;
 use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
@@ -36,6 +36,8 @@ pub enum DiskOptionError {
     Image { image: String, source: ImageAddressError },
     #[error("--disk {image}: {source}")]
     Limits { image: String, source: LimitsTextError },
+    #[error("--disk {image}: {source}")]
+    Prefetch { image: String, source: PrefetchWishError },
     #[error("--disk begins with the image: --disk /srv/vm.raw,readonly=on")]
     NoImage,
     #[error(
@@ -85,6 +87,12 @@ pub fn parse_disk(text: &str) -> Result<Disk, DiskOptionError> {
         image: image.to_owned(),
         source,
     })?;
+    disk.prefetch
+        .options(disk.share)
+        .map_err(|source| DiskOptionError::Prefetch {
+            image: image.to_owned(),
+            source,
+        })?;
     Ok(disk)
 }
 
@@ -104,14 +112,14 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
         "format" => disk.format = Some(Format::of_name(value).ok_or_else(|| wanted("give raw or qcow2"))?),
         "metadata-memory" => disk.metadata_memory = Some(size()?),
         "prefetch" => {
-            disk.prefetch = Some(
+            disk.prefetch.memory = Some(
                 value
                     .parse()
                     .map_err(|error: PrefetchMemoryError| wanted(error.to_string()))?,
             )
         }
-        "prefetch-ahead" => disk.prefetch_ahead = Some(size()?),
-        "prefetch-largest-read" => disk.prefetch_largest_read = Some(size()?),
+        "prefetch-ahead" => disk.prefetch.ahead = Some(parse_prefetch_len(value).map_err(wanted)?),
+        "prefetch-largest-read" => disk.prefetch.largest_read = Some(parse_prefetch_len(value).map_err(wanted)?),
         "control" => {
             let path = Some(value).filter(|path| !path.is_empty());
             disk.control = Some(path.ok_or_else(|| wanted("give a path"))?.into());
@@ -259,7 +267,10 @@ mod tests {
             "/a,metadata-memory=much",
             "/a,prefetch=on",
             "/a,prefetch=4k",
+            "/a,prefetch=16TiB",
             "/a,prefetch-ahead=far",
+            "/a,prefetch-ahead=0",
+            "/a,prefetch-largest-read=0",
             "/a,prefetch-largest-read=off",
             "/a,control=",
             "/a,block-size=1",
@@ -280,6 +291,17 @@ mod tests {
             parse_disk("/a,iops=1,iops_rd=1"),
             Err(DiskOptionError::Limits { .. })
         ));
+        for text in [
+            "/a,share=on,prefetch=8M",
+            "/a,prefetch-ahead=1M,share=on",
+            "/a,prefetch=off,prefetch-largest-read=64k",
+        ] {
+            assert!(
+                matches!(parse_disk(text), Err(DiskOptionError::Prefetch { .. })),
+                "{text}"
+            );
+        }
+        assert!(parse_disk("/a,share=on,prefetch=off").is_ok());
         assert_eq!(parse_disk(""), Err(DiskOptionError::NoImage));
         assert_eq!(parse_disk(",serial=x"), Err(DiskOptionError::NoImage));
     }
