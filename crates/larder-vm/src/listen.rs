@@ -61,6 +61,25 @@ fn listen(path: &Path, access: Access) -> io::Result<UnixListener> {
     Ok(socket.into())
 }
 
+/// Two paths that are one, if there are any among `places`: each is a path with what it is for.
+///
+/// What stands for a folder is resolved where the folder exists.
+pub fn same_place<'a, T>(places: &'a [(T, &Path)]) -> Option<(&'a T, &'a T)> {
+    let resolved: Vec<PathBuf> = places.iter().map(|(_, path)| resolve(path)).collect();
+    (1..places.len()).find_map(|later| {
+        let earlier = (0..later).find(|earlier| resolved[*earlier] == resolved[later])?;
+        Some((&places[earlier].0, &places[later].0))
+    })
+}
+
+fn resolve(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    match (path.parent().map(Path::canonicalize), path.file_name()) {
+        (Some(Ok(folder)), Some(name)) => folder.join(name),
+        _ => path,
+    }
+}
+
 /// A listening unix socket whose file goes when this is dropped.
 pub struct SocketFile {
     listener: UnixListener,

@@ -1,6 +1,7 @@
 //! `larder disk serve`.
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use anyhow::{Context, anyhow, bail};
 use larder_block::backend::file::{Caching, OpenError};
 use larder_block::backend::image_lock::{Claim, LockError};
 use larder_block::backend::nbd::NbdOptions;
+use larder_block::event_loop::SocketAddress;
 use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::VhostUserOptions;
 use larder_qcow2::OpenError as Qcow2Error;
@@ -17,6 +19,7 @@ use larder_vm::control::ControlServer;
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{Format, ImageError, ImageOptions, PrefetchWish};
+use larder_vm::listen::same_place;
 use larder_vm::run::shell::command_line;
 
 use crate::cli::{DiscardPolicy, FormatName, ServeArguments};
@@ -40,6 +43,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     if config.exports.is_empty() {
         bail!("nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both");
     }
+    refuse_same_places(&config, control.as_deref(), pidfile.as_deref())?;
     let signals = crate::signals::block()?;
     let pidfile = pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let (image, options) = (config.image.clone(), config.options.clone());
@@ -147,6 +151,32 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
         poll_max: Duration::from_micros(arguments.poll_us),
         ..DiskConfig::new(image)
     })
+}
+
+/// What is made in the file system needs a path of its own each.
+fn refuse_same_places(config: &DiskConfig, control: Option<&Path>, pidfile: Option<&Path>) -> anyhow::Result<()> {
+    let socket = match &config.exports.vhost_user_at {
+        Some(VhostUserAt::Path(path)) => Some(path.as_path()),
+        _ => None,
+    };
+    let nbd = config.exports.nbd.as_ref().and_then(|at| match &at.uri.address {
+        SocketAddress::Unix(path) => Some(path.as_path()),
+        SocketAddress::Tcp { .. } => None,
+    });
+    let places = [
+        ("--socket", socket),
+        ("--nbd", nbd),
+        ("--control", control),
+        ("--pidfile", pidfile),
+    ];
+    let places: Vec<(&str, &Path)> = places
+        .into_iter()
+        .filter_map(|(name, path)| Some((name, path?)))
+        .collect();
+    match same_place(&places) {
+        Some((one, other)) => bail!("{one} and {other} are the same path; give each its own"),
+        None => Ok(()),
+    }
 }
 
 /// Takes over an inherited descriptor.

@@ -191,6 +191,28 @@ fn a_socket_that_cannot_be_listened_on_is_refused_and_left_alone() {
     at(&file, &["is no socket", "left alone"]);
     assert_eq!(fs::read(&file).expect("is there"), b"mine");
     at(sockets.path(), &["is no socket"]);
+    // Nor is it another process that has it.
+    let once = sockets.path().join("once");
+    let again = sockets.path().join("./again/../once");
+    fs::create_dir(sockets.path().join("again")).expect("a folder");
+    let nbd = format!("nbd+unix:///?socket={}", text(&once));
+    for (options, words) in [
+        (
+            ["--nbd", &nbd, "--control", text(&once)],
+            "--nbd and --control are the same path",
+        ),
+        (
+            ["--nbd", &nbd, "--socket", text(&again)],
+            "--socket and --nbd are the same path",
+        ),
+        (
+            ["--nbd", &nbd, "--pidfile", text(&once)],
+            "--nbd and --pidfile are the same path",
+        ),
+    ] {
+        refused(&[[text(&disk)].as_slice(), &options].concat(), &[words]);
+        assert!(!once.exists());
+    }
     // What a killed server left is not in the way.
     let mut dead = serve(&disk, sockets.path(), &[]);
     dead.process.kill();
@@ -403,7 +425,7 @@ fn a_pidfile_that_cannot_be_written_is_refused_and_nothing_is_left_behind() {
     with(sockets.path(), &["is no file", "left alone"]);
     with(Path::new("/dev/null"), &["/dev/null", "left alone"]);
     with(&disk, &[text(&disk), "no pid file", "left alone"]);
-    with(&socket, &["is no file", "left alone"]);
+    with(&socket, &["--socket and --pidfile are the same path"]);
     // Nor is anything if the disk cannot be served.
     let pidfile = sockets.path().join("pid");
     fs::write(&socket, "mine").expect("a file");

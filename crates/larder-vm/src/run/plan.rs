@@ -13,6 +13,7 @@ use super::ram::{self, Ram, RamFile};
 use super::rewrite::Rewrite;
 use super::version::QemuVersion;
 use crate::image::ImageAddress;
+use crate::listen::same_place;
 
 /// What is to be started.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,6 +93,8 @@ pub enum PlanError {
     SnapshotOfDisk { image: ImageAddress },
     #[error("--disk {image}: QEMU has no vhost-user-blk device for this machine")]
     NoDevice { image: ImageAddress },
+    #[error("--disk {one} and --disk {other} have the same control={}; give each its own", path.display())]
+    SameControl { one: String, other: String, path: PathBuf },
     #[error("{option}: cannot tell the size of the guest's RAM; give a number and K, M, G or T, as in 2G")]
     RamSize { option: String },
     #[error("this machine's default size of RAM is not known to Larder; say it with -m")]
@@ -116,6 +119,7 @@ pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Resu
     if has(&["h", "help", "version"]) {
         return Ok(unchanged(command));
     }
+    refuse_same_control(extra)?;
     let machine = Machine::of(program, &arguments);
     let warnings = warnings(&arguments_with_text(&arguments));
     let mut line = Rewrite::new(arguments);
@@ -145,6 +149,22 @@ pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Resu
         folders: ram.folders,
         changes,
     })
+}
+
+/// The control sockets of disks are of one each; only `--disk` has them.
+fn refuse_same_control(extra: &[Disk]) -> Result<(), PlanError> {
+    let controls: Vec<(&Disk, &Path)> = extra
+        .iter()
+        .filter_map(|disk| Some((disk, disk.control.as_deref()?)))
+        .collect();
+    match same_place(&controls) {
+        Some((one, other)) => Err(PlanError::SameControl {
+            one: one.image.to_string(),
+            other: other.image.to_string(),
+            path: other.control.clone().unwrap_or_default(),
+        }),
+        None => Ok(()),
+    }
 }
 
 /// QEMU only prints something and ends.

@@ -26,6 +26,8 @@ fn what_cannot_run_is_refused_before_anything_starts() {
     let image = place.image("disk.raw", 8);
     let served = drive(&image, "");
     let missing = drive(&place.path("missing.raw"), "");
+    let other = place.image("other.raw", 8);
+    let control = |image: &Path| format!("{},control={}", image.display(), place.path("control").display());
     let private = format!("memory-backend-file,id=r,size=128M,mem-path={}", image.display());
     for (options, arguments, message) in [
         (&[][..], &["-drive", &missing][..], "cannot open"),
@@ -42,6 +44,16 @@ fn what_cannot_run_is_refused_before_anything_starts() {
             "which is no folder",
         ),
         (&["--disk", "/a,sreial=x"], &[], "did you mean 'serial'?"),
+        (
+            &["--disk", "/a,share=on,prefetch=8M"],
+            &[],
+            "--disk /a: prefetch does not go with share",
+        ),
+        (
+            &["--disk", &control(&image), "--disk", &control(&other)],
+            &[],
+            "have the same control=",
+        ),
     ] {
         let output = output(&place, options, qemu(), arguments);
         let said = text(&output.stderr);
