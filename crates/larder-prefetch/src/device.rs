@@ -61,7 +61,10 @@ impl Filter for Prefetch {
             for fetch in running {
                 self.ended(fetch).await;
             }
-            tracing::info!("{}: {}", self.lower.name(), self.statistics());
+            let statistics = self.statistics();
+            if statistics.fetched > 0 {
+                tracing::info!("{}: {statistics}", self.lower.name());
+            }
             self.lower.close().await
         })
     }

@@ -47,7 +47,7 @@ pub(crate) struct StatusArguments {
     /// The server's control socket: what it was given with --control
     #[arg(value_name = "PATH")]
     pub(crate) control: PathBuf,
-    /// For people or for programs
+    /// For people, or for programs, as the control socket answers GET /v1/disks
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
@@ -95,7 +95,7 @@ pub(crate) struct ImageArguments {
     /// The image's format; by default what it begins like
     #[arg(long)]
     pub(crate) format: Option<FormatName>,
-    /// For people or for programs
+    /// For people, or for programs, with the field names of qemu-img where it has them
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }
@@ -150,7 +150,7 @@ fn parse_new_size(text: &str) -> Result<NewSize, String> {
 pub(crate) enum Output {
     /// Lines for people
     Text,
-    /// An object with the field names of qemu-img, where it has them
+    /// A JSON object
     Json,
 }
 

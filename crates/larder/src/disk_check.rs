@@ -130,6 +130,7 @@ async fn take_up(on: &Loop, image: &ImageAddress, is_corrupt: bool) -> anyhow::R
     }
     let options = ImageOptions {
         format: Some(Format::Qcow2),
+        prefetch: None,
         ..ImageOptions::default()
     };
     close(&larder_vm::image::open(on, image, &options).await?.device).await

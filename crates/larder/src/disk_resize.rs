@@ -24,6 +24,7 @@ pub(crate) fn run(arguments: ResizeArguments) -> anyhow::Result<ExitCode> {
         format: format.map(Into::into),
         // Direct I/O may reach whole blocks of more than a sector only.
         caching: Caching::Buffered,
+        prefetch: None,
         ..ImageOptions::default()
     };
     let (was, is) = on.block_on(async {

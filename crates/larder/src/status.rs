@@ -44,8 +44,8 @@ fn disk_text(disk: &DiskState) -> String {
 }
 
 fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {
-    let (taken, limit) = (human(prefetch.memory), human(prefetch.memory_limit));
-    lines.line("read-ahead", format!("takes {taken} of {limit}"));
+    let limit = human(prefetch.memory_limit);
+    lines.line("read-ahead", format!("on, with up to {limit} of memory"));
     let part = |bytes: u64| match prefetch.fetched {
         0 => human(bytes),
         fetched => format!("{} ({:.1} %)", human(bytes), 100.0 * bytes as f64 / fetched as f64),

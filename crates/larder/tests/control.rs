@@ -179,7 +179,7 @@ fn what_is_told_of_reading_ahead_agrees_with_what_a_client_has_read() {
 #[test]
 fn people_are_told_what_programs_are() {
     let disk = on_disk();
-    let served = Served::of_data(&disk);
+    let mut served = Served::of_data(&disk);
     served.read_in_order(256);
     served.prefetch();
     let (head, body) = served.curl(&["http://localhost/v1/disks"]);
@@ -197,11 +197,15 @@ fn people_are_told_what_programs_are() {
     };
     assert_eq!(line("image"), text(&disk.path().join("disk.qcow2")));
     assert_eq!(line("disk"), "qcow2, 64 MiB (67108864 bytes), sectors of 512 B");
+    assert_eq!(line("read-ahead"), "on, with up to 4 MiB of memory");
     assert_eq!(line("reads"), "256");
     let hits = served.prefetch().get("hits");
     assert!(line("all in memory").starts_with(&format!("{hits} (")), "{said}");
     assert!(line("wasted").starts_with("0 B ("), "{said}");
     assert_eq!(line("streams so far"), "1 forward, 0 backward, 0 by steps");
+    served.process.signal(libc::SIGTERM);
+    served.process.wait(LIMIT).expect("it ends");
+    assert!(served.process.output().contains(": read ahead "));
 }
 
 #[test]

@@ -37,6 +37,7 @@ fn refused(arguments: &[&str], words: &[&str]) -> String {
         assert!(said.contains(word), "{arguments:?} says nothing of '{word}': {said}");
     }
     assert!(!said.contains("panicked"), "{said}");
+    assert!(!said.contains(": read ahead "), "nothing was: {said}");
     said
 }
 

@@ -22,6 +22,7 @@ fn fill(path: &Path, format: &str, start: &str, len: &str) {
 
 fn resize(path: &Path, size: &str) -> (i32, String) {
     let (code, out, err) = larder_with(path, size, &[]);
+    assert!(!err.contains("read ahead"), "nothing was: {err}");
     (code, out + &err)
 }
 
