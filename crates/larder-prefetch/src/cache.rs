@@ -147,6 +147,13 @@ impl Cache {
         &mut self.slots[usize::from(index)]
     }
 
+    /// Whether nothing is in memory, nor on its way.
+    pub(crate) fn is_empty(&self) -> bool {
+        [ListKind::Done, ListKind::Unread]
+            .into_iter()
+            .all(|kind| self.lists[kind as usize].first == NONE)
+    }
+
     /// Whether a slot is of one of `parts`.
     pub(crate) fn holds_any(&self, index: SlotIndex, parts: &Range<u64>) -> bool {
         let slot = self.slot(index);

@@ -29,6 +29,7 @@ impl Prefetch {
             let (Some(planned), Some(this), Some(on)) = (planned, self.this.upgrade(), self.on.upgrade()) else {
                 return;
             };
+            this.doubt();
             on.spawn(async move { this.fetch(planned).await });
         }
     }

@@ -9,12 +9,13 @@
 //! What it never does:
 //! - *Serve an old byte.* A write, discard or write-zeroes takes the blocks that it touches out of memory before it
 //!   starts, and those that are on their way are not believed when they arrive; nothing of its range is fetched until it
-//!   has ended.
+//!   has ended. Where others may write past it, a byte is old for a few seconds at most ([`Prefetch::believe_for`]).
 //! - *Show its errors.* Who waits for a fetch that fails reads for itself.
 //! - *Hold more memory than it was given*, its tables included.
 //! - *Go on with what is no use.* What is fetched and not read is counted ([`Statistics::wasted`]); the more of it there
 //!   is, the more evidence a stream needs, and the less far ahead it goes.
 
+mod belief;
 mod cache;
 mod device;
 mod extents;
@@ -30,6 +31,7 @@ mod writes;
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::rc::{Rc, Weak};
+use std::time::Duration;
 
 use larder_block::event_loop::WeakLoop;
 use larder_block::{BlockDevice, ByteLen, Loop};
@@ -141,6 +143,10 @@ pub struct Prefetch {
     long_reads: LongReads,
     /// The change of size that the memory's content is of.
     generation: Cell<u64>,
+    /// How long what was fetched is believed; `None` if nobody changes it but through here.
+    believed_for: Cell<Option<Duration>>,
+    /// A task looks for what is not believed any more.
+    is_doubting: Cell<bool>,
 }
 
 impl Prefetch {
@@ -163,6 +169,8 @@ impl Prefetch {
             writes: Writes::default(),
             long_reads: LongReads::default(),
             generation: Cell::new(generation),
+            believed_for: Cell::new(None),
+            is_doubting: Cell::new(false),
         })
     }
 

@@ -255,6 +255,32 @@ impl State {
         }
     }
 
+    /// Nothing is in memory any more, and nothing more is fetched for anybody who has read so far.
+    pub(crate) fn forget_all(&mut self) {
+        self.forget(&(0..Block::MAX));
+        self.queue.clear();
+        self.streams.stop_all();
+    }
+
+    /// Nothing is in memory any more that was brought by fetches before `limit`.
+    pub(crate) fn forget_before(&mut self, limit: FetchId) {
+        for index in 0..self.cache.len() as SlotIndex {
+            let slot = self.cache.slot(index);
+            let is_old = |block: &usize| (slot.fetches[*block].wrapping_sub(limit) as i32) < 0;
+            let old = (0..BLOCKS_PER_SLOT as usize).filter(is_old);
+            let bits = slot.present & old.fold(0, |bits, block| bits | 1 << block);
+            if bits != 0 {
+                let lost = self.cache.forget(index, bits);
+                self.count_lost(lost);
+            }
+        }
+    }
+
+    /// The number of the next fetch.
+    pub(crate) fn next_fetch(&self) -> FetchId {
+        self.next_fetch
+    }
+
     fn forget_in(&mut self, index: SlotIndex, blocks: &Range<Block>) {
         let bits = self.cache.bits(index, blocks);
         let lost = self.cache.forget(index, bits);

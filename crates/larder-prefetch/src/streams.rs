@@ -256,6 +256,17 @@ impl Streams {
         }
     }
 
+    /// Nothing is fetched any more for any of those that there are.
+    pub(crate) fn stop_all(&mut self) {
+        for index in 0..self.streams.len() {
+            let serial = self.streams[index].serial;
+            self.stop(StreamId {
+                index: index as u16,
+                serial,
+            });
+        }
+    }
+
     /// Blocks were fetched, or set out to be, for nothing.
     pub(crate) fn lost(&mut self, id: StreamId, blocks: u32) {
         if let Some(stream) = self.leave(id, blocks) {

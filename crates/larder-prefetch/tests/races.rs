@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::{
@@ -181,10 +182,28 @@ impl Guest {
         self.model.borrow_mut()[from..to].fill(new);
     }
 
-    fn reads_right(&self, at: u64, len: u64) {
+    /// Somebody else writes to the disk, where something is fetched.
+    fn change_behind_its_back(&self) {
+        let bytes = vec![0xcd; 4 * BLOCK as usize];
+        let start = ByteOffset::new(READ);
+        let write = self.disk.lower.write(start, WriteBuf::new(&bytes), WriteFlags::NONE);
+        self.on.block_on(write).expect("writes");
+        self.model.borrow_mut()[READ as usize..][..bytes.len()].copy_from_slice(&bytes);
+    }
+
+    fn wait(&self, time: Duration) {
+        self.on.block_on(self.on.sleep(time));
+    }
+
+    fn reads(&self, at: u64, len: u64) -> Vec<u8> {
         let mut bytes = vec![0x55; len as usize];
         let read = self.device.read(ByteOffset::new(at), ReadBuf::new(&mut bytes));
         self.on.block_on(read).expect("reads");
+        bytes
+    }
+
+    fn reads_right(&self, at: u64, len: u64) {
+        let bytes = self.reads(at, len);
         let model = self.model.borrow();
         assert!(bytes == model[at as usize..(at + len) as usize], "old bytes at {at}");
     }
@@ -314,4 +333,80 @@ fn nothing_is_under_way_below_when_a_disk_is_closed() {
     guest.on.block_on(larder_block::event_loop::yield_now());
     guest.disk.open();
     guest.on.block_on(closing).expect("closes");
+}
+
+/// As time goes in the simulation.
+const MOMENT: Duration = Duration::from_millis(1);
+const BELIEVED: Duration = Duration::from_secs(2);
+
+#[test]
+fn what_others_have_changed_is_seen_when_what_was_fetched_is_too_old() {
+    for changed_by_others in [false, true] {
+        let guest = Guest::new();
+        if changed_by_others {
+            guest.device.believe_for(BELIEVED);
+        }
+        guest.read_on();
+        guest.wait(MOMENT);
+        let old = guest.reads(READ, 512);
+        guest.change_behind_its_back();
+        assert!(
+            guest.reads(READ, 512) == old,
+            "it was not in memory, so nothing is shown here"
+        );
+        guest.wait(BELIEVED - 2 * MOMENT);
+        assert!(guest.reads(READ, 512) == old);
+        guest.wait(BELIEVED + 2 * MOMENT);
+        match changed_by_others {
+            true => guest.all_reads_right(),
+            false => assert!(guest.reads(READ, 512) == old),
+        }
+    }
+}
+
+#[test]
+fn what_is_fetched_later_is_believed_as_long_and_no_longer() {
+    for quarters in 0..8 {
+        let guest = Guest::new();
+        guest.device.believe_for(BELIEVED);
+        guest.read_on();
+        guest.wait(BELIEVED * quarters / 4);
+        // The stream goes on, and more is fetched for it.
+        guest.reads_right(READ, 4 * BLOCK);
+        guest.wait(MOMENT);
+        assert!(guest.device.statistics().unread > 0);
+        guest.change_behind_its_back();
+        guest.wait(2 * BELIEVED);
+        assert_eq!(guest.device.statistics().unread, 0);
+        guest.all_reads_right();
+        // Where there is nothing, nobody looks.
+        guest.wait(3 * BELIEVED);
+        let polls = guest.on.statistics().task_polls;
+        guest.wait(1000 * BELIEVED);
+        assert!(guest.on.statistics().task_polls < polls + 10);
+    }
+}
+
+#[test]
+fn what_was_fetched_for_clients_that_have_left_is_not_for_the_next() {
+    for is_on_its_way in [false, true] {
+        let guest = Guest::new();
+        guest.device.believe_for(BELIEVED);
+        guest.disk.closed.set(is_on_its_way);
+        guest.read_on();
+        guest.wait(MOMENT);
+        guest.change_behind_its_back();
+        guest.device.clients_left();
+        let asked = guest.disk.reads.get();
+        guest.disk.open();
+        guest.wait(MOMENT);
+        assert_eq!(guest.disk.reads.get(), asked, "more is fetched, for nobody");
+        guest.all_reads_right();
+    }
+    let guest = Guest::new();
+    guest.read_on();
+    guest.wait(MOMENT);
+    let unread = guest.device.statistics().unread;
+    guest.device.clients_left();
+    assert_eq!(guest.device.statistics().unread, unread, "nobody else writes there");
 }

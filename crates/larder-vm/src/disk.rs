@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{Geometry, Loop};
+use larder_export::clients::Clients;
 use tokio::sync::{mpsc as inquiries, oneshot};
 
 use crate::control::state::{DiskState, PrefetchState};
@@ -209,7 +210,13 @@ fn serve(
     on.block_on(async {
         let image = image::open(&on, &config.image, &config.options).await?;
         let device = &image.device;
-        let mut exports = Exports::start(&on, device, &config.exports)?;
+        let prefetch = image.prefetch.clone();
+        let clients = Clients::new(move || {
+            if let Some(prefetch) = &prefetch {
+                prefetch.clients_left();
+            }
+        });
+        let mut exports = Exports::start(&on, device, &config.exports, &clients)?;
         // The starter may have given up; then `stop` has been raised.
         let _ = report.send(Opened {
             geometry: device.geometry(),

@@ -12,6 +12,7 @@ use larder_block::event_loop::{JoinHandle, Listener, Socket, SocketAddress};
 use larder_block::nbd::NbdUri;
 use larder_block::tls::{ServerTls, TlsError};
 use larder_block::{BlockDevice, Loop};
+use larder_export::clients::Clients;
 use larder_export::nbd::{NbdServer, NbdServerOptions};
 use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
 
@@ -101,19 +102,27 @@ pub struct Places {
 }
 
 impl Exports {
-    /// Starts all of them. When this returns, clients can connect.
+    /// Starts all of them; who uses them is counted among `clients`. When this returns, clients can connect.
     ///
     /// # Errors
     /// One cannot listen, or its options are wrong; nothing is left behind then.
-    pub fn start(on: &Loop, device: &Rc<dyn BlockDevice>, config: &ExportsConfig) -> Result<Self, ExportError> {
+    pub fn start(
+        on: &Loop,
+        device: &Rc<dyn BlockDevice>,
+        config: &ExportsConfig,
+        clients: &Rc<Clients>,
+    ) -> Result<Self, ExportError> {
         // Also where there is no vhost-user: what makes no sense is not passed over.
         config.vhost_user.check()?;
         let mut exports = Self::default();
         if let Some(at) = &config.nbd {
-            exports.start_nbd(on, device, at)?;
+            exports.start_nbd(on, device, at, clients)?;
         }
         if let Some(at) = &config.vhost_user_at {
             exports.start_vhost_user(on, device, at, &config.vhost_user)?;
+            if let Some(server) = &exports.vhost_user {
+                server.count_among(clients);
+            }
         }
         Ok(exports)
     }
@@ -162,9 +171,16 @@ impl Exports {
         Ok(())
     }
 
-    fn start_nbd(&mut self, on: &Loop, device: &Rc<dyn BlockDevice>, at: &NbdAt) -> Result<(), ExportError> {
+    fn start_nbd(
+        &mut self,
+        on: &Loop,
+        device: &Rc<dyn BlockDevice>,
+        at: &NbdAt,
+        clients: &Rc<Clients>,
+    ) -> Result<(), ExportError> {
         let options = NbdServerOptions {
             export: at.uri.export.clone(),
+            clients: Some(Rc::clone(clients)),
             tls: server_tls(&at.uri)?,
             ..NbdServerOptions::default()
         };

@@ -7,6 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::str::FromStr;
+use std::time::Duration;
 
 use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile};
 use larder_block::backend::image_lock::Claim;
@@ -234,6 +235,9 @@ pub enum ImageError {
     NoDataFile { image: String },
 }
 
+/// How long what was fetched ahead from an NBD server is believed; it may be twice as long.
+const BELIEVED_FOR: Duration = Duration::from_secs(2);
+
 /// The smallest block size that every guest can use, in bytes.
 const GUEST_BLOCK_BYTES: u32 = 512;
 
@@ -288,6 +292,10 @@ async fn open_and_hold(
     let prefetch = options.prefetch.filter(may_prefetch);
     let prefetch = prefetch.map(|prefetch| Prefetch::over(on, Rc::clone(&device), prefetch));
     if let Some(prefetch) = &prefetch {
+        if let ImageAddress::Nbd(_) = image {
+            // An export has no lock: others may write to it.
+            prefetch.believe_for(BELIEVED_FOR);
+        }
         device = Rc::clone(prefetch) as Rc<dyn BlockDevice>;
     }
     if options.keep_space {

@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 use larder_bench::campaign::process::Process;
 use serde_json::Value;
@@ -174,6 +175,40 @@ fn what_is_told_of_reading_ahead_agrees_with_what_a_client_has_read() {
     let written = served.prefetch();
     assert_eq!(written.get("wasted"), 4096);
     assert_eq!(written.get("unread"), without.get("unread") - 4096);
+}
+
+#[test]
+fn what_others_write_to_an_export_is_seen_by_the_next_client() {
+    let (disk, sockets) = (on_disk(), on_tmpfs());
+    let image = disk.path().join("disk.raw");
+    tool("qemu-img", &["create", "-q", "-f", "raw", text(&image), "64M"]);
+    tool("qemu-io", &["-f", "raw", "-c", "write -P 7 0 64M", text(&image)]);
+    let socket = sockets.path().join("export");
+    let mut command = Command::new("qemu-nbd");
+    command.args([
+        "-f",
+        "raw",
+        "--persistent",
+        "--shared=0",
+        "-k",
+        text(&socket),
+        text(&image),
+    ]);
+    let _export = Process::start(command).expect("qemu-nbd starts");
+    let give_up = Instant::now() + LIMIT;
+    while UnixStream::connect(&socket).is_err() {
+        assert!(Instant::now() < give_up, "qemu-nbd does not listen");
+        std::thread::yield_now();
+    }
+    let export = format!("nbd+unix:///?socket={}", text(&socket));
+    let served = Served::start(on_tmpfs(), Path::new(&export), &[]);
+    served.read_in_order(256);
+    let after = served.prefetch();
+    assert!(after.get("fetched") > after.get("used"), "{}", after.0);
+    assert_eq!(after.get("unread"), 0, "{}", after.0);
+    // Behind what was read, where more had been fetched.
+    tool("qemu-io", &["-f", "raw", "-c", "write -P 9 1M 64k", &export]);
+    served.io(&["read -P 9 1M 4k", "read -P 9 1028k 4k", "read -P 9 1032k 4k"]);
 }
 
 #[test]

@@ -31,6 +31,7 @@ use larder_block::nbd::transmission::Framing;
 use larder_block::tls::ServerTls;
 use larder_block::{BlockDevice, ByteLen, IoError, Loop};
 
+use crate::clients::Clients;
 use crate::error_log;
 use buffers::Buffers;
 use limits::Memory;
@@ -49,6 +50,8 @@ pub struct NbdServerOptions {
     pub read_only: bool,
     /// Require TLS, with this certificate.
     pub tls: Option<ServerTls>,
+    /// What the clients are counted with, those of other exports perhaps too.
+    pub clients: Option<Rc<Clients>>,
     /// Clients at a time; more are turned away.
     pub connections_max: usize,
     /// Requests of one client under way at a time; more wait in the socket.
@@ -74,6 +77,7 @@ impl Default for NbdServerOptions {
             description: String::new(),
             read_only: false,
             tls: None,
+            clients: None,
             connections_max: 64,
             requests_max: 64,
             buffer_len_max: ByteLen::mib(64),
@@ -258,8 +262,10 @@ impl Shared {
         add(&self.counters.accepted, 1);
         self.connections.set(self.connections.get() + 1);
         let shared = Rc::clone(self);
+        let client = self.options.clients.as_ref().map(Clients::enter);
         self.on.spawn(async move {
             connection::serve(Rc::clone(&shared), socket).await;
+            drop(client);
             shared.connections.set(shared.connections.get() - 1);
             shared.changed.raise();
         });

@@ -14,7 +14,7 @@ mod queue;
 pub mod ring;
 mod session;
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
@@ -27,6 +27,7 @@ use larder_block::{BlockDevice, ByteLen, Loop};
 pub use queue::Statistics;
 pub use session::SessionError;
 
+use crate::clients::Clients;
 use queue::{Shared, add};
 use session::Session;
 
@@ -128,6 +129,7 @@ pub struct VhostUserServer {
     queues: u16,
     current: RefCell<Option<Rc<Socket>>>,
     stopping: Cell<bool>,
+    clients: OnceCell<Rc<Clients>>,
 }
 
 impl VhostUserServer {
@@ -162,7 +164,13 @@ impl VhostUserServer {
             queues: options.queues,
             current: RefCell::new(None),
             stopping: Cell::new(false),
+            clients: OnceCell::new(),
         }))
+    }
+
+    /// Counts front-ends among `clients`, which is said once.
+    pub fn count_among(&self, clients: &Rc<Clients>) {
+        let _ = self.clients.set(Rc::clone(clients));
     }
 
     /// Counters since the start.
@@ -213,6 +221,7 @@ impl VhostUserServer {
 
     /// Serves a front-end that is connected already, until it disconnects.
     pub async fn serve(&self, socket: Socket) {
+        let _client = self.clients.get().map(Clients::enter);
         let socket = Rc::new(socket);
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
         add(&self.shared.statistics.connections, 1);
