@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use larder_bench::campaign::front_end::FrontEnd;
+use larder_bench::campaign::front_end::queue::Request;
+use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::process::Process;
 use larder_bench::campaign::server::Server;
 use tempfile::TempDir;
@@ -41,6 +44,25 @@ pub fn image(folder: &Path, bytes: u64) -> PathBuf {
 /// A server for `image` with a socket in `folder`, which should have a short path.
 pub fn serve(image: &Path, folder: &Path, options: &[&str]) -> Server {
     Server::start(larder(), image, &folder.join("socket"), options).expect("the server starts")
+}
+
+/// A guest writes, and reads what it has written.
+pub fn works(guest: &mut FrontEnd, seed: u64) {
+    let (data, bytes) = (guest.data(), pattern(seed, 4096));
+    guest.memory.write(data, &bytes);
+    let (out, into) = (
+        [Buffer {
+            address: data,
+            len: 4096,
+        }],
+        [Buffer {
+            address: data + 4096,
+            len: 4096,
+        }],
+    );
+    assert_eq!(guest.queue().run(&Request::write(8, &out)).expect("writes").status, 0);
+    assert_eq!(guest.queue().run(&Request::read(8, &into)).expect("reads").status, 0);
+    assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
 }
 
 /// Runs the program to its end; exit code and what it said.
