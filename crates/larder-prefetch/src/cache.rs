@@ -14,6 +14,7 @@ use larder_block::{AlignedBuf, IoVec};
 use std::ops::Range;
 use std::ptr::NonNull;
 
+use crate::PrefetchOptions;
 use crate::streams::StreamId;
 use crate::units::{BLOCK_BITS, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot};
 
@@ -21,6 +22,11 @@ use crate::units::{BLOCK_BITS, BLOCKS_PER_SLOT, Block, SLOT_LEN, bits_in_slot};
 pub(crate) type SlotIndex = u16;
 
 const NONE: u16 = u16::MAX;
+
+/// With more, the table would have more places than there are numbers.
+const SLOTS_MAX: usize = NONE as usize / 8;
+
+const _: () = assert!(PrefetchOptions::MEMORY_MAX.as_usize() / Cache::SLOT_BYTES <= SLOTS_MAX);
 
 /// The table has four to eight places of two bytes for each slot.
 const TABLE_BYTES_PER_SLOT: usize = 16;
@@ -98,7 +104,7 @@ impl Cache {
         SLOT_LEN + size_of::<Slot>() + TABLE_BYTES_PER_SLOT + PIECE_OVERHEAD / (PIECE_LEN / SLOT_LEN);
 
     pub(crate) fn new(slots: usize) -> Self {
-        let slots = slots.clamp(1, usize::from(NONE) / 8);
+        let slots = slots.clamp(1, SLOTS_MAX);
         let places = (slots * 4).next_power_of_two().max(16);
         let mut cache = Self {
             slots: (0..slots).map(|_| Slot::default()).collect(),
