@@ -3,8 +3,13 @@
 pub mod geometry;
 pub mod policy;
 
+mod age;
+mod budget;
+mod class;
 mod hash;
+mod reuse;
 mod set;
+mod worth;
 
 pub use geometry::Geometry;
-pub use policy::{Access, Context, Policy, PolicyOptions};
+pub use policy::{Access, Admission, Context, Policy, PolicyOptions};

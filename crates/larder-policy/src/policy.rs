@@ -14,8 +14,14 @@
 
 use std::time::Duration;
 
+use crate::age::{HORIZON, TICKS_PER_CACHE};
+use crate::budget::Budget;
+use crate::class::{Class, count};
+use crate::geometry::WAYS_MAX;
 use crate::hash::mix;
+use crate::reuse::Reuse;
 use crate::set::{self, Set};
+use crate::worth::Worths;
 
 /// What a guest wants of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,93 +52,378 @@ pub struct PolicyOptions {
     pub lines: u64,
     /// Bytes of a line.
     pub line_bytes: u32,
+    /// What is let in.
+    pub admission: Admission,
     /// What may be written to the SSD in a day, in bytes; `None` if that does not matter.
     pub budget: Option<u64>,
 }
 
+/// What is let in where another line must leave for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Admission {
+    /// Lines whose hits are likely to be worth the write.
+    #[default]
+    Worth,
+    /// All.
+    All,
+}
+
+/// A line is let in only if it is worth this many times what leaves for it. A write that changes next to nothing is
+/// spared; and as worths are estimates, so is many a mistake.
+const GAIN_MIN: f32 = 2.0;
+
+/// A line is let in only if this is the probability that it is hit, or more: the hits that a write must bring.
+const CHANCE_MIN: f32 = 0.02;
+
+/// Worths are learnt anew when the cache's lines could have been used so many times; what was learnt counts for so much
+/// less each time.
+const LEARN_CACHES: f64 = 0.25;
+const FADE: f32 = 0.98;
+
+/// And not sooner than after so many uses, that it cost little for each.
+const LEARN_USES_MIN: u64 = 4096;
+
+/// Ticks that have passed before the first use, so that what is loaded can be older.
+const TICK_START: u32 = 256;
+
 /// What a cache keeps. See the [module](self).
 pub struct Policy {
     options: PolicyOptions,
+    /// Uses of lines so far.
+    uses: u64,
+    /// Uses in a tick.
+    tick_uses: u64,
+    tick: u32,
+    /// When the next tick is, and when worths are learnt next, in uses.
+    tick_at: u64,
+    learn_at: u64,
+    learn_every: u64,
+    reuse: Reuse,
+    worths: Worths,
+    budget: Option<Budget>,
 }
 
 impl Policy {
     /// A policy for a cache that is empty.
     ///
     /// # Panics
-    /// No set has no ways or more than 256.
+    /// Sets have no ways, or more than 256.
     pub fn new(options: PolicyOptions) -> Self {
-        assert!(
-            (1..=crate::geometry::WAYS_MAX).contains(&options.ways),
-            "a set has 1 to 256 ways"
-        );
-        Self { options }
+        assert!((1..=WAYS_MAX).contains(&options.ways), "a set has 1 to 256 ways");
+        let tick_uses = (options.lines / TICKS_PER_CACHE).max(1);
+        let learn_every = ((options.lines as f64 * LEARN_CACHES) as u64).max(LEARN_USES_MIN);
+        Self {
+            options,
+            uses: 0,
+            tick_uses,
+            tick: TICK_START,
+            tick_at: tick_uses,
+            learn_at: learn_every,
+            learn_every,
+            reuse: Reuse::new(tick_uses * u64::from(HORIZON)),
+            worths: Worths::unknown(),
+            budget: options.budget.map(Budget::new),
+        }
     }
 
-    /// Bytes of the state of a set; all zero is a set without lines.
+    /// Bytes of the state of a set: 4 for each way, and 24. All zero is a set without lines.
     pub fn set_bytes(&self) -> usize {
         set::bytes(self.options.ways)
     }
 
     fn set<'a>(&self, state: &'a mut [u8]) -> Set<'a> {
-        Set::new(state, self.options.ways)
+        Set::new(state, self.options.ways, self.tick)
+    }
+
+    fn random(&self) -> u64 {
+        mix(self.uses)
+    }
+
+    /// A line was asked for.
+    fn used(&mut self, hash: u64, class: Class) {
+        self.reuse.used(hash, class, self.tick);
+        self.uses += 1;
+        if self.uses >= self.tick_at {
+            self.tick_at += self.tick_uses;
+            self.tick += 1;
+        }
+        if self.uses >= self.learn_at {
+            self.learn_at += self.learn_every;
+            self.worths.learn(&self.reuse.times(self.tick));
+            self.reuse.fade(FADE);
+        }
     }
 
     /// `line`, in `way`, was hit.
     pub fn touch(&mut self, set: &mut [u8], way: u8, line: u64, context: Context) {
-        let _ = (line, context);
-        self.set(set).touch(way);
+        let mut set = self.set(set);
+        let uses = set.class(way).map_or(0, |class| count(class.uses(), self.random()));
+        let class = Class::new(&context, uses);
+        set.put(way, class, 0);
+        self.used(mix(line), class);
     }
 
-    /// Whether `line`, which is not in its set, shall be brought in. To be asked once for each miss.
+    /// Whether `line`, which is not in its set, shall be brought in: if so, its bytes count as written. To be asked once
+    /// for each miss.
     pub fn admit(&mut self, set: &mut [u8], line: u64, context: Context) -> bool {
-        let _ = (set, line, context);
-        true
+        let hash = mix(line);
+        let scarcity = self.scarcity(context.now);
+        let mut set = self.set(set);
+        let ghost = set.find_ghost(hash);
+        let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), self.random()));
+        let class = Class::new(&context, uses);
+        let admit = scarcity < 1.0 && self.is_worth_it(&mut set, class, scarcity);
+        if !admit {
+            if let Some(ghost) = ghost {
+                set.forget(ghost);
+            }
+            set.remember(hash, uses);
+        }
+        self.used(hash, class);
+        if admit {
+            self.written(self.options.line_bytes.into(), context.now);
+        }
+        admit
+    }
+
+    fn scarcity(&mut self, now: Duration) -> f32 {
+        let bytes = self.options.line_bytes.into();
+        self.budget.as_mut().map_or(0.0, |budget| budget.scarcity(bytes, now))
+    }
+
+    /// Whether a line that was just used is to have a place in a set. The scarcer writes are, the more likely it must be
+    /// that it is hit.
+    fn is_worth_it(&self, set: &mut Set<'_>, class: Class, scarcity: f32) -> bool {
+        if set.is_full() && self.options.admission == Admission::Worth {
+            let Some((least, age)) = set.least(self.worths.ranks()).and_then(|way| set.line(way)) else {
+                return true;
+            };
+            let least = self.worths.value(least, age);
+            self.worths.value(class, 0) >= GAIN_MIN * least
+                && self.worths.chance(class, least) >= CHANCE_MIN.max(scarcity)
+        } else {
+            scarcity == 0.0 || self.worths.chance(class, 0.0) >= scarcity
+        }
     }
 
     /// The way that shall become free: of those that may (`may_evict` says no to dirty or busy ones) the one that is
-    /// worth least. It stays in the set's order until [`Self::evict`].
+    /// worth least. It stays in the set until [`Self::evict`].
     pub fn victim(&mut self, set: &mut [u8], may_evict: impl FnMut(u8) -> bool) -> Option<u8> {
-        self.set(set).victim(may_evict)
+        self.set(set).least_of(self.worths.ranks(), may_evict)
     }
 
     /// `line` has left `way` to make room.
     pub fn evict(&mut self, set: &mut [u8], way: u8, line: u64) {
         let mut set = self.set(set);
-        set.remove(way);
-        set.remember(fingerprint(line));
+        let uses = set.class(way).map_or(0, Class::uses);
+        set.clear(way);
+        set.remember(mix(line), uses);
     }
 
     /// `line` is in `way` now, which was free; `context` is that of the access which brought it in.
     pub fn insert(&mut self, set: &mut [u8], way: u8, line: u64, context: Context) {
-        let _ = context;
-        self.set(set).insert(way, fingerprint(line));
+        let mut set = self.set(set);
+        let ghost = set.find_ghost(mix(line));
+        let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), self.random()));
+        set.put(way, Class::new(&context, uses), 0);
+        if let Some(ghost) = ghost {
+            set.forget(ghost);
+        }
     }
 
     /// What was in `way` is not any more, whatever it was worth.
     pub fn remove(&mut self, set: &mut [u8], way: u8) {
-        self.set(set).remove(way);
+        self.set(set).clear(way);
     }
 
-    /// So many bytes were written to the SSD, of lines and whatever else: they count against the budget.
+    /// So many bytes were written to the SSD besides lines that were let in: writes that hit, and the cache's own
+    /// records. They count against the budget.
     pub fn written(&mut self, bytes: u64, now: Duration) {
-        let _ = (bytes, now);
+        if let Some(budget) = &mut self.budget {
+            budget.spend(bytes, now);
+        }
     }
 
-    /// What is worth saving about `way`, for [`Self::load`] after a restart.
+    /// What is worth saving about the line in `way`, for [`Self::load`] after a restart; 0 if there is none.
     pub fn save(&self, set: &mut [u8], way: u8) -> u8 {
-        self.set(set).save(way)
+        let set = self.set(set);
+        set.line(way).map_or(0, |(class, age)| {
+            let older = SAVED_AGES
+                .iter()
+                .filter(|ticks| age >= crate::age::age(**ticks))
+                .count();
+            class.number() | ((older - 1) as u8) << SAVED_AGE_SHIFT
+        })
     }
 
-    /// Fills a set that has no lines with those that were found after a restart: ways and what was saved about each.
+    /// Fills a set that has no lines with those that were found after a restart: ways, and what [`Self::save`] said of
+    /// each; any byte is good.
     pub fn load(&mut self, set: &mut [u8], ways: impl IntoIterator<Item = (u8, u8)>) {
         let mut set = self.set(set);
         for (way, saved) in ways {
-            set.load(way, saved);
+            let class = Class::from_number(saved & ((1 << SAVED_AGE_SHIFT) - 1));
+            set.put(way, class, SAVED_AGES[usize::from(saved >> SAVED_AGE_SHIFT)]);
         }
     }
 }
 
-/// What a ghost remembers of a line; never 0.
-fn fingerprint(line: u64) -> u16 {
-    (mix(line) >> 48) as u16 | 1
+/// In what is saved of a line, two bits of its age are above the class: the last of these ages, in ticks, that it has
+/// reached. That is up to a quarter of the cache's lines used since, up to all, up to four times all, or more.
+const SAVED_AGE_SHIFT: u32 = 6;
+const SAVED_AGES: [u32; 4] = [0, 3, 12, 48];
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn options(ways: usize, lines: u64) -> PolicyOptions {
+        PolicyOptions {
+            ways,
+            lines,
+            line_bytes: 4096,
+            admission: Admission::default(),
+            budget: None,
+        }
+    }
+
+    fn context(write: bool, now: u64) -> Context {
+        Context {
+            access: if write { Access::Write } else { Access::Read },
+            request_bytes: 4096 << (now % 7),
+            now: Duration::from_secs(now),
+        }
+    }
+
+    /// A set as the cache has it: which line is in which way.
+    #[derive(Default)]
+    struct Lines {
+        ways: BTreeMap<u8, u64>,
+    }
+
+    impl Lines {
+        fn way_of(&self, line: u64) -> Option<u8> {
+            let mut ways = self.ways.iter();
+            ways.find(|(_, there)| **there == line).map(|(way, _)| *way)
+        }
+    }
+
+    proptest! {
+        /// Whatever comes, a victim is a way with a line that may leave, and there is one as long as one may.
+        #[test]
+        fn victims_are_lines_that_may_leave(
+            ways in 1usize..20,
+            steps in prop::collection::vec((0u8..10, 0u64..40, any::<u32>()), 1..600),
+        ) {
+            let mut policy = Policy::new(options(ways, ways as u64));
+            let mut set = vec![0; policy.set_bytes()];
+            let mut lines = Lines::default();
+            for (at, (what, line, busy)) in steps.into_iter().enumerate() {
+                let context = context(what % 2 == 0, at as u64);
+                let way = lines.way_of(line);
+                match (what, way) {
+                    (0, Some(way)) => {
+                        policy.remove(&mut set, way);
+                        lines.ways.remove(&way);
+                    }
+                    (_, Some(way)) => policy.touch(&mut set, way, line, context),
+                    (_, None) => {
+                        if !policy.admit(&mut set, line, context) {
+                            continue;
+                        }
+                        let free = (0..ways as u8).find(|way| !lines.ways.contains_key(way));
+                        let may_leave = |way: u8| busy >> way & 1 == 0;
+                        let way = free.or_else(|| {
+                            let way = policy.victim(&mut set, may_leave)?;
+                            policy.evict(&mut set, way, lines.ways[&way]);
+                            lines.ways.remove(&way).map(|_| way)
+                        });
+                        prop_assert_eq!(way.is_none(), !(0..ways as u8).any(may_leave) && free.is_none());
+                        if let Some(way) = way {
+                            prop_assert!(free.is_some() || may_leave(way));
+                            policy.insert(&mut set, way, line, context);
+                            lines.ways.insert(way, line);
+                        }
+                    }
+                }
+                for way in 0..ways as u8 {
+                    prop_assert_eq!(policy.save(&mut set, way) != 0, lines.ways.contains_key(&way));
+                }
+            }
+        }
+
+        /// What is saved of a set is what is saved of the one that it was loaded into, and no byte does harm.
+        #[test]
+        fn what_is_saved_is_loaded(saved in prop::collection::vec(any::<u8>(), 1..=256)) {
+            let mut policy = Policy::new(options(saved.len(), saved.len() as u64));
+            let mut sets = [vec![0; policy.set_bytes()], vec![0; policy.set_bytes()]];
+            policy.load(&mut sets[0], (0..=255).zip(saved.iter().copied()));
+            let first: Vec<u8> = (0..saved.len()).map(|way| policy.save(&mut sets[0], way as u8)).collect();
+            policy.load(&mut sets[1], (0..=255).zip(first.iter().copied()));
+            let second: Vec<u8> = (0..saved.len()).map(|way| policy.save(&mut sets[1], way as u8)).collect();
+            prop_assert_eq!(first, second);
+        }
+    }
+
+    #[test]
+    fn what_was_hot_before_a_restart_leaves_last() {
+        let mut policy = Policy::new(options(4, 4));
+        let mut set = vec![0; policy.set_bytes()];
+        for line in 0..4 {
+            policy.insert(&mut set, line as u8, line, context(false, 0));
+        }
+        for at in 0..20 {
+            policy.touch(&mut set, 2, 2, context(false, 7 * at));
+        }
+        let saved: Vec<(u8, u8)> = (0..4).map(|way| (way, policy.save(&mut set, way))).collect();
+        let mut again = Policy::new(options(4, 4));
+        let mut set = vec![0; again.set_bytes()];
+        again.load(&mut set, saved);
+        for _ in 0..3 {
+            let victim = again.victim(&mut set, |_| true).expect("a line");
+            assert_ne!(victim, 2);
+            again.evict(&mut set, victim, victim.into());
+        }
+        assert_eq!(again.victim(&mut set, |_| true), Some(2));
+    }
+
+    #[test]
+    fn a_budget_is_kept() {
+        let lines = 1 << 10;
+        let budget = 24 << 20;
+        let mut policy = Policy::new(PolicyOptions {
+            budget: Some(budget),
+            ..options(256, lines)
+        });
+        let mut set = vec![0; policy.set_bytes()];
+        // New lines all the time, each of which a cache with room lets in.
+        let admitted = (0..86_400u64).filter(|line| policy.admit(&mut set, *line, context(true, *line)));
+        let bytes = admitted.count() as u64 * 4096;
+        assert!(bytes <= budget && bytes >= budget / 2, "{bytes} of {budget}");
+    }
+
+    /// Stamps are a byte; a set that is not looked at for long must not take old lines for new ones.
+    #[test]
+    fn lines_of_a_set_that_nobody_asked_for_stay_old() {
+        let mut policy = Policy::new(options(256, 512));
+        let mut sets = [vec![0; policy.set_bytes()], vec![0; policy.set_bytes()]];
+        policy.insert(&mut sets[0], 7, 7, context(false, 0));
+        for way in 0..=255 {
+            policy.insert(&mut sets[1], way, way.into(), context(false, 0));
+        }
+        for ticks in 1..2_000u64 {
+            for at in 0..50 {
+                policy.touch(&mut sets[1], 1, 1, context(false, at));
+            }
+            if ticks % 3 == 0 {
+                policy.insert(&mut sets[0], 8, 8, context(false, 0));
+                let victim = policy.victim(&mut sets[0], |_| true);
+                assert!(ticks < 20 || victim == Some(7), "after {ticks} ticks");
+                policy.remove(&mut sets[0], 8);
+            }
+        }
+    }
 }

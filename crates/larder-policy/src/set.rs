@@ -1,23 +1,40 @@
-//! The state of one set: the order of its lines, how hot each is, and what left a short while ago.
-//!
-//! S3-FIFO (Yang et al., "FIFO Queues are All You Need for Cache Eviction", SOSP 2023), exactly, on a set.
+//! The state of one set: what is known about each line, when it was used last, and what left a short while ago.
 //!
 //! ```text
-//! 0        2         4        6         8      8+w      8+2w       8+4w
-//! | main  | small   | ghosts | next    | order | hot   | ghosts    |
-//! | u16   | u16     | u16    | u16     | u8 xw | u8 xw | u16 xw    |
+//! 0        4       6       8        9       10        24      24+w    24+2w      24+4w
+//! | swept  | next  | lines | ranked | count | victims | class | stamp | ghosts   |
+//! | u32    | u16   | u16   | u8     | u8    | u8 x14  | u8 xw | u8 xw | u16 xw   |
 //! ```
 //!
-//! `order` has the ways of the main queue, oldest first, then those of the small one; what is beyond is free and
-//! undefined. `hot` is by way. `ghosts` is a ring of fingerprints; `next` is where the next one goes.
+//! `class` is by way, 0 where no line is. `stamp` is the lower byte of the tick at which the line was used last. A byte
+//! tells 256 ticks apart, so `swept` has the tick at which stamps were last known to be of the [`STAMP_AGE_MAX`] ticks
+//! before; before they can be mistaken, those that are too old are moved on. `ghosts` is a ring of what left or was not
+//! let in; `next` is where the next one goes. A ghost is 13 bits of the line's hash, and its uses. `lines` is how many there
+//! are. `victims` are `count` of the ways that are worth least, the least last, as of the tick whose lower byte is
+//! `ranked`: a look at all ways finds several, so that there need not be one for each.
 
-const HEADER: usize = 8;
+use crate::age::{AGE_OF, AGES, HORIZON, age};
+use crate::class::{self, Class, USES_MAX};
+use crate::geometry::WAYS_MAX;
+use crate::worth::RANK_NONE;
 
-/// `hot`: how often the line was hit, up to this.
-const FREQUENCY_MAX: u8 = 3;
+const HEADER: usize = 24;
 
-/// `hot`: set for the lines of the main queue.
-const MAIN: u8 = 0x80;
+/// Where the fields of the header are.
+const NEXT: usize = 4;
+const LINES: usize = 6;
+const RANKED: usize = 8;
+const COUNT: usize = 9;
+const VICTIMS: usize = 10;
+
+const VICTIMS_MAX: usize = HEADER - VICTIMS;
+
+/// Victims are looked for in so many parts of a set, one in each.
+const PARTS: usize = 32;
+
+/// The age, in ticks, that a stamp has at most after a sweep, and how long until the next one.
+const STAMP_AGE_MAX: u32 = HORIZON;
+const SWEEP_TICKS: u32 = 32;
 
 /// Bytes of the state of a set.
 pub(crate) const fn bytes(ways: usize) -> usize {
@@ -27,146 +44,218 @@ pub(crate) const fn bytes(ways: usize) -> usize {
 /// A set, over the bytes of its state.
 pub(crate) struct Set<'a> {
     header: &'a mut [u8],
-    order: &'a mut [u8],
-    hot: &'a mut [u8],
+    classes: &'a mut [u8],
+    stamps: &'a mut [u8],
     ghosts: &'a mut [u8],
+    tick: u32,
 }
 
 impl<'a> Set<'a> {
-    pub(crate) fn new(state: &'a mut [u8], ways: usize) -> Self {
+    /// The set as of `tick`, which never decreases.
+    pub(crate) fn new(state: &'a mut [u8], ways: usize, tick: u32) -> Self {
         assert_eq!(
             state.len(),
             bytes(ways),
             "the state of a set has the length that the policy asked for"
         );
         let (header, rest) = state.split_at_mut(HEADER);
-        let (order, rest) = rest.split_at_mut(ways);
-        let (hot, ghosts) = rest.split_at_mut(ways);
-        Self {
+        let (classes, rest) = rest.split_at_mut(ways);
+        let (stamps, ghosts) = rest.split_at_mut(ways);
+        let mut set = Self {
             header,
-            order,
-            hot,
+            classes,
+            stamps,
             ghosts,
+            tick,
+        };
+        let swept = set.swept();
+        if tick.wrapping_sub(swept) >= SWEEP_TICKS {
+            set.sweep(swept);
+        }
+        set
+    }
+
+    fn swept(&self) -> u32 {
+        u32::from_le_bytes([self.header[0], self.header[1], self.header[2], self.header[3]])
+    }
+
+    #[cold]
+    fn sweep(&mut self, swept: u32) {
+        let since = self.tick.wrapping_sub(swept);
+        for stamp in self.stamps.iter_mut() {
+            // A stamp may be newer than the last sweep.
+            let before = u32::from((swept as u8).wrapping_add(SWEEP_TICKS as u8).wrapping_sub(*stamp));
+            let age = (before + since).saturating_sub(SWEEP_TICKS).min(STAMP_AGE_MAX);
+            *stamp = self.tick.wrapping_sub(age) as u8;
+        }
+        self.header[..4].copy_from_slice(&self.tick.to_le_bytes());
+    }
+
+    fn age_of(&self, stamp: u8) -> usize {
+        age(u32::from((self.tick as u8).wrapping_sub(stamp)))
+    }
+
+    /// The class of the line in `way`, if there is one.
+    pub(crate) fn class(&self, way: u8) -> Option<Class> {
+        Some(self.classes[usize::from(way)])
+            .filter(|class| *class != 0)
+            .map(Class::from_number)
+    }
+
+    /// The class of the line in `way`, and its age, if there is one.
+    pub(crate) fn line(&self, way: u8) -> Option<(Class, usize)> {
+        Some((self.class(way)?, self.age_of(self.stamps[usize::from(way)])))
+    }
+
+    /// The line in `way` is of this class, and was used `ticks` ago.
+    pub(crate) fn put(&mut self, way: u8, class: Class, ticks: u32) {
+        let here = &mut self.classes[usize::from(way)];
+        let new = *here == 0;
+        *here = class.number();
+        self.stamps[usize::from(way)] = self.tick.wrapping_sub(ticks) as u8;
+        if new {
+            self.set_field(LINES, self.lines() + 1);
+        } else {
+            self.spare(way);
         }
     }
 
-    fn field(&self, index: usize) -> usize {
-        usize::from(u16::from_le_bytes([self.header[2 * index], self.header[2 * index + 1]]))
-    }
-
-    fn set_field(&mut self, index: usize, value: usize) {
-        self.header[2 * index..2 * index + 2].copy_from_slice(&(value as u16).to_le_bytes());
-    }
-
-    fn main(&self) -> usize {
-        self.field(0)
-    }
-
-    fn small(&self) -> usize {
-        self.field(1)
-    }
-
-    pub(crate) fn touch(&mut self, way: u8) {
-        let hot = &mut self.hot[usize::from(way)];
-        if *hot & FREQUENCY_MAX < FREQUENCY_MAX {
-            *hot += 1;
+    /// `way` has no line.
+    pub(crate) fn clear(&mut self, way: u8) {
+        let class = std::mem::take(&mut self.classes[usize::from(way)]);
+        if class != 0 {
+            self.set_field(LINES, self.lines() - 1);
+            self.spare(way);
         }
     }
 
-    /// Moves the way at `from` of the order to the end of the first `len` entries.
-    fn make_newest(&mut self, from: usize, len: usize) {
-        self.order[from..len].rotate_left(1);
+    /// `way` is not one of the next victims.
+    fn spare(&mut self, way: u8) {
+        let count = usize::from(self.header[COUNT]);
+        let victims = &mut self.header[VICTIMS..VICTIMS + count];
+        if let Some(index) = victims.iter().position(|victim| *victim == way) {
+            victims[index..].rotate_left(1);
+            self.header[COUNT] -= 1;
+        }
     }
 
-    pub(crate) fn victim(&mut self, mut may_evict: impl FnMut(u8) -> bool) -> Option<u8> {
-        let small_target = self.order.len() / 10;
-        let total = self.main() + self.small();
-        // Each pass over a way that stays takes a bit of its heat or moves it to the main queue.
-        let mut refused = 0;
-        for _ in 0..total * (usize::from(FREQUENCY_MAX) + 2) {
-            let (main, small) = (self.main(), self.small());
-            let from_small = small > small_target || main == 0;
-            let at = if from_small { main } else { 0 };
-            let way = self.order[at];
-            let hot = self.hot[usize::from(way)];
-            if from_small && hot & FREQUENCY_MAX > 0 {
-                // To the newest end of the main queue, which is where it is.
-                self.hot[usize::from(way)] = MAIN;
-                self.set_field(0, main + 1);
-                self.set_field(1, small - 1);
-            } else if !from_small && hot & FREQUENCY_MAX > 0 {
-                self.hot[usize::from(way)] -= 1;
-                self.make_newest(0, main);
-            } else if may_evict(way) {
-                return Some(way);
-            } else {
-                refused += 1;
-                if refused > total {
-                    break;
-                }
-                self.make_newest(at, if from_small { total } else { main });
+    fn field(&self, at: usize) -> usize {
+        usize::from(u16::from_le_bytes([self.header[at], self.header[at + 1]]))
+    }
+
+    fn set_field(&mut self, at: usize, value: usize) {
+        self.header[at..at + 2].copy_from_slice(&(value as u16).to_le_bytes());
+    }
+
+    fn lines(&self) -> usize {
+        self.field(LINES)
+    }
+
+    /// Whether every way has a line.
+    pub(crate) fn is_full(&self) -> bool {
+        self.lines() == self.classes.len()
+    }
+
+    /// The way of the line that is worth least, if there is a line, by worths of classes and ages.
+    pub(crate) fn least(&mut self, worths: &[u32]) -> Option<u8> {
+        if self.header[COUNT] == 0 || self.header[RANKED] != self.tick as u8 {
+            self.rank(worths);
+        }
+        let count = usize::from(self.header[COUNT]);
+        (count > 0).then(|| self.header[VICTIMS + count - 1])
+    }
+
+    /// The same of the lines that are `allowed`.
+    pub(crate) fn least_of(&mut self, worths: &[u32], mut allowed: impl FnMut(u8) -> bool) -> Option<u8> {
+        let first = self.least(worths)?;
+        if allowed(first) {
+            return Some(first);
+        }
+        let mut least = None;
+        let mut least_worth = u32::MAX;
+        for way in 0..self.classes.len() {
+            let worth = self.worth(worths, way);
+            if worth < least_worth && allowed(way as u8) {
+                (least, least_worth) = (Some(way as u8), worth);
+            }
+        }
+        least
+    }
+
+    fn worth(&self, worths: &[u32], way: usize) -> u32 {
+        worths[usize::from(self.classes[way]) % class::COUNT * AGES + self.age_of(self.stamps[way])]
+    }
+
+    #[inline(never)]
+    fn rank(&mut self, worths: &[u32]) {
+        // A worth and its way are one number.
+        let mut all = [u32::MAX; WAYS_MAX];
+        let now = self.tick as u8;
+        for (way, ((number, class), stamp)) in all.iter_mut().zip(&*self.classes).zip(&*self.stamps).enumerate() {
+            let age = AGE_OF[usize::from(now.wrapping_sub(*stamp))];
+            *number = worths[usize::from(*class) % class::COUNT * AGES + usize::from(age)] << 8 | way as u32;
+        }
+        // The least of each of a few parts of the set, of which the least is the least of all, and the next ones nearly the
+        // next ones.
+        let mut least = [u32::MAX; PARTS];
+        for part in all.chunks_exact(PARTS) {
+            for (least, number) in least.iter_mut().zip(part) {
+                *least = (*least).min(*number);
+            }
+        }
+        least.sort_unstable();
+        let lines = least.partition_point(|number| *number >> 8 < RANK_NONE);
+        let count = VICTIMS_MAX.min(lines);
+        for (victim, number) in self.header[VICTIMS..].iter_mut().zip(least[..count].iter().rev()) {
+            *victim = *number as u8;
+        }
+        self.header[COUNT] = count as u8;
+        self.header[RANKED] = now;
+    }
+
+    fn ghost_at(&self, index: usize) -> u16 {
+        u16::from_le_bytes([self.ghosts[2 * index], self.ghosts[2 * index + 1]])
+    }
+
+    fn set_ghost(&mut self, index: usize, ghost: u16) {
+        self.ghosts[2 * index..2 * index + 2].copy_from_slice(&ghost.to_le_bytes());
+    }
+
+    /// Where the ghost of a line is.
+    pub(crate) fn find_ghost(&self, hash: u64) -> Option<usize> {
+        const PIECE: usize = 64;
+        let wanted = ghost(hash, 0);
+        let is = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & !u16::from(USES_MAX) == wanted;
+        // A piece is compared without a branch, which the compiler makes a few instructions.
+        for (piece, ghosts) in self.ghosts.chunks(PIECE).enumerate() {
+            if ghosts.chunks_exact(2).fold(false, |found, ghost| found | is(ghost)) {
+                let within = ghosts.chunks_exact(2).position(is)?;
+                return Some(piece * PIECE / 2 + within);
             }
         }
         None
     }
 
-    pub(crate) fn insert(&mut self, way: u8, fingerprint: u16) {
-        let (main, small) = (self.main(), self.small());
-        let seen = self.forget(fingerprint);
-        self.order[main + small] = way;
-        if seen {
-            self.order[main..=main + small].rotate_right(1);
-            self.set_field(0, main + 1);
-        } else {
-            self.set_field(1, small + 1);
-        }
-        self.hot[usize::from(way)] = if seen { MAIN } else { 0 };
+    /// How often the line was used whose ghost is there.
+    pub(crate) fn ghost_uses(&self, index: usize) -> u8 {
+        self.ghost_at(index) as u8 & USES_MAX
     }
 
-    pub(crate) fn remove(&mut self, way: u8) {
-        let (main, small) = (self.main(), self.small());
-        let Some(at) = self.order[..main + small].iter().position(|entry| *entry == way) else {
-            return;
-        };
-        self.make_newest(at, main + small);
-        if at < main {
-            self.set_field(0, main - 1);
-        } else {
-            self.set_field(1, small - 1);
-        }
+    /// The ghost there is of a line that is here now.
+    pub(crate) fn forget(&mut self, index: usize) {
+        self.set_ghost(index, 0);
     }
 
-    /// A line that was evicted is remembered.
-    pub(crate) fn remember(&mut self, fingerprint: u16) {
-        let (len, next) = (self.field(2), self.field(3));
-        self.ghosts[2 * next..2 * next + 2].copy_from_slice(&fingerprint.to_le_bytes());
-        self.set_field(2, (len + 1).min(self.order.len()));
-        self.set_field(3, (next + 1) % self.order.len());
+    /// A line that is not here, and no ghost, is remembered.
+    pub(crate) fn remember(&mut self, hash: u64, uses: u8) {
+        let next = self.field(NEXT);
+        self.set_ghost(next, ghost(hash, uses));
+        self.set_field(NEXT, (next + 1) % self.classes.len());
     }
+}
 
-    fn ghost(&self, fingerprint: u16) -> Option<usize> {
-        let pattern = fingerprint.to_le_bytes();
-        self.ghosts[..2 * self.field(2)]
-            .chunks_exact(2)
-            .position(|ghost| ghost == pattern)
-    }
-
-    fn forget(&mut self, fingerprint: u16) -> bool {
-        let at = self.ghost(fingerprint);
-        if let Some(at) = at {
-            // Zero is the fingerprint of no line.
-            self.ghosts[2 * at..2 * at + 2].fill(0);
-        }
-        at.is_some()
-    }
-
-    /// What to save of a line: a byte that [`Self::load`] takes.
-    pub(crate) fn save(&self, way: u8) -> u8 {
-        self.hot[usize::from(way)]
-    }
-
-    pub(crate) fn load(&mut self, way: u8, saved: u8) {
-        self.insert(way, 0);
-        self.hot[usize::from(way)] = saved & FREQUENCY_MAX;
-    }
+/// What a ghost is; never 0.
+fn ghost(hash: u64, uses: u8) -> u16 {
+    let bits = (hash >> 48) as u16 & !u16::from(USES_MAX);
+    bits.max(u16::from(USES_MAX) + 1) | u16::from(uses.min(USES_MAX))
 }

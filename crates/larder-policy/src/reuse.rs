@@ -1,0 +1,126 @@
+//! When lines are used again, learnt from a sample of them.
+//!
+//! Sampling is spatial, as in SHARDS (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 15): a line is
+//! of the sample if its hash is below a threshold, so of a line that is, all uses are seen. The sample is a table of a
+//! fixed size; the threshold is such that the lines that can be used within [`HORIZON`] ticks fill half of it.
+
+use crate::age::{AGES, HORIZON, age};
+use crate::class::{self, Class};
+
+/// Entries of the table, and of one of its buckets.
+const ENTRIES: usize = 16 << 10;
+const BUCKET: usize = 4;
+
+#[derive(Clone, Copy, Default)]
+struct Entry {
+    /// A part of the hash that does not choose the bucket.
+    tag: u32,
+    /// When the line was used last.
+    tick: u32,
+    /// And as what; 0 if there is no line.
+    class: u8,
+}
+
+/// How often lines of a class were used again after so many ticks; and how often they had not been, when they were
+/// lost sight of. Both fade.
+#[derive(Clone, Copy)]
+pub(crate) struct Times {
+    pub(crate) reused: [f32; AGES],
+    pub(crate) ended: [f32; AGES],
+}
+
+const NEVER: Times = Times {
+    reused: [0.0; AGES],
+    ended: [0.0; AGES],
+};
+
+pub(crate) struct Reuse {
+    entries: Vec<Entry>,
+    /// Hashes below it are of the sample.
+    threshold: u64,
+    /// The entry that is looked at next, whether it is too old.
+    hand: usize,
+    times: Vec<Times>,
+}
+
+impl Reuse {
+    /// For a cache in which so many uses of lines make up the horizon.
+    pub(crate) fn new(horizon: u64) -> Self {
+        let entries = (2 * horizon).next_power_of_two().clamp(64, ENTRIES as u64) as usize;
+        let share = entries as f64 / 2.0 / horizon as f64;
+        Self {
+            entries: vec![Entry::default(); entries],
+            threshold: (share.min(1.0) * u64::MAX as f64) as u64,
+            hand: 0,
+            times: vec![NEVER; class::COUNT],
+        }
+    }
+
+    /// A line was used; it is of `class` from now on.
+    pub(crate) fn used(&mut self, hash: u64, class: Class, tick: u32) {
+        if hash <= self.threshold {
+            self.note(hash, class, tick);
+        }
+    }
+
+    fn note(&mut self, hash: u64, class: Class, tick: u32) {
+        let bucket = hash as usize % (self.entries.len() / BUCKET) * BUCKET;
+        let tag = (hash >> 20) as u32;
+        let now = Entry {
+            tag,
+            tick,
+            class: class.number(),
+        };
+        let entries = &mut self.entries[bucket..bucket + BUCKET];
+        let known = entries.iter().position(|entry| entry.tag == tag && entry.class != 0);
+        let index = known.unwrap_or_else(|| {
+            let oldest = entries
+                .iter()
+                .enumerate()
+                .min_by_key(|(_, entry)| (entry.class != 0, entry.tick));
+            oldest.map_or(0, |(index, _)| index)
+        });
+        let before = std::mem::replace(&mut entries[index], now);
+        if before.class != 0 {
+            self.lost(before, tick, known.is_some());
+        }
+        for _ in 0..2 {
+            self.hand = (self.hand + 1) % self.entries.len();
+            let entry = &mut self.entries[self.hand];
+            if entry.class != 0 && tick - entry.tick >= HORIZON {
+                let entry = std::mem::take(entry);
+                self.lost(entry, tick, false);
+            }
+        }
+    }
+
+    fn lost(&mut self, entry: Entry, tick: u32, reused: bool) {
+        let times = &mut self.times[usize::from(entry.class)];
+        let ticks = tick - entry.tick;
+        if reused && ticks < HORIZON {
+            times.reused[age(ticks)] += 1.0;
+        } else {
+            times.ended[age(ticks)] += 1.0;
+        }
+    }
+
+    /// What has been learnt up to `tick`, by class; lines whose next use is yet to come are counted as lost now.
+    pub(crate) fn times(&self, tick: u32) -> Vec<Times> {
+        let mut times = self.times.clone();
+        for entry in self.entries.iter().filter(|entry| entry.class != 0) {
+            times[usize::from(entry.class)].ended[age(tick - entry.tick)] += 1.0;
+        }
+        times
+    }
+
+    /// What was learnt so far counts for less.
+    pub(crate) fn fade(&mut self, by: f32) {
+        for times in &mut self.times {
+            times
+                .reused
+                .iter_mut()
+                .chain(&mut times.ended)
+                .for_each(|count| *count *= by);
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! What a line is worth: how many hits its place brings per tick, if it is kept as long as that is best.
+//!
+//! That is the index of Gittins ("Bandit Processes and Dynamic Allocation Indices", Journal of the Royal Statistical
+//! Society B 41, 1979) of a line of a class that has not been used for so long: the largest, over all ways to go on
+//! waiting, of the probability to see its next use, divided by the time that it takes up a place until then. Hit density
+//! (Beckmann et al., "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018) is the same idea; here times
+//! of reuse are learnt from a sample of all lines, whatever the cache keeps.
+
+use crate::age::{AGES, TICKS, WIDTH};
+use crate::class::{self, Class};
+use crate::reuse::Times;
+
+/// So many lines of average reuse are added to the evidence about each class.
+const PRIOR_LINES: f32 = 8.0;
+
+/// Where there is no line. The way beside it in a number makes that of no line.
+pub(crate) const RANK_NONE: u32 = (1 << 24) - 1;
+
+/// What an age takes of a rank.
+const AGE_BITS: u32 = 7;
+
+/// By class and age; larger is worth more.
+pub(crate) struct Worths {
+    /// Numbers of 23 bits, ordered as the worths are; among those alike the older line has less.
+    ranks: Vec<u32>,
+    values: Vec<f32>,
+    /// The probability that a line of the class is used again by that age.
+    hits: Vec<f32>,
+}
+
+impl Worths {
+    /// Before anything is known: uses, divided by how long ago the last one was (as in Blankstein, Sen and Freedman,
+    /// "Hyperbolic Caching", ATC 17).
+    pub(crate) fn unknown() -> Self {
+        let mut worths = Self {
+            ranks: vec![RANK_NONE; class::COUNT * AGES],
+            values: vec![0.0; class::COUNT * AGES],
+            hits: vec![0.5; class::COUNT * AGES],
+        };
+        for class in 1..=usize::from(class::LAST) {
+            let uses = f32::from(1u16 << Class::from_number(class as u8).uses());
+            for (age, ticks) in TICKS.iter().enumerate() {
+                worths.set(class, age, uses / (1.0 + ticks));
+            }
+        }
+        worths
+    }
+
+    fn set(&mut self, class: usize, age: usize, value: f32) {
+        // Positive floats are ordered as their bits are.
+        let rank = value.to_bits() >> 15 << AGE_BITS | (AGES - 1 - age) as u32;
+        self.ranks[class * AGES + age] = rank;
+        self.values[class * AGES + age] = value;
+    }
+
+    /// From what was learnt, by class.
+    pub(crate) fn learn(&mut self, times: &[Times]) {
+        let mut all = [0.0; AGES];
+        let mut all_ended = [0.0; AGES];
+        for of_class in times {
+            for age in 0..AGES {
+                all[age] += of_class.reused[age];
+                all_ended[age] += of_class.ended[age];
+            }
+        }
+        let total: f32 = all.iter().chain(&all_ended).sum();
+        let share = PRIOR_LINES / total.max(1.0);
+        for (class, of_class) in times.iter().enumerate().take(usize::from(class::LAST) + 1).skip(1) {
+            let reused = |age: usize| of_class.reused[age] + share * all[age];
+            let ended = |age: usize| of_class.ended[age] + share * all_ended[age];
+            self.learn_class(class, reused, ended);
+        }
+    }
+
+    fn learn_class(&mut self, class: usize, reused: impl Fn(usize) -> f32, ended: impl Fn(usize) -> f32) {
+        // From the highest age down; stretches in which waiting on is better than stopping are one.
+        let mut stretches = [(0.0f32, 0.0f32); AGES];
+        let mut count = 0;
+        let mut alive = 0.0;
+        for age in (0..AGES).rev() {
+            alive += reused(age) + ended(age);
+            let (mut hits, mut time) = (reused(age), (alive * WIDTH[age]).max(f32::MIN_POSITIVE));
+            while count > 0 && stretches[count - 1].0 * time > hits * stretches[count - 1].1 {
+                count -= 1;
+                hits += stretches[count].0;
+                time += stretches[count].1;
+            }
+            stretches[count] = (hits, time);
+            count += 1;
+            self.set(class, age, hits / time);
+        }
+        let mut hits = 0.0;
+        for age in 0..AGES {
+            hits += reused(age);
+            self.hits[class * AGES + age] = hits / alive.max(f32::MIN_POSITIVE);
+        }
+    }
+
+    /// Ranks, for [`crate::set::Set::least`]; those of class 0 are the highest.
+    pub(crate) fn ranks(&self) -> &[u32] {
+        &self.ranks
+    }
+
+    /// Hits per tick of the place of a line.
+    pub(crate) fn value(&self, class: Class, age: usize) -> f32 {
+        self.values[usize::from(class.number()) * AGES + age]
+    }
+
+    /// The probability that a line of `class`, just used, is used again before its worth falls below `least`.
+    pub(crate) fn chance(&self, class: Class, least: f32) -> f32 {
+        let class = usize::from(class.number());
+        let values = &self.values[class * AGES..][..AGES];
+        match values.iter().position(|value| *value < least) {
+            Some(0) => 0.0,
+            Some(age) => self.hits[class * AGES + age - 1],
+            None => self.hits[class * AGES + AGES - 1],
+        }
+    }
+}
