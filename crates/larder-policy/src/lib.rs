@@ -1,7 +1,12 @@
 //! What to keep, and what to let in: eviction and admission for a cache of sets.
 
+pub mod curve;
 pub mod geometry;
 pub mod policy;
+pub mod reference;
+pub mod replay;
+pub mod synthetic;
+pub mod trace;
 
 mod age;
 mod budget;
@@ -11,5 +16,6 @@ mod reuse;
 mod set;
 mod worth;
 
+pub use curve::MissRatioCurve;
 pub use geometry::Geometry;
 pub use policy::{Access, Admission, Context, Policy, PolicyOptions};

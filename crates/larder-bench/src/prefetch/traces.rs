@@ -7,12 +7,11 @@
 //!   of OLTP are numbered by when they were read first, so every first read of one is "the next page" whatever it was
 //!   on its disk: what is gained there is an upper bound.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
+use larder_policy::trace;
 
 use super::Arguments;
 use super::measure::{Disk, Load, Shares, contenders, measure, median_of};
@@ -42,13 +41,6 @@ const ROUNDS: usize = 1;
 const PIECES: usize = 8;
 
 const SECTOR: u64 = 512;
-
-/// Bytes of a record of `cloudphysics.vscsi`.
-const VSCSI_RECORD: usize = 32;
-
-/// SCSI's READ and WRITE, with 10 and 16 bytes.
-const READS: [u16; 2] = [0x28, 0x88];
-const WRITES: [u16; 2] = [0x2a, 0x8a];
 
 /// A trace, or an excerpt.
 struct Trace {
@@ -80,13 +72,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let timed = Trace {
         name: "CloudPhysics",
         requests: busiest(
-            &vscsi(&folder.join("cloudphysics.vscsi"), arguments.speed_up)?,
+            &requests(&folder.join("cloudphysics.vscsi"), SECTOR, arguments.speed_up)?,
             timed_count,
         ),
         depths: vec![TIMED_DEPTH],
     };
     let closed = |name, file: &str, unit| {
-        let requests = excerpt(&arc(&folder.join(file), unit)?, count);
+        let requests = excerpt(&requests(&folder.join(file), unit, 1.0)?, count);
         anyhow::Ok(Trace {
             name,
             requests,
@@ -172,55 +164,16 @@ fn replay(arguments: &Arguments, place: &Place, trace: &Trace, depth: usize, del
     Ok(())
 }
 
-/// The requests of a trace in the format vscsi 1, in time, each due `speed_up` times as soon as it was made.
-fn vscsi(path: &Path, speed_up: f64) -> anyhow::Result<Vec<Request>> {
-    let bytes = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-    let mut requests = Vec::with_capacity(bytes.len() / VSCSI_RECORD);
-    for (index, record) in bytes.chunks_exact(VSCSI_RECORD).enumerate() {
-        let number = |at: usize, len: usize| {
-            let bytes = record[at..at + len].iter().rev();
-            bytes.fold(0, |sum, byte| sum << 8 | u64::from(*byte))
-        };
-        let command = number(12, 2) as u16;
-        if !READS.contains(&command) && !WRITES.contains(&command) {
-            bail!(
-                "{}: record {index} is neither a read nor a write: SCSI command {command:#x}",
-                path.display()
-            );
-        }
-        requests.push(Request {
-            write: WRITES.contains(&command),
-            start: number(16, 8) * SECTOR,
-            len: number(4, 4) as usize,
-            due: Some(Duration::from_micros(number(24, 8)).div_f64(speed_up)),
-        });
-    }
-    Ok(requests)
-}
-
-/// The reads of a trace of lines `start count ignored number`, in units of so many bytes.
-fn arc(path: &Path, unit: u64) -> anyhow::Result<Vec<Request>> {
-    let context = || format!("reading {}", path.display());
-    let file = File::open(path).with_context(context)?;
-    let mut requests = Vec::new();
-    for line in BufReader::new(zstd::Decoder::new(file)?).lines() {
-        let line = line.with_context(context)?;
-        let mut numbers = line.split_whitespace().map(str::parse::<u64>);
-        let (Some(Ok(start)), Some(Ok(count))) = (numbers.next(), numbers.next()) else {
-            bail!(
-                "{}: line {} is no request: '{line}'",
-                path.display(),
-                requests.len() + 1
-            );
-        };
-        requests.push(Request {
-            write: false,
-            start: start * unit,
-            len: (count * unit) as usize,
-            due: None,
-        });
-    }
-    Ok(requests)
+/// The requests of a trace whose blocks, if it does not say how large they are, are of so many bytes; each due
+/// `speed_up` times as soon as it was made.
+fn requests(path: &Path, block: u64, speed_up: f64) -> anyhow::Result<Vec<Request>> {
+    let requests = trace::read(path, block)?.requests.into_iter().map(|request| Request {
+        write: request.write,
+        start: request.start,
+        len: request.len as usize,
+        due: request.at.map(|at| at.div_f64(speed_up)),
+    });
+    Ok(requests.collect())
 }
 
 /// The `count` requests in a row with the most reads among them, the first one due at once.
@@ -268,35 +221,6 @@ mod tests {
             len,
             due: Some(Duration::from_micros(due_us)),
         }
-    }
-
-    #[test]
-    fn a_record_of_vscsi_is_a_request_at_its_time() -> anyhow::Result<()> {
-        let mut record = [0u8; VSCSI_RECORD];
-        record[4..8].copy_from_slice(&8192u32.to_le_bytes());
-        record[12..14].copy_from_slice(&0x8au16.to_le_bytes());
-        record[16..24].copy_from_slice(&(5u64 << 32).to_le_bytes());
-        record[24..].copy_from_slice(&3_000_000u64.to_le_bytes());
-        let folder = tempfile::tempdir()?;
-        let path = folder.path().join("trace");
-        std::fs::write(&path, record)?;
-        let requests = vscsi(&path, 10.0)?;
-        assert_eq!(requests, [request(true, (5 << 32) * SECTOR, 8192, 300_000)]);
-        record[12] = 0x35;
-        std::fs::write(&path, record)?;
-        assert!(vscsi(&path, 10.0).is_err_and(|error| error.to_string().contains("SCSI command 0x35")));
-        Ok(())
-    }
-
-    #[test]
-    fn a_line_of_arc_is_a_read_of_its_units() -> anyhow::Result<()> {
-        let folder = tempfile::tempdir()?;
-        let path = folder.path().join("trace");
-        std::fs::write(&path, zstd::encode_all(&b"110765 64 0 0\n7 1 0 1\n"[..], 0)?)?;
-        let requests = arc(&path, SECTOR)?;
-        let reads: Vec<(u64, usize)> = requests.iter().map(|request| (request.start, request.len)).collect();
-        assert_eq!(reads, [(110_765 * SECTOR, 64 * 512), (7 * SECTOR, 512)]);
-        Ok(())
     }
 
     #[test]

@@ -1,0 +1,277 @@
+//! How often an LRU cache would miss, for every size at once: the miss-ratio curve, while it runs, in constant memory.
+//!
+//! SHARDS of fixed size (Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS", FAST 15): of
+//! all lines those are looked at whose hash is below a threshold, which is lowered whenever there are too many. How many
+//! other lines of the sample were used since a line was used last is, divided by the share that is sampled, how large a
+//! cache must be to have kept it. What was counted under a higher threshold is scaled down with it, and what the sample
+//! has too many or too few uses of is put right at distance 0 (the paper's SHARDS-adj).
+
+use std::collections::{BinaryHeap, HashMap};
+
+use crate::hash::mix;
+
+/// Lines of the sample.
+pub const SAMPLE_DEFAULT: usize = 8 << 10;
+
+/// Distances are told apart to an eighth of a power of two.
+const PARTS: usize = 8;
+const DISTANCES: usize = 48 * PARTS;
+
+/// A miss-ratio curve in the making. It takes some 64 bytes for each line of the sample, and 3 KiB.
+pub struct MissRatioCurve {
+    /// Lines with lower hashes are of the sample.
+    threshold: u64,
+    sample: usize,
+    /// When each line of the sample was used last, by its hash.
+    last: HashMap<u64, u32>,
+    hashes: BinaryHeap<u64>,
+    /// How many lines were used last at each time: a Fenwick tree over times, which are numbered anew when they run out.
+    times: Vec<u32>,
+    now: u32,
+    /// How often which distance was seen, as of the threshold now.
+    seen: Vec<f64>,
+    first_uses: f64,
+    uses: u64,
+}
+
+/// A point of a curve.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CurvePoint {
+    /// Size of the cache, in lines.
+    pub lines: u64,
+    /// Misses of all uses, 0 to 1.
+    pub miss_ratio: f64,
+}
+
+impl MissRatioCurve {
+    /// One from a sample of so many lines, at least 16.
+    pub fn new(sample: usize) -> Self {
+        let sample = sample.max(16);
+        Self {
+            threshold: u64::MAX,
+            sample,
+            last: HashMap::with_capacity(sample + 1),
+            hashes: BinaryHeap::with_capacity(sample + 1),
+            times: vec![0; 4 * sample],
+            now: 0,
+            seen: vec![0.0; DISTANCES],
+            first_uses: 0.0,
+            uses: 0,
+        }
+    }
+
+    /// A line is used.
+    pub fn used(&mut self, line: u64) {
+        self.uses += 1;
+        let hash = mix(line);
+        if hash < self.threshold {
+            self.note(hash);
+        }
+    }
+
+    fn note(&mut self, hash: u64) {
+        if self.now as usize == self.times.len() {
+            self.renumber();
+        }
+        match self.last.insert(hash, self.now) {
+            Some(before) => {
+                let since = self.last.len() as u64 - u64::from(self.used_until(before));
+                self.add(before, -1);
+                let share = self.share();
+                self.seen[index((since as f64 / share) as u64)] += 1.0;
+            }
+            None => {
+                self.first_uses += 1.0;
+                self.hashes.push(hash);
+            }
+        }
+        self.add(self.now, 1);
+        self.now += 1;
+        while self.last.len() > self.sample {
+            self.lower();
+        }
+    }
+
+    /// The share of all lines that is of the sample.
+    fn share(&self) -> f64 {
+        self.threshold as f64 / u64::MAX as f64
+    }
+
+    /// Lines of the highest hash are not of the sample any more.
+    fn lower(&mut self) {
+        let Some(highest) = self.hashes.pop() else { return };
+        if let Some(time) = self.last.remove(&highest) {
+            self.add(time, -1);
+        }
+        let scale = highest as f64 / self.threshold as f64;
+        self.seen.iter_mut().for_each(|count| *count *= scale);
+        self.first_uses *= scale;
+        self.threshold = highest;
+    }
+
+    /// Lines that were used last at `time` or before.
+    fn used_until(&self, time: u32) -> u32 {
+        let mut sum = 0;
+        let mut at = time as usize + 1;
+        while at > 0 {
+            sum += self.times[at - 1];
+            at &= at - 1;
+        }
+        sum
+    }
+
+    fn add(&mut self, time: u32, count: i32) {
+        let mut at = time as usize + 1;
+        while at <= self.times.len() {
+            self.times[at - 1] = self.times[at - 1].wrapping_add_signed(count);
+            at += at & at.wrapping_neg();
+        }
+    }
+
+    fn renumber(&mut self) {
+        let mut order: Vec<(u32, u64)> = self.last.iter().map(|(hash, time)| (*time, *hash)).collect();
+        order.sort_unstable();
+        self.times.fill(0);
+        self.now = 0;
+        for (_, hash) in order {
+            self.last.insert(hash, self.now);
+            self.add(self.now, 1);
+            self.now += 1;
+        }
+    }
+
+    /// The curve so far: a point for each size at which it falls, the largest last. Empty if nothing was used.
+    pub fn points(&self) -> Vec<CurvePoint> {
+        let sampled = self.first_uses + self.seen.iter().sum::<f64>();
+        let expected = self.uses as f64 * self.share();
+        if expected == 0.0 {
+            return Vec::new();
+        }
+        let mut hits = expected - sampled;
+        let mut points = vec![CurvePoint {
+            lines: 0,
+            miss_ratio: 1.0,
+        }];
+        for (at, count) in self.seen.iter().enumerate() {
+            hits += count;
+            if *count > 0.0 {
+                points.push(CurvePoint {
+                    lines: size(at),
+                    miss_ratio: (1.0 - hits / expected).clamp(0.0, 1.0),
+                });
+            }
+        }
+        points
+    }
+
+    /// How often a cache of so many lines would have missed, 0 to 1.
+    pub fn miss_ratio(&self, lines: u64) -> f64 {
+        let points = self.points();
+        let after = points.partition_point(|point| point.lines <= lines);
+        let Some(before) = after.checked_sub(1).map(|index| points[index]) else {
+            return 1.0;
+        };
+        let Some(next) = points.get(after) else {
+            return before.miss_ratio;
+        };
+        let part = (lines - before.lines) as f64 / (next.lines - before.lines) as f64;
+        before.miss_ratio + part * (next.miss_ratio - before.miss_ratio)
+    }
+}
+
+/// Where a distance is counted.
+fn index(distance: u64) -> usize {
+    let parts = PARTS as u64;
+    if distance < parts {
+        return distance as usize;
+    }
+    let power = distance.ilog2() - parts.ilog2();
+    let within = (distance >> power) - parts;
+    (((u64::from(power) + 1) * parts + within) as usize).min(DISTANCES - 1)
+}
+
+/// The lines of the smallest cache that keeps what is counted there: one more than the highest distance.
+fn size(index: usize) -> u64 {
+    let (power, within) = (index / PARTS, (index % PARTS) as u64);
+    match power {
+        0 => within + 1,
+        power => (PARTS as u64 + within + 1) << (power - 1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::{Ask, Cache, Lru, Outcome};
+
+    /// Hits of a real LRU cache.
+    fn lru_misses(lines: &[u64], capacity: usize) -> f64 {
+        let mut cache = Lru::new(capacity, 1 << 16);
+        let missed = lines.iter().filter(|line| {
+            let ask = Ask {
+                key: **line as u32,
+                request_lines: 1,
+                write: false,
+                at_ms: 0,
+            };
+            cache.access(ask) != Outcome::Hit
+        });
+        missed.count() as f64 / lines.len() as f64
+    }
+
+    fn skewed(count: u64) -> Vec<u64> {
+        let line = |at: u64| {
+            let random = mix(at);
+            (random >> 32) % (1 << (random % 17))
+        };
+        (0..count).map(line).collect()
+    }
+
+    #[test]
+    fn a_curve_is_that_of_lru() {
+        let lines = skewed(400_000);
+        let mut all = MissRatioCurve::new(1 << 17);
+        let mut sampled = MissRatioCurve::new(2_048);
+        for line in &lines {
+            all.used(*line);
+            sampled.used(*line);
+        }
+        assert!(sampled.last.len() <= 2_048 && sampled.threshold < u64::MAX);
+        for capacity in [8, 64, 512, 1_000, 4_096, 20_000, 65_536] {
+            let truth = lru_misses(&lines, capacity);
+            let exact = all.miss_ratio(capacity as u64);
+            let close = sampled.miss_ratio(capacity as u64);
+            // Between powers of two the curve is a straight line.
+            let slack = if capacity.is_power_of_two() { 1e-9 } else { 0.01 };
+            assert!((exact - truth).abs() <= slack, "{capacity}: {exact} for {truth}");
+            // A sample says nothing about caches that would keep none of it.
+            let slack = if capacity < 512 { 1.0 } else { 0.03 };
+            assert!(
+                (close - truth).abs() < slack,
+                "{capacity}: {close}, sampled, for {truth}"
+            );
+        }
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_distances_that_they_keep() {
+        let mut before = 0;
+        for distance in 0..100_000u64 {
+            let at = index(distance);
+            assert!(
+                distance < size(at) && (at == 0 || distance >= size(at - 1)),
+                "{distance}"
+            );
+            assert!(at >= before);
+            before = at;
+        }
+        assert!(index(u64::MAX) < DISTANCES);
+    }
+
+    #[test]
+    fn a_curve_of_nothing_is_empty() {
+        let curve = MissRatioCurve::new(100);
+        assert!(curve.points().is_empty());
+        assert_eq!(curve.miss_ratio(5), 1.0);
+    }
+}

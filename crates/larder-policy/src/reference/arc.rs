@@ -1,0 +1,87 @@
+//! ARC (Nimrod Megiddo and Dharmendra S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 03): what was
+//! used once and what was used again are lists of their own, each with ghosts; a hit in the ghosts of one gives it room.
+
+use super::list::{Lists, OUT};
+use super::{Ask, Cache, Outcome};
+
+const T1: u8 = 0;
+const T2: u8 = 1;
+const B1: u8 = 2;
+const B2: u8 = 3;
+
+/// See the module.
+pub struct Arc {
+    capacity: usize,
+    /// How long T1 shall be: the paper's p.
+    target: usize,
+    lists: Lists<4>,
+}
+
+impl Arc {
+    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    pub fn new(capacity: usize, keys: usize) -> Self {
+        Self {
+            capacity: capacity.max(1),
+            target: 0,
+            lists: Lists::new(keys),
+        }
+    }
+
+    /// The paper's REPLACE.
+    fn replace(&mut self, ghost_of_t2: bool) {
+        let t1 = self.lists.len(T1);
+        let from_t1 = t1 > 0 && (t1 > self.target || ghost_of_t2 && t1 == self.target);
+        let (from, to) = if from_t1 || self.lists.len(T2) == 0 {
+            (T1, B1)
+        } else {
+            (T2, B2)
+        };
+        if let Some(key) = self.lists.back(from) {
+            self.lists.push(to, key);
+        }
+    }
+
+    fn make_room_for_a_new_key(&mut self) {
+        let [t1, t2, b1, b2] = [T1, T2, B1, B2].map(|list| self.lists.len(list));
+        if t1 + b1 == self.capacity {
+            if t1 < self.capacity {
+                self.lists.pop(B1);
+                self.replace(false);
+            } else {
+                self.lists.pop(T1);
+            }
+        } else if t1 + t2 + b1 + b2 >= self.capacity {
+            if t1 + t2 + b1 + b2 == 2 * self.capacity {
+                self.lists.pop(B2);
+            }
+            self.replace(false);
+        }
+    }
+}
+
+impl Cache for Arc {
+    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
+        let (b1, b2) = (self.lists.len(B1), self.lists.len(B2));
+        match self.lists.list_of(key) {
+            OUT => {
+                self.make_room_for_a_new_key();
+                self.lists.push(T1, key);
+                return Outcome::Filled;
+            }
+            B1 => {
+                self.target = (self.target + (b2 / b1).max(1)).min(self.capacity);
+                self.replace(false);
+            }
+            B2 => {
+                self.target = self.target.saturating_sub((b1 / b2).max(1));
+                self.replace(true);
+            }
+            _ => {
+                self.lists.push(T2, key);
+                return Outcome::Hit;
+            }
+        }
+        self.lists.push(T2, key);
+        Outcome::Filled
+    }
+}

@@ -1,0 +1,53 @@
+//! LARC (Huang et al., "Improving Flash-based Disk Cache with Lazy Adaptive Replacement", MSST 2013): LRU that lets in
+//! only what is found in a queue of ghosts, whose length adapts: shorter with each hit, longer with each miss.
+
+use super::list::Lists;
+use super::{Ask, Cache, Outcome};
+
+const RESIDENT: u8 = 0;
+const GHOST: u8 = 1;
+
+/// See the module.
+pub struct Larc {
+    capacity: usize,
+    /// How many ghosts there shall be: the paper's C_r, which is not a whole number.
+    ghosts: f64,
+    lists: Lists<2>,
+}
+
+impl Larc {
+    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    pub fn new(capacity: usize, keys: usize) -> Self {
+        let capacity = capacity.max(1);
+        Self {
+            capacity,
+            ghosts: 0.1 * capacity as f64,
+            lists: Lists::new(keys),
+        }
+    }
+}
+
+impl Cache for Larc {
+    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
+        let capacity = self.capacity as f64;
+        let list = self.lists.list_of(key);
+        if list == RESIDENT {
+            self.ghosts = (self.ghosts - capacity / (capacity - self.ghosts)).max(0.1 * capacity);
+            self.lists.push(RESIDENT, key);
+            return Outcome::Hit;
+        }
+        self.ghosts = (self.ghosts + capacity / self.ghosts).min(0.9 * capacity);
+        if list == GHOST {
+            if self.lists.len(RESIDENT) == self.capacity {
+                self.lists.pop(RESIDENT);
+            }
+            self.lists.push(RESIDENT, key);
+            return Outcome::Filled;
+        }
+        self.lists.push(GHOST, key);
+        if self.lists.len(GHOST) as f64 > self.ghosts {
+            self.lists.pop(GHOST);
+        }
+        Outcome::Bypassed
+    }
+}

@@ -1,0 +1,91 @@
+//! Doubly linked lists of keys, of which a key is in at most one.
+
+const NONE: u32 = u32::MAX;
+
+/// Which list a key is in; `OUT` for none.
+pub(super) const OUT: u8 = u8::MAX;
+
+/// `N` lists. Each has its oldest key at the back.
+pub(super) struct Lists<const N: usize> {
+    /// Towards the front, and towards the back.
+    newer: Vec<u32>,
+    older: Vec<u32>,
+    list: Vec<u8>,
+    front: [u32; N],
+    back: [u32; N],
+    len: [usize; N],
+}
+
+impl<const N: usize> Lists<N> {
+    /// Empty lists for keys below `keys`.
+    pub(super) fn new(keys: usize) -> Self {
+        Self {
+            newer: vec![NONE; keys],
+            older: vec![NONE; keys],
+            list: vec![OUT; keys],
+            front: [NONE; N],
+            back: [NONE; N],
+            len: [0; N],
+        }
+    }
+
+    /// The list that a key is in, or `OUT`.
+    pub(super) fn list_of(&self, key: u32) -> u8 {
+        self.list[key as usize]
+    }
+
+    pub(super) fn len(&self, list: u8) -> usize {
+        self.len[usize::from(list)]
+    }
+
+    /// The oldest key of a list.
+    pub(super) fn back(&self, list: u8) -> Option<u32> {
+        Some(self.back[usize::from(list)]).filter(|key| *key != NONE)
+    }
+
+    /// The key before this one, towards the front.
+    pub(super) fn newer(&self, key: u32) -> Option<u32> {
+        Some(self.newer[key as usize]).filter(|key| *key != NONE)
+    }
+
+    /// Puts a key at the front of a list, from wherever it was.
+    pub(super) fn push(&mut self, list: u8, key: u32) {
+        self.remove(key);
+        let front = self.front[usize::from(list)];
+        self.older[key as usize] = front;
+        self.newer[key as usize] = NONE;
+        match front {
+            NONE => self.back[usize::from(list)] = key,
+            front => self.newer[front as usize] = key,
+        }
+        self.front[usize::from(list)] = key;
+        self.list[key as usize] = list;
+        self.len[usize::from(list)] += 1;
+    }
+
+    /// Takes a key out of its list, if it is in one.
+    pub(super) fn remove(&mut self, key: u32) {
+        let list = self.list[key as usize];
+        if list == OUT {
+            return;
+        }
+        let (newer, older) = (self.newer[key as usize], self.older[key as usize]);
+        match newer {
+            NONE => self.front[usize::from(list)] = older,
+            newer => self.older[newer as usize] = older,
+        }
+        match older {
+            NONE => self.back[usize::from(list)] = newer,
+            older => self.newer[older as usize] = newer,
+        }
+        self.list[key as usize] = OUT;
+        self.len[usize::from(list)] -= 1;
+    }
+
+    /// Takes the oldest key out of a list.
+    pub(super) fn pop(&mut self, list: u8) -> Option<u32> {
+        let key = self.back(list)?;
+        self.remove(key);
+        Some(key)
+    }
+}

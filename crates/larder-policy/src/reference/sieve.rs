@@ -1,0 +1,54 @@
+//! SIEVE (Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024): one queue in order of arrival; a hand goes from the
+//! oldest to the newest, spares what was hit since it passed last, and evicts the first that was not.
+
+use super::list::{Lists, OUT};
+use super::{Ask, Cache, Outcome};
+
+/// See the module.
+pub struct Sieve {
+    capacity: usize,
+    lists: Lists<1>,
+    visited: Vec<bool>,
+    /// Where the hand is; at the oldest if `None`.
+    hand: Option<u32>,
+}
+
+impl Sieve {
+    /// An empty cache of `capacity` lines, at least one, for keys below `keys`.
+    pub fn new(capacity: usize, keys: usize) -> Self {
+        Self {
+            capacity: capacity.max(1),
+            lists: Lists::new(keys),
+            visited: vec![false; keys],
+            hand: None,
+        }
+    }
+
+    fn evict(&mut self) {
+        let mut at = self.hand.or(self.lists.back(0));
+        while let Some(key) = at {
+            let next = self.lists.newer(key);
+            if !std::mem::take(&mut self.visited[key as usize]) {
+                self.hand = next;
+                self.lists.remove(key);
+                return;
+            }
+            at = next.or(self.lists.back(0));
+        }
+    }
+}
+
+impl Cache for Sieve {
+    fn access(&mut self, Ask { key, .. }: Ask) -> Outcome {
+        if self.lists.list_of(key) != OUT {
+            self.visited[key as usize] = true;
+            return Outcome::Hit;
+        }
+        if self.lists.len(0) == self.capacity {
+            self.evict();
+        }
+        self.lists.push(0, key);
+        self.visited[key as usize] = false;
+        Outcome::Filled
+    }
+}

@@ -1,0 +1,266 @@
+//! Traces replayed through policies: the lines that a trace asks for, one after the other, and what a cache makes of
+//! them.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use crate::geometry::Geometry;
+
+use crate::policy::{Access, Admission, Context, Policy, PolicyOptions};
+use crate::reference::{Arc, Ask, Cache, Larc, Lru, Outcome, S3Fifo, Sieve, WTinyLfu};
+use crate::trace::Request;
+
+/// A trace as lines.
+pub struct Lines {
+    /// Each line that is asked for, in order.
+    pub accesses: Vec<Ask>,
+    /// The number of each key's line on the disk.
+    pub lines: Vec<u64>,
+}
+
+impl Lines {
+    /// The lines of `line_bytes` that requests touch.
+    pub fn new(requests: &[Request], line_bytes: u64) -> Self {
+        let mut keys = HashMap::new();
+        let mut lines = Vec::new();
+        let mut accesses = Vec::new();
+        let begin = requests.first().and_then(|request| request.at).unwrap_or_default();
+        for request in requests {
+            let end = request.start + request.len;
+            let wanted = request.start / line_bytes..end.div_ceil(line_bytes);
+            let since = request.at.unwrap_or_default().saturating_sub(begin);
+            let at_ms = u32::try_from(since.as_millis()).unwrap_or(u32::MAX);
+            let request_lines = (wanted.end - wanted.start) as u32;
+            for line in wanted {
+                let key = *keys.entry(line).or_insert_with(|| {
+                    lines.push(line);
+                    (lines.len() - 1) as u32
+                });
+                accesses.push(Ask {
+                    key,
+                    request_lines,
+                    write: request.write,
+                    at_ms,
+                });
+            }
+        }
+        Self { accesses, lines }
+    }
+
+    /// How many different lines there are.
+    pub fn footprint(&self) -> usize {
+        self.lines.len()
+    }
+}
+
+/// What came of a replay, in lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Asked for.
+    pub accesses: u64,
+    /// Found.
+    pub hits: u64,
+    /// Brought into the cache, each written to the SSD.
+    pub filled: u64,
+    /// Written to the SSD: those brought in, and those written by the guest while in the cache.
+    pub written: u64,
+}
+
+impl Counts {
+    /// In percent.
+    pub fn hit_ratio(&self) -> f64 {
+        100.0 * self.hits as f64 / self.accesses.max(1) as f64
+    }
+}
+
+/// What a trace is replayed through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Contender {
+    /// Larder's own policy.
+    Larder,
+    /// The same, but all is let in.
+    LarderAll,
+    /// [`crate::reference::Lru`].
+    Lru,
+    /// [`crate::reference::Sieve`].
+    Sieve,
+    /// [`crate::reference::S3Fifo`].
+    S3Fifo,
+    /// [`crate::reference::Arc`].
+    Arc,
+    /// [`crate::reference::Larc`].
+    Larc,
+    /// [`crate::reference::WTinyLfu`].
+    WTinyLfu,
+}
+
+impl Contender {
+    /// All, Larder's own first.
+    pub const ALL: [Self; 8] = [
+        Self::Larder,
+        Self::LarderAll,
+        Self::Lru,
+        Self::Sieve,
+        Self::S3Fifo,
+        Self::Arc,
+        Self::Larc,
+        Self::WTinyLfu,
+    ];
+
+    /// For tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Larder => "Larder",
+            Self::LarderAll => "Larder, all let in",
+            Self::Lru => "LRU",
+            Self::Sieve => "SIEVE",
+            Self::S3Fifo => "S3-FIFO",
+            Self::Arc => "ARC",
+            Self::Larc => "LARC",
+            Self::WTinyLfu => "W-TinyLFU",
+        }
+    }
+
+    /// Replays all accesses through an empty cache of at most `capacity` lines of `line_bytes`. Larder's own policy keeps
+    /// to a budget, in bytes a day.
+    pub fn replay(self, lines: &Lines, capacity: usize, line_bytes: u32, budget: Option<u64>) -> Counts {
+        let keys = lines.footprint();
+        let larder = |admission| {
+            let options = LarderOptions {
+                capacity: capacity as u64,
+                line_bytes,
+                admission,
+                budget,
+            };
+            replay(lines, Larder::new(&lines.lines, options))
+        };
+        match self {
+            Self::Larder => larder(Admission::Worth),
+            Self::LarderAll => larder(Admission::All),
+            Self::Lru => replay(lines, Lru::new(capacity, keys)),
+            Self::Sieve => replay(lines, Sieve::new(capacity, keys)),
+            Self::S3Fifo => replay(lines, S3Fifo::new(capacity, keys)),
+            Self::Arc => replay(lines, Arc::new(capacity, keys)),
+            Self::Larc => replay(lines, Larc::new(capacity, keys)),
+            Self::WTinyLfu => replay(lines, WTinyLfu::new(capacity, keys)),
+        }
+    }
+}
+
+fn replay(lines: &Lines, mut cache: impl Cache) -> Counts {
+    let mut counts = Counts::default();
+    for ask in &lines.accesses {
+        counts.accesses += 1;
+        match cache.access(*ask) {
+            Outcome::Hit => {
+                counts.hits += 1;
+                counts.written += u64::from(ask.write);
+            }
+            Outcome::Filled => {
+                counts.filled += 1;
+                counts.written += 1;
+            }
+            Outcome::Bypassed => {}
+        }
+    }
+    counts
+}
+
+/// Marks a key without a way, and a way without a key.
+const NONE: u32 = u32::MAX;
+
+/// How Larder's own policy is replayed.
+#[derive(Clone, Copy, Debug)]
+struct LarderOptions {
+    /// Lines at most.
+    capacity: u64,
+    line_bytes: u32,
+    admission: Admission,
+    /// Bytes that may be written in a day.
+    budget: Option<u64>,
+}
+
+/// Larder's own policy, in sets, as the disk cache uses it.
+struct Larder<'a> {
+    policy: Policy,
+    geometry: Geometry,
+    line_bytes: u64,
+    /// The states of the sets, one after the other.
+    sets: Vec<u8>,
+    /// By key: the number of its line, and the way that it is in.
+    lines: &'a [u64],
+    way_of: Vec<u32>,
+    /// By set and way.
+    key_in: Vec<u32>,
+    /// By set: ways that were given out. None becomes free again here.
+    used: Vec<usize>,
+}
+
+impl<'a> Larder<'a> {
+    /// An empty cache, for keys that stand for these `lines`.
+    fn new(lines: &'a [u64], options: LarderOptions) -> Self {
+        let geometry = Geometry::new(options.capacity, 1);
+        let policy = Policy::new(PolicyOptions {
+            ways: geometry.ways(),
+            lines: geometry.lines(),
+            line_bytes: options.line_bytes,
+            admission: options.admission,
+            budget: options.budget,
+        });
+        let sets = geometry.sets() as usize;
+        Self {
+            sets: vec![0; sets * policy.set_bytes()],
+            policy,
+            geometry,
+            line_bytes: options.line_bytes.into(),
+            lines,
+            way_of: vec![NONE; lines.len()],
+            key_in: vec![NONE; geometry.lines() as usize],
+            used: vec![0; sets],
+        }
+    }
+}
+
+impl Cache for Larder<'_> {
+    fn access(&mut self, ask: Ask) -> Outcome {
+        let key = ask.key;
+        let line = self.lines[key as usize];
+        let set = self.geometry.set_of(line) as usize;
+        let bytes = self.policy.set_bytes();
+        let state = &mut self.sets[set * bytes..][..bytes];
+        let context = Context {
+            access: if ask.write { Access::Write } else { Access::Read },
+            request_bytes: u64::from(ask.request_lines) * self.line_bytes,
+            now: Duration::from_millis(ask.at_ms.into()),
+        };
+        let way = self.way_of[key as usize];
+        if way != NONE {
+            self.policy.touch(state, way as u8, line, context);
+            if ask.write {
+                self.policy.written(self.line_bytes, context.now);
+            }
+            return Outcome::Hit;
+        }
+        if !self.policy.admit(state, line, context) {
+            return Outcome::Bypassed;
+        }
+        let ways = self.geometry.ways();
+        let keys = &mut self.key_in[set * ways..][..ways];
+        let way = if self.used[set] < ways {
+            self.used[set] += 1;
+            (self.used[set] - 1) as u8
+        } else {
+            let Some(way) = self.policy.victim(state, |_| true) else {
+                return Outcome::Bypassed;
+            };
+            let old = keys[usize::from(way)];
+            self.policy.evict(state, way, self.lines[old as usize]);
+            self.way_of[old as usize] = NONE;
+            way
+        };
+        self.policy.insert(state, way, line, context);
+        keys[usize::from(way)] = key;
+        self.way_of[key as usize] = u32::from(way);
+        Outcome::Filled
+    }
+}

@@ -1,0 +1,142 @@
+//! Traces that are made up: each has one trait that is hard for some policy. The same at every run.
+
+use crate::hash::mix;
+use crate::trace::Request;
+
+/// Bytes of a line of a synthetic trace.
+pub const LINE: u64 = 4096;
+
+const LINES: u64 = 50_000;
+const ACCESSES: u64 = 1_500_000;
+
+/// What there is, by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Synthetic {
+    /// Zipf's law (exponent 0.9); what is hot moves on all the time.
+    ZipfDrift,
+    /// Zipf's law, and after every 2,000 reads 4,000 lines in a row of what is never read again soon.
+    ZipfScans,
+    /// All lines in turn.
+    Loop,
+    /// Half of the reads by Zipf's law, half a loop over as many lines again.
+    ZipfLoop,
+    /// All lines alike.
+    Uniform,
+    /// By turns: Zipf's law, a loop over a third of the lines, other lines by Zipf's law, what was read lately.
+    Phases,
+    /// What was read a short while ago (LRU is best).
+    Recent,
+}
+
+impl Synthetic {
+    /// All.
+    pub const ALL: [Self; 7] = [
+        Self::ZipfDrift,
+        Self::ZipfScans,
+        Self::Loop,
+        Self::ZipfLoop,
+        Self::Uniform,
+        Self::Phases,
+        Self::Recent,
+    ];
+
+    /// Its name in tables and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::ZipfDrift => "zipf-drift",
+            Self::ZipfScans => "zipf-scans",
+            Self::Loop => "loop",
+            Self::ZipfLoop => "zipf-loop",
+            Self::Uniform => "uniform",
+            Self::Phases => "phases",
+            Self::Recent => "recent",
+        }
+    }
+
+    /// Its requests, of a line each.
+    pub fn requests(self) -> Vec<Request> {
+        let zipf = Zipf::new(LINES, 0.9);
+        let mut random = Random(self as u64);
+        let mut recent = vec![0; 1 << 16];
+        let lines = (0..ACCESSES).map(|at| {
+            let line = match self {
+                Self::ZipfDrift => (zipf.draw(&mut random) + at / 60) % LINES,
+                Self::ZipfScans => match at % 6_000 {
+                    0..2_000 => scatter(zipf.draw(&mut random)),
+                    _ => LINES + (at / 6_000 * 4_000 + at % 6_000 - 2_000) % (4 * LINES),
+                },
+                Self::Loop => at % LINES,
+                Self::ZipfLoop if at % 2 == 0 => zipf.draw(&mut random),
+                Self::ZipfLoop => LINES + at / 2 % LINES,
+                Self::Uniform => random.below(LINES),
+                Self::Phases => match at / 150_000 % 4 {
+                    0 => zipf.draw(&mut random),
+                    1 => at % (LINES / 3),
+                    2 => scatter(zipf.draw(&mut random)),
+                    _ => recent_line(&recent, at, &mut random),
+                },
+                Self::Recent => recent_line(&recent, at, &mut random),
+            };
+            recent[at as usize % (1 << 16)] = line;
+            line
+        });
+        let request = |line| Request {
+            write: false,
+            start: line * LINE,
+            len: LINE,
+            at: None,
+        };
+        lines.map(request).collect()
+    }
+}
+
+/// One that was read lately, the later the likelier, or now and then any.
+fn recent_line(recent: &[u64], at: u64, random: &mut Random) -> u64 {
+    if random.below(5) == 0 || at == 0 {
+        return random.below(LINES);
+    }
+    // The distance is spread evenly over powers of two.
+    let power = random.below(16);
+    let distance = 1 + random.below(1 << power);
+    recent[(at - distance.min(at)) as usize % recent.len()]
+}
+
+/// Elsewhere, and not side by side.
+fn scatter(line: u64) -> u64 {
+    mix(line) % LINES
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 += 1;
+        mix(self.0 << 8)
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+}
+
+/// Draws numbers whose frequency falls with a power of the number.
+struct Zipf {
+    sums: Vec<f64>,
+}
+
+impl Zipf {
+    fn new(count: u64, exponent: f64) -> Self {
+        let mut sum = 0.0;
+        let sums = (1..=count).map(|rank| {
+            sum += (rank as f64).powf(-exponent);
+            sum
+        });
+        Self { sums: sums.collect() }
+    }
+
+    fn draw(&self, random: &mut Random) -> u64 {
+        let total = self.sums.last().copied().unwrap_or(0.0);
+        let wanted = random.next() as f64 / u64::MAX as f64 * total;
+        self.sums.partition_point(|sum| *sum < wanted).min(self.sums.len() - 1) as u64
+    }
+}

@@ -1,0 +1,334 @@
+//! Traces of what was once asked of a disk, read from files.
+//!
+//! Formats, told apart by what the file begins with; each may be compressed with zstd:
+//! - vscsi 1 (CloudPhysics, libCacheSim): little-endian records of 32 bytes, `number u32, length u32 (bytes),
+//!   segments u32, command u16 (SCSI), version u16, block u64 (512 bytes), time u64 (microseconds)`.
+//! - that of the ARC paper: lines of text, `first count ignored number`, each a read of `count` blocks from block
+//!   `first`; how large a block is, the file does not say.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Bytes of a block of vscsi.
+const SECTOR: u64 = 512;
+
+/// Bytes of a record of vscsi, and where its version is.
+const VSCSI_RECORD: usize = 32;
+const VSCSI_VERSION: usize = 14;
+
+/// SCSI's READ and WRITE, with 6, 10, 12 and 16 bytes.
+const READS: [u16; 4] = [0x08, 0x28, 0xa8, 0x88];
+const WRITES: [u16; 4] = [0x0a, 0x2a, 0xaa, 0x8a];
+
+const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+
+/// No request is longer: a number that says otherwise is not one.
+const LENGTH_MAX: u64 = 1 << 30;
+
+/// A read or write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Or else a read.
+    pub write: bool,
+    /// Where, in bytes.
+    pub start: u64,
+    /// How much, in bytes; not 0.
+    pub len: u64,
+    /// When, since any one moment; `None` if the trace does not say.
+    pub at: Option<Duration>,
+}
+
+/// What a trace is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// CloudPhysics' records.
+    Vscsi,
+    /// The ARC paper's lines.
+    Arc,
+}
+
+/// A trace, in order.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    /// What it was written in.
+    pub format: Format,
+    /// At least one.
+    pub requests: Vec<Request>,
+}
+
+/// Why a trace cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum TraceError {
+    /// By the operating system, or the decompressor.
+    #[error("cannot read the trace {path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        source: io::Error,
+    },
+    /// There is nothing in it.
+    #[error("the trace {path} has no requests")]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It does not begin as any known one does.
+    #[error(
+        "{path} is no trace that Larder knows: it begins neither with a record of vscsi 1 nor with a line \
+         'first count ignored number'"
+    )]
+    UnknownFormat {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It begins well, but goes on otherwise.
+    #[error("the trace {path} is damaged: {unit} {number} {what}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What its requests are: records or lines.
+        unit: &'static str,
+        /// Which one, from 1.
+        number: usize,
+        /// What is wrong with it.
+        what: String,
+    },
+}
+
+/// Reads a trace. A block of the ARC paper's format is taken to be `block` bytes.
+///
+/// # Errors
+/// The file cannot be read, is empty, is of another format, or damaged.
+pub fn read(path: &Path, block: u64) -> Result<Trace, TraceError> {
+    let failed = |source| TraceError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let mut file = BufReader::new(File::open(path).map_err(failed)?);
+    let packed = file.fill_buf().map_err(failed)?.starts_with(&ZSTD_MAGIC);
+    if packed {
+        let unpacked = zstd::Decoder::with_buffer(file).map_err(failed)?;
+        parse(path, BufReader::new(unpacked), block)
+    } else {
+        parse(path, file, block)
+    }
+}
+
+fn parse(path: &Path, mut from: impl BufRead, block: u64) -> Result<Trace, TraceError> {
+    let failed = |source| TraceError::Read {
+        path: path.to_owned(),
+        source,
+    };
+    let mut begin = Vec::new();
+    from.by_ref()
+        .take(VSCSI_RECORD as u64)
+        .read_to_end(&mut begin)
+        .map_err(failed)?;
+    if begin.is_empty() {
+        return Err(TraceError::Empty { path: path.to_owned() });
+    }
+    let format = format_of(&begin).ok_or_else(|| TraceError::UnknownFormat { path: path.to_owned() })?;
+    let all = begin.as_slice().chain(from);
+    let requests = match format {
+        Format::Vscsi => vscsi(path, all)?,
+        Format::Arc => arc(path, all, block)?,
+    };
+    if requests.is_empty() {
+        return Err(TraceError::Empty { path: path.to_owned() });
+    }
+    Ok(Trace { format, requests })
+}
+
+fn format_of(begin: &[u8]) -> Option<Format> {
+    let line = begin.split(|byte| *byte == b'\n').next().unwrap_or(begin);
+    let of_text = |byte: &u8| byte.is_ascii_digit() || byte.is_ascii_whitespace();
+    if !line.is_empty() && line.iter().all(of_text) {
+        return Some(Format::Arc);
+    }
+    let command = begin.get(12..14).map(|bytes| number(bytes) as u16)?;
+    let known = READS.contains(&command) || WRITES.contains(&command);
+    let version = begin.get(VSCSI_VERSION..VSCSI_VERSION + 2).map(number)?;
+    // The version is the upper byte, as libCacheSim reads it.
+    (known && version >> 8 == 1).then_some(Format::Vscsi)
+}
+
+/// A little-endian number.
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
+}
+
+fn vscsi(path: &Path, mut from: impl Read) -> Result<Vec<Request>, TraceError> {
+    let mut bytes = Vec::new();
+    from.read_to_end(&mut bytes).map_err(|source| TraceError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    let request = |record: &[u8]| {
+        if record.len() < VSCSI_RECORD {
+            return Err(format!(
+                "has {} of {VSCSI_RECORD} bytes: the file ends early",
+                record.len()
+            ));
+        }
+        let command = number(&record[12..14]) as u16;
+        let write = WRITES.contains(&command);
+        if !write && !READS.contains(&command) {
+            return Err(format!("is neither a read nor a write: SCSI command {command:#x}"));
+        }
+        let (first, len) = (number(&record[16..24]), number(&record[4..8]));
+        Ok(Request {
+            write,
+            start: place(first, SECTOR, len)?,
+            len,
+            at: Some(Duration::from_micros(number(&record[24..32]))),
+        })
+    };
+    let requests = bytes.chunks(VSCSI_RECORD).enumerate().map(|(index, record)| {
+        request(record).map_err(|what| TraceError::Damaged {
+            path: path.to_owned(),
+            unit: "record",
+            number: index + 1,
+            what,
+        })
+    });
+    requests.collect()
+}
+
+fn arc(path: &Path, from: impl BufRead, block: u64) -> Result<Vec<Request>, TraceError> {
+    let request = |line: &str| {
+        let mut numbers = line.split_whitespace().map(str::parse::<u64>);
+        let (Some(Ok(first)), Some(Ok(count)), Some(Ok(_)), Some(Ok(_)), None) = (
+            numbers.next(),
+            numbers.next(),
+            numbers.next(),
+            numbers.next(),
+            numbers.next(),
+        ) else {
+            return Err(format!("is not four numbers: '{}'", line.escape_debug()));
+        };
+        let len = count.saturating_mul(block);
+        Ok(Request {
+            write: false,
+            start: place(first, block, len)?,
+            len,
+            at: None,
+        })
+    };
+    let requests = from.split(b'\n').enumerate().map(|(index, line)| {
+        let line = line.map_err(|source| TraceError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        request(&String::from_utf8_lossy(&line)).map_err(|what| TraceError::Damaged {
+            path: path.to_owned(),
+            unit: "line",
+            number: index + 1,
+            what,
+        })
+    });
+    requests.collect()
+}
+
+/// The offset of a block, if a request of this length can be there.
+fn place(first: u64, block: u64, len: u64) -> Result<u64, String> {
+    if len == 0 || len > LENGTH_MAX {
+        return Err(format!("is of {len} bytes; a request has 1 to {LENGTH_MAX}"));
+    }
+    let start = first
+        .checked_mul(block)
+        .filter(|start| start.checked_add(len).is_some());
+    start.ok_or_else(|| format!("is at block {first}, past what a disk can have"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(command: u16, length: u32, block: u64, us: u64) -> [u8; VSCSI_RECORD] {
+        let mut record = [0; VSCSI_RECORD];
+        record[4..8].copy_from_slice(&length.to_le_bytes());
+        record[12..14].copy_from_slice(&command.to_le_bytes());
+        record[14..16].copy_from_slice(&0x100u16.to_le_bytes());
+        record[16..24].copy_from_slice(&block.to_le_bytes());
+        record[24..].copy_from_slice(&us.to_le_bytes());
+        record
+    }
+
+    fn parsed(bytes: &[u8]) -> Result<Trace, TraceError> {
+        parse(Path::new("a.trace"), bytes, 4096)
+    }
+
+    #[test]
+    fn a_record_of_vscsi_is_a_request_at_its_time() {
+        let bytes = [record(0x8a, 8192, 5 << 32, 3_000_000), record(0x28, 512, 7, 3_000_001)].concat();
+        let trace = parsed(&bytes).expect("a trace");
+        assert_eq!(trace.format, Format::Vscsi);
+        let expected = [
+            Request {
+                write: true,
+                start: (5 << 32) * 512,
+                len: 8192,
+                at: Some(Duration::from_secs(3)),
+            },
+            Request {
+                write: false,
+                start: 7 * 512,
+                len: 512,
+                at: Some(Duration::from_micros(3_000_001)),
+            },
+        ];
+        assert_eq!(trace.requests, expected);
+    }
+
+    #[test]
+    fn a_line_of_arc_is_a_read_of_its_blocks() {
+        let trace = parsed(b"110765 64 0 0\n7 1 0 1\n").expect("a trace");
+        assert_eq!(trace.format, Format::Arc);
+        let reads: Vec<(u64, u64)> = trace.requests.iter().map(|read| (read.start, read.len)).collect();
+        assert_eq!(reads, [(110_765 * 4096, 64 * 4096), (7 * 4096, 4096)]);
+        assert!(trace.requests.iter().all(|read| !read.write && read.at.is_none()));
+    }
+
+    #[test]
+    fn a_trace_may_be_compressed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("trace");
+        let packed = zstd::encode_all(&b"1 2 0 0\n"[..], 0).expect("packs");
+        std::fs::write(&path, &packed).expect("writes");
+        assert_eq!(read(&path, 512).expect("a trace").requests.len(), 1);
+        std::fs::write(&path, &packed[..packed.len() - 3]).expect("writes");
+        assert!(matches!(read(&path, 512), Err(TraceError::Read { .. })));
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_trace_is_said() {
+        let whole = record(0x28, 512, 7, 0);
+        let cases: [(&[u8], &str); 9] = [
+            (b"", "a.trace has no requests"),
+            (b"#!/bin/sh", "is no trace that Larder knows"),
+            (&[0; 64], "is no trace that Larder knows"),
+            (b"1 2 0 0\nx 2 0 0\n", "damaged: line 2 is not four numbers: 'x 2 0 0'"),
+            (b"1 2 0\n", "damaged: line 1 is not four numbers"),
+            (b"1 0 0 0\n", "damaged: line 1 is of 0 bytes"),
+            (
+                b"18446744073709551615 1 0 0\n",
+                "damaged: line 1 is at block 18446744073709551615",
+            ),
+            (
+                &[&whole[..], &record(0x35, 512, 7, 0)].concat(),
+                "record 2 is neither a read nor a write",
+            ),
+            (
+                &[&whole[..], &whole[..9]].concat(),
+                "record 2 has 9 of 32 bytes: the file ends early",
+            ),
+        ];
+        for (bytes, expected) in cases {
+            let error = parsed(bytes).expect_err(expected).to_string();
+            assert!(error.contains(expected), "{error}, not {expected}");
+        }
+    }
+}
