@@ -40,6 +40,38 @@ pub(crate) enum Command {
     Disk(DiskCommand),
     /// Say what a running server is doing
     Status(StatusArguments),
+    /// Measure what needs no virtual machine
+    #[command(subcommand)]
+    Bench(BenchCommand),
+}
+
+#[derive(Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Replay traces of disk accesses through the policy of Larder's disk cache, and through others
+    Policy(BenchPolicyArguments),
+}
+
+#[derive(Args)]
+pub(crate) struct BenchPolicyArguments {
+    /// Traces: CloudPhysics' vscsi, or the ARC paper's lines; each may be compressed with zstd
+    #[arg(value_name = "TRACE", required_unless_present = "synthetic")]
+    pub(crate) traces: Vec<PathBuf>,
+    /// Replay traces that are made up, too, each hard for some policy
+    #[arg(long)]
+    pub(crate) synthetic: bool,
+    /// Sizes of the cache, in percent of what a trace touches
+    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', default_value = "5,10,20,40",
+          value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) sizes: Vec<u32>,
+    /// Size of the cache's lines; the blocks of the ARC paper's traces are a line each
+    #[arg(long, value_name = "SIZE", default_value_t = ByteLen::new(4096))]
+    pub(crate) line: ByteLen,
+    /// What Larder may write to the SSD in a day
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) budget: Option<ByteLen>,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
 }
 
 #[derive(Args)]

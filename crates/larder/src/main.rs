@@ -1,5 +1,6 @@
 //! The program.
 
+mod bench_policy;
 mod cli;
 mod disk_chain;
 mod disk_check;
@@ -21,7 +22,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use cli::{Cli, Command, DiskCommand};
+use cli::{BenchCommand, Cli, Command, DiskCommand};
 
 /// Usage or an error; 0 is success, 1 a negative result.
 const EXIT_ERROR: u8 = 2;
@@ -54,6 +55,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Tune(arguments)) => disk_tune::run(arguments),
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
         Command::Status(arguments) => status::run(arguments),
+        Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),
     };
     match result {
         Ok(code) => code,

@@ -1,0 +1,212 @@
+//! `larder bench policy`: traces replayed through Larder's cache policy and those it is compared with.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use larder_policy::curve::{MissRatioCurve, SAMPLE_DEFAULT};
+use larder_policy::replay::{Contender, Counts, Lines};
+use larder_policy::synthetic::Synthetic;
+use larder_policy::trace;
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
+
+use crate::cli::{BenchPolicyArguments, Output};
+use crate::disk_image::human;
+use crate::output::print;
+
+/// Sizes of the cache at which the miss-ratio curve is printed for people, in percent of the footprint.
+const CURVE_PERCENTS: [usize; 10] = [1, 2, 5, 10, 20, 30, 40, 60, 80, 100];
+
+/// A cell of a table, from what came of it and the bytes of a line.
+type Cell = fn(&Outcome, u64) -> String;
+
+/// What came of a trace.
+struct Report {
+    name: String,
+    lines: Lines,
+    line_bytes: u64,
+    sizes: Vec<Size>,
+    curve: MissRatioCurve,
+}
+
+/// And of a size of the cache.
+struct Size {
+    percent: u32,
+    /// Lines of the cache.
+    lines: usize,
+    results: Vec<Outcome>,
+}
+
+/// And of a policy.
+struct Outcome {
+    contender: Contender,
+    counts: Counts,
+    ns_per_access: f64,
+}
+
+pub(crate) fn run(arguments: BenchPolicyArguments) -> anyhow::Result<ExitCode> {
+    let line_bytes = arguments.line.get();
+    ensure!(
+        line_bytes.is_power_of_two() && (512..=1 << 20).contains(&line_bytes),
+        "--line {}: give a power of two from 512 to 1MiB",
+        arguments.line
+    );
+    let mut reports = Vec::new();
+    for path in &arguments.traces {
+        // A block of the ARC paper's traces is a line, whatever it was.
+        let trace = trace::read(path, line_bytes)?;
+        ensure!(
+            arguments.budget.is_none() || trace.requests[0].at.is_some(),
+            "{}: its requests have no times, so there are no days of it; leave --budget out",
+            path.display()
+        );
+        let lines = Lines::new(&trace.requests, line_bytes);
+        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+        reports.push(report(&name, lines, &arguments));
+        show(&reports, &arguments)?;
+    }
+    if arguments.synthetic {
+        for synthetic in Synthetic::ALL {
+            let lines = Lines::new(&synthetic.requests(), larder_policy::synthetic::LINE);
+            reports.push(report(synthetic.name(), lines, &arguments));
+            show(&reports, &arguments)?;
+        }
+    }
+    if arguments.output == Output::Json {
+        let traces: Vec<Value> = reports.iter().map(json_of).collect();
+        print(&format!("{:#}\n", json!({ "traces": traces })))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// People need not wait for the last trace.
+fn show(reports: &[Report], arguments: &BenchPolicyArguments) -> anyhow::Result<()> {
+    if arguments.output == Output::Json {
+        return Ok(());
+    }
+    let last = reports.last().context("there is a report")?;
+    print(&text_of(last)?)
+}
+
+fn report(name: &str, lines: Lines, arguments: &BenchPolicyArguments) -> Report {
+    let mut curve = MissRatioCurve::new(SAMPLE_DEFAULT);
+    for ask in &lines.accesses {
+        curve.used(lines.lines[ask.key as usize]);
+    }
+    let line_bytes = arguments.line.get();
+    let budget = arguments.budget.map(|budget| budget.get());
+    let sizes = arguments.sizes.iter().map(|percent| {
+        let capacity = (lines.footprint() * *percent as usize / 100).max(1);
+        let results = Contender::ALL.into_iter().map(|contender| {
+            let begin = cpu_time();
+            let counts = contender.replay(&lines, capacity, line_bytes as u32, budget);
+            Outcome {
+                contender,
+                counts,
+                ns_per_access: (cpu_time() - begin).as_nanos() as f64 / counts.accesses as f64,
+            }
+        });
+        Size {
+            percent: *percent,
+            lines: capacity,
+            results: results.collect(),
+        }
+    });
+    Report {
+        name: name.to_owned(),
+        sizes: sizes.collect(),
+        curve,
+        lines,
+        line_bytes,
+    }
+}
+
+/// What this thread has had of its processor: a busy machine makes nothing slower by it.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+fn text_of(report: &Report) -> anyhow::Result<String> {
+    let Report { lines, line_bytes, .. } = report;
+    let writes = lines.accesses.iter().filter(|ask| ask.write).count();
+    let accesses = lines.accesses.len();
+    let mut text = format!(
+        "{}: {accesses} accesses ({:.1} % writes) to {} lines of {}\n\n",
+        report.name,
+        100.0 * writes as f64 / accesses as f64,
+        lines.footprint(),
+        human(*line_bytes),
+    );
+    let tables: [(&str, Cell); 3] = [
+        ("hits, %", |outcome, _| format!("{:.2}", outcome.counts.hit_ratio())),
+        ("written to the SSD", |outcome, line| {
+            human(outcome.counts.written * line)
+        }),
+        ("CPU ns per access", |outcome, _| {
+            format!("{:.0}", outcome.ns_per_access)
+        }),
+    ];
+    for (title, cell) in tables {
+        write!(text, "{title:<20}")?;
+        for size in &report.sizes {
+            write!(text, "{:>12}", format!("{} %", size.percent))?;
+        }
+        text.push('\n');
+        for (index, contender) in Contender::ALL.into_iter().enumerate() {
+            write!(text, "  {:<18}", contender.name())?;
+            for size in &report.sizes {
+                write!(text, "{:>12}", cell(&size.results[index], *line_bytes))?;
+            }
+            text.push('\n');
+        }
+        text.push('\n');
+    }
+    writeln!(text, "misses of an LRU cache (SHARDS)")?;
+    for percent in CURVE_PERCENTS {
+        let size = (lines.footprint() * percent / 100) as u64;
+        let ratio = 100.0 * report.curve.miss_ratio(size);
+        writeln!(text, "  {percent:>3} %{:>14}{ratio:>12.2} %", human(size * line_bytes))?;
+    }
+    text.push('\n');
+    Ok(text)
+}
+
+fn json_of(report: &Report) -> Value {
+    let line = report.line_bytes;
+    let result = |outcome: &Outcome| {
+        json!({
+            "policy": outcome.contender.name(),
+            "hits": outcome.counts.hits,
+            "hit-percent": outcome.counts.hit_ratio(),
+            "filled-bytes": outcome.counts.filled * line,
+            "written-bytes": outcome.counts.written * line,
+            "cpu-ns-per-access": outcome.ns_per_access,
+        })
+    };
+    let size = |size: &Size| {
+        json!({
+            "percent": size.percent,
+            "bytes": size.lines as u64 * line,
+            "results": size.results.iter().map(result).collect::<Vec<Value>>(),
+        })
+    };
+    let points = report.curve.points();
+    let point = |point: &larder_policy::curve::CurvePoint| {
+        json!({
+            "bytes": point.lines * line,
+            "miss-percent": 100.0 * point.miss_ratio,
+        })
+    };
+    json!({
+        "name": report.name,
+        "accesses": report.lines.accesses.len(),
+        "written": report.lines.accesses.iter().filter(|ask| ask.write).count(),
+        "footprint-bytes": report.lines.footprint() as u64 * line,
+        "line-bytes": line,
+        "sizes": report.sizes.iter().map(size).collect::<Vec<Value>>(),
+        "miss-ratio-curve": points.iter().map(point).collect::<Vec<Value>>(),
+    })
+}
