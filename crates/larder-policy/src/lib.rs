@@ -8,12 +8,14 @@ pub mod replay;
 pub mod synthetic;
 pub mod trace;
 
+mod admission;
 mod age;
 mod budget;
 mod class;
 mod hash;
 mod reuse;
 mod set;
+mod shadow;
 mod worth;
 
 pub use curve::MissRatioCurve;

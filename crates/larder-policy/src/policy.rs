@@ -14,6 +14,7 @@
 
 use std::time::Duration;
 
+use crate::admission::is_worth_it;
 use crate::age::{HORIZON, TICKS_PER_CACHE};
 use crate::budget::Budget;
 use crate::class::{Class, count};
@@ -21,6 +22,7 @@ use crate::geometry::WAYS_MAX;
 use crate::hash::mix;
 use crate::reuse::Reuse;
 use crate::set::{self, Set};
+use crate::shadow::Shadows;
 use crate::worth::Worths;
 
 /// What a guest wants of a line.
@@ -68,13 +70,6 @@ pub enum Admission {
     All,
 }
 
-/// A line is let in only if it is worth this many times what leaves for it. A write that changes next to nothing is
-/// spared; and as worths are estimates, so is many a mistake.
-const GAIN_MIN: f32 = 2.0;
-
-/// A line is let in only if this is the probability that it is hit, or more: the hits that a write must bring.
-const CHANCE_MIN: f32 = 0.02;
-
 /// Worths are learnt anew when the cache's lines could have been used so many times; what was learnt counts for so much
 /// less each time.
 const LEARN_CACHES: f64 = 0.25;
@@ -85,6 +80,9 @@ const LEARN_USES_MIN: u64 = 4096;
 
 /// Ticks that have passed before the first use, so that what is loaded can be older.
 const TICK_START: u32 = 256;
+
+/// Which of the ways to value lines is learnt.
+const LEARNT: usize = 0;
 
 /// What a cache keeps. See the [module](self).
 pub struct Policy {
@@ -99,7 +97,9 @@ pub struct Policy {
     learn_at: u64,
     learn_every: u64,
     reuse: Reuse,
-    worths: Worths,
+    /// Ways to value lines: what was learnt, and what needs no learning.
+    worths: Vec<Worths>,
+    shadows: Shadows,
     budget: Option<Budget>,
 }
 
@@ -121,7 +121,8 @@ impl Policy {
             learn_at: learn_every,
             learn_every,
             reuse: Reuse::new(tick_uses * u64::from(HORIZON)),
-            worths: Worths::unknown(),
+            shadows: Shadows::new(options.lines, 3),
+            worths: vec![Worths::uses_by_age(), Worths::uses_by_age(), Worths::recency()],
             budget: options.budget.map(Budget::new),
         }
     }
@@ -135,13 +136,22 @@ impl Policy {
         Set::new(state, self.options.ways, self.tick)
     }
 
+    /// The way to value lines that is best now.
+    fn worths(&self) -> &Worths {
+        &self.worths[self.shadows.best()]
+    }
+
     fn random(&self) -> u64 {
         mix(self.uses)
     }
 
     /// A line was asked for.
-    fn used(&mut self, hash: u64, class: Class) {
+    fn used(&mut self, hash: u64, class: Class, context: &Context) {
         self.reuse.used(hash, class, self.tick);
+        if self.shadows.has(hash) {
+            let random = self.random();
+            self.shadows.used(hash, context, self.tick, random, &self.worths);
+        }
         self.uses += 1;
         if self.uses >= self.tick_at {
             self.tick_at += self.tick_uses;
@@ -149,7 +159,7 @@ impl Policy {
         }
         if self.uses >= self.learn_at {
             self.learn_at += self.learn_every;
-            self.worths.learn(&self.reuse.times(self.tick));
+            self.worths[LEARNT].learn(&self.reuse.times(self.tick));
             self.reuse.fade(FADE);
         }
     }
@@ -160,7 +170,7 @@ impl Policy {
         let uses = set.class(way).map_or(0, |class| count(class.uses(), self.random()));
         let class = Class::new(&context, uses);
         set.put(way, class, 0);
-        self.used(mix(line), class);
+        self.used(mix(line), class, &context);
     }
 
     /// Whether `line`, which is not in its set, shall be brought in: if so, its bytes count as written. To be asked once
@@ -172,14 +182,14 @@ impl Policy {
         let ghost = set.find_ghost(hash);
         let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), self.random()));
         let class = Class::new(&context, uses);
-        let admit = scarcity < 1.0 && self.is_worth_it(&mut set, class, scarcity);
+        let admit = scarcity < 1.0 && is_worth_it(self.worths(), &mut set, class, self.options.admission, scarcity);
         if !admit {
             if let Some(ghost) = ghost {
                 set.forget(ghost);
             }
             set.remember(hash, uses);
         }
-        self.used(hash, class);
+        self.used(hash, class, &context);
         if admit {
             self.written(self.options.line_bytes.into(), context.now);
         }
@@ -191,25 +201,11 @@ impl Policy {
         self.budget.as_mut().map_or(0.0, |budget| budget.scarcity(bytes, now))
     }
 
-    /// Whether a line that was just used is to have a place in a set. The scarcer writes are, the more likely it must be
-    /// that it is hit.
-    fn is_worth_it(&self, set: &mut Set<'_>, class: Class, scarcity: f32) -> bool {
-        if set.is_full() && self.options.admission == Admission::Worth {
-            let Some((least, age)) = set.least(self.worths.ranks()).and_then(|way| set.line(way)) else {
-                return true;
-            };
-            let least = self.worths.value(least, age);
-            self.worths.value(class, 0) >= GAIN_MIN * least
-                && self.worths.chance(class, least) >= CHANCE_MIN.max(scarcity)
-        } else {
-            scarcity == 0.0 || self.worths.chance(class, 0.0) >= scarcity
-        }
-    }
-
     /// The way that shall become free: of those that may (`may_evict` says no to dirty or busy ones) the one that is
     /// worth least. It stays in the set until [`Self::evict`].
     pub fn victim(&mut self, set: &mut [u8], may_evict: impl FnMut(u8) -> bool) -> Option<u8> {
-        self.set(set).least_of(self.worths.ranks(), may_evict)
+        let mut set = self.set(set);
+        set.least_of(self.worths().ranks(), may_evict)
     }
 
     /// `line` has left `way` to make room.

@@ -31,16 +31,25 @@ pub(crate) struct Worths {
 impl Worths {
     /// Before anything is known: uses, divided by how long ago the last one was (as in Blankstein, Sen and Freedman,
     /// "Hyperbolic Caching", ATC 17).
-    pub(crate) fn unknown() -> Self {
+    pub(crate) fn uses_by_age() -> Self {
+        Self::fixed(|class, ticks| f32::from(1u16 << class.uses()) / (1.0 + ticks))
+    }
+
+    /// What was used last is worth most, as in LRU.
+    pub(crate) fn recency() -> Self {
+        Self::fixed(|_, ticks| 1.0 / (1.0 + ticks))
+    }
+
+    /// What needs no learning: by class, and ticks since the last use.
+    pub(crate) fn fixed(value: impl Fn(Class, f32) -> f32) -> Self {
         let mut worths = Self {
             ranks: vec![RANK_NONE; class::COUNT * AGES],
             values: vec![0.0; class::COUNT * AGES],
             hits: vec![0.5; class::COUNT * AGES],
         };
-        for class in 1..=usize::from(class::LAST) {
-            let uses = f32::from(1u16 << Class::from_number(class as u8).uses());
+        for number in 1..=class::LAST {
             for (age, ticks) in TICKS.iter().enumerate() {
-                worths.set(class, age, uses / (1.0 + ticks));
+                worths.set(number.into(), age, value(Class::from_number(number), *ticks));
             }
         }
         worths
