@@ -386,6 +386,26 @@ mod tests {
         assert_eq!(again.victim(&mut set, |_| true), Some(2));
     }
 
+    /// Victims are found several at a time; one that is used, or dropped, meanwhile is none any more.
+    #[test]
+    fn a_victim_that_is_used_again_stays() {
+        let mut policy = Policy::new(options(256, 1 << 20));
+        let mut set = vec![0; policy.set_bytes()];
+        for way in 0..=255 {
+            policy.insert(&mut set, way, way.into(), context(false, 0));
+        }
+        let mut used = Vec::new();
+        for _ in 0..200 {
+            let victim = policy.victim(&mut set, |_| true).expect("a line");
+            assert!(!used.contains(&victim), "{victim} after {used:?}");
+            match used.len() % 2 {
+                0 => policy.touch(&mut set, victim, victim.into(), context(false, 0)),
+                _ => policy.remove(&mut set, victim),
+            }
+            used.push(victim);
+        }
+    }
+
     #[test]
     fn a_budget_is_kept() {
         let lines = 1 << 10;

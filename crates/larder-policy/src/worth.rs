@@ -126,3 +126,49 @@ impl Worths {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The definition: the best, over all ages to wait until, of hits divided by the time until then.
+    fn worth_by_definition(reused: &[f32], ended: &[f32], age: usize) -> f32 {
+        let alive = |at: usize| reused[at..].iter().chain(&ended[at..]).sum::<f32>();
+        let until = |last: usize| {
+            let hits: f32 = reused[age..=last].iter().sum();
+            let time: f32 = (age..=last).map(|at| alive(at) * WIDTH[at]).sum();
+            if time > 0.0 { hits / time } else { 0.0 }
+        };
+        (age..AGES).map(until).fold(0.0, f32::max)
+    }
+
+    proptest! {
+        #[test]
+        fn worths_are_as_defined(
+            reused in prop::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], AGES),
+            ended in prop::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], AGES),
+        ) {
+            let [reused, ended] = [reused, ended].map(|counts| counts.into_iter().map(f32::from).collect::<Vec<f32>>());
+            let mut worths = Worths::recency();
+            worths.learn_class(1, |age| reused[age], |age| ended[age]);
+            let class = Class::from_number(1);
+            let all: f32 = reused.iter().chain(&ended).sum();
+            for age in 0..AGES {
+                let expected = worth_by_definition(&reused, &ended, age);
+                let worth = worths.value(class, age);
+                prop_assert!((worth - expected).abs() <= 1e-4 * expected.max(1e-6), "{age}: {worth}, not {expected}");
+            }
+            if all > 0.0 {
+                let hit: f32 = reused.iter().sum();
+                prop_assert!((worths.chance(class, 0.0) - hit / all).abs() < 1e-4);
+            }
+            for age in 1..AGES {
+                let higher = worths.value(class, age - 1) > 1.02 * worths.value(class, age);
+                let ranked = worths.ranks()[AGES + age - 1] > worths.ranks()[AGES + age];
+                prop_assert!(!higher || ranked, "{age}");
+            }
+        }
+    }
+}
