@@ -155,7 +155,7 @@ impl Policy {
         self.uses += 1;
         if self.uses >= self.tick_at {
             self.tick_at += self.tick_uses;
-            self.tick += 1;
+            self.tick = self.tick.wrapping_add(1);
         }
         if self.uses >= self.learn_at {
             self.learn_at += self.learn_every;
@@ -419,6 +419,28 @@ mod tests {
         let admitted = (0..86_400u64).filter(|line| policy.admit(&mut set, *line, context(true, *line)));
         let bytes = admitted.count() as u64 * 4096;
         assert!(bytes <= budget && bytes >= budget / 2, "{bytes} of {budget}");
+    }
+
+    /// A small cache that is busy for weeks has more ticks than there are numbers.
+    #[test]
+    fn ticks_may_run_out() {
+        let mut policy = Policy::new(options(4, 4));
+        policy.tick = u32::MAX - 300;
+        let mut set = vec![0; policy.set_bytes()];
+        for at in 0..20_000u64 {
+            let line = at % 4;
+            match at {
+                0..4 => policy.insert(&mut set, line as u8, line, context(false, at)),
+                _ => policy.touch(&mut set, line as u8, line, context(false, at)),
+            }
+        }
+        assert!(policy.tick < 20_000);
+        assert_eq!(
+            policy
+                .victim(&mut set, |_| true)
+                .map(|way| policy.save(&mut set, way) != 0),
+            Some(true)
+        );
     }
 
     /// Stamps are a byte; a set that is not looked at for long must not take old lines for new ones.

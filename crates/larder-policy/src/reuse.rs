@@ -87,7 +87,7 @@ impl Reuse {
         for _ in 0..2 {
             self.hand = (self.hand + 1) % self.entries.len();
             let entry = &mut self.entries[self.hand];
-            if entry.class != 0 && tick - entry.tick >= HORIZON {
+            if entry.class != 0 && tick.wrapping_sub(entry.tick) >= HORIZON {
                 let entry = std::mem::take(entry);
                 self.lost(entry, tick, false);
             }
@@ -96,7 +96,7 @@ impl Reuse {
 
     fn lost(&mut self, entry: Entry, tick: u32, reused: bool) {
         let times = &mut self.times[usize::from(entry.class)];
-        let ticks = tick - entry.tick;
+        let ticks = tick.wrapping_sub(entry.tick);
         if reused && ticks < HORIZON {
             times.reused[age(ticks)] += 1.0;
         } else {
@@ -108,7 +108,7 @@ impl Reuse {
     pub(crate) fn times(&self, tick: u32) -> Vec<Times> {
         let mut times = self.times.clone();
         for entry in self.entries.iter().filter(|entry| entry.class != 0) {
-            times[usize::from(entry.class)].ended[age(tick - entry.tick)] += 1.0;
+            times[usize::from(entry.class)].ended[age(tick.wrapping_sub(entry.tick))] += 1.0;
         }
         times
     }
