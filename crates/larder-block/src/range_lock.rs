@@ -86,6 +86,12 @@ impl Ranges {
         held
     }
 
+    /// Whether somebody has a part of `range`, or waits for it.
+    pub fn touch(&self, range: ByteRange) -> bool {
+        let entries = self.entries.borrow();
+        entries.slots.iter().flatten().any(|entry| entry.range.overlaps(range))
+    }
+
     fn leave(&self, ticket: Ticket) {
         let woken = self.entries.borrow_mut().remove(ticket);
         woken.into_iter().for_each(Waker::wake);

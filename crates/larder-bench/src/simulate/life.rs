@@ -75,6 +75,8 @@ pub(super) struct Expectations {
     pub(super) growable: bool,
     /// A request fails only because one of a disk did.
     pub(super) fails_only_with_a_disk: bool,
+    /// So many disks may fail, from the first on.
+    pub(super) failing: usize,
     /// The disks have little room for what has none yet. What was acknowledged can be flushed all the same.
     pub(super) room_is_short: bool,
 }

@@ -1,6 +1,7 @@
 //! The simulator: random work on stacks of layers over simulated disks that fail and stop, checked against the promises
 //! of [`larder_block::device`]. See `docs/simulator.md`.
 
+mod cached;
 mod campaign;
 mod life;
 mod log;

@@ -211,6 +211,7 @@ impl<'a> Run<'a> {
             0
         };
         let workers = self.random.between(1, 8) as usize;
+        let failing = &disks[..self.stack.failing(disks.len())];
         let life = Rc::new(Life {
             on: on.downgrade(),
             opened,
@@ -221,6 +222,7 @@ impl<'a> Run<'a> {
                 growable: self.stack.is_growable(),
                 fails_only_with_a_disk: self.stack.fails_only_with_a_disk(),
                 room_is_short: self.random.chance(200),
+                failing: failing.len(),
             },
             requests_left: Cell::new(requests),
             stop_at,
@@ -235,12 +237,12 @@ impl<'a> Run<'a> {
         let mix = Mix::new(&mut self.random, faults, life.expectations.growable);
         if faults {
             let per_mille = self.random.pick(&[0, 5, 30, 100]);
-            disks.iter().for_each(|disk| disk.set_failures(per_mille));
+            failing.iter().for_each(|disk| disk.set_failures(per_mille));
             self.log_at(on.now(), Event::Failures { per_mille });
         }
         if life.expectations.room_is_short {
             let room = ByteLen::kib(self.random.pick(&[0, 16, 64, 256, 1024]));
-            disks.iter().for_each(|disk| disk.limit_room(Some(room)));
+            failing.iter().for_each(|disk| disk.limit_room(Some(room)));
             self.log_at(on.now(), Event::Room { room });
         }
         for index in 0..workers {

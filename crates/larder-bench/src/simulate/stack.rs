@@ -15,6 +15,7 @@ use larder_qcow2::journal::{Journal, Left, is_of_this_boot};
 use larder_qcow2::shape::Shape;
 use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
 
+use super::cached::Cached;
 use super::qcow2_image::{self, ImageBytes};
 
 /// A disk that a stack stands on.
@@ -126,6 +127,11 @@ pub trait Stack: Sync {
         Vec::new()
     }
 
+    /// How many of its disks may fail requests, from the first on.
+    fn failing(&self, disks: usize) -> usize {
+        disks
+    }
+
     /// Whether its size follows that of its first disk.
     fn is_resizable(&self) -> bool {
         true
@@ -193,6 +199,13 @@ pub const STACKS: &[&dyn Stack] = &[
         name: "qcow2-v2",
         block_size: 512,
         journaled: false,
+    },
+    &Cached {
+        name: "cache",
+        below: &Plain {
+            name: "plain",
+            block_size: 512,
+        },
     },
     &Prefetched {
         name: "prefetch",

@@ -266,7 +266,9 @@ impl Worker {
                     true => self.random.pick(&[0, 0, 10, 50]),
                     false => 0,
                 };
-                life.disks.iter().for_each(|disk| disk.set_failures(per_mille));
+                life.disks[..life.expectations.failing]
+                    .iter()
+                    .for_each(|disk| disk.set_failures(per_mille));
                 life.log(Event::Failures { per_mille });
             }
         }
@@ -295,7 +297,7 @@ impl Worker {
         if random.chance(800) {
             fault = fault.on(random.pick(&kinds));
         }
-        let disk = random.below(self.life.disks.len() as u64) as usize;
+        let disk = random.below(self.life.expectations.failing as u64) as usize;
         self.life.disks[disk].inject(fault);
         self.life.log(Event::Fault { disk, fault });
     }

@@ -1,0 +1,39 @@
+//! The cache as a block device.
+
+use std::rc::Rc;
+
+use larder_block::{
+    BlockDevice, BoxFuture, ByteOffset, ByteRange, Filter, Io, IoResult, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+use crate::Cache;
+
+impl Filter for Cache {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        self.read_any(start.range(buffer.byte_len()), buffer)
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        self.write_any(start.range(buffer.byte_len()), buffer, flags)
+    }
+
+    fn flush(&self) -> Io<'_> {
+        Io::task(self.flush_disk())
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        self.discard_any(range)
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        self.write_zeroes_any(range, flags)
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        Box::pin(self.close_steps())
+    }
+}

@@ -1,0 +1,260 @@
+//! A cache on a fast device that belongs to one disk, as a block filter.
+//!
+//! Lines of the disk are kept on the cache device, so that hot data is read at its speed. Where what lies is in memory
+//! ([`index`]), some ten bytes for a line; what a crash leaves of that is written down in a journal and in pages
+//! ([`journal`], [`page`]), so that the cache is warm after anything.
+//!
+//! Invariants:
+//! - A read never finds an older byte than the last completed write, also after a crash, and also after the line has left
+//!   the cache: what the cache holds without being dirty is what the disk holds, durably, or it is marked as not to be
+//!   believed before they can differ ([`change`]).
+//! - A slot gets another line only when a crash would leave it empty ([`place`]).
+//! - A line is written down only after its data has been flushed ([`settle`]).
+//! - The cache device is never waited for where the disk can answer; if it fails, the disk is all there is.
+
+mod change;
+mod commit;
+mod device;
+mod entry;
+mod fill;
+mod index;
+mod journal;
+mod ledger;
+mod load;
+mod open;
+mod page;
+mod parts;
+mod place;
+mod policy;
+mod read;
+mod settle;
+mod shape;
+mod superblock;
+mod waiters;
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::rc::{Rc, Weak};
+use std::time::Duration;
+
+use larder_block::event_loop::WeakLoop;
+use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation};
+
+pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
+pub use shape::Shape;
+pub use superblock::{DiskId, Superblock, SuperblockError};
+
+use change::Changes;
+use commit::Commits;
+use fill::Fills;
+use index::Index;
+use ledger::Ledger;
+use load::Loading;
+use parts::Part;
+use place::Leaving;
+use settle::Settling;
+use waiters::Waiters;
+
+const EIO: i32 = 5;
+
+/// What is done with writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Mode {
+    /// To the disk and to the cache; complete when the disk has it.
+    #[default]
+    WriteThrough,
+    /// To the disk only; reads fill the cache.
+    WriteAround,
+    /// The cache is not used, and nothing of what is written stays in it.
+    PassThrough,
+}
+
+impl Mode {
+    fn number(self) -> u32 {
+        match self {
+            Self::WriteThrough => 0,
+            Self::WriteAround => 2,
+            Self::PassThrough => 3,
+        }
+    }
+
+    fn from_number(number: u32) -> Option<Self> {
+        [Self::WriteThrough, Self::WriteAround, Self::PassThrough]
+            .into_iter()
+            .find(|mode| mode.number() == number)
+    }
+}
+
+/// What has been done so far; requests, or bytes where it says so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Reads that the cache had all of.
+    pub hits: u64,
+    /// Reads that it had a part of.
+    pub partial_hits: u64,
+    /// Reads that it had nothing of.
+    pub misses: u64,
+    /// Reads that waited for another one's data, or copied it.
+    pub joined: u64,
+    /// Bytes read from the cache device for guests.
+    pub hit_bytes: u64,
+    /// Bytes brought in after reads.
+    pub filled: u64,
+    /// Reads that were not kept because too much was being brought in, or was being written.
+    pub bypassed_busy: u64,
+    /// Lines taken out to make room.
+    pub evicted: u64,
+    /// Bytes of the journal and of pages written.
+    pub metadata_written: u64,
+    /// Lines in the cache.
+    pub lines: u64,
+    /// Of them those that have data which the disk has not.
+    pub dirty_lines: u64,
+    /// Lines of which a crash would leave something else than is in the cache now.
+    pub unsettled: u64,
+}
+
+/// A place apart from the cache device, where it can be noted that the cache is not to be believed any more: the device
+/// itself, which fails, cannot be told.
+pub trait Witness {
+    /// Notes it, durably. Whoever opens the cache next says so in [`OpenOptions::is_detached`].
+    fn detach(&self) -> BoxFuture<'_, std::io::Result<()>>;
+}
+
+/// Whether the cache device works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Works,
+    /// It does not, and that is being noted.
+    Failing,
+    /// It does not, and the next one will know.
+    Detached,
+    /// It does not, and the next one would not know: what it has must not become older than the disk.
+    Unwitnessed,
+}
+
+/// A disk with a cache.
+pub struct Cache {
+    this: Weak<Self>,
+    on: WeakLoop,
+    lower: Rc<dyn BlockDevice>,
+    fast: Rc<dyn BlockDevice>,
+    shape: Shape,
+    /// What checksums begin with.
+    seed: u32,
+    mode: Cell<Mode>,
+    superblock: RefCell<Superblock>,
+    stamp: Box<dyn Fn() -> Vec<u8>>,
+    index: RefCell<Index>,
+    ledger: RefCell<Ledger>,
+    leaving: RefCell<Leaving>,
+    loading: Loading,
+    commits: Commits,
+    settling: Settling,
+    changes: Changes,
+    fills: Fills,
+    /// Those who wait for readers to leave a slot.
+    readers: Waiters,
+    counts: RefCell<Statistics>,
+    /// So many lines may be unsettled.
+    unsettled_max: usize,
+    /// And for so long.
+    settle_after: Duration,
+    /// Where the last line was put.
+    way_hint: Cell<u32>,
+    /// There may have been dirty lines when it was opened.
+    was_dirty: bool,
+    state: Cell<State>,
+    witness: Box<dyn Witness>,
+    /// Those who wait until it is noted.
+    detaching: Waiters,
+}
+
+impl Cache {
+    /// What has been done so far.
+    pub fn statistics(&self) -> Statistics {
+        let index = self.index.borrow();
+        Statistics {
+            lines: index.lines(),
+            dirty_lines: index.dirty_lines(),
+            unsettled: self.ledger.borrow().len() as u64,
+            ..*self.counts.borrow()
+        }
+    }
+
+    /// How it is laid out.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn spawn(&self, task: impl Future<Output = ()> + 'static) {
+        if let Some(on) = self.on.upgrade() {
+            on.spawn(task);
+        }
+    }
+
+    /// Behind the last byte that can be in the cache.
+    fn end(&self) -> ByteOffset {
+        ByteOffset::new(self.lower.geometry().size.min(self.shape.disk_max()).get())
+    }
+
+    fn has_failed(&self) -> bool {
+        self.state.get() != State::Works
+    }
+
+    /// The cache device does not work.
+    fn fail(&self, error: &IoError) {
+        if self.has_failed() {
+            return;
+        }
+        self.state.set(State::Failing);
+        tracing::error!(
+            "{}: its cache does not work any more, and is not used until it is opened again: {error}",
+            self.lower.name()
+        );
+        let Some(cache) = self.this.upgrade() else { return };
+        self.spawn(async move {
+            let state = match cache.witness.detach().await {
+                Ok(()) => State::Detached,
+                Err(error) => {
+                    tracing::error!(
+                        "{}: that its cache is not to be believed any more cannot be noted, so writes fail: {error}",
+                        cache.lower.name()
+                    );
+                    State::Unwitnessed
+                }
+            };
+            cache.state.set(state);
+            cache.detaching.wake();
+            cache.commits.wake();
+        });
+    }
+
+    /// Waits until the next one to open the cache will know that it has failed.
+    async fn detached(&self, operation: Operation, range: ByteRange) -> IoResult {
+        self.detaching.until(|| self.state.get() != State::Failing).await;
+        match self.state.get() {
+            State::Detached => Ok(()),
+            _ => Err(IoError::new(self.lower.name(), operation, range, Failure::Os(EIO))),
+        }
+    }
+
+    fn admits(&self, _: Part, _: bool) -> bool {
+        true
+    }
+
+    /// Has the sets of a range in memory.
+    async fn load_range(&self, range: ByteRange, operation: Operation) -> IoResult {
+        for line in self.shape.lines_of(range) {
+            let set = self.shape.set_of(line);
+            if !self.index.borrow().is_loaded(set)
+                && let Err(error) = self.load(set).await
+            {
+                self.fail(&error);
+                return Ok(());
+            }
+        }
+        let sets = self.shape.lines_of(range).map(|line| self.shape.set_of(line));
+        self.check_fence(sets, operation, range)
+    }
+}

@@ -1,0 +1,243 @@
+//! Takes up what an earlier process has left: the journal at once, the sets' pages when they are needed, and all of them
+//! bit by bit.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::ops::Range;
+
+use larder_block::range_lock::{Mode as Access, Ranges};
+use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, ReadBuf};
+
+use crate::entry::Entry;
+use crate::journal::Record;
+use crate::page::{self, Found};
+use crate::shape::Slot;
+use crate::{Cache, EIO};
+
+/// So many bytes of pages are read at once when all are.
+const CHUNK_LEN: u64 = 256 << 10;
+
+/// What is left to be taken up.
+pub(crate) struct Left {
+    /// The journal's records by set, and for each set in the order in which they were made, with their sequences.
+    records: Vec<(u64, Record)>,
+    /// The journal's oldest sector that was needed: pages that are not whole and should have been written by then are
+    /// damaged.
+    tail: u64,
+}
+
+/// The loading of sets.
+pub(crate) struct Loading {
+    left: RefCell<Left>,
+    /// Sets that are being loaded.
+    busy: Ranges,
+    /// Sets whose pages are damaged, in a cache that had dirty lines: nobody knows which.
+    fenced: RefCell<HashSet<u32>>,
+}
+
+impl Loading {
+    pub(crate) fn new(mut records: Vec<(u64, Record)>, tail: u64) -> Self {
+        records.sort_by_key(|(_, record)| record.slot.set());
+        Self {
+            left: RefCell::new(Left { records, tail }),
+            busy: Ranges::default(),
+            fenced: RefCell::default(),
+        }
+    }
+
+    /// The sets that the journal has something of.
+    pub(crate) fn sets(&self) -> Vec<u32> {
+        let mut sets: Vec<u32> = self
+            .left
+            .borrow()
+            .records
+            .iter()
+            .map(|(_, record)| record.slot.set())
+            .collect();
+        sets.dedup();
+        sets
+    }
+}
+
+impl Cache {
+    /// Has what is known of a set in memory.
+    pub(crate) async fn load(&self, set: u32) -> IoResult {
+        if self.index.borrow().is_loaded(set) {
+            return Ok(());
+        }
+        self.load_chunk(set..set + 1).await
+    }
+
+    /// Loads all sets that are not.
+    pub(crate) async fn load_all(&self) -> IoResult {
+        let per_chunk = (CHUNK_LEN / (2 * self.shape.page_len)).max(1) as u32;
+        let mut from = 0;
+        while from < self.shape.sets {
+            let to = self.shape.sets.min(from + per_chunk);
+            let is_loaded = (from..to).all(|set| self.index.borrow().is_loaded(set));
+            if !is_loaded {
+                self.load_chunk(from..to).await?;
+            }
+            from = to;
+        }
+        self.loading.left.borrow_mut().records = Vec::new();
+        Ok(())
+    }
+
+    async fn load_chunk(&self, sets: Range<u32>) -> IoResult {
+        let range = ByteRange::new(sets.start.into(), (sets.end - sets.start).into());
+        let _held = self.loading.busy.enter(range, Access::Exclusive).await;
+        if sets.clone().all(|set| self.index.borrow().is_loaded(set)) {
+            return Ok(());
+        }
+        let pair_len = 2 * self.shape.page_len as usize;
+        let mut bytes = AlignedBuf::zeroed(pair_len * sets.len());
+        let read = self
+            .fast
+            .read(self.shape.page_at(sets.start, false), ReadBuf::new(&mut bytes));
+        read.await?;
+        for (set, pair) in sets.zip(bytes.chunks_exact(pair_len)) {
+            if !self.index.borrow().is_loaded(set) {
+                self.take_up(set, pair);
+            }
+        }
+        Ok(())
+    }
+
+    /// Nobody knows what is in a set.
+    pub(crate) fn is_fenced(&self, set: u32) -> bool {
+        self.loading.fenced.borrow().contains(&set)
+    }
+
+    /// Refuses what lies in a set of which nobody knows what is in it.
+    pub(crate) fn check_fence(
+        &self,
+        sets: impl IntoIterator<Item = u32>,
+        operation: Operation,
+        range: ByteRange,
+    ) -> IoResult {
+        let fenced = self.loading.fenced.borrow();
+        if !fenced.is_empty() && sets.into_iter().any(|set| fenced.contains(&set)) {
+            return Err(IoError::new(self.lower.name(), operation, range, Failure::Os(EIO)));
+        }
+        Ok(())
+    }
+
+    fn take_up(&self, set: u32, pair: &[u8]) {
+        let (first, second) = pair.split_at(self.shape.page_len as usize);
+        let decode = |bytes| page::decode(&self.shape, self.seed, set, bytes);
+        let left = self.loading.left.borrow();
+        let found = match (decode(first), decode(second)) {
+            (Found::Whole { sequence, .. }, whole @ Found::Whole { sequence: later, .. }) if later > sequence => {
+                Some((whole, true))
+            }
+            (Found::Never, Found::Never) => Some((Found::Never, true)),
+            // The very first one was being written.
+            (Found::Torn, Found::Never) => Some((Found::Never, false)),
+            (Found::Never, Found::Torn) => Some((Found::Never, true)),
+            // The other one is older, or its writing was cut off; if it is damaged, it may have been newer, unless the
+            // journal has all that happened since.
+            (whole @ Found::Whole { sequence, .. }, other) => {
+                let suffices = other != Found::Damaged || sequence >= left.tail;
+                suffices.then_some((whole, false))
+            }
+            (other, whole @ Found::Whole { sequence, .. }) => {
+                let suffices = other != Found::Damaged || sequence >= left.tail;
+                suffices.then_some((whole, true))
+            }
+            _ => None,
+        };
+        let Some((page, is_second)) = found else {
+            drop(left);
+            self.is_damaged(set);
+            return;
+        };
+        let (mut entries, since) = match page {
+            Found::Whole { sequence, entries } => (entries, sequence),
+            _ => (vec![Entry::default(); self.shape.ways as usize], 0),
+        };
+        let from = left.records.partition_point(|(_, record)| record.slot.set() < set);
+        for (sequence, Record { slot, entry }) in &left.records[from..] {
+            if slot.set() != set {
+                break;
+            }
+            if *sequence >= since && slot.way() < self.shape.ways {
+                entries[slot.way() as usize] = *entry;
+            }
+        }
+        drop(left);
+        self.install(set, &entries, is_second);
+    }
+
+    fn is_damaged(&self, set: u32) {
+        if self.was_dirty {
+            tracing::error!(
+                "{}: what the cache knew of set {set} of {} is damaged, and it may have had data that is nowhere else: reads and writes there fail; `larder disk cache drop --lose-dirty` gives that up",
+                self.lower.name(),
+                self.shape.sets
+            );
+            self.loading.fenced.borrow_mut().insert(set);
+        } else {
+            tracing::warn!(
+                "{}: what the cache knew of set {set} is damaged; it begins anew there",
+                self.lower.name()
+            );
+            self.index.borrow_mut().set_changed(set, 0, true);
+        }
+        let empty = vec![Entry::default(); self.shape.ways as usize];
+        self.install(set, &empty, true);
+    }
+
+    /// Puts what was found of a set into memory. What was open is not believed.
+    fn install(&self, set: u32, entries: &[Entry], is_second: bool) {
+        let mut removed = Vec::new();
+        {
+            let mut index = self.index.borrow_mut();
+            index.set_page_second(set, is_second);
+            let mut seen: Vec<(u32, usize)> = Vec::new();
+            let mut kept = vec![true; entries.len()];
+            for (way, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
+                kept[way] = entry.believed() != 0 && self.is_inside(set, entry);
+                if !kept[way] {
+                    continue;
+                }
+                // Of a line that is there twice, the copy that is dirty was made later.
+                match seen.iter_mut().find(|(tag, _)| *tag == entry.tag) {
+                    None => seen.push((entry.tag, way)),
+                    Some((_, other)) if entry.dirty != 0 => {
+                        kept[*other] = false;
+                        *other = way;
+                    }
+                    Some(_) => kept[way] = false,
+                }
+            }
+            for (way, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
+                let slot = Slot::new(set, way as u32);
+                let valid = entry.believed();
+                if kept[way] {
+                    let line = self.shape.line_of(set, entry.tag);
+                    index.insert(slot, line, valid, entry.dirty);
+                    index.policy.load(slot, entry.hotness);
+                }
+                if !kept[way] || valid != entry.valid || entry.open {
+                    removed.push((slot, *entry));
+                }
+            }
+            index.set_loaded(set);
+        }
+        for (slot, entry) in removed {
+            self.ledger.borrow_mut().note(slot, || entry);
+            let now = self.index.borrow().entry(slot);
+            if now.is_empty() {
+                self.leaves(slot, entry);
+            }
+            self.queue(slot, now);
+        }
+    }
+
+    fn is_inside(&self, set: u32, entry: &Entry) -> bool {
+        let line = self.shape.line_of(set, entry.tag);
+        let size = self.lower.geometry().size.get();
+        line.checked_shl(self.shape.line_bits).is_some_and(|start| start < size)
+    }
+}

@@ -1,0 +1,334 @@
+//! Makes a cache, and opens one.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags,
+    ZeroFlags,
+};
+
+use crate::change::Changes;
+use crate::commit::Commits;
+use crate::fill::Fills;
+use crate::index::Index;
+use crate::journal;
+use crate::load::Loading;
+use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SUPERBLOCK_LEN, Shape};
+use crate::superblock::{DiskId, Superblock, SuperblockError};
+use crate::{Cache, Mode, State, Witness};
+
+/// So many lines may be unsettled for each that fits: what a crash leaves cold.
+const UNSETTLED_SHARE: u64 = 128;
+const UNSETTLED_MIN: u64 = 64;
+const UNSETTLED_MAX: u64 = 16 << 10;
+
+/// How to make a cache.
+#[derive(Clone, Debug)]
+pub struct CreateOptions {
+    /// log2 of a line's bytes: 12 to 16.
+    pub line_bits: u32,
+    /// How writes go.
+    pub mode: Mode,
+    /// What no other cache has.
+    pub uuid: [u8; 16],
+    /// The disk that it is for.
+    pub disk: DiskId,
+    /// Bytes of the disk.
+    pub disk_size: ByteLen,
+}
+
+/// How to open a cache.
+pub struct OpenOptions {
+    /// How writes go; as before if it is not said.
+    pub mode: Option<Mode>,
+    /// The disk that it is opened for, as it is now.
+    pub disk: DiskId,
+    /// The disk's stamp once it has been closed.
+    pub stamp: Box<dyn Fn() -> Vec<u8>>,
+    /// A [`Witness`] has noted that the cache is not to be believed. To be taken back once it is open.
+    pub is_detached: bool,
+    /// Where that would be noted.
+    pub witness: Box<dyn Witness>,
+    /// Take up everything in the background. Otherwise only what is needed.
+    pub load_ahead: bool,
+    /// When what has changed is written down.
+    pub settling: SettleOptions,
+}
+
+/// When what has changed is written down: what is not is cold after a crash.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SettleOptions {
+    /// After this time at the latest.
+    pub after: Duration,
+    /// When so many lines wait; a 128th of all, and at most 16 Ki, if it is not said.
+    pub lines_max: Option<usize>,
+}
+
+impl Default for SettleOptions {
+    fn default() -> Self {
+        Self {
+            after: Duration::from_secs(5),
+            lines_max: None,
+        }
+    }
+}
+
+/// Why a cache cannot be made or opened.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum OpenError {
+    #[error("cache {cache}: {source}")]
+    Superblock { cache: String, source: SuperblockError },
+    #[error("cache {cache}: {size} is too small for a cache with lines of {line} KiB: the least is about {least}")]
+    TooSmall {
+        cache: String,
+        size: ByteLen,
+        line: u64,
+        least: ByteLen,
+    },
+    #[error(
+        "cache {cache}: it belongs to another disk, {other}; give that one, or drop the cache (larder disk cache drop) and begin anew"
+    )]
+    OtherDisk { cache: String, other: String },
+    #[error(
+        "cache {cache}: it has data that was never written to {disk}, and {disk} was changed without the cache since; nobody can say which is right: take the disk as it is by dropping the cache (larder disk cache drop --lose-dirty), or restore the disk as it was"
+    )]
+    Diverged { cache: String, disk: String },
+    #[error(
+        "cache {cache}: its journal is damaged, and it may have data that was never written to {disk}; `larder disk cache drop --lose-dirty` gives that up"
+    )]
+    Damaged { cache: String, disk: String },
+    #[error("cache {cache}: {source}")]
+    Io { cache: String, source: IoError },
+}
+
+/// Makes a cache on `fast`, of whose size it takes all. Whatever was there is lost.
+///
+/// # Errors
+/// [`OpenError::TooSmall`] and [`OpenError::Io`].
+pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CreateOptions) -> Result<Shape, OpenError> {
+    let cache = || fast.name().to_string();
+    let geometry = fast.geometry();
+    let page_unit = u64::from(geometry.physical_block_size).clamp(512, COMMIT_UNIT);
+    let Some(shape) = Shape::for_size(geometry.size, options.line_bits, page_unit) else {
+        return Err(OpenError::TooSmall {
+            cache: cache(),
+            size: geometry.size,
+            line: (1 << options.line_bits) >> 10,
+            least: ByteLen::mib(1),
+        });
+    };
+    let superblock = Superblock {
+        sequence: 1,
+        uuid: options.uuid,
+        shape,
+        mode: options.mode,
+        clean: true,
+        may_be_dirty: false,
+        session: 0,
+        journal_end: 1,
+        disk_size: options.disk_size,
+        disk: options.disk.clone(),
+    };
+    let io = |source| OpenError::Io { cache: cache(), source };
+    // What was a cache before is none until this one is whole.
+    let gone = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize * 2);
+    fast.write(ByteOffset::ZERO, WriteBuf::new(&gone), WriteFlags::FUA)
+        .await
+        .map_err(io)?;
+    wipe(fast, &shape).await.map_err(io)?;
+    write_superblock(fast, &superblock).await.map_err(io)?;
+    Ok(shape)
+}
+
+/// Forgets everything that was written down of lines, durably.
+async fn wipe(fast: &Rc<dyn BlockDevice>, shape: &Shape) -> IoResult {
+    let range = ByteRange::new(JOURNAL_AT, shape.journal_len + shape.pages_len());
+    let flags = ZeroFlags {
+        unmap: true,
+        ..ZeroFlags::default()
+    };
+    fast.write_zeroes(range, flags).await?;
+    fast.flush().await
+}
+
+/// Writes both copies, durably, one after the other.
+async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
+    let mut bytes = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize);
+    bytes.copy_from_slice(&superblock.encode());
+    for copy in 0..2 {
+        let at = ByteOffset::new(copy * SUPERBLOCK_LEN);
+        fast.write(at, WriteBuf::new(&bytes), WriteFlags::FUA).await?;
+    }
+    Ok(())
+}
+
+/// What a cache says of itself.
+///
+/// # Errors
+/// [`OpenError::Superblock`] and [`OpenError::Io`].
+pub async fn read_superblock(fast: &Rc<dyn BlockDevice>) -> Result<Superblock, OpenError> {
+    let cache = || fast.name().to_string();
+    let size = fast.geometry().size;
+    if size.get() < 2 * SUPERBLOCK_LEN {
+        return Err(OpenError::Superblock {
+            cache: cache(),
+            source: SuperblockError::NoMagic,
+        });
+    }
+    let mut bytes = AlignedBuf::zeroed(2 * SUPERBLOCK_LEN as usize);
+    let read = fast.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await;
+    read.map_err(|source| OpenError::Io { cache: cache(), source })?;
+    let (first, second) = bytes.split_at(SUPERBLOCK_LEN as usize);
+    Superblock::choose(first, second, size).map_err(|source| OpenError::Superblock { cache: cache(), source })
+}
+
+impl Cache {
+    /// `lower`, with the cache on `fast`, on `on`.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub async fn open(
+        on: &Loop,
+        lower: Rc<dyn BlockDevice>,
+        fast: Rc<dyn BlockDevice>,
+        options: OpenOptions,
+    ) -> Result<Rc<Self>, OpenError> {
+        let cache = || fast.name().to_string();
+        let io = |source| OpenError::Io { cache: cache(), source };
+        let mut superblock = read_superblock(&fast).await?;
+        let (disk, size) = (lower.name().to_string(), lower.geometry().size);
+        if superblock.disk.identity != options.disk.identity {
+            return Err(OpenError::OtherDisk {
+                cache: cache(),
+                other: superblock.disk.name.clone(),
+            });
+        }
+        let shape = superblock.shape;
+        let has_stamps = !superblock.disk.stamp.is_empty() && !options.disk.stamp.is_empty();
+        let is_changed = superblock.clean && has_stamps && superblock.disk.stamp != options.disk.stamp
+            || superblock.disk_size != size
+            || options.is_detached;
+        if is_changed && superblock.may_be_dirty {
+            return Err(OpenError::Diverged { cache: cache(), disk });
+        }
+        // What a killed process has written is there, but a loss of power may still take it away, and what follows from it
+        // must not be the only thing that is left.
+        fast.flush().await.map_err(io)?;
+        let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
+        let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
+        read.map_err(io)?;
+        let clean_end = superblock.clean.then_some(superblock.journal_end);
+        let contents = match journal::read(&shape, superblock.seed(), &bytes, clean_end) {
+            Err(journal::Damaged) if superblock.may_be_dirty => {
+                return Err(OpenError::Damaged { cache: cache(), disk });
+            }
+            Ok(contents) if !is_changed => contents,
+            found => {
+                let why = match found {
+                    Ok(_) => "the disk was changed without it",
+                    Err(_) => "its journal is damaged",
+                };
+                tracing::warn!("{disk}: cache {}: {why}; it begins anew, empty", fast.name());
+                wipe(&fast, &shape).await.map_err(io)?;
+                journal::Contents {
+                    session: superblock.session,
+                    tail: 1,
+                    end: 1,
+                    records: Vec::new(),
+                }
+            }
+        };
+        drop(bytes);
+        let mode = options.mode.unwrap_or(superblock.mode);
+        let was_dirty = superblock.may_be_dirty;
+        superblock = Superblock {
+            sequence: superblock.sequence + 1,
+            mode,
+            clean: false,
+            session: contents.session.max(superblock.session) + 1,
+            disk_size: size,
+            disk: options.disk,
+            ..superblock
+        };
+        write_superblock(&fast, &superblock).await.map_err(io)?;
+        let loading = Loading::new(contents.records, contents.tail);
+        let mut index = Index::new(shape);
+        for set in loading.sets() {
+            index.set_changed(set, 0, true);
+        }
+        let unsettled_max = (shape.slots() / UNSETTLED_SHARE).clamp(UNSETTLED_MIN, UNSETTLED_MAX);
+        let opened = Rc::new_cyclic(|this| Self {
+            this: this.clone(),
+            on: on.downgrade(),
+            lower,
+            fast,
+            shape,
+            seed: superblock.seed(),
+            mode: Cell::new(mode),
+            commits: Commits::new(superblock.session, contents.tail, contents.end),
+            superblock: RefCell::new(superblock),
+            stamp: options.stamp,
+            index: RefCell::new(index),
+            ledger: RefCell::default(),
+            leaving: RefCell::default(),
+            loading,
+            settling: crate::settle::Settling::default(),
+            changes: Changes::unflushed(),
+            fills: Fills::default(),
+            readers: crate::waiters::Waiters::default(),
+            counts: RefCell::default(),
+            unsettled_max: options.settling.lines_max.unwrap_or(unsettled_max as usize),
+            settle_after: options.settling.after,
+            way_hint: Cell::new(0),
+            was_dirty,
+            state: Cell::new(State::Works),
+            witness: options.witness,
+            detaching: crate::waiters::Waiters::default(),
+        });
+        if options.load_ahead {
+            let loads = Rc::downgrade(&opened);
+            on.spawn(async move {
+                if let Some(cache) = loads.upgrade()
+                    && let Err(error) = cache.load_all().await
+                {
+                    cache.fail(&error);
+                }
+            });
+        }
+        Ok(opened)
+    }
+
+    /// Leaves everything so that the next one finds it all.
+    pub(crate) async fn close_steps(&self) -> IoResult {
+        self.fills.idle().await;
+        if !self.has_failed() && self.settle().await.is_ok() {
+            // What was opened or taken out meanwhile; nothing is changing any more.
+            let _ = self.settle().await;
+        }
+        self.lower.close().await?;
+        if self.has_failed() {
+            return Ok(());
+        }
+        if let Err(error) = self.close_cache().await {
+            self.fail(&error);
+        }
+        Ok(())
+    }
+
+    async fn close_cache(&self) -> IoResult {
+        self.checkpoint_all().await?;
+        let superblock = {
+            let mut superblock = self.superblock.borrow_mut();
+            superblock.sequence += 1;
+            superblock.clean = true;
+            superblock.journal_end = self.commits.end();
+            superblock.disk.stamp = (self.stamp)();
+            superblock.clone()
+        };
+        write_superblock(&self.fast, &superblock).await?;
+        self.fast.close().await
+    }
+}

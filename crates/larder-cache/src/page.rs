@@ -1,0 +1,145 @@
+//! A set's page: what is known of all its lines, as of a place in the journal.
+//!
+//! A set has two pages, which are written in turn, so that the older one is whole while the newer one is written. Each
+//! sector stands for itself: a page whose writing was cut off has whole sectors that do not fit together, and only one
+//! that is damaged has others.
+//!
+//! ```text
+//! byte 0   CRC32C of the cache's identity and the rest of the sector, u32
+//!      4   the set, u32
+//!      8   sequence, u64: records of the journal with a lower one are contained
+//!      16  the sector's number in the page, u16
+//!      18  zero, 6 bytes
+//!      24  entries, as many as fit; those of the ways in order
+//! ```
+
+use crate::entry::{self, Entry};
+use crate::shape::{SECTOR, Shape, WAYS_MAX};
+
+const SECTOR_LEN: usize = SECTOR as usize;
+const HEADER_LEN: usize = 24;
+
+/// A page as it was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// Nothing was ever written there.
+    Never,
+    /// Its writing was cut off.
+    Torn,
+    /// It is not what was written.
+    Damaged,
+    /// All is well.
+    Whole {
+        /// Records of the journal below this one are contained.
+        sequence: u64,
+        entries: Vec<Entry>,
+    },
+}
+
+fn per_sector(line_bits: u32) -> usize {
+    (SECTOR_LEN - HEADER_LEN) / entry::len_for(line_bits)
+}
+
+/// Bytes of a page with room for as many ways as there may ever be.
+pub(crate) fn len_for(line_bits: u32) -> u64 {
+    (WAYS_MAX as usize).div_ceil(per_sector(line_bits)) as u64 * SECTOR
+}
+
+/// Writes a page; `bytes` is as long as the shape says.
+pub(crate) fn encode(shape: &Shape, seed: u32, set: u32, sequence: u64, entries: &[Entry], bytes: &mut [u8]) {
+    bytes.fill(0);
+    let len = entry::len_for(shape.line_bits);
+    let mut rest = entries.chunks(per_sector(shape.line_bits));
+    for (index, sector) in bytes.chunks_exact_mut(SECTOR_LEN).enumerate() {
+        sector[4..8].copy_from_slice(&set.to_le_bytes());
+        sector[8..16].copy_from_slice(&sequence.to_le_bytes());
+        sector[16..18].copy_from_slice(&(index as u16).to_le_bytes());
+        let places = sector[HEADER_LEN..].chunks_exact_mut(len);
+        for (place, entry) in places.zip(rest.next().unwrap_or_default()) {
+            entry.encode(shape, place);
+        }
+        let sum = crc32c::crc32c_append(seed, &sector[4..]);
+        sector[..4].copy_from_slice(&sum.to_le_bytes());
+    }
+}
+
+/// Reads a page.
+pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found {
+    let (mut sequences, mut entries, mut never) = (Vec::new(), Vec::new(), 0);
+    let sectors = bytes.chunks_exact(SECTOR_LEN);
+    let count = sectors.len();
+    for (index, sector) in sectors.enumerate() {
+        if sector.iter().all(|byte| *byte == 0) {
+            never += 1;
+            continue;
+        }
+        let word = |at: usize| u32::from_le_bytes([sector[at], sector[at + 1], sector[at + 2], sector[at + 3]]);
+        let is_whole =
+            word(0) == crc32c::crc32c_append(seed, &sector[4..]) && word(4) == set && word(16) as usize == index;
+        if !is_whole {
+            return Found::Damaged;
+        }
+        sequences.push(u64::from(word(8)) | u64::from(word(12)) << 32);
+        let places = sector[HEADER_LEN..].chunks_exact(entry::len_for(shape.line_bits));
+        for place in places.take(per_sector(shape.line_bits)) {
+            let Some(entry) = Entry::decode(shape, place) else {
+                return Found::Damaged;
+            };
+            entries.push(entry);
+        }
+    }
+    match sequences[..] {
+        [] => Found::Never,
+        _ if never > 0 => Found::Torn,
+        [sequence, ..] if sequences.len() == count && sequences.iter().all(|other| *other == sequence) => {
+            entries.resize(shape.ways as usize, Entry::default());
+            Found::Whole { sequence, entries }
+        }
+        _ => Found::Torn,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_block::ByteLen;
+
+    const SEED: u32 = 3;
+
+    fn page(shape: &Shape, sequence: u64) -> (Vec<Entry>, Vec<u8>) {
+        let entries: Vec<Entry> = (0..shape.ways)
+            .map(|way| Entry {
+                tag: way + sequence as u32,
+                valid: 1,
+                ..Entry::default()
+            })
+            .collect();
+        let mut bytes = vec![0; shape.page_len as usize];
+        encode(shape, SEED, 5, sequence, &entries, &mut bytes);
+        (entries, bytes)
+    }
+
+    #[test]
+    fn a_page_is_whole_torn_or_damaged() {
+        for line_bits in 12..=16 {
+            let shape = Shape::for_size(ByteLen::mib(64), line_bits, 512).expect("large enough");
+            let (entries, old) = page(&shape, 7);
+            let whole = Found::Whole { sequence: 7, entries };
+            assert_eq!(decode(&shape, SEED, 5, &old), whole);
+            assert_eq!(decode(&shape, SEED, 4, &old), Found::Damaged, "another set's");
+            assert_eq!(decode(&shape, SEED, 5, &vec![0; old.len()]), Found::Never);
+            let (_, new) = page(&shape, 9);
+            for cut in (SECTOR_LEN..old.len()).step_by(SECTOR_LEN) {
+                let torn = [&new[..cut], &old[cut..]].concat();
+                assert_eq!(decode(&shape, SEED, 5, &torn), Found::Torn, "{cut}");
+                let first = [&new[..cut], &vec![0; old.len() - cut]].concat();
+                assert_eq!(decode(&shape, SEED, 5, &first), Found::Torn, "{cut}");
+            }
+            for at in 0..old.len() {
+                let mut damaged = old.clone();
+                damaged[at] ^= 1 << (at % 8);
+                assert_eq!(decode(&shape, SEED, 5, &damaged), Found::Damaged, "byte {at}");
+            }
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! A request's range, line by line.
+
+use larder_block::{ByteOffset, ByteRange};
+
+use crate::shape::{Line, SECTOR_BITS, Sectors, Shape};
+
+/// What a request touches of one line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) line: Line,
+    pub(crate) sectors: Sectors,
+    /// On the disk.
+    pub(crate) range: ByteRange,
+}
+
+impl Shape {
+    pub(crate) fn line_at(&self, at: ByteOffset) -> Line {
+        at.get() >> self.line_bits
+    }
+
+    /// The lines that a range touches.
+    pub(crate) fn lines_of(&self, range: ByteRange) -> std::ops::Range<Line> {
+        match range.is_empty() {
+            true => 0..0,
+            false => self.line_at(range.start)..self.line_at(ByteOffset::new(range.end().get() - 1)) + 1,
+        }
+    }
+
+    /// The part of `line` that is in `range`, which touches it.
+    pub(crate) fn part_of(&self, line: Line, range: ByteRange) -> Part {
+        let whole = ByteRange::new(line << self.line_bits, self.line_len());
+        let range = whole.intersection(range);
+        let first = (range.start.get() - whole.start.get()) >> SECTOR_BITS;
+        let count = range.len.get() >> SECTOR_BITS;
+        Part {
+            line,
+            sectors: run(first as u32, count as u32),
+            range,
+        }
+    }
+
+    pub(crate) fn parts_of(&self, range: ByteRange) -> impl Iterator<Item = Part> + use<> {
+        let shape = *self;
+        self.lines_of(range).map(move |line| shape.part_of(line, range))
+    }
+
+    /// Bytes from a line's start.
+    pub(crate) fn within(&self, at: ByteOffset) -> u64 {
+        at.get() & (self.line_len() - 1)
+    }
+}
+
+/// `count` sectors from `first` on.
+fn run(first: u32, count: u32) -> Sectors {
+    match count {
+        0 => 0,
+        _ => (Sectors::MAX >> (Sectors::BITS - count)) << first,
+    }
+}
+
+/// The runs of sectors of `part` that are alike: in `mask` or not. In order; each with whether it is in it.
+pub(crate) fn runs(part: Part, mask: Sectors) -> impl Iterator<Item = (bool, ByteRange)> {
+    let first = part.sectors.trailing_zeros();
+    let end = Sectors::BITS - part.sectors.leading_zeros();
+    let base = part.range.start.get() - (u64::from(first) << SECTOR_BITS);
+    let mut at = first;
+    std::iter::from_fn(move || {
+        if at >= end {
+            return None;
+        }
+        let from = at;
+        let inside = mask >> at & 1 == 1;
+        while at < end && (mask >> at & 1 == 1) == inside {
+            at += 1;
+        }
+        let range = ByteRange::new(
+            base + (u64::from(from) << SECTOR_BITS),
+            u64::from(at - from) << SECTOR_BITS,
+        );
+        Some((inside, range))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use larder_block::ByteLen;
+
+    #[test]
+    fn a_range_is_cut_at_lines_and_by_what_is_known_of_their_sectors() {
+        let shape = Shape::for_size(ByteLen::mib(4), 12, 512).expect("large enough");
+        let range = ByteRange::new(4096 - 1024, 1024 + 4096 + 512);
+        let parts: Vec<Part> = shape.parts_of(range).collect();
+        assert_eq!(parts.len(), 3);
+        assert_eq!((parts[0].line, parts[0].sectors), (0, 0b1100_0000));
+        assert_eq!((parts[1].line, parts[1].sectors), (1, 0xff));
+        assert_eq!((parts[2].line, parts[2].sectors), (2, 1));
+        assert_eq!(parts[2].range, ByteRange::new(8192, 512));
+        let found: Vec<_> = runs(parts[1], 0b0011_1001).collect();
+        let wanted = [(true, 0, 1), (false, 1, 2), (true, 3, 3), (false, 6, 2)];
+        let wanted = wanted.map(|(inside, from, count)| (inside, ByteRange::new(4096 + from * 512, count * 512)));
+        assert_eq!(found, wanted);
+        let big = Shape::for_size(ByteLen::mib(64), 16, 512).expect("large enough");
+        assert_eq!(big.part_of(0, ByteRange::new(0, 1 << 20)).sectors, Sectors::MAX);
+        assert_eq!(
+            runs(big.part_of(0, ByteRange::new(0, 1 << 20)), Sectors::MAX).count(),
+            1
+        );
+    }
+}

@@ -1,0 +1,257 @@
+//! Finds places for lines, and takes lines out of them.
+
+use std::collections::HashMap;
+
+use larder_block::{ByteLen, ByteOffset, ByteRange};
+
+use crate::Cache;
+use crate::commit::Failed;
+use crate::entry::Entry;
+use crate::index::Use;
+use crate::parts::Part;
+use crate::shape::{Line, Sectors, Slot, WAYS_MAX};
+
+/// Lines that memory has taken out, while a crash would still leave them.
+#[derive(Default)]
+pub(crate) struct Leaving {
+    slots: HashMap<Line, Slot>,
+    lines: HashMap<Slot, Line>,
+}
+
+/// A slot that is being written to: nobody else's until this is dropped.
+pub(crate) struct Place<'a> {
+    cache: &'a Cache,
+    slot: Slot,
+    /// The line was in it before.
+    is_old: bool,
+}
+
+impl Place<'_> {
+    pub(crate) fn slot(&self) -> Slot {
+        self.slot
+    }
+
+    /// The line was in it before, and it may be taken out meanwhile.
+    pub(crate) fn is_old(&self) -> bool {
+        self.is_old
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.cache.index.borrow_mut().unpin(self.slot, Use::Write);
+        if self.is_old {
+            let mut ledger = self.cache.ledger.borrow_mut();
+            ledger.end(self.slot);
+            ledger.tidy(self.slot, self.cache.index.borrow().entry(self.slot));
+        }
+    }
+}
+
+impl Cache {
+    /// Where a byte of the disk is in a slot.
+    pub(crate) fn data_at(&self, slot: Slot, at: ByteOffset) -> ByteOffset {
+        self.shape.data_of(slot) + ByteLen::new(self.shape.within(at))
+    }
+
+    /// The slot of a line that is in the cache, to be written to.
+    pub(crate) fn place_of(&self, slot: Slot) -> Place<'_> {
+        let mut index = self.index.borrow_mut();
+        index.pin(slot, Use::Write);
+        self.ledger.borrow_mut().begin(slot, || index.entry(slot));
+        Place {
+            cache: self,
+            slot,
+            is_old: true,
+        }
+    }
+
+    /// Where what was read of a line can be put: beside what is there of it, or in a free slot. The line's set is loaded.
+    pub(crate) fn place_for(&self, part: Part) -> Option<Place<'_>> {
+        if self.ledger.borrow().len() >= self.unsettled_max {
+            self.start_settle();
+            return None;
+        }
+        let found = self.index.borrow().find(part.line);
+        match found {
+            Some(slot) if self.index.borrow().valid(slot) & part.sectors != 0 => None,
+            Some(slot) => Some(self.place_of(slot)),
+            None => self.free_place(self.shape.set_of(part.line)),
+        }
+    }
+
+    fn free_place(&self, set: u32) -> Option<Place<'_>> {
+        let slot = self.free_slot(set).or_else(|| {
+            self.make_room(set);
+            self.free_slot(set)
+        });
+        let Some(slot) = slot else {
+            // Those that are about to become free do so with the next commit.
+            self.start_commit();
+            return None;
+        };
+        self.index.borrow_mut().pin(slot, Use::Write);
+        Some(Place {
+            cache: self,
+            slot,
+            is_old: false,
+        })
+    }
+
+    fn is_free(&self, slot: Slot) -> bool {
+        let index = self.index.borrow();
+        index.tag(slot) == 0 && !index.is_pinned(slot) && self.ledger.borrow().get(slot).is_none()
+    }
+
+    fn free_slot(&self, set: u32) -> Option<Slot> {
+        // The way that the line before has, or will most likely get.
+        let hint = self.way_hint.get();
+        let hinted = Slot::new(set, hint.min(self.shape.ways - 1));
+        if self.is_free(hinted) {
+            return Some(hinted);
+        }
+        let slots = self.index.borrow().slots_of(set);
+        let slot = slots.into_iter().find(|slot| self.is_free(*slot))?;
+        self.way_hint.set(slot.way());
+        Some(slot)
+    }
+
+    /// Takes lines out of a set, so that there are a few free slots, now or after the next commit.
+    fn make_room(&self, set: u32) {
+        let slots = self.index.borrow().slots_of(set);
+        let taken = slots
+            .into_iter()
+            .filter(|slot| self.index.borrow().tag(*slot) != 0)
+            .count();
+        let wanted = (self.shape.ways as usize / 32).clamp(1, 4);
+        for _ in self.shape.ways as usize - taken..wanted {
+            let victim = {
+                let index = &mut *self.index.borrow_mut();
+                let mut may_leave = [false; WAYS_MAX as usize];
+                for slot in index.slots_of(set) {
+                    let is_idle = index.tag(slot) != 0 && index.dirty(slot) == 0 && !index.is_pinned(slot);
+                    may_leave[slot.way() as usize] = is_idle;
+                }
+                index.policy.victim(set, |slot| may_leave[slot.way() as usize])
+            };
+            let Some(slot) = victim else { break };
+            self.counts.borrow_mut().evicted += 1;
+            self.take_out(slot);
+        }
+    }
+
+    /// Empties a slot. What a crash leaves of it is seen to with the next commit.
+    fn take_out(&self, slot: Slot) {
+        let memory = self.index.borrow().entry(slot);
+        let last = self.ledger.borrow_mut().note(slot, || memory).last;
+        self.index.borrow_mut().remove(slot);
+        if last.is_empty() {
+            self.ledger.borrow_mut().tidy(slot, Entry::default());
+        } else {
+            self.leaves(slot, last);
+            self.queue(slot, Entry::default());
+        }
+    }
+
+    /// Notes that a crash would leave a line in a slot from which memory has taken it.
+    pub(crate) fn leaves(&self, slot: Slot, entry: Entry) {
+        let line = self.shape.line_of(slot.set(), entry.tag);
+        let mut leaving = self.leaving.borrow_mut();
+        leaving.slots.insert(line, slot);
+        leaving.lines.insert(slot, line);
+    }
+
+    /// Some slots are empty, also after a crash.
+    pub(crate) fn have_left(&self, slots: impl Iterator<Item = Slot>) {
+        let leaving = &mut *self.leaving.borrow_mut();
+        if leaving.lines.is_empty() {
+            return;
+        }
+        for slot in slots {
+            if let Some(line) = leaving.lines.remove(&slot)
+                && leaving.slots.get(&line) == Some(&slot)
+            {
+                leaving.slots.remove(&line);
+            }
+        }
+    }
+
+    /// A crash would leave some of these lines, although memory has taken them out.
+    pub(crate) fn has_leaving(&self, mut lines: std::ops::Range<Line>) -> bool {
+        let leaving = self.leaving.borrow();
+        if (lines.end - lines.start) as usize > leaving.slots.len() {
+            return leaving.slots.keys().any(|line| lines.contains(line));
+        }
+        lines.any(|line| leaving.slots.contains_key(&line))
+    }
+
+    /// What was written to `place` is in the cache from now on; `dirty` are those of its sectors that the disk has not.
+    pub(crate) fn is_stored(&self, place: &Place<'_>, part: Part, dirty: Sectors) {
+        let slot = place.slot;
+        {
+            let mut index = self.index.borrow_mut();
+            match index.find(part.line) {
+                Some(found) if found == slot => {
+                    let (valid, was_dirty) = (index.valid(slot), index.dirty(slot));
+                    index.set_sectors(slot, valid | part.sectors, was_dirty & !part.sectors | dirty);
+                }
+                // Another one was faster; or it was taken out, and does not come back from here.
+                Some(_) => return,
+                None if place.is_old => return,
+                None => {
+                    self.ledger.borrow_mut().note(slot, Entry::default);
+                    index.insert(slot, part.line, part.sectors, dirty);
+                }
+            }
+        }
+        self.make_room(slot.set());
+        self.settle_in_time();
+    }
+
+    /// Sees to it that neither memory nor a crash finds anything of `range` in the cache. The range is held, and its sets
+    /// are loaded.
+    pub(crate) async fn retract(&self, range: ByteRange) -> Result<(), Failed> {
+        if self.has_failed() {
+            return Err(Failed);
+        }
+        let mut commits = self.has_leaving(self.shape.lines_of(range));
+        for part in self.shape.parts_of(range) {
+            let found = self.index.borrow().find(part.line);
+            let Some(slot) = found else { continue };
+            commits |= self.take_sectors(slot, part.sectors);
+        }
+        if commits { self.commit().await } else { Ok(()) }
+    }
+
+    /// Takes sectors out of a slot; whether a crash would still leave them.
+    pub(crate) fn take_sectors(&self, slot: Slot, sectors: Sectors) -> bool {
+        let memory = self.index.borrow().entry(slot);
+        if memory.is_empty() {
+            return false;
+        }
+        if memory.valid & !sectors == 0 {
+            let ledger = self.ledger.borrow();
+            let commits = ledger
+                .get(slot)
+                .is_none_or(|place| !place.last.is_empty() || place.commits > 0);
+            drop(ledger);
+            self.take_out(slot);
+            return commits;
+        }
+        let place = *self.ledger.borrow_mut().note(slot, || memory);
+        self.index
+            .borrow_mut()
+            .set_sectors(slot, memory.valid & !sectors, memory.dirty & !sectors);
+        if place.last.valid & sectors == 0 {
+            return place.commits > 0;
+        }
+        let mut entry = place.last;
+        entry.valid &= !sectors;
+        entry.dirty &= !sectors;
+        if entry.valid == 0 {
+            entry = Entry::default();
+        }
+        self.queue(slot, entry);
+        true
+    }
+}

@@ -1,0 +1,252 @@
+//! Where things lie in a cache, and what identifies a line.
+//!
+//! A cache is set-associative. The disk's lines are dealt to the sets in turn (line number modulo the number of sets),
+//! so that a run of lines is spread evenly; the number of sets is a prime, so that steps of a power of two are, too. In
+//! its set a line may lie in any way. Lines of one way lie side by side in the order of the sets: neighbours on the disk
+//! that share a way number are neighbours in the cache.
+//!
+//! ```text
+//! byte 0     superblock, twice 4 KiB
+//!      8192  journal, 512-byte sectors
+//!            set pages, two places for each set
+//!            data: way 0 of every set, way 1 of every set, ...
+//! ```
+
+use larder_block::{ByteLen, ByteOffset};
+
+use crate::page;
+
+/// Bytes of a sector: what lines are valid and dirty by.
+pub(crate) const SECTOR: u64 = 512;
+pub(crate) const SECTOR_BITS: u32 = 9;
+
+/// Bytes of each of the two superblocks.
+pub(crate) const SUPERBLOCK_LEN: u64 = 4096;
+/// Where the journal begins.
+pub(crate) const JOURNAL_AT: u64 = 2 * SUPERBLOCK_LEN;
+
+/// Commits are multiples of this many bytes: what an SSD writes without reading first.
+pub(crate) const COMMIT_UNIT: u64 = 4096;
+
+/// The most ways of a set. A page has room for so many, so that a cache can grow.
+pub(crate) const WAYS_MAX: u32 = 256;
+/// The ways that a set is made with, if the cache is not very small.
+const WAYS: u32 = 128;
+const WAYS_MIN: u32 = 4;
+
+/// Least and most bytes of a journal.
+const JOURNAL_MIN: u64 = 64 << 10;
+const JOURNAL_MAX: u64 = 16 << 20;
+
+/// A part of a disk as long as a line: its bytes begin at this number times the line's length.
+pub(crate) type Line = u64;
+
+/// A place for a line in the cache: set times 256, plus way.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub(crate) struct Slot(pub(crate) u32);
+
+impl Slot {
+    pub(crate) fn new(set: u32, way: u32) -> Self {
+        debug_assert!(way < WAYS_MAX);
+        Self(set << 8 | way)
+    }
+
+    pub(crate) fn set(self) -> u32 {
+        self.0 >> 8
+    }
+
+    pub(crate) fn way(self) -> u32 {
+        self.0 & 0xff
+    }
+}
+
+/// The sectors of a line, the first one in the lowest bit.
+pub(crate) type Sectors = u128;
+
+/// How a cache is laid out. All that is not in bytes is a count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    pub(crate) line_bits: u32,
+    pub(crate) sets: u32,
+    pub(crate) ways: u32,
+    pub(crate) journal_len: u64,
+    /// Of one of a set's two pages.
+    pub(crate) page_len: u64,
+}
+
+impl Shape {
+    /// The shape of a cache in a file or device of `size` bytes; `None` if there is no room for the least one.
+    /// `page_unit` is what the device writes at once, in bytes.
+    pub(crate) fn for_size(size: ByteLen, line_bits: u32, page_unit: u64) -> Option<Self> {
+        let journal_len = (size.get() / 1024).clamp(JOURNAL_MIN, JOURNAL_MAX) / COMMIT_UNIT * COMMIT_UNIT;
+        let room = size.get().checked_sub(JOURNAL_AT + journal_len)?;
+        let lines = room >> line_bits;
+        let ways = (lines / 8).clamp(WAYS_MIN.into(), WAYS.into()) as u32;
+        let page_len = page::len_for(line_bits).next_multiple_of(page_unit.max(SECTOR));
+        // There may be a gap before the data, which begins at a multiple of its line.
+        let room = room.checked_sub(1 << line_bits)?;
+        let set_len = (u64::from(ways) << line_bits) + 2 * page_len;
+        // A slot's number has 24 bits for the set.
+        let about = u32::try_from(room / set_len).unwrap_or(u32::MAX).min((1 << 24) - 1);
+        let with_sets = |sets: u32| {
+            let ways = (room / u64::from(sets)).checked_sub(2 * page_len)? >> line_bits;
+            let ways = ways.min(WAYS_MAX.into()) as u32;
+            (ways > 0).then_some(Self {
+                line_bits,
+                sets,
+                ways,
+                journal_len,
+                page_len,
+            })
+        };
+        // Of the primes near by, the one that leaves the least unused.
+        let primes = (about - about / 4..=about.saturating_add(about / 4))
+            .filter(is_prime)
+            .take(64);
+        primes.chain([1]).filter_map(with_sets).max_by_key(Self::slots)
+    }
+
+    /// Whether it is one that this program can work with, in `size` bytes.
+    pub(crate) fn is_sound(&self, size: ByteLen) -> bool {
+        let lines_fit = |shape: &Self| {
+            let data = u64::from(shape.sets) * u64::from(shape.ways);
+            data.checked_shl(shape.line_bits)
+                .and_then(|len| shape.data_at().checked_add(len))
+                .is_some_and(|end| end <= size.get())
+        };
+        (12..=16).contains(&self.line_bits)
+            && (1..1 << 24).contains(&self.sets)
+            && (1..=WAYS_MAX).contains(&self.ways)
+            && self.journal_len.is_multiple_of(COMMIT_UNIT)
+            && (COMMIT_UNIT * 4..=1 << 30).contains(&self.journal_len)
+            && self.page_len >= page::len_for(self.line_bits)
+            && self.page_len <= 1 << 16
+            && self.page_len.is_multiple_of(SECTOR)
+            && lines_fit(self)
+    }
+
+    pub(crate) fn line_len(&self) -> u64 {
+        1 << self.line_bits
+    }
+
+    pub(crate) fn sectors_per_line(&self) -> u32 {
+        1 << (self.line_bits - SECTOR_BITS)
+    }
+
+    /// Bytes of the mask of a line's sectors.
+    pub(crate) fn mask_len(&self) -> usize {
+        (self.sectors_per_line() / 8) as usize
+    }
+
+    pub(crate) fn slots(&self) -> u64 {
+        u64::from(self.sets) * u64::from(self.ways)
+    }
+
+    /// Bytes of data that it can hold.
+    pub fn capacity(&self) -> ByteLen {
+        ByteLen::new(self.slots() << self.line_bits)
+    }
+
+    pub(crate) fn set_of(&self, line: Line) -> u32 {
+        (line % u64::from(self.sets)) as u32
+    }
+
+    /// What tells a line from the others of its set; not zero.
+    pub(crate) fn tag_of(&self, line: Line) -> u32 {
+        u32::try_from(line / u64::from(self.sets) + 1).unwrap_or(u32::MAX)
+    }
+
+    pub(crate) fn line_of(&self, set: u32, tag: u32) -> Line {
+        (u64::from(tag) - 1) * u64::from(self.sets) + u64::from(set)
+    }
+
+    /// The longest disk whose lines all have a tag.
+    pub(crate) fn disk_max(&self) -> ByteLen {
+        let lines = u64::from(u32::MAX - 1) * u64::from(self.sets);
+        ByteLen::new(lines.min(1 << (63 - self.line_bits)) << self.line_bits)
+    }
+
+    pub(crate) fn journal_sectors(&self) -> u64 {
+        self.journal_len / SECTOR
+    }
+
+    fn pages_at(&self) -> u64 {
+        JOURNAL_AT + self.journal_len
+    }
+
+    /// Where the page of a set is, in the first (`false`) or second of its places.
+    pub(crate) fn page_at(&self, set: u32, second: bool) -> ByteOffset {
+        ByteOffset::new(self.pages_at() + (u64::from(set) * 2 + u64::from(second)) * self.page_len)
+    }
+
+    pub(crate) fn pages_len(&self) -> u64 {
+        u64::from(self.sets) * 2 * self.page_len
+    }
+
+    fn data_at(&self) -> u64 {
+        (self.pages_at() + self.pages_len()).next_multiple_of(self.line_len())
+    }
+
+    /// Where the data of a slot is.
+    pub(crate) fn data_of(&self, slot: Slot) -> ByteOffset {
+        let index = u64::from(slot.way()) * u64::from(self.sets) + u64::from(slot.set());
+        ByteOffset::new(self.data_at() + (index << self.line_bits))
+    }
+
+    /// Bytes of the file or device that it needs.
+    pub(crate) fn len(&self) -> ByteLen {
+        ByteLen::new(self.data_at() + (self.slots() << self.line_bits))
+    }
+}
+
+fn is_prime(number: &u32) -> bool {
+    let divisors = (2..).take_while(|divisor| u64::from(*divisor) * u64::from(*divisor) <= u64::from(*number));
+    *number >= 2 && divisors.into_iter().all(|divisor: u32| !number.is_multiple_of(divisor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_fits_in_its_size_and_uses_nearly_all_of_it() {
+        for line_bits in 12..=16 {
+            for unit in [512, 4096] {
+                for size in [1 << 20, 10 << 20, 1 << 30, 100 << 30, 3_000_000_000, 8 << 40] {
+                    let size = ByteLen::new(size);
+                    let Some(shape) = Shape::for_size(size, line_bits, unit) else {
+                        assert!(size <= ByteLen::mib(1), "{line_bits} {size}");
+                        continue;
+                    };
+                    assert!(shape.is_sound(size), "{shape:?} {size}");
+                    assert!(shape.len() <= size);
+                    let least = match size.get() {
+                        small if small <= 1 << 20 => 0.6,
+                        small if small <= 16 << 20 => 0.9,
+                        _ => 0.96,
+                    };
+                    let used = shape.capacity().get() as f64 / size.get() as f64;
+                    assert!(used > least, "{shape:?} uses {used} of {size}");
+                }
+            }
+        }
+        assert_eq!(Shape::for_size(ByteLen::kib(64), 12, 512), None);
+    }
+
+    #[test]
+    fn every_line_has_a_place_of_its_own() {
+        let shape = Shape::for_size(ByteLen::mib(4), 12, 512).expect("large enough");
+        let mut places = std::collections::HashSet::new();
+        for set in 0..shape.sets {
+            for way in 0..shape.ways {
+                let at = shape.data_of(Slot::new(set, way)).get();
+                assert!(at.is_multiple_of(shape.line_len()) && at + shape.line_len() <= shape.len().get());
+                assert!(at >= shape.page_at(shape.sets - 1, true).get() + shape.page_len);
+                assert!(places.insert(at));
+            }
+        }
+        for line in [0, 1, 77, 1 << 30] {
+            assert_eq!(shape.line_of(shape.set_of(line), shape.tag_of(line)), line);
+        }
+    }
+}

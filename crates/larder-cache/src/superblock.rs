@@ -1,0 +1,253 @@
+//! The superblock: what a cache is, whose it is, and how it was left.
+//!
+//! There are two copies, which are written one after the other with a barrier between. The one with the higher sequence
+//! counts. Nothing is done that a new superblock allows before both copies are durable, so either says enough.
+//!
+//! ```text
+//! byte 0    magic "LRDRCACH"
+//!      8    version, u32                   12   CRC32C of the rest, u32
+//!      16   features, u64: none is known   24   sequence, u64
+//!      32   identity of the cache, 16 bytes
+//!      48   log2 of a line's bytes, u32    52   sets, u32
+//!      56   ways, u32                      60   mode, u32
+//!      64   bytes of the journal, u64      72   bytes of a page, u64
+//!      80   flags, u32: 1 clean stop, 2 dirty lines are possible
+//!      84   session, u32
+//!      88   next sequence of the journal at a clean stop, u64
+//!      96   bytes of the disk, u64
+//!      104  bytes of the disk's name, of its identity, and of its stamp, u16 each; zero, u16
+//!      112  name, identity, stamp, up to byte 4096
+//! ```
+//! All numbers are little-endian.
+
+use larder_block::ByteLen;
+
+use crate::Mode;
+use crate::shape::{SUPERBLOCK_LEN, Shape};
+
+const MAGIC: &[u8; 8] = b"LRDRCACH";
+const VERSION: u32 = 1;
+const FLAG_CLEAN: u32 = 1;
+const FLAG_DIRTY: u32 = 2;
+const NAMES_AT: usize = 112;
+/// Bytes of name, identity and stamp together.
+const NAMES_MAX: usize = SUPERBLOCK_LEN as usize - NAMES_AT;
+
+/// The disk that a cache belongs to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DiskId {
+    /// For messages.
+    pub name: String,
+    /// What no other disk has, as far as that can be told; bytes that mean something to the caller only.
+    pub identity: Vec<u8>,
+    /// What changes when somebody writes to the disk; empty if there is no such thing.
+    pub stamp: Vec<u8>,
+}
+
+/// What a superblock says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Superblock {
+    pub(crate) sequence: u64,
+    pub(crate) uuid: [u8; 16],
+    /// How it is laid out.
+    pub shape: Shape,
+    /// How writes go.
+    pub mode: Mode,
+    /// It was closed, and nothing is missing.
+    pub clean: bool,
+    /// There may be data that only the cache has.
+    pub may_be_dirty: bool,
+    pub(crate) session: u32,
+    /// At a clean stop.
+    pub(crate) journal_end: u64,
+    /// Of the disk.
+    pub disk_size: ByteLen,
+    /// Whose cache it is.
+    pub disk: DiskId,
+}
+
+/// Why a superblock is none.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum SuperblockError {
+    #[error("it does not begin like a cache of Larder's")]
+    NoMagic,
+    #[error(
+        "it is of version {0}; this program knows version {VERSION}: use the program that made it, or drop it (larder disk cache drop) and begin anew"
+    )]
+    Version(u32),
+    #[error(
+        "it uses features that this program does not know ({0:#x}): use the program that made it, or drop it (larder disk cache drop) and begin anew"
+    )]
+    Features(u64),
+    #[error("both of its superblocks are damaged")]
+    Damaged,
+    #[error("it is cut off: it needs {needed} bytes, and has {size}")]
+    CutOff { needed: u64, size: u64 },
+}
+
+impl Superblock {
+    /// What checksums of this cache begin with.
+    pub(crate) fn seed(&self) -> u32 {
+        crc32c::crc32c(&self.uuid)
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; SUPERBLOCK_LEN as usize];
+        bytes[..8].copy_from_slice(MAGIC);
+        let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+        put(8, &VERSION.to_le_bytes());
+        put(24, &self.sequence.to_le_bytes());
+        put(32, &self.uuid);
+        put(48, &self.shape.line_bits.to_le_bytes());
+        put(52, &self.shape.sets.to_le_bytes());
+        put(56, &self.shape.ways.to_le_bytes());
+        put(60, &self.mode.number().to_le_bytes());
+        put(64, &self.shape.journal_len.to_le_bytes());
+        put(72, &self.shape.page_len.to_le_bytes());
+        let flags = if self.clean { FLAG_CLEAN } else { 0 } | if self.may_be_dirty { FLAG_DIRTY } else { 0 };
+        put(80, &flags.to_le_bytes());
+        put(84, &self.session.to_le_bytes());
+        put(88, &self.journal_end.to_le_bytes());
+        put(96, &self.disk_size.get().to_le_bytes());
+        // A name that is too long is cut; the other two are short.
+        let stamp = &self.disk.stamp[..self.disk.stamp.len().min(NAMES_MAX / 4)];
+        let identity = &self.disk.identity[..self.disk.identity.len().min(NAMES_MAX / 4)];
+        let name = self.disk.name.as_bytes();
+        let name = &name[..name.len().min(NAMES_MAX / 2)];
+        let mut at = NAMES_AT;
+        for (index, part) in [name, identity, stamp].into_iter().enumerate() {
+            put(104 + 2 * index, &(part.len() as u16).to_le_bytes());
+            put(at, part);
+            at += part.len();
+        }
+        let sum = checksum(&bytes);
+        bytes[12..16].copy_from_slice(&sum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads one copy.
+    fn decode(bytes: &[u8]) -> Result<Self, SuperblockError> {
+        if &bytes[..8] != MAGIC {
+            return Err(SuperblockError::NoMagic);
+        }
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
+        if word(8) != VERSION {
+            return Err(SuperblockError::Version(word(8)));
+        }
+        if word(12) != checksum(bytes) {
+            return Err(SuperblockError::Damaged);
+        }
+        if long(16) != 0 {
+            return Err(SuperblockError::Features(long(16)));
+        }
+        let mut parts = [Vec::new(), Vec::new(), Vec::new()];
+        let mut at = NAMES_AT;
+        for (index, part) in parts.iter_mut().enumerate() {
+            let len = usize::from(u16::from_le_bytes([bytes[104 + 2 * index], bytes[105 + 2 * index]]));
+            *part = bytes.get(at..at + len).ok_or(SuperblockError::Damaged)?.to_vec();
+            at += len;
+        }
+        let [name, identity, stamp] = parts;
+        let mut uuid = [0; 16];
+        uuid.copy_from_slice(&bytes[32..48]);
+        Ok(Self {
+            sequence: long(24),
+            uuid,
+            shape: Shape {
+                line_bits: word(48),
+                sets: word(52),
+                ways: word(56),
+                journal_len: long(64),
+                page_len: long(72),
+            },
+            mode: Mode::from_number(word(60)).ok_or(SuperblockError::Damaged)?,
+            clean: word(80) & FLAG_CLEAN != 0,
+            may_be_dirty: word(80) & FLAG_DIRTY != 0,
+            session: word(84),
+            journal_end: long(88),
+            disk_size: ByteLen::new(long(96)),
+            disk: DiskId {
+                name: String::from_utf8_lossy(&name).into_owned(),
+                identity,
+                stamp,
+            },
+        })
+    }
+
+    /// The one that counts of the two copies, of a file or device of `size` bytes.
+    pub(crate) fn choose(first: &[u8], second: &[u8], size: ByteLen) -> Result<Self, SuperblockError> {
+        let chosen = match (Self::decode(first), Self::decode(second)) {
+            (Ok(first), Ok(second)) if first.uuid == second.uuid && second.sequence > first.sequence => second,
+            (Ok(first), _) => first,
+            (Err(_), Ok(second)) => second,
+            (Err(SuperblockError::NoMagic), Err(SuperblockError::NoMagic)) => return Err(SuperblockError::NoMagic),
+            (Err(SuperblockError::NoMagic), Err(_)) => return Err(SuperblockError::Damaged),
+            (Err(error), Err(_)) => return Err(error),
+        };
+        let needed = chosen.shape.line_bits.clamp(12, 16) == chosen.shape.line_bits;
+        if !needed || !chosen.shape.is_sound(ByteLen::new(u64::MAX >> 1)) {
+            return Err(SuperblockError::Damaged);
+        }
+        if chosen.shape.len() > size {
+            let needed = chosen.shape.len().get();
+            return Err(SuperblockError::CutOff {
+                needed,
+                size: size.get(),
+            });
+        }
+        Ok(chosen)
+    }
+}
+
+/// Of everything but the checksum itself.
+fn checksum(bytes: &[u8]) -> u32 {
+    crc32c::crc32c_append(crc32c::crc32c(&bytes[..12]), &bytes[16..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example() -> Superblock {
+        Superblock {
+            sequence: 7,
+            uuid: *b"0123456789abcdef",
+            shape: Shape::for_size(ByteLen::mib(64), 12, 512).expect("large enough"),
+            mode: Mode::WriteAround,
+            clean: true,
+            may_be_dirty: true,
+            session: 3,
+            journal_end: 99,
+            disk_size: ByteLen::mib(640),
+            disk: DiskId {
+                name: "/srv/disk.raw".to_owned(),
+                identity: vec![1, 2, 3],
+                stamp: vec![9; 40],
+            },
+        }
+    }
+
+    #[test]
+    fn the_newer_copy_counts_and_a_damaged_one_does_not() {
+        let old = example();
+        let new = Superblock {
+            sequence: 8,
+            clean: false,
+            ..old.clone()
+        };
+        let size = ByteLen::mib(64);
+        let (first, second) = (old.encode(), new.encode());
+        assert_eq!(Superblock::choose(&first, &second, size), Ok(new.clone()));
+        assert_eq!(Superblock::choose(&second, &first, size), Ok(new.clone()));
+        for at in 0..SUPERBLOCK_LEN as usize {
+            let mut damaged = second.clone();
+            damaged[at] ^= 1 << (at % 8);
+            assert_eq!(Superblock::choose(&first, &damaged, size), Ok(old.clone()), "byte {at}");
+            assert!(Superblock::choose(&damaged, &damaged, size).is_err(), "byte {at}");
+        }
+        let cut = Superblock::choose(&first, &second, ByteLen::mib(50));
+        assert!(matches!(cut, Err(SuperblockError::CutOff { .. })), "{cut:?}");
+    }
+}
