@@ -30,12 +30,28 @@ pub(crate) struct Changes {
     flushes: Cell<u32>,
 }
 
-/// A flush of the disk that is under way.
-struct Flush<'a>(&'a Changes);
+/// A flush of the disk that is under way, or was given up.
+struct Flush<'a> {
+    changes: &'a Changes,
+    /// There is something that it has not covered if it does not succeed.
+    uncovered: bool,
+}
+
+impl<'a> Flush<'a> {
+    fn begin(changes: &'a Changes) -> Self {
+        changes.flushes.set(changes.flushes.get() + 1);
+        Self {
+            changes,
+            uncovered: changes.unflushed.take(),
+        }
+    }
+}
 
 impl Drop for Flush<'_> {
     fn drop(&mut self) {
-        self.0.flushes.set(self.0.flushes.get() - 1);
+        let changes = self.changes;
+        changes.flushes.set(changes.flushes.get() - 1);
+        changes.unflushed.set(changes.unflushed.get() || self.uncovered);
     }
 }
 
@@ -124,14 +140,10 @@ impl Cache {
 
     /// Flushes the disk.
     pub(crate) async fn flush_disk(&self) -> IoResult {
-        self.changes.flushes.set(self.changes.flushes.get() + 1);
-        let _flush = Flush(&self.changes);
-        let unflushed = self.changes.unflushed.take();
-        let result = self.lower.flush().await;
-        if result.is_err() && unflushed {
-            self.changes.unflushed.set(true);
-        }
-        result
+        let mut flush = Flush::begin(&self.changes);
+        self.lower.flush().await?;
+        flush.uncovered = false;
+        Ok(())
     }
 
     /// `range`, as far as whole lines reach.
