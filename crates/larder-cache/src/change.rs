@@ -7,8 +7,9 @@
 
 use std::cell::Cell;
 
-use larder_block::range_lock::{Mode as Access, Ranges, Ticket};
+use larder_block::range_lock::{Mode as Hold, Ranges, Ticket};
 use larder_block::{ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join};
+use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
 use crate::entry::Entry;
@@ -87,6 +88,7 @@ impl Watch for Changes {
 struct Writing<'a> {
     cache: &'a Cache,
     places: SmallVec<[(Part, Place<'a>); 2]>,
+    context: Context,
 }
 
 impl Writing<'_> {
@@ -103,7 +105,7 @@ impl Writing<'_> {
     fn done(mut self) {
         for (part, place) in self.places.drain(..) {
             self.cache.index.borrow_mut().hide(place.slot(), 0);
-            self.cache.is_stored(&place, part, 0);
+            self.cache.is_stored(&place, part, 0, self.context);
         }
     }
 }
@@ -179,7 +181,7 @@ impl Cache {
         let _held = self
             .changes
             .ranges
-            .enter(self.lines_whole(range), Access::Exclusive)
+            .enter(self.lines_whole(range), Hold::Exclusive)
             .await;
         self.fills.forget(range);
         self.fills.landing(range).await;
@@ -196,14 +198,17 @@ impl Cache {
             }
             return self.lower.write(range.start, buffer, flags).await;
         }
+        let context = self.context(Access::Write, range.len.get());
         let mut writing = Writing {
             cache: self,
             places: SmallVec::new(),
+            context,
         };
         let mut commits = self.has_leaving(self.shape.lines_of(range));
         for part in self.shape.parts_of(range) {
             let found = self.index.borrow().find(part.line);
             if let Some(slot) = found {
+                self.index.borrow_mut().policy.touch(slot, part.line, context);
                 let place = self.place_of(slot);
                 commits |= self.open_line(slot, part);
                 writing.places.push((part, place));
@@ -216,7 +221,7 @@ impl Cache {
         for part in self.shape.parts_of(range) {
             let is_there = writing.places.iter().any(|(other, _)| other.line == part.line);
             if !is_there
-                && self.admits(part, true)
+                && self.admits(part.line, context)
                 && let Some(place) = self.place_for(part)
             {
                 writing.places.push((part, place));
@@ -298,7 +303,7 @@ impl Cache {
             let _held = self
                 .changes
                 .ranges
-                .enter(self.lines_whole(piece), Access::Exclusive)
+                .enter(self.lines_whole(piece), Hold::Exclusive)
                 .await;
             self.fills.forget(piece);
             self.load_range(piece, operation).await?;

@@ -99,7 +99,7 @@ impl Cache {
         while !self.has_failed() {
             let per_sector = journal::records_per_sector(&self.shape);
             let most = per_sector * (COMMIT_MAX / SECTOR) as usize;
-            let records: Vec<Record> = {
+            let mut records: Vec<Record> = {
                 let mut queue = self.commits.queue.borrow_mut();
                 let count = queue.len().min(most);
                 queue.drain(..count).collect()
@@ -107,7 +107,7 @@ impl Cache {
             if records.is_empty() {
                 break;
             }
-            if let Err(error) = self.write_commit(&records).await {
+            if let Err(error) = self.write_commit(&mut records).await {
                 self.fail(&error);
             }
         }
@@ -115,7 +115,7 @@ impl Cache {
         self.commits.waiting.wake();
     }
 
-    async fn write_commit(&self, records: &[Record]) -> IoResult {
+    async fn write_commit(&self, records: &mut [Record]) -> IoResult {
         let commits = &self.commits;
         let len = (records.len().div_ceil(journal::records_per_sector(&self.shape)) * SECTOR_LEN) as u64;
         let len = len.next_multiple_of(COMMIT_UNIT);
@@ -134,6 +134,12 @@ impl Cache {
             tail: commits.tail.get(),
         };
         let mut bytes = AlignedBuf::zeroed(len as usize);
+        {
+            let policy = &mut self.index.borrow_mut().policy;
+            records
+                .iter_mut()
+                .for_each(|record| record.entry.hotness = policy.save(record.slot));
+        }
         journal::encode(&self.shape, self.seed, position, records, &mut bytes);
         let first = position.sequence % ring;
         // Up to the ring's end, and from its start.
@@ -149,9 +155,10 @@ impl Cache {
         commits.end.set(position.sequence + count);
         {
             let (mut index, mut ledger) = (self.index.borrow_mut(), self.ledger.borrow_mut());
-            for Record { slot, entry } in records {
+            for Record { slot, entry } in &*records {
                 index.set_changed(slot.set(), commits.half.get(), true);
-                ledger.commit_ends(*slot, *entry, index.entry(*slot));
+                let entry = Entry { hotness: 0, ..*entry };
+                ledger.commit_ends(*slot, entry, index.entry(*slot));
             }
         }
         let emptied = records.iter().filter(|record| record.entry.is_empty());
@@ -219,10 +226,12 @@ impl Cache {
         let second = {
             let (mut index, ledger) = (self.index.borrow_mut(), self.ledger.borrow());
             index.set_changed(set, half, false);
+            let index = &mut *index;
             let entries: Vec<Entry> = index
                 .slots_of(set)
-                .map(|slot| {
-                    ledger
+                .map(|slot| Entry {
+                    hotness: index.policy.save(slot),
+                    ..ledger
                         .get(slot)
                         .map_or_else(|| index.entry(slot), |place| place.durable)
                 })

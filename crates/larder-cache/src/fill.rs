@@ -11,9 +11,12 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use larder_block::{AlignedBuf, ByteRange, IoResult, ReadBuf, WriteBuf, WriteFlags};
+use larder_policy::policy::Context;
+use smallvec::SmallVec;
 
 use crate::Cache;
 use crate::parts::Part;
+use crate::shape::Line;
 use crate::waiters::Waiters;
 
 /// Bytes of one fill at most.
@@ -24,6 +27,9 @@ const FILLS_MAX: usize = 32;
 /// One fill.
 pub(crate) struct Fill {
     range: ByteRange,
+    /// Those of its lines that are to be brought in.
+    lines: SmallVec<[Line; 16]>,
+    context: Context,
     /// Once it has arrived, and until the fill ends.
     memory: RefCell<Option<Rc<AlignedBuf>>>,
     /// It is being written to the cache device.
@@ -54,7 +60,7 @@ pub(crate) enum Found {
 
 impl Fills {
     /// Begins one, if there is memory, and nothing of it is being brought in already.
-    fn begin(&self, range: ByteRange) -> Option<Rc<Fill>> {
+    fn begin(&self, range: ByteRange, lines: &[Line], context: Context) -> Option<Rc<Fill>> {
         let mut running = self.running.borrow_mut();
         let is_taken = running.iter().any(|fill| fill.range.overlaps(range));
         if is_taken || running.len() >= FILLS_MAX || range.len.get() > FILL_LEN {
@@ -62,6 +68,8 @@ impl Fills {
         }
         let fill = Rc::new(Fill {
             range,
+            lines: lines.into(),
+            context,
             memory: RefCell::default(),
             is_stored: Cell::new(false),
             ended: Cell::new(false),
@@ -153,10 +161,16 @@ impl Drop for Guard<'_> {
 
 impl Cache {
     /// Reads from the disk, and keeps what is read if it can.
-    pub(crate) async fn read_and_fill(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+    pub(crate) async fn read_and_fill(
+        &self,
+        range: ByteRange,
+        buffer: ReadBuf<'_>,
+        lines: &[Line],
+        context: Context,
+    ) -> IoResult {
         let fill = match self.changes.touch(range) {
             true => None,
-            false => self.fills.begin(range),
+            false => self.fills.begin(range, lines, context),
         };
         let Some(fill) = fill else {
             self.counts.borrow_mut().bypassed_busy += 1;
@@ -189,7 +203,8 @@ impl Cache {
             return;
         };
         fill.is_stored.set(true);
-        for part in self.shape.parts_of(fill.range) {
+        for line in &fill.lines {
+            let part = self.shape.part_of(*line, fill.range);
             if fill.void.get() || self.has_failed() || self.load(self.shape.set_of(part.line)).await.is_err() {
                 return;
             }
@@ -213,7 +228,7 @@ impl Cache {
             Ok(()) if fill.void.get() => {}
             Ok(()) => {
                 self.counts.borrow_mut().filled += part.range.len.get();
-                self.is_stored(&place, part, 0);
+                self.is_stored(&place, part, 0, fill.context);
             }
         }
     }

@@ -142,7 +142,7 @@ impl Index {
         }
     }
 
-    /// What is known of a slot, as it is written down.
+    /// What is known of a slot, but for how hot it is.
     pub(crate) fn entry(&self, slot: Slot) -> Entry {
         let tag = self.tag(slot);
         if tag == 0 {
@@ -150,7 +150,7 @@ impl Index {
         }
         Entry {
             tag,
-            hotness: self.policy.hotness(slot),
+            hotness: 0,
             open: false,
             valid: self.valid(slot),
             dirty: self.dirty(slot),

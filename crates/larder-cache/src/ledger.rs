@@ -99,13 +99,10 @@ impl Ledger {
 
     /// Takes a slot out that is settled after all.
     pub(crate) fn tidy(&mut self, slot: Slot, memory: Entry) {
-        let is_settled = self.slots.get(&slot).is_some_and(|place| {
-            let alike = Entry {
-                hotness: memory.hotness,
-                ..place.durable
-            };
-            place.commits == 0 && place.changes == 0 && alike == memory
-        });
+        let is_settled = self
+            .slots
+            .get(&slot)
+            .is_some_and(|place| place.commits == 0 && place.changes == 0 && place.durable == memory);
         if is_settled {
             self.slots.remove(&slot);
         }

@@ -48,11 +48,12 @@ use change::Changes;
 use commit::Commits;
 use fill::Fills;
 use index::Index;
+use larder_policy::policy::{Access, Context};
 use ledger::Ledger;
 use load::Loading;
-use parts::Part;
 use place::Leaving;
 use settle::Settling;
+use shape::Line;
 use waiters::Waiters;
 
 const EIO: i32 = 5;
@@ -239,8 +240,20 @@ impl Cache {
         }
     }
 
-    fn admits(&self, _: Part, _: bool) -> bool {
-        true
+    /// The circumstances of a request of so many bytes, for the policy.
+    fn context(&self, access: Access, request_bytes: u64) -> Context {
+        let nanos = self.on.upgrade().map_or(0, |on| on.now().as_nanos());
+        Context {
+            access,
+            request_bytes,
+            now: Duration::from_nanos(nanos),
+        }
+    }
+
+    /// Whether a line that is not in the cache shall be brought in. To be asked once for each request.
+    fn admits(&self, line: Line, context: Context) -> bool {
+        let set = self.shape.set_of(line);
+        self.index.borrow_mut().policy.admit(set, line, context)
     }
 
     /// Has the sets of a range in memory.

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
 
-use larder_block::range_lock::{Mode as Access, Ranges};
+use larder_block::range_lock::{Mode as Hold, Ranges};
 use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, ReadBuf};
 
 use crate::entry::Entry;
@@ -86,7 +86,7 @@ impl Cache {
 
     async fn load_chunk(&self, sets: Range<u32>) -> IoResult {
         let range = ByteRange::new(sets.start.into(), (sets.end - sets.start).into());
-        let _held = self.loading.busy.enter(range, Access::Exclusive).await;
+        let _held = self.loading.busy.enter(range, Hold::Exclusive).await;
         if sets.clone().all(|set| self.index.borrow().is_loaded(set)) {
             return Ok(());
         }
@@ -194,6 +194,7 @@ impl Cache {
         {
             let mut index = self.index.borrow_mut();
             index.set_page_second(set, is_second);
+            let mut hotness = Vec::new();
             let mut seen: Vec<(u32, usize)> = Vec::new();
             let mut kept = vec![true; entries.len()];
             for (way, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
@@ -217,12 +218,13 @@ impl Cache {
                 if kept[way] {
                     let line = self.shape.line_of(set, entry.tag);
                     index.insert(slot, line, valid, entry.dirty);
-                    index.policy.load(slot, entry.hotness);
+                    hotness.push((way as u8, entry.hotness));
                 }
                 if !kept[way] || valid != entry.valid || entry.open {
-                    removed.push((slot, *entry));
+                    removed.push((slot, Entry { hotness: 0, ..*entry }));
                 }
             }
+            index.policy.load(set, hotness);
             index.set_loaded(set);
         }
         for (slot, entry) in removed {

@@ -10,6 +10,7 @@ use crate::entry::Entry;
 use crate::index::Use;
 use crate::parts::Part;
 use crate::shape::{Line, Sectors, Slot, WAYS_MAX};
+use larder_policy::policy::Context;
 
 /// Lines that memory has taken out, while a crash would still leave them.
 #[derive(Default)]
@@ -136,6 +137,11 @@ impl Cache {
             };
             let Some(slot) = victim else { break };
             self.counts.borrow_mut().evicted += 1;
+            {
+                let index = &mut *self.index.borrow_mut();
+                let line = self.shape.line_of(set, index.tag(slot));
+                index.policy.evict(slot, line);
+            }
             self.take_out(slot);
         }
     }
@@ -186,7 +192,7 @@ impl Cache {
     }
 
     /// What was written to `place` is in the cache from now on; `dirty` are those of its sectors that the disk has not.
-    pub(crate) fn is_stored(&self, place: &Place<'_>, part: Part, dirty: Sectors) {
+    pub(crate) fn is_stored(&self, place: &Place<'_>, part: Part, dirty: Sectors, context: Context) {
         let slot = place.slot;
         {
             let mut index = self.index.borrow_mut();
@@ -201,6 +207,7 @@ impl Cache {
                 None => {
                     self.ledger.borrow_mut().note(slot, Entry::default);
                     index.insert(slot, part.line, part.sectors, dirty);
+                    index.policy.insert(slot, part.line, context);
                 }
             }
         }

@@ -1,59 +1,80 @@
-//! Stands in for the policy until it is there: CLOCK with two bits.
+//! The policy's state of each set, beside the policy.
 
-use crate::shape::{Shape, Slot};
+use larder_policy::policy::{Admission, Context, PolicyOptions};
 
+use crate::shape::{Line, Shape, Slot};
+
+/// Which lines are worth most.
 pub(crate) struct Policy {
-    ways: usize,
-    hot: Vec<u8>,
-    hands: Vec<u8>,
+    policy: larder_policy::Policy,
+    /// For each set so many bytes, in a row.
+    states: Vec<u8>,
+    set_len: usize,
 }
 
 impl Policy {
     pub(crate) fn new(shape: &Shape) -> Self {
-        Self {
+        let policy = larder_policy::Policy::new(PolicyOptions {
             ways: shape.ways as usize,
-            hot: vec![0; shape.slots() as usize],
-            hands: vec![0; shape.sets as usize],
+            lines: shape.slots(),
+            line_bytes: shape.line_len() as u32,
+            admission: Admission::default(),
+            budget: None,
+        });
+        let set_len = policy.set_bytes();
+        Self {
+            policy,
+            states: vec![0; set_len * shape.sets as usize],
+            set_len,
         }
     }
 
-    fn at(&self, slot: Slot) -> usize {
-        slot.set() as usize * self.ways + slot.way() as usize
+    /// The policy, and the state of a set.
+    fn of(&mut self, set: u32) -> (&mut larder_policy::Policy, &mut [u8]) {
+        let from = set as usize * self.set_len;
+        (&mut self.policy, &mut self.states[from..from + self.set_len])
     }
 
-    pub(crate) fn touch(&mut self, slot: Slot) {
-        let at = self.at(slot);
-        self.hot[at] = (self.hot[at] + 1).min(3);
+    pub(crate) fn touch(&mut self, slot: Slot, line: Line, context: Context) {
+        let (policy, state) = self.of(slot.set());
+        policy.touch(state, slot.way() as u8, line, context);
     }
 
-    pub(crate) fn hotness(&self, slot: Slot) -> u8 {
-        self.hot[self.at(slot)]
+    pub(crate) fn admit(&mut self, set: u32, line: Line, context: Context) -> bool {
+        let (policy, state) = self.of(set);
+        policy.admit(state, line, context)
     }
 
-    pub(crate) fn load(&mut self, slot: Slot, hotness: u8) {
-        let at = self.at(slot);
-        self.hot[at] = hotness.min(3);
-    }
-
-    pub(crate) fn remove(&mut self, slot: Slot) {
-        let at = self.at(slot);
-        self.hot[at] = 0;
+    pub(crate) fn insert(&mut self, slot: Slot, line: Line, context: Context) {
+        let (policy, state) = self.of(slot.set());
+        policy.insert(state, slot.way() as u8, line, context);
     }
 
     pub(crate) fn victim(&mut self, set: u32, mut may_evict: impl FnMut(Slot) -> bool) -> Option<Slot> {
-        for _ in 0..self.ways * 5 {
-            let way = u32::from(self.hands[set as usize]);
-            self.hands[set as usize] = ((way as usize + 1) % self.ways) as u8;
-            let slot = Slot::new(set, way);
-            if !may_evict(slot) {
-                continue;
-            }
-            let at = self.at(slot);
-            if self.hot[at] == 0 {
-                return Some(slot);
-            }
-            self.hot[at] -= 1;
-        }
-        None
+        let (policy, state) = self.of(set);
+        let way = policy.victim(state, |way| may_evict(Slot::new(set, way.into())))?;
+        Some(Slot::new(set, way.into()))
+    }
+
+    pub(crate) fn evict(&mut self, slot: Slot, line: Line) {
+        let (policy, state) = self.of(slot.set());
+        policy.evict(state, slot.way() as u8, line);
+    }
+
+    pub(crate) fn remove(&mut self, slot: Slot) {
+        let (policy, state) = self.of(slot.set());
+        policy.remove(state, slot.way() as u8);
+    }
+
+    /// What is written down of a slot.
+    pub(crate) fn save(&mut self, slot: Slot) -> u8 {
+        let (policy, state) = self.of(slot.set());
+        policy.save(state, slot.way() as u8)
+    }
+
+    /// Takes up what was written down of a set: ways, and what was said of each.
+    pub(crate) fn load(&mut self, set: u32, ways: impl IntoIterator<Item = (u8, u8)>) {
+        let (policy, state) = self.of(set);
+        policy.load(state, ways);
     }
 }

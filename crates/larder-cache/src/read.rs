@@ -6,8 +6,9 @@ use smallvec::SmallVec;
 use crate::fill::{FILL_LEN, Found};
 use crate::index::Use;
 use crate::parts::{Part, runs};
-use crate::shape::Slot;
+use crate::shape::{Line, Slot};
 use crate::{Cache, Mode};
+use larder_policy::policy::{Access, Context};
 
 /// Keeps a slot from being given to another line while it is read from.
 struct Pin<'a> {
@@ -38,6 +39,7 @@ impl Cache {
         };
         let mut ios: SmallVec<[Io<'_>; 4]> = SmallVec::new();
         let mut missing = ByteRange::default();
+        let context = self.context(Access::Read, range.len.get());
         let (mut found, mut hit_bytes) = (false, 0);
         for part in self.shape.parts_of(range) {
             let slot = self.index.borrow().find(part.line);
@@ -57,14 +59,14 @@ impl Cache {
                     }
                     _ => {
                         if !missing.is_empty() {
-                            ios.push(Io::task(self.read_missing(missing, part_of(missing))));
+                            ios.push(Io::task(self.read_missing(missing, part_of(missing), context)));
                         }
                         missing = piece;
                     }
                 }
             }
             if let Some(slot) = slot {
-                self.index.borrow_mut().policy.touch(slot);
+                self.index.borrow_mut().policy.touch(slot, part.line, context);
             }
         }
         {
@@ -78,7 +80,7 @@ impl Cache {
             *count += 1;
         }
         if !missing.is_empty() {
-            ios.push(Io::task(self.read_missing(missing, part_of(missing))));
+            ios.push(Io::task(self.read_missing(missing, part_of(missing), context)));
         }
         join(ios).await
     }
@@ -100,7 +102,7 @@ impl Cache {
     }
 
     /// Reads what is not in the cache.
-    async fn read_missing(&self, piece: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+    async fn read_missing(&self, piece: ByteRange, buffer: ReadBuf<'_>, context: Context) -> IoResult {
         loop {
             match self.fills.find(piece) {
                 Found::Here(fill) => {
@@ -115,11 +117,16 @@ impl Cache {
                 Found::Nothing => break,
             }
         }
-        let admitted =
-            self.mode.get() != Mode::PassThrough && self.shape.parts_of(piece).any(|part| self.admits(part, false));
-        if !admitted || piece.len.get() > FILL_LEN {
+        // Of a line that is there in part, the rest is wanted.
+        let is_wanted = |line| self.index.borrow().find(line).is_some() || self.admits(line, context);
+        let lines = self
+            .shape
+            .lines_of(piece)
+            .filter(|line| is_wanted(*line))
+            .collect::<SmallVec<[Line; 16]>>();
+        if lines.is_empty() {
             return self.lower.read(piece.start, buffer).await;
         }
-        self.read_and_fill(piece, buffer).await
+        self.read_and_fill(piece, buffer, &lines, context).await
     }
 }
