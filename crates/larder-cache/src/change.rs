@@ -165,7 +165,7 @@ impl Cache {
 
     /// Whether it is known at once that neither memory nor a crash would find anything of `range` in the cache.
     fn has_nothing_of(&self, range: ByteRange) -> bool {
-        if self.has_failed() {
+        if self.has_failed() || self.has_other_size() {
             return false;
         }
         let lines = self.shape.lines_of(range);

@@ -29,6 +29,7 @@ mod policy;
 mod read;
 mod settle;
 mod shape;
+mod size;
 mod superblock;
 mod waiters;
 
@@ -38,6 +39,7 @@ use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 use larder_block::event_loop::WeakLoop;
+use larder_block::range_lock::Ranges;
 use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation};
 
 pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
@@ -153,6 +155,10 @@ pub struct Cache {
     commits: Commits,
     settling: Settling,
     changes: Changes,
+    /// The disk's size in bytes, as far as it is known, and the change that it is of.
+    size: Cell<u64>,
+    size_generation: Cell<u64>,
+    sizing: Ranges,
     fills: Fills,
     /// Those who wait for readers to leave a slot.
     readers: Waiters,
@@ -258,6 +264,9 @@ impl Cache {
 
     /// Has the sets of a range in memory.
     async fn load_range(&self, range: ByteRange, operation: Operation) -> IoResult {
+        if self.has_other_size() {
+            self.see_size().await?;
+        }
         for line in self.shape.lines_of(range) {
             let set = self.shape.set_of(line);
             if !self.index.borrow().is_loaded(set)

@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
+use larder_block::range_lock::Ranges;
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags,
     ZeroFlags,
@@ -155,7 +156,7 @@ async fn wipe(fast: &Rc<dyn BlockDevice>, shape: &Shape) -> IoResult {
 }
 
 /// Writes both copies, durably, one after the other.
-async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
+pub(crate) async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
     let mut bytes = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize);
     bytes.copy_from_slice(&superblock.encode());
     for copy in 0..2 {
@@ -199,6 +200,7 @@ impl Cache {
         let cache = || fast.name().to_string();
         let io = |source| OpenError::Io { cache: cache(), source };
         let mut superblock = read_superblock(&fast).await?;
+        let generation = lower.size_changes().generation();
         let (disk, size) = (lower.name().to_string(), lower.geometry().size);
         if superblock.disk.identity != options.disk.identity {
             return Err(OpenError::OtherDisk {
@@ -277,6 +279,9 @@ impl Cache {
             loading,
             settling: crate::settle::Settling::default(),
             changes: Changes::unflushed(),
+            size: Cell::new(size.get()),
+            size_generation: Cell::new(generation),
+            sizing: Ranges::default(),
             fills: Fills::default(),
             readers: crate::waiters::Waiters::default(),
             counts: RefCell::default(),

@@ -194,6 +194,13 @@ impl Cache {
     /// What was written to `place` is in the cache from now on; `dirty` are those of its sectors that the disk has not.
     pub(crate) fn is_stored(&self, place: &Place<'_>, part: Part, dirty: Sectors, context: Context) {
         let slot = place.slot;
+        if part.range.end().get() > self.size.get() {
+            // The disk has become shorter meanwhile.
+            if place.is_old {
+                self.take_sectors(slot, part.sectors);
+            }
+            return;
+        }
         {
             let mut index = self.index.borrow_mut();
             match index.find(part.line) {

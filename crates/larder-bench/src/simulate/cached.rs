@@ -108,7 +108,7 @@ impl Stack for Cached {
     }
 
     fn is_resizable(&self) -> bool {
-        false
+        self.below.is_resizable()
     }
 
     fn survives_kill(&self) -> bool {
