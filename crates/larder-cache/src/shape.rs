@@ -13,6 +13,7 @@
 //! ```
 
 use larder_block::{ByteLen, ByteOffset};
+use larder_policy::geometry::{self, is_prime};
 
 use crate::page;
 
@@ -29,7 +30,7 @@ pub(crate) const JOURNAL_AT: u64 = 2 * SUPERBLOCK_LEN;
 pub(crate) const COMMIT_UNIT: u64 = 4096;
 
 /// The most ways of a set. A page has room for so many, so that a cache can grow.
-pub(crate) const WAYS_MAX: u32 = 256;
+pub(crate) const WAYS_MAX: u32 = geometry::WAYS_MAX as u32;
 /// The ways that a set is made with, if the cache is not very small.
 const WAYS: u32 = 128;
 const WAYS_MIN: u32 = 4;
@@ -101,7 +102,7 @@ impl Shape {
         };
         // Of the primes near by, the one that leaves the least unused.
         let primes = (about - about / 4..=about.saturating_add(about / 4))
-            .filter(is_prime)
+            .filter(|sets| is_prime((*sets).into()))
             .take(64);
         primes.chain([1]).filter_map(with_sets).max_by_key(Self::slots)
     }
@@ -197,11 +198,6 @@ impl Shape {
     pub(crate) fn len(&self) -> ByteLen {
         ByteLen::new(self.data_at() + (self.slots() << self.line_bits))
     }
-}
-
-fn is_prime(number: &u32) -> bool {
-    let divisors = (2..).take_while(|divisor| u64::from(*divisor) * u64::from(*divisor) <= u64::from(*number));
-    *number >= 2 && divisors.into_iter().all(|divisor: u32| !number.is_multiple_of(divisor))
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! What lay behind a new end is lost, and if the disk grows again zeros are there. So before anything else is done after a
 //! change of the size, neither memory nor a crash finds anything behind the smallest end that there was.
 
+use larder_block::range_lock::Mode;
 use larder_block::{ByteOffset, ByteRange, IoResult, Operation};
 
 use crate::Cache;
@@ -17,10 +18,7 @@ impl Cache {
     /// Takes up the disk's size.
     pub(crate) async fn see_size(&self) -> IoResult {
         let whole = ByteRange::new(0, 1);
-        let _alone = self
-            .sizing
-            .enter(whole, larder_block::range_lock::Mode::Exclusive)
-            .await;
+        let _alone = self.sizing.enter(whole, Mode::Exclusive).await;
         while self.has_other_size() && !self.has_failed() {
             let generation = self.lower.size_changes().generation();
             let size = self.lower.geometry().size;

@@ -69,7 +69,8 @@ impl Geometry {
     }
 }
 
-fn is_prime(number: u64) -> bool {
+/// Whether only 1 and the number itself divide it.
+pub fn is_prime(number: u64) -> bool {
     if number < 4 {
         return number >= 2;
     }
