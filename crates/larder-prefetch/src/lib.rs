@@ -20,6 +20,7 @@ mod cache;
 mod device;
 mod extents;
 mod fetch;
+mod interest;
 mod pace;
 mod read;
 mod seen;

@@ -47,6 +47,9 @@ enum Piece {
 
 impl Prefetch {
     pub(crate) fn read_any<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        if self.passes_by(start.get(), buffer.len() as u64) {
+            return self.lower.read(start, buffer);
+        }
         if buffer.len() as u64 <= LONG {
             return self.read_steps(start, buffer, self.options.largest_read.get());
         }
@@ -60,11 +63,28 @@ impl Prefetch {
         self.read_steps(start, buffer, largest).watched(&self.long_reads, 0)
     }
 
+    /// Whether a read is one of a boring disk, of which nothing is in memory.
+    #[inline]
+    fn passes_by(&self, at: u64, len: u64) -> bool {
+        let mut state = self.state.borrow_mut();
+        if !state.interest.is_bored() || !self.is_fit(at, len) || len > LONG.min(self.options.largest_read.get()) {
+            return false;
+        }
+        let passes =
+            is_nowhere(&state.cache, &blocks_of(at, len)) && !state.interest.is_roused_by(&blocks_done(at, len));
+        state.counts.misses += u64::from(passes);
+        passes
+    }
+
+    /// Whether a read is one of whole sectors, and in the range of numbers.
+    fn is_fit(&self, at: u64, len: u64) -> bool {
+        len > 0 && (at | len) & (self.block_size - 1) == 0 && at.checked_add(len).is_some()
+    }
+
     /// A read, which goes past the memory if it is longer than `largest`.
     fn read_steps<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>, largest: u64) -> Io<'a> {
         let (at, len) = (start.get(), buffer.len() as u64);
-        let is_fit = (at | len) & (self.block_size - 1) == 0 && at.checked_add(len).is_some();
-        if len == 0 || !is_fit {
+        if !self.is_fit(at, len) {
             return self.lower.read(start, buffer);
         }
         let (blocks, done) = (blocks_of(at, len), blocks_done(at, len));
@@ -85,6 +105,7 @@ impl Prefetch {
         match found {
             Found::Nothing => {
                 state.counts.misses += 1;
+                state.interest.missed();
                 drop(state);
                 let read = self.lower.read(start, buffer);
                 // What the layer below has in memory need not be here, too.
@@ -220,12 +241,19 @@ impl Prefetch {
     }
 }
 
+/// Whether it is clear at once that nothing of `blocks` is in memory.
+#[inline]
+fn is_nowhere(cache: &Cache, blocks: &Range<Block>) -> bool {
+    let parts = parts_of(blocks);
+    parts.end - parts.start == 1 && cache.find(parts.start).is_none()
+}
+
 /// What of `blocks` is in memory.
 fn find(cache: &Cache, blocks: &Range<Block>) -> Found {
-    let parts = parts_of(blocks);
-    if parts.end - parts.start == 1 && cache.find(parts.start).is_none() {
+    if is_nowhere(cache, blocks) {
         return Found::Nothing;
     }
+    let parts = parts_of(blocks);
     let (mut some, mut all) = (false, true);
     for part in parts {
         let (here, wanted) = match cache.find(part) {

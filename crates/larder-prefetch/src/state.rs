@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use crate::cache::{Cache, FetchId, SlotIndex, Unread};
 use crate::extents::Extents;
+use crate::interest::Interest;
 use crate::pace::Pace;
 use crate::seen::{Seen, regions_around};
 use crate::streams::{Bounds, FETCH_MAX, Pattern, StreamId, Streams};
@@ -33,12 +34,16 @@ const LITTLE: u64 = 2;
 /// The most careful it gets.
 const CAUTION_MAX: u32 = 4;
 
+/// Memory for fetches, and for reads that wait for them.
+const TASK_BYTES: usize = 40 << 10;
+
 /// Slots that a fetch touches at most.
 const SLOTS_PER_FETCH: usize = (FETCH_MAX as usize >> (BLOCK_BITS + 2)) + 1;
 
 pub(crate) struct State {
     pub(crate) cache: Cache,
     pub(crate) seen: Seen,
+    pub(crate) interest: Interest,
     pub(crate) streams: Streams,
     pub(crate) extents: Extents,
     pub(crate) pace: Pace,
@@ -75,7 +80,7 @@ pub(crate) struct Planned {
 impl State {
     pub(crate) fn new(options: PrefetchOptions) -> Self {
         let memory = options.memory.as_usize();
-        let tables = size_of::<Self>() + Seen::BYTES + Extents::BYTES;
+        let tables = size_of::<Self>() + Seen::BYTES + Extents::BYTES + TASK_BYTES;
         let slots = memory.saturating_sub(tables) / (Cache::SLOT_BYTES + Streams::STREAM_BYTES);
         let cache = Cache::new(slots);
         let streams = Streams::new(cache.len());
@@ -86,6 +91,7 @@ impl State {
             },
             cache,
             seen: Seen::new(),
+            interest: Interest::new(),
             streams,
             extents: Extents::new(),
             pace: Pace::new(),
@@ -157,6 +163,7 @@ impl State {
     fn begin(&mut self, pattern: Pattern, blocks: &Range<Block>, step: i64) -> Option<StreamId> {
         let bounds = self.bounds();
         let begun = self.streams.begin(pattern, blocks, step, bounds, self.seen.now())?;
+        self.interest.wake();
         match pattern {
             Pattern::Forward => self.counts.streams_forward += 1,
             Pattern::Backward => self.counts.streams_backward += 1,
@@ -182,6 +189,7 @@ impl State {
                 && stream.is_near(blocks)
             {
                 stream.missed(blocks, next, bounds);
+                self.interest.wake();
                 self.streams.touch(id, self.seen.now());
                 return Some(id);
             }
@@ -213,6 +221,7 @@ impl State {
         let slot = self.cache.slot_mut(index);
         let (new, id) = ((slot.unread & bits).count_ones(), slot.stream);
         slot.unread &= !bits;
+        self.interest.wake();
         self.streams.touch(id, self.seen.now());
         if new > 0 {
             self.counts.used += u64::from(new) << BLOCK_BITS;
@@ -229,6 +238,7 @@ impl State {
     /// A read of `blocks` waits for a fetch into a slot.
     pub(crate) fn is_waited_for(&mut self, index: SlotIndex, fetch: FetchId, blocks: &Range<Block>) {
         let (id, bounds, next) = (self.cache.slot(index).stream, self.bounds(), self.next_fetch);
+        self.interest.wake();
         if let Some(stream) = self.streams.get(id) {
             stream.waited(blocks, fetch, next, bounds);
         }
