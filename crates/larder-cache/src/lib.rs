@@ -147,6 +147,8 @@ pub struct Cache {
     seed: u32,
     mode: Cell<Mode>,
     superblock: RefCell<Superblock>,
+    /// Held while it is written: one at a time, or an older one could be the last.
+    noting: Ranges,
     stamp: Box<dyn Fn() -> Vec<u8>>,
     index: RefCell<Index>,
     ledger: RefCell<Ledger>,
@@ -192,6 +194,21 @@ impl Cache {
     /// How it is laid out.
     pub fn shape(&self) -> Shape {
         self.shape
+    }
+
+    /// What is done with writes now.
+    pub fn mode(&self) -> Mode {
+        self.mode.get()
+    }
+
+    /// Has writes go another way from now on, also when the cache is opened the next time. No byte is lost or becomes
+    /// stale: what the cache has is what the disk has, in all modes.
+    ///
+    /// # Errors
+    /// If the cache device does not work; the mode has changed all the same, until the cache is closed.
+    pub async fn set_mode(&self, mode: Mode) -> IoResult {
+        self.mode.set(mode);
+        self.note(|superblock| superblock.mode = mode).await
     }
 
     fn spawn(&self, task: impl Future<Output = ()> + 'static) {

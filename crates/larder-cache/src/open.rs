@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::range_lock::Ranges;
+use larder_block::range_lock::{Mode as Hold, Ranges};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags,
     ZeroFlags,
@@ -156,7 +156,7 @@ async fn wipe(fast: &Rc<dyn BlockDevice>, shape: &Shape) -> IoResult {
 }
 
 /// Writes both copies, durably, one after the other.
-pub(crate) async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
+async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
     let mut bytes = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize);
     bytes.copy_from_slice(&superblock.encode());
     for copy in 0..2 {
@@ -272,6 +272,7 @@ impl Cache {
             mode: Cell::new(mode),
             commits: Commits::new(superblock.session, contents.tail, contents.end),
             superblock: RefCell::new(superblock),
+            noting: Ranges::default(),
             stamp: options.stamp,
             index: RefCell::new(index),
             ledger: RefCell::default(),
@@ -323,17 +324,27 @@ impl Cache {
         Ok(())
     }
 
-    async fn close_cache(&self) -> IoResult {
-        self.checkpoint_all().await?;
+    /// Changes the superblock, durably.
+    pub(crate) async fn note(&self, change: impl FnOnce(&mut Superblock)) -> IoResult {
+        let _alone = self.noting.enter(ByteRange::new(0, 1), Hold::Exclusive).await;
         let superblock = {
             let mut superblock = self.superblock.borrow_mut();
             superblock.sequence += 1;
-            superblock.clean = true;
-            superblock.journal_end = self.commits.end();
-            superblock.disk.stamp = (self.stamp)();
+            change(&mut superblock);
             superblock.clone()
         };
-        write_superblock(&self.fast, &superblock).await?;
+        write_superblock(&self.fast, &superblock).await
+    }
+
+    async fn close_cache(&self) -> IoResult {
+        self.checkpoint_all().await?;
+        let (end, stamp) = (self.commits.end(), (self.stamp)());
+        self.note(|superblock| {
+            superblock.clean = true;
+            superblock.journal_end = end;
+            superblock.disk.stamp = stamp;
+        })
+        .await?;
         self.fast.close().await
     }
 }

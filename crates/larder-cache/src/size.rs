@@ -7,7 +7,6 @@ use larder_block::range_lock::Mode;
 use larder_block::{ByteOffset, ByteRange, IoResult, Operation};
 
 use crate::Cache;
-use crate::open::write_superblock;
 
 impl Cache {
     /// Whether the disk may have another size than the cache knows of.
@@ -26,13 +25,7 @@ impl Cache {
                 self.cut(size.get()).await?;
             }
             self.size.set(size.get());
-            let superblock = {
-                let mut superblock = self.superblock.borrow_mut();
-                superblock.sequence += 1;
-                superblock.disk_size = size;
-                superblock.clone()
-            };
-            if let Err(error) = write_superblock(&self.fast, &superblock).await {
+            if let Err(error) = self.note(|superblock| superblock.disk_size = size).await {
                 self.fail(&error);
             }
             self.size_generation.set(generation);
