@@ -21,6 +21,7 @@ mod index;
 mod journal;
 mod ledger;
 mod load;
+mod offline;
 mod open;
 mod page;
 mod parts;
@@ -42,6 +43,7 @@ use larder_block::event_loop::WeakLoop;
 use larder_block::range_lock::Ranges;
 use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation};
 
+pub use offline::{Lines, count_lines, set_mode};
 pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
 pub use shape::Shape;
 pub use superblock::{DiskId, Superblock, SuperblockError};
@@ -209,6 +211,11 @@ impl Cache {
     pub async fn set_mode(&self, mode: Mode) -> IoResult {
         self.mode.set(mode);
         self.note(|superblock| superblock.mode = mode).await
+    }
+
+    /// Whether the cache device works; one that does not is not used until the cache is opened again.
+    pub fn works(&self) -> bool {
+        !self.has_failed()
     }
 
     fn spawn(&self, task: impl Future<Output = ()> + 'static) {

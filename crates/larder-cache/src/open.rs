@@ -156,7 +156,7 @@ async fn wipe(fast: &Rc<dyn BlockDevice>, shape: &Shape) -> IoResult {
 }
 
 /// Writes both copies, durably, one after the other.
-async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
+pub(crate) async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
     let mut bytes = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize);
     bytes.copy_from_slice(&superblock.encode());
     for copy in 0..2 {

@@ -126,7 +126,8 @@ impl Shape {
             && lines_fit(self)
     }
 
-    pub(crate) fn line_len(&self) -> u64 {
+    /// Bytes of a line.
+    pub fn line_len(&self) -> u64 {
         1 << self.line_bits
     }
 

@@ -48,7 +48,8 @@ pub struct DiskId {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Superblock {
     pub(crate) sequence: u64,
-    pub(crate) uuid: [u8; 16],
+    /// What no other cache has.
+    pub uuid: [u8; 16],
     /// How it is laid out.
     pub shape: Shape,
     /// How writes go.
@@ -57,7 +58,8 @@ pub struct Superblock {
     pub clean: bool,
     /// There may be data that only the cache has.
     pub may_be_dirty: bool,
-    pub(crate) session: u32,
+    /// Grows by one with every opening.
+    pub session: u32,
     /// At a clean stop.
     pub(crate) journal_end: u64,
     /// Of the disk.
