@@ -1,6 +1,7 @@
 //! A disk at work: a thread of its own with its loop, its stack of layers, and its exports.
 
 use std::pin::pin;
+use std::rc::Rc;
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
@@ -12,9 +13,9 @@ use larder_block::{Geometry, Loop};
 use larder_export::clients::Clients;
 use tokio::sync::{mpsc as inquiries, oneshot};
 
-use crate::control::state::{DiskState, PrefetchState};
+use crate::control::state::{CacheState, DiskState, PrefetchState};
 use crate::exports::{ExportError, Exports, ExportsConfig, Places};
-use crate::image::{self, ImageAddress, ImageError, ImageOptions, OpenImage};
+use crate::image::{self, CacheMode, ImageAddress, ImageError, ImageOptions, OpenImage, cache_mode_words};
 
 /// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
 pub const POLL_US_MAX: u64 = 10_000;
@@ -186,16 +187,41 @@ impl StopSignal {
     }
 }
 
-/// Asks a disk's thread how the disk is, from any thread. The answer is made on the disk's loop, as one task among its
-/// others, so that a disk of which nobody asks does nothing for it.
+/// Asks a disk's thread how the disk is, or for a change, from any thread. The answer is made on the disk's loop, as one
+/// task among its others, so that a disk of which nobody asks does nothing for it.
 #[derive(Clone)]
-pub struct DiskInquiry(inquiries::Sender<oneshot::Sender<DiskState>>);
+pub struct DiskInquiry(inquiries::Sender<Inquiry>);
+
+enum Inquiry {
+    State(oneshot::Sender<DiskState>),
+    SetCacheMode(CacheMode, oneshot::Sender<Result<DiskState, CacheChangeError>>),
+}
+
+/// Why the mode of a disk's cache was not changed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CacheChangeError {
+    #[error("{image} has no cache")]
+    NoCache { image: String },
+    #[error("the cache of {image} does not work any more, so nothing in it can be changed; see the server's messages")]
+    Failed { image: String },
+    #[error("the cache of {image}: it works as wanted from now on, but will not when it is opened again: {why}")]
+    NotNoted { image: String, why: String },
+}
 
 impl DiskInquiry {
     /// How the disk is now; `None` if it is being closed.
     pub async fn state(&self) -> Option<DiskState> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(reply).await.ok()?;
+        self.0.send(Inquiry::State(reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// Has the disk's cache do something else with writes, from now on and when it is opened again. How the disk is then;
+    /// `None` if it is being closed.
+    pub async fn set_cache_mode(&self, mode: CacheMode) -> Option<Result<DiskState, CacheChangeError>> {
+        let (reply, answer) = oneshot::channel();
+        self.0.send(Inquiry::SetCacheMode(mode, reply)).await.ok()?;
         answer.await.ok()
     }
 }
@@ -203,12 +229,12 @@ impl DiskInquiry {
 fn serve(
     config: &DiskConfig,
     stop: &StopSignal,
-    inquiries: inquiries::Receiver<oneshot::Sender<DiskState>>,
+    inquiries: inquiries::Receiver<Inquiry>,
     report: &mpsc::Sender<Opened>,
 ) -> Result<(), DiskError> {
     let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
-        let image = image::open(&on, &config.image, &config.options).await?;
+        let image = Rc::new(image::open(&on, &config.image, &config.options).await?);
         let device = &image.device;
         let prefetch = image.prefetch.clone();
         let clients = Clients::new(move || {
@@ -222,7 +248,7 @@ fn serve(
             geometry: device.geometry(),
             places: exports.places().clone(),
         });
-        let answering = answer(inquiries, || state_of(config, &image));
+        let answering = answer(&on, inquiries, config, &image);
         let ended = select(stop.raised(), select(answering, exports.ended())).await;
         exports.stop(&on).await;
         if let Err(error) = device.close().await {
@@ -235,13 +261,41 @@ fn serve(
     })
 }
 
-/// Answers who asks; never ends.
-async fn answer(mut inquiries: inquiries::Receiver<oneshot::Sender<DiskState>>, state: impl Fn() -> DiskState) {
-    while let Some(reply) = inquiries.recv().await {
-        // Who has asked may have gone.
-        let _ = reply.send(state());
+/// Answers who asks; never ends. Who has asked may have gone.
+async fn answer(on: &Loop, mut inquiries: inquiries::Receiver<Inquiry>, config: &DiskConfig, image: &Rc<OpenImage>) {
+    while let Some(inquiry) = inquiries.recv().await {
+        match inquiry {
+            Inquiry::State(reply) => {
+                let _ = reply.send(state_of(config, image));
+            }
+            // Its device may be slow, and others want to know something meanwhile.
+            Inquiry::SetCacheMode(mode, reply) => {
+                let (config, image) = (config.clone(), Rc::clone(image));
+                on.spawn(async move {
+                    let changed = set_cache_mode(&image, &config.image, mode).await;
+                    let _ = reply.send(changed.map(|()| state_of(&config, &image)));
+                });
+            }
+        }
     }
     std::future::pending().await
+}
+
+async fn set_cache_mode(image: &OpenImage, name: &ImageAddress, mode: CacheMode) -> Result<(), CacheChangeError> {
+    let name = || name.to_string();
+    let Some(cache) = &image.cache else {
+        return Err(CacheChangeError::NoCache { image: name() });
+    };
+    if !cache.layer.works() {
+        return Err(CacheChangeError::Failed { image: name() });
+    }
+    let changed = cache.layer.set_mode(mode).await;
+    changed.map_err(|error| CacheChangeError::NotNoted {
+        image: name(),
+        why: error.to_string(),
+    })?;
+    tracing::info!("{}: its cache is {} from now on", name(), cache_mode_words(mode));
+    Ok(())
 }
 
 fn state_of(config: &DiskConfig, image: &OpenImage) -> DiskState {
@@ -252,6 +306,7 @@ fn state_of(config: &DiskConfig, image: &OpenImage) -> DiskState {
         image.device.geometry(),
         config.exports.vhost_user.block_size,
         prefetch.map(|(options, prefetch)| PrefetchState::new(options, prefetch.statistics())),
+        image.cache.as_ref().map(CacheState::new),
     )
 }
 

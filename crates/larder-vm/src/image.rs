@@ -22,12 +22,24 @@ pub use larder_prefetch::PrefetchOptions;
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
 use serde::{Deserialize, Serialize};
 
+mod cache;
+mod cache_note;
+mod cache_tools;
 mod chain;
+mod disk_id;
 mod file_handle;
 pub mod journal;
 mod prefetch_memory;
 
+pub(crate) use cache::absolute;
+pub use cache::{
+    CACHE_LINE_DEFAULT, CACHE_MODES, CacheError, CacheOptions, CacheWish, CacheWishError, OpenCache, cache_mode_name,
+    cache_mode_words, parse_cache_line, parse_cache_mode,
+};
+pub use cache_tools::{CacheReport, CacheToolError, drop_cache, inspect_cache, set_mode_of_cache};
 pub use chain::{beside, is_same, probe};
+/// What a cache does with writes.
+pub use larder_cache::Mode as CacheMode;
 pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError, PrefetchWish, PrefetchWishError, parse_prefetch_len};
 
 /// Where a disk's bytes are.
@@ -138,6 +150,8 @@ pub struct ImageOptions {
     pub metadata_memory: ByteLen,
     /// How to read ahead, if at all. Never done with an image that others may write.
     pub prefetch: Option<PrefetchOptions>,
+    /// Its cache, if it has one.
+    pub cache: Option<CacheOptions>,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the image too.
@@ -162,6 +176,7 @@ impl Default for ImageOptions {
             format: None,
             metadata_memory: METADATA_MEMORY_DEFAULT,
             prefetch: Some(PrefetchOptions::default()),
+            cache: None,
             read_only: false,
             share: false,
             claim: Claim::Own,
@@ -229,6 +244,8 @@ pub enum ImageError {
         journal: PathBuf,
         changes: u64,
     },
+    #[error("cache of {image}: {source}")]
+    Cache { image: String, source: Box<CacheError> },
     #[error("the server of {uri} was not asked")]
     NotAsked { uri: String },
     #[error("{image}: its guest data is in an external data file that it does not name")]
@@ -267,12 +284,14 @@ pub struct OpenImage {
     pub device: Rc<dyn BlockDevice>,
     /// What the image's bytes mean.
     pub format: Format,
+    /// Its cache, to be asked what it has done.
+    pub cache: Option<OpenCache>,
     /// The layer of it that reads ahead, to be asked what it has done.
     pub prefetch: Option<Rc<Prefetch>>,
 }
 
 /// Opens an image with every layer that its options call for: the backend and alignment, the format with all files that
-/// it refers to, then discard policy and limits.
+/// it refers to, then cache, read-ahead, discard policy and limits.
 ///
 /// # Errors
 /// See [`ImageError`].
@@ -286,7 +305,12 @@ async fn open_and_hold(
     options: &ImageOptions,
     held: &mut Vec<HeldFile>,
 ) -> Result<OpenImage, ImageError> {
-    let chain::Opened { mut device, format } = chain::open(on, image, options, held).await?;
+    let mut opened = chain::open(on, image, options, held).await?;
+    let cache = open_cache(on, image, options, &mut opened).await?;
+    let chain::Opened { mut device, format, .. } = opened;
+    if let Some(cache) = &cache {
+        device = Rc::clone(&cache.layer) as Rc<dyn BlockDevice>;
+    }
     let may_prefetch =
         |prefetch: &PrefetchOptions| !options.share && !options.trial && prefetch.memory >= PrefetchOptions::MEMORY_MIN;
     let prefetch = options.prefetch.filter(may_prefetch);
@@ -311,8 +335,41 @@ async fn open_and_hold(
     Ok(OpenImage {
         device,
         format,
+        cache,
         prefetch,
     })
+}
+
+/// The cache that the options call for; of a trial nothing is changed, and there is none.
+async fn open_cache(
+    on: &Loop,
+    image: &ImageAddress,
+    options: &ImageOptions,
+    opened: &mut chain::Opened,
+) -> Result<Option<OpenCache>, ImageError> {
+    let Some(wish) = &options.cache else { return Ok(None) };
+    let failed = |source| ImageError::Cache {
+        image: image.to_string(),
+        source: Box::new(source),
+    };
+    if options.trial {
+        return cache::look(wish).map(|()| None).map_err(failed);
+    }
+    let disk = cache::Cached {
+        image,
+        device: &opened.device,
+        identity: disk_id::identity(image, opened.format),
+        files: std::mem::take(&mut opened.files),
+        stamp: disk_id::bounded(std::mem::take(&mut opened.stamp)),
+    };
+    match cache::open_over(on, disk, wish, options).await {
+        Ok(cache) => Ok(Some(cache)),
+        Err(source) => {
+            // Or it would look as if a server had been killed. What is said is why there is no disk.
+            let _ = opened.device.close().await;
+            Err(failed(source))
+        }
+    }
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after

@@ -11,11 +11,13 @@ use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
+use larder_cache::Mode;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use larder_vm::image::{
-    Format, ImageAddress, METADATA_MEMORY_DEFAULT, PrefetchMemory, PrefetchOptions, parse_prefetch_len,
+    CACHE_LINE_DEFAULT, CACHE_MODES, Format, ImageAddress, METADATA_MEMORY_DEFAULT, PrefetchMemory, PrefetchOptions,
+    cache_mode_name, cache_mode_words, parse_cache_line, parse_cache_mode, parse_prefetch_len,
 };
 use larder_vm::limits::parse_given_limits;
 use larder_vm::run::disk::Disk;
@@ -88,7 +90,8 @@ pub(crate) struct StatusArguments {
 pub(crate) struct RunArguments {
     /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
     /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
-    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
+    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line and cache-mode,
+    /// control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<Disk>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
@@ -116,6 +119,51 @@ pub(crate) enum DiskCommand {
     Tune(ImageArguments),
     /// Make a disk larger, while nobody uses it
     Resize(ResizeArguments),
+    /// Look after a disk's cache
+    #[command(subcommand)]
+    Cache(CacheCommand),
+}
+
+#[derive(Subcommand)]
+pub(crate) enum CacheCommand {
+    /// Say whose a cache is and what it holds, also of one that is in use
+    Info(CacheInfoArguments),
+    /// Change what a cache does with writes
+    Mode(CacheModeArguments),
+    /// Make a cache none any more, while nobody uses it
+    Drop(CacheDropArguments),
+}
+
+#[derive(Args)]
+pub(crate) struct CacheInfoArguments {
+    /// The file, block device or NBD export that the cache is on
+    #[arg(value_name = "FILE", value_parser = image_parser())]
+    pub(crate) file: ImageAddress,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+#[derive(Args)]
+pub(crate) struct CacheModeArguments {
+    /// The file, block device or NBD export that the cache is on
+    #[arg(value_name = "FILE", value_parser = image_parser())]
+    pub(crate) file: ImageAddress,
+    #[arg(value_name = "MODE", value_parser = parse_cache_mode, help = cache_mode_help())]
+    pub(crate) mode: Mode,
+    /// The control socket of the server that uses it
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub(crate) struct CacheDropArguments {
+    /// The file, block device or NBD export that the cache is on
+    #[arg(value_name = "FILE", value_parser = image_parser())]
+    pub(crate) file: ImageAddress,
+    /// Also if it may have data that was never written to its disk
+    #[arg(long)]
+    pub(crate) lose_dirty: bool,
 }
 
 /// What the commands about one image have in common.
@@ -266,6 +314,20 @@ fn prefetch_ahead_help() -> String {
     format!("How far ahead of a reader to be at most [default: {usual}]")
 }
 
+fn cache_mode_help() -> String {
+    let modes = CACHE_MODES.map(|mode| format!("{} ({})", cache_mode_name(mode), cache_mode_words(mode)));
+    format!("What the cache does with writes: {}", modes.join(", "))
+}
+
+fn served_cache_mode_help() -> String {
+    let usual = cache_mode_name(Mode::default());
+    format!("{} [default: as it was left, or {usual}]", cache_mode_help())
+}
+
+fn cache_line_help() -> String {
+    format!("Size of the cache's lines, once and for all, up to 64KiB [default: {CACHE_LINE_DEFAULT}]")
+}
+
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// A disk image, a block device, or an NBD URI
@@ -284,6 +346,17 @@ pub(crate) struct ServeArguments {
     pub(crate) prefetch_largest_read: Option<ByteLen>,
     #[arg(long, value_name = "SIZE", value_parser = parse_prefetch_len, help = prefetch_ahead_help())]
     pub(crate) prefetch_ahead: Option<ByteLen>,
+    /// Keep what is used much on this file, block device or NBD export, which is faster than the image: its cache, and no
+    /// other image's. A file that is not there is made
+    #[arg(long, value_name = "FILE", value_parser = image_parser())]
+    pub(crate) cache: Option<ImageAddress>,
+    /// How large the cache's file is made
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) cache_size: Option<ByteLen>,
+    #[arg(long, value_name = "MODE", value_parser = parse_cache_mode, help = served_cache_mode_help())]
+    pub(crate) cache_mode: Option<Mode>,
+    #[arg(long, value_name = "SIZE", value_parser = parse_cache_line, help = cache_line_help())]
+    pub(crate) cache_line: Option<ByteLen>,
     /// Serve vhost-user-blk on this unix socket
     #[arg(long, visible_alias = "socket-path", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,

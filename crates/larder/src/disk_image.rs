@@ -154,6 +154,14 @@ pub(crate) fn human(bytes: u64) -> String {
     rounded(bytes).0
 }
 
+/// ` (12.5 %)`, where that can be said.
+pub(crate) fn percent(part: u64, whole: u64) -> String {
+    match whole {
+        0 => String::new(),
+        _ => format!(" ({:.1} %)", 100.0 * part as f64 / whole as f64),
+    }
+}
+
 /// A size in bytes, and in three digits, which are said to be rounded where they are.
 pub(crate) fn exact(bytes: u64) -> String {
     match rounded(bytes) {

@@ -18,7 +18,7 @@ use larder_qcow2::header::HeaderError;
 use larder_vm::control::ControlServer;
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
-use larder_vm::image::{Format, ImageError, ImageOptions, PrefetchWish};
+use larder_vm::image::{CacheWish, Format, ImageError, ImageOptions, PrefetchWish};
 use larder_vm::listen::same_place;
 use larder_vm::run::shell::command_line;
 
@@ -112,6 +112,13 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
     let prefetch = prefetch
         .options(arguments.share)
         .map_err(|error| anyhow!("--{error}"))?;
+    let cache = CacheWish {
+        file: arguments.cache,
+        size: arguments.cache_size,
+        line: arguments.cache_line,
+        mode: arguments.cache_mode,
+    };
+    let cache = cache.options(arguments.share).map_err(|error| anyhow!("--{error}"))?;
     Ok(DiskConfig {
         options: ImageOptions {
             format: arguments.format.map(|name| match name {
@@ -120,6 +127,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             }),
             metadata_memory: arguments.metadata_memory,
             prefetch,
+            cache,
             read_only: arguments.read_only,
             share: arguments.share,
             claim: match arguments.inherit_locks {

@@ -2,6 +2,7 @@
 
 mod bench_policy;
 mod cli;
+mod disk_cache;
 mod disk_chain;
 mod disk_check;
 mod disk_discard;
@@ -54,6 +55,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Check(arguments)) => disk_check::run(arguments),
         Command::Disk(DiskCommand::Tune(arguments)) => disk_tune::run(arguments),
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
+        Command::Disk(DiskCommand::Cache(command)) => disk_cache::run(command),
         Command::Status(arguments) => status::run(arguments),
         Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),
     };

@@ -3,10 +3,11 @@
 use std::process::ExitCode;
 
 use larder_vm::control::fetch_disks;
-use larder_vm::control::state::{DiskState, Disks, PrefetchState};
+use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, PrefetchState};
+use larder_vm::image::{cache_mode_words, parse_cache_mode};
 
 use crate::cli::{Output, StatusArguments};
-use crate::disk_image::{exact, human};
+use crate::disk_image::{exact, human, percent};
 use crate::output::{Lines, print};
 
 pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
@@ -40,7 +41,52 @@ fn disk_text(disk: &DiskState) -> String {
         Some(prefetch) => prefetch_text(&mut lines, prefetch),
         None => lines.line("read-ahead", "off"),
     }
+    match &disk.cache {
+        Some(cache) => cache_text(&mut lines, cache),
+        None => lines.line("cache", "none"),
+    }
     lines.into_text()
+}
+
+fn cache_text(lines: &mut Lines, cache: &CacheState) {
+    lines.line("cache", &cache.file);
+    let words = parse_cache_mode(&cache.mode).map_or(cache.mode.as_str(), |mode| cache_mode_words(mode));
+    let health = match cache.state {
+        CacheHealth::Works => "works",
+        CacheHealth::Failed => "has failed, and is not used until the server is started again",
+    };
+    lines.line("  state", format!("{words}, {health}"));
+    lines.line(
+        "  size",
+        format!("{}, lines of {}", exact(cache.size), human(cache.line_size)),
+    );
+    lines.line(
+        "  holds",
+        format!("{}{}", human(cache.occupancy), percent(cache.occupancy, cache.capacity)),
+    );
+    if cache.dirty > 0 {
+        lines.line("  of it dirty", human(cache.dirty));
+    }
+    lines.line("  not settled", human(cache.unsettled));
+    let kinds = [
+        ("    had all", cache.hits),
+        ("    had a part", cache.partial_hits),
+        ("    had nothing", cache.misses),
+    ];
+    let reads: u64 = kinds.iter().map(|(_, reads)| reads).sum();
+    lines.line("  reads", reads);
+    for (name, count) in kinds {
+        lines.line(name, format!("{count}{}", percent(count, reads)));
+    }
+    lines.line("  given", human(cache.hit_bytes));
+    lines.line(
+        "  shared",
+        format!("{} reads of what was being brought in", cache.joined),
+    );
+    lines.line("  brought in", human(cache.filled));
+    lines.line("  not kept", format!("{} reads, for want of time", cache.bypassed_busy));
+    lines.line("  left", format!("{} lines, to make room", cache.evicted));
+    lines.line("  bookkeeping", format!("{} written", human(cache.metadata_written)));
 }
 
 fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {

@@ -320,6 +320,38 @@ fn a_wrong_request_is_told_what_is_wrong() {
 }
 
 #[test]
+fn a_change_that_cannot_be_made_is_refused_with_the_reason() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 1 << 20);
+    let served = Served::start(folder, &disk, &[]);
+    let put = |path: &str, body: &str| {
+        let url = format!("http://localhost{path}");
+        served.curl(&[&url, "-X", "PUT", "--data-binary", body])
+    };
+    let long = format!("{{\"mode\":\"{}\"}}", "x".repeat(5000));
+    for (path, body, status, part) in [
+        ("/v1/disks/0/cache", "{\"mode\":\"wa\"}", "409 ", "has no cache"),
+        ("/v1/disks/0/cache", "{\"mode\":\"x\"}", "400 ", "wt (write-through)"),
+        ("/v1/disks/0/cache", "{\"made\":\"wa\"}", "400 ", "{\"mode\":\"wt\"}"),
+        ("/v1/disks/0/cache", "", "400 ", "{\"mode\":\"wt\"}"),
+        ("/v1/disks/0/cache", &long, "400 ", "length limit"),
+        ("/v1/disks/1/cache", "{\"mode\":\"wa\"}", "404 ", "/v1/disks/1/cache"),
+    ] {
+        let (head, answer) = put(path, body);
+        assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{path} {body}: {head}");
+        let answer: Value = serde_json::from_str(&answer).expect("JSON");
+        let error = answer["error"].as_str().expect("an error");
+        assert!(error.contains(part), "{path} {body}: {error}");
+    }
+    let (head, _) = served.curl(&["http://localhost/v1/disks/0/cache"]);
+    assert!(
+        head.starts_with("HTTP/1.1 405 ") && head.contains("\r\nallow: PUT"),
+        "{head}"
+    );
+    assert_eq!(served.disk()["cache"], Value::Null);
+}
+
+#[test]
 fn hostile_clients_keep_neither_the_disk_nor_the_end_from_anybody() {
     let disk = on_disk();
     let mut served = Served::of_data(&disk);

@@ -6,18 +6,19 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use http_body_util::{BodyExt, Empty, Limited};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
 use hyper::header::HOST;
 use hyper::{Request, StatusCode};
 use hyper_util::rt::TokioIo;
-use serde::Deserialize;
-use serde_json::Value;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
-use super::DISKS_PATH;
-use super::state::Disks;
+use super::state::{CacheChange, DiskState, Disks};
+use super::{DISKS_PATH, cache_path};
+use crate::image::{CacheMode, cache_mode_name};
 
 /// How long an answer may take.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -77,6 +78,43 @@ pub enum FetchError {
 /// # Errors
 /// See [`FetchError`].
 pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
+    ask_in_time(path, &Question::Disks)
+}
+
+/// Has the cache of a disk, by its number in what [`fetch_disks`] tells, do something else with writes; how the disk is
+/// then.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn set_cache_mode(path: &Path, disk: usize, mode: CacheMode) -> Result<DiskState, FetchError> {
+    let change = CacheChange {
+        mode: cache_mode_name(mode).to_owned(),
+    };
+    Ok(ask_in_time(path, &Question::ChangeCache(disk, change))?.1)
+}
+
+/// What is asked for.
+enum Question {
+    Disks,
+    ChangeCache(usize, CacheChange),
+}
+
+impl Question {
+    fn request(&self) -> Result<Request<Full<Bytes>>, hyper::http::Error> {
+        let request = match self {
+            Self::Disks => Request::get(DISKS_PATH),
+            Self::ChangeCache(disk, _) => Request::put(cache_path(*disk)),
+        };
+        let body = match self {
+            Self::Disks => Bytes::new(),
+            Self::ChangeCache(_, change) => json!(change).to_string().into(),
+        };
+        request.header(HOST, "localhost").body(Full::new(body))
+    }
+}
+
+/// What the server says, and that as far as this program knows it.
+fn ask_in_time<T: DeserializeOwned>(path: &Path, question: &Question) -> Result<(Value, T), FetchError> {
     let failed = |source| FetchError::Os {
         path: path.to_owned(),
         source,
@@ -88,24 +126,24 @@ pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
         .map_err(failed)?;
     let late = || FetchError::Late { path: path.to_owned() };
     runtime.block_on(async {
-        let asked = tokio::time::timeout(ANSWER_TIME_MAX, ask_repeatedly(path)).await;
+        let asked = tokio::time::timeout(ANSWER_TIME_MAX, ask_repeatedly(path, question)).await;
         asked.unwrap_or_else(|_| Err(late()))
     })
 }
 
-async fn ask_repeatedly(path: &Path) -> Result<(Value, Disks), FetchError> {
+async fn ask_repeatedly<T: DeserializeOwned>(path: &Path, question: &Question) -> Result<(Value, T), FetchError> {
     for _ in 1..TRIES_MAX {
-        match ask(path).await {
+        match ask(path, question).await {
             Err(FetchError::Busy { .. }) => tokio::time::sleep(PAUSE).await,
             asked => return asked,
         }
     }
-    ask(path).await
+    ask(path, question).await
 }
 
-async fn ask(path: &Path) -> Result<(Value, Disks), FetchError> {
+async fn ask<T: DeserializeOwned>(path: &Path, question: &Question) -> Result<(Value, T), FetchError> {
     let stream = connect(path).await?;
-    let (status, body) = exchange(stream).await.map_err(|silence| match silence {
+    let (status, body) = exchange(stream, question).await.map_err(|silence| match silence {
         Silence::HungUp => FetchError::Busy { path: path.to_owned() },
         Silence::Unknown(why) => FetchError::NotLarder {
             path: path.to_owned(),
@@ -168,13 +206,12 @@ impl From<hyper::Error> for Silence {
 }
 
 /// Sends the request; the answer's status and body.
-async fn exchange(stream: UnixStream) -> Result<(StatusCode, Bytes), Silence> {
+async fn exchange(stream: UnixStream, question: &Question) -> Result<(StatusCode, Bytes), Silence> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // It ends with the answer, or with this function's caller.
     tokio::spawn(connection);
-    let request = Request::get(DISKS_PATH)
-        .header(HOST, "localhost")
-        .body(Empty::<Bytes>::new())
+    let request = question
+        .request()
         .map_err(|error| Silence::Unknown(error.to_string()))?;
     let response = sender.send_request(request).await?;
     let status = response.status();
@@ -190,12 +227,12 @@ enum Problem {
     Unknown(String),
 }
 
-fn understand(status: StatusCode, body: &[u8]) -> Result<(Value, Disks), Problem> {
+fn understand<T: DeserializeOwned>(status: StatusCode, body: &[u8]) -> Result<(Value, T), Problem> {
     let unknown = |error: serde_json::Error| Problem::Unknown(format!("its answer ({status}): {error}"));
     let value: Value = serde_json::from_slice(body).map_err(unknown)?;
     if let (false, Some(error)) = (status.is_success(), value["error"].as_str()) {
         return Err(Problem::Error(error.to_owned()));
     }
-    let disks = Disks::deserialize(&value).map_err(unknown)?;
-    Ok((value, disks))
+    let known = T::deserialize(&value).map_err(unknown)?;
+    Ok((value, known))
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use http_body_util::Full;
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{ALLOW, CONTENT_TYPE, HOST, HeaderValue};
 use hyper::server::conn::http1;
@@ -22,9 +22,10 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use super::DISKS_PATH;
-use super::state::Disks;
+use super::state::{CacheChange, Disks};
+use super::{DISKS_PATH, cache_path};
 use crate::disk::DiskInquiry;
+use crate::image::parse_cache_mode;
 use crate::listen::{ListenError, SocketFile};
 
 /// Clients that are served at a time. A further one takes the place of the one that has been silent longest; if all have
@@ -42,6 +43,9 @@ const DISK_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// The longest request line with all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
+
+/// The longest body of a request, in bytes.
+const BODY_BYTES_MAX: usize = 4 << 10;
 
 /// The pause after a client that cannot be taken because the process, or the host, is out of descriptors or memory.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -166,7 +170,7 @@ async fn serve(client: UnixStream, disks: Arc<[DiskInquiry]>, has_asked: Arc<Ato
     let service = service_fn(|request| {
         has_asked.store(true, Ordering::Relaxed);
         let disks = Arc::clone(&disks);
-        async move { Ok::<_, Infallible>(answer(&request, &disks).await) }
+        async move { Ok::<_, Infallible>(answer(request, &disks).await) }
     });
     let served = http1::Builder::new()
         .keep_alive(false)
@@ -182,8 +186,7 @@ async fn serve(client: UnixStream, disks: Arc<[DiskInquiry]>, has_asked: Arc<Ato
     }
 }
 
-async fn answer(request: &Request<Incoming>, disks: &[DiskInquiry]) -> Response<Full<Bytes>> {
-    let path = request.uri().path();
+async fn answer(request: Request<Incoming>, disks: &[DiskInquiry]) -> Response<Full<Bytes>> {
     // RFC 9112, 3.2.
     if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
         return failure(
@@ -191,38 +194,81 @@ async fn answer(request: &Request<Incoming>, disks: &[DiskInquiry]) -> Response<
             "an HTTP/1.1 request has one Host header; any name will do",
         );
     }
-    if path != DISKS_PATH {
-        return failure(
+    let path = request.uri().path().to_owned();
+    if path == DISKS_PATH {
+        return match *request.method() {
+            Method::GET | Method::HEAD => tell(disks).await,
+            _ => not_so(&path, "can only be read", "GET, HEAD"),
+        };
+    }
+    match (0..disks.len()).find(|disk| path == cache_path(*disk)) {
+        Some(disk) if *request.method() == Method::PUT => change_cache(request, &disks[disk]).await,
+        Some(_) => not_so(&path, "can only be changed", "PUT"),
+        None => failure(
             StatusCode::NOT_FOUND,
             format_args!("there is no {path} here; there is {DISKS_PATH}"),
-        );
+        ),
     }
-    if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut refused = failure(
-            StatusCode::METHOD_NOT_ALLOWED,
-            format_args!("{path} can only be read: GET or HEAD"),
-        );
-        let allowed = HeaderValue::from_static("GET, HEAD");
-        refused.headers_mut().insert(ALLOW, allowed);
-        return refused;
-    }
+}
+
+async fn tell(disks: &[DiskInquiry]) -> Response<Full<Bytes>> {
     let mut all = Disks { disks: Vec::new() };
     for disk in disks {
-        match timeout(DISK_TIME_MAX, disk.state()).await {
-            Ok(Some(state)) => all.disks.push(state),
-            Ok(None) => return failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed"),
-            Err(_) => {
-                return failure(
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    format_args!(
-                        "the disk's thread has not answered for {} s; is its storage stuck?",
-                        DISK_TIME_MAX.as_secs()
-                    ),
-                );
-            }
+        match in_time(disk.state()).await {
+            Ok(state) => all.disks.push(state),
+            Err(late) => return late,
         }
     }
     response(StatusCode::OK, format!("{}\n", json!(all)))
+}
+
+async fn change_cache(request: Request<Incoming>, disk: &DiskInquiry) -> Response<Full<Bytes>> {
+    let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
+    let change = body
+        .map_err(|error| error.to_string())
+        .and_then(|body| serde_json::from_slice(&body.to_bytes()).map_err(|error| error.to_string()));
+    let CacheChange { mode } = match change {
+        Ok(change) => change,
+        Err(error) => {
+            return failure(
+                StatusCode::BAD_REQUEST,
+                format_args!("the body is no {{\"mode\":\"wt\"}}: {error}"),
+            );
+        }
+    };
+    let mode = match parse_cache_mode(&mode) {
+        Ok(mode) => mode,
+        Err(error) => return failure(StatusCode::BAD_REQUEST, format_args!("mode '{mode}': {error}")),
+    };
+    match in_time(disk.set_cache_mode(mode)).await {
+        Ok(Ok(state)) => response(StatusCode::OK, format!("{}\n", json!(state))),
+        Ok(Err(error)) => failure(StatusCode::CONFLICT, error),
+        Err(late) => late,
+    }
+}
+
+/// What a disk's thread answers, or what is told of one that does not.
+async fn in_time<T>(asked: impl Future<Output = Option<T>>) -> Result<T, Response<Full<Bytes>>> {
+    match timeout(DISK_TIME_MAX, asked).await {
+        Ok(Some(answer)) => Ok(answer),
+        Ok(None) => Err(failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed")),
+        Err(_) => Err(failure(
+            StatusCode::SERVICE_UNAVAILABLE,
+            format_args!(
+                "the disk's thread has not answered for {} s; is its storage stuck?",
+                DISK_TIME_MAX.as_secs()
+            ),
+        )),
+    }
+}
+
+fn not_so(path: &str, what: &str, allowed: &'static str) -> Response<Full<Bytes>> {
+    let mut refused = failure(
+        StatusCode::METHOD_NOT_ALLOWED,
+        format_args!("{path} {what}: {}", allowed.replace(", ", " or ")),
+    );
+    refused.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+    refused
 }
 
 fn failure(status: StatusCode, why: impl std::fmt::Display) -> Response<Full<Bytes>> {

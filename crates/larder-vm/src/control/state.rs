@@ -5,7 +5,7 @@ use larder_block::Geometry;
 use larder_prefetch::{PrefetchOptions, Statistics};
 use serde::{Deserialize, Serialize};
 
-use crate::image::{Format, ImageAddress};
+use crate::image::{Format, ImageAddress, OpenCache, absolute, cache_mode_name};
 
 /// The answer to `GET /v1/disks`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +29,9 @@ pub struct DiskState {
     pub read_only: bool,
     /// What read-ahead has done; `None` if nothing is read ahead.
     pub prefetch: Option<PrefetchState>,
+    /// What its cache has done; `None` if it has none.
+    #[serde(default)]
+    pub cache: Option<CacheState>,
 }
 
 impl DiskState {
@@ -38,6 +41,7 @@ impl DiskState {
         geometry: Geometry,
         block_size: u32,
         prefetch: Option<PrefetchState>,
+        cache: Option<CacheState>,
     ) -> Self {
         Self {
             image: image.to_string(),
@@ -46,6 +50,98 @@ impl DiskState {
             block_size,
             read_only: geometry.read_only,
             prefetch,
+            cache,
+        }
+    }
+}
+
+/// What a cache has done, and holds; see [`larder_cache::Statistics`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheState {
+    /// The file, block device or NBD export that it is on; of a path the absolute one.
+    pub file: String,
+    /// What is done with writes, as `--cache-mode` has it.
+    pub mode: String,
+    /// Whether it works.
+    pub state: CacheHealth,
+    /// Bytes of what it is on.
+    pub size: u64,
+    /// Bytes of the disk that it can hold.
+    pub capacity: u64,
+    /// Bytes of a line.
+    pub line_size: u64,
+    /// Bytes that it holds, counted in whole lines.
+    pub occupancy: u64,
+    /// Bytes of them, in whole lines, that have data which the disk has not.
+    pub dirty: u64,
+    /// Bytes, in whole lines, of which a crash now would leave something else than the cache has; what it would leave is
+    /// right, but may be less.
+    pub unsettled: u64,
+    /// Reads that the cache had all of.
+    pub hits: u64,
+    /// Reads that it had a part of.
+    pub partial_hits: u64,
+    /// Reads that it had nothing of.
+    pub misses: u64,
+    /// Reads that waited for another one's data.
+    pub joined: u64,
+    /// Bytes read from the cache for guests.
+    pub hit_bytes: u64,
+    /// Bytes brought in after reads.
+    pub filled: u64,
+    /// Reads that were not kept because too much was being brought in, or was being written.
+    pub bypassed_busy: u64,
+    /// Lines that left to make room.
+    pub evicted: u64,
+    /// Bytes written of what it knows of its lines.
+    pub metadata_written: u64,
+}
+
+/// What is wished of a disk's cache: the body of `PUT /v1/disks/NUMBER/cache`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheChange {
+    /// What shall be done with writes, as `--cache-mode` has it.
+    pub mode: String,
+}
+
+/// Whether a cache works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheHealth {
+    /// It does.
+    Works,
+    /// Its device has failed: it is not used until the server is started again.
+    Failed,
+}
+
+impl CacheState {
+    pub(crate) fn new(cache: &OpenCache) -> Self {
+        let done = cache.layer.statistics();
+        let shape = cache.layer.shape();
+        let in_lines = |lines: u64| lines * shape.line_len();
+        Self {
+            file: absolute(&cache.file),
+            mode: cache_mode_name(cache.layer.mode()).to_owned(),
+            state: match cache.layer.works() {
+                true => CacheHealth::Works,
+                false => CacheHealth::Failed,
+            },
+            size: cache.size.get(),
+            capacity: shape.capacity().get(),
+            line_size: shape.line_len(),
+            occupancy: in_lines(done.lines),
+            dirty: in_lines(done.dirty_lines),
+            unsettled: in_lines(done.unsettled),
+            hits: done.hits,
+            partial_hits: done.partial_hits,
+            misses: done.misses,
+            joined: done.joined,
+            hit_bytes: done.hit_bytes,
+            filled: done.filled,
+            bypassed_busy: done.bypassed_busy,
+            evicted: done.evicted,
+            metadata_written: done.metadata_written,
         }
     }
 }

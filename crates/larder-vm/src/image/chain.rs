@@ -11,7 +11,8 @@ use larder_qcow2::{OpenOptions, Others, Qcow2};
 
 use super::journal::{self, Journals};
 use super::{
-    Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
+    Format, ImageAddress, ImageError, ImageOptions, begins_like, disk_id, in_guest_blocks, open_export, open_file,
+    recognise,
 };
 
 /// The longest chain of backing files.
@@ -21,6 +22,10 @@ const CHAIN_MAX: usize = 200;
 pub(super) struct Opened {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) format: Format,
+    /// The files that it is in, outermost first, on this host.
+    pub(super) files: Vec<PathBuf>,
+    /// Their stamps, one after the other, before anything was changed; see [`disk_id::stamp`].
+    pub(super) stamp: Vec<u8>,
 }
 
 /// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
@@ -34,17 +39,31 @@ pub(super) async fn open(
         on,
         options,
         opened: Vec::new(),
+        files: Vec::new(),
+        stamp: Vec::new(),
         held,
         is_past_server: false,
     };
-    opener.open(image, options.format, options.read_only).await
+    let (device, format) = opener.open(image, options.format, options.read_only).await?;
+    Ok(Opened {
+        device,
+        format,
+        files: opener.files,
+        stamp: opener.stamp,
+    })
 }
+
+/// One image of a chain as a disk, and what its bytes mean.
+type Layer = (Rc<dyn BlockDevice>, Format);
 
 struct Opener<'a> {
     on: &'a Loop,
     options: &'a ImageOptions,
     /// The images that led here, outermost first.
     opened: Vec<ImageAddress>,
+    /// See [`Opened`].
+    files: Vec<PathBuf>,
+    stamp: Vec<u8>,
     held: &'a mut Vec<HeldFile>,
     /// An NBD server is in the chain so far. A trial ends there, so nobody has claimed for us what comes behind it.
     is_past_server: bool,
@@ -56,7 +75,7 @@ impl Opener<'_> {
         image: &'a ImageAddress,
         format: Option<Format>,
         read_only: bool,
-    ) -> BoxFuture<'a, Result<Opened, ImageError>> {
+    ) -> BoxFuture<'a, Result<Layer, ImageError>> {
         Box::pin(async move {
             if let (ImageAddress::Nbd(uri), true) = (image, self.options.trial) {
                 return Err(ImageError::NotAsked { uri: uri.to_string() });
@@ -83,7 +102,7 @@ impl Opener<'_> {
                     self.open_qcow2(image, file, read_only).await?
                 }
             };
-            Ok(Opened { device, format })
+            Ok((device, format))
         })
     }
 
@@ -103,6 +122,9 @@ impl Opener<'_> {
         match image {
             ImageAddress::Path(path) => {
                 let file = open_file(self.on, path, &options, format != Format::Raw).await?;
+                // It is locked now, and nothing has been written.
+                self.stamp.extend(disk_id::stamp(path));
+                self.files.push(path.clone());
                 if options.trial {
                     self.held.push(file.hold().map_err(|source| OpenError::Os {
                         path: path.clone(),
@@ -192,7 +214,7 @@ impl Opener<'_> {
         };
         let address = beside(image, name);
         let opened = self.open(&address, Some(Format::Raw), read_only).await;
-        opened.map(|opened| opened.device).map_err(failed)
+        opened.map(|(device, _)| device).map_err(failed)
     }
 
     async fn open_backing(
@@ -231,7 +253,7 @@ impl Opener<'_> {
             return Err(refused(format!("would be the {CHAIN_MAX}th of a chain")));
         }
         let opened = self.open(&address, format, true).await;
-        opened.map(|opened| opened.device).map_err(|source| match source {
+        opened.map(|(device, _)| device).map_err(|source| match source {
             // The innermost failure says it all.
             source @ (ImageError::Backing { .. }
             | ImageError::BackingName { .. }

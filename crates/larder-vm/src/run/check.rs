@@ -183,6 +183,8 @@ fn image_options(disk: &Disk) -> Result<ImageOptions, LimitsTextError> {
     Ok(ImageOptions {
         format: disk.format,
         metadata_memory: disk.metadata_memory.unwrap_or(METADATA_MEMORY_DEFAULT),
+        // What contradicts itself has been refused.
+        cache: disk.disk_cache.options(disk.share).ok().flatten(),
         read_only: disk.read_only,
         share: disk.share,
         caching: match disk.cache {

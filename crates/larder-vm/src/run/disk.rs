@@ -1,12 +1,12 @@
 //! A disk that `larder run` serves, and the `larder disk serve` command that does so.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use larder_block::ByteLen;
 
 use super::limits::Limits;
-use crate::image::{Format, ImageAddress, PrefetchMemory, PrefetchWish};
+use crate::image::{CacheWish, Format, ImageAddress, PrefetchMemory, PrefetchWish, cache_mode_name};
 
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,6 +42,8 @@ pub struct Disk {
     pub metadata_memory: Option<ByteLen>,
     /// How to read ahead; the server chooses what is not given.
     pub prefetch: PrefetchWish,
+    /// Its cache on a fast device; the server chooses what is not given.
+    pub disk_cache: CacheWish,
     /// The server's control socket; none if not given.
     pub control: Option<PathBuf>,
     /// Refuse changes.
@@ -76,6 +78,7 @@ impl Disk {
             format: None,
             metadata_memory: None,
             prefetch: PrefetchWish::default(),
+            disk_cache: CacheWish::default(),
             control: None,
             read_only: false,
             share: false,
@@ -115,10 +118,9 @@ impl Disk {
         if let Some(read) = self.prefetch.largest_read {
             arguments.extend(["--prefetch-largest-read".into(), read.get().to_string().into()]);
         }
+        arguments.extend(self.cache_arguments());
         if let Some(control) = &self.control {
-            let mut argument = OsString::from("--control=");
-            argument.push(control);
-            arguments.push(argument);
+            arguments.push(joined("--control=", control.as_os_str()));
         }
         if self.read_only {
             arguments.push("--read-only".into());
@@ -156,6 +158,26 @@ impl Disk {
         arguments
     }
 
+    fn cache_arguments(&self) -> Vec<OsString> {
+        let wish = &self.disk_cache;
+        let mut arguments = Vec::new();
+        match &wish.file {
+            Some(ImageAddress::Path(path)) => arguments.push(joined("--cache=", path.as_os_str())),
+            Some(ImageAddress::Nbd(uri)) => arguments.extend(["--cache".into(), uri.to_string().into()]),
+            None => {}
+        }
+        if let Some(size) = wish.size {
+            arguments.extend(["--cache-size".into(), size.get().to_string().into()]);
+        }
+        if let Some(line) = wish.line {
+            arguments.extend(["--cache-line".into(), line.get().to_string().into()]);
+        }
+        if let Some(mode) = wish.mode {
+            arguments.extend(["--cache-mode".into(), cache_mode_name(mode).into()]);
+        }
+        arguments
+    }
+
     /// The image as an argument that does not look like an option.
     fn image_argument(&self) -> OsString {
         match &self.image {
@@ -166,4 +188,11 @@ impl Disk {
             ImageAddress::Nbd(uri) => uri.to_string().into(),
         }
     }
+}
+
+/// An option with a value that may look like one itself.
+fn joined(option: &str, value: &OsStr) -> OsString {
+    let mut argument = OsString::from(option);
+    argument.push(value);
+    argument
 }

@@ -4,12 +4,15 @@ use super::disk::{Cache, Disk};
 use super::keyval::{KeyValues, parse_bool};
 use super::limits::{self, Taken};
 use crate::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
-use crate::image::{Format, ImageAddressError, PrefetchMemoryError, PrefetchWishError, parse_prefetch_len};
+use crate::image::{
+    CacheWishError, Format, ImageAddressError, PrefetchMemoryError, PrefetchWishError, parse_cache_line,
+    parse_cache_mode, parse_prefetch_len,
+};
 use crate::limits::LimitsTextError;
 use larder_block::SizeError;
 use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 
-const KEYS: [&str; 16] = [
+const KEYS: [&str; 19] = [
     "format",
     "metadata-memory",
     "prefetch",
@@ -19,6 +22,9 @@ const KEYS: [&str; 16] = [
     "readonly",
     "share",
     "cache",
+    "cache-size",
+    "cache-line",
+    "cache-mode",
     "queues",
     "queue-size",
     "serial",
@@ -38,6 +44,8 @@ pub enum DiskOptionError {
     Limits { image: String, source: LimitsTextError },
     #[error("--disk {image}: {source}")]
     Prefetch { image: String, source: PrefetchWishError },
+    #[error("--disk {image}: {source}")]
+    Cache { image: String, source: CacheWishError },
     #[error("--disk begins with the image: --disk /srv/vm.raw,readonly=on")]
     NoImage,
     #[error(
@@ -93,6 +101,12 @@ pub fn parse_disk(text: &str) -> Result<Disk, DiskOptionError> {
             image: image.to_owned(),
             source,
         })?;
+    disk.disk_cache
+        .options(disk.share)
+        .map_err(|source| DiskOptionError::Cache {
+            image: image.to_owned(),
+            source,
+        })?;
     Ok(disk)
 }
 
@@ -134,13 +148,24 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
             }
         }
         "serial" => disk.serial = Some(value.to_owned()),
-        "cache" => {
-            disk.cache = match value {
-                "direct" => Cache::Direct,
-                "buffered" => Cache::Buffered,
-                _ => return Err(wanted("give direct or buffered")),
+        "cache" => match value {
+            "direct" => disk.cache = Cache::Direct,
+            "buffered" => disk.cache = Cache::Buffered,
+            file if file.contains('/') => {
+                let address = file
+                    .parse()
+                    .map_err(|error: ImageAddressError| wanted(error.to_string()))?;
+                disk.disk_cache.file = Some(address);
             }
-        }
+            _ => {
+                return Err(wanted(
+                    "give direct or buffered for the host's page cache, or a disk cache's file with a / in it, as in ./FILE",
+                ));
+            }
+        },
+        "cache-size" => disk.disk_cache.size = Some(size()?),
+        "cache-line" => disk.disk_cache.line = Some(parse_cache_line(value).map_err(wanted)?),
+        "cache-mode" => disk.disk_cache.mode = Some(parse_cache_mode(value).map_err(wanted)?),
         "block-size" => {
             let bytes = value.parse().ok().filter(|bytes| matches!(bytes, 512 | 4096));
             disk.block_size = Some(bytes.ok_or_else(|| wanted("give 512 or 4096"))?);
@@ -226,7 +251,7 @@ mod tests {
     #[test]
     fn every_option_of_a_server_can_be_given() {
         let disk = parse_disk(
-            "/a,format=raw,metadata-memory=1M,prefetch=8M,prefetch-ahead=2M,prefetch-largest-read=32k,control=/c,,d,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
+            "/a,format=raw,metadata-memory=1M,prefetch=8M,prefetch-ahead=2M,prefetch-largest-read=32k,cache=/x,,y,cache-size=1G,cache-line=8k,cache-mode=wa,control=/c,,d,discard=ignore,queue-size=1024,poll-us=0,nbd-reconnect=5,block-size=4096",
         );
         let disk = disk.expect("is right");
         assert_eq!(disk.queue_size, Some(1024));
@@ -234,13 +259,29 @@ mod tests {
         let line = crate::run::shell::command_line(&arguments);
         assert_eq!(
             line,
-            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --prefetch 8388608 --prefetch-ahead 2097152 --prefetch-largest-read 32768 --control=/c,d --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
+            "disk serve /a --socket /s --pidfile /p --format raw --metadata-memory 1048576 --prefetch 8388608 --prefetch-ahead 2097152 --prefetch-largest-read 32768 --cache=/x,y --cache-size 1073741824 --cache-line 8192 --cache-mode wa --control=/c,d --discard ignore --queue-size 1024 --block-size 4096 --poll-us 0 \
              --nbd-reconnect 5"
         );
         assert!(parse_disk("/a,discard=unmap").expect("is right").discard);
         let disk = parse_disk("-a").expect("is right");
         let arguments = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
         assert_eq!(arguments[2], "./-a", "it must not be taken for an option");
+    }
+
+    #[test]
+    fn the_key_cache_is_for_the_page_cache_and_for_a_disk_cache() {
+        let disk = parse_disk("/a,cache=buffered,cache=nbd://host/x").expect("is right");
+        assert_eq!(disk.cache, Cache::Buffered);
+        let line = disk.serve_arguments("/s".as_ref(), "/p".as_ref());
+        let line = crate::run::shell::command_line(&line);
+        assert!(line.contains(" --cache nbd://host/x --buffered"), "{line}");
+        for text in [
+            "/a,cache-size=1G",
+            "/a,cache=/c,share=on",
+            "/a,cache=direct,cache-mode=wt",
+        ] {
+            assert!(matches!(parse_disk(text), Err(DiskOptionError::Cache { .. })), "{text}");
+        }
     }
 
     #[test]
@@ -261,6 +302,12 @@ mod tests {
             "/a,queues=0",
             "/a,queues=65",
             "/a,cache=none",
+            "/a,cache=ftp://x/y",
+            "/a,cache-size=much",
+            "/a,cache-line=2k",
+            "/a,cache-line=128k",
+            "/a,cache-line=12k",
+            "/a,cache-mode=writeback",
             "/a,readonly=perhaps",
             "/a,bps=x",
             "/a,format=vmdk",

@@ -12,7 +12,7 @@ use super::machine::Machine;
 use super::ram::{self, Ram, RamFile};
 use super::rewrite::Rewrite;
 use super::version::QemuVersion;
-use crate::image::ImageAddress;
+use crate::image::{ImageAddress, is_same};
 use crate::listen::same_place;
 
 /// What is to be started.
@@ -95,6 +95,8 @@ pub enum PlanError {
     NoDevice { image: ImageAddress },
     #[error("--disk {one} and --disk {other} have the same control={}; give each its own", path.display())]
     SameControl { one: String, other: String, path: PathBuf },
+    #[error("--disk {one} and --disk {other} have the same cache={cache}; give each its own")]
+    SameCache { one: String, other: String, cache: String },
     #[error("{option}: cannot tell the size of the guest's RAM; give a number and K, M, G or T, as in 2G")]
     RamSize { option: String },
     #[error("this machine's default size of RAM is not known to Larder; say it with -m")]
@@ -120,6 +122,7 @@ pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Resu
         return Ok(unchanged(command));
     }
     refuse_same_control(extra)?;
+    refuse_same_cache(extra)?;
     let machine = Machine::of(program, &arguments);
     let warnings = warnings(&arguments_with_text(&arguments));
     let mut line = Rewrite::new(arguments);
@@ -165,6 +168,24 @@ fn refuse_same_control(extra: &[Disk]) -> Result<(), PlanError> {
         }),
         None => Ok(()),
     }
+}
+
+/// A cache is of one disk.
+fn refuse_same_cache(extra: &[Disk]) -> Result<(), PlanError> {
+    let caches: Vec<(&Disk, &ImageAddress)> = extra
+        .iter()
+        .filter_map(|disk| Some((disk, disk.disk_cache.file.as_ref()?)))
+        .collect();
+    for (index, (other, cache)) in caches.iter().enumerate() {
+        if let Some((one, _)) = caches[..index].iter().find(|(_, earlier)| is_same(earlier, cache)) {
+            return Err(PlanError::SameCache {
+                one: one.image.to_string(),
+                other: other.image.to_string(),
+                cache: cache.to_string(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// QEMU only prints something and ends.

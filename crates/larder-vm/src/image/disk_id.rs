@@ -1,0 +1,173 @@
+//! What tells a disk from every other one, and whether somebody has written to it, for the cache that belongs to it.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use larder_block::nbd::NbdUri;
+
+use super::{Format, ImageAddress, file_handle};
+
+/// Where udev puts the names that a disk has on every start of the host.
+const STABLE_NAMES: &str = "/dev/disk/by-id";
+
+/// What is better than other names there: what the disk says itself, and what LVM and its like say of theirs.
+const BEST_NAMES: [&str; 3] = ["wwn-", "nvme-eui.", "dm-uuid-"];
+
+/// `FUSE_SUPER_MAGIC`: its handles are of one mount only.
+const FUSE_MAGIC: i64 = 0x6573_5546;
+
+/// The longest that a cache's superblock has room for, for sure, in bytes.
+const LEN_MAX: usize = 512;
+
+/// What no other disk has, and what stays the same under another name, as far as that can be told.
+pub(super) fn identity(image: &ImageAddress, format: Format) -> Vec<u8> {
+    let whose = match image {
+        ImageAddress::Path(path) => of_path(path),
+        ImageAddress::Nbd(uri) => [b"nbd ", without_credentials(uri).to_string().as_bytes()].concat(),
+    };
+    bounded([format.name().as_bytes(), b" ", &whose].concat())
+}
+
+fn of_path(path: &Path) -> Vec<u8> {
+    let found = path.metadata().ok();
+    match &found {
+        Some(found) if found.file_type().is_block_device() => {
+            let name = stable_name(Path::new(STABLE_NAMES), path).or_else(|| std::path::absolute(path).ok());
+            [b"block ", bytes(&name.unwrap_or_else(|| path.to_owned()))].concat()
+        }
+        // Device numbers of file systems change when the host is started anew. A handle has the inode's generation, which
+        // is random.
+        found => match handle(path) {
+            Some(handle) => [&b"file "[..], &handle].concat(),
+            None => {
+                let inode = found.as_ref().map_or(0, MetadataExt::ino);
+                let place = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+                [&b"path "[..], &inode.to_le_bytes(), bytes(&place)].concat()
+            }
+        },
+    }
+}
+
+fn bytes(path: &Path) -> &[u8] {
+    path.as_os_str().as_bytes()
+}
+
+fn handle(path: &Path) -> Option<Vec<u8>> {
+    let of_this_mount = rustix::fs::statfs(path).is_ok_and(|found| found.f_type == FUSE_MAGIC);
+    (!of_this_mount).then(|| file_handle::of(path).ok()).flatten()
+}
+
+/// The name in `folder` that leads to the same device, the same one each time if there are several.
+fn stable_name(folder: &Path, device: &Path) -> Option<PathBuf> {
+    let device = device.canonicalize().ok()?;
+    let names = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
+    let same = names.filter(|name| name.canonicalize().is_ok_and(|found| found == device));
+    same.min_by_key(|name| {
+        let text = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let rank = BEST_NAMES.iter().position(|best| text.starts_with(best));
+        (rank.unwrap_or(BEST_NAMES.len()), text)
+    })
+}
+
+fn without_credentials(uri: &NbdUri) -> NbdUri {
+    let mut uri = uri.clone();
+    if let Some(tls) = &mut uri.tls {
+        tls.certificates = None;
+    }
+    uri
+}
+
+/// What a file's size, times and number say of whether it was written; nothing for what is no regular file, whose
+/// writers leave no trace.
+pub(super) fn stamp(path: &Path) -> Vec<u8> {
+    match path.metadata() {
+        Ok(found) if !found.is_file() => Vec::new(),
+        // Whatever it was, it is not the same any more.
+        Err(_) => vec![0],
+        Ok(found) => [
+            found.ino().to_le_bytes(),
+            found.len().to_le_bytes(),
+            found.mtime().to_le_bytes(),
+            found.mtime_nsec().to_le_bytes(),
+        ]
+        .concat(),
+    }
+}
+
+/// The stamps of all files of a disk.
+pub(super) fn stamp_of_all(files: &[PathBuf]) -> Vec<u8> {
+    bounded(files.iter().flat_map(|file| stamp(file)).collect())
+}
+
+/// What is too long for a superblock is told by a number at its end.
+pub(super) fn bounded(mut bytes: Vec<u8>) -> Vec<u8> {
+    if bytes.len() > LEN_MAX {
+        let mut hasher = DefaultHasher::new();
+        bytes.hash(&mut hasher);
+        bytes.truncate(LEN_MAX - size_of::<u64>());
+        bytes.extend(hasher.finish().to_le_bytes());
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_device_has_the_best_of_its_stable_names() {
+        let place = tempfile::tempdir().expect("a folder");
+        let make = |name: &str| std::fs::write(place.path().join(name), []).expect("a file");
+        let link = |name: &str, to: &str| symlink(place.path().join(to), place.path().join(name)).expect("a link");
+        for device in ["sda", "sdb", "sdc"] {
+            make(device);
+        }
+        link("ata-a", "sda");
+        link("wwn-0x5", "sda");
+        link("scsi-b", "sdb");
+        link("ata-b", "sdb");
+        let name = |device: &str| {
+            let found = stable_name(place.path(), &place.path().join(device))?;
+            Some(found.file_name()?.to_string_lossy().into_owned())
+        };
+        assert_eq!(name("sda").as_deref(), Some("wwn-0x5"));
+        assert_eq!(name("sdb").as_deref(), Some("ata-b"));
+        assert_eq!(
+            name("sdc").as_deref(),
+            Some("sdc"),
+            "the folder of this test has the device itself"
+        );
+        assert_eq!(stable_name(&place.path().join("none"), &place.path().join("sda")), None);
+    }
+
+    #[test]
+    fn an_identity_has_no_credentials_and_fits() {
+        let of = |text: &str, format| identity(&text.parse().expect("an image"), format);
+        let one = of("nbds://host/x?tls-certificates=/a", Format::Raw);
+        assert_eq!(one, of("nbds://host/x?tls-certificates=/b", Format::Raw));
+        assert_ne!(one, of("nbds://host/x", Format::Qcow2));
+        assert_ne!(one, of("nbds://host/y", Format::Raw));
+        let long = |end: &str| of(&format!("nbd://host/{}{end}", "x".repeat(4000)), Format::Raw);
+        assert_eq!(long("a").len(), LEN_MAX);
+        assert_ne!(long("a"), long("b"));
+    }
+
+    #[test]
+    fn a_file_keeps_its_identity_under_another_name_and_a_copy_has_another() {
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        std::fs::write(at("a"), [1]).expect("a file");
+        let of = |name: &str| identity(&ImageAddress::Path(at(name)), Format::Raw);
+        let (first, stamp_then) = (of("a"), stamp(&at("a")));
+        std::fs::rename(at("a"), at("b")).expect("moves");
+        assert_eq!((of("b"), stamp(&at("b"))), (first.clone(), stamp_then.clone()));
+        std::fs::copy(at("b"), at("a")).expect("copies");
+        assert_ne!(of("a"), first);
+        assert_ne!(stamp(&at("a")), stamp_then);
+        assert_ne!(stamp(&at("none")), stamp_then);
+    }
+}

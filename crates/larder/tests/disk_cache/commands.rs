@@ -1,0 +1,163 @@
+//! `larder disk cache`.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::{MIB, Place, text};
+
+fn info(place: &Place, cache: &str) -> Value {
+    let (code, said) = place.cache_command(&["info", cache, "--output", "json"]);
+    assert_eq!(code, Some(0), "{said}");
+    serde_json::from_str(&said).expect("JSON")
+}
+
+#[test]
+fn info_tells_what_a_cache_holds() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(
+        &image,
+        &cache,
+        &["--cache-size", "8M", "--cache-line", "8k", "--cache-mode", "wa"],
+    );
+    served.warm_up(2);
+    served.settle();
+    let in_use = info(&place, text(&cache));
+    assert_eq!((&in_use["in_use"], &in_use["occupancy"]), (&json!(true), &Value::Null));
+    let (_, said) = place.cache_command(&["info", text(&cache)]);
+    assert!(
+        said.contains(&format!("in use by larder, pid {}", served.process.id())),
+        "{said}"
+    );
+    served.kill();
+    // What the journal has, what the pages have once it was closed, and what both have.
+    for closed in [false, true, true] {
+        let told = info(&place, text(&cache));
+        for (name, value) in [
+            ("file", json!(text(&cache))),
+            ("disk", json!(text(&image))),
+            ("disk_size", json!(16 * MIB)),
+            ("mode", json!("wa")),
+            ("size", json!(8 * MIB)),
+            ("line_size", json!(8192)),
+            ("occupancy", json!(2 * MIB)),
+            ("dirty", json!(0)),
+            ("may_be_dirty", json!(false)),
+            ("closed", json!(closed)),
+            ("in_use", json!(false)),
+        ] {
+            assert_eq!(told[name], value, "{name} in {told}");
+        }
+        place.serve(&image, &cache, &[]).stop();
+    }
+    let (code, said) = place.cache_command(&["info", text(&cache)]);
+    assert_eq!(code, Some(0));
+    for part in [
+        "write-around (wa)",
+        "holds:            2 MiB (",
+        "lines of 8 KiB",
+        "state:            closed",
+    ] {
+        assert!(said.contains(part), "'{part}' in {said}");
+    }
+}
+
+#[test]
+fn what_is_no_cache_is_said_to_be_none_and_left_alone() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 4);
+    for arguments in [&["info"][..], &["drop"], &["drop", "--lose-dirty"], &["mode"]] {
+        let mut all = arguments.to_vec();
+        all.push(text(&image));
+        if arguments == ["mode"] {
+            all.push("wt");
+        }
+        let (code, said) = place.cache_command(&all);
+        assert!(
+            code == Some(2) && said.contains("it is no cache of Larder's"),
+            "{all:?}: {said}"
+        );
+    }
+    crate::qemu_io("raw", text(&image), &["read -P 7 0 4M"]);
+    let (code, said) = place.cache_command(&["info", text(&place.path("none"))]);
+    assert!(code == Some(2) && said.contains("No such file"), "{said}");
+}
+
+#[test]
+fn a_cache_in_use_is_left_to_its_server() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.read_all(1);
+    let (code, said) = place.cache_command(&["drop", text(&cache)]);
+    assert!(code == Some(2) && said.contains("stop its server first"), "{said}");
+    let (code, said) = place.cache_command(&["mode", text(&cache), "pt"]);
+    assert!(code == Some(2) && said.contains("--control PATH"), "{said}");
+    let control = text(&served.control);
+    let other = place.path("other");
+    let (code, said) = place.cache_command(&["mode", text(&other), "pt", "--control", control]);
+    assert!(
+        code == Some(2) && said.contains("has not") && said.contains(text(&cache)),
+        "{said}"
+    );
+    assert_eq!(served.cache()["mode"], json!("wt"));
+    served.warm_up(1);
+}
+
+#[test]
+fn a_mode_is_changed_while_nobody_uses_the_cache() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(1);
+    served.settle();
+    served.kill();
+    let (code, said) = place.cache_command(&["mode", text(&cache), "pt"]);
+    assert!(
+        code == Some(0) && said.contains("pass-through (pt) from now on"),
+        "{said}"
+    );
+    assert_eq!(info(&place, text(&cache))["mode"], json!("pt"));
+    let served = place.serve(&image, &cache, &[]);
+    assert_eq!(served.cache()["mode"], json!("pt"));
+    served.stop();
+    let (_, said) = place.cache_command(&["mode", text(&cache), "wt"]);
+    assert!(said.contains("write-through"), "{said}");
+    let served = place.serve(&image, &cache, &[]);
+    served.read_all(1);
+    assert_eq!(served.count("misses"), 0, "all is there still");
+}
+
+#[test]
+fn a_cache_that_cannot_be_read_is_dropped_when_all_in_it_may_be_lost() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    place.serve(&image, &cache, &["--cache-size", "8M"]).stop();
+    let whole = fs::read(&cache).expect("is there");
+    let damage = |change: fn(&mut [u8])| {
+        let mut bytes = whole.clone();
+        for copy in bytes[..8192].chunks_mut(4096) {
+            change(copy);
+        }
+        fs::write(&cache, bytes).expect("is written");
+    };
+    for (change, words) in [
+        ((|copy| copy[8] = 9) as fn(&mut [u8]), "version 9"),
+        (|copy| copy[100] ^= 1, "damaged"),
+    ] {
+        damage(change);
+        place.refused(&image, text(&cache), &[], &[words]);
+        let (code, said) = place.cache_command(&["drop", text(&cache)]);
+        assert!(
+            code == Some(2) && said.contains(words) && said.contains("--lose-dirty"),
+            "{said}"
+        );
+        let (code, said) = place.cache_command(&["drop", text(&cache), "--lose-dirty"]);
+        assert_eq!(code, Some(0), "{said}");
+        assert_eq!(fs::metadata(&cache).expect("is there").len(), 0);
+    }
+    place
+        .serve(&image, &cache, &["--cache-size", "4M"])
+        .io(&["read -P 7 0 16M"]);
+}

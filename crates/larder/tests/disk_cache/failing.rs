@@ -1,0 +1,159 @@
+//! A cache device that fails: the guest sees no error, and no byte that is not the disk's, then and later.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use larder_bench::campaign::process::{Process, mortal};
+use serde_json::json;
+
+use crate::support::{LIMIT, fill, tmpfs, tool};
+use crate::{Place, text};
+
+/// An NBD server with room for a cache, whose requests fail while a file is there.
+struct Fast {
+    uri: String,
+    trigger: PathBuf,
+    _process: Process,
+}
+
+impl Fast {
+    fn start(place: &Place) -> Self {
+        let (socket, trigger) = (place.socket("fast"), place.path("fail"));
+        let mut command = mortal("nbdkit");
+        command.args([
+            "-f",
+            "-v",
+            "-U",
+            text(&socket),
+            "--filter=error",
+            "memory",
+            "8M",
+            "error-rate=1",
+        ]);
+        command.arg(format!("error-file={}", text(&trigger)));
+        let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
+        while !socket.exists() {}
+        Self {
+            uri: format!("nbd+unix:///?socket={}", text(&socket)),
+            trigger,
+            _process: process,
+        }
+    }
+
+    fn fail(&self) {
+        File::create(&self.trigger).expect("a file");
+    }
+
+    fn work(&self) {
+        fs::remove_file(&self.trigger).expect("was there");
+    }
+}
+
+#[test]
+fn what_a_failed_cache_has_is_never_believed_again() {
+    for stops in [true, false] {
+        let place = Place::new();
+        let image = place.image("disk.raw", 16);
+        let fast = Fast::start(&place);
+        let serve = || place.start(place.serve_command(&image, &fast.uri, &[]));
+        let served = serve();
+        served.warm_up(2);
+        served.settle();
+        fast.fail();
+        served.io(&[
+            "write -P 9 1M 64k",
+            "read -P 9 1M 64k",
+            "read -P 7 0 1M",
+            "read -P 7 4M 1M",
+            "flush",
+        ]);
+        assert_eq!(served.cache()["state"], json!("failed"));
+        let said = tool(text(crate::larder()), &["status", text(&served.control)]);
+        assert!(said.contains("has failed"), "{said}");
+        let control = text(&served.control);
+        let (code, said) = place.cache_command(&["mode", &fast.uri, "wa", "--control", control]);
+        assert!(code == Some(2) && said.contains("does not work any more"), "{said}");
+        served.io(&["write -P 10 1M 4k"]);
+        match stops {
+            true => drop(served.stop()),
+            false => served.kill(),
+        }
+        // It works again, with all that it had.
+        fast.work();
+        let served = serve();
+        served.process.wait_for("begins anew", LIMIT).expect("told");
+        served.io(&[
+            "read -P 10 1M 4k",
+            "read -P 9 1028k 60k",
+            "read -P 7 0 1M",
+            "read -P 7 1088k 14M",
+        ]);
+        assert_eq!(served.cache()["state"], json!("works"));
+    }
+}
+
+#[test]
+fn a_cache_that_is_not_there_at_the_start_keeps_the_disk_from_being_served() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let fast = Fast::start(&place);
+    fast.fail();
+    place.refused(&image, &fast.uri, &[], &["cache of", "disk.raw"]);
+    fast.work();
+    place
+        .start(place.serve_command(&image, &fast.uri, &[]))
+        .io(&["read -P 7 0 16M"]);
+}
+
+/// The guest works while `harm` is done to the cache's file, and the disk is right afterwards.
+fn survives(place: &Place, cache: &Path, harm: impl Fn()) {
+    let image = place.image("disk.raw", 16);
+    let served = place.serve(&image, cache, &["--cache-size", "4M"]);
+    served.warm_up(1);
+    harm();
+    served.io(&["read -P 7 0 1M", "write -P 9 64k 64k", "read -P 9 64k 64k", "flush"]);
+    served.read_all(8);
+    served.io(&["read -P 7 0 64k", "read -P 9 64k 64k", "read -P 7 128k 8M"]);
+    served.stop();
+    crate::qemu_io(
+        "raw",
+        text(&image),
+        &["read -P 7 0 64k", "read -P 9 64k 64k", "read -P 7 128k 8M"],
+    );
+}
+
+#[test]
+fn a_guest_does_not_notice_that_the_caches_file_is_removed_or_cut_off() {
+    let place = Place::new();
+    let cache = place.path("cache");
+    survives(&place, &cache, || fs::remove_file(&cache).expect("was there"));
+    let place = Place::new();
+    let cache = place.path("cache");
+    survives(&place, &cache, || {
+        let file = File::options().write(true).open(&cache).expect("is there");
+        file.set_len(0).expect("is cut off");
+    });
+}
+
+#[test]
+fn a_cache_has_its_room_when_the_file_system_is_full() {
+    let place = Place::new();
+    let small = tmpfs(&place.path("small"), "size=6M");
+    let cache = small.0.join("cache");
+    let image = place.image("disk.raw", 16);
+    let served = place.serve(&image, &cache, &["--cache-size", "4M"]);
+    fill(&small.0.join("rest"));
+    served.warm_up(2);
+    assert_eq!(
+        (&served.cache()["state"], served.count("occupancy")),
+        (&json!("works"), 2 << 20)
+    );
+    served.stop();
+    // It is forgotten, and needs no new room.
+    crate::qemu_io("raw", text(&image), &["write -P 9 0 64k"]);
+    let served = place.serve(&image, &cache, &[]);
+    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.io(&["read -P 9 0 64k", "read -P 7 64k 8M"]);
+    served.read_all(2);
+    assert_eq!(served.cache()["state"], json!("works"));
+}

@@ -1,0 +1,180 @@
+//! Disks with a cache, through the program: `larder disk serve --cache`, `larder run --disk IMAGE,cache=`, and
+//! `larder disk cache`.
+
+mod commands;
+mod failing;
+mod refused;
+mod served;
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use larder_bench::campaign::process::Process;
+use serde_json::Value;
+use support::{LIMIT, disk_serve, larder, on_disk, on_tmpfs, run, tool};
+use tempfile::TempDir;
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+pub(crate) fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+/// Where images, caches and sockets of a test lie, and what Larder notes of its caches.
+pub(crate) struct Place {
+    pub(crate) folder: TempDir,
+    sockets: TempDir,
+}
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        Self {
+            folder: on_disk(),
+            sockets: on_tmpfs(),
+        }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+        self.sockets.path().join(name)
+    }
+
+    /// A raw image of so many MiB full of 7.
+    pub(crate) fn image(&self, name: &str, mib: u64) -> PathBuf {
+        let path = self.path(name);
+        tool(
+            "qemu-img",
+            &["create", "-q", "-f", "raw", text(&path), &format!("{mib}M")],
+        );
+        qemu_io("raw", text(&path), &[&format!("write -P 7 0 {mib}M")]);
+        path
+    }
+
+    fn nbd(&self) -> String {
+        format!("nbd+unix:///?socket={}", text(&self.socket("n")))
+    }
+
+    /// `larder disk serve` of an image with a cache. Nothing is read ahead, so that the guest's reads are the cache's.
+    pub(crate) fn serve_command(&self, image: &Path, cache: &str, options: &[&str]) -> Command {
+        let control = self.socket("c");
+        let mut command = disk_serve(&[text(image), "--nbd", &self.nbd(), "--control", text(&control)]);
+        command.args(["--prefetch", "off", "--cache", cache]).args(options);
+        self.with_state(command)
+    }
+
+    fn with_state(&self, mut command: Command) -> Command {
+        command.env("STATE_DIRECTORY", self.path("state"));
+        command
+    }
+
+    pub(crate) fn serve(&self, image: &Path, cache: &Path, options: &[&str]) -> Served {
+        self.start(self.serve_command(image, text(cache), options))
+    }
+
+    pub(crate) fn start(&self, command: Command) -> Served {
+        let process = Process::start(command).expect("larder starts");
+        process.wait_for("serving", LIMIT).expect("it serves");
+        Served {
+            process,
+            uri: self.nbd(),
+            control: self.socket("c"),
+        }
+    }
+
+    /// A server that must not start, and say all of `words`.
+    pub(crate) fn refused(&self, image: &Path, cache: &str, options: &[&str], words: &[&str]) -> String {
+        assert_fails(self.serve_command(image, cache, options), words)
+    }
+
+    /// `larder disk cache`, and its exit code with what it said.
+    pub(crate) fn cache_command(&self, arguments: &[&str]) -> (Option<i32>, String) {
+        let mut command = Command::new(larder());
+        command.args(["disk", "cache"]).args(arguments);
+        run(self.with_state(command))
+    }
+}
+
+/// The command must fail with all of `words` in what it says.
+pub(crate) fn assert_fails(command: Command, words: &[&str]) -> String {
+    let shown = format!("{command:?}");
+    let (code, said) = run(command);
+    assert_eq!(code, Some(2), "{shown}: {said}");
+    for word in words {
+        assert!(said.contains(word), "{shown} says nothing of '{word}': {said}");
+    }
+    said
+}
+
+/// Runs commands of qemu-io on an image, which must all succeed, with what they verify.
+pub(crate) fn qemu_io(format: &str, image: &str, commands: &[&str]) {
+    let commands = commands.iter().flat_map(|command| ["-c", command]);
+    let all: Vec<&str> = ["-f", format].into_iter().chain(commands).chain([image]).collect();
+    let said = tool("qemu-io", &all);
+    assert!(!said.contains("failed"), "{said}");
+}
+
+/// A server with a cache.
+pub(crate) struct Served {
+    pub(crate) process: Process,
+    pub(crate) uri: String,
+    pub(crate) control: PathBuf,
+}
+
+impl Served {
+    pub(crate) fn io(&self, commands: &[&str]) {
+        qemu_io("raw", &self.uri, commands);
+    }
+
+    /// Reads the first `mib` MiB, 4 KiB at a time, one after the other.
+    pub(crate) fn read_all(&self, mib: u64) {
+        let count = (mib * 256).to_string();
+        let options = ["bench", "-f", "raw", "-s", "4096", "-d", "1", "-c", &count, &self.uri];
+        tool("qemu-img", &options);
+    }
+
+    /// Has the cache have all of them: what comes while much is under way may not be kept at once.
+    pub(crate) fn warm_up(&self, mib: u64) {
+        loop {
+            let before = self.count("misses");
+            self.read_all(mib);
+            if self.count("misses") == before {
+                return;
+            }
+        }
+    }
+
+    /// What `larder status` says of the cache.
+    pub(crate) fn cache(&self) -> Value {
+        let said = tool(text(larder()), &["status", text(&self.control), "--output", "json"]);
+        let all: Value = serde_json::from_str(&said).expect("JSON");
+        all["disks"][0]["cache"].clone()
+    }
+
+    pub(crate) fn count(&self, name: &str) -> u64 {
+        let cache = self.cache();
+        cache[name].as_u64().unwrap_or_else(|| panic!("no {name} in {cache}"))
+    }
+
+    /// Waits until a crash would leave all that the cache has.
+    pub(crate) fn settle(&self) {
+        while self.count("unsettled") > 0 {}
+    }
+
+    /// Stops it; what it said.
+    pub(crate) fn stop(mut self) -> String {
+        self.process.signal(libc::SIGTERM);
+        let status = self.process.wait(LIMIT).expect("ends");
+        let said = self.process.output();
+        assert!(status.success(), "{said}");
+        said
+    }
+
+    pub(crate) fn kill(mut self) {
+        self.process.kill();
+    }
+}

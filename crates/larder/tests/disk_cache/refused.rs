@@ -1,0 +1,179 @@
+//! What is refused, and what is said then.
+
+use std::fs;
+use std::process::Command;
+
+use crate::support::{larder, tmpfs};
+use crate::{Place, assert_fails, qemu_io, text};
+
+#[test]
+fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 8);
+    let cache = place.path("cache");
+    place.refused(
+        &image,
+        text(&cache),
+        &[],
+        &["cache: there is no such file", "cache-size"],
+    );
+    assert!(!cache.exists());
+    place.refused(
+        &image,
+        text(&cache),
+        &["--cache-size", "20k"],
+        &["too small", "lines of 4 KiB"],
+    );
+    assert!(!cache.exists(), "nothing is left behind");
+    place.refused(
+        &image,
+        text(&place.path("no/cache")),
+        &["--cache-size", "4M"],
+        &["cannot be made"],
+    );
+    place.refused(
+        &image,
+        text(place.folder.path()),
+        &["--cache-size", "4M"],
+        &["directory"],
+    );
+    fs::write(&cache, []).expect("a file");
+    place.refused(&image, text(&cache), &[], &["it is empty", "cache-size"]);
+    let mut garbage = vec![0; 4 << 20];
+    garbage[(1 << 20) - 1] = 1;
+    fs::write(&cache, &garbage).expect("a file");
+    place.refused(&image, text(&cache), &[], &["no cache, and not empty", "remove it"]);
+    assert!(fs::read(&cache).expect("is there") == garbage);
+    // The disk itself is none either.
+    place.refused(&image, text(&image), &[], &["already in use here"]);
+    qemu_io("raw", text(&image), &["read -P 7 0 8M"]);
+    // What is not the cache's first MiB says nothing.
+    garbage.swap((1 << 20) - 1, 1 << 20);
+    fs::write(&cache, &garbage).expect("a file");
+    place.refused(
+        &image,
+        text(&cache),
+        &["--cache-size", "8M"],
+        &["it has 4", "not 8", "disk cache drop"],
+    );
+    place
+        .serve(&image, &cache, &["--cache-size", "4M"])
+        .io(&["read -P 7 0 8M"]);
+}
+
+#[test]
+fn an_open_cache_is_nobody_elses_and_a_closed_one_no_other_disks() {
+    let place = Place::new();
+    let (image, other) = (place.image("disk.raw", 8), place.image("other.raw", 8));
+    let cache = place.path("cache");
+    let served = place.serve(&image, &cache, &["--cache-size", "4M", "--cache-line", "8k"]);
+    served.io(&["write -P 8 0 1M"]);
+    let busy = format!("in use by another process (larder, pid {})", served.process.id());
+    let elsewhere = format!("nbd+unix:///?socket={}", text(&place.socket("m")));
+    let mut second = crate::support::disk_serve(&[text(&other), "--nbd", &elsewhere, "--cache", text(&cache)]);
+    second.env("STATE_DIRECTORY", place.path("state"));
+    assert_fails(second, &["cache of", "other.raw", &busy]);
+    served.stop();
+
+    place.refused(
+        &other,
+        text(&cache),
+        &[],
+        &["belongs to another disk", "disk.raw", "larder disk cache drop"],
+    );
+    place.refused(&image, text(&cache), &["--cache-size", "8M"], &["it has 4", "not 8"]);
+    place.refused(
+        &image,
+        text(&cache),
+        &["--cache-line", "4k"],
+        &["lines have 8", "not 4"],
+    );
+    place.refused(&image, text(&cache), &["--format", "qcow2"], &["not a qcow2 image"]);
+    // A copy under its name is another disk, and the disk under another name is the same.
+    fs::rename(&image, place.path("moved.raw")).expect("moves");
+    fs::copy(place.path("moved.raw"), &image).expect("copies");
+    place.refused(&image, text(&cache), &[], &["belongs to another disk"]);
+    let served = place.serve(&place.path("moved.raw"), &cache, &[]);
+    served.io(&["read -P 8 0 1M"]);
+    assert!(served.count("hits") > 0);
+    served.stop();
+
+    let (code, said) = place.cache_command(&["drop", text(&cache)]);
+    assert_eq!(code, Some(0), "{said}");
+    let served = place.serve(&other, &cache, &["--cache-size", "4M"]);
+    served.io(&["read -P 7 0 8M"]);
+}
+
+#[test]
+fn a_cache_for_which_there_is_no_room_is_refused_and_not_left_there() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 8);
+    let small = tmpfs(&place.path("small"), "size=6M");
+    let cache = small.0.join("cache");
+    place.refused(
+        &image,
+        text(&cache),
+        &["--cache-size", "16M"],
+        &["no room for 16", "smaller cache-size"],
+    );
+    assert!(!cache.exists());
+    fs::write(&cache, []).expect("a file");
+    place.refused(&image, text(&cache), &["--cache-size", "16M"], &["no room for 16"]);
+    assert_eq!(cache.metadata().expect("is there").len(), 0);
+    place.serve(&image, &cache, &["--cache-size", "4M"]).stop();
+}
+
+#[test]
+fn options_that_do_not_go_together_are_refused() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 8), place.path("cache"));
+    place.refused(
+        &image,
+        text(&cache),
+        &["--cache-size", "4M", "--share"],
+        &["--cache does not go with share", "old data"],
+    );
+    for (option, value, words) in [
+        ("--cache-size", "4M", "--cache-size says nothing without cache"),
+        ("--cache-line", "4k", "--cache-line says nothing without cache"),
+        ("--cache-mode", "wt", "--cache-mode says nothing without cache"),
+        ("--cache-line", "5k", "a power of two from 4 KiB to 64 KiB"),
+        (
+            "--cache-mode",
+            "writethrough",
+            "wt (write-through), wa (write-around), pt (pass-through)",
+        ),
+    ] {
+        let command = crate::support::disk_serve(&[text(&image), "--nbd", "nbd+unix:///?socket=/n", option, value]);
+        assert_fails(command, &[words]);
+    }
+}
+
+#[test]
+fn larder_run_finds_what_is_wrong_with_a_cache_before_it_starts_anything() {
+    let place = Place::new();
+    let (image, other) = (place.image("disk.raw", 8), place.image("other.raw", 8));
+    let cache = place.path("cache");
+    let run = |disks: &[String], options: &[&str]| {
+        let mut command = Command::new(larder());
+        command.arg("run").args(options);
+        for disk in disks {
+            command.args(["--disk", disk]);
+        }
+        command.args(["--", "qemu-system-x86_64", "-m", "64"]);
+        command
+    };
+    let disk = |image, more: &str| format!("{},cache={}{more}", text(image), text(&cache));
+    assert_fails(run(&[disk(&image, "")], &[]), &["there is no such file", "cache-size"]);
+    assert_fails(
+        run(&[disk(&image, ",cache-size=4M,share=on")], &[]),
+        &["cache does not go with share"],
+    );
+    let twice = [disk(&image, ",cache-size=4M"), disk(&other, ",cache-size=4M")];
+    assert_fails(run(&twice, &[]), &["have the same cache="]);
+    let (code, said) = crate::support::run(run(&[disk(&image, ",cache-size=4M,cache-mode=wa")], &["--dry-run"]));
+    assert_eq!(code, Some(0), "{said}");
+    let wanted = format!("--cache={} --cache-size 4194304 --cache-mode wa", text(&cache));
+    assert!(said.contains(&wanted), "{said}");
+    assert!(!cache.exists(), "nothing is made");
+}

@@ -1,0 +1,259 @@
+//! What a guest sees of a disk with a cache, and what becomes of the cache.
+
+use std::path::Path;
+use std::process::Command;
+
+use larder_bench::campaign::process::Process;
+use serde_json::json;
+
+use crate::support::{LIMIT, LoopDevice, larder, tool};
+use crate::{MIB, Place, qemu_io, text};
+
+/// Reads of [`crate::Served::read_all`] for a MiB.
+const READS: u64 = 256;
+
+#[test]
+fn a_cache_is_warm_after_a_stop_and_after_a_kill() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 64), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "32M"]);
+    served.read_all(8);
+    assert!(served.count("misses") >= 8 * READS, "it was empty");
+    served.warm_up(8);
+    assert_eq!(served.count("filled"), 8 * MIB);
+    assert_eq!(served.count("occupancy"), 8 * MIB);
+    served.stop();
+
+    let served = place.serve(&image, &cache, &[]);
+    served.read_all(8);
+    assert_eq!((served.count("hits"), served.count("misses")), (8 * READS, 0));
+    served.io(&["write -P 9 1M 1M", "write -P 10 20M 4k", "flush"]);
+    served.settle();
+    served.kill();
+
+    let served = place.serve(&image, &cache, &["--cache-size", "32M"]);
+    served.read_all(8);
+    assert_eq!((served.count("hits"), served.count("misses")), (8 * READS, 0));
+    served.io(&[
+        "read -P 7 0 1M",
+        "read -P 9 1M 1M",
+        "read -P 7 2M 18M",
+        "read -P 10 20M 4k",
+    ]);
+    let said = served.stop();
+    assert!(!said.contains("begins anew"), "{said}");
+    qemu_io("raw", text(&image), &["read -P 9 1M 1M", "read -P 10 20M 4k"]);
+}
+
+#[test]
+fn without_the_note_of_its_user_a_cache_that_was_not_closed_begins_anew() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(2);
+    served.settle();
+    served.kill();
+    std::fs::remove_dir_all(place.path("state")).expect("it was noted");
+    let served = place.serve(&image, &cache, &[]);
+    served.process.wait_for("is not believed", LIMIT).expect("told");
+    served.read_all(2);
+    assert!(served.count("misses") >= 2 * READS, "it is empty");
+    served.warm_up(2);
+    served.stop();
+    // One that was closed needs none.
+    std::fs::remove_dir_all(place.path("state")).expect("it was noted");
+    let served = place.serve(&image, &cache, &[]);
+    served.read_all(2);
+    assert_eq!(served.count("misses"), 0);
+}
+
+#[test]
+fn what_others_did_to_the_disk_meanwhile_is_seen() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.read_all(2);
+    served.stop();
+    qemu_io("raw", text(&image), &["write -P 9 1M 64k"]);
+    let served = place.serve(&image, &cache, &[]);
+    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 7 1088k 14M"]);
+    served.read_all(2);
+    served.stop();
+    tool("truncate", &["-s", "24M", text(&image)]);
+    let served = place.serve(&image, &cache, &[]);
+    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.io(&["read -P 0 16M 8M"]);
+}
+
+#[test]
+fn a_change_to_any_file_of_a_chain_is_seen_and_the_servers_own_are_none() {
+    let place = Place::new();
+    let base = place.image("base.raw", 16);
+    let [middle, top] = ["middle.qcow2", "top.qcow2"].map(|name| place.path(name));
+    let create = |image: &Path, of: &Path, format: &str| {
+        let options = ["create", "-q", "-f", "qcow2", "-F", format, "-b"];
+        tool("qemu-img", &[&options[..], &[text(of), text(image)]].concat());
+    };
+    create(&middle, &base, "raw");
+    create(&top, &middle, "qcow2");
+    let cache = place.path("cache");
+    let served = place.serve(&top, &cache, &["--cache-size", "8M"]);
+    served.io(&["write -P 8 0 64k"]);
+    served.warm_up(2);
+    served.stop();
+    let warm = || {
+        let served = place.serve(&top, &cache, &[]);
+        served.read_all(2);
+        let misses = served.count("misses");
+        served.warm_up(2);
+        (misses, served.stop())
+    };
+    assert_eq!(warm().0, 0);
+    for (image, format, place_on_disk) in [
+        (&base, "raw", "64k"),
+        (&middle, "qcow2", "128k"),
+        (&top, "qcow2", "192k"),
+    ] {
+        qemu_io(format, text(image), &[&format!("write -P 9 {place_on_disk} 64k")]);
+        let (misses, said) = warm();
+        assert!(misses > 0 && said.contains("begins anew"), "{image:?}: {misses} {said}");
+        assert_eq!(warm().0, 0, "{image:?}");
+    }
+    let served = place.serve(&top, &cache, &[]);
+    served.io(&["read -P 8 0 64k", "read -P 9 64k 192k", "read -P 7 256k 1M"]);
+}
+
+/// `fio` that writes to the disk at random and verifies all that it has written.
+fn verify(uri: &str, options: &[&str]) -> Command {
+    let mut command = larder_bench::campaign::process::mortal("fio");
+    command.args([
+        "--name=cache",
+        "--ioengine=nbd",
+        &format!("--uri={uri}"),
+        "--rw=randrw",
+        "--bssplit=512/10:4k/50:12k/20:64k/20",
+        "--blockalign=512",
+        "--size=64M",
+        "--iodepth=16",
+        "--verify=crc32c-intel",
+        "--verify_backlog=256",
+        "--verify_fatal=1",
+        "--verify_state_save=0",
+        "--randrepeat=1",
+        "--output-format=terse",
+    ]);
+    command.args(options);
+    command
+}
+
+fn run_to_its_end(command: Command) {
+    let mut fio = Process::start(command).expect("fio; testbed/setup.sh installs it");
+    let status = fio.wait(LIMIT).expect("ends");
+    assert!(status.success(), "{}", fio.output());
+}
+
+#[test]
+fn all_that_was_written_is_read_with_a_cache_that_is_small_for_the_disk() {
+    for (line, mode) in [("4k", "wt"), ("64k", "wt"), ("16k", "wa"), ("4k", "pt")] {
+        let place = Place::new();
+        let (image, cache) = (place.image("disk.raw", 64), place.path("cache"));
+        let options = ["--cache-size", "6M", "--cache-line", line, "--cache-mode", mode];
+        let served = place.serve(&image, &cache, &options);
+        run_to_its_end(verify(&served.uri, &[]));
+        let (told, lines) = (
+            served.cache(),
+            line.trim_end_matches('k').parse::<u64>().expect("a number") << 10,
+        );
+        assert_eq!((&told["mode"], &told["state"]), (&json!(mode), &json!("works")));
+        assert_eq!((&told["line_size"], &told["size"]), (&json!(lines), &json!(6 * MIB)));
+        assert_eq!(told["evicted"] != json!(0), mode != "pt", "{told}");
+        served.stop();
+    }
+}
+
+#[test]
+fn the_mode_changes_under_load() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 64), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "16M"]);
+    let mut fio = Process::start(verify(&served.uri, &["--loops=3"])).expect("fio; testbed/setup.sh installs it");
+    let set = |mode: &str| {
+        let control = text(&served.control);
+        let (code, said) = place.cache_command(&["mode", text(&cache), mode, "--control", control]);
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains(&format!("({mode}) from now on")), "{said}");
+        assert_eq!(served.cache()["mode"], json!(mode));
+    };
+    for mode in ["wa", "wt", "pt", "wt", "pt", "wa"].into_iter().cycle().take(30) {
+        set(mode);
+    }
+    let status = fio.wait(LIMIT).expect("ends");
+    assert!(status.success(), "{}", fio.output());
+    set("wa");
+    served.kill();
+    // It is kept, unless something else is said.
+    let served = place.serve(&image, &cache, &[]);
+    assert_eq!(served.cache()["mode"], json!("wa"));
+    served.stop();
+    let served = place.serve(&image, &cache, &["--cache-mode", "wt"]);
+    assert_eq!(served.cache()["mode"], json!("wt"));
+}
+
+#[test]
+fn a_read_only_disk_has_a_cache_too() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let options = ["--read-only", "--cache-size", "8M"];
+    for is_empty in [true, false] {
+        let served = place.serve(&image, &cache, &options);
+        served.read_all(2);
+        assert_eq!(served.count("misses") > 0, is_empty);
+        served.warm_up(2);
+        served.stop();
+    }
+}
+
+#[test]
+fn a_block_device_is_taken_whole_for_a_disk_and_for_a_cache() {
+    let place = Place::new();
+    let (image, ssd) = (place.image("disk.raw", 16), place.path("ssd.raw"));
+    tool("truncate", &["-s", "8M", text(&ssd)]);
+    let (disk, cache) = (LoopDevice::new(&image, 512), LoopDevice::new(&ssd, 4096));
+    place.refused(
+        &disk.0,
+        text(&cache.0),
+        &["--cache-size", "4M"],
+        &["it has 8", "leave cache-size out"],
+    );
+    for is_empty in [true, false] {
+        let served = place.serve(&disk.0, &cache.0, &[]);
+        served.read_all(2);
+        assert_eq!((served.count("misses") > 0, served.count("size")), (is_empty, 8 * MIB));
+        served.warm_up(2);
+        served.stop();
+    }
+    let (code, said) = place.cache_command(&["drop", text(&cache.0)]);
+    assert_eq!(code, Some(0), "{said}");
+    let served = place.serve(&disk.0, &cache.0, &[]);
+    assert_eq!(served.count("occupancy"), 0);
+}
+
+#[test]
+fn status_tells_of_the_cache() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(1);
+    let said = tool(text(larder()), &["status", text(&served.control)]);
+    for part in [
+        &format!("cache:            {}", text(&cache)),
+        "write-through, works",
+        "8 MiB (8388608 bytes), lines of 4 KiB",
+        "holds:          1 MiB (",
+        "had all:      ",
+        "had nothing:  ",
+    ] {
+        assert!(said.contains(part), "'{part}' in {said}");
+    }
+}
