@@ -59,6 +59,7 @@ impl Place {
             .args(["-name", &self.name]);
         command
             .env("XDG_RUNTIME_DIR", self.path("runtime"))
+            .env("STATE_DIRECTORY", self.path("state"))
             .env_remove("LARDER_LOG");
         command
     }

@@ -86,18 +86,31 @@ pub(crate) fn sha256(file: &std::path::Path) -> String {
 #[test]
 fn a_guest_that_writes_and_verifies_does_not_notice_that_its_server_is_killed() {
     let place = Place::new("killed");
-    kill_servers_under(&place, qemu(), 4);
+    kill_servers_under(&place, qemu(), 4, "");
+}
+
+#[test]
+fn nor_does_one_whose_disk_has_a_cache_that_is_small_for_it() {
+    let place = Place::new("cached");
+    let cache = place.path("cache");
+    let options = format!(",cache={},cache-size=8M", cache.display());
+    kill_servers_under(&place, qemu(), 3, &options);
+    let said = support::tool(
+        env!("CARGO_BIN_EXE_larder"),
+        &["disk", "cache", "info", &cache.to_string_lossy()],
+    );
+    assert!(said.contains("state:            closed"), "{said}");
 }
 
 #[test]
 fn qemu_10_reconnects_too() {
     let place = Place::new("ten");
     let qemu = place.qemu_10();
-    kill_servers_under(&place, &qemu, 2);
+    kill_servers_under(&place, &qemu, 2, "");
 }
 
-/// Kills the server of a guest's disk that many times, each time in the midst of writing.
-fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize) {
+/// Kills the server of a guest's disk that many times, each time in the midst of writing. Options are those of `--disk`.
+fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize, options: &str) {
     let image = place.image("disk.raw", 64);
     let script = "
         (read line; touch /tmp/enough) </dev/console &
@@ -109,7 +122,12 @@ fn kill_servers_under(place: &Place, qemu: &std::path::Path, kills: usize) {
         done
         dmesg | grep -i 'I/O error' && exit 2
         exit 0";
-    let mut guest = Guest::boot(place, qemu, &[], &["-drive", &drive(&image, "")], script);
+    let by_drive = drive(&image, "");
+    let by_option = format!("{}{options}", image.display());
+    let mut guest = match options {
+        "" => Guest::boot(place, qemu, &[], &["-drive", &by_drive], script),
+        _ => Guest::boot(place, qemu, &["--disk", &by_option], &[], script),
+    };
     guest.line("READY");
     for _ in 0..kills {
         let server = guest.child_when("disk serve", |pid| bytes_written(pid) > 4 << 20);
