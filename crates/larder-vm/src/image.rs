@@ -360,7 +360,6 @@ async fn open_cache(
         device: &opened.device,
         identity: disk_id::identity(image, opened.format),
         files: std::mem::take(&mut opened.files),
-        stamp: disk_id::bounded(std::mem::take(&mut opened.stamp)),
     };
     match cache::open_over(on, disk, wish, options).await {
         Ok(cache) => Ok(Some(cache)),

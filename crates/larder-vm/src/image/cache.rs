@@ -13,7 +13,8 @@ use larder_cache::{
     read_superblock,
 };
 
-use super::cache_note::Note;
+use super::cache_note::{Note, Says};
+use super::disk_id::DiskFile;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
 
 /// The modes that users can choose.
@@ -178,6 +179,10 @@ pub enum CacheError {
         "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}); serve the disk as the same user as before, or give that data up with `larder disk cache drop --lose-dirty`"
     )]
     NoNote { file: String, note: String },
+    #[error(
+        "{file}: it was not closed, may have data that the disk has not, and the disk was changed since without it: nobody can say which is right; take the disk as it is with `larder disk cache drop --lose-dirty`, or restore the disk as it was"
+    )]
+    Changed { file: String },
     #[error(transparent)]
     Device(Box<ImageError>),
     /// What the cache itself, or its device, says.
@@ -224,9 +229,7 @@ pub(super) struct Cached<'a> {
     pub(super) image: &'a ImageAddress,
     pub(super) device: &'a Rc<dyn BlockDevice>,
     pub(super) identity: Vec<u8>,
-    /// The files that it is in, and their stamp before anything was changed.
-    pub(super) files: Vec<PathBuf>,
-    pub(super) stamp: Vec<u8>,
+    pub(super) files: Vec<DiskFile>,
 }
 
 impl Cached<'_> {
@@ -234,7 +237,7 @@ impl Cached<'_> {
         DiskId {
             name: absolute(self.image),
             identity: self.identity.clone(),
-            stamp: self.stamp.clone(),
+            stamp: disk_id::stamp_at_opening(&self.files),
         }
     }
 }
@@ -396,22 +399,13 @@ async fn open_on(
         });
     }
     let note = Note::of(&superblock);
-    let is_believed = superblock.clean || note.speaks_for(&superblock);
-    if !is_believed {
-        if superblock.may_be_dirty {
-            return Err(CacheError::NoNote {
-                file: wish.file.to_string(),
-                note: note.place(),
-            });
-        }
-        tracing::warn!(
-            "{}: its cache {} was not closed, and there is no note that it has worked to its end (looked for at {}), so it is not believed",
-            disk.image,
-            wish.file,
-            note.place()
-        );
-    }
-    if let Err(error) = note.make(&superblock, is_believed) {
+    let says = match superblock.clean {
+        true => Says::Believe,
+        false => note.says(&superblock, &disk.files),
+    };
+    refuse_or_tell(&superblock, says, &note, &disk, wish)?;
+    let made = note.make(&superblock, says == Says::Believe, &disk.files);
+    if let Err(error) = &made {
         tracing::warn!(
             "{}: it cannot be noted that its cache works ({}: {error}), so after a kill or a crash the cache will begin anew, empty",
             disk.image,
@@ -422,18 +416,54 @@ async fn open_on(
     let open = OpenOptions {
         mode: wish.mode,
         disk: disk.id(),
-        stamp: Box::new(move || disk_id::stamp_of_all(&files)),
-        is_detached: !is_believed,
+        stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
+        is_detached: says != Says::Believe,
         witness: Box::new(note),
         load_ahead: true,
         settling: SettleOptions::default(),
     };
     let cache = Cache::open(on, Rc::clone(disk.device), Rc::clone(fast), open).await?;
+    if let Ok(made) = made {
+        on.spawn(made.keep(on.clone(), Rc::downgrade(&cache)));
+    }
     // What begins anew gives room back.
     if let Err(error) = allocate(fast, wish).await {
         tracing::warn!("{}: its cache: {error}; it will fail when there is none", disk.image);
     }
     Ok(cache)
+}
+
+/// A cache that was not closed, and is not to be believed.
+fn refuse_or_tell(
+    superblock: &Superblock,
+    says: Says,
+    note: &Note,
+    disk: &Cached<'_>,
+    wish: &CacheOptions,
+) -> Result<(), CacheError> {
+    let file = || wish.file.to_string();
+    match says {
+        Says::Believe => {}
+        Says::Nothing if superblock.may_be_dirty => {
+            return Err(CacheError::NoNote {
+                file: file(),
+                note: note.place(),
+            });
+        }
+        Says::Changed if superblock.may_be_dirty => return Err(CacheError::Changed { file: file() }),
+        Says::Nothing => tracing::warn!(
+            "{}: its cache {} was not closed, and there is no note that it has worked to its end (looked for at {}), so it is not believed",
+            disk.image,
+            wish.file,
+            note.place()
+        ),
+        Says::Changed => tracing::warn!(
+            "{}: its cache {} was not closed, and the disk was changed since without it, so it is not believed",
+            disk.image,
+            wish.file
+        ),
+    }
+    Ok(())
 }
 
 /// Makes a cache of what is empty.

@@ -9,10 +9,10 @@ use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
+use super::disk_id::DiskFile;
 use super::journal::{self, Journals};
 use super::{
-    Format, ImageAddress, ImageError, ImageOptions, begins_like, disk_id, in_guest_blocks, open_export, open_file,
-    recognise,
+    Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
 };
 
 /// The longest chain of backing files.
@@ -23,9 +23,7 @@ pub(super) struct Opened {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) format: Format,
     /// The files that it is in, outermost first, on this host.
-    pub(super) files: Vec<PathBuf>,
-    /// Their stamps, one after the other, before anything was changed; see [`disk_id::stamp`].
-    pub(super) stamp: Vec<u8>,
+    pub(super) files: Vec<DiskFile>,
 }
 
 /// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
@@ -40,7 +38,6 @@ pub(super) async fn open(
         options,
         opened: Vec::new(),
         files: Vec::new(),
-        stamp: Vec::new(),
         held,
         is_past_server: false,
     };
@@ -49,7 +46,6 @@ pub(super) async fn open(
         device,
         format,
         files: opener.files,
-        stamp: opener.stamp,
     })
 }
 
@@ -62,8 +58,7 @@ struct Opener<'a> {
     /// The images that led here, outermost first.
     opened: Vec<ImageAddress>,
     /// See [`Opened`].
-    files: Vec<PathBuf>,
-    stamp: Vec<u8>,
+    files: Vec<DiskFile>,
     held: &'a mut Vec<HeldFile>,
     /// An NBD server is in the chain so far. A trial ends there, so nobody has claimed for us what comes behind it.
     is_past_server: bool,
@@ -123,8 +118,7 @@ impl Opener<'_> {
             ImageAddress::Path(path) => {
                 let file = open_file(self.on, path, &options, format != Format::Raw).await?;
                 // It is locked now, and nothing has been written.
-                self.stamp.extend(disk_id::stamp(path));
-                self.files.push(path.clone());
+                self.files.push(DiskFile::new(path, !read_only));
                 if options.trial {
                     self.held.push(file.hold().map_err(|source| OpenError::Os {
                         path: path.clone(),

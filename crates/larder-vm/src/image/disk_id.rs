@@ -79,9 +79,85 @@ fn without_credentials(uri: &NbdUri) -> NbdUri {
     uri
 }
 
+/// A file that a disk is in.
+#[derive(Clone, Debug)]
+pub(super) struct DiskFile {
+    path: PathBuf,
+    /// The disk's server writes to it.
+    is_written: bool,
+    /// Its stamp when it was opened, before anything was changed.
+    stamp: Vec<u8>,
+}
+
+impl DiskFile {
+    /// A file that is open, and locked.
+    pub(super) fn new(path: &Path, is_written: bool) -> Self {
+        Self {
+            path: path.to_owned(),
+            is_written,
+            stamp: stamp(path),
+        }
+    }
+
+    /// Whether nobody but its server has written to it since it had the stamp `then`, which was noted while that server
+    /// ran, and noted again soon after each change. Others that have stopped writing as soon are not found out.
+    fn is_only_ours_since(&self, then: &[u8]) -> bool {
+        if !self.is_written {
+            return self.stamp == then;
+        }
+        match (Times::of(&self.stamp), Times::of(then)) {
+            (Some(now), Some(then)) => {
+                now.inode == then.inode && now.seconds.abs_diff(then.seconds) <= OURS_FOR_SECONDS
+            }
+            _ => self.stamp == then,
+        }
+    }
+}
+
+/// So long after the last stamp that was noted our own changes may have been made: longer than is waited to note one.
+const OURS_FOR_SECONDS: u64 = 30;
+
+/// Whether nobody but its server has written to a disk since its files had these stamps; see [`stamps_of_all`].
+pub(super) fn are_only_ours_since(files: &[DiskFile], then: &[Vec<u8>]) -> bool {
+    files.len() == then.len() && files.iter().zip(then).all(|(file, then)| file.is_only_ours_since(then))
+}
+
+/// The stamps of all files of a disk, as they are now.
+pub(super) fn stamps_of_all(files: &[DiskFile]) -> Vec<Vec<u8>> {
+    files.iter().map(|file| stamp(&file.path)).collect()
+}
+
+/// Stamps as one, for a cache's superblock.
+pub(super) fn together(stamps: &[Vec<u8>]) -> Vec<u8> {
+    bounded(stamps.concat())
+}
+
+/// The same of the stamps that files had when they were opened.
+pub(super) fn stamp_at_opening(files: &[DiskFile]) -> Vec<u8> {
+    bounded(files.iter().flat_map(|file| file.stamp.iter().copied()).collect())
+}
+
+/// What is in a stamp of a regular file.
+struct Times {
+    inode: u64,
+    seconds: i64,
+}
+
+impl Times {
+    fn of(stamp: &[u8]) -> Option<Self> {
+        let (inode, rest) = stamp.split_first_chunk()?;
+        let (_size, rest) = rest.split_first_chunk::<8>()?;
+        let (seconds, _) = rest.split_first_chunk()?;
+        Some(Self {
+            inode: u64::from_le_bytes(*inode),
+            seconds: i64::from_le_bytes(*seconds),
+        })
+    }
+}
+
 /// What a file's size, times and number say of whether it was written; nothing for what is no regular file, whose
 /// writers leave no trace.
-pub(super) fn stamp(path: &Path) -> Vec<u8> {
+fn stamp(path: &Path) -> Vec<u8> {
     match path.metadata() {
         Ok(found) if !found.is_file() => Vec::new(),
         // Whatever it was, it is not the same any more.
@@ -96,13 +172,8 @@ pub(super) fn stamp(path: &Path) -> Vec<u8> {
     }
 }
 
-/// The stamps of all files of a disk.
-pub(super) fn stamp_of_all(files: &[PathBuf]) -> Vec<u8> {
-    bounded(files.iter().flat_map(|file| stamp(file)).collect())
-}
-
 /// What is too long for a superblock is told by a number at its end.
-pub(super) fn bounded(mut bytes: Vec<u8>) -> Vec<u8> {
+fn bounded(mut bytes: Vec<u8>) -> Vec<u8> {
     if bytes.len() > LEN_MAX {
         let mut hasher = DefaultHasher::new();
         bytes.hash(&mut hasher);
@@ -169,5 +240,30 @@ mod tests {
         assert_ne!(of("a"), first);
         assert_ne!(stamp(&at("a")), stamp_then);
         assert_ne!(stamp(&at("none")), stamp_then);
+    }
+
+    #[test]
+    fn changes_soon_after_a_stamp_was_noted_are_taken_for_the_servers_own() {
+        let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+        let path = folder.path().join("a");
+        let file = std::fs::File::create(&path).expect("a file");
+        let then = stamp(&path);
+        let modified = path.metadata().and_then(|found| found.modified()).expect("has a time");
+        let after = |seconds: i64, is_written: bool| {
+            let by = std::time::Duration::from_secs(seconds.unsigned_abs());
+            let time = if seconds < 0 { modified - by } else { modified + by };
+            file.set_modified(time).expect("can be set");
+            are_only_ours_since(&[DiskFile::new(&path, is_written)], &[then.clone()])
+        };
+        assert!(after(0, true) && after(0, false));
+        assert!(after(20, true) && !after(20, false));
+        assert!(!after(40, true));
+        assert!(after(-20, true), "what a loss of power has taken away");
+        assert!(!after(-40, true), "an older copy");
+        assert!(!are_only_ours_since(&[DiskFile::new(&path, true)], &[]));
+        file.set_modified(modified).expect("can be set");
+        let other = folder.path().join("b");
+        std::fs::copy(&path, &other).expect("copies");
+        assert!(!are_only_ours_since(&[DiskFile::new(&other, true)], &[then]));
     }
 }

@@ -10,11 +10,15 @@ mod support;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use larder_bench::campaign::process::Process;
 use serde_json::Value;
 use support::{LIMIT, disk_serve, larder, on_disk, on_tmpfs, run, tool};
 use tempfile::TempDir;
+
+/// Between two looks at whether something has happened.
+const PAUSE: Duration = Duration::from_millis(50);
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -55,7 +59,7 @@ impl Place {
         path
     }
 
-    fn nbd(&self) -> String {
+    pub(crate) fn nbd(&self) -> String {
         format!("nbd+unix:///?socket={}", text(&self.socket("n")))
     }
 
@@ -65,6 +69,16 @@ impl Place {
         let mut command = disk_serve(&[text(image), "--nbd", &self.nbd(), "--control", text(&control)]);
         command.args(["--prefetch", "off", "--cache", cache]).args(options);
         self.with_state(command)
+    }
+
+    /// Waits until it is noted that the server has written to the image.
+    pub(crate) fn noted(&self, image: &Path) {
+        let modified = |path: &Path| path.metadata().and_then(|found| found.modified()).expect("has a time");
+        let mut notes = std::fs::read_dir(self.path("state/caches")).expect("notes");
+        let note = notes.next().expect("one").expect("is there").path();
+        while modified(&note) < modified(image) {
+            std::thread::sleep(PAUSE);
+        }
     }
 
     fn with_state(&self, mut command: Command) -> Command {
@@ -162,7 +176,9 @@ impl Served {
 
     /// Waits until a crash would leave all that the cache has.
     pub(crate) fn settle(&self) {
-        while self.count("unsettled") > 0 {}
+        while self.count("unsettled") > 0 {
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// Stops it; what it said.

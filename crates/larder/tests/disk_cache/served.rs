@@ -29,6 +29,7 @@ fn a_cache_is_warm_after_a_stop_and_after_a_kill() {
     assert_eq!((served.count("hits"), served.count("misses")), (8 * READS, 0));
     served.io(&["write -P 9 1M 1M", "write -P 10 20M 4k", "flush"]);
     served.settle();
+    place.noted(&image);
     served.kill();
 
     let served = place.serve(&image, &cache, &["--cache-size", "32M"]);
@@ -62,6 +63,53 @@ fn without_the_note_of_its_user_a_cache_that_was_not_closed_begins_anew() {
     served.stop();
     // One that was closed needs none.
     std::fs::remove_dir_all(place.path("state")).expect("it was noted");
+    let served = place.serve(&image, &cache, &[]);
+    served.read_all(2);
+    assert_eq!(served.count("misses"), 0);
+}
+
+#[test]
+fn what_others_did_to_the_disk_since_its_server_was_killed_is_seen() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(2);
+    served.io(&["write -P 8 0 64k"]);
+    served.settle();
+    served.kill();
+    // A server without it, and an hour of work.
+    let control = place.socket("c");
+    let nbd = place.nbd();
+    let without = crate::support::disk_serve(&[text(&image), "--nbd", &nbd, "--control", text(&control)]);
+    let served = place.start(without);
+    served.io(&["write -P 9 1M 64k"]);
+    served.stop();
+    tool("touch", &["-d", "+1 hour", text(&image)]);
+    let served = place.serve(&image, &cache, &[]);
+    served
+        .process
+        .wait_for("was changed since without it", LIMIT)
+        .expect("told");
+    served.io(&[
+        "read -P 8 0 64k",
+        "read -P 7 64k 960k",
+        "read -P 9 1M 64k",
+        "read -P 7 1088k 14M",
+    ]);
+}
+
+#[test]
+fn a_cache_is_warm_after_a_kill_in_the_midst_of_writing() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    // The image's times are those of long ago, and change with the first write only.
+    tool("touch", &["-d", "-1 hour", text(&image)]);
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(2);
+    served.io(&["write -P 8 8M 64k"]);
+    served.settle();
+    place.noted(&image);
+    served.kill();
     let served = place.serve(&image, &cache, &[]);
     served.read_all(2);
     assert_eq!(served.count("misses"), 0);
