@@ -5,8 +5,10 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::time::Duration;
 
 use larder_block::backend::image_lock::Claim;
+use larder_block::backend::nbd::NbdOptions;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop, ReadBuf};
 use larder_cache::{
     Cache, CreateOptions, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock, SuperblockError,
@@ -224,6 +226,9 @@ pub(super) const LOOKED_AT: u64 = 1 << 20;
 /// What a file that is made is a multiple of, in bytes: every way to do direct I/O goes with that.
 const FILE_UNIT: u64 = 4096;
 
+/// How long a cache on an NBD export is waited for: its disk has all that is needed, and the guest waits.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// The disk that a cache is for.
 pub(super) struct Cached<'a> {
     pub(super) image: &'a ImageAddress,
@@ -358,11 +363,17 @@ async fn open_device(
     wish: &CacheOptions,
     options: &ImageOptions,
 ) -> Result<Rc<dyn BlockDevice>, CacheError> {
+    let nbd = &options.nbd;
     let options = ImageOptions {
         read_only: false,
         share: false,
         // Whoever starts the servers of a disk has claimed the disk.
         claim: Claim::Own,
+        nbd: NbdOptions {
+            reconnect: nbd.reconnect.min(PATIENCE),
+            request_timeout: nbd.request_timeout.min(PATIENCE),
+            ..nbd.clone()
+        },
         ..options.clone()
     };
     let opened = open_bytes(on, &wish.file, &options, false).await;

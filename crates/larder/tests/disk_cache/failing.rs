@@ -13,7 +13,7 @@ use crate::{Place, text};
 struct Fast {
     uri: String,
     trigger: PathBuf,
-    _process: Process,
+    process: Process,
 }
 
 impl Fast {
@@ -36,7 +36,7 @@ impl Fast {
         Self {
             uri: format!("nbd+unix:///?socket={}", text(&socket)),
             trigger,
-            _process: process,
+            process,
         }
     }
 
@@ -90,6 +90,26 @@ fn what_a_failed_cache_has_is_never_believed_again() {
         ]);
         assert_eq!(served.cache()["state"], json!("works"));
     }
+}
+
+#[test]
+fn a_cache_whose_server_has_gone_is_not_waited_for_as_long_as_a_disk() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let mut fast = Fast::start(&place);
+    let served = place.start(place.serve_command(&image, &fast.uri, &["--nbd-reconnect", "3600"]));
+    served.warm_up(2);
+    fast.process.kill();
+    served.io(&[
+        "read -P 7 0 1M",
+        "write -P 9 1M 64k",
+        "read -P 9 1M 64k",
+        "read -P 7 4M 1M",
+        "flush",
+    ]);
+    assert_eq!(served.cache()["state"], json!("failed"));
+    served.stop();
+    crate::qemu_io("raw", text(&image), &["read -P 7 0 1M", "read -P 9 1M 64k"]);
 }
 
 #[test]
