@@ -14,6 +14,7 @@
 
 mod change;
 mod commit;
+mod copy;
 mod device;
 mod entry;
 mod fill;
@@ -43,6 +44,7 @@ use larder_block::event_loop::WeakLoop;
 use larder_block::range_lock::Ranges;
 use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation};
 
+pub use copy::copy;
 pub use offline::{Lines, count_lines, set_mode};
 pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
 pub use shape::Shape;

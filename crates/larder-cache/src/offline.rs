@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use larder_block::{AlignedBuf, BlockDevice, ByteOffset, ReadBuf};
+use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, ReadBuf};
 
 use crate::entry::Entry;
 use crate::journal::{self, Record};
@@ -29,37 +29,87 @@ pub struct Lines {
 /// # Errors
 /// [`OpenError::Io`].
 pub async fn count_lines(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> Result<Lines, OpenError> {
-    let io = |source| OpenError::Io {
-        cache: fast.name().to_string(),
-        source,
-    };
+    let mut found = Lines::default();
+    let mut sets = entries_of_all(fast, superblock).await?;
+    while let Some((_, entries)) = sets.next().await? {
+        found.lines += entries.iter().filter(|entry| entry.believed() != 0).count() as u64;
+        found.dirty += entries.iter().filter(|entry| entry.dirty != 0).count() as u64;
+    }
+    Ok(found)
+}
+
+/// What all sets have, one after the other; nothing of what is damaged.
+pub(crate) struct Sets<'a> {
+    fast: &'a Rc<dyn BlockDevice>,
+    shape: Shape,
+    seed: u32,
+    /// Of the journal, by set; `None` if that is damaged.
+    records: Option<Vec<(u64, Record)>>,
+    next: u32,
+    /// Pages of the sets from the next one on.
+    bytes: AlignedBuf,
+    used: usize,
+}
+
+/// See [`Sets`].
+pub(crate) async fn entries_of_all<'a>(
+    fast: &'a Rc<dyn BlockDevice>,
+    superblock: &Superblock,
+) -> Result<Sets<'a>, OpenError> {
     let shape = superblock.shape;
     let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
     let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
-    read.map_err(io)?;
+    read.map_err(|source| failed(fast, source))?;
     let clean_end = superblock.clean.then_some(superblock.journal_end);
-    let Ok(contents) = journal::read(&shape, superblock.seed(), &bytes, clean_end) else {
-        return Ok(Lines::default());
-    };
-    let mut records = contents.records;
-    records.sort_by_key(|(_, record)| record.slot.set());
-    let mut found = Lines::default();
-    let pair_len = 2 * shape.page_len;
-    let per_chunk = (CHUNK_LEN / pair_len).max(1) as u32;
-    for first in (0..shape.sets).step_by(per_chunk as usize) {
-        let sets = first..shape.sets.min(first + per_chunk);
-        let mut bytes = AlignedBuf::zeroed(sets.len() * pair_len as usize);
-        let read = fast.read(shape.page_at(first, false), ReadBuf::new(&mut bytes)).await;
-        read.map_err(io)?;
-        for (set, pair) in sets.zip(bytes.chunks_exact(pair_len as usize)) {
-            let from = records.partition_point(|(_, record)| record.slot.set() < set);
-            let to = records.partition_point(|(_, record)| record.slot.set() <= set);
-            let entries = entries_of(&shape, superblock.seed(), set, pair, &records[from..to]);
-            found.lines += entries.iter().filter(|entry| entry.believed() != 0).count() as u64;
-            found.dirty += entries.iter().filter(|entry| entry.dirty != 0).count() as u64;
+    let contents = journal::read(&shape, superblock.seed(), &bytes, clean_end).ok();
+    let records = contents.map(|contents| {
+        let mut records = contents.records;
+        records.sort_by_key(|(_, record)| record.slot.set());
+        records
+    });
+    Ok(Sets {
+        fast,
+        shape,
+        seed: superblock.seed(),
+        records,
+        next: 0,
+        bytes: AlignedBuf::zeroed(0),
+        used: 0,
+    })
+}
+
+impl Sets<'_> {
+    /// The next set, and what its slots hold.
+    pub(crate) async fn next(&mut self) -> Result<Option<(u32, Vec<Entry>)>, OpenError> {
+        let set = self.next;
+        if set >= self.shape.sets || self.records.is_none() {
+            return Ok(None);
         }
+        let pair_len = 2 * self.shape.page_len as usize;
+        if self.used >= self.bytes.len() {
+            let sets = (CHUNK_LEN as usize / pair_len).clamp(1, (self.shape.sets - set) as usize);
+            self.bytes = AlignedBuf::zeroed(sets * pair_len);
+            self.used = 0;
+            let at = self.shape.page_at(set, false);
+            let read = self.fast.read(at, ReadBuf::new(&mut self.bytes)).await;
+            read.map_err(|source| failed(self.fast, source))?;
+        }
+        let pair = &self.bytes[self.used..self.used + pair_len];
+        let records = self.records.as_deref().unwrap_or_default();
+        let from = records.partition_point(|(_, record)| record.slot.set() < set);
+        let to = records.partition_point(|(_, record)| record.slot.set() <= set);
+        let entries = entries_of(&self.shape, self.seed, set, pair, &records[from..to]);
+        self.used += pair_len;
+        self.next += 1;
+        Ok(Some((set, entries)))
     }
-    Ok(found)
+}
+
+fn failed(fast: &Rc<dyn BlockDevice>, source: IoError) -> OpenError {
+    OpenError::Io {
+        cache: fast.name().to_string(),
+        source,
+    }
 }
 
 /// The newer of a set's pages, and what the journal says of it since.
@@ -91,8 +141,5 @@ pub async fn set_mode(fast: &Rc<dyn BlockDevice>, mode: Mode) -> Result<(), Open
         ..superblock
     };
     let written = write_superblock(fast, &superblock).await;
-    written.map_err(|source| OpenError::Io {
-        cache: fast.name().to_string(),
-        source,
-    })
+    written.map_err(|source| failed(fast, source))
 }

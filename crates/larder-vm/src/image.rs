@@ -36,7 +36,9 @@ pub use cache::{
     CACHE_LINE_DEFAULT, CACHE_MODES, CacheError, CacheOptions, CacheWish, CacheWishError, OpenCache, cache_mode_name,
     cache_mode_words, parse_cache_line, parse_cache_mode,
 };
-pub use cache_tools::{CacheReport, CacheToolError, drop_cache, inspect_cache, set_mode_of_cache};
+pub use cache_tools::{
+    CacheReport, CacheToolError, Resized, drop_cache, inspect_cache, resize_cache, set_mode_of_cache,
+};
 pub use chain::{beside, is_same, probe};
 /// What a cache does with writes.
 pub use larder_cache::Mode as CacheMode;

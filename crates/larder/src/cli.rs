@@ -130,6 +130,8 @@ pub(crate) enum CacheCommand {
     Info(CacheInfoArguments),
     /// Change what a cache does with writes
     Mode(CacheModeArguments),
+    /// Make the file of a cache larger or smaller with what it holds, while nobody uses it
+    Resize(CacheResizeArguments),
     /// Make a cache none any more, while nobody uses it
     Drop(CacheDropArguments),
 }
@@ -154,6 +156,15 @@ pub(crate) struct CacheModeArguments {
     /// The control socket of the server that uses it
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub(crate) struct CacheResizeArguments {
+    /// The file that the cache is in
+    #[arg(value_name = "FILE", value_parser = image_parser())]
+    pub(crate) file: ImageAddress,
+    /// How large the file shall be
+    pub(crate) size: ByteLen,
 }
 
 #[derive(Args)]

@@ -9,12 +9,14 @@ use larder_block::Loop;
 use larder_cache::Mode;
 use larder_vm::control::{fetch_disks, set_cache_mode};
 use larder_vm::image::{
-    CacheReport, CacheToolError, ImageAddress, cache_mode_name, cache_mode_words, drop_cache, inspect_cache, is_same,
-    set_mode_of_cache,
+    CacheReport, CacheToolError, ImageAddress, Resized, cache_mode_name, cache_mode_words, drop_cache, inspect_cache,
+    is_same, resize_cache, set_mode_of_cache,
 };
 use serde_json::json;
 
-use crate::cli::{CacheCommand, CacheDropArguments, CacheInfoArguments, CacheModeArguments, Output};
+use crate::cli::{
+    CacheCommand, CacheDropArguments, CacheInfoArguments, CacheModeArguments, CacheResizeArguments, Output,
+};
 use crate::disk_image::{exact, human, percent, used_by};
 use crate::output::{Lines, print};
 
@@ -23,6 +25,14 @@ pub(crate) fn run(command: CacheCommand) -> anyhow::Result<ExitCode> {
     match command {
         CacheCommand::Info(arguments) => info(&on, &arguments)?,
         CacheCommand::Mode(arguments) => mode(&on, &arguments)?,
+        CacheCommand::Resize(CacheResizeArguments { file, size }) => {
+            let Resized { before, after } = on.block_on(resize_cache(&on, &file, size))?;
+            let kept = percent(after.lines, before.lines);
+            print(&format!(
+                "{file}: {} lines of {}{kept} stay in the cache\n",
+                after.lines, before.lines
+            ))?;
+        }
         CacheCommand::Drop(CacheDropArguments { file, lose_dirty }) => {
             on.block_on(drop_cache(&on, &file, lose_dirty))?;
             print(&format!("{file}: no cache any more\n"))?;

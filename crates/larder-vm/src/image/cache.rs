@@ -206,9 +206,7 @@ impl From<IoError> for CacheError {
 
 fn what_of_other_size(is_file: bool) -> &'static str {
     match is_file {
-        true => {
-            "leave cache-size out to keep it; or drop the cache (larder disk cache drop) and begin anew with the new size"
-        }
+        true => "leave cache-size out to keep it; larder disk cache resize changes it",
         false => "a device is taken whole: leave cache-size out",
     }
 }
@@ -347,7 +345,8 @@ pub(crate) fn absolute(address: &ImageAddress) -> String {
     }
 }
 
-fn rounded(size: ByteLen) -> ByteLen {
+/// A size that the file of a cache can have.
+pub(super) fn rounded(size: ByteLen) -> ByteLen {
     ByteLen::new(size.get().next_multiple_of(FILE_UNIT))
 }
 
@@ -438,7 +437,7 @@ async fn open_on(
         on.spawn(made.keep(on.clone(), Rc::downgrade(&cache)));
     }
     // What begins anew gives room back.
-    if let Err(error) = allocate(fast, wish).await {
+    if let Err(error) = allocate(fast, &wish.file).await {
         tracing::warn!("{}: its cache: {error}; it will fail when there is none", disk.image);
     }
     Ok(cache)
@@ -485,7 +484,7 @@ async fn create(fast: &Rc<dyn BlockDevice>, disk: &Cached<'_>, wish: &CacheOptio
             is_file: is_file(&wish.file),
         });
     }
-    allocate(fast, wish).await?;
+    allocate(fast, &wish.file).await?;
     let options = CreateOptions {
         line_bits: wish.line.unwrap_or(CACHE_LINE_DEFAULT).get().trailing_zeros(),
         mode: wish.mode.unwrap_or_default(),
@@ -508,19 +507,19 @@ async fn begins_empty(fast: &Rc<dyn BlockDevice>) -> Result<bool, CacheError> {
 }
 
 /// Takes the room on its file system, so that it does not fail for want of it.
-async fn allocate(fast: &Rc<dyn BlockDevice>, wish: &CacheOptions) -> Result<(), CacheError> {
+pub(super) async fn allocate(fast: &Rc<dyn BlockDevice>, file: &ImageAddress) -> Result<(), CacheError> {
     let size = fast.geometry().size;
     let whole = ByteRange::between(ByteOffset::ZERO, ByteOffset::new(size.get()));
     match fast.allocate(whole).await {
         Err(error) if error.failure() == Failure::NoSpace => Err(CacheError::NoRoom {
-            file: wish.file.to_string(),
+            file: file.to_string(),
             size,
         }),
         result => Ok(result?),
     }
 }
 
-fn random() -> std::io::Result<[u8; 16]> {
+pub(super) fn random() -> std::io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes)

@@ -1,6 +1,8 @@
 //! What can be done with a cache while no server uses it.
 
 use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use larder_block::backend::file::OpenError as FileError;
@@ -8,7 +10,7 @@ use larder_block::backend::image_lock::LockError;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
 use larder_cache::{Lines, Mode, OpenError, Superblock, SuperblockError, read_superblock};
 
-use super::cache::{LOOKED_AT, is_file};
+use super::cache::{CacheError, LOOKED_AT, allocate, is_file, random, rounded};
 use super::cache_note::Note;
 use super::{ImageAddress, ImageError, ImageOptions, open_bytes};
 
@@ -32,7 +34,15 @@ pub enum CacheToolError {
     #[error("{0}")]
     Cache(String),
     #[error("{file}: {source}")]
-    Truncate { file: String, source: std::io::Error },
+    Host { file: String, source: std::io::Error },
+    #[error("{file}: only the cache of a file can have another size: a device is taken whole")]
+    NotAFile { file: String },
+    #[error("{file}: it was not closed; serve {disk} with it once more and stop that server, or drop the cache")]
+    NotClosed { file: String, disk: String },
+    #[error("{file}, the new cache, cannot be made: {source}; one that an earlier try has left can be removed")]
+    Beside { file: String, source: std::io::Error },
+    #[error(transparent)]
+    Room(#[from] CacheError),
 }
 
 impl From<OpenError> for CacheToolError {
@@ -114,7 +124,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
     fast.flush().await?;
     if let (ImageAddress::Path(path), true) = (file, is_file(file)) {
         let emptied = File::options().write(true).open(path).and_then(|it| it.set_len(0));
-        emptied.map_err(|source| CacheToolError::Truncate {
+        emptied.map_err(|source| CacheToolError::Host {
             file: file.to_string(),
             source,
         })?;
@@ -124,6 +134,93 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
         let _ = note.take_back();
     }
     Ok(fast.close().await?)
+}
+
+/// Makes the file of a closed cache larger or smaller, with what it has, as far as there is room: a new one takes its
+/// place when it has everything. How many lines it has then, and had.
+///
+/// # Errors
+/// See [`CacheToolError`]; the cache is as it was then.
+pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Result<Resized, CacheToolError> {
+    let name = || file.to_string();
+    let (ImageAddress::Path(path), true) = (file, is_file(file)) else {
+        return Err(CacheToolError::NotAFile { file: name() });
+    };
+    let old = open(on, file, false).await?;
+    let superblock = superblock_of(file, &old).await?;
+    if !superblock.clean {
+        return Err(CacheToolError::NotClosed {
+            file: name(),
+            disk: superblock.disk.name,
+        });
+    }
+    let before = larder_cache::count_lines(&old, &superblock).await?;
+    let size = rounded(size);
+    if size == old.geometry().size {
+        old.close().await?;
+        return Ok(Resized { before, after: before });
+    }
+    // A symbolic link stays one, and the file stays in its file system.
+    let target = path.canonicalize().unwrap_or_else(|_| path.clone());
+    let mut beside = target.clone().into_os_string();
+    beside.push(".resize");
+    let beside = PathBuf::from(beside);
+    let made = make_resized(on, &old, &beside, size).await;
+    let moved = made.and_then(|lines| {
+        let moved = std::fs::rename(&beside, &target).and_then(|()| match target.parent() {
+            Some(folder) => File::open(folder)?.sync_all(),
+            None => Ok(()),
+        });
+        let failed = |source| CacheToolError::Host { file: name(), source };
+        moved.map(|()| lines).map_err(failed)
+    });
+    let after = match moved {
+        Ok(after) => after,
+        Err(error) => {
+            if !matches!(error, CacheToolError::Beside { .. }) {
+                // As well as that goes; the error says why there is no new one.
+                let _ = std::fs::remove_file(&beside);
+            }
+            return Err(error);
+        }
+    };
+    // The old one goes with its last user; what was noted of it means nothing any more.
+    let _ = Note::of(&superblock).take_back();
+    Ok(Resized { before, after })
+}
+
+/// What became of a cache's lines.
+pub struct Resized {
+    /// What it had.
+    pub before: Lines,
+    /// What it has.
+    pub after: Lines,
+}
+
+/// A cache of another size in a new file, with what the old one has.
+async fn make_resized(
+    on: &Loop,
+    old: &Rc<dyn BlockDevice>,
+    beside: &Path,
+    size: ByteLen,
+) -> Result<Lines, CacheToolError> {
+    let host = |source| CacheToolError::Host {
+        file: beside.display().to_string(),
+        source,
+    };
+    let file = File::options().write(true).create_new(true).mode(0o600).open(beside);
+    let file = file.map_err(|source| CacheToolError::Beside {
+        file: beside.display().to_string(),
+        source,
+    })?;
+    file.set_len(size.get()).map_err(host)?;
+    let address = ImageAddress::Path(beside.to_owned());
+    let new = open(on, &address, false).await?;
+    allocate(&new, &address).await?;
+    let lines = larder_cache::copy(old, &new, random().map_err(host)?).await?;
+    allocate(&new, &address).await?;
+    new.close().await?;
+    Ok(lines)
 }
 
 async fn open(on: &Loop, file: &ImageAddress, only_to_look: bool) -> Result<Rc<dyn BlockDevice>, CacheToolError> {

@@ -253,7 +253,7 @@ mod tests {
             let by = std::time::Duration::from_secs(seconds.unsigned_abs());
             let time = if seconds < 0 { modified - by } else { modified + by };
             file.set_modified(time).expect("can be set");
-            are_only_ours_since(&[DiskFile::new(&path, is_written)], &[then.clone()])
+            are_only_ours_since(&[DiskFile::new(&path, is_written)], std::slice::from_ref(&then))
         };
         assert!(after(0, true) && after(0, false));
         assert!(after(20, true) && !after(20, false));

@@ -161,3 +161,79 @@ fn a_cache_that_cannot_be_read_is_dropped_when_all_in_it_may_be_lost() {
         .serve(&image, &cache, &["--cache-size", "4M"])
         .io(&["read -P 7 0 16M"]);
 }
+
+#[test]
+fn a_cache_of_another_size_has_what_it_had_as_far_as_there_is_room() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    for line in ["4k", "32k"] {
+        let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-line", line]);
+        served.warm_up(6);
+        served.io(&["write -P 8 1M 512", "write -P 9 1049088 5k"]);
+        served.stop();
+        let resize = |size: &str| {
+            let (code, said) = place.cache_command(&["resize", text(&cache), size]);
+            assert_eq!(code, Some(0), "{said}");
+            said
+        };
+        let reads = || {
+            let served = place.serve(&image, &cache, &[]);
+            served.read_all(6);
+            let misses = served.count("misses");
+            served.io(&[
+                "read -P 7 0 1M",
+                "read -P 8 1M 512",
+                "read -P 9 1049088 5k",
+                "read -P 7 1054208 14M",
+            ]);
+            served.stop();
+            misses
+        };
+        assert!(resize("24M").contains("(100.0 %) stay"));
+        let told = info(&place, text(&cache));
+        assert_eq!((&told["size"], &told["closed"]), (&json!(24 * MIB), &json!(true)));
+        assert_eq!((&told["occupancy"], reads()), (&json!(6 * MIB), 0));
+        resize("24M");
+        resize("4M");
+        let held = info(&place, text(&cache))["occupancy"].as_u64().expect("a number");
+        assert!((2 * MIB..4 * MIB).contains(&held), "{held}");
+        // What is brought in meanwhile is of the first 6 MiB, too.
+        let served = place.serve(&image, &cache, &["--cache-mode", "wa"]);
+        served.read_all(6);
+        assert!(served.count("hits") > 0 && served.count("misses") > 0);
+        served.stop();
+        reads();
+        let (_, said) = place.cache_command(&["drop", text(&cache)]);
+        assert!(said.contains("no cache any more"), "{said}");
+    }
+    assert!(!place.path("cache.resize").exists());
+}
+
+#[test]
+fn a_cache_that_cannot_have_another_size_stays_as_it_is() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(2);
+    let refused = |size: &str, words: &str| {
+        let (code, said) = place.cache_command(&["resize", text(&cache), size]);
+        assert!(code == Some(2) && said.contains(words), "{said}");
+    };
+    refused("16M", "in use by another process");
+    served.settle();
+    served.kill();
+    refused("16M", "it was not closed");
+    place.serve(&image, &cache, &[]).stop();
+    refused("20k", "too small");
+    refused("4096TiB", "");
+    fs::write(place.path("cache.resize"), []).expect("a file");
+    refused("16M", "cache.resize, the new cache, cannot be made");
+    fs::remove_file(place.path("cache.resize")).expect("stays");
+    let (code, said) = place.cache_command(&["resize", text(&image), "16M"]);
+    assert!(code == Some(2) && said.contains("it is no cache"), "{said}");
+    let served = place.serve(&image, &cache, &[]);
+    served.read_all(2);
+    assert_eq!(served.count("misses"), 0);
+    let left: Vec<_> = fs::read_dir(place.folder.path()).expect("a folder").flatten().collect();
+    assert_eq!(left.len(), 3, "the disk, its cache and the notes: {left:?}");
+}

@@ -54,7 +54,7 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
         &image,
         text(&cache),
         &["--cache-size", "8M"],
-        &["it has 4", "not 8", "disk cache drop"],
+        &["it has 4", "not 8", "disk cache resize"],
     );
     place
         .serve(&image, &cache, &["--cache-size", "4M"])

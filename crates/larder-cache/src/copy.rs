@@ -1,0 +1,167 @@
+//! A closed cache becomes one of another size: its lines are copied into a new one.
+
+use std::rc::Rc;
+
+use larder_block::{AlignedBuf, BlockDevice, ByteOffset, Io, IoResult, ReadBuf, WriteBuf, WriteFlags, join};
+use smallvec::SmallVec;
+
+use crate::entry::{self, Entry};
+use crate::offline::{Lines, entries_of_all};
+use crate::open::{CreateOptions, OpenError, create, read_superblock, write_superblock};
+use crate::page;
+use crate::shape::{Shape, Slot};
+use crate::superblock::Superblock;
+
+/// Bytes of lines that are copied at the same time.
+const COPIED_AT_ONCE: u64 = 1 << 20;
+
+/// Makes a cache on `to`, of whose size it takes all, with what the closed one on `from` has, as far as there is room, and
+/// with another identity. Until this succeeds, what is on `to` is an empty cache, or none. How many lines it has then.
+///
+/// # Errors
+/// See [`OpenError`]; [`OpenError::TooSmall`] if `to` has no room for a cache, or not for all that only the cache has.
+pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u8; 16]) -> Result<Lines, OpenError> {
+    let io = |source| OpenError::Io {
+        cache: to.name().to_string(),
+        source,
+    };
+    let old = read_superblock(from).await?;
+    let options = CreateOptions {
+        line_bits: old.shape.line_bits,
+        mode: old.mode,
+        uuid,
+        disk: old.disk.clone(),
+        disk_size: old.disk_size,
+    };
+    let shape = create(to, &options).await?;
+    let mut places = Places::new(shape);
+    let mut batch = Vec::new();
+    let mut sets = entries_of_all(from, &old).await?;
+    while let Some((set, entries)) = sets.next().await? {
+        for (way, entry) in entries.iter().enumerate() {
+            let believed = Entry {
+                valid: entry.believed(),
+                open: false,
+                ..*entry
+            };
+            if believed.valid == 0 {
+                continue;
+            }
+            let line = old.shape.line_of(set, entry.tag);
+            let moved = Entry {
+                tag: shape.tag_of(line),
+                ..believed
+            };
+            match places.put(shape.set_of(line), &moved) {
+                Some(slot) => batch.push((old.shape.data_of(Slot::new(set, way as u32)), shape.data_of(slot))),
+                None if entry.dirty != 0 => {
+                    return Err(OpenError::TooSmall {
+                        cache: to.name().to_string(),
+                        size: to.geometry().size,
+                        line: shape.line_len() >> 10,
+                        least: from.geometry().size,
+                    });
+                }
+                None => {}
+            }
+        }
+        if batch.len() as u64 * shape.line_len() >= COPIED_AT_ONCE {
+            copy_lines(from, to, &shape, &std::mem::take(&mut batch))
+                .await
+                .map_err(io)?;
+        }
+    }
+    copy_lines(from, to, &shape, &batch).await.map_err(io)?;
+    to.flush().await.map_err(io)?;
+    let new = read_superblock(to).await?;
+    write_pages(to, &new, &places).await.map_err(io)?;
+    let new = Superblock {
+        sequence: new.sequence + 1,
+        may_be_dirty: old.may_be_dirty,
+        ..new
+    };
+    write_superblock(to, &new).await.map_err(io)?;
+    Ok(places.lines)
+}
+
+/// What the new cache has in its sets.
+struct Places {
+    shape: Shape,
+    /// Entries as they are written, by set and way.
+    entries: Vec<u8>,
+    /// Ways that each set has taken.
+    taken: Vec<u16>,
+    lines: Lines,
+}
+
+impl Places {
+    fn new(shape: Shape) -> Self {
+        Self {
+            shape,
+            entries: vec![0; shape.slots() as usize * entry::len_for(shape.line_bits)],
+            taken: vec![0; shape.sets as usize],
+            lines: Lines::default(),
+        }
+    }
+
+    fn bytes_of(&self, slot: Slot) -> std::ops::Range<usize> {
+        let len = entry::len_for(self.shape.line_bits);
+        let index = slot.set() as usize * self.shape.ways as usize + slot.way() as usize;
+        index * len..(index + 1) * len
+    }
+
+    /// A slot for a line, if its set has room.
+    fn put(&mut self, set: u32, entry: &Entry) -> Option<Slot> {
+        let taken = &mut self.taken[set as usize];
+        if u32::from(*taken) >= self.shape.ways {
+            return None;
+        }
+        let slot = Slot::new(set, (*taken).into());
+        *taken += 1;
+        let at = self.bytes_of(slot);
+        entry.encode(&self.shape, &mut self.entries[at]);
+        self.lines.lines += 1;
+        self.lines.dirty += u64::from(entry.dirty != 0);
+        Some(slot)
+    }
+
+    fn entries_of(&self, set: u32) -> Vec<Entry> {
+        let entry = |way| Entry::decode(&self.shape, &self.entries[self.bytes_of(Slot::new(set, way))]);
+        (0..self.shape.ways).map(|way| entry(way).unwrap_or_default()).collect()
+    }
+}
+
+/// Copies lines from places to places, each whole, whatever of it is valid.
+async fn copy_lines(
+    from: &Rc<dyn BlockDevice>,
+    to: &Rc<dyn BlockDevice>,
+    shape: &Shape,
+    lines: &[(ByteOffset, ByteOffset)],
+) -> IoResult {
+    let len = shape.line_len() as usize;
+    let mut bytes = AlignedBuf::zeroed(len * lines.len());
+    let reads: SmallVec<[Io<'_>; 16]> = bytes
+        .chunks_exact_mut(len)
+        .zip(lines)
+        .map(|(piece, (at, _))| from.read(*at, ReadBuf::new(piece)))
+        .collect();
+    join(reads).await?;
+    let writes: SmallVec<[Io<'_>; 16]> = bytes
+        .chunks_exact(len)
+        .zip(lines)
+        .map(|(piece, (_, at))| to.write(*at, WriteBuf::new(piece), WriteFlags::NONE))
+        .collect();
+    join(writes).await
+}
+
+/// Writes the first page of each set, durably.
+async fn write_pages(to: &Rc<dyn BlockDevice>, superblock: &Superblock, places: &Places) -> IoResult {
+    let shape = superblock.shape;
+    let mut bytes = AlignedBuf::zeroed(shape.page_len as usize);
+    for set in 0..shape.sets {
+        page::encode(&shape, superblock.seed(), set, 1, &places.entries_of(set), &mut bytes);
+        let at = shape.page_at(set, false);
+        to.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await?;
+    }
+    to.flush().await
+}
