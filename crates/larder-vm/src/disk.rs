@@ -254,6 +254,9 @@ fn serve(
         if let Err(error) = device.close().await {
             return Err(DiskError::Flush(error.to_string()));
         }
+        if let Some(cache) = &image.cache {
+            cache.forget_note();
+        }
         match ended.flatten() {
             Some(Err(error)) => Err(ExportError::Socket(error).into()),
             _ => Ok(()),

@@ -147,6 +147,17 @@ pub struct OpenCache {
     pub file: ImageAddress,
     /// How large that is.
     pub size: ByteLen,
+    note: Note,
+}
+
+impl OpenCache {
+    /// After the disk was closed, and the cache with it: its note is of no use any more, unless it could not be closed.
+    pub(crate) fn forget_note(&self) {
+        if self.layer.works() {
+            // One that stays speaks for this session only, which has ended.
+            let _ = self.note.take_back();
+        }
+    }
 }
 
 /// Why a disk has not got its cache.
@@ -270,10 +281,12 @@ pub(super) async fn open_over(
     if let (Err(_), ImageAddress::Path(path)) = (&opened, &wish.file) {
         made.undo(path);
     }
+    let (layer, note) = opened?;
     Ok(OpenCache {
-        layer: opened?,
+        layer,
         file: wish.file.clone(),
         size: fast.geometry().size,
+        note,
     })
 }
 
@@ -384,7 +397,7 @@ async fn open_on(
     fast: &Rc<dyn BlockDevice>,
     disk: Cached<'_>,
     wish: &CacheOptions,
-) -> Result<Rc<Cache>, CacheError> {
+) -> Result<(Rc<Cache>, Note), CacheError> {
     let size = fast.geometry().size;
     if let Some(wished) = wish.size.map(rounded).filter(|wished| *wished != size) {
         return Err(CacheError::OtherSize {
@@ -428,7 +441,7 @@ async fn open_on(
         disk: disk.id(),
         stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
         is_detached: says != Says::Believe,
-        witness: Box::new(note),
+        witness: Box::new(note.clone()),
         load_ahead: true,
         settling: SettleOptions::default(),
     };
@@ -440,7 +453,7 @@ async fn open_on(
     if let Err(error) = allocate(fast, &wish.file).await {
         tracing::warn!("{}: its cache: {error}; it will fail when there is none", disk.image);
     }
-    Ok(cache)
+    Ok((cache, note))
 }
 
 /// A cache that was not closed, and is not to be believed.
