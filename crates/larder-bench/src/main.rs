@@ -1,5 +1,6 @@
 //! The experiments: each subcommand measures one thing and prints a table.
 
+mod cache;
 mod figures;
 mod prefetch;
 mod qcow2;
@@ -22,6 +23,7 @@ struct Cli {
 enum Command {
     /// Every experiment that `docs/benchmarks.md` has a table of
     All,
+    Cache(cache::Arguments),
     Kill(campaign::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
@@ -30,7 +32,7 @@ enum Command {
 }
 
 /// What `all` runs, as one would type it.
-const ALL: [&[&str]; 5] = [
+const ALL: [&[&str]; 6] = [
     &["larder-bench", "vhost-user"],
     &["larder-bench", "vhost-user", "--event-client"],
     &[
@@ -43,6 +45,7 @@ const ALL: [&[&str]; 5] = [
     ],
     &["larder-bench", "qcow2"],
     &["larder-bench", "prefetch"],
+    &["larder-bench", "cache"],
 ];
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -54,10 +57,15 @@ fn main() -> anyhow::Result<ExitCode> {
                     Command::VhostUser(arguments) => vhost_user::run(&arguments)?,
                     Command::Qcow2(arguments) => qcow2::run(&arguments)?,
                     Command::Prefetch(arguments) => prefetch::run(&arguments)?,
+                    Command::Cache(arguments) => cache::run(&arguments)?,
                     _ => {}
                 }
                 println!();
             }
+            true
+        }
+        Command::Cache(arguments) => {
+            cache::run(&arguments)?;
             true
         }
         Command::Kill(arguments) => {

@@ -13,12 +13,12 @@ mod long_reads;
 mod measure;
 mod memory;
 mod patterns;
-mod place;
+pub(crate) mod place;
 mod qemu_img;
 mod remote;
 mod rows;
-mod servers;
-mod slow;
+pub(crate) mod servers;
+pub(crate) mod slow;
 mod traces;
 
 use std::path::PathBuf;

@@ -20,7 +20,7 @@ const CLUSTER_BITS: u32 = 16;
 const REMOVE: &str = r#"trap "" INT TERM HUP; cat >/dev/null; rm -rf -- "$1""#;
 
 /// A folder, gone with what this is of, or with the process.
-pub(super) struct Place {
+pub(crate) struct Place {
     path: PathBuf,
     remover: Child,
     names: AtomicU32,
@@ -28,7 +28,7 @@ pub(super) struct Place {
 
 impl Place {
     /// In `within`, which is made if it is missing.
-    pub(super) fn new(within: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn new(within: &Path) -> anyhow::Result<Self> {
         let within = std::path::absolute(within)?;
         fs::create_dir_all(&within).with_context(|| format!("making {}", within.display()))?;
         let folder = tempfile::Builder::new().prefix("larder-bench-").tempdir_in(within)?;
@@ -46,20 +46,20 @@ impl Place {
     }
 
     /// A path in it that there is nothing at.
-    pub(super) fn unused(&self, name: &str) -> PathBuf {
+    pub(crate) fn unused(&self, name: &str) -> PathBuf {
         let number = self.names.fetch_add(1, Ordering::Relaxed);
         self.path.join(format!("{name}{number}"))
     }
 
     /// A raw image of `size` bytes of random data, on the disk and not in the page cache when this returns.
-    pub(super) fn raw_image(&self, size: u64) -> anyhow::Result<PathBuf> {
+    pub(crate) fn raw_image(&self, size: u64) -> anyhow::Result<PathBuf> {
         let path = self.unused("raw");
         fill(&path, 0, size)?;
         Ok(path)
     }
 
     /// The same as qcow2, with its clusters in the order of the disk.
-    pub(super) fn qcow2_image(&self, size: u64) -> anyhow::Result<PathBuf> {
+    pub(crate) fn qcow2_image(&self, size: u64) -> anyhow::Result<PathBuf> {
         let path = self.unused("qcow2");
         let layout = Layout {
             size,

@@ -15,7 +15,7 @@ use crate::vhost_user::server::Server;
 
 /// The memory that Larder is given to read ahead.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Prefetch {
+pub(crate) enum Prefetch {
     Off,
     /// As much as it takes if nothing is said.
     Default,
@@ -34,26 +34,26 @@ impl Prefetch {
 
 /// How the disk is served.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Export {
+pub(crate) enum Export {
     VhostUser,
     Nbd,
 }
 
 /// A `larder disk serve` that is to be.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Serve<'a> {
+pub(crate) struct Serve<'a> {
     /// A path or an NBD URI. Direct I/O is what a file is read with where there is any.
-    pub(super) image: &'a str,
-    pub(super) format: &'a str,
-    pub(super) prefetch: Prefetch,
-    pub(super) export: Export,
+    pub(crate) image: &'a str,
+    pub(crate) format: &'a str,
+    pub(crate) prefetch: Prefetch,
+    pub(crate) export: Export,
     /// More options.
-    pub(super) options: &'a str,
+    pub(crate) options: &'a str,
 }
 
 impl Serve<'_> {
     /// Starts it, with its socket in `place`.
-    pub(super) fn start(&self, place: &Place) -> anyhow::Result<Larder> {
+    pub(crate) fn start(&self, place: &Place) -> anyhow::Result<Larder> {
         let (socket, control) = (place.unused("socket"), place.unused("control"));
         let export = match self.export {
             Export::VhostUser => "--socket {socket}",
@@ -77,7 +77,7 @@ impl Serve<'_> {
 }
 
 /// A running `larder disk serve`, killed when this goes.
-pub(super) struct Larder {
+pub(crate) struct Larder {
     server: Server,
     socket: PathBuf,
     control: PathBuf,
@@ -85,15 +85,15 @@ pub(super) struct Larder {
 
 impl Larder {
     /// Where it listens.
-    pub(super) fn socket(&self) -> &Path {
+    pub(crate) fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// What read-ahead has done so far, as `larder status` tells it.
+    /// What `larder status` tells of it.
     ///
     /// # Errors
-    /// It is off, or the server does not answer.
-    pub(super) fn statistics(&self) -> anyhow::Result<Statistics> {
+    /// The server does not answer.
+    pub(crate) fn status(&self) -> anyhow::Result<Value> {
         let mut status = Command::new(larder()?);
         let output = status
             .args(["status", "--output", "json"])
@@ -102,12 +102,20 @@ impl Larder {
         if !output.status.success() {
             bail!("larder status: {}", String::from_utf8_lossy(&output.stderr));
         }
-        let answer = serde_json::from_slice(&output.stdout).context("the answer of larder status")?;
+        serde_json::from_slice(&output.stdout).context("the answer of larder status")
+    }
+
+    /// What read-ahead has done so far, as `larder status` tells it.
+    ///
+    /// # Errors
+    /// It is off, or the server does not answer.
+    pub(crate) fn statistics(&self) -> anyhow::Result<Statistics> {
+        let answer = self.status()?;
         statistics(&answer).with_context(|| format!("larder status tells nothing of read-ahead: {answer}"))
     }
 
     /// The process, for its memory and its CPU time.
-    pub(super) fn server(&self) -> &Server {
+    pub(crate) fn server(&self) -> &Server {
         &self.server
     }
 }
@@ -137,7 +145,7 @@ fn statistics(answer: &Value) -> Option<Statistics> {
 }
 
 /// A path as text, which commands and URIs have it as.
-pub(super) fn text(path: &Path) -> anyhow::Result<&str> {
+pub(crate) fn text(path: &Path) -> anyhow::Result<&str> {
     let text = path.to_str().context("a path that is not UTF-8")?;
     if text.contains(char::is_whitespace) {
         bail!("the path '{text}' has blanks in it, which these experiments cannot do with");
@@ -147,7 +155,7 @@ pub(super) fn text(path: &Path) -> anyhow::Result<&str> {
 
 /// nbdkit with `image`, which answers each read so much later than it would; what is written goes with it. And the URI
 /// of its disk.
-pub(super) fn slow_nbd(place: &Place, image: &Path, latency: Duration) -> anyhow::Result<(Server, String)> {
+pub(crate) fn slow_nbd(place: &Place, image: &Path, latency: Duration) -> anyhow::Result<(Server, String)> {
     let socket = place.unused("nbd");
     let command = format!(
         "nbdkit --foreground --log=null --unix {{socket}} --threads 64 --filter=delay --filter=cow file {{image}} \

@@ -67,7 +67,8 @@ impl Drop for SlowStore {
     }
 }
 
-fn uri(socket: &Path) -> anyhow::Result<String> {
+/// Where an NBD server listens.
+pub(crate) fn uri(socket: &Path) -> anyhow::Result<String> {
     Ok(format!("nbd+unix:///?socket={}", text(socket)?))
 }
 

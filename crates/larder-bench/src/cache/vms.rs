@@ -1,0 +1,208 @@
+//! The VMs: for each a `larder disk serve`, and a client with one request under way.
+
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use super::drive::{BLOCK, mixed};
+use super::load::Requests;
+use crate::prefetch::place::Place;
+use crate::prefetch::servers::{Export, Larder, Prefetch, Serve};
+use crate::vhost_user::client::{Client, Request};
+
+/// A VM.
+struct Vm {
+    larder: Larder,
+    orders: Sender<Order>,
+    answers: Receiver<anyhow::Result<Vec<Duration>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What a client is to do. It answers with how long each of the reads took.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    /// Reads every block once, in a random order, another one for each pass.
+    ReadAll { pass: u32 },
+    /// Makes the seed's requests, and tells of those after a point in time until another.
+    Run { from: Instant, to: Instant },
+}
+
+/// All of them.
+pub(super) struct Vms {
+    vms: Vec<Vm>,
+}
+
+/// Hits and misses of reads so far, of all VMs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Hits {
+    pub(super) hits: u64,
+    pub(super) misses: u64,
+    /// Bytes brought in after reads.
+    pub(super) filled: u64,
+}
+
+impl Hits {
+    /// What has come since `earlier`.
+    pub(super) fn since(self, earlier: Self) -> Self {
+        Self {
+            hits: self.hits - earlier.hits,
+            misses: self.misses - earlier.misses,
+            filled: self.filled - earlier.filled,
+        }
+    }
+
+    pub(super) fn ratio(self) -> f64 {
+        self.hits as f64 / (self.hits + self.misses) as f64
+    }
+}
+
+impl Vms {
+    /// `count` of them, on disks of `disk` bytes at the URIs that `image` says, served with the options that `options`
+    /// says.
+    pub(super) fn start(
+        place: &Place,
+        count: usize,
+        disk: u64,
+        image: impl Fn(usize) -> String,
+        options: impl Fn(usize) -> String,
+    ) -> anyhow::Result<Self> {
+        let vms = (0..count)
+            .map(|number| {
+                let serve = Serve {
+                    image: &image(number),
+                    format: "raw",
+                    prefetch: Prefetch::Off,
+                    export: Export::VhostUser,
+                    // Hundreds of servers that spin for work would leave no processor for those that have some.
+                    options: &format!("--poll-us 0 {}", options(number)),
+                };
+                Vm::start(serve.start(place)?, Requests::of(number, disk), disk)
+            })
+            .collect::<anyhow::Result<_>>()?;
+        Ok(Self { vms })
+    }
+
+    /// Has each of them read all of its disk.
+    pub(super) fn read_all(&self, pass: u32) -> anyhow::Result<()> {
+        self.order(self.vms.len(), Order::ReadAll { pass }).map(drop)
+    }
+
+    /// Has the first `count` make requests for `seconds`, after others for `before`. How long each of the reads took.
+    pub(super) fn run(&self, count: usize, before: f64, seconds: f64) -> anyhow::Result<Vec<Duration>> {
+        let from = Instant::now() + Duration::from_secs_f64(before);
+        let to = from + Duration::from_secs_f64(seconds);
+        self.order(count, Order::Run { from, to })
+    }
+
+    fn order(&self, count: usize, order: Order) -> anyhow::Result<Vec<Duration>> {
+        let vms = &self.vms[..count];
+        for vm in vms {
+            // One whose thread has ended has said why, which is its answer.
+            let _ = vm.orders.send(order);
+        }
+        let mut reads = Vec::new();
+        for vm in vms {
+            reads.extend(vm.answers.recv().context("a client has ended")??);
+        }
+        Ok(reads)
+    }
+
+    /// What their caches have done so far.
+    pub(super) fn hits(&self) -> anyhow::Result<Hits> {
+        let mut sum = Hits::default();
+        for vm in &self.vms {
+            let answer = vm.larder.status()?;
+            let cache = &answer["disks"][0]["cache"];
+            let of = |name: &str| {
+                let value = cache[name].as_u64();
+                value.with_context(|| format!("larder status tells no {name} of the cache: {answer}"))
+            };
+            sum.hits += of("hits")?;
+            sum.misses += of("misses")? + of("partial_hits")?;
+            sum.filled += of("filled")?;
+        }
+        Ok(sum)
+    }
+
+    /// CPU time of all servers so far.
+    pub(super) fn cpu_time(&self) -> anyhow::Result<Duration> {
+        self.vms.iter().map(|vm| Ok(vm.larder.server().cpu_time()?.0)).sum()
+    }
+}
+
+impl Vm {
+    fn start(larder: Larder, requests: Requests, disk: u64) -> anyhow::Result<Self> {
+        let (orders, to_do) = channel();
+        let (done, answers) = channel();
+        let socket = larder.socket().to_owned();
+        let client = move || {
+            let ended = client(&socket, requests, disk, &to_do, &done);
+            if let Err(error) = ended {
+                // Nobody listens if the experiment has ended.
+                let _ = done.send(Err(error));
+            }
+        };
+        Ok(Self {
+            larder,
+            orders,
+            answers,
+            thread: Some(std::thread::Builder::new().name("client".to_owned()).spawn(client)?),
+        })
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        // The client ends when there is nobody to give it orders.
+        self.orders = channel().0;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Does what it is told until there is nobody to tell it any more.
+fn client(
+    socket: &Path,
+    mut requests: Requests,
+    disk: u64,
+    orders: &Receiver<Order>,
+    answers: &Sender<anyhow::Result<Vec<Duration>>>,
+) -> anyhow::Result<()> {
+    let block = BLOCK as usize;
+    let mut client = Client::connect_with(socket, false, block)?;
+    while let Ok(order) = orders.recv() {
+        let mut replay = |requests: &mut dyn Iterator<Item = (bool, u64)>| {
+            let requests = requests.map(|(write, number)| Request {
+                write,
+                start: number * BLOCK,
+                len: block,
+                due: None,
+            });
+            client.replay(requests, 1, block)
+        };
+        let reads = match order {
+            Order::ReadAll { pass } => {
+                let mut blocks: Vec<u64> = (0..disk / BLOCK).collect();
+                blocks.sort_unstable_by_key(|block| mixed(u64::from(pass) << 40 | block));
+                replay(&mut blocks.into_iter().map(|number| (false, number)))?
+            }
+            Order::Run { from, to } => {
+                let mut until = |end: Instant| {
+                    replay(&mut std::iter::from_fn(|| {
+                        (Instant::now() < end).then(|| requests.next_one())
+                    }))
+                };
+                until(from)?;
+                until(to)?
+            }
+        };
+        if answers.send(Ok(reads.latencies)).is_err() {
+            bail!("nobody waits for what was measured");
+        }
+    }
+    Ok(())
+}
