@@ -336,6 +336,8 @@ pub async fn join<'a, A: smallvec::Array<Item = Io<'a>>>(mut ios: SmallVec<A>) -
 #[derive(Default)]
 pub struct SizeChanges {
     generation: Cell<u64>,
+    /// Sizes, each smaller than all that came after it, and when they came.
+    least: RefCell<Vec<(u64, ByteLen)>>,
     waiting: RefCell<Vec<Waker>>,
 }
 
@@ -343,6 +345,23 @@ impl SizeChanges {
     /// How many changes there have been. Ask before reading the geometry, then wait for a later one.
     pub fn generation(&self) -> u64 {
         self.generation.get()
+    }
+
+    /// The smallest size that has been announced after `generation`: what lay behind it is gone, whatever size there is
+    /// now.
+    pub fn least_since(&self, generation: u64) -> Option<ByteLen> {
+        let least = self.least.borrow();
+        let first = least.iter().find(|(at, _)| *at > generation);
+        first.map(|(_, size)| *size)
+    }
+
+    /// Announces a change to `size`, by which the device may have become smaller.
+    pub fn announce_size(&self, size: ByteLen) {
+        let mut least = self.least.borrow_mut();
+        least.retain(|(_, other)| *other < size);
+        least.push((self.generation() + 1, size));
+        drop(least);
+        self.announce();
     }
 
     /// Announces a change.

@@ -5,62 +5,52 @@
 //! it has of these lines is not to be believed (they are *open*), or has nothing of them. They are closed again when both
 //! devices have been flushed. A line that is written again and again is opened once.
 
-use std::cell::Cell;
-
 use larder_block::range_lock::{Mode as Hold, Ranges, Ticket};
 use larder_block::{ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join};
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
 use crate::entry::Entry;
+use crate::flushing::Flushing;
 use crate::parts::Part;
-use crate::place::Place;
+use crate::place::{Place, Retract};
 use crate::shape::{SECTOR, Slot};
 use crate::{Cache, Mode, State};
 
 /// Discards and write-zeroes are done in pieces of this many lines, so that nobody waits for a whole disk.
 const PIECE_LINES: u64 = 16 << 10;
 
-/// The changes that are under way.
-#[derive(Default)]
-pub(crate) struct Changes {
-    ranges: Ranges,
-    /// The disk has completed changes that no flush has covered which had begun by now.
-    unflushed: Cell<bool>,
-    /// Flushes of the disk that are under way.
-    flushes: Cell<u32>,
+/// So many lines are cleaned at once for a write that must not find them dirty.
+const CLEANED_MAX: usize = 256;
+
+/// A change without data.
+#[derive(Clone, Copy)]
+enum Clear {
+    Discard,
+    WriteZeroes(ZeroFlags),
 }
 
-/// A flush of the disk that is under way, or was given up.
-struct Flush<'a> {
-    changes: &'a Changes,
-    /// There is something that it has not covered if it does not succeed.
-    uncovered: bool,
-}
-
-impl<'a> Flush<'a> {
-    fn begin(changes: &'a Changes) -> Self {
-        changes.flushes.set(changes.flushes.get() + 1);
-        Self {
-            changes,
-            uncovered: changes.unflushed.take(),
+impl Clear {
+    fn operation(self) -> Operation {
+        match self {
+            Self::Discard => Operation::Discard,
+            Self::WriteZeroes(_) => Operation::WriteZeroes,
         }
     }
 }
 
-impl Drop for Flush<'_> {
-    fn drop(&mut self) {
-        let changes = self.changes;
-        changes.flushes.set(changes.flushes.get() - 1);
-        changes.unflushed.set(changes.unflushed.get() || self.uncovered);
-    }
+/// The changes that are under way.
+#[derive(Default)]
+pub(crate) struct Changes {
+    ranges: Ranges,
+    pub(crate) flushing: Flushing,
 }
 
 impl Changes {
     /// As after the death of a process that may have left something unflushed.
     pub(crate) fn unflushed() -> Self {
         Self {
-            unflushed: Cell::new(true),
+            flushing: Flushing::unflushed(),
             ..Self::default()
         }
     }
@@ -69,16 +59,11 @@ impl Changes {
     pub(crate) fn touch(&self, range: ByteRange) -> bool {
         self.ranges.touch(range)
     }
-
-    /// Nothing that the disk has completed waits for a flush to end.
-    pub(crate) fn are_flushed(&self) -> bool {
-        !self.unflushed.get() && self.flushes.get() == 0
-    }
 }
 
 impl Watch for Changes {
     fn ended(&self, ticket: Ticket) {
-        self.unflushed.set(true);
+        self.flushing.changed();
         self.ranges.ended(ticket);
     }
 }
@@ -128,6 +113,7 @@ impl Cache {
         }
         let lines = self.lines_whole(range);
         if !self.keeps_writes()
+            && self.mode.get() != Mode::WriteBack
             && self.has_nothing_of(range)
             && let Some(ticket) = self.changes.ranges.try_share(lines)
         {
@@ -142,9 +128,9 @@ impl Cache {
 
     /// Flushes the disk.
     pub(crate) async fn flush_disk(&self) -> IoResult {
-        let mut flush = Flush::begin(&self.changes);
+        let flush = self.changes.flushing.begin();
         self.lower.flush().await?;
-        flush.uncovered = false;
+        flush.done();
         Ok(())
     }
 
@@ -160,7 +146,7 @@ impl Cache {
 
     /// The cache is not used any more, and never will be.
     fn is_apart(&self) -> bool {
-        self.state.get() == State::Detached
+        self.state.get() == State::Detached && !self.may_be_dirty.get()
     }
 
     /// Whether it is known at once that neither memory nor a crash would find anything of `range` in the cache.
@@ -178,23 +164,28 @@ impl Cache {
     }
 
     async fn write_steps(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
-        let _held = self
-            .changes
-            .ranges
-            .enter(self.lines_whole(range), Hold::Exclusive)
-            .await;
-        self.fills.forget(range);
-        self.fills.landing(range).await;
+        let lines = self.lines_whole(range);
+        let _held = self.changes.ranges.enter(lines, Hold::Exclusive).await;
+        // A line must not get a place behind the write's back.
+        self.fills.forget(lines);
+        self.fills.landing(lines).await;
         let result = self.write_alone(range, buffer, flags).await;
-        self.changes.unflushed.set(true);
+        self.changes.flushing.changed();
         result
     }
 
     async fn write_alone(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
+        self.undone(Operation::Write, range).await?;
         self.load_range(range, Operation::Write).await?;
+        if self.mode.get() == Mode::WriteBack && !self.has_failed() {
+            return self.write_back(range, buffer, flags).await;
+        }
+        // Of another mode's time.
+        self.make_clean(range).await?;
+        let _alone = self.cleaning.busy.enter(self.lines_whole(range), Hold::Exclusive).await;
         if !self.keeps_writes() {
-            if self.retract(range).await.is_err() {
-                self.detached(Operation::Write, range).await?;
+            if self.retract(range, Retract::All).await.is_err() {
+                self.leave_to_disk(Operation::Write, range).await?;
             }
             return self.lower.write(range.start, buffer, flags).await;
         }
@@ -215,7 +206,7 @@ impl Cache {
             }
         }
         if commits && self.commit().await.is_err() {
-            self.detached(Operation::Write, range).await?;
+            self.leave_to_disk(Operation::Write, range).await?;
             return self.lower.write(range.start, buffer, flags).await;
         }
         for part in self.shape.parts_of(range) {
@@ -261,11 +252,15 @@ impl Cache {
         let Some(place) = self.ledger.borrow().get(slot).copied() else {
             return false;
         };
-        if !place.last.open && place.last.valid & part.sectors != 0 {
+        // What has been cleaned is not to be taken for dirty any more.
+        let dirty = place.last.dirty & self.index.borrow().dirty(slot);
+        let is_believed = !place.last.open && place.last.valid & part.sectors != 0;
+        if is_believed || (place.last.dirty & !dirty) & part.sectors != 0 {
             self.queue(
                 slot,
                 Entry {
                     open: true,
+                    dirty,
                     ..place.last
                 },
             );
@@ -274,48 +269,84 @@ impl Cache {
         place.commits > 0
     }
 
+    /// Has the disk have all that the cache has of `range`, which is held and loaded.
+    async fn make_clean(&self, range: ByteRange) -> IoResult {
+        // What a cache has that has failed is seen to before the disk is changed.
+        if !self.may_be_dirty.get() || self.has_failed() {
+            return Ok(());
+        }
+        if self.has_loose(range) && self.harden_queued().await.is_err() {
+            return Ok(());
+        }
+        loop {
+            let dirty = self
+                .index
+                .borrow()
+                .dirty
+                .within(self.shape.lines_of(range), CLEANED_MAX);
+            if dirty.is_empty() {
+                return Ok(());
+            }
+            if self.clean_lines(&dirty).await? == 0 {
+                return Err(self.refused(Operation::Write, range));
+            }
+        }
+    }
+
     pub(crate) fn discard_any(&self, range: ByteRange) -> Io<'_> {
         if !self.is_fit(range) || self.is_apart() {
             return self.lower.discard(range);
         }
-        Io::task(self.clear_steps(range, Operation::Discard, |piece| self.lower.discard(piece)))
+        Io::task(self.clear_steps(range, Clear::Discard))
     }
 
     pub(crate) fn write_zeroes_any(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         if !self.is_fit(range) || self.is_apart() {
             return self.lower.write_zeroes(range, flags);
         }
-        Io::task(self.clear_steps(range, Operation::WriteZeroes, move |piece| {
-            self.lower.write_zeroes(piece, flags)
-        }))
+        Io::task(self.clear_steps(range, Clear::WriteZeroes(flags)))
     }
 
-    async fn clear_steps<'a>(
-        &'a self,
-        range: ByteRange,
-        operation: Operation,
-        clear: impl Fn(ByteRange) -> Io<'a>,
-    ) -> IoResult {
+    async fn clear_steps(&self, range: ByteRange, clear: Clear) -> IoResult {
         let mut rest = range;
         while !rest.is_empty() {
             let end = (self.shape.line_at(rest.start) + PIECE_LINES) << self.shape.line_bits;
             let piece = rest.intersection(ByteRange::new(rest.start.get(), end - rest.start.get()));
-            let _held = self
-                .changes
-                .ranges
-                .enter(self.lines_whole(piece), Hold::Exclusive)
-                .await;
-            self.fills.forget(piece);
-            self.load_range(piece, operation).await?;
-            if self.retract(piece).await.is_err() {
-                self.detached(operation, piece).await?;
-            }
-            let result = clear(piece).await;
-            self.changes.unflushed.set(true);
-            result?;
+            self.clear_piece(piece, clear).await?;
             rest = ByteRange::between(piece.end(), rest.end());
         }
         Ok(())
+    }
+
+    async fn clear_piece(&self, piece: ByteRange, clear: Clear) -> IoResult {
+        let operation = clear.operation();
+        let lines = self.lines_whole(piece);
+        let _held = self.changes.ranges.enter(lines, Hold::Exclusive).await;
+        self.fills.forget(piece);
+        self.undone(operation, piece).await?;
+        self.load_range(piece, operation).await?;
+        let _alone = self.cleaning.busy.enter(lines, Hold::Exclusive).await;
+        // What only the cache has is what the sectors hold if the disk fails.
+        if self.retract(piece, Retract::Clean).await.is_err() {
+            self.leave_to_disk(operation, piece).await?;
+        }
+        let cleared = match clear {
+            Clear::Discard => self.lower.discard(piece),
+            Clear::WriteZeroes(flags) => self.lower.write_zeroes(piece, flags),
+        };
+        let result = cleared.await;
+        self.changes.flushing.changed();
+        result?;
+        if self.has_only(piece) {
+            // It may go when the disk has something newer for good.
+            self.flush_disk().await?;
+            if self.retract(piece, Retract::All).await.is_err() {
+                self.detached(operation, piece).await?;
+                self.note_superseded(operation, piece).await?;
+                self.forget(piece);
+            }
+        }
+        self.undone(operation, piece).await
     }
 
     /// Whether the request is one that the cache can look at: on the disk, and of whole sectors.

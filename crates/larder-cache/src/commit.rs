@@ -1,6 +1,10 @@
 //! Makes what is known of the lines durable: the journal is written, and the pages after it.
+//!
+//! A commit with firm records ends with a flush, or is forced. One with loose records is only written: it becomes firm
+//! when a flush that began after it has ended, and a later sector, forced, tells so ([`Cache::harden`]).
 
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 
 use larder_block::{AlignedBuf, ByteLen, ByteOffset, Io, IoResult, WriteBuf, WriteFlags, join};
 use smallvec::SmallVec;
@@ -17,16 +21,35 @@ const COMMIT_MAX: u64 = 64 << 10;
 /// Pages that are being written at the same time.
 const PAGES_AT_ONCE: usize = 16;
 
+/// Sectors of the journal that are only for telling what is firm: a checkpoint needs that to make room.
+const RESERVED: u64 = 4 * COMMIT_UNIT / SECTOR;
+
 /// The cache device does not work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Failed;
 
+/// A loose record that was written.
+struct Loose {
+    /// Of its sector.
+    sequence: u64,
+    number: u64,
+    record: Record,
+}
+
 /// What waits to be written to the journal, and where that is.
 pub(crate) struct Commits {
     queue: RefCell<Vec<Record>>,
-    /// Records queued, and records durable, since the cache was opened.
+    /// Records queued, written, and durable if they are firm, since the cache was opened.
     queued: Cell<u64>,
+    written: Cell<u64>,
     durable: Cell<u64>,
+    /// Loose records that were written and are not known to be firm.
+    loose: RefCell<VecDeque<Loose>>,
+    /// Sectors below this one are durable, with the data that they tell of.
+    firm_end: Cell<u64>,
+    /// The highest firm end that a durable sector tells, and the one that is to be told.
+    told: Cell<u64>,
+    to_tell: Cell<u64>,
     running: Cell<bool>,
     waiting: Waiters,
     session: u32,
@@ -43,7 +66,13 @@ impl Commits {
         Self {
             queue: RefCell::default(),
             queued: Cell::new(0),
+            written: Cell::new(0),
             durable: Cell::new(0),
+            loose: RefCell::default(),
+            // What an opening has found was made durable.
+            firm_end: Cell::new(end),
+            told: Cell::new(tail),
+            to_tell: Cell::new(tail),
             running: Cell::new(false),
             waiting: Waiters::default(),
             session,
@@ -59,6 +88,15 @@ impl Commits {
         self.waiting.wake();
     }
 
+    /// Whether a record was written.
+    pub(crate) fn is_written(&self, number: u64) -> bool {
+        self.written.get() > number
+    }
+
+    fn has_to_tell(&self) -> bool {
+        self.to_tell.get() > self.told.get()
+    }
+
     /// Of the next sector that is written, if nothing is being written.
     pub(crate) fn end(&self) -> u64 {
         self.end.get()
@@ -66,73 +104,152 @@ impl Commits {
 }
 
 impl Cache {
-    /// Has the next commit say that a slot holds `entry` from then on.
+    /// Has the next commit say, whatever happens, that a slot holds `entry` from then on.
     pub(crate) fn queue(&self, slot: Slot, entry: Entry) {
-        self.ledger.borrow_mut().commit_begins(slot, entry);
-        self.commits.queue.borrow_mut().push(Record { slot, entry });
+        let number = self.commits.queued.get();
+        self.ledger.borrow_mut().commit_begins(slot, entry, number);
+        self.push(slot, entry, false);
+    }
+
+    /// Has the next commit say that a slot holds `entry` from then on, if only this process dies.
+    pub(crate) fn queue_loose(&self, slot: Slot, entry: Entry) {
+        let memory = || self.index.borrow().entry(slot);
+        self.ledger
+            .borrow_mut()
+            .loosen(slot, entry, self.commits.queued.get(), memory);
+        self.push(slot, entry, true);
+    }
+
+    fn push(&self, slot: Slot, entry: Entry, loose: bool) {
+        self.commits.queue.borrow_mut().push(Record { slot, entry, loose });
         self.commits.queued.set(self.commits.queued.get() + 1);
     }
 
     /// Starts to write what is queued.
     pub(crate) fn start_commit(&self) {
-        if self.commits.queue.borrow().is_empty() || self.commits.running.replace(true) {
+        let has_work = !self.commits.queue.borrow().is_empty() || self.commits.has_to_tell();
+        if !has_work || self.commits.running.replace(true) {
             return;
         }
         let Some(cache) = self.this.upgrade() else { return };
         self.spawn(async move { cache.run_commits().await });
     }
 
-    /// Makes all that is queued durable.
+    /// Writes all that is queued, and makes it durable if it is firm.
     pub(crate) async fn commit(&self) -> Result<(), Failed> {
         let wanted = self.commits.queued.get();
+        self.committed(|commits| commits.durable.get() >= wanted).await
+    }
+
+    /// Writes all that is queued, so that it outlives this process.
+    pub(crate) async fn commit_loosely(&self) -> Result<(), Failed> {
+        let wanted = self.commits.queued.get();
+        self.committed(|commits| commits.written.get() >= wanted).await
+    }
+
+    async fn committed(&self, is_over: impl Fn(&Commits) -> bool) -> Result<(), Failed> {
         self.start_commit();
-        let is_over = || self.commits.durable.get() >= wanted || self.has_failed();
-        self.commits.waiting.until(is_over).await;
-        if self.commits.durable.get() >= wanted {
-            Ok(())
-        } else {
-            Err(Failed)
+        self.commits
+            .waiting
+            .until(|| is_over(&self.commits) || self.has_failed())
+            .await;
+        is_over(&self.commits).then_some(()).ok_or(Failed)
+    }
+
+    /// Makes all firm that was written loosely before, if there is any, and flushes what writes have put into the cache.
+    pub(crate) async fn harden(&self) -> Result<(), Failed> {
+        let has_none = self.commits.loose.borrow().is_empty() && self.kept.is_flushed();
+        if has_none || !self.may_be_dirty.get() {
+            return Ok(());
         }
+        self.harden_all().await
+    }
+
+    /// Makes all firm that is to be written loosely.
+    pub(crate) async fn harden_queued(&self) -> Result<(), Failed> {
+        self.commit_loosely().await?;
+        self.harden().await
+    }
+
+    /// Flushes the cache device, and makes all firm that was written loosely before.
+    pub(crate) async fn harden_all(&self) -> Result<(), Failed> {
+        if self.has_failed() {
+            return Err(Failed);
+        }
+        let commits = &self.commits;
+        let end = commits.end.get();
+        let has_loose = || commits.loose.borrow().front().is_some_and(|loose| loose.sequence < end);
+        let flush = self.kept.begin();
+        if let Err(error) = self.fast.flush().await {
+            drop(flush);
+            self.fail(&error);
+            return Err(Failed);
+        }
+        flush.done();
+        commits.firm_end.set(commits.firm_end.get().max(end));
+        if !has_loose() {
+            return Ok(());
+        }
+        commits.to_tell.set(commits.to_tell.get().max(end));
+        // Who waits for room lets it go first.
+        commits.waiting.wake();
+        self.committed(|commits| commits.told.get() >= end).await
+    }
+
+    /// Tells that all is firm that an opening has found.
+    pub(crate) async fn tell_all(&self) {
+        let end = self.commits.end.get();
+        self.commits.to_tell.set(end);
+        // A failure is known by then.
+        let _ = self.committed(|commits| commits.told.get() >= end).await;
     }
 
     async fn run_commits(&self) {
+        let commits = &self.commits;
+        let per_sector = journal::records_per_sector(&self.shape);
+        let ring = self.shape.journal_sectors();
+        let most = per_sector * (COMMIT_MAX / SECTOR).min(ring / 4) as usize;
         while !self.has_failed() {
-            let per_sector = journal::records_per_sector(&self.shape);
-            let most = per_sector * (COMMIT_MAX / SECTOR) as usize;
-            let mut records: Vec<Record> = {
-                let mut queue = self.commits.queue.borrow_mut();
-                let count = queue.len().min(most);
-                queue.drain(..count).collect()
+            let ready = commits.queue.borrow().len().min(most);
+            let count = match commits.has_to_tell() {
+                true => 0,
+                false if ready == 0 => break,
+                false => ready,
             };
-            if records.is_empty() {
-                break;
+            let len = ((count.div_ceil(per_sector).max(1) * SECTOR_LEN) as u64).next_multiple_of(COMMIT_UNIT);
+            let reserved = if count == 0 { 0 } else { RESERVED.min(ring / 4) };
+            let used = || commits.end.get() + len / SECTOR + reserved - commits.tail.get();
+            if used() > ring / 2 {
+                self.start_checkpoint();
             }
-            if let Err(error) = self.write_commit(&mut records).await {
+            if used() > ring {
+                let is_over = || used() <= ring || (count > 0 && commits.has_to_tell()) || self.has_failed();
+                commits.waiting.until(is_over).await;
+                continue;
+            }
+            let mut records: Vec<Record> = commits.queue.borrow_mut().drain(..count).collect();
+            if let Err(error) = self.write_commit(&mut records, len).await {
                 self.fail(&error);
             }
         }
-        self.commits.running.set(false);
-        self.commits.waiting.wake();
+        commits.running.set(false);
+        commits.waiting.wake();
     }
 
-    async fn write_commit(&self, records: &mut [Record]) -> IoResult {
+    /// Writes a commit of `len` bytes, for which there is room. One without records only tells what is firm.
+    async fn write_commit(&self, records: &mut [Record], len: u64) -> IoResult {
         let commits = &self.commits;
-        let len = (records.len().div_ceil(journal::records_per_sector(&self.shape)) * SECTOR_LEN) as u64;
-        let len = len.next_multiple_of(COMMIT_UNIT);
         let (count, ring) = (len / SECTOR, self.shape.journal_sectors());
-        let used = || commits.end.get() + count - commits.tail.get();
-        if used() > ring / 2 {
-            self.start_checkpoint();
-        }
-        commits.waiting.until(|| used() <= ring || self.has_failed()).await;
-        if self.has_failed() {
-            return Ok(());
-        }
         let position = Position {
             session: commits.session,
             sequence: commits.end.get(),
             tail: commits.tail.get(),
+            firm_end: commits.firm_end.get(),
         };
+        let is_firm = records.iter().any(|record| !record.loose);
+        let is_all_firm = records.iter().all(|record| !record.loose);
+        // Sectors before it that were written loosely must not be missing where a firm record is to be found.
+        let is_forced = is_all_firm && (records.is_empty() || position.firm_end == position.sequence);
         let mut bytes = AlignedBuf::zeroed(len as usize);
         {
             let policy = &mut self.index.borrow_mut().policy;
@@ -144,29 +261,67 @@ impl Cache {
         let first = position.sequence % ring;
         // Up to the ring's end, and from its start.
         let split = ((ring - first).min(count) * SECTOR) as usize;
+        let flags = if is_forced { WriteFlags::FUA } else { WriteFlags::NONE };
         let mut ios: SmallVec<[Io<'_>; 2]> = SmallVec::new();
         for (at, part) in [(first, &bytes[..split]), (0, &bytes[split..])] {
             if !part.is_empty() {
                 let at = ByteOffset::new(JOURNAL_AT + at * SECTOR);
-                ios.push(self.fast.write(at, WriteBuf::new(part), WriteFlags::FUA));
+                ios.push(self.fast.write(at, WriteBuf::new(part), flags));
             }
         }
         join(ios).await?;
-        commits.end.set(position.sequence + count);
-        {
-            let (mut index, mut ledger) = (self.index.borrow_mut(), self.ledger.borrow_mut());
-            for Record { slot, entry } in &*records {
-                index.set_changed(slot.set(), commits.half.get(), true);
-                let entry = Entry { hotness: 0, ..*entry };
-                ledger.commit_ends(*slot, entry, index.entry(*slot));
+        let end = position.sequence + count;
+        if is_firm && !is_forced {
+            let flush = self.kept.begin();
+            self.fast.flush().await?;
+            flush.done();
+        }
+        if is_firm || is_forced {
+            commits.told.set(position.firm_end);
+            // What tells only may be there where something before it is not.
+            if !records.is_empty() || commits.firm_end.get() >= position.sequence {
+                commits.firm_end.set(end);
             }
         }
-        let emptied = records.iter().filter(|record| record.entry.is_empty());
+        commits.end.set(end);
+        let emptied = records.iter().filter(|record| record.entry.is_empty() && !record.loose);
+        self.are_written(records, position.sequence);
         self.have_left(emptied.map(|record| record.slot));
-        commits.durable.set(commits.durable.get() + records.len() as u64);
         self.counts.borrow_mut().metadata_written += len;
         commits.waiting.wake();
         Ok(())
+    }
+
+    /// Records were written, the first ones into sector `sequence`, and flushed if one of them is firm.
+    fn are_written(&self, records: &[Record], sequence: u64) {
+        let commits = &self.commits;
+        let per_sector = journal::records_per_sector(&self.shape);
+        let (mut index, mut ledger) = (self.index.borrow_mut(), self.ledger.borrow_mut());
+        let mut loose = commits.loose.borrow_mut();
+        for (at, record) in records.iter().enumerate() {
+            let slot = record.slot;
+            let entry = Entry {
+                hotness: 0,
+                ..record.entry
+            };
+            index.set_changed(slot.set(), commits.half.get(), true);
+            if record.loose {
+                loose.push_back(Loose {
+                    sequence: sequence + (at / per_sector) as u64,
+                    number: commits.written.get() + at as u64,
+                    record: Record { entry, ..*record },
+                });
+            } else {
+                ledger.commit_ends(slot, entry, index.entry(slot));
+            }
+        }
+        while let Some(first) = loose.front().filter(|loose| loose.sequence < commits.told.get()) {
+            let Record { slot, entry, .. } = first.record;
+            ledger.harden(slot, entry, first.number, index.entry(slot));
+            loose.pop_front();
+        }
+        commits.written.set(commits.written.get() + records.len() as u64);
+        commits.durable.set(commits.written.get());
     }
 
     fn start_checkpoint(&self) {
@@ -197,6 +352,10 @@ impl Cache {
         commits.half.set(1 - old);
         // A commit that is being written has this sequence, and marks the other half.
         let cut = commits.end.get();
+        // The pages have what is firm; what is loose must not be only in the part of the journal that is given up.
+        if self.harden().await.is_err() {
+            return Ok(());
+        }
         let mut sets = 0..self.shape.sets;
         loop {
             let batch: SmallVec<[u32; PAGES_AT_ONCE]> = sets
@@ -212,6 +371,7 @@ impl Cache {
             join(pages).await?;
         }
         self.fast.flush().await?;
+        commits.firm_end.set(commits.firm_end.get().max(cut));
         commits.tail.set(cut);
         Ok(())
     }
@@ -236,11 +396,13 @@ impl Cache {
                         .map_or_else(|| index.entry(slot), |place| place.durable)
                 })
                 .collect();
+            // What is loose is not in the page.
+            let loose = self.commits.loose.borrow().front().map(|loose| loose.sequence);
             page::encode(
                 &self.shape,
                 self.seed,
                 set,
-                self.commits.end.get(),
+                loose.unwrap_or(self.commits.end.get()),
                 &entries,
                 &mut bytes,
             );

@@ -3,7 +3,8 @@
 use std::rc::Rc;
 
 use larder_block::{
-    BlockDevice, BoxFuture, ByteOffset, ByteRange, Filter, Io, IoResult, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+    BlockDevice, BoxFuture, ByteOffset, ByteRange, Extent, Filter, Io, IoResult, ReadBuf, WriteBuf, WriteFlags,
+    ZeroFlags,
 };
 
 use crate::Cache;
@@ -22,7 +23,7 @@ impl Filter for Cache {
     }
 
     fn flush(&self) -> Io<'_> {
-        Io::task(self.flush_disk())
+        Io::task(self.flush_both())
     }
 
     fn discard(&self, range: ByteRange) -> Io<'_> {
@@ -31,6 +32,10 @@ impl Filter for Cache {
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         self.write_zeroes_any(range, flags)
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        Box::pin(self.extents_of(range, limit))
     }
 
     fn close(&self) -> BoxFuture<'_, IoResult> {

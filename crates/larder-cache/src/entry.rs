@@ -14,6 +14,12 @@ use crate::shape::{SECTOR_BITS, Sectors, Shape};
 const FLAG_OPEN: u8 = 1;
 const FIXED_LEN: usize = 6;
 
+/// Where the flags are.
+pub(crate) const FLAGS_AT: usize = 5;
+
+/// Bytes of the longest entry.
+pub(crate) const LEN_MAX: usize = len_for(16);
+
 /// A line in the cache; empty by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entry {
@@ -50,7 +56,7 @@ impl Entry {
         let mask = shape.mask_len();
         bytes[..4].copy_from_slice(&self.tag.to_le_bytes());
         bytes[4] = self.hotness;
-        bytes[5] = if self.open { FLAG_OPEN } else { 0 };
+        bytes[FLAGS_AT] = if self.open { FLAG_OPEN } else { 0 };
         bytes[FIXED_LEN..FIXED_LEN + mask].copy_from_slice(&self.valid.to_le_bytes()[..mask]);
         bytes[FIXED_LEN + mask..FIXED_LEN + 2 * mask].copy_from_slice(&self.dirty.to_le_bytes()[..mask]);
     }
@@ -66,11 +72,11 @@ impl Entry {
         let entry = Self {
             tag: u32::from_le_bytes(bytes[..4].try_into().ok()?),
             hotness: bytes[4],
-            open: bytes[5] & FLAG_OPEN != 0,
+            open: bytes[FLAGS_AT] & FLAG_OPEN != 0,
             valid: sectors(FIXED_LEN),
             dirty: sectors(FIXED_LEN + mask),
         };
-        let is_sound = bytes[5] & !FLAG_OPEN == 0
+        let is_sound = bytes[FLAGS_AT] & !FLAG_OPEN == 0
             && entry.dirty & !entry.valid == 0
             && (entry.is_empty() == (entry.valid == 0))
             && (!entry.is_empty() || !entry.open);

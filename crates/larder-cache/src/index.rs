@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 
+use crate::dirty::DirtyLines;
 use crate::entry::Entry;
 use crate::policy::Policy;
 use crate::shape::{Line, Sectors, Shape, Slot};
@@ -43,13 +44,13 @@ pub(crate) struct Index {
     shape: Shape,
     tags: Vec<u32>,
     valid: Vec<u8>,
-    dirty: Vec<u8>,
+    dirty_sectors: Vec<u8>,
     flags: Vec<SetFlags>,
     pub(crate) policy: Policy,
     /// Slots that are in use.
     pinned: HashMap<Slot, Pins>,
     lines: u64,
-    dirty_lines: u64,
+    pub(crate) dirty: DirtyLines,
 }
 
 impl Index {
@@ -61,12 +62,12 @@ impl Index {
             // Zeroed memory that nobody has touched costs nothing.
             tags: vec![0; slots],
             valid: vec![0; masks],
-            dirty: vec![0; masks],
+            dirty_sectors: vec![0; masks],
             flags: vec![SetFlags::default(); shape.sets as usize],
             policy: Policy::new(&shape),
             pinned: HashMap::new(),
             lines: 0,
-            dirty_lines: 0,
+            dirty: DirtyLines::default(),
         }
     }
 
@@ -79,7 +80,7 @@ impl Index {
     }
 
     pub(crate) fn dirty_lines(&self) -> u64 {
-        self.dirty_lines
+        self.dirty.len()
     }
 
     pub(crate) fn is_loaded(&self, set: u32) -> bool {
@@ -120,6 +121,11 @@ impl Index {
         self.tags[self.at(slot)]
     }
 
+    /// The line in a slot that is not empty.
+    fn line(&self, slot: Slot) -> Line {
+        self.shape.line_of(slot.set(), self.tag(slot))
+    }
+
     fn mask(&self, bytes: &[u8], slot: Slot) -> Sectors {
         let len = self.shape.mask_len();
         let from = self.at(slot) * len;
@@ -136,9 +142,9 @@ impl Index {
     }
 
     pub(crate) fn dirty(&self, slot: Slot) -> Sectors {
-        match self.dirty_lines {
+        match self.dirty.len() {
             0 => 0,
-            _ => self.mask(&self.dirty, slot),
+            _ => self.mask(&self.dirty_sectors, slot),
         }
     }
 
@@ -165,9 +171,13 @@ impl Index {
         let from = self.at(slot) * len;
         self.valid[from..from + len].copy_from_slice(&valid.to_le_bytes()[..len]);
         if was_dirty || dirty != 0 {
-            self.dirty[from..from + len].copy_from_slice(&dirty.to_le_bytes()[..len]);
+            self.dirty_sectors[from..from + len].copy_from_slice(&dirty.to_le_bytes()[..len]);
         }
-        self.dirty_lines = self.dirty_lines + u64::from(dirty != 0) - u64::from(was_dirty);
+        match (was_dirty, dirty != 0) {
+            (false, true) => self.dirty.insert(self.line(slot)),
+            (true, false) => self.dirty.remove(self.line(slot)),
+            _ => {}
+        }
     }
 
     /// Puts a line into an empty slot.
@@ -182,13 +192,18 @@ impl Index {
     /// Empties a slot.
     pub(crate) fn remove(&mut self, slot: Slot) {
         debug_assert!(self.tag(slot) != 0);
-        self.dirty_lines -= u64::from(self.dirty(slot) != 0);
+        if self.dirty(slot) != 0 {
+            self.dirty.remove(self.line(slot));
+        }
         self.lines -= 1;
         let (at, len) = (self.at(slot), self.shape.mask_len());
         self.tags[at] = 0;
         self.valid[at * len..(at + 1) * len].fill(0);
-        if self.dirty[at * len..(at + 1) * len].iter().any(|byte| *byte != 0) {
-            self.dirty[at * len..(at + 1) * len].fill(0);
+        if self.dirty_sectors[at * len..(at + 1) * len]
+            .iter()
+            .any(|byte| *byte != 0)
+        {
+            self.dirty_sectors[at * len..(at + 1) * len].fill(0);
         }
         self.policy.remove(slot);
     }
@@ -220,6 +235,10 @@ impl Index {
         if let Some(pins) = self.pinned.get_mut(&slot) {
             pins.hidden = sectors;
         }
+    }
+
+    pub(crate) fn has_writers(&self, slot: Slot) -> bool {
+        self.pinned.get(&slot).is_some_and(|pins| pins.writers > 0)
     }
 
     pub(crate) fn has_readers(&self, slot: Slot) -> bool {

@@ -4,15 +4,20 @@
 //! more sectors, written at once. A sector is written whole or not at all, so one that is not what it should be was
 //! either never written (it is older, or zero), or it is damaged. A record says all of what a slot holds from then on.
 //!
+//! A record is *firm* or *loose*. What a firm one says is so whatever happens. A loose one was written without a flush,
+//! after data that was written without one: if the host has not lost power since, both are there; otherwise only those
+//! below the *firm end* that a later sector tells are to be believed. No sector below that end can be missing; those
+//! behind it can, one without the other.
+//!
 //! ```text
 //! byte 0   CRC32C of the cache's identity and the rest of the sector, u32
 //!      4   session, u32: grows with every opening
 //!      8   sequence of the sector, u64
-//!      16  sequence of the first sector of its commit, u64
+//!      16  firm end: sectors with a lower sequence are durable, and so is the data that they tell of, u64
 //!      24  sequence of the oldest sector that is still needed, u64
 //!      32  records, u16
 //!      34  zero, 6 bytes
-//!      40  records: slot, u32 (set times 256, plus way), then an entry
+//!      40  records: slot, u32 (set times 256, plus way), then an entry, whose flag 2 is set if the record is loose
 //! ```
 
 use crate::entry::{self, Entry};
@@ -26,7 +31,15 @@ const HEADER_LEN: usize = 40;
 pub(crate) struct Record {
     pub(crate) slot: Slot,
     pub(crate) entry: Entry,
+    /// It is only to be believed if the host has not lost power since, or if it is below a firm end.
+    pub(crate) loose: bool,
 }
+
+/// Set in the flags of a loose record's entry.
+const FLAG_LOOSE: u8 = 2;
+
+/// Where the flags are in a record.
+const FLAGS_AT: usize = 4 + entry::FLAGS_AT;
 
 /// How many records fit in a sector.
 pub(crate) fn records_per_sector(shape: &Shape) -> usize {
@@ -45,6 +58,8 @@ pub(crate) struct Position {
     pub(crate) sequence: u64,
     /// The oldest sector that is still needed.
     pub(crate) tail: u64,
+    /// Sectors below this one are durable, and the data that they tell of.
+    pub(crate) firm_end: u64,
 }
 
 /// Writes a commit into `bytes`, whole sectors; those that the records do not need are empty.
@@ -55,12 +70,13 @@ pub(crate) fn encode(shape: &Shape, seed: u32, position: Position, records: &[Re
         let records = left.next().unwrap_or_default();
         sector[4..8].copy_from_slice(&position.session.to_le_bytes());
         sector[8..16].copy_from_slice(&(position.sequence + index as u64).to_le_bytes());
-        sector[16..24].copy_from_slice(&position.sequence.to_le_bytes());
+        sector[16..24].copy_from_slice(&position.firm_end.to_le_bytes());
         sector[24..32].copy_from_slice(&position.tail.to_le_bytes());
         sector[32..34].copy_from_slice(&(records.len() as u16).to_le_bytes());
         for (place, record) in sector[HEADER_LEN..].chunks_exact_mut(record_len(shape)).zip(records) {
             place[..4].copy_from_slice(&record.slot.0.to_le_bytes());
             record.entry.encode(shape, &mut place[4..]);
+            place[FLAGS_AT] |= if record.loose { FLAG_LOOSE } else { 0 };
         }
         let sum = crc32c::crc32c_append(seed, &sector[4..]);
         sector[..4].copy_from_slice(&sum.to_le_bytes());
@@ -72,7 +88,7 @@ pub(crate) fn encode(shape: &Shape, seed: u32, position: Position, records: &[Re
 struct Header {
     session: u32,
     sequence: u64,
-    commit: u64,
+    firm_end: u64,
     tail: u64,
     records: u16,
 }
@@ -92,14 +108,14 @@ fn decode_header(shape: &Shape, seed: u32, bytes: &[u8]) -> Sector {
     let header = Header {
         session: word(4),
         sequence: long(8),
-        commit: long(16),
+        firm_end: long(16),
         tail: long(24),
         records: word(32) as u16,
     };
     let is_sound = word(0) == crc32c::crc32c_append(seed, &bytes[4..])
         && usize::from(header.records) <= records_per_sector(shape)
-        && header.tail <= header.commit
-        && header.commit <= header.sequence
+        && header.tail <= header.firm_end
+        && header.firm_end <= header.sequence
         && header.sequence - header.tail < shape.journal_sectors();
     if is_sound {
         Sector::Whole(header)
@@ -117,16 +133,29 @@ pub(crate) struct Contents {
     pub(crate) tail: u64,
     /// The sequence after the last sector.
     pub(crate) end: u64,
-    /// In the order in which they were made, each with its sector's sequence.
+    /// Those that are to be believed, in the order in which they were made, each with its sector's sequence.
     pub(crate) records: Vec<(u64, Record)>,
+    /// Sectors with records that are not, by their sequences, as they are to be from now on.
+    pub(crate) disbelieved: Vec<(u64, Vec<u8>)>,
 }
 
 /// A part of the journal that must have been written is not readable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Damaged;
 
-/// Reads a whole journal. `clean_end` is the end that a clean stop has noted.
-pub(crate) fn read(shape: &Shape, seed: u32, bytes: &[u8], clean_end: Option<u64>) -> Result<Contents, Damaged> {
+/// What is known of how a journal was left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WasLeft {
+    /// By a clean stop, which has noted the end.
+    Clean { end: u64 },
+    /// By a process that was killed, while the host went on.
+    Killed,
+    /// Perhaps by a loss of power.
+    Somehow,
+}
+
+/// Reads a whole journal.
+pub(crate) fn read(shape: &Shape, seed: u32, bytes: &[u8], was_left: WasLeft) -> Result<Contents, Damaged> {
     let sectors: Vec<Sector> = bytes
         .chunks_exact(SECTOR_LEN)
         .map(|bytes| decode_header(shape, seed, bytes))
@@ -145,6 +174,7 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: &[u8], clean_end: Option<u64
         tail: newest.map_or(1, |header| header.tail),
         end: newest.map_or(1, |header| header.tail),
         records: Vec::new(),
+        disbelieved: Vec::new(),
     };
     let mut session = 0;
     loop {
@@ -157,11 +187,16 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: &[u8], clean_end: Option<u64
                 let places = sector[HEADER_LEN..].chunks_exact(record_len(shape));
                 for place in places.take(usize::from(header.records)) {
                     let slot = Slot(u32::from_le_bytes([place[0], place[1], place[2], place[3]]));
-                    let entry = Entry::decode(shape, &place[4..]).ok_or(Damaged)?;
+                    let loose = place[FLAGS_AT] & FLAG_LOOSE != 0;
+                    let mut entry = [0; entry::LEN_MAX];
+                    let entry = &mut entry[..place.len() - 4];
+                    entry.copy_from_slice(&place[4..]);
+                    entry[entry::FLAGS_AT] &= !FLAG_LOOSE;
+                    let entry = Entry::decode(shape, entry).ok_or(Damaged)?;
                     if slot.set() >= shape.sets {
                         return Err(Damaged);
                     }
-                    contents.records.push((contents.end, Record { slot, entry }));
+                    contents.records.push((contents.end, Record { slot, entry, loose }));
                 }
                 contents.end += 1;
             }
@@ -172,19 +207,44 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: &[u8], clean_end: Option<u64
             break;
         }
     }
-    // What lies behind the end can only be the rest of the commit that was being written.
-    let is_behind = |header: &Header| header.session >= session && header.sequence > contents.end;
-    if sectors
-        .iter()
-        .filter_map(whole)
-        .any(|header| is_behind(&header) && header.commit > contents.end)
-    {
+    // Of what lies behind the end, some was being written when it was cut off, or was not durable yet.
+    let told = sectors.iter().filter_map(whole).map(|header| header.firm_end);
+    let firm_end = told.max().unwrap_or(contents.end);
+    if firm_end > contents.end {
         return Err(Damaged);
     }
-    match clean_end {
-        Some(end) if end != contents.end => Err(Damaged),
-        _ => Ok(contents),
+    match was_left {
+        WasLeft::Clean { end } if end != contents.end => return Err(Damaged),
+        WasLeft::Clean { .. } | WasLeft::Killed => {}
+        WasLeft::Somehow => {
+            let is_believed = |(sequence, record): &(u64, Record)| !record.loose || *sequence < firm_end;
+            let mut lost: Vec<u64> = contents
+                .records
+                .iter()
+                .filter(|record| !is_believed(record))
+                .map(|(sequence, _)| *sequence)
+                .collect();
+            lost.dedup();
+            contents.records.retain(is_believed);
+            for sequence in lost {
+                let Sector::Whole(header) = &sectors[(sequence % count) as usize] else {
+                    continue;
+                };
+                let position = Position {
+                    session: header.session,
+                    sequence,
+                    tail: header.tail,
+                    firm_end: header.firm_end,
+                };
+                let of_it = contents.records.iter().filter(|(of, _)| *of == sequence);
+                let kept: Vec<Record> = of_it.map(|(_, record)| *record).collect();
+                let mut sector = vec![0; SECTOR_LEN];
+                encode(shape, seed, position, &kept, &mut sector);
+                contents.disbelieved.push((sequence, sector));
+            }
+        }
     }
+    Ok(contents)
 }
 
 #[cfg(test)]
@@ -211,6 +271,7 @@ mod tests {
                 valid: 0xff,
                 ..Entry::default()
             },
+            loose: number.is_multiple_of(3),
         }
     }
 
@@ -238,6 +299,7 @@ mod tests {
                 session: 1,
                 sequence,
                 tail,
+                firm_end: sequence,
             };
             let mut commit = vec![0; sectors * SECTOR_LEN];
             encode(&shape, SEED, position, &records, &mut commit);
@@ -268,7 +330,7 @@ mod tests {
         #[test]
         fn what_was_committed_is_read(commits in prop::collection::vec(0_usize..150, 0..40)) {
             let Written { bytes, records, end, .. } = written(&commits);
-            let found = read(&shape(), SEED, &bytes, Some(end)).expect("is whole");
+            let found = read(&shape(), SEED, &bytes, WasLeft::Clean { end }).expect("is whole");
             prop_assert_eq!(found.records, records);
             prop_assert_eq!(found.end, end);
         }
@@ -289,12 +351,36 @@ mod tests {
                     first_missing.get_or_insert(sequence);
                 }
             }
-            let found = read(&shape(), SEED, &torn, None).expect("is torn, not damaged");
+            let found = read(&shape(), SEED, &torn, WasLeft::Killed).expect("is torn, not damaged");
             let end = first_missing.unwrap_or(end);
             prop_assert_eq!(found.end, end);
             let last: Vec<_> = found.records.iter().filter(|(at, _)| *at >= start).collect();
             let wanted: Vec<_> = records.iter().filter(|(at, _)| (start..end).contains(at)).collect();
             prop_assert_eq!(last, wanted);
+        }
+
+        /// Commits that nobody has flushed may be there one without the other; what is loose in them is not believed.
+        #[test]
+        fn what_was_not_flushed_is_believed_if_it_is_firm(commits in 1_u64..50, flushed in 0_u64..50, kept in any::<u64>()) {
+            let shape = shape();
+            let flushed = flushed.min(commits - 1);
+            let mut bytes = vec![0; shape.journal_len as usize];
+            for sequence in 1..=commits {
+                let position = Position { session: 1, sequence, tail: 1, firm_end: sequence.min(flushed + 1) };
+                let at = (sequence % 64) as usize * SECTOR_LEN;
+                if sequence <= flushed || kept >> sequence & 1 == 1 {
+                    encode(&shape, SEED, position, &[record(sequence as u32)], &mut bytes[at..at + SECTOR_LEN]);
+                }
+            }
+            let end = (flushed + 1..=commits).find(|sequence| kept >> sequence & 1 == 0).unwrap_or(commits + 1);
+            let killed = read(&shape, SEED, &bytes, WasLeft::Killed).expect("is torn, not damaged");
+            prop_assert_eq!((killed.end, killed.records.len() as u64), (end, end - 1));
+            let firm_end = (flushed + 1..=commits).any(|sequence| kept >> sequence & 1 == 1);
+            let firm_end = if firm_end { flushed + 1 } else { flushed };
+            let lost_power = read(&shape, SEED, &bytes, WasLeft::Somehow).expect("is torn, not damaged");
+            let wanted = (1..end).filter(|sequence| !sequence.is_multiple_of(3) || *sequence < firm_end);
+            let found = lost_power.records.iter().map(|(sequence, _)| *sequence);
+            prop_assert!(found.eq(wanted));
         }
 
         #[test]
@@ -305,7 +391,7 @@ mod tests {
         ) {
             let Written { mut bytes, records, end, .. } = written(&commits);
             bytes[at] ^= 1 << bit;
-            if let Ok(found) = read(&shape(), SEED, &bytes, None) {
+            if let Ok(found) = read(&shape(), SEED, &bytes, WasLeft::Killed) {
                 prop_assert_eq!(found.end, end);
                 prop_assert_eq!(found.records, records);
             }

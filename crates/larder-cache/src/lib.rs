@@ -13,11 +13,14 @@
 //! - The cache device is never waited for where the disk can answer; if it fails, the disk is all there is.
 
 mod change;
+mod clean;
 mod commit;
 mod copy;
 mod device;
+mod dirty;
 mod entry;
 mod fill;
+mod flushing;
 mod index;
 mod journal;
 mod ledger;
@@ -34,6 +37,7 @@ mod shape;
 mod size;
 mod superblock;
 mod waiters;
+mod write_back;
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -44,6 +48,7 @@ use larder_block::event_loop::WeakLoop;
 use larder_block::range_lock::Ranges;
 use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation};
 
+pub use clean::CleanOptions;
 pub use copy::copy;
 pub use offline::{Lines, count_lines, set_mode};
 pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
@@ -51,13 +56,16 @@ pub use shape::Shape;
 pub use superblock::{DiskId, Superblock, SuperblockError};
 
 use change::Changes;
+use clean::Cleaning;
 use commit::Commits;
 use fill::Fills;
+use flushing::Flushing;
 use index::Index;
 use larder_policy::policy::{Access, Context};
 use ledger::Ledger;
 use load::Loading;
 use place::Leaving;
+use roaring::RoaringTreemap;
 use settle::Settling;
 use shape::Line;
 use waiters::Waiters;
@@ -70,6 +78,8 @@ pub enum Mode {
     /// To the disk and to the cache; complete when the disk has it.
     #[default]
     WriteThrough,
+    /// To the cache only; the disk gets it later.
+    WriteBack,
     /// To the disk only; reads fill the cache.
     WriteAround,
     /// The cache is not used, and nothing of what is written stays in it.
@@ -80,15 +90,21 @@ impl Mode {
     fn number(self) -> u32 {
         match self {
             Self::WriteThrough => 0,
+            Self::WriteBack => 1,
             Self::WriteAround => 2,
             Self::PassThrough => 3,
         }
     }
 
     fn from_number(number: u32) -> Option<Self> {
-        [Self::WriteThrough, Self::WriteAround, Self::PassThrough]
-            .into_iter()
-            .find(|mode| mode.number() == number)
+        [
+            Self::WriteThrough,
+            Self::WriteBack,
+            Self::WriteAround,
+            Self::PassThrough,
+        ]
+        .into_iter()
+        .find(|mode| mode.number() == number)
     }
 }
 
@@ -121,11 +137,24 @@ pub struct Statistics {
     pub unsettled: u64,
 }
 
-/// A place apart from the cache device, where it can be noted that the cache is not to be believed any more: the device
-/// itself, which fails, cannot be told.
+/// A place apart from the cache device, where it can be noted what of the cache is not to be believed any more: the device
+/// itself, which fails, cannot be told. Whoever opens the cache next says so in [`OpenOptions::detached`].
 pub trait Witness {
-    /// Notes it, durably. Whoever opens the cache next says so in [`OpenOptions::is_detached`].
+    /// Notes, durably, that what the cache has is not to be believed, but for what only the cache has.
     fn detach(&self) -> BoxFuture<'_, std::io::Result<()>>;
+
+    /// Notes besides, durably, that what only the cache has of `range` is not to be believed either: the disk has newer.
+    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, std::io::Result<()>>;
+
+    /// Forgets all that, durably: the cache is to be believed.
+    fn attach(&self) -> BoxFuture<'_, std::io::Result<()>>;
+}
+
+/// What a [`Witness`] has noted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Detached {
+    /// Of these ranges of the disk nothing is to be believed.
+    pub superseded: Vec<ByteRange>,
 }
 
 /// Whether the cache device works.
@@ -157,12 +186,19 @@ pub struct Cache {
     index: RefCell<Index>,
     ledger: RefCell<Ledger>,
     leaving: RefCell<Leaving>,
+    /// See [`Cache::is_undoing`].
+    undoing: RefCell<Vec<ByteRange>>,
     loading: Loading,
     commits: Commits,
     settling: Settling,
     changes: Changes,
+    /// Data that writes have put into the cache, and that only it has.
+    kept: Flushing,
+    cleaning: Cleaning,
     /// The disk's size in bytes, as far as it is known, and the change that it is of.
     size: Cell<u64>,
+    /// Behind this there is nothing in the cache.
+    reach: Cell<u64>,
     size_generation: Cell<u64>,
     sizing: Ranges,
     fills: Fills,
@@ -177,6 +213,12 @@ pub struct Cache {
     way_hint: Cell<u32>,
     /// There may have been dirty lines when it was opened.
     was_dirty: bool,
+    /// There may be now: that is noted.
+    may_be_dirty: Cell<bool>,
+    /// It was opened after something that only dirty lines survive, apart from some ranges.
+    only_dirty: Option<Detached>,
+    /// Lines of which a crash does not believe what a cache has that has failed.
+    superseded: RefCell<RoaringTreemap>,
     state: Cell<State>,
     witness: Box<dyn Witness>,
     /// Those who wait until it is noted.
@@ -206,12 +248,17 @@ impl Cache {
     }
 
     /// Has writes go another way from now on, also when the cache is opened the next time. No byte is lost or becomes
-    /// stale: what the cache has is what the disk has, in all modes.
+    /// stale. If the disk then always has all that was written, all that it has not is written to it first, which
+    /// [`Statistics::dirty_lines`] tells the progress of.
     ///
     /// # Errors
-    /// If the cache device does not work; the mode has changed all the same, until the cache is closed.
+    /// If the disk does not take what only the cache has, or the cache device does not work. The mode has changed all the
+    /// same, until the cache is closed.
     pub async fn set_mode(&self, mode: Mode) -> IoResult {
         self.mode.set(mode);
+        if mode != Mode::WriteBack {
+            self.clean().await?;
+        }
         self.note(|superblock| superblock.mode = mode).await
     }
 
@@ -260,7 +307,65 @@ impl Cache {
             cache.state.set(state);
             cache.detaching.wake();
             cache.commits.wake();
+            if state == State::Detached && cache.may_be_dirty.get() {
+                cache.rescue().await;
+            }
         });
+    }
+
+    /// Writes to the disk what only the cache has, which has failed.
+    async fn rescue(&self) {
+        match self.let_go().await {
+            Ok(()) => tracing::warn!("{}: all that only its cache had is on it now", self.lower.name()),
+            Err(error) => tracing::error!(
+                "{}: {} lines that only its cache has could not be written to it, and cannot be read as long as that is so: {error}",
+                self.lower.name(),
+                self.index.borrow().dirty.len()
+            ),
+        }
+    }
+
+    /// Has the disk have all that there is, and whoever opens the cache, which has failed, next, know that.
+    async fn let_go(&self) -> IoResult {
+        self.clean().await?;
+        let whole = ByteRange::new(0, u64::MAX >> 1);
+        let noted = self.witness.supersede(whole).await;
+        noted.map_err(|_| self.refused(Operation::Flush, whole))?;
+        self.may_be_dirty.set(false);
+        Ok(())
+    }
+
+    /// Has `range`, which is held, also in [`Cleaning::busy`], be what the disk has from now on, and for whoever opens the
+    /// cache, which has failed, next.
+    async fn leave_to_disk(&self, operation: Operation, range: ByteRange) -> IoResult {
+        self.detached(operation, range).await?;
+        match self.has_only(range) {
+            true => self.supersede(operation, range).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Has the disk have all that there is of the lines of a range, and notes that.
+    async fn supersede(&self, operation: Operation, range: ByteRange) -> IoResult {
+        loop {
+            let dirty = self.index.borrow().dirty.within(self.shape.lines_of(range), usize::MAX);
+            if dirty.is_empty() {
+                break;
+            }
+            if self.clean_held(&dirty).await? == 0 {
+                return Err(self.refused(operation, range));
+            }
+        }
+        let lines = self.shape.lines_of(range);
+        let whole = range.widened(self.shape.line_len());
+        self.note_superseded(operation, whole).await?;
+        self.superseded.borrow_mut().insert_range(lines);
+        Ok(())
+    }
+
+    /// A request that cannot be done because of the cache device.
+    fn refused(&self, operation: Operation, range: ByteRange) -> IoError {
+        IoError::new(self.lower.name(), operation, range, Failure::Os(EIO))
     }
 
     /// Waits until the next one to open the cache will know that it has failed.
@@ -268,8 +373,43 @@ impl Cache {
         self.detaching.until(|| self.state.get() != State::Failing).await;
         match self.state.get() {
             State::Detached => Ok(()),
-            _ => Err(IoError::new(self.lower.name(), operation, range, Failure::Os(EIO))),
+            _ => Err(self.refused(operation, range)),
         }
+    }
+
+    /// The cache, or a crash, has something of `range` that the disk has not.
+    fn has_only(&self, range: ByteRange) -> bool {
+        if !self.may_be_dirty.get() {
+            return false;
+        }
+        let mut lines = self.shape.lines_of(range);
+        if lines.end - lines.start > self.shape.slots() {
+            return self.is_anything_dirty();
+        }
+        lines.any(|line| {
+            if self.superseded.borrow().contains(line) {
+                return false;
+            }
+            let set = self.shape.set_of(line);
+            let index = self.index.borrow();
+            let Some(slot) = index.find(line).or_else(|| self.leaving.borrow().slot(line)) else {
+                return !index.is_loaded(set);
+            };
+            let ledger = self.ledger.borrow();
+            let left = ledger.get(slot).map_or(0, |place| place.any_dirty());
+            index.dirty(slot) | left != 0
+        })
+    }
+
+    /// Notes that nothing that the cache has of exactly this range is to be believed.
+    async fn note_superseded(&self, operation: Operation, range: ByteRange) -> IoResult {
+        self.witness.supersede(range).await.map_err(|error| {
+            tracing::error!(
+                "{}: that its cache has something older than what is there cannot be noted: {error}",
+                self.lower.name()
+            );
+            self.refused(operation, range)
+        })
     }
 
     /// The circumstances of a request of so many bytes, for the policy.
@@ -299,7 +439,10 @@ impl Cache {
                 && let Err(error) = self.load(set).await
             {
                 self.fail(&error);
-                return Ok(());
+                return match self.may_be_dirty.get() {
+                    true => Err(self.refused(operation, range)),
+                    false => Ok(()),
+                };
             }
         }
         let sets = self.shape.lines_of(range).map(|line| self.shape.set_of(line));

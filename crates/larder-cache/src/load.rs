@@ -11,8 +11,8 @@ use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation,
 use crate::entry::Entry;
 use crate::journal::Record;
 use crate::page::{self, Found};
-use crate::shape::Slot;
-use crate::{Cache, EIO};
+use crate::shape::{Sectors, Slot};
+use crate::{Cache, Detached, EIO};
 
 /// So many bytes of pages are read at once when all are.
 const CHUNK_LEN: u64 = 256 << 10;
@@ -132,9 +132,9 @@ impl Cache {
                 Some((whole, true))
             }
             (Found::Never, Found::Never) => Some((Found::Never, true)),
-            // The very first one was being written.
-            (Found::Torn, Found::Never) => Some((Found::Never, false)),
-            (Found::Never, Found::Torn) => Some((Found::Never, true)),
+            // The very first one was being written, and is again: never both are torn.
+            (Found::Torn, Found::Never) => Some((Found::Never, true)),
+            (Found::Never, Found::Torn) => Some((Found::Never, false)),
             // The other one is older, or its writing was cut off; if it is damaged, it may have been newer, unless the
             // journal has all that happened since.
             (whole @ Found::Whole { sequence, .. }, other) => {
@@ -157,7 +157,7 @@ impl Cache {
             _ => (vec![Entry::default(); self.shape.ways as usize], 0),
         };
         let from = left.records.partition_point(|(_, record)| record.slot.set() < set);
-        for (sequence, Record { slot, entry }) in &left.records[from..] {
+        for (sequence, Record { slot, entry, .. }) in &left.records[from..] {
             if slot.set() != set {
                 break;
             }
@@ -198,7 +198,7 @@ impl Cache {
             let mut seen: Vec<(u32, usize)> = Vec::new();
             let mut kept = vec![true; entries.len()];
             for (way, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
-                kept[way] = entry.believed() != 0 && self.is_inside(set, entry);
+                kept[way] = self.believed(set, entry) != 0 && self.is_inside(set, entry);
                 if !kept[way] {
                     continue;
                 }
@@ -214,13 +214,14 @@ impl Cache {
             }
             for (way, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
                 let slot = Slot::new(set, way as u32);
-                let valid = entry.believed();
+                let valid = self.believed(set, entry);
+                let dirty = entry.dirty & valid;
                 if kept[way] {
                     let line = self.shape.line_of(set, entry.tag);
-                    index.insert(slot, line, valid, entry.dirty);
+                    index.insert(slot, line, valid, dirty);
                     hotness.push((way as u8, entry.hotness));
                 }
-                if !kept[way] || valid != entry.valid || entry.open {
+                if !kept[way] || (valid, dirty) != (entry.valid, entry.dirty) || entry.open {
                     removed.push((slot, Entry { hotness: 0, ..*entry }));
                 }
             }
@@ -235,6 +236,25 @@ impl Cache {
             }
             self.queue(slot, now);
         }
+    }
+
+    /// The sectors of an entry that are what they should be.
+    fn believed(&self, set: u32, entry: &Entry) -> Sectors {
+        let Some(Detached { superseded }) = &self.only_dirty else {
+            return entry.believed();
+        };
+        let line = self.shape.line_of(set, entry.tag);
+        let whole = self.range_of(line..line + 1);
+        let newer = superseded.iter().filter(|range| range.overlaps(whole));
+        // The disk may have become shorter.
+        let disk = ByteRange::new(0, self.lower.geometry().size.get());
+        let inside = match whole.overlaps(disk) {
+            true => self.shape.part_of(line, disk).sectors,
+            false => 0,
+        };
+        newer.fold(entry.dirty & inside, |dirty, range| {
+            dirty & !self.shape.part_of(line, *range).sectors
+        })
     }
 
     fn is_inside(&self, set: u32, entry: &Entry) -> bool {

@@ -60,8 +60,7 @@ pub(crate) async fn entries_of_all<'a>(
     let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
     let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
     read.map_err(|source| failed(fast, source))?;
-    let clean_end = superblock.clean.then_some(superblock.journal_end);
-    let contents = journal::read(&shape, superblock.seed(), &bytes, clean_end).ok();
+    let contents = journal::read(&shape, superblock.seed(), &bytes, superblock.was_left([0; 16])).ok();
     let records = contents.map(|contents| {
         let mut records = contents.records;
         records.sort_by_key(|(_, record)| record.slot.set());
@@ -121,7 +120,7 @@ fn entries_of(shape: &Shape, seed: u32, set: u32, pair: &[u8], records: &[(u64, 
     });
     let newest = whole.max_by_key(|(sequence, _)| *sequence);
     let (since, mut entries) = newest.unwrap_or_else(|| (0, vec![Entry::default(); shape.ways as usize]));
-    for (sequence, Record { slot, entry }) in records {
+    for (sequence, Record { slot, entry, .. }) in records {
         if *sequence >= since && slot.way() < shape.ways {
             entries[slot.way() as usize] = *entry;
         }

@@ -11,14 +11,16 @@ use larder_block::{
 };
 
 use crate::change::Changes;
+use crate::clean::{CleanOptions, Cleaning};
 use crate::commit::Commits;
 use crate::fill::Fills;
+use crate::flushing::Flushing;
 use crate::index::Index;
 use crate::journal;
 use crate::load::Loading;
-use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SUPERBLOCK_LEN, Shape};
+use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SECTOR, SUPERBLOCK_LEN, Shape};
 use crate::superblock::{DiskId, Superblock, SuperblockError};
-use crate::{Cache, Mode, State, Witness};
+use crate::{Cache, Detached, Mode, State, Witness};
 
 /// So many lines may be unsettled for each that fits: what a crash leaves cold.
 const UNSETTLED_SHARE: u64 = 128;
@@ -48,10 +50,15 @@ pub struct OpenOptions {
     pub disk: DiskId,
     /// The disk's stamp once it has been closed.
     pub stamp: Box<dyn Fn() -> Vec<u8>>,
-    /// A [`Witness`] has noted that the cache is not to be believed. To be taken back once it is open.
-    pub is_detached: bool,
-    /// Where that would be noted.
+    /// What a [`Witness`] has noted, if it has.
+    pub detached: Option<Detached>,
+    /// Where that is noted.
     pub witness: Box<dyn Witness>,
+    /// What differs between two boots of the host, and is zero if that is not known: what was written and not flushed is
+    /// there after a kill, and may not be after a loss of power.
+    pub boot: [u8; 16],
+    /// When dirty lines are cleaned.
+    pub cleaning: CleanOptions,
     /// Take up everything in the background. Otherwise only what is needed.
     pub load_ahead: bool,
     /// When what has changed is written down.
@@ -101,6 +108,8 @@ pub enum OpenError {
         "cache {cache}: its journal is damaged, and it may have data that was never written to {disk}; `larder disk cache drop --lose-dirty` gives that up"
     )]
     Damaged { cache: String, disk: String },
+    #[error("cache {cache}: that it is to be believed again cannot be noted: {source}")]
+    Witness { cache: String, source: std::io::Error },
     #[error("cache {cache}: {source}")]
     Io { cache: String, source: IoError },
 }
@@ -130,6 +139,7 @@ pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CreateOptions) -> Resu
         may_be_dirty: false,
         session: 0,
         journal_end: 1,
+        boot: [0; 16],
         disk_size: options.disk_size,
         disk: options.disk.clone(),
     };
@@ -197,7 +207,8 @@ impl Cache {
         fast: Rc<dyn BlockDevice>,
         options: OpenOptions,
     ) -> Result<Rc<Self>, OpenError> {
-        let cache = || fast.name().to_string();
+        let name = fast.name().to_string();
+        let cache = || name.clone();
         let io = |source| OpenError::Io { cache: cache(), source };
         let mut superblock = read_superblock(&fast).await?;
         let generation = lower.size_changes().generation();
@@ -210,24 +221,26 @@ impl Cache {
         }
         let shape = superblock.shape;
         let has_stamps = !superblock.disk.stamp.is_empty() && !options.disk.stamp.is_empty();
-        let is_changed = superblock.clean && has_stamps && superblock.disk.stamp != options.disk.stamp
-            || superblock.disk_size != size
-            || options.is_detached;
-        if is_changed && superblock.may_be_dirty {
+        // Somebody else has written to the disk: to which state, nobody knows.
+        let is_other = superblock.clean && has_stamps && superblock.disk.stamp != options.disk.stamp;
+        if is_other && superblock.may_be_dirty {
             return Err(OpenError::Diverged { cache: cache(), disk });
         }
+        // What only the cache has is right all the same; what the disk has, too, may have been changed there since.
+        let is_changed = is_other || superblock.disk_size != size || options.detached.is_some();
+        let is_detached = options.detached.is_some();
+        let only_dirty = (is_changed && superblock.may_be_dirty).then(|| options.detached.unwrap_or_default());
         // What a killed process has written is there, but a loss of power may still take it away, and what follows from it
         // must not be the only thing that is left.
         fast.flush().await.map_err(io)?;
         let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
         let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
         read.map_err(io)?;
-        let clean_end = superblock.clean.then_some(superblock.journal_end);
-        let contents = match journal::read(&shape, superblock.seed(), &bytes, clean_end) {
+        let contents = match journal::read(&shape, superblock.seed(), &bytes, superblock.was_left(options.boot)) {
             Err(journal::Damaged) if superblock.may_be_dirty => {
                 return Err(OpenError::Damaged { cache: cache(), disk });
             }
-            Ok(contents) if !is_changed => contents,
+            Ok(contents) if !is_changed || only_dirty.is_some() => contents,
             found => {
                 let why = match found {
                     Ok(_) => "the disk was changed without it",
@@ -240,9 +253,19 @@ impl Cache {
                     tail: 1,
                     end: 1,
                     records: Vec::new(),
+                    disbelieved: Vec::new(),
                 }
             }
         };
+        // What is not believed now must not be later.
+        for (sequence, sector) in &contents.disbelieved {
+            let at = ByteOffset::new(JOURNAL_AT + sequence % shape.journal_sectors() * SECTOR);
+            let mut bytes = AlignedBuf::zeroed(SECTOR as usize);
+            bytes.copy_from_slice(sector);
+            fast.write(at, WriteBuf::new(&bytes), WriteFlags::FUA)
+                .await
+                .map_err(io)?;
+        }
         drop(bytes);
         let mode = options.mode.unwrap_or(superblock.mode);
         let was_dirty = superblock.may_be_dirty;
@@ -251,6 +274,7 @@ impl Cache {
             mode,
             clean: false,
             session: contents.session.max(superblock.session) + 1,
+            boot: options.boot,
             disk_size: size,
             disk: options.disk,
             ..superblock
@@ -277,10 +301,14 @@ impl Cache {
             index: RefCell::new(index),
             ledger: RefCell::default(),
             leaving: RefCell::default(),
+            undoing: RefCell::default(),
             loading,
             settling: crate::settle::Settling::default(),
             changes: Changes::unflushed(),
+            kept: Flushing::default(),
+            cleaning: Cleaning::new(options.cleaning),
             size: Cell::new(size.get()),
+            reach: Cell::new(size.get()),
             size_generation: Cell::new(generation),
             sizing: Ranges::default(),
             fills: Fills::default(),
@@ -290,17 +318,30 @@ impl Cache {
             settle_after: options.settling.after,
             way_hint: Cell::new(0),
             was_dirty,
+            may_be_dirty: Cell::new(was_dirty),
+            only_dirty,
+            superseded: RefCell::default(),
             state: Cell::new(State::Works),
             witness: options.witness,
             detaching: crate::waiters::Waiters::default(),
         });
-        if options.load_ahead {
+        opened.tell_all().await;
+        if opened.only_dirty.is_some() {
+            opened.load_all().await.map_err(io)?;
+            // If it fails, what is noted stays so.
+            let _ = opened.commit().await;
+        }
+        if is_detached && !opened.has_failed() {
+            let attached = opened.witness.attach().await;
+            attached.map_err(|source| OpenError::Witness { cache: cache(), source })?;
+        }
+        if was_dirty || options.load_ahead {
             let loads = Rc::downgrade(&opened);
             on.spawn(async move {
-                if let Some(cache) = loads.upgrade()
-                    && let Err(error) = cache.load_all().await
-                {
-                    cache.fail(&error);
+                let Some(cache) = loads.upgrade() else { return };
+                match cache.load_all().await {
+                    Ok(()) => cache.clean_in_time(),
+                    Err(error) => cache.fail(&error),
                 }
             });
         }
@@ -310,18 +351,21 @@ impl Cache {
     /// Leaves everything so that the next one finds it all.
     pub(crate) async fn close_steps(&self) -> IoResult {
         self.fills.idle().await;
+        let cleaned = match self.may_be_dirty.get() {
+            true => self.clean().await,
+            false => Ok(()),
+        };
         if !self.has_failed() && self.settle().await.is_ok() {
             // What was opened or taken out meanwhile; nothing is changing any more.
             let _ = self.settle().await;
         }
         self.lower.close().await?;
-        if self.has_failed() {
-            return Ok(());
-        }
-        if let Err(error) = self.close_cache().await {
+        if !self.has_failed()
+            && let Err(error) = self.close_cache().await
+        {
             self.fail(&error);
         }
-        Ok(())
+        cleaned
     }
 
     /// Changes the superblock, durably.
@@ -339,8 +383,10 @@ impl Cache {
     async fn close_cache(&self) -> IoResult {
         self.checkpoint_all().await?;
         let (end, stamp) = (self.commits.end(), (self.stamp)());
+        let may_be_dirty = self.may_be_dirty.get() && self.is_anything_dirty();
         self.note(|superblock| {
             superblock.clean = true;
+            superblock.may_be_dirty = may_be_dirty;
             superblock.journal_end = end;
             superblock.disk.stamp = stamp;
         })

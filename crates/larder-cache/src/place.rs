@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use larder_block::{ByteLen, ByteOffset, ByteRange};
+use larder_block::{ByteLen, ByteOffset, ByteRange, IoResult, Operation};
 
 use crate::Cache;
 use crate::commit::Failed;
@@ -17,6 +17,21 @@ use larder_policy::policy::Context;
 pub(crate) struct Leaving {
     slots: HashMap<Line, Slot>,
     lines: HashMap<Slot, Line>,
+}
+
+impl Leaving {
+    /// Where a crash would leave a line that has left.
+    pub(crate) fn slot(&self, line: Line) -> Option<Slot> {
+        self.slots.get(&line).copied()
+    }
+}
+
+/// What is taken out of the cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Retract {
+    All,
+    /// What the disk has, too.
+    Clean,
 }
 
 /// A slot that is being written to: nobody else's until this is dropped.
@@ -149,14 +164,18 @@ impl Cache {
     /// Empties a slot. What a crash leaves of it is seen to with the next commit.
     fn take_out(&self, slot: Slot) {
         let memory = self.index.borrow().entry(slot);
-        let last = self.ledger.borrow_mut().note(slot, || memory).last;
+        let place = *self.ledger.borrow_mut().note(slot, || memory);
+        self.cleaning.is_changed(slot);
         self.index.borrow_mut().remove(slot);
-        if last.is_empty() {
-            self.ledger.borrow_mut().tidy(slot, Entry::default());
-        } else {
-            self.leaves(slot, last);
-            self.queue(slot, Entry::default());
+        match place.after_kill() {
+            left if !left.is_empty() => self.leaves(slot, left),
+            _ if !place.last.is_empty() => self.leaves(slot, place.last),
+            _ => {
+                self.ledger.borrow_mut().tidy(slot, Entry::default());
+                return;
+            }
         }
+        self.queue(slot, Entry::default());
     }
 
     /// Notes that a crash would leave a line in a slot from which memory has taken it.
@@ -222,25 +241,87 @@ impl Cache {
         self.settle_in_time();
     }
 
-    /// Sees to it that neither memory nor a crash finds anything of `range` in the cache. The range is held, and its sets
-    /// are loaded.
-    pub(crate) async fn retract(&self, range: ByteRange) -> Result<(), Failed> {
+    /// Sees to it that neither memory nor a crash finds anything of `range` in the cache, or nothing that is what the disk
+    /// has. The range is held, and its sets are loaded.
+    pub(crate) async fn retract(&self, range: ByteRange, what: Retract) -> Result<(), Failed> {
         if self.has_failed() {
             return Err(Failed);
+        }
+        if self.has_loose(range) {
+            self.harden_queued().await?;
         }
         let mut commits = self.has_leaving(self.shape.lines_of(range));
         for part in self.shape.parts_of(range) {
             let found = self.index.borrow().find(part.line);
             let Some(slot) = found else { continue };
-            commits |= self.take_sectors(slot, part.sectors);
+            let dirty = self.index.borrow().dirty(slot);
+            let sectors = match what {
+                Retract::All => part.sectors,
+                Retract::Clean => part.sectors & !dirty,
+            };
+            commits |= self.take_sectors(slot, sectors);
+            if dirty & sectors != 0 {
+                self.undoing.borrow_mut().push(part.range);
+            }
         }
         if commits { self.commit().await } else { Ok(()) }
+    }
+
+    /// Something that only the cache had of `range` has been taken out of memory, and a crash may still find it.
+    pub(crate) fn is_undoing(&self, range: ByteRange) -> bool {
+        self.undoing.borrow().iter().any(|undoing| undoing.overlaps(range))
+    }
+
+    /// Waits until a crash finds no more than memory does of what only the cache had of a range: the disk has something else
+    /// there, which nobody is to see before.
+    pub(crate) async fn undone(&self, operation: Operation, range: ByteRange) -> IoResult {
+        if !self.is_undoing(range) {
+            return Ok(());
+        }
+        let undoing: Vec<ByteRange> = self.undoing.borrow().clone();
+        if self.commit().await.is_err() {
+            self.detached(operation, range).await?;
+            for range in undoing.iter().filter(|undoing| undoing.overlaps(range)) {
+                self.note_superseded(operation, *range).await?;
+            }
+            self.undoing.borrow_mut().retain(|undoing| !undoing.overlaps(range));
+            return Ok(());
+        }
+        self.undoing.borrow_mut().retain(|range| !undoing.contains(range));
+        Ok(())
+    }
+
+    /// Has memory find nothing of a range in a cache that has failed. What a crash finds is not its concern.
+    pub(crate) fn forget(&self, range: ByteRange) {
+        for part in self.shape.parts_of(range) {
+            let mut index = self.index.borrow_mut();
+            let Some(slot) = index.find(part.line) else { continue };
+            let (valid, dirty) = (index.valid(slot), index.dirty(slot));
+            self.cleaning.is_changed(slot);
+            match valid & !part.sectors {
+                0 => index.remove(slot),
+                left => index.set_sectors(slot, left, dirty & left),
+            }
+        }
+    }
+
+    /// Something of a range was written loosely.
+    pub(crate) fn has_loose(&self, range: ByteRange) -> bool {
+        if !self.may_be_dirty.get() {
+            return false;
+        }
+        self.shape.lines_of(range).any(|line| {
+            let slot = self.index.borrow().find(line);
+            let ledger = self.ledger.borrow();
+            slot.and_then(|slot| ledger.get(slot))
+                .is_some_and(|place| place.loose.is_some())
+        })
     }
 
     /// Takes sectors out of a slot; whether a crash would still leave them.
     pub(crate) fn take_sectors(&self, slot: Slot, sectors: Sectors) -> bool {
         let memory = self.index.borrow().entry(slot);
-        if memory.is_empty() {
+        if memory.is_empty() || sectors == 0 {
             return false;
         }
         if memory.valid & !sectors == 0 {
@@ -253,6 +334,11 @@ impl Cache {
             return commits;
         }
         let place = *self.ledger.borrow_mut().note(slot, || memory);
+        debug_assert!(
+            place.loose.is_none() || memory.dirty & sectors == 0,
+            "it was to be made firm"
+        );
+        self.cleaning.is_changed(slot);
         self.index
             .borrow_mut()
             .set_sectors(slot, memory.valid & !sectors, memory.dirty & !sectors);

@@ -25,13 +25,15 @@ impl Drop for Pin<'_> {
 
 impl Cache {
     pub(crate) fn read_any<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
-        if !self.is_fit(range) || self.has_failed() || self.mode.get() == Mode::PassThrough {
+        let is_used = !self.has_failed() && self.mode.get() != Mode::PassThrough;
+        if !self.is_fit(range) || (!is_used && !self.may_be_dirty.get()) {
             return self.lower.read(range.start, buffer);
         }
         Io::task(self.read_steps(range, buffer))
     }
 
     async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+        self.undone(Operation::Read, range).await?;
         self.load_range(range, Operation::Read).await?;
         let part_of = |piece: ByteRange| {
             let from = (piece.start - range.start).as_usize();
@@ -43,7 +45,12 @@ impl Cache {
         let (mut found, mut hit_bytes) = (false, 0);
         for part in self.shape.parts_of(range) {
             let slot = self.index.borrow().find(part.line);
-            let valid = slot.map_or(0, |slot| self.index.borrow().visible(slot));
+            // Of a cache that is not used, only what nobody else has.
+            let is_used = !self.has_failed() && self.mode.get() != Mode::PassThrough;
+            let valid = slot.map_or(0, |slot| match is_used {
+                true => self.index.borrow().visible(slot),
+                false => self.index.borrow().dirty(slot),
+            });
             for (inside, piece) in runs(part, valid) {
                 match (inside, slot) {
                     (true, Some(slot)) => {
@@ -93,11 +100,17 @@ impl Cache {
     async fn read_hit(&self, pin: Pin<'_>, part: Part, piece: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let slot = pin.slot;
         let read = self.fast.read(self.data_at(slot, piece.start), buffer).await;
-        let Err(error) = read else { return Ok(()) };
+        let Err(error) = read else {
+            // What has been seen must outlive this process.
+            if self.is_loose_unwritten(slot) && self.commit_loosely().await.is_err() {
+                return Err(self.refused(Operation::Read, piece));
+            }
+            return Ok(());
+        };
+        self.fail(&error);
         if self.index.borrow().dirty(slot) & part.sectors != 0 {
             return Err(error);
         }
-        self.fail(&error);
         self.lower.read(piece.start, buffer).await
     }
 
@@ -112,7 +125,13 @@ impl Cache {
                     }
                     return self.lower.read(piece.start, buffer).await;
                 }
-                Found::Coming(fill) => self.fills.arrival(&fill).await,
+                Found::Coming(fill) => {
+                    self.fills.arrival(&fill).await;
+                    if self.may_be_dirty.get() {
+                        // By now the cache may have what the disk has not.
+                        return Io::task(self.read_steps(piece, buffer)).await;
+                    }
+                }
                 Found::Some => return self.lower.read(piece.start, buffer).await,
                 Found::Nothing => break,
             }
@@ -124,7 +143,7 @@ impl Cache {
             .lines_of(piece)
             .filter(|line| is_wanted(*line))
             .collect::<SmallVec<[Line; 16]>>();
-        if lines.is_empty() {
+        if lines.is_empty() || self.has_failed() || self.mode.get() == Mode::PassThrough {
             return self.lower.read(piece.start, buffer).await;
         }
         self.read_and_fill(piece, buffer, &lines, context).await

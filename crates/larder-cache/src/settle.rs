@@ -16,14 +16,11 @@ impl Cache {
     /// Settles what has changed up to now and is not changing.
     pub(crate) async fn settle(&self) -> Result<(), Failed> {
         let epoch = self.ledger.borrow_mut().next_epoch();
-        if !self.changes.are_flushed() && self.flush_disk().await.is_err() {
+        if !self.changes.flushing.is_flushed() && self.flush_disk().await.is_err() {
             // Whoever flushes hears of it. What the disk may not keep is not written down as kept.
             return Ok(());
         }
-        if let Err(error) = self.fast.flush().await {
-            self.fail(&error);
-            return Err(Failed);
-        }
+        self.harden_all().await?;
         let ripe = self.ledger.borrow().ripe(epoch);
         for slot in ripe {
             let entry = self.index.borrow().entry(slot);

@@ -18,14 +18,24 @@ impl Cache {
     pub(crate) async fn see_size(&self) -> IoResult {
         let whole = ByteRange::new(0, 1);
         let _alone = self.sizing.enter(whole, Mode::Exclusive).await;
-        while self.has_other_size() && !self.has_failed() {
-            let generation = self.lower.size_changes().generation();
+        while self.has_other_size() {
+            let changes = self.lower.size_changes();
+            let generation = changes.generation();
             let size = self.lower.geometry().size;
-            if size.get() < self.size.get() {
-                self.cut(size.get()).await?;
+            let least = changes
+                .least_since(self.size_generation.get())
+                .unwrap_or(size)
+                .min(size);
+            if least.get() < self.reach.get() {
+                // Nothing is put behind it from here on.
+                self.size.set(least.get());
+                self.cut(least.get()).await?;
             }
             self.size.set(size.get());
-            if let Err(error) = self.note(|superblock| superblock.disk_size = size).await {
+            self.reach.set(size.get());
+            if !self.has_failed()
+                && let Err(error) = self.note(|superblock| superblock.disk_size = size).await
+            {
                 self.fail(&error);
             }
             self.size_generation.set(generation);
@@ -38,8 +48,17 @@ impl Cache {
         let behind = ByteRange::between(ByteOffset::new(end), ByteOffset::new(u64::MAX >> 1));
         self.fills.forget(behind);
         self.fills.landing(behind).await;
+        let _alone = self.cleaning.busy.enter(behind, Mode::Exclusive).await;
+        // What cannot be loaded is believed no more than the rest of a cache that has failed.
         if let Err(error) = self.load_all().await {
             self.fail(&error);
+        }
+        while !self.has_failed() && self.has_loose_behind(end) {
+            // A failure is seen to next.
+            let _ = self.harden_queued().await;
+        }
+        if self.has_failed() {
+            return self.cut_apart(behind).await;
         }
         for set in 0..self.shape.sets {
             let slots = self.index.borrow().slots_of(set);
@@ -59,7 +78,35 @@ impl Cache {
         }
         match self.commit().await {
             Ok(()) => Ok(()),
-            Err(_) => self.detached(Operation::Write, behind).await,
+            Err(_) => self.cut_apart(behind).await,
         }
+    }
+
+    /// Something was written loosely of a line that reaches behind `end`.
+    fn has_loose_behind(&self, end: u64) -> bool {
+        let ledger = self.ledger.borrow();
+        let index = self.index.borrow();
+        let mut loose = ledger.loose_slots();
+        loose.any(|slot| {
+            let line = self.shape.line_of(slot.set(), index.tag(slot).max(1));
+            (line + 1) << self.shape.line_bits > end
+        })
+    }
+
+    /// The same, of a cache that has failed.
+    async fn cut_apart(&self, behind: ByteRange) -> IoResult {
+        self.detached(Operation::Write, behind).await?;
+        if self.may_be_dirty.get() {
+            let dirty = self
+                .index
+                .borrow()
+                .dirty
+                .within(self.shape.lines_of(behind), usize::MAX);
+            for line in dirty {
+                self.forget(self.range_of(line..line + 1).intersection(behind));
+            }
+            self.note_superseded(Operation::Write, behind).await?;
+        }
+        Ok(())
     }
 }

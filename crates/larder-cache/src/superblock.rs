@@ -16,20 +16,23 @@
 //!      88   next sequence of the journal at a clean stop, u64
 //!      96   bytes of the disk, u64
 //!      104  bytes of the disk's name, of its identity, and of its stamp, u16 each; zero, u16
-//!      112  name, identity, stamp, up to byte 4096
+//!      112  what the host was booted as when the cache was opened last, 16 bytes
+//!      128  name, identity, stamp, up to byte 4096
 //! ```
 //! All numbers are little-endian.
 
 use larder_block::ByteLen;
 
 use crate::Mode;
+use crate::journal::WasLeft;
 use crate::shape::{SUPERBLOCK_LEN, Shape};
 
 const MAGIC: &[u8; 8] = b"LRDRCACH";
 const VERSION: u32 = 1;
 const FLAG_CLEAN: u32 = 1;
 const FLAG_DIRTY: u32 = 2;
-const NAMES_AT: usize = 112;
+const BOOT_AT: usize = 112;
+const NAMES_AT: usize = 128;
 /// Bytes of name, identity and stamp together.
 const NAMES_MAX: usize = SUPERBLOCK_LEN as usize - NAMES_AT;
 
@@ -62,6 +65,8 @@ pub struct Superblock {
     pub session: u32,
     /// At a clean stop.
     pub(crate) journal_end: u64,
+    /// Of the host when it was opened last: see [`crate::OpenOptions::boot`].
+    pub(crate) boot: [u8; 16],
     /// Of the disk.
     pub disk_size: ByteLen,
     /// Whose cache it is.
@@ -89,6 +94,15 @@ pub enum SuperblockError {
 }
 
 impl Superblock {
+    /// How its journal was left, if the host was booted as `boot`; zero if that is not known.
+    pub(crate) fn was_left(&self, boot: [u8; 16]) -> WasLeft {
+        match self.clean {
+            true => WasLeft::Clean { end: self.journal_end },
+            false if boot != [0; 16] && boot == self.boot => WasLeft::Killed,
+            false => WasLeft::Somehow,
+        }
+    }
+
     /// What checksums of this cache begin with.
     pub(crate) fn seed(&self) -> u32 {
         crc32c::crc32c(&self.uuid)
@@ -112,6 +126,7 @@ impl Superblock {
         put(84, &self.session.to_le_bytes());
         put(88, &self.journal_end.to_le_bytes());
         put(96, &self.disk_size.get().to_le_bytes());
+        put(BOOT_AT, &self.boot);
         // A name that is too long is cut; the other two are short.
         let stamp = &self.disk.stamp[..self.disk.stamp.len().min(NAMES_MAX / 4)];
         let identity = &self.disk.identity[..self.disk.identity.len().min(NAMES_MAX / 4)];
@@ -152,8 +167,9 @@ impl Superblock {
             at += len;
         }
         let [name, identity, stamp] = parts;
-        let mut uuid = [0; 16];
+        let (mut uuid, mut boot) = ([0; 16], [0; 16]);
         uuid.copy_from_slice(&bytes[32..48]);
+        boot.copy_from_slice(&bytes[BOOT_AT..NAMES_AT]);
         Ok(Self {
             sequence: long(24),
             uuid,
@@ -169,6 +185,7 @@ impl Superblock {
             may_be_dirty: word(80) & FLAG_DIRTY != 0,
             session: word(84),
             journal_end: long(88),
+            boot,
             disk_size: ByteLen::new(long(96)),
             disk: DiskId {
                 name: String::from_utf8_lossy(&name).into_owned(),
@@ -222,6 +239,7 @@ mod tests {
             may_be_dirty: true,
             session: 3,
             journal_end: 99,
+            boot: [5; 16],
             disk_size: ByteLen::mib(640),
             disk: DiskId {
                 name: "/srv/disk.raw".to_owned(),

@@ -1,11 +1,15 @@
 //! The cache over another stack, on a disk of its own, so small that it is always full.
 
+use std::cell::Cell;
+use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::simulated::{Medium, Random, SimulatedDevice};
-use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
-use larder_cache::{Cache, CreateOptions, DiskId, Mode, OpenOptions, SettleOptions, Witness, create};
+use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags};
+use larder_cache::{
+    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
+};
 
 use super::stack::{Disk, Opened, Outcome, Stack};
 
@@ -14,6 +18,8 @@ use super::stack::{Disk, Opened, Outcome, Stack};
 pub(super) struct Cached {
     pub(super) name: &'static str,
     pub(super) below: &'static dyn Stack,
+    /// Sometimes only the cache has what was written.
+    pub(super) write_back: bool,
 }
 
 impl Stack for Cached {
@@ -28,7 +34,7 @@ impl Stack for Cached {
             ..Disk::small(random)
         });
         disks.push(Disk {
-            size: ByteLen::new(WITNESS.len() as u64),
+            size: ByteLen::new(NOTES * SECTOR),
             ..Disk::small(random)
         });
         disks
@@ -64,15 +70,23 @@ impl Stack for Cached {
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
             let (below, fast, witness) = split(disks)?;
-            let mut noted = WITNESS;
-            witness.read(ByteOffset::ZERO, ReadBuf::new(&mut noted)).await?;
-            let mode = random.pick(&[
-                None,
-                Some(Mode::WriteThrough),
-                Some(Mode::WriteAround),
-                Some(Mode::PassThrough),
-            ]);
+            let noted = Noted::new(witness);
+            let detached = noted.read().await?;
+            let mode = match self.write_back && random.chance(700) {
+                true => Some(Mode::WriteBack),
+                false => random.pick(&[
+                    None,
+                    Some(Mode::WriteThrough),
+                    Some(Mode::WriteAround),
+                    Some(Mode::PassThrough),
+                ]),
+            };
             let load_ahead = random.chance(500);
+            let boot = boot_of(fast, &mut random)?;
+            let cleaning = CleanOptions {
+                after: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
+                percent: random.pick(&[1, 20, 50, 100]),
+            };
             let settling = SettleOptions {
                 after: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
                 lines_max: Some(random.pick(&[1, 4, 16, 64])),
@@ -82,15 +96,14 @@ impl Stack for Cached {
                 mode,
                 disk: DiskId::default(),
                 stamp: Box::new(Vec::new),
-                is_detached: noted != WITNESS,
-                witness: Box::new(Noted(Rc::clone(witness))),
+                detached,
+                witness: Box::new(noted),
+                boot,
+                cleaning,
                 load_ahead,
                 settling,
             };
             let cache = Cache::open(on, lower, Rc::clone(fast) as _, options).await?;
-            witness
-                .write(ByteOffset::ZERO, WriteBuf::new(&WITNESS), WriteFlags::FUA)
-                .await?;
             Ok(Opened::plain(cache))
         })
     }
@@ -116,24 +129,93 @@ impl Stack for Cached {
     }
 
     fn keeps_host_memory(&self) -> bool {
-        self.below.keeps_host_memory()
+        self.write_back
+    }
+
+    /// What only the cache has fails with the cache, again and again.
+    fn fails_only_with_a_disk(&self) -> bool {
+        !self.write_back
     }
 }
 
-/// A sector that says that the cache is to be believed.
-const WITNESS: [u8; 512] = [0; 512];
+/// Sectors of the witness: each has a note, or zeros. The first one says that the cache is not to be believed, any other
+/// one names a range that is superseded.
+const NOTES: u64 = 4096;
 
-struct Noted(Rc<SimulatedDevice>);
+const SECTOR: u64 = 512;
+
+struct Noted {
+    disk: Rc<SimulatedDevice>,
+    next: Cell<u64>,
+}
+
+impl Noted {
+    fn new(disk: &Rc<SimulatedDevice>) -> Self {
+        Self {
+            disk: Rc::clone(disk),
+            next: Cell::new(1),
+        }
+    }
+
+    async fn read(&self) -> Outcome<Option<Detached>> {
+        let mut bytes = vec![0; (NOTES * SECTOR) as usize];
+        self.disk.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
+        let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
+        let mut detached = Detached::default();
+        for note in 1..NOTES {
+            let at = (note * SECTOR) as usize;
+            if number(at) != 0 {
+                self.next.set(note + 1);
+                detached
+                    .superseded
+                    .push(ByteRange::new(number(at + 8), number(at + 16)));
+            }
+        }
+        Ok((number(0) != 0).then_some(detached))
+    }
+
+    async fn write(&self, note: u64, numbers: [u64; 3]) -> std::io::Result<()> {
+        let mut bytes = [0; SECTOR as usize];
+        for (place, number) in bytes.chunks_exact_mut(8).zip(numbers) {
+            place.copy_from_slice(&number.to_le_bytes());
+        }
+        let at = ByteOffset::new(note * SECTOR);
+        let written = self.disk.write(at, WriteBuf::new(&bytes), WriteFlags::FUA);
+        written.await.map_err(|error| std::io::Error::other(error.to_string()))
+    }
+}
 
 impl Witness for Noted {
     fn detach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+        Box::pin(self.write(0, [1, 0, 0]))
+    }
+
+    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
+        let note = self.next.get();
+        self.next.set(note + 1);
+        Box::pin(self.write(note, [1, range.start.get(), range.len.get()]))
+    }
+
+    fn attach(&self) -> BoxFuture<'_, std::io::Result<()>> {
         Box::pin(async {
-            let written = self
-                .0
-                .write(ByteOffset::ZERO, WriteBuf::new(&[1; 512]), WriteFlags::FUA);
-            written.await.map_err(|error| std::io::Error::other(error.to_string()))
+            while self.next.get() > 1 {
+                self.next.set(self.next.get() - 1);
+                self.write(self.next.get(), [0; 3]).await?;
+            }
+            self.write(0, [0; 3]).await
         })
     }
+}
+
+/// What the host was booted as: another one whenever it has lost its memory.
+fn boot_of(fast: &SimulatedDevice, random: &mut Random) -> std::io::Result<[u8; 16]> {
+    let file = fast.host_memory(0)?;
+    let mut boot = [0; 16];
+    if file.read_at(&mut boot, 0)? == 0 {
+        boot[..8].copy_from_slice(&(random.between(1, u64::MAX - 1)).to_le_bytes());
+        file.write_at(&boot, 0)?;
+    }
+    Ok(boot)
 }
 
 type Disks = [Rc<SimulatedDevice>];

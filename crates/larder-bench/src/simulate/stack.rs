@@ -206,6 +206,15 @@ pub const STACKS: &[&dyn Stack] = &[
             name: "plain",
             block_size: 512,
         },
+        write_back: false,
+    },
+    &Cached {
+        name: "cache-back",
+        below: &Plain {
+            name: "plain",
+            block_size: 512,
+        },
+        write_back: true,
     },
     &Prefetched {
         name: "prefetch",

@@ -402,6 +402,7 @@ impl Worker {
             life.record.sizes.borrow_mut().end_flush(size);
         }
         if let Some(Err(error)) = &result
+            && life.expectations.fails_only_with_a_disk
             && life.expectations.room_is_short
             && error.failure() == Failure::NoSpace
         {

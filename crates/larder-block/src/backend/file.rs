@@ -159,7 +159,7 @@ impl FileDevice {
             }
             geometry.size = visible;
             self.geometry.set(geometry);
-            self.changes.announce();
+            self.changes.announce_size(visible);
         }
     }
 

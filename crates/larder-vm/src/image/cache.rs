@@ -11,8 +11,8 @@ use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop, ReadBuf};
 use larder_cache::{
-    Cache, CreateOptions, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock, SuperblockError,
-    read_superblock,
+    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock,
+    SuperblockError, read_superblock,
 };
 
 use super::cache_note::{Note, Says};
@@ -26,6 +26,7 @@ pub const CACHE_MODES: [Mode; 3] = [Mode::WriteThrough, Mode::WriteAround, Mode:
 pub fn cache_mode_name(mode: Mode) -> &'static str {
     match mode {
         Mode::WriteThrough => "wt",
+        Mode::WriteBack => "wb",
         Mode::WriteAround => "wa",
         Mode::PassThrough => "pt",
     }
@@ -35,6 +36,7 @@ pub fn cache_mode_name(mode: Mode) -> &'static str {
 pub fn cache_mode_words(mode: Mode) -> &'static str {
     match mode {
         Mode::WriteThrough => "write-through",
+        Mode::WriteBack => "write-back",
         Mode::WriteAround => "write-around",
         Mode::PassThrough => "pass-through",
     }
@@ -440,10 +442,12 @@ async fn open_on(
         mode: wish.mode,
         disk: disk.id(),
         stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
-        is_detached: says != Says::Believe,
+        detached: (says != Says::Believe).then(Detached::default),
         witness: Box::new(note.clone()),
+        boot: [0; 16],
         load_ahead: true,
         settling: SettleOptions::default(),
+        cleaning: CleanOptions::default(),
     };
     let cache = Cache::open(on, Rc::clone(disk.device), Rc::clone(fast), open).await?;
     if let Ok(made) = made {

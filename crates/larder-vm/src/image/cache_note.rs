@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use larder_block::{BoxFuture, Loop};
+use larder_block::{BoxFuture, ByteRange, Loop};
 use larder_cache::{Cache, Superblock, Witness};
 use rustix::process::geteuid;
 
@@ -188,6 +188,16 @@ impl Witness for Note {
     fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
         // In the call: it happens once, and writes wait for it anyway.
         Box::pin(std::future::ready(self.take_back()))
+    }
+
+    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
+        let why = format!("what only a cache has of {range:?} is not noted here: no disk is written back");
+        Box::pin(std::future::ready(Err(io::Error::new(io::ErrorKind::Unsupported, why))))
+    }
+
+    /// It was made for the session before the cache was opened.
+    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
     }
 }
 

@@ -264,7 +264,7 @@ impl Shared {
             "the size of the export has changed"
         );
         self.geometry.set(geometry);
-        self.changes.announce();
+        self.changes.announce_size(geometry.size);
     }
 }
 

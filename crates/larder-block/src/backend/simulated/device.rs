@@ -171,7 +171,7 @@ impl SimulatedDevice {
         geometry.size = whole_blocks(size, geometry.block_size);
         self.state.borrow_mut().medium.set_size(geometry.size);
         self.geometry.set(geometry);
-        self.changes.announce();
+        self.changes.announce_size(geometry.size);
     }
 
     /// Stops the device for good and returns what it leaves. Of each change under way, each sector may have been

@@ -1,0 +1,328 @@
+//! Cleaning: what only the cache has is written to the disk, in the order of the disk.
+//!
+//! Lines are cleaned when they have been dirty for a while, or when there are many.
+//! A line stays dirty until the disk has been flushed; if it is written meanwhile it stays so, and what the disk got is
+//! one of the things that were once there, which nobody reads.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::time::Duration;
+
+use larder_block::range_lock::{Mode as Hold, Ranges};
+use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, Operation, ReadBuf, WriteBuf, WriteFlags, join};
+use smallvec::SmallVec;
+
+use crate::Cache;
+use crate::parts::runs;
+use crate::shape::{Line, Sectors, Slot};
+use crate::waiters::Waiters;
+
+/// So many bytes are written to the disk at once.
+const RUN_LEN: u64 = 256 << 10;
+
+/// So many of those are under way at most, before the disk is flushed.
+const RUNS: usize = 8;
+
+/// After an error, or when all of them are being written, the lines are left alone for so long.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// When dirty lines are cleaned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CleanOptions {
+    /// When they have been dirty for this time, or up to twice as long.
+    pub after: Duration,
+    /// When more than so many of a hundred lines are dirty.
+    pub percent: u8,
+}
+
+impl Default for CleanOptions {
+    fn default() -> Self {
+        Self {
+            after: Duration::from_secs(30),
+            percent: 20,
+        }
+    }
+}
+
+/// What is dirty, and what is being cleaned.
+pub(crate) struct Cleaning {
+    pub(crate) options: CleanOptions,
+    /// Where it goes on.
+    next: Cell<Line>,
+    /// Lines that are being written to the disk; no change of the disk touches them.
+    pub(crate) busy: Ranges,
+    /// Slots that are being cleaned, and whether they were changed meanwhile.
+    slots: RefCell<HashMap<Slot, bool>>,
+    running: Cell<bool>,
+    timed: Cell<bool>,
+    /// Why it could not be done the last time.
+    error: RefCell<Option<IoError>>,
+    ended: Waiters,
+}
+
+impl Cleaning {
+    pub(crate) fn new(options: CleanOptions) -> Self {
+        Self {
+            options,
+            next: Cell::new(0),
+            busy: Ranges::default(),
+            slots: RefCell::default(),
+            running: Cell::new(false),
+            timed: Cell::new(false),
+            error: RefCell::default(),
+            ended: Waiters::default(),
+        }
+    }
+
+    /// A slot has been changed.
+    pub(crate) fn is_changed(&self, slot: Slot) {
+        if let Some(changed) = self.slots.borrow_mut().get_mut(&slot) {
+            *changed = true;
+        }
+    }
+}
+
+/// A line as it is cleaned.
+struct Cleaned {
+    line: Line,
+    slot: Slot,
+    dirty: Sectors,
+}
+
+/// Ends the cleaning of some slots.
+struct Busy<'a> {
+    cache: &'a Cache,
+    lines: Vec<Cleaned>,
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        let mut slots = self.cache.cleaning.slots.borrow_mut();
+        self.lines.iter().for_each(|cleaned| {
+            slots.remove(&cleaned.slot);
+        });
+    }
+}
+
+impl Cache {
+    /// Starts to clean if there is a reason, or sees to it that it is thought of in time.
+    pub(crate) fn clean_in_time(&self) {
+        let cleaning = &self.cleaning;
+        let dirty = self.index.borrow().dirty_lines();
+        if dirty == 0 {
+            return;
+        }
+        if dirty * 100 > self.shape.slots() * u64::from(cleaning.options.percent) {
+            self.index.borrow_mut().dirty.age();
+            self.start_cleaning();
+        }
+        if cleaning.timed.replace(true) {
+            return;
+        }
+        let Some(sleep) = self.on.upgrade().map(|on| on.sleep(cleaning.options.after)) else {
+            return;
+        };
+        let this = self.this.clone();
+        self.spawn(async move {
+            sleep.await;
+            if let Some(cache) = this.upgrade() {
+                cache.cleaning.timed.set(false);
+                cache.start_cleaning();
+                cache.index.borrow_mut().dirty.age();
+                cache.clean_in_time();
+            }
+        });
+    }
+
+    /// Cleans what is old, in the background.
+    pub(crate) fn start_cleaning(&self) {
+        let cleaning = &self.cleaning;
+        if !self.index.borrow().dirty.has_old() || cleaning.running.replace(true) {
+            return;
+        }
+        let Some(cache) = self.this.upgrade() else { return };
+        self.spawn(async move {
+            cache.clean_old().await;
+            cache.cleaning.running.set(false);
+            cache.cleaning.ended.wake();
+        });
+    }
+
+    /// Writes all that is dirty to the disk.
+    ///
+    /// # Errors
+    /// What the disk or the cache device has said; everything is tried.
+    pub async fn clean(&self) -> IoResult {
+        let cleaning = &self.cleaning;
+        self.load_all().await?;
+        loop {
+            cleaning.ended.until(|| !cleaning.running.get()).await;
+            self.index.borrow_mut().dirty.age();
+            if !self.index.borrow().dirty.has_old() {
+                return Ok(());
+            }
+            *cleaning.error.borrow_mut() = None;
+            self.start_cleaning();
+            cleaning.ended.until(|| !cleaning.running.get()).await;
+            if let Some(error) = cleaning.error.borrow_mut().take() {
+                return Err(error);
+            }
+        }
+    }
+
+    async fn clean_old(&self) {
+        loop {
+            let per_batch = RUNS * (RUN_LEN / self.shape.line_len()) as usize;
+            let lines = self.index.borrow().dirty.old_from(self.cleaning.next.get(), per_batch);
+            let Some(last) = lines.last() else { return };
+            self.cleaning.next.set(last + 1);
+            match self.clean_lines(&lines).await {
+                Ok(0) => {}
+                Ok(_) => {
+                    *self.cleaning.error.borrow_mut() = None;
+                    continue;
+                }
+                Err(error) => {
+                    if self.cleaning.error.borrow().is_none() {
+                        tracing::error!(
+                            "{}: what only its cache has could not be written to it, which is tried again: {error}",
+                            self.lower.name()
+                        );
+                    }
+                    *self.cleaning.error.borrow_mut() = Some(error);
+                }
+            }
+            let Some(sleep) = self.on.upgrade().map(|on| on.sleep(PAUSE)) else {
+                return;
+            };
+            sleep.await;
+            if self.cleaning.error.borrow().is_some() {
+                return;
+            }
+        }
+    }
+
+    /// Cleans some lines, which are in order; how many it could.
+    pub(crate) async fn clean_lines(&self, lines: &[Line]) -> Result<usize, IoError> {
+        let (Some(first), Some(last)) = (lines.first(), lines.last()) else {
+            return Ok(0);
+        };
+        if self.has_other_size() {
+            self.see_size().await?;
+        }
+        let whole = self.range_of(*first..last + 1);
+        let _held = self.cleaning.busy.enter(whole, Hold::Exclusive).await;
+        self.clean_held(lines).await
+    }
+
+    /// The same of lines that are held in [`Cleaning::busy`].
+    pub(crate) async fn clean_held(&self, lines: &[Line]) -> Result<usize, IoError> {
+        let mut busy = Busy {
+            cache: self,
+            lines: Vec::new(),
+        };
+        for line in lines {
+            let found = self.index.borrow().find(*line);
+            let dirty = found.map_or(0, |slot| self.index.borrow().dirty(slot));
+            let Some(slot) = found.filter(|_| dirty != 0) else {
+                continue;
+            };
+            // What is being written to it by now may not be what is read here.
+            let is_changing = self.index.borrow().has_writers(slot);
+            self.cleaning.slots.borrow_mut().insert(slot, is_changing);
+            busy.lines.push(Cleaned {
+                line: *line,
+                slot,
+                dirty,
+            });
+        }
+        if busy.lines.is_empty() {
+            return Ok(0);
+        }
+        let is_leaving = lines.iter().any(|line| self.has_leaving(*line..line + 1));
+        if is_leaving && !self.has_failed() {
+            // If it fails, that is what is waited for next.
+            let _ = self.commit().await;
+        }
+        if self.has_failed() {
+            let (first, last) = (lines.first().copied(), lines.last().copied());
+            let whole = self.range_of(first.unwrap_or(0)..last.map_or(0, |last| last + 1));
+            self.detached(Operation::Write, whole).await?;
+        }
+        let mut ios: SmallVec<[Io<'_>; RUNS]> = SmallVec::new();
+        let mut from = 0;
+        while from < busy.lines.len() {
+            let start = busy.lines[from].line;
+            let near = |at: &usize| {
+                let line = busy.lines[*at].line;
+                line - start == (*at - from) as u64 && (line + 1 - start) << self.shape.line_bits <= RUN_LEN
+            };
+            let to = from + (from..busy.lines.len()).take_while(near).count().max(1);
+            ios.push(Io::task(self.clean_run(&busy.lines[from..to])));
+            from = to;
+        }
+        let written = join(ios).await;
+        self.changes.flushing.changed();
+        if written.is_err() && self.has_other_size() {
+            // It may have been behind the disk's end.
+            return Ok(0);
+        }
+        written?;
+        self.flush_disk().await?;
+        let mut cleaned = 0;
+        for Cleaned { slot, dirty, .. } in &busy.lines {
+            if self.cleaning.slots.borrow().get(slot) != Some(&false) {
+                continue;
+            }
+            cleaned += 1;
+            let memory = self.index.borrow().entry(*slot);
+            self.ledger.borrow_mut().note(*slot, || memory);
+            self.index
+                .borrow_mut()
+                .set_sectors(*slot, memory.valid, memory.dirty & !dirty);
+        }
+        self.settle_in_time();
+        Ok(cleaned)
+    }
+
+    /// Writes lines that follow each other to the disk.
+    async fn clean_run(&self, lines: &[Cleaned]) -> IoResult {
+        let line_len = self.shape.line_len() as usize;
+        let mut memory = AlignedBuf::zeroed(lines.len() * line_len);
+        let size = self.lower.geometry().size.get();
+        let mut written: SmallVec<[ByteRange; 4]> = SmallVec::new();
+        for (cleaned, memory) in lines.iter().zip(memory.chunks_exact_mut(line_len)) {
+            let whole = self.range_of(cleaned.line..cleaned.line + 1);
+            let part = self.shape.part_of(cleaned.line, whole);
+            let dirty = runs(part, cleaned.dirty).filter(|(inside, _)| *inside);
+            for (_, piece) in dirty {
+                let within = self.shape.within(piece.start) as usize;
+                let buffer = ReadBuf::new(&mut memory[within..within + piece.len.as_usize()]);
+                self.fast.read(self.data_at(cleaned.slot, piece.start), buffer).await?;
+                match written.last_mut() {
+                    Some(last) if last.end() == piece.start => last.len += piece.len,
+                    _ => written.push(piece),
+                }
+            }
+        }
+        let start = lines.first().map_or(0, |cleaned| cleaned.line << self.shape.line_bits);
+        let disk = ByteRange::new(0, size);
+        let ios: SmallVec<[Io<'_>; 4]> = written
+            .iter()
+            .map(|piece| piece.intersection(disk))
+            .filter(|piece| !piece.is_empty())
+            .map(|piece| {
+                let from = (piece.start.get() - start) as usize;
+                let bytes = &memory[from..from + piece.len.as_usize()];
+                self.lower.write(piece.start, WriteBuf::new(bytes), WriteFlags::NONE)
+            })
+            .collect();
+        join(ios).await
+    }
+
+    pub(crate) fn range_of(&self, lines: Range<Line>) -> ByteRange {
+        let len = (lines.end - lines.start) << self.shape.line_bits;
+        ByteRange::new(lines.start << self.shape.line_bits, len)
+    }
+}

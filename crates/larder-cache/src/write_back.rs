@@ -1,0 +1,341 @@
+//! The guest's writes where the cache may have what the disk has not (write-back).
+//!
+//! A write is complete when its data is on the cache device and a record of it in the journal, both written and neither
+//! flushed: it outlives this process. A flush makes both durable ([`Cache::harden`]). What keeps a loss of power between
+//! the two from leaving anything but old or new:
+//! - Where a crash would believe that the slot has what the disk has, a record says first, durably, that it has what the
+//!   disk has not. So what is old or new stays what it is, wherever the line goes.
+//! - Anywhere else a crash sees nothing until the record is firm.
+
+use larder_block::range_lock::Mode as Hold;
+use larder_block::{
+    ByteLen, ByteRange, Extent, ExtentKind, Geometry, Io, IoResult, Operation, WriteBuf, WriteFlags, check_request,
+    join,
+};
+use larder_policy::policy::{Access, Context};
+use smallvec::SmallVec;
+
+use crate::commit::Failed;
+use crate::entry::Entry;
+use crate::parts::Part;
+use crate::place::Place;
+use crate::shape::{Sectors, Slot};
+use crate::{Cache, Mode};
+
+/// Parts of a write and where they go.
+type Places<'a> = SmallVec<[(Part, Place<'a>); 2]>;
+
+/// Sectors of slots that are being written while a crash would not find them in the cache: nobody is to read there what a
+/// crash would take back. If the write does not come to its end, nobody knows what they have, and they are taken out.
+struct Hidden<'a> {
+    cache: &'a Cache,
+    slots: SmallVec<[(Slot, Sectors); 2]>,
+}
+
+impl Hidden<'_> {
+    async fn hide(&mut self, places: &[(Part, Place<'_>)]) {
+        let cache = self.cache;
+        for (part, place) in places {
+            let left = cache.left_by_kill(place.slot());
+            let mut index = cache.index.borrow_mut();
+            let sectors = index.valid(place.slot()) & part.sectors & !left.dirty;
+            if sectors != 0 {
+                index.hide(place.slot(), sectors);
+                self.slots.push((place.slot(), sectors));
+            }
+        }
+        let is_read = |(slot, _): &(Slot, Sectors)| cache.index.borrow().has_readers(*slot);
+        cache.readers.until(|| !self.slots.iter().any(is_read)).await;
+    }
+
+    /// They have what was written; a reader waits until that outlives this process.
+    fn are_new(&mut self) {
+        for (slot, _) in self.slots.drain(..) {
+            self.cache.index.borrow_mut().hide(slot, 0);
+        }
+    }
+}
+
+impl Drop for Hidden<'_> {
+    fn drop(&mut self) {
+        for (slot, sectors) in &self.slots {
+            self.cache.index.borrow_mut().hide(*slot, 0);
+            self.cache.take_sectors(*slot, *sectors);
+        }
+    }
+}
+
+impl Cache {
+    /// A write to `range`, which is held, and whose sets are loaded.
+    pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
+        let context = self.context(Access::Write, range.len.get());
+        let failed = |_: Failed| self.refused(Operation::Write, range);
+        if self.allow_dirty().await.is_err() {
+            return self.write_apart(range, buffer, flags).await;
+        }
+        let mut places = self.places_there(range, context);
+        if self.premark(&places).await.is_err() {
+            drop(places);
+            return self.write_apart(range, buffer, flags).await;
+        }
+        let mut hidden = Hidden {
+            cache: self,
+            slots: SmallVec::new(),
+        };
+        hidden.hide(&places).await;
+        let mut around: SmallVec<[Part; 2]> = SmallVec::new();
+        for part in self.shape.parts_of(range) {
+            if places.iter().any(|(other, _)| other.line == part.line) {
+                continue;
+            }
+            let place = match self.admits(part.line, context) {
+                true => self.place_for(part),
+                false => None,
+            };
+            match place {
+                Some(place) => places.push((part, place)),
+                None => around.push(part),
+            }
+        }
+        let is_leaving = around.iter().any(|part| self.has_leaving(part.line..part.line + 1));
+        if is_leaving && self.commit().await.is_err() {
+            drop((hidden, places));
+            return self.write_apart(range, buffer, flags).await;
+        }
+        let piece = |part: &Part| {
+            let from = (part.range.start - range.start).as_usize();
+            buffer.slice(from, part.range.len.as_usize())
+        };
+        let changed = (!places.is_empty()).then(|| self.kept.change());
+        let to_cache: SmallVec<[Io<'_>; 2]> = places
+            .iter()
+            .map(|(part, place)| {
+                let at = self.data_at(place.slot(), part.range.start);
+                self.fast.write(at, piece(part), WriteFlags::NONE)
+            })
+            .collect();
+        let to_disk: SmallVec<[Io<'_>; 2]> = around
+            .iter()
+            .map(|part| self.lower.write(part.range.start, piece(part), flags))
+            .collect();
+        let mut in_cache = Ok(());
+        let cached = Io::task(async {
+            in_cache = join(to_cache).await;
+            Ok(())
+        });
+        let both: SmallVec<[Io<'_>; 2]> = SmallVec::from_buf([cached, Io::task(join(to_disk))]);
+        let on_disk = join(both).await;
+        drop(changed);
+        if let Err(error) = in_cache {
+            self.fail(&error);
+        }
+        if self.has_failed() {
+            // From then on nothing becomes dirty.
+            drop((hidden, places));
+            return self.write_apart(range, buffer, flags).await;
+        }
+        let size = self.size.get();
+        if range.end().get() > size {
+            // The disk has become shorter meanwhile.
+            let geometry = Geometry {
+                size: ByteLen::new(size),
+                ..self.lower.geometry()
+            };
+            return check_request(self.lower.name(), &geometry, Operation::Write, range);
+        }
+        hidden.are_new();
+        if self.are_kept(&places, context) && self.commit_loosely().await.is_err() {
+            drop((hidden, places));
+            return self.write_apart(range, buffer, flags).await;
+        }
+        drop((hidden, places));
+        self.clean_in_time();
+        if flags.fua {
+            self.harden().await.map_err(failed)?;
+        }
+        on_disk
+    }
+
+    /// The lines of a write that are in the cache.
+    fn places_there(&self, range: ByteRange, context: Context) -> Places<'_> {
+        let mut places = Places::new();
+        for part in self.shape.parts_of(range) {
+            let found = self.index.borrow().find(part.line);
+            if let Some(slot) = found {
+                self.index.borrow_mut().policy.touch(slot, part.line, context);
+                self.cleaning.is_changed(slot);
+                places.push((part, self.place_of(slot)));
+            }
+        }
+        places
+    }
+
+    /// The sectors of `part` that a crash would take for what the disk has.
+    fn believed_clean(&self, slot: Slot, part: Part) -> Sectors {
+        match self.ledger.borrow().get(slot) {
+            Some(place) if !place.last.open => place.last.valid & !place.last.dirty & part.sectors,
+            _ => 0,
+        }
+    }
+
+    /// Has a crash take for dirty what is going to be.
+    async fn premark(&self, places: &[(Part, Place<'_>)]) -> Result<(), Failed> {
+        let is_clean = |(part, place): &&(Part, Place<'_>)| self.believed_clean(place.slot(), *part) != 0;
+        let is_loose = |(_, place): &(Part, Place<'_>)| {
+            let ledger = self.ledger.borrow();
+            ledger.get(place.slot()).is_some_and(|place| place.loose.is_some())
+        };
+        if places.iter().filter(is_clean).any(is_loose) {
+            // A firm record takes the place of the loose one, which is to be firm before.
+            self.harden_queued().await?;
+        }
+        let mut commits = false;
+        for (part, place) in places.iter().filter(is_clean) {
+            let slot = place.slot();
+            let Some(last) = self.ledger.borrow().get(slot).map(|place| place.last) else {
+                continue;
+            };
+            let dirty = last.dirty | (last.valid & part.sectors);
+            self.queue(slot, Entry { dirty, ..last });
+            commits = true;
+        }
+        if commits {
+            self.commit().await?;
+        }
+        if self.has_failed() {
+            return Err(Failed);
+        }
+        // From here on the slots may have anything of old and new, and any crash knows.
+        for (part, place) in places {
+            let left = self.left_by_kill(place.slot());
+            let mut index = self.index.borrow_mut();
+            let (valid, dirty) = (index.valid(place.slot()), index.dirty(place.slot()));
+            // Unless the disk has become shorter meanwhile.
+            if valid != 0 {
+                index.set_sectors(place.slot(), valid, dirty | (valid & part.sectors & left.dirty));
+            }
+        }
+        Ok(())
+    }
+
+    /// The data is there: memory knows it from now on, and the next commit says so; whether that must be waited for.
+    fn are_kept(&self, places: &[(Part, Place<'_>)], context: Context) -> bool {
+        let mut commits = false;
+        for (part, place) in places {
+            let slot = place.slot();
+            let left = self.left_by_kill(slot);
+            if left.dirty & part.sectors != part.sectors {
+                let tag = self.shape.tag_of(part.line);
+                let (valid, dirty) = (left.valid | part.sectors, left.dirty | part.sectors);
+                self.queue_loose(
+                    slot,
+                    Entry {
+                        tag,
+                        valid,
+                        dirty,
+                        ..left
+                    },
+                );
+            }
+            commits |= self.is_loose_unwritten(slot);
+            self.is_stored(place, *part, part.sectors, context);
+        }
+        commits
+    }
+
+    /// What a kill leaves of a slot, when all that was asked for has been written.
+    fn left_by_kill(&self, slot: Slot) -> Entry {
+        let ledger = self.ledger.borrow();
+        let place = ledger.get(slot);
+        place.map_or_else(|| self.index.borrow().entry(slot), |place| place.after_kill())
+    }
+
+    /// A write to `range`, which is held, past a cache that has failed.
+    pub(crate) async fn write_apart(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
+        let lines = range.widened(self.shape.line_len());
+        let _alone = self.cleaning.busy.enter(lines, Hold::Exclusive).await;
+        self.leave_to_disk(Operation::Write, range).await?;
+        self.lower.write(range.start, buffer, flags).await
+    }
+
+    /// The next commit is to say something of a slot that outlives this process.
+    pub(crate) fn is_loose_unwritten(&self, slot: Slot) -> bool {
+        let ledger = self.ledger.borrow();
+        let loose = ledger.get(slot).and_then(|place| place.loose);
+        loose.is_some_and(|(_, number)| !self.commits.is_written(number))
+    }
+
+    /// Flushes both devices.
+    pub(crate) async fn flush_both(&self) -> IoResult {
+        if self.has_failed() && self.may_be_dirty.get() {
+            // It cannot be made durable where it is.
+            self.let_go().await?;
+            return self.flush_disk().await;
+        }
+        let disk = Io::task(self.flush_disk());
+        let cache = Io::task(async {
+            if self.has_failed() || self.harden().await.is_ok() {
+                return Ok(());
+            }
+            self.let_go().await?;
+            self.flush_disk().await
+        });
+        let both: SmallVec<[Io<'_>; 2]> = SmallVec::from_buf([disk, cache]);
+        join(both).await
+    }
+
+    /// Memory, or a crash, has something that the disk has not.
+    pub(crate) fn is_anything_dirty(&self) -> bool {
+        self.index.borrow().dirty.len() > 0 || self.ledger.borrow().is_anything_dirty()
+    }
+
+    /// What the disk has, and what only the cache has.
+    pub(crate) async fn extents_of(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
+        let below = self.lower.extents(range, limit).await?;
+        if !self.may_be_dirty.get() {
+            return Ok(below);
+        }
+        self.load_all().await?;
+        let mut extents: Vec<Extent> = Vec::new();
+        let mut push = |range: ByteRange, kind: ExtentKind| match extents.last_mut() {
+            _ if range.is_empty() => {}
+            Some(last) if last.kind == kind => last.range.len += range.len,
+            _ => extents.push(Extent { range, kind }),
+        };
+        for Extent { range, kind } in below {
+            let mut at = range.start;
+            let lines = self.shape.lines_of(range);
+            let dirty = match kind {
+                ExtentKind::Data => Vec::new(),
+                _ => self.index.borrow().dirty.within(lines, limit),
+            };
+            for line in &dirty {
+                let part = self.range_of(*line..line + 1).intersection(range);
+                push(ByteRange::between(at, part.start), kind);
+                push(part, ExtentKind::Data);
+                at = part.end();
+            }
+            // Behind as many as were looked for nothing is known.
+            if dirty.len() < limit {
+                push(ByteRange::between(at, range.end()), kind);
+            } else {
+                break;
+            }
+        }
+        extents.truncate(limit.max(1));
+        Ok(extents)
+    }
+
+    /// Notes, durably, that there may be dirty lines.
+    async fn allow_dirty(&self) -> Result<(), Failed> {
+        if self.may_be_dirty.get() {
+            return Ok(());
+        }
+        if let Err(error) = self.note(|superblock| superblock.may_be_dirty = true).await {
+            self.fail(&error);
+            return Err(Failed);
+        }
+        self.may_be_dirty.set(self.mode.get() == Mode::WriteBack);
+        Ok(())
+    }
+}
