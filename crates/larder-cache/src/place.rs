@@ -139,8 +139,7 @@ impl Cache {
             .into_iter()
             .filter(|slot| self.index.borrow().tag(*slot) != 0)
             .count();
-        let wanted = (self.shape.ways as usize / 32).clamp(1, 4);
-        for _ in self.shape.ways as usize - taken..wanted {
+        for _ in self.shape.ways as usize - taken..self.shape.spare_ways() {
             let victim = {
                 let index = &mut *self.index.borrow_mut();
                 let mut may_leave = [false; WAYS_MAX as usize];

@@ -16,6 +16,7 @@ impl Policy {
     pub(crate) fn new(shape: &Shape) -> Self {
         let policy = larder_policy::Policy::new(PolicyOptions {
             ways: shape.ways as usize,
+            spare_ways: shape.spare_ways(),
             lines: shape.slots(),
             line_bytes: shape.line_len() as u32,
             admission: Admission::default(),

@@ -126,6 +126,11 @@ impl Shape {
             && lines_fit(self)
     }
 
+    /// How many ways of a full set are without a line, so that one that comes need not wait until another has left.
+    pub(crate) fn spare_ways(&self) -> usize {
+        (self.ways as usize / 32).clamp(1, 4)
+    }
+
     /// Bytes of a line.
     pub fn line_len(&self) -> u64 {
         1 << self.line_bits

@@ -18,10 +18,11 @@ pub(crate) fn is_worth_it(
     worths: &Worths,
     set: &mut Set<'_>,
     class: Class,
+    spare_ways: usize,
     admission: Admission,
     scarcity: f32,
 ) -> bool {
-    if set.is_full() && admission == Admission::Worth {
+    if set.is_full(spare_ways) && admission == Admission::Worth {
         let Some((least, age)) = set.least(worths.ranks()).and_then(|way| set.line(way)) else {
             return true;
         };

@@ -50,6 +50,8 @@ pub struct Context {
 pub struct PolicyOptions {
     /// Ways of each set, 1 to 256.
     pub ways: usize,
+    /// How many of them the caller keeps without a line: a set is full without those.
+    pub spare_ways: usize,
     /// Lines of the cache, all sets together.
     pub lines: u64,
     /// Bytes of a line.
@@ -182,7 +184,15 @@ impl Policy {
         let ghost = set.find_ghost(hash);
         let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), self.random()));
         let class = Class::new(&context, uses);
-        let admit = scarcity < 1.0 && is_worth_it(self.worths(), &mut set, class, self.options.admission, scarcity);
+        let admit = scarcity < 1.0
+            && is_worth_it(
+                self.worths(),
+                &mut set,
+                class,
+                self.options.spare_ways,
+                self.options.admission,
+                scarcity,
+            );
         if !admit {
             if let Some(ghost) = ghost {
                 set.forget(ghost);
@@ -279,6 +289,7 @@ mod tests {
     fn options(ways: usize, lines: u64) -> PolicyOptions {
         PolicyOptions {
             ways,
+            spare_ways: 0,
             lines,
             line_bytes: 4096,
             admission: Admission::default(),
@@ -384,6 +395,30 @@ mod tests {
             again.evict(&mut set, victim, victim.into());
         }
         assert_eq!(again.victim(&mut set, |_| true), Some(2));
+    }
+
+    #[test]
+    fn a_set_is_full_without_the_ways_that_are_kept_empty() {
+        let admitted = |spare_ways| {
+            let mut policy = Policy::new(PolicyOptions {
+                spare_ways,
+                ..options(32, 32)
+            });
+            let mut set = vec![0; policy.set_bytes()];
+            for way in 0..28 {
+                policy.insert(&mut set, way, way.into(), context(false, 0));
+            }
+            for at in 0..20 * 28 {
+                let way = (at % 28) as u8;
+                policy.touch(&mut set, way, way.into(), context(false, at));
+            }
+            let cold = 1000..2000;
+            cold.filter(|line| policy.admit(&mut set, *line, context(false, *line)))
+                .count()
+        };
+        assert_eq!(admitted(0), 1000);
+        // What it has not learnt yet to be of little worth comes in.
+        assert!(admitted(4) < 1000);
     }
 
     /// Victims are found several at a time; one that is used, or dropped, meanwhile is none any more.

@@ -202,6 +202,7 @@ impl<'a> Larder<'a> {
         let geometry = Geometry::new(options.capacity, 1);
         let policy = Policy::new(PolicyOptions {
             ways: geometry.ways(),
+            spare_ways: 0,
             lines: geometry.lines(),
             line_bytes: options.line_bytes,
             admission: options.admission,

@@ -126,7 +126,7 @@ impl Shadow {
         if let Some(ghost) = ghost {
             set.forget(ghost);
         }
-        if !is_worth_it(worths, &mut set, class, Admission::Worth, 0.0) {
+        if !is_worth_it(worths, &mut set, class, 0, Admission::Worth, 0.0) {
             set.remember(hash, uses);
             return;
         }
