@@ -20,9 +20,6 @@ use crate::{Cache, Mode, State};
 /// Discards and write-zeroes are done in pieces of this many lines, so that nobody waits for a whole disk.
 const PIECE_LINES: u64 = 16 << 10;
 
-/// So many lines are cleaned at once for a write that must not find them dirty.
-const CLEANED_MAX: usize = 256;
-
 /// A change without data.
 #[derive(Clone, Copy)]
 enum Clear {
@@ -180,9 +177,9 @@ impl Cache {
         if self.mode.get() == Mode::WriteBack && !self.has_failed() {
             return self.write_back(range, buffer, flags).await;
         }
+        let _alone = self.cleaning.busy.enter(self.lines_whole(range), Hold::Exclusive).await;
         // Of another mode's time.
         self.make_clean(range).await?;
-        let _alone = self.cleaning.busy.enter(self.lines_whole(range), Hold::Exclusive).await;
         if !self.keeps_writes() {
             if self.retract(range, Retract::All).await.is_err() {
                 self.leave_to_disk(Operation::Write, range).await?;
@@ -269,7 +266,8 @@ impl Cache {
         place.commits > 0
     }
 
-    /// Has the disk have all that the cache has of `range`, which is held and loaded.
+    /// Has the disk have all that the cache has of `range`, which is held, also in [`crate::clean::Cleaning::busy`], and
+    /// loaded.
     async fn make_clean(&self, range: ByteRange) -> IoResult {
         // What a cache has that has failed is seen to before the disk is changed.
         if !self.may_be_dirty.get() || self.has_failed() {
@@ -278,19 +276,7 @@ impl Cache {
         if self.has_loose(range) && self.harden_queued().await.is_err() {
             return Ok(());
         }
-        loop {
-            let dirty = self
-                .index
-                .borrow()
-                .dirty
-                .within(self.shape.lines_of(range), CLEANED_MAX);
-            if dirty.is_empty() {
-                return Ok(());
-            }
-            if self.clean_lines(&dirty).await? == 0 {
-                return Err(self.refused(Operation::Write, range));
-            }
-        }
+        self.clean_range(Operation::Write, range).await
     }
 
     pub(crate) fn discard_any(&self, range: ByteRange) -> Io<'_> {

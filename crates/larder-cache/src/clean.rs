@@ -24,6 +24,9 @@ const RUN_LEN: u64 = 256 << 10;
 /// So many of those are under way at most, before the disk is flushed.
 const RUNS: usize = 8;
 
+/// So many lines are cleaned at once for a change that must not find them dirty.
+const CLEANED_MAX: usize = 256;
+
 /// After an error, or when all of them are being written, the lines are left alone for so long.
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -109,7 +112,7 @@ impl Cache {
     /// Starts to clean if there is a reason, or sees to it that it is thought of in time.
     pub(crate) fn clean_in_time(&self) {
         let cleaning = &self.cleaning;
-        let dirty = self.index.borrow().dirty_lines();
+        let dirty = self.index.borrow().dirty.len();
         if dirty == 0 {
             return;
         }
@@ -246,9 +249,8 @@ impl Cache {
             let _ = self.commit().await;
         }
         if self.has_failed() {
-            let (first, last) = (lines.first().copied(), lines.last().copied());
-            let whole = self.range_of(first.unwrap_or(0)..last.map_or(0, |last| last + 1));
-            self.detached(Operation::Write, whole).await?;
+            let first = busy.lines[0].line;
+            self.detached(Operation::Write, self.range_of(first..first + 1)).await?;
         }
         let mut ios: SmallVec<[Io<'_>; RUNS]> = SmallVec::new();
         let mut from = 0;
@@ -284,6 +286,23 @@ impl Cache {
         }
         self.settle_in_time();
         Ok(cleaned)
+    }
+
+    /// Has the disk have all that only the cache has of the lines of a range, which are held in [`Cleaning::busy`].
+    pub(crate) async fn clean_range(&self, operation: Operation, range: ByteRange) -> IoResult {
+        loop {
+            let dirty = self
+                .index
+                .borrow()
+                .dirty
+                .within(self.shape.lines_of(range), CLEANED_MAX);
+            if dirty.is_empty() {
+                return Ok(());
+            }
+            if self.clean_held(&dirty).await? == 0 {
+                return Err(self.refused(operation, range));
+            }
+        }
     }
 
     /// Writes lines that follow each other to the disk.

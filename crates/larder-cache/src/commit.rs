@@ -39,10 +39,9 @@ struct Loose {
 /// What waits to be written to the journal, and where that is.
 pub(crate) struct Commits {
     queue: RefCell<Vec<Record>>,
-    /// Records queued, written, and durable if they are firm, since the cache was opened.
+    /// Records queued since the cache was opened, and those of them that are written, and durable if they are firm.
     queued: Cell<u64>,
     written: Cell<u64>,
-    durable: Cell<u64>,
     /// Loose records that were written and are not known to be firm.
     loose: RefCell<VecDeque<Loose>>,
     /// Sectors below this one are durable, with the data that they tell of.
@@ -67,7 +66,6 @@ impl Commits {
             queue: RefCell::default(),
             queued: Cell::new(0),
             written: Cell::new(0),
-            durable: Cell::new(0),
             loose: RefCell::default(),
             // What an opening has found was made durable.
             firm_end: Cell::new(end),
@@ -135,14 +133,8 @@ impl Cache {
         self.spawn(async move { cache.run_commits().await });
     }
 
-    /// Writes all that is queued, and makes it durable if it is firm.
+    /// Writes all that is queued, so that it outlives this process, and makes it durable if it is firm.
     pub(crate) async fn commit(&self) -> Result<(), Failed> {
-        let wanted = self.commits.queued.get();
-        self.committed(|commits| commits.durable.get() >= wanted).await
-    }
-
-    /// Writes all that is queued, so that it outlives this process.
-    pub(crate) async fn commit_loosely(&self) -> Result<(), Failed> {
         let wanted = self.commits.queued.get();
         self.committed(|commits| commits.written.get() >= wanted).await
     }
@@ -167,7 +159,7 @@ impl Cache {
 
     /// Makes all firm that is to be written loosely.
     pub(crate) async fn harden_queued(&self) -> Result<(), Failed> {
-        self.commit_loosely().await?;
+        self.commit().await?;
         self.harden().await
     }
 
@@ -321,7 +313,6 @@ impl Cache {
             loose.pop_front();
         }
         commits.written.set(commits.written.get() + records.len() as u64);
-        commits.durable.set(commits.written.get());
     }
 
     fn start_checkpoint(&self) {

@@ -79,10 +79,6 @@ impl Index {
         self.lines
     }
 
-    pub(crate) fn dirty_lines(&self) -> u64 {
-        self.dirty.len()
-    }
-
     pub(crate) fn is_loaded(&self, set: u32) -> bool {
         self.flags[set as usize].0 & SetFlags::LOADED != 0
     }

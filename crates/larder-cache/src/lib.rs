@@ -231,7 +231,7 @@ impl Cache {
         let index = self.index.borrow();
         Statistics {
             lines: index.lines(),
-            dirty_lines: index.dirty_lines(),
+            dirty_lines: index.dirty.len(),
             unsettled: self.ledger.borrow().len() as u64,
             ..*self.counts.borrow()
         }
@@ -347,15 +347,7 @@ impl Cache {
 
     /// Has the disk have all that there is of the lines of a range, and notes that.
     async fn supersede(&self, operation: Operation, range: ByteRange) -> IoResult {
-        loop {
-            let dirty = self.index.borrow().dirty.within(self.shape.lines_of(range), usize::MAX);
-            if dirty.is_empty() {
-                break;
-            }
-            if self.clean_held(&dirty).await? == 0 {
-                return Err(self.refused(operation, range));
-            }
-        }
+        self.clean_range(operation, range).await?;
         let lines = self.shape.lines_of(range);
         let whole = range.widened(self.shape.line_len());
         self.note_superseded(operation, whole).await?;

@@ -102,7 +102,7 @@ impl Cache {
         let read = self.fast.read(self.data_at(slot, piece.start), buffer).await;
         let Err(error) = read else {
             // What has been seen must outlive this process.
-            if self.is_loose_unwritten(slot) && self.commit_loosely().await.is_err() {
+            if self.is_loose_unwritten(slot) && self.commit().await.is_err() {
                 return Err(self.refused(Operation::Read, piece));
             }
             return Ok(());

@@ -68,16 +68,23 @@ impl Drop for Hidden<'_> {
 impl Cache {
     /// A write to `range`, which is held, and whose sets are loaded.
     pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
+        match self.write_to_cache(range, buffer, flags).await {
+            Ok(written) => written,
+            Err(Failed) => self.write_apart(range, buffer, flags).await,
+        }
+    }
+
+    /// The same, if the cache device works.
+    async fn write_to_cache(
+        &self,
+        range: ByteRange,
+        buffer: WriteBuf<'_>,
+        flags: WriteFlags,
+    ) -> Result<IoResult, Failed> {
         let context = self.context(Access::Write, range.len.get());
-        let failed = |_: Failed| self.refused(Operation::Write, range);
-        if self.allow_dirty().await.is_err() {
-            return self.write_apart(range, buffer, flags).await;
-        }
+        self.allow_dirty().await?;
         let mut places = self.places_there(range, context);
-        if self.premark(&places).await.is_err() {
-            drop(places);
-            return self.write_apart(range, buffer, flags).await;
-        }
+        self.premark(&places).await?;
         let mut hidden = Hidden {
             cache: self,
             slots: SmallVec::new(),
@@ -98,9 +105,8 @@ impl Cache {
             }
         }
         let is_leaving = around.iter().any(|part| self.has_leaving(part.line..part.line + 1));
-        if is_leaving && self.commit().await.is_err() {
-            drop((hidden, places));
-            return self.write_apart(range, buffer, flags).await;
+        if is_leaving {
+            self.commit().await?;
         }
         let piece = |part: &Part| {
             let from = (part.range.start - range.start).as_usize();
@@ -131,8 +137,7 @@ impl Cache {
         }
         if self.has_failed() {
             // From then on nothing becomes dirty.
-            drop((hidden, places));
-            return self.write_apart(range, buffer, flags).await;
+            return Err(Failed);
         }
         let size = self.size.get();
         if range.end().get() > size {
@@ -141,19 +146,18 @@ impl Cache {
                 size: ByteLen::new(size),
                 ..self.lower.geometry()
             };
-            return check_request(self.lower.name(), &geometry, Operation::Write, range);
+            return Ok(check_request(self.lower.name(), &geometry, Operation::Write, range));
         }
         hidden.are_new();
-        if self.are_kept(&places, context) && self.commit_loosely().await.is_err() {
-            drop((hidden, places));
-            return self.write_apart(range, buffer, flags).await;
+        if self.are_kept(&places, context) {
+            self.commit().await?;
         }
         drop((hidden, places));
         self.clean_in_time();
-        if flags.fua {
-            self.harden().await.map_err(failed)?;
+        if flags.fua && self.harden().await.is_err() {
+            return Ok(Err(self.refused(Operation::Write, range)));
         }
-        on_disk
+        Ok(on_disk)
     }
 
     /// The lines of a write that are in the cache.
