@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Medium, Random, SimulatedDevice};
+use larder_block::backend::simulated::{Random, SimulatedDevice};
 use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags};
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
@@ -25,6 +25,15 @@ pub(super) struct Cached {
 impl Stack for Cached {
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn below(&self) -> Option<&'static dyn Stack> {
+        Some(self.below)
+    }
+
+    /// The cache's, and the witness.
+    fn own_disks(&self) -> usize {
+        2
     }
 
     fn disks(&self, random: &mut Random) -> Vec<Disk> {
@@ -108,24 +117,8 @@ impl Stack for Cached {
         })
     }
 
-    fn check(&self, media: &[Medium]) -> Result<(), String> {
-        self.below.check(&media[..media.len() - 2])
-    }
-
-    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
-        self.below.tables(&media[..media.len() - 2])
-    }
-
     fn failing(&self, disks: usize) -> usize {
-        self.below.failing(disks - 2) + 1
-    }
-
-    fn is_resizable(&self) -> bool {
-        self.below.is_resizable()
-    }
-
-    fn survives_kill(&self) -> bool {
-        self.below.survives_kill()
+        self.below.failing(disks - self.own_disks()) + 1
     }
 
     fn keeps_host_memory(&self) -> bool {

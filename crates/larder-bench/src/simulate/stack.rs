@@ -97,6 +97,16 @@ pub trait Stack: Sync {
     /// What it is called on the command line.
     fn name(&self) -> &'static str;
 
+    /// The stack under its own layer, if it is one over another: what it does not say itself is as there.
+    fn below(&self) -> Option<&'static dyn Stack> {
+        None
+    }
+
+    /// How many of its disks, the last ones, are its own layer's.
+    fn own_disks(&self) -> usize {
+        0
+    }
+
     /// What disks it stands on, at least one.
     fn disks(&self, random: &mut Random) -> Vec<Disk>;
 
@@ -118,13 +128,19 @@ pub trait Stack: Sync {
     ///
     /// # Errors
     /// What is wrong.
-    fn check(&self, _: &[Medium]) -> Result<(), String> {
-        Ok(())
+    fn check(&self, media: &[Medium]) -> Result<(), String> {
+        match self.below() {
+            Some(below) => below.check(&media[..media.len() - self.own_disks()]),
+            None => Ok(()),
+        }
     }
 
     /// Where tables lie on the disks that may move, to count how often they do; two numbers for each disk that has some.
-    fn tables(&self, _: &[Medium]) -> Vec<[u64; 2]> {
-        Vec::new()
+    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
+        match self.below() {
+            Some(below) => below.tables(&media[..media.len() - self.own_disks()]),
+            None => Vec::new(),
+        }
     }
 
     /// How many of its disks may fail requests, from the first on.
@@ -134,12 +150,12 @@ pub trait Stack: Sync {
 
     /// Whether its size follows that of its first disk.
     fn is_resizable(&self) -> bool {
-        true
+        self.below().is_none_or(Stack::is_resizable)
     }
 
     /// Whether it can be made larger ([`BlockDevice::grow`]).
     fn is_growable(&self) -> bool {
-        false
+        self.below().is_some_and(Stack::is_growable)
     }
 
     /// Whether what it holds outlives a stop; if not, it is run once and verified before it ends.
@@ -149,13 +165,13 @@ pub trait Stack: Sync {
 
     /// Whether a killed process loses nothing that had completed. If not, it is only stopped by losing power.
     fn survives_kill(&self) -> bool {
-        true
+        self.below().is_none_or(Stack::survives_kill)
     }
 
     /// Whether it keeps something in its host's memory for the case that its process is killed. If so, that is sometimes
     /// lost with the process: what was flushed must be there without it.
     fn keeps_host_memory(&self) -> bool {
-        false
+        self.below().is_some_and(Stack::keeps_host_memory)
     }
 
     /// Whether a request fails only because one of a disk did.
@@ -430,6 +446,10 @@ impl Stack for Prefetched {
         self.name
     }
 
+    fn below(&self) -> Option<&'static dyn Stack> {
+        Some(self.below)
+    }
+
     fn disks(&self, random: &mut Random) -> Vec<Disk> {
         self.below.disks(random)
     }
@@ -453,30 +473,6 @@ impl Stack for Prefetched {
             let lower = self.below.open(on, disks, random).await?.device;
             Ok(Opened::plain(Prefetch::over(on, lower, options)))
         })
-    }
-
-    fn check(&self, media: &[Medium]) -> Result<(), String> {
-        self.below.check(media)
-    }
-
-    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
-        self.below.tables(media)
-    }
-
-    fn is_resizable(&self) -> bool {
-        self.below.is_resizable()
-    }
-
-    fn is_growable(&self) -> bool {
-        self.below.is_growable()
-    }
-
-    fn survives_kill(&self) -> bool {
-        self.below.survives_kill()
-    }
-
-    fn keeps_host_memory(&self) -> bool {
-        self.below.keeps_host_memory()
     }
 }
 
