@@ -237,6 +237,71 @@ fn an_interrupt_that_a_dead_server_owed_is_sent_by_its_successor() {
     }
 }
 
+/// A guest whose memory barriers do nothing (QEMU before 8.1 emulating a single processor) puts a request into the ring
+/// and misses that the device wants a kick, or asks for an interrupt that the device misses.
+#[test]
+fn a_kick_or_an_interrupt_that_is_lost_costs_time_and_hangs_nothing() {
+    // The server looks again once, soon after it has gone to sleep. A test that is paused meanwhile comes too late.
+    const ATTEMPTS: u32 = 50;
+    // Longer than the server spins, shorter than it sleeps before it looks again.
+    let until_it_sleeps = Duration::from_micros(500);
+    let server = Server::start();
+    for kind in kinds().into_iter().filter(|kind| kind.event_index) {
+        let mut guest = FrontEnd::over(server.connect(), kind).expect("sets up");
+        let into = [Buffer {
+            address: guest.data(),
+            len: 512,
+        }];
+        let read = Request::read(0, &into);
+        let queue = guest.queue();
+
+        let seen = (0..ATTEMPTS).any(|_| {
+            queue.run(&read).expect("an answer");
+            std::thread::sleep(until_it_sleeps);
+            queue.add(&read);
+            queue.show_silently();
+            let seen = queue.complete(Duration::from_millis(100)).is_ok();
+            if !seen {
+                queue.kick_now();
+                queue.complete(LIMIT).expect("an answer");
+            }
+            seen
+        });
+        assert!(
+            seen,
+            "a request without its kick was never seen (packed: {})",
+            kind.packed
+        );
+
+        let told = (0..ATTEMPTS).any(|_| {
+            queue.run(&read).expect("an answer");
+            // The place of the interrupt that is asked for lies behind: none is due.
+            queue.add(&read);
+            queue.go();
+            std::thread::sleep(until_it_sleeps);
+            let Some(done) = queue.try_complete() else {
+                queue.complete(LIMIT).expect("an answer");
+                return false;
+            };
+            assert_eq!(done.status, 0);
+            queue.add(&read);
+            queue.go();
+            std::thread::sleep(until_it_sleeps);
+            queue.want_interrupt_too_late();
+            let told = queue
+                .wait_for_interrupt(Instant::now() + Duration::from_millis(100))
+                .is_ok();
+            queue.complete(LIMIT).expect("an answer");
+            told
+        });
+        assert!(
+            told,
+            "an interrupt that was asked for late never came (packed: {})",
+            kind.packed
+        );
+    }
+}
+
 #[test]
 fn a_queue_outlives_the_removal_and_return_of_its_memory() {
     for kind in kinds() {

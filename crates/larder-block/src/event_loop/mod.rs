@@ -10,6 +10,8 @@
 //! - In the steady state nothing is allocated: tasks of a [`TaskPool`] and ring operations reuse their slots.
 //! - The loop sleeps only after every [`Poller`] has been armed (asked to raise an event for new work) and then found
 //!   without work, so no request is left unseen.
+//! - A sleep that lasts longer than [`RECHECK_AFTER`] is interrupted once, for whatever the other side failed to announce
+//!   or to notice: a guest whose memory barriers do nothing is slow at times, and does not hang.
 
 mod pool;
 mod ring;
@@ -44,6 +46,12 @@ pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
 /// Work that comes after more than this many times the spinning limit is no longer the same burst.
 const LONG_IDLE_FACTOR: u32 = 8;
 
+/// How long the loop sleeps before it looks again, once, at what memory shows. Events are lost without any fault of
+/// ours: QEMU before 8.1 leaves out the memory barriers of a guest that it emulates on a single processor (TCG without
+/// `-smp 2`), which then goes to sleep between two accesses that pass each other. Long enough to cost a busy guest
+/// nothing, short enough to go unnoticed.
+const RECHECK_AFTER: Duration = Duration::from_millis(2);
+
 /// A source of work that memory shows, such as a virtqueue.
 pub trait Poller {
     /// Takes up new work, if any, and says whether there was some. Called in a tight loop.
@@ -55,6 +63,10 @@ pub trait Poller {
 
     /// Events are no longer needed: the loop is awake and polls.
     fn disarm(&self);
+
+    /// Nothing has happened for a while: tells the other side again what it may have missed. [`Poller::poll`] is called
+    /// next.
+    fn recheck(&self);
 }
 
 /// A handle to the loop of this thread. Cheap to clone.
@@ -507,6 +519,16 @@ impl Core {
             poller.disarm();
         }
     }
+
+    fn has_pollers(&self) -> bool {
+        !self.pollers.borrow().is_empty()
+    }
+
+    fn recheck_pollers(&self) {
+        for poller in self.pollers.borrow().iter() {
+            poller.recheck();
+        }
+    }
 }
 
 /// What the loop does while there is nothing to do: spin for a while where that pays, then sleep.
@@ -526,6 +548,8 @@ struct Waiting {
     kind: usize,
     /// How long the loop had spun when it went to sleep.
     spun: Option<Duration>,
+    /// The pollers have been asked to look again.
+    rechecked: bool,
 }
 
 impl<'a> Idle<'a> {
@@ -563,6 +587,7 @@ impl<'a> Idle<'a> {
                 since: now,
                 kind: usize::from(ring.has_transfers()),
                 spun: None,
+                rechecked: false,
             }
         });
         if waiting.spun.is_none() {
@@ -585,9 +610,14 @@ impl<'a> Idle<'a> {
         if !core.arm_pollers() {
             core.remote.prepare_to_sleep(ring);
             if !core.remote.is_raised() && core.ready.borrow().is_empty() {
-                let limit = core.timers.borrow().next().map(|deadline| deadline.since(core.now()));
+                let timer = core.timers.borrow().next().map(|deadline| deadline.since(core.now()));
+                let recheck = (!waiting.rechecked && core.has_pollers()).then_some(RECHECK_AFTER);
                 core.counters.sleeps.set(core.counters.sleeps.get() + 1);
-                ring.sleep(limit);
+                ring.sleep(timer.into_iter().chain(recheck).min());
+                if recheck.is_some() && waiting.since.elapsed() >= RECHECK_AFTER {
+                    waiting.rechecked = true;
+                    core.recheck_pollers();
+                }
             }
             core.remote.woken();
         }

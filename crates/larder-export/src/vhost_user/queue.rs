@@ -378,10 +378,14 @@ impl Queue {
         }
     }
 
+    /// Interrupts the guest if something was given back that it wants to be interrupted for.
     fn signal(&self) {
-        if !self.unsignalled.replace(false) {
-            return;
+        if self.unsignalled.replace(false) {
+            self.interrupt();
         }
+    }
+
+    fn interrupt(&self) {
         if self.ring.borrow_mut().wants_interrupt()
             && let Some(call) = self.call.borrow().as_ref()
         {
@@ -470,6 +474,12 @@ impl Poller for Queue {
         if self.may_take() {
             self.ring.borrow_mut().want_kicks(false);
         }
+    }
+
+    fn recheck(&self) {
+        // A wish that the guest expressed before it looked at the used ring for the last time, and that was not to be
+        // seen yet when the ring was asked for it.
+        self.interrupt();
     }
 }
 

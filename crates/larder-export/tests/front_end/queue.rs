@@ -169,6 +169,16 @@ impl Queue {
         }
     }
 
+    /// Shows what was added and never kicks, as a guest that saw too late that it should.
+    pub fn show_silently(&mut self) {
+        self.ring.publish();
+    }
+
+    /// Asks for an interrupt and does not look again, as a guest that looked too early.
+    pub fn want_interrupt_too_late(&mut self) {
+        self.ring.want_interrupt();
+    }
+
     pub fn kick_now(&mut self) {
         self.kicks += 1;
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());

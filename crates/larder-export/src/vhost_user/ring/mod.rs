@@ -213,7 +213,8 @@ impl Ring {
         }
     }
 
-    /// Whether the guest wants to be interrupted for what was given back since the last call.
+    /// Whether the guest wants to be interrupted for what was given back since this last said so. Then it is to be
+    /// interrupted.
     pub fn wants_interrupt(&mut self) -> bool {
         match self {
             Self::Split(ring) => ring.wants_interrupt(),
@@ -221,7 +222,7 @@ impl Ring {
         }
     }
 
-    /// Whoever was interrupted so far counts no more: the next [`Ring::wants_interrupt`] does not rely on it.
+    /// Interrupts so far count no more: the next [`Ring::wants_interrupt`] does not rely on them.
     pub fn forget_interrupts(&mut self) {
         match self {
             Self::Split(ring) => ring.forget_interrupts(),

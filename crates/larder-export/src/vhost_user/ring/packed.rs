@@ -56,9 +56,9 @@ pub struct PackedRing {
     device_event: *mut u16,
     next_available: Cursor,
     next_used: Cursor,
-    /// Chains' places given back since the guest was last asked whether it wants an interrupt. `None`: a predecessor
-    /// asked, or died before it could; then the guest's event index is not enough to tell, and it gets one.
-    used_unchecked: Option<u16>,
+    /// Chains' places given back since the guest was last interrupted, at most `size`. `None`: a predecessor did, or
+    /// died before it could; then the guest's event index is not enough to tell, and it gets one.
+    uninterrupted: Option<u16>,
 }
 
 impl PackedRing {
@@ -89,7 +89,7 @@ impl PackedRing {
             device_event: device_event.cast(),
             next_available: in_ring(position.available),
             next_used: in_ring(position.used),
-            used_unchecked: None,
+            uninterrupted: None,
         })
     }
 
@@ -212,18 +212,19 @@ impl PackedRing {
         // Release: the guest sees the entry, and the data, before the flags.
         self.flags(index).store(flags, Ordering::Release);
         self.next_used = self.next_used.advanced(head.slots, self.size);
-        self.used_unchecked = self.used_unchecked.map(|count| count.saturating_add(head.slots));
+        self.uninterrupted = self
+            .uninterrupted
+            .map(|count| count.saturating_add(head.slots).min(self.size));
         IoVec::new(base, DESC_BYTES as usize)
     }
 
     pub(super) fn wants_interrupt(&mut self) -> bool {
-        let count = self.used_unchecked.replace(0);
+        // The used descriptors must be visible before the guest's wish is read.
         fence(Ordering::SeqCst);
         let flags = self.event_word(self.driver_event, 1).load(Ordering::Acquire) & 3;
-        match flags {
-            EVENT_DISABLE => false,
-            EVENT_AT_INDEX if self.event_index => {
-                let Some(count) = count else { return true };
+        let wants = match (flags, self.uninterrupted) {
+            (EVENT_DISABLE, _) | (_, Some(0)) => false,
+            (EVENT_AT_INDEX, Some(count)) if self.event_index => {
                 let wanted = Cursor(self.event_word(self.driver_event, 0).load(Ordering::Relaxed));
                 // Both as distances on a line that goes up by `size` with every wrap.
                 let new = self.next_used.index();
@@ -234,11 +235,15 @@ impl PackedRing {
                 event_passed(event, new, new.wrapping_sub(count))
             }
             _ => true,
+        };
+        if wants {
+            self.uninterrupted = Some(0);
         }
+        wants
     }
 
     pub(super) fn forget_interrupts(&mut self) {
-        self.used_unchecked = None;
+        self.uninterrupted = None;
     }
 
     pub(super) fn position(&self) -> RingPosition {

@@ -14,6 +14,10 @@ use crate::vhost_user::message::RingAddresses;
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 const USED_F_NO_NOTIFY: u16 = 1;
 
+/// How far behind `next_used` the last interrupt is remembered: not less than the largest ring, so that whatever a guest
+/// can still wait for lies behind it, and not so much that the index could wrap.
+const LOOK_BACK: u16 = super::RING_SIZE_MAX as u16;
+
 /// A split ring. The pointers are into guest memory that its owner keeps mapped, checked for size and alignment.
 pub struct SplitRing {
     size: u16,
@@ -26,9 +30,9 @@ pub struct SplitRing {
     /// Position in the used ring behind its avail_event.
     next_available: u16,
     next_used: u16,
-    /// `next_used` when the guest was last asked whether it wants an interrupt. `None`: a predecessor asked, or died
-    /// before it could; then only the guest's event index is not enough to tell, and it gets one.
-    interrupt_checked: Option<u16>,
+    /// `next_used` when the guest was last interrupted, or [`LOOK_BACK`] before now if that is later. `None`: a
+    /// predecessor did, or died before it could; then the guest's event index is not enough to tell, and it gets one.
+    interrupted: Option<u16>,
 }
 
 impl SplitRing {
@@ -50,7 +54,7 @@ impl SplitRing {
             used: used.cast(),
             next_available: position.available,
             next_used: 0,
-            interrupt_checked: None,
+            interrupted: None,
         };
         ring.next_used = ring.used_word(1).load(Ordering::Relaxed);
         Ok(ring)
@@ -162,19 +166,25 @@ impl SplitRing {
     }
 
     pub(super) fn wants_interrupt(&mut self) -> bool {
-        let checked = self.interrupt_checked.replace(self.next_used);
         // The used index must be visible before the guest's wish is read.
         fence(Ordering::SeqCst);
-        if self.event_index {
-            let used_event = self.available_word(2 + usize::from(self.size)).load(Ordering::Relaxed);
-            checked.is_none_or(|checked| event_passed(used_event, self.next_used, checked))
-        } else {
-            self.available_word(0).load(Ordering::Relaxed) & AVAIL_F_NO_INTERRUPT == 0
-        }
+        let wanted = match self.interrupted {
+            None => true,
+            Some(at) if at == self.next_used => false,
+            Some(at) if self.event_index => {
+                let used_event = self.available_word(2 + usize::from(self.size)).load(Ordering::Relaxed);
+                event_passed(used_event, self.next_used, at)
+            }
+            Some(_) => self.available_word(0).load(Ordering::Relaxed) & AVAIL_F_NO_INTERRUPT == 0,
+        };
+        let at = self.interrupted.filter(|_| !wanted).unwrap_or(self.next_used);
+        let since = self.next_used.wrapping_sub(at).min(LOOK_BACK);
+        self.interrupted = Some(self.next_used.wrapping_sub(since));
+        wanted
     }
 
     pub(super) fn forget_interrupts(&mut self) {
-        self.interrupt_checked = None;
+        self.interrupted = None;
     }
 
     pub(super) fn position(&self) -> RingPosition {
