@@ -27,6 +27,7 @@ mod ledger;
 mod load;
 mod offline;
 mod open;
+mod pace;
 mod page;
 mod parts;
 mod place;
@@ -45,8 +46,9 @@ use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 use larder_block::event_loop::WeakLoop;
+use larder_block::histogram::Histogram;
 use larder_block::range_lock::Ranges;
-use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation};
+use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoError, IoResult, LoopTime, Operation};
 
 pub use clean::CleanOptions;
 pub use copy::copy;
@@ -64,6 +66,7 @@ use index::Index;
 use larder_policy::policy::{Access, Context};
 use ledger::Ledger;
 use load::Loading;
+use pace::Pace;
 use place::Leaving;
 use roaring::RoaringTreemap;
 use settle::Settling;
@@ -117,6 +120,8 @@ pub struct Statistics {
     pub partial_hits: u64,
     /// Reads that it had nothing of.
     pub misses: u64,
+    /// Reads of what the cache has that went to the disk all the same, because the cache device was slower than it.
+    pub bypassed_slow: u64,
     /// Reads that waited for another one's data, or copied it.
     pub joined: u64,
     /// Bytes read from the cache device for guests.
@@ -205,6 +210,7 @@ pub struct Cache {
     /// Those who wait for readers to leave a slot.
     readers: Waiters,
     counts: RefCell<Statistics>,
+    pace: Pace,
     /// So many lines may be unsettled.
     unsettled_max: usize,
     /// And for so long.
@@ -235,6 +241,16 @@ impl Cache {
             unsettled: self.ledger.borrow().len() as u64,
             ..*self.counts.borrow()
         }
+    }
+
+    /// How long reads took that the cache had all of: from the cache device.
+    pub fn hit_latency(&self) -> Histogram {
+        self.pace.hits()
+    }
+
+    /// How long reads took that the disk was needed for.
+    pub fn miss_latency(&self) -> Histogram {
+        self.pace.misses()
     }
 
     /// How it is laid out.
@@ -404,14 +420,17 @@ impl Cache {
         })
     }
 
-    /// The circumstances of a request of so many bytes, for the policy.
-    fn context(&self, access: Access, request_bytes: u64) -> Context {
-        let nanos = self.on.upgrade().map_or(0, |on| on.now().as_nanos());
+    /// The circumstances of a request of so many bytes that came at `now`, for the policy.
+    fn context(&self, now: LoopTime, access: Access, request_bytes: u64) -> Context {
         Context {
             access,
             request_bytes,
-            now: Duration::from_nanos(nanos),
+            now: Duration::from_nanos(now.as_nanos()),
         }
+    }
+
+    fn now(&self) -> LoopTime {
+        self.on.upgrade().map(|on| on.now()).unwrap_or_default()
     }
 
     /// Whether a line that is not in the cache shall be brought in. To be asked once for each request.

@@ -314,6 +314,7 @@ impl Cache {
             fills: Fills::default(),
             readers: crate::waiters::Waiters::default(),
             counts: RefCell::default(),
+            pace: crate::pace::Pace::default(),
             unsettled_max: options.settling.lines_max.unwrap_or(unsettled_max as usize),
             settle_after: options.settling.after,
             way_hint: Cell::new(0),

@@ -1,6 +1,6 @@
 //! The guest's reads.
 
-use larder_block::{ByteRange, Io, IoResult, Operation, ReadBuf, join};
+use larder_block::{ByteRange, Io, IoError, IoResult, Operation, ReadBuf, join};
 use smallvec::SmallVec;
 
 use crate::fill::{FILL_LEN, Found};
@@ -25,14 +25,61 @@ impl Drop for Pin<'_> {
 
 impl Cache {
     pub(crate) fn read_any<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
-        let is_used = !self.has_failed() && self.mode.get() != Mode::PassThrough;
-        if !self.is_fit(range) || (!is_used && !self.may_be_dirty.get()) {
+        if !self.is_fit(range) || (!self.is_used() && !self.may_be_dirty.get()) {
             return self.lower.read(range.start, buffer);
         }
-        Io::task(self.read_steps(range, buffer))
+        let read = self.read_line(range, buffer);
+        read.unwrap_or_else(|| Io::task(self.read_steps(range, buffer)))
+    }
+
+    /// What the cache has may be read from it.
+    fn is_used(&self) -> bool {
+        !self.has_failed() && self.mode.get() != Mode::PassThrough
+    }
+
+    /// Starts reading a range of one line that is all in the cache, if nothing has to be waited for before.
+    fn read_line<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Option<Io<'a>> {
+        let lines = self.shape.lines_of(range);
+        let (line, set) = (lines.start, self.shape.set_of(lines.start));
+        if lines.end - line != 1 || !self.is_used() || self.has_other_size() || self.is_undoing(range) {
+            return None;
+        }
+        self.check_fence([set], Operation::Read, range).ok()?;
+        let part = self.shape.part_of(line, range);
+        let slot = {
+            let index = self.index.borrow();
+            let slot = index.find(line).filter(|_| index.is_loaded(set))?;
+            (index.visible(slot) & part.sectors == part.sectors).then_some(slot)?
+        };
+        let since = self.now();
+        if self.pace.rests(since) || (self.may_be_dirty.get() && self.is_loose_unwritten(slot)) {
+            return None;
+        }
+        let context = self.context(since, Access::Read, range.len.get());
+        self.index.borrow_mut().policy.touch(slot, line, context);
+        {
+            let counts = &mut *self.counts.borrow_mut();
+            counts.hits += 1;
+            counts.hit_bytes += range.len.get();
+        }
+        let mut read = self.fast.read(self.data_at(slot, range.start), buffer);
+        let pin = match read.result_now() {
+            Some(Ok(())) => {
+                self.pace.hit(since, self.now());
+                return Some(Io::ready(Ok(())));
+            }
+            Some(Err(error)) => return Some(Io::task(self.read_failed(error, slot, part, range, buffer))),
+            None => self.pin(slot),
+        };
+        Some(Io::task(async move {
+            self.read_hit(read, pin, part, range, buffer).await?;
+            self.pace.hit(since, self.now());
+            Ok(())
+        }))
     }
 
     async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+        let since = self.now();
         self.undone(Operation::Read, range).await?;
         self.load_range(range, Operation::Read).await?;
         let part_of = |piece: ByteRange| {
@@ -41,22 +88,39 @@ impl Cache {
         };
         let mut ios: SmallVec<[Io<'_>; 4]> = SmallVec::new();
         let mut missing = ByteRange::default();
-        let context = self.context(Access::Read, range.len.get());
+        let context = self.context(since, Access::Read, range.len.get());
         let (mut found, mut hit_bytes) = (false, 0);
+        let rests = self.pace.rests(since);
+        let mut is_bypassed = false;
         for part in self.shape.parts_of(range) {
             let slot = self.index.borrow().find(part.line);
-            // Of a cache that is not used, only what nobody else has.
-            let is_used = !self.has_failed() && self.mode.get() != Mode::PassThrough;
-            let valid = slot.map_or(0, |slot| match is_used {
-                true => self.index.borrow().visible(slot),
-                false => self.index.borrow().dirty(slot),
+            let valid = slot.map_or(0, |slot| {
+                let index = self.index.borrow();
+                let all = match self.is_used() {
+                    true => index.visible(slot),
+                    false => 0,
+                };
+                // Only what nobody else has.
+                let dirty = index.dirty(slot);
+                is_bypassed |= rests && all & part.sectors & !dirty != 0;
+                match self.is_used() && !rests {
+                    true => all,
+                    false => dirty,
+                }
             });
             for (inside, piece) in runs(part, valid) {
                 match (inside, slot) {
                     (true, Some(slot)) => {
                         found = true;
                         hit_bytes += piece.len.get();
-                        ios.push(Io::task(self.read_hit(self.pin(slot), part, piece, part_of(piece))));
+                        let read = self.fast.read(self.data_at(slot, piece.start), part_of(piece));
+                        ios.push(Io::task(self.read_hit(
+                            read,
+                            self.pin(slot),
+                            part,
+                            piece,
+                            part_of(piece),
+                        )));
                     }
                     _ if !missing.is_empty()
                         && missing.end() == piece.start
@@ -76,10 +140,12 @@ impl Cache {
                 self.index.borrow_mut().policy.touch(slot, part.line, context);
             }
         }
+        let is_hit = missing.is_empty() && hit_bytes == range.len.get();
         {
             let counts = &mut *self.counts.borrow_mut();
             counts.hit_bytes += hit_bytes;
-            let count = match (missing.is_empty() && hit_bytes == range.len.get(), found) {
+            let count = match (is_hit, found) {
+                _ if is_bypassed => &mut counts.bypassed_slow,
                 (true, _) => &mut counts.hits,
                 (false, true) => &mut counts.partial_hits,
                 (false, false) => &mut counts.misses,
@@ -89,7 +155,12 @@ impl Cache {
         if !missing.is_empty() {
             ios.push(Io::task(self.read_missing(missing, part_of(missing), context)));
         }
-        join(ios).await
+        join(ios).await?;
+        match is_hit {
+            true => self.pace.hit(since, self.now()),
+            false => self.pace.miss(since, self.now()),
+        }
+        Ok(())
     }
 
     fn pin(&self, slot: Slot) -> Pin<'_> {
@@ -97,16 +168,35 @@ impl Cache {
         Pin { cache: self, slot }
     }
 
-    async fn read_hit(&self, pin: Pin<'_>, part: Part, piece: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
+    /// Ends a read of `piece` from the cache device.
+    async fn read_hit(
+        &self,
+        read: Io<'_>,
+        pin: Pin<'_>,
+        part: Part,
+        piece: ByteRange,
+        buffer: ReadBuf<'_>,
+    ) -> IoResult {
         let slot = pin.slot;
-        let read = self.fast.read(self.data_at(slot, piece.start), buffer).await;
-        let Err(error) = read else {
-            // What has been seen must outlive this process.
-            if self.is_loose_unwritten(slot) && self.commit().await.is_err() {
-                return Err(self.refused(Operation::Read, piece));
-            }
-            return Ok(());
-        };
+        if let Err(error) = read.await {
+            return self.read_failed(error, slot, part, piece, buffer).await;
+        }
+        // What has been seen must outlive this process.
+        if self.is_loose_unwritten(slot) && self.commit().await.is_err() {
+            return Err(self.refused(Operation::Read, piece));
+        }
+        Ok(())
+    }
+
+    /// The cache device could not read `piece`: the disk does, unless only the cache has it.
+    async fn read_failed(
+        &self,
+        error: IoError,
+        slot: Slot,
+        part: Part,
+        piece: ByteRange,
+        buffer: ReadBuf<'_>,
+    ) -> IoResult {
         self.fail(&error);
         if self.index.borrow().dirty(slot) & part.sectors != 0 {
             return Err(error);
@@ -143,7 +233,7 @@ impl Cache {
             .lines_of(piece)
             .filter(|line| is_wanted(*line))
             .collect::<SmallVec<[Line; 16]>>();
-        if lines.is_empty() || self.has_failed() || self.mode.get() == Mode::PassThrough {
+        if lines.is_empty() || !self.is_used() || self.pace.rests(self.now()) {
             return self.lower.read(piece.start, buffer).await;
         }
         self.read_and_fill(piece, buffer, &lines, context).await

@@ -1,9 +1,10 @@
 //! `larder status`: what a running server is doing, as its control socket tells.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use larder_vm::control::fetch_disks;
-use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, PrefetchState};
+use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, Latency, PrefetchState};
 use larder_vm::image::{cache_mode_words, parse_cache_mode};
 
 use crate::cli::{Output, StatusArguments};
@@ -72,12 +73,15 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
         ("    had all", cache.hits),
         ("    had a part", cache.partial_hits),
         ("    had nothing", cache.misses),
+        ("    went past it", cache.bypassed_slow),
     ];
     let reads: u64 = kinds.iter().map(|(_, reads)| reads).sum();
     lines.line("  reads", reads);
     for (name, count) in kinds {
         lines.line(name, format!("{count}{}", percent(count, reads)));
     }
+    lines.line("  hits took", latency_text(&cache.hit_latency));
+    lines.line("  others took", latency_text(&cache.miss_latency));
     lines.line("  given", human(cache.hit_bytes));
     lines.line(
         "  shared",
@@ -87,6 +91,19 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
     lines.line("  not kept", format!("{} reads, for want of time", cache.bypassed_busy));
     lines.line("  left", format!("{} lines, to make room", cache.evicted));
     lines.line("  bookkeeping", format!("{} written", human(cache.metadata_written)));
+}
+
+fn latency_text(latency: &Latency) -> String {
+    let of = |share| latency.quantile(share).unwrap_or_default();
+    match latency.mean() {
+        Some(mean) => format!(
+            "{mean:.1?} on average, half of them {:.1?} at most, 99 % {:.1?}, all {:.1?}",
+            of(0.5),
+            of(0.99),
+            Duration::from_nanos(latency.max_ns)
+        ),
+        None => "-".to_owned(),
+    }
 }
 
 fn prefetch_text(lines: &mut Lines, prefetch: &PrefetchState) {

@@ -5,6 +5,7 @@
 
 mod closed;
 mod drive;
+mod hits;
 mod load;
 mod models;
 mod plot;
@@ -49,6 +50,12 @@ pub(crate) struct Arguments {
     /// Seconds of requests before that
     #[arg(long, default_value_t = 4.0)]
     before: f64,
+    /// How often hits are measured
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// The cache's lines where hits are measured
+    #[arg(long, default_value = "4K")]
+    line: String,
     /// Where a plot goes, as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -65,6 +72,8 @@ enum Part {
     Models,
     /// The published experiment: latency by the number of VMs
     Seed,
+    /// What a hit costs beside a read without a cache
+    Hits,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -73,6 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Drives => drives(arguments.programs),
             Part::Models => models::run(arguments),
             Part::Seed => seed::run(arguments)?,
+            Part::Hits => hits::run(arguments)?,
         }
         println!();
     }

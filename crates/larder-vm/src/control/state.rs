@@ -1,7 +1,10 @@
 //! What the control socket tells; the fields of its JSON are named as these are. Sizes are in bytes. Numbers of what has
 //! been done count from the start of the server.
 
+use std::time::Duration;
+
 use larder_block::Geometry;
+use larder_block::histogram::{Bucket, Histogram, quantile};
 use larder_prefetch::{PrefetchOptions, Statistics};
 use serde::{Deserialize, Serialize};
 
@@ -83,6 +86,9 @@ pub struct CacheState {
     pub partial_hits: u64,
     /// Reads that it had nothing of.
     pub misses: u64,
+    /// Reads of what the cache has that went to the disk all the same, because the cache's device was slower than it.
+    #[serde(default)]
+    pub bypassed_slow: u64,
     /// Reads that waited for another one's data.
     pub joined: u64,
     /// Bytes read from the cache for guests.
@@ -95,6 +101,65 @@ pub struct CacheState {
     pub evicted: u64,
     /// Bytes written of what it knows of its lines.
     pub metadata_written: u64,
+    /// How long reads took that the cache had all of.
+    #[serde(default)]
+    pub hit_latency: Latency,
+    /// How long reads took that the disk was needed for.
+    #[serde(default)]
+    pub miss_latency: Latency,
+}
+
+/// How long something took, of all requests since the start of the server; times in nanoseconds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Latency {
+    /// Requests.
+    pub count: u64,
+    /// The time of all together.
+    pub sum_ns: u64,
+    /// The longest time.
+    pub max_ns: u64,
+    /// How many took how long, from the shortest times on. What is empty is left out.
+    pub buckets: Vec<LatencyBucket>,
+}
+
+/// Requests that took about as long.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LatencyBucket {
+    /// They took less than this, and not less than the bucket before; `None`: there is no bound.
+    pub below_ns: Option<u64>,
+    /// How many.
+    pub count: u64,
+}
+
+impl Latency {
+    fn new(of: &Histogram) -> Self {
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let bucket = |bucket: Bucket| LatencyBucket {
+            below_ns: bucket.below.map(nanos),
+            count: bucket.count,
+        };
+        Self {
+            count: of.count(),
+            sum_ns: nanos(of.sum()),
+            max_ns: nanos(of.max()),
+            buckets: of.buckets().map(bucket).collect(),
+        }
+    }
+
+    /// The time that a share (from 0 to 1) of the requests did not exceed, or up to 25 % more; `None` without requests.
+    pub fn quantile(&self, share: f64) -> Option<Duration> {
+        let bucket = |bucket: &LatencyBucket| Bucket {
+            below: bucket.below_ns.map(Duration::from_nanos),
+            count: bucket.count,
+        };
+        let buckets: Vec<Bucket> = self.buckets.iter().map(bucket).collect();
+        quantile(&buckets, share, Duration::from_nanos(self.max_ns))
+    }
+
+    /// The average; `None` without requests.
+    pub fn mean(&self) -> Option<Duration> {
+        self.sum_ns.checked_div(self.count).map(Duration::from_nanos)
+    }
 }
 
 /// What is wished of a disk's cache: the body of `PUT /v1/disks/NUMBER/cache`.
@@ -136,12 +201,15 @@ impl CacheState {
             hits: done.hits,
             partial_hits: done.partial_hits,
             misses: done.misses,
+            bypassed_slow: done.bypassed_slow,
             joined: done.joined,
             hit_bytes: done.hit_bytes,
             filled: done.filled,
             bypassed_busy: done.bypassed_busy,
             evicted: done.evicted,
             metadata_written: done.metadata_written,
+            hit_latency: Latency::new(&cache.layer.hit_latency()),
+            miss_latency: Latency::new(&cache.layer.miss_latency()),
         }
     }
 }

@@ -18,6 +18,11 @@ struct Fast {
 
 impl Fast {
     fn start(place: &Place) -> Self {
+        Self::with_delay(place, 0)
+    }
+
+    /// The same, whose reads take so many milliseconds.
+    fn with_delay(place: &Place, millis: u32) -> Self {
         let (socket, trigger) = (place.socket("fast"), place.path("fail"));
         let mut command = mortal("nbdkit");
         command.args([
@@ -25,12 +30,13 @@ impl Fast {
             "-v",
             "-U",
             text(&socket),
+            "--filter=delay",
             "--filter=error",
             "memory",
             "8M",
             "error-rate=1",
         ]);
-        command.arg(format!("error-file={}", text(&trigger)));
+        command.args([format!("error-file={}", text(&trigger)), format!("rdelay={millis}ms")]);
         let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
         while !socket.exists() {}
         Self {
@@ -110,6 +116,41 @@ fn a_cache_whose_server_has_gone_is_not_waited_for_as_long_as_a_disk() {
     assert_eq!(served.cache()["state"], json!("failed"));
     served.stop();
     crate::qemu_io("raw", text(&image), &["read -P 7 0 1M", "read -P 9 1M 64k"]);
+}
+
+#[test]
+fn a_cache_that_is_slower_than_the_disk_is_left_alone_for_a_while() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let fast = Fast::with_delay(&place, 20);
+    let served = place.start(place.serve_command(&image, &fast.uri, &[]));
+    served.warm_up(1);
+    served.settle();
+    let reads: Vec<String> = (0..128).map(|at| format!("read -P 7 {}k 4k", 4 * at)).collect();
+    served.io(&reads.iter().map(String::as_str).collect::<Vec<_>>());
+    let (hits, bypassed) = (served.count("hits"), served.count("bypassed_slow"));
+    assert!(hits > 0 && bypassed > 0, "{}", served.cache());
+    let status = served.cache();
+    let latency = &status["hit_latency"];
+    let slow: u64 = latency["buckets"]
+        .as_array()
+        .expect("buckets")
+        .iter()
+        .fold(0, |slow, bucket| {
+            let is_slow = bucket["below_ns"].as_u64().is_none_or(|below| below > 20_000_000);
+            slow + if is_slow {
+                bucket["count"].as_u64().expect("a number")
+            } else {
+                0
+            }
+        });
+    assert_eq!((latency["count"].as_u64(), slow), (Some(hits), hits), "{status}");
+    let said = tool(text(crate::larder()), &["status", text(&served.control)]);
+    assert!(said.contains("went past it"), "{said}");
+    // What is written goes there all the same, and what it has is right when it is used again.
+    served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k"]);
+    served.stop();
+    crate::qemu_io("raw", text(&image), &["read -P 9 64k 4k", "read -P 7 68k 956k"]);
 }
 
 #[test]

@@ -1,0 +1,144 @@
+//! The part `hits`: what a hit costs, beside a read of the same file by Larder without a cache.
+//!
+//! The cache's file and the file that is read directly lie in memory (a folder of tmpfs), so that what is measured is
+//! the program and not a drive. The disk behind the cache answers after 2 ms.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+
+use super::Arguments;
+use crate::figures::{median, ratio};
+use crate::prefetch::place::Place;
+use crate::prefetch::servers::{Export, Larder, Prefetch, Serve, slow_nbd, text};
+use crate::vhost_user::Series;
+use crate::vhost_user::client::{Client, Random, Workload};
+
+const DISK_BYTES: u64 = 256 << 20;
+/// The whole disk finds room, whatever sets its lines are in.
+const CACHE_SIZE: &str = "512M";
+const BLOCK: usize = 4096;
+const DEPTHS: [usize; 3] = [1, 8, 64];
+const LATENCY: Duration = Duration::from_millis(2);
+/// Reads of the whole disk until the cache has it.
+const WARM_MAX: usize = 4;
+
+/// Who reads.
+#[derive(Clone, Copy)]
+enum Reader {
+    Direct,
+    Cache,
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let memory = Place::new(Path::new("/dev/shm"))?;
+    let file = memory.raw_image(DISK_BYTES)?;
+    let (_remote, uri) = slow_nbd(&memory, &file, LATENCY)?;
+    let cache = memory.unused("cache");
+    let options = format!(
+        "--cache {} --cache-size {CACHE_SIZE} --cache-line {}",
+        text(&cache)?,
+        arguments.line
+    );
+    let serve = |image, options| Serve {
+        image,
+        format: "raw",
+        prefetch: Prefetch::Off,
+        export: Export::VhostUser,
+        options,
+    };
+    let direct = serve(text(&file)?, "--read-only").start(&memory)?;
+    let cached = serve(&uri, &options).start(&memory)?;
+    warm(&cached)?;
+
+    let mut series = vec![[Series::default(), Series::default()]; DEPTHS.len()];
+    for round in 0..arguments.rounds {
+        for (depth, row) in DEPTHS.iter().zip(&mut series) {
+            let order = match round % 2 {
+                0 => [Reader::Direct, Reader::Cache],
+                _ => [Reader::Cache, Reader::Direct],
+            };
+            for reader in order {
+                let (larder, series) = match reader {
+                    Reader::Direct => (&direct, &mut row[0]),
+                    Reader::Cache => (&cached, &mut row[1]),
+                };
+                let mut client = connect(larder, reader, *depth)?;
+                let workload = Workload {
+                    write: false,
+                    block: BLOCK,
+                    depth: *depth,
+                    duration: Duration::from_secs_f64(arguments.seconds),
+                };
+                let before = larder.server().cpu_time()?;
+                let misses = misses(larder, reader)?;
+                let outcome = client.run(&workload)?;
+                series.push(outcome, larder.server().cpu_time()?.0 - before.0);
+                let missed = self::misses(larder, reader)? - misses;
+                ensure!(missed == 0, "{missed} of {} reads were no hits", outcome.requests);
+            }
+        }
+    }
+    println!(
+        "Random reads of 4 KiB, a disk of 256 MiB, all of it in the cache, lines of {}; files in tmpfs; {} rounds of {} s\n",
+        arguments.line, arguments.rounds, arguments.seconds
+    );
+    println!("| depth | the file, IOPS | hits, IOPS | hits / file | CPU of the file, us | CPU of a hit, us |");
+    println!("|{}", " --- |".repeat(6));
+    for (depth, [direct, cached]) in DEPTHS.iter().zip(&series) {
+        println!(
+            "| {depth} | {:.0} | {:.0} | {} | {:.2} | {:.2} |",
+            median(&direct.iops),
+            median(&cached.iops),
+            ratio(&cached.iops, &direct.iops),
+            median(&direct.cpu_us),
+            median(&cached.cpu_us)
+        );
+    }
+    Ok(())
+}
+
+fn connect(larder: &Larder, reader: Reader, depth: usize) -> anyhow::Result<Client> {
+    match reader {
+        Reader::Direct => Client::connect_read_only(larder.socket(), true, depth * BLOCK),
+        Reader::Cache => Client::connect_with(larder.socket(), true, depth * BLOCK),
+    }
+}
+
+/// Reads that were not served by the cache alone so far.
+fn misses(larder: &Larder, reader: Reader) -> anyhow::Result<u64> {
+    if matches!(reader, Reader::Direct) {
+        return Ok(0);
+    }
+    let status = larder.status()?;
+    let cache = &status["disks"][0]["cache"];
+    let of = |name: &str| {
+        cache[name]
+            .as_u64()
+            .with_context(|| format!("no {name} of a cache in {status}"))
+    };
+    Ok(of("misses")? + of("partial_hits")?)
+}
+
+/// Reads the whole disk, in no order, until the cache has all of it.
+fn warm(larder: &Larder) -> anyhow::Result<()> {
+    let depth = 16;
+    let mut client = connect(larder, Reader::Cache, depth)?;
+    let mut offsets: Vec<u64> = (0..DISK_BYTES).step_by(BLOCK).collect();
+    Random::default().shuffle(&mut offsets);
+    let workload = Workload {
+        write: false,
+        block: BLOCK,
+        depth,
+        duration: Duration::ZERO,
+    };
+    for _ in 0..WARM_MAX {
+        let before = misses(larder, Reader::Cache)?;
+        client.run_at(&workload, &offsets)?;
+        if misses(larder, Reader::Cache)? == before {
+            return Ok(());
+        }
+    }
+    anyhow::bail!("the cache does not take the whole disk")
+}

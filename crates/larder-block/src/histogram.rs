@@ -1,0 +1,144 @@
+//! Counts how long things take, in buckets whose bounds grow by a fifth to a quarter.
+
+use std::time::Duration;
+
+/// log2 of the buckets between a power of two and the next.
+const STEPS_BITS: u32 = 2;
+const STEPS: u64 = 1 << STEPS_BITS;
+
+/// log2 of the bound of the first bucket, in nanoseconds.
+const FIRST_BITS: u32 = 8;
+
+/// log2 of the bound of the last one but one: 69 s.
+const LAST_BITS: u32 = 36;
+
+const BUCKETS: usize = ((LAST_BITS - FIRST_BITS) as usize) * STEPS as usize + 2;
+
+/// A histogram of times. Constant memory; a figure read from it is at most 25 % above the true one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Histogram {
+    counts: [u64; BUCKETS],
+    sum: Duration,
+    max: Duration,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self {
+            counts: [0; BUCKETS],
+            sum: Duration::ZERO,
+            max: Duration::ZERO,
+        }
+    }
+}
+
+/// One bucket that is not empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bucket {
+    /// Times in it are below this, and not below the bound of the bucket before; `None` for the last, which has no bound.
+    pub below: Option<Duration>,
+    /// How many.
+    pub count: u64,
+}
+
+impl Histogram {
+    /// Counts a time.
+    pub fn add(&mut self, time: Duration) {
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.counts[index(nanos)] += 1;
+        self.sum += time;
+        self.max = self.max.max(time);
+    }
+
+    /// Times counted.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// All times together.
+    pub fn sum(&self) -> Duration {
+        self.sum
+    }
+
+    /// The longest.
+    pub fn max(&self) -> Duration {
+        self.max
+    }
+
+    /// Those buckets that are not empty, from the shortest times on.
+    pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
+        let filled = self.counts.iter().enumerate().filter(|(_, count)| **count > 0);
+        filled.map(|(index, count)| Bucket {
+            below: bound(index),
+            count: *count,
+        })
+    }
+}
+
+/// The time that a share of the times in `buckets` (in order, each with its bound) does not exceed; `None` if there is
+/// none, and `longest` for the last one.
+pub fn quantile(buckets: &[Bucket], share: f64, longest: Duration) -> Option<Duration> {
+    let all: u64 = buckets.iter().map(|bucket| bucket.count).sum();
+    let mut left = (share * all as f64).ceil().max(1.0) as u64;
+    for bucket in buckets {
+        if bucket.count >= left {
+            return Some(bucket.below.unwrap_or(longest).min(longest));
+        }
+        left -= bucket.count;
+    }
+    None
+}
+
+fn index(nanos: u64) -> usize {
+    if nanos < 1 << FIRST_BITS {
+        return 0;
+    }
+    let exponent = nanos.ilog2();
+    let step = nanos >> (exponent - STEPS_BITS) & (STEPS - 1);
+    let index = u64::from(exponent - FIRST_BITS) * STEPS + step + 1;
+    (index as usize).min(BUCKETS - 1)
+}
+
+fn bound(index: usize) -> Option<Duration> {
+    let steps = index as u64 + STEPS;
+    let power = FIRST_BITS - STEPS_BITS + (steps / STEPS - 1) as u32;
+    (index + 1 < BUCKETS).then(|| Duration::from_nanos((STEPS + steps % STEPS) << power))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_time_is_in_a_bucket_near_it() {
+        let mut before = Duration::ZERO;
+        for index_of in 0..BUCKETS - 1 {
+            let below = bound(index_of).expect("a bound");
+            assert!(
+                below > before && (index_of == 0 || below <= before + before / 4),
+                "{below:?}"
+            );
+            let nanos = below.as_nanos() as u64;
+            assert_eq!((index(nanos - 1), index(nanos)), (index_of, index_of + 1));
+            before = below;
+        }
+        assert_eq!(before, Duration::from_nanos(1 << LAST_BITS));
+        assert_eq!((index(0), index(u64::MAX)), (0, BUCKETS - 1));
+    }
+
+    #[test]
+    fn quantiles_are_those_of_the_times() {
+        let mut histogram = Histogram::default();
+        (1..=1000).for_each(|micros| histogram.add(Duration::from_micros(micros)));
+        histogram.add(Duration::from_secs(100));
+        let buckets: Vec<Bucket> = histogram.buckets().collect();
+        let of = |share| quantile(&buckets, share, histogram.max()).expect("there are some");
+        for (share, micros) in [(0.1, 101), (0.5, 501), (0.99, 991)] {
+            let (exact, found) = (Duration::from_micros(micros), of(share));
+            assert!(found >= exact && found <= exact + exact / 4, "{share}: {found:?}");
+        }
+        assert_eq!(of(1.0), Duration::from_secs(100));
+        assert_eq!((histogram.count(), histogram.max()), (1001, Duration::from_secs(100)));
+        assert_eq!(quantile(&[], 0.5, Duration::ZERO), None);
+    }
+}
