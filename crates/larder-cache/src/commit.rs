@@ -2,6 +2,9 @@
 //!
 //! A commit with firm records ends with a flush, or is forced. One with loose records is only written: it becomes firm
 //! when a flush that began after it has ended, and a later sector, forced, tells so ([`Cache::harden`]).
+//!
+//! A sector is filled by one commit after the other, so that the journal has room for many, and a page is written for many
+//! records: one whose records are all firm, as all before it is, is written again with more of them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -11,9 +14,9 @@ use smallvec::SmallVec;
 
 use crate::Cache;
 use crate::entry::Entry;
-use crate::journal::{self, Position, Record, SECTOR_LEN};
+use crate::journal::{self, Position, Record};
 use crate::page;
-use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
+use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
 use crate::waiters::Waiters;
 
 /// The most that is written at once.
@@ -22,7 +25,7 @@ const COMMIT_MAX: u64 = 64 << 10;
 const PAGES_AT_ONCE: usize = 16;
 
 /// Sectors of the journal that are only for telling what is firm: a checkpoint needs that to make room.
-const RESERVED: u64 = 4 * COMMIT_UNIT / SECTOR;
+const RESERVED: u64 = 4 * COMMIT_SECTORS;
 
 /// The cache device does not work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,16 +55,21 @@ pub(crate) struct Commits {
     running: Cell<bool>,
     waiting: Waiters,
     session: u32,
-    /// Of the next sector that is written.
+    /// Of the next sector that is begun.
     end: Cell<u64>,
     tail: Cell<u64>,
+    /// What the last sector has, if it may get more.
+    open: RefCell<Option<Vec<Record>>>,
+    /// The last block that was written, up to the end.
+    block: RefCell<Vec<u8>>,
     /// Which of a set's two marks is set by changes now.
     half: Cell<usize>,
     checkpoint_runs: Cell<bool>,
 }
 
 impl Commits {
-    pub(crate) fn new(session: u32, tail: u64, end: u64) -> Self {
+    /// `block` is what the block in which the end lies has before it.
+    pub(crate) fn new(session: u32, tail: u64, end: u64, block: Vec<u8>) -> Self {
         Self {
             queue: RefCell::default(),
             queued: Cell::new(0),
@@ -76,6 +84,8 @@ impl Commits {
             session,
             end: Cell::new(end),
             tail: Cell::new(tail),
+            open: RefCell::default(),
+            block: RefCell::new(block),
             half: Cell::new(0),
             checkpoint_runs: Cell::new(false),
         }
@@ -95,9 +105,14 @@ impl Commits {
         self.to_tell.get() > self.told.get()
     }
 
-    /// Of the next sector that is written, if nothing is being written.
+    /// Of the next sector that is begun, if nothing is being written.
     pub(crate) fn end(&self) -> u64 {
         self.end.get()
+    }
+
+    /// The first sector that may get more records, or is getting some.
+    fn growing(&self) -> u64 {
+        self.end.get() - u64::from(self.open.borrow().is_some())
     }
 }
 
@@ -208,9 +223,15 @@ impl Cache {
                 false if ready == 0 => break,
                 false => ready,
             };
-            let len = ((count.div_ceil(per_sector).max(1) * SECTOR_LEN) as u64).next_multiple_of(COMMIT_UNIT);
+            let is_added = self.can_be_added(count);
+            let sectors = if is_added {
+                0
+            } else {
+                count.div_ceil(per_sector).max(1) as u64
+            };
             let reserved = if count == 0 { 0 } else { RESERVED.min(ring / 4) };
-            let used = || commits.end.get() + len / SECTOR + reserved - commits.tail.get();
+            let end = || (commits.end.get() + sectors).next_multiple_of(COMMIT_SECTORS);
+            let used = || end() + reserved - commits.tail.get();
             if used() > ring / 2 {
                 self.start_checkpoint();
             }
@@ -219,8 +240,8 @@ impl Cache {
                 commits.waiting.until(is_over).await;
                 continue;
             }
-            let mut records: Vec<Record> = commits.queue.borrow_mut().drain(..count).collect();
-            if let Err(error) = self.write_commit(&mut records, len).await {
+            let records: Vec<Record> = commits.queue.borrow_mut().drain(..count).collect();
+            if let Err(error) = self.write_commit(records, is_added, sectors).await {
                 self.fail(&error);
             }
         }
@@ -228,29 +249,51 @@ impl Cache {
         commits.waiting.wake();
     }
 
-    /// Writes a commit of `len` bytes, for which there is room. One without records only tells what is firm.
-    async fn write_commit(&self, records: &mut [Record], len: u64) -> IoResult {
+    /// Whether the first `count` queued records can be added to the last sector.
+    fn can_be_added(&self, count: usize) -> bool {
+        let (open, queue) = (self.commits.open.borrow(), self.commits.queue.borrow());
+        let room = open
+            .as_ref()
+            .map_or(0, |records| journal::records_per_sector(&self.shape) - records.len());
+        (1..=room).contains(&count) && queue[..count].iter().all(|record| !record.loose)
+    }
+
+    /// Writes a commit into so many sectors, for which there is room, or adds it to the last one. One without records only
+    /// tells what is firm.
+    async fn write_commit(&self, mut records: Vec<Record>, is_added: bool, sectors: u64) -> IoResult {
         let commits = &self.commits;
-        let (count, ring) = (len / SECTOR, self.shape.journal_sectors());
+        let ring = self.shape.journal_sectors();
+        let sequence = commits.end.get() - u64::from(is_added);
+        let end = commits.end.get() + sectors;
         let position = Position {
             session: commits.session,
-            sequence: commits.end.get(),
+            sequence,
             tail: commits.tail.get(),
-            firm_end: commits.firm_end.get(),
+            firm_end: commits.firm_end.get().min(sequence),
         };
         let is_firm = records.iter().any(|record| !record.loose);
         let is_all_firm = records.iter().all(|record| !record.loose);
         // Sectors before it that were written loosely must not be missing where a firm record is to be found.
-        let is_forced = is_all_firm && (records.is_empty() || position.firm_end == position.sequence);
-        let mut bytes = AlignedBuf::zeroed(len as usize);
+        let is_forced = is_all_firm && (records.is_empty() || position.firm_end == sequence);
         {
             let policy = &mut self.index.borrow_mut().policy;
             records
                 .iter_mut()
                 .for_each(|record| record.entry.hotness = policy.save(record.slot));
         }
-        journal::encode(&self.shape, self.seed, position, records, &mut bytes);
-        let first = position.sequence % ring;
+        let mut said = match is_added {
+            true => commits.open.borrow().clone().unwrap_or_default(),
+            false => Vec::new(),
+        };
+        said.extend_from_slice(&records);
+        // Whole blocks; what is written already of the first one stays what it is.
+        let from = sequence - sequence % COMMIT_SECTORS;
+        let count = end.next_multiple_of(COMMIT_SECTORS) - from;
+        let mut bytes = AlignedBuf::zeroed((count * SECTOR) as usize);
+        let before = ((sequence - from) * SECTOR) as usize;
+        bytes[..before].copy_from_slice(&commits.block.borrow()[..before]);
+        journal::encode(&self.shape, self.seed, position, &said, &mut bytes[before..]);
+        let first = from % ring;
         // Up to the ring's end, and from its start.
         let split = ((ring - first).min(count) * SECTOR) as usize;
         let flags = if is_forced { WriteFlags::FUA } else { WriteFlags::NONE };
@@ -262,7 +305,6 @@ impl Cache {
             }
         }
         join(ios).await?;
-        let end = position.sequence + count;
         if is_firm && !is_forced {
             let flush = self.kept.begin();
             self.fast.flush().await?;
@@ -271,15 +313,21 @@ impl Cache {
         if is_firm || is_forced {
             commits.told.set(position.firm_end);
             // What tells only may be there where something before it is not.
-            if !records.is_empty() || commits.firm_end.get() >= position.sequence {
+            if !records.is_empty() || commits.firm_end.get() >= sequence {
                 commits.firm_end.set(end);
             }
         }
         commits.end.set(end);
+        let is_open = is_all_firm && commits.firm_end.get() == end;
+        let of_last = (said.len().max(1) - 1) / journal::records_per_sector(&self.shape);
+        *commits.open.borrow_mut() =
+            is_open.then(|| said.split_off(of_last * journal::records_per_sector(&self.shape)));
+        *commits.block.borrow_mut() = bytes[bytes.len() - COMMIT_UNIT as usize..].to_vec();
         let emptied = records.iter().filter(|record| record.entry.is_empty() && !record.loose);
-        self.are_written(records, position.sequence);
-        self.have_left(emptied.map(|record| record.slot));
-        self.counts.borrow_mut().metadata_written += len;
+        let emptied = emptied.map(|record| record.slot);
+        self.are_written(&records, sequence);
+        self.have_left(emptied);
+        self.counts.borrow_mut().metadata_written += count * SECTOR;
         commits.waiting.wake();
         Ok(())
     }
@@ -341,8 +389,8 @@ impl Cache {
         let commits = &self.commits;
         let old = commits.half.get();
         commits.half.set(1 - old);
-        // A commit that is being written has this sequence, and marks the other half.
-        let cut = commits.end.get();
+        // A commit that is being written is there, or behind it, and marks the other half.
+        let cut = commits.growing();
         // The pages have what is firm; what is loose must not be only in the part of the journal that is given up.
         if self.harden().await.is_err() {
             return Ok(());
@@ -387,13 +435,14 @@ impl Cache {
                         .map_or_else(|| index.entry(slot), |place| place.durable)
                 })
                 .collect();
-            // What is loose is not in the page.
+            // What is loose is not in the page, nor what its last sector gets besides.
+            let growing = self.commits.growing();
             let loose = self.commits.loose.borrow().front().map(|loose| loose.sequence);
             page::encode(
                 &self.shape,
                 self.seed,
                 set,
-                loose.unwrap_or(self.commits.end.get()),
+                loose.map_or(growing, |loose| loose.min(growing)),
                 &entries,
                 &mut bytes,
             );

@@ -9,7 +9,7 @@ use larder_block::range_lock::{Mode as Hold, Ranges};
 use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, ReadBuf};
 
 use crate::entry::Entry;
-use crate::journal::Record;
+use crate::journal::{Record, Records};
 use crate::page::{self, Found};
 use crate::shape::{Sectors, Slot};
 use crate::{Cache, Detached, EIO};
@@ -19,8 +19,7 @@ const CHUNK_LEN: u64 = 256 << 10;
 
 /// What is left to be taken up.
 pub(crate) struct Left {
-    /// The journal's records by set, and for each set in the order in which they were made, with their sequences.
-    records: Vec<(u64, Record)>,
+    records: Records,
     /// The journal's oldest sector that was needed: pages that are not whole and should have been written by then are
     /// damaged.
     tail: u64,
@@ -36,8 +35,7 @@ pub(crate) struct Loading {
 }
 
 impl Loading {
-    pub(crate) fn new(mut records: Vec<(u64, Record)>, tail: u64) -> Self {
-        records.sort_by_key(|(_, record)| record.slot.set());
+    pub(crate) fn new(records: Records, tail: u64) -> Self {
         Self {
             left: RefCell::new(Left { records, tail }),
             busy: Ranges::default(),
@@ -47,15 +45,7 @@ impl Loading {
 
     /// The sets that the journal has something of.
     pub(crate) fn sets(&self) -> Vec<u32> {
-        let mut sets: Vec<u32> = self
-            .left
-            .borrow()
-            .records
-            .iter()
-            .map(|(_, record)| record.slot.set())
-            .collect();
-        sets.dedup();
-        sets
+        self.left.borrow().records.sets().collect()
     }
 }
 
@@ -80,7 +70,7 @@ impl Cache {
             }
             from = to;
         }
-        self.loading.left.borrow_mut().records = Vec::new();
+        self.loading.left.borrow_mut().records = Records::none(&self.shape);
         Ok(())
     }
 
@@ -156,13 +146,9 @@ impl Cache {
             Found::Whole { sequence, entries } => (entries, sequence),
             _ => (vec![Entry::default(); self.shape.ways as usize], 0),
         };
-        let from = left.records.partition_point(|(_, record)| record.slot.set() < set);
-        for (sequence, Record { slot, entry, .. }) in &left.records[from..] {
-            if slot.set() != set {
-                break;
-            }
-            if *sequence >= since && slot.way() < self.shape.ways {
-                entries[slot.way() as usize] = *entry;
+        for (sequence, Record { slot, entry, .. }) in left.records.of_set(set) {
+            if sequence >= since && slot.way() < self.shape.ways {
+                entries[slot.way() as usize] = entry;
             }
         }
         drop(left);

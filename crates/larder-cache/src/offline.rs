@@ -5,7 +5,7 @@ use std::rc::Rc;
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, ReadBuf};
 
 use crate::entry::Entry;
-use crate::journal::{self, Record};
+use crate::journal::{self, Record, Records};
 use crate::open::{OpenError, read_superblock, write_superblock};
 use crate::page::{self, Found};
 use crate::shape::JOURNAL_AT;
@@ -44,7 +44,7 @@ pub(crate) struct Sets<'a> {
     shape: Shape,
     seed: u32,
     /// Of the journal, by set; `None` if that is damaged.
-    records: Option<Vec<(u64, Record)>>,
+    records: Option<Records>,
     next: u32,
     /// Pages of the sets from the next one on.
     bytes: AlignedBuf,
@@ -60,12 +60,9 @@ pub(crate) async fn entries_of_all<'a>(
     let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
     let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
     read.map_err(|source| failed(fast, source))?;
-    let contents = journal::read(&shape, superblock.seed(), &bytes, superblock.was_left([0; 16])).ok();
-    let records = contents.map(|contents| {
-        let mut records = contents.records;
-        records.sort_by_key(|(_, record)| record.slot.set());
-        records
-    });
+    let was_left = superblock.was_left([0; 16]);
+    let contents = journal::read(&shape, superblock.seed(), bytes.to_vec(), was_left).ok();
+    let records = contents.map(|contents| contents.records);
     Ok(Sets {
         fast,
         shape,
@@ -81,9 +78,9 @@ impl Sets<'_> {
     /// The next set, and what its slots hold.
     pub(crate) async fn next(&mut self) -> Result<Option<(u32, Vec<Entry>)>, OpenError> {
         let set = self.next;
-        if set >= self.shape.sets || self.records.is_none() {
+        let Some(records) = self.records.as_ref().filter(|_| set < self.shape.sets) else {
             return Ok(None);
-        }
+        };
         let pair_len = 2 * self.shape.page_len as usize;
         if self.used >= self.bytes.len() {
             let sets = (CHUNK_LEN as usize / pair_len).clamp(1, (self.shape.sets - set) as usize);
@@ -94,10 +91,7 @@ impl Sets<'_> {
             read.map_err(|source| failed(self.fast, source))?;
         }
         let pair = &self.bytes[self.used..self.used + pair_len];
-        let records = self.records.as_deref().unwrap_or_default();
-        let from = records.partition_point(|(_, record)| record.slot.set() < set);
-        let to = records.partition_point(|(_, record)| record.slot.set() <= set);
-        let entries = entries_of(&self.shape, self.seed, set, pair, &records[from..to]);
+        let entries = entries_of(&self.shape, self.seed, set, pair, records.of_set(set));
         self.used += pair_len;
         self.next += 1;
         Ok(Some((set, entries)))
@@ -112,7 +106,13 @@ fn failed(fast: &Rc<dyn BlockDevice>, source: IoError) -> OpenError {
 }
 
 /// The newer of a set's pages, and what the journal says of it since.
-fn entries_of(shape: &Shape, seed: u32, set: u32, pair: &[u8], records: &[(u64, Record)]) -> Vec<Entry> {
+fn entries_of(
+    shape: &Shape,
+    seed: u32,
+    set: u32,
+    pair: &[u8],
+    records: impl Iterator<Item = (u64, Record)>,
+) -> Vec<Entry> {
     let pages = pair.chunks_exact(shape.page_len as usize);
     let whole = pages.filter_map(|page| match page::decode(shape, seed, set, page) {
         Found::Whole { sequence, entries } => Some((sequence, entries)),
@@ -121,8 +121,8 @@ fn entries_of(shape: &Shape, seed: u32, set: u32, pair: &[u8], records: &[(u64, 
     let newest = whole.max_by_key(|(sequence, _)| *sequence);
     let (since, mut entries) = newest.unwrap_or_else(|| (0, vec![Entry::default(); shape.ways as usize]));
     for (sequence, Record { slot, entry, .. }) in records {
-        if *sequence >= since && slot.way() < shape.ways {
-            entries[slot.way() as usize] = *entry;
+        if sequence >= since && slot.way() < shape.ways {
+            entries[slot.way() as usize] = entry;
         }
     }
     entries

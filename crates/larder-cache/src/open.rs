@@ -236,7 +236,8 @@ impl Cache {
         let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
         let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
         read.map_err(io)?;
-        let contents = match journal::read(&shape, superblock.seed(), &bytes, superblock.was_left(options.boot)) {
+        let was_left = superblock.was_left(options.boot);
+        let contents = match journal::read(&shape, superblock.seed(), bytes.to_vec(), was_left) {
             Err(journal::Damaged) if superblock.may_be_dirty => {
                 return Err(OpenError::Damaged { cache: cache(), disk });
             }
@@ -252,8 +253,10 @@ impl Cache {
                     session: superblock.session,
                     tail: 1,
                     end: 1,
-                    records: Vec::new(),
+                    records: journal::Records::none(&shape),
                     disbelieved: Vec::new(),
+                    // Of the first sector, which is never written.
+                    block: vec![0; SECTOR as usize],
                 }
             }
         };
@@ -294,7 +297,7 @@ impl Cache {
             shape,
             seed: superblock.seed(),
             mode: Cell::new(mode),
-            commits: Commits::new(superblock.session, contents.tail, contents.end),
+            commits: Commits::new(superblock.session, contents.tail, contents.end, contents.block),
             superblock: RefCell::new(superblock),
             noting: Ranges::default(),
             stamp: options.stamp,

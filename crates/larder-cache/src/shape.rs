@@ -26,8 +26,9 @@ pub(crate) const SUPERBLOCK_LEN: u64 = 4096;
 /// Where the journal begins.
 pub(crate) const JOURNAL_AT: u64 = 2 * SUPERBLOCK_LEN;
 
-/// Commits are multiples of this many bytes: what an SSD writes without reading first.
+/// Commits are written in blocks of this many bytes: what an SSD writes without reading first.
 pub(crate) const COMMIT_UNIT: u64 = 4096;
+pub(crate) const COMMIT_SECTORS: u64 = COMMIT_UNIT / SECTOR;
 
 /// The most ways of a set. A page has room for so many, so that a cache can grow.
 pub(crate) const WAYS_MAX: u32 = geometry::WAYS_MAX as u32;

@@ -28,7 +28,7 @@ use crate::journal::WasLeft;
 use crate::shape::{SUPERBLOCK_LEN, Shape};
 
 const MAGIC: &[u8; 8] = b"LRDRCACH";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const FLAG_CLEAN: u32 = 1;
 const FLAG_DIRTY: u32 = 2;
 const BOOT_AT: usize = 112;
