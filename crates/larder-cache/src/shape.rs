@@ -32,12 +32,16 @@ pub(crate) const COMMIT_SECTORS: u64 = COMMIT_UNIT / SECTOR;
 
 /// The most ways of a set. A page has room for so many, so that a cache can grow.
 pub(crate) const WAYS_MAX: u32 = geometry::WAYS_MAX as u32;
-/// The ways that a set is made with, if the cache is not very small.
-const WAYS: u32 = 128;
+/// So few ways has no set of a cache that is larger.
 const WAYS_MIN: u32 = 4;
+/// So many sets a very small cache is to have.
+const SETS_MIN: u64 = 8;
 
-/// Least and most bytes of a journal.
-const JOURNAL_MIN: u64 = 64 << 10;
+/// Bytes of a cache for each byte of its journal. With lines of 4 KiB and sectors that are filled, half a journal has ten
+/// records for each set: a page is written once for ten.
+const JOURNAL_SHARE: u64 = 4096;
+/// Least and most bytes of a journal; all of it is read before the first request.
+const JOURNAL_MIN: u64 = 16 << 10;
 const JOURNAL_MAX: u64 = 16 << 20;
 
 /// A part of a disk as long as a line: its bytes begin at this number times the line's length.
@@ -80,16 +84,18 @@ impl Shape {
     /// The shape of a cache in a file or device of `size` bytes; `None` if there is no room for the least one.
     /// `page_unit` is what the device writes at once, in bytes.
     pub(crate) fn for_size(size: ByteLen, line_bits: u32, page_unit: u64) -> Option<Self> {
-        let journal_len = (size.get() / 1024).clamp(JOURNAL_MIN, JOURNAL_MAX) / COMMIT_UNIT * COMMIT_UNIT;
+        let journal_len = (size.get() / JOURNAL_SHARE).clamp(JOURNAL_MIN, JOURNAL_MAX) / COMMIT_UNIT * COMMIT_UNIT;
         let room = size.get().checked_sub(JOURNAL_AT + journal_len)?;
         let lines = room >> line_bits;
-        let ways = (lines / 8).clamp(WAYS_MIN.into(), WAYS.into()) as u32;
+        let ways = (lines / SETS_MIN).clamp(WAYS_MIN.into(), WAYS_MAX.into());
         let page_len = page::len_for(line_bits).next_multiple_of(page_unit.max(SECTOR));
         // There may be a gap before the data, which begins at a multiple of its line.
         let room = room.checked_sub(1 << line_bits)?;
-        let set_len = (u64::from(ways) << line_bits) + 2 * page_len;
-        // A slot's number has 24 bits for the set.
-        let about = u32::try_from(room / set_len).unwrap_or(u32::MAX).min((1 << 24) - 1);
+        let set_len = (ways << line_bits) + 2 * page_len;
+        // A slot's number has 24 bits for the set. Fewer sets would leave room unused.
+        let fewest = u32::try_from(room / set_len)
+            .unwrap_or(u32::MAX)
+            .clamp(1, (1 << 24) - 1);
         let with_sets = |sets: u32| {
             let ways = (room / u64::from(sets)).checked_sub(2 * page_len)? >> line_bits;
             let ways = ways.min(WAYS_MAX.into()) as u32;
@@ -102,7 +108,7 @@ impl Shape {
             })
         };
         // Of the primes near by, the one that leaves the least unused.
-        let primes = (about - about / 4..=about.saturating_add(about / 4))
+        let primes = (fewest..=fewest.saturating_add(fewest / 2).min((1 << 24) - 1))
             .filter(|sets| is_prime((*sets).into()))
             .take(64);
         primes.chain([1]).filter_map(with_sets).max_by_key(Self::slots)
@@ -129,7 +135,7 @@ impl Shape {
 
     /// How many ways of a full set are without a line, so that one that comes need not wait until another has left.
     pub(crate) fn spare_ways(&self) -> usize {
-        (self.ways as usize / 32).clamp(1, 4)
+        1
     }
 
     /// Bytes of a line.
@@ -225,15 +231,15 @@ mod tests {
                     assert!(shape.len() <= size);
                     let least = match size.get() {
                         small if small <= 1 << 20 => 0.6,
-                        small if small <= 16 << 20 => 0.9,
-                        _ => 0.96,
+                        small if small <= 16 << 20 => 0.92,
+                        _ => 0.98,
                     };
                     let used = shape.capacity().get() as f64 / size.get() as f64;
                     assert!(used > least, "{shape:?} uses {used} of {size}");
                 }
             }
         }
-        assert_eq!(Shape::for_size(ByteLen::kib(64), 12, 512), None);
+        assert_eq!(Shape::for_size(ByteLen::kib(32), 12, 512), None);
     }
 
     #[test]
