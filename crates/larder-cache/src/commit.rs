@@ -236,7 +236,13 @@ impl Cache {
                 self.start_checkpoint();
             }
             if used() > ring {
-                let is_over = || used() <= ring || (count > 0 && commits.has_to_tell()) || self.has_failed();
+                // A checkpoint that began long ago may give up too little, and then another one is needed.
+                let is_over = || {
+                    used() <= ring
+                        || (count > 0 && commits.has_to_tell())
+                        || !commits.checkpoint_runs.get()
+                        || self.has_failed()
+                };
                 commits.waiting.until(is_over).await;
                 continue;
             }
