@@ -8,6 +8,7 @@ mod drive;
 mod hits;
 mod load;
 mod models;
+mod opening;
 mod plot;
 mod rack;
 mod seed;
@@ -44,6 +45,9 @@ pub(crate) struct Arguments {
     /// How often each disk is read before it is measured
     #[arg(long, default_value_t = 3)]
     warm: u32,
+    /// GiB of the caches of which memory and opening are measured; of the latter the largest
+    #[arg(long, value_delimiter = ',', default_value = "1,10,100")]
+    caches: Vec<u64>,
     /// Seconds of each measurement
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
@@ -74,6 +78,10 @@ enum Part {
     Seed,
     /// What a hit costs beside a read without a cache
     Hits,
+    /// What caches take of memory
+    Memory,
+    /// How soon a cache can be used when its server starts
+    Opening,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -83,6 +91,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Models => models::run(arguments),
             Part::Seed => seed::run(arguments)?,
             Part::Hits => hits::run(arguments)?,
+            Part::Memory => opening::memory(arguments)?,
+            Part::Opening => opening::opening(arguments)?,
         }
         println!();
     }

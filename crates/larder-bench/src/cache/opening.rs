@@ -1,0 +1,485 @@
+//! The parts `memory` and `opening`: what a large cache takes of memory, and how soon it is of use when its server starts.
+//!
+//! The cache device and the disk are NBD exports of this process that keep what lies in their beginnings, and nothing
+//! behind that: of a cache all that it knows of its lines, but not their data. It is filled by the library itself, which
+//! reads a disk of zeros through the cache; so all of that is where it would be, in the order in which it would have come.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use larder_block::backend::memory::MemoryDevice;
+use larder_block::event_loop::{Listener, yield_now};
+use larder_block::{
+    AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Filter, Geometry, Io, Loop, ReadBuf, WriteBuf,
+    WriteFlags,
+};
+use larder_cache::{Cache, CleanOptions, OpenOptions, SettleOptions, Witness, read_superblock};
+use larder_export::nbd::{NbdServer, NbdServerOptions};
+
+use super::Arguments;
+use super::drive::BLOCK;
+use crate::prefetch::place::Place;
+use crate::prefetch::servers::{Export, Larder, Prefetch, Serve};
+use crate::prefetch::slow::uri;
+use crate::vhost_user::client::{Client, Random, Request, Workload};
+
+const GIB: u64 = 1 << 30;
+
+/// Bytes that the reads have by which a cache is filled.
+const FILL_BYTES: u64 = 64 << 10;
+/// Of 100 lines so many are filled: each set keeps a way empty.
+const FILLED_OF_100: u64 = 99;
+/// Lines that may wait to be written down while it is filled; the cache takes no more when so many and some do.
+const UNSETTLED_MAX: u64 = 10_000;
+const UNSETTLED_SHARE: u64 = 200;
+
+/// How long and how deep there are writes before a server is killed.
+const WRITES: Workload = Workload {
+    write: true,
+    block: BLOCK as usize,
+    depth: 32,
+    duration: Duration::from_secs(40),
+};
+
+/// How often it is asked how much is loaded.
+const ASKED_EVERY: Duration = Duration::from_millis(20);
+/// Reads in a row whose latencies are kept together.
+const READS_AT_ONCE: u64 = 64;
+/// It is loaded at the latest by then.
+const LOADED_MAX: Duration = Duration::from_secs(120);
+
+/// It answers what it is asked at the latest by then.
+const ANSWERS_MAX: Duration = Duration::from_secs(5);
+
+/// What an order to the thread of the drives is, and its answer.
+const FILL: u8 = 1;
+
+/// The memory of caches of these sizes, in GiB.
+pub(super) fn memory(arguments: &Arguments) -> anyhow::Result<()> {
+    let place = Place::new(&arguments.folder)?;
+    println!("Memory of a server with a cache that is 99 % full, over that of one without a cache.\n");
+    println!(
+        "| cache, GiB | of it data, % | lines | filled in, s | memory, MiB | at most while loading, MiB | bytes a line |"
+    );
+    println!("|{}", " --- |".repeat(7));
+    for &gib in &arguments.caches {
+        let drives = Drives::start(&place, gib * GIB)?;
+        let without = drives.serve(&place, false)?.server().memory_bytes()?;
+        let filled = drives.make_and_fill(&place)?;
+        let seen = opened(&drives, &place, filled.bytes)?;
+        let over = |bytes: u64| bytes.saturating_sub(without);
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let lines = filled.bytes / BLOCK;
+        println!(
+            "| {gib} | {:.2} | {lines} | {:.1} | {:.1} | {:.1} | {:.2} |",
+            filled.capacity as f64 * 100.0 / (gib * GIB) as f64,
+            filled.took.as_secs_f64(),
+            mib(over(seen.memory)),
+            mib(over(seen.memory_max)),
+            over(seen.memory) as f64 / lines as f64,
+        );
+    }
+    Ok(())
+}
+
+/// How the largest of the caches opens.
+pub(super) fn opening(arguments: &Arguments) -> anyhow::Result<()> {
+    let place = Place::new(&arguments.folder)?;
+    let gib = arguments.caches.iter().copied().max().unwrap_or(1);
+    let drives = Drives::start(&place, gib * GIB)?;
+    let filled = drives.make_and_fill(&place)?;
+    println!("A cache of {gib} GiB, 99 % full, as its server starts; reads of 4 KiB that it has, one at a time.\n");
+    println!(
+        "| it was | listens, ms | first read, ms | all loaded, ms | reads meanwhile | their median, us | 99 %, us | longest, us |"
+    );
+    println!("|{}", " --- |".repeat(8));
+    let mut curves = Vec::new();
+    let closed = opened(&drives, &place, filled.bytes)?;
+    closed.print("closed");
+    curves.push(("closed", closed.curve));
+    let larder = drives.serve(&place, true)?;
+    loaded(&larder, filled.bytes)?;
+    let written = Client::connect(larder.socket(), false)?.run(&WRITES)?;
+    // The server is killed.
+    drop(larder);
+    let killed = opened(&drives, &place, filled.bytes)?;
+    killed.print("killed");
+    curves.push(("killed", killed.curve));
+    println!("\nIt was killed after {} writes at random.\n", written.requests);
+    println!("Of its lines in use, %, by milliseconds from the start of the server:\n");
+    for (name, curve) in curves {
+        let step = curve.len().div_ceil(12).max(1);
+        let points = curve.iter().step_by(step).chain(curve.last());
+        let points: Vec<String> = points
+            .map(|(at, share)| format!("{:.0}: {:.0}", at.as_secs_f64() * 1e3, share * 100.0))
+            .collect();
+        println!("{name}: {}", points.join(", "));
+    }
+    Ok(())
+}
+
+/// A server that has opened a cache.
+struct Opened {
+    listens: Duration,
+    first_read: Duration,
+    loaded: Duration,
+    /// What reads took until then.
+    reads: Vec<Duration>,
+    /// When what share of the lines could be used.
+    curve: Vec<(Duration, f64)>,
+    /// Bytes, in the end and at most.
+    memory: u64,
+    memory_max: u64,
+}
+
+impl Opened {
+    fn print(&self, was: &str) {
+        let of = |part: usize, of: usize| {
+            let at = (self.reads.len() * part / of).min(self.reads.len().saturating_sub(1));
+            self.reads.get(at).map_or(0.0, |took| took.as_secs_f64() * 1e6)
+        };
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        println!(
+            "| {was} | {:.1} | {:.1} | {:.0} | {} | {:.0} | {:.0} | {:.0} |",
+            ms(self.listens),
+            ms(self.first_read),
+            ms(self.loaded),
+            self.reads.len(),
+            of(1, 2),
+            of(99, 100),
+            of(1, 1)
+        );
+    }
+}
+
+/// Starts a server on a cache that has `bytes` in lines, and sees how it takes them up.
+fn opened(drives: &Drives, place: &Place, bytes: u64) -> anyhow::Result<Opened> {
+    let begin = Instant::now();
+    let larder = drives.serve(place, true)?;
+    let listens = begin.elapsed();
+    let block = BLOCK as usize;
+    let mut client = Client::connect_with(larder.socket(), false, block)?;
+    let mut random = Random::default();
+    let mut read = |count: u64| {
+        let requests: Vec<Request> = (0..count)
+            .map(|_| Request {
+                write: false,
+                start: random.below(bytes / BLOCK) * BLOCK,
+                len: block,
+                due: None,
+            })
+            .collect();
+        client.replay(requests, 1, block).map(|reads| reads.latencies)
+    };
+    read(1)?;
+    let first_read = begin.elapsed();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watching = scope.spawn(|| {
+            let seen = watch(&larder, bytes, begin);
+            stop.store(true, Ordering::Relaxed);
+            seen
+        });
+        let mut reads = Vec::new();
+        while !stop.load(Ordering::Relaxed) {
+            reads.extend(read(READS_AT_ONCE)?);
+        }
+        let (curve, memory_max) = watching.join().ok().context("the watch has panicked")??;
+        reads.sort_unstable();
+        Ok(Opened {
+            listens,
+            first_read,
+            loaded: curve.last().map_or(first_read, |(at, _)| *at),
+            reads,
+            curve,
+            memory: larder.server().memory_bytes()?,
+            memory_max,
+        })
+    })
+}
+
+/// Waits until all of `bytes` can be used: when which share of them could, and the most memory that was seen.
+fn watch(larder: &Larder, bytes: u64, begin: Instant) -> anyhow::Result<(Vec<(Duration, f64)>, u64)> {
+    let (mut curve, mut memory_max) = (Vec::new(), 0);
+    loop {
+        let occupied = match occupancy(larder) {
+            // The disk is served before its server can be asked.
+            Err(_) if begin.elapsed() < ANSWERS_MAX => 0,
+            occupied => occupied?,
+        };
+        let share = occupied as f64 / bytes as f64;
+        curve.push((begin.elapsed(), share));
+        memory_max = memory_max.max(larder.server().memory_bytes()?);
+        if share >= 0.999 {
+            return Ok((curve, memory_max));
+        }
+        ensure!(begin.elapsed() < LOADED_MAX, "only {:.1} % was loaded", share * 100.0);
+        std::thread::sleep(ASKED_EVERY);
+    }
+}
+
+fn loaded(larder: &Larder, bytes: u64) -> anyhow::Result<()> {
+    watch(larder, bytes, Instant::now()).map(drop)
+}
+
+/// Bytes of the lines that its cache has, and has taken up.
+fn occupancy(larder: &Larder) -> anyhow::Result<u64> {
+    let status = larder.status()?;
+    let occupancy = status["disks"][0]["cache"]["occupancy"].as_u64();
+    occupancy.with_context(|| format!("larder status tells nothing of the cache: {status}"))
+}
+
+/// What a cache was filled with.
+#[derive(Clone, Copy, Debug)]
+struct Filled {
+    /// That fit.
+    capacity: u64,
+    /// Of lines that are in it.
+    bytes: u64,
+    took: Duration,
+}
+
+/// The cache device and the disk, on a thread of their own that ends with this.
+struct Drives {
+    cache: String,
+    disk: String,
+    /// Its end tells the thread to stop.
+    orders: Option<UnixStream>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drives {
+    /// A cache device of `size` bytes, and a disk of a quarter more.
+    fn start(place: &Place, size: u64) -> anyhow::Result<Self> {
+        let (cache, disk) = (place.unused("cache"), place.unused("disk"));
+        let listener =
+            |path: &Path| UnixListener::bind(path).with_context(|| format!("listening on {}", path.display()));
+        let listeners = [listener(&cache)?, listener(&disk)?];
+        let (orders, taken) = UnixStream::pair()?;
+        let serve = move || {
+            if let Err(error) = serve(size, listeners, taken) {
+                // Its clients wait for the connection, and say so.
+                eprintln!("the drives: {error:#}");
+            }
+        };
+        Ok(Self {
+            cache: uri(&cache)?,
+            disk: uri(&disk)?,
+            orders: Some(orders),
+            thread: Some(std::thread::Builder::new().name("drives".to_owned()).spawn(serve)?),
+        })
+    }
+
+    fn serve(&self, place: &Place, cached: bool) -> anyhow::Result<Larder> {
+        let options = match cached {
+            true => format!("--poll-us 0 --cache {}", self.cache),
+            false => "--poll-us 0".to_owned(),
+        };
+        let serve = Serve {
+            image: &self.disk,
+            format: "raw",
+            prefetch: Prefetch::Off,
+            export: Export::VhostUser,
+            options: &options,
+        };
+        serve.start(place)
+    }
+
+    /// Has a server make the cache, so that it is the disk's, and the library fill it.
+    fn make_and_fill(&self, place: &Place) -> anyhow::Result<Filled> {
+        let larder = self.serve(place, true)?;
+        let begin = Instant::now();
+        let status = loop {
+            match larder.status() {
+                Err(_) if begin.elapsed() < ANSWERS_MAX => {}
+                status => break status?,
+            }
+        };
+        drop(larder);
+        let capacity = status["disks"][0]["cache"]["capacity"].as_u64();
+        let capacity = capacity.with_context(|| format!("larder status tells nothing of the cache: {status}"))?;
+        let begin = Instant::now();
+        let mut orders = self.orders.as_ref().context("the drives have gone")?;
+        orders.write_all(&[FILL])?;
+        let mut answer = [0; 8];
+        orders.read_exact(&mut answer).context("the cache was not filled")?;
+        Ok(Filled {
+            capacity,
+            bytes: u64::from_le_bytes(answer) * BLOCK,
+            took: begin.elapsed(),
+        })
+    }
+}
+
+impl Drop for Drives {
+    fn drop(&mut self) {
+        drop(self.orders.take());
+        if let Some(thread) = self.thread.take() {
+            // It has said why, if it panicked.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Serves, and fills the cache when it is told, until the other end of `orders` is closed.
+fn serve(size: u64, listeners: [UnixListener; 2], mut orders: UnixStream) -> anyhow::Result<()> {
+    let on = Loop::new(Duration::ZERO)?;
+    // What a cache knows of its lines takes less than a hundredth.
+    let fast: Rc<dyn BlockDevice> = Rc::new(Beginning::new(
+        size,
+        (size / 100).next_multiple_of(1 << 20) + (32 << 20),
+    ));
+    let disk: Rc<dyn BlockDevice> = Rc::new(Beginning::new(size / 4 * 5, 1 << 20));
+    let mut servers = Vec::new();
+    for (device, listener) in [&fast, &disk].into_iter().zip(listeners) {
+        let server = NbdServer::new(&on, Rc::clone(device), NbdServerOptions::default());
+        server.listen(Listener::from_descriptor(&on, listener.into())?);
+        servers.push(server);
+    }
+    let result = on.block_on(async {
+        loop {
+            on.readable(orders.as_fd()).await?;
+            let mut order = [0];
+            if orders.read(&mut order)? == 0 {
+                return Ok(());
+            }
+            let lines = fill(&on, &disk, &fast).await?;
+            orders.write_all(&lines.to_le_bytes())?;
+        }
+    });
+    on.block_on(async {
+        for server in &servers {
+            server.stop().await;
+        }
+    });
+    result
+}
+
+/// Nothing is noted: what fails here ends the measurement.
+struct NoWitness;
+
+impl Witness for NoWitness {
+    fn detach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn supersede(&self, _: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn attach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// An error that stays on its thread, as one that does not.
+fn said(error: impl std::fmt::Display) -> anyhow::Error {
+    anyhow::anyhow!("{error}")
+}
+
+/// Reads the disk through the cache until that is full. How many lines it has.
+async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>) -> anyhow::Result<u64> {
+    let superblock = read_superblock(fast).await.map_err(said)?;
+    let stamp = superblock.disk.stamp.clone();
+    let options = OpenOptions {
+        mode: None,
+        disk: superblock.disk,
+        stamp: Box::new(move || stamp.clone()),
+        detached: None,
+        witness: Box::new(NoWitness),
+        boot: [0; 16],
+        cleaning: CleanOptions::default(),
+        load_ahead: true,
+        settling: SettleOptions::default(),
+    };
+    let opened = Cache::open(on, Rc::clone(disk), Rc::clone(fast), options).await;
+    let cache = opened.map_err(said)?;
+    let layer: Rc<dyn BlockDevice> = Rc::clone(&cache) as _;
+    let slots = cache.shape().capacity().get() / BLOCK;
+    let wanted = slots * FILLED_OF_100 / 100;
+    let unsettled_max = UNSETTLED_MAX.min(slots / UNSETTLED_SHARE);
+    let mut bytes = AlignedBuf::zeroed(FILL_BYTES as usize);
+    let per_read = FILL_BYTES / BLOCK;
+    let mut at = 0;
+    while at < wanted {
+        let from = ByteOffset::new(at * BLOCK);
+        layer.read(from, ReadBuf::new(&mut bytes)).await.map_err(said)?;
+        at += per_read;
+        // What was read comes into the cache after that, unless too much does.
+        let filled = cache.statistics().filled + FILL_BYTES;
+        for _ in 0..64 {
+            if cache.statistics().filled >= filled {
+                break;
+            }
+            yield_now().await;
+        }
+        while cache.statistics().unsettled > unsettled_max {
+            yield_now().await;
+        }
+    }
+    let lines = cache.statistics().lines;
+    layer.close().await.map_err(said)?;
+    ensure!(cache.works(), "the cache has failed");
+    ensure!(
+        lines * 100 >= wanted * 98,
+        "only {lines} lines of {wanted} are in the cache"
+    );
+    Ok(lines)
+}
+
+/// A device that keeps its beginning, and of all behind that nothing: there it has zeros.
+struct Beginning {
+    lower: Rc<dyn BlockDevice>,
+    size: ByteLen,
+}
+
+impl Beginning {
+    fn new(size: u64, kept: u64) -> Self {
+        Self {
+            lower: Rc::new(MemoryDevice::new(ByteLen::new(kept), 512)),
+            size: ByteLen::new(size),
+        }
+    }
+
+    fn keeps(&self, start: ByteOffset) -> bool {
+        start.get() < self.lower.geometry().size.get()
+    }
+}
+
+impl Filter for Beginning {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
+    }
+
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.size,
+            physical_block_size: BLOCK as u32,
+            ..self.lower.geometry()
+        }
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        match self.keeps(start) {
+            true => self.lower.read(start, buffer),
+            false => {
+                buffer.fill_zero();
+                Io::ready(Ok(()))
+            }
+        }
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        match self.keeps(start) {
+            true => self.lower.write(start, buffer, flags),
+            false => Io::ready(Ok(())),
+        }
+    }
+}
