@@ -35,17 +35,23 @@ struct Hidden<'a> {
 impl Hidden<'_> {
     async fn hide(&mut self, places: &[(Part, Place<'_>)]) {
         let cache = self.cache;
+        let mut unfound: SmallVec<[Slot; 2]> = SmallVec::new();
         for (part, place) in places {
-            let left = cache.left_by_kill(place.slot());
+            let sectors = part.sectors & !cache.left_by_kill(place.slot()).dirty;
+            if sectors == 0 {
+                continue;
+            }
+            unfound.push(place.slot());
             let mut index = cache.index.borrow_mut();
-            let sectors = index.valid(place.slot()) & part.sectors & !left.dirty;
+            let sectors = sectors & index.valid(place.slot());
             if sectors != 0 {
                 index.hide(place.slot(), sectors);
                 self.slots.push((place.slot(), sectors));
             }
         }
-        let is_read = |(slot, _): &(Slot, Sectors)| cache.index.borrow().has_readers(*slot);
-        cache.readers.until(|| !self.slots.iter().any(is_read)).await;
+        // Also those who still read what has been taken out of a slot.
+        let is_read = |slot: &Slot| cache.index.borrow().has_readers(*slot);
+        cache.readers.until(|| !unfound.iter().any(is_read)).await;
     }
 
     /// They have what was written; a reader waits until that outlives this process.
