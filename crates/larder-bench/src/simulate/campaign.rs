@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -114,7 +114,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
         log: arguments.log,
         taken: AtomicU64::new(0),
         total: Mutex::default(),
-        findings: Mutex::default(),
+        findings: AtomicUsize::new(0),
     };
     std::panic::set_hook(Box::new(|panic| PANIC.set(Some(panic.to_string()))));
     let begin = Instant::now();
@@ -135,7 +135,7 @@ struct Campaign {
     log: bool,
     taken: AtomicU64,
     total: Mutex<(u64, Summary)>,
-    findings: Mutex<Vec<Finding>>,
+    findings: AtomicUsize,
 }
 
 impl Campaign {
@@ -143,7 +143,7 @@ impl Campaign {
     fn work(&self) {
         loop {
             let index = self.taken.fetch_add(1, Ordering::Relaxed);
-            if index >= self.seeds || lock(&self.findings).len() >= FINDINGS_MAX {
+            if index >= self.seeds || self.findings() >= FINDINGS_MAX {
                 return;
             }
             let seed = self.start.wrapping_add(index);
@@ -154,9 +154,16 @@ impl Campaign {
             }
             match result {
                 Ok(summary) => self.add(summary),
-                Err(finding) => lock(&self.findings).push(*finding),
+                Err(finding) => {
+                    println!("{finding}");
+                    self.findings.fetch_add(1, Ordering::Relaxed);
+                }
             }
         }
+    }
+
+    fn findings(&self) -> usize {
+        self.findings.load(Ordering::Relaxed)
     }
 
     fn add(&self, summary: Summary) {
@@ -175,25 +182,17 @@ impl Campaign {
             if begin.elapsed() >= next {
                 next += PROGRESS_INTERVAL;
                 let (seeds, _) = *lock(&self.total);
-                eprintln!(
-                    "{seeds} of {} seeds, {} findings",
-                    self.seeds,
-                    lock(&self.findings).len()
-                );
+                eprintln!("{seeds} of {} seeds, {} findings", self.seeds, self.findings());
             }
         }
     }
 
     /// Prints what came out; whether nothing was found.
     fn report(&self, elapsed: Duration) -> bool {
-        let findings = lock(&self.findings);
-        for finding in findings.iter() {
-            println!("{finding}");
-        }
         let (seeds, total) = *lock(&self.total);
         println!(
             "{seeds} seeds kept all promises, {} did not; {} requests, {} stops, {} L1 and {} refcount tables moved, {:.0} s of virtual time in {:.1} s",
-            findings.len(),
+            self.findings(),
             total.requests,
             total.stops,
             total.moves[0],
@@ -201,7 +200,7 @@ impl Campaign {
             total.virtual_time.as_secs_f64(),
             elapsed.as_secs_f64(),
         );
-        findings.is_empty()
+        self.findings() == 0
     }
 }
 
