@@ -96,9 +96,14 @@ impl Commits {
         self.waiting.wake();
     }
 
-    /// Whether a record was written.
-    pub(crate) fn is_written(&self, number: u64) -> bool {
-        self.written.get() > number
+    /// How many records have been asked for.
+    pub(crate) fn queued(&self) -> u64 {
+        self.queued.get()
+    }
+
+    /// Whether so many records are written, and durable if they are firm.
+    pub(crate) fn have_written(&self, records: u64) -> bool {
+        self.written.get() >= records
     }
 
     fn has_to_tell(&self) -> bool {
@@ -150,8 +155,8 @@ impl Cache {
 
     /// Writes all that is queued, so that it outlives this process, and makes it durable if it is firm.
     pub(crate) async fn commit(&self) -> Result<(), Failed> {
-        let wanted = self.commits.queued.get();
-        self.committed(|commits| commits.written.get() >= wanted).await
+        let records = self.commits.queued();
+        self.committed(|commits| commits.have_written(records)).await
     }
 
     async fn committed(&self, is_over: impl Fn(&Commits) -> bool) -> Result<(), Failed> {

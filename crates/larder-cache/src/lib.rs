@@ -191,8 +191,9 @@ pub struct Cache {
     index: RefCell<Index>,
     ledger: RefCell<Ledger>,
     leaving: RefCell<Leaving>,
-    /// See [`Cache::is_undoing`].
-    undoing: RefCell<Vec<ByteRange>>,
+    /// Ranges of which something was taken out of memory that only the cache had; when so many records are written, no crash
+    /// finds it any more.
+    undoing: RefCell<Vec<(ByteRange, u64)>>,
     loading: Loading,
     commits: Commits,
     settling: Settling,

@@ -260,7 +260,8 @@ impl Cache {
             };
             commits |= self.take_sectors(slot, sectors);
             if dirty & sectors != 0 {
-                self.undoing.borrow_mut().push(part.range);
+                let records = self.commits.queued();
+                self.undoing.borrow_mut().push((part.range, records));
             }
         }
         if commits { self.commit().await } else { Ok(()) }
@@ -268,25 +269,28 @@ impl Cache {
 
     /// Something that only the cache had of `range` has been taken out of memory, and a crash may still find it.
     pub(crate) fn is_undoing(&self, range: ByteRange) -> bool {
-        self.undoing.borrow().iter().any(|undoing| undoing.overlaps(range))
+        let mut undoing = self.undoing.borrow_mut();
+        undoing.retain(|(_, records)| !self.commits.have_written(*records));
+        undoing.iter().any(|(undoing, _)| undoing.overlaps(range))
     }
 
     /// Waits until a crash finds no more than memory does of what only the cache had of a range: the disk has something else
     /// there, which nobody is to see before.
     pub(crate) async fn undone(&self, operation: Operation, range: ByteRange) -> IoResult {
-        if !self.is_undoing(range) {
-            return Ok(());
-        }
-        let undoing: Vec<ByteRange> = self.undoing.borrow().clone();
-        if self.commit().await.is_err() {
+        while self.is_undoing(range) {
+            if self.commit().await.is_ok() {
+                continue;
+            }
             self.detached(operation, range).await?;
-            for range in undoing.iter().filter(|undoing| undoing.overlaps(range)) {
+            // A cache that has failed takes out no more.
+            let undoing = self.undoing.borrow().clone();
+            for (range, _) in undoing.iter().filter(|(undoing, _)| undoing.overlaps(range)) {
                 self.note_superseded(operation, *range).await?;
             }
-            self.undoing.borrow_mut().retain(|undoing| !undoing.overlaps(range));
-            return Ok(());
+            self.undoing
+                .borrow_mut()
+                .retain(|(undoing, _)| !undoing.overlaps(range));
         }
-        self.undoing.borrow_mut().retain(|range| !undoing.contains(range));
         Ok(())
     }
 

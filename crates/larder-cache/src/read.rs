@@ -80,8 +80,8 @@ impl Cache {
 
     async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
         let since = self.now();
-        self.undone(Operation::Read, range).await?;
         self.load_range(range, Operation::Read).await?;
+        self.undone(Operation::Read, range).await?;
         let part_of = |piece: ByteRange| {
             let from = (piece.start - range.start).as_usize();
             buffer.slice(from, piece.len.as_usize())

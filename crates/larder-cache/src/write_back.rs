@@ -15,12 +15,12 @@ use larder_block::{
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
+use crate::{Cache, Mode};
 use crate::commit::Failed;
 use crate::entry::Entry;
 use crate::parts::Part;
 use crate::place::Place;
 use crate::shape::{Sectors, Slot};
-use crate::{Cache, Mode};
 
 /// Parts of a write and where they go.
 type Places<'a> = SmallVec<[(Part, Place<'a>); 2]>;
@@ -272,7 +272,7 @@ impl Cache {
     pub(crate) fn is_loose_unwritten(&self, slot: Slot) -> bool {
         let ledger = self.ledger.borrow();
         let loose = ledger.get(slot).and_then(|place| place.loose);
-        loose.is_some_and(|(_, number)| !self.commits.is_written(number))
+        loose.is_some_and(|(_, number)| !self.commits.have_written(number + 1))
     }
 
     /// Flushes both devices.
@@ -306,6 +306,7 @@ impl Cache {
             return Ok(below);
         }
         self.load_all().await?;
+        self.undone(Operation::Extents, range).await?;
         let mut extents: Vec<Extent> = Vec::new();
         let mut push = |range: ByteRange, kind: ExtentKind| match extents.last_mut() {
             _ if range.is_empty() => {}
