@@ -12,6 +12,8 @@ impl Cache {
     /// Whether the disk may have another size than the cache knows of.
     pub(crate) fn has_other_size(&self) -> bool {
         self.size_generation.get() != self.lower.size_changes().generation()
+            // It grows, and says so when that is over.
+            || self.size.get() < self.lower.geometry().size.get()
     }
 
     /// Takes up the disk's size.
