@@ -52,6 +52,12 @@ impl Changes {
         }
     }
 
+    /// Completes when those that are under way now have ended.
+    pub(crate) async fn drained(&self) {
+        let whole = ByteRange::new(0, u64::MAX >> 1);
+        drop(self.ranges.enter(whole, Hold::Exclusive).await);
+    }
+
     /// A change that touches `range` is under way, or waits.
     pub(crate) fn touch(&self, range: ByteRange) -> bool {
         self.ranges.touch(range)

@@ -274,6 +274,7 @@ impl Cache {
     pub async fn set_mode(&self, mode: Mode) -> IoResult {
         self.mode.set(mode);
         if mode != Mode::WriteBack {
+            self.changes.drained().await;
             self.clean().await?;
         }
         self.note(|superblock| superblock.mode = mode).await

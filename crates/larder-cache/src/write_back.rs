@@ -15,7 +15,7 @@ use larder_block::{
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
-use crate::{Cache, Mode};
+use crate::Cache;
 use crate::commit::Failed;
 use crate::entry::Entry;
 use crate::parts::Part;
@@ -346,7 +346,7 @@ impl Cache {
             self.fail(&error);
             return Err(Failed);
         }
-        self.may_be_dirty.set(self.mode.get() == Mode::WriteBack);
+        self.may_be_dirty.set(true);
         Ok(())
     }
 }
