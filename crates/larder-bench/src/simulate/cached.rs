@@ -6,20 +6,100 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::simulated::{Random, SimulatedDevice};
-use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Loop, ReadBuf, WriteBuf, WriteFlags};
+use larder_block::{
+    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Loop, ReadBuf, WriteBuf, WriteFlags,
+};
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
 };
 
-use super::stack::{Disk, Opened, Outcome, Stack};
+use super::stack::{Disk, Opened, Outcome, Poke, Stack};
 
 /// Of its disks the last but one is the cache's. The last one is where it is noted that the cache is not to be believed;
 /// that one never fails.
 pub(super) struct Cached {
     pub(super) name: &'static str,
     pub(super) below: &'static dyn Stack,
+    pub(super) modes: Modes,
+}
+
+/// How writes go from an opening on, or a moment while it runs.
+#[derive(Clone, Copy)]
+pub(super) struct Modes {
+    /// Seven times in ten.
+    pub(super) mostly: Option<Mode>,
+    /// Otherwise.
+    pub(super) any_of: &'static [Mode],
+}
+
+impl Modes {
+    /// All of them alike.
+    pub(super) const ANY: Self = Self {
+        mostly: None,
+        any_of: &[
+            Mode::WriteThrough,
+            Mode::WriteAround,
+            Mode::PassThrough,
+            Mode::WriteBack,
+        ],
+    };
+
+    /// Mostly this one; never write-back if it is not that.
+    pub(super) const fn mostly(mode: Mode) -> Self {
+        let any_of = match mode {
+            Mode::WriteBack => Self::ANY.any_of,
+            _ => &[Mode::WriteThrough, Mode::WriteAround, Mode::PassThrough],
+        };
+        Self {
+            mostly: Some(mode),
+            any_of,
+        }
+    }
+
+    fn draw(self, random: &mut Random) -> Mode {
+        match self.mostly {
+            Some(mode) if random.chance(700) => mode,
+            _ => random.pick(self.any_of),
+        }
+    }
+}
+
+impl Cached {
     /// Sometimes only the cache has what was written.
-    pub(super) write_back: bool,
+    fn writes_back(&self) -> bool {
+        self.modes.any_of.contains(&Mode::WriteBack)
+    }
+
+    async fn open_once(&self, on: &Loop, disks: &Disks, mut random: Random) -> Outcome<Rc<Cache>> {
+        let (below, fast, witness) = split(disks)?;
+        let noted = Noted::new(witness);
+        let detached = noted.read().await?;
+        // Otherwise as before.
+        let mode = random.chance(900).then(|| self.modes.draw(&mut random));
+        let load_ahead = random.chance(500);
+        let boot = boot_of(fast, &mut random)?;
+        let cleaning = CleanOptions {
+            after: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
+            percent: random.pick(&[1, 20, 50, 100]),
+        };
+        let settling = SettleOptions {
+            after: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
+            lines_max: Some(random.pick(&[1, 4, 16, 64])),
+        };
+        let lower = self.below.open(on, below, random).await?.device;
+        let options = OpenOptions {
+            mode,
+            disk: DiskId::default(),
+            stamp: Box::new(Vec::new),
+            detached,
+            witness: Box::new(noted),
+            boot,
+            cleaning,
+            load_ahead,
+            settling,
+        };
+        Ok(Cache::open(on, lower, Rc::clone(fast) as _, options).await?)
+    }
 }
 
 impl Stack for Cached {
@@ -78,42 +158,31 @@ impl Stack for Cached {
         mut random: Random,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
-            let (below, fast, witness) = split(disks)?;
-            let noted = Noted::new(witness);
-            let detached = noted.read().await?;
-            let mode = match self.write_back && random.chance(700) {
-                true => Some(Mode::WriteBack),
-                false => random.pick(&[
-                    None,
-                    Some(Mode::WriteThrough),
-                    Some(Mode::WriteAround),
-                    Some(Mode::PassThrough),
-                ]),
-            };
-            let load_ahead = random.chance(500);
-            let boot = boot_of(fast, &mut random)?;
-            let cleaning = CleanOptions {
-                after: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
-                percent: random.pick(&[1, 20, 50, 100]),
-            };
-            let settling = SettleOptions {
-                after: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
-                lines_max: Some(random.pick(&[1, 4, 16, 64])),
-            };
-            let lower = self.below.open(on, below, random).await?.device;
-            let options = OpenOptions {
-                mode,
-                disk: DiskId::default(),
-                stamp: Box::new(Vec::new),
-                detached,
-                witness: Box::new(noted),
-                boot,
-                cleaning,
-                load_ahead,
-                settling,
-            };
-            let cache = Cache::open(on, lower, Rc::clone(fast) as _, options).await?;
-            Ok(Opened::plain(cache))
+            if random.chance(100) {
+                // As a user stops it who starts it again.
+                self.open_once(on, disks, random.fork()).await?.close().await?;
+            }
+            let cache = self.open_once(on, disks, random).await?;
+            let (modes, weak, poked) = (self.modes, on.downgrade(), Rc::downgrade(&cache));
+            let pokes = Rc::new(Cell::new(0));
+            let poke: Poke = Rc::new(move |random| {
+                let mode = modes.draw(random);
+                pokes.set(pokes.get() + 1);
+                let (pokes, number) = (Rc::clone(&pokes), pokes.get());
+                if let (Some(on), Some(cache)) = (weak.upgrade(), poked.upgrade()) {
+                    on.spawn(async move {
+                        // If it fails, it has changed all the same.
+                        let is_clean = cache.set_mode(mode).await.is_ok() && mode != Mode::WriteBack;
+                        if is_clean && pokes.get() == number {
+                            assert_eq!(cache.statistics().dirty_lines, 0, "{mode:?} has dirty lines");
+                        }
+                    });
+                }
+            });
+            Ok(Opened {
+                device: cache,
+                poke: Some(poke),
+            })
         })
     }
 
@@ -122,12 +191,12 @@ impl Stack for Cached {
     }
 
     fn keeps_host_memory(&self) -> bool {
-        self.write_back
+        self.writes_back() || self.below.keeps_host_memory()
     }
 
     /// What only the cache has fails with the cache, again and again.
     fn fails_only_with_a_disk(&self) -> bool {
-        !self.write_back
+        !self.writes_back()
     }
 }
 
@@ -151,20 +220,27 @@ impl Noted {
     }
 
     async fn read(&self) -> Outcome<Option<Detached>> {
-        let mut bytes = vec![0; (NOTES * SECTOR) as usize];
-        self.disk.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
-        let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
-        let mut detached = Detached::default();
-        for note in 1..NOTES {
-            let at = (note * SECTOR) as usize;
-            if number(at) != 0 {
-                self.next.set(note + 1);
-                detached
-                    .superseded
-                    .push(ByteRange::new(number(at + 8), number(at + 16)));
+        let (mut is_detached, mut detached) = (false, Detached::default());
+        let written = self.disk.extents(ByteRange::new(0, NOTES * SECTOR), NOTES as usize);
+        for Extent { range, kind } in written.await? {
+            if kind != ExtentKind::Data {
+                continue;
+            }
+            let mut bytes = vec![0; range.len.as_usize()];
+            self.disk.read(range.start, ReadBuf::new(&mut bytes)).await?;
+            for (note, bytes) in (range.start.get() / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize)) {
+                let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
+                match (number(0), note) {
+                    (0, _) => {}
+                    (_, 0) => is_detached = true,
+                    _ => {
+                        self.next.set(note + 1);
+                        detached.superseded.push(ByteRange::new(number(8), number(16)));
+                    }
+                }
             }
         }
-        Ok((number(0) != 0).then_some(detached))
+        Ok(is_detached.then_some(detached))
     }
 
     async fn write(&self, note: u64, numbers: [u64; 3]) -> std::io::Result<()> {

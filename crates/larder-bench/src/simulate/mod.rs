@@ -7,6 +7,7 @@ mod life;
 mod log;
 mod oracle;
 mod qcow2_image;
+mod qcow2_stack;
 mod seed;
 mod size;
 pub mod stack;

@@ -1,0 +1,286 @@
+//! qcow2 images over simulated disks.
+
+use std::fs::File;
+use std::rc::Rc;
+
+use larder_block::backend::simulated::{Medium, Random, SimulatedDevice};
+use larder_block::filter::align::{Align, AlignOptions};
+use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
+use larder_qcow2::check::{self, CheckOptions, Repair};
+use larder_qcow2::header::{self, AUTOCLEAR_SESSION, HEADER_SECTOR};
+use larder_qcow2::journal::{Journal, Left, is_of_this_boot};
+use larder_qcow2::shape::Shape;
+use larder_qcow2::{OpenOptions, Others, Qcow2, read_header};
+
+use super::qcow2_image::{self, ImageBytes};
+use super::stack::{Disk, Opened, Outcome, Stack};
+
+/// Images of every kind, over each other as backing files: whenever it is opened, another overlay may be put on top.
+pub(super) struct Qcow2Stack {
+    pub(super) name: &'static str,
+    /// Of its disks, in bytes.
+    pub(super) block_size: u32,
+    /// Version 3 only, which has a journal. Without one a request that has not completed, or failed, may be undone by a
+    /// kill after somebody has seen what it did.
+    pub(super) journaled: bool,
+}
+
+impl Qcow2Stack {
+    fn file(&self, disk: &Rc<SimulatedDevice>) -> Rc<dyn BlockDevice> {
+        match self.block_size {
+            512 => Rc::clone(disk) as _,
+            _ => Rc::new(Align::new(Rc::clone(disk) as _, AlignOptions::default())),
+        }
+    }
+
+    fn shape(&self, random: &mut Random) -> Shape {
+        let version = match self.journaled {
+            true => 3,
+            false => random.between(2, 3) as u32,
+        };
+        let extended = version == 3 && random.chance(300);
+        let mut shape = Shape {
+            cluster_bits: if extended { 14 } else { random.between(9, 14) as u32 },
+            extended,
+            refcount_order: if version == 3 { random.below(7) as u32 } else { 4 },
+            version,
+        };
+        if !extended && random.chance(400) {
+            // All tables are short, and soon too short.
+            shape.cluster_bits = 9;
+            shape.refcount_order = if version == 3 { 6 } else { 4 };
+        }
+        shape
+    }
+
+    /// Makes an empty image, sometimes with a file so long that the refcount table counts little more.
+    async fn create(&self, file: &Rc<dyn BlockDevice>, size: ByteLen, random: &mut Random) -> Outcome<()> {
+        let shape = self.shape(random);
+        larder_qcow2::create(file, shape, size).await?;
+        let blocks = file.geometry().size.get().min(shape.cluster_len()) / 8;
+        let counted = blocks << shape.refcount_block_bits();
+        let len = (counted - random.below(64)) << shape.cluster_bits;
+        if len <= FILE_LONG_MAX && random.chance(700) {
+            file.grow(ByteLen::new(len)).await?;
+        }
+        Ok(())
+    }
+
+    /// Makes an image that is longer than the disk over it, with bytes there that must never be seen.
+    async fn create_longer(
+        &self,
+        on: &Loop,
+        file: &Rc<dyn BlockDevice>,
+        size: ByteLen,
+        random: &mut Random,
+    ) -> Outcome<()> {
+        let sectors = random.between(1, 512);
+        self.create(file, size + ByteLen::new(sectors * 512), random).await?;
+        let options = OpenOptions {
+            load_ahead: false,
+            ..OpenOptions::default()
+        };
+        let image = Qcow2::open(on, Rc::clone(file), Others::default(), options).await?;
+        for _ in 0..random.between(1, 8) {
+            let first = random.below(sectors);
+            let count = random.between(1, (sectors - first).min(64));
+            let bytes = vec![0xa5; count as usize * 512];
+            let at = ByteOffset::ZERO + size + ByteLen::new(first * 512);
+            image.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await?;
+        }
+        Ok(image.close().await?)
+    }
+}
+
+/// The longest file that an image is made with, in bytes.
+const FILE_LONG_MAX: u64 = 8 << 20;
+
+impl Qcow2Stack {
+    /// Opens the images in `files`, the last of them to be written.
+    async fn chain(
+        on: &Loop,
+        disks: &[Rc<SimulatedDevice>],
+        files: &[Rc<dyn BlockDevice>],
+        random: &mut Random,
+    ) -> Outcome<Rc<Qcow2>> {
+        let mut top: Option<Rc<Qcow2>> = None;
+        for (index, file) in files.iter().enumerate() {
+            let is_last = index + 1 == files.len();
+            let (mut journal, mut left) = (None, None);
+            let user = random.pick(&[0, 0, 1]);
+            let files = [disks[index].host_memory(user)?, disks[index].host_memory(1 - user)?];
+            if is_last {
+                journal = Some(Journal::map(&files[0])?);
+                left = Left::read(&files[1])?;
+                give_up_session(file, &files, random).await?;
+            }
+            let options = OpenOptions {
+                journal,
+                left,
+                read_only: !is_last,
+                metadata_memory: random.pick(&[ByteLen::ZERO, ByteLen::kib(2), ByteLen::mib(64)]),
+                load_ahead: random.chance(300),
+            };
+            let others = Others {
+                backing: top.map(|backing| backing as _),
+                data_file: None,
+            };
+            top = Some(Qcow2::open(on, Rc::clone(file), others, options).await?);
+            if is_last && random.chance(800) {
+                // It is in the image now.
+                files[1].set_len(0)?;
+            }
+        }
+        Ok(top.ok_or("no image")?)
+    }
+}
+
+/// Does what is done when the journal of a killed server is lost: the image's user gives it up, or the image is served
+/// as it is, because the host was started anew, with all that it had not yet written on its disks. Sometimes the image is
+/// repaired then.
+async fn give_up_session(file: &Rc<dyn BlockDevice>, journals: &[Rc<File>], random: &mut Random) -> Outcome<()> {
+    let session = read_header(file).await?.autoclear & AUTOCLEAR_SESSION;
+    let has = |journal: &Rc<File>| Ok(Left::head(journal)?.is_some_and(|left| left.fits(session)));
+    let found: Vec<bool> = journals.iter().map(has).collect::<std::io::Result<_>>()?;
+    if session == 0 || found.contains(&true) {
+        return Ok(());
+    }
+    if random.chance(500) {
+        check::discard_session(file).await?;
+    } else if is_of_this_boot(session) {
+        let mut sector = [0; HEADER_SECTOR];
+        file.read(ByteOffset::ZERO, ReadBuf::new(&mut sector)).await?;
+        let of_another = header::autoclear(&sector) ^ 1 << 63;
+        header::set_autoclear(&mut sector, of_another);
+        file.flush().await?;
+        file.write(ByteOffset::ZERO, WriteBuf::new(&sector), WriteFlags::NONE)
+            .await?;
+        file.flush().await?;
+    }
+    if random.chance(300) {
+        let what = random.pick(&[Repair::Leaks, Repair::All]);
+        let repaired = check::repair(file, what, CheckOptions::default()).await?;
+        if !repaired.after.is_clean() && (what == Repair::All || repaired.before.errors == 0) {
+            return Err(format!("the repair of {what:?} leaves {:?}", repaired.after).into());
+        }
+    }
+    Ok(())
+}
+
+/// Takes an internal snapshot in an image that nobody has open, as another program would.
+async fn take_snapshot(file: &Rc<dyn BlockDevice>) -> Outcome<()> {
+    let mut bytes = vec![0; file.geometry().size.as_usize()];
+    file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
+    let Some(mut image) = ImageBytes::new(bytes) else {
+        return Ok(());
+    };
+    if !image.take_snapshot() {
+        return Ok(());
+    }
+    let bytes = image.bytes();
+    file.grow(ByteLen::of_buffer(bytes.len())).await?;
+    // Without the header this changes nothing but refcounts that are too high.
+    let (header, rest) = bytes.split_at(512);
+    file.write(ByteOffset::new(512), WriteBuf::new(rest), WriteFlags::NONE)
+        .await?;
+    file.flush().await?;
+    file.write(ByteOffset::ZERO, WriteBuf::new(header), WriteFlags::NONE)
+        .await?;
+    Ok(file.flush().await?)
+}
+
+async fn has_image(file: &Rc<dyn BlockDevice>) -> Outcome<bool> {
+    let mut bytes = [0; 512];
+    file.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
+    Ok(bytes[..4] == larder_qcow2::header::MAGIC)
+}
+
+impl Stack for Qcow2Stack {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        let disk = Disk {
+            size: ByteLen::kib(4),
+            sector_size: 512,
+            block_size: self.block_size,
+            memory_alignment: if self.block_size == 512 { 1 } else { 512 },
+        };
+        vec![disk; random.between(1, 3) as usize]
+    }
+
+    fn format<'a>(&'a self, on: &'a Loop, disks: &'a [Rc<SimulatedDevice>]) -> BoxFuture<'a, Outcome<()>> {
+        Box::pin(async move {
+            let mut random = Random::new(disks[0].seed());
+            let size = ByteLen::new(random.between(8, 512) * 512);
+            let overlay = random.chance(300).then_some(disks).and_then(|disks| disks.get(1));
+            if let Some(overlay) = overlay {
+                self.create_longer(on, &self.file(&disks[0]), size, &mut random).await?;
+                return self.create(&self.file(overlay), size, &mut random).await;
+            }
+            self.create(&self.file(&disks[0]), size, &mut random).await
+        })
+    }
+
+    fn open<'a>(
+        &'a self,
+        on: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, Outcome<Opened>> {
+        Box::pin(async move {
+            let mut files: Vec<Rc<dyn BlockDevice>> = Vec::new();
+            for disk in disks {
+                let file = self.file(disk);
+                if !has_image(&file).await? {
+                    break;
+                }
+                files.push(file);
+            }
+            if files.len() < disks.len() && random.chance(500) {
+                // As a user does it: the image is left tidy before another one goes on top.
+                let top = Self::chain(on, disks, &files, &mut random).await?;
+                top.close().await?;
+                let file = self.file(&disks[files.len()]);
+                self.create(&file, top.geometry().size, &mut random).await?;
+                files.push(file);
+            }
+            if random.chance(250) {
+                // It must not be in use, nor be taken up from a journal.
+                Self::chain(on, disks, &files, &mut random).await?.close().await?;
+                if let Some(file) = files.last() {
+                    take_snapshot(file).await?;
+                }
+            }
+            Ok(Opened::plain(Self::chain(on, disks, &files, &mut random).await?))
+        })
+    }
+
+    fn check(&self, media: &[Medium]) -> Result<(), String> {
+        let images = media.iter().filter_map(ImageBytes::of);
+        images
+            .enumerate()
+            .try_for_each(|(index, image)| image.check().map_err(|why| format!("image {index}: {why}")))
+    }
+
+    fn tables(&self, media: &[Medium]) -> Vec<[u64; 2]> {
+        media.iter().map(qcow2_image::tables).collect()
+    }
+
+    fn is_resizable(&self) -> bool {
+        false
+    }
+
+    fn is_growable(&self) -> bool {
+        true
+    }
+
+    fn survives_kill(&self) -> bool {
+        self.journaled
+    }
+
+    fn keeps_host_memory(&self) -> bool {
+        true
+    }
+}
