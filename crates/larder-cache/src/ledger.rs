@@ -27,6 +27,8 @@ pub(crate) struct Unsettled {
     firm: u64,
     /// What was written loosely after all of them, or is about to be, with the number of that record.
     pub(crate) loose: Option<(Entry, u64)>,
+    /// What such records have said to be dirty that firm ones take the place of, until these are durable.
+    replaced: Sectors,
     /// Changes of the line that are under way.
     pub(crate) changes: u32,
     /// When the last change ended.
@@ -41,7 +43,8 @@ impl Unsettled {
 
     /// Sectors that some crash would take for dirty.
     pub(crate) fn any_dirty(&self) -> Sectors {
-        self.durable.dirty | self.last.dirty | self.loose.map_or(0, |(entry, _)| entry.dirty)
+        let loose = self.loose.map_or(0, |(entry, _)| entry.dirty);
+        self.durable.dirty | self.last.dirty | loose | self.replaced
     }
 
     /// What a kill leaves, when all that was asked for has been written.
@@ -125,7 +128,7 @@ impl Ledger {
             place.commits += 1;
             place.last = entry;
             place.firm = number;
-            place.loose = None;
+            place.replaced |= place.loose.take().map_or(0, |(entry, _)| entry.dirty);
         }
     }
 
@@ -155,6 +158,9 @@ impl Ledger {
         };
         place.durable = entry;
         place.commits -= 1;
+        if place.commits == 0 {
+            place.replaced = 0;
+        }
         self.tidy(slot, memory);
     }
 
