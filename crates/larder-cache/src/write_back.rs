@@ -74,19 +74,22 @@ impl Drop for Hidden<'_> {
 impl Cache {
     /// A write to `range`, which is held, and whose sets are loaded.
     pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
-        match self.write_to_cache(range, buffer, flags).await {
-            Ok(written) => written,
-            Err(Failed) => self.write_apart(range, buffer, flags).await,
+        loop {
+            match self.write_to_cache(range, buffer, flags).await {
+                Ok(Some(written)) => return written,
+                Ok(None) => {}
+                Err(Failed) => return self.write_apart(range, buffer, flags).await,
+            }
         }
     }
 
-    /// The same, if the cache device works.
+    /// The same, if the cache device works; `None` if lines that were there have been taken out meanwhile.
     async fn write_to_cache(
         &self,
         range: ByteRange,
         buffer: WriteBuf<'_>,
         flags: WriteFlags,
-    ) -> Result<IoResult, Failed> {
+    ) -> Result<Option<IoResult>, Failed> {
         let context = self.context(self.now(), Access::Write, range.len.get());
         self.allow_dirty().await?;
         let mut places = self.places_there(range, context);
@@ -152,7 +155,16 @@ impl Cache {
                 size: ByteLen::new(size),
                 ..self.lower.geometry()
             };
-            return Ok(check_request(self.lower.name(), &geometry, Operation::Write, range));
+            let refused = check_request(self.lower.name(), &geometry, Operation::Write, range);
+            return Ok(Some(refused));
+        }
+        let is_gone = |(part, place): &(Part, Place<'_>)| {
+            let found = self.index.borrow().find(part.line);
+            place.is_old() && found != Some(place.slot())
+        };
+        if places.iter().any(is_gone) {
+            // It was shorter for a moment.
+            return Ok(None);
         }
         hidden.are_new();
         if self.are_kept(&places, context) {
@@ -161,9 +173,9 @@ impl Cache {
         drop((hidden, places));
         self.clean_in_time();
         if flags.fua && self.harden().await.is_err() {
-            return Ok(Err(self.refused(Operation::Write, range)));
+            return Ok(Some(Err(self.refused(Operation::Write, range))));
         }
-        Ok(on_disk)
+        Ok(Some(on_disk))
     }
 
     /// The lines of a write that are in the cache.
