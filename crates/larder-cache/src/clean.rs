@@ -59,6 +59,8 @@ pub(crate) struct Cleaning {
     slots: RefCell<HashMap<Slot, bool>>,
     running: Cell<bool>,
     timed: Cell<bool>,
+    /// Nobody but [`Cache::clean`] starts it any more.
+    pub(crate) stopped: Cell<bool>,
     /// Why it could not be done the last time.
     error: RefCell<Option<IoError>>,
     ended: Waiters,
@@ -73,6 +75,7 @@ impl Cleaning {
             slots: RefCell::default(),
             running: Cell::new(false),
             timed: Cell::new(false),
+            stopped: Cell::new(false),
             error: RefCell::default(),
             ended: Waiters::default(),
         }
@@ -113,7 +116,7 @@ impl Cache {
     pub(crate) fn clean_in_time(&self) {
         let cleaning = &self.cleaning;
         let dirty = self.index.borrow().dirty.len();
-        if dirty == 0 {
+        if dirty == 0 || cleaning.stopped.get() {
             return;
         }
         if dirty * 100 > self.shape.slots() * u64::from(cleaning.options.percent) {
@@ -131,6 +134,9 @@ impl Cache {
             sleep.await;
             if let Some(cache) = this.upgrade() {
                 cache.cleaning.timed.set(false);
+                if cache.cleaning.stopped.get() {
+                    return;
+                }
                 cache.start_cleaning();
                 cache.index.borrow_mut().dirty.age();
                 cache.clean_in_time();

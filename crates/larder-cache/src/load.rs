@@ -1,7 +1,7 @@
 //! Takes up what an earlier process has left: the journal at once, the sets' pages when they are needed, and all of them
 //! bit by bit.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::ops::Range;
 
@@ -30,6 +30,8 @@ pub(crate) struct Loading {
     left: RefCell<Left>,
     /// Sets that are being loaded.
     busy: Ranges,
+    /// They are not loaded ahead any more.
+    stopped: Cell<bool>,
     /// Sets whose pages are damaged, in a cache that had dirty lines: nobody knows which.
     fenced: RefCell<HashSet<u32>>,
 }
@@ -39,6 +41,7 @@ impl Loading {
         Self {
             left: RefCell::new(Left { records, tail }),
             busy: Ranges::default(),
+            stopped: Cell::new(false),
             fenced: RefCell::default(),
         }
     }
@@ -60,9 +63,28 @@ impl Cache {
 
     /// Loads all sets that are not.
     pub(crate) async fn load_all(&self) -> IoResult {
+        self.load_while(|| true).await
+    }
+
+    /// The same before anybody wants them, until it is closed.
+    pub(crate) async fn load_ahead(&self) -> IoResult {
+        self.load_while(|| !self.loading.stopped.get()).await
+    }
+
+    /// Completes when nothing is being loaded ahead, nor will be.
+    pub(crate) async fn stop_loading(&self) {
+        self.loading.stopped.set(true);
+        let all = ByteRange::new(0, self.shape.sets.into());
+        drop(self.loading.busy.enter(all, Hold::Exclusive).await);
+    }
+
+    async fn load_while(&self, goes_on: impl Fn() -> bool) -> IoResult {
         let per_chunk = (CHUNK_LEN / (2 * self.shape.page_len)).max(1) as u32;
         let mut from = 0;
         while from < self.shape.sets {
+            if !goes_on() {
+                return Ok(());
+            }
             let to = self.shape.sets.min(from + per_chunk);
             let is_loaded = (from..to).all(|set| self.index.borrow().is_loaded(set));
             if !is_loaded {

@@ -343,7 +343,7 @@ impl Cache {
             let loads = Rc::downgrade(&opened);
             on.spawn(async move {
                 let Some(cache) = loads.upgrade() else { return };
-                match cache.load_all().await {
+                match cache.load_ahead().await {
                     Ok(()) => cache.clean_in_time(),
                     Err(error) => cache.fail(&error),
                 }
@@ -354,7 +354,11 @@ impl Cache {
 
     /// Leaves everything so that the next one finds it all.
     pub(crate) async fn close_steps(&self) -> IoResult {
+        // What goes on in the background must not do so over a disk that is somebody else's by then.
         self.fills.idle().await;
+        self.stop_loading().await;
+        self.cleaning.stopped.set(true);
+        self.stop_settling().await;
         let cleaned = match self.may_be_dirty.get() {
             true => self.clean().await,
             false => Ok(()),

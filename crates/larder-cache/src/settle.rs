@@ -4,12 +4,15 @@ use std::cell::Cell;
 
 use crate::Cache;
 use crate::commit::Failed;
+use crate::waiters::Waiters;
 
 /// When lines are settled.
 #[derive(Default)]
 pub(crate) struct Settling {
     running: Cell<bool>,
     timed: Cell<bool>,
+    stopped: Cell<bool>,
+    ended: Waiters,
 }
 
 impl Cache {
@@ -36,7 +39,7 @@ impl Cache {
 
     /// Settles in the background, if that is not being done.
     pub(crate) fn start_settle(&self) {
-        if self.has_failed() || self.settling.running.replace(true) {
+        if self.has_failed() || self.settling.stopped.get() || self.settling.running.replace(true) {
             return;
         }
         let Some(cache) = self.this.upgrade() else { return };
@@ -44,9 +47,17 @@ impl Cache {
             // A failure is known by then.
             let _ = cache.settle().await;
             cache.settling.running.set(false);
+            cache.settling.ended.wake();
             // Not at once, however much there is left: it is still changing.
             cache.settle_later();
         });
+    }
+
+    /// Completes when nothing is being settled in the background, nor will be.
+    pub(crate) async fn stop_settling(&self) {
+        let settling = &self.settling;
+        settling.stopped.set(true);
+        settling.ended.until(|| !settling.running.get()).await;
     }
 
     /// Sees to it that what is not settled is in a while, or soon if there is much.
