@@ -114,8 +114,11 @@ impl Cache {
         if !self.is_fit(range) || self.is_apart() {
             return self.lower.write(range.start, buffer, flags);
         }
+        if matches!(self.mode.get(), Mode::WriteThrough | Mode::WriteBack) {
+            self.uses(range);
+        }
         let lines = self.lines_whole(range);
-        if !self.keeps_writes()
+        if !self.keeps_write(range)
             && self.mode.get() != Mode::WriteBack
             && self.has_nothing_of(range)
             && let Some(ticket) = self.changes.ranges.try_share(lines)
@@ -142,9 +145,9 @@ impl Cache {
         range.widened(self.shape.line_len())
     }
 
-    /// Whether what is written may be brought into the cache.
-    fn keeps_writes(&self) -> bool {
-        self.mode.get() == Mode::WriteThrough && !self.has_failed()
+    /// Whether what is written to a range may be brought into the cache.
+    fn keeps_write(&self, range: ByteRange) -> bool {
+        self.mode.get() == Mode::WriteThrough && !self.has_failed() && !self.is_spent(range.len)
     }
 
     /// The cache is not used any more, and never will be.
@@ -186,7 +189,7 @@ impl Cache {
         let _alone = self.cleaning.busy.enter(self.lines_whole(range), Hold::Exclusive).await;
         // Of another mode's time.
         self.make_clean(range).await?;
-        if !self.keeps_writes() {
+        if !self.keeps_write(range) {
             if self.retract(range, Retract::All).await.is_err() {
                 self.leave_to_disk(Operation::Write, range).await?;
             }

@@ -54,7 +54,7 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    pub(crate) fn new(shape: Shape) -> Self {
+    pub(crate) fn new(shape: Shape, budget: Option<u64>) -> Self {
         let slots = shape.slots() as usize;
         let masks = slots * shape.mask_len();
         Self {
@@ -64,7 +64,7 @@ impl Index {
             valid: vec![0; masks],
             dirty_sectors: vec![0; masks],
             flags: vec![SetFlags::default(); shape.sets as usize],
-            policy: Policy::new(&shape),
+            policy: Policy::new(&shape, budget),
             pinned: HashMap::new(),
             lines: 0,
             dirty: DirtyLines::default(),

@@ -37,6 +37,7 @@ mod settle;
 mod shape;
 mod size;
 mod superblock;
+mod usage;
 mod waiters;
 mod write_back;
 
@@ -71,6 +72,7 @@ use place::Leaving;
 use roaring::RoaringTreemap;
 use settle::Settling;
 use shape::Line;
+use usage::Usage;
 use waiters::Waiters;
 
 const EIO: i32 = 5;
@@ -134,6 +136,14 @@ pub struct Statistics {
     pub evicted: u64,
     /// Bytes of the journal and of pages written.
     pub metadata_written: u64,
+    /// Bytes read from the disk, and written to it.
+    pub disk_read: u64,
+    /// See above.
+    pub disk_written: u64,
+    /// Bytes read from the cache device, and written to it, for whatever reason.
+    pub cache_read: u64,
+    /// See above.
+    pub cache_written: u64,
     /// Lines in the cache.
     pub lines: u64,
     /// Of them those that have data which the disk has not.
@@ -212,6 +222,7 @@ pub struct Cache {
     readers: Waiters,
     counts: RefCell<Statistics>,
     pace: Pace,
+    usage: Usage,
     /// So many lines may be unsettled.
     unsettled_max: usize,
     /// And for so long.
@@ -240,6 +251,10 @@ impl Cache {
             lines: index.lines(),
             dirty_lines: index.dirty.len(),
             unsettled: self.ledger.borrow().len() as u64,
+            disk_read: self.usage.disk.read().get(),
+            disk_written: self.usage.disk.written().get(),
+            cache_read: self.usage.cache.read().get(),
+            cache_written: self.usage.cache.written().get(),
             ..*self.counts.borrow()
         }
     }
@@ -438,7 +453,12 @@ impl Cache {
     /// Whether a line that is not in the cache shall be brought in. To be asked once for each request.
     fn admits(&self, line: Line, context: Context) -> bool {
         let set = self.shape.set_of(line);
-        self.index.borrow_mut().policy.admit(set, line, context)
+        self.tell_written(context.now);
+        let admits = self.index.borrow_mut().policy.admit(set, line, context);
+        if admits {
+            self.usage.admitted(self.shape.line_len());
+        }
+        admits
     }
 
     /// Has the sets of a range in memory.

@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
+use larder_block::filter::meter::metered;
 use larder_block::range_lock::{Mode as Hold, Ranges};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags,
@@ -20,6 +21,7 @@ use crate::journal;
 use crate::load::Loading;
 use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SECTOR, SUPERBLOCK_LEN, Shape};
 use crate::superblock::{DiskId, Superblock, SuperblockError};
+use crate::usage::Usage;
 use crate::{Cache, Detached, Mode, State, Witness};
 
 /// So many lines may be unsettled for each that fits: what a crash leaves cold.
@@ -57,6 +59,9 @@ pub struct OpenOptions {
     /// What differs between two boots of the host, and is zero if that is not known: what was written and not flushed is
     /// there after a kill, and may not be after a loss of power.
     pub boot: [u8; 16],
+    /// What may be written to the cache device in a day. What has to be is, all the same: dirty data, and that something
+    /// is not to be believed any more.
+    pub endurance: Option<ByteLen>,
     /// When dirty lines are cleaned.
     pub cleaning: CleanOptions,
     /// Take up everything in the background. Otherwise only what is needed.
@@ -284,7 +289,9 @@ impl Cache {
         };
         write_superblock(&fast, &superblock).await.map_err(io)?;
         let loading = Loading::new(contents.records, contents.tail);
-        let mut index = Index::new(shape);
+        let mut index = Index::new(shape, options.endurance.map(ByteLen::get));
+        let (lower, disk_meter) = metered(lower);
+        let (fast, cache_meter) = metered(fast);
         for set in loading.sets() {
             index.set_changed(set, 0, true);
         }
@@ -294,6 +301,7 @@ impl Cache {
             on: on.downgrade(),
             lower,
             fast,
+            usage: Usage::new(disk_meter, cache_meter, options.endurance.is_some()),
             shape,
             seed: superblock.seed(),
             mode: Cell::new(mode),

@@ -9,8 +9,9 @@ use std::time::Duration;
 use larder_block::LoopTime;
 use larder_block::histogram::Histogram;
 
-/// Hits that are quicker than this on average are left to the cache, whatever the disk can do.
-const SLOW_MIN: Duration = Duration::from_millis(2);
+/// Hits that are quicker than this on average are left to the cache, whatever the disk can do: on a host that is short of
+/// processors anything takes some milliseconds at times.
+const SLOW_MIN: Duration = Duration::from_millis(10);
 
 /// So many reads must have been timed before anything is concluded from them.
 const READS_MIN: u32 = 16;
@@ -83,6 +84,10 @@ impl Pace {
         let mut miss = self.miss.get();
         miss.add(time);
         self.miss.set(miss);
+        if self.rests_until.get().is_some() && miss.known().is_some_and(|disk| disk >= self.hit.get().value) {
+            // The disk is no better.
+            self.rests_until.set(None);
+        }
     }
 
     /// Whether the cache is to be left alone.

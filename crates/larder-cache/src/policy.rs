@@ -1,5 +1,7 @@
 //! The policy's state of each set, beside the policy.
 
+use std::time::Duration;
+
 use larder_policy::policy::{Admission, Context, PolicyOptions};
 
 use crate::shape::{Line, Shape, Slot};
@@ -13,14 +15,15 @@ pub(crate) struct Policy {
 }
 
 impl Policy {
-    pub(crate) fn new(shape: &Shape) -> Self {
+    /// `budget` is what may be written to the cache device in a day, in bytes.
+    pub(crate) fn new(shape: &Shape, budget: Option<u64>) -> Self {
         let policy = larder_policy::Policy::new(PolicyOptions {
             ways: shape.ways as usize,
             spare_ways: shape.spare_ways(),
             lines: shape.slots(),
             line_bytes: shape.line_len() as u32,
             admission: Admission::default(),
-            budget: None,
+            budget,
         });
         let set_len = policy.set_bytes();
         Self {
@@ -34,6 +37,14 @@ impl Policy {
     fn of(&mut self, set: u32) -> (&mut larder_policy::Policy, &mut [u8]) {
         let from = set as usize * self.set_len;
         (&mut self.policy, &mut self.states[from..from + self.set_len])
+    }
+
+    pub(crate) fn written(&mut self, bytes: u64, now: Duration) {
+        self.policy.written(bytes, now);
+    }
+
+    pub(crate) fn is_spent(&mut self, bytes: u64, now: Duration) -> bool {
+        self.policy.is_spent(bytes, now)
     }
 
     pub(crate) fn touch(&mut self, slot: Slot, line: Line, context: Context) {

@@ -28,6 +28,9 @@ impl Cache {
         if !self.is_fit(range) || (!self.is_used() && !self.may_be_dirty.get()) {
             return self.lower.read(range.start, buffer);
         }
+        if self.is_used() {
+            self.uses(range);
+        }
         let read = self.read_line(range, buffer);
         read.unwrap_or_else(|| Io::task(self.read_steps(range, buffer)))
     }

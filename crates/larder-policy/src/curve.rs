@@ -166,16 +166,17 @@ impl MissRatioCurve {
 
     /// How often a cache of so many lines would have missed, 0 to 1.
     pub fn miss_ratio(&self, lines: u64) -> f64 {
-        let points = self.points();
+        CurvePoint::miss_ratio(&self.points(), lines)
+    }
+}
+
+impl CurvePoint {
+    /// How often a cache of so many lines would have missed, 0 to 1, by the points of a curve. One between two points
+    /// misses as the smaller one does.
+    pub fn miss_ratio(points: &[Self], lines: u64) -> f64 {
         let after = points.partition_point(|point| point.lines <= lines);
-        let Some(before) = after.checked_sub(1).map(|index| points[index]) else {
-            return 1.0;
-        };
-        let Some(next) = points.get(after) else {
-            return before.miss_ratio;
-        };
-        let part = (lines - before.lines) as f64 / (next.lines - before.lines) as f64;
-        before.miss_ratio + part * (next.miss_ratio - before.miss_ratio)
+        let last = after.checked_sub(1).map(|index| points[index].miss_ratio);
+        last.unwrap_or(1.0)
     }
 }
 

@@ -179,7 +179,7 @@ impl Policy {
     /// for each miss.
     pub fn admit(&mut self, set: &mut [u8], line: u64, context: Context) -> bool {
         let hash = mix(line);
-        let scarcity = self.scarcity(context.now);
+        let scarcity = self.scarcity(self.options.line_bytes.into(), context.now);
         let mut set = self.set(set);
         let ghost = set.find_ghost(hash);
         let uses = ghost.map_or(0, |ghost| count(set.ghost_uses(ghost), self.random()));
@@ -206,8 +206,7 @@ impl Policy {
         admit
     }
 
-    fn scarcity(&mut self, now: Duration) -> f32 {
-        let bytes = self.options.line_bytes.into();
+    fn scarcity(&mut self, bytes: u64, now: Duration) -> f32 {
         self.budget.as_mut().map_or(0.0, |budget| budget.scarcity(bytes, now))
     }
 
@@ -248,6 +247,11 @@ impl Policy {
         if let Some(budget) = &mut self.budget {
             budget.spend(bytes, now);
         }
+    }
+
+    /// Whether so many bytes are more than may be written now.
+    pub fn is_spent(&mut self, bytes: u64, now: Duration) -> bool {
+        self.scarcity(bytes, now) >= 1.0
     }
 
     /// What is worth saving about the line in `way`, for [`Self::load`] after a restart; 0 if there is none.

@@ -34,7 +34,7 @@ mod prefetch_memory;
 pub(crate) use cache::absolute;
 pub use cache::{
     CACHE_LINE_DEFAULT, CACHE_MODES, CacheError, CacheOptions, CacheWish, CacheWishError, OpenCache, cache_mode_name,
-    cache_mode_words, parse_cache_line, parse_cache_mode,
+    cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
 };
 pub use cache_tools::{
     CacheReport, CacheToolError, Resized, drop_cache, inspect_cache, resize_cache, set_mode_of_cache,

@@ -17,7 +17,7 @@ use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use larder_vm::image::{
     CACHE_LINE_DEFAULT, CACHE_MODES, Format, ImageAddress, METADATA_MEMORY_DEFAULT, PrefetchMemory, PrefetchOptions,
-    cache_mode_name, cache_mode_words, parse_cache_line, parse_cache_mode, parse_prefetch_len,
+    cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode, parse_prefetch_len,
 };
 use larder_vm::limits::parse_given_limits;
 use larder_vm::run::disk::Disk;
@@ -90,8 +90,8 @@ pub(crate) struct StatusArguments {
 pub(crate) struct RunArguments {
     /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
     /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
-    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line and cache-mode,
-    /// control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
+    /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line, cache-mode
+    /// and cache-endurance,    /// control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<Disk>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
@@ -368,6 +368,9 @@ pub(crate) struct ServeArguments {
     pub(crate) cache_mode: Option<Mode>,
     #[arg(long, value_name = "SIZE", value_parser = parse_cache_line, help = cache_line_help())]
     pub(crate) cache_line: Option<ByteLen>,
+    /// Write no more to the cache's device in a day: an SSD wears out
+    #[arg(long, value_name = "SIZE", value_parser = parse_cache_endurance)]
+    pub(crate) cache_endurance: Option<ByteLen>,
     /// Serve vhost-user-blk on this unix socket
     #[arg(long, visible_alias = "socket-path", value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,

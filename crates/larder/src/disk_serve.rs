@@ -117,6 +117,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
         size: arguments.cache_size,
         line: arguments.cache_line,
         mode: arguments.cache_mode,
+        endurance: arguments.cache_endurance,
     };
     let cache = cache.options(arguments.share).map_err(|error| anyhow!("--{error}"))?;
     Ok(DiskConfig {

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use larder_vm::control::fetch_disks;
-use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, Latency, PrefetchState};
+use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, Latency, MissRatio, PrefetchState};
 use larder_vm::image::{cache_mode_words, parse_cache_mode};
 
 use crate::cli::{Output, StatusArguments};
@@ -90,7 +90,27 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
     lines.line("  brought in", human(cache.filled));
     lines.line("  not kept", format!("{} reads, for want of time", cache.bypassed_busy));
     lines.line("  left", format!("{} lines, to make room", cache.evicted));
-    lines.line("  bookkeeping", format!("{} written", human(cache.metadata_written)));
+    let budget = cache
+        .endurance
+        .map_or(String::new(), |bytes| format!(", of {} a day", human(bytes)));
+    lines.line(
+        "  its device",
+        format!(
+            "{} read, {} written{budget}",
+            human(cache.cache_read),
+            human(cache.cache_written)
+        ),
+    );
+    lines.line("    bookkeeping", format!("{} written", human(cache.metadata_written)));
+    lines.line(
+        "  the disk",
+        format!("{} read, {} written", human(cache.disk_read), human(cache.disk_written)),
+    );
+    let of = |ratio: &MissRatio| format!("{:.1} % ({})", 100.0 * ratio.miss_ratio, human(ratio.capacity));
+    let ratios: Vec<String> = cache.miss_ratios.iter().map(of).collect();
+    if !ratios.is_empty() {
+        lines.line("  LRU would miss", ratios.join(", "));
+    }
 }
 
 fn latency_text(latency: &Latency) -> String {

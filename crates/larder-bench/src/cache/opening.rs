@@ -395,6 +395,7 @@ async fn fill(on: &Loop, disk: &Rc<dyn BlockDevice>, fast: &Rc<dyn BlockDevice>)
         detached: None,
         witness: Box::new(NoWitness),
         boot: [0; 16],
+        endurance: None,
         cleaning: CleanOptions::default(),
         load_ahead: true,
         settling: SettleOptions::default(),

@@ -77,6 +77,8 @@ impl Cached {
         // Otherwise as before.
         let mode = random.chance(900).then(|| self.modes.draw(&mut random));
         let load_ahead = random.chance(500);
+        let endurance = random.chance(300).then(|| random.pick(&[1, 8, 64]));
+        let endurance = endurance.map(ByteLen::mib);
         let boot = boot_of(fast, &mut random)?;
         let cleaning = CleanOptions {
             after: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
@@ -96,6 +98,7 @@ impl Cached {
             boot,
             cleaning,
             load_ahead,
+            endurance,
             settling,
         };
         Ok(Cache::open(on, lower, Rc::clone(fast) as _, options).await?)

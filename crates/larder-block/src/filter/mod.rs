@@ -2,6 +2,7 @@
 
 pub mod align;
 pub mod keep_space;
+pub mod meter;
 pub mod stay_raw;
 pub mod throttle;
 

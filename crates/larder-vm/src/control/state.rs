@@ -3,22 +3,22 @@
 
 use std::time::Duration;
 
-use larder_block::Geometry;
 use larder_block::histogram::{Bucket, Histogram, quantile};
+use larder_block::{ByteLen, Geometry};
 use larder_prefetch::{PrefetchOptions, Statistics};
 use serde::{Deserialize, Serialize};
 
 use crate::image::{Format, ImageAddress, OpenCache, absolute, cache_mode_name};
 
 /// The answer to `GET /v1/disks`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Disks {
     /// All that the process serves.
     pub disks: Vec<DiskState>,
 }
 
 /// A disk.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DiskState {
     /// The image, as the server was told; what is no text in a path is replaced.
     pub image: String,
@@ -59,7 +59,7 @@ impl DiskState {
 }
 
 /// What a cache has done, and holds; see [`larder_cache::Statistics`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CacheState {
     /// The file, block device or NBD export that it is on; of a path the absolute one.
     pub file: String,
@@ -101,12 +101,40 @@ pub struct CacheState {
     pub evicted: u64,
     /// Bytes written of what it knows of its lines.
     pub metadata_written: u64,
+    /// Bytes read from the disk for whatever reason, and written to it.
+    #[serde(default)]
+    pub disk_read: u64,
+    /// See above.
+    #[serde(default)]
+    pub disk_written: u64,
+    /// Bytes read from the cache's device for whatever reason, and written to it.
+    #[serde(default)]
+    pub cache_read: u64,
+    /// See above.
+    #[serde(default)]
+    pub cache_written: u64,
+    /// Bytes that may be written to the cache's device in a day; `None`: any number.
+    #[serde(default)]
+    pub endurance: Option<u64>,
+    /// How often caches of other sizes would have missed lines so far, if they kept what was used last (LRU). From the
+    /// smallest on; empty if nothing was used.
+    #[serde(default)]
+    pub miss_ratios: Vec<MissRatio>,
     /// How long reads took that the cache had all of.
     #[serde(default)]
     pub hit_latency: Latency,
     /// How long reads took that the disk was needed for.
     #[serde(default)]
     pub miss_latency: Latency,
+}
+
+/// What a cache of another size would do.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MissRatio {
+    /// Bytes of the disk that it can hold.
+    pub capacity: u64,
+    /// The share of uses of lines that would have missed, 0 to 1.
+    pub miss_ratio: f64,
 }
 
 /// How long something took, of all requests since the start of the server; times in nanoseconds.
@@ -185,6 +213,11 @@ impl CacheState {
         let done = cache.layer.statistics();
         let shape = cache.layer.shape();
         let in_lines = |lines: u64| lines * shape.line_len();
+        let miss_ratios = cache.layer.miss_ratios().into_iter();
+        let miss_ratios = miss_ratios.map(|(capacity, miss_ratio)| MissRatio {
+            capacity: capacity.get(),
+            miss_ratio,
+        });
         Self {
             file: absolute(&cache.file),
             mode: cache_mode_name(cache.layer.mode()).to_owned(),
@@ -208,6 +241,12 @@ impl CacheState {
             bypassed_busy: done.bypassed_busy,
             evicted: done.evicted,
             metadata_written: done.metadata_written,
+            disk_read: done.disk_read,
+            disk_written: done.disk_written,
+            cache_read: done.cache_read,
+            cache_written: done.cache_written,
+            endurance: cache.endurance.map(ByteLen::get),
+            miss_ratios: miss_ratios.collect(),
             hit_latency: Latency::new(&cache.layer.hit_latency()),
             miss_latency: Latency::new(&cache.layer.miss_latency()),
         }

@@ -60,6 +60,23 @@ pub const CACHE_LINE_DEFAULT: ByteLen = ByteLen::new(4 << 10);
 /// The longest line, in bytes.
 const LINE_MAX: ByteLen = ByteLen::new(64 << 10);
 
+/// The least that may be written to a cache in a day, in bytes.
+const CACHE_ENDURANCE_MIN: ByteLen = ByteLen::mib(64);
+
+/// Reads what may be written to a cache in a day.
+///
+/// # Errors
+/// It is no size, or too little for any use, as a text for people.
+pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
+    let bytes: ByteLen = text
+        .parse()
+        .map_err(|error: larder_block::SizeError| error.to_string())?;
+    match bytes >= CACHE_ENDURANCE_MIN {
+        true => Ok(bytes),
+        false => Err(format!("give {CACHE_ENDURANCE_MIN} a day at least")),
+    }
+}
+
 /// Reads how long a line of a cache is.
 ///
 /// # Errors
@@ -85,6 +102,8 @@ pub struct CacheWish {
     pub line: Option<ByteLen>,
     /// What is done with writes.
     pub mode: Option<Mode>,
+    /// What may be written to it in a day.
+    pub endurance: Option<ByteLen>,
 }
 
 /// Why a wish contradicts itself. The names are those of the options, with or without dashes.
@@ -110,6 +129,7 @@ impl CacheWish {
                 ("cache-size", self.size.is_some()),
                 ("cache-line", self.line.is_some()),
                 ("cache-mode", self.mode.is_some()),
+                ("cache-endurance", self.endurance.is_some()),
             ];
             return match alone.iter().find(|(_, is_there)| *is_there) {
                 Some((name, _)) => Err(CacheWishError::NoFile(name)),
@@ -123,6 +143,7 @@ impl CacheWish {
                 size: self.size,
                 line: self.line,
                 mode: self.mode,
+                endurance: self.endurance,
             })),
         }
     }
@@ -139,6 +160,8 @@ pub struct CacheOptions {
     pub line: Option<ByteLen>,
     /// What is done with writes; if nothing is said, as it was left, or write-through.
     pub mode: Option<Mode>,
+    /// What may be written to it in a day; see [`OpenOptions::endurance`].
+    pub endurance: Option<ByteLen>,
 }
 
 /// A cache that is open.
@@ -149,6 +172,8 @@ pub struct OpenCache {
     pub file: ImageAddress,
     /// How large that is.
     pub size: ByteLen,
+    /// What may be written to it in a day.
+    pub endurance: Option<ByteLen>,
     note: Note,
 }
 
@@ -288,6 +313,7 @@ pub(super) async fn open_over(
         layer,
         file: wish.file.clone(),
         size: fast.geometry().size,
+        endurance: wish.endurance,
         note,
     })
 }
@@ -447,6 +473,7 @@ async fn open_on(
         boot: [0; 16],
         load_ahead: true,
         settling: SettleOptions::default(),
+        endurance: wish.endurance,
         cleaning: CleanOptions::default(),
     };
     let cache = Cache::open(on, Rc::clone(disk.device), Rc::clone(fast), open).await?;

@@ -175,6 +175,9 @@ impl Disk {
         if let Some(mode) = wish.mode {
             arguments.extend(["--cache-mode".into(), cache_mode_name(mode).into()]);
         }
+        if let Some(endurance) = wish.endurance {
+            arguments.extend(["--cache-endurance".into(), endurance.get().to_string().into()]);
+        }
         arguments
     }
 

@@ -122,7 +122,7 @@ fn a_cache_whose_server_has_gone_is_not_waited_for_as_long_as_a_disk() {
 fn a_cache_that_is_slower_than_the_disk_is_left_alone_for_a_while() {
     let place = Place::new();
     let image = place.image("disk.raw", 16);
-    let fast = Fast::with_delay(&place, 20);
+    let fast = Fast::with_delay(&place, 50);
     let served = place.start(place.serve_command(&image, &fast.uri, &[]));
     served.warm_up(1);
     served.settle();
@@ -137,7 +137,7 @@ fn a_cache_that_is_slower_than_the_disk_is_left_alone_for_a_while() {
         .expect("buckets")
         .iter()
         .fold(0, |slow, bucket| {
-            let is_slow = bucket["below_ns"].as_u64().is_none_or(|below| below > 20_000_000);
+            let is_slow = bucket["below_ns"].as_u64().is_none_or(|below| below > 50_000_000);
             slow + if is_slow {
                 bucket["count"].as_u64().expect("a number")
             } else {

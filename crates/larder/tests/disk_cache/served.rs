@@ -306,3 +306,59 @@ fn status_tells_of_the_cache() {
         assert!(said.contains(part), "'{part}' in {said}");
     }
 }
+
+#[test]
+fn no_more_is_written_to_the_ssd_in_a_day_than_it_may() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let day = 64 * MIB;
+    let options = ["--cache-size", "32M", "--cache-endurance", "64M"];
+    let served = place.serve(&image, &place.path("cache"), &options);
+    assert_eq!(served.count("endurance"), day);
+    // A 24th of a day's may be written at once; what comes within a minute is little.
+    let at_once = day / 24 + MIB / 8;
+    for _ in 0..3 {
+        served.read_all(16);
+    }
+    let held = served.count("occupancy");
+    assert!(held > MIB && held < at_once, "{}", served.cache());
+    served.settle();
+    let written = served.count("cache_written");
+    assert!(written <= at_once, "{}", served.cache());
+    // What is there and is written leaves the cache, and what is not does not come.
+    served.io(&["write -P 9 0 8M", "read -P 9 0 8M", "read -P 7 8M 8M"]);
+    assert!(served.count("cache_written") < written + MIB, "{}", served.cache());
+    let said = tool(text(larder()), &["status", text(&served.control)]);
+    assert!(said.contains("of 64 MiB a day"), "{said}");
+    served.kill();
+    let served = place.serve(&image, &place.path("cache"), &[]);
+    served.io(&["read -P 9 0 8M", "read -P 7 8M 8M"]);
+}
+
+#[test]
+fn what_a_cache_of_another_size_would_do_is_told() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let served = place.serve(&image, &place.path("cache"), &["--cache-size", "8M"]);
+    assert_eq!(served.cache()["miss_ratios"], serde_json::json!([]));
+    // Round and round: what does not hold all of it never has what is asked for next.
+    for _ in 0..4 {
+        served.read_all(4);
+    }
+    let cache = served.cache();
+    let ratios = cache["miss_ratios"].as_array().expect("a list");
+    for ratio in ratios {
+        let (capacity, misses) = (ratio["capacity"].as_u64(), ratio["miss_ratio"].as_f64());
+        let (capacity, misses) = (capacity.expect("bytes"), misses.expect("a share"));
+        let expected = if capacity < 4 * MIB { 1.0 } else { 0.25 };
+        assert!((misses - expected).abs() < 0.05, "{cache}");
+    }
+    assert!(ratios.len() > 4, "{cache}");
+    let bytes = |name: &str| cache[name].as_u64().expect("bytes");
+    assert!(bytes("disk_read") + bytes("hit_bytes") >= 16 * MIB, "{cache}");
+    assert!(bytes("cache_read") >= bytes("hit_bytes"), "{cache}");
+    assert!(
+        bytes("cache_written") >= bytes("filled") + bytes("metadata_written"),
+        "{cache}"
+    );
+}

@@ -1,0 +1,61 @@
+//! Counts what goes to and comes from a device.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::{BlockDevice, Io, WriteFlags};
+use crate::filter::Filter;
+use crate::units::{ByteLen, ByteOffset};
+
+/// Bytes that were asked for so far.
+#[derive(Default, Debug)]
+pub struct Meter {
+    read: Cell<u64>,
+    written: Cell<u64>,
+}
+
+impl Meter {
+    /// Bytes asked of the device by reads.
+    pub fn read(&self) -> ByteLen {
+        ByteLen::new(self.read.get())
+    }
+
+    /// Bytes given to it by writes; without zeroes, of which only the number is told to it.
+    pub fn written(&self) -> ByteLen {
+        ByteLen::new(self.written.get())
+    }
+}
+
+struct Metered {
+    lower: Rc<dyn BlockDevice>,
+    meter: Rc<Meter>,
+}
+
+/// `lower`, and what is counted of it from now on.
+pub fn metered(lower: Rc<dyn BlockDevice>) -> (Rc<dyn BlockDevice>, Rc<Meter>) {
+    let meter = Rc::<Meter>::default();
+    let device = Metered {
+        lower,
+        meter: Rc::clone(&meter),
+    };
+    (Rc::new(device), meter)
+}
+
+impl Filter for Metered {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        let read = &self.meter.read;
+        read.set(read.get() + buffer.byte_len().get());
+        self.lower.read(start, buffer)
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        let written = &self.meter.written;
+        written.set(written.get() + buffer.byte_len().get());
+        self.lower.write(start, buffer, flags)
+    }
+}
