@@ -2,6 +2,7 @@
 //! `larder disk cache`.
 
 mod commands;
+mod damaged;
 mod failing;
 mod refused;
 mod served;
