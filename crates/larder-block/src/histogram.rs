@@ -44,9 +44,14 @@ pub struct Bucket {
 impl Histogram {
     /// Counts a time.
     pub fn add(&mut self, time: Duration) {
+        self.add_many(time, 1);
+    }
+
+    /// Counts a time so many times.
+    pub fn add_many(&mut self, time: Duration, count: u32) {
         let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.counts[index(nanos)] += 1;
-        self.sum += time;
+        self.counts[index(nanos)] += u64::from(count);
+        self.sum += time * count;
         self.max = self.max.max(time);
     }
 

@@ -195,7 +195,7 @@ impl Cache {
             }
             return self.lower.write(range.start, buffer, flags).await;
         }
-        let context = self.context(self.now(), Access::Write, range.len.get());
+        let context = self.context(self.turn_time(), Access::Write, range.len.get());
         let mut writing = Writing {
             cache: self,
             places: SmallVec::new(),

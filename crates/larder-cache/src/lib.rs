@@ -450,6 +450,11 @@ impl Cache {
         self.on.upgrade().map(|on| on.now()).unwrap_or_default()
     }
 
+    /// The same, and cheap: when a request began, to the length of a turn of the loop.
+    fn turn_time(&self) -> LoopTime {
+        self.on.upgrade().map(|on| on.turn_time()).unwrap_or_default()
+    }
+
     /// Whether a line that is not in the cache shall be brought in. To be asked once for each request.
     fn admits(&self, line: Line, context: Context) -> bool {
         let set = self.shape.set_of(line);

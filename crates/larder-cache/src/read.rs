@@ -54,7 +54,7 @@ impl Cache {
             let slot = index.find(line).filter(|_| index.is_loaded(set))?;
             (index.visible(slot) & part.sectors == part.sectors).then_some(slot)?
         };
-        let since = self.now();
+        let since = self.turn_time();
         if self.pace.rests(since) || (self.may_be_dirty.get() && self.is_loose_unwritten(slot)) {
             return None;
         }
@@ -65,10 +65,13 @@ impl Cache {
             counts.hits += 1;
             counts.hit_bytes += range.len.get();
         }
+        let begin = self.pace.times_this_one().then(|| self.now());
         let mut read = self.fast.read(self.data_at(slot, range.start), buffer);
         let pin = match read.result_now() {
             Some(Ok(())) => {
-                self.pace.hit(since, self.now());
+                if let Some(begin) = begin {
+                    self.pace.hit_in_call(begin, self.now());
+                }
                 return Some(Io::ready(Ok(())));
             }
             Some(Err(error)) => return Some(Io::task(self.read_failed(error, slot, part, range, buffer))),
@@ -82,7 +85,7 @@ impl Cache {
     }
 
     async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
-        let since = self.now();
+        let since = self.turn_time();
         self.load_range(range, Operation::Read).await?;
         self.undone(Operation::Read, range).await?;
         let part_of = |piece: ByteRange| {
@@ -236,7 +239,7 @@ impl Cache {
             .lines_of(piece)
             .filter(|line| is_wanted(*line))
             .collect::<SmallVec<[Line; 16]>>();
-        if lines.is_empty() || !self.is_used() || self.pace.rests(self.now()) {
+        if lines.is_empty() || !self.is_used() || self.pace.rests(self.turn_time()) {
             return self.lower.read(piece.start, buffer).await;
         }
         self.read_and_fill(piece, buffer, &lines, context).await

@@ -83,7 +83,7 @@ impl Cache {
         if self.usage.budgeted.is_none() {
             return false;
         }
-        let now = Duration::from_nanos(self.now().as_nanos());
+        let now = Duration::from_nanos(self.turn_time().as_nanos());
         self.tell_written(now);
         self.index.borrow_mut().policy.is_spent(bytes.get(), now)
     }

@@ -90,7 +90,7 @@ impl Cache {
         buffer: WriteBuf<'_>,
         flags: WriteFlags,
     ) -> Result<Option<IoResult>, Failed> {
-        let context = self.context(self.now(), Access::Write, range.len.get());
+        let context = self.context(self.turn_time(), Access::Write, range.len.get());
         self.allow_dirty().await?;
         let mut places = self.places_there(range, context);
         self.premark(&places).await?;

@@ -85,6 +85,8 @@ struct Core {
     remote: Remote,
     timers: RefCell<Timers>,
     clock: Clock,
+    /// See [`Loop::turn_time`].
+    turn: Cell<Option<LoopTime>>,
     ring: Option<Ring>,
     pollers: RefCell<Vec<Rc<dyn Poller>>>,
     poll_max: Cell<Duration>,
@@ -217,6 +219,7 @@ impl Loop {
             remote,
             timers: RefCell::default(),
             clock,
+            turn: Cell::new(None),
             ring,
             pollers: RefCell::default(),
             poll_max: Cell::new(poll_max),
@@ -237,6 +240,12 @@ impl Loop {
     /// The present, in the loop's time.
     pub fn now(&self) -> LoopTime {
         self.0.now()
+    }
+
+    /// The time of this turn of the loop: that at which it was first asked for since the loop last looked at all its
+    /// sources of work. Asking the clock costs more than some requests do.
+    pub fn turn_time(&self) -> LoopTime {
+        self.0.turn_time()
     }
 
     /// What the loop has done so far.
@@ -323,6 +332,7 @@ impl Loop {
         core.enqueue(main);
         let mut idle = Idle::new(core);
         loop {
+            core.turn.set(None);
             let mut worked = false;
             let count = core.ready.borrow().len();
             for _ in 0..count {
@@ -412,6 +422,14 @@ impl Core {
         }
     }
 
+    fn turn_time(&self) -> LoopTime {
+        self.turn.get().unwrap_or_else(|| {
+            let now = self.now();
+            self.turn.set(Some(now));
+            now
+        })
+    }
+
     fn insert_task(&self, task: Rc<dyn Task>) -> TaskIndex {
         let slot = TaskSlot {
             task: Some(task),
@@ -493,7 +511,7 @@ impl Core {
         if self.timers.borrow().is_empty() {
             return false;
         }
-        let now = self.now();
+        let now = self.turn_time();
         let mut any = false;
         loop {
             let expired = self.timers.borrow_mut().pop_expired(now);
