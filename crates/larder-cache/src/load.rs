@@ -5,6 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::ops::Range;
 
+use larder_block::event_loop::yield_now;
 use larder_block::range_lock::{Mode as Hold, Ranges};
 use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, ReadBuf};
 
@@ -111,6 +112,8 @@ impl Cache {
         for (set, pair) in sets.zip(bytes.chunks_exact(pair_len)) {
             if !self.index.borrow().is_loaded(set) {
                 self.take_up(set, pair);
+                // A set takes a while, and requests come first.
+                yield_now().await;
             }
         }
         Ok(())
@@ -203,22 +206,18 @@ impl Cache {
             let mut index = self.index.borrow_mut();
             index.set_page_second(set, is_second);
             let mut hotness = Vec::new();
-            let mut seen: Vec<(u32, usize)> = Vec::new();
-            let mut kept = vec![true; entries.len()];
-            for (way, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
-                kept[way] = self.believed(set, entry) != 0 && self.is_inside(set, entry);
-                if !kept[way] {
-                    continue;
-                }
+            let is_kept = |(_, entry): &(usize, &Entry)| {
+                !entry.is_empty() && self.believed(set, entry) != 0 && self.is_inside(set, entry)
+            };
+            let by_way = entries.iter().enumerate().filter(is_kept);
+            let mut by_tag: Vec<(u32, usize)> = by_way.map(|(way, entry)| (entry.tag, way)).collect();
+            by_tag.sort_unstable();
+            let mut kept = vec![false; entries.len()];
+            for copies in by_tag.chunk_by(|one, other| one.0 == other.0) {
                 // Of a line that is there twice, the copy that is dirty was made later.
-                match seen.iter_mut().find(|(tag, _)| *tag == entry.tag) {
-                    None => seen.push((entry.tag, way)),
-                    Some((_, other)) if entry.dirty != 0 => {
-                        kept[*other] = false;
-                        *other = way;
-                    }
-                    Some(_) => kept[way] = false,
-                }
+                let is_dirty = |(_, way): &&(u32, usize)| entries[*way].dirty != 0;
+                let newest = copies.iter().rev().find(is_dirty).or(copies.first());
+                newest.into_iter().for_each(|(_, way)| kept[*way] = true);
             }
             for (way, entry) in entries.iter().enumerate().filter(|(_, entry)| !entry.is_empty()) {
                 let slot = Slot::new(set, way as u32);
