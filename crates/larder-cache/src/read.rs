@@ -96,23 +96,19 @@ impl Cache {
         let mut missing = ByteRange::default();
         let context = self.context(since, Access::Read, range.len.get());
         let (mut found, mut hit_bytes) = (false, 0);
-        let rests = self.pace.rests(since);
+        // Of a cache that is not used, or rests, only what nobody else has.
+        let (is_used, rests) = (self.is_used(), self.pace.rests(since));
         let mut is_bypassed = false;
         for part in self.shape.parts_of(range) {
             let slot = self.index.borrow().find(part.line);
             let valid = slot.map_or(0, |slot| {
                 let index = self.index.borrow();
-                let all = match self.is_used() {
-                    true => index.visible(slot),
-                    false => 0,
-                };
-                // Only what nobody else has.
-                let dirty = index.dirty(slot);
-                is_bypassed |= rests && all & part.sectors & !dirty != 0;
-                match self.is_used() && !rests {
-                    true => all,
-                    false => dirty,
+                if is_used && !rests {
+                    return index.visible(slot);
                 }
+                let dirty = index.dirty(slot);
+                is_bypassed |= is_used && index.visible(slot) & part.sectors & !dirty != 0;
+                dirty
             });
             for (inside, piece) in runs(part, valid) {
                 match (inside, slot) {

@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use larder_bench::campaign::Random;
+
 use crate::support::tool;
 use crate::{MIB, Place, text};
 
@@ -12,19 +14,6 @@ const CACHE: u64 = 4 * MIB;
 
 /// Bytes that are damaged in each part, after each way to end.
 const FLIPS: u64 = 10;
-
-/// Numbers that are the same each time.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        (self.0 >> 33) % limit
-    }
-}
 
 /// Writes and reads all over the disk, some again and again, so that lines come, change and leave.
 fn work(random: &mut Random) -> Vec<String> {
@@ -50,7 +39,7 @@ fn check(image: &Path, uri: &str) {
 
 #[test]
 fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
-    let mut random = Random(7);
+    let mut random = Random::new(7);
     for stops in [true, false] {
         let place = Place::new();
         let image = place.image("disk.raw", IMAGE_MIB);
@@ -58,10 +47,10 @@ fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
         let served = place.serve(&image, &cache, &["--cache-size", &CACHE.to_string()]);
         let capacity = served.count("capacity");
         for _ in 0..2 {
-            served.io(&work(&mut random).iter().map(String::as_str).collect::<Vec<_>>());
+            served.io(&work(&mut random));
             served.settle();
         }
-        served.io(&work(&mut random).iter().map(String::as_str).collect::<Vec<_>>());
+        served.io(&work(&mut random));
         place.noted(&image);
         match stops {
             true => drop(served.stop()),

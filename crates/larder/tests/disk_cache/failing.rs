@@ -127,7 +127,7 @@ fn a_cache_that_is_slower_than_the_disk_is_left_alone_for_a_while() {
     served.warm_up(1);
     served.settle();
     let reads: Vec<String> = (0..128).map(|at| format!("read -P 7 {}k 4k", 4 * at)).collect();
-    served.io(&reads.iter().map(String::as_str).collect::<Vec<_>>());
+    served.io(&reads);
     let (hits, bypassed) = (served.count("hits"), served.count("bypassed_slow"));
     assert!(hits > 0 && bypassed > 0, "{}", served.cache());
     let status = served.cache();

@@ -126,8 +126,8 @@ pub(crate) fn assert_fails(command: Command, words: &[&str]) -> String {
 }
 
 /// Runs commands of qemu-io on an image, which must all succeed, with what they verify.
-pub(crate) fn qemu_io(format: &str, image: &str, commands: &[&str]) {
-    let commands = commands.iter().flat_map(|command| ["-c", command]);
+pub(crate) fn qemu_io(format: &str, image: &str, commands: &[impl AsRef<str>]) {
+    let commands = commands.iter().flat_map(|command| ["-c", command.as_ref()]);
     let all: Vec<&str> = ["-f", format].into_iter().chain(commands).chain([image]).collect();
     let said = tool("qemu-io", &all);
     assert!(!said.contains("failed"), "{said}");
@@ -141,7 +141,7 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    pub(crate) fn io(&self, commands: &[&str]) {
+    pub(crate) fn io(&self, commands: &[impl AsRef<str>]) {
         qemu_io("raw", &self.uri, commands);
     }
 
