@@ -22,6 +22,9 @@ use crate::parts::Part;
 use crate::place::Place;
 use crate::shape::{Sectors, Slot};
 
+/// So many dirty lines are looked for at least when somebody asks for extents.
+const DIRTY_AT_ONCE: usize = 1024;
+
 /// Parts of a write and where they go.
 type Places<'a> = SmallVec<[(Part, Place<'a>); 2]>;
 
@@ -313,11 +316,19 @@ impl Cache {
 
     /// What the disk has, and what only the cache has.
     pub(crate) async fn extents_of(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
-        let below = self.lower.extents(range, limit).await?;
         if !self.may_be_dirty.get() {
-            return Ok(below);
+            return self.lower.extents(range, limit).await;
         }
         self.load_all().await?;
+        // Before the disk is asked: of a line that is cleaned meanwhile it may say what was there before.
+        let count = limit.max(DIRTY_AT_ONCE);
+        let dirty = self.index.borrow().dirty.within(self.shape.lines_of(range), count);
+        let known = match dirty.last() {
+            // Behind as many as were looked for nothing is known.
+            Some(last) if dirty.len() >= count => ByteRange::between(range.start, self.range_of(0..last + 1).end()),
+            _ => range,
+        };
+        let below = self.lower.extents(range.intersection(known), limit).await?;
         self.undone(Operation::Extents, range).await?;
         let mut extents: Vec<Extent> = Vec::new();
         let mut push = |range: ByteRange, kind: ExtentKind| match extents.last_mut() {
@@ -326,24 +337,20 @@ impl Cache {
             _ => extents.push(Extent { range, kind }),
         };
         for Extent { range, kind } in below {
-            let mut at = range.start;
             let lines = self.shape.lines_of(range);
+            let place_of = |line| dirty.partition_point(|other| *other < line);
             let dirty = match kind {
-                ExtentKind::Data => Vec::new(),
-                _ => self.index.borrow().dirty.within(lines, limit),
+                ExtentKind::Data => &[],
+                _ => &dirty[place_of(lines.start)..place_of(lines.end)],
             };
-            for line in &dirty {
+            let mut at = range.start;
+            for line in dirty {
                 let part = self.range_of(*line..line + 1).intersection(range);
                 push(ByteRange::between(at, part.start), kind);
                 push(part, ExtentKind::Data);
                 at = part.end();
             }
-            // Behind as many as were looked for nothing is known.
-            if dirty.len() < limit {
-                push(ByteRange::between(at, range.end()), kind);
-            } else {
-                break;
-            }
+            push(ByteRange::between(at, range.end()), kind);
         }
         extents.truncate(limit.max(1));
         Ok(extents)
