@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::future::pending;
+use std::future::{pending, ready};
 use std::io;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
@@ -364,9 +364,18 @@ impl SimulatedDevice {
         Ok(())
     }
 
-    fn extents_now(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
+    async fn extents_steps(&self, range: ByteRange, limit: usize, plan: Plan) -> IoResult<Vec<Extent>> {
+        let (begin, end) = self.begin(&plan).await;
+        self.wait_until(self.moment(begin, end)).await;
+        let found = self.finish_extents(range, limit, plan.failure);
+        self.wait_until(end).await;
+        found
+    }
+
+    fn finish_extents(&self, range: ByteRange, limit: usize, failure: Option<Failure>) -> IoResult<Vec<Extent>> {
+        // It may have become shorter meanwhile.
         self.checked(Operation::Extents, range)?;
-        if let Some(failure) = self.plan(Operation::Extents, range).failure {
+        if let Some(failure) = failure {
             return Err(self.error(Operation::Extents, range, failure));
         }
         let medium = &self.state.borrow().medium;
@@ -628,7 +637,14 @@ impl BlockDevice for SimulatedDevice {
         if self.is_stopped() {
             return Box::pin(pending());
         }
-        Box::pin(std::future::ready(self.extents_now(range, limit)))
+        if let Err(error) = self.checked(Operation::Extents, range) {
+            return Box::pin(ready(Err(error)));
+        }
+        let plan = self.plan(Operation::Extents, range);
+        if plan.delay.is_some() || plan.stuck {
+            return Box::pin(self.extents_steps(range, limit, plan));
+        }
+        Box::pin(ready(self.finish_extents(range, limit, plan.failure)))
     }
 
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
