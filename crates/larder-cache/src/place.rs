@@ -345,7 +345,8 @@ impl Cache {
         self.index
             .borrow_mut()
             .set_sectors(slot, memory.valid & !sectors, memory.dirty & !sectors);
-        if place.last.valid & sectors == 0 {
+        if place.last.believed() & sectors == 0 {
+            // So there is nothing to be said, and no loose record that a firm one would take the place of too early.
             return place.commits > 0;
         }
         let mut entry = place.last;

@@ -214,7 +214,12 @@ impl Cache {
             // A firm record takes the place of the loose one, which is to be firm before.
             self.harden_queued().await?;
         }
-        let mut commits = false;
+        // What a write that was given up has asked for may not be written yet.
+        let is_asked_for = |(_, place): &(Part, Place<'_>)| {
+            let ledger = self.ledger.borrow();
+            ledger.get(place.slot()).is_some_and(|place| place.commits > 0)
+        };
+        let mut commits = places.iter().any(is_asked_for);
         for (part, place) in places.iter().filter(is_clean) {
             let slot = place.slot();
             let Some(last) = self.ledger.borrow().get(slot).map(|place| place.last) else {
