@@ -10,6 +10,7 @@ use larder_block::{ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFla
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
+use crate::commit::Failed;
 use crate::entry::Entry;
 use crate::flushing::Flushing;
 use crate::parts::Part;
@@ -190,10 +191,10 @@ impl Cache {
         // Of another mode's time.
         self.make_clean(range).await?;
         if !self.keeps_write(range) {
-            if self.retract(range, Retract::All).await.is_err() {
-                self.leave_to_disk(Operation::Write, range).await?;
-            }
-            return self.lower.write(range.start, buffer, flags).await;
+            return match self.retract(range, Retract::All).await {
+                Ok(()) => self.lower.write(range.start, buffer, flags).await,
+                Err(Failed) => self.write_past(range, buffer, flags).await,
+            };
         }
         let context = self.context(self.turn_time(), Access::Write, range.len.get());
         let mut writing = Writing {
@@ -212,8 +213,8 @@ impl Cache {
             }
         }
         if commits && self.commit().await.is_err() {
-            self.leave_to_disk(Operation::Write, range).await?;
-            return self.lower.write(range.start, buffer, flags).await;
+            drop(writing);
+            return self.write_past(range, buffer, flags).await;
         }
         for part in self.shape.parts_of(range) {
             let is_there = writing.places.iter().any(|(other, _)| other.line == part.line);
@@ -337,8 +338,7 @@ impl Cache {
             self.flush_disk().await?;
             if self.retract(piece, Retract::All).await.is_err() {
                 self.detached(operation, piece).await?;
-                self.note_superseded(operation, piece).await?;
-                self.forget(piece);
+                return self.outdate(operation, piece).await;
             }
         }
         self.undone(operation, piece).await

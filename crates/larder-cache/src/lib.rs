@@ -12,6 +12,7 @@
 //! - A line is written down only after its data has been flushed ([`settle`]).
 //! - The cache device is never waited for where the disk can answer; if it fails, the disk is all there is.
 
+mod apart;
 mod change;
 mod clean;
 mod commit;
@@ -365,26 +366,6 @@ impl Cache {
         let noted = self.witness.supersede(whole).await;
         noted.map_err(|_| self.refused(Operation::Flush, whole))?;
         self.may_be_dirty.set(false);
-        Ok(())
-    }
-
-    /// Has `range`, which is held, also in [`Cleaning::busy`], be what the disk has from now on, and for whoever opens the
-    /// cache, which has failed, next.
-    async fn leave_to_disk(&self, operation: Operation, range: ByteRange) -> IoResult {
-        self.detached(operation, range).await?;
-        match self.has_only(range) {
-            true => self.supersede(operation, range).await,
-            false => Ok(()),
-        }
-    }
-
-    /// Has the disk have all that there is of the lines of a range, and notes that.
-    async fn supersede(&self, operation: Operation, range: ByteRange) -> IoResult {
-        self.clean_range(operation, range).await?;
-        let lines = self.shape.lines_of(range);
-        let whole = range.widened(self.shape.line_len());
-        self.note_superseded(operation, whole).await?;
-        self.superseded.borrow_mut().insert_range(lines);
         Ok(())
     }
 

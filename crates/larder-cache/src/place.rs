@@ -278,18 +278,15 @@ impl Cache {
     /// there, which nobody is to see before.
     pub(crate) async fn undone(&self, operation: Operation, range: ByteRange) -> IoResult {
         while self.is_undoing(range) {
-            if self.commit().await.is_ok() {
+            if !self.has_failed() && self.commit().await.is_ok() {
                 continue;
             }
             self.detached(operation, range).await?;
-            // A cache that has failed takes out no more.
             let undoing = self.undoing.borrow().clone();
-            for (range, _) in undoing.iter().filter(|(undoing, _)| undoing.overlaps(range)) {
-                self.note_superseded(operation, *range).await?;
+            for noted in undoing.iter().filter(|(undoing, _)| undoing.overlaps(range)) {
+                self.note_superseded(operation, noted.0).await?;
+                self.undoing.borrow_mut().retain(|other| other != noted);
             }
-            self.undoing
-                .borrow_mut()
-                .retain(|(undoing, _)| !undoing.overlaps(range));
         }
         Ok(())
     }

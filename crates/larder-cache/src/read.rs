@@ -203,6 +203,8 @@ impl Cache {
         if self.index.borrow().dirty(slot) & part.sectors != 0 {
             return Err(error);
         }
+        // It may have been taken out meanwhile.
+        self.undone(Operation::Read, piece).await?;
         self.lower.read(piece.start, buffer).await
     }
 

@@ -7,7 +7,6 @@
 //!   disk has not. So what is old or new stays what it is, wherever the line goes.
 //! - Anywhere else a crash sees nothing until the record is firm.
 
-use larder_block::range_lock::Mode as Hold;
 use larder_block::{
     ByteLen, ByteRange, Extent, ExtentKind, Geometry, Io, IoResult, Operation, WriteBuf, WriteFlags, check_request,
     join,
@@ -278,14 +277,6 @@ impl Cache {
         let ledger = self.ledger.borrow();
         let place = ledger.get(slot);
         place.map_or_else(|| self.index.borrow().entry(slot), |place| place.after_kill())
-    }
-
-    /// A write to `range`, which is held, past a cache that has failed.
-    pub(crate) async fn write_apart(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
-        let lines = range.widened(self.shape.line_len());
-        let _alone = self.cleaning.busy.enter(lines, Hold::Exclusive).await;
-        self.leave_to_disk(Operation::Write, range).await?;
-        self.lower.write(range.start, buffer, flags).await
     }
 
     /// The next commit is to say something of a slot that outlives this process.

@@ -1,0 +1,132 @@
+//! A cache device that fails while it has data which the disk has not.
+
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+
+use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice};
+use larder_block::{
+    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Failure, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
+};
+use larder_cache::{
+    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
+};
+
+const LINE: usize = 4096;
+
+/// Where it is noted that the cache is not to be believed.
+#[derive(Clone, Default)]
+struct Notes(Rc<RefCell<Option<Detached>>>);
+
+impl Witness for Notes {
+    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
+        self.0.borrow_mut().get_or_insert_default();
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
+        self.0.borrow_mut().get_or_insert_default().superseded.push(range);
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
+        self.0.take();
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+async fn opened(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes) -> Rc<Cache> {
+    let options = OpenOptions {
+        mode: Some(Mode::WriteBack),
+        disk: DiskId::default(),
+        stamp: Box::new(Vec::new),
+        detached: notes.0.borrow().clone(),
+        witness: Box::new(notes.clone()),
+        boot: [1; 16],
+        endurance: None,
+        cleaning: CleanOptions::default(),
+        load_ahead: false,
+        settling: SettleOptions::default(),
+    };
+    let cache = Cache::open(on, Rc::clone(disk) as _, Rc::clone(fast) as _, options).await;
+    cache.expect("can be opened")
+}
+
+fn device(on: &Loop, size: ByteLen) -> Rc<SimulatedDevice> {
+    let options = Options {
+        latency: Latency::NONE,
+        ..Options::default()
+    };
+    SimulatedDevice::open(on, Medium::new(size, 512), options)
+}
+
+async fn write(cache: &Rc<Cache>, at: u64, byte: u8, len: usize) -> Result<(), Failure> {
+    let bytes = vec![byte; len];
+    let written = cache.write(ByteOffset::new(at), WriteBuf::new(&bytes), WriteFlags::NONE);
+    written.await.map_err(|error| error.failure())
+}
+
+async fn read(cache: &Rc<Cache>, at: u64) -> Result<u8, Failure> {
+    let mut bytes = vec![0xee; 512];
+    let read = cache.read(ByteOffset::new(at), ReadBuf::new(&mut bytes)).await;
+    read.map_err(|error| error.failure())?;
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]), "one write made all of it");
+    Ok(bytes[0])
+}
+
+#[test]
+fn what_cannot_be_read_any_more_can_be_written_over_and_stays_so() {
+    let on = Loop::simulated().expect("no kernel is needed");
+    on.block_on(async {
+        let (disk, fast) = (device(&on, ByteLen::mib(1)), device(&on, ByteLen::kib(256)));
+        let options = CreateOptions {
+            line_bits: LINE.trailing_zeros(),
+            mode: Mode::WriteBack,
+            uuid: [7; 16],
+            disk: DiskId::default(),
+            disk_size: ByteLen::mib(1),
+        };
+        create(&(Rc::clone(&fast) as Rc<dyn BlockDevice>), &options)
+            .await
+            .expect("has room");
+        let notes = Notes::default();
+        let cache = opened(&on, &disk, &fast, &notes).await;
+        for line in 0..4 {
+            write(&cache, line * LINE as u64, 1, LINE)
+                .await
+                .expect("the cache takes it");
+        }
+        assert_eq!(cache.statistics().dirty_lines, 4);
+        let error = Failure::Os(5);
+        fast.inject(Fault::always(Effect::Fail(error)).on(Operation::Read));
+        assert_eq!(read(&cache, 0).await, Err(error), "only the cache has it");
+        assert!(!cache.works());
+
+        // A whole line, a part of another, and a part that is cleared.
+        write(&cache, 0, 2, LINE).await.expect("it need not be read");
+        write(&cache, LINE as u64 + 1024, 2, 512)
+            .await
+            .expect("it need not be read");
+        let part = ByteRange::new(2 * LINE as u64 + 1024, 512);
+        let zeroed = cache.write_zeroes(part, larder_block::ZeroFlags::default());
+        zeroed.await.expect("it need not be read");
+        let found = async |cache: &Rc<Cache>| {
+            let mut found = Vec::new();
+            for at in [0, 4096, 4096 + 1024, 8192, 8192 + 1024, 12288] {
+                found.push(read(cache, at).await);
+            }
+            found
+        };
+        let wanted = [Ok(2), Err(error), Ok(2), Err(error), Ok(0), Err(error)];
+        assert_eq!(found(&cache).await, wanted);
+        assert!(notes.0.borrow().is_some(), "who opens it next is to know");
+        drop(cache);
+
+        // The device works again: what was not written over is there.
+        fast.heal();
+        let cache = opened(&on, &disk, &fast, &notes).await;
+        assert_eq!(found(&cache).await, [Ok(2), Ok(1), Ok(2), Ok(1), Ok(0), Ok(1)]);
+        cache.close().await.expect("both devices work");
+        assert_eq!(cache.statistics().dirty_lines, 0);
+    });
+}
