@@ -361,6 +361,10 @@ impl Cache {
             self.fail(&error);
             return Err(Failed);
         }
+        if self.has_failed() {
+            // Writes may go past it already, and what is being brought in is as old as before them.
+            return Err(Failed);
+        }
         self.may_be_dirty.set(true);
         Ok(())
     }
