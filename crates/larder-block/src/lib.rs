@@ -4,6 +4,7 @@
 //! Start with [`device`] for what a block device promises, then [`event_loop`] for what runs it.
 
 pub mod backend;
+pub mod boot;
 pub mod buffer;
 pub mod buffer_pool;
 pub mod device;

@@ -1,6 +1,7 @@
 //! Cleaning: what only the cache has is written to the disk, in the order of the disk.
 //!
-//! Lines are cleaned when they have been dirty for a while, or when there are many.
+//! Lines are cleaned when they have been dirty for a while, when there are many, or when nobody wants anything of the disk.
+//! The guest comes first: beside its requests little is written at a time, and rested in between.
 //! A line stays dirty until the disk has been flushed; if it is written meanwhile it stays so, and what the disk got is
 //! one of the things that were once there, which nobody reads.
 
@@ -10,7 +11,9 @@ use std::ops::Range;
 use std::time::Duration;
 
 use larder_block::range_lock::{Mode as Hold, Ranges};
-use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, Operation, ReadBuf, WriteBuf, WriteFlags, join};
+use larder_block::{
+    AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, ReadBuf, WriteBuf, WriteFlags, join,
+};
 use smallvec::SmallVec;
 
 use crate::Cache;
@@ -23,6 +26,15 @@ const RUN_LEN: u64 = 256 << 10;
 
 /// So many of those are under way at most, before the disk is flushed.
 const RUNS: usize = 8;
+
+/// The same beside requests of the guest.
+const RUNS_BESIDE: usize = 2;
+
+/// Beside requests of the guest so many times as long is rested as was written; half as long if there is much to clean.
+const REST: u32 = 3;
+
+/// But no longer than this.
+const REST_MAX: Duration = Duration::from_millis(500);
 
 /// So many lines are cleaned at once for a change that must not find them dirty.
 const CLEANED_MAX: usize = 256;
@@ -37,6 +49,8 @@ pub struct CleanOptions {
     pub after: Duration,
     /// When more than so many of a hundred lines are dirty.
     pub percent: u8,
+    /// When nothing was asked of the disk for this time, or up to twice as long.
+    pub idle: Duration,
 }
 
 impl Default for CleanOptions {
@@ -44,6 +58,7 @@ impl Default for CleanOptions {
         Self {
             after: Duration::from_secs(30),
             percent: 20,
+            idle: Duration::from_secs(5),
         }
     }
 }
@@ -60,7 +75,13 @@ pub(crate) struct Cleaning {
     running: Cell<bool>,
     timed: Cell<bool>,
     /// Nobody but [`Cache::clean`] starts it any more.
-    pub(crate) stopped: Cell<bool>,
+    stopped: Cell<bool>,
+    /// So many wait for all to be clean.
+    waited_for: Cell<u32>,
+    /// Requests of the guest so far.
+    asked: Cell<u64>,
+    /// Bytes written to the disk so far.
+    pub(crate) written: Cell<u64>,
     /// Why it could not be done the last time.
     error: RefCell<Option<IoError>>,
     ended: Waiters,
@@ -76,9 +97,23 @@ impl Cleaning {
             running: Cell::new(false),
             timed: Cell::new(false),
             stopped: Cell::new(false),
+            waited_for: Cell::new(0),
+            asked: Cell::new(0),
+            written: Cell::new(0),
             error: RefCell::default(),
             ended: Waiters::default(),
         }
+    }
+
+    /// The guest wants something.
+    pub(crate) fn is_asked(&self) {
+        self.asked.set(self.asked.get().wrapping_add(1));
+    }
+
+    /// Nothing is cleaned in the background any more, when this completes, nor will be.
+    pub(crate) async fn stop(&self) {
+        self.stopped.set(true);
+        self.ended.until(|| !self.running.get()).await;
     }
 
     /// A slot has been changed.
@@ -111,36 +146,69 @@ impl Drop for Busy<'_> {
     }
 }
 
+/// Somebody waits for all to be clean.
+struct WaitedFor<'a>(&'a Cell<u32>);
+
+impl<'a> WaitedFor<'a> {
+    fn new(count: &'a Cell<u32>) -> Self {
+        count.set(count.get() + 1);
+        Self(count)
+    }
+}
+
+impl Drop for WaitedFor<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
+    }
+}
+
 impl Cache {
     /// Starts to clean if there is a reason, or sees to it that it is thought of in time.
     pub(crate) fn clean_in_time(&self) {
         let cleaning = &self.cleaning;
-        let dirty = self.index.borrow().dirty.len();
-        if dirty == 0 || cleaning.stopped.get() {
+        let cannot = cleaning.stopped.get() || self.lower.geometry().read_only;
+        if cannot || self.index.borrow().dirty.len() == 0 {
             return;
         }
-        if dirty * 100 > self.shape.slots() * u64::from(cleaning.options.percent) {
+        if self.has_dirty(cleaning.options.percent) {
             self.index.borrow_mut().dirty.age();
             self.start_cleaning();
         }
-        if cleaning.timed.replace(true) {
-            return;
+        if !cleaning.timed.replace(true) {
+            let options = cleaning.options;
+            self.look_again(options.after.min(options.idle), Duration::ZERO, cleaning.asked.get());
         }
-        let Some(sleep) = self.on.upgrade().map(|on| on.sleep(cleaning.options.after)) else {
+    }
+
+    /// More than so many of a hundred lines are dirty.
+    fn has_dirty(&self, percent: u8) -> bool {
+        self.index.borrow().dirty.len() * 100 > self.shape.slots() * u64::from(percent)
+    }
+
+    /// Looks every now and then, as long as something is dirty, whether that is so for long, or nobody wants anything.
+    fn look_again(&self, interval: Duration, waited: Duration, asked: u64) {
+        let Some(sleep) = self.on.upgrade().map(|on| on.sleep(interval)) else {
             return;
         };
         let this = self.this.clone();
         self.spawn(async move {
             sleep.await;
-            if let Some(cache) = this.upgrade() {
-                cache.cleaning.timed.set(false);
-                if cache.cleaning.stopped.get() {
-                    return;
-                }
+            let Some(cache) = this.upgrade() else { return };
+            let cleaning = &cache.cleaning;
+            if cleaning.stopped.get() || cache.index.borrow().dirty.len() == 0 {
+                cleaning.timed.set(false);
+                return;
+            }
+            let mut waited = waited + interval;
+            if cleaning.asked.get() == asked {
+                cache.index.borrow_mut().dirty.age();
+                cache.start_cleaning();
+            } else if waited >= cleaning.options.after {
                 cache.start_cleaning();
                 cache.index.borrow_mut().dirty.age();
-                cache.clean_in_time();
+                waited = Duration::ZERO;
             }
+            cache.look_again(interval, waited, cleaning.asked.get());
         });
     }
 
@@ -164,6 +232,7 @@ impl Cache {
     /// What the disk or the cache device has said; everything is tried.
     pub async fn clean(&self) -> IoResult {
         let cleaning = &self.cleaning;
+        let _now = WaitedFor::new(&cleaning.waited_for);
         self.load_all().await?;
         loop {
             cleaning.ended.until(|| !cleaning.running.get()).await;
@@ -182,7 +251,9 @@ impl Cache {
 
     async fn clean_old(&self) {
         loop {
-            let per_batch = RUNS * (RUN_LEN / self.shape.line_len()) as usize;
+            let (asked, began) = (self.cleaning.asked.get(), self.now());
+            let runs = if self.hurries() { RUNS } else { RUNS_BESIDE };
+            let per_batch = runs * (RUN_LEN / self.shape.line_len()) as usize;
             let lines = self.index.borrow().dirty.old_from(self.cleaning.next.get(), per_batch);
             let Some(last) = lines.last() else { return };
             self.cleaning.next.set(last + 1);
@@ -190,6 +261,9 @@ impl Cache {
                 Ok(0) => {}
                 Ok(_) => {
                     *self.cleaning.error.borrow_mut() = None;
+                    if self.cleaning.asked.get() != asked {
+                        self.rest(began).await;
+                    }
                     continue;
                 }
                 Err(error) => {
@@ -210,6 +284,27 @@ impl Cache {
                 return;
             }
         }
+    }
+
+    /// There is no time to rest.
+    fn hurries(&self) -> bool {
+        self.cleaning.waited_for.get() > 0 || self.has_dirty(self.cleaning.options.percent.saturating_mul(2))
+    }
+
+    /// Leaves the disk to the guest for a while, after what began at `began`.
+    async fn rest(&self, began: LoopTime) {
+        if self.hurries() {
+            return;
+        }
+        let times = match self.has_dirty(self.cleaning.options.percent) {
+            true => REST / 2,
+            false => REST,
+        };
+        let took = self.now().since(began);
+        let Some(sleep) = self.on.upgrade().map(|on| on.sleep((took * times).min(REST_MAX))) else {
+            return;
+        };
+        sleep.await;
     }
 
     /// Cleans some lines, which are in order; how many it could.
@@ -340,6 +435,7 @@ impl Cache {
             .map(|piece| {
                 let from = (piece.start.get() - start) as usize;
                 let bytes = &memory[from..from + piece.len.as_usize()];
+                self.cleaning.written.set(self.cleaning.written.get() + piece.len.get());
                 self.lower.write(piece.start, WriteBuf::new(bytes), WriteFlags::NONE)
             })
             .collect();

@@ -36,7 +36,7 @@ pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u
     let shape = create(to, &options).await?;
     let mut places = Places::new(shape);
     let mut batch = Vec::new();
-    let mut sets = entries_of_all(from, &old).await?;
+    let mut sets = entries_of_all(from, &old, old.boot).await?;
     while let Some((set, entries)) = sets.next().await? {
         for (way, entry) in entries.iter().enumerate() {
             let believed = Entry {

@@ -137,6 +137,8 @@ pub struct Statistics {
     pub evicted: u64,
     /// Bytes of the journal and of pages written.
     pub metadata_written: u64,
+    /// Bytes written to the disk that only the cache had.
+    pub cleaned: u64,
     /// Bytes read from the disk, and written to it.
     pub disk_read: u64,
     /// See above.
@@ -252,6 +254,7 @@ impl Cache {
             lines: index.lines(),
             dirty_lines: index.dirty.len(),
             unsettled: self.ledger.borrow().len() as u64,
+            cleaned: self.cleaning.written.get(),
             disk_read: self.usage.disk.read().get(),
             disk_written: self.usage.disk.written().get(),
             cache_read: self.usage.cache.read().get(),
@@ -292,8 +295,23 @@ impl Cache {
         if mode != Mode::WriteBack {
             self.changes.drained().await;
             self.clean().await?;
+            self.is_clean().await?;
         }
-        self.note(|superblock| superblock.mode = mode).await
+        // Another change of the mode may have come in between.
+        self.note(|superblock| superblock.mode = self.mode.get()).await
+    }
+
+    /// Everything was clean a moment ago: if nobody writes back any more, it is noted that nothing can be dirty.
+    async fn is_clean(&self) -> IoResult {
+        if !self.may_be_dirty.get() || self.settle().await.is_err() {
+            return Ok(());
+        }
+        if self.mode.get() == Mode::WriteBack || !self.is_known_clean() {
+            return Ok(());
+        }
+        self.may_be_dirty.set(false);
+        self.note(|superblock| superblock.may_be_dirty = self.may_be_dirty.get())
+            .await
     }
 
     /// Whether the cache device works; one that does not is not used until the cache is opened again.

@@ -47,6 +47,11 @@ impl Loading {
         }
     }
 
+    /// Of some set nobody knows what is in it.
+    pub(crate) fn has_fences(&self) -> bool {
+        !self.fenced.borrow().is_empty()
+    }
+
     /// The sets that the journal has something of.
     pub(crate) fn sets(&self) -> Vec<u32> {
         self.left.borrow().records.sets().collect()
@@ -62,8 +67,11 @@ impl Cache {
         self.load_chunk(set..set + 1).await
     }
 
-    /// Loads all sets that are not.
-    pub(crate) async fn load_all(&self) -> IoResult {
+    /// Completes when all is known of what the cache has.
+    ///
+    /// # Errors
+    /// The cache device's.
+    pub async fn load_all(&self) -> IoResult {
         self.load_while(|| true).await
     }
 

@@ -24,13 +24,18 @@ pub struct Lines {
     pub dirty: u64,
 }
 
-/// Counts the lines of the cache with this superblock; nothing is counted of what is damaged.
+/// Counts the lines of the cache with this superblock; nothing is counted of what is damaged. For `boot` see
+/// [`OpenOptions::boot`](crate::OpenOptions::boot).
 ///
 /// # Errors
 /// [`OpenError::Io`].
-pub async fn count_lines(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> Result<Lines, OpenError> {
+pub async fn count_lines(
+    fast: &Rc<dyn BlockDevice>,
+    superblock: &Superblock,
+    boot: [u8; 16],
+) -> Result<Lines, OpenError> {
     let mut found = Lines::default();
-    let mut sets = entries_of_all(fast, superblock).await?;
+    let mut sets = entries_of_all(fast, superblock, boot).await?;
     while let Some((_, entries)) = sets.next().await? {
         found.lines += entries.iter().filter(|entry| entry.believed() != 0).count() as u64;
         found.dirty += entries.iter().filter(|entry| entry.dirty != 0).count() as u64;
@@ -55,12 +60,13 @@ pub(crate) struct Sets<'a> {
 pub(crate) async fn entries_of_all<'a>(
     fast: &'a Rc<dyn BlockDevice>,
     superblock: &Superblock,
+    boot: [u8; 16],
 ) -> Result<Sets<'a>, OpenError> {
     let shape = superblock.shape;
     let mut bytes = AlignedBuf::zeroed(shape.journal_len as usize);
     let read = fast.read(ByteOffset::new(JOURNAL_AT), ReadBuf::new(&mut bytes)).await;
     read.map_err(|source| failed(fast, source))?;
-    let was_left = superblock.was_left([0; 16]);
+    let was_left = superblock.was_left(boot);
     let contents = journal::read(&shape, superblock.seed(), bytes.to_vec(), was_left).ok();
     let records = contents.map(|contents| contents.records);
     Ok(Sets {

@@ -106,7 +106,7 @@ pub enum OpenError {
     )]
     OtherDisk { cache: String, other: String },
     #[error(
-        "cache {cache}: it has data that was never written to {disk}, and {disk} was changed without the cache since; nobody can say which is right: take the disk as it is by dropping the cache (larder disk cache drop --lose-dirty), or restore the disk as it was"
+        "cache {cache}: it has data that was never written to {disk}, and {disk} was changed without the cache since; only you can say which is right: take the disk as it is by dropping the cache (larder disk cache drop --lose-dirty), or write over it what the cache has (larder disk cache flush --force), if only the image's times are wrong, or once it is restored as it was"
     )]
     Diverged { cache: String, disk: String },
     #[error(
@@ -365,12 +365,13 @@ impl Cache {
         // What goes on in the background must not do so over a disk that is somebody else's by then.
         self.fills.idle().await;
         self.stop_loading().await;
-        self.cleaning.stopped.set(true);
         self.stop_settling().await;
-        let cleaned = match self.may_be_dirty.get() {
-            true => self.clean().await,
+        // What a disk that is only read does not take stays in the cache.
+        let cleaned = match self.may_be_dirty.get() && !self.lower.geometry().read_only {
+            true => self.clean_at_last().await,
             false => Ok(()),
         };
+        self.cleaning.stop().await;
         if !self.has_failed() && self.settle().await.is_ok() {
             // What was opened or taken out meanwhile; nothing is changing any more.
             let _ = self.settle().await;
@@ -382,6 +383,19 @@ impl Cache {
             self.fail(&error);
         }
         cleaned
+    }
+
+    /// Has the disk have everything before it is closed.
+    async fn clean_at_last(&self) -> IoResult {
+        let dirty = self.index.borrow().dirty.len() << self.shape.line_bits;
+        if dirty > 0 {
+            tracing::info!(
+                "{}: {} that only its cache has are being written to it",
+                self.lower.name(),
+                ByteLen::new(dirty)
+            );
+        }
+        self.clean().await
     }
 
     /// Changes the superblock, durably.
@@ -399,7 +413,7 @@ impl Cache {
     async fn close_cache(&self) -> IoResult {
         self.checkpoint_all().await?;
         let (end, stamp) = (self.commits.end(), (self.stamp)());
-        let may_be_dirty = self.may_be_dirty.get() && self.is_anything_dirty();
+        let may_be_dirty = self.may_be_dirty.get() && !self.is_known_clean();
         self.note(|superblock| {
             superblock.clean = true;
             superblock.may_be_dirty = may_be_dirty;

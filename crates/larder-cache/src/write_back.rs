@@ -310,6 +310,14 @@ impl Cache {
         self.index.borrow().dirty.len() > 0 || self.ledger.borrow().is_anything_dirty()
     }
 
+    /// Neither memory nor any crash has something that the disk has not, as far as the cache can tell, and it can.
+    pub(crate) fn is_known_clean(&self) -> bool {
+        let index = self.index.borrow();
+        let is_loaded = (0..self.shape.sets).all(|set| index.is_loaded(set));
+        drop(index);
+        is_loaded && !self.loading.has_fences() && !self.is_anything_dirty()
+    }
+
     /// What the disk has, and what only the cache has.
     pub(crate) async fn extents_of(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
         if !self.may_be_dirty.get() {

@@ -498,9 +498,7 @@ impl Drop for Journal {
 
 /// Which start of the host this is.
 fn boot_id() -> io::Result<[u64; 2]> {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
-    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    let id = u128::from_str_radix(&digits, 16).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
+    let id = larder_block::boot::boot_id()?;
     Ok([(id >> 64) as u64, id as u64])
 }
 

@@ -194,10 +194,19 @@ pub struct DiskInquiry(inquiries::Sender<Inquiry>);
 
 enum Inquiry {
     State(oneshot::Sender<DiskState>),
-    SetCacheMode(CacheMode, oneshot::Sender<Result<DiskState, CacheChangeError>>),
+    ChangeCache(CacheWork, oneshot::Sender<Result<DiskState, CacheChangeError>>),
 }
 
-/// Why the mode of a disk's cache was not changed.
+/// What a disk's cache is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheWork {
+    /// Something else with writes, from now on and when it is opened again.
+    SetMode(CacheMode),
+    /// Write to the disk what only the cache has.
+    Flush,
+}
+
+/// Why a disk's cache has not done what it should.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum CacheChangeError {
@@ -205,8 +214,8 @@ pub enum CacheChangeError {
     NoCache { image: String },
     #[error("the cache of {image} does not work any more, so nothing in it can be changed; see the server's messages")]
     Failed { image: String },
-    #[error("the cache of {image}: it works as wanted from now on, but will not when it is opened again: {why}")]
-    NotNoted { image: String, why: String },
+    #[error("the cache of {image}: {why}")]
+    NotDone { image: String, why: String },
 }
 
 impl DiskInquiry {
@@ -217,11 +226,11 @@ impl DiskInquiry {
         answer.await.ok()
     }
 
-    /// Has the disk's cache do something else with writes, from now on and when it is opened again. How the disk is then;
-    /// `None` if it is being closed.
-    pub async fn set_cache_mode(&self, mode: CacheMode) -> Option<Result<DiskState, CacheChangeError>> {
+    /// Has the disk's cache do something, which may take as long as all of it takes to be written to the disk; it is done
+    /// also if nobody waits for it. How the disk is then; `None` if it is being closed.
+    pub async fn change_cache(&self, work: CacheWork) -> Option<Result<DiskState, CacheChangeError>> {
         let (reply, answer) = oneshot::channel();
-        self.0.send(Inquiry::SetCacheMode(mode, reply)).await.ok()?;
+        self.0.send(Inquiry::ChangeCache(work, reply)).await.ok()?;
         answer.await.ok()
     }
 }
@@ -272,10 +281,10 @@ async fn answer(on: &Loop, mut inquiries: inquiries::Receiver<Inquiry>, config: 
                 let _ = reply.send(state_of(config, image));
             }
             // Its device may be slow, and others want to know something meanwhile.
-            Inquiry::SetCacheMode(mode, reply) => {
+            Inquiry::ChangeCache(work, reply) => {
                 let (config, image) = (config.clone(), Rc::clone(image));
                 on.spawn(async move {
-                    let changed = set_cache_mode(&image, &config.image, mode).await;
+                    let changed = change_cache(&image, &config.image, work).await;
                     let _ = reply.send(changed.map(|()| state_of(&config, &image)));
                 });
             }
@@ -284,7 +293,7 @@ async fn answer(on: &Loop, mut inquiries: inquiries::Receiver<Inquiry>, config: 
     std::future::pending().await
 }
 
-async fn set_cache_mode(image: &OpenImage, name: &ImageAddress, mode: CacheMode) -> Result<(), CacheChangeError> {
+async fn change_cache(image: &OpenImage, name: &ImageAddress, work: CacheWork) -> Result<(), CacheChangeError> {
     let name = || name.to_string();
     let Some(cache) = &image.cache else {
         return Err(CacheChangeError::NoCache { image: name() });
@@ -292,12 +301,17 @@ async fn set_cache_mode(image: &OpenImage, name: &ImageAddress, mode: CacheMode)
     if !cache.layer.works() {
         return Err(CacheChangeError::Failed { image: name() });
     }
-    let changed = cache.layer.set_mode(mode).await;
-    changed.map_err(|error| CacheChangeError::NotNoted {
-        image: name(),
-        why: error.to_string(),
-    })?;
-    tracing::info!("{}: its cache is {} from now on", name(), cache_mode_words(mode));
+    let done = match work {
+        CacheWork::SetMode(mode) => cache.set_mode(mode).await,
+        CacheWork::Flush => cache.flush().await,
+    };
+    done.map_err(|why| CacheChangeError::NotDone { image: name(), why })?;
+    match work {
+        CacheWork::SetMode(mode) => {
+            tracing::info!("{}: its cache is {} from now on", name(), cache_mode_words(mode));
+        }
+        CacheWork::Flush => tracing::info!("{}: it has all that its cache had", name()),
+    }
     Ok(())
 }
 

@@ -37,7 +37,8 @@ pub use cache::{
     cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
 };
 pub use cache_tools::{
-    CacheReport, CacheToolError, Resized, drop_cache, inspect_cache, resize_cache, set_mode_of_cache,
+    CacheReport, CacheToolError, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
+    set_mode_of_cache,
 };
 pub use chain::{beside, is_same, probe};
 /// What a cache does with writes.

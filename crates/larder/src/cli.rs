@@ -91,7 +91,8 @@ pub(crate) struct RunArguments {
     /// One more disk: IMAGE[,KEY=VALUE]... with format=raw|qcow2, serial, readonly=on, share=on,
     /// cache=direct|buffered, discard=unmap|ignore, queues, queue-size, block-size, poll-us, metadata-memory,
     /// prefetch=SIZE|off, prefetch-ahead, prefetch-largest-read, cache=FILE with cache-size, cache-line, cache-mode
-    /// and cache-endurance,    /// control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is doubled
+    /// and cache-endurance, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is
+    /// doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<Disk>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
@@ -130,6 +131,8 @@ pub(crate) enum CacheCommand {
     Info(CacheInfoArguments),
     /// Change what a cache does with writes
     Mode(CacheModeArguments),
+    /// Write to the disk what only its cache has (write-back)
+    Flush(CacheFlushArguments),
     /// Make the file of a cache larger or smaller with what it holds, while nobody uses it
     Resize(CacheResizeArguments),
     /// Make a cache none any more, while nobody uses it
@@ -156,6 +159,22 @@ pub(crate) struct CacheModeArguments {
     /// The control socket of the server that uses it
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub(crate) struct CacheFlushArguments {
+    /// The file, block device or NBD export that the cache is on
+    #[arg(value_name = "FILE", value_parser = image_parser())]
+    pub(crate) file: ImageAddress,
+    /// The control socket of the server that uses it
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
+    /// Where its disk is, if that has been moved since the cache was last used
+    #[arg(long, value_name = "IMAGE", value_parser = image_parser(), conflicts_with = "control")]
+    pub(crate) image: Option<ImageAddress>,
+    /// Also if the disk seems to have been changed without the cache: what the cache has is written over that
+    #[arg(long, conflicts_with = "control")]
+    pub(crate) force: bool,
 }
 
 #[derive(Args)]

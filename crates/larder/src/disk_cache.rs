@@ -5,17 +5,20 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::bail;
-use larder_block::Loop;
+use larder_block::{ByteLen, Loop};
 use larder_cache::Mode;
-use larder_vm::control::{fetch_disks, set_cache_mode};
+use larder_vm::control::state::FlushState;
+use larder_vm::control::{change_cache, fetch_disks};
+use larder_vm::disk::CacheWork;
 use larder_vm::image::{
-    CacheReport, CacheToolError, ImageAddress, Resized, cache_mode_name, cache_mode_words, drop_cache, inspect_cache,
-    is_same, resize_cache, set_mode_of_cache,
+    CacheReport, CacheToolError, FlushWish, ImageAddress, Resized, cache_mode_name, cache_mode_words, drop_cache,
+    flush_cache, inspect_cache, is_same, resize_cache, set_mode_of_cache,
 };
 use serde_json::json;
 
 use crate::cli::{
-    CacheCommand, CacheDropArguments, CacheInfoArguments, CacheModeArguments, CacheResizeArguments, Output,
+    CacheCommand, CacheDropArguments, CacheFlushArguments, CacheInfoArguments, CacheModeArguments,
+    CacheResizeArguments, Output,
 };
 use crate::disk_image::{exact, human, percent, used_by};
 use crate::output::{Lines, print};
@@ -25,6 +28,7 @@ pub(crate) fn run(command: CacheCommand) -> anyhow::Result<ExitCode> {
     match command {
         CacheCommand::Info(arguments) => info(&on, &arguments)?,
         CacheCommand::Mode(arguments) => mode(&on, &arguments)?,
+        CacheCommand::Flush(arguments) => flush(&on, arguments)?,
         CacheCommand::Resize(CacheResizeArguments { file, size }) => {
             let Resized { before, after } = on.block_on(resize_cache(&on, &file, size))?;
             let kept = percent(after.lines, before.lines);
@@ -123,21 +127,60 @@ fn mode_text(mode: Mode) -> String {
 fn mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
     let CacheModeArguments { file, mode, control } = arguments;
     match control {
-        Some(control) => set_mode_of_server(control, file, *mode)?,
-        None => on
-            .block_on(set_mode_of_cache(on, file, *mode))
-            .map_err(|error| match error {
-                CacheToolError::InUse(_) => {
-                    anyhow::anyhow!("{error}, or say where to tell it: --control PATH, as it was given to the server")
-                }
-                error => error.into(),
-            })?,
+        Some(control) => tell_server(control, file, CacheWork::SetMode(*mode))?,
+        None => on.block_on(set_mode_of_cache(on, file, *mode)).map_err(with_control)?,
     }
     print(&format!("{file}: {} from now on\n", mode_text(*mode)))
 }
 
-/// Tells the server that uses the cache.
-fn set_mode_of_server(control: &Path, file: &ImageAddress, mode: Mode) -> anyhow::Result<()> {
+/// The error, and what to do if a server uses the cache.
+fn with_control(error: CacheToolError) -> anyhow::Error {
+    match error {
+        CacheToolError::InUse(_) => {
+            anyhow::anyhow!("{error}, or say where to tell it: --control PATH, as it was given to the server")
+        }
+        error => error.into(),
+    }
+}
+
+fn flush(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
+    let CacheFlushArguments {
+        file,
+        control,
+        image,
+        force,
+    } = arguments;
+    if let Some(control) = control {
+        tell_server(&control, &file, CacheWork::Flush)?;
+        return print(&format!("{file}: the disk has all that only the cache had\n"));
+    }
+    let told = file.clone();
+    let wish = FlushWish { file, image, force };
+    let flushed = on.block_on(flush_cache(on, &wish, move |left| tell_left(&told, left.get())));
+    let flushed = flushed.map_err(with_control)?;
+    let file = wish.file;
+    print(&match flushed {
+        ByteLen::ZERO => format!("{file}: the disk has everything\n"),
+        flushed => format!(
+            "{file}: {} written to the disk, which has everything now\n",
+            human(flushed.get())
+        ),
+    })
+}
+
+/// Says how far it is, to whoever waits.
+fn tell_left(file: &ImageAddress, left: u64) {
+    eprintln!("{file}: {} are still to be written to the disk", human(left));
+}
+
+/// Between two looks at how far a server has got.
+const LOOK_INTERVAL: Duration = Duration::from_millis(200);
+
+/// So many looks are between two times that it is told.
+const LOOKS_TOLD: u32 = 25;
+
+/// Has the server that uses the cache do something, and waits for the end of that.
+fn tell_server(control: &Path, file: &ImageAddress, work: CacheWork) -> anyhow::Result<()> {
     let (_, served) = fetch_disks(control)?;
     let caches = served
         .disks
@@ -155,6 +198,24 @@ fn set_mode_of_server(control: &Path, file: &ImageAddress, mode: Mode) -> anyhow
             ),
         }
     };
-    set_cache_mode(control, disk, mode)?;
-    Ok(())
+    let mut state = change_cache(control, disk, work)?;
+    let mut looks = 0;
+    while let Some(cache) = &state.cache {
+        match &cache.flush {
+            FlushState { running: true, .. } => {}
+            FlushState { error: Some(why), .. } => bail!("{file}: {why}"),
+            FlushState { error: None, .. } => return Ok(()),
+        }
+        looks += 1;
+        if looks % LOOKS_TOLD == 0 {
+            tell_left(file, cache.dirty);
+        }
+        std::thread::sleep(LOOK_INTERVAL);
+        let (_, mut served) = fetch_disks(control)?;
+        if disk >= served.disks.len() {
+            break;
+        }
+        state = served.disks.swap_remove(disk);
+    }
+    bail!("{file}: the server at {} does not use it any more", control.display())
 }

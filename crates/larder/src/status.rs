@@ -4,7 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use larder_vm::control::fetch_disks;
-use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, Latency, MissRatio, PrefetchState};
+use larder_vm::control::state::{
+    CacheHealth, CacheState, DiskState, Disks, FlushState, Latency, MissRatio, PrefetchState,
+};
 use larder_vm::image::{cache_mode_words, parse_cache_mode};
 
 use crate::cli::{Output, StatusArguments};
@@ -65,8 +67,16 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
         "  holds",
         format!("{}{}", human(cache.occupancy), percent(cache.occupancy, cache.capacity)),
     );
-    if cache.dirty > 0 {
-        lines.line("  of it dirty", human(cache.dirty));
+    if cache.dirty > 0 || cache.cleaned > 0 {
+        let flush = match &cache.flush {
+            FlushState { running: true, .. } => ", is being written to the disk".to_owned(),
+            FlushState { error: Some(why), .. } => {
+                format!(", could not be written to the disk when that was wanted: {why}")
+            }
+            FlushState { error: None, .. } => String::new(),
+        };
+        lines.line("  of it dirty", human(cache.dirty) + &flush);
+        lines.line("    cleaned", format!("{} so far", human(cache.cleaned)));
     }
     lines.line("  not settled", human(cache.unsettled));
     let kinds = [

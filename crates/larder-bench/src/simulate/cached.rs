@@ -83,6 +83,7 @@ impl Cached {
         let cleaning = CleanOptions {
             after: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
             percent: random.pick(&[1, 20, 50, 100]),
+            idle: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
         };
         let settling = SettleOptions {
             after: random.duration(Duration::from_micros(100), Duration::from_millis(50)),

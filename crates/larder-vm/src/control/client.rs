@@ -17,8 +17,9 @@ use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
 use super::state::{CacheChange, DiskState, Disks};
-use super::{DISKS_PATH, cache_path};
-use crate::image::{CacheMode, cache_mode_name};
+use super::{DISKS_PATH, cache_path, flush_path};
+use crate::disk::CacheWork;
+use crate::image::cache_mode_name;
 
 /// How long an answer may take.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -81,33 +82,31 @@ pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
     ask_in_time(path, &Question::Disks)
 }
 
-/// Has the cache of a disk, by its number in what [`fetch_disks`] tells, do something else with writes; how the disk is
-/// then.
+/// Has the cache of a disk, by its number in what [`fetch_disks`] tells, do something; how the disk is then. If that takes
+/// long, it may not have ended yet: [`CacheState::flush`](super::state::CacheState) says so.
 ///
 /// # Errors
 /// See [`FetchError`].
-pub fn set_cache_mode(path: &Path, disk: usize, mode: CacheMode) -> Result<DiskState, FetchError> {
-    let change = CacheChange {
-        mode: cache_mode_name(mode).to_owned(),
-    };
-    Ok(ask_in_time(path, &Question::ChangeCache(disk, change))?.1)
+pub fn change_cache(path: &Path, disk: usize, work: CacheWork) -> Result<DiskState, FetchError> {
+    Ok(ask_in_time(path, &Question::ChangeCache(disk, work))?.1)
 }
 
 /// What is asked for.
 enum Question {
     Disks,
-    ChangeCache(usize, CacheChange),
+    ChangeCache(usize, CacheWork),
 }
 
 impl Question {
     fn request(&self) -> Result<Request<Full<Bytes>>, hyper::http::Error> {
-        let request = match self {
-            Self::Disks => Request::get(DISKS_PATH),
-            Self::ChangeCache(disk, _) => Request::put(cache_path(*disk)),
-        };
-        let body = match self {
-            Self::Disks => Bytes::new(),
-            Self::ChangeCache(_, change) => json!(change).to_string().into(),
+        let (request, body) = match self {
+            Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
+            Self::ChangeCache(disk, CacheWork::Flush) => (Request::post(flush_path(*disk)), Bytes::new()),
+            Self::ChangeCache(disk, CacheWork::SetMode(mode)) => {
+                let mode = cache_mode_name(*mode).to_owned();
+                let body = json!(CacheChange { mode }).to_string();
+                (Request::put(cache_path(*disk)), body.into())
+            }
         };
         request.header(HOST, "localhost").body(Full::new(body))
     }

@@ -23,8 +23,8 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use super::state::{CacheChange, Disks};
-use super::{DISKS_PATH, cache_path};
-use crate::disk::DiskInquiry;
+use super::{DISKS_PATH, cache_path, flush_path};
+use crate::disk::{CacheWork, DiskInquiry};
 use crate::image::parse_cache_mode;
 use crate::listen::{ListenError, SocketFile};
 
@@ -40,6 +40,9 @@ const CLIENT_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// How long a disk may take to say how it is.
 const DISK_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// How long something that is to be done is waited for, before it is told that it goes on.
+const WORK_TIME_MAX: Duration = Duration::from_secs(2);
 
 /// The longest request line with all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
@@ -204,10 +207,14 @@ async fn answer(request: Request<Incoming>, disks: &[DiskInquiry]) -> Response<F
     match (0..disks.len()).find(|disk| path == cache_path(*disk)) {
         Some(disk) if *request.method() == Method::PUT => change_cache(request, &disks[disk]).await,
         Some(_) => not_so(&path, "can only be changed", "PUT"),
-        None => failure(
-            StatusCode::NOT_FOUND,
-            format_args!("there is no {path} here; there is {DISKS_PATH}"),
-        ),
+        None => match (0..disks.len()).find(|disk| path == flush_path(*disk)) {
+            Some(disk) if *request.method() == Method::POST => work(&disks[disk], CacheWork::Flush).await,
+            Some(_) => not_so(&path, "can only be done", "POST"),
+            None => failure(
+                StatusCode::NOT_FOUND,
+                format_args!("there is no {path} here; there is {DISKS_PATH}"),
+            ),
+        },
     }
 }
 
@@ -240,18 +247,31 @@ async fn change_cache(request: Request<Incoming>, disk: &DiskInquiry) -> Respons
         Ok(mode) => mode,
         Err(error) => return failure(StatusCode::BAD_REQUEST, format_args!("mode '{mode}': {error}")),
     };
-    match in_time(disk.set_cache_mode(mode)).await {
-        Ok(Ok(state)) => response(StatusCode::OK, format!("{}\n", json!(state))),
-        Ok(Err(error)) => failure(StatusCode::CONFLICT, error),
-        Err(late) => late,
+    work(disk, CacheWork::SetMode(mode)).await
+}
+
+/// Has a disk's cache do something. It may take long, and goes on then.
+async fn work(disk: &DiskInquiry, work: CacheWork) -> Response<Full<Bytes>> {
+    match timeout(WORK_TIME_MAX, disk.change_cache(work)).await {
+        Ok(Some(Ok(state))) => response(StatusCode::OK, format!("{}\n", json!(state))),
+        Ok(Some(Err(error))) => failure(StatusCode::CONFLICT, error),
+        Ok(None) => being_closed(),
+        Err(_) => match in_time(disk.state()).await {
+            Ok(state) => response(StatusCode::ACCEPTED, format!("{}\n", json!(state))),
+            Err(late) => late,
+        },
     }
+}
+
+fn being_closed() -> Response<Full<Bytes>> {
+    failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed")
 }
 
 /// What a disk's thread answers, or what is told of one that does not.
 async fn in_time<T>(asked: impl Future<Output = Option<T>>) -> Result<T, Response<Full<Bytes>>> {
     match timeout(DISK_TIME_MAX, asked).await {
         Ok(Some(answer)) => Ok(answer),
-        Ok(None) => Err(failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed")),
+        Ok(None) => Err(being_closed()),
         Err(_) => Err(failure(
             StatusCode::SERVICE_UNAVAILABLE,
             format_args!(

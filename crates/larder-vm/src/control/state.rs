@@ -77,6 +77,12 @@ pub struct CacheState {
     pub occupancy: u64,
     /// Bytes of them, in whole lines, that have data which the disk has not.
     pub dirty: u64,
+    /// Bytes written to the disk that only the cache had.
+    #[serde(default)]
+    pub cleaned: u64,
+    /// What is written to the disk, or was last, because somebody wants all of it there: for another mode, or by command.
+    #[serde(default)]
+    pub flush: FlushState,
     /// Bytes, in whole lines, of which a crash now would leave something else than the cache has; what it would leave is
     /// right, but may be less.
     pub unsettled: u64,
@@ -126,6 +132,15 @@ pub struct CacheState {
     /// How long reads took that the disk was needed for.
     #[serde(default)]
     pub miss_latency: Latency,
+}
+
+/// How far the disk has got all that only its cache had.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FlushState {
+    /// It is being written.
+    pub running: bool,
+    /// Why the last time that has ended failed; `None` if it did not, or there was none.
+    pub error: Option<String>,
 }
 
 /// What a cache of another size would do.
@@ -230,6 +245,11 @@ impl CacheState {
             line_size: shape.line_len(),
             occupancy: in_lines(done.lines),
             dirty: in_lines(done.dirty_lines),
+            cleaned: done.cleaned,
+            flush: FlushState {
+                running: cache.flush.is_running(),
+                error: cache.flush.error(),
+            },
             unsettled: in_lines(done.unsettled),
             hits: done.hits,
             partial_hits: done.partial_hits,

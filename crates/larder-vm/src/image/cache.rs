@@ -1,5 +1,6 @@
 //! A disk's cache on a fast device: how users say it, and how it is made and opened.
 
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
@@ -9,18 +10,27 @@ use std::time::Duration;
 
 use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::NbdOptions;
-use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop, ReadBuf};
+use larder_block::boot::boot_id;
+use larder_block::event_loop::SocketAddress;
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, IoResult, Loop, ReadBuf,
+};
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock,
     SuperblockError, read_superblock,
 };
 
-use super::cache_note::{Note, Says};
+use super::cache_note::{Made, Note, Says};
 use super::disk_id::DiskFile;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
 
 /// The modes that users can choose.
-pub const CACHE_MODES: [Mode; 3] = [Mode::WriteThrough, Mode::WriteAround, Mode::PassThrough];
+pub const CACHE_MODES: [Mode; 4] = [
+    Mode::WriteThrough,
+    Mode::WriteBack,
+    Mode::WriteAround,
+    Mode::PassThrough,
+];
 
 /// What users call a mode.
 pub fn cache_mode_name(mode: Mode) -> &'static str {
@@ -144,6 +154,7 @@ impl CacheWish {
                 line: self.line,
                 mode: self.mode,
                 endurance: self.endurance,
+                force: false,
             })),
         }
     }
@@ -162,6 +173,17 @@ pub struct CacheOptions {
     pub mode: Option<Mode>,
     /// What may be written to it in a day; see [`OpenOptions::endurance`].
     pub endurance: Option<ByteLen>,
+    /// What only the cache has is right, also if the disk seems to have been changed without it.
+    pub force: bool,
+}
+
+impl CacheOptions {
+    fn check(&self) -> Result<(), CacheError> {
+        match self.mode {
+            Some(Mode::WriteBack) => may_write_back(&self.file),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// A cache that is open.
@@ -174,7 +196,9 @@ pub struct OpenCache {
     pub size: ByteLen,
     /// What may be written to it in a day.
     pub endurance: Option<ByteLen>,
-    note: Note,
+    /// What is written to the disk because somebody wants it there.
+    pub(crate) flush: Flush,
+    note: Made,
 }
 
 impl OpenCache {
@@ -185,6 +209,84 @@ impl OpenCache {
             let _ = self.note.take_back();
         }
     }
+
+    /// Has writes go another way; see [`Cache::set_mode`].
+    ///
+    /// # Errors
+    /// As a text for people.
+    pub(crate) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
+        if mode == Mode::WriteBack {
+            may_write_back(&self.file).map_err(|error| error.to_string())?;
+            if !self.note.is_there() {
+                return Err(no_note(self.note.place()));
+            }
+        }
+        let changed = self.flush.during(self.layer.set_mode(mode)).await;
+        changed.map_err(|error| error.to_string())
+    }
+
+    /// Has the disk have all that only the cache has.
+    ///
+    /// # Errors
+    /// As a text for people.
+    pub(crate) async fn flush(&self) -> Result<(), String> {
+        let flushed = self.flush.during(self.layer.clean()).await;
+        flushed.map_err(|error| error.to_string())
+    }
+}
+
+/// What is being written to the disk because somebody wants it there.
+#[derive(Default)]
+pub(crate) struct Flush {
+    running: Cell<u32>,
+    error: RefCell<Option<String>>,
+}
+
+impl Flush {
+    async fn during(&self, work: impl Future<Output = IoResult>) -> IoResult {
+        self.running.set(self.running.get() + 1);
+        let done = work.await;
+        self.running.set(self.running.get() - 1);
+        *self.error.borrow_mut() = done.as_ref().err().map(ToString::to_string);
+        done
+    }
+
+    /// It has not ended.
+    pub(crate) fn is_running(&self) -> bool {
+        self.running.get() > 0
+    }
+
+    /// Why the last one that has ended could not be done.
+    pub(crate) fn error(&self) -> Option<String> {
+        self.error.borrow().clone()
+    }
+}
+
+/// Whether a cache on `file` can be the only place that has something.
+///
+/// # Errors
+/// Its server may lose what it has not flushed while this host, and so the guest, goes on.
+pub(super) fn may_write_back(file: &ImageAddress) -> Result<(), CacheError> {
+    match file {
+        ImageAddress::Nbd(uri) if matches!(uri.address, SocketAddress::Tcp { .. }) => {
+            Err(CacheError::Remote { file: file.to_string() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What tells two starts of the host of the cache apart; zero if nothing does.
+pub(super) fn boot_of(file: &ImageAddress) -> [u8; 16] {
+    match may_write_back(file) {
+        Ok(()) => boot_id().unwrap_or_default().to_le_bytes(),
+        Err(_) => [0; 16],
+    }
+}
+
+fn no_note(place: impl std::fmt::Display) -> String {
+    format!(
+        "it cannot be noted that the cache works, without which nobody could tell after a kill or a crash what of it is right, and write-back needs that ({place}); make that possible, or use wt (write-through)"
+    )
 }
 
 /// Why a disk has not got its cache.
@@ -216,13 +318,19 @@ pub enum CacheError {
     )]
     NotEmpty { file: String, is_file: bool },
     #[error(
-        "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}); serve the disk as the same user as before, or give that data up with `larder disk cache drop --lose-dirty`"
+        "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}); serve the disk as the same user as before; or, if it was not changed since without its cache, have that data written to it with `larder disk cache flush --force`; or give it up with `larder disk cache drop --lose-dirty`"
     )]
     NoNote { file: String, note: String },
     #[error(
-        "{file}: it was not closed, may have data that the disk has not, and the disk was changed since without it: nobody can say which is right; take the disk as it is with `larder disk cache drop --lose-dirty`, or restore the disk as it was"
+        "{file}: it was not closed, may have data that the disk has not, and the disk was changed since without it: only you can say which is right: take the disk as it is with `larder disk cache drop --lose-dirty`, or write over it what the cache has with `larder disk cache flush --force`, if only the image's times are wrong, or once it is restored as it was"
     )]
     Changed { file: String },
+    #[error(
+        "{file}: write-back (wb) needs its cache on this host, in a file, on a block device, or served on a unix socket: another host may lose what it has not flushed while this one goes on; use wt (write-through)"
+    )]
+    Remote { file: String },
+    #[error("{file}: {why}")]
+    Unnoted { file: String, why: String },
     #[error(transparent)]
     Device(Box<ImageError>),
     /// What the cache itself, or its device, says.
@@ -285,6 +393,7 @@ impl Cached<'_> {
 
 /// Whether a cache could be opened, as far as that can be told without changing anything.
 pub(super) fn look(wish: &CacheOptions) -> Result<(), CacheError> {
+    wish.check()?;
     match &wish.file {
         ImageAddress::Path(path) => Place::of(path, wish.size).map(drop),
         ImageAddress::Nbd(_) => Ok(()),
@@ -298,6 +407,7 @@ pub(super) async fn open_over(
     wish: &CacheOptions,
     options: &ImageOptions,
 ) -> Result<OpenCache, CacheError> {
+    wish.check()?;
     let made = match &wish.file {
         ImageAddress::Path(path) => Place::of(path, wish.size)?.make(path)?,
         ImageAddress::Nbd(_) => Place::Filled,
@@ -314,6 +424,7 @@ pub(super) async fn open_over(
         file: wish.file.clone(),
         size: fast.geometry().size,
         endurance: wish.endurance,
+        flush: Flush::default(),
         note,
     })
 }
@@ -425,7 +536,7 @@ async fn open_on(
     fast: &Rc<dyn BlockDevice>,
     disk: Cached<'_>,
     wish: &CacheOptions,
-) -> Result<(Rc<Cache>, Note), CacheError> {
+) -> Result<(Rc<Cache>, Made), CacheError> {
     let size = fast.geometry().size;
     if let Some(wished) = wish.size.map(rounded).filter(|wished| *wished != size) {
         return Err(CacheError::OtherSize {
@@ -449,62 +560,88 @@ async fn open_on(
             wished,
         });
     }
+    let mode = wish.mode.unwrap_or(superblock.mode);
+    if mode == Mode::WriteBack {
+        may_write_back(&wish.file)?;
+    }
     let note = Note::of(&superblock);
     let says = match superblock.clean {
         true => Says::Believe,
         false => note.says(&superblock, &disk.files),
     };
-    refuse_or_tell(&superblock, says, &note, &disk, wish)?;
-    let made = note.make(&superblock, says == Says::Believe, &disk.files);
-    if let Err(error) = &made {
-        tracing::warn!(
-            "{}: it cannot be noted that its cache works ({}: {error}), so after a kill or a crash the cache will begin anew, empty",
-            disk.image,
-            note.place()
-        );
+    let mut id = disk.id();
+    let mut detached = detached(&superblock, says, &note, &disk, wish)?;
+    if wish.force && superblock.clean && superblock.may_be_dirty && superblock.disk.stamp != id.stamp {
+        id.stamp.clear();
+        detached = Some(Detached::default());
     }
+    let made = note.make(&superblock, detached.as_ref(), &disk.files);
+    let made = match made {
+        Ok(made) => made,
+        Err(error) if mode == Mode::WriteBack || superblock.may_be_dirty => {
+            return Err(CacheError::Unnoted {
+                file: wish.file.to_string(),
+                why: no_note(format_args!("{}: {error}", note.place())),
+            });
+        }
+        Err(error) => {
+            tracing::warn!(
+                "{}: it cannot be noted that its cache works ({}: {error}), so after a kill or a crash the cache will begin anew, empty",
+                disk.image,
+                note.place()
+            );
+            note.unmade()
+        }
+    };
     let files = disk.files.clone();
     let open = OpenOptions {
         mode: wish.mode,
-        disk: disk.id(),
+        disk: id,
         stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
-        detached: (says != Says::Believe).then(Detached::default),
-        witness: Box::new(note.clone()),
-        boot: [0; 16],
+        detached,
+        witness: Box::new(made.clone()),
+        boot: boot_of(&wish.file),
         load_ahead: true,
         settling: SettleOptions::default(),
         endurance: wish.endurance,
         cleaning: CleanOptions::default(),
     };
     let cache = Cache::open(on, Rc::clone(disk.device), Rc::clone(fast), open).await?;
-    if let Ok(made) = made {
-        on.spawn(made.keep(on.clone(), Rc::downgrade(&cache)));
-    }
+    on.spawn(made.clone().keep(on.clone(), Rc::downgrade(&cache)));
     // What begins anew gives room back.
     if let Err(error) = allocate(fast, &wish.file).await {
         tracing::warn!("{}: its cache: {error}; it will fail when there is none", disk.image);
     }
-    Ok((cache, note))
+    Ok((cache, made))
 }
 
-/// A cache that was not closed, and is not to be believed.
-fn refuse_or_tell(
+/// What of a cache that was not closed is not to be believed.
+fn detached(
     superblock: &Superblock,
     says: Says,
     note: &Note,
     disk: &Cached<'_>,
     wish: &CacheOptions,
-) -> Result<(), CacheError> {
+) -> Result<Option<Detached>, CacheError> {
     let file = || wish.file.to_string();
+    let is_refused = superblock.may_be_dirty && !wish.force;
     match says {
-        Says::Believe => {}
-        Says::Nothing if superblock.may_be_dirty => {
+        Says::Believe => return Ok(None),
+        Says::Detached(detached) => {
+            tracing::warn!(
+                "{}: its cache {} had failed, so of it nothing is believed but what the disk has not",
+                disk.image,
+                wish.file
+            );
+            return Ok(Some(detached));
+        }
+        Says::Nothing if is_refused => {
             return Err(CacheError::NoNote {
                 file: file(),
                 note: note.place(),
             });
         }
-        Says::Changed if superblock.may_be_dirty => return Err(CacheError::Changed { file: file() }),
+        Says::Changed if is_refused => return Err(CacheError::Changed { file: file() }),
         Says::Nothing => tracing::warn!(
             "{}: its cache {} was not closed, and there is no note that it has worked to its end (looked for at {}), so it is not believed",
             disk.image,
@@ -517,7 +654,7 @@ fn refuse_or_tell(
             wish.file
         ),
     }
-    Ok(())
+    Ok(Some(Detached::default()))
 }
 
 /// Makes a cache of what is empty.

@@ -1,25 +1,36 @@
-//! The note that a cache is to be believed although it was not closed: it is made when a cache is opened, and taken back
-//! when its device fails, which then cannot be told itself.
+//! What is noted of a cache apart from the cache itself, while a server uses it: the note.
 //!
-//! It also has the stamps of the disk's files, and new ones soon after the server has changed them ([`Note::keep`]): so
+//! A cache that was not closed is believed only if its note says so: that it is of this session, and that the device has
+//! not failed, which then could not be told itself. Where it did fail, the note says besides which parts of what only the
+//! cache has are superseded by what the disk has.
+//!
+//! It also has the stamps of the disk's files, and new ones soon after the server has changed them ([`Made::keep`]): so
 //! it is found out if others have written to the disk since the server was killed, such as a server without the cache.
 //!
-//! Whatever becomes of the note, a cache that has failed is not believed. Where it is lost, or belongs to another user or
-//! host, a cache that was not closed begins anew, and that is all.
+//! Where the note is lost, or belongs to another user or host, a cache that was not closed begins anew; one that may have
+//! data which the disk has not is refused.
 //!
-//! Its text: a line of the sessions of the cache that it speaks for, and for each file a line of its stamp.
+//! Its text, written beside the old one, which it then replaces; a line each:
+//!
+//! ```text
+//! sessions 6 7             of the cache, that it speaks for
+//! stamp 0000002a...        for each file of the disk, hexadecimal
+//! detached                 the device has failed: only what the cache alone has is to be believed
+//! superseded 4096 8192     and not that of these bytes of the disk: where, how many
+//! end                      it is whole
+//! ```
 
 use std::fs::{self, DirBuilder, File};
-use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt};
+use std::io::{self, Write};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::rc::Weak;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use larder_block::{BoxFuture, ByteRange, Loop};
-use larder_cache::{Cache, Superblock, Witness};
+use larder_cache::{Cache, Detached, Superblock, Witness};
 use rustix::process::geteuid;
 
 use super::disk_id::{self, DiskFile};
@@ -43,46 +54,51 @@ impl Note {
     /// What it says of the cache since it was last used, for a disk of these files.
     pub(super) fn says(&self, superblock: &Superblock, files: &[DiskFile]) -> Says {
         let text = self.path.as_ref().and_then(|path| fs::read_to_string(path).ok());
-        let text = text.unwrap_or_default();
-        let mut lines = text.lines();
-        let session = superblock.session.to_string();
-        if !lines
-            .next()
-            .is_some_and(|sessions| sessions.split(' ').any(|one| one == session))
-        {
+        let noted = text.as_deref().and_then(Noted::parse);
+        let Some(noted) = noted.filter(|noted| noted.sessions.contains(&superblock.session)) else {
             return Says::Nothing;
-        }
-        let stamps: Option<Vec<Vec<u8>>> = lines.map(from_hex).collect();
-        match stamps.is_some_and(|stamps| disk_id::are_only_ours_since(files, &stamps)) {
-            true => Says::Believe,
-            false => Says::Changed,
+        };
+        match (disk_id::are_only_ours_since(files, &noted.stamps), noted.detached) {
+            (false, _) => Says::Changed,
+            (true, None) => Says::Believe,
+            (true, Some(superseded)) => Says::Detached(Detached { superseded }),
         }
     }
 
-    /// Makes it, durably, for the session that is about to begin, and if the cache `is_believed` for the last one.
+    /// Makes it, durably, for the session that is about to begin as for the last one, of which it says what was
+    /// `detached`.
     ///
     /// # Errors
-    /// The host's; there is none then.
-    pub(super) fn make(&self, superblock: &Superblock, is_believed: bool, files: &[DiskFile]) -> io::Result<Made> {
+    /// The host's; if there is an old one, that speaks for the last session alone.
+    pub(super) fn make(
+        &self,
+        superblock: &Superblock,
+        detached: Option<&Detached>,
+        files: &[DiskFile],
+    ) -> io::Result<Made> {
         let nowhere = || io::Error::other("neither $XDG_STATE_HOME nor $HOME says where");
         let path = self.path.as_ref().ok_or_else(nowhere)?;
-        let folder = folder_of(path);
-        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        let next = superblock.session.wrapping_add(1);
-        let sessions = match is_believed {
-            true => format!("{} {next}\n", superblock.session),
-            false => format!("{next}\n"),
+        DirBuilder::new().recursive(true).mode(0o700).create(folder_of(path))?;
+        let noted = Noted {
+            sessions: vec![superblock.session, superblock.session.wrapping_add(1)],
+            detached: detached.map(|detached| detached.superseded.clone()),
+            stamps: disk_id::stamps_of_all(files),
         };
-        let new = path.with_extension("new");
-        let made = Made {
-            file: Arc::new(File::create(&new)?),
-            sessions,
-            files: files.to_vec(),
-        };
-        made.write(&disk_id::stamps_of_all(files))?;
-        fs::rename(&new, path)?;
-        File::open(folder)?.sync_all()?;
-        Ok(made)
+        noted.write(path)?;
+        Ok(Made {
+            note: self.clone(),
+            noted: Arc::new(Mutex::new(Some(noted))),
+            files: files.into(),
+        })
+    }
+
+    /// One that could not be made.
+    pub(super) fn unmade(&self) -> Made {
+        Made {
+            note: self.clone(),
+            noted: Arc::default(),
+            files: Arc::default(),
+        }
     }
 
     /// Takes it back, durably.
@@ -96,6 +112,8 @@ impl Note {
             _ => Err(error),
         };
         fs::remove_file(path).or_else(gone)?;
+        // Of one who was killed while he wrote it.
+        let _ = fs::remove_file(path.with_extension("new"));
         File::open(folder_of(path))
             .and_then(|folder| folder.sync_all())
             .or_else(gone)
@@ -111,14 +129,100 @@ impl Note {
 }
 
 /// What a note says of a cache that was not closed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Says {
     /// It worked to its end, and nobody else has written to the disk since.
     Believe,
+    /// Its device failed, and nobody else has written to the disk since.
+    Detached(Detached),
     /// Somebody has.
     Changed,
     /// There is no note, or it is of another time.
     Nothing,
+}
+
+/// What stands in a note.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Noted {
+    /// Of the cache, that it speaks for.
+    sessions: Vec<u32>,
+    /// The device has failed; what is superseded, each range apart from the others, in order.
+    detached: Option<Vec<ByteRange>>,
+    /// Of the disk's files.
+    stamps: Vec<Vec<u8>>,
+}
+
+impl Noted {
+    /// `None` if it is not whole, or nothing that this program writes.
+    fn parse(text: &str) -> Option<Self> {
+        let mut noted = Self {
+            sessions: Vec::new(),
+            detached: None,
+            stamps: Vec::new(),
+        };
+        let (lines, rest) = text.split_once("\nend\n")?;
+        if !rest.is_empty() {
+            return None;
+        }
+        for line in lines.lines() {
+            let (word, values) = line.split_once(' ').unwrap_or((line, ""));
+            let mut numbers = values.split(' ');
+            match word {
+                "sessions" => noted.sessions = numbers.map(str::parse).collect::<Result<_, _>>().ok()?,
+                "stamp" => noted.stamps.push(from_hex(values)?),
+                "detached" => {
+                    noted.detached.get_or_insert_default();
+                }
+                "superseded" => {
+                    let mut number = || numbers.next()?.parse::<u64>().ok();
+                    let (start, len) = (number()?, number()?);
+                    start.checked_add(len)?;
+                    noted.detached.as_mut()?.push(ByteRange::new(start, len));
+                }
+                _ => return None,
+            }
+        }
+        Some(noted)
+    }
+
+    fn text(&self) -> String {
+        let sessions: String = self.sessions.iter().map(|session| format!(" {session}")).collect();
+        let mut text = format!("sessions{sessions}\n");
+        for stamp in &self.stamps {
+            let digits: String = stamp.iter().map(|byte| format!("{byte:02x}")).collect();
+            text.push_str(&format!("stamp {digits}\n"));
+        }
+        if let Some(superseded) = &self.detached {
+            text.push_str("detached\n");
+            for range in superseded {
+                text.push_str(&format!("superseded {} {}\n", range.start.get(), range.len.get()));
+            }
+        }
+        text + "end\n"
+    }
+
+    /// In the place of the old one, durably; whatever happens, one of them is there.
+    fn write(&self, path: &Path) -> io::Result<()> {
+        let new = path.with_extension("new");
+        let mut file = File::create(&new)?;
+        file.write_all(self.text().as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&new, path)?;
+        File::open(folder_of(path))?.sync_all()
+    }
+
+    /// A range is superseded; what touches it becomes one with it.
+    fn supersede(&mut self, range: ByteRange) {
+        let superseded = self.detached.get_or_insert_default();
+        let touches = |other: &ByteRange| other.start <= range.end() && range.start <= other.end();
+        let first = superseded.partition_point(|other| other.end() < range.start);
+        let touching = superseded[first..].iter().take_while(|other| touches(other)).count();
+        let all = superseded.drain(first..first + touching);
+        let (start, end) = all.fold((range.start, range.end()), |(start, end), other| {
+            (start.min(other.start), end.max(other.end()))
+        });
+        superseded.insert(first, ByteRange::between(start, end));
+    }
 }
 
 /// How often it is looked whether the disk's files have changed.
@@ -127,50 +231,120 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 /// Stamps are noted no sooner than so long after the last ones, because that costs a flush of the note's file system.
 const NOTE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A note that was made.
+/// A note that was made, unless it could not be. It is changed by the disk's thread, and by one that notes stamps.
 #[derive(Clone)]
 pub(super) struct Made {
-    /// Its file, which is written in place: once it was taken back it stays so.
-    file: Arc<File>,
-    sessions: String,
-    files: Vec<DiskFile>,
+    note: Note,
+    /// What stands in it; `None` if there is none, or is to be none any more.
+    noted: Arc<Mutex<Option<Noted>>>,
+    files: Arc<[DiskFile]>,
 }
 
 impl Made {
-    fn write(&self, stamps: &[Vec<u8>]) -> io::Result<()> {
-        let mut text = self.sessions.clone();
-        for stamp in stamps {
-            text.extend(stamp.iter().map(|byte| format!("{byte:02x}")));
-            text.push('\n');
+    fn noted(&self) -> MutexGuard<'_, Option<Noted>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// There is one.
+    pub(super) fn is_there(&self) -> bool {
+        self.noted().is_some()
+    }
+
+    /// Changes what stands in it, if there is one.
+    fn change(&self, change: impl FnOnce(&mut Noted)) -> io::Result<()> {
+        let mut noted = self.noted();
+        match (&mut *noted, &self.note.path) {
+            (Some(noted), Some(path)) => {
+                change(noted);
+                noted.write(path)
+            }
+            _ => Err(io::Error::new(io::ErrorKind::NotFound, "there is no note of it")),
         }
-        self.file.write_all_at(text.as_bytes(), 0)?;
-        self.file.set_len(text.len() as u64)?;
-        self.file.sync_all()
+    }
+
+    /// See [`Note::place`].
+    pub(super) fn place(&self) -> String {
+        self.note.place()
+    }
+
+    /// See [`Note::take_back`]. Nothing makes it again.
+    pub(super) fn take_back(&self) -> io::Result<()> {
+        let mut noted = self.noted();
+        *noted = None;
+        self.note.take_back()
     }
 
     /// Notes the stamps of the disk's files when they change, as long as the cache is there.
     pub(super) async fn keep(self, on: Loop, cache: Weak<Cache>) {
         let mut noted = disk_id::stamps_of_all(&self.files);
         // By a thread, because it may take long, and requests do not wait for it.
-        let mut writing: Option<JoinHandle<()>> = None;
+        let mut writing: Option<JoinHandle<io::Result<()>>> = None;
         // What was changed when they were opened is noted at once.
         let mut again = on.now();
         let mut is_first = true;
-        while cache.upgrade().is_some_and(|cache| cache.works()) {
+        let mut is_told = false;
+        while cache.upgrade().is_some() && self.is_there() {
             let stamps = disk_id::stamps_of_all(&self.files);
-            let is_idle = writing.as_ref().is_none_or(JoinHandle::is_finished);
-            if (stamps != noted || is_first) && is_idle && on.now() >= again {
+            if let Some(ended) = writing.take_if(|thread| thread.is_finished()) {
+                match ended.join() {
+                    Ok(Err(error)) => {
+                        // It is tried again.
+                        noted = Vec::new();
+                        if !std::mem::replace(&mut is_told, true) {
+                            tracing::warn!(
+                                "{}: when the disk was changed cannot be noted, so after a kill or a crash its cache will not be believed: {error}",
+                                self.note.place()
+                            );
+                        }
+                    }
+                    _ => is_told = false,
+                }
+            }
+            if (stamps != noted || is_first) && writing.is_none() && on.now() >= again {
                 if !std::mem::take(&mut is_first) {
                     again = on.now().after(NOTE_INTERVAL);
                 }
                 noted.clone_from(&stamps);
-                let note = self.clone();
+                let made = self.clone();
                 let thread = std::thread::Builder::new().name("larder-note".to_owned());
-                // Without it the cache begins anew after a kill, which is no harm.
-                writing = thread.spawn(move || drop(note.write(&stamps))).ok();
+                let write = move || match made.is_there() {
+                    true => made.change(|noted| noted.stamps = stamps),
+                    false => Ok(()),
+                };
+                writing = thread.spawn(write).ok();
             }
             on.sleep(LOOK_INTERVAL).await;
         }
+    }
+}
+
+/// Done in the call: writes wait for it anyway, and it happens when the cache device has failed.
+impl Witness for Made {
+    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
+        let noted = self.change(|noted| {
+            noted.detached.get_or_insert_default();
+        });
+        // What there is no note of is not believed either.
+        let done = noted.or_else(|_| self.take_back());
+        Box::pin(std::future::ready(done))
+    }
+
+    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
+        Box::pin(std::future::ready(self.change(|noted| noted.supersede(range))))
+    }
+
+    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
+        let attached = match self.is_there() {
+            true => self.change(|noted| {
+                noted.detached = None;
+                // What was before the session that begins is over.
+                let last = noted.sessions.len().saturating_sub(1);
+                noted.sessions.drain(..last);
+            }),
+            // Then the last one says nothing of this session, and it need not be told otherwise.
+            false => Ok(()),
+        };
+        Box::pin(std::future::ready(attached))
     }
 }
 
@@ -223,4 +397,53 @@ fn state_folder() -> Option<PathBuf> {
     }
     let state = variable("XDG_STATE_HOME").or_else(|| Some(variable("HOME")?.join(".local/state")));
     state.map(|state| state.join("larder"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn noted(detached: Option<&[(u64, u64)]>) -> Noted {
+        let range = |(start, len): &(u64, u64)| ByteRange::new(*start, *len);
+        Noted {
+            sessions: vec![6, 7],
+            detached: detached.map(|ranges| ranges.iter().map(range).collect()),
+            stamps: vec![vec![0, 255], Vec::new()],
+        }
+    }
+
+    #[test]
+    fn what_is_noted_is_read_again_and_nothing_else() {
+        for noted in [noted(None), noted(Some(&[])), noted(Some(&[(0, 512), (4096, 8192)]))] {
+            let text = noted.text();
+            assert_eq!(Noted::parse(&text), Some(noted), "{text}");
+            for len in 0..text.len() {
+                assert_eq!(Noted::parse(&text[..len]), None, "{text}, cut off at {len}");
+            }
+        }
+        let text = noted(Some(&[(0, 512)])).text();
+        for (old, new) in [
+            ("superseded 0 512", "superseded 0"),
+            ("superseded 0 512", "superseded 18446744073709551615 2"),
+            ("detached\n", ""),
+            ("00ff", "0-ff"),
+            ("6 7", "6 x"),
+            ("sessions", "session"),
+        ] {
+            assert!(text.contains(old));
+            assert_eq!(Noted::parse(&text.replace(old, new)), None, "{new}");
+        }
+    }
+
+    #[test]
+    fn ranges_that_touch_become_one() {
+        let mut it = noted(None);
+        for (start, len) in [(8, 4), (0, 2), (20, 4), (2, 2), (6, 1), (5, 8), (30, 0), (3, 40)] {
+            it.supersede(ByteRange::new(start, len));
+            let ranges = it.detached.as_deref().unwrap_or_default();
+            let is_apart = ranges.windows(2).all(|pair| pair[0].end() < pair[1].start);
+            assert!(is_apart, "{ranges:?}");
+        }
+        assert_eq!(it.detached, noted(Some(&[(0, 43)])).detached);
+    }
 }

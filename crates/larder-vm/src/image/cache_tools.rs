@@ -1,18 +1,20 @@
 //! What can be done with a cache while no server uses it.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::time::Duration;
 
 use larder_block::backend::file::OpenError as FileError;
 use larder_block::backend::image_lock::LockError;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
-use larder_cache::{Lines, Mode, OpenError, Superblock, SuperblockError, read_superblock};
+use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, SuperblockError, read_superblock};
 
-use super::cache::{CacheError, LOOKED_AT, allocate, is_file, random, rounded};
+use super::cache::{CacheError, CacheOptions, LOOKED_AT, allocate, boot_of, is_file, may_write_back, random, rounded};
 use super::cache_note::Note;
-use super::{ImageAddress, ImageError, ImageOptions, open_bytes};
+use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
 
 /// Why something cannot be done with a cache.
 #[derive(Debug, thiserror::Error)]
@@ -25,9 +27,13 @@ pub enum CacheToolError {
     #[error("{file}: it is no cache of Larder's")]
     NoCache { file: String },
     #[error(
-        "{file}: it may have data that was never written to {disk}; serve the disk once more and stop it, or give that data up with --lose-dirty"
+        "{file}: it may have data that was never written to {disk}; have it written there with larder disk cache flush, or give it up with --lose-dirty"
     )]
     Dirty { file: String, disk: String },
+    #[error(
+        "{file}: where its disk is cannot be told from '{disk}', as it was when it was last used; say it with --image"
+    )]
+    Disk { file: String, disk: String },
     #[error("{why}; whether it has data that the disk has not cannot be told: with --lose-dirty that is given up")]
     Unknown { why: String },
     /// What the cache itself, or its device, says.
@@ -76,7 +82,7 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Res
     let superblock = superblock_of(file, &fast).await?;
     let lines = match is_used {
         true => None,
-        false => Some(larder_cache::count_lines(&fast, &superblock).await?),
+        false => Some(larder_cache::count_lines(&fast, &superblock, boot_of(file)).await?),
     };
     Ok(CacheReport {
         size: fast.geometry().size,
@@ -90,11 +96,99 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Res
 /// # Errors
 /// See [`CacheToolError`].
 pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: Mode) -> Result<(), CacheToolError> {
+    if mode == Mode::WriteBack {
+        may_write_back(file)?;
+    }
     let fast = open(on, file, false).await?;
     superblock_of(file, &fast).await?;
     larder_cache::set_mode(&fast, mode).await?;
     Ok(fast.close().await?)
 }
+
+/// Which cache is to be flushed, and onto what.
+#[derive(Clone, Debug)]
+pub struct FlushWish {
+    /// What the cache is on.
+    pub file: ImageAddress,
+    /// Where its disk is, if that is not where it was when the cache was last used.
+    pub image: Option<ImageAddress>,
+    /// What the cache has is right, also if the disk seems to have been changed without it.
+    pub force: bool,
+}
+
+/// Has the disk of a cache that nobody uses have all that only the cache has. How many bytes, in whole lines, those were;
+/// `tell` is told every now and then how many are left.
+///
+/// # Errors
+/// See [`CacheToolError`]; what the disk has not got by then stays in the cache.
+pub async fn flush_cache(
+    on: &Loop,
+    wish: &FlushWish,
+    tell: impl Fn(ByteLen) + 'static,
+) -> Result<ByteLen, CacheToolError> {
+    let file = &wish.file;
+    let fast = open(on, file, false).await?;
+    let superblock = superblock_of(file, &fast).await?;
+    fast.close().await?;
+    if !superblock.may_be_dirty {
+        return Ok(ByteLen::ZERO);
+    }
+    let named = || CacheToolError::Disk {
+        file: file.to_string(),
+        disk: superblock.disk.name.clone(),
+    };
+    let image = match &wish.image {
+        Some(image) => image.clone(),
+        None => superblock.disk.name.parse().map_err(|_| named())?,
+    };
+    let options = ImageOptions {
+        format: Some(disk_id::format_of(&superblock.disk.identity).ok_or_else(named)?),
+        prefetch: None,
+        cache: Some(CacheOptions {
+            file: file.clone(),
+            size: None,
+            line: None,
+            mode: None,
+            endurance: None,
+            force: wish.force,
+        }),
+        ..ImageOptions::default()
+    };
+    let opened = super::open(on, &image, &options).await;
+    let opened = opened.map_err(|error| CacheToolError::Device(Box::new(error)))?;
+    let Some(cache) = &opened.cache else {
+        return Ok(ByteLen::ZERO);
+    };
+    let telling = Rc::downgrade(&cache.layer);
+    let dirty_of = |layer: &Cache| ByteLen::new(layer.statistics().dirty_lines * layer.shape().line_len());
+    let (sleeping, is_over) = (on.clone(), Rc::new(Cell::new(false)));
+    let has_ended = Rc::clone(&is_over);
+    on.spawn(async move {
+        loop {
+            sleeping.sleep(TOLD_EVERY).await;
+            match telling.upgrade() {
+                Some(layer) if !has_ended.get() => tell(dirty_of(&layer)),
+                _ => return,
+            }
+        }
+    });
+    let loaded = cache.layer.load_all().await;
+    let dirty = dirty_of(&cache.layer);
+    let flushed = match loaded {
+        Ok(()) => cache.layer.clean().await,
+        error => error,
+    };
+    is_over.set(true);
+    // Whatever came of it, it is closed as well as that goes.
+    let closed = opened.device.close().await;
+    cache.forget_note();
+    flushed?;
+    closed?;
+    Ok(dirty)
+}
+
+/// How often it is told what is left to be done.
+const TOLD_EVERY: Duration = Duration::from_secs(5);
 
 /// Makes a cache none any more: a file has no bytes left then, a device none of the cache at its beginning. What only the
 /// cache has is lost, if that is agreed to.
@@ -154,7 +248,7 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
             disk: superblock.disk.name,
         });
     }
-    let before = larder_cache::count_lines(&old, &superblock).await?;
+    let before = larder_cache::count_lines(&old, &superblock, boot_of(file)).await?;
     let size = rounded(size);
     if size == old.geometry().size {
         old.close().await?;

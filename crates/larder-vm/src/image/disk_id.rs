@@ -30,6 +30,14 @@ pub(super) fn identity(image: &ImageAddress, format: Format) -> Vec<u8> {
     bounded([format.name().as_bytes(), b" ", &whose].concat())
 }
 
+/// The format that an identity says.
+pub(super) fn format_of(identity: &[u8]) -> Option<Format> {
+    let name = identity.split(|byte| *byte == b' ').next()?;
+    [Format::Raw, Format::Qcow2]
+        .into_iter()
+        .find(|format| format.name().as_bytes() == name)
+}
+
 fn of_path(path: &Path) -> Vec<u8> {
     let found = path.metadata().ok();
     match &found {
@@ -221,6 +229,8 @@ mod tests {
         let one = of("nbds://host/x?tls-certificates=/a", Format::Raw);
         assert_eq!(one, of("nbds://host/x?tls-certificates=/b", Format::Raw));
         assert_ne!(one, of("nbds://host/x", Format::Qcow2));
+        assert_eq!(format_of(&one), Some(Format::Raw));
+        assert_eq!(format_of(b"vmdk file"), None);
         assert_ne!(one, of("nbds://host/y", Format::Raw));
         let long = |end: &str| of(&format!("nbd://host/{}{end}", "x".repeat(4000)), Format::Raw);
         assert_eq!(long("a").len(), LEN_MAX);

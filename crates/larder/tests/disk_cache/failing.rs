@@ -10,19 +10,24 @@ use crate::support::{LIMIT, fill, tmpfs, tool};
 use crate::{Place, text};
 
 /// An NBD server with room for a cache, whose requests fail while a file is there.
-struct Fast {
-    uri: String,
+pub(crate) struct Fast {
+    pub(crate) uri: String,
     trigger: PathBuf,
     process: Process,
 }
 
 impl Fast {
-    fn start(place: &Place) -> Self {
-        Self::with_delay(place, 0)
+    pub(crate) fn start(place: &Place) -> Self {
+        Self::with(place, &["error-rate=1"])
     }
 
     /// The same, whose reads take so many milliseconds.
     fn with_delay(place: &Place, millis: u32) -> Self {
+        Self::with(place, &["error-rate=1", &format!("rdelay={millis}ms")])
+    }
+
+    /// The same with settings of `nbdkit-error-filter` and `nbdkit-delay-filter`.
+    pub(crate) fn with(place: &Place, settings: &[&str]) -> Self {
         let (socket, trigger) = (place.socket("fast"), place.path("fail"));
         let mut command = mortal("nbdkit");
         command.args([
@@ -34,9 +39,8 @@ impl Fast {
             "--filter=error",
             "memory",
             "8M",
-            "error-rate=1",
         ]);
-        command.args([format!("error-file={}", text(&trigger)), format!("rdelay={millis}ms")]);
+        command.args(settings).arg(format!("error-file={}", text(&trigger)));
         let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
         while !socket.exists() {}
         Self {
@@ -46,11 +50,11 @@ impl Fast {
         }
     }
 
-    fn fail(&self) {
+    pub(crate) fn fail(&self) {
         File::create(&self.trigger).expect("a file");
     }
 
-    fn work(&self) {
+    pub(crate) fn work(&self) {
         fs::remove_file(&self.trigger).expect("was there");
     }
 }

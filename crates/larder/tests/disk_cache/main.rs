@@ -8,6 +8,7 @@ mod refused;
 mod served;
 #[path = "../support/mod.rs"]
 mod support;
+mod write_back;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -75,8 +76,9 @@ impl Place {
     /// Waits until it is noted that the server has written to the image.
     pub(crate) fn noted(&self, image: &Path) {
         let modified = |path: &Path| path.metadata().and_then(|found| found.modified()).expect("has a time");
-        let mut notes = std::fs::read_dir(self.path("state/caches")).expect("notes");
-        let note = notes.next().expect("one").expect("is there").path();
+        let notes = std::fs::read_dir(self.path("state/caches")).expect("notes");
+        let mut notes = notes.map(|note| note.expect("is there").path());
+        let note = notes.find(|path| path.extension().is_none()).expect("one");
         while modified(&note) < modified(image) {
             std::thread::sleep(PAUSE);
         }
@@ -94,6 +96,11 @@ impl Place {
     pub(crate) fn start(&self, command: Command) -> Served {
         let process = Process::start(command).expect("larder starts");
         process.wait_for("serving", LIMIT).expect("it serves");
+        self.served(process)
+    }
+
+    /// One that serves.
+    pub(crate) fn served(&self, process: Process) -> Served {
         Served {
             process,
             uri: self.nbd(),
@@ -104,6 +111,17 @@ impl Place {
     /// A server that must not start, and say all of `words`.
     pub(crate) fn refused(&self, image: &Path, cache: &str, options: &[&str], words: &[&str]) -> String {
         assert_fails(self.serve_command(image, cache, options), words)
+    }
+
+    /// Waits until what a killed server had under way has ended, and the cache is free.
+    pub(crate) fn left(&self, cache: &Path) {
+        let is_used = || {
+            let (_, said) = self.cache_command(&["info", text(cache), "--output", "json"]);
+            said.contains("\"in_use\": true")
+        };
+        while is_used() {
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// `larder disk cache`, and its exit code with what it said.
@@ -173,6 +191,13 @@ impl Served {
     pub(crate) fn count(&self, name: &str) -> u64 {
         let cache = self.cache();
         cache[name].as_u64().unwrap_or_else(|| panic!("no {name} in {cache}"))
+    }
+
+    /// Waits until the disk has all that the cache has.
+    pub(crate) fn cleaned(&self) {
+        while self.count("dirty") > 0 {
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// Waits until a crash would leave all that the cache has.

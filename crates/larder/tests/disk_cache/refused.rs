@@ -141,7 +141,7 @@ fn options_that_do_not_go_together_are_refused() {
         (
             "--cache-mode",
             "writethrough",
-            "wt (write-through), wa (write-around), pt (pass-through)",
+            "wt (write-through), wb (write-back), wa (write-around), pt (pass-through)",
         ),
     ] {
         let command = crate::support::disk_serve(&[text(&image), "--nbd", "nbd+unix:///?socket=/n", option, value]);

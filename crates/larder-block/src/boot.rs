@@ -1,0 +1,13 @@
+//! Which start of the host this is: what a process has written and not flushed outlives the process, and not the host.
+
+use std::io;
+
+/// A number that each start of the host has anew (`random(4)`, `boot_id`).
+///
+/// # Errors
+/// The kernel does not say.
+pub fn boot_id() -> io::Result<u128> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
+    u128::from_str_radix(&digits, 16).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
+}
