@@ -85,12 +85,16 @@ fn what_was_written_is_there_after_a_kill() {
     assert_eq!((&told["may_be_dirty"], &told["closed"]), (&json!(true), &json!(false)));
     let served = place.serve(&image, &cache, &[]);
     served.io(&READS);
-    served.io(&["write -P 12 1M 4k"]);
+    // It does not flush, as qemu-io does at its end.
+    let unflushed = place.path("unflushed");
+    fs::write(&unflushed, [12; 64 << 10]).expect("a file");
+    tool("nbdcopy", &[text(&unflushed), &served.uri]);
     served.kill();
     let served = place.serve(&image, &cache, &[]);
-    served.io(&["read -P 12 1M 4k", "read -P 9 1028k 60k"]);
+    let reads = ["read -P 12 0 64k", "read -P 7 64k 960k", "read -P 9 1M 64k"];
+    served.io(&reads);
     served.stop();
-    qemu_io("raw", text(&image), &["read -P 12 1M 4k", "read -P 9 1028k 60k"]);
+    qemu_io("raw", text(&image), &reads);
 }
 
 #[test]
