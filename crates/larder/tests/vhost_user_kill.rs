@@ -82,7 +82,7 @@ fn a_guest_with_packed_queues_on_tmpfs_notices_only_a_pause_when_its_server_is_k
 #[test]
 fn a_guest_boots_though_the_servers_of_its_disks_are_killed_all_the_while() {
     let folder = on_disk();
-    let report = boot_kills::run(larder(), folder.path(), 2, &mut Random::new(6)).expect("starts");
+    let report = boot_kills::run(larder(), folder.path(), None, 2, &mut Random::new(6)).expect("starts");
     assert!(report.kills > 0, "{report:?}");
     assert!(report.failures.is_empty(), "{}", report.failures.join("\n"));
 }

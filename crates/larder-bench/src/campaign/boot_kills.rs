@@ -8,7 +8,8 @@ use std::time::Duration;
 use anyhow::ensure;
 
 use super::Random;
-use super::disk::{self, Format};
+use super::cached::CacheChoice;
+use super::disk::{self, Format, Victim};
 use super::guest::{accelerator, initramfs, test_bed};
 use super::process::Process;
 
@@ -39,22 +40,41 @@ pub struct Report {
     pub failures: Vec<String>,
 }
 
-/// Boots `count` guests, each from new images in `folder`, a raw and a qcow2 one.
+/// Bytes of each disk.
+pub const DISK: u64 = 16 << 20;
+
+/// Boots `count` guests, each from new images in `folder`, a raw and a qcow2 one, with or without caches.
 ///
 /// # Errors
 /// A guest could not even be started.
-pub fn run(larder: &Path, folder: &Path, count: u32, random: &mut Random) -> anyhow::Result<Report> {
+pub fn run(
+    larder: &Path,
+    folder: &Path,
+    cache: Option<CacheChoice>,
+    count: u32,
+    random: &mut Random,
+) -> anyhow::Result<Report> {
     let mut report = Report::default();
     let initrd = initramfs(SCRIPT, folder)?;
     for boot in 0..count {
         report.boots += 1;
         let images = [Format::Raw, Format::Qcow2].map(|format| (format, folder.join(format!("disk-{format:?}"))));
         for (format, image) in &images {
-            disk::create(*format, image, 16 << 20)?;
+            let victim = Victim {
+                format: *format,
+                ..Victim::from(larder)
+            };
+            disk::create(&victim, image, DISK)?;
         }
         let mut command = Command::new(larder);
+        command.arg("run").env("STATE_DIRECTORY", folder.join("state"));
+        if let Some(cache) = cache {
+            for (format, image) in &images {
+                command.arg("--disk").arg(with_cache(*format, image, cache)?);
+            }
+        }
         command
-            .args(["run", "--", "qemu-system-x86_64", "-name", "boot-kills"])
+            .args(["--", "qemu-system-x86_64", "-name", "boot-kills"])
             .args(["-accel", &accelerator()?, "-m", "512", "-smp", "2"])
             .args(["-nodefaults", "-display", "none", "-serial", "stdio", "-no-reboot"])
             .arg("-kernel")
@@ -62,7 +82,7 @@ pub fn run(larder: &Path, folder: &Path, count: u32, random: &mut Random) -> any
             .arg("-initrd")
             .arg(&initrd)
             .args(["-append", "console=ttyS0 quiet panic=-1"]);
-        for (format, image) in &images {
+        for (format, image) in images.iter().filter(|_| cache.is_none()) {
             let format = format!("{format:?}").to_lowercase();
             let drive = format!("if=virtio,cache=none,format={format},file={}", image.display());
             command.args(["-drive", &drive]);
@@ -77,6 +97,22 @@ pub fn run(larder: &Path, folder: &Path, count: u32, random: &mut Random) -> any
         }
     }
     Ok(report)
+}
+
+/// A disk of a new image, with a new cache, as `--disk` has it.
+fn with_cache(format: Format, image: &Path, cache: CacheChoice) -> anyhow::Result<String> {
+    let file = image.with_extension("cache");
+    if file.exists() {
+        std::fs::remove_file(&file)?;
+    }
+    Ok(format!(
+        "{},format={},cache={},cache-size={},cache-mode={}",
+        image.display(),
+        format!("{format:?}").to_lowercase(),
+        file.display(),
+        cache.size,
+        cache.mode.word()
+    ))
 }
 
 /// Kills the servers of a run now and then until it ends, some of them again within milliseconds.

@@ -1,12 +1,13 @@
-//! A disk served by Larder, from its image or from an NBD server, and the one of both that is killed.
+//! A disk served by Larder, from its image or from an NBD server, with or without a cache, and the one that is killed.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use clap::ValueEnum;
 
+use super::cached::{CacheChoice, CacheMode, Holds, Warmth};
 use super::guest::LIMIT;
 use super::process::Process;
 use super::server::Server;
@@ -43,53 +44,143 @@ pub struct Victim<'a> {
     pub target: Target,
     /// What the image is.
     pub format: Format,
+    /// The disk's cache.
+    pub cache: Option<CacheChoice>,
+    /// All layers together: read-ahead over the cache over qcow2 over NBD.
+    pub whole: bool,
 }
 
 impl<'a> From<&'a Path> for Victim<'a> {
-    /// Larder itself.
+    /// Larder itself, without a cache.
     fn from(larder: &'a Path) -> Self {
         Self {
             larder,
             target: Target::Larder,
             format: Format::Raw,
+            cache: None,
+            whole: false,
         }
     }
 }
 
+impl Victim<'_> {
+    /// The NBD server that Larder has its bytes from.
+    fn store(&self) -> Option<Target> {
+        match self.target {
+            Target::Larder => self.whole.then_some(Target::Nbdkit),
+            store => Some(store),
+        }
+    }
+
+    /// What was written and flushed is on the image, whatever there is above it.
+    pub fn image_has_all(&self) -> bool {
+        !self.cache.is_some_and(|cache| cache.mode.keeps_dirty())
+    }
+}
+
+/// How the disk is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Export {
+    /// To a front-end.
+    VhostUser,
+    /// To clients that come and go.
+    Nbd,
+}
+
+/// Where everything is.
+struct Places<'a> {
+    image: &'a Path,
+    socket: PathBuf,
+    control: PathBuf,
+    store: PathBuf,
+    cache: PathBuf,
+    state: PathBuf,
+}
+
+/// What Larder says when it has to wait for the locks of another server.
+const IN_USE: &str = "in use by another process";
+
 /// The servers of one disk.
 pub struct Disk<'a> {
     victim: Victim<'a>,
-    image: &'a Path,
-    /// Where Larder listens for the front-end.
-    pub socket: PathBuf,
-    remote_socket: PathBuf,
+    places: Places<'a>,
+    export: Export,
+    /// With what the next server is started.
+    cache: Option<CacheChoice>,
     server: Server,
-    remote: Option<Process>,
-    /// Lines that Larder had said when the remote server was killed.
+    store: Option<Process>,
+    /// Lines that Larder had said when the store was killed.
     said: usize,
+    /// What the cache had before the last kill.
+    before: Option<Holds>,
+    /// How warm the cache was after kills.
+    pub warmth: Warmth,
 }
 
 impl<'a> Disk<'a> {
-    /// Serves `image`, with sockets in `folder`, which should have a short path.
+    /// Serves `image` to a front-end, with sockets in `folder`, which should have a short path. What the disk of another
+    /// image has left is removed.
     ///
     /// # Errors
     /// A server does not start.
     pub fn start(victim: Victim<'a>, image: &'a Path, folder: &Path) -> anyhow::Result<Self> {
-        let (socket, remote_socket) = (folder.join("socket"), folder.join("nbd"));
-        let remote = start_remote(victim.target, image, &remote_socket)?;
-        if let Some(remote) = &remote {
-            wait_until_listening(remote, &remote_socket)?;
+        Self::export(victim, image, folder, Export::VhostUser)
+    }
+
+    /// Serves it as said.
+    ///
+    /// # Errors
+    /// As in [`Disk::start`].
+    pub fn export(victim: Victim<'a>, image: &'a Path, folder: &Path, export: Export) -> anyhow::Result<Self> {
+        let places = Places {
+            image,
+            socket: folder.join("socket"),
+            control: folder.join("control"),
+            store: folder.join("nbd"),
+            cache: image.with_extension("cache"),
+            state: image.with_extension("state"),
+        };
+        for left in [&places.cache, &places.store] {
+            if left.exists() {
+                std::fs::remove_file(left)?;
+            }
         }
-        let server = start_larder(victim, image, &socket, &remote_socket)?;
+        let store = start_store(&victim, &places)?;
+        if let Some(store) = &store {
+            wait_until_listening(store, &places.store)?;
+        }
+        let server = Server::from_command(serve(&victim, &places, export, victim.cache), &places.socket)?;
         Ok(Self {
             victim,
-            image,
-            socket,
-            remote_socket,
+            places,
+            export,
+            cache: victim.cache,
             server,
-            remote,
+            store,
             said: 0,
+            before: None,
+            warmth: Warmth::default(),
         })
+    }
+
+    /// Where Larder listens.
+    pub fn socket(&self) -> &Path {
+        &self.places.socket
+    }
+
+    /// Where it listens for NBD clients.
+    pub fn uri(&self) -> String {
+        nbd_uri(&self.places.socket)
+    }
+
+    /// The disk's image.
+    pub fn image(&self) -> &'a Path {
+        self.places.image
+    }
+
+    /// Who dies, and what the disk is.
+    pub fn victim(&self) -> &Victim<'a> {
+        &self.victim
     }
 
     /// What the image is.
@@ -99,39 +190,185 @@ impl<'a> Disk<'a> {
 
     /// Whether the one that dies is an NBD server behind Larder.
     pub fn is_remote(&self) -> bool {
-        self.remote.is_some()
+        self.victim.target != Target::Larder
     }
 
-    /// Kills the target. When this returns it is gone, and Larder knows that its remote server is.
+    /// Whether it has a store that lives.
+    pub fn has_store(&self) -> bool {
+        self.store.is_some()
+    }
+
+    /// Whether what the cache has is not read from it, or not by the one who reads the disk.
+    pub fn is_passed_by(&self) -> bool {
+        self.victim.whole || self.cache.is_some_and(|cache| cache.mode == CacheMode::Pt)
+    }
+
+    /// What the cache has, if there is one now.
+    ///
+    /// # Errors
+    /// It does not work.
+    pub fn holds(&self) -> anyhow::Result<Option<Holds>> {
+        self.cache.map(|_| Holds::ask(&self.places.control)).transpose()
+    }
+
+    /// Notes what the cache has, to be compared with what the next server finds.
+    ///
+    /// # Errors
+    /// It does not work.
+    pub fn note_holds(&mut self) -> anyhow::Result<Option<Holds>> {
+        self.before = match self.is_remote() {
+            true => None,
+            false => self.holds()?,
+        };
+        Ok(self.before)
+    }
+
+    /// Kills the target. When this returns it is gone, and Larder knows that its store is.
     ///
     /// # Errors
     /// Larder does not notice.
     pub fn kill(&mut self) -> anyhow::Result<()> {
-        let Some(remote) = &mut self.remote else {
+        if !self.is_remote() {
             self.server.process.kill();
             return Ok(());
-        };
+        }
+        let store = self.store.as_mut().context("it has no store")?;
         self.said = self.server.process.lines();
-        remote.kill();
+        store.kill();
         let lost = "the connection is lost";
         self.server.process.wait_for_after(self.said, lost, LIMIT)?;
         Ok(())
     }
 
-    /// Starts the target again.
+    /// Kills the store of a dead Larder: nothing that it was asked for happens any more.
+    pub fn kill_store(&mut self) {
+        if let Some(store) = &mut self.store {
+            store.kill();
+        }
+        self.store = None;
+    }
+
+    /// Has Larder end, to be started again.
+    ///
+    /// # Errors
+    /// It does not, or says that it failed.
+    pub fn end(&mut self) -> anyhow::Result<()> {
+        self.before = None;
+        let code = self.server.ask_to_end()?;
+        let said = self.server.process.output();
+        ensure!(code == Some(0), "the server ended with {code:?}: {said}");
+        Ok(())
+    }
+
+    /// Writes what only the cache of a killed server has to the disk.
+    ///
+    /// # Errors
+    /// Larder says why not.
+    pub fn flush_cache(&self) -> anyhow::Result<()> {
+        let mut command = Command::new(self.victim.larder);
+        command.args(["disk", "cache", "flush"]).arg(&self.places.cache);
+        let output = command.env("STATE_DIRECTORY", &self.places.state).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "its cache is not flushed: {said}");
+        Ok(())
+    }
+
+    /// Starts the target again, as it was.
     ///
     /// # Errors
     /// It does not start.
     pub fn restart(&mut self) -> anyhow::Result<()> {
-        match &mut self.remote {
-            None => self.server = start_larder(self.victim, self.image, &self.socket, &self.remote_socket)?,
-            Some(_) => {
-                // nbdkit does not take over the socket of a dead one.
-                std::fs::remove_file(&self.remote_socket)?;
-                self.remote = start_remote(self.victim.target, self.image, &self.remote_socket)?;
+        self.restart_with(self.victim.cache)
+    }
+
+    /// Starts the target again with a cache of this mode.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn restart_as(&mut self, mode: CacheMode) -> anyhow::Result<()> {
+        self.restart_with(self.victim.cache.map(|cache| CacheChoice { mode, ..cache }))
+    }
+
+    /// Starts Larder again without its cache, whose lines are worth nothing then.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn restart_without_cache(&mut self) -> anyhow::Result<()> {
+        self.before = None;
+        self.restart_with(None)
+    }
+
+    fn restart_with(&mut self, cache: Option<CacheChoice>) -> anyhow::Result<()> {
+        if self.is_remote() || (self.victim.store().is_some() && self.store.is_none()) {
+            // nbdkit does not take over the socket of a dead one.
+            std::fs::remove_file(&self.places.store)?;
+            self.store = start_store(&self.victim, &self.places)?;
+        }
+        if self.is_remote() {
+            return Ok(());
+        }
+        if let Some(store) = &self.store {
+            wait_until_listening(store, &self.places.store)?;
+        }
+        self.cache = cache;
+        let give_up = Instant::now() + LIMIT;
+        loop {
+            let command = serve(&self.victim, &self.places, self.export, cache);
+            match Server::from_command(command, &self.places.socket) {
+                // The locks of a dead server stay until the last of its I/O has ended, which a slow disk decides.
+                Err(error) if error.to_string().contains(IN_USE) && Instant::now() < give_up => {}
+                started => break self.server = started?,
             }
         }
         Ok(())
+    }
+
+    /// Waits until the cache is loaded, and counts what is there after a kill.
+    ///
+    /// # Errors
+    /// It does not work.
+    pub fn count_warmth(&mut self) -> anyhow::Result<()> {
+        if let (Some(before), Some(_)) = (self.before.take(), self.cache) {
+            let after = Holds::loaded(&self.places.control, before)?;
+            self.warmth.killed(before, after);
+        }
+        Ok(())
+    }
+
+    /// Larder must not start with its cache now, and say `why`.
+    ///
+    /// # Errors
+    /// It starts, or says something else.
+    pub fn is_refused(&self, why: &str) -> anyhow::Result<()> {
+        let command = serve(&self.victim, &self.places, self.export, self.victim.cache);
+        match Server::from_command(command, &self.places.socket) {
+            Ok(_) => bail!("it was served though {why}"),
+            Err(error) => {
+                let said = format!("{error:#}");
+                ensure!(said.contains(why), "it should say that {why}: {said}");
+                Ok(())
+            }
+        }
+    }
+
+    /// The running server must have said so.
+    ///
+    /// # Errors
+    /// It has not; with what it said.
+    pub fn has_said_one_of(&self, texts: &[&str]) -> anyhow::Result<()> {
+        let said = self.server.process.output();
+        let has = texts.iter().any(|text| said.contains(text));
+        ensure!(has, "nothing of {texts:?} in: {said}");
+        Ok(())
+    }
+
+    /// Has the image look as if it had been changed so much later than now.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn set_modified(&self, later: Duration) -> anyhow::Result<()> {
+        let file = std::fs::File::options().write(true).open(self.places.image)?;
+        Ok(file.set_modified(SystemTime::now() + later)?)
     }
 
     /// Waits until the new server has the client of the dead one: QEMU, or Larder with all repeated that may be lost.
@@ -139,9 +376,9 @@ impl<'a> Disk<'a> {
     /// # Errors
     /// That does not happen.
     pub fn wait_until_connected(&self) -> anyhow::Result<()> {
-        let connected = match self.remote {
-            None => "front-end connected",
-            Some(_) => "connected again",
+        let connected = match self.is_remote() {
+            false => "front-end connected",
+            true => "connected again",
         };
         self.server.process.wait_for_after(self.said, connected, LIMIT)?;
         Ok(())
@@ -150,37 +387,39 @@ impl<'a> Disk<'a> {
     /// Whether the last kill met requests in flight.
     pub fn was_interrupted(&self) -> bool {
         let said = self.server.process.output();
-        match self.remote {
-            None => said.contains("taking up requests"),
-            Some(_) => said
+        match self.is_remote() {
+            false => said.contains("taking up requests"),
+            true => said
                 .lines()
                 .rfind(|line| line.contains("the connection is lost"))
                 .is_some_and(|line| !line.contains("unanswered=0 ")),
         }
     }
 
-    /// Asks Larder to end.
+    /// Asks Larder to end, for good.
     ///
     /// # Errors
-    /// It does not, or says that it failed.
-    pub fn stop(self) -> anyhow::Result<()> {
-        let code = self.server.stop()?;
-        ensure!(code == Some(0), "the server ended with {code:?}");
-        Ok(())
+    /// As in [`Disk::end`].
+    pub fn stop(mut self) -> anyhow::Result<()> {
+        self.end()
     }
 }
 
-/// Makes a new image of `len` bytes.
+/// Makes a new image of a disk of `len` bytes.
 ///
 /// # Errors
 /// The host's, or `qemu-img` fails.
-pub fn create(format: Format, image: &Path, len: u64) -> anyhow::Result<()> {
-    match format {
+pub fn create(victim: &Victim<'_>, image: &Path, len: u64) -> anyhow::Result<()> {
+    match victim.format {
         Format::Raw => std::fs::File::create(image)?.set_len(len)?,
         Format::Qcow2 => {
             let mut command = Command::new("qemu-img");
             command.args(["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"]);
             qemu_img(command.arg(image).arg(len.to_string()), &[0])?;
+            if victim.store().is_some() {
+                // An export does not grow.
+                std::fs::File::options().write(true).open(image)?.set_len(len * 2)?;
+            }
         }
     }
     Ok(())
@@ -212,17 +451,39 @@ fn qemu_img(command: &mut Command, codes: &[i32]) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn start_larder(victim: Victim<'_>, image: &Path, socket: &Path, remote_socket: &Path) -> anyhow::Result<Server> {
-    let uri = PathBuf::from(format!("nbd+unix:///?socket={}", remote_socket.display()));
-    let image = match victim.target {
-        Target::Larder => image,
-        _ => &uri,
-    };
-    Server::start(victim.larder, image, socket, &[])
+fn nbd_uri(socket: &Path) -> String {
+    format!("nbd+unix:///?socket={}", socket.display())
 }
 
-fn start_remote(target: Target, image: &Path, socket: &Path) -> anyhow::Result<Option<Process>> {
-    let (program, options, image_words): (_, &[&str], &[&str]) = match target {
+/// `larder disk serve` with this cache, or none.
+fn serve(victim: &Victim<'_>, places: &Places<'_>, export: Export, cache: Option<CacheChoice>) -> Command {
+    let mut command = Command::new(victim.larder);
+    command.args(["disk", "serve"]);
+    match (victim.store(), victim.format) {
+        (None, _) => command.arg(places.image),
+        (Some(_), Format::Raw) => command.arg(nbd_uri(&places.store)),
+        (Some(_), Format::Qcow2) => command.arg(nbd_uri(&places.store)).args(["--format", "qcow2"]),
+    };
+    match export {
+        Export::VhostUser => command.arg("--socket").arg(&places.socket),
+        Export::Nbd => command.arg("--nbd").arg(nbd_uri(&places.socket)),
+    };
+    if let Some(CacheChoice { mode, size }) = cache {
+        command.arg("--control").arg(&places.control);
+        command.arg("--cache").arg(&places.cache);
+        command.args(["--cache-size", &size.to_string(), "--cache-mode", mode.word()]);
+        if !victim.whole {
+            // What is read is what the cache is asked for.
+            command.args(["--prefetch", "off"]);
+        }
+        command.env("STATE_DIRECTORY", &places.state);
+    }
+    command
+}
+
+fn start_store(victim: &Victim<'_>, places: &Places<'_>) -> anyhow::Result<Option<Process>> {
+    let Some(store) = victim.store() else { return Ok(None) };
+    let (program, options, image_words): (_, &[&str], &[&str]) = match store {
         Target::Larder => return Ok(None),
         Target::Nbdkit => ("nbdkit", &["-f", "-U"], &["file"]),
         Target::NbdkitCache => ("nbdkit", &["-f", "--filter=cache", "-U"], &["file"]),
@@ -233,16 +494,20 @@ fn start_remote(target: Target, image: &Path, socket: &Path) -> anyhow::Result<O
         ),
     };
     let mut command = Command::new(program);
-    command.args(options).arg(socket).args(image_words).arg(image);
+    command
+        .args(options)
+        .arg(&places.store)
+        .args(image_words)
+        .arg(places.image);
     Process::start(command).map(Some)
 }
 
-/// Only the first start is waited for: Larder must not need it later.
-fn wait_until_listening(remote: &Process, socket: &Path) -> anyhow::Result<()> {
+/// A Larder that lives on must not need this.
+fn wait_until_listening(store: &Process, socket: &Path) -> anyhow::Result<()> {
     let give_up = Instant::now() + LIMIT;
     while let Err(error) = std::os::unix::net::UnixStream::connect(socket) {
         if Instant::now() > give_up {
-            return Err(error).with_context(|| format!("no NBD server: {}", remote.output()));
+            return Err(error).with_context(|| format!("no NBD server: {}", store.output()));
         }
         std::thread::sleep(Duration::from_millis(1));
     }

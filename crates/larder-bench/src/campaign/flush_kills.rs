@@ -6,289 +6,80 @@
 //! killed, the image is compared before the next one starts. A remote server may lose what was not flushed, and Larder
 //! repeats it: the image is compared when all is answered and flushed. A qcow2 image shows what was flushed at once, and
 //! the rest after the next server has flushed it; `qemu-img check` must find no error in it at either time.
+//!
+//! A read gives no less than what had completed when it began. With a cache all of the disk is read after each kill, some
+//! servers are stopped instead, some are started in another mode, and some without the cache, which must be noticed.
 
-use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::Context;
 
 use super::Random;
+use super::cached::Warmth;
+use super::client::Client;
+pub use super::client::DISK;
 use super::disk::{self, Disk, Format, Victim};
-use super::front_end::queue::Request;
-use super::front_end::ring::Buffer;
 use super::front_end::{FrontEnd, Options};
 use super::pauses::Pauses;
 
-const SECTOR: usize = 512;
-const BLOCK: usize = 4096;
-const BLOCKS: u64 = 4096;
-/// Requests in flight on each queue.
-const DEPTH: usize = 16;
-const LIMIT: Duration = Duration::from_secs(60);
+/// A server lives no longer.
+const LIFE_US: u64 = 60_000;
 
-/// What the client knows of one block, in numbers of writes. Higher is later.
-#[derive(Clone, Copy, Default)]
-struct Book {
-    completed: u64,
-    flushed: u64,
-    under_way: Option<u64>,
-}
-
-enum Task {
-    Write {
-        block: u64,
-        number: u64,
-        buffer: usize,
-    },
-    /// With each block's last completed write when the flush was sent.
-    Flush {
-        covered: Vec<(u64, u64)>,
-    },
-}
+/// What a server says of a cache that is not the disk's any more.
+const BEGINS_ANEW: [&str; 2] = ["begins anew", "is not believed"];
+/// What is not told from the killed server's own changes.
+const NOT_ITS_OWN: Duration = Duration::from_secs(60);
 
 /// What came of it.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Servers killed.
     pub kills: u32,
+    /// Servers stopped.
+    pub stops: u32,
+    /// Servers started without the cache, and others that were refused, or began anew, because the image was changed.
+    pub without: u32,
     /// Writes acknowledged.
     pub writes: u64,
+    /// Reads compared.
+    pub reads: u64,
     /// Flushes acknowledged.
     pub flushes: u64,
     /// Requests that were in flight when a server was killed.
     pub interrupted: u64,
+    /// Caches that had what the disk had not when their server was killed.
+    pub dirty: u32,
+    /// Caches of them that were written to the disk before the next server was started.
+    pub flushed: u32,
     /// From the kill to the first answer with the next server, its start included.
     pub pauses: Pauses,
+    /// How warm its cache was.
+    pub warmth: Warmth,
 }
 
 impl Report {
     /// Both together.
     pub fn add(&mut self, other: Self) {
         self.kills += other.kills;
+        self.stops += other.stops;
+        self.without += other.without;
         self.writes += other.writes;
+        self.reads += other.reads;
         self.flushes += other.flushes;
         self.interrupted += other.interrupted;
+        self.dirty += other.dirty;
+        self.flushed += other.flushed;
         self.pauses.add(other.pauses);
-    }
-}
-
-struct Client {
-    guest: FrontEnd,
-    books: Vec<Book>,
-    tasks: BTreeMap<(usize, u16), Task>,
-    buffers: Vec<usize>,
-    next_number: u64,
-    since_flush: Vec<u64>,
-    report: Report,
-}
-
-/// The bytes of a block as write `number` makes them: each sector says who made it.
-fn contents(block: u64, number: u64) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(BLOCK);
-    for sector in 0..(BLOCK / SECTOR) as u64 {
-        let mut words = [block, number, sector].into_iter();
-        let mut filler = block ^ number.rotate_left(17) ^ sector;
-        for _ in 0..SECTOR / 8 {
-            filler = filler
-                .wrapping_mul(0x5851_f42d_4c95_7f2d)
-                .wrapping_add(0x1405_7b7e_f767_814f);
-            bytes.extend(words.next().unwrap_or(filler).to_le_bytes());
-        }
-    }
-    bytes
-}
-
-impl Client {
-    fn buffer_address(&self, buffer: usize) -> u64 {
-        self.guest.data() + (buffer * BLOCK) as u64
-    }
-
-    /// Keeps every queue full: mostly writes, now and then a flush.
-    fn submit(&mut self, random: &mut Random) {
-        for queue in 0..self.guest.queues.len() {
-            let mut busy = self.tasks.range((queue, 0)..=(queue, u16::MAX)).count();
-            while busy < DEPTH {
-                self.submit_one(queue, random);
-                busy += 1;
-            }
-            self.guest.queues[queue].go();
-        }
-    }
-
-    fn submit_one(&mut self, queue: usize, random: &mut Random) {
-        if random.below(12) == 0 {
-            self.submit_flush(queue);
-            return;
-        }
-        let block = loop {
-            let block = random.below(BLOCKS);
-            // One write at a time to a block: the order of two is nobody's promise.
-            if self.books[block as usize].under_way.is_none() {
-                break block;
-            }
-        };
-        let number = self.next_number;
-        self.next_number += 1;
-        self.books[block as usize].under_way = Some(number);
-        let buffer = self.buffers.pop().expect("one for each request in flight");
-        let address = self.buffer_address(buffer);
-        self.guest.memory.write(address, &contents(block, number));
-        let out = [Buffer {
-            address,
-            len: BLOCK as u32,
-        }];
-        let id = self.guest.queues[queue].add(&Request::write(block * (BLOCK / SECTOR) as u64, &out));
-        self.tasks.insert((queue, id), Task::Write { block, number, buffer });
-    }
-
-    fn submit_flush(&mut self, queue: usize) {
-        let changed = std::mem::take(&mut self.since_flush);
-        let covered = changed
-            .iter()
-            .map(|block| (*block, self.books[*block as usize].completed))
-            .collect();
-        let id = self.guest.queues[queue].add(&Request::flush());
-        self.tasks.insert((queue, id), Task::Flush { covered });
-    }
-
-    /// Takes what has been answered; whether there was anything.
-    fn collect(&mut self) -> anyhow::Result<bool> {
-        let mut any = false;
-        for queue in 0..self.guest.queues.len() {
-            while let Some(done) = self.guest.queues[queue].try_complete() {
-                any = true;
-                ensure!(done.status == 0, "a request failed with status {}", done.status);
-                match self.tasks.remove(&(queue, done.id)).context("an answer to nothing")? {
-                    Task::Write { block, number, buffer } => {
-                        let book = &mut self.books[block as usize];
-                        book.completed = number;
-                        book.under_way = None;
-                        self.buffers.push(buffer);
-                        self.since_flush.push(block);
-                        self.report.writes += 1;
-                    }
-                    Task::Flush { covered } => {
-                        for (block, number) in covered {
-                            let book = &mut self.books[block as usize];
-                            book.flushed = book.flushed.max(number);
-                        }
-                        self.report.flushes += 1;
-                    }
-                }
-            }
-        }
-        Ok(any)
-    }
-
-    /// Waits for any answer, by the interrupt of queue 0 or 1: a lost one is an error.
-    fn wait(&mut self) -> anyhow::Result<()> {
-        let give_up = Instant::now() + LIMIT;
-        loop {
-            for queue in &mut self.guest.queues {
-                queue.ring.want_interrupt();
-            }
-            if self.collect()? {
-                return Ok(());
-            }
-            let busy = (0..self.guest.queues.len())
-                .find(|queue| self.tasks.range((*queue, 0)..=(*queue, u16::MAX)).count() > 0);
-            let queue = busy.context("nothing is in flight")?;
-            self.guest.queues[queue]
-                .wait_for_interrupt(give_up)
-                .context("an answer, or its interrupt, never came")?;
-        }
-    }
-
-    /// Waits for all answers, and for a flush of all.
-    fn settle(&mut self) -> anyhow::Result<()> {
-        while !self.tasks.is_empty() {
-            self.wait()?;
-        }
-        self.submit_flush(0);
-        self.guest.queues[0].go();
-        self.wait()
-    }
-
-    /// Compares what a killed server has left with the books.
-    fn compare_after_kill(&self, format: Format, image: &Path) -> anyhow::Result<()> {
-        let bytes = contents_of(format, image)?;
-        match format {
-            Format::Raw => self.compare(&bytes),
-            Format::Qcow2 => self.compare_flushed(&bytes),
-        }
-    }
-
-    /// Compares an image that has all that was flushed, and of what came later as much as it likes.
-    fn compare_flushed(&self, bytes: &[u8]) -> anyhow::Result<()> {
-        for (block, book) in (0..).zip(&self.books) {
-            let at = block as usize * BLOCK;
-            for (index, got) in bytes[at..at + BLOCK].chunks(SECTOR).enumerate() {
-                let found = u64::from_le_bytes(got[8..16].try_into()?);
-                let known = found <= book.completed || Some(found) == book.under_way;
-                let whole = match found {
-                    0 => got.iter().all(|byte| *byte == 0),
-                    _ => contents(block, found)[index * SECTOR..][..SECTOR] == *got,
-                };
-                ensure!(
-                    whole && known && found >= book.flushed,
-                    "block {block}, sector {index} holds write {found}; flushed was {}, completed {}, under way {:?}",
-                    book.flushed,
-                    book.completed,
-                    book.under_way
-                );
-            }
-        }
-        Ok(())
-    }
-
-    /// Compares the disk's bytes with the books.
-    fn compare(&self, disk: &[u8]) -> anyhow::Result<()> {
-        for (block, book) in (0..).zip(&self.books) {
-            let bytes = &disk[block as usize * BLOCK..][..BLOCK];
-            let allowed = [Some(book.completed), book.under_way];
-            let wanted: Vec<Vec<u8>> = allowed
-                .into_iter()
-                .flatten()
-                .map(|number| {
-                    if number == 0 {
-                        vec![0; BLOCK]
-                    } else {
-                        contents(block, number)
-                    }
-                })
-                .collect();
-            for (sector, got) in bytes.chunks(SECTOR).enumerate() {
-                let at = sector * SECTOR;
-                if wanted.iter().any(|wanted| &wanted[at..at + SECTOR] == got) {
-                    continue;
-                }
-                let found = u64::from_le_bytes(got[8..16].try_into()?);
-                bail!(
-                    "block {block}, sector {sector} holds write {found}; flushed was {}, completed {}, under way {:?}",
-                    book.flushed,
-                    book.completed,
-                    book.under_way
-                );
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The disk's bytes.
-fn contents_of(format: Format, image: &Path) -> anyhow::Result<Vec<u8>> {
-    match format {
-        Format::Raw => Ok(std::fs::read(image)?),
-        Format::Qcow2 => disk::qcow2_contents(image),
+        self.warmth.add(other.warmth);
     }
 }
 
 /// Kills the victim `count` times.
 ///
 /// # Errors
-/// A write was lost, a request failed, an answer never came, or a server did not start.
+/// A write was lost, a read gave what was older, a request failed, an answer never came, or a server did not start.
 pub fn run<'a>(
     victim: impl Into<Victim<'a>>,
     image: &'a Path,
@@ -298,55 +89,226 @@ pub fn run<'a>(
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let victim = victim.into();
-    disk::create(victim.format, image, BLOCKS * BLOCK as u64)?;
-    let mut disk = Disk::start(victim, image, folder)?;
-    let guest = FrontEnd::connect(&disk.socket, options)?;
-    let mut client = Client {
-        buffers: (0..DEPTH * guest.queues.len()).collect(),
-        guest,
-        books: vec![Book::default(); BLOCKS as usize],
-        tasks: BTreeMap::new(),
-        next_number: 1,
-        since_flush: Vec::new(),
+    disk::create(&victim, image, DISK)?;
+    let disk = Disk::start(victim, image, folder)?;
+    let guest = FrontEnd::connect(disk.socket(), options)?;
+    let mut rounds = Rounds {
+        client: Client::new(guest),
+        disk,
         report: Report::default(),
     };
-    for _ in 0..count {
-        let life = Instant::now() + Duration::from_micros(random.below(60_000));
-        while Instant::now() < life {
-            client.submit(random);
-            client.wait()?;
-        }
-        client.submit(random);
-        let killed = Instant::now();
-        disk.kill()?;
-        let begin = Instant::now();
-        client.collect()?;
-        client.report.interrupted += client.tasks.len() as u64;
-        if !disk.is_remote() {
-            client.compare_after_kill(disk.format(), image)?;
-        }
-        let compared = begin.elapsed();
-        disk.restart()?;
-        if disk.is_remote() {
-            disk.wait_until_connected()?;
-        } else {
-            client.guest.reconnect(UnixStream::connect(&disk.socket)?)?;
-        }
-        if client.tasks.is_empty() {
-            client.submit(random);
-        }
-        client.wait()?;
-        // The comparison is ours, not part of the pause.
-        client.report.pauses.push(killed.elapsed() - compared);
-        client.report.kills += 1;
-        // What is committed by a flush can be seen; before, only the next server knew of it.
-        if disk.is_remote() || disk.format() == Format::Qcow2 {
-            client.settle()?;
-            client.compare(&contents_of(disk.format(), image)?)?;
+    while rounds.report.kills < count {
+        rounds
+            .client
+            .work(Duration::from_micros(random.below(LIFE_US)), random)?;
+        let kill = rounds.report.kills;
+        rounds.round(random).with_context(|| format!("at kill {kill}"))?;
+    }
+    rounds.end()
+}
+
+struct Rounds<'a> {
+    client: Client,
+    disk: Disk<'a>,
+    report: Report,
+}
+
+impl Rounds<'_> {
+    /// The server is killed, or, with a cache, stopped or left out for a while.
+    fn round(&mut self, random: &mut Random) -> anyhow::Result<()> {
+        let has_cache = self.disk.victim().cache.is_some() && !self.disk.is_remote();
+        match random.below(if has_cache { 24 } else { 1 }) {
+            1 | 2 => self.stop(random),
+            3 if !self.disk.victim().whole => self.change_without_cache(random),
+            _ => self.kill(random),
         }
     }
-    client.settle()?;
-    client.compare(&contents_of(disk.format(), image)?)?;
-    disk.stop()?;
-    Ok(client.report)
+
+    /// Kills the victim, and has the next server go on.
+    fn kill(&mut self, random: &mut Random) -> anyhow::Result<()> {
+        let has = self.disk.note_holds()?;
+        self.client.submit(random);
+        let killed = Instant::now();
+        self.disk.kill()?;
+        let begin = Instant::now();
+        let is_dirty = has.is_some_and(|has| has.dirty > 0);
+        self.report.dirty += u32::from(is_dirty);
+        self.client.collect()?;
+        self.report.interrupted += self.client.in_flight() as u64;
+        if !self.disk.is_remote() {
+            let whole = self.disk.victim().whole;
+            if whole && random.below(2) == 0 {
+                self.disk.kill_store();
+            }
+            if is_dirty && !whole && random.below(8) == 0 {
+                self.refuse_changed()?;
+                self.report.without += 1;
+            }
+            // A store that lives on may still carry out what it was asked.
+            if !whole || !self.disk.has_store() {
+                let has_all = self.disk.victim().image_has_all();
+                let is_flushed = !has_all && !whole && random.below(8) == 0;
+                if is_flushed {
+                    self.disk.flush_cache()?;
+                    self.report.flushed += 1;
+                }
+                if has_all || is_flushed {
+                    self.compare_at_rest()?;
+                }
+            }
+        }
+        let compared = begin.elapsed();
+        self.restart(random)?;
+        let begin = Instant::now();
+        self.disk.count_warmth()?;
+        let loaded = begin.elapsed();
+        if self.disk.is_remote() {
+            self.disk.wait_until_connected()?;
+        } else {
+            self.reconnect()?;
+        }
+        if self.client.in_flight() == 0 {
+            self.client.submit(random);
+        }
+        self.client.wait()?;
+        // The comparison is ours, not part of the pause.
+        self.report.pauses.push(killed.elapsed() - compared - loaded);
+        self.report.kills += 1;
+        self.compare_served(random)
+    }
+
+    /// Mostly in the mode of the campaign.
+    fn restart(&mut self, random: &mut Random) -> anyhow::Result<()> {
+        match self.disk.victim().cache {
+            Some(cache) if random.below(8) == 0 => {
+                let others = cache.mode.others();
+                self.disk.restart_as(others[random.below(others.len() as u64) as usize])
+            }
+            _ => self.disk.restart(),
+        }
+    }
+
+    /// Compares what the next server gives.
+    fn compare_served(&mut self, random: &mut Random) -> anyhow::Result<()> {
+        self.client.finish()?;
+        if let Some(from) = self.disk.holds()? {
+            self.client.read_all(random).context("all of the disk")?;
+            let to = self.disk.holds()?.unwrap_or_default();
+            if !self.disk.is_passed_by() {
+                self.disk.warmth.reread(from, to);
+            }
+        }
+        // What is committed by a flush can be seen; before, only the next server knew of it.
+        if self.disk.is_remote() || self.disk.format() == Format::Qcow2 {
+            self.compare_settled()?;
+        }
+        Ok(())
+    }
+
+    /// Stops Larder, and starts it again.
+    fn stop(&mut self, random: &mut Random) -> anyhow::Result<()> {
+        self.client.submit(random);
+        self.disk.end()?;
+        self.client.collect()?;
+        if !self.disk.victim().whole {
+            self.compare_at_rest()?;
+        }
+        self.restart(random)?;
+        self.reconnect()?;
+        self.report.stops += 1;
+        self.compare_served(random)
+    }
+
+    /// The disk is served, and written to, without its cache, and then with it again, which must notice.
+    fn change_without_cache(&mut self, random: &mut Random) -> anyhow::Result<()> {
+        // After a kill a change is only told from the server's own if it comes late enough; and the image is the disk only
+        // if nothing is written back.
+        let is_killed = self.disk.victim().image_has_all() && random.below(2) == 0;
+        match is_killed {
+            true => self.disk.kill()?,
+            false => self.disk.end()?,
+        }
+        self.client.collect()?;
+        self.disk.restart_without_cache()?;
+        self.reconnect()?;
+        self.client.work(Duration::from_micros(random.below(LIFE_US)), random)?;
+        self.client.settle()?;
+        self.disk.end()?;
+        if is_killed {
+            self.disk.set_modified(NOT_ITS_OWN)?;
+        }
+        self.disk.restart()?;
+        self.disk.has_said_one_of(&BEGINS_ANEW)?;
+        self.reconnect()?;
+        self.client
+            .read_all(random)
+            .context("a disk that was changed without its cache")?;
+        self.disk.end()?;
+        self.disk.set_modified(Duration::ZERO)?;
+        self.disk.restart()?;
+        self.reconnect()?;
+        self.report.without += 1;
+        Ok(())
+    }
+
+    /// A cache that has what the disk has not is not opened for one that was changed without it, and stays as it is.
+    fn refuse_changed(&self) -> anyhow::Result<()> {
+        self.disk.set_modified(NOT_ITS_OWN)?;
+        self.disk.is_refused("the disk was changed since without it")?;
+        self.disk.set_modified(Duration::ZERO)
+    }
+
+    fn reconnect(&mut self) -> anyhow::Result<()> {
+        Ok(self.client.guest.reconnect(UnixStream::connect(self.disk.socket())?)?)
+    }
+
+    /// Compares what a server has left on the image.
+    fn compare_at_rest(&self) -> anyhow::Result<()> {
+        let bytes = contents_of(self.disk.format(), self.disk.image())?;
+        let compared = match self.disk.format() {
+            Format::Raw => self.client.books.compare(&bytes),
+            Format::Qcow2 => self.client.books.compare_flushed(&bytes),
+        };
+        compared.context("the image of a server that has ended")
+    }
+
+    /// Compares the image when all is answered and flushed.
+    fn compare_settled(&mut self) -> anyhow::Result<()> {
+        self.client.settle()?;
+        match self.disk.victim().image_has_all() {
+            true => self
+                .client
+                .books
+                .compare(&contents_of(self.disk.format(), self.disk.image())?)
+                .context("the image after a flush"),
+            false => Ok(()),
+        }
+    }
+
+    /// All that was written is there when the last server has ended.
+    fn end(mut self) -> anyhow::Result<Report> {
+        self.client.settle()?;
+        self.disk.end()?;
+        self.client
+            .books
+            .compare(&contents_of(self.disk.format(), self.disk.image())?)
+            .context("the image in the end")?;
+        let done = self.client.done;
+        let report = Report {
+            writes: done.writes,
+            reads: done.reads,
+            flushes: done.flushes,
+            warmth: std::mem::take(&mut self.disk.warmth),
+            ..self.report
+        };
+        Ok(report)
+    }
+}
+
+/// The disk's bytes.
+fn contents_of(format: Format, image: &Path) -> anyhow::Result<Vec<u8>> {
+    match format {
+        Format::Raw => Ok(std::fs::read(image)?),
+        Format::Qcow2 => disk::qcow2_contents(image),
+    }
 }

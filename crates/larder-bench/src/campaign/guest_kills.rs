@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 use super::Random;
+use super::cached::Warmth;
 use super::disk::{self, Disk, Format, Victim};
 use super::guest::{Guest, GuestOptions, LIMIT};
 use super::pauses::Pauses;
@@ -36,7 +37,12 @@ pub struct Report {
     pub reconnects: Pauses,
     /// Kills that met requests in flight.
     pub interrupted: u32,
+    /// How warm the cache was.
+    pub warmth: Warmth,
 }
+
+/// Bytes that the guest writes and reads, of a disk of twice as much.
+pub const WORKING_SET: u64 = 32 << 20;
 
 /// Kills the victim `count` times.
 ///
@@ -51,13 +57,13 @@ pub fn run<'a>(
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let victim = victim.into();
-    disk::create(victim.format, image, 64 << 20)?;
+    disk::create(&victim, image, WORKING_SET * 2)?;
     let mut disk = Disk::start(victim, image, folder)?;
     let options = GuestOptions {
         disk: properties.to_owned(),
         ..GuestOptions::default()
     };
-    let mut guest = Guest::start(SCRIPT, &disk.socket, &options)?;
+    let mut guest = Guest::start(SCRIPT, disk.socket(), &options)?;
     guest.process.wait_for("ROUND 1", LIMIT)?;
     let (mut reconnects, mut interrupted) = (Pauses::default(), 0);
     for kill in 0..count {
@@ -67,9 +73,12 @@ pub fn run<'a>(
             bail!("the guest ended: {}", guest.process.output());
         }
         interrupted += u32::from(disk.was_interrupted());
+        disk.note_holds()?;
         let killed = Instant::now();
         disk.kill()?;
         disk.restart()?;
+        // QEMU needs longer to connect again.
+        disk.count_warmth()?;
         disk.wait_until_connected().with_context(|| {
             let console = guest.process.output();
             format!("after kill {kill}; the console: {console}")
@@ -80,9 +89,9 @@ pub fn run<'a>(
     let console = guest.finish()?;
     let rounds = console.matches("ROUND").count();
     interrupted += u32::from(disk.was_interrupted());
-    let format = disk.format();
+    let (is_checked, warmth) = (disk.format() == Format::Qcow2, disk.warmth.clone());
     disk.stop()?;
-    if format == Format::Qcow2 {
+    if is_checked {
         disk::qcow2_contents(image)?;
     }
     Ok(Report {
@@ -90,5 +99,6 @@ pub fn run<'a>(
         rounds,
         reconnects,
         interrupted,
+        warmth,
     })
 }

@@ -5,8 +5,12 @@
 #[allow(missing_docs)]
 pub mod front_end;
 
+pub mod books;
 pub mod boot_kills;
+pub mod cached;
+mod client;
 pub mod disk;
+pub mod fio_kills;
 pub mod flush_kills;
 pub mod guest;
 pub mod guest_kills;
@@ -14,11 +18,13 @@ pub mod pauses;
 pub mod process;
 pub mod server;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
+use cached::{CacheChoice, CacheMode};
 use clap::{Args, ValueEnum};
 use disk::{Format, Target, Victim};
+use larder_block::ByteLen;
 
 /// Kill a server over and over under load
 #[derive(Args)]
@@ -35,6 +41,15 @@ pub struct Arguments {
     /// Whose requests it is killed under
     #[arg(long, value_enum, default_value_t = Load::Guest)]
     load: Load,
+    /// Give the disk a cache, and say what that does with writes
+    #[arg(long, value_enum)]
+    cache_mode: Option<CacheMode>,
+    /// How large the cache is; by default it has three quarters of what the load touches
+    #[arg(long, requires = "cache_mode")]
+    cache_size: Option<ByteLen>,
+    /// All layers together: read-ahead over the cache over qcow2 over NBD (nbdkit)
+    #[arg(long, requires = "cache_mode")]
+    whole: bool,
     /// Folder of the image: its file system decides how it is read and written
     #[arg(long, default_value = ".")]
     folder: PathBuf,
@@ -49,12 +64,14 @@ pub struct Arguments {
     seed: u64,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Load {
     /// A guest that writes, flushes and verifies
     Guest,
     /// A client that knows what must be in the image after each kill
     Flush,
+    /// fio over NBD, which verifies what it had written before
+    Fio,
     /// Guests that boot under `larder run`; --count is theirs, and each has a raw and a qcow2 disk
     Boot,
 }
@@ -87,7 +104,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         Some(path) => path.clone(),
         None => std::env::current_exe()?.with_file_name("larder"),
     };
-    anyhow::ensure!(
+    ensure!(
         larder.exists(),
         "{} is missing: cargo build --release -p larder",
         larder.display()
@@ -96,15 +113,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let sockets = tempfile::tempdir()?;
     let image = images.path().join("disk.raw");
     let mut random = Random::new(arguments.seed);
-    let victim = Victim {
-        larder: &larder,
-        target: arguments.target,
-        format: arguments.format,
-    };
-    anyhow::ensure!(
-        arguments.format == Format::Raw || arguments.target == Target::Larder,
-        "only Larder itself serves qcow2 images"
-    );
+    let victim = arguments.victim(&larder)?;
     match arguments.load {
         Load::Guest => {
             let disk = if arguments.packed {
@@ -119,42 +128,117 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
             );
             println!("{} kills met requests in flight", report.interrupted);
             println!("from the kill until connected again, {}", report.reconnects);
+            print_warmth(victim, &report.warmth);
         }
-        Load::Boot => {
-            let report = boot_kills::run(&larder, images.path(), arguments.count, &mut random)?;
-            for failure in &report.failures {
-                println!("{failure}");
-            }
+        Load::Boot => boot(arguments, victim, images.path(), &mut random)?,
+        Load::Flush => flush(arguments, victim, &image, sockets.path(), &mut random)?,
+        Load::Fio => {
+            let report = fio_kills::run(victim, &image, sockets.path(), arguments.count, &mut random)?;
             println!(
-                "{} guests booted under {} kills, {} of them failed",
-                report.boots,
-                report.kills,
-                report.failures.len()
+                "{} kills and {} stops under fio, of which {} had written its region; it verified {} regions: nothing was lost or old",
+                report.kills, report.stops, report.completed, report.verified
             );
-            anyhow::ensure!(report.failures.is_empty(), "not every guest got through");
-        }
-        Load::Flush => {
-            let options = front_end::Options {
-                queues: 2,
-                packed: arguments.packed,
-                ..front_end::Options::default()
-            };
-            let at_once = match arguments.format {
-                Format::Raw => arguments.count,
-                Format::Qcow2 => 10,
-            };
-            let mut report = flush_kills::Report::default();
-            while report.kills < arguments.count {
-                let count = at_once.min(arguments.count - report.kills);
-                let part = flush_kills::run(victim, &image, sockets.path(), options, count, &mut random)?;
-                report.add(part);
-            }
-            println!(
-                "{} kills under {} writes and {} flushes, {} requests interrupted: nothing acknowledged was lost",
-                report.kills, report.writes, report.flushes, report.interrupted
-            );
-            println!("from the kill to the next answer, {}", report.pauses);
+            println!("from the kill until served again, {}", report.pauses);
+            print_dirty(victim, report.dirty);
+            print_warmth(victim, &report.warmth);
         }
     }
     Ok(())
+}
+
+impl Arguments {
+    fn victim<'a>(&self, larder: &'a Path) -> anyhow::Result<Victim<'a>> {
+        ensure!(
+            self.format == Format::Raw || self.target == Target::Larder || self.whole,
+            "only Larder itself serves qcow2 images"
+        );
+        ensure!(
+            !self.whole || self.load != Load::Boot,
+            "larder run has no such disk here"
+        );
+        let working_set = match self.load {
+            Load::Guest => guest_kills::WORKING_SET,
+            Load::Flush => flush_kills::DISK,
+            Load::Fio => fio_kills::DISK,
+            Load::Boot => boot_kills::DISK / 2,
+        };
+        let size = self.cache_size.map_or(working_set / 4 * 3, ByteLen::get);
+        Ok(Victim {
+            larder,
+            target: self.target,
+            format: if self.whole { Format::Qcow2 } else { self.format },
+            cache: self.cache_mode.map(|mode| CacheChoice { mode, size }),
+            whole: self.whole,
+        })
+    }
+}
+
+fn boot(arguments: &Arguments, victim: Victim<'_>, folder: &Path, random: &mut Random) -> anyhow::Result<()> {
+    let report = boot_kills::run(victim.larder, folder, victim.cache, arguments.count, random)?;
+    for failure in &report.failures {
+        println!("{failure}");
+    }
+    println!(
+        "{} guests booted under {} kills, {} of them failed",
+        report.boots,
+        report.kills,
+        report.failures.len()
+    );
+    ensure!(report.failures.is_empty(), "not every guest got through");
+    Ok(())
+}
+
+fn flush(
+    arguments: &Arguments,
+    victim: Victim<'_>,
+    image: &Path,
+    sockets: &Path,
+    random: &mut Random,
+) -> anyhow::Result<()> {
+    let options = front_end::Options {
+        queues: 2,
+        packed: arguments.packed,
+        ..front_end::Options::default()
+    };
+    let at_once = match victim.format {
+        Format::Raw => arguments.count,
+        Format::Qcow2 => 10,
+    };
+    let mut report = flush_kills::Report::default();
+    while report.kills < arguments.count {
+        let count = at_once.min(arguments.count - report.kills);
+        report.add(flush_kills::run(victim, image, sockets, options, count, random)?);
+    }
+    println!(
+        "{} kills under {} writes, {} reads and {} flushes, {} requests interrupted: nothing acknowledged was lost, no read was old",
+        report.kills, report.writes, report.reads, report.flushes, report.interrupted
+    );
+    println!("from the kill to the next answer, {}", report.pauses);
+    if victim.cache.is_some() {
+        println!(
+            "{} stops between them; {} times the image was changed without the cache, which was noticed",
+            report.stops, report.without
+        );
+    }
+    print_dirty(victim, report.dirty);
+    if report.flushed > 0 {
+        println!(
+            "{} caches were flushed to their disks before the next server",
+            report.flushed
+        );
+    }
+    print_warmth(victim, &report.warmth);
+    Ok(())
+}
+
+fn print_warmth(victim: Victim<'_>, warmth: &cached::Warmth) {
+    if victim.cache.is_some() {
+        println!("{warmth}");
+    }
+}
+
+fn print_dirty(victim: Victim<'_>, dirty: u32) {
+    if victim.cache.is_some_and(|cache| cache.mode.keeps_dirty()) {
+        println!("{dirty} kills left what only the cache had");
+    }
 }

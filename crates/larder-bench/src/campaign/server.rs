@@ -29,6 +29,14 @@ impl Server {
             .arg("--socket")
             .arg(socket)
             .args(options);
+        Self::from_command(command, socket)
+    }
+
+    /// Starts a command that listens at `socket`, and waits until it does.
+    ///
+    /// # Errors
+    /// As in [`Server::start`].
+    pub fn from_command(command: Command, socket: &Path) -> anyhow::Result<Self> {
         let process = Process::start(command)?;
         process.wait_for("serving", LIMIT)?;
         Ok(Self {
@@ -42,6 +50,14 @@ impl Server {
     /// # Errors
     /// It does not.
     pub fn stop(mut self) -> anyhow::Result<Option<i32>> {
+        self.ask_to_end()
+    }
+
+    /// The same of one that is started again later.
+    ///
+    /// # Errors
+    /// As in [`Server::stop`].
+    pub fn ask_to_end(&mut self) -> anyhow::Result<Option<i32>> {
         self.process.signal(libc::SIGTERM);
         Ok(self.process.wait(LIMIT)?.code())
     }

@@ -1,0 +1,206 @@
+//! What a client knows of each sector of a disk: who wrote it, and what of that may be there.
+
+use std::ops::Range;
+
+use anyhow::{bail, ensure};
+
+/// Bytes of a sector.
+pub const SECTOR: usize = 512;
+
+const WORDS: usize = SECTOR / 8;
+
+/// What is known of one sector, in numbers of writes. Higher is later.
+#[derive(Clone, Copy, Default)]
+struct Book {
+    completed: u64,
+    flushed: u64,
+    under_way: Option<u64>,
+}
+
+impl Book {
+    /// What a read may give that has begun when `before` was the last one that had completed.
+    fn has(&self, number: u64, before: u64) -> bool {
+        number >= before && (number <= self.completed || Some(number) == self.under_way)
+    }
+}
+
+/// Of all sectors of a disk.
+pub struct Books(Vec<Book>);
+
+/// Sectors whose writes have completed, each with its last one.
+pub type Completed = Vec<(u64, u64)>;
+
+impl Books {
+    /// Of a disk of zeros, with so many sectors.
+    pub fn new(sectors: u64) -> Self {
+        Self(vec![Book::default(); sectors as usize])
+    }
+
+    fn of(&self, sectors: &Range<u64>) -> &[Book] {
+        &self.0[sectors.start as usize..sectors.end as usize]
+    }
+
+    fn of_mut(&mut self, sectors: &Range<u64>) -> &mut [Book] {
+        &mut self.0[sectors.start as usize..sectors.end as usize]
+    }
+
+    /// Whether a write is under way to any of them.
+    pub fn are_written(&self, sectors: &Range<u64>) -> bool {
+        self.of(sectors).iter().any(|book| book.under_way.is_some())
+    }
+
+    /// A write begins.
+    pub fn begin(&mut self, sectors: &Range<u64>, number: u64) {
+        for book in self.of_mut(sectors) {
+            book.under_way = Some(number);
+        }
+    }
+
+    /// It has completed.
+    pub fn complete(&mut self, sectors: &Range<u64>, number: u64) {
+        for book in self.of_mut(sectors) {
+            book.completed = number;
+            book.under_way = None;
+        }
+    }
+
+    /// The last writes to these sectors that have completed.
+    pub fn completed(&self, sectors: impl Iterator<Item = u64>) -> Completed {
+        sectors
+            .map(|sector| (sector, self.0[sector as usize].completed))
+            .collect()
+    }
+
+    /// They were flushed.
+    pub fn flush(&mut self, covered: Completed) {
+        for (sector, number) in covered {
+            let book = &mut self.0[sector as usize];
+            book.flushed = book.flushed.max(number);
+        }
+    }
+
+    /// Compares what a read gave that began when these had completed.
+    ///
+    /// # Errors
+    /// It is older, torn, or another sector's.
+    pub fn compare_read(&self, before: &Completed, bytes: &[u8]) -> anyhow::Result<()> {
+        for ((sector, before), got) in before.iter().zip(bytes.chunks(SECTOR)) {
+            let book = &self.0[*sector as usize];
+            let found = number_in(*sector, got);
+            if !found.is_some_and(|number| book.has(number, *before)) {
+                return self.complain("is read", *sector, found);
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares the disk's bytes: each sector has its last completed write, or one that was under way.
+    ///
+    /// # Errors
+    /// It has not.
+    pub fn compare(&self, disk: &[u8]) -> anyhow::Result<()> {
+        ensure!(disk.len() == self.0.len() * SECTOR, "the disk has {} bytes", disk.len());
+        for ((sector, book), got) in (0..).zip(&self.0).zip(disk.chunks(SECTOR)) {
+            let found = number_in(sector, got);
+            if !found.is_some_and(|number| book.has(number, book.completed)) {
+                return self.complain("holds", sector, found);
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares an image that has all that was flushed, and of what came later as much as it likes.
+    ///
+    /// # Errors
+    /// It has not.
+    pub fn compare_flushed(&self, disk: &[u8]) -> anyhow::Result<()> {
+        ensure!(disk.len() == self.0.len() * SECTOR, "the disk has {} bytes", disk.len());
+        for ((sector, book), got) in (0..).zip(&self.0).zip(disk.chunks(SECTOR)) {
+            let found = number_in(sector, got);
+            if !found.is_some_and(|number| book.has(number, book.flushed)) {
+                return self.complain("holds", sector, found);
+            }
+        }
+        Ok(())
+    }
+
+    fn complain(&self, how: &str, sector: u64, found: Option<u64>) -> anyhow::Result<()> {
+        let Book {
+            completed,
+            flushed,
+            under_way,
+        } = self.0[sector as usize];
+        let what = match found {
+            Some(number) => format!("write {number}"),
+            None => "no write of its own".to_owned(),
+        };
+        bail!("sector {sector} {how} {what}; flushed was {flushed}, completed {completed}, under way {under_way:?}");
+    }
+}
+
+/// The bytes that write `number` makes of sectors: each says which it is, and who made it.
+pub fn contents(sectors: &Range<u64>, number: u64) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity((sectors.end - sectors.start) as usize * SECTOR);
+    for sector in sectors.clone() {
+        for word in words(sector, number) {
+            bytes.extend(word.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+fn words(sector: u64, number: u64) -> impl Iterator<Item = u64> {
+    let mut filler = sector ^ number.rotate_left(17);
+    let filled = std::iter::repeat_with(move || {
+        filler = filler
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
+        filler
+    });
+    [sector, number].into_iter().chain(filled).take(WORDS)
+}
+
+/// The write that has made the bytes of a sector: 0 for zeros, none if it is no write of this sector, or not all of it.
+fn number_in(sector: u64, got: &[u8]) -> Option<u64> {
+    let word = |index: usize| Some(u64::from_le_bytes(got.get(index * 8..index * 8 + 8)?.try_into().ok()?));
+    let number = word(1)?;
+    let is_whole = match number {
+        0 => got.iter().all(|byte| *byte == 0),
+        _ => (0..)
+            .zip(words(sector, number))
+            .all(|(index, wanted)| word(index) == Some(wanted)),
+    };
+    (is_whole && got.len() == SECTOR).then_some(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_old_torn_or_elsewhere_is_found() {
+        let mut books = Books::new(4);
+        let all = 0..4;
+        let zeros = vec![0; 4 * SECTOR];
+        assert!(books.compare(&zeros).is_ok());
+        books.begin(&all, 1);
+        let first = contents(&all, 1);
+        assert!(books.compare(&zeros).is_ok() && books.compare(&first).is_ok());
+        let before = books.completed(all.clone());
+        books.complete(&all, 1);
+        assert!(books.compare(&zeros).is_err() && books.compare_flushed(&zeros).is_ok());
+        assert!(books.compare_read(&before, &zeros).is_ok(), "it began before");
+        books.flush(books.completed(all.clone()));
+        assert!(books.compare_flushed(&zeros).is_err() && books.compare_flushed(&first).is_ok());
+        let mut elsewhere = first.clone();
+        elsewhere.rotate_left(SECTOR);
+        assert!(books.compare(&elsewhere).is_err());
+        let mut torn = first.clone();
+        torn[SECTOR - 1] ^= 1;
+        assert!(books.compare(&torn).is_err());
+        let before = books.completed(all.clone());
+        books.begin(&all, 2);
+        let second = contents(&all, 2);
+        assert!(books.compare_read(&before, &second).is_ok() && books.compare_read(&before, &zeros).is_err());
+    }
+}

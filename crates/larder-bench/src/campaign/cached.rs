@@ -1,0 +1,226 @@
+//! The cache of a disk whose server is killed: which, and how much of it the next server finds.
+
+use std::fmt;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use clap::ValueEnum;
+use serde_json::Value;
+
+/// What the cache does with writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CacheMode {
+    /// Write-through
+    Wt,
+    /// Write-around
+    Wa,
+    /// Pass-through
+    Pt,
+    /// Write-back
+    Wb,
+}
+
+impl CacheMode {
+    /// The word for it on a command line.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Wt => "wt",
+            Self::Wa => "wa",
+            Self::Pt => "pt",
+            Self::Wb => "wb",
+        }
+    }
+
+    /// Only the cache may have what was written.
+    pub fn keeps_dirty(self) -> bool {
+        self == Self::Wb
+    }
+
+    /// Those that a server may be started with instead, in a campaign of this one.
+    pub fn others(self) -> &'static [Self] {
+        match self {
+            Self::Wb => &[Self::Wt, Self::Wa, Self::Pt],
+            Self::Wt => &[Self::Wa, Self::Pt],
+            Self::Wa | Self::Pt => &[Self::Wt],
+        }
+    }
+}
+
+/// The cache of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheChoice {
+    /// What it does with writes.
+    pub mode: CacheMode,
+    /// Bytes of its file.
+    pub size: u64,
+}
+
+/// What a server tells of its cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Holds {
+    /// Bytes of the lines that it has.
+    pub bytes: u64,
+    /// Bytes of them that a kill may leave cold.
+    pub unsettled: u64,
+    /// Bytes of the lines that only it has.
+    pub dirty: u64,
+    /// Bytes that were read from it.
+    pub hit_bytes: u64,
+}
+
+impl Holds {
+    /// Asks a server at its control socket.
+    ///
+    /// # Errors
+    /// It does not answer, has no cache, or that does not work.
+    pub fn ask(control: &Path) -> anyhow::Result<Self> {
+        let answer = get_disks(control).with_context(|| format!("asking at {}", control.display()))?;
+        let cache = &answer["disks"][0]["cache"];
+        ensure!(cache["state"] == "works", "the cache does not work: {answer}");
+        let of = |name: &str| {
+            let value = cache[name].as_u64();
+            value.with_context(|| format!("nothing is told of {name}: {answer}"))
+        };
+        Ok(Self {
+            bytes: of("occupancy")?,
+            unsettled: of("unsettled")?,
+            dirty: of("dirty")?,
+            hit_bytes: of("hit_bytes")?,
+        })
+    }
+
+    /// Waits until a server has loaded its cache: all of what it had `before` and would not lose, or, if it comes to
+    /// less, what does not become more for a while.
+    ///
+    /// # Errors
+    /// As in [`Holds::ask`].
+    pub fn loaded(control: &Path, before: Self) -> anyhow::Result<Self> {
+        let mut last = Self::ask(control)?;
+        let mut since = Instant::now();
+        while last.bytes < before.bytes - before.unsettled.min(before.bytes) && since.elapsed() < STEADY {
+            std::thread::sleep(ASKED_EVERY);
+            let now = Self::ask(control)?;
+            if now.bytes > last.bytes {
+                since = Instant::now();
+            }
+            last = now;
+        }
+        Ok(last)
+    }
+}
+
+/// A cache that has not become more for so long is loaded.
+const STEADY: Duration = Duration::from_millis(200);
+const ASKED_EVERY: Duration = Duration::from_millis(2);
+
+/// A server answers within that.
+const ANSWERS_MAX: Duration = Duration::from_secs(30);
+
+fn get_disks(control: &Path) -> anyhow::Result<Value> {
+    let mut stream = UnixStream::connect(control)?;
+    stream.set_read_timeout(Some(ANSWERS_MAX))?;
+    stream.write_all(b"GET /v1/disks HTTP/1.1\r\nHost: larder\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("no HTTP")?;
+    ensure!(head.starts_with("HTTP/1.1 200"), "{answer}");
+    Ok(serde_json::from_str(body)?)
+}
+
+/// How warm caches were after their servers were killed.
+#[derive(Clone, Debug, Default)]
+pub struct Warmth {
+    /// Of the lines before, those after.
+    of_all: Vec<f64>,
+    /// The same, of those that were settled.
+    of_settled: Vec<f64>,
+    /// Of the bytes after, those that a read of the disk found.
+    reread: Vec<f64>,
+}
+
+impl Warmth {
+    /// A cache that was not empty, before the kill and after it.
+    pub fn killed(&mut self, before: Holds, after: Holds) {
+        let share = |of: u64| after.bytes as f64 / of as f64;
+        if before.bytes > 0 {
+            self.of_all.push(share(before.bytes));
+        }
+        if before.bytes > before.unsettled {
+            self.of_settled.push(share(before.bytes - before.unsettled).min(1.0));
+        }
+    }
+
+    /// All of the disk was read meanwhile.
+    pub fn reread(&mut self, from: Holds, to: Holds) {
+        if from.bytes > 0 {
+            let found = to.hit_bytes - from.hit_bytes;
+            self.reread.push((found as f64 / from.bytes as f64).min(1.0));
+        }
+    }
+
+    /// All of another sample.
+    pub fn add(&mut self, other: Self) {
+        self.of_all.extend(other.of_all);
+        self.of_settled.extend(other.of_settled);
+        self.reread.extend(other.reread);
+    }
+
+    /// The share of the settled lines that half of the kills, or more, left, 0 to 1.
+    pub fn of_settled(&self) -> Option<f64> {
+        median_and_least(&self.of_settled).map(|(median, _)| median)
+    }
+}
+
+fn median_and_least(shares: &[f64]) -> Option<(f64, f64)> {
+    let mut sorted = shares.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    Some((*sorted.get((sorted.len().max(1) - 1) / 2)?, *sorted.first()?))
+}
+
+impl fmt::Display for Warmth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = |shares: &[f64]| match median_and_least(shares) {
+            Some((median, least)) => format!("P50 {:.2} %, least {:.2} %", median * 100.0, least * 100.0),
+            None => "none".to_owned(),
+        };
+        write!(
+            f,
+            "{} caches after a kill: of their lines {}; of those that were settled {}",
+            self.of_all.len(),
+            shown(&self.of_all),
+            shown(&self.of_settled)
+        )?;
+        match self.reread.is_empty() {
+            true => Ok(()),
+            false => write!(f, "; of what they had a read of the disk found {}", shown(&self.reread)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_settled_is_counted_apart() {
+        let holds = |bytes, unsettled| Holds {
+            bytes,
+            unsettled,
+            ..Holds::default()
+        };
+        let mut warmth = Warmth::default();
+        warmth.killed(holds(0, 0), holds(0, 0));
+        assert_eq!(warmth.of_settled(), None);
+        warmth.killed(holds(100, 20), holds(80, 0));
+        warmth.killed(holds(100, 20), holds(90, 0));
+        assert_eq!(
+            (warmth.of_all.as_slice(), warmth.of_settled()),
+            (&[0.8, 0.9][..], Some(1.0))
+        );
+        warmth.killed(holds(100, 20), holds(40, 0));
+        assert_eq!(median_and_least(&warmth.of_settled), Some((1.0, 0.5)));
+    }
+}

@@ -1,0 +1,268 @@
+//! A guest without QEMU that keeps books: it writes, reads and flushes as much as its queues take, and knows what each
+//! sector may have.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+
+use super::Random;
+use super::books::{Books, Completed, SECTOR, contents};
+use super::front_end::FrontEnd;
+use super::front_end::queue::Request;
+use super::front_end::ring::Buffer;
+
+/// Bytes of the disk.
+pub const DISK: u64 = 16 << 20;
+const SECTORS: u64 = DISK / SECTOR as u64;
+/// What is written and read more than the rest.
+const HOT: u64 = SECTORS / 8;
+/// Sectors of the most frequent request, and of the longest.
+const BLOCK: u64 = 8;
+const LONGEST: u64 = 128;
+const BUFFER: usize = LONGEST as usize * SECTOR;
+/// Requests in flight on each queue.
+const DEPTH: usize = 16;
+const LIMIT: Duration = Duration::from_secs(60);
+
+enum Task {
+    Write {
+        sectors: Range<u64>,
+        number: u64,
+        buffer: usize,
+    },
+    Read {
+        before: Completed,
+        buffer: usize,
+    },
+    /// With each sector's last completed write when the flush was sent.
+    Flush {
+        covered: Completed,
+    },
+}
+
+/// A guest that keeps books.
+pub(super) struct Client {
+    pub(super) guest: FrontEnd,
+    pub(super) books: Books,
+    tasks: BTreeMap<(usize, u16), Task>,
+    buffers: Vec<usize>,
+    next_number: u64,
+    since_flush: BTreeSet<u64>,
+    pub(super) done: Done,
+}
+
+/// What it has done.
+#[derive(Debug, Default)]
+pub(super) struct Done {
+    pub(super) writes: u64,
+    pub(super) reads: u64,
+    pub(super) flushes: u64,
+}
+
+impl Client {
+    /// Of a disk of zeros.
+    pub(super) fn new(guest: FrontEnd) -> Self {
+        Self {
+            buffers: (0..DEPTH * guest.queues.len()).collect(),
+            guest,
+            books: Books::new(SECTORS),
+            tasks: BTreeMap::new(),
+            next_number: 1,
+            since_flush: BTreeSet::new(),
+            done: Done::default(),
+        }
+    }
+
+    /// Requests that are not answered.
+    pub(super) fn in_flight(&self) -> usize {
+        self.tasks.len()
+    }
+
+    fn buffer_address(&self, buffer: usize) -> u64 {
+        self.guest.data() + (buffer * BUFFER) as u64
+    }
+
+    fn busy(&self, queue: usize) -> usize {
+        self.tasks.range((queue, 0)..=(queue, u16::MAX)).count()
+    }
+
+    /// Keeps every queue full: mostly writes, some reads, now and then a flush.
+    pub(super) fn submit(&mut self, random: &mut Random) {
+        for queue in 0..self.guest.queues.len() {
+            for _ in self.busy(queue)..DEPTH {
+                match random.below(12) {
+                    0 => self.submit_flush(queue),
+                    1..4 => self.submit_read(queue, any_sectors(random)),
+                    _ => self.submit_write(queue, random),
+                }
+            }
+            self.guest.queues[queue].go();
+        }
+    }
+
+    fn submit_write(&mut self, queue: usize, random: &mut Random) {
+        let sectors = loop {
+            let sectors = any_sectors(random);
+            // One write at a time to a sector: the order of two is nobody's promise.
+            if !self.books.are_written(&sectors) {
+                break sectors;
+            }
+        };
+        let number = self.next_number;
+        self.next_number += 1;
+        self.books.begin(&sectors, number);
+        let buffer = self.buffers.pop().expect("one for each request in flight");
+        let address = self.buffer_address(buffer);
+        let bytes = contents(&sectors, number);
+        self.guest.memory.write(address, &bytes);
+        let len = bytes.len() as u32;
+        let out = [Buffer { address, len }];
+        let id = self.guest.queues[queue].add(&Request::write(sectors.start, &out));
+        let task = Task::Write {
+            sectors,
+            number,
+            buffer,
+        };
+        self.tasks.insert((queue, id), task);
+    }
+
+    fn submit_read(&mut self, queue: usize, sectors: Range<u64>) {
+        let buffer = self.buffers.pop().expect("one for each request in flight");
+        let (address, len) = (
+            self.buffer_address(buffer),
+            (sectors.end - sectors.start) as u32 * SECTOR as u32,
+        );
+        let into = [Buffer { address, len }];
+        let id = self.guest.queues[queue].add(&Request::read(sectors.start, &into));
+        let before = self.books.completed(sectors);
+        self.tasks.insert((queue, id), Task::Read { before, buffer });
+    }
+
+    fn submit_flush(&mut self, queue: usize) {
+        let changed = std::mem::take(&mut self.since_flush);
+        let covered = self.books.completed(changed.into_iter());
+        let id = self.guest.queues[queue].add(&Request::flush());
+        self.tasks.insert((queue, id), Task::Flush { covered });
+    }
+
+    /// Takes what has been answered; whether there was anything.
+    pub(super) fn collect(&mut self) -> anyhow::Result<bool> {
+        let mut any = false;
+        for queue in 0..self.guest.queues.len() {
+            while let Some(done) = self.guest.queues[queue].try_complete() {
+                any = true;
+                ensure!(done.status == 0, "a request failed with status {}", done.status);
+                let task = self.tasks.remove(&(queue, done.id));
+                self.complete(task.context("an answer to nothing")?)?;
+            }
+        }
+        Ok(any)
+    }
+
+    fn complete(&mut self, task: Task) -> anyhow::Result<()> {
+        match task {
+            Task::Write {
+                sectors,
+                number,
+                buffer,
+            } => {
+                self.books.complete(&sectors, number);
+                self.buffers.push(buffer);
+                self.since_flush.extend(sectors);
+                self.done.writes += 1;
+            }
+            Task::Read { before, buffer } => {
+                let address = self.buffer_address(buffer);
+                let bytes = self.guest.memory.read_vec(address, before.len() * SECTOR);
+                self.books.compare_read(&before, &bytes)?;
+                self.buffers.push(buffer);
+                self.done.reads += 1;
+            }
+            Task::Flush { covered } => {
+                self.books.flush(covered);
+                self.done.flushes += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for any answer, by the interrupt of queue 0 or 1: a lost one is an error.
+    pub(super) fn wait(&mut self) -> anyhow::Result<()> {
+        let give_up = Instant::now() + LIMIT;
+        loop {
+            for queue in &mut self.guest.queues {
+                queue.ring.want_interrupt();
+            }
+            if self.collect()? {
+                return Ok(());
+            }
+            let busy = (0..self.guest.queues.len()).find(|queue| self.busy(*queue) > 0);
+            let queue = busy.context("nothing is in flight")?;
+            self.guest.queues[queue]
+                .wait_for_interrupt(give_up)
+                .context("an answer, or its interrupt, never came")?;
+        }
+    }
+
+    /// Keeps the server busy for so long, and after that.
+    pub(super) fn work(&mut self, life: Duration, random: &mut Random) -> anyhow::Result<()> {
+        let end = Instant::now() + life;
+        while Instant::now() < end {
+            self.submit(random);
+            self.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all answers.
+    pub(super) fn finish(&mut self) -> anyhow::Result<()> {
+        while !self.tasks.is_empty() {
+            self.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all answers, and for a flush of all.
+    pub(super) fn settle(&mut self) -> anyhow::Result<()> {
+        self.finish()?;
+        self.submit_flush(0);
+        self.guest.queues[0].go();
+        self.wait()
+    }
+
+    /// Reads all of the disk while nothing is written, a block after the other in a random order.
+    pub(super) fn read_all(&mut self, random: &mut Random) -> anyhow::Result<()> {
+        self.finish()?;
+        let mut blocks: Vec<u64> = (0..SECTORS / BLOCK).collect();
+        for index in (1..blocks.len()).rev() {
+            blocks.swap(index, random.below(index as u64 + 1) as usize);
+        }
+        for block in blocks {
+            while self.busy(0) >= DEPTH {
+                self.guest.queues[0].go();
+                self.wait()?;
+            }
+            self.submit_read(0, block * BLOCK..(block + 1) * BLOCK);
+        }
+        self.guest.queues[0].go();
+        self.finish()
+    }
+}
+
+/// Any part of the disk for a request: mostly a block, of what is hot as often as of all.
+fn any_sectors(random: &mut Random) -> Range<u64> {
+    let within = [HOT, SECTORS][random.below(2) as usize];
+    match random.below(4) {
+        0 => {
+            let count = 1 + random.below(LONGEST);
+            let start = random.below(within - count + 1);
+            start..start + count
+        }
+        _ => {
+            let start = random.below(within / BLOCK) * BLOCK;
+            start..start + BLOCK
+        }
+    }
+}

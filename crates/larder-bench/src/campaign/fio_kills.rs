@@ -1,0 +1,337 @@
+//! A server is killed at random moments while fio writes over NBD; fio verifies what it had written before, through the
+//! next server and, where the image has it, on the image itself.
+//!
+//! The disk has four regions. Each is written whole by one job of fio, in requests of 2, 4, 16 or 64 KiB in a random
+//! order, with the job's number and the place in every 16 bytes; the same job, told to verify only, finds what is older
+//! or elsewhere. (fio's checksums do not: of an earlier job they are right as well.) Of the region that was being written
+//! when the server was killed each sector must be the job's, or what it was. All other bytes, and those from then on,
+//! must stay as they are: the whole disk is read each time, by nbdcopy.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+
+use super::Random;
+use super::cached::Warmth;
+use super::disk::{self, Disk, Export, Format, Victim};
+use super::pauses::Pauses;
+use super::process::{Process, mortal};
+
+/// Bytes of the disk.
+pub const DISK: u64 = 16 << 20;
+const REGIONS: usize = 4;
+const REGION: u64 = DISK / REGIONS as u64;
+const SECTOR: usize = 512;
+/// Bytes of a job's requests, all of the same length: else fio would have to come upon them in the same order again,
+/// which it does not do in another place of a list of jobs.
+const REQUESTS: [u64; 4] = [2 << 10, 4 << 10, 16 << 10, 64 << 10];
+/// Above a job's number, so that no other bytes look like it.
+const STAMP: u64 = 0x4c41_5244 << 32;
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// What came of it.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// Servers killed while fio wrote.
+    pub kills: u32,
+    /// Servers stopped.
+    pub stops: u32,
+    /// Jobs that had ended before the kill.
+    pub completed: u32,
+    /// Regions that fio verified, through a server or on the image.
+    pub verified: u32,
+    /// Caches that had what the disk had not when their server was killed.
+    pub dirty: u32,
+    /// From the kill until the next server listens.
+    pub pauses: Pauses,
+    /// How warm its cache was.
+    pub warmth: Warmth,
+}
+
+struct Rounds<'a> {
+    disk: Disk<'a>,
+    /// Of each region the job that has written all of it; none if one was interrupted.
+    jobs: [Option<u64>; REGIONS],
+    next_job: u64,
+    /// What the disk has.
+    seen: Vec<u8>,
+    copy: &'a Path,
+    report: Report,
+}
+
+/// Kills the victim `count` times. `folder` is for sockets, and for a copy of the disk.
+///
+/// # Errors
+/// fio or nbdcopy found what should not be there, or a server did not start.
+pub fn run<'a>(
+    victim: impl Into<Victim<'a>>,
+    image: &'a Path,
+    folder: &Path,
+    count: u32,
+    random: &mut Random,
+) -> anyhow::Result<Report> {
+    let victim = victim.into();
+    ensure!(
+        victim.target == disk::Target::Larder,
+        "fio has nobody to connect again for it: only Larder can be killed"
+    );
+    disk::create(&victim, image, DISK)?;
+    let copy = folder.join("copy");
+    let mut rounds = Rounds {
+        disk: Disk::export(victim, image, folder, Export::Nbd)?,
+        jobs: [None; REGIONS],
+        next_job: 1,
+        seen: vec![0; DISK as usize],
+        copy: &copy,
+        report: Report::default(),
+    };
+    for region in 0..REGIONS {
+        rounds.write_whole(region)?;
+    }
+    rounds.look(None)?;
+    while rounds.report.kills < count {
+        let kill = rounds.report.kills;
+        let is_stop = random.below(12) == 0;
+        rounds
+            .round(is_stop, random)
+            .with_context(|| format!("at kill {kill}"))?;
+    }
+    let Rounds {
+        disk, mut report, seen, ..
+    } = rounds;
+    report.warmth = disk.warmth.clone();
+    disk.stop()?;
+    // Whatever the cache does, a server that is stopped leaves all on the disk.
+    let found = match victim.format {
+        Format::Raw => std::fs::read(image)?,
+        Format::Qcow2 => disk::qcow2_contents(image)?,
+    };
+    ensure!(found == seen, "the image is not what its last server gave");
+    Ok(report)
+}
+
+impl Rounds<'_> {
+    /// A job writes a region, the server is killed or stopped, and all is compared.
+    fn round(&mut self, is_stop: bool, random: &mut Random) -> anyhow::Result<()> {
+        let region = random.below(REGIONS as u64) as usize;
+        let job = self.take_job();
+        // Others are read meanwhile, and come into the cache.
+        let other = (region + 1 + random.below(REGIONS as u64 - 1) as usize) % REGIONS;
+        let uri = format!("--uri={}", self.disk.uri());
+        let mut command = fio("nbd", &uri);
+        write(&mut command, region, job);
+        if let Some(written) = self.jobs[other] {
+            verify(&mut command, other, written);
+        }
+        let mut writer = Process::start(command)?;
+        writer.wait_for("connected to NBD server", LIMIT)?;
+        std::thread::sleep(Duration::from_micros(random.below(200_000)));
+        let is_done = writer.wait(Duration::ZERO).is_ok_and(|status| status.success());
+        let before = self.seen[range_of(region)].to_vec();
+        let pause = self.end(is_stop)?;
+        // It would ask a dead server for ever.
+        drop(writer);
+        self.jobs[region] = is_done.then_some(job);
+        self.report.completed += u32::from(is_done);
+        let victim = self.disk.victim();
+        if victim.format == Format::Raw && (is_stop || victim.image_has_all()) {
+            let image = format!("--filename={}", self.disk.image().display());
+            self.verify_all("psync", &image)?;
+        }
+        let begin = Instant::now();
+        self.disk.restart()?;
+        if !is_stop {
+            self.report.pauses.push(pause + begin.elapsed());
+        }
+        self.disk.count_warmth()?;
+        self.verify_all("nbd", &uri)?;
+        self.look(Some((region, job, &before)))?;
+        if self.jobs[region].is_none() {
+            self.write_whole(region)?;
+            self.look(None)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the server; how long that took.
+    fn end(&mut self, is_stop: bool) -> anyhow::Result<Duration> {
+        let has = self.disk.note_holds()?;
+        let begin = Instant::now();
+        match is_stop {
+            true => {
+                self.disk.end()?;
+                self.report.stops += 1;
+            }
+            false => {
+                self.disk.kill()?;
+                self.report.kills += 1;
+                self.report.dirty += u32::from(has.is_some_and(|has| has.dirty > 0));
+            }
+        }
+        Ok(begin.elapsed())
+    }
+
+    fn take_job(&mut self) -> u64 {
+        self.next_job += 1;
+        self.next_job - 1
+    }
+
+    /// Has fio write all of a region, and verify it.
+    fn write_whole(&mut self, region: usize) -> anyhow::Result<()> {
+        let job = self.take_job();
+        let uri = format!("--uri={}", self.disk.uri());
+        let mut command = fio("nbd", &uri);
+        write(&mut command, region, job);
+        command.arg("--do_verify=1");
+        to_its_end(command)?;
+        self.jobs[region] = Some(job);
+        // What it is now is known when it is looked at.
+        let start = range_of(region).start;
+        self.seen[start..start + SECTOR].fill(0xff);
+        Ok(())
+    }
+
+    /// Has fio verify all regions that one job has written.
+    fn verify_all(&mut self, engine: &str, place: &str) -> anyhow::Result<()> {
+        let mut command = fio(engine, place);
+        for (region, job) in self.jobs.iter().enumerate() {
+            if let Some(job) = job {
+                verify(&mut command, region, *job);
+                self.report.verified += 1;
+            }
+        }
+        match self.jobs.iter().any(Option::is_some) {
+            true => to_its_end(command).with_context(|| format!("fio verifies over {engine}")),
+            false => Ok(()),
+        }
+    }
+
+    /// Reads all of the disk, which must be what it was; but of the region that a job was writing, each sector may be the
+    /// job's, and regions that are new are what they are.
+    fn look(&mut self, writing: Option<(usize, u64, &[u8])>) -> anyhow::Result<()> {
+        let copied = Command::new("nbdcopy")
+            .arg(self.disk.uri())
+            .arg(self.copy)
+            .output()
+            .context("nbdcopy")?;
+        ensure!(
+            copied.status.success(),
+            "nbdcopy: {}",
+            String::from_utf8_lossy(&copied.stderr)
+        );
+        let found = std::fs::read(self.copy)?;
+        std::fs::remove_file(self.copy)?;
+        ensure!(found.len() as u64 == DISK, "the disk has {} bytes", found.len());
+        for region in 0..REGIONS {
+            let range = range_of(region);
+            let (now, then) = (&found[range.clone()], &self.seen[range.clone()]);
+            match writing {
+                Some((written, job, before)) if written == region => compare_written(range.start, now, before, job)?,
+                _ if then[..SECTOR].iter().all(|byte| *byte == 0xff) => {}
+                _ => ensure!(now == then, "region {region} is not what it was"),
+            }
+        }
+        self.seen = found;
+        Ok(())
+    }
+}
+
+fn range_of(region: usize) -> std::ops::Range<usize> {
+    region * REGION as usize..(region + 1) * REGION as usize
+}
+
+/// fio with the options that all jobs have.
+fn fio(engine: &str, place: &str) -> Command {
+    let mut command = mortal("fio");
+    command.args([
+        &format!("--ioengine={engine}"),
+        place,
+        "--rw=randwrite",
+        &format!("--size={REGION}"),
+        "--iodepth=16",
+        "--randrepeat=0",
+        "--verify=pattern",
+        "--verify_fatal=1",
+        "--verify_state_save=0",
+        "--output-format=terse",
+    ]);
+    command
+}
+
+fn job_words(command: &mut Command, region: usize, job: u64) {
+    command.args([
+        &format!("--name={job}"),
+        &format!("--offset={}", range_of(region).start),
+        &format!("--randseed={job}"),
+        &format!("--bs={}", request_of(job)),
+        &format!("--verify_pattern=0x{:016x}%o", STAMP | job),
+    ]);
+}
+
+fn request_of(job: u64) -> u64 {
+    REQUESTS[job as usize % REQUESTS.len()]
+}
+
+/// A job that writes a region.
+fn write(command: &mut Command, region: usize, job: u64) {
+    job_words(command, region, job);
+    command.arg("--do_verify=0");
+}
+
+/// The same job verifies what it has written.
+fn verify(command: &mut Command, region: usize, job: u64) {
+    job_words(command, region, job);
+    command.arg("--verify_only");
+}
+
+fn to_its_end(command: Command) -> anyhow::Result<()> {
+    let mut fio = Process::start(command)?;
+    let status = fio.wait(LIMIT)?;
+    ensure!(status.success(), "fio ended with {status}: {}", fio.output());
+    Ok(())
+}
+
+/// Each sector of a region that begins at `start` is the job's, or what it was.
+fn compare_written(start: usize, now: &[u8], before: &[u8], job: u64) -> anyhow::Result<()> {
+    for (index, (now, before)) in now.chunks(SECTOR).zip(before.chunks(SECTOR)).enumerate() {
+        let at = (start + index * SECTOR) as u64;
+        ensure!(
+            now == before || is_of_job(at, now, job),
+            "the sector at {at} is neither job {job}'s nor what it was: {:02x?}",
+            &now[..16]
+        );
+    }
+    Ok(())
+}
+
+/// Every 16 bytes have the job's stamp and where the request began.
+fn is_of_job(at: u64, sector: &[u8], job: u64) -> bool {
+    let (Some(stamp), Some(begin)) = (sector.first_chunk::<8>(), sector[8..].first_chunk::<8>()) else {
+        return false;
+    };
+    let begin = u64::from_le_bytes(*begin);
+    u64::from_be_bytes(*stamp) == STAMP | job
+        && begin == at - at % request_of(job)
+        && sector.chunks(16).all(|piece| piece == &sector[..16])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sector_that_is_neither_old_nor_the_jobs_is_found() {
+        let piece = |job: u64, begin: u64| [(STAMP | job).to_be_bytes(), begin.to_le_bytes()].concat();
+        let before = piece(1, 0).repeat(64);
+        let written = [piece(2, 0).repeat(32), piece(1, 0).repeat(32)].concat();
+        assert!(compare_written(0, &written, &before, 2).is_ok());
+        assert!(compare_written(0, &written, &before, 3).is_err());
+        let mut torn = written.clone();
+        torn[16..32].copy_from_slice(&before[16..32]);
+        assert!(compare_written(0, &torn, &before, 2).is_err());
+        let elsewhere = [piece(2, 16 << 10).repeat(32), piece(1, 0).repeat(32)].concat();
+        assert!(compare_written(0, &elsewhere, &before, 2).is_err());
+    }
+}

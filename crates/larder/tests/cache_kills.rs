@@ -1,0 +1,83 @@
+//! Servers of disks with a cache are killed at random moments. `larder-bench kill --cache-mode` does the same for longer.
+
+mod support;
+
+use larder_bench::campaign::cached::{CacheChoice, CacheMode};
+use larder_bench::campaign::disk::{Format, Victim};
+use larder_bench::campaign::front_end::Options;
+use larder_bench::campaign::{Random, boot_kills, fio_kills, flush_kills, guest_kills};
+use support::{larder, on_disk, on_tmpfs};
+
+const MODES: [CacheMode; 3] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt];
+
+/// A cache that is too small for all that the load touches.
+fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {
+    Victim {
+        cache: Some(CacheChoice {
+            mode,
+            size: working_set / 4 * 3,
+        }),
+        ..Victim::from(larder())
+    }
+}
+
+#[test]
+fn no_read_is_old_and_nothing_is_lost_when_the_server_of_a_disk_with_a_cache_is_killed() {
+    for (seed, mode) in (1..).zip(MODES) {
+        let (folder, sockets) = (on_disk(), on_tmpfs());
+        let image = folder.path().join("disk.raw");
+        let victim = cached(mode, flush_kills::DISK);
+        let options = Options {
+            queues: 2,
+            ..Options::default()
+        };
+        let report = flush_kills::run(victim, &image, sockets.path(), options, 8, &mut Random::new(seed));
+        let report = report.expect("survives");
+        assert_eq!(report.kills, 8);
+        assert!(report.writes > 0 && report.reads > 0, "{report:?}");
+        if mode != CacheMode::Pt {
+            let share = report.warmth.of_settled().expect("caches that were not empty");
+            assert!(share > 0.9, "{mode:?}: {}", report.warmth);
+        }
+    }
+}
+
+#[test]
+fn no_read_is_old_when_the_server_of_all_layers_together_is_killed() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let image = folder.path().join("disk.qcow2");
+    let victim = Victim {
+        format: Format::Qcow2,
+        whole: true,
+        ..cached(CacheMode::Wt, flush_kills::DISK)
+    };
+    let (options, mut random) = (Options::default(), Random::new(5));
+    let report = flush_kills::run(victim, &image, sockets.path(), options, 5, &mut random).expect("survives");
+    assert_eq!(report.kills, 5);
+    let report = fio_kills::run(victim, &image, sockets.path(), 2, &mut random).expect("survives");
+    assert_eq!(report.kills, 2);
+}
+
+#[test]
+fn fio_finds_what_it_had_written_when_the_server_of_a_disk_with_a_cache_is_killed() {
+    for (seed, mode) in (1..).zip(MODES) {
+        let (folder, sockets) = (on_disk(), on_tmpfs());
+        let image = folder.path().join("disk.raw");
+        let victim = cached(mode, fio_kills::DISK);
+        let report = fio_kills::run(victim, &image, sockets.path(), 2, &mut Random::new(seed)).expect("survives");
+        assert_eq!(report.kills, 2);
+        assert!(report.verified > 0, "{report:?}");
+    }
+}
+
+#[test]
+fn guests_whose_disks_have_caches_notice_only_a_pause_when_their_servers_are_killed() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let image = folder.path().join("disk.raw");
+    let (victim, mut random) = (cached(CacheMode::Wt, guest_kills::WORKING_SET), Random::new(2));
+    guest_kills::run(victim, &image, sockets.path(), "num-queues=2", 5, &mut random).expect("survives");
+    let cache = cached(CacheMode::Wt, boot_kills::DISK / 2).cache;
+    let report = boot_kills::run(larder(), folder.path(), cache, 1, &mut random).expect("starts");
+    assert!(report.kills > 0, "{report:?}");
+    assert!(report.failures.is_empty(), "{}", report.failures.join("\n"));
+}
