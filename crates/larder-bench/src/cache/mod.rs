@@ -6,6 +6,7 @@
 mod closed;
 mod drive;
 mod hits;
+mod isolation;
 mod load;
 mod models;
 mod opening;
@@ -82,6 +83,8 @@ enum Part {
     Memory,
     /// How soon a cache can be used when its server starts
     Opening,
+    /// What VMs that read all of their disks do to the cache of another one
+    Isolation,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -93,6 +96,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             Part::Hits => hits::run(arguments)?,
             Part::Memory => opening::memory(arguments)?,
             Part::Opening => opening::opening(arguments)?,
+            Part::Isolation => isolation::run(arguments)?,
         }
         println!();
     }

@@ -27,7 +27,7 @@ const REQUESTS_MAX: usize = 256;
 const SECTOR_BYTES: u32 = 512;
 
 /// The server, on a thread of its own that ends with this.
-pub(super) struct SlowStore {
+pub(crate) struct SlowStore {
     uri: String,
     /// Its end tells the thread to stop.
     stop: Option<UnixStream>,
@@ -36,7 +36,7 @@ pub(super) struct SlowStore {
 
 impl SlowStore {
     /// A disk of `size` bytes that takes `delay` for each read and write.
-    pub(super) fn start(place: &Place, size: u64, delay: Duration) -> anyhow::Result<Self> {
+    pub(crate) fn start(place: &Place, size: u64, delay: Duration) -> anyhow::Result<Self> {
         let path = place.unused("store");
         let listener = UnixListener::bind(&path).with_context(|| format!("listening on {}", path.display()))?;
         let (stop, stopped) = UnixStream::pair()?;
@@ -52,7 +52,7 @@ impl SlowStore {
         })
     }
 
-    pub(super) fn uri(&self) -> &str {
+    pub(crate) fn uri(&self) -> &str {
         &self.uri
     }
 }

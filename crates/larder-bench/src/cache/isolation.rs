@@ -1,0 +1,227 @@
+//! The part `isolation`: what VMs that read all of their disks do to the cache of one that reads the same all the time.
+//!
+//! Each VM is a `larder disk serve` of its own, with a cache of its own; all caches are files in the same folder. The
+//! disks are slow stores in this process.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use serde_json::Value;
+
+use super::Arguments;
+use super::drive::BLOCK;
+use crate::prefetch::place::Place;
+use crate::prefetch::servers::{Export, Larder, Prefetch, Serve, text};
+use crate::prefetch::slow::SlowStore;
+use crate::vhost_user::client::{Client, Random, Request};
+
+/// Bytes of each disk.
+const DISK: u64 = 1 << 30;
+/// Bytes of each cache's file.
+const CACHE: u64 = 96 << 20;
+/// Bytes that one of them reads again and again.
+const HOT: u64 = 64 << 20;
+/// What a read of a disk takes.
+const DELAY: Duration = Duration::from_millis(2);
+
+/// How many VMs read all of their disks at a time.
+const SCANS: [usize; 4] = [0, 1, 3, 0];
+const SCAN_BYTES: usize = 1 << 20;
+const SCAN_DEPTH: usize = 8;
+
+/// Reads in flight, and how often all is read at most, until the cache has it.
+const WARM_DEPTH: usize = 16;
+const WARM_PASSES: u32 = 20;
+
+/// A VM, before its client connects.
+struct Vm {
+    larder: Larder,
+    _store: SlowStore,
+}
+
+/// What is told of a VM's cache.
+#[derive(Clone, Copy, Debug, Default)]
+struct Told {
+    hits: u64,
+    misses: u64,
+    /// Bytes that it has.
+    bytes: u64,
+    evicted: u64,
+}
+
+impl Vm {
+    fn start(place: &Place) -> anyhow::Result<Self> {
+        let store = SlowStore::start(place, DISK, DELAY)?;
+        let cache = place.unused("cache");
+        let serve = Serve {
+            image: store.uri(),
+            format: "raw",
+            prefetch: Prefetch::Off,
+            export: Export::VhostUser,
+            options: &format!("--poll-us 0 --cache {} --cache-size {CACHE}", text(&cache)?),
+        };
+        Ok(Self {
+            larder: serve.start(place)?,
+            _store: store,
+        })
+    }
+
+    fn told(&self) -> anyhow::Result<Told> {
+        let answer: Value = self.larder.status()?;
+        let cache = &answer["disks"][0]["cache"];
+        let of = |name: &str| {
+            let value = cache[name].as_u64();
+            value.with_context(|| format!("larder status tells no {name} of the cache: {answer}"))
+        };
+        Ok(Told {
+            hits: of("hits")?,
+            misses: of("misses")? + of("partial_hits")?,
+            bytes: of("occupancy")?,
+            evicted: of("evicted")?,
+        })
+    }
+}
+
+/// Any block of what is hot.
+fn hot_block(random: &mut Random) -> Request {
+    Request {
+        write: false,
+        start: random.below(HOT / BLOCK) * BLOCK,
+        len: BLOCK as usize,
+        due: None,
+    }
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let place = Place::new(&arguments.folder)?;
+    let most = SCANS.into_iter().max().unwrap_or(0);
+    let hot = Vm::start(&place)?;
+    let others: Vec<Vm> = (0..most).map(|_| Vm::start(&place)).collect::<anyhow::Result<_>>()?;
+    let mut client = Client::connect_with(hot.larder.socket(), false, WARM_DEPTH * BLOCK as usize)?;
+    warm_up(&hot, &mut client)?;
+    println!(
+        "One VM reads {} MiB at random, 4 KiB at a time; others read their disks of {} MiB. Each has a cache of {} MiB.\n",
+        HOT >> 20,
+        DISK >> 20,
+        CACHE >> 20
+    );
+    println!(
+        "| others that read | hits, % | cached, MiB | lines that left | reads a second | median, us | 99 %, us | others, MiB/s | they have cached, MiB | their lines that left |"
+    );
+    println!("|{}", " --- |".repeat(10));
+    let mut random = Random::default();
+    for count in SCANS {
+        let scanning = &others[..count];
+        let (from, theirs) = (hot.told()?, told_together(scanning)?);
+        let seen = phase(&mut client, scanning, arguments.seconds, &mut random)?;
+        let (to, theirs_then) = (hot.told()?, told_together(scanning)?);
+        let (hits, misses) = (to.hits - from.hits, to.misses - from.misses);
+        let mut reads = seen.reads;
+        reads.sort_unstable();
+        let us = |share: f64| {
+            let at = (reads.len() as f64 * share) as usize;
+            reads.get(at).map_or(0.0, |took| took.as_secs_f64() * 1e6)
+        };
+        println!(
+            "| {count} | {:.2} | {:.2} | {} | {:.0} | {:.0} | {:.0} | {:.0} | {:.1} | {} |",
+            hits as f64 * 100.0 / (hits + misses) as f64,
+            mib(to.bytes),
+            to.evicted - from.evicted,
+            reads.len() as f64 / arguments.seconds,
+            us(0.5),
+            us(0.99),
+            mib(seen.scanned) / arguments.seconds,
+            mib(theirs_then.bytes),
+            theirs_then.evicted - theirs.evicted
+        );
+    }
+    Ok(())
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+/// What is told of several caches, added up.
+fn told_together(vms: &[Vm]) -> anyhow::Result<Told> {
+    let mut sum = Told::default();
+    for vm in vms {
+        let told = vm.told()?;
+        sum.hits += told.hits;
+        sum.misses += told.misses;
+        sum.bytes += told.bytes;
+        sum.evicted += told.evicted;
+    }
+    Ok(sum)
+}
+
+/// Reads what is hot until the cache has all of it.
+fn warm_up(vm: &Vm, client: &mut Client) -> anyhow::Result<()> {
+    for _ in 0..WARM_PASSES {
+        let before = vm.told()?.misses;
+        let reads = (0..HOT / BLOCK).map(|block| Request {
+            write: false,
+            start: block * BLOCK,
+            len: BLOCK as usize,
+            due: None,
+        });
+        client.replay(reads, WARM_DEPTH, BLOCK as usize)?;
+        if vm.told()?.misses == before {
+            return Ok(());
+        }
+    }
+    ensure!(
+        vm.told()?.bytes >= HOT,
+        "the cache does not take what is read all the time"
+    );
+    Ok(())
+}
+
+/// What was seen for a while.
+struct Seen {
+    /// What each read of the one took.
+    reads: Vec<Duration>,
+    /// Bytes that the others have read.
+    scanned: u64,
+}
+
+/// One reads what is hot while others read their whole disks.
+fn phase(client: &mut Client, scanning: &[Vm], seconds: f64, random: &mut Random) -> anyhow::Result<Seen> {
+    let (stop, scanned) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        let scans: Vec<_> = scanning
+            .iter()
+            .map(|vm| scope.spawn(|| scan(vm, &stop, &scanned)))
+            .collect();
+        let end = Instant::now() + Duration::from_secs_f64(seconds);
+        let mut reads = std::iter::from_fn(|| (Instant::now() < end).then(|| hot_block(random)));
+        let replayed = client.replay(&mut reads, 1, BLOCK as usize);
+        stop.store(true, Ordering::Relaxed);
+        for scan in scans {
+            scan.join().ok().context("a scan has panicked")??;
+        }
+        Ok(Seen {
+            reads: replayed?.latencies,
+            scanned: scanned.load(Ordering::Relaxed),
+        })
+    })
+}
+
+/// Reads a whole disk, again and again, until it is told to stop.
+fn scan(vm: &Vm, stop: &AtomicBool, scanned: &AtomicU64) -> anyhow::Result<()> {
+    let mut client = Client::connect_with(vm.larder.socket(), false, SCAN_DEPTH * SCAN_BYTES)?;
+    let mut places = (0..DISK / SCAN_BYTES as u64).cycle();
+    let reads = std::iter::from_fn(|| {
+        let place = places.next().filter(|_| !stop.load(Ordering::Relaxed))?;
+        Some(Request {
+            write: false,
+            start: place * SCAN_BYTES as u64,
+            len: SCAN_BYTES,
+            due: None,
+        })
+    });
+    let replayed = client.replay(reads, SCAN_DEPTH, SCAN_BYTES)?;
+    scanned.fetch_add(replayed.read_bytes, Ordering::Relaxed);
+    Ok(())
+}
