@@ -8,7 +8,7 @@ use larder_bench::campaign::front_end::Options;
 use larder_bench::campaign::{Random, boot_kills, fio_kills, flush_kills, guest_kills};
 use support::{larder, on_disk, on_tmpfs};
 
-const MODES: [CacheMode; 3] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt];
+const MODES: [CacheMode; 4] = [CacheMode::Wt, CacheMode::Wa, CacheMode::Pt, CacheMode::Wb];
 
 /// A cache that is too small for all that the load touches.
 fn cached(mode: CacheMode, working_set: u64) -> Victim<'static> {

@@ -45,6 +45,11 @@ impl Place {
         })
     }
 
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// A path in it that there is nothing at.
     pub(crate) fn unused(&self, name: &str) -> PathBuf {
         let number = self.names.fetch_add(1, Ordering::Relaxed);

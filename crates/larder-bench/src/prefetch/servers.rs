@@ -60,7 +60,8 @@ impl Serve<'_> {
             Export::Nbd => "--nbd nbd+unix:///?socket={socket}",
         };
         let command = format!(
-            "{} disk serve {{image}} --format {} {} {} --control {} {export}",
+            "env STATE_DIRECTORY={} {} disk serve {{image}} --format {} {} {} --control {} {export}",
+            text(&place.path().join("state"))?,
             larder()?.display(),
             self.format,
             self.options,
