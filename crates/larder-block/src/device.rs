@@ -207,6 +207,9 @@ const WATCHES: usize = 2;
 pub trait Watch {
     /// The request that `ticket` stands for has completed, or has been given up.
     fn ended(&self, ticket: u32);
+
+    /// One has completed with an error; [`Watch::ended`] follows.
+    fn failed(&self, _: &IoError) {}
 }
 
 struct Watched<'a> {
@@ -297,6 +300,10 @@ impl Future for Io<'_> {
             State::Nbd(request) => Pin::new(request).poll(context),
             State::Task(steps) => steps.as_mut().poll(context),
         });
+        if let Err(error) = &result {
+            let watched = self.watched.iter().flatten();
+            watched.for_each(|watched| watched.watch.failed(error));
+        }
         self.watched = [None, None];
         Poll::Ready(result)
     }

@@ -9,6 +9,10 @@ use larder_block::{ByteRange, IoResult, Operation, WriteBuf, WriteFlags};
 
 use crate::Cache;
 use crate::parts::runs;
+use crate::shape::Line;
+
+/// So many lines that are lost with a cache are told of one by one.
+const TOLD_MAX: usize = 1024;
 
 impl Cache {
     /// A write to `range`, which is held, past a cache that has failed.
@@ -65,6 +69,19 @@ impl Cache {
         self.note_superseded(operation, whole).await?;
         self.superseded.borrow_mut().insert_range(lines);
         Ok(())
+    }
+
+    /// Where the lines are that only the cache has something of, for people.
+    pub(crate) fn dirty_text(&self) -> String {
+        let index = self.index.borrow();
+        let lines = index.dirty.within(0..Line::MAX, TOLD_MAX);
+        let runs = lines.chunk_by(|line, next| *next == line + 1);
+        let ranges = runs.map(|run| self.range_of(run[0]..run[run.len() - 1] + 1).to_string());
+        let told = ranges.collect::<Vec<_>>().join(", ");
+        match index.dirty.len() - lines.len() as u64 {
+            0 => told,
+            more => format!("{told}, and of {more} lines behind that"),
+        }
     }
 
     /// The disk has, durably, something newer of `range`, which is held as above, than only the cache has: that is what

@@ -5,8 +5,10 @@
 //! it has of these lines is not to be believed (they are *open*), or has nothing of them. They are closed again when both
 //! devices have been flushed. A line that is written again and again is opened once.
 
+use std::rc::Rc;
+
 use larder_block::range_lock::{Mode as Hold, Ranges, Ticket};
-use larder_block::{ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join};
+use larder_block::{AlignedBuf, ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join};
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
@@ -81,13 +83,16 @@ struct Writing<'a> {
 }
 
 impl Writing<'_> {
-    /// Keeps readers from what is going to be written: if the disk does not take it, they must not have seen it.
-    async fn hide(&self) {
+    /// Keeps readers from what is going to be written: if the disk does not take it, they must not have seen it. Those of a
+    /// cache that has failed may read for ever.
+    async fn hide(&self) -> Result<(), Failed> {
         for (part, place) in &self.places {
             self.cache.index.borrow_mut().hide(place.slot(), part.sectors);
         }
         let is_read = |(_, place): &(Part, Place<'_>)| self.cache.index.borrow().has_readers(place.slot());
-        self.cache.readers.until(|| !self.places.iter().any(is_read)).await;
+        let is_over = || self.cache.has_failed() || !self.places.iter().any(is_read);
+        self.cache.readers.until(is_over).await;
+        (!self.cache.has_failed()).then_some(()).ok_or(Failed)
     }
 
     /// Disk and cache have it.
@@ -225,32 +230,48 @@ impl Cache {
                 writing.places.push((part, place));
             }
         }
-        writing.hide().await;
-        let piece = |part: &Part| {
-            let from = (part.range.start - range.start).as_usize();
-            buffer.slice(from, part.range.len.as_usize())
-        };
+        if writing.hide().await.is_err() {
+            drop(writing);
+            return self.write_past(range, buffer, flags).await;
+        }
+        if writing.places.is_empty() {
+            return self.lower.write(range.start, buffer, flags).await;
+        }
+        let memory = self.fast.copy(buffer);
         let kept: SmallVec<[Io<'_>; 2]> = writing
             .places
             .iter()
-            .map(|(part, place)| {
-                let at = self.data_at(place.slot(), part.range.start);
-                self.fast.write(at, piece(part), WriteFlags::NONE)
-            })
+            .map(|(part, place)| self.write_slot(place, part, range, &memory))
             .collect();
         let mut on_disk = Ok(());
         let disk = Io::task(async {
-            on_disk = self.lower.write(range.start, buffer, flags).await;
+            let bytes = WriteBuf::new(&memory[..buffer.len()]);
+            on_disk = self.lower.write(range.start, bytes, flags).await;
             Ok(())
         });
         let both: SmallVec<[Io<'_>; 2]> = SmallVec::from_buf([disk, Io::task(join(kept))]);
         let in_cache = join(both).await;
+        self.fast.is_copied(memory);
         match in_cache {
             Ok(()) if on_disk.is_ok() => writing.done(),
             Ok(()) => {}
             Err(error) => self.fail(&error),
         }
         on_disk
+    }
+
+    /// Writes `part` of a request for `range`, which `memory` has, to its place.
+    pub(crate) fn write_slot<'a>(
+        &'a self,
+        place: &Place<'_>,
+        part: &Part,
+        range: ByteRange,
+        memory: &Rc<AlignedBuf>,
+    ) -> Io<'a> {
+        let at = self.data_at(place.slot(), part.range.start);
+        let from = (part.range.start - range.start).as_usize();
+        let bytes = from..from + part.range.len.as_usize();
+        Io::task(self.fast.write(at, Rc::clone(memory), bytes, WriteFlags::NONE))
     }
 
     /// Has a slot be open before a change of `part`, if a crash would otherwise believe what it has; whether a commit must

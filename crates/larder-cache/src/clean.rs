@@ -11,9 +11,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use larder_block::range_lock::{Mode as Hold, Ranges};
-use larder_block::{
-    AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, ReadBuf, WriteBuf, WriteFlags, join,
-};
+use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, WriteBuf, WriteFlags, join};
 use smallvec::SmallVec;
 
 use crate::Cache;
@@ -412,14 +410,14 @@ impl Cache {
         let mut memory = AlignedBuf::zeroed(lines.len() * line_len);
         let size = self.lower.geometry().size.get();
         let mut written: SmallVec<[ByteRange; 4]> = SmallVec::new();
-        for (cleaned, memory) in lines.iter().zip(memory.chunks_exact_mut(line_len)) {
+        for (cleaned, from) in lines.iter().zip((0..).step_by(line_len)) {
             let whole = self.range_of(cleaned.line..cleaned.line + 1);
             let part = self.shape.part_of(cleaned.line, whole);
             let dirty = runs(part, cleaned.dirty).filter(|(inside, _)| *inside);
             for (_, piece) in dirty {
-                let within = self.shape.within(piece.start) as usize;
-                let buffer = ReadBuf::new(&mut memory[within..within + piece.len.as_usize()]);
-                self.fast.read(self.data_at(cleaned.slot, piece.start), buffer).await?;
+                let from = from + self.shape.within(piece.start) as usize;
+                let at = self.data_at(cleaned.slot, piece.start);
+                memory = self.fast.read(at, memory, from..from + piece.len.as_usize()).await?;
                 match written.last_mut() {
                     Some(last) if last.end() == piece.start => last.len += piece.len,
                     _ => written.push(piece),

@@ -8,8 +8,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::rc::Rc;
 
-use larder_block::{AlignedBuf, ByteLen, ByteOffset, Io, IoResult, WriteBuf, WriteFlags, join};
+use larder_block::{AlignedBuf, ByteLen, ByteOffset, Io, IoResult, WriteFlags, join};
 use smallvec::SmallVec;
 
 use crate::Cache;
@@ -308,11 +309,12 @@ impl Cache {
         // Up to the ring's end, and from its start.
         let split = ((ring - first).min(count) * SECTOR) as usize;
         let flags = if is_forced { WriteFlags::FUA } else { WriteFlags::NONE };
+        let bytes = Rc::new(bytes);
         let mut ios: SmallVec<[Io<'_>; 2]> = SmallVec::new();
-        for (at, part) in [(first, &bytes[..split]), (0, &bytes[split..])] {
+        for (at, part) in [(first, 0..split), (0, split..bytes.len())] {
             if !part.is_empty() {
                 let at = ByteOffset::new(JOURNAL_AT + at * SECTOR);
-                ios.push(self.fast.write(at, WriteBuf::new(part), flags));
+                ios.push(Io::task(self.fast.write(at, Rc::clone(&bytes), part, flags)));
             }
         }
         join(ios).await?;
@@ -460,9 +462,10 @@ impl Cache {
             !index.is_page_second(set)
         };
         let at = self.shape.page_at(set, second);
-        self.fast.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await?;
+        let len = bytes.len();
+        self.fast.write(at, Rc::new(bytes), 0..len, WriteFlags::NONE).await?;
         self.index.borrow_mut().set_page_second(set, second);
-        self.counts.borrow_mut().metadata_written += ByteLen::of_buffer(bytes.len()).get();
+        self.counts.borrow_mut().metadata_written += ByteLen::of_buffer(len).get();
         Ok(())
     }
 }

@@ -10,7 +10,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use larder_block::{AlignedBuf, ByteRange, IoResult, ReadBuf, WriteBuf, WriteFlags};
+use larder_block::{AlignedBuf, ByteRange, IoResult, ReadBuf, WriteFlags};
 use larder_policy::policy::Context;
 use smallvec::SmallVec;
 
@@ -212,17 +212,14 @@ impl Cache {
         }
     }
 
-    async fn store_part(&self, fill: &Fill, memory: &[u8], part: Part) {
+    async fn store_part(&self, fill: &Fill, memory: &Rc<AlignedBuf>, part: Part) {
         let Some(place) = self.place_for(part) else {
             return;
         };
         let from = (part.range.start.get() - fill.range.start.get()) as usize;
-        let bytes = &memory[from..from + part.range.len.as_usize()];
-        let written = self.fast.write(
-            self.data_at(place.slot(), part.range.start),
-            WriteBuf::new(bytes),
-            WriteFlags::NONE,
-        );
+        let bytes = from..from + part.range.len.as_usize();
+        let at = self.data_at(place.slot(), part.range.start);
+        let written = self.fast.write(at, Rc::clone(memory), bytes, WriteFlags::NONE);
         match written.await {
             Err(error) => self.fail(&error),
             Ok(()) if fill.void.get() => {}

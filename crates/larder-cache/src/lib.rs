@@ -40,6 +40,7 @@ mod size;
 mod superblock;
 mod usage;
 mod waiters;
+mod watch;
 mod write_back;
 
 use std::cell::{Cell, RefCell};
@@ -75,6 +76,7 @@ use settle::Settling;
 use shape::Line;
 use usage::Usage;
 use waiters::Waiters;
+use watch::Fast;
 
 const EIO: i32 = 5;
 
@@ -147,6 +149,10 @@ pub struct Statistics {
     pub cache_read: u64,
     /// See above.
     pub cache_written: u64,
+    /// Reads of the cache device, and other requests to it, that have failed or were not answered in time.
+    pub read_errors: u64,
+    /// See above.
+    pub write_errors: u64,
     /// Lines in the cache.
     pub lines: u64,
     /// Of them those that have data which the disk has not.
@@ -192,7 +198,7 @@ pub struct Cache {
     this: Weak<Self>,
     on: WeakLoop,
     lower: Rc<dyn BlockDevice>,
-    fast: Rc<dyn BlockDevice>,
+    fast: Rc<Fast>,
     shape: Shape,
     /// What checksums begin with.
     seed: u32,
@@ -250,6 +256,7 @@ impl Cache {
     /// What has been done so far.
     pub fn statistics(&self) -> Statistics {
         let index = self.index.borrow();
+        let (read_errors, write_errors) = self.fast.errors();
         Statistics {
             lines: index.lines(),
             dirty_lines: index.dirty.len(),
@@ -259,6 +266,8 @@ impl Cache {
             disk_written: self.usage.disk.written().get(),
             cache_read: self.usage.cache.read().get(),
             cache_written: self.usage.cache.written().get(),
+            read_errors,
+            write_errors,
             ..*self.counts.borrow()
         }
     }
@@ -319,6 +328,12 @@ impl Cache {
         !self.has_failed()
     }
 
+    /// Whether the cache device gives no answer for so long that the cache has failed, and has not since: reads that were
+    /// under way there may never end, nor may they be dropped.
+    pub fn hangs(&self) -> bool {
+        self.fast.is_hanging()
+    }
+
     fn spawn(&self, task: impl Future<Output = ()> + 'static) {
         if let Some(on) = self.on.upgrade() {
             on.spawn(task);
@@ -335,15 +350,17 @@ impl Cache {
     }
 
     /// The cache device does not work.
-    fn fail(&self, error: &IoError) {
+    fn fail(&self, why: &dyn std::fmt::Display) {
         if self.has_failed() {
             return;
         }
         self.state.set(State::Failing);
         tracing::error!(
-            "{}: its cache does not work any more, and is not used until it is opened again: {error}",
+            "{}: its cache does not work any more, and is not used until it is opened again: {why}",
             self.lower.name()
         );
+        self.readers.wake();
+        self.commits.wake();
         let Some(cache) = self.this.upgrade() else { return };
         self.spawn(async move {
             let state = match cache.witness.detach().await {
@@ -370,9 +387,9 @@ impl Cache {
         match self.let_go().await {
             Ok(()) => tracing::warn!("{}: all that only its cache had is on it now", self.lower.name()),
             Err(error) => tracing::error!(
-                "{}: {} lines that only its cache has could not be written to it, and cannot be read as long as that is so: {error}",
+                "{}: what only its cache has could not be written to it, and cannot be read as long as that is so: {}: {error}",
                 self.lower.name(),
-                self.index.borrow().dirty.len()
+                self.dirty_text()
             ),
         }
     }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use larder_block::event_loop::yield_now;
 use larder_block::range_lock::{Mode as Hold, Ranges};
-use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, ReadBuf};
+use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation};
 
 use crate::entry::Entry;
 use crate::journal::{Record, Records};
@@ -112,11 +112,9 @@ impl Cache {
             return Ok(());
         }
         let pair_len = 2 * self.shape.page_len as usize;
-        let mut bytes = AlignedBuf::zeroed(pair_len * sets.len());
-        let read = self
-            .fast
-            .read(self.shape.page_at(sets.start, false), ReadBuf::new(&mut bytes));
-        read.await?;
+        let len = pair_len * sets.len();
+        let at = self.shape.page_at(sets.start, false);
+        let bytes = self.fast.read(at, AlignedBuf::zeroed(len), 0..len).await?;
         for (set, pair) in sets.zip(bytes.chunks_exact(pair_len)) {
             if !self.index.borrow().is_loaded(set) {
                 self.take_up(set, pair);

@@ -22,6 +22,7 @@ use crate::load::Loading;
 use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SECTOR, SUPERBLOCK_LEN, Shape};
 use crate::superblock::{DiskId, Superblock, SuperblockError};
 use crate::usage::Usage;
+use crate::watch::Fast;
 use crate::{Cache, Detached, Mode, State, Witness};
 
 /// So many lines may be unsettled for each that fits: what a crash leaves cold.
@@ -172,13 +173,20 @@ async fn wipe(fast: &Rc<dyn BlockDevice>, shape: &Shape) -> IoResult {
 
 /// Writes both copies, durably, one after the other.
 pub(crate) async fn write_superblock(fast: &Rc<dyn BlockDevice>, superblock: &Superblock) -> IoResult {
-    let mut bytes = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize);
-    bytes.copy_from_slice(&superblock.encode());
-    for copy in 0..2 {
-        let at = ByteOffset::new(copy * SUPERBLOCK_LEN);
+    let bytes = bytes_of(superblock);
+    for at in COPIES {
         fast.write(at, WriteBuf::new(&bytes), WriteFlags::FUA).await?;
     }
     Ok(())
+}
+
+/// Where the copies of the superblock are.
+const COPIES: [ByteOffset; 2] = [ByteOffset::ZERO, ByteOffset::new(SUPERBLOCK_LEN)];
+
+fn bytes_of(superblock: &Superblock) -> AlignedBuf {
+    let mut bytes = AlignedBuf::zeroed(SUPERBLOCK_LEN as usize);
+    bytes.copy_from_slice(&superblock.encode());
+    bytes
 }
 
 /// What a cache says of itself.
@@ -300,7 +308,7 @@ impl Cache {
             this: this.clone(),
             on: on.downgrade(),
             lower,
-            fast,
+            fast: Fast::new(on, fast, this.clone()),
             usage: Usage::new(disk_meter, cache_meter, options.endurance.is_some()),
             shape,
             seed: superblock.seed(),
@@ -407,7 +415,12 @@ impl Cache {
             change(&mut superblock);
             superblock.clone()
         };
-        write_superblock(&self.fast, &superblock).await
+        let bytes = Rc::new(bytes_of(&superblock));
+        for at in COPIES {
+            let written = self.fast.write(at, Rc::clone(&bytes), 0..bytes.len(), WriteFlags::FUA);
+            written.await?;
+        }
+        Ok(())
     }
 
     async fn close_cache(&self) -> IoResult {

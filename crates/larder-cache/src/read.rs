@@ -1,6 +1,6 @@
 //! The guest's reads.
 
-use larder_block::{ByteRange, Io, IoError, IoResult, Operation, ReadBuf, join};
+use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, ReadBuf, join};
 use smallvec::SmallVec;
 
 use crate::fill::{FILL_LEN, Found};
@@ -40,6 +40,11 @@ impl Cache {
         !self.has_failed() && self.mode.get() != Mode::PassThrough
     }
 
+    /// The cache device is not to be read from if the disk can be.
+    fn rests(&self, now: LoopTime) -> bool {
+        self.fast.is_late() || self.pace.rests(now)
+    }
+
     /// Starts reading a range of one line that is all in the cache, if nothing has to be waited for before.
     fn read_line<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Option<Io<'a>> {
         let lines = self.shape.lines_of(range);
@@ -55,7 +60,7 @@ impl Cache {
             (index.visible(slot) & part.sectors == part.sectors).then_some(slot)?
         };
         let since = self.turn_time();
-        if self.pace.rests(since) || (self.may_be_dirty.get() && self.is_loose_unwritten(slot)) {
+        if self.rests(since) || (self.may_be_dirty.get() && self.is_loose_unwritten(slot)) {
             return None;
         }
         let context = self.context(since, Access::Read, range.len.get());
@@ -66,7 +71,7 @@ impl Cache {
             counts.hit_bytes += range.len.get();
         }
         let begin = self.pace.times_this_one().then(|| self.now());
-        let mut read = self.fast.read(self.data_at(slot, range.start), buffer);
+        let mut read = self.fast.read_for_guest(self.data_at(slot, range.start), buffer);
         let pin = match read.result_now() {
             Some(Ok(())) => {
                 if let Some(begin) = begin {
@@ -97,7 +102,7 @@ impl Cache {
         let context = self.context(since, Access::Read, range.len.get());
         let (mut found, mut hit_bytes) = (false, 0);
         // Of a cache that is not used, or rests, only what nobody else has.
-        let (is_used, rests) = (self.is_used(), self.pace.rests(since));
+        let (is_used, rests) = (self.is_used(), self.rests(since));
         let mut is_bypassed = false;
         for part in self.shape.parts_of(range) {
             let slot = self.index.borrow().find(part.line);
@@ -115,7 +120,7 @@ impl Cache {
                     (true, Some(slot)) => {
                         found = true;
                         hit_bytes += piece.len.get();
-                        let read = self.fast.read(self.data_at(slot, piece.start), part_of(piece));
+                        let read = self.read_slot(slot, piece, part_of(piece));
                         ios.push(Io::task(self.read_hit(
                             read,
                             self.pin(slot),
@@ -163,6 +168,20 @@ impl Cache {
             false => self.pace.miss(since, self.now()),
         }
         Ok(())
+    }
+
+    /// Reads from a slot; if the cache has failed, so that the device need not be waited for if it hangs.
+    fn read_slot<'a>(&'a self, slot: Slot, piece: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
+        let at = self.data_at(slot, piece.start);
+        if !self.has_failed() {
+            return self.fast.read_for_guest(at, buffer);
+        }
+        Io::task(async move {
+            let memory = AlignedBuf::zeroed(buffer.len());
+            let memory = self.fast.read(at, memory, 0..buffer.len()).await?;
+            buffer.copy_from_slice(&memory);
+            Ok(())
+        })
     }
 
     fn pin(&self, slot: Slot) -> Pin<'_> {
@@ -237,7 +256,7 @@ impl Cache {
             .lines_of(piece)
             .filter(|line| is_wanted(*line))
             .collect::<SmallVec<[Line; 16]>>();
-        if lines.is_empty() || !self.is_used() || self.pace.rests(self.turn_time()) {
+        if lines.is_empty() || !self.is_used() || self.rests(self.turn_time()) {
             return self.lower.read(piece.start, buffer).await;
         }
         self.read_and_fill(piece, buffer, &lines, context).await

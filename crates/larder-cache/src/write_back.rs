@@ -35,7 +35,7 @@ struct Hidden<'a> {
 }
 
 impl Hidden<'_> {
-    async fn hide(&mut self, places: &[(Part, Place<'_>)]) {
+    async fn hide(&mut self, places: &[(Part, Place<'_>)]) -> Result<(), Failed> {
         let cache = self.cache;
         let mut unfound: SmallVec<[Slot; 2]> = SmallVec::new();
         for (part, place) in places {
@@ -53,7 +53,9 @@ impl Hidden<'_> {
         }
         // Also those who still read what has been taken out of a slot.
         let is_read = |slot: &Slot| cache.index.borrow().has_readers(*slot);
-        cache.readers.until(|| !unfound.iter().any(is_read)).await;
+        let is_over = || cache.has_failed() || !unfound.iter().any(is_read);
+        cache.readers.until(is_over).await;
+        (!cache.has_failed()).then_some(()).ok_or(Failed)
     }
 
     /// They have what was written; a reader waits until that outlives this process.
@@ -100,7 +102,7 @@ impl Cache {
             cache: self,
             slots: SmallVec::new(),
         };
-        hidden.hide(&places).await;
+        hidden.hide(&places).await?;
         let mut around: SmallVec<[Part; 2]> = SmallVec::new();
         for part in self.shape.parts_of(range) {
             if places.iter().any(|(other, _)| other.line == part.line) {
@@ -123,13 +125,12 @@ impl Cache {
             let from = (part.range.start - range.start).as_usize();
             buffer.slice(from, part.range.len.as_usize())
         };
+        let memory = (!places.is_empty()).then(|| self.fast.copy(buffer));
         let changed = (!places.is_empty()).then(|| self.kept.change());
         let to_cache: SmallVec<[Io<'_>; 2]> = places
             .iter()
-            .map(|(part, place)| {
-                let at = self.data_at(place.slot(), part.range.start);
-                self.fast.write(at, piece(part), WriteFlags::NONE)
-            })
+            .zip(memory.iter().cycle())
+            .map(|((part, place), memory)| self.write_slot(place, part, range, memory))
             .collect();
         let to_disk: SmallVec<[Io<'_>; 2]> = around
             .iter()
@@ -143,6 +144,7 @@ impl Cache {
         let both: SmallVec<[Io<'_>; 2]> = SmallVec::from_buf([cached, Io::task(join(to_disk))]);
         let on_disk = join(both).await;
         drop(changed);
+        memory.into_iter().for_each(|memory| self.fast.is_copied(memory));
         if let Err(error) = in_cache {
             self.fail(&error);
         }

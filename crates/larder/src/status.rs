@@ -111,6 +111,10 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
             human(cache.cache_written)
         ),
     );
+    if cache.read_errors + cache.write_errors > 0 {
+        let (reads, writes) = (cache.read_errors, cache.write_errors);
+        lines.line("    errors", format!("{reads} of reads, {writes} of writes"));
+    }
     lines.line("    bookkeeping", format!("{} written", human(cache.metadata_written)));
     lines.line(
         "  the disk",

@@ -194,6 +194,11 @@ impl Stack for Cached {
         self.below.failing(disks - self.own_disks()) + 1
     }
 
+    /// The cache's.
+    fn may_hang(&self, disks: usize) -> Option<usize> {
+        Some(disks - self.own_disks())
+    }
+
     fn keeps_host_memory(&self) -> bool {
         self.writes_back() || self.below.keeps_host_memory()
     }

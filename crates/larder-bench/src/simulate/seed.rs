@@ -4,8 +4,8 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::simulated::{Latency, Medium, Random, SimulatedDevice, Stop};
-use larder_block::{AlignedBuf, ByteLen, ByteOffset, Loop, LoopTime, ReadBuf};
+use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Random, SimulatedDevice, Stop};
+use larder_block::{AlignedBuf, ByteLen, ByteOffset, Loop, LoopTime, Operation, ReadBuf};
 
 use super::life::{Expectations, Life, Record, TICK};
 use super::log::{Event, Log};
@@ -14,6 +14,10 @@ use super::size::Sizes;
 use super::stack::{Disk, Opened, Stack};
 use super::stamp::{self, SECTOR};
 use super::worker::{Mix, REQUEST_MAX, Worker};
+
+/// How long a disk takes that hangs: longer than a cache waits, and so long that who has to wait for it does so only once.
+const HANG_MIN: Duration = Duration::from_secs(17);
+const HANG_MAX: Duration = Duration::from_secs(60);
 
 /// What a seed that kept all promises has done.
 #[derive(Clone, Copy, Debug, Default)]
@@ -239,6 +243,7 @@ impl<'a> Run<'a> {
             let per_mille = self.random.pick(&[0, 5, 30, 100]);
             failing.iter().for_each(|disk| disk.set_failures(per_mille));
             self.log_at(on.now(), Event::Failures { per_mille });
+            self.set_hang(on.now(), disks);
         }
         if life.expectations.room_is_short {
             let room = ByteLen::kib(self.random.pick(&[0, 16, 64, 256, 1024]));
@@ -260,6 +265,26 @@ impl<'a> Run<'a> {
         broken(&life)?;
         let how = self.choose_stop();
         Ok(self.stop(on.now(), disks, how))
+    }
+
+    /// Sometimes a disk that may hang does, from some request on.
+    fn set_hang(&self, at: LoopTime, disks: &[Rc<SimulatedDevice>]) {
+        let Some(disk) = self.stack.may_hang(disks.len()) else {
+            return;
+        };
+        // Of its own, so that other choices stay what they are.
+        let mut random = Random::new(disks[disk].seed());
+        if !random.chance(250) {
+            return;
+        }
+        let delay = random.duration(HANG_MIN, HANG_MAX);
+        let mut fault = Fault::always(Effect::Delay(delay)).after(random.below(200));
+        fault.times = random.pick(&[Some(1), Some(2), Some(8), None]);
+        if random.chance(300) {
+            fault = fault.on(random.pick(&[Operation::Read, Operation::Write, Operation::Flush]));
+        }
+        disks[disk].inject(fault);
+        self.log_at(at, Event::Fault { disk, fault });
     }
 
     fn choose_stop(&mut self) -> Stop {

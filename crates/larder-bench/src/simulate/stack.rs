@@ -144,6 +144,11 @@ pub trait Stack: Sync {
             .map_or(disks, |below| below.failing(disks - self.own_disks()))
     }
 
+    /// Which of its disks may take longer for an answer than a stack waits that can do without it.
+    fn may_hang(&self, disks: usize) -> Option<usize> {
+        self.below().and_then(|below| below.may_hang(disks - self.own_disks()))
+    }
+
     /// Whether its size follows that of its first disk.
     fn is_resizable(&self) -> bool {
         self.below().is_none_or(Stack::is_resizable)

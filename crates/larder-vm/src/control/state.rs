@@ -119,6 +119,12 @@ pub struct CacheState {
     /// See above.
     #[serde(default)]
     pub cache_written: u64,
+    /// Reads of the cache's device, and other requests to it, that have failed or were not answered in time.
+    #[serde(default)]
+    pub read_errors: u64,
+    /// See above.
+    #[serde(default)]
+    pub write_errors: u64,
     /// Bytes that may be written to the cache's device in a day; `None`: any number.
     #[serde(default)]
     pub endurance: Option<u64>,
@@ -265,6 +271,8 @@ impl CacheState {
             disk_written: done.disk_written,
             cache_read: done.cache_read,
             cache_written: done.cache_written,
+            read_errors: done.read_errors,
+            write_errors: done.write_errors,
             endurance: cache.endurance.map(ByteLen::get),
             miss_ratios: miss_ratios.collect(),
             hit_latency: Latency::new(&cache.layer.hit_latency()),

@@ -1,0 +1,457 @@
+//! Watches over the cache device: one that gives no answer for long is given up, as one that fails.
+//!
+//! Requests under way are counted by the second in which they began, and a timer that runs while there are any moves on
+//! from second to second. If some are as old as [`PATIENCE`] then, the device *hangs*: the cache has failed, and of the
+//! device nothing is asked any more until it has answered all that it was asked.
+//!
+//! Most requests have memory of their own, which goes with them: whoever waits for one gets an error when the device
+//! hangs, while the request stays with the device ([`LeftBehind`]). A read into a guest's memory cannot be left so: the
+//! device may write there as long as it has not answered. It is waited for; so reads that come when others have been
+//! under way for a while go to the disk ([`Fast::is_late`]).
+//!
+//! What a request that was left behind does to the device, it does after the cache has failed: nothing is believed of that
+//! but what is dirty, and nothing dirty is read before the device has answered everything.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
+use std::rc::{Rc, Weak};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use larder_block::event_loop::{Loop, WeakLoop};
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Operation, ReadBuf, Watch,
+    WriteBuf, WriteFlags,
+};
+
+use crate::{Cache, State};
+
+/// How long the device may take for an answer: half of what a guest gives a disk on SCSI before it resets it, so that the
+/// other half is the disk's. An SSD that tidies up takes a second or two, a flush on a busy one some more. One that resets
+/// itself may take longer than this, and is not used any more then.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// How often it is looked at how old the requests under way are.
+const TICK: Duration = Duration::from_secs(1);
+
+/// One for each tick that a request may take, and one for those who begin.
+const AGES: usize = (PATIENCE.as_secs() / TICK.as_secs()) as usize + 1;
+
+/// Requests that have been under way for so many ticks are late.
+const LATE: usize = 2;
+
+/// Copies of what guests write, up to this length, are kept to be used again, so many at most.
+const COPY_LEN: usize = 64 << 10;
+const COPIES_KEPT: usize = 16;
+
+/// The cache device, as it is watched.
+pub(crate) struct Fast {
+    this: Weak<Self>,
+    cache: Weak<Cache>,
+    on: WeakLoop,
+    device: Rc<dyn BlockDevice>,
+    /// Requests under way, by the tick in which they began: those of this one, and around from it the oldest first.
+    ages: [Cell<u32>; AGES],
+    now: Cell<usize>,
+    is_timed: Cell<bool>,
+    is_late: Cell<bool>,
+    hangs: Cell<bool>,
+    waiting: RefCell<Waiting>,
+    read_errors: Cell<u64>,
+    write_errors: Cell<u64>,
+    copies: RefCell<Vec<AlignedBuf>>,
+}
+
+/// Those who wait for requests that can be left behind.
+#[derive(Default)]
+struct Waiting {
+    wakers: Vec<Option<Waker>>,
+    free: Vec<usize>,
+}
+
+impl Fast {
+    /// `device`, which `cache` uses.
+    pub(crate) fn new(on: &Loop, device: Rc<dyn BlockDevice>, cache: Weak<Cache>) -> Rc<Self> {
+        Rc::new_cyclic(|this| Self {
+            this: this.clone(),
+            cache,
+            on: on.downgrade(),
+            device,
+            ages: Default::default(),
+            now: Cell::new(0),
+            is_timed: Cell::new(false),
+            is_late: Cell::new(false),
+            hangs: Cell::new(false),
+            waiting: RefCell::default(),
+            read_errors: Cell::new(0),
+            write_errors: Cell::new(0),
+            copies: RefCell::default(),
+        })
+    }
+
+    /// Some requests have been under way for seconds.
+    pub(crate) fn is_late(&self) -> bool {
+        self.is_late.get()
+    }
+
+    /// It has not answered for [`PATIENCE`], nor since.
+    pub(crate) fn is_hanging(&self) -> bool {
+        self.hangs.get()
+    }
+
+    /// Requests that have failed, because of an error or because there was no answer: reads, and others.
+    pub(crate) fn errors(&self) -> (u64, u64) {
+        (self.read_errors.get(), self.write_errors.get())
+    }
+
+    /// Reads into a guest's memory, for which the device is waited for however long it takes.
+    pub(crate) fn read_for_guest<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        if self.hangs.get() {
+            let error = self.no_answer(Operation::Read, start.range(buffer.byte_len()));
+            self.failed(&error);
+            return Io::ready(Err(error));
+        }
+        let mut read = self.device.read(start, buffer);
+        let Some(result) = read.result_now() else {
+            return read.watched(self, self.begins());
+        };
+        if let Err(error) = &result {
+            self.failed(error);
+        }
+        Io::ready(result)
+    }
+
+    /// Fills a part of `memory`, which is lost with an error.
+    pub(crate) async fn read(
+        &self,
+        start: ByteOffset,
+        mut memory: AlignedBuf,
+        part: Range<usize>,
+    ) -> IoResult<AlignedBuf> {
+        let device = Rc::clone(&self.device);
+        let range = start.range(ByteLen::of_buffer(part.len()));
+        let steps = async move {
+            let read = device.read(start, ReadBuf::new(&mut memory[part])).await;
+            read.map(|()| memory)
+        };
+        self.own(Operation::Read, range, steps).await
+    }
+
+    /// Writes a part of `memory`.
+    pub(crate) async fn write(
+        &self,
+        start: ByteOffset,
+        memory: Rc<AlignedBuf>,
+        part: Range<usize>,
+        flags: WriteFlags,
+    ) -> IoResult {
+        let device = Rc::clone(&self.device);
+        let range = start.range(ByteLen::of_buffer(part.len()));
+        let steps = async move { device.write(start, WriteBuf::new(&memory[part]), flags).await };
+        self.own(Operation::Write, range, steps).await
+    }
+
+    /// As [`BlockDevice::flush`].
+    pub(crate) async fn flush(&self) -> IoResult {
+        let device = Rc::clone(&self.device);
+        let steps = async move { device.flush().await };
+        self.own(Operation::Flush, ByteRange::default(), steps).await
+    }
+
+    /// As [`BlockDevice::close`].
+    pub(crate) async fn close(&self) -> IoResult {
+        let device = Rc::clone(&self.device);
+        let steps = async move { device.close().await };
+        self.own(Operation::Flush, ByteRange::default(), steps).await
+    }
+
+    /// What a guest writes, in memory that can be left behind. It may be longer.
+    pub(crate) fn copy(&self, buffer: WriteBuf<'_>) -> Rc<AlignedBuf> {
+        let kept = match buffer.len() <= COPY_LEN {
+            true => self.copies.borrow_mut().pop(),
+            false => None,
+        };
+        let mut memory = kept.unwrap_or_else(|| AlignedBuf::zeroed(buffer.len().max(COPY_LEN)));
+        buffer.copy_to_slice(&mut memory[..buffer.len()]);
+        Rc::new(memory)
+    }
+
+    /// A copy is of no use any more.
+    pub(crate) fn is_copied(&self, memory: Rc<AlignedBuf>) {
+        let mut copies = self.copies.borrow_mut();
+        if let Some(memory) = Rc::into_inner(memory)
+            && memory.len() == COPY_LEN
+            && copies.len() < COPIES_KEPT
+        {
+            copies.push(memory);
+        }
+    }
+
+    /// A request with all that it needs.
+    async fn own<T: 'static>(
+        &self,
+        operation: Operation,
+        range: ByteRange,
+        steps: impl Future<Output = IoResult<T>> + 'static,
+    ) -> IoResult<T> {
+        let result = match self.hangs.get() {
+            true => None,
+            false => {
+                let request = Request {
+                    of: self,
+                    steps: Some(Box::pin(steps)),
+                    under_way: None,
+                };
+                request.await
+            }
+        };
+        let result = result.unwrap_or_else(|| Err(self.no_answer(operation, range)));
+        if let Err(error) = &result {
+            self.failed(error);
+        }
+        result
+    }
+
+    fn no_answer(&self, operation: Operation, range: ByteRange) -> IoError {
+        IoError::new(self.device.name(), operation, range, Failure::Unreachable)
+    }
+
+    /// A request is under way; when it began, for [`Watch::ended`].
+    fn begins(&self) -> u32 {
+        let now = self.now.get();
+        self.ages[now].set(self.ages[now].get() + 1);
+        if !self.is_timed.get() && !self.hangs.get() {
+            self.start_timer();
+        }
+        now as u32
+    }
+
+    fn under_way(&self) -> u32 {
+        self.ages.iter().map(Cell::get).sum()
+    }
+
+    fn start_timer(&self) {
+        let (this, on) = (self.this.clone(), self.on.clone());
+        let Some(spawner) = on.upgrade() else { return };
+        self.is_timed.set(true);
+        spawner.spawn(async move {
+            loop {
+                let Some(sleep) = on.upgrade().map(|on| on.sleep(TICK)) else {
+                    return;
+                };
+                sleep.await;
+                match this.upgrade() {
+                    Some(fast) if fast.tick() => {}
+                    _ => return,
+                }
+            }
+        });
+    }
+
+    /// A second has passed; whether the timer goes on.
+    fn tick(&self) -> bool {
+        let oldest = (self.now.get() + 1) % AGES;
+        let is_idle = self.under_way() == 0;
+        let hangs = self.ages[oldest].get() > 0;
+        self.is_late
+            .set((LATE..AGES).any(|age| self.ages[(self.now.get() + AGES - age) % AGES].get() > 0));
+        if hangs {
+            self.hangs();
+        }
+        let goes_on = !is_idle && !hangs;
+        if goes_on {
+            self.now.set(oldest);
+        }
+        self.is_timed.set(goes_on);
+        goes_on
+    }
+
+    fn hangs(&self) {
+        self.hangs.set(true);
+        let own = {
+            let waiting = self.waiting.borrow();
+            waiting.wakers.len() - waiting.free.len()
+        };
+        if let Some(cache) = self.cache.upgrade() {
+            cache.gets_no_answer(self.device.name(), PATIENCE, self.under_way() as usize - own);
+        }
+        let waiting = self.waiting.borrow();
+        waiting.wakers.iter().flatten().for_each(Waker::wake_by_ref);
+    }
+}
+
+impl Watch for Fast {
+    fn failed(&self, error: &IoError) {
+        let errors = match error.operation() {
+            Operation::Read => &self.read_errors,
+            _ => &self.write_errors,
+        };
+        errors.set(errors.get() + 1);
+    }
+
+    fn ended(&self, began: u32) {
+        let age = &self.ages[began as usize];
+        age.set(age.get() - 1);
+        if self.hangs.get() && self.under_way() == 0 {
+            self.hangs.set(false);
+            self.is_late.set(false);
+            if let Some(cache) = self.cache.upgrade() {
+                cache.has_answered(self.device.name());
+            }
+        }
+    }
+}
+
+/// A request that is left behind if the device hangs; `None` then.
+struct Request<'a, F: Future + 'static> {
+    of: &'a Fast,
+    /// Until it has ended, or is left behind.
+    steps: Option<Pin<Box<F>>>,
+    /// When it began, and who waits for it.
+    under_way: Option<(u32, usize)>,
+}
+
+impl<F: Future + 'static> Request<'_, F> {
+    fn wait(&mut self, waker: &Waker) {
+        let mut waiting = self.of.waiting.borrow_mut();
+        let place = match self.under_way {
+            Some((_, place)) => place,
+            None => {
+                let place = waiting.free.pop().unwrap_or(waiting.wakers.len());
+                if place == waiting.wakers.len() {
+                    waiting.wakers.push(None);
+                }
+                drop(waiting);
+                self.under_way = Some((self.of.begins(), place));
+                waiting = self.of.waiting.borrow_mut();
+                place
+            }
+        };
+        match &mut waiting.wakers[place] {
+            Some(own) => own.clone_from(waker),
+            none => *none = Some(waker.clone()),
+        }
+    }
+
+    /// When it began, if it was under way; it is not waited for any more.
+    fn ends(&mut self) -> Option<u32> {
+        let (began, place) = self.under_way.take()?;
+        let mut waiting = self.of.waiting.borrow_mut();
+        waiting.wakers[place] = None;
+        waiting.free.push(place);
+        Some(began)
+    }
+
+    fn leave_behind(&mut self) {
+        let (Some(steps), Some(began)) = (self.steps.take(), self.ends()) else {
+            return;
+        };
+        let left = LeftBehind {
+            of: self.of.this.clone(),
+            steps: Some(steps),
+            began,
+        };
+        match self.of.on.upgrade() {
+            Some(on) => on.spawn(left),
+            None => drop(left),
+        }
+    }
+}
+
+impl<F: Future + 'static> Future for Request<'_, F> {
+    type Output = Option<F::Output>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(steps) = &mut self.steps else {
+            return Poll::Ready(None);
+        };
+        if let Poll::Ready(output) = steps.as_mut().poll(context) {
+            self.steps = None;
+            if let Some(began) = self.ends() {
+                self.of.ended(began);
+            }
+            return Poll::Ready(Some(output));
+        }
+        self.wait(context.waker());
+        if self.of.hangs.get() {
+            self.leave_behind();
+            return Poll::Ready(None);
+        }
+        Poll::Pending
+    }
+}
+
+impl<F: Future + 'static> Drop for Request<'_, F> {
+    fn drop(&mut self) {
+        if self.of.hangs.get() {
+            self.leave_behind();
+        }
+        // Otherwise who gave it up may rely on its end.
+        self.steps = None;
+        if let Some(began) = self.ends() {
+            self.of.ended(began);
+        }
+    }
+}
+
+/// A request for which nobody waits. Its memory is the device's until that has answered: for good, if the loop ends before.
+struct LeftBehind<F: Future> {
+    of: Weak<Fast>,
+    steps: Option<Pin<Box<F>>>,
+    began: u32,
+}
+
+impl<F: Future> Future for LeftBehind<F> {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        if let Some(steps) = &mut self.steps {
+            let _ = std::task::ready!(steps.as_mut().poll(context));
+            self.steps = None;
+            if let Some(of) = self.of.upgrade() {
+                of.ended(self.began);
+            }
+        }
+        Poll::Ready(())
+    }
+}
+
+impl<F: Future> Drop for LeftBehind<F> {
+    fn drop(&mut self) {
+        // To drop it would be to wait for the device.
+        std::mem::forget(self.steps.take());
+    }
+}
+
+impl Cache {
+    /// The device has not answered for so long, and so many reads have been left to wait for it.
+    fn gets_no_answer(&self, device: &str, patience: Duration, reads: usize) {
+        let seconds = patience.as_secs();
+        if self.has_failed() {
+            tracing::error!(
+                "{}: {device}, which was its cache, has not answered for {seconds} s; what only that has cannot be read until it does",
+                self.lower.name()
+            );
+            return;
+        }
+        let waiting = match reads {
+            0 => String::new(),
+            _ => format!("; reads under way that wait for it all the same: {reads}"),
+        };
+        self.fail(&format_args!("{device} has not answered for {seconds} s{waiting}"));
+    }
+
+    /// It has answered all that it was asked.
+    fn has_answered(&self, device: &str) {
+        tracing::warn!(
+            "{}: {device}, which was its cache, has answered again",
+            self.lower.name()
+        );
+        let Some(cache) = self.this.upgrade() else { return };
+        if self.state.get() == State::Detached && self.may_be_dirty.get() {
+            self.spawn(async move { cache.rescue().await });
+        }
+    }
+}

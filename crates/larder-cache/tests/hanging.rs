@@ -1,0 +1,364 @@
+//! A cache device that gives no answer: the disk goes on without it.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use larder_block::backend::simulated::{Effect, Fault, Medium, Options, SimulatedDevice, Stop};
+use larder_block::{
+    AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, IoResult, Loop, Operation, ReadBuf, WriteBuf,
+    WriteFlags, ZeroFlags,
+};
+use larder_cache::{
+    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
+};
+
+const LINE: u64 = 4096;
+
+/// What was noted apart from the cache, which outlives it.
+#[derive(Clone, Default)]
+struct Notes(Rc<Cell<u32>>, Rc<Cell<Vec<ByteRange>>>);
+
+impl Notes {
+    fn detached(&self) -> Option<Detached> {
+        let superseded = self.1.take();
+        self.1.set(superseded.clone());
+        (self.0.get() > 0).then_some(Detached { superseded })
+    }
+}
+
+impl Witness for Notes {
+    fn detach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+        self.0.set(self.0.get() + 1);
+        Box::pin(async { Ok(()) })
+    }
+
+    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
+        let mut superseded = self.1.take();
+        superseded.push(range);
+        self.1.set(superseded);
+        Box::pin(async { Ok(()) })
+    }
+
+    fn attach(&self) -> BoxFuture<'_, std::io::Result<()>> {
+        self.0.set(0);
+        self.1.take();
+        Box::pin(async { Ok(()) })
+    }
+}
+
+struct Stack {
+    on: Loop,
+    disk: Rc<SimulatedDevice>,
+    fast: Rc<SimulatedDevice>,
+    notes: Notes,
+    cache: Rc<Cache>,
+}
+
+fn device(on: &Loop, name: &str, medium: Medium) -> Rc<SimulatedDevice> {
+    let options = Options {
+        name: name.to_owned(),
+        ..Options::default()
+    };
+    SimulatedDevice::open(on, medium, options)
+}
+
+fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes, mode: Mode) -> Rc<Cache> {
+    let options = OpenOptions {
+        mode: Some(mode),
+        disk: DiskId::default(),
+        stamp: Box::new(Vec::new),
+        detached: notes.detached(),
+        witness: Box::new(notes.clone()),
+        boot: [0; 16],
+        endurance: None,
+        cleaning: CleanOptions::default(),
+        load_ahead: true,
+        settling: SettleOptions::default(),
+    };
+    let opened = on.block_on(Cache::open(on, Rc::clone(disk) as _, Rc::clone(fast) as _, options));
+    opened.expect("opens")
+}
+
+impl Stack {
+    /// Lines 0 to 15 are in the cache.
+    fn new(mode: Mode) -> Self {
+        let on = Loop::simulated().expect("a loop");
+        let disk = device(&on, "disk", Medium::new(ByteLen::mib(1), 512));
+        let fast = device(&on, "fast", Medium::new(ByteLen::kib(512), 512));
+        let options = CreateOptions {
+            line_bits: 12,
+            mode,
+            uuid: [1; 16],
+            disk: DiskId::default(),
+            disk_size: disk.geometry().size,
+        };
+        let bare: Rc<dyn BlockDevice> = Rc::clone(&fast) as _;
+        on.block_on(create(&bare, &options)).expect("made");
+        let notes = Notes::default();
+        let cache = open(&on, &disk, &fast, &notes, mode);
+        let stack = Self {
+            on,
+            disk,
+            fast,
+            notes,
+            cache,
+        };
+        for line in 0..16 {
+            stack.write(line, 1).expect("written");
+            stack.read(line).expect("read");
+        }
+        stack.flush().expect("flushed");
+        let hits = stack.cache.statistics().hits;
+        (0..16).for_each(|line| assert_eq!(stack.read(line).expect("read"), 1));
+        assert_eq!(stack.cache.statistics().hits, hits + 16);
+        stack
+    }
+
+    fn read(&self, line: u64) -> IoResult<u8> {
+        self.on.block_on(read(&*self.cache, line))
+    }
+
+    fn write(&self, line: u64, byte: u8) -> IoResult {
+        self.on.block_on(write(&*self.cache, line, byte))
+    }
+
+    fn flush(&self) -> IoResult {
+        self.on.block_on(self.cache.flush())
+    }
+
+    /// From now on no request is answered, or none of one kind.
+    fn hang(&self, operation: Option<Operation>) {
+        let fault = Fault::always(Effect::Stick);
+        self.fast
+            .inject(operation.map_or(fault, |operation| fault.on(operation)));
+    }
+
+    /// It answers, also what it was asked before.
+    fn answer(&self) {
+        self.fast.heal();
+        self.fast.release();
+        self.on.block_on(self.on.sleep(std::time::Duration::from_secs(60)));
+    }
+
+    fn on_disk(&self, line: u64) -> u8 {
+        self.on.block_on(read(&*self.disk, line)).expect("read")
+    }
+}
+
+async fn read(device: &dyn BlockDevice, line: u64) -> IoResult<u8> {
+    let mut bytes = AlignedBuf::zeroed(LINE as usize);
+    let at = ByteOffset::new(line * LINE);
+    device.read(at, ReadBuf::new(&mut bytes)).await?;
+    assert!(
+        bytes.iter().all(|byte| *byte == bytes[0]),
+        "line {line} is of two minds"
+    );
+    Ok(bytes[0])
+}
+
+async fn write(device: &dyn BlockDevice, line: u64, byte: u8) -> IoResult {
+    let bytes = [byte; LINE as usize];
+    let at = ByteOffset::new(line * LINE);
+    device.write(at, WriteBuf::new(&bytes), WriteFlags::NONE).await
+}
+
+/// A read of a hit is spawned; what it has found is in the cell when it has ended.
+fn spawn_read(stack: &Stack, line: u64) -> Rc<Cell<Option<u8>>> {
+    let found = Rc::new(Cell::new(None));
+    let (cache, theirs) = (Rc::clone(&stack.cache), Rc::clone(&found));
+    stack.on.spawn(async move {
+        theirs.set(read(&*cache, line).await.ok());
+    });
+    stack.on.block_on(stack.on.sleep(std::time::Duration::from_millis(1)));
+    found
+}
+
+#[test]
+fn a_device_that_hangs_turns_the_cache_into_pass_through() {
+    let kinds = [None, Some(Operation::Write), Some(Operation::Flush)];
+    for mode in [Mode::WriteThrough, Mode::WriteAround] {
+        for kind in kinds {
+            let stack = Stack::new(mode);
+            stack.hang(kind);
+            // Until it is noticed, a line is written and read again and again.
+            let mut byte = 1;
+            while stack.cache.works() {
+                byte = byte % 200 + 1;
+                stack.write(3, byte).expect("written");
+                assert_eq!(stack.on_disk(3), byte);
+                match kind {
+                    // Else the read itself would wait for the device.
+                    None => {}
+                    Some(_) => assert_eq!(stack.read(3).expect("read"), byte),
+                }
+                stack.flush().expect("flushed");
+            }
+            assert_eq!(stack.notes.0.get(), 1, "{mode:?} {kind:?}");
+            for line in 0..32 {
+                let is = stack.read(line).expect("read");
+                assert_eq!(is, stack.on_disk(line));
+                stack.write(line, 7).expect("written");
+                assert_eq!(stack.read(line).expect("read"), 7);
+            }
+            stack.flush().expect("flushed");
+            let zeroed = stack
+                .cache
+                .write_zeroes(ByteRange::new(0, 8 * LINE), ZeroFlags::default());
+            stack.on.block_on(zeroed).expect("zeroed");
+            assert_eq!(stack.read(3).expect("read"), 0);
+            let errors = stack.cache.statistics();
+            assert!(errors.read_errors + errors.write_errors > 0, "{errors:?}");
+            stack.on.block_on(stack.cache.close()).expect("closed");
+        }
+    }
+}
+
+#[test]
+fn a_read_that_waits_for_the_device_holds_up_nothing_else() {
+    let stack = Stack::new(Mode::WriteThrough);
+    stack.hang(Some(Operation::Read));
+    let found = spawn_read(&stack, 5);
+    // It waits until the slot is nobody else's.
+    stack.write(5, 2).expect("written");
+    assert!(!stack.cache.works());
+    assert_eq!((found.get(), stack.read(5).expect("read")), (None, 2));
+    stack.write(5, 3).expect("written");
+    stack.answer();
+    // One of those that were there while it was under way.
+    assert!(matches!(found.get(), Some(1..=3)), "{:?}", found.get());
+    assert_eq!((stack.read(5).expect("read"), stack.on_disk(5)), (3, 3));
+}
+
+#[test]
+fn reads_that_come_while_others_wait_go_to_the_disk() {
+    let stack = Stack::new(Mode::WriteThrough);
+    stack.hang(Some(Operation::Read));
+    let found = spawn_read(&stack, 5);
+    stack.on.block_on(stack.on.sleep(std::time::Duration::from_secs(5)));
+    assert!(stack.cache.works());
+    assert_eq!(stack.read(6).expect("read"), 1);
+    assert!(stack.cache.works() && found.get().is_none());
+    // It was slow, and that is all.
+    stack.answer();
+    assert_eq!(found.get(), Some(1));
+    let hits = stack.cache.statistics().hits;
+    assert_eq!(stack.read(6).expect("read"), 1);
+    assert!(stack.cache.works() && stack.cache.statistics().hits > hits);
+}
+
+#[test]
+fn what_lands_late_is_not_believed() {
+    for mode in [Mode::WriteThrough, Mode::WriteBack] {
+        let stack = Stack::new(mode);
+        stack.on.block_on(stack.cache.set_mode(mode)).expect("noted");
+        stack.on.block_on(stack.cache.clean()).expect("clean");
+        stack.hang(Some(Operation::Write));
+        let mut wanted = HashMap::new();
+        for line in 0..24 {
+            stack.write(line, 2).expect("written");
+            stack.write(line, 3).expect("written");
+            wanted.insert(line, 3);
+        }
+        assert!(!stack.cache.works());
+        // Now the device has what was written first.
+        stack.answer();
+        let check = |cache: &Rc<Cache>| {
+            for (line, byte) in &wanted {
+                let found = stack.on.block_on(read(&**cache, *line)).expect("read");
+                assert_eq!(found, *byte, "{mode:?}, line {line}");
+            }
+        };
+        check(&stack.cache);
+        stack.flush().expect("flushed");
+        let (disk, fast) = (stack.disk.stop(Stop::Kill), stack.fast.stop(Stop::Kill));
+        let (disk, fast) = (device(&stack.on, "disk", disk), device(&stack.on, "fast", fast));
+        let next = open(&stack.on, &disk, &fast, &stack.notes, mode);
+        check(&next);
+    }
+}
+
+/// Only the cache has lines 2, 3 and 9, and its device hangs; line 2 and the first sector of line 3 are written again.
+fn lose_some() -> Stack {
+    let stack = Stack::new(Mode::WriteBack);
+    stack.on.block_on(stack.cache.clean()).expect("clean");
+    for line in [2, 3, 9] {
+        stack.write(line, 2).expect("written");
+    }
+    assert_eq!(stack.cache.statistics().dirty_lines, 3);
+    stack.flush().expect("flushed");
+    stack.hang(None);
+    stack.write(20, 4).expect("goes to the disk");
+    assert!(!stack.cache.works());
+    for line in 0..32 {
+        let is_lost = [2, 3, 9].contains(&line);
+        assert_eq!(stack.read(line).is_err(), is_lost, "line {line}");
+    }
+    // What is written is not lost any more.
+    stack.write(2, 5).expect("written");
+    assert_eq!(stack.read(2).expect("read"), 5);
+    let sector = [5; 512];
+    let at = ByteOffset::new(3 * LINE);
+    let written = stack.cache.write(at, WriteBuf::new(&sector), WriteFlags::NONE);
+    stack.on.block_on(written).expect("written");
+    let mut read = [0; 512];
+    let first = stack.cache.read(at, ReadBuf::new(&mut read));
+    stack.on.block_on(first).expect("read");
+    assert_eq!(read, sector);
+    stack.read(3).expect_err("the rest is lost");
+    stack
+}
+
+#[test]
+fn only_what_nobody_else_has_fails_while_the_device_hangs() {
+    let stack = lose_some();
+    // It could not be kept.
+    stack.flush().expect_err("not durable");
+    stack.answer();
+    // Then it is written to the disk, without being asked for.
+    assert_eq!(stack.cache.statistics().dirty_lines, 0);
+    check_rescued(&stack.on, &*stack.cache);
+    check_rescued(&stack.on, &*stack.disk);
+    stack.flush().expect("flushed");
+    assert!(!stack.cache.works());
+}
+
+/// Line 9 and most of line 3 are as they were when the device began to hang, and what was written since is there.
+fn check_rescued(on: &Loop, device: &dyn BlockDevice) {
+    assert_eq!(on.block_on(read(device, 2)).expect("read"), 5);
+    assert_eq!(on.block_on(read(device, 9)).expect("read"), 2);
+    let mut bytes = [0; LINE as usize];
+    let line = device.read(ByteOffset::new(3 * LINE), ReadBuf::new(&mut bytes));
+    on.block_on(line).expect("read");
+    let (first, rest) = bytes.split_at(512);
+    assert_eq!((first, rest), (&[5; 512][..], &[2; LINE as usize - 512][..]));
+}
+
+#[test]
+fn what_was_written_while_the_device_hangs_survives_a_kill() {
+    for how in [Stop::Kill, Stop::PowerLoss] {
+        let stack = lose_some();
+        let (disk, fast) = (stack.disk.stop(how), stack.fast.stop(how));
+        let disk = device(&stack.on, "disk", disk);
+        let fast = device(&stack.on, "fast", fast);
+        let next = open(&stack.on, &disk, &fast, &stack.notes, Mode::WriteBack);
+        check_rescued(&stack.on, &*next);
+    }
+}
+
+#[test]
+fn a_cache_is_closed_although_its_device_hangs() {
+    for mode in [Mode::WriteThrough, Mode::WriteBack] {
+        for kind in [None, Some(Operation::Flush), Some(Operation::Write)] {
+            let stack = Stack::new(mode);
+            stack.write(40, 2).expect("written");
+            let is_dirty = stack.cache.statistics().dirty_lines > 0;
+            stack.hang(kind);
+            let closed = stack.on.block_on(stack.cache.close());
+            // What can be read is on the disk then.
+            assert_eq!(closed.is_err(), is_dirty && kind.is_none(), "{mode:?} {kind:?}");
+            assert!(!stack.cache.works());
+            assert_eq!(stack.notes.0.get(), 1);
+        }
+    }
+}
