@@ -27,6 +27,9 @@ pub const RECONNECT_SECONDS_MAX: u64 = 365 * 24 * 3600;
 /// one before, at some 40 KiB each. Only what is used takes memory.
 const STACK_BYTES: usize = 32 << 20;
 
+/// How long a stop waits for the device of a cache that is known to give no answer.
+const STOP_PATIENCE: Duration = Duration::from_secs(5);
+
 /// Inquiries that wait for a disk's thread at most; further ones wait where they come from.
 const INQUIRIES_MAX: usize = 16;
 
@@ -67,6 +70,10 @@ pub enum DiskError {
     Export(#[from] ExportError),
     #[error("what was written last may not be on the disk: {0}")]
     Flush(String),
+    #[error(
+        "requests are left that wait for the device of the disk's cache, which gives no answer; all else is on the disk"
+    )]
+    CacheHangs,
     #[error("cannot start the disk's thread: {0}")]
     Thread(std::io::Error),
     #[error("the disk's thread died; see the messages before this one")]
@@ -259,7 +266,12 @@ fn serve(
         });
         let answering = answer(&on, inquiries, config, &image);
         let ended = select(stop.raised(), select(answering, exports.ended())).await;
-        exports.stop(&on).await;
+        let mut stopping = Box::pin(exports.stop(&on));
+        let is_stopped = select(hangs_for_long(&on, &image), stopping.as_mut()).await.is_some();
+        if !is_stopped {
+            // To drop what is under way would be to wait for it. It is left as a kill leaves it, with its memory.
+            std::mem::forget((stopping, on.clone()));
+        }
         if let Err(error) = device.close().await {
             return Err(DiskError::Flush(error.to_string()));
         }
@@ -267,10 +279,23 @@ fn serve(
             cache.forget_note();
         }
         match ended.flatten() {
+            _ if !is_stopped => Err(DiskError::CacheHangs),
             Some(Err(error)) => Err(ExportError::Socket(error).into()),
             _ => Ok(()),
         }
     })
+}
+
+/// Completes when the device of the disk's cache has given no answer for so long that it is not to be waited for at a stop.
+async fn hangs_for_long(on: &Loop, image: &OpenImage) {
+    let Some(cache) = &image.cache else {
+        return std::future::pending().await;
+    };
+    let mut seconds = 0;
+    while seconds < STOP_PATIENCE.as_secs() {
+        on.sleep(Duration::from_secs(1)).await;
+        seconds = if cache.layer.hangs() { seconds + 1 } else { 0 };
+    }
 }
 
 /// Answers who asks; never ends. Who has asked may have gone.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use larder_bench::campaign::process::{Process, mortal};
 use serde_json::json;
 
-use crate::support::{LIMIT, fill, tmpfs, tool};
+use crate::support::{LIMIT, LoopDevice, Mount, fill, tmpfs, tool};
 use crate::{Place, text};
 
 /// An NBD server with room for a cache, whose requests fail while a file is there.
@@ -168,6 +168,119 @@ fn a_cache_that_is_not_there_at_the_start_keeps_the_disk_from_being_served() {
     place
         .start(place.serve_command(&image, &fast.uri, &[]))
         .io(&["read -P 7 0 16M"]);
+}
+
+/// A block device whose requests get no answer while the NBD server behind it is stopped.
+struct Stoppable {
+    device: LoopDevice,
+    _mount: Mount,
+    fuse: Process,
+    server: Process,
+}
+
+impl Stoppable {
+    fn start(place: &Place) -> Self {
+        let socket = place.socket("fast");
+        let mut command = mortal("nbdkit");
+        command.args(["-f", "-v", "-U", text(&socket), "memory", "8M"]);
+        let server = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
+        while !socket.exists() {}
+        let (file, ready) = (place.path("fast"), place.path("fuse.pid"));
+        File::create(&file).expect("a file");
+        let mut command = mortal("nbdfuse");
+        let uri = format!("nbd+unix:///?socket={}", text(&socket));
+        command.args(["--pidfile", text(&ready), text(&file), &uri]);
+        let fuse = Process::start(command).expect("nbdfuse; testbed/setup.sh installs it");
+        while !ready.exists() {}
+        let mount = Mount(file.clone());
+        let device = LoopDevice::new(&file, 512);
+        tool("losetup", &["--direct-io=on", text(&device.0)]);
+        Self {
+            device,
+            _mount: mount,
+            fuse,
+            server,
+        }
+    }
+
+    fn stop(&self) {
+        self.server.signal(libc::SIGSTOP);
+    }
+
+    fn go_on(&self) {
+        self.server.signal(libc::SIGCONT);
+    }
+}
+
+impl Drop for Stoppable {
+    fn drop(&mut self) {
+        // What still waits for an answer gets an error.
+        self.server.kill();
+        self.fuse.kill();
+    }
+}
+
+#[test]
+fn a_cache_whose_device_gives_no_answer_is_not_waited_for() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let fast = Stoppable::start(&place);
+    let serve = || place.start(place.serve_command(&image, text(&fast.device.0), &[]));
+    let served = serve();
+    served.warm_up(2);
+    served.settle();
+    fast.stop();
+    served.io(&["write -P 9 1M 64k", "flush"]);
+    served
+        .process
+        .wait_for("has not answered for 15 s", LIMIT)
+        .expect("told");
+    served.io(&["read -P 9 1M 64k", "read -P 7 0 1M", "read -P 7 4M 1M", "flush"]);
+    assert_eq!(served.cache()["state"], json!("failed"));
+    assert!(served.count("write_errors") > 0, "{}", served.cache());
+    let said = tool(text(crate::larder()), &["status", text(&served.control)]);
+    assert!(said.contains("errors:"), "{said}");
+    served.stop();
+    crate::qemu_io("raw", text(&image), &["read -P 7 0 1M", "read -P 9 1M 64k"]);
+    fast.go_on();
+    // What it was asked before may have been done by now, and is not believed.
+    let served = serve();
+    served.process.wait_for("begins anew", LIMIT).expect("told");
+    served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 7 1088k 14M"]);
+}
+
+#[test]
+fn a_read_that_gets_no_answer_holds_up_neither_others_nor_the_end() {
+    for goes_on in [true, false] {
+        let place = Place::new();
+        let image = place.image("disk.raw", 16);
+        let fast = Stoppable::start(&place);
+        let served = place.start(place.serve_command(&image, text(&fast.device.0), &[]));
+        served.warm_up(2);
+        served.settle();
+        fast.stop();
+        let mut command = mortal("qemu-io");
+        command.args(["-f", "raw", "-c", "read -P 7 64k 4k", &served.uri]);
+        let mut reader = Process::start(command).expect("qemu-io; testbed/setup.sh installs it");
+        served
+            .process
+            .wait_for("wait for it all the same: 1", LIMIT)
+            .expect("told");
+        served.io(&["write -P 9 64k 4k", "read -P 9 64k 4k", "read -P 7 1M 64k", "flush"]);
+        if goes_on {
+            fast.go_on();
+            let status = reader.wait(LIMIT).expect("ends");
+            assert!(status.success(), "{}", reader.output());
+            served.stop();
+        } else {
+            served.process.signal(libc::SIGTERM);
+            let said = served.process.wait_for("requests are left that wait", LIMIT);
+            said.expect("it ends without it");
+            // Its last moment is the kernel's, which may wait.
+            fast.go_on();
+        }
+        crate::qemu_io("raw", text(&image), &["read -P 9 64k 4k", "read -P 7 0 64k"]);
+    }
 }
 
 /// The guest works while `harm` is done to the cache's file, and the disk is right afterwards.
