@@ -120,6 +120,7 @@ impl Cache {
         if !self.is_fit(range) || self.is_apart() {
             return self.lower.write(range.start, buffer, flags);
         }
+        self.written.add(range);
         if matches!(self.mode.get(), Mode::WriteThrough | Mode::WriteBack) {
             self.uses(range);
         }
@@ -325,6 +326,7 @@ impl Cache {
     }
 
     async fn clear_steps(&self, range: ByteRange, clear: Clear) -> IoResult {
+        self.written.forget(range);
         let mut rest = range;
         while !rest.is_empty() {
             let end = (self.shape.line_at(rest.start) + PIECE_LINES) << self.shape.line_bits;

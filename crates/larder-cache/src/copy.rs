@@ -78,6 +78,7 @@ pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u
     let new = Superblock {
         sequence: new.sequence + 1,
         may_be_dirty: old.may_be_dirty,
+        samples: old.samples,
         ..new
     };
     write_superblock(to, &new).await.map_err(io)?;

@@ -34,6 +34,7 @@ mod parts;
 mod place;
 mod policy;
 mod read;
+mod samples;
 mod settle;
 mod shape;
 mod size;
@@ -217,6 +218,8 @@ pub struct Cache {
     commits: Commits,
     settling: Settling,
     changes: Changes,
+    /// Where the guest wrote last.
+    written: samples::Written,
     /// Data that writes have put into the cache, and that only it has.
     kept: Flushing,
     cleaning: Cleaning,

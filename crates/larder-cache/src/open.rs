@@ -19,6 +19,7 @@ use crate::flushing::Flushing;
 use crate::index::Index;
 use crate::journal;
 use crate::load::Loading;
+use crate::samples::{self, Sample};
 use crate::shape::{COMMIT_UNIT, JOURNAL_AT, SECTOR, SUPERBLOCK_LEN, Shape};
 use crate::superblock::{DiskId, Superblock, SuperblockError};
 use crate::usage::Usage;
@@ -148,6 +149,7 @@ pub async fn create(fast: &Rc<dyn BlockDevice>, options: &CreateOptions) -> Resu
         boot: [0; 16],
         disk_size: options.disk_size,
         disk: options.disk.clone(),
+        samples: Vec::new(),
     };
     let io = |source| OpenError::Io { cache: cache(), source };
     // What was a cache before is none until this one is whole.
@@ -235,8 +237,12 @@ impl Cache {
         let shape = superblock.shape;
         let has_stamps = !superblock.disk.stamp.is_empty() && !options.disk.stamp.is_empty();
         // Somebody else has written to the disk: to which state, nobody knows.
-        let is_other = superblock.clean && has_stamps && superblock.disk.stamp != options.disk.stamp;
-        if is_other && superblock.may_be_dirty {
+        let is_other = superblock.clean
+            && match has_stamps {
+                true => superblock.disk.stamp != options.disk.stamp,
+                false => !samples::are_there(&lower, &superblock.samples).await,
+            };
+        if is_other && superblock.may_be_dirty && options.detached.is_none() {
             return Err(OpenError::Diverged { cache: cache(), disk });
         }
         // What only the cache has is right all the same; what the disk has, too, may have been changed there since.
@@ -296,6 +302,7 @@ impl Cache {
             ..superblock
         };
         write_superblock(&fast, &superblock).await.map_err(io)?;
+        let written = samples::Written::before(&superblock.samples);
         let loading = Loading::new(contents.records, contents.tail);
         let mut index = Index::new(shape, options.endurance.map(ByteLen::get));
         let (lower, disk_meter) = metered(lower);
@@ -324,6 +331,7 @@ impl Cache {
             loading,
             settling: crate::settle::Settling::default(),
             changes: Changes::unflushed(),
+            written,
             kept: Flushing::default(),
             cleaning: Cleaning::new(options.cleaning),
             size: Cell::new(size.get()),
@@ -384,9 +392,10 @@ impl Cache {
             // What was opened or taken out meanwhile; nothing is changing any more.
             let _ = self.settle().await;
         }
+        let samples = self.samples().await;
         self.lower.close().await?;
         if !self.has_failed()
-            && let Err(error) = self.close_cache().await
+            && let Err(error) = self.close_cache(samples).await
         {
             self.fail(&error);
         }
@@ -423,7 +432,7 @@ impl Cache {
         Ok(())
     }
 
-    async fn close_cache(&self) -> IoResult {
+    async fn close_cache(&self, samples: Vec<Sample>) -> IoResult {
         self.checkpoint_all().await?;
         let (end, stamp) = (self.commits.end(), (self.stamp)());
         let may_be_dirty = self.may_be_dirty.get() && !self.is_known_clean();
@@ -432,6 +441,7 @@ impl Cache {
             superblock.may_be_dirty = may_be_dirty;
             superblock.journal_end = end;
             superblock.disk.stamp = stamp;
+            superblock.samples = samples;
         })
         .await?;
         self.fast.close().await

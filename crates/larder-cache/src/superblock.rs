@@ -15,9 +15,10 @@
 //!      84   session, u32
 //!      88   next sequence of the journal at a clean stop, u64
 //!      96   bytes of the disk, u64
-//!      104  bytes of the disk's name, of its identity, and of its stamp, u16 each; zero, u16
+//!      104  bytes of the disk's name, of its identity, of its stamp, and of the samples, u16 each
 //!      112  what the host was booted as when the cache was opened last, 16 bytes
-//!      128  name, identity, stamp, up to byte 4096
+//!      128  name, identity, stamp, samples, up to byte 4096; a sample is a place on the disk, u64, and the CRC32C of
+//!           the sector there when the cache was closed, u32
 //! ```
 //! All numbers are little-endian.
 
@@ -25,15 +26,18 @@ use larder_block::ByteLen;
 
 use crate::Mode;
 use crate::journal::WasLeft;
+use crate::samples::{SAMPLES, Sample};
 use crate::shape::{SUPERBLOCK_LEN, Shape};
 
 const MAGIC: &[u8; 8] = b"LRDRCACH";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const FLAG_CLEAN: u32 = 1;
 const FLAG_DIRTY: u32 = 2;
 const BOOT_AT: usize = 112;
 const NAMES_AT: usize = 128;
-/// Bytes of name, identity and stamp together.
+/// Bytes of a sample.
+const SAMPLE_LEN: usize = 12;
+/// Bytes of name, identity, stamp and samples together.
 const NAMES_MAX: usize = SUPERBLOCK_LEN as usize - NAMES_AT;
 
 /// The disk that a cache belongs to.
@@ -71,6 +75,8 @@ pub struct Superblock {
     pub disk_size: ByteLen,
     /// Whose cache it is.
     pub disk: DiskId,
+    /// What the disk had at some places at a clean stop.
+    pub(crate) samples: Vec<Sample>,
 }
 
 /// Why a superblock is none.
@@ -132,8 +138,10 @@ impl Superblock {
         let identity = &self.disk.identity[..self.disk.identity.len().min(NAMES_MAX / 4)];
         let name = self.disk.name.as_bytes();
         let name = &name[..name.len().min(NAMES_MAX / 2)];
+        let pair = |sample: &Sample| [&sample.at.to_le_bytes()[..], &sample.sum.to_le_bytes()].concat();
+        let samples: Vec<u8> = self.samples.iter().take(SAMPLES).flat_map(pair).collect();
         let mut at = NAMES_AT;
-        for (index, part) in [name, identity, stamp].into_iter().enumerate() {
+        for (index, part) in [name, identity, stamp, &samples].into_iter().enumerate() {
             put(104 + 2 * index, &(part.len() as u16).to_le_bytes());
             put(at, part);
             at += part.len();
@@ -159,14 +167,22 @@ impl Superblock {
         if long(16) != 0 {
             return Err(SuperblockError::Features(long(16)));
         }
-        let mut parts = [Vec::new(), Vec::new(), Vec::new()];
+        let mut parts = [const { Vec::new() }; 4];
         let mut at = NAMES_AT;
         for (index, part) in parts.iter_mut().enumerate() {
             let len = usize::from(u16::from_le_bytes([bytes[104 + 2 * index], bytes[105 + 2 * index]]));
             *part = bytes.get(at..at + len).ok_or(SuperblockError::Damaged)?.to_vec();
             at += len;
         }
-        let [name, identity, stamp] = parts;
+        let [name, identity, stamp, samples] = parts;
+        let samples = samples.chunks_exact(SAMPLE_LEN).map(|pair| {
+            let (at, sum) = pair.split_at(8);
+            Some(Sample {
+                at: u64::from_le_bytes(at.try_into().ok()?),
+                sum: u32::from_le_bytes(sum.try_into().ok()?),
+            })
+        });
+        let samples: Option<Vec<Sample>> = samples.collect();
         let (mut uuid, mut boot) = ([0; 16], [0; 16]);
         uuid.copy_from_slice(&bytes[32..48]);
         boot.copy_from_slice(&bytes[BOOT_AT..NAMES_AT]);
@@ -192,6 +208,7 @@ impl Superblock {
                 identity,
                 stamp,
             },
+            samples: samples.ok_or(SuperblockError::Damaged)?,
         })
     }
 
@@ -246,6 +263,7 @@ mod tests {
                 identity: vec![1, 2, 3],
                 stamp: vec![9; 40],
             },
+            samples: (0..8).map(|at| Sample { at, sum: 7 }).collect(),
         }
     }
 

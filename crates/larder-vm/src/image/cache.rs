@@ -569,10 +569,8 @@ async fn open_on(
         true => Says::Believe,
         false => note.says(&superblock, &disk.files),
     };
-    let mut id = disk.id();
     let mut detached = detached(&superblock, says, &note, &disk, wish)?;
-    if wish.force && superblock.clean && superblock.may_be_dirty && superblock.disk.stamp != id.stamp {
-        id.stamp.clear();
+    if wish.force && superblock.clean && superblock.may_be_dirty {
         detached = Some(Detached::default());
     }
     let made = note.make(&superblock, detached.as_ref(), &disk.files);
@@ -596,7 +594,7 @@ async fn open_on(
     let files = disk.files.clone();
     let open = OpenOptions {
         mode: wish.mode,
-        disk: id,
+        disk: disk.id(),
         stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
         detached,
         witness: Box::new(made.clone()),

@@ -289,6 +289,33 @@ fn a_block_device_is_taken_whole_for_a_disk_and_for_a_cache() {
 }
 
 #[test]
+fn what_others_did_to_a_device_without_times_is_seen_where_the_guest_wrote_last() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let disk = LoopDevice::new(&image, 512);
+    let serve = |options: &[&str]| place.serve(&disk.0, &cache, options);
+    let served = serve(&["--cache-size", "8M"]);
+    served.warm_up(2);
+    served.io(&["write -P 8 5M 64k", "write -P 9 1M 4k"]);
+    served.stop();
+    for _ in 0..2 {
+        // Also if its guest only reads.
+        let served = serve(&[]);
+        served.read_all(2);
+        assert_eq!(served.count("misses"), 0, "nobody has used it");
+        served.stop();
+    }
+    qemu_io("raw", text(&disk.0), &["write -P 10 0 64k", "write -P 10 5M 4k"]);
+    let served = serve(&[]);
+    served
+        .process
+        .wait_for("the disk was changed without it", LIMIT)
+        .expect("told");
+    served.io(&["read -P 10 0 64k", "read -P 9 1M 4k", "read -P 10 5M 4k"]);
+    served.stop();
+}
+
+#[test]
 fn status_tells_of_the_cache() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
