@@ -25,24 +25,28 @@ use serde::{Deserialize, Serialize};
 mod cache;
 mod cache_note;
 mod cache_tools;
+mod cache_wish;
 mod chain;
 mod disk_id;
 mod file_handle;
 pub mod journal;
+mod open_cache;
 mod prefetch_memory;
 
+pub use cache::CacheError;
 pub(crate) use cache::absolute;
-pub use cache::{
-    CACHE_LINE_DEFAULT, CACHE_MODES, CacheError, CacheOptions, CacheWish, CacheWishError, OpenCache, cache_mode_name,
-    cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
-};
 pub use cache_tools::{
     CacheReport, CacheToolError, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
     set_mode_of_cache,
 };
+pub use cache_wish::{
+    CACHE_LINE_DEFAULT, CACHE_MODES, CacheOptions, CacheWish, CacheWishError, cache_mode_name, cache_mode_words,
+    parse_cache_endurance, parse_cache_line, parse_cache_mode,
+};
 pub use chain::{beside, is_same, probe};
 /// What a cache does with writes.
 pub use larder_cache::Mode as CacheMode;
+pub use open_cache::OpenCache;
 pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError, PrefetchWish, PrefetchWishError, parse_prefetch_len};
 
 /// Where a disk's bytes are.

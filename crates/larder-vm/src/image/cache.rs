@@ -1,6 +1,5 @@
-//! A disk's cache on a fast device: how users say it, and how it is made and opened.
+//! A disk's cache on a fast device: how it is made and opened.
 
-use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
@@ -12,255 +11,17 @@ use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::boot::boot_id;
 use larder_block::event_loop::SocketAddress;
-use larder_block::{
-    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, IoResult, Loop, ReadBuf,
-};
+use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop, ReadBuf};
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock,
     SuperblockError, read_superblock,
 };
 
 use super::cache_note::{Made, Note, Says};
+use super::cache_wish::{CACHE_LINE_DEFAULT, CacheOptions};
 use super::disk_id::DiskFile;
+use super::open_cache::{Flush, OpenCache};
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
-
-/// The modes that users can choose.
-pub const CACHE_MODES: [Mode; 4] = [
-    Mode::WriteThrough,
-    Mode::WriteBack,
-    Mode::WriteAround,
-    Mode::PassThrough,
-];
-
-/// What users call a mode.
-pub fn cache_mode_name(mode: Mode) -> &'static str {
-    match mode {
-        Mode::WriteThrough => "wt",
-        Mode::WriteBack => "wb",
-        Mode::WriteAround => "wa",
-        Mode::PassThrough => "pt",
-    }
-}
-
-/// The same in words.
-pub fn cache_mode_words(mode: Mode) -> &'static str {
-    match mode {
-        Mode::WriteThrough => "write-through",
-        Mode::WriteBack => "write-back",
-        Mode::WriteAround => "write-around",
-        Mode::PassThrough => "pass-through",
-    }
-}
-
-/// Reads what users call a mode.
-///
-/// # Errors
-/// There is no such mode, as a text for people.
-pub fn parse_cache_mode(text: &str) -> Result<Mode, String> {
-    let found = CACHE_MODES.into_iter().find(|mode| cache_mode_name(*mode) == text);
-    found.ok_or_else(|| {
-        let names = CACHE_MODES.map(|mode| format!("{} ({})", cache_mode_name(mode), cache_mode_words(mode)));
-        format!("give {}", names.join(", "))
-    })
-}
-
-/// What a line has unless something else is wished, in bytes.
-pub const CACHE_LINE_DEFAULT: ByteLen = ByteLen::new(4 << 10);
-
-/// The longest line, in bytes.
-const LINE_MAX: ByteLen = ByteLen::new(64 << 10);
-
-/// The least that may be written to a cache in a day, in bytes.
-const CACHE_ENDURANCE_MIN: ByteLen = ByteLen::mib(64);
-
-/// Reads what may be written to a cache in a day.
-///
-/// # Errors
-/// It is no size, or too little for any use, as a text for people.
-pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
-    let bytes: ByteLen = text
-        .parse()
-        .map_err(|error: larder_block::SizeError| error.to_string())?;
-    match bytes >= CACHE_ENDURANCE_MIN {
-        true => Ok(bytes),
-        false => Err(format!("give {CACHE_ENDURANCE_MIN} a day at least")),
-    }
-}
-
-/// Reads how long a line of a cache is.
-///
-/// # Errors
-/// It is no size, or none that a line can have, as a text for people.
-pub fn parse_cache_line(text: &str) -> Result<ByteLen, String> {
-    let line: ByteLen = text
-        .parse()
-        .map_err(|error: larder_block::SizeError| error.to_string())?;
-    match line.get().is_power_of_two() && (CACHE_LINE_DEFAULT..=LINE_MAX).contains(&line) {
-        true => Ok(line),
-        false => Err(format!("give a power of two from {CACHE_LINE_DEFAULT} to {LINE_MAX}")),
-    }
-}
-
-/// What a user has said of a cache; `None` is what there is nothing said of.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CacheWish {
-    /// Where it is; without it there is none.
-    pub file: Option<ImageAddress>,
-    /// How large its file is made.
-    pub size: Option<ByteLen>,
-    /// How long its lines are.
-    pub line: Option<ByteLen>,
-    /// What is done with writes.
-    pub mode: Option<Mode>,
-    /// What may be written to it in a day.
-    pub endurance: Option<ByteLen>,
-}
-
-/// Why a wish contradicts itself. The names are those of the options, with or without dashes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum CacheWishError {
-    #[error(
-        "cache does not go with share: nobody would tell the cache of what others write, and it would give old data for new; leave one of them out"
-    )]
-    Shared,
-    #[error("{0} says nothing without cache, the file or device that the cache is on; give that too")]
-    NoFile(&'static str),
-}
-
-impl CacheWish {
-    /// How to cache, if at all, an image that is shared, or not.
-    ///
-    /// # Errors
-    /// Something is wished that cannot be.
-    pub fn options(&self, share: bool) -> Result<Option<CacheOptions>, CacheWishError> {
-        let Some(file) = self.file.clone() else {
-            let alone = [
-                ("cache-size", self.size.is_some()),
-                ("cache-line", self.line.is_some()),
-                ("cache-mode", self.mode.is_some()),
-                ("cache-endurance", self.endurance.is_some()),
-            ];
-            return match alone.iter().find(|(_, is_there)| *is_there) {
-                Some((name, _)) => Err(CacheWishError::NoFile(name)),
-                None => Ok(None),
-            };
-        };
-        match share {
-            true => Err(CacheWishError::Shared),
-            false => Ok(Some(CacheOptions {
-                file,
-                size: self.size,
-                line: self.line,
-                mode: self.mode,
-                endurance: self.endurance,
-                force: false,
-            })),
-        }
-    }
-}
-
-/// The cache of a disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CacheOptions {
-    /// The file, block device or NBD export that it is on. A file that is not there is made.
-    pub file: ImageAddress,
-    /// How large its file is made; what it has if it is there.
-    pub size: Option<ByteLen>,
-    /// How long the lines are; if nothing is said, as they are, or [`CACHE_LINE_DEFAULT`].
-    pub line: Option<ByteLen>,
-    /// What is done with writes; if nothing is said, as it was left, or write-through.
-    pub mode: Option<Mode>,
-    /// What may be written to it in a day; see [`OpenOptions::endurance`].
-    pub endurance: Option<ByteLen>,
-    /// What only the cache has is right, also if the disk seems to have been changed without it.
-    pub force: bool,
-}
-
-impl CacheOptions {
-    fn check(&self) -> Result<(), CacheError> {
-        match self.mode {
-            Some(Mode::WriteBack) => may_write_back(&self.file),
-            _ => Ok(()),
-        }
-    }
-}
-
-/// A cache that is open.
-pub struct OpenCache {
-    /// The layer of the disk's stack.
-    pub layer: Rc<Cache>,
-    /// What it is on.
-    pub file: ImageAddress,
-    /// How large that is.
-    pub size: ByteLen,
-    /// What may be written to it in a day.
-    pub endurance: Option<ByteLen>,
-    /// What is written to the disk because somebody wants it there.
-    pub(crate) flush: Flush,
-    note: Made,
-}
-
-impl OpenCache {
-    /// After the disk was closed, and the cache with it: its note is of no use any more, unless it could not be closed.
-    pub(crate) fn forget_note(&self) {
-        if self.layer.works() {
-            // One that stays speaks for this session only, which has ended.
-            let _ = self.note.take_back();
-        }
-    }
-
-    /// Has writes go another way; see [`Cache::set_mode`].
-    ///
-    /// # Errors
-    /// As a text for people.
-    pub(crate) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
-        if mode == Mode::WriteBack {
-            may_write_back(&self.file).map_err(|error| error.to_string())?;
-            if !self.note.is_there() {
-                return Err(no_note(self.note.place()));
-            }
-        }
-        let changed = self.flush.during(self.layer.set_mode(mode)).await;
-        changed.map_err(|error| error.to_string())
-    }
-
-    /// Has the disk have all that only the cache has.
-    ///
-    /// # Errors
-    /// As a text for people.
-    pub(crate) async fn flush(&self) -> Result<(), String> {
-        let flushed = self.flush.during(self.layer.clean()).await;
-        flushed.map_err(|error| error.to_string())
-    }
-}
-
-/// What is being written to the disk because somebody wants it there.
-#[derive(Default)]
-pub(crate) struct Flush {
-    running: Cell<u32>,
-    error: RefCell<Option<String>>,
-}
-
-impl Flush {
-    async fn during(&self, work: impl Future<Output = IoResult>) -> IoResult {
-        self.running.set(self.running.get() + 1);
-        let done = work.await;
-        self.running.set(self.running.get() - 1);
-        *self.error.borrow_mut() = done.as_ref().err().map(ToString::to_string);
-        done
-    }
-
-    /// It has not ended.
-    pub(crate) fn is_running(&self) -> bool {
-        self.running.get() > 0
-    }
-
-    /// Why the last one that has ended could not be done.
-    pub(crate) fn error(&self) -> Option<String> {
-        self.error.borrow().clone()
-    }
-}
 
 /// Whether a cache on `file` can be the only place that has something.
 ///
@@ -283,7 +44,7 @@ pub(super) fn boot_of(file: &ImageAddress) -> [u8; 16] {
     }
 }
 
-fn no_note(place: impl std::fmt::Display) -> String {
+pub(super) fn no_note(place: impl std::fmt::Display) -> String {
     format!(
         "it cannot be noted that the cache works, without which nobody could tell after a kill or a crash what of it is right, and write-back needs that ({place}); make that possible, or use wt (write-through)"
     )

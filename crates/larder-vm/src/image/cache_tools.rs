@@ -12,8 +12,9 @@ use larder_block::backend::image_lock::LockError;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
 use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, SuperblockError, read_superblock};
 
-use super::cache::{CacheError, CacheOptions, LOOKED_AT, allocate, boot_of, is_file, may_write_back, random, rounded};
+use super::cache::{CacheError, LOOKED_AT, allocate, boot_of, is_file, may_write_back, random, rounded};
 use super::cache_note::Note;
+use super::cache_wish::CacheOptions;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
 
 /// Why something cannot be done with a cache.
