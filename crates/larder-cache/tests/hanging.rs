@@ -115,16 +115,22 @@ impl Stack {
         stack
     }
 
+    /// What comes of a request, which must not take longer than any guest waits.
+    fn wait<T>(&self, request: impl Future<Output = IoResult<T>>) -> IoResult<T> {
+        let limit = std::time::Duration::from_secs(60);
+        self.on.block_on(self.on.timeout(limit, request)).expect("it hangs")
+    }
+
     fn read(&self, line: u64) -> IoResult<u8> {
-        self.on.block_on(read(&*self.cache, line))
+        self.wait(read(&*self.cache, line))
     }
 
     fn write(&self, line: u64, byte: u8) -> IoResult {
-        self.on.block_on(write(&*self.cache, line, byte))
+        self.wait(write(&*self.cache, line, byte))
     }
 
     fn flush(&self) -> IoResult {
-        self.on.block_on(self.cache.flush())
+        self.wait(self.cache.flush())
     }
 
     /// From now on no request is answered, or none of one kind.
@@ -138,7 +144,7 @@ impl Stack {
     fn answer(&self) {
         self.fast.heal();
         self.fast.release();
-        self.on.block_on(self.on.sleep(std::time::Duration::from_secs(60)));
+        self.on.block_on(self.on.sleep(std::time::Duration::from_secs(2)));
     }
 
     fn on_disk(&self, line: u64) -> u8 {
@@ -209,7 +215,7 @@ fn a_device_that_hangs_turns_the_cache_into_pass_through() {
             assert_eq!(stack.read(3).expect("read"), 0);
             let errors = stack.cache.statistics();
             assert!(errors.read_errors + errors.write_errors > 0, "{errors:?}");
-            stack.on.block_on(stack.cache.close()).expect("closed");
+            stack.wait(stack.cache.close()).expect("closed");
         }
     }
 }
@@ -294,6 +300,10 @@ fn lose_some() -> Stack {
         let is_lost = [2, 3, 9].contains(&line);
         assert_eq!(stack.read(line).is_err(), is_lost, "line {line}");
     }
+    // Nor is it asked again as long as it does not answer.
+    let asked = stack.cache.statistics().cache_read;
+    stack.read(9).expect_err("not answered");
+    assert_eq!(stack.cache.statistics().cache_read, asked);
     // What is written is not lost any more.
     stack.write(2, 5).expect("written");
     assert_eq!(stack.read(2).expect("read"), 5);
@@ -354,7 +364,7 @@ fn a_cache_is_closed_although_its_device_hangs() {
             stack.write(40, 2).expect("written");
             let is_dirty = stack.cache.statistics().dirty_lines > 0;
             stack.hang(kind);
-            let closed = stack.on.block_on(stack.cache.close());
+            let closed = stack.wait(stack.cache.close());
             // What can be read is on the disk then.
             assert_eq!(closed.is_err(), is_dirty && kind.is_none(), "{mode:?} {kind:?}");
             assert!(!stack.cache.works());
