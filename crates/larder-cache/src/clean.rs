@@ -22,11 +22,12 @@ use crate::waiters::Waiters;
 /// So many bytes are written to the disk at once.
 const RUN_LEN: u64 = 256 << 10;
 
-/// So many of those are under way at most, before the disk is flushed.
-const RUNS: usize = 8;
+/// So many bytes before it is flushed.
+const BATCH_LEN: u64 = 2 << 20;
 
-/// The same beside requests of the guest.
-const RUNS_BESIDE: usize = 2;
+/// Beside requests of the guest so many bytes at most are written, and in so many writes.
+const BESIDE_LEN: u64 = 512 << 10;
+const BESIDE_RUNS: usize = 16;
 
 /// Beside requests of the guest so many times as long is rested as was written; half as long if there is much to clean.
 const REST: u32 = 3;
@@ -127,6 +128,13 @@ struct Cleaned {
     line: Line,
     slot: Slot,
     dirty: Sectors,
+}
+
+/// How many lines, which are in order, are in the first `runs` of those that follow each other.
+fn len_of_runs(lines: &[Line], runs: usize) -> usize {
+    let is_end = |(_, pair): &(usize, &[Line])| pair[0] + 1 != pair[1];
+    let ends = lines.windows(2).enumerate().filter(is_end);
+    ends.map(|(at, _)| at + 1).nth(runs - 1).unwrap_or(lines.len())
 }
 
 /// Ends the cleaning of some slots.
@@ -250,9 +258,13 @@ impl Cache {
     async fn clean_old(&self) {
         loop {
             let (asked, began) = (self.cleaning.asked.get(), self.now());
-            let runs = if self.hurries() { RUNS } else { RUNS_BESIDE };
-            let per_batch = runs * (RUN_LEN / self.shape.line_len()) as usize;
-            let lines = self.index.borrow().dirty.old_from(self.cleaning.next.get(), per_batch);
+            let hurries = self.hurries();
+            let bytes = if hurries { BATCH_LEN } else { BESIDE_LEN };
+            let per_batch = (bytes / self.shape.line_len()) as usize;
+            let mut lines = self.index.borrow().dirty.old_from(self.cleaning.next.get(), per_batch);
+            if !hurries {
+                lines.truncate(len_of_runs(&lines, BESIDE_RUNS));
+            }
             let Some(last) = lines.last() else { return };
             self.cleaning.next.set(last + 1);
             match self.clean_lines(&lines).await {
@@ -351,7 +363,7 @@ impl Cache {
             let first = busy.lines[0].line;
             self.detached(Operation::Write, self.range_of(first..first + 1)).await?;
         }
-        let mut ios: SmallVec<[Io<'_>; RUNS]> = SmallVec::new();
+        let mut ios: SmallVec<[Io<'_>; 8]> = SmallVec::new();
         let mut from = 0;
         while from < busy.lines.len() {
             let start = busy.lines[from].line;
@@ -443,5 +455,18 @@ impl Cache {
     pub(crate) fn range_of(&self, lines: Range<Line>) -> ByteRange {
         let len = (lines.end - lines.start) << self.shape.line_bits;
         ByteRange::new(lines.start << self.shape.line_bits, len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_lines_that_follow_each_other() {
+        let lines = [1, 2, 3, 7, 8, 10, 12];
+        let lens: Vec<usize> = (1..6).map(|runs| len_of_runs(&lines, runs)).collect();
+        assert_eq!(lens, [3, 5, 6, 7, 7]);
+        assert_eq!(len_of_runs(&[], 1), 0);
     }
 }
