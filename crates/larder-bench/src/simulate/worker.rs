@@ -293,7 +293,10 @@ impl Worker {
             Operation::WriteZeroes,
         ];
         let mut fault = Fault::once(effect).after(random.below(4));
-        fault.times = Some(random.pick(&[1, 1, 2, 5]));
+        fault.times = match (effect, random.pick(&[1, 1, 2, 5, u64::MAX])) {
+            (FaultEffect::Fail(_), u64::MAX) => None,
+            (_, times) => Some(times.min(5)),
+        };
         if random.chance(800) {
             fault = fault.on(random.pick(&kinds));
         }
