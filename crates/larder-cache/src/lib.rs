@@ -318,6 +318,8 @@ impl Cache {
         if !self.may_be_dirty.get() || self.settle().await.is_err() {
             return Ok(());
         }
+        // If the mode was changed to and fro meanwhile, writes may be on their way that have seen that they may be dirty.
+        self.changes.drained().await;
         if self.mode.get() == Mode::WriteBack || !self.is_known_clean() {
             return Ok(());
         }
