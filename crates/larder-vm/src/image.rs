@@ -354,7 +354,12 @@ async fn open_cache(
     options: &ImageOptions,
     opened: &mut chain::Opened,
 ) -> Result<Option<OpenCache>, ImageError> {
-    let Some(wish) = &options.cache else { return Ok(None) };
+    let Some(wish) = &options.cache else {
+        if !options.read_only && !options.trial {
+            is_used_without_cache(image, opened.format);
+        }
+        return Ok(None);
+    };
     let failed = |source| ImageError::Cache {
         image: image.to_string(),
         source: Box::new(source),
@@ -376,6 +381,12 @@ async fn open_cache(
             Err(failed(source))
         }
     }
+}
+
+/// An image is about to be changed without its cache, if it has one. If that was left by a server that was killed, it
+/// will not be believed.
+pub fn is_used_without_cache(image: &ImageAddress, format: Format) {
+    cache_note::is_used_without_cache(&disk_id::identity(image, format));
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after

@@ -9,7 +9,9 @@ use anyhow::{anyhow, bail};
 use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
-use larder_vm::image::{BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe};
+use larder_vm::image::{
+    BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, is_used_without_cache, open_bytes, probe,
+};
 
 use serde_json::{Value, json};
 
@@ -53,6 +55,9 @@ pub(crate) async fn open(
     let file = open_bytes(on, image, &options, is_container).await?;
     if is_container && beginning(&file).await != Some("qcow2") {
         bail!("{image}: it is not a qcow2 image; without --format it is taken for what it begins like");
+    }
+    if sharing == Sharing::Exclusive {
+        is_used_without_cache(image, format);
     }
     Ok(OpenImage { format, file })
 }

@@ -14,7 +14,9 @@
 //!
 //! ```text
 //! sessions 6 7             of the cache, that it speaks for
+//! disk 72617720...         the disk's identity, hexadecimal
 //! stamp 0000002a...        for each file of the disk, hexadecimal
+//! used                     the disk has been opened without the cache since, to be written
 //! detached                 the device has failed: only what the cache alone has is to be believed
 //! superseded 4096 8192     and not that of these bytes of the disk: where, how many
 //! end                      it is whole
@@ -58,7 +60,8 @@ impl Note {
         let Some(noted) = noted.filter(|noted| noted.sessions.contains(&superblock.session)) else {
             return Says::Nothing;
         };
-        match (disk_id::are_only_ours_since(files, &noted.stamps), noted.detached) {
+        let is_ours = !noted.is_used && disk_id::are_only_ours_since(files, &noted.stamps);
+        match (is_ours, noted.detached) {
             (false, _) => Says::Changed,
             (true, None) => Says::Believe,
             (true, Some(superseded)) => Says::Detached(Detached { superseded }),
@@ -81,6 +84,8 @@ impl Note {
         DirBuilder::new().recursive(true).mode(0o700).create(folder_of(path))?;
         let noted = Noted {
             sessions: vec![superblock.session, superblock.session.wrapping_add(1)],
+            disk: superblock.disk.identity.clone(),
+            is_used: false,
             detached: detached.map(|detached| detached.superseded.clone()),
             stamps: disk_id::stamps_of_all(files),
         };
@@ -146,6 +151,10 @@ pub(super) enum Says {
 struct Noted {
     /// Of the cache, that it speaks for.
     sessions: Vec<u32>,
+    /// The identity of the disk.
+    disk: Vec<u8>,
+    /// The disk has been opened without the cache since, to be written.
+    is_used: bool,
     /// The device has failed; what is superseded, each range apart from the others, in order.
     detached: Option<Vec<ByteRange>>,
     /// Of the disk's files.
@@ -157,6 +166,8 @@ impl Noted {
     fn parse(text: &str) -> Option<Self> {
         let mut noted = Self {
             sessions: Vec::new(),
+            disk: Vec::new(),
+            is_used: false,
             detached: None,
             stamps: Vec::new(),
         };
@@ -169,6 +180,8 @@ impl Noted {
             let mut numbers = values.split(' ');
             match word {
                 "sessions" => noted.sessions = numbers.map(str::parse).collect::<Result<_, _>>().ok()?,
+                "disk" => noted.disk = from_hex(values)?,
+                "used" => noted.is_used = true,
                 "stamp" => noted.stamps.push(from_hex(values)?),
                 "detached" => {
                     noted.detached.get_or_insert_default();
@@ -187,10 +200,13 @@ impl Noted {
 
     fn text(&self) -> String {
         let sessions: String = self.sessions.iter().map(|session| format!(" {session}")).collect();
-        let mut text = format!("sessions{sessions}\n");
+        let hex = |bytes: &[u8]| -> String { bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
+        let mut text = format!("sessions{sessions}\ndisk {}\n", hex(&self.disk));
         for stamp in &self.stamps {
-            let digits: String = stamp.iter().map(|byte| format!("{byte:02x}")).collect();
-            text.push_str(&format!("stamp {digits}\n"));
+            text.push_str(&format!("stamp {}\n", hex(stamp)));
+        }
+        if self.is_used {
+            text.push_str("used\n");
         }
         if let Some(superseded) = &self.detached {
             text.push_str("detached\n");
@@ -230,6 +246,34 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Stamps are noted no sooner than so long after the last ones, because that costs a flush of the note's file system.
 const NOTE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// A disk is about to be used without its cache: if that was not closed, what the disk has too is not to be believed any
+/// more, and what only the cache has not without being asked for. Files say so by their times, if the last change was not
+/// too short a while ago.
+pub(super) fn is_used_without_cache(identity: &[u8]) {
+    let Some(folder) = state_folder().map(|folder| folder.join("caches")) else {
+        return;
+    };
+    // Whatever the format it is taken for.
+    let disk = |identity: &[u8]| identity.splitn(2, |byte| *byte == b' ').nth(1).map(<[u8]>::to_vec);
+    let notes = fs::read_dir(&folder).into_iter().flatten().flatten();
+    for path in notes.map(|note| note.path()).filter(|path| path.extension().is_none()) {
+        let text = fs::read_to_string(&path).ok();
+        let Some(noted) = text.as_deref().and_then(Noted::parse) else {
+            continue;
+        };
+        if noted.is_used || disk(&noted.disk) != disk(identity) {
+            continue;
+        }
+        let noted = Noted { is_used: true, ..noted };
+        if let Err(error) = noted.write(&path) {
+            tracing::warn!(
+                "{}: it cannot be noted that a disk is used without its cache: {error}; drop that cache before it is used again (larder disk cache drop)",
+                path.display()
+            );
+        }
+    }
+}
 
 /// A note that was made, unless it could not be. It is changed by the disk's thread, and by one that notes stamps.
 #[derive(Clone)]
@@ -407,6 +451,8 @@ mod tests {
         let range = |(start, len): &(u64, u64)| ByteRange::new(*start, *len);
         Noted {
             sessions: vec![6, 7],
+            disk: b"raw file x".to_vec(),
+            is_used: detached.is_some_and(<[_]>::is_empty),
             detached: detached.map(|ranges| ranges.iter().map(range).collect()),
             stamps: vec![vec![0, 255], Vec::new()],
         }

@@ -1,6 +1,7 @@
 //! A cache device that fails: the guest sees no error, and no byte that is not the disk's, then and later.
 
 use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use larder_bench::campaign::process::{Process, mortal};
@@ -42,7 +43,7 @@ impl Fast {
         ]);
         command.args(settings).arg(format!("error-file={}", text(&trigger)));
         let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-        while !socket.exists() {}
+        while UnixStream::connect(&socket).is_err() {}
         Self {
             uri: format!("nbd+unix:///?socket={}", text(&socket)),
             trigger,
@@ -184,7 +185,7 @@ impl Stoppable {
         let mut command = mortal("nbdkit");
         command.args(["-f", "-v", "-U", text(&socket), "memory", "8M"]);
         let server = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-        while !socket.exists() {}
+        while UnixStream::connect(&socket).is_err() {}
         let (file, ready) = (place.path("fast"), place.path("fuse.pid"));
         File::create(&file).expect("a file");
         let mut command = mortal("nbdfuse");

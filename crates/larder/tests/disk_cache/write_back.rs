@@ -1,6 +1,7 @@
 //! Write-back: what only the cache has is not lost, not believed where it is old, and reaches the disk.
 
 use std::fs;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use larder_bench::campaign::process::{Process, mortal};
@@ -254,7 +255,7 @@ fn slow_disk(place: &Place) -> (Process, String) {
         "wdelay=100ms",
     ]);
     let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-    while !socket.exists() {}
+    while UnixStream::connect(&socket).is_err() {}
     (process, format!("nbd+unix:///?socket={}", text(&socket)))
 }
 
