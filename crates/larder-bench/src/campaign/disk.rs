@@ -67,7 +67,8 @@ impl Victim<'_> {
     /// The NBD server that Larder has its bytes from.
     fn store(&self) -> Option<Target> {
         match self.target {
-            Target::Larder => self.whole.then_some(Target::Nbdkit),
+            // nbdkit 1.32 may die with its client: one thread closes the connection, another one answers there.
+            Target::Larder => self.whole.then_some(Target::QemuNbd),
             store => Some(store),
         }
     }
