@@ -198,7 +198,12 @@ pub struct Io<'a> {
     state: State<'a>,
     /// Behind `state`: what still touches the buffer is gone before they are told.
     watched: [Option<Watched<'a>>; WATCHES],
+    /// Behind both: what they borrow from.
+    lent: Option<Rc<Lent>>,
 }
+
+/// A device that requests have a share in: how many there are tells how many are under way.
+pub(crate) struct Lent(pub(crate) Rc<dyn BlockDevice>);
 
 /// How many layers may watch one request without wrapping it.
 const WATCHES: usize = 2;
@@ -249,7 +254,21 @@ impl<'a> Io<'a> {
         Self {
             state,
             watched: [None, None],
+            lent: None,
         }
+    }
+
+    /// A request to a device that lives as long as the request, whatever else becomes of it. `begin` must keep the device
+    /// that it is given nowhere but in what it returns.
+    pub(crate) fn lent(device: Rc<Lent>, begin: impl FnOnce(&'a dyn BlockDevice) -> Self) -> Self {
+        // SAFETY: the device does not move, and what is returned has a share in it, which is dropped behind all that
+        // borrows it. The callers, all in `filter::switch`, do nothing but call a method of the device.
+        let borrowed: &'a dyn BlockDevice = unsafe { &*Rc::as_ptr(&device.0) };
+        let mut io = begin(borrowed);
+        if !io.is_ready() {
+            io.lent = Some(device);
+        }
+        io
     }
 
     /// The same request, of whose end `watch` is told once, with `ticket`: at once if it was answered in the call. A
@@ -305,6 +324,11 @@ impl Future for Io<'_> {
             watched.for_each(|watched| watched.watch.failed(error));
         }
         self.watched = [None, None];
+        if self.lent.is_some() {
+            // First what borrows from it.
+            self.state = State::Ready(None);
+            self.lent = None;
+        }
         Poll::Ready(result)
     }
 }

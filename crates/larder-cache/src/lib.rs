@@ -399,6 +399,19 @@ impl Cache {
         }
     }
 
+    /// Has the disk have all that only the cache has, before the disk is used without it; whoever opens one that has failed
+    /// knows that then.
+    ///
+    /// # Errors
+    /// What the disk or the cache device has said, or that it cannot be noted.
+    pub async fn hand_over(&self) -> IoResult {
+        match (self.may_be_dirty.get(), self.has_failed()) {
+            (false, _) => Ok(()),
+            (true, false) => self.clean().await,
+            (true, true) => self.let_go().await,
+        }
+    }
+
     /// Has the disk have all that there is, and whoever opens the cache, which has failed, next, know that.
     async fn let_go(&self) -> IoResult {
         self.clean().await?;

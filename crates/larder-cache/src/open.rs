@@ -235,7 +235,7 @@ impl Cache {
             });
         }
         let shape = superblock.shape;
-        let has_stamps = !superblock.disk.stamp.is_empty() && !options.disk.stamp.is_empty();
+        let has_stamps = !superblock.disk.stamp.is_empty() || !options.disk.stamp.is_empty();
         // Somebody else has written to the disk: to which state, nobody knows.
         let is_other = superblock.clean
             && match has_stamps {
@@ -378,28 +378,60 @@ impl Cache {
 
     /// Leaves everything so that the next one finds it all.
     pub(crate) async fn close_steps(&self) -> IoResult {
-        // What goes on in the background must not do so over a disk that is somebody else's by then.
-        self.fills.idle().await;
-        self.stop_loading().await;
-        self.stop_settling().await;
+        self.stop_background().await;
         // What a disk that is only read does not take stays in the cache.
         let cleaned = match self.may_be_dirty.get() && !self.lower.geometry().read_only {
             true => self.clean_at_last().await,
             false => Ok(()),
         };
         self.cleaning.stop().await;
+        self.settle_all().await;
+        let samples = self.samples_for_close().await;
+        self.lower.close().await?;
+        self.close_cache(samples).await;
+        cleaned
+    }
+
+    /// Closes the cache, and leaves the disk open for others. No request is under way, and none that comes will use the
+    /// cache. One that has failed does only what requests want from then on: it can be used as before. Of one that works
+    /// the disk has everything already.
+    ///
+    /// # Errors
+    /// The disk's; the cache is not closed then, and what it has may not be what the disk has.
+    pub async fn leave(&self) -> IoResult {
+        self.detaching.until(|| self.state.get() != State::Failing).await;
+        self.stop_background().await;
+        self.cleaning.stop().await;
+        if self.has_failed() {
+            return Ok(());
+        }
+        self.settle_all().await;
+        let samples = self.samples_for_close().await;
+        self.lower.flush().await?;
+        self.close_cache(samples).await;
+        Ok(())
+    }
+
+    /// What goes on in the background must not do so over a disk that is somebody else's by then.
+    async fn stop_background(&self) {
+        self.fills.idle().await;
+        self.stop_loading().await;
+        self.stop_settling().await;
+    }
+
+    async fn settle_all(&self) {
         if !self.has_failed() && self.settle().await.is_ok() {
             // What was opened or taken out meanwhile; nothing is changing any more.
             let _ = self.settle().await;
         }
-        let samples = self.samples().await;
-        self.lower.close().await?;
-        if !self.has_failed()
-            && let Err(error) = self.close_cache(samples).await
-        {
-            self.fail(&error);
+    }
+
+    /// Where the disk has stamps, these tell more.
+    async fn samples_for_close(&self) -> Vec<Sample> {
+        match (self.stamp)().is_empty() {
+            true => self.samples().await,
+            false => Vec::new(),
         }
-        cleaned
     }
 
     /// Has the disk have everything before it is closed.
@@ -432,7 +464,16 @@ impl Cache {
         Ok(())
     }
 
-    async fn close_cache(&self, samples: Vec<Sample>) -> IoResult {
+    /// Closes one that works, after its disk.
+    async fn close_cache(&self, samples: Vec<Sample>) {
+        if !self.has_failed()
+            && let Err(error) = self.close_cache_steps(samples).await
+        {
+            self.fail(&error);
+        }
+    }
+
+    async fn close_cache_steps(&self, samples: Vec<Sample>) -> IoResult {
         self.checkpoint_all().await?;
         let (end, stamp) = (self.commits.end(), (self.stamp)());
         let may_be_dirty = self.may_be_dirty.get() && !self.is_known_clean();

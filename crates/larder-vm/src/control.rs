@@ -25,3 +25,8 @@ fn cache_path(disk: usize) -> String {
 fn flush_path(disk: usize) -> String {
     format!("{DISKS_PATH}/{disk}/cache/flush")
 }
+
+/// Where it is replaced.
+fn replace_path(disk: usize) -> String {
+    format!("{DISKS_PATH}/{disk}/cache/replace")
+}

@@ -15,7 +15,7 @@ use tokio::sync::{mpsc as inquiries, oneshot};
 
 use crate::control::state::{CacheState, DiskState, PrefetchState};
 use crate::exports::{ExportError, Exports, ExportsConfig, Places};
-use crate::image::{self, CacheMode, ImageAddress, ImageError, ImageOptions, OpenImage, cache_mode_words};
+use crate::image::{self, CacheMode, ImageAddress, ImageError, ImageOptions, OpenImage, Replacement, cache_mode_words};
 
 /// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
 pub const POLL_US_MAX: u64 = 10_000;
@@ -205,12 +205,14 @@ enum Inquiry {
 }
 
 /// What a disk's cache is to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheWork {
     /// Something else with writes, from now on and when it is opened again.
     SetMode(CacheMode),
     /// Write to the disk what only the cache has.
     Flush,
+    /// Give its place to another one, or to itself, opened again.
+    Replace(Replacement),
 }
 
 /// Why a disk's cache has not done what it should.
@@ -276,7 +278,7 @@ fn serve(
             return Err(DiskError::Flush(error.to_string()));
         }
         if let Some(cache) = &image.cache {
-            cache.forget_note();
+            cache.now().forget_note();
         }
         match ended.flatten() {
             _ if !is_stopped => Err(DiskError::CacheHangs),
@@ -294,7 +296,7 @@ async fn hangs_for_long(on: &Loop, image: &OpenImage) {
     let mut seconds = 0;
     while seconds < STOP_PATIENCE.as_secs() {
         on.sleep(Duration::from_secs(1)).await;
-        seconds = if cache.layer.hangs() { seconds + 1 } else { 0 };
+        seconds = if cache.now().layer.hangs() { seconds + 1 } else { 0 };
     }
 }
 
@@ -307,9 +309,9 @@ async fn answer(on: &Loop, mut inquiries: inquiries::Receiver<Inquiry>, config: 
             }
             // Its device may be slow, and others want to know something meanwhile.
             Inquiry::ChangeCache(work, reply) => {
-                let (config, image) = (config.clone(), Rc::clone(image));
+                let (running, config, image) = (on.clone(), config.clone(), Rc::clone(image));
                 on.spawn(async move {
-                    let changed = change_cache(&image, &config.image, work).await;
+                    let changed = change_cache(&running, &image, &config.image, work).await;
                     let _ = reply.send(changed.map(|()| state_of(&config, &image)));
                 });
             }
@@ -318,17 +320,23 @@ async fn answer(on: &Loop, mut inquiries: inquiries::Receiver<Inquiry>, config: 
     std::future::pending().await
 }
 
-async fn change_cache(image: &OpenImage, name: &ImageAddress, work: CacheWork) -> Result<(), CacheChangeError> {
+async fn change_cache(
+    on: &Loop,
+    image: &OpenImage,
+    name: &ImageAddress,
+    work: CacheWork,
+) -> Result<(), CacheChangeError> {
     let name = || name.to_string();
     let Some(cache) = &image.cache else {
         return Err(CacheChangeError::NoCache { image: name() });
     };
-    if !cache.layer.works() {
+    if !matches!(work, CacheWork::Replace(_)) && !cache.now().layer.works() {
         return Err(CacheChangeError::Failed { image: name() });
     }
-    let done = match work {
-        CacheWork::SetMode(mode) => cache.set_mode(mode).await,
+    let done = match &work {
+        CacheWork::SetMode(mode) => cache.set_mode(*mode).await,
         CacheWork::Flush => cache.flush().await,
+        CacheWork::Replace(by) => cache.replace(on, by).await,
     };
     done.map_err(|why| CacheChangeError::NotDone { image: name(), why })?;
     match work {
@@ -336,6 +344,7 @@ async fn change_cache(image: &OpenImage, name: &ImageAddress, work: CacheWork) -
             tracing::info!("{}: its cache is {} from now on", name(), cache_mode_words(mode));
         }
         CacheWork::Flush => tracing::info!("{}: it has all that its cache had", name()),
+        CacheWork::Replace(_) => tracing::info!("{}: its cache is on {} from now on", name(), cache.now().file),
     }
     Ok(())
 }

@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 
 mod cache;
 mod cache_note;
+mod cache_place;
 mod cache_tools;
 mod cache_wish;
 mod chain;
@@ -32,9 +33,12 @@ mod file_handle;
 pub mod journal;
 mod open_cache;
 mod prefetch_memory;
+mod replaced;
 
 pub use cache::CacheError;
 pub(crate) use cache::absolute;
+use cache_note::{Note, Other};
+pub use cache_place::{CachePlace, Replacement};
 pub use cache_tools::{
     CacheReport, CacheToolError, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
     set_mode_of_cache,
@@ -292,7 +296,7 @@ pub struct OpenImage {
     /// What the image's bytes mean.
     pub format: Format,
     /// Its cache, to be asked what it has done.
-    pub cache: Option<OpenCache>,
+    pub cache: Option<CachePlace>,
     /// The layer of it that reads ahead, to be asked what it has done.
     pub prefetch: Option<Rc<Prefetch>>,
 }
@@ -316,7 +320,7 @@ async fn open_and_hold(
     let cache = open_cache(on, image, options, &mut opened).await?;
     let chain::Opened { mut device, format, .. } = opened;
     if let Some(cache) = &cache {
-        device = Rc::clone(&cache.layer) as Rc<dyn BlockDevice>;
+        device = cache.device();
     }
     let may_prefetch =
         |prefetch: &PrefetchOptions| !options.share && !options.trial && prefetch.memory >= PrefetchOptions::MEMORY_MIN;
@@ -353,27 +357,33 @@ async fn open_cache(
     image: &ImageAddress,
     options: &ImageOptions,
     opened: &mut chain::Opened,
-) -> Result<Option<OpenCache>, ImageError> {
-    let Some(wish) = &options.cache else {
-        if !options.read_only && !options.trial {
-            is_used_without_cache(image, opened.format);
-        }
-        return Ok(None);
-    };
+) -> Result<Option<CachePlace>, ImageError> {
     let failed = |source| ImageError::Cache {
         image: image.to_string(),
         source: Box::new(source),
     };
+    let identity = disk_id::identity(image, opened.format);
+    let Some(wish) = &options.cache else {
+        let others = Note::others(&identity, &[]);
+        if !options.trial {
+            cache::refuse_dirty(on, &others).await.map_err(failed)?;
+        }
+        if !options.read_only && !options.trial {
+            others.iter().for_each(Other::is_used_without);
+        }
+        return Ok(None);
+    };
+    let wish = replaced::now(wish, &identity);
     if options.trial {
-        return cache::look(wish).map(|()| None).map_err(failed);
+        return cache::look(&wish).map(|()| None).map_err(failed);
     }
     let disk = cache::Cached {
-        image,
-        device: &opened.device,
-        identity: disk_id::identity(image, opened.format),
+        image: image.clone(),
+        device: Rc::clone(&opened.device),
+        identity,
         files: std::mem::take(&mut opened.files),
     };
-    match cache::open_over(on, disk, wish, options).await {
+    match CachePlace::open(on, disk, &wish, options).await {
         Ok(cache) => Ok(Some(cache)),
         Err(source) => {
             // Or it would look as if a server had been killed. What is said is why there is no disk.
@@ -383,10 +393,11 @@ async fn open_cache(
     }
 }
 
-/// An image is about to be changed without its cache, if it has one. If that was left by a server that was killed, it
-/// will not be believed.
+/// An image is about to be changed without its caches, if it has any. Of those that were left by a server that was killed
+/// nothing will be believed.
 pub fn is_used_without_cache(image: &ImageAddress, format: Format) {
-    cache_note::is_used_without_cache(&disk_id::identity(image, format));
+    let others = Note::others(&disk_id::identity(image, format), &[]);
+    others.iter().for_each(Other::is_used_without);
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after

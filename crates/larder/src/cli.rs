@@ -133,6 +133,8 @@ pub(crate) enum CacheCommand {
     Mode(CacheModeArguments),
     /// Write to the disk what only its cache has (write-back)
     Flush(CacheFlushArguments),
+    /// Give a disk in use another cache, or its cache that had failed, while the guest runs
+    Replace(CacheReplaceArguments),
     /// Make the file of a cache larger or smaller with what it holds, while nobody uses it
     Resize(CacheResizeArguments),
     /// Make a cache none any more, while nobody uses it
@@ -175,6 +177,26 @@ pub(crate) struct CacheFlushArguments {
     /// Also if the disk seems to have been changed without the cache: what the cache has is written over that
     #[arg(long, conflicts_with = "control")]
     pub(crate) force: bool,
+}
+
+#[derive(Args)]
+pub(crate) struct CacheReplaceArguments {
+    /// The file, block device or NBD export that the cache is on
+    #[arg(value_name = "FILE", value_parser = image_parser())]
+    pub(crate) file: ImageAddress,
+    /// The control socket of the server that uses it
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: PathBuf,
+    /// What the new cache is on: a file, which is made if it is not there, a block device, or an NBD export; by default
+    /// where the cache is, whose device had failed and works again
+    #[arg(long, value_name = "NEW", value_parser = image_parser())]
+    pub(crate) with: Option<ImageAddress>,
+    /// How large the new file is made; by default as large as the old cache
+    #[arg(long, requires = "with")]
+    pub(crate) size: Option<ByteLen>,
+    /// Also if the old cache, which has failed, has data that was never written to its disk
+    #[arg(long, requires = "with")]
+    pub(crate) lose_dirty: bool,
 }
 
 #[derive(Args)]

@@ -11,14 +11,14 @@ use larder_vm::control::state::FlushState;
 use larder_vm::control::{change_cache, fetch_disks};
 use larder_vm::disk::CacheWork;
 use larder_vm::image::{
-    CacheReport, CacheToolError, FlushWish, ImageAddress, Resized, cache_mode_name, cache_mode_words, drop_cache,
-    flush_cache, inspect_cache, is_same, resize_cache, set_mode_of_cache,
+    CacheReport, CacheToolError, FlushWish, ImageAddress, Replacement, Resized, cache_mode_name, cache_mode_words,
+    drop_cache, flush_cache, inspect_cache, is_same, resize_cache, set_mode_of_cache,
 };
 use serde_json::json;
 
 use crate::cli::{
     CacheCommand, CacheDropArguments, CacheFlushArguments, CacheInfoArguments, CacheModeArguments,
-    CacheResizeArguments, Output,
+    CacheReplaceArguments, CacheResizeArguments, Output,
 };
 use crate::disk_image::{exact, human, percent, used_by};
 use crate::output::{Lines, print};
@@ -29,6 +29,7 @@ pub(crate) fn run(command: CacheCommand) -> anyhow::Result<ExitCode> {
         CacheCommand::Info(arguments) => info(&on, &arguments)?,
         CacheCommand::Mode(arguments) => mode(&on, &arguments)?,
         CacheCommand::Flush(arguments) => flush(&on, arguments)?,
+        CacheCommand::Replace(arguments) => replace(arguments)?,
         CacheCommand::Resize(CacheResizeArguments { file, size }) => {
             let Resized { before, after } = on.block_on(resize_cache(&on, &file, size))?;
             let kept = percent(after.lines, before.lines);
@@ -166,6 +167,27 @@ fn flush(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
             human(flushed.get())
         ),
     })
+}
+
+fn replace(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
+    let CacheReplaceArguments {
+        file,
+        control,
+        with,
+        size,
+        lose_dirty,
+    } = arguments;
+    let said = match &with {
+        Some(with) => format!("{with} has taken the place of {file}; have its server start with that from now on\n"),
+        None => format!("{file}: it is used again\n"),
+    };
+    let by = Replacement {
+        file: with,
+        size,
+        lose_dirty,
+    };
+    tell_server(&control, &file, CacheWork::Replace(by))?;
+    print(&said)
 }
 
 /// Says how far it is, to whoever waits.

@@ -56,7 +56,7 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
     let words = parse_cache_mode(&cache.mode).map_or(cache.mode.as_str(), |mode| cache_mode_words(mode));
     let health = match cache.state {
         CacheHealth::Works => "works",
-        CacheHealth::Failed => "has failed, and is not used until the server is started again",
+        CacheHealth::Failed => "has failed, and is not used until it is replaced (larder disk cache replace)",
     };
     lines.line("  state", format!("{words}, {health}"));
     lines.line(

@@ -4,6 +4,7 @@ pub mod align;
 pub mod keep_space;
 pub mod meter;
 pub mod stay_raw;
+pub mod switch;
 pub mod throttle;
 
 use std::rc::Rc;

@@ -12,14 +12,15 @@ use hyper::client::conn::http1;
 use hyper::header::HOST;
 use hyper::{Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use larder_block::ByteLen;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
-use super::state::{CacheChange, DiskState, Disks};
-use super::{DISKS_PATH, cache_path, flush_path};
+use super::state::{CacheChange, CacheReplacement, DiskState, Disks};
+use super::{DISKS_PATH, cache_path, flush_path, replace_path};
 use crate::disk::CacheWork;
-use crate::image::cache_mode_name;
+use crate::image::{absolute, cache_mode_name};
 
 /// How long an answer may take.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -102,6 +103,15 @@ impl Question {
         let (request, body) = match self {
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
             Self::ChangeCache(disk, CacheWork::Flush) => (Request::post(flush_path(*disk)), Bytes::new()),
+            Self::ChangeCache(disk, CacheWork::Replace(by)) => {
+                let body = CacheReplacement {
+                    // The server may be in another folder.
+                    with: by.file.as_ref().map(absolute),
+                    size: by.size.map(ByteLen::get),
+                    lose_dirty: by.lose_dirty,
+                };
+                (Request::post(replace_path(*disk)), json!(body).to_string().into())
+            }
             Self::ChangeCache(disk, CacheWork::SetMode(mode)) => {
                 let mode = cache_mode_name(*mode).to_owned();
                 let body = json!(CacheChange { mode }).to_string();

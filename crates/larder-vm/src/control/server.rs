@@ -15,6 +15,8 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use larder_block::ByteLen;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Runtime;
@@ -22,10 +24,10 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use super::state::{CacheChange, Disks};
-use super::{DISKS_PATH, cache_path, flush_path};
+use super::state::{CacheChange, CacheReplacement, Disks};
+use super::{DISKS_PATH, cache_path, flush_path, replace_path};
 use crate::disk::{CacheWork, DiskInquiry};
-use crate::image::parse_cache_mode;
+use crate::image::{ImageAddress, Replacement, parse_cache_mode};
 use crate::listen::{ListenError, SocketFile};
 
 /// Clients that are served at a time. A further one takes the place of the one that has been silent longest; if all have
@@ -204,17 +206,53 @@ async fn answer(request: Request<Incoming>, disks: &[DiskInquiry]) -> Response<F
             _ => not_so(&path, "can only be read", "GET, HEAD"),
         };
     }
-    match (0..disks.len()).find(|disk| path == cache_path(*disk)) {
-        Some(disk) if *request.method() == Method::PUT => change_cache(request, &disks[disk]).await,
-        Some(_) => not_so(&path, "can only be changed", "PUT"),
-        None => match (0..disks.len()).find(|disk| path == flush_path(*disk)) {
-            Some(disk) if *request.method() == Method::POST => work(&disks[disk], CacheWork::Flush).await,
-            Some(_) => not_so(&path, "can only be done", "POST"),
-            None => failure(
-                StatusCode::NOT_FOUND,
-                format_args!("there is no {path} here; there is {DISKS_PATH}"),
-            ),
-        },
+    let of_cache = (0..disks.len()).find_map(|disk| Some((disk, CachePath::of(&path, disk)?)));
+    match of_cache {
+        Some((disk, of)) if *request.method() == of.method() => of.answer(request, &disks[disk]).await,
+        Some((_, CachePath::Mode)) => not_so(&path, "can only be changed", "PUT"),
+        Some(_) => not_so(&path, "can only be done", "POST"),
+        None => failure(
+            StatusCode::NOT_FOUND,
+            format_args!("there is no {path} here; there is {DISKS_PATH}"),
+        ),
+    }
+}
+
+/// What there is of a disk's cache.
+#[derive(Clone, Copy)]
+enum CachePath {
+    Mode,
+    Flush,
+    Replace,
+}
+
+impl CachePath {
+    fn of(path: &str, disk: usize) -> Option<Self> {
+        let all = [
+            (cache_path(disk), Self::Mode),
+            (flush_path(disk), Self::Flush),
+            (replace_path(disk), Self::Replace),
+        ];
+        all.into_iter().find(|(known, _)| path == known).map(|(_, of)| of)
+    }
+
+    fn method(self) -> Method {
+        match self {
+            Self::Mode => Method::PUT,
+            Self::Flush | Self::Replace => Method::POST,
+        }
+    }
+
+    async fn answer(self, request: Request<Incoming>, disk: &DiskInquiry) -> Response<Full<Bytes>> {
+        let asked = match self {
+            Self::Flush => Ok(CacheWork::Flush),
+            Self::Mode => mode(request).await,
+            Self::Replace => replacement(request).await,
+        };
+        match asked {
+            Ok(asked) => work(disk, asked).await,
+            Err(why) => failure(StatusCode::BAD_REQUEST, why),
+        }
     }
 }
 
@@ -229,25 +267,38 @@ async fn tell(disks: &[DiskInquiry]) -> Response<Full<Bytes>> {
     response(StatusCode::OK, format!("{}\n", json!(all)))
 }
 
-async fn change_cache(request: Request<Incoming>, disk: &DiskInquiry) -> Response<Full<Bytes>> {
+/// What the body says, or why it is not like `example`.
+async fn body_of<T: DeserializeOwned>(request: Request<Incoming>, example: &str) -> Result<T, String> {
     let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
-    let change = body
+    let said = body
         .map_err(|error| error.to_string())
         .and_then(|body| serde_json::from_slice(&body.to_bytes()).map_err(|error| error.to_string()));
-    let CacheChange { mode } = match change {
-        Ok(change) => change,
-        Err(error) => {
-            return failure(
-                StatusCode::BAD_REQUEST,
-                format_args!("the body is no {{\"mode\":\"wt\"}}: {error}"),
-            );
+    said.map_err(|error| format!("the body is no {example}: {error}"))
+}
+
+async fn mode(request: Request<Incoming>) -> Result<CacheWork, String> {
+    let CacheChange { mode } = body_of(request, "{\"mode\":\"wt\"}").await?;
+    match parse_cache_mode(&mode) {
+        Ok(mode) => Ok(CacheWork::SetMode(mode)),
+        Err(error) => Err(format!("mode '{mode}': {error}")),
+    }
+}
+
+async fn replacement(request: Request<Incoming>) -> Result<CacheWork, String> {
+    let CacheReplacement { with, size, lose_dirty } = body_of(request, "{\"with\":\"/ssd/new.cache\"}").await?;
+    let file = with.map(|with| with.parse::<ImageAddress>().map_err(|error| format!("with: {error}")));
+    let file = file.transpose()?;
+    match &file {
+        Some(ImageAddress::Path(path)) if !path.is_absolute() => {
+            return Err(format!("with '{}': a path begins at the root here", path.display()));
         }
-    };
-    let mode = match parse_cache_mode(&mode) {
-        Ok(mode) => mode,
-        Err(error) => return failure(StatusCode::BAD_REQUEST, format_args!("mode '{mode}': {error}")),
-    };
-    work(disk, CacheWork::SetMode(mode)).await
+        _ => {}
+    }
+    Ok(CacheWork::Replace(Replacement {
+        file,
+        size: size.map(ByteLen::new),
+        lose_dirty,
+    }))
 }
 
 /// Has a disk's cache do something. It may take long, and goes on then.

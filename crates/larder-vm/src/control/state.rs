@@ -8,7 +8,7 @@ use larder_block::{ByteLen, Geometry};
 use larder_prefetch::{PrefetchOptions, Statistics};
 use serde::{Deserialize, Serialize};
 
-use crate::image::{Format, ImageAddress, OpenCache, absolute, cache_mode_name};
+use crate::image::{CachePlace, Format, ImageAddress, absolute, cache_mode_name};
 
 /// The answer to `GET /v1/disks`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -219,18 +219,34 @@ pub struct CacheChange {
     pub mode: String,
 }
 
+/// What a cache shall be replaced by: the body of `POST /v1/disks/NUMBER/cache/replace`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheReplacement {
+    /// The file, block device or NBD export that the new one is on, a path from the root on; `None`: where the old one is.
+    #[serde(default)]
+    pub with: Option<String>,
+    /// Bytes of its file if that is made; `None`: as many as the old one has.
+    #[serde(default)]
+    pub size: Option<u64>,
+    /// Whether what only the old one has may be lost.
+    #[serde(default)]
+    pub lose_dirty: bool,
+}
+
 /// Whether a cache works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheHealth {
     /// It does.
     Works,
-    /// Its device has failed: it is not used until the server is started again.
+    /// Its device has failed: it is not used until it is replaced, or the server is started again.
     Failed,
 }
 
 impl CacheState {
-    pub(crate) fn new(cache: &OpenCache) -> Self {
+    pub(crate) fn new(place: &CachePlace) -> Self {
+        let cache = place.now();
         let done = cache.layer.statistics();
         let shape = cache.layer.shape();
         let in_lines = |lines: u64| lines * shape.line_len();
@@ -253,8 +269,8 @@ impl CacheState {
             dirty: in_lines(done.dirty_lines),
             cleaned: done.cleaned,
             flush: FlushState {
-                running: cache.flush.is_running(),
-                error: cache.flush.error(),
+                running: place.work.is_running(),
+                error: place.work.error(),
             },
             unsettled: in_lines(done.unsettled),
             hits: done.hits,

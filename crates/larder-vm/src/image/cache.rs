@@ -17,10 +17,10 @@ use larder_cache::{
     SuperblockError, read_superblock,
 };
 
-use super::cache_note::{Made, Note, Says};
-use super::cache_wish::{CACHE_LINE_DEFAULT, CacheOptions};
+use super::cache_note::{Made, Note, Other, Says};
+use super::cache_wish::CacheOptions;
 use super::disk_id::DiskFile;
-use super::open_cache::{Flush, OpenCache};
+use super::open_cache::OpenCache;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
 
 /// Whether a cache on `file` can be the only place that has something.
@@ -92,6 +92,10 @@ pub enum CacheError {
     Remote { file: String },
     #[error("{file}: {why}")]
     Unnoted { file: String, why: String },
+    #[error(
+        "{file}, a cache of it, was not closed, and may have data that was never written to it: serve it with that cache; or have that data written to it with `larder disk cache flush {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
+    )]
+    LeftOut { file: ImageAddress },
     #[error(transparent)]
     Device(Box<ImageError>),
     /// What the cache itself, or its device, says.
@@ -135,17 +139,17 @@ const FILE_UNIT: u64 = 4096;
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The disk that a cache is for.
-pub(super) struct Cached<'a> {
-    pub(super) image: &'a ImageAddress,
-    pub(super) device: &'a Rc<dyn BlockDevice>,
+pub(super) struct Cached {
+    pub(super) image: ImageAddress,
+    pub(super) device: Rc<dyn BlockDevice>,
     pub(super) identity: Vec<u8>,
     pub(super) files: Vec<DiskFile>,
 }
 
-impl Cached<'_> {
+impl Cached {
     fn id(&self) -> DiskId {
         DiskId {
-            name: absolute(self.image),
+            name: absolute(&self.image),
             identity: self.identity.clone(),
             stamp: disk_id::stamp_at_opening(&self.files),
         }
@@ -161,33 +165,84 @@ pub(super) fn look(wish: &CacheOptions) -> Result<(), CacheError> {
     }
 }
 
-/// Opens the cache of a disk, which is made if it is not there.
-pub(super) async fn open_over(
+/// A cache that is not open yet, and nobody else's.
+pub(super) struct Prepared {
+    wish: CacheOptions,
+    fast: Rc<dyn BlockDevice>,
+    superblock: Superblock,
+    /// What its file was before.
+    was: Place,
+}
+
+/// Looks at the cache of a disk, which is made, with lines of `line` if nothing else is wished, if it is not there.
+///
+/// # Errors
+/// See [`CacheError`]; a file that was made for it is gone then.
+pub(super) async fn prepare(
     on: &Loop,
-    disk: Cached<'_>,
+    disk: &Cached,
     wish: &CacheOptions,
     options: &ImageOptions,
-) -> Result<OpenCache, CacheError> {
+    line: ByteLen,
+) -> Result<Prepared, CacheError> {
     wish.check()?;
-    let made = match &wish.file {
+    let was = match &wish.file {
         ImageAddress::Path(path) => Place::of(path, wish.size)?.make(path)?,
         ImageAddress::Nbd(_) => Place::Filled,
     };
-    let fast = open_device(on, wish, options).await?;
     // From here on it is nobody else's.
-    let opened = open_on(on, &fast, disk, wish).await;
-    if let (Err(_), ImageAddress::Path(path)) = (&opened, &wish.file) {
-        made.undo(path);
+    let fast = open_device(on, wish, options).await?;
+    match look_at(&fast, disk, wish, line).await {
+        Ok(superblock) => Ok(Prepared {
+            wish: wish.clone(),
+            fast,
+            superblock,
+            was,
+        }),
+        Err(error) => {
+            was.undo(&wish.file);
+            Err(error)
+        }
     }
-    let (layer, note) = opened?;
-    Ok(OpenCache {
-        layer,
-        file: wish.file.clone(),
-        size: fast.geometry().size,
-        endurance: wish.endurance,
-        flush: Flush::default(),
-        note,
-    })
+}
+
+impl OpenCache {
+    /// Takes its room on its file system once more: what begins anew gives room back.
+    pub(super) async fn allocate(&self, image: &ImageAddress) {
+        if let Err(error) = allocate(&self.fast, &self.file).await {
+            tracing::warn!("{image}: its cache: {error}; it will fail when there is none");
+        }
+    }
+}
+
+impl Prepared {
+    /// It is not wanted any more: a file that was made for it goes.
+    pub(super) fn undo(self) {
+        self.was.undo(&self.wish.file);
+    }
+
+    /// Opens it, over the disk. The caches that may have something of the disk are this one and `instead`, which it takes
+    /// the place of.
+    ///
+    /// # Errors
+    /// See [`CacheError`]; a file that was made for it is gone then.
+    pub(super) async fn open(
+        self,
+        on: &Loop,
+        disk: &Cached,
+        instead: Option<&OpenCache>,
+    ) -> Result<OpenCache, CacheError> {
+        let opened = open_on(on, &self, disk, instead).await;
+        let (layer, note) = opened.inspect_err(|_| self.was.undo(&self.wish.file))?;
+        Ok(OpenCache {
+            layer,
+            size: self.fast.geometry().size,
+            fast: self.fast,
+            file: self.wish.file,
+            endurance: self.wish.endurance,
+            note,
+        })
+    }
 }
 
 /// A file, before it is a cache.
@@ -238,7 +293,8 @@ impl Place {
     }
 
     /// As well as that goes.
-    fn undo(self, path: &Path) {
+    fn undo(self, file: &ImageAddress) {
+        let ImageAddress::Path(path) = file else { return };
         let _ = match self {
             Self::Missing(_) => std::fs::remove_file(path),
             Self::Empty(_) => File::options().write(true).open(path).and_then(|file| file.set_len(0)),
@@ -261,6 +317,14 @@ pub(crate) fn absolute(address: &ImageAddress) -> String {
 /// A size that the file of a cache can have.
 pub(super) fn rounded(size: ByteLen) -> ByteLen {
     ByteLen::new(size.get().next_multiple_of(FILE_UNIT))
+}
+
+/// Whether a cache is made there, of the size that is said.
+pub(super) fn is_empty(file: &ImageAddress) -> bool {
+    match file {
+        ImageAddress::Path(path) => !matches!(Place::of(path, Some(ByteLen::mib(1))), Ok(Place::Filled)),
+        ImageAddress::Nbd(_) => false,
+    }
 }
 
 pub(super) fn is_file(file: &ImageAddress) -> bool {
@@ -292,12 +356,13 @@ async fn open_device(
     opened.map_err(|error| CacheError::Device(Box::new(error)))
 }
 
-async fn open_on(
-    on: &Loop,
+/// What a cache says of itself, which goes with what is wished. What is empty is made one.
+async fn look_at(
     fast: &Rc<dyn BlockDevice>,
-    disk: Cached<'_>,
+    disk: &Cached,
     wish: &CacheOptions,
-) -> Result<(Rc<Cache>, Made), CacheError> {
+    line: ByteLen,
+) -> Result<Superblock, CacheError> {
     let size = fast.geometry().size;
     if let Some(wished) = wish.size.map(rounded).filter(|wished| *wished != size) {
         return Err(CacheError::OtherSize {
@@ -311,7 +376,7 @@ async fn open_on(
         Err(OpenError::Superblock {
             source: SuperblockError::NoMagic,
             ..
-        }) => create(fast, &disk, wish).await?,
+        }) => create(fast, disk, wish, line).await?,
         found => found?,
     };
     if let Some(wished) = wish.line.filter(|wished| wished.get() != superblock.shape.line_len()) {
@@ -321,20 +386,38 @@ async fn open_on(
             wished,
         });
     }
-    let mode = wish.mode.unwrap_or(superblock.mode);
-    if mode == Mode::WriteBack {
+    if wish.mode.unwrap_or(superblock.mode) == Mode::WriteBack {
         may_write_back(&wish.file)?;
     }
-    let note = Note::of(&superblock);
+    Ok(superblock)
+}
+
+async fn open_on(
+    on: &Loop,
+    prepared: &Prepared,
+    disk: &Cached,
+    instead: Option<&OpenCache>,
+) -> Result<(Rc<Cache>, Made), CacheError> {
+    let Prepared {
+        wish, fast, superblock, ..
+    } = prepared;
+    let mode = wish.mode.unwrap_or(superblock.mode);
+    let note = Note::of(superblock);
+    let used: Vec<&Note> = instead
+        .map(|cache| cache.note.note())
+        .into_iter()
+        .chain([&note])
+        .collect();
+    leave_out_others(on, &disk.identity, &used).await?;
     let says = match superblock.clean {
         true => Says::Believe,
-        false => note.says(&superblock, &disk.files),
+        false => note.says(superblock, &disk.files),
     };
-    let mut detached = detached(&superblock, says, &note, &disk, wish)?;
+    let mut detached = detached(superblock, says, &note, disk, wish)?;
     if wish.force && superblock.clean && superblock.may_be_dirty {
         detached = Some(Detached::default());
     }
-    let made = note.make(&superblock, detached.as_ref(), &disk.files);
+    let made = note.make(superblock, &wish.file, detached.as_ref(), &disk.files);
     let made = match made {
         Ok(made) => made,
         Err(error) if mode == Mode::WriteBack || superblock.may_be_dirty => {
@@ -365,13 +448,50 @@ async fn open_on(
         endurance: wish.endurance,
         cleaning: CleanOptions::default(),
     };
-    let cache = Cache::open(on, Rc::clone(disk.device), Rc::clone(fast), open).await?;
+    let cache = Cache::open(on, Rc::clone(&disk.device), Rc::clone(fast), open).await?;
     on.spawn(made.clone().keep(on.clone(), Rc::downgrade(&cache)));
-    // What begins anew gives room back.
-    if let Err(error) = allocate(fast, &wish.file).await {
-        tracing::warn!("{}: its cache: {error}; it will fail when there is none", disk.image);
-    }
     Ok((cache, made))
+}
+
+/// The disk is about to be changed without the caches that there are notes of, but for those of `used`: what they have in
+/// common with it is not to be believed any more.
+///
+/// # Errors
+/// One of them may have something that the disk has not.
+pub(super) async fn leave_out_others(on: &Loop, identity: &[u8], used: &[&Note]) -> Result<(), CacheError> {
+    let others = Note::others(identity, used);
+    refuse_dirty(on, &others).await?;
+    others.iter().for_each(Other::is_used_without);
+    Ok(())
+}
+
+/// # Errors
+/// One of the caches may have something that its disk has not.
+pub(super) async fn refuse_dirty(on: &Loop, others: &[Other]) -> Result<(), CacheError> {
+    for other in others {
+        if let Some(file) = other.file()
+            && other.is_of(read_superblock_of(on, &file).await)
+        {
+            return Err(CacheError::LeftOut { file });
+        }
+    }
+    Ok(())
+}
+
+/// `None` if there is none any more, or it cannot be read.
+async fn read_superblock_of(on: &Loop, file: &ImageAddress) -> Option<Superblock> {
+    let options = ImageOptions {
+        read_only: true,
+        share: true,
+        nbd: NbdOptions {
+            reconnect: PATIENCE,
+            request_timeout: PATIENCE,
+            ..NbdOptions::default()
+        },
+        ..ImageOptions::default()
+    };
+    let fast = open_bytes(on, file, &options, false).await.ok()?;
+    read_superblock(&fast).await.ok()
 }
 
 /// What of a cache that was not closed is not to be believed.
@@ -379,7 +499,7 @@ fn detached(
     superblock: &Superblock,
     says: Says,
     note: &Note,
-    disk: &Cached<'_>,
+    disk: &Cached,
     wish: &CacheOptions,
 ) -> Result<Option<Detached>, CacheError> {
     let file = || wish.file.to_string();
@@ -417,7 +537,12 @@ fn detached(
 }
 
 /// Makes a cache of what is empty.
-async fn create(fast: &Rc<dyn BlockDevice>, disk: &Cached<'_>, wish: &CacheOptions) -> Result<Superblock, CacheError> {
+async fn create(
+    fast: &Rc<dyn BlockDevice>,
+    disk: &Cached,
+    wish: &CacheOptions,
+    line: ByteLen,
+) -> Result<Superblock, CacheError> {
     if !begins_empty(fast).await? {
         return Err(CacheError::NotEmpty {
             file: wish.file.to_string(),
@@ -426,7 +551,7 @@ async fn create(fast: &Rc<dyn BlockDevice>, disk: &Cached<'_>, wish: &CacheOptio
     }
     allocate(fast, &wish.file).await?;
     let options = CreateOptions {
-        line_bits: wish.line.unwrap_or(CACHE_LINE_DEFAULT).get().trailing_zeros(),
+        line_bits: wish.line.unwrap_or(line).get().trailing_zeros(),
         mode: wish.mode.unwrap_or_default(),
         uuid: random().map_err(|source| CacheError::Make {
             path: "/dev/urandom".into(),

@@ -15,6 +15,7 @@
 //! ```text
 //! sessions 6 7             of the cache, that it speaks for
 //! disk 72617720...         the disk's identity, hexadecimal
+//! cache 2f737364...        what the cache is on, as a path or URI, hexadecimal
 //! stamp 0000002a...        for each file of the disk, hexadecimal
 //! used                     the disk has been opened without the cache since, to be written
 //! detached                 the device has failed: only what the cache alone has is to be believed
@@ -26,7 +27,7 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::rc::Weak;
+use std::rc::{Rc, Weak};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -36,6 +37,7 @@ use larder_cache::{Cache, Detached, Superblock, Witness};
 use rustix::process::geteuid;
 
 use super::disk_id::{self, DiskFile};
+use super::{ImageAddress, absolute};
 
 /// The note of a cache, whether it is there or not.
 #[derive(Clone, Debug)]
@@ -49,7 +51,7 @@ impl Note {
     pub(super) fn of(superblock: &Superblock) -> Self {
         let name: String = superblock.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
         Self {
-            path: state_folder().map(|folder| folder.join("caches").join(name)),
+            path: notes_folder().map(|folder| folder.join(name)),
         }
     }
 
@@ -76,6 +78,7 @@ impl Note {
     pub(super) fn make(
         &self,
         superblock: &Superblock,
+        cache: &ImageAddress,
         detached: Option<&Detached>,
         files: &[DiskFile],
     ) -> io::Result<Made> {
@@ -85,6 +88,7 @@ impl Note {
         let noted = Noted {
             sessions: vec![superblock.session, superblock.session.wrapping_add(1)],
             disk: superblock.disk.identity.clone(),
+            cache: absolute(cache).into_bytes(),
             is_used: false,
             detached: detached.map(|detached| detached.superseded.clone()),
             stamps: disk_id::stamps_of_all(files),
@@ -118,10 +122,15 @@ impl Note {
         };
         fs::remove_file(path).or_else(gone)?;
         // Of one who was killed while he wrote it.
-        let _ = fs::remove_file(path.with_extension("new"));
+        let _ = fs::remove_file(new_of(path));
         File::open(folder_of(path))
             .and_then(|folder| folder.sync_all())
             .or_else(gone)
+    }
+
+    /// A file beside it, with this ending, that tells something else of the cache.
+    pub(super) fn beside(&self, ending: &str) -> Option<PathBuf> {
+        self.path.as_ref().map(|path| path.with_extension(ending))
     }
 
     /// Where it is looked for, for messages.
@@ -148,11 +157,13 @@ pub(super) enum Says {
 
 /// What stands in a note.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Noted {
+pub(super) struct Noted {
     /// Of the cache, that it speaks for.
     sessions: Vec<u32>,
     /// The identity of the disk.
     disk: Vec<u8>,
+    /// What the cache is on, as a text that says it anywhere on this host.
+    cache: Vec<u8>,
     /// The disk has been opened without the cache since, to be written.
     is_used: bool,
     /// The device has failed; what is superseded, each range apart from the others, in order.
@@ -167,6 +178,7 @@ impl Noted {
         let mut noted = Self {
             sessions: Vec::new(),
             disk: Vec::new(),
+            cache: Vec::new(),
             is_used: false,
             detached: None,
             stamps: Vec::new(),
@@ -181,6 +193,7 @@ impl Noted {
             match word {
                 "sessions" => noted.sessions = numbers.map(str::parse).collect::<Result<_, _>>().ok()?,
                 "disk" => noted.disk = from_hex(values)?,
+                "cache" => noted.cache = from_hex(values)?,
                 "used" => noted.is_used = true,
                 "stamp" => noted.stamps.push(from_hex(values)?),
                 "detached" => {
@@ -200,8 +213,11 @@ impl Noted {
 
     fn text(&self) -> String {
         let sessions: String = self.sessions.iter().map(|session| format!(" {session}")).collect();
-        let hex = |bytes: &[u8]| -> String { bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
-        let mut text = format!("sessions{sessions}\ndisk {}\n", hex(&self.disk));
+        let mut text = format!(
+            "sessions{sessions}\ndisk {}\ncache {}\n",
+            hex(&self.disk),
+            hex(&self.cache)
+        );
         for stamp in &self.stamps {
             text.push_str(&format!("stamp {}\n", hex(stamp)));
         }
@@ -217,14 +233,8 @@ impl Noted {
         text + "end\n"
     }
 
-    /// In the place of the old one, durably; whatever happens, one of them is there.
     fn write(&self, path: &Path) -> io::Result<()> {
-        let new = path.with_extension("new");
-        let mut file = File::create(&new)?;
-        file.write_all(self.text().as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&new, path)?;
-        File::open(folder_of(path))?.sync_all()
+        write_whole(path, &self.text())
     }
 
     /// A range is superseded; what touches it becomes one with it.
@@ -247,29 +257,62 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 /// Stamps are noted no sooner than so long after the last ones, because that costs a flush of the note's file system.
 const NOTE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A disk is about to be used without its cache: if that was not closed, what the disk has too is not to be believed any
-/// more, and what only the cache has not without being asked for. Files say so by their times, if the last change was not
-/// too short a while ago.
-pub(super) fn is_used_without_cache(identity: &[u8]) {
-    let Some(folder) = state_folder().map(|folder| folder.join("caches")) else {
-        return;
-    };
-    // Whatever the format it is taken for.
-    let disk = |identity: &[u8]| identity.splitn(2, |byte| *byte == b' ').nth(1).map(<[u8]>::to_vec);
-    let notes = fs::read_dir(&folder).into_iter().flatten().flatten();
-    for path in notes.map(|note| note.path()).filter(|path| path.extension().is_none()) {
-        let text = fs::read_to_string(&path).ok();
-        let Some(noted) = text.as_deref().and_then(Noted::parse) else {
-            continue;
+/// A note of a cache that a disk is about to be used without.
+pub(super) struct Other {
+    path: PathBuf,
+    noted: Noted,
+}
+
+impl Note {
+    /// All notes of caches of this disk, but for those that are `used`, and those of which it is known already that the disk
+    /// is used without them.
+    pub(super) fn others(identity: &[u8], used: &[&Self]) -> Vec<Other> {
+        // Whatever the format it is taken for.
+        let disk = |identity: &[u8]| identity.splitn(2, |byte| *byte == b' ').nth(1).map(<[u8]>::to_vec);
+        let is_used = |path: &PathBuf| used.iter().any(|note| note.path.as_ref() == Some(path));
+        let notes = notes_folder()
+            .map(fs::read_dir)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .flatten();
+        let paths = notes
+            .map(|note| note.path())
+            .filter(|path| path.extension().is_none() && !is_used(path));
+        let others = paths.filter_map(|path| {
+            let noted = Noted::parse(&fs::read_to_string(&path).ok()?)?;
+            let is_other = !noted.is_used && disk(&noted.disk) == disk(identity);
+            is_other.then_some(Other { path, noted })
+        });
+        others.collect()
+    }
+}
+
+impl Other {
+    /// What the cache is on.
+    pub(super) fn file(&self) -> Option<ImageAddress> {
+        let file = std::str::from_utf8(&self.noted.cache).ok()?;
+        file.parse().ok()
+    }
+
+    /// The cache, which has this superblock, if it has one, is that of the note, and may have what the disk has not.
+    pub(super) fn is_of(&self, superblock: Option<Superblock>) -> bool {
+        superblock.is_some_and(|superblock| {
+            superblock.may_be_dirty && Note::of(&superblock).path.as_ref() == Some(&self.path)
+        })
+    }
+
+    /// The disk is used without the cache: what it has of that too is not to be believed any more, and what only it has not
+    /// without being asked for. Files say so by their times, if the last change was not too short a while ago.
+    pub(super) fn is_used_without(&self) {
+        let noted = Noted {
+            is_used: true,
+            ..self.noted.clone()
         };
-        if noted.is_used || disk(&noted.disk) != disk(identity) {
-            continue;
-        }
-        let noted = Noted { is_used: true, ..noted };
-        if let Err(error) = noted.write(&path) {
+        if let Err(error) = noted.write(&self.path) {
             tracing::warn!(
                 "{}: it cannot be noted that a disk is used without its cache: {error}; drop that cache before it is used again (larder disk cache drop)",
-                path.display()
+                self.path.display()
             );
         }
     }
@@ -304,6 +347,58 @@ impl Made {
             }
             _ => Err(io::Error::new(io::ErrorKind::NotFound, "there is no note of it")),
         }
+    }
+
+    /// The note.
+    pub(super) fn note(&self) -> &Note {
+        &self.note
+    }
+
+    /// It is not changed any more: it stays as it is, or others change it.
+    pub(super) fn end(&self) {
+        self.pause();
+    }
+
+    /// The same, until [`Made::resume`] is called with what this returns.
+    pub(super) fn pause(&self) -> Option<Noted> {
+        self.noted().take()
+    }
+
+    /// Others have changed it, in vain: what they have come to is that there was one session more, or several.
+    pub(super) fn resume(&self, paused: Option<Noted>, on: &Loop, cache: &Rc<Cache>) {
+        let (Some(mut ours), Some(path)) = (paused, &self.note.path) else {
+            return;
+        };
+        let theirs = fs::read_to_string(path).ok();
+        if let Some(theirs) = theirs.as_deref().and_then(Noted::parse) {
+            ours.sessions.extend(theirs.sessions);
+            ours.sessions.sort_unstable();
+            ours.sessions.dedup();
+        }
+        *self.noted() = Some(ours);
+        if let Err(error) = self.change(|_| {}) {
+            tracing::warn!(
+                "{}: what of a failed cache is right cannot be noted, so it will not be believed: {error}",
+                self.note.place()
+            );
+        }
+        on.spawn(self.clone().keep(on.clone(), Rc::downgrade(cache)));
+    }
+
+    /// It says that the device has failed.
+    pub(super) fn is_detached(&self) -> bool {
+        self.noted().as_ref().is_some_and(|noted| noted.detached.is_some())
+    }
+
+    /// The disk is used from now on without the cache, which is not closed: see [`Other::is_used_without`]. It is not changed
+    /// any more.
+    pub(super) fn give_up(&self) -> io::Result<()> {
+        if !self.is_there() {
+            return Ok(());
+        }
+        let noted = self.change(|noted| noted.is_used = true);
+        self.end();
+        noted
     }
 
     /// See [`Note::place`].
@@ -392,7 +487,28 @@ impl Witness for Made {
     }
 }
 
-fn from_hex(text: &str) -> Option<Vec<u8>> {
+/// Where a file is written before it takes the place of the old one.
+fn new_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    name.into()
+}
+
+/// In the place of the old file, durably; whatever happens, one of them is there.
+pub(super) fn write_whole(path: &Path, text: &str) -> io::Result<()> {
+    let new = new_of(path);
+    let mut file = File::create(&new)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&new, path)?;
+    File::open(folder_of(path))?.sync_all()
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+pub(super) fn from_hex(text: &str) -> Option<Vec<u8>> {
     let digits = text.as_bytes().chunks(2);
     let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
     digits.map(byte).collect()
@@ -417,6 +533,11 @@ impl Witness for Note {
     fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
+}
+
+/// Where notes of caches are.
+pub(super) fn notes_folder() -> Option<PathBuf> {
+    state_folder().map(|folder| folder.join("caches"))
 }
 
 /// What outlives the host's restarts: systemd's `$STATE_DIRECTORY`, `/var/lib/larder` for root, `$XDG_STATE_HOME/larder`
@@ -452,6 +573,7 @@ mod tests {
         Noted {
             sessions: vec![6, 7],
             disk: b"raw file x".to_vec(),
+            cache: b"/ssd/x".to_vec(),
             is_used: detached.is_some_and(<[_]>::is_empty),
             detached: detached.map(|ranges| ranges.iter().map(range).collect()),
             stamps: vec![vec![0, 255], Vec::new()],

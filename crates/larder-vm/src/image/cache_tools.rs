@@ -14,8 +14,9 @@ use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, SuperblockError, r
 
 use super::cache::{CacheError, LOOKED_AT, allocate, boot_of, is_file, may_write_back, random, rounded};
 use super::cache_note::Note;
+use super::cache_place::CachePlace;
 use super::cache_wish::CacheOptions;
-use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
+use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
 
 /// Why something cannot be done with a cache.
 #[derive(Debug, thiserror::Error)]
@@ -152,12 +153,13 @@ pub async fn flush_cache(
             mode: None,
             endurance: None,
             force: wish.force,
+            exactly: true,
         }),
         ..ImageOptions::default()
     };
     let opened = super::open(on, &image, &options).await;
     let opened = opened.map_err(|error| CacheToolError::Device(Box::new(error)))?;
-    let Some(cache) = &opened.cache else {
+    let Some(cache) = opened.cache.as_ref().map(CachePlace::now) else {
         return Ok(ByteLen::ZERO);
     };
     let telling = Rc::downgrade(&cache.layer);
@@ -227,6 +229,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
     if let Some(note) = note {
         // Of a cache that is no more it means nothing.
         let _ = note.take_back();
+        replaced::forget(&note);
     }
     Ok(fast.close().await?)
 }

@@ -137,6 +137,7 @@ impl CacheWish {
                 mode: self.mode,
                 endurance: self.endurance,
                 force: false,
+                exactly: false,
             })),
         }
     }
@@ -157,6 +158,8 @@ pub struct CacheOptions {
     pub endurance: Option<ByteLen>,
     /// What only the cache has is right, also if the disk seems to have been changed without it.
     pub force: bool,
+    /// This one, and no other that has taken its place while the disk was used.
+    pub exactly: bool,
 }
 
 impl CacheOptions {

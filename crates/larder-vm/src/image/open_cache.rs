@@ -1,9 +1,8 @@
 //! A disk's cache at work.
 
-use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use larder_block::{ByteLen, IoResult};
+use larder_block::{BlockDevice, ByteLen};
 use larder_cache::{Cache, Mode};
 
 use super::ImageAddress;
@@ -20,8 +19,7 @@ pub struct OpenCache {
     pub size: ByteLen,
     /// What may be written to it in a day.
     pub endurance: Option<ByteLen>,
-    /// What is written to the disk because somebody wants it there.
-    pub(crate) flush: Flush,
+    pub(super) fast: Rc<dyn BlockDevice>,
     pub(super) note: Made,
 }
 
@@ -34,54 +32,47 @@ impl OpenCache {
         }
     }
 
+    /// Another one takes its place: nobody believes of it what may not be so any more. What only one has that has failed is
+    /// given up, if it `is_lost`.
+    ///
+    /// # Errors
+    /// As a text for people; it may be believed.
+    pub(super) async fn retire(&self, is_lost: bool) -> Result<(), String> {
+        let closed = match self.layer.works() {
+            true => self.layer.leave().await,
+            false => Ok(()),
+        };
+        let noted = match &closed {
+            Ok(()) if self.layer.works() => self.note.take_back(),
+            Ok(()) if !is_lost && self.note.is_detached() => {
+                self.note.end();
+                Ok(())
+            }
+            _ => self.note.give_up(),
+        };
+        closed.map_err(|error| error.to_string())?;
+        noted.map_err(|error| error.to_string())
+    }
+
     /// Has writes go another way; see [`Cache::set_mode`].
     ///
     /// # Errors
     /// As a text for people.
-    pub(crate) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
+    pub(super) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
         if mode == Mode::WriteBack {
             may_write_back(&self.file).map_err(|error| error.to_string())?;
             if !self.note.is_there() {
                 return Err(no_note(self.note.place()));
             }
         }
-        let changed = self.flush.during(self.layer.set_mode(mode)).await;
-        changed.map_err(|error| error.to_string())
+        self.layer.set_mode(mode).await.map_err(|error| error.to_string())
     }
 
     /// Has the disk have all that only the cache has.
     ///
     /// # Errors
     /// As a text for people.
-    pub(crate) async fn flush(&self) -> Result<(), String> {
-        let flushed = self.flush.during(self.layer.clean()).await;
-        flushed.map_err(|error| error.to_string())
-    }
-}
-
-/// What is being written to the disk because somebody wants it there.
-#[derive(Default)]
-pub(crate) struct Flush {
-    running: Cell<u32>,
-    error: RefCell<Option<String>>,
-}
-
-impl Flush {
-    async fn during(&self, work: impl Future<Output = IoResult>) -> IoResult {
-        self.running.set(self.running.get() + 1);
-        let done = work.await;
-        self.running.set(self.running.get() - 1);
-        *self.error.borrow_mut() = done.as_ref().err().map(ToString::to_string);
-        done
-    }
-
-    /// It has not ended.
-    pub(crate) fn is_running(&self) -> bool {
-        self.running.get() > 0
-    }
-
-    /// Why the last one that has ended could not be done.
-    pub(crate) fn error(&self) -> Option<String> {
-        self.error.borrow().clone()
+    pub(super) async fn flush(&self) -> Result<(), String> {
+        self.layer.clean().await.map_err(|error| error.to_string())
     }
 }

@@ -6,12 +6,6 @@ use serde_json::{Value, json};
 
 use crate::{MIB, Place, text};
 
-fn info(place: &Place, cache: &str) -> Value {
-    let (code, said) = place.cache_command(&["info", cache, "--output", "json"]);
-    assert_eq!(code, Some(0), "{said}");
-    serde_json::from_str(&said).expect("JSON")
-}
-
 #[test]
 fn info_tells_what_a_cache_holds() {
     let place = Place::new();
@@ -23,7 +17,7 @@ fn info_tells_what_a_cache_holds() {
     );
     served.warm_up(2);
     served.settle();
-    let in_use = info(&place, text(&cache));
+    let in_use = place.info(&cache);
     assert_eq!((&in_use["in_use"], &in_use["occupancy"]), (&json!(true), &Value::Null));
     let (_, said) = place.cache_command(&["info", text(&cache)]);
     assert!(
@@ -33,7 +27,7 @@ fn info_tells_what_a_cache_holds() {
     served.kill();
     // What the journal has, what the pages have once it was closed, and what both have.
     for closed in [false, true, true] {
-        let told = info(&place, text(&cache));
+        let told = place.info(&cache);
         for (name, value) in [
             ("file", json!(text(&cache))),
             ("disk", json!(text(&image))),
@@ -118,7 +112,7 @@ fn a_mode_is_changed_while_nobody_uses_the_cache() {
         code == Some(0) && said.contains("pass-through (pt) from now on"),
         "{said}"
     );
-    assert_eq!(info(&place, text(&cache))["mode"], json!("pt"));
+    assert_eq!(place.info(&cache)["mode"], json!("pt"));
     let served = place.serve(&image, &cache, &[]);
     assert_eq!(served.cache()["mode"], json!("pt"));
     served.stop();
@@ -190,12 +184,12 @@ fn a_cache_of_another_size_has_what_it_had_as_far_as_there_is_room() {
             misses
         };
         assert!(resize("24M").contains("(100.0 %) stay"));
-        let told = info(&place, text(&cache));
+        let told = place.info(&cache);
         assert_eq!((&told["size"], &told["closed"]), (&json!(24 * MIB), &json!(true)));
         assert_eq!((&told["occupancy"], reads()), (&json!(6 * MIB), 0));
         resize("24M");
         resize("4M");
-        let held = info(&place, text(&cache))["occupancy"].as_u64().expect("a number");
+        let held = place.info(&cache)["occupancy"].as_u64().expect("a number");
         assert!((2 * MIB..4 * MIB).contains(&held), "{held}");
         // What is brought in meanwhile is of the first 6 MiB, too.
         let served = place.serve(&image, &cache, &["--cache-mode", "wa"]);

@@ -5,6 +5,7 @@ mod commands;
 mod damaged;
 mod failing;
 mod refused;
+mod replaced;
 mod served;
 #[path = "../support/mod.rs"]
 mod support;
@@ -113,13 +114,16 @@ impl Place {
         assert_fails(self.serve_command(image, cache, options), words)
     }
 
+    /// What `larder disk cache info` says.
+    pub(crate) fn info(&self, cache: &Path) -> Value {
+        let (code, said) = self.cache_command(&["info", text(cache), "--output", "json"]);
+        assert_eq!(code, Some(0), "{said}");
+        serde_json::from_str(&said).expect("JSON")
+    }
+
     /// Waits until what a killed server had under way has ended, and the cache is free.
     pub(crate) fn left(&self, cache: &Path) {
-        let is_used = || {
-            let (_, said) = self.cache_command(&["info", text(cache), "--output", "json"]);
-            said.contains("\"in_use\": true")
-        };
-        while is_used() {
+        while self.info(cache)["in_use"] == true {
             std::thread::sleep(PAUSE);
         }
     }

@@ -174,7 +174,7 @@ fn a_change_to_any_file_of_a_chain_is_seen_and_the_servers_own_are_none() {
 }
 
 /// `fio` that writes to the disk at random and verifies all that it has written.
-fn verify(uri: &str, options: &[&str]) -> Command {
+pub(crate) fn verify(uri: &str, options: &[&str]) -> Command {
     let mut command = larder_bench::campaign::process::mortal("fio");
     command.args([
         "--name=cache",

@@ -11,11 +11,11 @@ use crate::failing::Fast;
 use crate::support::{LIMIT, run, tool};
 use crate::{Place, Served, assert_fails, qemu_io, text};
 
-const WRITE_BACK: [&str; 4] = ["--cache-size", "8M", "--cache-mode", "wb"];
+pub(crate) const WRITE_BACK: [&str; 4] = ["--cache-size", "8M", "--cache-mode", "wb"];
 
 /// What is written in these tests, and how it is verified. The image has 7 everywhere else.
-const WRITES: [&str; 3] = ["write -P 9 1M 64k", "write -P 10 5M 4k", "write -P 11 5244416 512"];
-const READS: [&str; 7] = [
+pub(crate) const WRITES: [&str; 3] = ["write -P 9 1M 64k", "write -P 10 5M 4k", "write -P 11 5244416 512"];
+pub(crate) const READS: [&str; 7] = [
     "read -P 7 0 1M",
     "read -P 9 1M 64k",
     "read -P 7 1088k 4032k",
@@ -26,18 +26,12 @@ const READS: [&str; 7] = [
 ];
 
 /// An image and a cache that has what the image has not, whose server was killed.
-fn killed(place: &Place) -> (std::path::PathBuf, std::path::PathBuf) {
+pub(crate) fn killed(place: &Place) -> (std::path::PathBuf, std::path::PathBuf) {
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
     let served = place.serve(&image, &cache, &WRITE_BACK);
     served.io(&WRITES);
     served.kill();
     (image, cache)
-}
-
-fn info(place: &Place, cache: &Path) -> Value {
-    let (code, said) = place.cache_command(&["info", text(cache), "--output", "json"]);
-    assert_eq!(code, Some(0), "{said}");
-    serde_json::from_str(&said).expect("JSON")
 }
 
 /// A command that must succeed; what it said.
@@ -71,7 +65,7 @@ fn a_stop_leaves_everything_on_the_disk() {
     served.io(&READS);
     served.stop();
     qemu_io("raw", text(&image), &READS);
-    let told = info(&place, &cache);
+    let told = place.info(&cache);
     assert_eq!((&told["may_be_dirty"], &told["closed"]), (&json!(false), &json!(true)));
     let served = place.serve(&image, &cache, &[]);
     assert_eq!(served.cache()["mode"], json!("wb"), "as it was left");
@@ -82,7 +76,7 @@ fn a_stop_leaves_everything_on_the_disk() {
 fn what_was_written_is_there_after_a_kill() {
     let place = Place::new();
     let (image, cache) = killed(&place);
-    let told = info(&place, &cache);
+    let told = place.info(&cache);
     assert_eq!((&told["may_be_dirty"], &told["closed"]), (&json!(true), &json!(false)));
     let served = place.serve(&image, &cache, &[]);
     served.io(&READS);
@@ -200,11 +194,11 @@ fn a_disk_that_is_only_read_leaves_in_the_cache_what_it_has_not() {
     let said = tool("qemu-io", &["-r", "-f", "raw", "-c", "read -P 9 1M 64k", &served.uri]);
     assert!(!said.contains("failed"), "{said}");
     served.stop();
-    let told = info(&place, &cache);
+    let told = place.info(&cache);
     assert_eq!((&told["may_be_dirty"], &told["closed"]), (&json!(true), &json!(true)));
     // Closed, it can have another size, and is not put over what others have written.
     cache_command(&place, &["resize", text(&cache), "16M"]);
-    assert_eq!(info(&place, &cache)["dirty"], told["dirty"]);
+    assert_eq!(place.info(&cache)["dirty"], told["dirty"]);
     tool("touch", &["-d", "+1 hour", text(&image)]);
     place.refused(&image, text(&cache), &[], &["was changed without the cache since"]);
     refused(
@@ -287,7 +281,7 @@ fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
     assert_eq!((&status["dirty"], &status["mode"]), (&json!(0), &json!("wt")));
     assert_eq!(status["flush"], json!({"running": false, "error": null}));
     served.io(&reads);
-    assert_eq!(info(&place, &cache)["may_be_dirty"], json!(false));
+    assert_eq!(place.info(&cache)["may_be_dirty"], json!(false));
     served.kill();
     qemu_io("raw", &uri, &reads);
     let served = place.serve(Path::new(&uri), &cache, &[]);
@@ -302,7 +296,7 @@ fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
 }
 
 /// qemu-io's command must fail.
-fn fails(served: &Served, command: &str) {
+pub(crate) fn fails(served: &Served, command: &str) {
     let mut io = std::process::Command::new("qemu-io");
     io.args(["-f", "raw", "-c", command, &served.uri]);
     let (_, said) = run(io);

@@ -1,0 +1,153 @@
+//! A place in a disk's stack whose layer can be exchanged while the disk is used.
+//!
+//! Every request has a share in the layer that it went to, so that one that was exchanged goes with its last request, and
+//! it is known how many are under way. To be exchanged, new ones are held, and those under way are waited for.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use crate::buffer::{ReadBuf, WriteBuf};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, Lent, SizeChanges, WriteFlags, ZeroFlags};
+use crate::error::IoResult;
+use crate::event_loop::Loop;
+use crate::units::{ByteLen, ByteOffset, ByteRange};
+
+/// How often it is looked whether requests are still under way.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+
+/// A layer over a disk, which can be exchanged for another one over the same disk. All promises are the layer's.
+pub struct Switch {
+    disk: Rc<dyn BlockDevice>,
+    layer: RefCell<Rc<Lent>>,
+    is_held: Cell<bool>,
+    is_closed: Cell<bool>,
+    waiting: RefCell<Vec<Waker>>,
+}
+
+impl Switch {
+    /// `layer`, which is over `disk`, and like it in name, geometry and changes of the size.
+    pub fn new(disk: Rc<dyn BlockDevice>, layer: Rc<dyn BlockDevice>) -> Self {
+        Self {
+            disk,
+            layer: RefCell::new(Rc::new(Lent(layer))),
+            is_held: Cell::new(false),
+            is_closed: Cell::new(false),
+            waiting: RefCell::default(),
+        }
+    }
+
+    /// Has new requests wait, until what is returned goes. `None` if they do already, or the disk is closed, or about to be.
+    pub fn hold(&self) -> Option<Held<'_>> {
+        let can_be = !self.is_closed.get() && !self.is_held.replace(true);
+        can_be.then(|| Held(self))
+    }
+
+    fn now(&self) -> Option<Rc<Lent>> {
+        (!self.is_held.get()).then(|| Rc::clone(&self.layer.borrow()))
+    }
+
+    /// The layer, once requests are not held.
+    async fn layer(&self) -> Rc<Lent> {
+        std::future::poll_fn(|context| match self.now() {
+            Some(layer) => Poll::Ready(layer),
+            None => {
+                let mut waiting = self.waiting.borrow_mut();
+                if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
+                    waiting.push(context.waker().clone());
+                }
+                Poll::Pending
+            }
+        })
+        .await
+    }
+}
+
+/// New requests of a [`Switch`] wait as long as this lives.
+pub struct Held<'a>(&'a Switch);
+
+impl Held<'_> {
+    /// Completes when no request is under way.
+    pub async fn drained(&self, on: &Loop) {
+        while Rc::strong_count(&self.0.layer.borrow()) > 1 {
+            on.sleep(LOOK_INTERVAL).await;
+        }
+    }
+
+    /// From now on it is `layer`.
+    pub fn exchange(&self, layer: Rc<dyn BlockDevice>) {
+        self.0.layer.replace(Rc::new(Lent(layer)));
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.is_held.set(false);
+        for waker in self.0.waiting.take() {
+            waker.wake();
+        }
+    }
+}
+
+impl BlockDevice for Switch {
+    fn name(&self) -> &Rc<str> {
+        self.disk.name()
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.disk.geometry()
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        match self.now() {
+            Some(layer) => Io::lent(layer, |device| device.read(start, buffer)),
+            None => Io::task(async move { self.layer().await.0.read(start, buffer).await }),
+        }
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
+        match self.now() {
+            Some(layer) => Io::lent(layer, |device| device.write(start, buffer, flags)),
+            None => Io::task(async move { self.layer().await.0.write(start, buffer, flags).await }),
+        }
+    }
+
+    fn flush(&self) -> Io<'_> {
+        match self.now() {
+            Some(layer) => Io::lent(layer, |device| device.flush()),
+            None => Io::task(async { self.layer().await.0.flush().await }),
+        }
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        Io::task(async move { self.layer().await.0.discard(range).await })
+    }
+
+    fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
+        Io::task(async move { self.layer().await.0.write_zeroes(range, flags).await })
+    }
+
+    fn allocate(&self, range: ByteRange) -> Io<'_> {
+        Io::task(async move { self.layer().await.0.allocate(range).await })
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        Box::pin(async move { self.layer().await.0.extents(range, limit).await })
+    }
+
+    fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
+        Box::pin(async move { self.layer().await.0.grow(size).await })
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        Box::pin(async {
+            self.is_closed.set(true);
+            self.layer().await.0.close().await
+        })
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        self.disk.size_changes()
+    }
+}

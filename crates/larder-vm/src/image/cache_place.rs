@@ -1,0 +1,334 @@
+//! Where a disk's cache is in its stack of layers: what is done with the cache while the disk is used.
+
+use std::cell::{Cell, RefCell};
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+use larder_block::filter::switch::{Held, Switch};
+use larder_block::{BlockDevice, ByteLen, Loop};
+use larder_cache::Mode;
+use tokio::sync::oneshot;
+
+use super::cache::{self, CacheError, Cached};
+use super::cache_wish::{CACHE_LINE_DEFAULT, CacheOptions};
+use super::open_cache::OpenCache;
+use super::{ImageAddress, ImageOptions, is_same, replaced};
+
+/// How long the guest's requests are held for those that are under way to end.
+const DRAIN_MAX: Duration = Duration::from_secs(5);
+
+/// And for what has to be done then: for the disk to get what is still left, and for the new cache to be opened.
+const STEP_MAX: Duration = Duration::from_secs(10);
+
+/// What a cache is to be replaced by.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Replacement {
+    /// What the new one is on; if it is not said, what the old one is on, whose device is there again.
+    pub file: Option<ImageAddress>,
+    /// How large its file is made; as large as the old one if it is not said.
+    pub size: Option<ByteLen>,
+    /// Also if what only the old one has is lost with it.
+    pub lose_dirty: bool,
+}
+
+/// The place of a cache.
+pub struct CachePlace {
+    switch: Rc<Switch>,
+    now: RefCell<Rc<OpenCache>>,
+    disk: Rc<Cached>,
+    options: ImageOptions,
+    /// What is being done with it because somebody wants it so.
+    pub(crate) work: Work,
+}
+
+impl CachePlace {
+    /// Opens the cache of a disk, which is made if it is not there.
+    pub(super) async fn open(
+        on: &Loop,
+        disk: Cached,
+        wish: &CacheOptions,
+        options: &ImageOptions,
+    ) -> Result<Self, CacheError> {
+        let prepared = cache::prepare(on, &disk, wish, options, CACHE_LINE_DEFAULT).await?;
+        let opened = prepared.open(on, &disk, None).await?;
+        opened.allocate(&disk.image).await;
+        let switch = Switch::new(Rc::clone(&disk.device), Rc::clone(&opened.layer) as Rc<dyn BlockDevice>);
+        Ok(Self {
+            switch: Rc::new(switch),
+            now: RefCell::new(Rc::new(opened)),
+            disk: Rc::new(disk),
+            options: options.clone(),
+            work: Work::default(),
+        })
+    }
+
+    /// The disk with its cache.
+    pub(super) fn device(&self) -> Rc<dyn BlockDevice> {
+        Rc::clone(&self.switch) as Rc<dyn BlockDevice>
+    }
+
+    /// The cache that is there now.
+    pub fn now(&self) -> Rc<OpenCache> {
+        Rc::clone(&self.now.borrow())
+    }
+
+    /// Has writes go another way; see [`larder_cache::Cache::set_mode`].
+    ///
+    /// # Errors
+    /// As a text for people.
+    pub(crate) async fn set_mode(&self, mode: Mode) -> Result<(), String> {
+        let work = self.work.begin(false)?;
+        work.ended(self.now().set_mode(mode).await)
+    }
+
+    /// Has the disk have all that only the cache has.
+    ///
+    /// # Errors
+    /// As a text for people.
+    pub(crate) async fn flush(&self) -> Result<(), String> {
+        let work = self.work.begin(false)?;
+        work.ended(self.now().flush().await)
+    }
+
+    /// Puts another cache into the place of this one, or this one again, whose device had failed. The guest is held up for
+    /// a moment.
+    ///
+    /// # Errors
+    /// As a text for people; the cache is the same as before then.
+    pub(crate) async fn replace(&self, on: &Loop, by: &Replacement) -> Result<(), String> {
+        let work = self.work.begin(true)?;
+        work.ended(self.replace_steps(on, by).await)
+    }
+
+    async fn replace_steps(&self, on: &Loop, by: &Replacement) -> Result<(), String> {
+        let old = self.now();
+        let file = by.file.as_ref().unwrap_or(&old.file);
+        let is_same = is_same(file, &old.file);
+        let wish = CacheOptions {
+            file: file.clone(),
+            size: by.size.or_else(|| cache::is_empty(file).then_some(old.size)),
+            line: None,
+            mode: Some(old.layer.mode()),
+            endurance: old.endurance,
+            force: false,
+            exactly: true,
+        };
+        match is_same {
+            true => self.replace_by_itself(on, &old, &wish).await,
+            false => self.replace_by_other(on, &old, &wish, by.lose_dirty).await,
+        }
+    }
+
+    /// The cache that has failed is opened again.
+    async fn replace_by_itself(&self, on: &Loop, old: &Rc<OpenCache>, wish: &CacheOptions) -> Result<(), String> {
+        if old.layer.works() {
+            return Err("it works; to have another one in its place, say which (--with)".to_owned());
+        }
+        if old.layer.hangs() {
+            return Err("its device still does not answer what it was asked; if it never will, replace it by another one (--with)".to_owned());
+        }
+        let held = self.switch.hold().ok_or_else(being_closed)?;
+        in_time(on, DRAIN_MAX, held.drained(on), UNDER_WAY).await?;
+        in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
+        // It gives its locks back, and is read from all the same if this fails.
+        let _ = in_time(on, STEP_MAX, old.fast.close(), "").await;
+        let disk = Rc::clone(&self.disk);
+        let (spawned, wish, options) = (on.clone(), wish.clone(), self.options.clone());
+        let opening = async move {
+            let prepared = cache::prepare(&spawned, &disk, &wish, &options, CACHE_LINE_DEFAULT).await?;
+            prepared.open(&spawned, &disk, None).await
+        };
+        // Both have the same note.
+        let noted = old.note.pause();
+        let (spawned, again) = (on.clone(), Rc::clone(old));
+        let failed = move |_| again.note.resume(noted, &spawned, &again.layer);
+        let new = open_in_time(on, opening, failed).await?;
+        self.exchange(new, held).await;
+        Ok(())
+    }
+
+    /// Another one takes its place, when the disk has all that only the old one has.
+    async fn replace_by_other(
+        &self,
+        on: &Loop,
+        old: &Rc<OpenCache>,
+        wish: &CacheOptions,
+        lose_dirty: bool,
+    ) -> Result<(), String> {
+        let line = ByteLen::new(old.layer.shape().line_len());
+        let prepared = cache::prepare(on, &self.disk, wish, &self.options, line).await;
+        let prepared = prepared.map_err(text)?;
+        let (held, is_lost) = match self.leave(on, old, lose_dirty).await {
+            Ok(left) => left,
+            Err(why) => {
+                prepared.undo();
+                return Err(why);
+            }
+        };
+        let (spawned, disk, instead) = (on.clone(), Rc::clone(&self.disk), Rc::clone(old));
+        let opening = async move { prepared.open(&spawned, &disk, Some(&instead)).await };
+        let failed = |late: Option<OpenCache>| {
+            if let Some(late) = late {
+                let _ = late.note.take_back();
+            }
+        };
+        let new = open_in_time(on, opening, failed).await?;
+        if let Err(error) = replaced::note(&self.disk.identity, &old.file, &new) {
+            let why = format!("that {} has taken its place cannot be noted: {error}", new.file);
+            if new.layer.mode() == Mode::WriteBack {
+                let _ = new.layer.leave().await;
+                new.forget_note();
+                return Err(why);
+            }
+            tracing::warn!("{}: {why}; from now on give its server the new one", self.disk.image);
+        }
+        if let Err(error) = old.retire(is_lost).await {
+            tracing::warn!(
+                "{}: its old cache {} could not be closed: {error}; drop it before it is used again (larder disk cache drop)",
+                self.disk.image,
+                old.file
+            );
+        }
+        self.exchange(new, held).await;
+        Ok(())
+    }
+
+    /// Has the disk have all that only `old` has, and holds requests; whether something is lost.
+    async fn leave(&self, on: &Loop, old: &OpenCache, lose_dirty: bool) -> Result<(Held<'_>, bool), String> {
+        let handed_over = old.layer.hand_over().await;
+        if let (Err(error), false) = (&handed_over, lose_dirty) {
+            return Err(format!(
+                "it may have data that was never written to the disk, and cannot be now: {error}; have its device come back and replace it by itself (without --with), or give that data up (--lose-dirty)"
+            ));
+        }
+        let held = self.switch.hold().ok_or_else(being_closed)?;
+        in_time(on, DRAIN_MAX, held.drained(on), UNDER_WAY).await?;
+        match old.layer.works() {
+            // What was written in between.
+            true => {
+                in_time(
+                    on,
+                    STEP_MAX,
+                    old.layer.hand_over(),
+                    "the disk does not take what only it has",
+                )
+                .await?
+            }
+            false => in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?,
+        }
+        .or_else(|error| if lose_dirty { Ok(()) } else { Err(text(error)) })?;
+        Ok((held, handed_over.is_err()))
+    }
+
+    async fn exchange(&self, new: OpenCache, held: Held<'_>) {
+        held.exchange(Rc::clone(&new.layer) as Rc<dyn BlockDevice>);
+        let new = Rc::new(new);
+        self.now.replace(Rc::clone(&new));
+        drop(held);
+        new.allocate(&self.disk.image).await;
+    }
+}
+
+const UNDER_WAY: &str = "requests that are under way do not end; try again";
+const NO_REST: &str = "what it does in the background does not end; try again";
+
+fn being_closed() -> String {
+    "the disk is being closed".to_owned()
+}
+
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+/// The result, if there is one in time.
+async fn in_time<T>(on: &Loop, limit: Duration, work: impl Future<Output = T>, why: &str) -> Result<T, String> {
+    let (mut work, mut late) = (pin!(work), pin!(on.sleep(limit)));
+    std::future::poll_fn(|context| {
+        if let Poll::Ready(done) = work.as_mut().poll(context) {
+            return Poll::Ready(Ok(done));
+        }
+        late.as_mut()
+            .poll(context)
+            .map(|()| Err(format!("{why} ({} s)", limit.as_secs())))
+    })
+    .await
+}
+
+/// The cache that is opened, if that does not take too long. It cannot be dropped half-way, so it goes on by itself then;
+/// `failed` is called when it has ended in vain, with what it has come to too late.
+async fn open_in_time(
+    on: &Loop,
+    opening: impl Future<Output = Result<OpenCache, CacheError>> + 'static,
+    failed: impl FnOnce(Option<OpenCache>) + 'static,
+) -> Result<OpenCache, String> {
+    let (sender, receiver) = oneshot::channel();
+    on.spawn(async move {
+        match opening.await {
+            Ok(opened) => {
+                if let Err(Ok(late)) = sender.send(Ok(opened)) {
+                    failed(Some(late));
+                }
+            }
+            Err(error) => {
+                failed(None);
+                let _ = sender.send(Err(error));
+            }
+        }
+    });
+    let opened = in_time(on, STEP_MAX, receiver, "the new one does not open").await?;
+    match opened {
+        Ok(opened) => opened.map_err(text),
+        Err(_) => Err(being_closed()),
+    }
+}
+
+/// What is being done because somebody wants it so.
+#[derive(Default)]
+pub(crate) struct Work {
+    running: Cell<u32>,
+    /// It must be the only one.
+    is_alone: Cell<bool>,
+    error: RefCell<Option<String>>,
+}
+
+struct Begun<'a>(&'a Work);
+
+impl Work {
+    fn begin(&self, alone: bool) -> Result<Begun<'_>, String> {
+        if self.is_alone.get() {
+            return Err("it is being replaced".to_owned());
+        }
+        if alone && self.is_running() {
+            return Err("something else is being done with it; wait until that has ended".to_owned());
+        }
+        self.is_alone.set(alone);
+        self.running.set(self.running.get() + 1);
+        Ok(Begun(self))
+    }
+
+    /// Something has not ended.
+    pub(crate) fn is_running(&self) -> bool {
+        self.running.get() > 0
+    }
+
+    /// Why the last that has ended could not be done.
+    pub(crate) fn error(&self) -> Option<String> {
+        self.error.borrow().clone()
+    }
+}
+
+impl Begun<'_> {
+    fn ended(self, result: Result<(), String>) -> Result<(), String> {
+        *self.0.error.borrow_mut() = result.as_ref().err().cloned();
+        result
+    }
+}
+
+impl Drop for Begun<'_> {
+    fn drop(&mut self) {
+        self.0.running.set(self.0.running.get() - 1);
+        self.0.is_alone.set(false);
+    }
+}

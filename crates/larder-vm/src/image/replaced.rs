@@ -1,0 +1,171 @@
+//! Which cache has taken the place of which while their disk was used: a server that is given the old one, since nobody has
+//! told it otherwise, uses the new one. So a server that is killed and started again, by `larder run` or by systemd, does
+//! not leave out what only the new one has.
+//!
+//! One file for each new cache, beside the notes of caches; a line each, all but the last hexadecimal:
+//!
+//! ```text
+//! disk 72617720...     the disk's identity
+//! new 2f737364...      the new cache: a path or URI
+//! old 2f6e766d...      a cache whose place it has taken; several, if those were replaced as well
+//! end                  it is whole
+//! ```
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+use super::cache_note::{Note, from_hex, hex, notes_folder, write_whole};
+use super::cache_wish::CacheOptions;
+use super::open_cache::OpenCache;
+use super::{ImageAddress, absolute};
+
+/// The ending of its files' names, which those of notes do not have.
+const ENDING: &str = "replaced";
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Replaced {
+    disk: Vec<u8>,
+    new: Vec<u8>,
+    old: Vec<Vec<u8>>,
+}
+
+impl Replaced {
+    /// `None` if it is not whole, or nothing that this program writes.
+    fn parse(text: &str) -> Option<Self> {
+        let mut replaced = Self::default();
+        let lines = text.strip_suffix("end\n")?;
+        for line in lines.lines() {
+            let (word, value) = line.split_once(' ')?;
+            let value = from_hex(value)?;
+            match word {
+                "disk" => replaced.disk = value,
+                "new" => replaced.new = value,
+                "old" => replaced.old.push(value),
+                _ => return None,
+            }
+        }
+        Some(replaced)
+    }
+
+    fn text(&self) -> String {
+        let mut text = format!("disk {}\nnew {}\n", hex(&self.disk), hex(&self.new));
+        for old in &self.old {
+            text.push_str(&format!("old {}\n", hex(old)));
+        }
+        text + "end\n"
+    }
+}
+
+/// All that there are, with their files.
+fn all() -> Vec<(PathBuf, Replaced)> {
+    let files = notes_folder()
+        .map(fs::read_dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .flatten();
+    let files = files
+        .map(|file| file.path())
+        .filter(|path| path.extension().is_some_and(|it| it == ENDING));
+    let known = files.filter_map(|path| {
+        let replaced = Replaced::parse(&fs::read_to_string(&path).ok()?)?;
+        Some((path, replaced))
+    });
+    known.collect()
+}
+
+/// Notes, durably, that `new` has taken the place of `old`.
+///
+/// # Errors
+/// The host's.
+pub(super) fn note(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Result<()> {
+    let place = place_of(new.note.note());
+    let place = place.ok_or_else(|| io::Error::other("neither $XDG_STATE_HOME nor $HOME says where"))?;
+    let (old, new) = (absolute(old).into_bytes(), absolute(&new.file).into_bytes());
+    let before: Vec<(PathBuf, Replaced)> = all().into_iter().filter(|(_, it)| it.disk == disk).collect();
+    // Those whose place the old one had taken have the new one now.
+    let others = before.iter().filter(|(_, it)| it.new == old || it.new == new);
+    let mut names = vec![old.clone()];
+    for name in others.flat_map(|(_, it)| &it.old) {
+        if *name != new && !names.contains(name) {
+            names.push(name.clone());
+        }
+    }
+    let of_new = Replaced {
+        disk: disk.to_vec(),
+        new,
+        old: names,
+    };
+    if let Some(folder) = place.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    write_whole(&place, &of_new.text())?;
+    for (path, _) in before.iter().filter(|(path, it)| it.new == old && *path != place) {
+        fs::remove_file(path)?;
+    }
+    Ok(())
+}
+
+/// The cache with this note is none any more: it has nobody's place.
+pub(super) fn forget(note: &Note) {
+    if let Some(place) = place_of(note) {
+        // There is none, mostly.
+        let _ = fs::remove_file(place);
+    }
+}
+
+fn place_of(note: &Note) -> Option<PathBuf> {
+    note.beside(ENDING)
+}
+
+/// The cache that has taken the place of the one that is wished, if one has.
+pub(super) fn now(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
+    if wish.exactly {
+        return wish.clone();
+    }
+    let wished = absolute(&wish.file).into_bytes();
+    for (path, replaced) in all().into_iter().filter(|(_, it)| it.disk == disk) {
+        let new = std::str::from_utf8(&replaced.new).ok().and_then(|new| new.parse().ok());
+        let Some(new) = new else { continue };
+        let is_gone = matches!(&new, ImageAddress::Path(path) if !path.exists());
+        if replaced.new == wished || is_gone {
+            // Its server is told of the new one by now, or there is none any more.
+            let _ = fs::remove_file(path);
+            continue;
+        }
+        if replaced.old.contains(&wished) {
+            tracing::info!(
+                "cache {new}: it has taken the place of {}: give it to the server from now on (cache={new})",
+                wish.file
+            );
+            return CacheOptions {
+                file: new,
+                size: None,
+                line: None,
+                ..wish.clone()
+            };
+        }
+    }
+    wish.clone()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_noted_is_read_again_and_nothing_else() {
+        let replaced = Replaced {
+            disk: b"raw file x".to_vec(),
+            new: b"/ssd/new".to_vec(),
+            old: vec![b"/ssd/old".to_vec(), b"/ssd/older".to_vec()],
+        };
+        let text = replaced.text();
+        assert_eq!(Replaced::parse(&text), Some(replaced), "{text}");
+        for len in 0..text.len() {
+            assert_eq!(Replaced::parse(&text[..len]), None, "{text}, cut off at {len}");
+        }
+        assert_eq!(Replaced::parse(&text.replace("old", "odd")), None);
+    }
+}

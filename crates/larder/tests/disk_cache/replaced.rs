@@ -1,0 +1,281 @@
+//! A cache that another one takes the place of, or that comes back, while its disk is used.
+
+use std::path::Path;
+
+use larder_bench::campaign::process::Process;
+use serde_json::json;
+
+use crate::failing::Fast;
+use crate::served::verify;
+use crate::support::{LIMIT, tool};
+use crate::write_back::{READS, WRITE_BACK, WRITES, fails, killed};
+use crate::{MIB, Place, Served, qemu_io, text};
+
+/// `larder disk cache replace` of a cache that a server uses; what it said.
+fn replace(place: &Place, served: &Served, cache: &str, options: &[&str]) -> (Option<i32>, String) {
+    let control = text(&served.control);
+    place.cache_command(&[&["replace", cache, "--control", control], options].concat())
+}
+
+fn replaced(place: &Place, served: &Served, cache: &str, options: &[&str]) {
+    let (code, said) = replace(place, served, cache, options);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(served.cache()["state"], json!("works"));
+}
+
+/// It must not be, and all of `words` be said.
+fn not_replaced(place: &Place, served: &Served, cache: &str, options: &[&str], words: &[&str]) {
+    let (code, said) = replace(place, served, cache, options);
+    assert_eq!(code, Some(2), "{said}");
+    for word in words {
+        assert!(said.contains(word), "{options:?} says nothing of '{word}': {said}");
+    }
+}
+
+fn file_of(served: &Served) -> String {
+    served.cache()["file"].as_str().expect("a text").to_owned()
+}
+
+#[test]
+fn caches_are_replaced_under_load() {
+    for mode in ["wt", "wb"] {
+        let place = Place::new();
+        let image = place.image("disk.raw", 64);
+        let caches = [place.path("one"), place.path("two")];
+        let options = ["--cache-size", "16M", "--cache-line", "8k", "--cache-mode", mode];
+        let served = place.serve(&image, &caches[0], &options);
+        let mut fio = Process::start(verify(&served.uri, &["--loops=3"])).expect("fio; testbed/setup.sh installs it");
+        for turn in 0..12 {
+            let (old, new) = (&caches[turn % 2], &caches[(turn + 1) % 2]);
+            replaced(&place, &served, text(old), &["--with", text(new)]);
+            let now = served.cache();
+            assert_eq!((&now["file"], &now["mode"]), (&json!(text(new)), &json!(mode)));
+            assert_eq!((&now["size"], &now["line_size"]), (&json!(16 * MIB), &json!(8192)));
+            // The old one is closed, and nobody's.
+            let info = place.info(old);
+            assert_eq!(
+                (&info["closed"], &info["in_use"]),
+                (&json!(true), &json!(false)),
+                "{info}"
+            );
+            assert_eq!(info["dirty"], json!(0), "{info}");
+        }
+        let status = fio.wait(LIMIT).expect("ends");
+        assert!(status.success(), "{}", fio.output());
+        served.stop();
+        // What is left in either is right.
+        for cache in &caches {
+            let served = place.serve(&image, cache, &[]);
+            assert_eq!(file_of(&served), text(cache));
+            served.read_all(64);
+            tool(
+                "qemu-img",
+                &["compare", "-U", "-f", "raw", "-F", "raw", &served.uri, text(&image)],
+            );
+            served.stop();
+        }
+    }
+}
+
+#[test]
+fn a_cache_that_had_failed_is_used_again_when_its_device_works() {
+    for is_restarted in [false, true] {
+        let place = Place::new();
+        let image = place.image("disk.raw", 16);
+        let fast = Fast::start(&place);
+        let serve = || place.start(place.serve_command(&image, &fast.uri, &["--cache-mode", "wb"]));
+        let mut served = serve();
+        not_replaced(&place, &served, &fast.uri, &[], &["it works", "--with"]);
+        served.io(&["write -P 9 1M 64k", "flush"]);
+        fast.fail();
+        fails(&served, "read 1M 4k");
+        served.io(&["write -P 8 2M 64k", "read -P 8 2M 64k", "write -P 6 1028k 4k"]);
+        let new = place.path("new");
+        for _ in 0..2 {
+            not_replaced(&place, &served, &fast.uri, &[], &["Input/output error"]);
+            let with = ["--with", text(&new)];
+            not_replaced(
+                &place,
+                &served,
+                &fast.uri,
+                &with,
+                &["never written to the disk", "--lose-dirty"],
+            );
+            assert!(!new.exists());
+        }
+        fails(&served, "read 1M 4k");
+        served.io(&["read -P 7 0 1M", "read -P 6 1028k 4k", "write -P 3 1036k 4k"]);
+        match is_restarted {
+            false => {
+                fast.work();
+                replaced(&place, &served, &fast.uri, &[]);
+            }
+            true => {
+                served.kill();
+                fast.work();
+                served = serve();
+            }
+        }
+        let reads = [
+            "read -P 7 0 1M",
+            "read -P 9 1M 4k",
+            "read -P 6 1028k 4k",
+            "read -P 9 1032k 4k",
+            "read -P 3 1036k 4k",
+            "read -P 9 1040k 48k",
+            "read -P 8 2M 64k",
+        ];
+        served.io(&reads);
+        served.io(&["write -P 5 3M 64k", "read -P 5 3M 64k"]);
+        served.stop();
+        qemu_io("raw", text(&image), &reads);
+        qemu_io("raw", text(&image), &["read -P 5 3M 64k"]);
+    }
+}
+
+#[test]
+fn what_only_a_failed_cache_has_is_lost_only_if_that_is_said() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let fast = Fast::start(&place);
+    let served = place.start(place.serve_command(&image, &fast.uri, &["--cache-mode", "wb"]));
+    served.io(&["write -P 9 1M 64k", "flush"]);
+    fast.fail();
+    fails(&served, "read 1M 4k");
+    let new = place.path("new");
+    let with = ["--with", text(&new), "--size", "4M", "--lose-dirty"];
+    replaced(&place, &served, &fast.uri, &with);
+    assert_eq!(served.count("size"), 4 * MIB);
+    served.io(&["read -P 7 0 2M", "write -P 4 1M 4k"]);
+    served.kill();
+    fast.work();
+    // Nothing of what the old one has is taken for the disk's any more; and it is not asked for.
+    let served = place.start(place.serve_command(&image, &fast.uri, &[]));
+    assert_eq!(file_of(&served), text(&new));
+    served.io(&["read -P 4 1M 4k", "read -P 7 1028k 1M"]);
+    served.stop();
+    let (code, said) = place.cache_command(&["drop", text(&new)]);
+    assert_eq!(code, Some(0), "{said}");
+    place.refused(
+        &image,
+        &fast.uri,
+        &[],
+        &["changed since without it", "drop --lose-dirty"],
+    );
+}
+
+#[test]
+fn a_server_that_is_given_the_old_cache_uses_the_one_that_took_its_place() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let [one, two, three] = ["one", "two", "three"].map(|name| place.path(name));
+    let served = place.serve(&image, &one, &WRITE_BACK);
+    replaced(&place, &served, text(&one), &["--with", text(&two)]);
+    replaced(&place, &served, text(&two), &["--with", text(&three), "--size", "4M"]);
+    served.io(&WRITES);
+    served.kill();
+    let served = place.serve(&image, &one, &WRITE_BACK);
+    assert_eq!(file_of(&served), text(&three));
+    served.io(&READS);
+    replaced(&place, &served, text(&three), &["--with", text(&one)]);
+    served.stop();
+    qemu_io("raw", text(&image), &READS);
+    let served = place.serve(&image, &one, &[]);
+    assert_eq!(file_of(&served), text(&one));
+    replaced(&place, &served, text(&one), &["--with", text(&two)]);
+    served.stop();
+    // Whoever says the new one means it, and the old one from then on, too.
+    for cache in [&two, &one] {
+        let served = place.serve(&image, cache, &[]);
+        assert_eq!(file_of(&served), text(cache));
+        served.io(&READS);
+        served.stop();
+    }
+    let served = place.serve(&image, &one, &[]);
+    replaced(&place, &served, text(&one), &["--with", text(&three)]);
+    served.stop();
+    std::fs::remove_file(&three).expect("was there");
+    let served = place.serve(&image, &one, &[]);
+    assert_eq!(file_of(&served), text(&one));
+}
+
+#[test]
+fn what_cannot_take_a_caches_place_does_not() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let (cache, full) = (place.path("cache"), place.image("full", 4));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(2);
+    let folder = place.path("");
+    let missing = place.path("missing/new");
+    let refusals: [(&[&str], &[&str]); 5] = [
+        (&[], &["it works", "--with"]),
+        (&["--with", text(&cache)], &["it works"]),
+        (&["--with", text(&full)], &["not empty"]),
+        (&["--with", text(&missing)], &["cannot be made"]),
+        (&["--with", text(&folder)], &["directory"]),
+    ];
+    for (options, words) in refusals {
+        not_replaced(&place, &served, text(&cache), options, words);
+        assert_eq!(file_of(&served), text(&cache));
+    }
+    not_replaced(&place, &served, text(&full), &["--with", text(&missing)], &["has not"]);
+    let small = place.path("small");
+    not_replaced(
+        &place,
+        &served,
+        text(&cache),
+        &["--with", text(&small), "--size", "8k"],
+        &["too small"],
+    );
+    assert!(!small.exists());
+    let before = served.count("misses");
+    served.read_all(2);
+    assert_eq!(served.count("misses"), before);
+    let put = |body: &str| {
+        let control = text(&served.control);
+        let url = "http://localhost/v1/disks/0/cache/replace";
+        tool(
+            "curl",
+            &["-s", "-i", "--unix-socket", control, "-X", "POST", "-d", body, url],
+        )
+    };
+    for (body, words) in [
+        ("", "the body is no"),
+        ("{\"with\":\"relative\"}", "begins at the root"),
+        ("{\"size\":-1}", "the body is no"),
+        ("{\"by\":\"/x\"}", "unknown field"),
+    ] {
+        let said = put(body);
+        assert!(
+            said.starts_with("HTTP/1.1 400 ") && said.contains(words),
+            "{body}: {said}"
+        );
+    }
+    let said = put("{}");
+    assert!(said.starts_with("HTTP/1.1 409 ") && said.contains("it works"), "{said}");
+}
+
+#[test]
+fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
+    let place = Place::new();
+    let (image, cache) = killed(&place);
+    place.left(&cache);
+    let words = [text(&cache), "larder disk cache flush", "drop --lose-dirty"];
+    let without = || {
+        let mut command = crate::support::disk_serve(&[text(&image), "--nbd", &place.nbd()]);
+        command.env("STATE_DIRECTORY", place.path("state"));
+        command
+    };
+    let other = place.path("other");
+    for options in [&["--cache-size", "4M"][..], &["--cache-size", "4M", "--read-only"]] {
+        place.refused(&image, text(&other), options, &words);
+        assert!(!Path::new(&other).exists());
+    }
+    crate::assert_fails(without(), &words);
+    let (code, said) = place.cache_command(&["flush", text(&cache)]);
+    assert_eq!(code, Some(0), "{said}");
+    let served = place.start(without());
+    served.io(&READS);
+    served.stop();
+}
