@@ -81,7 +81,8 @@ pub(crate) struct Cleaning {
     asked: Cell<u64>,
     /// Bytes written to the disk so far.
     pub(crate) written: Cell<u64>,
-    /// Why it could not be done the last time.
+    /// How often it has ended, and why the last time, if that was an error.
+    ends: Cell<u64>,
     error: RefCell<Option<IoError>>,
     ended: Waiters,
 }
@@ -99,6 +100,7 @@ impl Cleaning {
             waited_for: Cell::new(0),
             asked: Cell::new(0),
             written: Cell::new(0),
+            ends: Cell::new(0),
             error: RefCell::default(),
             ended: Waiters::default(),
         }
@@ -113,6 +115,12 @@ impl Cleaning {
     pub(crate) async fn stop(&self) {
         self.stopped.set(true);
         self.ended.until(|| !self.running.get()).await;
+    }
+
+    /// Completes when it has ended once more.
+    async fn end(&self) {
+        let ends = self.ends.get();
+        self.ended.until(|| self.ends.get() != ends).await;
     }
 
     /// A slot has been changed.
@@ -226,9 +234,12 @@ impl Cache {
         }
         let Some(cache) = self.this.upgrade() else { return };
         self.spawn(async move {
-            cache.clean_old().await;
-            cache.cleaning.running.set(false);
-            cache.cleaning.ended.wake();
+            let cleaning = &cache.cleaning;
+            let cleaned = cache.clean_old().await;
+            cleaning.error.replace(cleaned.err());
+            cleaning.ends.set(cleaning.ends.get() + 1);
+            cleaning.running.set(false);
+            cleaning.ended.wake();
         });
     }
 
@@ -241,21 +252,24 @@ impl Cache {
         let _now = WaitedFor::new(&cleaning.waited_for);
         self.load_all().await?;
         loop {
-            cleaning.ended.until(|| !cleaning.running.get()).await;
+            if cleaning.running.get() {
+                // It may have failed before anybody asked.
+                cleaning.end().await;
+            }
             self.index.borrow_mut().dirty.age();
             if !self.index.borrow().dirty.has_old() {
                 return Ok(());
             }
-            *cleaning.error.borrow_mut() = None;
+            // Or somebody else has: all who wait hear how it ends.
             self.start_cleaning();
-            cleaning.ended.until(|| !cleaning.running.get()).await;
-            if let Some(error) = cleaning.error.borrow_mut().take() {
-                return Err(error);
+            cleaning.end().await;
+            if let Some(error) = &*cleaning.error.borrow() {
+                return Err(error.clone());
             }
         }
     }
 
-    async fn clean_old(&self) {
+    async fn clean_old(&self) -> IoResult {
         loop {
             let (asked, began) = (self.cleaning.asked.get(), self.now());
             let hurries = self.hurries();
@@ -265,12 +279,14 @@ impl Cache {
             if !hurries {
                 lines.truncate(len_of_runs(&lines, BESIDE_RUNS));
             }
-            let Some(last) = lines.last() else { return };
+            let Some(last) = lines.last() else {
+                return Ok(());
+            };
             self.cleaning.next.set(last + 1);
-            match self.clean_lines(&lines).await {
+            let cleaned = self.clean_lines(&lines).await;
+            match &cleaned {
                 Ok(0) => {}
                 Ok(_) => {
-                    *self.cleaning.error.borrow_mut() = None;
                     if self.cleaning.asked.get() != asked {
                         self.rest(began).await;
                     }
@@ -283,16 +299,13 @@ impl Cache {
                             self.lower.name()
                         );
                     }
-                    *self.cleaning.error.borrow_mut() = Some(error);
                 }
             }
             let Some(sleep) = self.on.upgrade().map(|on| on.sleep(PAUSE)) else {
-                return;
+                return cleaned.map(drop);
             };
             sleep.await;
-            if self.cleaning.error.borrow().is_some() {
-                return;
-            }
+            cleaned?;
         }
     }
 

@@ -7,11 +7,12 @@ use std::rc::Rc;
 use larder_block::backend::simulated::{Effect, Fault, Medium, Options, SimulatedDevice, Stop};
 use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, IoResult, Loop, Operation, ReadBuf, WriteBuf,
-    WriteFlags, ZeroFlags,
+    WriteFlags, ZeroFlags, join,
 };
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
 };
+use smallvec::SmallVec;
 
 const LINE: u64 = 4096;
 
@@ -331,6 +332,15 @@ fn only_what_nobody_else_has_fails_while_the_device_hangs() {
     check_rescued(&stack.on, &*stack.disk);
     stack.flush().expect("flushed");
     assert!(!stack.cache.works());
+}
+
+#[test]
+fn flushes_that_fail_together_do_not_wait_for_each_other() {
+    let stack = lose_some();
+    let flushes = (0..200).map(|_| stack.cache.flush());
+    stack
+        .wait(join(flushes.collect::<SmallVec<[_; 2]>>()))
+        .expect_err("not durable");
 }
 
 /// Line 9 and most of line 3 are as they were when the device began to hang, and what was written since is there.
