@@ -260,13 +260,14 @@ impl<'a> Io<'a> {
 
     /// A request to a device that lives as long as the request, whatever else becomes of it. `begin` must keep the device
     /// that it is given nowhere but in what it returns.
-    pub(crate) fn lent(device: Rc<Lent>, begin: impl FnOnce(&'a dyn BlockDevice) -> Self) -> Self {
+    pub(crate) fn lent(device: &Rc<Lent>, begin: impl FnOnce(&'a dyn BlockDevice) -> Self) -> Self {
         // SAFETY: the device does not move, and what is returned has a share in it, which is dropped behind all that
-        // borrows it. The callers, all in `filter::switch`, do nothing but call a method of the device.
+        // borrows it, unless it borrows nothing because it was answered. The callers, all in `filter::switch`, do nothing
+        // but call a method of the device.
         let borrowed: &'a dyn BlockDevice = unsafe { &*Rc::as_ptr(&device.0) };
         let mut io = begin(borrowed);
         if !io.is_ready() {
-            io.lent = Some(device);
+            io.lent = Some(Rc::clone(device));
         }
         io
     }

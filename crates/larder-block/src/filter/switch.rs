@@ -3,7 +3,7 @@
 //! Every request has a share in the layer that it went to, so that one that was exchanged goes with its last request, and
 //! it is known how many are under way. To be exchanged, new ones are held, and those under way are waited for.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, Ref, RefCell};
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
@@ -44,14 +44,15 @@ impl Switch {
         can_be.then(|| Held(self))
     }
 
-    fn now(&self) -> Option<Rc<Lent>> {
-        (!self.is_held.get()).then(|| Rc::clone(&self.layer.borrow()))
+    /// The layer, unless requests are held.
+    fn now(&self) -> Option<Ref<'_, Rc<Lent>>> {
+        (!self.is_held.get()).then(|| self.layer.borrow())
     }
 
     /// The layer, once requests are not held.
     async fn layer(&self) -> Rc<Lent> {
         std::future::poll_fn(|context| match self.now() {
-            Some(layer) => Poll::Ready(layer),
+            Some(layer) => Poll::Ready(Rc::clone(&layer)),
             None => {
                 let mut waiting = self.waiting.borrow_mut();
                 if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
@@ -101,21 +102,21 @@ impl BlockDevice for Switch {
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         match self.now() {
-            Some(layer) => Io::lent(layer, |device| device.read(start, buffer)),
+            Some(layer) => Io::lent(&layer, |device| device.read(start, buffer)),
             None => Io::task(async move { self.layer().await.0.read(start, buffer).await }),
         }
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         match self.now() {
-            Some(layer) => Io::lent(layer, |device| device.write(start, buffer, flags)),
+            Some(layer) => Io::lent(&layer, |device| device.write(start, buffer, flags)),
             None => Io::task(async move { self.layer().await.0.write(start, buffer, flags).await }),
         }
     }
 
     fn flush(&self) -> Io<'_> {
         match self.now() {
-            Some(layer) => Io::lent(layer, |device| device.flush()),
+            Some(layer) => Io::lent(&layer, |device| device.flush()),
             None => Io::task(async { self.layer().await.0.flush().await }),
         }
     }
