@@ -145,6 +145,34 @@ fn len_of_runs(lines: &[Line], runs: usize) -> usize {
     ends.map(|(at, _)| at + 1).nth(runs - 1).unwrap_or(lines.len())
 }
 
+/// Some lines could not be cleaned, and others are tried, each once.
+struct Failed {
+    error: IoError,
+    /// From here on it was tried, and from the first line on.
+    from: Line,
+    is_around: bool,
+    in_vain: u32,
+}
+
+impl Failed {
+    fn new(error: IoError, from: Line) -> Self {
+        Self {
+            error,
+            from,
+            is_around: false,
+            in_vain: 0,
+        }
+    }
+
+    /// Leaves those of `lines`, which follow `next` or, if there are none, are the first ones, that were not tried.
+    fn keep_untried(&mut self, lines: &mut Vec<Line>, next: Line) {
+        self.is_around |= lines.first().is_some_and(|first| *first < next);
+        if self.is_around {
+            lines.truncate(lines.partition_point(|line| *line < self.from));
+        }
+    }
+}
+
 /// Ends the cleaning of some slots.
 struct Busy<'a> {
     cache: &'a Cache,
@@ -159,6 +187,9 @@ impl Drop for Busy<'_> {
         });
     }
 }
+
+/// After so many parts that could not be cleaned, one after the other, no more are tried: it is not a bad spot.
+const IN_VAIN_MAX: u32 = 16;
 
 /// Somebody waits for all to be clean.
 struct WaitedFor<'a>(&'a Cell<u32>);
@@ -270,21 +301,25 @@ impl Cache {
     }
 
     async fn clean_old(&self) -> IoResult {
+        let mut failed: Option<Failed> = None;
         loop {
             let (asked, began) = (self.cleaning.asked.get(), self.now());
             let hurries = self.hurries();
             let bytes = if hurries { BATCH_LEN } else { BESIDE_LEN };
             let per_batch = (bytes / self.shape.line_len()) as usize;
-            let mut lines = self.index.borrow().dirty.old_from(self.cleaning.next.get(), per_batch);
+            let next = self.cleaning.next.get();
+            let mut lines = self.index.borrow().dirty.old_from(next, per_batch);
             if !hurries {
                 lines.truncate(len_of_runs(&lines, BESIDE_RUNS));
             }
+            if let Some(failed) = &mut failed {
+                failed.keep_untried(&mut lines, next);
+            }
             let Some(last) = lines.last() else {
-                return Ok(());
+                return failed.map_or(Ok(()), |failed| Err(failed.error));
             };
             self.cleaning.next.set(last + 1);
-            let cleaned = self.clean_lines(&lines).await;
-            match &cleaned {
+            match self.clean_lines(&lines).await {
                 Ok(0) => {}
                 Ok(_) => {
                     if self.cleaning.asked.get() != asked {
@@ -293,20 +328,58 @@ impl Cache {
                     continue;
                 }
                 Err(error) => {
-                    if self.cleaning.error.borrow().is_none() {
+                    if self.cleaning.error.borrow().is_none() && failed.is_none() {
                         tracing::error!(
                             "{}: what only its cache has could not be written to it, which is tried again: {error}",
                             self.lower.name()
                         );
                     }
+                    let (failed, is_waited_for) = (
+                        failed.get_or_insert(Failed::new(error.clone(), lines[0])),
+                        self.cleaning.waited_for.get() > 0,
+                    );
+                    if is_waited_for && self.clean_in_parts(&lines, &mut failed.in_vain).await {
+                        continue;
+                    }
+                    self.pause().await;
+                    return Err(error);
                 }
             }
-            let Some(sleep) = self.on.upgrade().map(|on| on.sleep(PAUSE)) else {
-                return cleaned.map(drop);
-            };
-            sleep.await;
-            cleaned?;
+            self.pause().await;
         }
+    }
+
+    async fn pause(&self) {
+        if let Some(sleep) = self.on.upgrade().map(|on| on.sleep(PAUSE)) {
+            sleep.await;
+        }
+    }
+
+    /// Cleans what it can of lines that cannot be cleaned all together: a part of a device that does not work is not to keep
+    /// the rest from the disk. Whether it is worth going on; what was tried `in_vain` since something could be cleaned is
+    /// counted.
+    async fn clean_in_parts(&self, lines: &[Line], in_vain: &mut u32) -> bool {
+        let mut parts = vec![lines];
+        while let Some(part) = parts.pop() {
+            let cleaned = match part.len() == lines.len() {
+                // That was tried.
+                true => false,
+                false => self.clean_lines(part).await.is_ok(),
+            };
+            if cleaned {
+                *in_vain = 0;
+                continue;
+            }
+            *in_vain += 1;
+            if *in_vain >= IN_VAIN_MAX {
+                return false;
+            }
+            if part.len() > 1 {
+                let (first, second) = part.split_at(part.len() / 2);
+                parts.extend([second, first]);
+            }
+        }
+        true
     }
 
     /// There is no time to rest.

@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Duration;
 
+use larder_block::event_loop::WeakLoop;
 use larder_block::filter::meter::metered;
 use larder_block::range_lock::{Mode as Hold, Ranges};
 use larder_block::{
@@ -212,12 +213,21 @@ pub async fn read_superblock(fast: &Rc<dyn BlockDevice>) -> Result<Superblock, O
 }
 
 impl Cache {
-    /// `lower`, with the cache on `fast`, on `on`.
+    /// `lower`, with the cache on `fast`, on `on`, which what is returned does not keep alive.
     ///
     /// # Errors
     /// See [`OpenError`].
-    pub async fn open(
+    pub fn open(
         on: &Loop,
+        lower: Rc<dyn BlockDevice>,
+        fast: Rc<dyn BlockDevice>,
+        options: OpenOptions,
+    ) -> impl Future<Output = Result<Rc<Self>, OpenError>> + use<> {
+        Self::open_steps(on.downgrade(), lower, fast, options)
+    }
+
+    async fn open_steps(
+        on: WeakLoop,
         lower: Rc<dyn BlockDevice>,
         fast: Rc<dyn BlockDevice>,
         options: OpenOptions,
@@ -313,7 +323,7 @@ impl Cache {
         let unsettled_max = (shape.slots() / UNSETTLED_SHARE).clamp(UNSETTLED_MIN, UNSETTLED_MAX);
         let opened = Rc::new_cyclic(|this| Self {
             this: this.clone(),
-            on: on.downgrade(),
+            on: on.clone(),
             lower,
             fast: Fast::new(on, fast, this.clone()),
             usage: Usage::new(disk_meter, cache_meter, options.endurance.is_some()),
@@ -365,7 +375,7 @@ impl Cache {
         }
         if was_dirty || options.load_ahead {
             let loads = Rc::downgrade(&opened);
-            on.spawn(async move {
+            opened.spawn(async move {
                 let Some(cache) = loads.upgrade() else { return };
                 match cache.load_ahead().await {
                     Ok(()) => cache.clean_in_time(),

@@ -20,7 +20,7 @@ use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use larder_block::event_loop::{Loop, WeakLoop};
+use larder_block::event_loop::WeakLoop;
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Io, IoError, IoResult, Operation, ReadBuf, Watch,
     WriteBuf, WriteFlags,
@@ -73,11 +73,11 @@ struct Waiting {
 
 impl Fast {
     /// `device`, which `cache` uses.
-    pub(crate) fn new(on: &Loop, device: Rc<dyn BlockDevice>, cache: Weak<Cache>) -> Rc<Self> {
+    pub(crate) fn new(on: WeakLoop, device: Rc<dyn BlockDevice>, cache: Weak<Cache>) -> Rc<Self> {
         Rc::new_cyclic(|this| Self {
             this: this.clone(),
             cache,
-            on: on.downgrade(),
+            on,
             device,
             ages: Default::default(),
             now: Cell::new(0),

@@ -130,3 +130,56 @@ fn what_cannot_be_read_any_more_can_be_written_over_and_stays_so() {
         assert_eq!(cache.statistics().dirty_lines, 0);
     });
 }
+
+#[test]
+fn bad_spots_of_the_disk_keep_only_their_own_lines_from_it() {
+    const LINES: u64 = 96;
+    let bad = [3, 4, 40, 95];
+    let on = Loop::simulated().expect("no kernel is needed");
+    on.block_on(async {
+        let (disk, fast) = (device(&on, ByteLen::mib(1)), device(&on, ByteLen::mib(1)));
+        let options = CreateOptions {
+            line_bits: LINE.trailing_zeros(),
+            mode: Mode::WriteBack,
+            uuid: [7; 16],
+            disk: DiskId::default(),
+            disk_size: ByteLen::mib(1),
+        };
+        create(&(Rc::clone(&fast) as Rc<dyn BlockDevice>), &options)
+            .await
+            .expect("has room");
+        let cache = opened(&on, &disk, &fast, &Notes::default()).await;
+        let error = Failure::Os(5);
+        for line in bad {
+            let range = ByteRange::new(line * LINE as u64, 512);
+            disk.inject(Fault::always(Effect::Fail(error)).on(Operation::Write).within(range));
+        }
+        for line in 0..LINES {
+            write(&cache, line * LINE as u64, 1 + line as u8, LINE)
+                .await
+                .expect("the cache takes it");
+        }
+        for _ in 0..2 {
+            let cleaned = cache.clean().await.map_err(|error| error.failure());
+            assert_eq!(cleaned, Err(error));
+            assert_eq!(cache.statistics().dirty_lines, bad.len() as u64);
+        }
+        disk.inject(Fault::always(Effect::Fail(error)).on(Operation::Write));
+        let begin = on.now();
+        assert!(cache.clean().await.is_err());
+        assert!(
+            on.now().since(begin).as_secs() < 5,
+            "a disk that takes nothing is not asked for each line"
+        );
+        disk.heal();
+        cache.clean().await.expect("it takes everything");
+        assert_eq!(cache.statistics().dirty_lines, 0);
+        cache.close().await.expect("both devices work");
+        for line in 0..LINES {
+            let mut bytes = vec![0; LINE];
+            let at = ByteOffset::new(line * LINE as u64);
+            disk.read(at, ReadBuf::new(&mut bytes)).await.expect("can be read");
+            assert!(bytes.iter().all(|byte| *byte == 1 + line as u8), "line {line}");
+        }
+    });
+}

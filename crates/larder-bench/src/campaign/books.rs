@@ -99,14 +99,7 @@ impl Books {
     /// # Errors
     /// It has not.
     pub fn compare(&self, disk: &[u8]) -> anyhow::Result<()> {
-        ensure!(disk.len() == self.0.len() * SECTOR, "the disk has {} bytes", disk.len());
-        for ((sector, book), got) in (0..).zip(&self.0).zip(disk.chunks(SECTOR)) {
-            let found = number_in(sector, got);
-            if !found.is_some_and(|number| book.has(number, book.completed)) {
-                return self.complain("holds", sector, found);
-            }
-        }
-        Ok(())
+        self.compare_since(disk, |book| book.completed)
     }
 
     /// Compares an image that has all that was flushed, and of what came later as much as it likes.
@@ -114,10 +107,15 @@ impl Books {
     /// # Errors
     /// It has not.
     pub fn compare_flushed(&self, disk: &[u8]) -> anyhow::Result<()> {
+        self.compare_since(disk, |book| book.flushed)
+    }
+
+    /// Each sector has the `least` write, or a later one.
+    fn compare_since(&self, disk: &[u8], least: fn(&Book) -> u64) -> anyhow::Result<()> {
         ensure!(disk.len() == self.0.len() * SECTOR, "the disk has {} bytes", disk.len());
         for ((sector, book), got) in (0..).zip(&self.0).zip(disk.chunks(SECTOR)) {
             let found = number_in(sector, got);
-            if !found.is_some_and(|number| book.has(number, book.flushed)) {
+            if !found.is_some_and(|number| book.has(number, least(book))) {
                 return self.complain("holds", sector, found);
             }
         }

@@ -1,11 +1,15 @@
 //! The cache over another stack, on a disk of its own, so small that it is always full.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::os::unix::fs::FileExt;
+use std::pin::pin;
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 use larder_block::backend::simulated::{Random, SimulatedDevice};
+use larder_block::event_loop::WeakLoop;
+use larder_block::filter::switch::Switch;
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
@@ -21,6 +25,8 @@ pub(super) struct Cached {
     pub(super) name: &'static str,
     pub(super) below: &'static dyn Stack,
     pub(super) modes: Modes,
+    /// Others take its place while it runs: the same one, opened again.
+    pub(super) is_replaced: bool,
 }
 
 /// How writes go from an opening on, or a moment while it runs.
@@ -70,16 +76,41 @@ impl Cached {
         self.modes.any_of.contains(&Mode::WriteBack)
     }
 
-    async fn open_once(&self, on: &Loop, disks: &Disks, mut random: Random) -> Outcome<Rc<Cache>> {
+    async fn open_once(&self, on: &Loop, disks: &Disks, mut random: Random) -> Outcome<(Rc<Cache>, Place)> {
         let (below, fast, witness) = split(disks)?;
-        let noted = Noted::new(witness);
+        let place = Place {
+            modes: self.modes,
+            lower: self.below.open(on, below, random.fork()).await?.device,
+            fast: Rc::clone(fast),
+            witness: Rc::clone(witness),
+        };
+        Ok((place.open(on, random).await?, place))
+    }
+}
+
+/// Where a cache is.
+#[derive(Clone)]
+struct Place {
+    modes: Modes,
+    lower: Rc<dyn BlockDevice>,
+    fast: Rc<SimulatedDevice>,
+    witness: Rc<SimulatedDevice>,
+}
+
+impl Place {
+    fn open(&self, on: &Loop, random: Random) -> impl Future<Output = Outcome<Rc<Cache>>> + use<> {
+        self.clone().open_steps(on.downgrade(), random)
+    }
+
+    async fn open_steps(self, on: WeakLoop, mut random: Random) -> Outcome<Rc<Cache>> {
+        let noted = Noted::new(&self.witness);
         let detached = noted.read().await?;
         // Otherwise as before.
         let mode = random.chance(900).then(|| self.modes.draw(&mut random));
         let load_ahead = random.chance(500);
         let endurance = random.chance(300).then(|| random.pick(&[1, 8, 64]));
         let endurance = endurance.map(ByteLen::mib);
-        let boot = boot_of(fast, &mut random)?;
+        let boot = boot_of(&self.fast, &mut random)?;
         let cleaning = CleanOptions {
             after: random.duration(Duration::from_micros(100), Duration::from_millis(100)),
             percent: random.pick(&[1, 20, 50, 100]),
@@ -89,7 +120,6 @@ impl Cached {
             after: random.duration(Duration::from_micros(100), Duration::from_millis(50)),
             lines_max: Some(random.pick(&[1, 4, 16, 64])),
         };
-        let lower = self.below.open(on, below, random).await?.device;
         let options = OpenOptions {
             mode,
             disk: DiskId::default(),
@@ -102,8 +132,49 @@ impl Cached {
             endurance,
             settling,
         };
-        Ok(Cache::open(on, lower, Rc::clone(fast) as _, options).await?)
+        let opening = on.upgrade().map(|on| Cache::open(&on, self.lower, self.fast, options));
+        Ok(opening.ok_or("the loop is gone")?.await?)
     }
+
+    /// Has a cache that works be opened again while its disk is used, as the program has another one take its place.
+    async fn replace(&self, on: &WeakLoop, switch: &Switch, now: &RefCell<Rc<Cache>>, random: Random) {
+        let old = Rc::clone(&now.borrow());
+        let hand_over = async || in_time(on, old.hand_over()).await.is_some_and(|done| done.is_ok());
+        if !old.works() || !hand_over().await {
+            return;
+        }
+        let Some(held) = switch.hold() else { return };
+        if in_time(on, held.drained(on)).await.is_none() || !old.works() || !hand_over().await {
+            return;
+        }
+        // What is not closed is opened as after a kill.
+        let _ = old.leave().await;
+        let Some(opening) = on.upgrade().map(|on| self.open(&on, random)) else {
+            return;
+        };
+        match in_time(on, opening).await {
+            Some(Ok(new)) => {
+                held.exchange(Rc::clone(&new) as _);
+                now.replace(new);
+            }
+            // There is none from now on.
+            _ => {
+                Noted::new(&self.witness).detach().await.expect("never fails");
+                held.exchange(Rc::clone(&self.lower));
+            }
+        }
+    }
+}
+
+/// The result, unless it takes longer than a guest is held up for.
+async fn in_time<T>(on: &WeakLoop, work: impl Future<Output = T>) -> Option<T> {
+    let late = on.upgrade().map(|on| on.sleep(Duration::from_secs(5)))?;
+    let (mut work, mut late) = (pin!(work), pin!(late));
+    std::future::poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(done) => Poll::Ready(Some(done)),
+        Poll::Pending => late.as_mut().poll(context).map(|()| None),
+    })
+    .await
 }
 
 impl Stack for Cached {
@@ -164,27 +235,38 @@ impl Stack for Cached {
         Box::pin(async move {
             if random.chance(100) {
                 // As a user stops it who starts it again.
-                self.open_once(on, disks, random.fork()).await?.close().await?;
+                self.open_once(on, disks, random.fork()).await?.0.close().await?;
             }
-            let cache = self.open_once(on, disks, random).await?;
-            let (modes, weak, poked) = (self.modes, on.downgrade(), Rc::downgrade(&cache));
-            let pokes = Rc::new(Cell::new(0));
+            let (cache, place) = self.open_once(on, disks, random).await?;
+            let switch = Rc::new(Switch::new(Rc::clone(&place.lower), Rc::clone(&cache) as _));
+            let (weak, poked) = (on.downgrade(), Rc::downgrade(&switch));
+            let now = Rc::new(RefCell::new(cache));
+            let (pokes, is_replaced) = (Rc::new(Cell::new(0)), self.is_replaced);
+            let top: Rc<dyn BlockDevice> = match is_replaced {
+                true => switch,
+                false => Rc::clone(&now.borrow()) as _,
+            };
             let poke: Poke = Rc::new(move |random| {
-                let mode = modes.draw(random);
+                let mode = place.modes.draw(random);
                 pokes.set(pokes.get() + 1);
                 let (pokes, number) = (Rc::clone(&pokes), pokes.get());
-                if let (Some(on), Some(cache)) = (weak.upgrade(), poked.upgrade()) {
-                    on.spawn(async move {
-                        // If it fails, it has changed all the same.
-                        let is_clean = cache.set_mode(mode).await.is_ok() && mode != Mode::WriteBack;
-                        if is_clean && pokes.get() == number {
-                            assert_eq!(cache.statistics().dirty_lines, 0, "{mode:?} has dirty lines");
-                        }
-                    });
+                let Some(on) = weak.upgrade() else { return };
+                if let (true, Some(switch)) = (is_replaced && random.chance(500), poked.upgrade()) {
+                    let (place, now, random, running) = (place.clone(), Rc::clone(&now), random.fork(), weak.clone());
+                    on.spawn(async move { place.replace(&running, &switch, &now, random).await });
+                    return;
                 }
+                let cache = Rc::clone(&now.borrow());
+                on.spawn(async move {
+                    // If it fails, it has changed all the same.
+                    let is_clean = cache.set_mode(mode).await.is_ok() && mode != Mode::WriteBack;
+                    if is_clean && pokes.get() == number {
+                        assert_eq!(cache.statistics().dirty_lines, 0, "{mode:?} has dirty lines");
+                    }
+                });
             });
             Ok(Opened {
-                device: cache,
+                device: top,
                 poke: Some(poke),
             })
         })

@@ -214,26 +214,37 @@ pub const STACKS: &[&dyn Stack] = &[
         name: "cache",
         below: &PLAIN,
         modes: Modes::mostly(Mode::WriteThrough),
+        is_replaced: false,
     },
     &Cached {
         name: "cache-around",
         below: &PLAIN,
         modes: Modes::mostly(Mode::WriteAround),
+        is_replaced: false,
     },
     &Cached {
         name: "cache-pass",
         below: &PLAIN,
         modes: Modes::mostly(Mode::PassThrough),
+        is_replaced: false,
     },
     &Cached {
         name: "cache-back",
         below: &PLAIN,
         modes: Modes::mostly(Mode::WriteBack),
+        is_replaced: false,
+    },
+    &Cached {
+        name: "cache-replaced",
+        below: &PLAIN,
+        modes: Modes::ANY,
+        is_replaced: true,
     },
     &Cached {
         name: "cache-back-qcow2",
         below: &QCOW2,
         modes: Modes::mostly(Mode::WriteBack),
+        is_replaced: false,
     },
     &Prefetched {
         name: "prefetch",
@@ -249,6 +260,7 @@ pub const STACKS: &[&dyn Stack] = &[
             name: "cache-qcow2",
             below: &QCOW2,
             modes: Modes::ANY,
+            is_replaced: false,
         },
     },
 ];

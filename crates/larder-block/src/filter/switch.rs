@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, Lent, SizeChanges, WriteFlags, ZeroFlags};
 use crate::error::IoResult;
-use crate::event_loop::Loop;
+use crate::event_loop::WeakLoop;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// How often it is looked whether requests are still under way.
@@ -70,9 +70,12 @@ pub struct Held<'a>(&'a Switch);
 
 impl Held<'_> {
     /// Completes when no request is under way.
-    pub async fn drained(&self, on: &Loop) {
+    pub async fn drained(&self, on: &WeakLoop) {
         while Rc::strong_count(&self.0.layer.borrow()) > 1 {
-            on.sleep(LOOK_INTERVAL).await;
+            let Some(sleep) = on.upgrade().map(|on| on.sleep(LOOK_INTERVAL)) else {
+                return std::future::pending().await;
+            };
+            sleep.await;
         }
     }
 

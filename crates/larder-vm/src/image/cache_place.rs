@@ -130,7 +130,7 @@ impl CachePlace {
             return Err("its device still does not answer what it was asked; if it never will, replace it by another one (--with)".to_owned());
         }
         let held = self.switch.hold().ok_or_else(being_closed)?;
-        in_time(on, DRAIN_MAX, held.drained(on), UNDER_WAY).await?;
+        in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
         in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
         // It gives its locks back, and is read from all the same if this fails.
         let _ = in_time(on, STEP_MAX, old.fast.close(), "").await;
@@ -204,7 +204,7 @@ impl CachePlace {
             ));
         }
         let held = self.switch.hold().ok_or_else(being_closed)?;
-        in_time(on, DRAIN_MAX, held.drained(on), UNDER_WAY).await?;
+        in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
         match old.layer.works() {
             // What was written in between.
             true => {
