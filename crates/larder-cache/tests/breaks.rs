@@ -1,0 +1,329 @@
+//! How caches of this kind have broken: what was in the way of others, one after the other. The simulator finds more; here
+//! each is tried on purpose.
+
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+
+use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice, Stop};
+use larder_block::{
+    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+};
+use larder_cache::{
+    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
+};
+
+const SECTOR: usize = 512;
+const LINE: usize = 4096;
+/// Sectors of a line.
+const PER_LINE: usize = LINE / SECTOR;
+
+/// Where it is noted that the cache is not to be believed.
+#[derive(Clone, Default)]
+struct Notes(Rc<RefCell<Option<Detached>>>);
+
+impl Witness for Notes {
+    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
+        self.0.borrow_mut().get_or_insert_default();
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
+        self.0.borrow_mut().get_or_insert_default().superseded.push(range);
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
+        self.0.take();
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+/// A disk with a cache, and what each of its sectors must hold: all its bytes are alike.
+struct Rig {
+    on: Loop,
+    disk: Rc<SimulatedDevice>,
+    fast: Rc<SimulatedDevice>,
+    notes: Notes,
+    boot: u8,
+    cache: Rc<Cache>,
+    wanted: Vec<u8>,
+}
+
+fn device(on: &Loop, medium: Medium) -> Rc<SimulatedDevice> {
+    let options = Options {
+        latency: Latency::NONE,
+        ..Options::default()
+    };
+    SimulatedDevice::open(on, medium, options)
+}
+
+fn make(on: &Loop, fast: &Rc<SimulatedDevice>, uuid: u8, disk_size: ByteLen) {
+    let options = CreateOptions {
+        line_bits: LINE.trailing_zeros(),
+        mode: Mode::WriteThrough,
+        uuid: [uuid; 16],
+        disk: DiskId::default(),
+        disk_size,
+    };
+    let fast: Rc<dyn BlockDevice> = Rc::clone(fast) as _;
+    on.block_on(create(&fast, &options)).expect("has room");
+}
+
+fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes, boot: u8) -> Rc<Cache> {
+    let options = OpenOptions {
+        mode: None,
+        disk: DiskId::default(),
+        stamp: Box::new(Vec::new),
+        detached: notes.0.borrow().clone(),
+        witness: Box::new(notes.clone()),
+        boot: [boot; 16],
+        endurance: None,
+        cleaning: CleanOptions::default(),
+        load_ahead: true,
+        settling: SettleOptions::default(),
+    };
+    let opened = on.block_on(Cache::open(on, Rc::clone(disk) as _, Rc::clone(fast) as _, options));
+    opened.expect("can be opened")
+}
+
+impl Rig {
+    fn new(mode: Mode, disk: ByteLen, fast: ByteLen) -> Self {
+        let on = Loop::simulated().expect("no kernel is needed");
+        let (disk, fast) = (device(&on, Medium::new(disk, 512)), device(&on, Medium::new(fast, 512)));
+        make(&on, &fast, 1, disk.geometry().size);
+        let notes = Notes::default();
+        let cache = open(&on, &disk, &fast, &notes, 1);
+        on.block_on(cache.set_mode(mode)).expect("noted");
+        Self {
+            wanted: vec![0; disk.geometry().size.as_usize() / SECTOR],
+            on,
+            disk,
+            fast,
+            notes,
+            boot: 1,
+            cache,
+        }
+    }
+
+    /// Stops the process, or the host, and opens what it has left.
+    fn restart(&mut self, how: Stop) {
+        let (disk, fast) = (self.disk.stop(how), self.fast.stop(how));
+        self.boot += u8::from(how == Stop::PowerLoss);
+        self.disk = device(&self.on, disk);
+        self.fast = device(&self.on, fast);
+        self.cache = open(&self.on, &self.disk, &self.fast, &self.notes, self.boot);
+    }
+
+    fn write(&mut self, sector: usize, count: usize, byte: u8) -> IoResult {
+        let bytes = vec![byte; count * SECTOR];
+        let at = ByteOffset::new((sector * SECTOR) as u64);
+        let written = self.cache.write(at, WriteBuf::new(&bytes), WriteFlags::NONE);
+        self.on.block_on(written)?;
+        self.wanted[sector..sector + count].fill(byte);
+        Ok(())
+    }
+
+    fn flush(&self) -> IoResult {
+        self.on.block_on(self.cache.flush())
+    }
+
+    /// What is read must be right.
+    fn read(&self, sector: usize, count: usize) -> IoResult {
+        let mut bytes = vec![0xee; count * SECTOR];
+        let at = ByteOffset::new((sector * SECTOR) as u64);
+        self.on.block_on(self.cache.read(at, ReadBuf::new(&mut bytes)))?;
+        for (index, found) in bytes.chunks(SECTOR).enumerate() {
+            let wanted = self.wanted[sector + index];
+            assert!(
+                found.iter().all(|byte| *byte == wanted),
+                "sector {}: {} instead of {wanted}",
+                sector + index,
+                found[0]
+            );
+        }
+        Ok(())
+    }
+
+    fn read_all(&self) {
+        for line in 0..self.wanted.len() / PER_LINE {
+            self.read(line * PER_LINE, PER_LINE).expect("can be read");
+        }
+    }
+}
+
+/// Writes of lines and sectors, reads and flushes of a disk of 48 lines.
+fn work(rig: &mut Rig) {
+    let is_written_back = rig.cache.mode() == Mode::WriteBack;
+    let mut state = 1_u32;
+    for step in 0..90 {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let (kind, line, part) = (
+            state >> 29,
+            (state >> 16) as usize % 48,
+            (state >> 8) as usize % PER_LINE,
+        );
+        let byte = 1 + step;
+        match kind {
+            0..=2 => rig.write(line * PER_LINE, PER_LINE, byte).expect("written"),
+            3 => rig.write(line * PER_LINE + part, 1, byte).expect("written"),
+            4 | 5 => {
+                let read = rig.read(line * PER_LINE, PER_LINE);
+                // Of what only the cache has the guest hears an error, once.
+                assert!(read.is_ok() || is_written_back, "{read:?}");
+            }
+            6 => rig.flush().expect("flushed"),
+            _ => rig.on.block_on(rig.on.sleep(std::time::Duration::from_secs(3))),
+        }
+    }
+    rig.flush().expect("flushed");
+}
+
+#[test]
+fn any_one_request_to_the_cache_device_may_fail() {
+    for mode in [Mode::WriteThrough, Mode::WriteBack, Mode::WriteAround] {
+        let mut failing = 0;
+        loop {
+            let mut rig = Rig::new(mode, ByteLen::kib(192), ByteLen::kib(160));
+            let fault = Fault::once(Effect::Fail(larder_block::Failure::Os(5)));
+            rig.fast.inject(fault.after(failing));
+            work(&mut rig);
+            let has_failed = rig.fast.failures() > 0;
+            let how = [Stop::Kill, Stop::PowerLoss][failing as usize % 2];
+            rig.restart(how);
+            rig.read_all();
+            work(&mut rig);
+            rig.restart(Stop::PowerLoss);
+            rig.read_all();
+            if !has_failed {
+                break;
+            }
+            failing += 1;
+        }
+        assert!(failing > 20, "{mode:?}: only {failing} requests");
+    }
+}
+
+#[test]
+fn a_cache_that_is_made_anew_has_nothing_of_the_old_one() {
+    for uuid in [1, 2] {
+        let mut rig = Rig::new(Mode::WriteThrough, ByteLen::kib(192), ByteLen::kib(256));
+        work(&mut rig);
+        rig.on.block_on(rig.cache.close()).expect("closed");
+        rig.restart(Stop::Kill);
+        assert!(rig.cache.statistics().lines > 0 || rig.on.block_on(rig.cache.load_all()).is_ok());
+        assert!(rig.cache.statistics().lines > 0);
+        rig.on.block_on(rig.cache.close()).expect("closed");
+        let (disk, fast) = (rig.disk.stop(Stop::Kill), rig.fast.stop(Stop::Kill));
+        (rig.disk, rig.fast) = (device(&rig.on, disk), device(&rig.on, fast));
+        // The disk is another one by now.
+        let whole = ByteRange::new(0, rig.disk.geometry().size.get());
+        let cleared = rig.disk.write_zeroes(whole, ZeroFlags::default());
+        rig.on.block_on(cleared).expect("cleared");
+        rig.wanted.fill(0);
+        make(&rig.on, &rig.fast, uuid, rig.disk.geometry().size);
+        rig.cache = open(&rig.on, &rig.disk, &rig.fast, &rig.notes, 1);
+        rig.on.block_on(rig.cache.load_all()).expect("loaded");
+        assert_eq!(rig.cache.statistics().lines, 0);
+        rig.read_all();
+        work(&mut rig);
+        rig.restart(Stop::Kill);
+        rig.read_all();
+    }
+}
+
+#[test]
+fn requests_may_be_larger_than_the_cache() {
+    for mode in [Mode::WriteThrough, Mode::WriteBack, Mode::WriteAround] {
+        let mut rig = Rig::new(mode, ByteLen::mib(2), ByteLen::kib(160));
+        let all = rig.wanted.len();
+        for byte in 1..4 {
+            rig.write(0, all, byte).expect("written");
+            rig.read(0, all).expect("read");
+            rig.write(24, 1, byte + 8).expect("written");
+            rig.read(0, all).expect("read");
+        }
+        rig.flush().expect("flushed");
+        rig.restart(Stop::PowerLoss);
+        rig.read(0, all).expect("read");
+        rig.write(7, all - 9, 77).expect("written");
+        rig.restart(Stop::Kill);
+        rig.read(0, all).expect("read");
+    }
+}
+
+#[test]
+fn a_line_may_have_any_mix_of_sectors_that_it_has_has_not_and_that_only_it_has() {
+    // Of six sectors of each line: 0: not in the cache; 1: clean; 2: dirty.
+    const MIXED: u32 = 6;
+    let mix = |line: usize, sector: u32| line / 3_usize.pow(sector) % 3;
+    let lines = 3_usize.pow(MIXED);
+    for how in [None, Some(Stop::Kill), Some(Stop::PowerLoss)] {
+        let len = ByteLen::new((lines * LINE) as u64);
+        let mut rig = Rig::new(Mode::WriteThrough, len, ByteLen::mib(8));
+        rig.on.block_on(rig.cache.set_mode(Mode::WriteAround)).expect("noted");
+        for line in 0..lines {
+            rig.write(line * PER_LINE, PER_LINE, 1 + (line % 100) as u8)
+                .expect("written");
+        }
+        rig.on.block_on(rig.cache.set_mode(Mode::WriteBack)).expect("noted");
+        for line in 0..lines {
+            for sector in 0..MIXED {
+                let at = line * PER_LINE + sector as usize;
+                match mix(line, sector) {
+                    1 => rig.read(at, 1).expect("read"),
+                    2 => rig.write(at, 1, 101 + (line % 100) as u8).expect("written"),
+                    _ => {}
+                }
+            }
+        }
+        rig.flush().expect("flushed");
+        if let Some(how) = how {
+            rig.restart(how);
+        }
+        rig.read_all();
+        let done = rig.cache.statistics();
+        assert!(done.partial_hits > lines as u64 / 2, "{done:?}");
+        // Over all of them, in pieces that end in the midst of lines.
+        let all = rig.wanted.len();
+        for start in (3..all - 13).step_by(13) {
+            rig.write(start, 5, 250).expect("written");
+        }
+        rig.read_all();
+        rig.on.block_on(rig.cache.close()).expect("closed");
+        let mut bytes = vec![0; SECTOR];
+        for (sector, wanted) in rig.wanted.iter().enumerate() {
+            let at = ByteOffset::new((sector * SECTOR) as u64);
+            let read = rig.disk.read(at, ReadBuf::new(&mut bytes));
+            rig.on.block_on(read).expect("read");
+            assert!(bytes.iter().all(|byte| byte == wanted), "sector {sector}");
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_has_another_size_than_the_cache_knew_is_read_right() {
+    for (mode, is_larger) in [
+        (Mode::WriteThrough, true),
+        (Mode::WriteThrough, false),
+        (Mode::WriteBack, true),
+        (Mode::WriteBack, false),
+    ] {
+        let mut rig = Rig::new(mode, ByteLen::kib(192), ByteLen::kib(160));
+        work(&mut rig);
+        let size = ByteLen::kib(if is_larger { 256 } else { 128 });
+        let (old, fast) = (rig.disk.stop(Stop::Kill), rig.fast.stop(Stop::Kill));
+        let mut medium = Medium::new(size, 512);
+        let kept = old.size().min(size).as_usize();
+        let mut bytes = vec![0; kept];
+        old.read(ByteOffset::ZERO, &mut bytes);
+        medium.write_durably(ByteOffset::ZERO, &bytes);
+        (rig.disk, rig.fast) = (device(&rig.on, medium), device(&rig.on, fast));
+        rig.wanted.resize(size.as_usize() / SECTOR, 0);
+        rig.cache = open(&rig.on, &rig.disk, &rig.fast, &rig.notes, rig.boot);
+        rig.read_all();
+        rig.on.block_on(rig.cache.close()).expect("closed");
+        rig.restart(Stop::Kill);
+        rig.read_all();
+    }
+}
