@@ -328,6 +328,16 @@ impl Cache {
             .await
     }
 
+    /// Whether whoever opens it next will take it for one that may have what the disk has not.
+    pub fn is_noted_dirty(&self) -> bool {
+        self.superblock.borrow().may_be_dirty
+    }
+
+    /// Whether it may have, or get without being asked, what the disk has not.
+    pub fn may_be_dirty(&self) -> bool {
+        self.may_be_dirty.get() || self.mode.get() == Mode::WriteBack
+    }
+
     /// Whether the cache device works; one that does not is not used until the cache is opened again.
     pub fn works(&self) -> bool {
         !self.has_failed()

@@ -32,6 +32,9 @@ const UNSETTLED_SHARE: u64 = 128;
 const UNSETTLED_MIN: u64 = 64;
 const UNSETTLED_MAX: u64 = 16 << 10;
 
+/// The stamp of no disk: that of one that was used on when its cache was closed.
+const LEFT: &[u8] = b"left";
+
 /// How to make a cache.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
@@ -398,12 +401,12 @@ impl Cache {
         self.settle_all().await;
         let samples = self.samples_for_close().await;
         self.lower.close().await?;
-        self.close_cache(samples).await;
+        self.close_cache((self.stamp)(), samples).await;
         cleaned
     }
 
-    /// Closes the cache, and leaves the disk open for others. No request is under way, and none that comes will use the
-    /// cache. One that has failed does only what requests want from then on: it can be used as before. Of one that works
+    /// Closes the cache, and leaves the disk open for others; what it has will not be believed. No request is under way,
+    /// and none that comes will use the cache. One that has failed does only what requests want from then on: it can be used as before. Of one that works
     /// the disk has everything already.
     ///
     /// # Errors
@@ -416,9 +419,8 @@ impl Cache {
             return Ok(());
         }
         self.settle_all().await;
-        let samples = self.samples_for_close().await;
         self.lower.flush().await?;
-        self.close_cache(samples).await;
+        self.close_cache(LEFT.to_vec(), Vec::new()).await;
         Ok(())
     }
 
@@ -475,17 +477,17 @@ impl Cache {
     }
 
     /// Closes one that works, after its disk.
-    async fn close_cache(&self, samples: Vec<Sample>) {
+    async fn close_cache(&self, stamp: Vec<u8>, samples: Vec<Sample>) {
         if !self.has_failed()
-            && let Err(error) = self.close_cache_steps(samples).await
+            && let Err(error) = self.close_cache_steps(stamp, samples).await
         {
             self.fail(&error);
         }
     }
 
-    async fn close_cache_steps(&self, samples: Vec<Sample>) -> IoResult {
+    async fn close_cache_steps(&self, stamp: Vec<u8>, samples: Vec<Sample>) -> IoResult {
         self.checkpoint_all().await?;
-        let (end, stamp) = (self.commits.end(), (self.stamp)());
+        let end = self.commits.end();
         let may_be_dirty = self.may_be_dirty.get() && !self.is_known_clean();
         self.note(|superblock| {
             superblock.clean = true;

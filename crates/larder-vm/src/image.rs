@@ -382,6 +382,7 @@ async fn open_cache(
         device: Rc::clone(&opened.device),
         identity,
         files: std::mem::take(&mut opened.files),
+        is_used: false,
     };
     match CachePlace::open(on, disk, &wish, options).await {
         Ok(cache) => Ok(Some(cache)),

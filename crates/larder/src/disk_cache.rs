@@ -127,11 +127,20 @@ fn mode_text(mode: Mode) -> String {
 
 fn mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
     let CacheModeArguments { file, mode, control } = arguments;
-    match control {
-        Some(control) => tell_server(control, file, CacheWork::SetMode(*mode))?,
+    let may_be_dirty = match control {
+        Some(control) => {
+            tell_server(control, file, CacheWork::SetMode(*mode))?;
+            false
+        }
         None => on.block_on(set_mode_of_cache(on, file, *mode)).map_err(with_control)?,
+    };
+    print(&format!("{file}: {} from now on\n", mode_text(*mode)))?;
+    if may_be_dirty && *mode != Mode::WriteBack {
+        print(&format!(
+            "It may still have data that the disk has not: its next server writes that there, or `larder disk cache flush {file}` does.\n"
+        ))?;
     }
-    print(&format!("{file}: {} from now on\n", mode_text(*mode)))
+    Ok(())
 }
 
 /// The error, and what to do if a server uses the cache.

@@ -85,7 +85,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
                     break;
                 }
             }
-            tracing::error!("given up: what was written last may not be on the disk");
+            tracing::error!("given up: what was written last may not be on the disk; what only a cache in write-back has stays in that");
             std::process::exit(2);
         })?;
     disk.wait()?;

@@ -96,6 +96,10 @@ pub enum CacheError {
         "{file}, a cache of it, was not closed, and may have data that was never written to it: serve it with that cache; or have that data written to it with `larder disk cache flush {file}`; or give it up with `larder disk cache drop --lose-dirty {file}`"
     )]
     LeftOut { file: ImageAddress },
+    #[error(
+        "{file}, a cache of it, was not closed, and may have data that was never written to it, and it is not there now: mount or attach what it is on, and serve it with that cache; or give that data up with `larder disk cache drop --lose-dirty {file}`"
+    )]
+    Away { file: ImageAddress },
     #[error(transparent)]
     Device(Box<ImageError>),
     /// What the cache itself, or its device, says.
@@ -144,14 +148,30 @@ pub(super) struct Cached {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) identity: Vec<u8>,
     pub(super) files: Vec<DiskFile>,
+    /// It has been used already: a cache that was closed before does not fit it any more, whatever it looks like.
+    pub(super) is_used: bool,
 }
 
 impl Cached {
+    /// The same as it is now.
+    pub(super) fn again(&self) -> Self {
+        Self {
+            image: self.image.clone(),
+            device: Rc::clone(&self.device),
+            identity: self.identity.clone(),
+            files: self.files.iter().map(DiskFile::again).collect(),
+            is_used: true,
+        }
+    }
+
     fn id(&self) -> DiskId {
         DiskId {
             name: absolute(&self.image),
             identity: self.identity.clone(),
-            stamp: disk_id::stamp_at_opening(&self.files),
+            stamp: match self.is_used {
+                true => b"used".to_vec(),
+                false => disk_id::stamp_at_opening(&self.files),
+            },
         }
     }
 }
@@ -282,7 +302,10 @@ impl Place {
         };
         // It has what the disk has: for this user alone.
         let file = File::options().write(true).create_new(is_new).mode(0o600).open(path);
-        let made = file.and_then(|file| file.set_len(size.get()));
+        let made = file.and_then(|file| {
+            let sized = file.set_len(size.get());
+            sized.inspect_err(|_| self.undo(&ImageAddress::Path(path.to_owned())))
+        });
         match made {
             Ok(()) => Ok(self),
             Err(source) => {
@@ -379,6 +402,12 @@ async fn look_at(
         }) => create(fast, disk, wish, line).await?,
         found => found?,
     };
+    if superblock.disk.identity != disk.identity {
+        return Err(CacheError::from(OpenError::OtherDisk {
+            cache: wish.file.to_string(),
+            other: superblock.disk.name,
+        }));
+    }
     if let Some(wished) = wish.line.filter(|wished| wished.get() != superblock.shape.line_len()) {
         return Err(CacheError::OtherLine {
             file: wish.file.to_string(),
@@ -417,10 +446,11 @@ async fn open_on(
     if wish.force && superblock.clean && superblock.may_be_dirty {
         detached = Some(Detached::default());
     }
-    let made = note.make(superblock, &wish.file, detached.as_ref(), &disk.files);
+    let is_dirty = mode == Mode::WriteBack || superblock.may_be_dirty;
+    let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), &disk.files);
     let made = match made {
         Ok(made) => made,
-        Err(error) if mode == Mode::WriteBack || superblock.may_be_dirty => {
+        Err(error) if is_dirty => {
             return Err(CacheError::Unnoted {
                 file: wish.file.to_string(),
                 why: no_note(format_args!("{}: {error}", note.place())),
@@ -468,11 +498,12 @@ pub(super) async fn leave_out_others(on: &Loop, identity: &[u8], used: &[&Note])
 /// # Errors
 /// One of the caches may have something that its disk has not.
 pub(super) async fn refuse_dirty(on: &Loop, others: &[Other]) -> Result<(), CacheError> {
-    for other in others {
-        if let Some(file) = other.file()
-            && other.is_of(read_superblock_of(on, &file).await)
-        {
-            return Err(CacheError::LeftOut { file });
+    for other in others.iter().filter(|other| other.is_dirty()) {
+        let Some(file) = other.file() else { continue };
+        match read_superblock_of(on, &file).await {
+            Some(superblock) if other.is_of(&superblock) && !superblock.may_be_dirty => {}
+            Some(superblock) if other.is_of(&superblock) => return Err(CacheError::LeftOut { file }),
+            _ => return Err(CacheError::Away { file }),
         }
     }
     Ok(())

@@ -16,7 +16,8 @@
 //! sessions 6 7             of the cache, that it speaks for
 //! disk 72617720...         the disk's identity, hexadecimal
 //! cache 2f737364...        what the cache is on, as a path or URI, hexadecimal
-//! stamp 0000002a...        for each file of the disk, hexadecimal
+//! stamp 0000002a...        for each file of the disk, hexadecimal; `written` of one that the server writes to
+//! dirty                    the cache may have what the disk has not
 //! used                     the disk has been opened without the cache since, to be written
 //! detached                 the device has failed: only what the cache alone has is to be believed
 //! superseded 4096 8192     and not that of these bytes of the disk: where, how many
@@ -36,7 +37,7 @@ use larder_block::{BoxFuture, ByteRange, Loop};
 use larder_cache::{Cache, Detached, Superblock, Witness};
 use rustix::process::geteuid;
 
-use super::disk_id::{self, DiskFile};
+use super::disk_id::{self, DiskFile, FileStamp};
 use super::{ImageAddress, absolute};
 
 /// The note of a cache, whether it is there or not.
@@ -79,6 +80,7 @@ impl Note {
         &self,
         superblock: &Superblock,
         cache: &ImageAddress,
+        is_dirty: bool,
         detached: Option<&Detached>,
         files: &[DiskFile],
     ) -> io::Result<Made> {
@@ -90,6 +92,7 @@ impl Note {
             disk: superblock.disk.identity.clone(),
             cache: absolute(cache).into_bytes(),
             is_used: false,
+            is_dirty,
             detached: detached.map(|detached| detached.superseded.clone()),
             stamps: disk_id::stamps_of_all(files),
         };
@@ -166,10 +169,12 @@ pub(super) struct Noted {
     cache: Vec<u8>,
     /// The disk has been opened without the cache since, to be written.
     is_used: bool,
+    /// The cache may have what the disk has not.
+    is_dirty: bool,
     /// The device has failed; what is superseded, each range apart from the others, in order.
     detached: Option<Vec<ByteRange>>,
     /// Of the disk's files.
-    stamps: Vec<Vec<u8>>,
+    stamps: Vec<FileStamp>,
 }
 
 impl Noted {
@@ -180,6 +185,7 @@ impl Noted {
             disk: Vec::new(),
             cache: Vec::new(),
             is_used: false,
+            is_dirty: false,
             detached: None,
             stamps: Vec::new(),
         };
@@ -195,7 +201,11 @@ impl Noted {
                 "disk" => noted.disk = from_hex(values)?,
                 "cache" => noted.cache = from_hex(values)?,
                 "used" => noted.is_used = true,
-                "stamp" => noted.stamps.push(from_hex(values)?),
+                "dirty" => noted.is_dirty = true,
+                "stamp" | "written" => noted.stamps.push(FileStamp {
+                    is_written: word == "written",
+                    bytes: from_hex(values)?,
+                }),
                 "detached" => {
                     noted.detached.get_or_insert_default();
                 }
@@ -219,10 +229,14 @@ impl Noted {
             hex(&self.cache)
         );
         for stamp in &self.stamps {
-            text.push_str(&format!("stamp {}\n", hex(stamp)));
+            let word = if stamp.is_written { "written" } else { "stamp" };
+            text.push_str(&format!("{word} {}\n", hex(&stamp.bytes)));
         }
         if self.is_used {
             text.push_str("used\n");
+        }
+        if self.is_dirty {
+            text.push_str("dirty\n");
         }
         if let Some(superseded) = &self.detached {
             text.push_str("detached\n");
@@ -263,28 +277,39 @@ pub(super) struct Other {
     noted: Noted,
 }
 
+/// All notes that can be read.
+fn all() -> impl Iterator<Item = Other> {
+    let notes = notes_folder()
+        .map(fs::read_dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .flatten();
+    let paths = notes.map(|note| note.path()).filter(|path| path.extension().is_none());
+    paths.filter_map(|path| {
+        let noted = Noted::parse(&fs::read_to_string(&path).ok()?)?;
+        Some(Other { path, noted })
+    })
+}
+
 impl Note {
+    /// Takes back all notes of caches on `file`; whether there were any.
+    pub(super) fn take_back_of(file: &ImageAddress) -> bool {
+        let file = absolute(file).into_bytes();
+        let of_file: Vec<Other> = all().filter(|other| other.noted.cache == file).collect();
+        of_file.iter().filter(|other| other.take_back().is_ok()).count() > 0
+    }
+
     /// All notes of caches of this disk, but for those that are `used`, and those of which it is known already that the disk
     /// is used without them.
     pub(super) fn others(identity: &[u8], used: &[&Self]) -> Vec<Other> {
         // Whatever the format it is taken for.
         let disk = |identity: &[u8]| identity.splitn(2, |byte| *byte == b' ').nth(1).map(<[u8]>::to_vec);
-        let is_used = |path: &PathBuf| used.iter().any(|note| note.path.as_ref() == Some(path));
-        let notes = notes_folder()
-            .map(fs::read_dir)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .flatten();
-        let paths = notes
-            .map(|note| note.path())
-            .filter(|path| path.extension().is_none() && !is_used(path));
-        let others = paths.filter_map(|path| {
-            let noted = Noted::parse(&fs::read_to_string(&path).ok()?)?;
-            let is_other = !noted.is_used && disk(&noted.disk) == disk(identity);
-            is_other.then_some(Other { path, noted })
-        });
-        others.collect()
+        let is_other = |other: &Other| {
+            let is_used = used.iter().any(|note| note.path.as_ref() == Some(&other.path));
+            !is_used && !other.noted.is_used && disk(&other.noted.disk) == disk(identity)
+        };
+        all().filter(is_other).collect()
     }
 }
 
@@ -295,11 +320,19 @@ impl Other {
         file.parse().ok()
     }
 
-    /// The cache, which has this superblock, if it has one, is that of the note, and may have what the disk has not.
-    pub(super) fn is_of(&self, superblock: Option<Superblock>) -> bool {
-        superblock.is_some_and(|superblock| {
-            superblock.may_be_dirty && Note::of(&superblock).path.as_ref() == Some(&self.path)
-        })
+    /// The cache may have what the disk has not.
+    pub(super) fn is_dirty(&self) -> bool {
+        self.noted.is_dirty
+    }
+
+    /// It is the note of the cache with this superblock.
+    pub(super) fn is_of(&self, superblock: &Superblock) -> bool {
+        Note::of(superblock).path.as_ref() == Some(&self.path)
+    }
+
+    fn take_back(&self) -> io::Result<()> {
+        let path = Some(self.path.clone());
+        Note { path }.take_back()
     }
 
     /// The disk is used without the cache: what it has of that too is not to be believed any more, and what only it has not
@@ -383,6 +416,11 @@ impl Made {
             );
         }
         on.spawn(self.clone().keep(on.clone(), Rc::downgrade(cache)));
+    }
+
+    /// Notes whether the cache may have what the disk has not.
+    pub(super) fn set_dirty(&self, dirty: bool) -> io::Result<()> {
+        self.change(|noted| noted.is_dirty = dirty)
     }
 
     /// It says that the device has failed.
@@ -575,8 +613,18 @@ mod tests {
             disk: b"raw file x".to_vec(),
             cache: b"/ssd/x".to_vec(),
             is_used: detached.is_some_and(<[_]>::is_empty),
+            is_dirty: detached.is_some_and(<[_]>::is_empty),
             detached: detached.map(|ranges| ranges.iter().map(range).collect()),
-            stamps: vec![vec![0, 255], Vec::new()],
+            stamps: vec![
+                FileStamp {
+                    is_written: true,
+                    bytes: vec![0, 255],
+                },
+                FileStamp {
+                    is_written: false,
+                    bytes: Vec::new(),
+                },
+            ],
         }
     }
 

@@ -37,7 +37,7 @@ pub struct Replacement {
 pub struct CachePlace {
     switch: Rc<Switch>,
     now: RefCell<Rc<OpenCache>>,
-    disk: Rc<Cached>,
+    disk: Cached,
     options: ImageOptions,
     /// What is being done with it because somebody wants it so.
     pub(crate) work: Work,
@@ -58,7 +58,7 @@ impl CachePlace {
         Ok(Self {
             switch: Rc::new(switch),
             now: RefCell::new(Rc::new(opened)),
-            disk: Rc::new(disk),
+            disk,
             options: options.clone(),
             work: Work::default(),
         })
@@ -134,7 +134,7 @@ impl CachePlace {
         in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
         // It gives its locks back, and is read from all the same if this fails.
         let _ = in_time(on, STEP_MAX, old.fast.close(), "").await;
-        let disk = Rc::clone(&self.disk);
+        let disk = self.disk.again();
         let (spawned, wish, options) = (on.clone(), wish.clone(), self.options.clone());
         let opening = async move {
             let prepared = cache::prepare(&spawned, &disk, &wish, &options, CACHE_LINE_DEFAULT).await?;
@@ -158,7 +158,8 @@ impl CachePlace {
         lose_dirty: bool,
     ) -> Result<(), String> {
         let line = ByteLen::new(old.layer.shape().line_len());
-        let prepared = cache::prepare(on, &self.disk, wish, &self.options, line).await;
+        let disk = self.disk.again();
+        let prepared = cache::prepare(on, &disk, wish, &self.options, line).await;
         let prepared = prepared.map_err(text)?;
         let (held, is_lost) = match self.leave(on, old, lose_dirty).await {
             Ok(left) => left,
@@ -167,7 +168,7 @@ impl CachePlace {
                 return Err(why);
             }
         };
-        let (spawned, disk, instead) = (on.clone(), Rc::clone(&self.disk), Rc::clone(old));
+        let (spawned, instead) = (on.clone(), Rc::clone(old));
         let opening = async move { prepared.open(&spawned, &disk, Some(&instead)).await };
         let failed = |late: Option<OpenCache>| {
             if let Some(late) = late {

@@ -93,18 +93,19 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Res
     })
 }
 
-/// Has a cache do something else with writes when it is opened the next time.
+/// Has a cache do something else with writes when it is opened the next time; whether it may have what its disk has not.
 ///
 /// # Errors
 /// See [`CacheToolError`].
-pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: Mode) -> Result<(), CacheToolError> {
+pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: Mode) -> Result<bool, CacheToolError> {
     if mode == Mode::WriteBack {
         may_write_back(file)?;
     }
     let fast = open(on, file, false).await?;
-    superblock_of(file, &fast).await?;
+    let superblock = superblock_of(file, &fast).await?;
     larder_cache::set_mode(&fast, mode).await?;
-    Ok(fast.close().await?)
+    fast.close().await?;
+    Ok(superblock.may_be_dirty)
 }
 
 /// Which cache is to be flushed, and onto what.
@@ -199,7 +200,10 @@ const TOLD_EVERY: Duration = Duration::from_secs(5);
 /// # Errors
 /// See [`CacheToolError`].
 pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Result<(), CacheToolError> {
-    let fast = open(on, file, false).await?;
+    let fast = match open(on, file, false).await {
+        Err(CacheToolError::Device(_)) if lose_dirty && Note::take_back_of(file) => return Ok(()),
+        opened => opened?,
+    };
     let note = match read_superblock(&fast).await {
         Ok(superblock) if superblock.may_be_dirty && !lose_dirty => {
             return Err(CacheToolError::Dirty {
@@ -230,6 +234,10 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
         // Of a cache that is no more it means nothing.
         let _ = note.take_back();
         replaced::forget(&note);
+    }
+    if lose_dirty {
+        // Of another one that was there.
+        Note::take_back_of(file);
     }
     Ok(fast.close().await?)
 }

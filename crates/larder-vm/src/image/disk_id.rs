@@ -97,7 +97,20 @@ pub(super) struct DiskFile {
     stamp: Vec<u8>,
 }
 
+/// A file's stamp at some time; see [`stamps_of_all`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct FileStamp {
+    /// The disk's server writes to the file.
+    pub(super) is_written: bool,
+    pub(super) bytes: Vec<u8>,
+}
+
 impl DiskFile {
+    /// The same as it is now.
+    pub(super) fn again(&self) -> Self {
+        Self::new(&self.path, self.is_written)
+    }
+
     /// A file that is open, and locked.
     pub(super) fn new(path: &Path, is_written: bool) -> Self {
         Self {
@@ -109,15 +122,15 @@ impl DiskFile {
 
     /// Whether nobody but its server has written to it since it had the stamp `then`, which was noted while that server
     /// ran, and noted again soon after each change. Others that have stopped writing as soon are not found out.
-    fn is_only_ours_since(&self, then: &[u8]) -> bool {
-        if !self.is_written {
-            return self.stamp == then;
+    fn is_only_ours_since(&self, then: &FileStamp) -> bool {
+        if !then.is_written {
+            return self.stamp == then.bytes;
         }
-        match (Times::of(&self.stamp), Times::of(then)) {
+        match (Times::of(&self.stamp), Times::of(&then.bytes)) {
             (Some(now), Some(then)) => {
                 now.inode == then.inode && now.seconds.abs_diff(then.seconds) <= OURS_FOR_SECONDS
             }
-            _ => self.stamp == then,
+            _ => self.stamp == then.bytes,
         }
     }
 }
@@ -126,18 +139,22 @@ impl DiskFile {
 const OURS_FOR_SECONDS: u64 = 30;
 
 /// Whether nobody but its server has written to a disk since its files had these stamps; see [`stamps_of_all`].
-pub(super) fn are_only_ours_since(files: &[DiskFile], then: &[Vec<u8>]) -> bool {
+pub(super) fn are_only_ours_since(files: &[DiskFile], then: &[FileStamp]) -> bool {
     files.len() == then.len() && files.iter().zip(then).all(|(file, then)| file.is_only_ours_since(then))
 }
 
 /// The stamps of all files of a disk, as they are now.
-pub(super) fn stamps_of_all(files: &[DiskFile]) -> Vec<Vec<u8>> {
-    files.iter().map(|file| stamp(&file.path)).collect()
+pub(super) fn stamps_of_all(files: &[DiskFile]) -> Vec<FileStamp> {
+    let stamp_of = |file: &DiskFile| FileStamp {
+        is_written: file.is_written,
+        bytes: stamp(&file.path),
+    };
+    files.iter().map(stamp_of).collect()
 }
 
 /// Stamps as one, for a cache's superblock.
-pub(super) fn together(stamps: &[Vec<u8>]) -> Vec<u8> {
-    bounded(stamps.concat())
+pub(super) fn together(stamps: &[FileStamp]) -> Vec<u8> {
+    bounded(stamps.iter().flat_map(|stamp| stamp.bytes.iter().copied()).collect())
 }
 
 /// The same of the stamps that files had when they were opened.
@@ -263,7 +280,10 @@ mod tests {
             let by = std::time::Duration::from_secs(seconds.unsigned_abs());
             let time = if seconds < 0 { modified - by } else { modified + by };
             file.set_modified(time).expect("can be set");
-            are_only_ours_since(&[DiskFile::new(&path, is_written)], std::slice::from_ref(&then))
+            let bytes = then.clone();
+            // How it is opened now does not matter.
+            let files = [DiskFile::new(&path, !is_written)];
+            are_only_ours_since(&files, &[FileStamp { is_written, bytes }])
         };
         assert!(after(0, true) && after(0, false));
         assert!(after(20, true) && !after(20, false));
@@ -274,6 +294,10 @@ mod tests {
         file.set_modified(modified).expect("can be set");
         let other = folder.path().join("b");
         std::fs::copy(&path, &other).expect("copies");
+        let then = FileStamp {
+            is_written: true,
+            bytes: then,
+        };
         assert!(!are_only_ours_since(&[DiskFile::new(&other, true)], &[then]));
     }
 }

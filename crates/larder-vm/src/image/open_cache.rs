@@ -24,9 +24,10 @@ pub struct OpenCache {
 }
 
 impl OpenCache {
-    /// After the disk was closed, and the cache with it: its note is of no use any more, unless it could not be closed.
+    /// After the disk was closed, and the cache with it: its note is of no use any more, unless it could not be closed, or
+    /// has what the disk has not.
     pub(crate) fn forget_note(&self) {
-        if self.layer.works() {
+        if self.layer.works() && !self.layer.is_noted_dirty() {
             // One that stays speaks for this session only, which has ended.
             let _ = self.note.take_back();
         }
@@ -65,7 +66,16 @@ impl OpenCache {
                 return Err(no_note(self.note.place()));
             }
         }
-        self.layer.set_mode(mode).await.map_err(|error| error.to_string())
+        if mode == Mode::WriteBack {
+            let noted = self.note.set_dirty(true);
+            noted.map_err(|error| no_note(format_args!("{}: {error}", self.note.place())))?;
+        }
+        self.layer.set_mode(mode).await.map_err(|error| error.to_string())?;
+        if !self.layer.may_be_dirty() && self.note.is_there() {
+            // If it fails, it says too much.
+            let _ = self.note.set_dirty(false);
+        }
+        Ok(())
     }
 
     /// Has the disk have all that only the cache has.

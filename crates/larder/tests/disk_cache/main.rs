@@ -74,6 +74,18 @@ impl Place {
         self.with_state(command)
     }
 
+    /// `larder disk serve` of an image without its cache.
+    pub(crate) fn without_cache(&self, image: &Path) -> Command {
+        let control = self.socket("c");
+        self.with_state(disk_serve(&[
+            text(image),
+            "--nbd",
+            &self.nbd(),
+            "--control",
+            text(&control),
+        ]))
+    }
+
     /// Waits until it is noted that the server has written to the image.
     pub(crate) fn noted(&self, image: &Path) {
         let modified = |path: &Path| path.metadata().and_then(|found| found.modified()).expect("has a time");

@@ -262,11 +262,7 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
     let (image, cache) = killed(&place);
     place.left(&cache);
     let words = [text(&cache), "larder disk cache flush", "drop --lose-dirty"];
-    let without = || {
-        let mut command = crate::support::disk_serve(&[text(&image), "--nbd", &place.nbd()]);
-        command.env("STATE_DIRECTORY", place.path("state"));
-        command
-    };
+    let without = || place.without_cache(&image);
     let other = place.path("other");
     for options in [&["--cache-size", "4M"][..], &["--cache-size", "4M", "--read-only"]] {
         place.refused(&image, text(&other), options, &words);
@@ -277,5 +273,75 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
     assert_eq!(code, Some(0), "{said}");
     let served = place.start(without());
     served.io(&READS);
+    served.stop();
+}
+
+#[test]
+fn a_cache_that_comes_back_has_nothing_of_what_was_before() {
+    // Of a raw image, whose file has times, and of an export, which has none.
+    for is_remote in [false, true] {
+        let place = Place::new();
+        let image = place.image("disk.raw", 16);
+        let store = place.socket("store");
+        let mut command = larder_bench::campaign::process::mortal("qemu-nbd");
+        command.args(["-f", "raw", "--persistent", "-k", text(&store), text(&image)]);
+        let _store = is_remote.then(|| Process::start(command).expect("qemu-nbd"));
+        let disk = match is_remote {
+            false => image.clone(),
+            true => format!("nbd+unix:///?socket={}", text(&store)).into(),
+        };
+        while is_remote && std::os::unix::net::UnixStream::connect(&store).is_err() {}
+        let [one, two] = ["one", "two"].map(|name| place.path(name));
+        let options = ["--cache-size", "8M"];
+        place.serve(&disk, &one, &options).stop();
+        for begins_with in [&one, &two] {
+            let served = place.serve(&disk, begins_with, &options);
+            served.warm_up(2);
+            if begins_with == &one {
+                replaced(&place, &served, text(&one), &["--with", text(&two)]);
+            }
+            served.io(&["write -P 34 0 2M", "flush"]);
+            replaced(&place, &served, text(&two), &["--with", text(&one)]);
+            served.io(&["read -P 34 0 2M", "write -P 7 0 2M", "read -P 7 0 2M"]);
+            replaced(&place, &served, text(&one), &["--with", text(&two)]);
+            served.io(&["read -P 7 0 2M"]);
+            served.stop();
+        }
+    }
+}
+
+#[test]
+fn a_disk_whose_killed_cache_is_not_there_is_not_served_without_what_that_has() {
+    let place = Place::new();
+    let (image, cache) = killed(&place);
+    place.left(&cache);
+    let away = place.path("away");
+    std::fs::rename(&cache, &away).expect("moves");
+    let words = [text(&cache), "is not there now", "drop --lose-dirty"];
+    let without = || place.without_cache(&image);
+    crate::assert_fails(without(), &words);
+    for path in [&cache, &place.path("other")] {
+        place.refused(&image, text(path), &WRITE_BACK, &words);
+        assert!(!path.exists());
+    }
+    std::fs::rename(&away, &cache).expect("moves");
+    // Also if it is only read, which leaves everything as it is.
+    for _ in 0..2 {
+        let served = place.serve(&image, &cache, &["--read-only"]);
+        tool("qemu-io", &["-r", "-f", "raw", "-c", "read -P 9 1M 64k", &served.uri]);
+        served.stop();
+        crate::assert_fails(without(), &[text(&cache), "disk cache flush"]);
+    }
+    // A copy of the disk is another disk.
+    let copy = place.path("copy.raw");
+    std::fs::copy(&image, &copy).expect("copies");
+    place.refused(&copy, text(&cache), &[], &["belongs to another disk", text(&image)]);
+    std::fs::remove_file(&cache).expect("was there");
+    let (code, said) = place.cache_command(&["drop", text(&cache)]);
+    assert_eq!(code, Some(2), "{said}");
+    let (code, said) = place.cache_command(&["drop", "--lose-dirty", text(&cache)]);
+    assert_eq!(code, Some(0), "{said}");
+    let served = place.start(without());
+    served.io(&["read -P 7 0 16M"]);
     served.stop();
 }

@@ -290,32 +290,23 @@ fn a_block_device_is_taken_whole_for_a_disk_and_for_a_cache() {
 
 #[test]
 fn what_a_server_without_the_cache_did_at_once_after_a_kill_is_seen() {
-    for mode in ["wt", "wb"] {
-        let place = Place::new();
-        let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
-        let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-mode", mode]);
-        served.warm_up(2);
-        served.io(&["write -P 8 0 64k"]);
-        served.settle();
-        place.noted(&image);
-        served.kill();
-        let (control, nbd) = (place.socket("c"), place.nbd());
-        let mut without = crate::support::disk_serve(&[text(&image), "--nbd", &nbd, "--control", text(&control)]);
-        without.env("STATE_DIRECTORY", place.path("state"));
-        let served = place.start(without);
-        served.io(&["write -P 9 0 64k"]);
-        served.stop();
-        if mode == "wb" {
-            place.refused(&image, text(&cache), &[], &["was changed since without it"]);
-            continue;
-        }
-        let served = place.serve(&image, &cache, &[]);
-        served
-            .process
-            .wait_for("was changed since without it", LIMIT)
-            .expect("told");
-        served.io(&["read -P 9 0 64k", "read -P 7 64k 4M"]);
-    }
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(2);
+    served.io(&["write -P 8 0 64k"]);
+    served.settle();
+    place.noted(&image);
+    served.kill();
+    let served = place.start(place.without_cache(&image));
+    served.io(&["write -P 9 0 64k"]);
+    served.stop();
+    let served = place.serve(&image, &cache, &[]);
+    served
+        .process
+        .wait_for("was changed since without it", LIMIT)
+        .expect("told");
+    served.io(&["read -P 9 0 64k", "read -P 7 64k 4M"]);
 }
 
 #[test]
