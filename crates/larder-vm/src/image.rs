@@ -394,6 +394,14 @@ async fn open_cache(
     }
 }
 
+/// The caches of an image that may have, as far as is noted, what it has not: that of a server in write-back that works, or
+/// was killed.
+pub fn dirty_caches(image: &ImageAddress, format: Format) -> Vec<ImageAddress> {
+    let others = Note::others(&disk_id::identity(image, format), &[]);
+    let dirty = others.iter().filter(|other| other.is_dirty());
+    dirty.filter_map(Other::file).collect()
+}
+
 /// An image is about to be changed without its caches, if it has any. Of those that were left by a server that was killed
 /// nothing will be believed.
 pub fn is_used_without_cache(image: &ImageAddress, format: Format) {

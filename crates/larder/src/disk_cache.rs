@@ -50,9 +50,10 @@ fn info(on: &Loop, arguments: &CacheInfoArguments) -> anyhow::Result<()> {
     let file = &arguments.file;
     let users = used_by(file);
     let report = on.block_on(inspect_cache(on, file, users.is_some()))?;
+    let users = users.or_else(|| report.is_used.then(Vec::new));
     print(&match arguments.output {
         Output::Text => text(file, &report, users.as_deref()),
-        Output::Json => format!("{:#}\n", as_json(file, &report, users.is_some())),
+        Output::Json => format!("{:#}\n", as_json(file, &report)),
     })
 }
 
@@ -61,6 +62,7 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
         size,
         superblock,
         lines,
+        ..
     } = report;
     let shape = superblock.shape;
     let mut said = Lines::default();
@@ -98,11 +100,12 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
     said.into_text()
 }
 
-fn as_json(file: &ImageAddress, report: &CacheReport, is_used: bool) -> serde_json::Value {
+fn as_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
     let CacheReport {
         size,
         superblock,
         lines,
+        ..
     } = report;
     let shape = superblock.shape;
     json!({
@@ -117,7 +120,7 @@ fn as_json(file: &ImageAddress, report: &CacheReport, is_used: bool) -> serde_js
         "dirty": lines.map(|lines| lines.dirty * shape.line_len()),
         "may_be_dirty": superblock.may_be_dirty,
         "closed": superblock.clean,
-        "in_use": is_used,
+        "in_use": report.is_used,
     })
 }
 

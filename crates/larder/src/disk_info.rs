@@ -9,6 +9,7 @@ use larder_qcow2::check::{CheckOptions, past_end};
 use larder_qcow2::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, Header};
 use larder_qcow2::read_header;
 use larder_qcow2::snapshot::{SnapshotTable, read_snapshots};
+use larder_vm::image::dirty_caches;
 use larder_vm::image::journal::{LeftBehind, left_behind};
 use larder_vm::image::{Format, ImageAddress};
 use serde_json::{Value, json};
@@ -29,6 +30,8 @@ struct Info {
     /// A raw image that begins like another format.
     begins_like: Option<&'static str>,
     chain: Vec<Layer>,
+    /// Caches that may have what the image has not.
+    dirty_caches: Vec<ImageAddress>,
 }
 
 struct Qcow2Info {
@@ -74,6 +77,7 @@ async fn gather(on: &Loop, image: ImageAddress, format: Option<FormatName>) -> a
             None => disk_image::beginning(&file).await,
             Some(_) => None,
         },
+        dirty_caches: dirty_caches(&image, format),
         image,
         qcow2,
         chain,
@@ -132,6 +136,14 @@ fn text(info: &Info) -> String {
         lines.line(
             "in use",
             format!("yes, by {who}; what is said here may be about to change"),
+        );
+    }
+    for cache in &info.dirty_caches {
+        lines.line(
+            "cache",
+            format!(
+                "{cache} may have data that was never written to the image (larder disk cache flush writes it there)"
+            ),
         );
     }
     if let Some(qcow2) = &info.qcow2 {
@@ -261,6 +273,8 @@ fn json_of(info: &Info) -> Value {
     if let Some(qcow2) = &info.qcow2 {
         qcow2_json(&mut all, info, qcow2);
     }
+    let caches = info.dirty_caches.iter().map(ToString::to_string);
+    all["dirty-caches"] = caches.collect::<Vec<_>>().into();
     all
 }
 

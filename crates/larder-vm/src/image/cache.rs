@@ -1,5 +1,6 @@
 //! A disk's cache on a fast device: how it is made and opened.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
@@ -17,7 +18,7 @@ use larder_cache::{
     SuperblockError, read_superblock,
 };
 
-use super::cache_note::{Made, Note, Other, Says};
+use super::cache_note::{Lock, Made, Note, Other, Says};
 use super::cache_wish::CacheOptions;
 use super::disk_id::DiskFile;
 use super::open_cache::OpenCache;
@@ -100,6 +101,8 @@ pub enum CacheError {
         "{file}, a cache of it, was not closed, and may have data that was never written to it, and it is not there now: mount or attach what it is on, and serve it with that cache; or give that data up with `larder disk cache drop --lose-dirty {file}`"
     )]
     Away { file: ImageAddress },
+    #[error("{file}: another server uses it, or a command")]
+    InUse { file: String },
     #[error(transparent)]
     Device(Box<ImageError>),
     /// What the cache itself, or its device, says.
@@ -192,6 +195,7 @@ pub(super) struct Prepared {
     superblock: Superblock,
     /// What its file was before.
     was: Place,
+    lock: Option<Lock>,
 }
 
 /// Looks at the cache of a disk, which is made, with lines of `line` if nothing else is wished, if it is not there.
@@ -212,18 +216,16 @@ pub(super) async fn prepare(
     };
     // From here on it is nobody else's.
     let fast = open_device(on, wish, options).await?;
-    match look_at(&fast, disk, wish, line).await {
-        Ok(superblock) => Ok(Prepared {
-            wish: wish.clone(),
-            fast,
-            superblock,
-            was,
-        }),
-        Err(error) => {
-            was.undo(&wish.file);
-            Err(error)
-        }
-    }
+    let found = look_at(&fast, disk, wish, line).await;
+    let found = found.and_then(|superblock| Ok((lock(&wish.file, &superblock)?, superblock)));
+    let (lock, superblock) = found.inspect_err(|_| was.undo(&wish.file))?;
+    Ok(Prepared {
+        wish: wish.clone(),
+        fast,
+        superblock,
+        was,
+        lock,
+    })
 }
 
 impl OpenCache {
@@ -261,8 +263,19 @@ impl Prepared {
             file: self.wish.file,
             endurance: self.wish.endurance,
             note,
+            lock: RefCell::new(self.lock),
         })
     }
+}
+
+/// Locks a cache that is used, if it is on what cannot be locked itself.
+pub(super) fn lock(file: &ImageAddress, superblock: &Superblock) -> Result<Option<Lock>, CacheError> {
+    let ImageAddress::Nbd(_) = file else { return Ok(None) };
+    Note::of(superblock).lock().or_else(|error| match error.kind() {
+        std::io::ErrorKind::WouldBlock => Err(CacheError::InUse { file: file.to_string() }),
+        // Then there is no note either, which is told.
+        _ => Ok(None),
+    })
 }
 
 /// A file, before it is a cache.
@@ -595,7 +608,7 @@ async fn create(
     Ok(read_superblock(fast).await?)
 }
 
-async fn begins_empty(fast: &Rc<dyn BlockDevice>) -> Result<bool, CacheError> {
+pub(super) async fn begins_empty(fast: &Rc<dyn BlockDevice>) -> Result<bool, CacheError> {
     let len = fast.geometry().size.get().min(LOOKED_AT);
     let mut bytes = AlignedBuf::zeroed(len as usize);
     fast.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;

@@ -26,7 +26,7 @@
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::rc::{Rc, Weak};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,6 +35,7 @@ use std::time::Duration;
 
 use larder_block::{BoxFuture, ByteRange, Loop};
 use larder_cache::{Cache, Detached, Superblock, Witness};
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
 
 use super::disk_id::{self, DiskFile, FileStamp};
@@ -141,6 +142,42 @@ impl Note {
         match &self.path {
             Some(path) => path.display().to_string(),
             None => "nowhere, for want of $XDG_STATE_HOME and $HOME".to_owned(),
+        }
+    }
+}
+
+/// A cache is used: held as long as it is. For one that cannot be locked itself, an export.
+pub(super) struct Lock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Before it is given back: nobody can have another one of this name.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+impl Note {
+    /// Locks the cache, if there is a place for that.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::WouldBlock`] if somebody uses it, or the host's.
+    pub(super) fn lock(&self) -> io::Result<Option<Lock>> {
+        let Some(path) = self.beside("lock") else {
+            return Ok(None);
+        };
+        DirBuilder::new().recursive(true).mode(0o700).create(folder_of(&path))?;
+        loop {
+            let file = File::options().write(true).create(true).truncate(false).open(&path)?;
+            flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+            // Whoever had it may have removed it in between.
+            let is_it =
+                fs::metadata(&path).is_ok_and(|found| file.metadata().is_ok_and(|ours| ours.ino() == found.ino()));
+            if is_it {
+                return Ok(Some(Lock { path, _file: file }));
+            }
         }
     }
 }

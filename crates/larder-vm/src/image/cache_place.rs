@@ -134,6 +134,7 @@ impl CachePlace {
         in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
         // It gives its locks back, and is read from all the same if this fails.
         let _ = in_time(on, STEP_MAX, old.fast.close(), "").await;
+        old.lock.take();
         let disk = self.disk.again();
         let (spawned, wish, options) = (on.clone(), wish.clone(), self.options.clone());
         let opening = async move {

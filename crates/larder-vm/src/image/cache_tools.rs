@@ -12,8 +12,10 @@ use larder_block::backend::image_lock::LockError;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
 use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, SuperblockError, read_superblock};
 
-use super::cache::{CacheError, LOOKED_AT, allocate, boot_of, is_file, may_write_back, random, rounded};
-use super::cache_note::Note;
+use super::cache::{
+    CacheError, LOOKED_AT, allocate, begins_empty, boot_of, is_file, lock, may_write_back, random, rounded,
+};
+use super::cache_note::{Lock, Note};
 use super::cache_place::CachePlace;
 use super::cache_wish::CacheOptions;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
@@ -73,6 +75,8 @@ pub struct CacheReport {
     pub superblock: Superblock,
     /// What it holds, unless somebody may be changing that.
     pub lines: Option<Lines>,
+    /// Somebody uses it.
+    pub is_used: bool,
 }
 
 /// Looks at a cache; what it holds is counted unless it `is_used`.
@@ -82,6 +86,8 @@ pub struct CacheReport {
 pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Result<CacheReport, CacheToolError> {
     let fast = open(on, file, true).await?;
     let superblock = superblock_of(file, &fast).await?;
+    let alone = alone(file, &superblock);
+    let is_used = is_used || alone.is_err();
     let lines = match is_used {
         true => None,
         false => Some(larder_cache::count_lines(&fast, &superblock, boot_of(file)).await?),
@@ -90,6 +96,7 @@ pub async fn inspect_cache(on: &Loop, file: &ImageAddress, is_used: bool) -> Res
         size: fast.geometry().size,
         superblock,
         lines,
+        is_used,
     })
 }
 
@@ -103,6 +110,7 @@ pub async fn set_mode_of_cache(on: &Loop, file: &ImageAddress, mode: Mode) -> Re
     }
     let fast = open(on, file, false).await?;
     let superblock = superblock_of(file, &fast).await?;
+    let _alone = alone(file, &superblock)?;
     larder_cache::set_mode(&fast, mode).await?;
     fast.close().await?;
     Ok(superblock.may_be_dirty)
@@ -211,7 +219,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
                 disk: superblock.disk.name,
             });
         }
-        Ok(superblock) => Some(Note::of(&superblock)),
+        Ok(superblock) => Some((alone(file, &superblock)?, Note::of(&superblock))),
         Err(error) if is_other(&error) => return Err(CacheToolError::NoCache { file: file.to_string() }),
         Err(error @ OpenError::Superblock { .. }) => match lose_dirty {
             true => None,
@@ -230,7 +238,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
             source,
         })?;
     }
-    if let Some(note) = note {
+    if let Some((_alone, note)) = note {
         // Of a cache that is no more it means nothing.
         let _ = note.take_back();
         replaced::forget(&note);
@@ -314,19 +322,31 @@ async fn make_resized(
         file: beside.display().to_string(),
         source,
     };
+    let address = ImageAddress::Path(beside.to_owned());
+    if is_unfinished(on, &address).await {
+        // As well as that goes: what is in the way is told.
+        let _ = std::fs::remove_file(beside);
+    }
     let file = File::options().write(true).create_new(true).mode(0o600).open(beside);
     let file = file.map_err(|source| CacheToolError::Beside {
         file: beside.display().to_string(),
         source,
     })?;
     file.set_len(size.get()).map_err(host)?;
-    let address = ImageAddress::Path(beside.to_owned());
     let new = open(on, &address, false).await?;
     allocate(&new, &address).await?;
     let lines = larder_cache::copy(old, &new, random().map_err(host)?).await?;
     allocate(&new, &address).await?;
     new.close().await?;
     Ok(lines)
+}
+
+/// What is there was left by one who was killed while he made it: nobody else has it, as nobody has the old one.
+async fn is_unfinished(on: &Loop, address: &ImageAddress) -> bool {
+    match open(on, address, false).await {
+        Ok(left) => read_superblock(&left).await.is_ok() || begins_empty(&left).await.is_ok_and(|is_empty| is_empty),
+        Err(_) => matches!(address, ImageAddress::Path(path) if path.metadata().is_ok_and(|found| found.len() == 0)),
+    }
 }
 
 async fn open(on: &Loop, file: &ImageAddress, only_to_look: bool) -> Result<Rc<dyn BlockDevice>, CacheToolError> {
@@ -352,6 +372,11 @@ async fn superblock_of(file: &ImageAddress, fast: &Rc<dyn BlockDevice>) -> Resul
         Err(error) if is_other(&error) => Err(CacheToolError::NoCache { file: file.to_string() }),
         found => Ok(found?),
     }
+}
+
+/// Keeps others from using a cache.
+fn alone(file: &ImageAddress, superblock: &Superblock) -> Result<Option<Lock>, CacheToolError> {
+    lock(file, superblock).map_err(|error| CacheToolError::InUse(error.to_string()))
 }
 
 /// What is there is no cache, not even one that is damaged.

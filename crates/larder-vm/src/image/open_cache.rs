@@ -1,5 +1,6 @@
 //! A disk's cache at work.
 
+use std::cell::RefCell;
 use std::rc::Rc;
 
 use larder_block::{BlockDevice, ByteLen};
@@ -7,7 +8,7 @@ use larder_cache::{Cache, Mode};
 
 use super::ImageAddress;
 use super::cache::{may_write_back, no_note};
-use super::cache_note::Made;
+use super::cache_note::{Lock, Made};
 
 /// A cache that is open.
 pub struct OpenCache {
@@ -21,6 +22,8 @@ pub struct OpenCache {
     pub endurance: Option<ByteLen>,
     pub(super) fast: Rc<dyn BlockDevice>,
     pub(super) note: Made,
+    /// As long as nobody else may use it.
+    pub(super) lock: RefCell<Option<Lock>>,
 }
 
 impl OpenCache {

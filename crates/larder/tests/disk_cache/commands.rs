@@ -4,6 +4,8 @@ use std::fs;
 
 use serde_json::{Value, json};
 
+use crate::failing::Fast;
+use crate::write_back::killed;
 use crate::{MIB, Place, text};
 
 #[test]
@@ -220,7 +222,7 @@ fn a_cache_that_cannot_have_another_size_stays_as_it_is() {
     place.serve(&image, &cache, &[]).stop();
     refused("20k", "too small");
     refused("4096TiB", "");
-    fs::write(place.path("cache.resize"), []).expect("a file");
+    fs::write(place.path("cache.resize"), b"mine").expect("a file");
     refused("16M", "cache.resize, the new cache, cannot be made");
     fs::remove_file(place.path("cache.resize")).expect("stays");
     let (code, said) = place.cache_command(&["resize", text(&image), "16M"]);
@@ -230,4 +232,76 @@ fn a_cache_that_cannot_have_another_size_stays_as_it_is() {
     assert_eq!(served.count("misses"), 0);
     let left: Vec<_> = fs::read_dir(place.folder.path()).expect("a folder").flatten().collect();
     assert_eq!(left.len(), 3, "the disk, its cache and the notes: {left:?}");
+}
+
+#[test]
+fn a_cache_on_an_export_is_used_by_one_at_a_time() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 16);
+    let fast = Fast::start(&place);
+    let served = place.start(place.serve_command(&image, &fast.uri, &[]));
+    served.warm_up(1);
+    let info = || {
+        let (_, said) = place.cache_command(&["info", &fast.uri, "--output", "json"]);
+        serde_json::from_str::<serde_json::Value>(&said).expect("JSON")
+    };
+    assert_eq!(info()["in_use"], json!(true));
+    for command in [
+        &["drop", &fast.uri][..],
+        &["drop", "--lose-dirty", &fast.uri],
+        &["mode", &fast.uri, "wa"],
+    ] {
+        let (code, said) = place.cache_command(command);
+        assert!(code == Some(2) && said.contains("another server uses it"), "{said}");
+    }
+    served.warm_up(1);
+    served.kill();
+    assert_eq!(info()["in_use"], json!(false));
+    let served = place.start(place.serve_command(&image, &fast.uri, &[]));
+    assert_eq!(served.cache()["mode"], json!("wt"));
+    served.io(&["read -P 7 0 16M"]);
+    served.stop();
+    let (code, said) = place.cache_command(&["drop", &fast.uri]);
+    assert_eq!(code, Some(0), "{said}");
+}
+
+#[test]
+fn what_a_resize_that_was_killed_has_left_is_in_nobodys_way() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M"]);
+    served.warm_up(2);
+    served.stop();
+    let beside = place.path("cache.resize");
+    let contents = fs::read(&cache).expect("can be read");
+    for left in [Vec::new(), vec![0; 1 << 20], contents] {
+        fs::write(&beside, left).expect("can be written");
+        for size in ["6M", "8M"] {
+            let (code, said) = place.cache_command(&["resize", text(&cache), size]);
+            assert_eq!(code, Some(0), "{said}");
+            assert!(!beside.exists());
+        }
+    }
+    fs::write(&beside, b"mine").expect("can be written");
+    let (code, said) = place.cache_command(&["resize", text(&cache), "6M"]);
+    assert!(code == Some(2) && said.contains("cannot be made"), "{said}");
+    assert_eq!(fs::read(&beside).expect("is there"), b"mine");
+}
+
+#[test]
+fn disk_info_tells_of_a_cache_that_has_newer_data() {
+    let place = Place::new();
+    let (image, cache) = killed(&place);
+    let info = || {
+        let mut command = std::process::Command::new(crate::larder());
+        command.args(["disk", "info", text(&image)]);
+        command.env("STATE_DIRECTORY", place.path("state"));
+        crate::run(command).1
+    };
+    let told = format!("{} may have data", text(&cache));
+    assert!(info().contains(&told), "{}", info());
+    place.left(&cache);
+    let (code, said) = place.cache_command(&["flush", text(&cache)]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(!info().contains(&told), "{}", info());
 }
