@@ -75,6 +75,8 @@ pub(crate) struct Cleaning {
     timed: Cell<bool>,
     /// Nobody but [`Cache::clean`] starts it any more.
     stopped: Cell<bool>,
+    /// Nobody at all: the disk is another cache's.
+    gone: Cell<bool>,
     /// So many wait for all to be clean.
     waited_for: Cell<u32>,
     /// Requests of the guest so far.
@@ -97,6 +99,7 @@ impl Cleaning {
             running: Cell::new(false),
             timed: Cell::new(false),
             stopped: Cell::new(false),
+            gone: Cell::new(false),
             waited_for: Cell::new(0),
             asked: Cell::new(0),
             written: Cell::new(0),
@@ -114,6 +117,12 @@ impl Cleaning {
     /// Nothing is cleaned in the background any more, when this completes, nor will be.
     pub(crate) async fn stop(&self) {
         self.stopped.set(true);
+        self.ended.until(|| !self.running.get()).await;
+    }
+
+    /// The same for good, whoever wants it.
+    pub(crate) async fn abandon(&self) {
+        self.gone.set(true);
         self.ended.until(|| !self.running.get()).await;
     }
 
@@ -260,7 +269,7 @@ impl Cache {
     /// Cleans what is old, in the background.
     pub(crate) fn start_cleaning(&self) {
         let cleaning = &self.cleaning;
-        if !self.index.borrow().dirty.has_old() || cleaning.running.replace(true) {
+        if cleaning.gone.get() || !self.index.borrow().dirty.has_old() || cleaning.running.replace(true) {
             return;
         }
         let Some(cache) = self.this.upgrade() else { return };
@@ -279,10 +288,15 @@ impl Cache {
     /// # Errors
     /// What the disk or the cache device has said; everything is tried.
     pub async fn clean(&self) -> IoResult {
+        self.clean_rounds(u32::MAX).await
+    }
+
+    /// The same, but if new data keeps coming, no longer than for so many rounds, each of what is dirty when it begins.
+    pub(crate) async fn clean_rounds(&self, rounds: u32) -> IoResult {
         let cleaning = &self.cleaning;
         let _now = WaitedFor::new(&cleaning.waited_for);
         self.load_all().await?;
-        loop {
+        for _ in 0..rounds {
             if cleaning.running.get() {
                 // It may have failed before anybody asked.
                 cleaning.end().await;
@@ -291,6 +305,9 @@ impl Cache {
             if !self.index.borrow().dirty.has_old() {
                 return Ok(());
             }
+            if cleaning.gone.get() {
+                return Err(self.refused(Operation::Write, ByteRange::default()));
+            }
             // Or somebody else has: all who wait hear how it ends.
             self.start_cleaning();
             cleaning.end().await;
@@ -298,6 +315,7 @@ impl Cache {
                 return Err(error.clone());
             }
         }
+        Ok(())
     }
 
     async fn clean_old(&self) -> IoResult {
@@ -307,6 +325,9 @@ impl Cache {
             let hurries = self.hurries();
             let bytes = if hurries { BATCH_LEN } else { BESIDE_LEN };
             let per_batch = (bytes / self.shape.line_len()) as usize;
+            if self.cleaning.gone.get() {
+                return Err(self.refused(Operation::Write, ByteRange::default()));
+            }
             let next = self.cleaning.next.get();
             let mut lines = self.index.borrow().dirty.old_from(next, per_batch);
             if !hurries {

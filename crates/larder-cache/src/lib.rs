@@ -81,6 +81,9 @@ use watch::Fast;
 
 const EIO: i32 = 5;
 
+/// How often what has become dirty meanwhile is cleaned before the rest is left for when nothing comes any more.
+const ROUNDS: u32 = 4;
+
 /// What is done with writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Mode {
@@ -420,6 +423,28 @@ impl Cache {
             (true, false) => self.clean().await,
             (true, true) => self.let_go().await,
         }
+    }
+
+    /// The same of most of it, while the guest goes on.
+    ///
+    /// # Errors
+    /// As in [`Cache::hand_over`].
+    pub async fn hand_over_most(&self) -> IoResult {
+        match self.may_be_dirty.get() && !self.has_failed() {
+            true => self.clean_rounds(ROUNDS).await,
+            false => self.hand_over().await,
+        }
+    }
+
+    /// Whether the disk has all that only this cache had, for certain: no part of it is damaged, and no crash finds anything.
+    /// No request is under way.
+    pub async fn has_handed_over(&self) -> bool {
+        !self.may_be_dirty.get() || self.has_failed() || (self.settle().await.is_ok() && self.is_known_clean())
+    }
+
+    /// The disk is another cache's from now on: nothing is written to it any more.
+    pub async fn abandon(&self) {
+        self.cleaning.abandon().await;
     }
 
     /// Has the disk have all that there is, and whoever opens the cache, which has failed, next, know that.

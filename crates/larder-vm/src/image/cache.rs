@@ -22,7 +22,7 @@ use super::cache_note::{Lock, Made, Note, Other, Says};
 use super::cache_wish::CacheOptions;
 use super::disk_id::DiskFile;
 use super::open_cache::OpenCache;
-use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes};
+use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
 
 /// Whether a cache on `file` can be the only place that has something.
 ///
@@ -450,7 +450,7 @@ async fn open_on(
         .into_iter()
         .chain([&note])
         .collect();
-    leave_out_others(on, &disk.identity, &used).await?;
+    leave_out_others(on, &disk.identity, &used, &replaced::old_of(&note)).await?;
     let says = match superblock.clean {
         true => Says::Believe,
         false => note.says(superblock, &disk.files),
@@ -491,20 +491,27 @@ async fn open_on(
         endurance: wish.endurance,
         cleaning: CleanOptions::default(),
     };
-    let cache = Cache::open(on, Rc::clone(&disk.device), Rc::clone(fast), open).await?;
+    let opened = Cache::open(on, Rc::clone(&disk.device), Rc::clone(fast), open).await;
+    let cache = opened.inspect_err(|_| {
+        if superblock.clean && !superblock.may_be_dirty {
+            // It has nothing that anybody would miss.
+            let _ = made.take_back();
+        }
+    })?;
     on.spawn(made.clone().keep(on.clone(), Rc::downgrade(&cache)));
     Ok((cache, made))
 }
 
 /// The disk is about to be changed without the caches that there are notes of, but for those of `used`: what they have in
-/// common with it is not to be believed any more.
+/// common with it is not to be believed any more. The place of those that were `replaced` was taken.
 ///
 /// # Errors
 /// One of them may have something that the disk has not.
-pub(super) async fn leave_out_others(on: &Loop, identity: &[u8], used: &[&Note]) -> Result<(), CacheError> {
+async fn leave_out_others(on: &Loop, identity: &[u8], used: &[&Note], replaced: &[Vec<u8>]) -> Result<(), CacheError> {
     let others = Note::others(identity, used);
+    let (old, others): (Vec<Other>, Vec<Other>) = others.into_iter().partition(|other| other.is_one_of(replaced));
     refuse_dirty(on, &others).await?;
-    others.iter().for_each(Other::is_used_without);
+    old.iter().chain(&others).for_each(Other::is_used_without);
     Ok(())
 }
 

@@ -357,6 +357,11 @@ impl Other {
         file.parse().ok()
     }
 
+    /// The cache is one of those, as [`super::replaced`] has them.
+    pub(super) fn is_one_of(&self, caches: &[Vec<u8>]) -> bool {
+        caches.contains(&self.noted.cache)
+    }
+
     /// The cache may have what the disk has not.
     pub(super) fn is_dirty(&self) -> bool {
         self.noted.is_dirty
@@ -469,7 +474,8 @@ impl Made {
     /// any more.
     pub(super) fn give_up(&self) -> io::Result<()> {
         if !self.is_there() {
-            return Ok(());
+            // One that could not be taken back before may say that all is well.
+            return self.note.take_back();
         }
         let noted = self.change(|noted| noted.is_used = true);
         self.end();

@@ -199,38 +199,53 @@ impl CachePlace {
 
     /// Has the disk have all that only `old` has, and holds requests; whether something is lost.
     async fn leave(&self, on: &Loop, old: &OpenCache, lose_dirty: bool) -> Result<(Held<'_>, bool), String> {
-        let handed_over = old.layer.hand_over().await;
+        // What can be is, also if the rest is to be lost.
+        let mut handed_over = old.layer.hand_over_most().await;
+        let dirty = || old.layer.statistics().dirty_lines;
+        while handed_over.is_err() && lose_dirty {
+            let before = dirty();
+            handed_over = old.layer.hand_over_most().await;
+            if dirty() >= before {
+                break;
+            }
+        }
         if let (Err(error), false) = (&handed_over, lose_dirty) {
-            return Err(format!(
-                "it may have data that was never written to the disk, and cannot be now: {error}; have its device come back and replace it by itself (without --with), or give that data up (--lose-dirty)"
-            ));
+            return Err(cannot_hand_over(error));
         }
         let held = self.switch.hold().ok_or_else(being_closed)?;
         in_time(on, DRAIN_MAX, held.drained(&on.downgrade()), UNDER_WAY).await?;
-        match old.layer.works() {
-            // What was written in between.
-            true => {
-                in_time(
-                    on,
-                    STEP_MAX,
-                    old.layer.hand_over(),
-                    "the disk does not take what only it has",
-                )
-                .await?
+        // What was written in between; its device may have failed, too.
+        let rest = async {
+            old.layer.hand_over().await.map_err(text)?;
+            match old.layer.has_handed_over().await {
+                true => Ok(()),
+                false => Err("a part of it is damaged".to_owned()),
             }
-            false => in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?,
+        };
+        let rest = in_time(on, STEP_MAX, rest, "the disk does not take what only it has").await?;
+        if let (Err(error), false) = (&rest, lose_dirty) {
+            return Err(cannot_hand_over(error));
         }
-        .or_else(|error| if lose_dirty { Ok(()) } else { Err(text(error)) })?;
-        Ok((held, handed_over.is_err()))
+        if !old.layer.works() {
+            in_time(on, STEP_MAX, old.layer.leave(), NO_REST).await?.map_err(text)?;
+        }
+        Ok((held, rest.is_err()))
     }
 
     async fn exchange(&self, new: OpenCache, held: Held<'_>) {
+        self.now().layer.abandon().await;
         held.exchange(Rc::clone(&new.layer) as Rc<dyn BlockDevice>);
         let new = Rc::new(new);
         self.now.replace(Rc::clone(&new));
         drop(held);
         new.allocate(&self.disk.image).await;
     }
+}
+
+fn cannot_hand_over(error: impl std::fmt::Display) -> String {
+    format!(
+        "it may have data that was never written to the disk, and cannot be now: {error}; have its device come back and replace it by itself (without --with), or give that data up (--lose-dirty)"
+    )
 }
 
 const UNDER_WAY: &str = "requests that are under way do not end; try again";

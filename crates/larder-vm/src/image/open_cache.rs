@@ -46,11 +46,14 @@ impl OpenCache {
             true => self.layer.leave().await,
             false => Ok(()),
         };
+        // It may have failed just now: then it is noted that all is superseded.
+        let is_given = !is_lost && self.layer.hand_over().await.is_ok();
         let noted = match &closed {
-            Ok(()) if self.layer.works() => self.note.take_back(),
-            Ok(()) if !is_lost && self.note.is_detached() => {
+            Ok(()) if self.layer.works() && !self.layer.is_noted_dirty() => self.note.take_back(),
+            Ok(()) if is_given && self.note.is_detached() => {
+                let noted = self.note.set_dirty(false);
                 self.note.end();
-                Ok(())
+                noted
             }
             _ => self.note.give_up(),
         };

@@ -107,6 +107,15 @@ pub(super) fn note(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Resu
     Ok(())
 }
 
+/// The caches whose place that with this note has taken, when all that only they had was on the disk, or given up.
+pub(super) fn old_of(note: &Note) -> Vec<Vec<u8>> {
+    let text = place_of(note).and_then(|place| fs::read_to_string(place).ok());
+    text.as_deref()
+        .and_then(Replaced::parse)
+        .map(|it| it.old)
+        .unwrap_or_default()
+}
+
 /// The cache with this note is none any more: it has nobody's place.
 pub(super) fn forget(note: &Note) {
     if let Some(place) = place_of(note) {
