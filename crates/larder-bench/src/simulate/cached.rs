@@ -153,13 +153,18 @@ impl Place {
             return;
         };
         match in_time(on, opening).await {
-            Some(Ok(new)) => {
+            // One that could not be closed notes that it has failed, where the new one has its notes here, but not in the
+            // program.
+            Some(Ok(new)) if old.works() => {
                 held.exchange(Rc::clone(&new) as _);
                 now.replace(new);
             }
             // There is none from now on.
             _ => {
-                Noted::new(&self.witness).detach().await.expect("never fails");
+                // Nor is anything of it believed later: the program notes that the disk is used without it.
+                let (noted, whole) = (Noted::new(&self.witness), ByteRange::new(0, u64::MAX >> 1));
+                noted.detach().await.expect("never fails");
+                noted.supersede(whole).await.expect("never fails");
                 held.exchange(Rc::clone(&self.lower));
             }
         }
