@@ -11,6 +11,7 @@ pub mod device;
 pub mod error;
 pub mod event_loop;
 pub mod filter;
+pub mod heap;
 pub mod histogram;
 pub mod nbd;
 pub mod range_lock;

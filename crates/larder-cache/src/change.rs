@@ -212,7 +212,7 @@ impl Cache {
         for part in self.shape.parts_of(range) {
             let found = self.index.borrow().find(part.line);
             if let Some(slot) = found {
-                self.index.borrow_mut().policy.touch(slot, part.line, context);
+                self.index.borrow_mut().policy().touch(slot, part.line, context);
                 let place = self.place_of(slot);
                 commits |= self.open_line(slot, part);
                 writing.places.push((part, place));

@@ -288,7 +288,8 @@ impl Cache {
         // Sectors before it that were written loosely must not be missing where a firm record is to be found.
         let is_forced = is_all_firm && (records.is_empty() || position.firm_end == sequence);
         {
-            let policy = &mut self.index.borrow_mut().policy;
+            let mut index = self.index.borrow_mut();
+            let mut policy = index.policy();
             records
                 .iter_mut()
                 .for_each(|record| record.entry.hotness = policy.save(record.slot));
@@ -442,7 +443,7 @@ impl Cache {
             let entries: Vec<Entry> = index
                 .slots_of(set)
                 .map(|slot| Entry {
-                    hotness: index.policy.save(slot),
+                    hotness: index.policy().save(slot),
                     ..ledger
                         .get(slot)
                         .map_or_else(|| index.entry(slot), |place| place.durable)

@@ -1,14 +1,14 @@
-//! Which lines are in the cache, and what is valid and dirty of them: what the program knows, in memory.
-//!
-//! For each slot a tag of four bytes and two bits for each sector, in arrays by set, so that a look-up reads memory in a
-//! row. Which of a set's lines are worth most is the policy's matter, which keeps some bytes for each way.
+//! Which lines are in the cache, and what is valid and dirty of them: what the program knows, in memory. What that is for
+//! each line is in [`crate::sets`], some ten bytes with those of the policy, whose matter it is which are worth most.
 
 use std::collections::HashMap;
 
 use crate::dirty::DirtyLines;
 use crate::entry::Entry;
-use crate::policy::Policy;
+use crate::policy::{self, OverSets};
+use crate::sets::Sets;
 use crate::shape::{Line, Sectors, Shape, Slot};
+use larder_policy::Policy;
 
 /// What is known of a set besides its lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,11 +42,9 @@ pub(crate) enum Use {
 
 pub(crate) struct Index {
     shape: Shape,
-    tags: Vec<u32>,
-    valid: Vec<u8>,
-    dirty_sectors: Vec<u8>,
+    sets: Sets,
     flags: Vec<SetFlags>,
-    pub(crate) policy: Policy,
+    policy: Policy,
     /// Slots that are in use.
     pinned: HashMap<Slot, Pins>,
     lines: u64,
@@ -55,24 +53,29 @@ pub(crate) struct Index {
 
 impl Index {
     pub(crate) fn new(shape: Shape, budget: Option<u64>) -> Self {
-        let slots = shape.slots() as usize;
-        let masks = slots * shape.mask_len();
+        let policy = policy::new(&shape, budget);
         Self {
             shape,
-            // Zeroed memory that nobody has touched costs nothing.
-            tags: vec![0; slots],
-            valid: vec![0; masks],
-            dirty_sectors: vec![0; masks],
+            sets: Sets::new(shape, policy.set_bytes()),
             flags: vec![SetFlags::default(); shape.sets as usize],
-            policy: Policy::new(&shape, budget),
+            policy,
             pinned: HashMap::new(),
             lines: 0,
             dirty: DirtyLines::default(),
         }
     }
 
-    fn at(&self, slot: Slot) -> usize {
-        slot.set() as usize * self.shape.ways as usize + slot.way() as usize
+    /// The policy, over what it keeps of all sets.
+    pub(crate) fn policy(&mut self) -> OverSets<'_> {
+        OverSets {
+            policy: &mut self.policy,
+            sets: &mut self.sets,
+        }
+    }
+
+    /// The line in `slot` is going to be touched: memory has time meanwhile to bring what the policy knows of it.
+    pub(crate) fn announce(&self, slot: Slot) {
+        self.policy.announce(self.sets.policy(slot.set()), slot.way() as u8);
     }
 
     pub(crate) fn lines(&self) -> u64 {
@@ -107,14 +110,11 @@ impl Index {
 
     /// The slot in which a line is; of a set that is loaded.
     pub(crate) fn find(&self, line: Line) -> Option<Slot> {
-        let (set, tag) = (self.shape.set_of(line), self.shape.tag_of(line));
-        let from = set as usize * self.shape.ways as usize;
-        let tags = &self.tags[from..from + self.shape.ways as usize];
-        find_tag(tags, tag).map(|way| Slot::new(set, way))
+        self.sets.find(line)
     }
 
     pub(crate) fn tag(&self, slot: Slot) -> u32 {
-        self.tags[self.at(slot)]
+        self.sets.tag(slot)
     }
 
     /// The line in a slot that is not empty.
@@ -122,25 +122,14 @@ impl Index {
         self.shape.line_of(slot.set(), self.tag(slot))
     }
 
-    fn mask(&self, bytes: &[u8], slot: Slot) -> Sectors {
-        let len = self.shape.mask_len();
-        let from = self.at(slot) * len;
-        if len == 1 {
-            return Sectors::from(bytes[from]);
-        }
-        let mut wide = [0; 16];
-        wide[..len].copy_from_slice(&bytes[from..from + len]);
-        Sectors::from_le_bytes(wide)
-    }
-
     pub(crate) fn valid(&self, slot: Slot) -> Sectors {
-        self.mask(&self.valid, slot)
+        self.sets.valid(slot)
     }
 
     pub(crate) fn dirty(&self, slot: Slot) -> Sectors {
         match self.dirty.len() {
             0 => 0,
-            _ => self.mask(&self.dirty_sectors, slot),
+            _ => self.sets.dirty(slot),
         }
     }
 
@@ -163,11 +152,9 @@ impl Index {
     pub(crate) fn set_sectors(&mut self, slot: Slot, valid: Sectors, dirty: Sectors) {
         debug_assert!(dirty & !valid == 0 && valid != 0 && self.tag(slot) != 0);
         let was_dirty = self.dirty(slot) != 0;
-        let len = self.shape.mask_len();
-        let from = self.at(slot) * len;
-        self.valid[from..from + len].copy_from_slice(&valid.to_le_bytes()[..len]);
+        self.sets.set_valid(slot, valid);
         if was_dirty || dirty != 0 {
-            self.dirty_sectors[from..from + len].copy_from_slice(&dirty.to_le_bytes()[..len]);
+            self.sets.set_dirty(slot, dirty);
         }
         match (was_dirty, dirty != 0) {
             (false, true) => self.dirty.insert(self.line(slot)),
@@ -179,8 +166,7 @@ impl Index {
     /// Puts a line into an empty slot.
     pub(crate) fn insert(&mut self, slot: Slot, line: Line, valid: Sectors, dirty: Sectors) {
         debug_assert!(self.tag(slot) == 0 && self.find(line).is_none());
-        let at = self.at(slot);
-        self.tags[at] = self.shape.tag_of(line);
+        self.sets.set_tag(slot, self.shape.tag_of(line));
         self.lines += 1;
         self.set_sectors(slot, valid, dirty);
     }
@@ -192,16 +178,12 @@ impl Index {
             self.dirty.remove(self.line(slot));
         }
         self.lines -= 1;
-        let (at, len) = (self.at(slot), self.shape.mask_len());
-        self.tags[at] = 0;
-        self.valid[at * len..(at + 1) * len].fill(0);
-        if self.dirty_sectors[at * len..(at + 1) * len]
-            .iter()
-            .any(|byte| *byte != 0)
-        {
-            self.dirty_sectors[at * len..(at + 1) * len].fill(0);
+        self.sets.set_tag(slot, 0);
+        self.sets.set_valid(slot, 0);
+        if self.sets.dirty(slot) != 0 {
+            self.sets.set_dirty(slot, 0);
         }
-        self.policy.remove(slot);
+        self.policy().remove(slot);
     }
 
     pub(crate) fn pin(&mut self, slot: Slot, what: Use) {
@@ -258,18 +240,4 @@ impl Index {
     pub(crate) fn slots_of(&self, set: u32) -> impl Iterator<Item = Slot> + use<> {
         (0..self.shape.ways).map(move |way| Slot::new(set, way))
     }
-}
-
-/// The place of a tag in a set's tags.
-fn find_tag(tags: &[u32], tag: u32) -> Option<u32> {
-    const STEP: usize = 16;
-    for (index, chunk) in tags.chunks(STEP).enumerate() {
-        // Without an exit inside, so that it is done with wide registers.
-        let found = chunk.iter().fold(false, |found, other| found | (*other == tag));
-        if found {
-            let within = chunk.iter().position(|other| *other == tag)?;
-            return Some((index * STEP + within) as u32);
-        }
-    }
-    None
 }

@@ -137,6 +137,11 @@ impl Records {
         }
     }
 
+    /// Bytes of memory that they take.
+    pub(crate) fn memory(&self) -> usize {
+        self.bytes.len() + size_of_val(&self.keys[..])
+    }
+
     /// Its sector's sequence, and its bytes.
     fn at(&self, key: u64) -> (u64, &[u8]) {
         let sequence = self.tail + ((key >> RECORD_BITS) & ((1 << SECTOR_KEY_BITS) - 1));

@@ -35,6 +35,7 @@ mod place;
 mod policy;
 mod read;
 mod samples;
+mod sets;
 mod settle;
 mod shape;
 mod size;
@@ -263,6 +264,7 @@ impl Cache {
     pub fn statistics(&self) -> Statistics {
         let index = self.index.borrow();
         let (read_errors, write_errors) = self.fast.errors();
+        let (cache_read, cache_written) = self.fast.bytes();
         Statistics {
             lines: index.lines(),
             dirty_lines: index.dirty.len(),
@@ -270,8 +272,8 @@ impl Cache {
             cleaned: self.cleaning.written.get(),
             disk_read: self.usage.disk.read().get(),
             disk_written: self.usage.disk.written().get(),
-            cache_read: self.usage.cache.read().get(),
-            cache_written: self.usage.cache.written().get(),
+            cache_read,
+            cache_written,
             read_errors,
             write_errors,
             ..*self.counts.borrow()
@@ -528,7 +530,7 @@ impl Cache {
     fn admits(&self, line: Line, context: Context) -> bool {
         let set = self.shape.set_of(line);
         self.tell_written(context.now);
-        let admits = self.index.borrow_mut().policy.admit(set, line, context);
+        let admits = self.index.borrow_mut().policy().admit(set, line, context);
         if admits {
             self.usage.admitted(self.shape.line_len());
         }

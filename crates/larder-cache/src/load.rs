@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use larder_block::event_loop::yield_now;
 use larder_block::range_lock::{Mode as Hold, Ranges};
-use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation};
+use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, heap};
 
 use crate::entry::Entry;
 use crate::journal::{Record, Records};
@@ -17,6 +17,9 @@ use crate::{Cache, Detached, EIO};
 
 /// So many bytes of pages are read at once when all are.
 const CHUNK_LEN: u64 = 256 << 10;
+
+/// So many bytes are worth asking the allocator to give them back.
+const TRIM_MIN: usize = 64 << 10;
 
 /// What is left to be taken up.
 pub(crate) struct Left {
@@ -101,7 +104,11 @@ impl Cache {
             }
             from = to;
         }
-        self.loading.left.borrow_mut().records = Records::none(&self.shape);
+        let records = std::mem::replace(&mut self.loading.left.borrow_mut().records, Records::none(&self.shape));
+        if records.memory() >= TRIM_MIN {
+            drop(records);
+            heap::trim();
+        }
         Ok(())
     }
 
@@ -238,7 +245,7 @@ impl Cache {
                     removed.push((slot, Entry { hotness: 0, ..*entry }));
                 }
             }
-            index.policy.load(set, hotness);
+            index.policy().load(set, hotness);
             index.set_loaded(set);
         }
         for (slot, entry) in removed {

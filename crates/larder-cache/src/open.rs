@@ -319,7 +319,6 @@ impl Cache {
         let loading = Loading::new(contents.records, contents.tail);
         let mut index = Index::new(shape, options.endurance.map(ByteLen::get));
         let (lower, disk_meter) = metered(lower);
-        let (fast, cache_meter) = metered(fast);
         for set in loading.sets() {
             index.set_changed(set, 0, true);
         }
@@ -329,7 +328,7 @@ impl Cache {
             on: on.clone(),
             lower,
             fast: Fast::new(on, fast, this.clone()),
-            usage: Usage::new(disk_meter, cache_meter, options.endurance.is_some()),
+            usage: Usage::new(disk_meter, options.endurance.is_some()),
             shape,
             seed: superblock.seed(),
             mode: Cell::new(mode),

@@ -147,14 +147,14 @@ impl Cache {
                     let is_idle = index.tag(slot) != 0 && index.dirty(slot) == 0 && !index.is_pinned(slot);
                     may_leave[slot.way() as usize] = is_idle;
                 }
-                index.policy.victim(set, |slot| may_leave[slot.way() as usize])
+                index.policy().victim(set, |slot| may_leave[slot.way() as usize])
             };
             let Some(slot) = victim else { break };
             self.counts.borrow_mut().evicted += 1;
             {
                 let index = &mut *self.index.borrow_mut();
                 let line = self.shape.line_of(set, index.tag(slot));
-                index.policy.evict(slot, line);
+                index.policy().evict(slot, line);
             }
             self.take_out(slot);
         }
@@ -232,7 +232,7 @@ impl Cache {
                 None => {
                     self.ledger.borrow_mut().note(slot, Entry::default);
                     index.insert(slot, part.line, part.sectors, dirty);
-                    index.policy.insert(slot, part.line, context);
+                    index.policy().insert(slot, part.line, context);
                 }
             }
         }

@@ -2,41 +2,35 @@
 
 use std::time::Duration;
 
+use larder_policy::Policy;
 use larder_policy::policy::{Admission, Context, PolicyOptions};
 
+use crate::sets::Sets;
 use crate::shape::{Line, Shape, Slot};
 
-/// Which lines are worth most.
-pub(crate) struct Policy {
-    policy: larder_policy::Policy,
-    /// For each set so many bytes, in a row.
-    states: Vec<u8>,
-    set_len: usize,
+/// What says which lines of a cache of this shape are worth most. `budget` is what may be written to the cache device in a
+/// day, in bytes.
+pub(crate) fn new(shape: &Shape, budget: Option<u64>) -> Policy {
+    Policy::new(PolicyOptions {
+        ways: shape.ways as usize,
+        spare_ways: shape.spare_ways(),
+        lines: shape.slots(),
+        line_bytes: shape.line_len() as u32,
+        admission: Admission::default(),
+        budget,
+    })
 }
 
-impl Policy {
-    /// `budget` is what may be written to the cache device in a day, in bytes.
-    pub(crate) fn new(shape: &Shape, budget: Option<u64>) -> Self {
-        let policy = larder_policy::Policy::new(PolicyOptions {
-            ways: shape.ways as usize,
-            spare_ways: shape.spare_ways(),
-            lines: shape.slots(),
-            line_bytes: shape.line_len() as u32,
-            admission: Admission::default(),
-            budget,
-        });
-        let set_len = policy.set_bytes();
-        Self {
-            policy,
-            states: vec![0; set_len * shape.sets as usize],
-            set_len,
-        }
-    }
+/// The policy, and what it keeps of each set.
+pub(crate) struct OverSets<'a> {
+    pub(crate) policy: &'a mut Policy,
+    pub(crate) sets: &'a mut Sets,
+}
 
+impl OverSets<'_> {
     /// The policy, and the state of a set.
-    fn of(&mut self, set: u32) -> (&mut larder_policy::Policy, &mut [u8]) {
-        let from = set as usize * self.set_len;
-        (&mut self.policy, &mut self.states[from..from + self.set_len])
+    fn of(&mut self, set: u32) -> (&mut Policy, &mut [u8]) {
+        (self.policy, self.sets.policy_mut(set))
     }
 
     pub(crate) fn written(&mut self, bytes: u64, now: Duration) {

@@ -10,6 +10,14 @@ use crate::shape::{Line, Slot};
 use crate::{Cache, Mode};
 use larder_policy::policy::{Access, Context};
 
+/// A read that the cache has all of, of one line.
+#[derive(Clone, Copy)]
+struct WholeHit {
+    part: Part,
+    slot: Slot,
+    since: LoopTime,
+}
+
 /// Keeps a slot from being given to another line while it is read from.
 struct Pin<'a> {
     cache: &'a Cache,
@@ -31,8 +39,10 @@ impl Cache {
         if self.is_used() {
             self.uses(range);
         }
-        let read = self.read_line(range, buffer);
-        read.unwrap_or_else(|| Io::task(self.read_steps(range, buffer)))
+        match self.whole_hit(range) {
+            Some(hit) => self.read_whole(hit, range, buffer),
+            None => Io::task(self.read_steps(range, buffer)),
+        }
     }
 
     /// What the cache has may be read from it.
@@ -45,26 +55,31 @@ impl Cache {
         self.fast.is_late() || self.pace.rests(now)
     }
 
-    /// Starts reading a range of one line that is all in the cache, if nothing has to be waited for before.
-    fn read_line<'a>(&'a self, range: ByteRange, buffer: ReadBuf<'a>) -> Option<Io<'a>> {
+    /// Where a range of one line is, if all of it is in the cache and nothing has to be waited for before it is read.
+    fn whole_hit(&self, range: ByteRange) -> Option<WholeHit> {
         let lines = self.shape.lines_of(range);
-        let (line, set) = (lines.start, self.shape.set_of(lines.start));
+        let line = lines.start;
         if lines.end - line != 1 || !self.is_used() || self.has_other_size() || self.is_undoing(range) {
             return None;
         }
+        let set = self.shape.set_of(line);
         self.check_fence([set], Operation::Read, range).ok()?;
         let part = self.shape.part_of(line, range);
         let slot = {
             let index = self.index.borrow();
             let slot = index.find(line).filter(|_| index.is_loaded(set))?;
+            index.announce(slot);
             (index.visible(slot) & part.sectors == part.sectors).then_some(slot)?
         };
         let since = self.turn_time();
-        if self.rests(since) || (self.may_be_dirty.get() && self.is_loose_unwritten(slot)) {
-            return None;
-        }
+        let is_later = self.rests(since) || (self.may_be_dirty.get() && self.is_loose_unwritten(slot));
+        (!is_later).then_some(WholeHit { part, slot, since })
+    }
+
+    fn read_whole<'a>(&'a self, hit: WholeHit, range: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
+        let WholeHit { part, slot, since } = hit;
         let context = self.context(since, Access::Read, range.len.get());
-        self.index.borrow_mut().policy.touch(slot, line, context);
+        self.index.borrow_mut().policy().touch(slot, part.line, context);
         {
             let counts = &mut *self.counts.borrow_mut();
             counts.hits += 1;
@@ -77,16 +92,16 @@ impl Cache {
                 if let Some(begin) = begin {
                     self.pace.hit_in_call(begin, self.now());
                 }
-                return Some(Io::ready(Ok(())));
+                return Io::ready(Ok(()));
             }
-            Some(Err(error)) => return Some(Io::task(self.read_failed(error, slot, part, range, buffer))),
+            Some(Err(error)) => return Io::task(self.read_failed(error, slot, part, range, buffer)),
             None => self.pin(slot),
         };
-        Some(Io::task(async move {
+        Io::task(async move {
             self.read_hit(read, pin, part, range, buffer).await?;
             self.pace.hit(since, self.now());
             Ok(())
-        }))
+        })
     }
 
     async fn read_steps(&self, range: ByteRange, buffer: ReadBuf<'_>) -> IoResult {
@@ -144,7 +159,7 @@ impl Cache {
                 }
             }
             if let Some(slot) = slot {
-                self.index.borrow_mut().policy.touch(slot, part.line, context);
+                self.index.borrow_mut().policy().touch(slot, part.line, context);
             }
         }
         let is_hit = missing.is_empty() && hit_bytes == range.len.get();

@@ -16,20 +16,18 @@ const CURVE_SAMPLE: usize = 4 << 10;
 /// Sizes that the curve is told of: this one's, and by powers of two smaller and larger ones.
 const CURVE_POWERS: std::ops::RangeInclusive<i32> = -4..=3;
 
-/// What goes to which device.
+/// What goes to the disk, and what is asked for.
 pub(crate) struct Usage {
     pub(crate) disk: Rc<Meter>,
-    pub(crate) cache: Rc<Meter>,
     /// There is a budget: bytes written that the policy knows of, or has counted in advance.
     budgeted: Option<Cell<u64>>,
     curve: RefCell<MissRatioCurve>,
 }
 
 impl Usage {
-    pub(crate) fn new(disk: Rc<Meter>, cache: Rc<Meter>, has_budget: bool) -> Self {
+    pub(crate) fn new(disk: Rc<Meter>, has_budget: bool) -> Self {
         Self {
             disk,
-            cache,
             budgeted: has_budget.then(Cell::default),
             curve: RefCell::new(MissRatioCurve::new(CURVE_SAMPLE)),
         }
@@ -71,10 +69,10 @@ impl Cache {
     /// Tells the policy what was written that it does not know of.
     pub(crate) fn tell_written(&self, now: Duration) {
         let Some(budgeted) = &self.usage.budgeted else { return };
-        let written = self.usage.cache.written().get();
+        let (_, written) = self.fast.bytes();
         if let Some(more) = written.checked_sub(budgeted.get()).filter(|more| *more > 0) {
             budgeted.set(written);
-            self.index.borrow_mut().policy.written(more, now);
+            self.index.borrow_mut().policy().written(more, now);
         }
     }
 
@@ -85,6 +83,6 @@ impl Cache {
         }
         let now = Duration::from_nanos(self.turn_time().as_nanos());
         self.tell_written(now);
-        self.index.borrow_mut().policy.is_spent(bytes.get(), now)
+        self.index.borrow_mut().policy().is_spent(bytes.get(), now)
     }
 }

@@ -61,6 +61,9 @@ pub(crate) struct Fast {
     waiting: RefCell<Waiting>,
     read_errors: Cell<u64>,
     write_errors: Cell<u64>,
+    /// Bytes that were asked for.
+    read: Cell<u64>,
+    written: Cell<u64>,
     copies: RefCell<Vec<AlignedBuf>>,
 }
 
@@ -87,6 +90,8 @@ impl Fast {
             waiting: RefCell::default(),
             read_errors: Cell::new(0),
             write_errors: Cell::new(0),
+            read: Cell::new(0),
+            written: Cell::new(0),
             copies: RefCell::default(),
         })
     }
@@ -106,6 +111,11 @@ impl Fast {
         (self.read_errors.get(), self.write_errors.get())
     }
 
+    /// Bytes that it was asked for so far: read, and written.
+    pub(crate) fn bytes(&self) -> (u64, u64) {
+        (self.read.get(), self.written.get())
+    }
+
     /// Reads into a guest's memory, for which the device is waited for however long it takes.
     pub(crate) fn read_for_guest<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         if self.hangs.get() {
@@ -113,6 +123,7 @@ impl Fast {
             self.failed(&error);
             return Io::ready(Err(error));
         }
+        self.read.set(self.read.get() + buffer.byte_len().get());
         let mut read = self.device.read(start, buffer);
         let Some(result) = read.result_now() else {
             return read.watched(self, self.begins());
@@ -199,6 +210,11 @@ impl Fast {
         let result = match self.hangs.get() {
             true => None,
             false => {
+                let count = match operation {
+                    Operation::Read => &self.read,
+                    _ => &self.written,
+                };
+                count.set(count.get() + range.len.get());
                 let request = Request {
                     of: self,
                     steps: Some(Box::pin(steps)),

@@ -188,7 +188,7 @@ impl Cache {
         for part in self.shape.parts_of(range) {
             let found = self.index.borrow().find(part.line);
             if let Some(slot) = found {
-                self.index.borrow_mut().policy.touch(slot, part.line, context);
+                self.index.borrow_mut().policy().touch(slot, part.line, context);
                 self.cleaning.is_changed(slot);
                 places.push((part, self.place_of(slot)));
             }

@@ -358,10 +358,19 @@ async fn open_cache(
     options: &ImageOptions,
     opened: &mut chain::Opened,
 ) -> Result<Option<CachePlace>, ImageError> {
-    let failed = |source| ImageError::Cache {
+    let failed_of = |image: &ImageAddress, source| ImageError::Cache {
         image: image.to_string(),
         source: Box::new(source),
     };
+    let failed = |source| failed_of(image, source);
+    if !options.trial {
+        // What is newer than a backing file is in its cache, and nobody would read it.
+        for (backing, format) in &opened.backing {
+            let others = Note::others(&disk_id::identity(backing, *format), &[]);
+            let refused = cache::refuse_dirty(on, &others).await;
+            refused.map_err(|source| failed_of(backing, source))?;
+        }
+    }
     let identity = disk_id::identity(image, opened.format);
     let Some(wish) = &options.cache else {
         let others = Note::others(&identity, &[]);

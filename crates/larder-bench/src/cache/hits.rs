@@ -13,7 +13,7 @@ use crate::figures::{median, ratio};
 use crate::prefetch::place::Place;
 use crate::prefetch::servers::{Export, Larder, Prefetch, Serve, slow_nbd, text};
 use crate::vhost_user::Series;
-use crate::vhost_user::client::{Client, Random, Workload};
+use crate::vhost_user::client::{Client, Outcome, Random, Workload};
 
 const DISK_BYTES: u64 = 256 << 20;
 /// The whole disk finds room, whatever sets its lines are in.
@@ -21,6 +21,8 @@ const CACHE_SIZE: &str = "512M";
 const BLOCK: usize = 4096;
 const DEPTHS: [usize; 3] = [1, 8, 64];
 const LATENCY: Duration = Duration::from_millis(2);
+/// How often in a round the readers take turns at each depth, so that what else the host does falls on both.
+const TURNS: usize = 20;
 /// Reads of the whole disk until the cache has it.
 const WARM_MAX: usize = 4;
 
@@ -31,7 +33,35 @@ enum Reader {
     Cache,
 }
 
+/// Figures by depth: of the file, and of hits.
+type Rows = [[Series; 2]; DEPTHS.len()];
+
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let mut series = Rows::default();
+    for _ in 0..arguments.rounds {
+        // Where in memory things happen to lie makes a tenth: they are made anew each time.
+        measure(arguments, &mut series)?;
+    }
+    println!(
+        "Random reads of 4 KiB, a disk of 256 MiB, all of it in the cache, lines of {}; files in tmpfs; {} rounds of {} s\n",
+        arguments.line, arguments.rounds, arguments.seconds
+    );
+    println!("| depth | the file, IOPS | hits, IOPS | hits / file | CPU of the file, us | CPU of a hit, us |");
+    println!("|{}", " --- |".repeat(6));
+    for (depth, [direct, cached]) in DEPTHS.iter().zip(&series) {
+        println!(
+            "| {depth} | {:.0} | {:.0} | {} | {:.2} | {:.2} |",
+            median(&direct.iops),
+            median(&cached.iops),
+            ratio(&cached.iops, &direct.iops),
+            median(&direct.cpu_us),
+            median(&cached.cpu_us)
+        );
+    }
+    Ok(())
+}
+
+fn measure(arguments: &Arguments, series: &mut Rows) -> anyhow::Result<()> {
     let memory = Place::new(Path::new("/dev/shm"))?;
     let file = memory.raw_image(DISK_BYTES)?;
     let (_remote, uri) = slow_nbd(&memory, &file, LATENCY)?;
@@ -51,50 +81,34 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let direct = serve(text(&file)?, "--read-only").start(&memory)?;
     let cached = serve(&uri, &options).start(&memory)?;
     warm(&cached)?;
-
-    let mut series = vec![[Series::default(), Series::default()]; DEPTHS.len()];
-    for round in 0..arguments.rounds {
-        for (depth, row) in DEPTHS.iter().zip(&mut series) {
-            let order = match round % 2 {
-                0 => [Reader::Direct, Reader::Cache],
-                _ => [Reader::Cache, Reader::Direct],
+    for (depth, row) in DEPTHS.iter().zip(series) {
+        let mut sums = [(Outcome::default(), Duration::ZERO); 2];
+        let workload = Workload {
+            write: false,
+            block: BLOCK,
+            depth: *depth,
+            duration: Duration::from_secs_f64(arguments.seconds / TURNS as f64),
+        };
+        for turn in 0..2 * TURNS {
+            let reader = [Reader::Direct, Reader::Cache][turn % 2];
+            let larder = match reader {
+                Reader::Direct => &direct,
+                Reader::Cache => &cached,
             };
-            for reader in order {
-                let (larder, series) = match reader {
-                    Reader::Direct => (&direct, &mut row[0]),
-                    Reader::Cache => (&cached, &mut row[1]),
-                };
-                let mut client = connect(larder, reader, *depth)?;
-                let workload = Workload {
-                    write: false,
-                    block: BLOCK,
-                    depth: *depth,
-                    duration: Duration::from_secs_f64(arguments.seconds),
-                };
-                let before = larder.server().cpu_time()?;
-                let misses = misses(larder, reader)?;
-                let outcome = client.run(&workload)?;
-                series.push(outcome, larder.server().cpu_time()?.0 - before.0);
-                let missed = self::misses(larder, reader)? - misses;
-                ensure!(missed == 0, "{missed} of {} reads were no hits", outcome.requests);
-            }
+            let mut client = connect(larder, reader, *depth)?;
+            let before = larder.server().cpu_time()?;
+            let misses = misses(larder, reader)?;
+            let outcome = client.run(&workload)?;
+            let (sum, used) = &mut sums[turn % 2];
+            *used += larder.server().cpu_time()?.0 - before.0;
+            sum.requests += outcome.requests;
+            sum.elapsed += outcome.elapsed;
+            let missed = self::misses(larder, reader)? - misses;
+            ensure!(missed == 0, "{missed} of {} reads were no hits", outcome.requests);
         }
-    }
-    println!(
-        "Random reads of 4 KiB, a disk of 256 MiB, all of it in the cache, lines of {}; files in tmpfs; {} rounds of {} s\n",
-        arguments.line, arguments.rounds, arguments.seconds
-    );
-    println!("| depth | the file, IOPS | hits, IOPS | hits / file | CPU of the file, us | CPU of a hit, us |");
-    println!("|{}", " --- |".repeat(6));
-    for (depth, [direct, cached]) in DEPTHS.iter().zip(&series) {
-        println!(
-            "| {depth} | {:.0} | {:.0} | {} | {:.2} | {:.2} |",
-            median(&direct.iops),
-            median(&cached.iops),
-            ratio(&cached.iops, &direct.iops),
-            median(&direct.cpu_us),
-            median(&cached.cpu_us)
-        );
+        for (series, (outcome, used)) in row.iter_mut().zip(sums) {
+            series.push(outcome, used);
+        }
     }
     Ok(())
 }

@@ -19,7 +19,7 @@ pub(crate) struct Workload {
 }
 
 /// What came of it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) requests: u64,
     pub(crate) elapsed: Duration,

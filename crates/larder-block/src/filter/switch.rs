@@ -5,13 +5,13 @@
 
 use std::cell::{Cell, Ref, RefCell};
 use std::rc::Rc;
-use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, Lent, SizeChanges, WriteFlags, ZeroFlags};
 use crate::error::IoResult;
 use crate::event_loop::WeakLoop;
+use crate::nbd::Signal;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// How often it is looked whether requests are still under way.
@@ -23,7 +23,8 @@ pub struct Switch {
     layer: RefCell<Rc<Lent>>,
     is_held: Cell<bool>,
     is_closed: Cell<bool>,
-    waiting: RefCell<Vec<Waker>>,
+    /// Requests are not held any more.
+    goes_on: Signal,
 }
 
 impl Switch {
@@ -34,7 +35,7 @@ impl Switch {
             layer: RefCell::new(Rc::new(Lent(layer))),
             is_held: Cell::new(false),
             is_closed: Cell::new(false),
-            waiting: RefCell::default(),
+            goes_on: Signal::default(),
         }
     }
 
@@ -51,17 +52,7 @@ impl Switch {
 
     /// The layer, once requests are not held.
     async fn layer(&self) -> Rc<Lent> {
-        std::future::poll_fn(|context| match self.now() {
-            Some(layer) => Poll::Ready(Rc::clone(&layer)),
-            None => {
-                let mut waiting = self.waiting.borrow_mut();
-                if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
-                    waiting.push(context.waker().clone());
-                }
-                Poll::Pending
-            }
-        })
-        .await
+        self.goes_on.until(|| self.now().map(|layer| Rc::clone(&layer))).await
     }
 }
 
@@ -88,9 +79,7 @@ impl Held<'_> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.0.is_held.set(false);
-        for waker in self.0.waiting.take() {
-            waker.wake();
-        }
+        self.0.goes_on.raise();
     }
 }
 

@@ -51,9 +51,8 @@ pub(super) struct Note {
 impl Note {
     /// That of the cache with this superblock.
     pub(super) fn of(superblock: &Superblock) -> Self {
-        let name: String = superblock.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
         Self {
-            path: notes_folder().map(|folder| folder.join(name)),
+            path: notes_folder().map(|folder| folder.join(hex(&superblock.uuid))),
         }
     }
 

@@ -24,6 +24,8 @@ pub(super) struct Opened {
     pub(super) format: Format,
     /// The files that it is in, outermost first, on this host.
     pub(super) files: Vec<DiskFile>,
+    /// Its backing files, innermost first.
+    pub(super) backing: Vec<(ImageAddress, Format)>,
 }
 
 /// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
@@ -38,6 +40,7 @@ pub(super) async fn open(
         options,
         opened: Vec::new(),
         files: Vec::new(),
+        backing: Vec::new(),
         held,
         is_past_server: false,
     };
@@ -46,6 +49,7 @@ pub(super) async fn open(
         device,
         format,
         files: opener.files,
+        backing: opener.backing,
     })
 }
 
@@ -59,6 +63,7 @@ struct Opener<'a> {
     opened: Vec<ImageAddress>,
     /// See [`Opened`].
     files: Vec<DiskFile>,
+    backing: Vec<(ImageAddress, Format)>,
     held: &'a mut Vec<HeldFile>,
     /// An NBD server is in the chain so far. A trial ends there, so nobody has claimed for us what comes behind it.
     is_past_server: bool,
@@ -247,7 +252,7 @@ impl Opener<'_> {
             return Err(refused(format!("would be the {CHAIN_MAX}th of a chain")));
         }
         let opened = self.open(&address, format, true).await;
-        opened.map(|(device, _)| device).map_err(|source| match source {
+        let (device, format) = opened.map_err(|source| match source {
             // The innermost failure says it all.
             source @ (ImageError::Backing { .. }
             | ImageError::BackingName { .. }
@@ -257,7 +262,9 @@ impl Opener<'_> {
                 name: name.to_owned(),
                 source: Box::new(source),
             },
-        })
+        })?;
+        self.backing.push((address, format));
+        Ok(device)
     }
 }
 

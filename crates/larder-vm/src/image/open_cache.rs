@@ -46,8 +46,8 @@ impl OpenCache {
             true => self.layer.leave().await,
             false => Ok(()),
         };
-        // It may have failed just now: then it is noted that all is superseded.
-        let is_given = !is_lost && self.layer.hand_over().await.is_ok();
+        // One that has failed, perhaps just now, notes that all is superseded.
+        let is_given = !is_lost && !self.layer.works() && self.layer.hand_over().await.is_ok();
         let noted = match &closed {
             Ok(()) if self.layer.works() && !self.layer.is_noted_dirty() => self.note.take_back(),
             Ok(()) if is_given && self.note.is_detached() => {
@@ -71,8 +71,6 @@ impl OpenCache {
             if !self.note.is_there() {
                 return Err(no_note(self.note.place()));
             }
-        }
-        if mode == Mode::WriteBack {
             let noted = self.note.set_dirty(true);
             noted.map_err(|error| no_note(format_args!("{}: {error}", self.note.place())))?;
         }

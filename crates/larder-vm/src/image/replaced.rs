@@ -137,13 +137,14 @@ pub(super) fn now(wish: &CacheOptions, disk: &[u8]) -> CacheOptions {
     for (path, replaced) in all().into_iter().filter(|(_, it)| it.disk == disk) {
         let new = std::str::from_utf8(&replaced.new).ok().and_then(|new| new.parse().ok());
         let Some(new) = new else { continue };
-        let is_gone = matches!(&new, ImageAddress::Path(path) if !path.exists());
-        if replaced.new == wished || is_gone {
-            // Its server is told of the new one by now, or there is none any more.
+        if replaced.new == wished {
+            // Its server is told of the new one by now.
             let _ = fs::remove_file(path);
             continue;
         }
-        if replaced.old.contains(&wished) {
+        // What it is on may not be mounted yet; if it had something, that is told.
+        let is_away = matches!(&new, ImageAddress::Path(path) if !path.exists());
+        if !is_away && replaced.old.contains(&wished) {
             tracing::info!(
                 "cache {new}: it has taken the place of {}: give it to the server from now on (cache={new})",
                 wish.file

@@ -174,6 +174,11 @@ fn a_server_that_is_given_the_old_cache_uses_the_one_that_took_its_place() {
     replaced(&place, &served, text(&two), &["--with", text(&three), "--size", "4M"]);
     served.io(&WRITES);
     served.kill();
+    // What it is on is not mounted for a while.
+    let away = place.path("away");
+    std::fs::rename(&three, &away).expect("moves");
+    place.refused(&image, text(&one), &WRITE_BACK, &[text(&three), "is not there now"]);
+    std::fs::rename(&away, &three).expect("moves");
     let served = place.serve(&image, &one, &WRITE_BACK);
     assert_eq!(file_of(&served), text(&three));
     served.io(&READS);
@@ -269,11 +274,27 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
         assert!(!Path::new(&other).exists());
     }
     crate::assert_fails(without(), &words);
+    let overlay = place.path("overlay.qcow2");
+    let create = [
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-b",
+        text(&image),
+        "-F",
+        "raw",
+        text(&overlay),
+    ];
+    tool("qemu-img", &create);
+    crate::assert_fails(place.without_cache(&overlay), &words);
     let (code, said) = place.cache_command(&["flush", text(&cache)]);
     assert_eq!(code, Some(0), "{said}");
-    let served = place.start(without());
-    served.io(&READS);
-    served.stop();
+    for image in [&image, &overlay] {
+        let served = place.start(place.without_cache(image));
+        served.io(&READS);
+        served.stop();
+    }
 }
 
 #[test]
