@@ -6,6 +6,8 @@
 //!
 //! It also has the stamps of the disk's files, and new ones soon after the server has changed them ([`Made::keep`]): so
 //! it is found out if others have written to the disk since the server was killed, such as a server without the cache.
+//! On a busy file system soon may be too late; so the same is written without waiting to the user's folder in the host's
+//! memory, which outlives the server, each time that they are looked at.
 //!
 //! Where the note is lost, or belongs to another user or host, a cache that was not closed begins anew; one that may have
 //! data which the disk has not is refused.
@@ -40,6 +42,7 @@ use rustix::process::geteuid;
 
 use super::disk_id::{self, DiskFile, FileStamp};
 use super::{ImageAddress, absolute};
+use crate::runtime_folder::{self, runtime_folder};
 
 /// The note of a cache, whether it is there or not.
 #[derive(Clone, Debug)]
@@ -63,7 +66,13 @@ impl Note {
         let Some(noted) = noted.filter(|noted| noted.sessions.contains(&superblock.session)) else {
             return Says::Nothing;
         };
-        let is_ours = !noted.is_used && disk_id::are_only_ours_since(files, &noted.stamps);
+        let are_ours = |stamps: &[FileStamp]| disk_id::are_only_ours_since(files, stamps);
+        let are_ours_lately = || {
+            let lately = self.lately().ok().and_then(|path| fs::read_to_string(path).ok());
+            let lately = lately.as_deref().and_then(Noted::parse);
+            lately.is_some_and(|lately| lately.sessions.contains(&superblock.session) && are_ours(&lately.stamps))
+        };
+        let is_ours = !noted.is_used && (are_ours(&noted.stamps) || are_ours_lately());
         match (is_ours, noted.detached) {
             (false, _) => Says::Changed,
             (true, None) => Says::Believe,
@@ -100,6 +109,7 @@ impl Note {
         Ok(Made {
             note: self.clone(),
             noted: Arc::new(Mutex::new(Some(noted))),
+            changing: Arc::default(),
             files: files.into(),
         })
     }
@@ -109,6 +119,7 @@ impl Note {
         Made {
             note: self.clone(),
             noted: Arc::default(),
+            changing: Arc::default(),
             files: Arc::default(),
         }
     }
@@ -119,6 +130,9 @@ impl Note {
     /// The host's; it may still be there.
     pub(super) fn take_back(&self) -> io::Result<()> {
         let Some(path) = &self.path else { return Ok(()) };
+        if let Ok(lately) = self.lately() {
+            let _ = fs::remove_file(lately);
+        }
         let gone = |error: io::Error| match error.kind() {
             io::ErrorKind::NotFound => Ok(()),
             _ => Err(error),
@@ -129,6 +143,20 @@ impl Note {
         File::open(folder_of(path))
             .and_then(|folder| folder.sync_all())
             .or_else(gone)
+    }
+
+    /// What it said lately, for as long as the host runs.
+    ///
+    /// # Errors
+    /// There is no place for that, or it is not this user's alone.
+    fn lately(&self) -> io::Result<PathBuf> {
+        let name = self.path.as_ref().and_then(|path| path.file_name());
+        let name = name.ok_or(io::ErrorKind::NotFound)?;
+        let above = runtime_folder();
+        runtime_folder::make(&above, 0o700)?;
+        let folder = above.join("caches");
+        runtime_folder::make(&folder, 0o700)?;
+        Ok(folder.join(name))
     }
 
     /// A file beside it, with this ending, that tells something else of the cache.
@@ -396,14 +424,20 @@ impl Other {
 #[derive(Clone)]
 pub(super) struct Made {
     note: Note,
-    /// What stands in it; `None` if there is none, or is to be none any more.
+    /// What stands in it; `None` if there is none, or is to be none any more. Never held for long.
     noted: Arc<Mutex<Option<Noted>>>,
+    /// Held while it is changed, which takes as long as a flush of its file system.
+    changing: Arc<Mutex<()>>,
     files: Arc<[DiskFile]>,
 }
 
 impl Made {
     fn noted(&self) -> MutexGuard<'_, Option<Noted>> {
         self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn changing(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// There is one.
@@ -413,12 +447,13 @@ impl Made {
 
     /// Changes what stands in it, if there is one.
     fn change(&self, change: impl FnOnce(&mut Noted)) -> io::Result<()> {
-        let mut noted = self.noted();
-        match (&mut *noted, &self.note.path) {
-            (Some(noted), Some(path)) => {
-                change(noted);
-                noted.write(path)
-            }
+        let _alone = self.changing();
+        let changed = self.noted().as_mut().map(|noted| {
+            change(noted);
+            noted.clone()
+        });
+        match (changed, &self.note.path) {
+            (Some(changed), Some(path)) => changed.write(path),
             _ => Err(io::Error::new(io::ErrorKind::NotFound, "there is no note of it")),
         }
     }
@@ -435,6 +470,7 @@ impl Made {
 
     /// The same, until [`Made::resume`] is called with what this returns.
     pub(super) fn pause(&self) -> Option<Noted> {
+        let _alone = self.changing();
         self.noted().take()
     }
 
@@ -488,9 +524,21 @@ impl Made {
 
     /// See [`Note::take_back`]. Nothing makes it again.
     pub(super) fn take_back(&self) -> io::Result<()> {
-        let mut noted = self.noted();
-        *noted = None;
+        let _alone = self.changing();
+        *self.noted() = None;
         self.note.take_back()
+    }
+
+    /// Notes stamps where that takes no time.
+    fn say_lately(&self, stamps: Vec<FileStamp>) -> io::Result<()> {
+        let Some(noted) = self.noted().clone() else {
+            return Ok(());
+        };
+        let lately = Noted { stamps, ..noted };
+        let path = self.note.lately()?;
+        let new = new_of(&path);
+        fs::write(&new, lately.text())?;
+        fs::rename(&new, &path)
     }
 
     /// Notes the stamps of the disk's files when they change, as long as the cache is there.
@@ -502,8 +550,14 @@ impl Made {
         let mut again = on.now();
         let mut is_first = true;
         let mut is_told = false;
+        let mut lately = Vec::new();
         while cache.upgrade().is_some() && self.is_there() {
             let stamps = disk_id::stamps_of_all(&self.files);
+            if stamps != lately {
+                lately.clone_from(&stamps);
+                // Without it a note that comes too late is all that there is.
+                let _ = self.say_lately(stamps.clone());
+            }
             if let Some(ended) = writing.take_if(|thread| thread.is_finished()) {
                 match ended.join() {
                     Ok(Err(error)) => {

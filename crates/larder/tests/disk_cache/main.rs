@@ -35,6 +35,15 @@ pub(crate) struct Place {
     sockets: TempDir,
 }
 
+/// Waits until one of the files is no older than `file`.
+fn newer_than(file: &Path, files: &[PathBuf]) {
+    let modified = |path: &Path| path.metadata().and_then(|found| found.modified()).ok();
+    let changed = modified(file).expect("has a time");
+    while !files.iter().any(|path| modified(path) >= Some(changed)) {
+        std::thread::sleep(PAUSE);
+    }
+}
+
 impl Place {
     pub(crate) fn new() -> Self {
         Self {
@@ -88,13 +97,25 @@ impl Place {
 
     /// Waits until it is noted that the server has written to the image.
     pub(crate) fn noted(&self, image: &Path) {
-        let modified = |path: &Path| path.metadata().and_then(|found| found.modified()).expect("has a time");
+        newer_than(image, &[self.note()]);
+    }
+
+    /// The same, where it is noted without waiting, in the host's memory.
+    pub(crate) fn noted_lately(&self, image: &Path) {
+        let name = self.note().file_name().expect("a name").to_owned();
+        let user = std::env::var("XDG_RUNTIME_DIR").unwrap_or_default() + "/larder";
+        let folders = ["/run/larder", &user, "/dev/shm/larder-0"];
+        newer_than(
+            image,
+            &folders.map(|folder| Path::new(folder).join("caches").join(&name)),
+        );
+    }
+
+    /// The note of the only cache.
+    pub(crate) fn note(&self) -> PathBuf {
         let notes = std::fs::read_dir(self.path("state/caches")).expect("notes");
         let mut notes = notes.map(|note| note.expect("is there").path());
-        let note = notes.find(|path| path.extension().is_none()).expect("one");
-        while modified(&note) < modified(image) {
-            std::thread::sleep(PAUSE);
-        }
+        notes.find(|path| path.extension().is_none()).expect("one")
     }
 
     fn with_state(&self, mut command: Command) -> Command {

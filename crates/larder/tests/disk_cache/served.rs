@@ -117,6 +117,46 @@ fn a_cache_is_warm_after_a_kill_in_the_midst_of_writing() {
 }
 
 #[test]
+fn what_is_noted_too_late_of_a_disk_is_known_all_the_same() {
+    for mode in ["wt", "wb"] {
+        let place = Place::new();
+        let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+        tool("touch", &["-d", "-1 hour", text(&image)]);
+        let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-mode", mode]);
+        let before = std::fs::read(place.note()).expect("is read");
+        served.warm_up(2);
+        served.io(&["write -P 8 8M 64k", "flush"]);
+        if mode == "wb" {
+            let flush = ["flush", text(&cache), "--control", text(&served.control)];
+            assert_eq!(place.cache_command(&flush).0, Some(0));
+            served.io(&["write -P 9 9M 64k", "flush"]);
+        }
+        served.settle();
+        place.noted_lately(&image);
+        served.kill();
+        // As if its file system had been busy all the time.
+        std::fs::write(place.note(), before).expect("is written");
+        let served = place.serve(&image, &cache, &[]);
+        served.read_all(2);
+        assert_eq!(served.count("misses"), 0, "{mode}");
+        served.io(&["read -P 8 8M 64k"]);
+        if mode == "wb" {
+            served.io(&["read -P 9 9M 64k"]);
+        }
+        served.kill();
+        // And others are found out still.
+        tool("touch", &["-d", "+1 hour", text(&image)]);
+        let words = "changed since without it";
+        if mode == "wb" {
+            place.refused(&image, text(&cache), &[], &[words]);
+        } else {
+            let served = place.serve(&image, &cache, &[]);
+            served.process.wait_for(words, LIMIT).expect("told");
+        }
+    }
+}
+
+#[test]
 fn what_others_did_to_the_disk_meanwhile_is_seen() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
