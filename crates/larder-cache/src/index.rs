@@ -3,6 +3,8 @@
 
 use std::collections::HashMap;
 
+use larder_block::memory;
+
 use crate::dirty::DirtyLines;
 use crate::entry::Entry;
 use crate::policy::{self, OverSets};
@@ -75,7 +77,15 @@ impl Index {
 
     /// The line in `slot` is going to be touched: memory has time meanwhile to bring what the policy knows of it.
     pub(crate) fn announce(&self, slot: Slot) {
-        self.policy.announce(self.sets.policy(slot.set()), slot.way() as u8);
+        let state = self.sets.policy(slot.set());
+        let touched = self.policy.touched(slot.way() as u8);
+        touched.iter().for_each(|at| memory::prefetch(&state[*at]));
+    }
+
+    /// A line of `set` is going to be looked for.
+    pub(crate) fn announce_set(&self, set: u32) {
+        self.sets.announce(set);
+        memory::prefetch(&self.flags[set as usize].0);
     }
 
     pub(crate) fn lines(&self) -> u64 {

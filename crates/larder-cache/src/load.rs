@@ -6,8 +6,9 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use larder_block::event_loop::yield_now;
+use larder_block::memory::trim_heap;
 use larder_block::range_lock::{Mode as Hold, Ranges};
-use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, heap};
+use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation};
 
 use crate::entry::Entry;
 use crate::journal::{Record, Records};
@@ -107,7 +108,7 @@ impl Cache {
         let records = std::mem::replace(&mut self.loading.left.borrow_mut().records, Records::none(&self.shape));
         if records.memory() >= TRIM_MIN {
             drop(records);
-            heap::trim();
+            trim_heap();
         }
         Ok(())
     }

@@ -36,6 +36,8 @@ impl Cache {
         if !self.is_fit(range) || (!self.is_used() && !self.may_be_dirty.get()) {
             return self.lower.read(range.start, buffer);
         }
+        let first = self.shape.line_at(range.start);
+        self.index.borrow().announce_set(self.shape.set_of(first));
         if self.is_used() {
             self.uses(range);
         }
@@ -78,6 +80,10 @@ impl Cache {
 
     fn read_whole<'a>(&'a self, hit: WholeHit, range: ByteRange, buffer: ReadBuf<'a>) -> Io<'a> {
         let WholeHit { part, slot, since } = hit;
+        let begin = self.pace.times_this_one().then(|| self.now());
+        let mut read = self.fast.read_for_guest(self.data_at(slot, range.start), buffer);
+        let result = read.result_now();
+        // Only now: memory has brought what the policy knows of the line.
         let context = self.context(since, Access::Read, range.len.get());
         self.index.borrow_mut().policy().touch(slot, part.line, context);
         {
@@ -85,9 +91,7 @@ impl Cache {
             counts.hits += 1;
             counts.hit_bytes += range.len.get();
         }
-        let begin = self.pace.times_this_one().then(|| self.now());
-        let mut read = self.fast.read_for_guest(self.data_at(slot, range.start), buffer);
-        let pin = match read.result_now() {
+        let pin = match result {
             Some(Ok(())) => {
                 if let Some(begin) = begin {
                     self.pace.hit_in_call(begin, self.now());

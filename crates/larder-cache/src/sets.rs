@@ -3,8 +3,7 @@
 //!
 //! ```text
 //! byte 0         tags, their lowest bytes: what nearly always tells a line from the others of its set
-//!      w         tags, the rest, 3 bytes each
-//!      4 w       sectors that are valid, m bytes each
+//!      w         for each way the rest of its tag, 3 bytes, and its sectors that are valid, m bytes
 //!      (4 + m) w what the policy keeps
 //! ```
 //!
@@ -13,7 +12,12 @@
 
 use std::ops::Range;
 
+use larder_block::memory;
+
 use crate::shape::{Line, Sectors, Shape, Slot};
+
+/// Bytes of a tag without the lowest.
+const HIGH: usize = 3;
 
 pub(crate) struct Sets {
     shape: Shape,
@@ -28,7 +32,7 @@ impl Sets {
     /// Without lines; the policy keeps so many bytes of each.
     pub(crate) fn new(shape: Shape, policy_len: usize) -> Self {
         let ways = shape.ways as usize;
-        let len = ways * (4 + shape.mask_len()) + policy_len;
+        let len = ways * (1 + HIGH + shape.mask_len()) + policy_len;
         Self {
             shape,
             len,
@@ -49,33 +53,47 @@ impl Sets {
         &mut self.bytes[set as usize * self.len..][..self.len]
     }
 
+    /// Where in its set the rest of a way's tag is, with its valid sectors behind it.
+    fn way_at(&self, way: usize) -> usize {
+        self.ways() + way * (HIGH + self.shape.mask_len())
+    }
+
+    /// Asks memory for what [`Self::find`] of a line of `set` looks at first.
+    pub(crate) fn announce(&self, set: u32) {
+        const CACHE_LINE: usize = 64;
+        let lows = &self.of(set)[..self.ways()];
+        lows.iter().step_by(CACHE_LINE).for_each(memory::prefetch);
+    }
+
     /// The slot in which a line is.
     pub(crate) fn find(&self, line: Line) -> Option<Slot> {
         let (set, tag) = (self.shape.set_of(line), self.shape.tag_of(line));
         let [low, high @ ..] = tag.to_le_bytes();
-        let (lows, rest) = self.of(set).split_at(self.ways());
-        let way = memchr::memchr_iter(low, lows).find(|way| rest[3 * way..3 * way + 3] == high)?;
+        let bytes = self.of(set);
+        let is_it = |way: &usize| bytes[self.way_at(*way)..][..HIGH] == high;
+        let way = memchr::memchr_iter(low, &bytes[..self.ways()]).find(is_it)?;
         Some(Slot::new(set, way as u32))
     }
 
     /// The tag of the line in a slot; 0 if there is none.
     pub(crate) fn tag(&self, slot: Slot) -> u32 {
-        let (way, ways, set) = (slot.way() as usize, self.ways(), self.of(slot.set()));
-        let high = ways + 3 * way;
+        let (way, set) = (slot.way() as usize, self.of(slot.set()));
+        let high = self.way_at(way);
         u32::from_le_bytes([set[way], set[high], set[high + 1], set[high + 2]])
     }
 
     pub(crate) fn set_tag(&mut self, slot: Slot, tag: u32) {
-        let (way, ways, set) = (slot.way() as usize, self.ways(), self.of_mut(slot.set()));
+        let way = slot.way() as usize;
+        let high_at = self.way_at(way);
+        let set = self.of_mut(slot.set());
         let [low, high @ ..] = tag.to_le_bytes();
         set[way] = low;
-        set[ways + 3 * way..][..3].copy_from_slice(&high);
+        set[high_at..high_at + HIGH].copy_from_slice(&high);
     }
 
     fn valid_at(&self, slot: Slot) -> Range<usize> {
-        let len = self.shape.mask_len();
-        let from = 4 * self.ways() + slot.way() as usize * len;
-        from..from + len
+        let from = self.way_at(slot.way() as usize) + HIGH;
+        from..from + self.shape.mask_len()
     }
 
     fn dirty_at(&self, slot: Slot) -> Range<usize> {
@@ -117,7 +135,7 @@ impl Sets {
     }
 
     fn policy_at(&self) -> usize {
-        self.ways() * (4 + self.shape.mask_len())
+        self.way_at(self.ways())
     }
 }
 

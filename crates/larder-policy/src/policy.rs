@@ -4,7 +4,7 @@
 //! about that set. What is not of a set is in [`Policy`]. Lines are named by their number on the disk (offset divided
 //! by the line's size), the place of one in its set by its way.
 //!
-//! - A hit: [`Policy::touch`], best with [`Policy::announce`] some time before.
+//! - A hit: [`Policy::touch`].
 //! - A miss: [`Policy::admit`]; if the line is to be brought in and no way is free, [`Policy::victim`] and, once that
 //!   line has been given up, [`Policy::evict`]; then [`Policy::insert`].
 //! - A line that was dropped for another reason, as a discard: [`Policy::remove`].
@@ -166,9 +166,9 @@ impl Policy {
         }
     }
 
-    /// The line in `way` is going to be hit: its state is asked of memory, and not waited for.
-    pub fn announce(&self, set: &[u8], way: u8) {
-        set::announce(set, self.options.ways, way);
+    /// Where in the state of a set [`Self::touch`] of `way` will look, so that memory can be asked for it before.
+    pub fn touched(&self, way: u8) -> [usize; 3] {
+        set::touched(self.options.ways, way)
     }
 
     /// `line`, in `way`, was hit.
