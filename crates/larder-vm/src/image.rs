@@ -316,6 +316,11 @@ async fn open_and_hold(
     options: &ImageOptions,
     held: &mut Vec<HeldFile>,
 ) -> Result<OpenImage, ImageError> {
+    if options.cache.is_none() && !options.trial {
+        // Opening may change the image. Whatever format it is, the caches are the same.
+        let others = Note::others(&disk_id::identity(image, Format::Raw), &[]);
+        refuse_dirty(on, image, &others).await?;
+    }
     let mut opened = chain::open(on, image, options, held).await?;
     let cache = open_cache(on, image, options, &mut opened).await?;
     let chain::Opened { mut device, format, .. } = opened;
@@ -358,27 +363,14 @@ async fn open_cache(
     options: &ImageOptions,
     opened: &mut chain::Opened,
 ) -> Result<Option<CachePlace>, ImageError> {
-    let failed_of = |image: &ImageAddress, source| ImageError::Cache {
+    let failed = |source| ImageError::Cache {
         image: image.to_string(),
         source: Box::new(source),
     };
-    let failed = |source| failed_of(image, source);
-    if !options.trial {
-        // What is newer than a backing file is in its cache, and nobody would read it.
-        for (backing, format) in &opened.backing {
-            let others = Note::others(&disk_id::identity(backing, *format), &[]);
-            let refused = cache::refuse_dirty(on, &others).await;
-            refused.map_err(|source| failed_of(backing, source))?;
-        }
-    }
     let identity = disk_id::identity(image, opened.format);
     let Some(wish) = &options.cache else {
-        let others = Note::others(&identity, &[]);
-        if !options.trial {
-            cache::refuse_dirty(on, &others).await.map_err(failed)?;
-        }
         if !options.read_only && !options.trial {
-            others.iter().for_each(Other::is_used_without);
+            Note::others(&identity, &[]).iter().for_each(Other::is_used_without);
         }
         return Ok(None);
     };
@@ -413,9 +405,24 @@ pub fn dirty_caches(image: &ImageAddress, format: Format) -> Vec<ImageAddress> {
 
 /// An image is about to be changed without its caches, if it has any. Of those that were left by a server that was killed
 /// nothing will be believed.
-pub fn is_used_without_cache(image: &ImageAddress, format: Format) {
+///
+/// # Errors
+/// One of them may have what the image has not ([`ImageError::Cache`]).
+pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) -> Result<(), ImageError> {
     let others = Note::others(&disk_id::identity(image, format), &[]);
+    refuse_dirty(on, image, &others).await?;
     others.iter().for_each(Other::is_used_without);
+    Ok(())
+}
+
+/// # Errors
+/// One of the caches may have something that the image has not.
+async fn refuse_dirty(on: &Loop, image: &ImageAddress, others: &[Other]) -> Result<(), ImageError> {
+    let refused = cache::refuse_dirty(on, others).await;
+    refused.map_err(|source| ImageError::Cache {
+        image: image.to_string(),
+        source: Box::new(source),
+    })
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after

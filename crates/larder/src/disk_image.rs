@@ -10,7 +10,7 @@ use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
 use larder_vm::image::{
-    BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, is_used_without_cache, open_bytes, probe,
+    BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe, use_without_cache,
 };
 
 use serde_json::{Value, json};
@@ -57,7 +57,7 @@ pub(crate) async fn open(
         bail!("{image}: it is not a qcow2 image; without --format it is taken for what it begins like");
     }
     if sharing == Sharing::Exclusive {
-        is_used_without_cache(image, format);
+        use_without_cache(on, image, format).await?;
     }
     Ok(OpenImage { format, file })
 }

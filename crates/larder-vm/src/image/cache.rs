@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
@@ -80,7 +80,7 @@ pub enum CacheError {
     )]
     NotEmpty { file: String, is_file: bool },
     #[error(
-        "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}); serve the disk as the same user as before; or, if it was not changed since without its cache, have that data written to it with `larder disk cache flush --force`; or give it up with `larder disk cache drop --lose-dirty`"
+        "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}, and says nothing of an older copy of the cache); serve the disk as the same user as before, with the cache that it was used with last; or, if it was not changed since without its cache, have that data written to it with `larder disk cache flush --force`; or give it up with `larder disk cache drop --lose-dirty`"
     )]
     NoNote { file: String, note: String },
     #[error(
@@ -498,6 +498,7 @@ async fn open_on(
             let _ = made.take_back();
         }
     })?;
+    made.is_opened();
     on.spawn(made.clone().keep(on.clone(), Rc::downgrade(&cache)));
     Ok((cache, made))
 }
@@ -622,17 +623,33 @@ pub(super) async fn begins_empty(fast: &Rc<dyn BlockDevice>) -> Result<bool, Cac
     Ok(bytes.iter().all(|byte| *byte == 0))
 }
 
-/// Takes the room on its file system, so that it does not fail for want of it.
+/// Takes the room on its file system, so that it does not fail for want of it. What is too large is not begun with: others
+/// would have no room meanwhile.
 pub(super) async fn allocate(fast: &Rc<dyn BlockDevice>, file: &ImageAddress) -> Result<(), CacheError> {
     let size = fast.geometry().size;
+    let no_room = || CacheError::NoRoom {
+        file: file.to_string(),
+        size,
+    };
+    if let ImageAddress::Path(path) = file
+        && lacks_room(path, size)
+    {
+        return Err(no_room());
+    }
     let whole = ByteRange::between(ByteOffset::ZERO, ByteOffset::new(size.get()));
     match fast.allocate(whole).await {
-        Err(error) if error.failure() == Failure::NoSpace => Err(CacheError::NoRoom {
-            file: file.to_string(),
-            size,
-        }),
+        Err(error) if error.failure() == Failure::NoSpace => Err(no_room()),
         result => Ok(result?),
     }
+}
+
+/// Whether the file system of a file has less room than the file still needs for so many bytes.
+fn lacks_room(path: &Path, size: ByteLen) -> bool {
+    let (Ok(found), Ok(system)) = (path.metadata(), rustix::fs::statvfs(path)) else {
+        return false;
+    };
+    let has = found.blocks() * 512;
+    found.is_file() && size.get().saturating_sub(has) > system.f_bavail.saturating_mul(system.f_frsize)
 }
 
 pub(super) fn random() -> std::io::Result<[u8; 16]> {

@@ -7,7 +7,8 @@
 //! It also has the stamps of the disk's files, and new ones soon after the server has changed them ([`Made::keep`]): so
 //! it is found out if others have written to the disk since the server was killed, such as a server without the cache.
 //! On a busy file system soon may be too late; so the same is written without waiting to the user's folder in the host's
-//! memory, which outlives the server, each time that they are looked at.
+//! memory, which outlives the server, each time that they are looked at: the time of that file says that the server was
+//! alive then, and that what was changed before was changed by it.
 //!
 //! Where the note is lost, or belongs to another user or host, a cache that was not closed begins anew; one that may have
 //! data which the disk has not is refused.
@@ -33,7 +34,7 @@ use std::path::{Path, PathBuf};
 use std::rc::{Rc, Weak};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use larder_block::{BoxFuture, ByteRange, Loop};
 use larder_cache::{Cache, Detached, Superblock, Witness};
@@ -66,13 +67,13 @@ impl Note {
         let Some(noted) = noted.filter(|noted| noted.sessions.contains(&superblock.session)) else {
             return Says::Nothing;
         };
-        let are_ours = |stamps: &[FileStamp]| disk_id::are_only_ours_since(files, stamps);
         let are_ours_lately = || {
-            let lately = self.lately().ok().and_then(|path| fs::read_to_string(path).ok());
-            let lately = lately.as_deref().and_then(Noted::parse);
-            lately.is_some_and(|lately| lately.sessions.contains(&superblock.session) && are_ours(&lately.stamps))
+            let (lately, alive) = self.read_lately().ok()?;
+            let is_of_it = lately.sessions.contains(&superblock.session);
+            is_of_it.then(|| disk_id::are_only_ours_since(files, &lately.stamps, Some(alive)))
         };
-        let is_ours = !noted.is_used && (are_ours(&noted.stamps) || are_ours_lately());
+        let are_ours = disk_id::are_only_ours_since(files, &noted.stamps, None) || are_ours_lately() == Some(true);
+        let is_ours = !noted.is_used && are_ours;
         match (is_ours, noted.detached) {
             (false, _) => Says::Changed,
             (true, None) => Says::Believe,
@@ -157,6 +158,14 @@ impl Note {
         let folder = above.join("caches");
         runtime_folder::make(&folder, 0o700)?;
         Ok(folder.join(name))
+    }
+
+    /// The same, and when its server was alive.
+    fn read_lately(&self) -> io::Result<(Noted, SystemTime)> {
+        let path = self.lately()?;
+        let alive = fs::metadata(&path)?.modified()?;
+        let lately = Noted::parse(&fs::read_to_string(&path)?);
+        Ok((lately.ok_or(io::ErrorKind::InvalidData)?, alive))
     }
 
     /// A file beside it, with this ending, that tells something else of the cache.
@@ -313,6 +322,12 @@ impl Noted {
 
     fn write(&self, path: &Path) -> io::Result<()> {
         write_whole(path, &self.text())
+    }
+
+    /// What was before the last session is over: a copy of the cache from then is not believed.
+    fn drop_old_sessions(&mut self) {
+        let last = self.sessions.len().saturating_sub(1);
+        self.sessions.drain(..last);
     }
 
     /// A range is superseded; what touches it becomes one with it.
@@ -529,6 +544,13 @@ impl Made {
         self.note.take_back()
     }
 
+    /// The cache was opened, and says so itself: there is no other session.
+    pub(super) fn is_opened(&self) {
+        if let Some(noted) = &mut *self.noted() {
+            noted.drop_old_sessions();
+        }
+    }
+
     /// Notes stamps where that takes no time.
     fn say_lately(&self, stamps: Vec<FileStamp>) -> io::Result<()> {
         let Some(noted) = self.noted().clone() else {
@@ -550,14 +572,11 @@ impl Made {
         let mut again = on.now();
         let mut is_first = true;
         let mut is_told = false;
-        let mut lately = Vec::new();
         while cache.upgrade().is_some() && self.is_there() {
             let stamps = disk_id::stamps_of_all(&self.files);
-            if stamps != lately {
-                lately.clone_from(&stamps);
-                // Without it a note that comes too late is all that there is.
-                let _ = self.say_lately(stamps.clone());
-            }
+            // Each time, because its own time says that this server is alive. Without it a note that comes too late is all
+            // that there is.
+            let _ = self.say_lately(stamps.clone());
             if let Some(ended) = writing.take_if(|thread| thread.is_finished()) {
                 match ended.join() {
                     Ok(Err(error)) => {
@@ -610,9 +629,7 @@ impl Witness for Made {
         let attached = match self.is_there() {
             true => self.change(|noted| {
                 noted.detached = None;
-                // What was before the session that begins is over.
-                let last = noted.sessions.len().saturating_sub(1);
-                noted.sessions.drain(..last);
+                noted.drop_old_sessions();
             }),
             // Then the last one says nothing of this session, and it need not be told otherwise.
             false => Ok(()),

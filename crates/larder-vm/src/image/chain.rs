@@ -9,10 +9,12 @@ use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
 use larder_qcow2::{OpenOptions, Others, Qcow2};
 
-use super::disk_id::DiskFile;
+use super::cache_note::Note;
+use super::disk_id::{self, DiskFile};
 use super::journal::{self, Journals};
 use super::{
     Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
+    refuse_dirty,
 };
 
 /// The longest chain of backing files.
@@ -24,8 +26,6 @@ pub(super) struct Opened {
     pub(super) format: Format,
     /// The files that it is in, outermost first, on this host.
     pub(super) files: Vec<DiskFile>,
-    /// Its backing files, innermost first.
-    pub(super) backing: Vec<(ImageAddress, Format)>,
 }
 
 /// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
@@ -40,7 +40,6 @@ pub(super) async fn open(
         options,
         opened: Vec::new(),
         files: Vec::new(),
-        backing: Vec::new(),
         held,
         is_past_server: false,
     };
@@ -49,7 +48,6 @@ pub(super) async fn open(
         device,
         format,
         files: opener.files,
-        backing: opener.backing,
     })
 }
 
@@ -63,7 +61,6 @@ struct Opener<'a> {
     opened: Vec<ImageAddress>,
     /// See [`Opened`].
     files: Vec<DiskFile>,
-    backing: Vec<(ImageAddress, Format)>,
     held: &'a mut Vec<HeldFile>,
     /// An NBD server is in the chain so far. A trial ends there, so nobody has claimed for us what comes behind it.
     is_past_server: bool,
@@ -263,7 +260,11 @@ impl Opener<'_> {
                 source: Box::new(source),
             },
         })?;
-        self.backing.push((address, format));
+        if !self.options.trial {
+            // What is newer than it is in its cache, and nobody would read it.
+            let others = Note::others(&disk_id::identity(&address, format), &[]);
+            refuse_dirty(self.on, &address, &others).await?;
+        }
         Ok(device)
     }
 }

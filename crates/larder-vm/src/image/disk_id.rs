@@ -4,6 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use larder_block::nbd::NbdUri;
 
@@ -17,6 +18,9 @@ const BEST_NAMES: [&str; 3] = ["wwn-", "nvme-eui.", "dm-uuid-"];
 
 /// `FUSE_SUPER_MAGIC`: its handles are of one mount only.
 const FUSE_MAGIC: i64 = 0x6573_5546;
+
+/// `NFS_SUPER_MAGIC`, `CIFS_SUPER_MAGIC`, `SMB2_SUPER_MAGIC`, `CEPH_SUPER_MAGIC`, and FUSE, which may be anything.
+const OF_SERVERS: [i64; 5] = [0x6969, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400, FUSE_MAGIC];
 
 /// The longest that a cache's superblock has room for, for sure, in bytes.
 const LEN_MAX: usize = 512;
@@ -122,13 +126,17 @@ impl DiskFile {
 
     /// Whether nobody but its server has written to it since it had the stamp `then`, which was noted while that server
     /// ran, and noted again soon after each change. Others that have stopped writing as soon are not found out.
-    fn is_only_ours_since(&self, then: &FileStamp) -> bool {
+    /// That server was alive at `alive`, in seconds of the host's clock, if that is known.
+    fn is_only_ours_since(&self, then: &FileStamp, alive: Option<i64>) -> bool {
         if !then.is_written {
             return self.stamp == then.bytes;
         }
         match (Times::of(&self.stamp), Times::of(&then.bytes)) {
             (Some(now), Some(then)) => {
-                now.inode == then.inode && now.seconds.abs_diff(then.seconds) <= OURS_FOR_SECONDS
+                let known = alive.filter(|_| has_hosts_times(&self.path)).unwrap_or(then.seconds);
+                let ours = then.seconds.saturating_sub(OURS_FOR_SECONDS)
+                    ..=known.max(then.seconds).saturating_add(OURS_FOR_SECONDS);
+                now.inode == then.inode && ours.contains(&now.seconds)
             }
             _ => self.stamp == then.bytes,
         }
@@ -136,11 +144,20 @@ impl DiskFile {
 }
 
 /// So long after the last stamp that was noted our own changes may have been made: longer than is waited to note one.
-const OURS_FOR_SECONDS: u64 = 30;
+const OURS_FOR_SECONDS: i64 = 30;
 
-/// Whether nobody but its server has written to a disk since its files had these stamps; see [`stamps_of_all`].
-pub(super) fn are_only_ours_since(files: &[DiskFile], then: &[FileStamp]) -> bool {
-    files.len() == then.len() && files.iter().zip(then).all(|(file, then)| file.is_only_ours_since(then))
+/// Whether nobody but its server, which was `alive` then if that is known, has written to a disk since its files had these
+/// stamps; see [`stamps_of_all`].
+pub(super) fn are_only_ours_since(files: &[DiskFile], then: &[FileStamp], alive: Option<SystemTime>) -> bool {
+    let alive = alive.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+    let alive = alive.map(|since| since.as_secs() as i64);
+    let is_ours = |(file, then): (&DiskFile, &FileStamp)| file.is_only_ours_since(then, alive);
+    files.len() == then.len() && files.iter().zip(then).all(is_ours)
+}
+
+/// Whether this host's clock makes a file's times, and no server's.
+fn has_hosts_times(path: &Path) -> bool {
+    rustix::fs::statfs(path).is_ok_and(|found| !OF_SERVERS.contains(&found.f_type))
 }
 
 /// The stamps of all files of a disk, as they are now.
@@ -283,14 +300,26 @@ mod tests {
             let bytes = then.clone();
             // How it is opened now does not matter.
             let files = [DiskFile::new(&path, !is_written)];
-            are_only_ours_since(&files, &[FileStamp { is_written, bytes }])
+            are_only_ours_since(&files, &[FileStamp { is_written, bytes }], None)
         };
         assert!(after(0, true) && after(0, false));
         assert!(after(20, true) && !after(20, false));
         assert!(!after(40, true));
         assert!(after(-20, true), "what a loss of power has taken away");
         assert!(!after(-40, true), "an older copy");
-        assert!(!are_only_ours_since(&[DiskFile::new(&path, true)], &[]));
+        let alive = |seconds: u64| {
+            let time = modified + std::time::Duration::from_secs(100);
+            file.set_modified(time).expect("can be set");
+            let bytes = then.clone();
+            let noted = [FileStamp {
+                is_written: true,
+                bytes,
+            }];
+            let alive = modified + std::time::Duration::from_secs(seconds);
+            are_only_ours_since(&[DiskFile::new(&path, true)], &noted, Some(alive))
+        };
+        assert!(alive(101) && alive(80) && !alive(60));
+        assert!(!are_only_ours_since(&[DiskFile::new(&path, true)], &[], None));
         file.set_modified(modified).expect("can be set");
         let other = folder.path().join("b");
         std::fs::copy(&path, &other).expect("copies");
@@ -298,6 +327,6 @@ mod tests {
             is_written: true,
             bytes: then,
         };
-        assert!(!are_only_ours_since(&[DiskFile::new(&other, true)], &[then]));
+        assert!(!are_only_ours_since(&[DiskFile::new(&other, true)], &[then], None));
     }
 }

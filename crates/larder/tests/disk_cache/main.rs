@@ -163,9 +163,14 @@ impl Place {
 
     /// `larder disk cache`, and its exit code with what it said.
     pub(crate) fn cache_command(&self, arguments: &[&str]) -> (Option<i32>, String) {
+        run(self.disk_command(&[&["cache"], arguments].concat()))
+    }
+
+    /// `larder disk` with these arguments.
+    pub(crate) fn disk_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(larder());
-        command.args(["disk", "cache"]).args(arguments);
-        run(self.with_state(command))
+        command.arg("disk").args(arguments);
+        self.with_state(command)
     }
 }
 

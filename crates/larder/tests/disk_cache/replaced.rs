@@ -287,7 +287,9 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
         text(&overlay),
     ];
     tool("qemu-img", &create);
+    let before = std::fs::read(&overlay).expect("is read");
     crate::assert_fails(place.without_cache(&overlay), &words);
+    assert_eq!(std::fs::read(&overlay).expect("is read"), before);
     let (code, said) = place.cache_command(&["flush", text(&cache)]);
     assert_eq!(code, Some(0), "{said}");
     for image in [&image, &overlay] {
@@ -295,6 +297,47 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
         served.io(&READS);
         served.stop();
     }
+}
+
+#[test]
+fn an_image_is_not_repaired_without_what_only_its_killed_cache_has() {
+    let place = Place::new();
+    let (image, cache) = (place.path("disk.qcow2"), place.path("cache"));
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "16M"]);
+    let served = place.serve(&image, &cache, &WRITE_BACK);
+    served.io(&["write -P 7 0 16M", "flush"]);
+    served.io(&WRITES);
+    served.kill();
+    let words = [text(&cache), "larder disk cache flush", "drop --lose-dirty"];
+    for options in [&["--repair"][..], &["--discard-journal"]] {
+        crate::assert_fails(
+            place.disk_command(&[&["check", text(&image)], options].concat()),
+            &words,
+        );
+        crate::assert_fails(place.without_cache(&image), &words);
+    }
+    let served = place.serve(&image, &cache, &[]);
+    served.io(&READS);
+    served.stop();
+    let (code, said) = crate::support::run(place.disk_command(&["check", "--repair", text(&image)]));
+    assert_eq!(code, Some(0), "{said}");
+    let served = place.start(place.without_cache(&image));
+    served.io(&READS);
+}
+
+#[test]
+fn an_older_copy_of_a_cache_is_not_taken_for_it() {
+    let place = Place::new();
+    let (image, cache) = killed(&place);
+    let old = place.path("old");
+    std::fs::copy(&cache, &old).expect("copies");
+    let served = place.serve(&image, &cache, &[]);
+    served.io(&["write -P 3 1M 64k", "flush"]);
+    place.noted_lately(&cache);
+    served.kill();
+    place.refused(&image, text(&old), &[], &["older copy", "was used with last"]);
+    let served = place.serve(&image, &cache, &[]);
+    served.io(&["read -P 3 1M 64k"]);
 }
 
 #[test]

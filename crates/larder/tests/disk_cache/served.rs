@@ -157,6 +157,19 @@ fn what_is_noted_too_late_of_a_disk_is_known_all_the_same() {
 }
 
 #[test]
+fn a_server_that_is_killed_at_its_first_write_is_known_to_have_made_it() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    tool("touch", &["-d", "-1 hour", text(&image)]);
+    let served = place.serve(&image, &cache, &["--cache-size", "4M", "--cache-mode", "wb"]);
+    // More than the cache has room for.
+    served.io(&["write -P 8 0 14M"]);
+    served.kill();
+    let served = place.serve(&image, &cache, &[]);
+    served.io(&["read -P 8 0 14M", "read -P 7 14M 2M"]);
+}
+
+#[test]
 fn what_others_did_to_the_disk_meanwhile_is_seen() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
