@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fmt;
 use std::io::Read;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -10,7 +11,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile};
-use larder_block::backend::image_lock::Claim;
+use larder_block::backend::image_lock::{self, Claim};
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::keep_space::KeepSpace;
@@ -319,7 +320,16 @@ async fn open_and_hold(
     if options.cache.is_none() && !options.trial {
         // Opening may change the image. Whatever format it is, the caches are the same.
         let others = Note::others(&disk_id::identity(image, Format::Raw), &[]);
-        refuse_dirty(on, image, &others).await?;
+        let is_in_use = options.claim == Claim::Own && is_in_use(image);
+        match refuse_dirty(on, image, &others).await {
+            // That it is in use is told when it is opened.
+            Err(_) if is_in_use && !options.share => {}
+            Err(ImageError::Cache { image, source }) if is_in_use => {
+                let source = source.of_served();
+                return Err(ImageError::Cache { image, source });
+            }
+            checked => checked?,
+        }
     }
     let mut opened = chain::open(on, image, options, held).await?;
     let cache = open_cache(on, image, options, &mut opened).await?;
@@ -369,8 +379,15 @@ async fn open_cache(
     };
     let identity = disk_id::identity(image, opened.format);
     let Some(wish) = &options.cache else {
+        let others = Note::others(&identity, &[]);
+        if !options.trial
+            && let Err(error) = refuse_dirty(on, image, &others).await
+        {
+            let _ = opened.device.close().await;
+            return Err(error);
+        }
         if !options.read_only && !options.trial {
-            Note::others(&identity, &[]).iter().for_each(Other::is_used_without);
+            others.iter().for_each(Other::is_used_without);
         }
         return Ok(None);
     };
@@ -423,6 +440,13 @@ async fn refuse_dirty(on: &Loop, image: &ImageAddress, others: &[Other]) -> Resu
         image: image.to_string(),
         source: Box::new(source),
     })
+}
+
+/// Somebody, perhaps this process, has an image open so that it may change, as far as that is told.
+fn is_in_use(image: &ImageAddress) -> bool {
+    let ImageAddress::Path(path) = image else { return false };
+    let users = std::fs::File::open(path).and_then(|file| image_lock::used_by_others(file.as_fd()));
+    users.is_ok_and(|users| users.is_some())
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after

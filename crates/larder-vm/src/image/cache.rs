@@ -101,6 +101,8 @@ pub enum CacheError {
         "{file}, a cache of it, was not closed, and may have data that was never written to it, and it is not there now: mount or attach what it is on, and serve it with that cache; or give that data up with `larder disk cache drop --lose-dirty {file}`"
     )]
     Away { file: ImageAddress },
+    #[error("{file}, a cache of it, is used by its server, and has data that it has not: read it from that server")]
+    Served { file: ImageAddress },
     #[error("{file}: another server uses it, or a command")]
     InUse { file: String },
     #[error(transparent)]
@@ -108,6 +110,16 @@ pub enum CacheError {
     /// What the cache itself, or its device, says.
     #[error("{0}")]
     Cache(String),
+}
+
+impl CacheError {
+    /// The same of a disk that is being served.
+    pub(super) fn of_served(self: Box<Self>) -> Box<Self> {
+        match *self {
+            Self::LeftOut { file } => Box::new(Self::Served { file }),
+            _ => self,
+        }
+    }
 }
 
 impl From<OpenError> for CacheError {

@@ -318,6 +318,11 @@ fn an_image_is_not_repaired_without_what_only_its_killed_cache_has() {
     }
     let served = place.serve(&image, &cache, &[]);
     served.io(&READS);
+    // Who asks while it is served is told that.
+    crate::assert_fails(place.without_cache(&image), &["in use"]);
+    let mut shared = place.without_cache(&image);
+    shared.args(["--read-only", "--share"]);
+    crate::assert_fails(shared, &[text(&cache), "is used by its server"]);
     served.stop();
     let (code, said) = crate::support::run(place.disk_command(&["check", "--repair", text(&image)]));
     assert_eq!(code, Some(0), "{said}");
