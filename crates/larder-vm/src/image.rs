@@ -3,7 +3,6 @@
 use std::ffi::OsStr;
 use std::fmt;
 use std::io::Read;
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -445,8 +444,7 @@ async fn refuse_dirty(on: &Loop, image: &ImageAddress, others: &[Other]) -> Resu
 /// Somebody, perhaps this process, has an image open so that it may change, as far as that is told.
 fn is_in_use(image: &ImageAddress) -> bool {
     let ImageAddress::Path(path) = image else { return false };
-    let users = std::fs::File::open(path).and_then(|file| image_lock::used_by_others(file.as_fd()));
-    users.is_ok_and(|users| users.is_some())
+    image_lock::used_by_others(path).is_ok_and(|users| users.is_some())
 }
 
 /// Opens an image as [`open`] does, only to see whether that can be done. No NBD server is asked, since some end after

@@ -1,7 +1,5 @@
 //! What the commands about images have in common: opening one as it lies there, and how sizes are told.
 
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::rc::Rc;
 
@@ -96,7 +94,7 @@ pub(crate) async fn beginning(file: &Rc<dyn BlockDevice>) -> Option<&'static str
 /// Who else uses an image so that it may change; nobody says so of an NBD export.
 pub(crate) fn used_by(image: &ImageAddress) -> Option<Vec<String>> {
     let ImageAddress::Path(path) = image else { return None };
-    image_lock::used_by_others(File::open(path).ok()?.as_fd()).ok()?
+    image_lock::used_by_others(path).ok()?
 }
 
 /// How long a regular file is; what is opened of it may be filled up to whole blocks.

@@ -13,8 +13,11 @@
 
 mod holders;
 
+use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 
 pub use holders::holders;
 use holders::is_held_here;
@@ -150,14 +153,17 @@ pub fn unlock(file: BorrowedFd<'_>) {
 }
 
 /// Whether another process may write an image, or keeps others from writing it: who, as far as the kernel tells this
-/// user. Takes no lock.
+/// user. Takes no lock, and does not wait for what is no image, such as the other end of a FIFO.
 ///
 /// # Errors
-/// The file system cannot lock.
-pub fn used_by_others(file: BorrowedFd<'_>) -> io::Result<Option<Vec<String>>> {
+/// It cannot be opened, or its file system cannot lock.
+pub fn used_by_others(image: &Path) -> io::Result<Option<Vec<String>>> {
+    let mut open = OpenOptions::new();
+    open.read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY);
+    let file = open.open(image)?;
     let write = i64::from(WRITE.trailing_zeros());
-    let used = is_held(file, PERMISSION_BASE + write)? || is_held(file, UNSHARED_BASE + write)?;
-    Ok(used.then(|| holders(file)))
+    let used = is_held(file.as_fd(), PERMISSION_BASE + write)? || is_held(file.as_fd(), UNSHARED_BASE + write)?;
+    Ok(used.then(|| holders(file.as_fd())))
 }
 
 fn take(file: BorrowedFd<'_>, sharing: Sharing) -> Result<(), LockError> {
