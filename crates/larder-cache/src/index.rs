@@ -4,13 +4,13 @@
 use std::collections::HashMap;
 
 use larder_block::memory;
+use larder_policy::Policy;
 
 use crate::dirty::DirtyLines;
 use crate::entry::Entry;
 use crate::policy::{self, OverSets};
 use crate::sets::Sets;
 use crate::shape::{Line, Sectors, Shape, Slot};
-use larder_policy::Policy;
 
 /// What is known of a set besides its lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

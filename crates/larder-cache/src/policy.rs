@@ -1,4 +1,4 @@
-//! The policy's state of each set, beside the policy.
+//! The policy over the sets, which keep its state beside their lines.
 
 use std::time::Duration;
 

@@ -93,9 +93,11 @@ pub enum SuperblockError {
         "it uses features that this program does not know ({0:#x}): use the program that made it, or drop it (larder disk cache drop) and begin anew"
     )]
     Features(u64),
-    #[error("both of its superblocks are damaged")]
+    #[error("both of its superblocks are damaged: drop it (larder disk cache drop) and begin anew")]
     Damaged,
-    #[error("it is cut off: it needs {needed} bytes, and has {size}")]
+    #[error(
+        "it is cut off: it needs {needed} bytes, and has {size}; put it back as it was, or drop it (larder disk cache drop) and begin anew"
+    )]
     CutOff { needed: u64, size: u64 },
 }
 

@@ -392,7 +392,8 @@ async fn open_cache(
     };
     let wish = replaced::now(wish, &identity);
     if options.trial {
-        return cache::look(&wish).map(|()| None).map_err(failed);
+        let looked = cache::look(on, &identity, &wish, options).await;
+        return looked.map(|()| None).map_err(failed);
     }
     let disk = cache::Cached {
         image: image.clone(),

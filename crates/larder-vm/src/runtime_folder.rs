@@ -33,7 +33,11 @@ pub(crate) fn make(folder: &Path, mode: u32) -> io::Result<()> {
     }
 }
 
-fn is_ours_alone(folder: &Path) -> io::Result<()> {
+/// Whether a folder is this user's, and no other's to write to.
+///
+/// # Errors
+/// It is not.
+pub(crate) fn is_ours_alone(folder: &Path) -> io::Result<()> {
     let found = fs::symlink_metadata(folder)?;
     if !found.is_dir() {
         return Err(io::Error::other("it is there, and no folder"));

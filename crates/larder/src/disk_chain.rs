@@ -4,7 +4,7 @@ use larder_block::Loop;
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
 use larder_vm::image::journal::{LeftBehind, left_behind};
-use larder_vm::image::{Format, ImageAddress, beside, is_same};
+use larder_vm::image::{Format, ImageAddress, beside, dirty_caches, is_same};
 
 use crate::cli::FormatName;
 use crate::disk_image::{self, Sharing};
@@ -22,13 +22,15 @@ pub(crate) struct Layer {
     pub(crate) in_use: bool,
     /// What a killed server has left; nothing while it is in use.
     pub(crate) left: LeftBehind,
+    /// Caches that may have what it has not.
+    pub(crate) dirty_caches: Vec<ImageAddress>,
     /// Why it could not be opened.
     pub(crate) trouble: Option<String>,
 }
 
 /// What is in a backing file.
 struct Found {
-    format: &'static str,
+    format: Format,
     virtual_size: u64,
     in_use: bool,
     left: LeftBehind,
@@ -51,6 +53,7 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
             virtual_size: None,
             in_use: false,
             left: LeftBehind::Nothing,
+            dirty_caches: Vec::new(),
             trouble: None,
             image,
         };
@@ -71,8 +74,9 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
         match look_into(on, &layer.image, named).await {
             Ok(found) => {
                 if named.is_none() {
-                    layer.format = format!("{}, guessed", found.format);
+                    layer.format = format!("{}, guessed", found.format.name());
                 }
+                layer.dirty_caches = dirty_caches(&layer.image, found.format);
                 layer.virtual_size = Some(found.virtual_size);
                 (layer.in_use, layer.left) = (found.in_use, found.left);
                 if let Some(header) = found.header {
@@ -93,7 +97,7 @@ async fn look_into(on: &Loop, image: &ImageAddress, format: Option<FormatName>) 
     let opened = disk_image::open(on, image, format, Sharing::Share).await?;
     Ok(match opened.format {
         Format::Raw => Found {
-            format: "raw",
+            format: Format::Raw,
             virtual_size: opened.file.geometry().size.get(),
             in_use,
             left: LeftBehind::Nothing,
@@ -102,7 +106,7 @@ async fn look_into(on: &Loop, image: &ImageAddress, format: Option<FormatName>) 
         Format::Qcow2 => {
             let header = read_header(&opened.file).await?;
             Found {
-                format: "qcow2",
+                format: Format::Qcow2,
                 virtual_size: header.size,
                 in_use,
                 left: match in_use {

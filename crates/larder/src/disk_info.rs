@@ -139,12 +139,7 @@ fn text(info: &Info) -> String {
         );
     }
     for cache in &info.dirty_caches {
-        lines.line(
-            "cache",
-            format!(
-                "{cache} may have data that was never written to the image (larder disk cache flush writes it there)"
-            ),
-        );
+        lines.line("cache", dirty_line(cache));
     }
     if let Some(qcow2) = &info.qcow2 {
         qcow2_text(&mut lines, info, qcow2);
@@ -191,6 +186,9 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
             if let Some(line) = left_line(&layer.left) {
                 lines.row(format_args!("  journal: {line}"));
             }
+            for cache in &layer.dirty_caches {
+                lines.row(format_args!("  cache: {}", dirty_line(cache)));
+            }
         }
     }
     snapshots_text(lines, &qcow2.snapshots, header.size);
@@ -208,6 +206,10 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     if let Some(damage) = &qcow2.bitmap_damage {
         lines.line("bitmaps damaged", damage);
     }
+}
+
+fn dirty_line(cache: &ImageAddress) -> String {
+    format!("{cache} may have data that was never written to the image (larder disk cache flush writes it there)")
 }
 
 fn state(qcow2: &Qcow2Info, in_use: bool) -> &'static str {
@@ -273,8 +275,7 @@ fn json_of(info: &Info) -> Value {
     if let Some(qcow2) = &info.qcow2 {
         qcow2_json(&mut all, info, qcow2);
     }
-    let caches = info.dirty_caches.iter().map(ToString::to_string);
-    all["dirty-caches"] = caches.collect::<Vec<_>>().into();
+    all["dirty-caches"] = strings(&info.dirty_caches).into();
     all
 }
 
@@ -332,6 +333,10 @@ fn bitmap_json(bitmap: &Bitmap) -> Value {
     json!({"name": bitmap.name, "granularity": bitmap.granularity, "flags": flags})
 }
 
+fn strings(images: &[ImageAddress]) -> Vec<String> {
+    images.iter().map(ToString::to_string).collect()
+}
+
 fn layer_json(layer: &Layer) -> Value {
     json!({
         "filename": layer.image.to_string(),
@@ -340,5 +345,6 @@ fn layer_json(layer: &Layer) -> Value {
         "error": layer.trouble,
         "in-use": layer.in_use,
         "journal": left_json(&layer.left),
+        "dirty-caches": strings(&layer.dirty_caches),
     })
 }

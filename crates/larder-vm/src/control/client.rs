@@ -71,8 +71,8 @@ pub enum FetchError {
         path.display(), ANSWER_TIME_MAX.as_secs()
     )]
     Late { path: PathBuf },
-    #[error("{}: {error} (HTTP status {status})", path.display())]
-    Refused { path: PathBuf, status: u16, error: String },
+    #[error("{error} (so says the server at {})", path.display())]
+    Refused { path: PathBuf, error: String },
 }
 
 /// Asks the server at the control socket `path` for its disks: what it said, and that as far as this program knows it.
@@ -162,7 +162,6 @@ async fn ask<T: DeserializeOwned>(path: &Path, question: &Question) -> Result<(V
     understand(status, &body).map_err(|problem| match problem {
         Problem::Error(error) => FetchError::Refused {
             path: path.to_owned(),
-            status: status.as_u16(),
             error,
         },
         Problem::Unknown(why) => FetchError::NotLarder {

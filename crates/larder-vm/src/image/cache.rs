@@ -59,6 +59,8 @@ pub enum CacheError {
     Missing { path: PathBuf },
     #[error("{}: it is empty; say how large it shall be (cache-size)", path.display())]
     Empty { path: PathBuf },
+    #[error("{file}: a cache of 0 bytes (cache-size) holds nothing; leave the cache out to have none")]
+    ZeroSize { file: String },
     #[error("{}: it cannot be made: {source}", path.display())]
     Make { path: PathBuf, source: std::io::Error },
     #[error("{file}: its file system has no room for {size}; make some, or give a smaller cache-size")]
@@ -192,12 +194,22 @@ impl Cached {
 }
 
 /// Whether a cache could be opened, as far as that can be told without changing anything.
-pub(super) fn look(wish: &CacheOptions) -> Result<(), CacheError> {
+pub(super) async fn look(
+    on: &Loop,
+    identity: &[u8],
+    wish: &CacheOptions,
+    options: &ImageOptions,
+) -> Result<(), CacheError> {
     wish.check()?;
     match &wish.file {
-        ImageAddress::Path(path) => Place::of(path, wish.size).map(drop),
-        ImageAddress::Nbd(_) => Ok(()),
+        ImageAddress::Path(path) if matches!(Place::of(path, wish.size)?, Place::Filled) => {}
+        _ => return Ok(()),
     }
+    let fast = open_device(on, wish, options, true).await?;
+    let fits = look_at(&fast, identity, wish).await;
+    // Nothing was written.
+    let _ = fast.close().await;
+    fits.map(drop)
 }
 
 /// A cache that is not open yet, and nobody else's.
@@ -227,8 +239,12 @@ pub(super) async fn prepare(
         ImageAddress::Nbd(_) => Place::Filled,
     };
     // From here on it is nobody else's.
-    let fast = open_device(on, wish, options).await?;
-    let found = look_at(&fast, disk, wish, line).await;
+    let fast = open_device(on, wish, options, false).await?;
+    let found = match look_at(&fast, &disk.identity, wish).await {
+        Ok(None) => create(&fast, disk, wish, line).await,
+        Ok(Some(superblock)) => Ok(superblock),
+        Err(error) => Err(error),
+    };
     let found = found.and_then(|superblock| Ok((lock(&wish.file, &superblock)?, superblock)));
     let (lock, superblock) = found.inspect_err(|_| was.undo(&wish.file))?;
     Ok(Prepared {
@@ -303,7 +319,7 @@ enum Place {
 
 impl Place {
     fn of(path: &Path, size: Option<ByteLen>) -> Result<Self, CacheError> {
-        let size = size.filter(|size| size.get() > 0).map(rounded);
+        let size = size.map(rounded);
         let path = || path.to_owned();
         match path().metadata() {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => match size {
@@ -386,11 +402,13 @@ async fn open_device(
     on: &Loop,
     wish: &CacheOptions,
     options: &ImageOptions,
+    only_to_look: bool,
 ) -> Result<Rc<dyn BlockDevice>, CacheError> {
     let nbd = &options.nbd;
     let options = ImageOptions {
-        read_only: false,
-        share: false,
+        read_only: only_to_look,
+        // Its server may still be there.
+        share: only_to_look,
         // Whoever starts the servers of a disk has claimed the disk.
         claim: Claim::Own,
         nbd: NbdOptions {
@@ -404,13 +422,12 @@ async fn open_device(
     opened.map_err(|error| CacheError::Device(Box::new(error)))
 }
 
-/// What a cache says of itself, which goes with what is wished. What is empty is made one.
+/// What a cache says of itself, which goes with what is wished; nothing if what it is on is empty.
 async fn look_at(
     fast: &Rc<dyn BlockDevice>,
-    disk: &Cached,
+    identity: &[u8],
     wish: &CacheOptions,
-    line: ByteLen,
-) -> Result<Superblock, CacheError> {
+) -> Result<Option<Superblock>, CacheError> {
     let size = fast.geometry().size;
     if let Some(wished) = wish.size.map(rounded).filter(|wished| *wished != size) {
         return Err(CacheError::OtherSize {
@@ -421,13 +438,16 @@ async fn look_at(
         });
     }
     let superblock = match read_superblock(fast).await {
-        Err(OpenError::Superblock {
-            source: SuperblockError::NoMagic,
-            ..
-        }) => create(fast, disk, wish, line).await?,
+        Err(error) if is_other(&error) && begins_empty(fast).await? => return Ok(None),
+        Err(error) if is_other(&error) => {
+            return Err(CacheError::NotEmpty {
+                file: wish.file.to_string(),
+                is_file: is_file(&wish.file),
+            });
+        }
         found => found?,
     };
-    if superblock.disk.identity != disk.identity {
+    if superblock.disk.identity != identity {
         return Err(CacheError::from(OpenError::OtherDisk {
             cache: wish.file.to_string(),
             other: superblock.disk.name,
@@ -443,7 +463,18 @@ async fn look_at(
     if wish.mode.unwrap_or(superblock.mode) == Mode::WriteBack {
         may_write_back(&wish.file)?;
     }
-    Ok(superblock)
+    Ok(Some(superblock))
+}
+
+/// What is there is no cache, not even one that is damaged.
+pub(super) fn is_other(error: &OpenError) -> bool {
+    matches!(
+        error,
+        OpenError::Superblock {
+            source: SuperblockError::NoMagic,
+            ..
+        }
+    )
 }
 
 async fn open_on(
@@ -585,6 +616,11 @@ fn detached(
             });
         }
         Says::Changed if is_refused => return Err(CacheError::Changed { file: file() }),
+        Says::Nothing | Says::Changed if superblock.may_be_dirty => tracing::warn!(
+            "{}: of its cache {} only what the disk has not is believed, as was asked for (--force)",
+            disk.image,
+            wish.file
+        ),
         Says::Nothing => tracing::warn!(
             "{}: its cache {} was not closed, and there is no note that it has worked to its end (looked for at {}), so it is not believed",
             disk.image,
@@ -600,19 +636,13 @@ fn detached(
     Ok(Some(Detached::default()))
 }
 
-/// Makes a cache of what is empty.
+/// Makes a cache of what is empty, and locked.
 async fn create(
     fast: &Rc<dyn BlockDevice>,
     disk: &Cached,
     wish: &CacheOptions,
     line: ByteLen,
 ) -> Result<Superblock, CacheError> {
-    if !begins_empty(fast).await? {
-        return Err(CacheError::NotEmpty {
-            file: wish.file.to_string(),
-            is_file: is_file(&wish.file),
-        });
-    }
     allocate(fast, &wish.file).await?;
     let options = CreateOptions {
         line_bits: wish.line.unwrap_or(line).get().trailing_zeros(),

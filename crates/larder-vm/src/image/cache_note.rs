@@ -27,17 +27,17 @@
 //! end                      it is whole
 //! ```
 
+mod made;
+
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::rc::{Rc, Weak};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
-use larder_block::{BoxFuture, ByteRange, Loop};
-use larder_cache::{Cache, Detached, Superblock, Witness};
+use larder_block::ByteRange;
+use larder_cache::{Detached, Superblock};
+pub(super) use made::Made;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
 
@@ -107,22 +107,12 @@ impl Note {
             stamps: disk_id::stamps_of_all(files),
         };
         noted.write(path)?;
-        Ok(Made {
-            note: self.clone(),
-            noted: Arc::new(Mutex::new(Some(noted))),
-            changing: Arc::default(),
-            files: files.into(),
-        })
+        Ok(Made::new(self.clone(), Some(noted), files))
     }
 
     /// One that could not be made.
     pub(super) fn unmade(&self) -> Made {
-        Made {
-            note: self.clone(),
-            noted: Arc::default(),
-            changing: Arc::default(),
-            files: Arc::default(),
-        }
+        Made::new(self.clone(), None, &[])
     }
 
     /// Takes it back, durably.
@@ -131,7 +121,7 @@ impl Note {
     /// The host's; it may still be there.
     pub(super) fn take_back(&self) -> io::Result<()> {
         let Some(path) = &self.path else { return Ok(()) };
-        if let Ok(lately) = self.lately() {
+        if let Some(lately) = self.lately() {
             let _ = fs::remove_file(lately);
         }
         let gone = |error: io::Error| match error.kind() {
@@ -146,23 +136,21 @@ impl Note {
             .or_else(gone)
     }
 
-    /// What it said lately, for as long as the host runs.
-    ///
-    /// # Errors
-    /// There is no place for that, or it is not this user's alone.
-    fn lately(&self) -> io::Result<PathBuf> {
-        let name = self.path.as_ref().and_then(|path| path.file_name());
-        let name = name.ok_or(io::ErrorKind::NotFound)?;
-        let above = runtime_folder();
-        runtime_folder::make(&above, 0o700)?;
-        let folder = above.join("caches");
-        runtime_folder::make(&folder, 0o700)?;
-        Ok(folder.join(name))
+    /// Where it says what it said lately, for as long as the host runs.
+    fn lately(&self) -> Option<PathBuf> {
+        let name = self.path.as_ref()?.file_name()?;
+        Some(runtime_folder().join("caches").join(name))
     }
 
-    /// The same, and when its server was alive.
+    /// What it said lately, and when its server was alive.
+    ///
+    /// # Errors
+    /// It cannot be read, or others may have written it.
     fn read_lately(&self) -> io::Result<(Noted, SystemTime)> {
-        let path = self.lately()?;
+        let path = self.lately().ok_or(io::ErrorKind::NotFound)?;
+        for folder in path.ancestors().skip(1).take(2) {
+            runtime_folder::is_ours_alone(folder)?;
+        }
         let alive = fs::metadata(&path)?.modified()?;
         let lately = Noted::parse(&fs::read_to_string(&path)?);
         Ok((lately.ok_or(io::ErrorKind::InvalidData)?, alive))
@@ -344,12 +332,6 @@ impl Noted {
     }
 }
 
-/// How often it is looked whether the disk's files have changed.
-const LOOK_INTERVAL: Duration = Duration::from_secs(2);
-
-/// Stamps are noted no sooner than so long after the last ones, because that costs a flush of the note's file system.
-const NOTE_INTERVAL: Duration = Duration::from_secs(10);
-
 /// A note of a cache that a disk is about to be used without.
 pub(super) struct Other {
     path: PathBuf,
@@ -435,209 +417,6 @@ impl Other {
     }
 }
 
-/// A note that was made, unless it could not be. It is changed by the disk's thread, and by one that notes stamps.
-#[derive(Clone)]
-pub(super) struct Made {
-    note: Note,
-    /// What stands in it; `None` if there is none, or is to be none any more. Never held for long.
-    noted: Arc<Mutex<Option<Noted>>>,
-    /// Held while it is changed, which takes as long as a flush of its file system.
-    changing: Arc<Mutex<()>>,
-    files: Arc<[DiskFile]>,
-}
-
-impl Made {
-    fn noted(&self) -> MutexGuard<'_, Option<Noted>> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn changing(&self) -> MutexGuard<'_, ()> {
-        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// There is one.
-    pub(super) fn is_there(&self) -> bool {
-        self.noted().is_some()
-    }
-
-    /// Changes what stands in it, if there is one.
-    fn change(&self, change: impl FnOnce(&mut Noted)) -> io::Result<()> {
-        let _alone = self.changing();
-        let changed = self.noted().as_mut().map(|noted| {
-            change(noted);
-            noted.clone()
-        });
-        match (changed, &self.note.path) {
-            (Some(changed), Some(path)) => changed.write(path),
-            _ => Err(io::Error::new(io::ErrorKind::NotFound, "there is no note of it")),
-        }
-    }
-
-    /// The note.
-    pub(super) fn note(&self) -> &Note {
-        &self.note
-    }
-
-    /// It is not changed any more: it stays as it is, or others change it.
-    pub(super) fn end(&self) {
-        self.pause();
-    }
-
-    /// The same, until [`Made::resume`] is called with what this returns.
-    pub(super) fn pause(&self) -> Option<Noted> {
-        let _alone = self.changing();
-        self.noted().take()
-    }
-
-    /// Others have changed it, in vain: what they have come to is that there was one session more, or several.
-    pub(super) fn resume(&self, paused: Option<Noted>, on: &Loop, cache: &Rc<Cache>) {
-        let (Some(mut ours), Some(path)) = (paused, &self.note.path) else {
-            return;
-        };
-        let theirs = fs::read_to_string(path).ok();
-        if let Some(theirs) = theirs.as_deref().and_then(Noted::parse) {
-            ours.sessions.extend(theirs.sessions);
-            ours.sessions.sort_unstable();
-            ours.sessions.dedup();
-        }
-        *self.noted() = Some(ours);
-        if let Err(error) = self.change(|_| {}) {
-            tracing::warn!(
-                "{}: what of a failed cache is right cannot be noted, so it will not be believed: {error}",
-                self.note.place()
-            );
-        }
-        on.spawn(self.clone().keep(on.clone(), Rc::downgrade(cache)));
-    }
-
-    /// Notes whether the cache may have what the disk has not.
-    pub(super) fn set_dirty(&self, dirty: bool) -> io::Result<()> {
-        self.change(|noted| noted.is_dirty = dirty)
-    }
-
-    /// It says that the device has failed.
-    pub(super) fn is_detached(&self) -> bool {
-        self.noted().as_ref().is_some_and(|noted| noted.detached.is_some())
-    }
-
-    /// The disk is used from now on without the cache, which is not closed: see [`Other::is_used_without`]. It is not changed
-    /// any more.
-    pub(super) fn give_up(&self) -> io::Result<()> {
-        if !self.is_there() {
-            // One that could not be taken back before may say that all is well.
-            return self.note.take_back();
-        }
-        let noted = self.change(|noted| noted.is_used = true);
-        self.end();
-        noted
-    }
-
-    /// See [`Note::place`].
-    pub(super) fn place(&self) -> String {
-        self.note.place()
-    }
-
-    /// See [`Note::take_back`]. Nothing makes it again.
-    pub(super) fn take_back(&self) -> io::Result<()> {
-        let _alone = self.changing();
-        *self.noted() = None;
-        self.note.take_back()
-    }
-
-    /// The cache was opened, and says so itself: there is no other session.
-    pub(super) fn is_opened(&self) {
-        if let Some(noted) = &mut *self.noted() {
-            noted.drop_old_sessions();
-        }
-    }
-
-    /// Notes stamps where that takes no time.
-    fn say_lately(&self, stamps: Vec<FileStamp>) -> io::Result<()> {
-        let Some(noted) = self.noted().clone() else {
-            return Ok(());
-        };
-        let lately = Noted { stamps, ..noted };
-        let path = self.note.lately()?;
-        let new = new_of(&path);
-        fs::write(&new, lately.text())?;
-        fs::rename(&new, &path)
-    }
-
-    /// Notes the stamps of the disk's files when they change, as long as the cache is there.
-    pub(super) async fn keep(self, on: Loop, cache: Weak<Cache>) {
-        let mut noted = disk_id::stamps_of_all(&self.files);
-        // By a thread, because it may take long, and requests do not wait for it.
-        let mut writing: Option<JoinHandle<io::Result<()>>> = None;
-        // What was changed when they were opened is noted at once.
-        let mut again = on.now();
-        let mut is_first = true;
-        let mut is_told = false;
-        while cache.upgrade().is_some() && self.is_there() {
-            let stamps = disk_id::stamps_of_all(&self.files);
-            // Each time, because its own time says that this server is alive. Without it a note that comes too late is all
-            // that there is.
-            let _ = self.say_lately(stamps.clone());
-            if let Some(ended) = writing.take_if(|thread| thread.is_finished()) {
-                match ended.join() {
-                    Ok(Err(error)) => {
-                        // It is tried again.
-                        noted = Vec::new();
-                        if !std::mem::replace(&mut is_told, true) {
-                            tracing::warn!(
-                                "{}: when the disk was changed cannot be noted, so after a kill or a crash its cache will not be believed: {error}",
-                                self.note.place()
-                            );
-                        }
-                    }
-                    _ => is_told = false,
-                }
-            }
-            if (stamps != noted || is_first) && writing.is_none() && on.now() >= again {
-                if !std::mem::take(&mut is_first) {
-                    again = on.now().after(NOTE_INTERVAL);
-                }
-                noted.clone_from(&stamps);
-                let made = self.clone();
-                let thread = std::thread::Builder::new().name("larder-note".to_owned());
-                let write = move || match made.is_there() {
-                    true => made.change(|noted| noted.stamps = stamps),
-                    false => Ok(()),
-                };
-                writing = thread.spawn(write).ok();
-            }
-            on.sleep(LOOK_INTERVAL).await;
-        }
-    }
-}
-
-/// Done in the call: writes wait for it anyway, and it happens when the cache device has failed.
-impl Witness for Made {
-    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
-        let noted = self.change(|noted| {
-            noted.detached.get_or_insert_default();
-        });
-        // What there is no note of is not believed either.
-        let done = noted.or_else(|_| self.take_back());
-        Box::pin(std::future::ready(done))
-    }
-
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
-        Box::pin(std::future::ready(self.change(|noted| noted.supersede(range))))
-    }
-
-    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
-        let attached = match self.is_there() {
-            true => self.change(|noted| {
-                noted.detached = None;
-                noted.drop_old_sessions();
-            }),
-            // Then the last one says nothing of this session, and it need not be told otherwise.
-            false => Ok(()),
-        };
-        Box::pin(std::future::ready(attached))
-    }
-}
-
 /// Where a file is written before it takes the place of the old one.
 fn new_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
@@ -667,23 +446,6 @@ pub(super) fn from_hex(text: &str) -> Option<Vec<u8>> {
 
 fn folder_of(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
-}
-
-impl Witness for Note {
-    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
-        // In the call: it happens once, and writes wait for it anyway.
-        Box::pin(std::future::ready(self.take_back()))
-    }
-
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
-        let why = format!("what only a cache has of {range:?} is not noted here: no disk is written back");
-        Box::pin(std::future::ready(Err(io::Error::new(io::ErrorKind::Unsupported, why))))
-    }
-
-    /// It was made for the session before the cache was opened.
-    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
-    }
 }
 
 /// Where notes of caches are.

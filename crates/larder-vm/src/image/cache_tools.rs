@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -10,10 +11,10 @@ use std::time::Duration;
 use larder_block::backend::file::OpenError as FileError;
 use larder_block::backend::image_lock::LockError;
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
-use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, SuperblockError, read_superblock};
+use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, read_superblock};
 
 use super::cache::{
-    CacheError, LOOKED_AT, allocate, begins_empty, boot_of, is_file, lock, may_write_back, random, rounded,
+    CacheError, LOOKED_AT, allocate, begins_empty, boot_of, is_file, is_other, lock, may_write_back, random, rounded,
 };
 use super::cache_note::{Lock, Note};
 use super::cache_place::CachePlace;
@@ -30,6 +31,10 @@ pub enum CacheToolError {
     Device(Box<ImageError>),
     #[error("{file}: it is no cache of Larder's")]
     NoCache { file: String },
+    #[error("{file}: there is no such file; check the path, or mount what it is on")]
+    Missing { file: String },
+    #[error("{file}: it is empty, as a cache that was dropped")]
+    Empty { file: String },
     #[error(
         "{file}: it may have data that was never written to {disk}; have it written there with larder disk cache flush, or give it up with --lose-dirty"
     )]
@@ -209,7 +214,11 @@ const TOLD_EVERY: Duration = Duration::from_secs(5);
 /// See [`CacheToolError`].
 pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Result<(), CacheToolError> {
     let fast = match open(on, file, false).await {
-        Err(CacheToolError::Device(_)) if lose_dirty && Note::take_back_of(file) => return Ok(()),
+        Err(CacheToolError::Device(_) | CacheToolError::Missing { .. } | CacheToolError::Empty { .. })
+            if lose_dirty && Note::take_back_of(file) =>
+        {
+            return Ok(());
+        }
         opened => opened?,
     };
     let note = match read_superblock(&fast).await {
@@ -257,10 +266,10 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
 /// See [`CacheToolError`]; the cache is as it was then.
 pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Result<Resized, CacheToolError> {
     let name = || file.to_string();
+    let old = open(on, file, false).await?;
     let (ImageAddress::Path(path), true) = (file, is_file(file)) else {
         return Err(CacheToolError::NotAFile { file: name() });
     };
-    let old = open(on, file, false).await?;
     let superblock = superblock_of(file, &old).await?;
     if !superblock.clean {
         return Err(CacheToolError::NotClosed {
@@ -363,6 +372,10 @@ async fn open(on: &Loop, file: &ImageAddress, only_to_look: bool) -> Result<Rc<d
                 source: LockError::InUse { .. },
                 ..
             }) => CacheToolError::InUse(error.to_string()),
+            ImageError::File(FileError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                CacheToolError::Missing { file: file.to_string() }
+            }
+            ImageError::File(FileError::Empty { .. }) => CacheToolError::Empty { file: file.to_string() },
             _ => CacheToolError::Device(Box::new(error)),
         })
 }
@@ -377,15 +390,4 @@ async fn superblock_of(file: &ImageAddress, fast: &Rc<dyn BlockDevice>) -> Resul
 /// Keeps others from using a cache.
 fn alone(file: &ImageAddress, superblock: &Superblock) -> Result<Option<Lock>, CacheToolError> {
     lock(file, superblock).map_err(|error| CacheToolError::InUse(error.to_string()))
-}
-
-/// What is there is no cache, not even one that is damaged.
-fn is_other(error: &OpenError) -> bool {
-    matches!(
-        error,
-        OpenError::Superblock {
-            source: SuperblockError::NoMagic,
-            ..
-        }
-    )
 }

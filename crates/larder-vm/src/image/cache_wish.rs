@@ -165,6 +165,11 @@ pub struct CacheOptions {
 impl CacheOptions {
     /// Whether that can be, as far as it can be told without asking anybody.
     pub(super) fn check(&self) -> Result<(), CacheError> {
+        if self.size.is_some_and(|size| size.get() == 0) {
+            return Err(CacheError::ZeroSize {
+                file: self.file.to_string(),
+            });
+        }
         match self.mode {
             Some(Mode::WriteBack) => may_write_back(&self.file),
             _ => Ok(()),

@@ -77,7 +77,7 @@ fn what_is_no_cache_is_said_to_be_none_and_left_alone() {
     }
     crate::qemu_io("raw", text(&image), &["read -P 7 0 4M"]);
     let (code, said) = place.cache_command(&["info", text(&place.path("none"))]);
-    assert!(code == Some(2) && said.contains("No such file"), "{said}");
+    assert!(code == Some(2) && said.contains("there is no such file"), "{said}");
 }
 
 #[test]

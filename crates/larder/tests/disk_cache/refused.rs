@@ -176,4 +176,9 @@ fn larder_run_finds_what_is_wrong_with_a_cache_before_it_starts_anything() {
     let wanted = format!("--cache={} --cache-size 4194304 --cache-mode wa", text(&cache));
     assert!(said.contains(&wanted), "{said}");
     assert!(!cache.exists(), "nothing is made");
+    place.serve(&other, &cache, &["--cache-size", "4M"]).stop();
+    assert_fails(
+        run(&[disk(&image, "")], &[]),
+        &["it belongs to another disk", text(&other)],
+    );
 }

@@ -290,6 +290,11 @@ fn a_disk_whose_killed_cache_has_what_it_has_not_is_not_served_without_it() {
     let before = std::fs::read(&overlay).expect("is read");
     crate::assert_fails(place.without_cache(&overlay), &words);
     assert_eq!(std::fs::read(&overlay).expect("is read"), before);
+    let (_, info) = crate::run(place.disk_command(&["info", text(&overlay)]));
+    assert!(
+        info.contains(&format!("cache: {} may have data", text(&cache))),
+        "{info}"
+    );
     let (code, said) = place.cache_command(&["flush", text(&cache)]);
     assert_eq!(code, Some(0), "{said}");
     for image in [&image, &overlay] {

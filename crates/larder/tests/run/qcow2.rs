@@ -12,12 +12,12 @@ use crate::sha256;
 /// verifies, gives space back, and powers off.
 const WORK: &str = r#"
 set -eu
-work=/var/lib/work
+work=/var/lib/guest-work
 
 database() {
   python3 - "$1" <<'END'
 import hashlib, sqlite3, sys
-made = sqlite3.connect('/var/lib/work/database')
+made = sqlite3.connect('/var/lib/guest-work/database')
 if sys.argv[1] == 'make':
     made.execute('PRAGMA journal_mode = WAL')
     made.execute('PRAGMA synchronous = FULL')
