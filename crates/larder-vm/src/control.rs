@@ -11,7 +11,7 @@ mod server;
 pub mod state;
 
 pub use client::{FetchError, change_cache, fetch_disks};
-pub use server::{ControlError, ControlServer};
+pub use server::{ControlError, ControlServer, ControlSocket};
 
 /// Where the disks are told of.
 const DISKS_PATH: &str = "/v1/disks";

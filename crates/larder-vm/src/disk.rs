@@ -36,6 +36,8 @@ const INQUIRIES_MAX: usize = 16;
 /// What to serve, and how.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
+    /// What its VM calls it.
+    pub name: Option<String>,
     /// The image.
     pub image: ImageAddress,
     /// How to open it.
@@ -50,6 +52,7 @@ impl DiskConfig {
     /// A disk with everything at its default, served nowhere.
     pub fn new(image: ImageAddress) -> Self {
         Self {
+            name: None,
             image,
             options: ImageOptions::default(),
             exports: ExportsConfig::default(),
@@ -352,6 +355,7 @@ async fn change_cache(
 fn state_of(config: &DiskConfig, image: &OpenImage) -> DiskState {
     let prefetch = config.options.prefetch.zip(image.prefetch.as_ref());
     DiskState::new(
+        config.name.as_deref(),
         &config.image,
         image.format,
         image.device.geometry(),

@@ -16,7 +16,7 @@ use larder_export::clients::Clients;
 use larder_export::nbd::{NbdServer, NbdServerOptions};
 use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
 
-use crate::listen::{ListenError, SocketFile};
+use crate::listen::{Access, Inherited, ListenError, SocketFile};
 use crate::run::shell::command_line;
 
 /// Where a vhost-user-blk server gets its front-ends from.
@@ -47,6 +47,10 @@ pub struct ExportsConfig {
     pub vhost_user: VhostUserOptions,
     /// NBD.
     pub nbd: Option<NbdAt>,
+    /// Who may connect to their unix sockets.
+    pub access: Access,
+    /// Those of them that there are already.
+    pub inherited: Inherited,
 }
 
 impl ExportsConfig {
@@ -116,10 +120,10 @@ impl Exports {
         config.vhost_user.check()?;
         let mut exports = Self::default();
         if let Some(at) = &config.nbd {
-            exports.start_nbd(on, device, at, clients)?;
+            exports.start_nbd(on, device, at, config, clients)?;
         }
         if let Some(at) = &config.vhost_user_at {
-            exports.start_vhost_user(on, device, at, &config.vhost_user)?;
+            exports.start_vhost_user(on, device, at, config)?;
             if let Some(server) = &exports.vhost_user {
                 server.count_among(clients);
             }
@@ -132,8 +136,11 @@ impl Exports {
         &self.places
     }
 
-    fn listen_on(&mut self, path: &Path) -> Result<OwnedFd, ExportError> {
-        let file = SocketFile::bind(path)?;
+    fn listen_on(&mut self, path: &Path, config: &ExportsConfig) -> Result<OwnedFd, ExportError> {
+        if let Some(inherited) = config.inherited.at(path)? {
+            return Ok(inherited);
+        }
+        let file = SocketFile::bind_for(path, config.access)?;
         let descriptor = file.descriptor()?;
         self.files.push(file);
         Ok(descriptor)
@@ -144,11 +151,11 @@ impl Exports {
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
         at: &VhostUserAt,
-        options: &VhostUserOptions,
+        config: &ExportsConfig,
     ) -> Result<(), ExportError> {
-        let server = VhostUserServer::new(on, Rc::clone(device), options)?;
+        let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user)?;
         let descriptor = match at {
-            VhostUserAt::Path(path) => self.listen_on(path)?,
+            VhostUserAt::Path(path) => self.listen_on(path, config)?,
             VhostUserAt::Descriptor(descriptor) => descriptor.try_clone()?,
         };
         self.places.vhost_user = Some(match at {
@@ -176,6 +183,7 @@ impl Exports {
         on: &Loop,
         device: &Rc<dyn BlockDevice>,
         at: &NbdAt,
+        config: &ExportsConfig,
         clients: &Rc<Clients>,
     ) -> Result<(), ExportError> {
         let options = NbdServerOptions {
@@ -185,7 +193,7 @@ impl Exports {
             ..NbdServerOptions::default()
         };
         let listeners: Vec<OwnedFd> = match &at.uri.address {
-            SocketAddress::Unix(path) => vec![self.listen_on(path)?],
+            SocketAddress::Unix(path) => vec![self.listen_on(path, config)?],
             SocketAddress::Tcp { host, port } => bind_tcp(host, *port, options.tls.is_some() || at.insecure)?,
         };
         self.places.nbd = Some(command_line(&[uri_for_clients(&at.uri).to_string().into()]));

@@ -8,3 +8,5 @@ pub mod limits;
 pub mod listen;
 pub mod run;
 mod runtime_folder;
+pub mod vm;
+pub mod wish;

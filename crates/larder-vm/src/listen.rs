@@ -1,12 +1,14 @@
 //! Unix sockets to listen on, made and removed with care.
 
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, flock};
@@ -41,24 +43,59 @@ fn folder_hint(error: &io::Error) -> &'static str {
 }
 
 /// Who may connect to a socket.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Access {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// The mode of its file, whatever the umask; 0777 less the umask if not given.
+    pub mode: Option<u32>,
+    /// The user whose it becomes.
+    pub owner: Option<u32>,
+    /// The group.
+    pub group: Option<u32>,
+}
+
+impl Access {
     /// Whom the umask lets.
-    Umask,
-    /// The user that made it.
-    Owner,
+    pub const UMASK: Self = Self {
+        mode: None,
+        owner: None,
+        group: None,
+    };
+
+    /// The user that made it, and root.
+    pub const OWNER: Self = Self {
+        mode: Some(0o600),
+        ..Self::UMASK
+    };
+
+    /// Gives the file of a socket that is bound, and that only its maker may connect to yet, to whom it is for.
+    fn apply(self, path: &Path) -> io::Result<()> {
+        if self.owner.is_some() || self.group.is_some() {
+            std::os::unix::fs::chown(path, self.owner, self.group)?;
+        }
+        match self.mode {
+            Some(mode) => fs::set_permissions(path, Permissions::from_mode(mode)),
+            None => Ok(()),
+        }
+    }
 }
 
 fn listen(path: &Path, access: Access) -> io::Result<UnixListener> {
-    if access == Access::Umask {
-        return UnixListener::bind(path);
-    }
+    let given = |socket| match access.apply(path) {
+        Ok(()) => Ok(socket),
+        Err(error) => {
+            let _ = fs::remove_file(path);
+            Err(error)
+        }
+    };
+    let Some(mode) = access.mode else {
+        return given(UnixListener::bind(path)?);
+    };
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     // The file gets the mode that the socket has when it is bound, less the umask: nobody else can connect at any time.
-    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode & 0o600))?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, BACKLOG)?;
-    Ok(socket.into())
+    given(socket.into())
 }
 
 /// Two paths that are one, if there are any among `places`: each is a path with what it is for.
@@ -80,6 +117,46 @@ fn resolve(path: &Path) -> PathBuf {
     }
 }
 
+/// Sockets that whoever started this process listens on for it, by their paths: systemd, as a rule.
+#[derive(Clone, Debug, Default)]
+pub struct Inherited(Arc<Vec<(PathBuf, OwnedFd)>>);
+
+impl Inherited {
+    /// Takes them over.
+    ///
+    /// # Errors
+    /// One of them is no unix socket that listens on a path.
+    pub fn new(sockets: Vec<OwnedFd>) -> io::Result<Self> {
+        let named = sockets.into_iter().map(|socket| {
+            let no_path = || io::Error::other("it is no unix socket that listens on a path");
+            let address = rustix::net::getsockname(&socket).map_err(|_| no_path())?;
+            let address = SocketAddrUnix::try_from(address).map_err(|_| no_path())?;
+            let path = address.path().ok_or_else(no_path)?;
+            let path = PathBuf::from(OsStr::from_bytes(path.to_bytes()));
+            match rustix::net::sockopt::socket_acceptconn(&socket) {
+                Ok(true) => Ok((path, socket)),
+                _ => Err(no_path()),
+            }
+        });
+        Ok(Self(Arc::new(named.collect::<io::Result<_>>()?)))
+    }
+
+    /// The one that listens on `path`.
+    ///
+    /// # Errors
+    /// The process is out of descriptors.
+    pub fn at(&self, path: &Path) -> io::Result<Option<OwnedFd>> {
+        let path = resolve(path);
+        let found = self.0.iter().find(|(at, _)| resolve(at) == path);
+        found.map(|(_, socket)| socket.try_clone()).transpose()
+    }
+
+    /// Where they listen.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.0.iter().map(|(path, _)| path.as_path())
+    }
+}
+
 /// A listening unix socket whose file goes when this is dropped.
 pub struct SocketFile {
     listener: UnixListener,
@@ -89,23 +166,19 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// Listens on `path`. A socket file that a dead process left there is replaced.
+    /// Listens on `path`, for whom the umask lets. A socket file that a dead process left there is replaced.
     ///
     /// # Errors
     /// See [`ListenError`].
     pub fn bind(path: &Path) -> Result<Self, ListenError> {
-        Self::bind_with(path, Access::Umask)
+        Self::bind_for(path, Access::UMASK)
     }
 
-    /// As [`SocketFile::bind`], for a socket that only this user, and root, may connect to, whatever the umask.
+    /// The same, for others.
     ///
     /// # Errors
     /// See [`ListenError`].
-    pub fn bind_private(path: &Path) -> Result<Self, ListenError> {
-        Self::bind_with(path, Access::Owner)
-    }
-
-    fn bind_with(path: &Path, access: Access) -> Result<Self, ListenError> {
+    pub fn bind_for(path: &Path, access: Access) -> Result<Self, ListenError> {
         let path = path.to_owned();
         if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             return Err(ListenError::TooLong { path });

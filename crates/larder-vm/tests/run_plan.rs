@@ -4,12 +4,12 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use larder_vm::image::ImageAddress;
-use larder_vm::run::disk::{Cache, Disk};
-use larder_vm::run::disk_option::parse_disk;
 use larder_vm::run::drive::Reason;
 use larder_vm::run::plan::{Plan, PlanError, Setting, guest_name, plan};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::version::QemuVersion;
+use larder_vm::wish::keys::parse_disk;
+use larder_vm::wish::{Cache, DiskWish};
 use proptest::prelude::*;
 
 const RAM: &str = "-object memory-backend-file,id=larder-ram,size=134217728,share=on,mem-path=/dev/shm/larder-vm-1 \
@@ -31,7 +31,7 @@ fn words(line: &str) -> Vec<OsString> {
     line.split_whitespace().map(Into::into).collect()
 }
 
-fn try_plan(line: &str, extra: &[Disk]) -> Result<Plan, PlanError> {
+fn try_plan(line: &str, extra: &[DiskWish]) -> Result<Plan, PlanError> {
     plan(&words(line), extra, &setting(QemuVersion(7, 2)))
 }
 
@@ -365,7 +365,7 @@ fn more_disks_come_last() {
 
 #[test]
 fn the_device_is_one_that_the_machine_has() {
-    let extra = [Disk::new(ImageAddress::Path("/x".into()))];
+    let extra = [DiskWish::new(ImageAddress::Path("/x".into()))];
     let plan = try_plan("qemu-system-x86_64 -M microvm", &extra).expect("can be planned");
     assert!(command_line(&plan.qemu).contains("-device vhost-user-blk,chardev=larder-chr-0,"));
     let result = try_plan("qemu-system-s390x -m 1G", &extra);

@@ -20,8 +20,8 @@ use larder_vm::image::{
     cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode, parse_prefetch_len,
 };
 use larder_vm::limits::parse_given_limits;
-use larder_vm::run::disk::Disk;
-use larder_vm::run::disk_option::parse_disk;
+use larder_vm::wish::DiskWish;
+use larder_vm::wish::keys::parse_disk;
 
 /// Keeps what a QEMU virtual machine needs next close at hand.
 #[derive(Parser)]
@@ -37,6 +37,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Start QEMU with its virtio disks and its memory served by Larder
     Run(RunArguments),
+    /// Serve all disks of a virtual machine, as its file says
+    Vm(VmArguments),
     /// Serve disks, and look after their images
     #[command(subcommand)]
     Disk(DiskCommand),
@@ -77,6 +79,17 @@ pub(crate) struct BenchPolicyArguments {
 }
 
 #[derive(Args)]
+pub(crate) struct VmArguments {
+    /// The virtual machine's name: its file is /etc/larder/vms/NAME.toml, for other users than root
+    /// ~/.config/larder/vms/NAME.toml; or the path of a file, with a / in it
+    #[arg(value_name = "NAME")]
+    pub(crate) name: PathBuf,
+    /// Say whether all disks could be served, and serve none; nothing is changed
+    #[arg(long)]
+    pub(crate) check: bool,
+}
+
+#[derive(Args)]
 pub(crate) struct StatusArguments {
     /// The server's control socket: what it was given with --control
     #[arg(value_name = "PATH")]
@@ -94,7 +107,7 @@ pub(crate) struct RunArguments {
     /// and cache-endurance, control=PATH, nbd-reconnect, and limits such as iops=1000 or bps=100M; a comma in IMAGE is
     /// doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
-    pub(crate) disk: Vec<Disk>,
+    pub(crate) disk: Vec<DiskWish>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,

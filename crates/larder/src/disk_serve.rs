@@ -156,6 +156,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
                 uri,
                 insecure: arguments.nbd_insecure,
             }),
+            ..ExportsConfig::default()
         },
         poll_max: Duration::from_micros(arguments.poll_us),
         ..DiskConfig::new(image)

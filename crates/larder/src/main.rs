@@ -17,6 +17,7 @@ mod pid_file;
 mod run;
 mod signals;
 mod status;
+mod vm;
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
     abort_on_panic();
     let result = match cli.command {
         Command::Run(arguments) => run::run(arguments),
+        Command::Vm(arguments) => vm::run(arguments),
         Command::Disk(DiskCommand::Serve(arguments)) => disk_serve::run(arguments),
         Command::Disk(DiskCommand::Info(arguments)) => disk_info::run(arguments),
         Command::Disk(DiskCommand::Check(arguments)) => disk_check::run(arguments),

@@ -42,10 +42,11 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         plan(&command, &arguments.disk, &setting)
     };
     let mut plan = planned(&[])?;
+    let disks: Vec<_> = plan.disks.iter().map(PlannedDisk::to_check).collect();
     let mut found = match arguments.dry_run {
-        true => check(&plan.disks),
+        true => check(&disks),
         // What the servers have to say of the images they say themselves.
-        false => tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check(&plan.disks)),
+        false => tracing::subscriber::with_default(tracing::subscriber::NoSubscriber::new(), || check(&disks)),
     };
     if !found.left.is_empty() {
         plan = planned(&found.left)?;

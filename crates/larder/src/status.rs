@@ -29,6 +29,9 @@ fn text(disks: &Disks) -> String {
 
 fn disk_text(disk: &DiskState) -> String {
     let mut lines = Lines::default();
+    if let Some(name) = &disk.name {
+        lines.line("name", name);
+    }
     lines.line("image", &disk.image);
     let read_only = if disk.read_only { ", read-only" } else { "" };
     lines.line(

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +29,7 @@ use super::state::{CacheChange, CacheReplacement, Disks};
 use super::{DISKS_PATH, cache_path, flush_path, replace_path};
 use crate::disk::{CacheWork, DiskInquiry};
 use crate::image::{ImageAddress, Replacement, parse_cache_mode};
-use crate::listen::{ListenError, SocketFile};
+use crate::listen::{Access, ListenError, SocketFile};
 
 /// Clients that are served at a time. A further one takes the place of the one that has been silent longest; if all have
 /// asked, it waits until one has its answer.
@@ -65,13 +66,21 @@ pub enum ControlError {
     Start(#[from] io::Error),
 }
 
+/// What a control server listens on.
+pub enum ControlSocket {
+    /// Its file goes with it.
+    Own(SocketFile),
+    /// It stays.
+    Inherited(OwnedFd),
+}
+
 /// A control socket that answers. It ends when this is dropped, whatever its clients do.
 pub struct ControlServer {
     /// Dropped to end the thread.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
-    /// Removed last.
-    _file: SocketFile,
+    /// Goes last.
+    _socket: ControlSocket,
 }
 
 impl ControlServer {
@@ -80,8 +89,20 @@ impl ControlServer {
     /// # Errors
     /// See [`ControlError`]; nothing is left behind then.
     pub fn start(path: &Path, disks: Vec<DiskInquiry>) -> Result<Self, ControlError> {
-        let file = SocketFile::bind_private(path)?;
-        let listener = std::os::unix::net::UnixListener::from(file.descriptor()?);
+        let file = SocketFile::bind_for(path, Access::OWNER)?;
+        Self::start_on(ControlSocket::Own(file), disks)
+    }
+
+    /// Tells of `disks` on a socket that is there already.
+    ///
+    /// # Errors
+    /// See [`ControlError`]; nothing is left behind then.
+    pub fn start_on(socket: ControlSocket, disks: Vec<DiskInquiry>) -> Result<Self, ControlError> {
+        let listener = match &socket {
+            ControlSocket::Own(file) => file.descriptor()?,
+            ControlSocket::Inherited(listener) => listener.try_clone()?,
+        };
+        let listener = std::os::unix::net::UnixListener::from(listener);
         listener.set_nonblocking(true)?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -98,7 +119,7 @@ impl ControlServer {
         Ok(Self {
             stop: Some(stop),
             thread: Some(thread),
-            _file: file,
+            _socket: socket,
         })
     }
 }

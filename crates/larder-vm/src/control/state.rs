@@ -20,6 +20,9 @@ pub struct Disks {
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DiskState {
+    /// What its VM calls it, if it is one of a VM.
+    #[serde(default)]
+    pub name: Option<String>,
     /// The image, as the server was told; what is no text in a path is replaced.
     pub image: String,
     /// What its bytes mean.
@@ -39,6 +42,7 @@ pub struct DiskState {
 
 impl DiskState {
     pub(crate) fn new(
+        name: Option<&str>,
         image: &ImageAddress,
         format: Format,
         geometry: Geometry,
@@ -47,6 +51,7 @@ impl DiskState {
         cache: Option<CacheState>,
     ) -> Self {
         Self {
+            name: name.map(str::to_owned),
             image: image.to_string(),
             format,
             size: geometry.size.get(),

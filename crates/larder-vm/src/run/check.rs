@@ -1,4 +1,4 @@
-//! Whether the planned disks can be served, found out before anything is started.
+//! Whether disks can be served, found out before anything is started.
 //!
 //! Each image is opened as its server will open it; all are held open together, so that an image that is named twice is
 //! found. What the disks hold is not written to. An NBD server is not asked: some end after their first client.
@@ -6,19 +6,19 @@
 //! The files stay open, with QEMU's locks, in what is found ([`Hold`]), so nobody gets between the check and the servers.
 
 use larder_block::Loop;
-use larder_block::backend::file::{Caching, HeldFile, OpenError};
+use larder_block::backend::file::{HeldFile, OpenError};
 use larder_block::backend::image_lock::LockError;
-use larder_export::vhost_user::{OptionsError, QUEUES_MAX, VhostUserOptions, VhostUserServer};
+use larder_export::vhost_user::{OptionsError, VhostUserServer};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
 
-use super::disk::{Cache, Disk, GivenBy};
 use super::drive::Reason;
 use super::hold::Hold;
-use super::plan::PlannedDisk;
+use super::plan::GivenBy;
 use crate::disk::DiskError;
-use crate::image::{self, ImageAddress, ImageError, ImageOptions, METADATA_MEMORY_DEFAULT};
-use crate::limits::{LimitsTextError, parse_limits};
+use crate::image::{self, ImageAddress, ImageError};
+use crate::limits::LimitsTextError;
+use crate::wish::DiskWish;
 
 /// Why a disk cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -26,10 +26,12 @@ use crate::limits::{LimitsTextError, parse_limits};
 pub enum CheckError {
     #[error("{source}{advice}")]
     Image { source: ImageError, advice: &'static str },
-    #[error(
-        "disk {image}: the command line has it twice; share=on (share-rw=on at a -device) at both lets it, if that is meant"
-    )]
-    Twice { image: ImageAddress },
+    #[error("disk {image}: {place} has it twice; {how} at both lets it, if that is meant")]
+    Twice {
+        image: ImageAddress,
+        place: &'static str,
+        how: &'static str,
+    },
     #[error("disk {image}: {source}")]
     Options { image: ImageAddress, source: OptionsError },
     #[error("disk {image}: {source}")]
@@ -54,8 +56,8 @@ pub struct Findings {
     pub holds: Vec<Hold>,
 }
 
-/// Tries every disk.
-pub fn check(disks: &[PlannedDisk]) -> Findings {
+/// Tries every disk, each with where it is given.
+pub fn check(disks: &[(&DiskWish, GivenBy)]) -> Findings {
     let mut found = Findings::default();
     if disks.is_empty() {
         return found;
@@ -68,27 +70,29 @@ pub fn check(disks: &[PlannedDisk]) -> Findings {
         }
     };
     let mut held = Vec::with_capacity(disks.len());
-    for planned in disks {
-        let mut hold = Hold::new(&planned.disk.image);
-        match on.block_on(open(&on, planned, &mut hold.files)) {
+    for &(disk, given_by) in disks {
+        let mut hold = Hold::new(&disk.image);
+        match on.block_on(open(&on, disk, given_by, &mut hold.files)) {
             Ok(server) => {
                 held.push(server);
                 found.holds.push(hold);
             }
             Err(CheckError::Image { source, .. }) if ends_at_a_server(&source) => {
-                found.unchecked.push(planned.disk.image.clone());
+                found.unchecked.push(disk.image.clone());
                 found.holds.push(hold);
             }
             Err(error)
-                if is_held_here(&error)
-                    && disks.iter().filter(|other| is_same(&other.disk, &planned.disk)).count() > 1 =>
+                if is_held_here(&error) && disks.iter().filter(|(other, _)| is_same(other, disk)).count() > 1 =>
             {
-                let image = planned.disk.image.clone();
-                found.problems.push(CheckError::Twice { image });
+                found.problems.push(CheckError::Twice {
+                    image: disk.image.clone(),
+                    place: given_by.place(),
+                    how: given_by.share(),
+                });
             }
             Err(error) => match only_qemus(&error) {
-                Some(why) if planned.given_by != GivenBy::Option => {
-                    found.left.push((planned.disk.image.clone(), Reason(why)));
+                Some(why) if matches!(given_by, GivenBy::Drive | GivenBy::Device) => {
+                    found.left.push((disk.image.clone(), Reason(why)));
                 }
                 _ => found.problems.push(error),
             },
@@ -150,8 +154,8 @@ fn is_held_here(error: &CheckError) -> bool {
 }
 
 /// Whether both are the same file, by whatever name.
-fn is_same(one: &Disk, other: &Disk) -> bool {
-    let file = |disk: &Disk| match &disk.image {
+fn is_same(one: &DiskWish, other: &DiskWish) -> bool {
+    let file = |disk: &DiskWish| match &disk.image {
         ImageAddress::Path(path) => std::fs::canonicalize(path).ok(),
         ImageAddress::Nbd(_) => None,
     };
@@ -160,57 +164,33 @@ fn is_same(one: &Disk, other: &Disk) -> bool {
 
 async fn open(
     on: &Loop,
-    planned: &PlannedDisk,
+    disk: &DiskWish,
+    given_by: GivenBy,
     held: &mut Vec<HeldFile>,
 ) -> Result<std::rc::Rc<VhostUserServer>, CheckError> {
-    let disk = &planned.disk;
-    let options = image_options(disk).map_err(|source| CheckError::Limits {
+    let options = disk.image_options().map_err(|source| CheckError::Limits {
         image: disk.image.clone(),
         source,
     })?;
     let opened = image::try_to_open(on, &disk.image, &options, held).await;
     let device = opened.map_err(|source| CheckError::Image {
-        advice: advice(&source, planned),
+        advice: advice(&source, disk, given_by),
         source,
     })?;
-    VhostUserServer::new(on, device, &vhost_user_options(disk)).map_err(|source| CheckError::Options {
+    VhostUserServer::new(on, device, &disk.vhost_user_options()).map_err(|source| CheckError::Options {
         image: disk.image.clone(),
         source,
     })
 }
 
-fn image_options(disk: &Disk) -> Result<ImageOptions, LimitsTextError> {
-    Ok(ImageOptions {
-        format: disk.format,
-        metadata_memory: disk.metadata_memory.unwrap_or(METADATA_MEMORY_DEFAULT),
-        // What contradicts itself has been refused.
-        cache: disk.disk_cache.options(disk.share).ok().flatten(),
-        read_only: disk.read_only,
-        share: disk.share,
-        caching: match disk.cache {
-            Cache::Auto | Cache::Direct => Caching::Auto,
-            Cache::Buffered => Caching::Buffered,
-        },
-        keep_space: !disk.discard,
-        limits: parse_limits(&disk.limits.to_string())?,
-        ..ImageOptions::default()
-    })
-}
-
-fn vhost_user_options(disk: &Disk) -> VhostUserOptions {
-    let usual = VhostUserOptions::default();
-    VhostUserOptions {
-        queues: disk.queues.unwrap_or(QUEUES_MAX),
-        queue_size: disk.queue_size.unwrap_or(usual.queue_size),
-        serial: disk.serial.clone().unwrap_or_default(),
-        block_size: disk.block_size.unwrap_or(usual.block_size),
-    }
-}
-
-/// `; ` and what the user can write to have it otherwise, in the words of the option that the disk is given by.
-fn advice(error: &ImageError, planned: &PlannedDisk) -> &'static str {
+/// `; ` and what the user can write to have it otherwise, in the words of the place that the disk is given by.
+pub fn advice(error: &ImageError, disk: &DiskWish, given_by: GivenBy) -> &'static str {
     use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+    let is_in_file = given_by == GivenBy::File;
     match error {
+        ImageError::OtherFormat { .. } if is_in_file => {
+            "; if its bytes are the disk all the same, add format = \"raw\""
+        }
         ImageError::OtherFormat { .. } => {
             "; if its bytes are the disk all the same, add format=raw; otherwise attach it by -drive, and QEMU serves it"
         }
@@ -218,17 +198,21 @@ fn advice(error: &ImageError, planned: &PlannedDisk) -> &'static str {
             source: HeaderError::Magic(_),
             ..
         }) => "; without format= it is served as what it begins like",
-        source if is_only_qemus(source) => "; attach it by -drive, and QEMU serves it",
+        source if is_only_qemus(source) && !is_in_file => "; attach it by -drive, and QEMU serves it",
         ImageError::File(OpenError::Open { source, .. })
-            if !planned.disk.read_only && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
+            if !disk.read_only && matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
         {
-            "; with readonly=on it is only read"
+            match is_in_file {
+                true => "; with readonly = true it is only read",
+                false => "; with readonly=on it is only read",
+            }
         }
         ImageError::File(OpenError::Locked {
             source: LockError::InUse { .. },
             ..
-        }) => match planned.given_by {
-            _ if planned.disk.share => "; the other process must let others use it too",
+        }) => match given_by {
+            _ if disk.share => "; the other process must let others use it too",
+            GivenBy::File => "; share = true lets both use it, if both are meant to",
             GivenBy::Option => "; share=on lets both use it, if both are meant to",
             GivenBy::Device => "; share-rw=on at its -device lets both use it, if both are meant to",
             GivenBy::Drive => {

@@ -1,9 +1,9 @@
 //! QEMU's virtio-blk devices, and the vhost-user-blk device that takes the place of each.
 
-use super::disk::Disk;
 use super::drive::{Reason, reason};
 use super::keyval::{KeyValues, parse_bool};
 use super::machine::VirtioBus;
+use crate::wish::DiskWish;
 
 /// Properties that both devices have, with the same meaning (QEMU 7.2 to 10).
 #[rustfmt::skip]
@@ -39,7 +39,7 @@ fn driver_for(driver: &str, bus: VirtioBus) -> Option<&'static str> {
 ///
 /// # Errors
 /// Why it must stay as it is.
-pub fn replace(device: &KeyValues, disk: &mut Disk, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
+pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
     let driver = device.get("driver").unwrap_or_default();
     let Some(new_driver) = driver_for(driver, bus) else {
         return reason(format!(
@@ -74,7 +74,7 @@ pub fn replace(device: &KeyValues, disk: &mut Disk, chardev: &str, bus: VirtioBu
 ///
 /// # Errors
 /// The machine has no virtio bus that vhost-user-blk fits.
-pub fn create(disk: &Disk, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
+pub fn create(disk: &DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
     let Some(driver) = driver_for("virtio-blk", bus) else {
         return reason("QEMU has no vhost-user-blk device for this machine");
     };
@@ -83,7 +83,7 @@ pub fn create(disk: &Disk, chardev: &str, bus: VirtioBus) -> Result<KeyValues, R
     Ok(new)
 }
 
-fn complete(device: &mut KeyValues, disk: &Disk) {
+fn complete(device: &mut KeyValues, disk: &DiskWish) {
     if let (Some(queues), None) = (disk.queues, device.get("num-queues")) {
         device.push("num-queues", queues.to_string());
     }
@@ -97,8 +97,8 @@ mod tests {
     use super::*;
     use crate::image::ImageAddress;
 
-    fn replaced(device: &str, bus: VirtioBus) -> Result<(String, Disk), String> {
-        let mut disk = Disk::new(ImageAddress::Path("/a".into()));
+    fn replaced(device: &str, bus: VirtioBus) -> Result<(String, DiskWish), String> {
+        let mut disk = DiskWish::new(ImageAddress::Path("/a".into()));
         let device = KeyValues::parse(device, Some("driver"));
         match replace(&device, &mut disk, "c", bus) {
             Ok(new) => Ok((new.to_string(), disk)),

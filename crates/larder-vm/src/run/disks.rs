@@ -10,15 +10,16 @@ use std::path::{Path, PathBuf};
 
 use super::arguments::Argument;
 use super::device;
-use super::disk::{Disk, GivenBy};
 use super::drive::{Reason, disk_of, needless, reason};
 use super::inventory::{Device, Drive, Source};
 use super::keyval::KeyValues;
 use super::machine::{Machine, VirtioBus};
+use super::plan::GivenBy;
 use super::plan::{PlanError, PlannedDisk};
 use super::rewrite::Rewrite;
 use super::version::QemuVersion;
 use crate::image::ImageAddress;
+use crate::wish::DiskWish;
 use larder_export::vhost_user::QUEUES_MAX;
 
 /// What the rewriting needs to know besides the command line.
@@ -34,7 +35,7 @@ pub(super) struct DiskContext<'a> {
 /// Rewrites drives, and adds the disks of `--disk`.
 pub(super) fn rewrite(
     line: &mut Rewrite,
-    extra: &[Disk],
+    extra: &[DiskWish],
     context: &DiskContext<'_>,
 ) -> Result<Vec<PlannedDisk>, PlanError> {
     let mut disks = Disks {
@@ -124,7 +125,7 @@ impl Disks<'_> {
         }
     }
 
-    fn disk_of_device(&self, drive: &Drive, device: &Device, users: usize) -> Result<Disk, Reason> {
+    fn disk_of_device(&self, drive: &Drive, device: &Device, users: usize) -> Result<DiskWish, Reason> {
         let driver = device.driver();
         let interface = drive.options.get("if").unwrap_or("(its default)");
         match () {
@@ -149,7 +150,7 @@ impl Disks<'_> {
             .iter()
             .filter(|drive| drive.is_virtio && !drive.is_told.get())
             .collect();
-        let attempts: Vec<Result<Disk, Reason>> = drives.iter().map(|drive| self.disk_of_virtio(drive)).collect();
+        let attempts: Vec<Result<DiskWish, Reason>> = drives.iter().map(|drive| self.disk_of_virtio(drive)).collect();
         let any_served = attempts.iter().any(Result::is_ok);
         let ids = ids_by_qemu(&drives);
         for ((drive, attempt), id) in drives.into_iter().zip(attempts).zip(ids) {
@@ -181,12 +182,12 @@ impl Disks<'_> {
         }
     }
 
-    fn disk_of_virtio(&self, drive: &Drive) -> Result<Disk, Reason> {
+    fn disk_of_virtio(&self, drive: &Drive) -> Result<DiskWish, Reason> {
         let disk = self.disk(drive)?;
         device::create(&disk, "", self.bus).map(|_| disk)
     }
 
-    fn disk(&self, drive: &Drive) -> Result<Disk, Reason> {
+    fn disk(&self, drive: &Drive) -> Result<DiskWish, Reason> {
         if self.snapshot {
             return reason("-snapshot: QEMU keeps its writes in a temporary file");
         }
@@ -214,7 +215,7 @@ impl Disks<'_> {
     }
 
     /// `--disk`.
-    fn add(&mut self, line: &mut Rewrite, disk: &Disk) -> Result<(), PlanError> {
+    fn add(&mut self, line: &mut Rewrite, disk: &DiskWish) -> Result<(), PlanError> {
         let image = disk.image.clone();
         if self.snapshot && !disk.read_only {
             return Err(PlanError::SnapshotOfDisk { image });
@@ -234,7 +235,7 @@ impl Disks<'_> {
     /// Takes the disk up; the arguments that attach it.
     fn serve(
         &mut self,
-        mut disk: Disk,
+        mut disk: DiskWish,
         given_by: GivenBy,
         mut new: KeyValues,
         position: Option<usize>,

@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use super::disk::{Cache, Disk};
 use super::keyval::{KeyValues, parse_bool};
-use super::limits::Taken;
 use crate::image::{Format, ImageAddress, ImageAddressError};
+use crate::wish::limits::Taken;
+use crate::wish::{Cache, DiskWish};
 
 /// Why a drive stays with QEMU; a clause for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,11 +26,11 @@ pub(super) fn reason<T>(text: impl Into<String>) -> Result<T, Reason> {
 ///
 /// # Errors
 /// The reason.
-pub fn disk_of(drive: &KeyValues) -> Result<Disk, Reason> {
+pub fn disk_of(drive: &KeyValues) -> Result<DiskWish, Reason> {
     let Some(file) = drive.get("file") else {
         return reason("it names no file=");
     };
-    let mut disk = Disk::new(image_of(file)?);
+    let mut disk = DiskWish::new(image_of(file)?);
     disk.format = format_of(drive, &disk.image)?;
     // QEMU's own defaults, where they differ from Larder's.
     disk.cache = Cache::Buffered;
@@ -103,7 +103,7 @@ fn image_of(file: &str) -> Result<ImageAddress, Reason> {
     }
 }
 
-fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Reason> {
+fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
     let switch = || parse_bool(value).ok_or_else(|| Reason(format!("{key}={value} is neither on nor off")));
     match (key, value) {
         // Where it is attached is the caller's business; aio is how QEMU would do its I/O.
@@ -173,7 +173,7 @@ fn apply_qcow2(key: &str, value: &str) -> Result<(), Reason> {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Disk, String> {
+    fn read(text: &str) -> Result<DiskWish, String> {
         disk_of(&KeyValues::parse(text, None)).map_err(|reason| reason.0)
     }
 

@@ -4,7 +4,6 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use super::arguments::split;
-use super::disk::{Disk, GivenBy};
 use super::disks::{self, DiskContext};
 use super::drive::Reason;
 use super::keyval::KeyValues;
@@ -14,6 +13,7 @@ use super::rewrite::Rewrite;
 use super::version::QemuVersion;
 use crate::image::{ImageAddress, is_same};
 use crate::listen::same_place;
+use crate::wish::DiskWish;
 
 /// What is to be started.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,11 +30,42 @@ pub struct Plan {
     pub changes: Vec<String>,
 }
 
+/// Where the user says what is to be served; advice must fit it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GivenBy {
+    /// `-drive if=virtio`.
+    Drive,
+    /// `-device virtio-blk-...` and its `-drive`.
+    Device,
+    /// `--disk`.
+    Option,
+    /// The file of a VM.
+    File,
+}
+
+impl GivenBy {
+    /// Where that is.
+    pub(super) fn place(self) -> &'static str {
+        match self {
+            Self::Drive | Self::Device | Self::Option => "the command line",
+            Self::File => "the file",
+        }
+    }
+
+    /// How a disk is shared there.
+    pub(super) fn share(self) -> &'static str {
+        match self {
+            Self::Drive | Self::Device | Self::Option => "share=on (share-rw=on at a -device)",
+            Self::File => "share = true",
+        }
+    }
+}
+
 /// A disk, and the socket on which QEMU looks for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlannedDisk {
     /// The disk.
-    pub disk: Disk,
+    pub disk: DiskWish,
     /// Where the user speaks of it.
     pub given_by: GivenBy,
     /// Its socket.
@@ -42,6 +73,11 @@ pub struct PlannedDisk {
 }
 
 impl PlannedDisk {
+    /// What is to be tried before it is served.
+    pub fn to_check(&self) -> (&DiskWish, GivenBy) {
+        (&self.disk, self.given_by)
+    }
+
     /// The file that its server makes when it listens.
     pub fn ready_file(&self) -> PathBuf {
         self.socket.with_extension("pid")
@@ -107,7 +143,7 @@ pub enum PlanError {
 ///
 /// # Errors
 /// See [`PlanError`].
-pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Result<Plan, PlanError> {
+pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> Result<Plan, PlanError> {
     let (program, words) = command.split_first().ok_or(PlanError::NoCommand)?;
     let arguments = split(words);
     let has = |names: &[&str]| {
@@ -155,8 +191,8 @@ pub fn plan(command: &[OsString], extra: &[Disk], setting: &Setting<'_>) -> Resu
 }
 
 /// The control sockets of disks are of one each; only `--disk` has them.
-fn refuse_same_control(extra: &[Disk]) -> Result<(), PlanError> {
-    let controls: Vec<(&Disk, &Path)> = extra
+fn refuse_same_control(extra: &[DiskWish]) -> Result<(), PlanError> {
+    let controls: Vec<(&DiskWish, &Path)> = extra
         .iter()
         .filter_map(|disk| Some((disk, disk.control.as_deref()?)))
         .collect();
@@ -171,8 +207,8 @@ fn refuse_same_control(extra: &[Disk]) -> Result<(), PlanError> {
 }
 
 /// A cache is of one disk.
-fn refuse_same_cache(extra: &[Disk]) -> Result<(), PlanError> {
-    let caches: Vec<(&Disk, &ImageAddress)> = extra
+fn refuse_same_cache(extra: &[DiskWish]) -> Result<(), PlanError> {
+    let caches: Vec<(&DiskWish, &ImageAddress)> = extra
         .iter()
         .filter_map(|disk| Some((disk, disk.disk_cache.file.as_ref()?)))
         .collect();

@@ -152,8 +152,9 @@ impl Made {
         };
         let lately = Noted { stamps, ..noted };
         let path = self.note.lately().ok_or(io::ErrorKind::NotFound)?;
-        for folder in [folder_of(folder_of(&path)), folder_of(&path)] {
-            runtime_folder::make(folder, 0o700)?;
+        // Others may have something to look for in the upper one, sockets for instance.
+        for (folder, mode) in [(folder_of(folder_of(&path)), 0o755), (folder_of(&path), 0o700)] {
+            runtime_folder::make(folder, mode)?;
         }
         let new = new_of(&path);
         fs::write(&new, lately.text())?;

@@ -1,12 +1,23 @@
-//! A disk that `larder run` serves, and the `larder disk serve` command that does so.
+//! What a user wishes of a disk that is served, as `larder run --disk` and the file of a VM say it.
+
+pub mod keys;
+pub mod limits;
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use larder_block::ByteLen;
+use larder_block::backend::file::Caching;
+use larder_block::backend::nbd::NbdOptions;
+use larder_export::vhost_user::{QUEUES_MAX, VhostUserOptions};
 
-use super::limits::Limits;
-use crate::image::{CacheWish, Format, ImageAddress, PrefetchMemory, PrefetchWish, cache_mode_name};
+use crate::image::{
+    CacheWish, CacheWishError, Format, ImageAddress, ImageOptions, METADATA_MEMORY_DEFAULT, PrefetchMemory,
+    PrefetchWish, PrefetchWishError, cache_mode_name,
+};
+use crate::limits::{LimitsTextError, parse_limits};
+use limits::Limits;
 
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,20 +31,9 @@ pub enum Cache {
     Buffered,
 }
 
-/// Where the user says what is to be served; advice must fit it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GivenBy {
-    /// `-drive if=virtio`.
-    Drive,
-    /// `-device virtio-blk-...` and its `-drive`.
-    Device,
-    /// `--disk`.
-    Option,
-}
-
 /// What to serve, and how it looks to the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Disk {
+pub struct DiskWish {
     /// An image, a block device, or an NBD export.
     pub image: ImageAddress,
     /// Its format, if the user says it; otherwise what it begins like.
@@ -70,7 +70,19 @@ pub struct Disk {
     pub limits: Limits,
 }
 
-impl Disk {
+/// Why a wish contradicts itself.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum WishError {
+    #[error(transparent)]
+    Limits(#[from] LimitsTextError),
+    #[error(transparent)]
+    Prefetch(#[from] PrefetchWishError),
+    #[error(transparent)]
+    Cache(#[from] CacheWishError),
+}
+
+impl DiskWish {
     /// An image with everything at its default.
     pub fn new(image: ImageAddress) -> Self {
         Self {
@@ -91,6 +103,55 @@ impl Disk {
             poll_us: None,
             nbd_reconnect: None,
             limits: Limits::default(),
+        }
+    }
+
+    /// Whether all of it goes together.
+    ///
+    /// # Errors
+    /// See [`WishError`].
+    pub fn check(&self) -> Result<(), WishError> {
+        self.limits.check()?;
+        self.prefetch.options(self.share)?;
+        self.disk_cache.options(self.share)?;
+        Ok(())
+    }
+
+    /// How its image is opened. What contradicts itself in `prefetch` and `disk_cache` must have been refused.
+    ///
+    /// # Errors
+    /// Its limits make no sense.
+    pub fn image_options(&self) -> Result<ImageOptions, LimitsTextError> {
+        let usual = ImageOptions::default();
+        Ok(ImageOptions {
+            format: self.format,
+            metadata_memory: self.metadata_memory.unwrap_or(METADATA_MEMORY_DEFAULT),
+            prefetch: self.prefetch.options(self.share).ok().flatten(),
+            cache: self.disk_cache.options(self.share).ok().flatten(),
+            read_only: self.read_only,
+            share: self.share,
+            caching: match self.cache {
+                Cache::Auto | Cache::Direct => Caching::Auto,
+                Cache::Buffered => Caching::Buffered,
+            },
+            keep_space: !self.discard,
+            nbd: NbdOptions {
+                reconnect: self.nbd_reconnect.map_or(usual.nbd.reconnect, Duration::from_secs),
+                ..usual.nbd
+            },
+            limits: parse_limits(&self.limits.to_string())?,
+            ..usual
+        })
+    }
+
+    /// How it presents itself over vhost-user-blk.
+    pub fn vhost_user_options(&self) -> VhostUserOptions {
+        let usual = VhostUserOptions::default();
+        VhostUserOptions {
+            queues: self.queues.unwrap_or(QUEUES_MAX),
+            queue_size: self.queue_size.unwrap_or(usual.queue_size),
+            serial: self.serial.clone().unwrap_or_default(),
+            block_size: self.block_size.unwrap_or(usual.block_size),
         }
     }
 

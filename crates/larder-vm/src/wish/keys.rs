@@ -1,18 +1,17 @@
-//! `--disk IMAGE,key=value,...`: a disk that the QEMU command line does not mention.
+//! What can be said of a disk, by key and value; and `--disk IMAGE,key=value,...`, which says it in one word.
 
-use super::disk::{Cache, Disk};
-use super::keyval::{KeyValues, parse_bool};
 use super::limits::{self, Taken};
+use super::{Cache, DiskWish, WishError};
 use crate::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use crate::image::{
-    CacheWishError, Format, ImageAddressError, PrefetchMemoryError, PrefetchWishError, parse_cache_endurance,
-    parse_cache_line, parse_cache_mode, parse_prefetch_len,
+    Format, ImageAddressError, PrefetchMemoryError, parse_cache_endurance, parse_cache_line, parse_cache_mode,
+    parse_prefetch_len,
 };
-use crate::limits::LimitsTextError;
+use crate::run::keyval::{KeyValues, parse_bool};
 use larder_block::SizeError;
 use larder_export::vhost_user::{QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 
-const KEYS: [&str; 20] = [
+pub(crate) const KEYS: [&str; 20] = [
     "format",
     "metadata-memory",
     "prefetch",
@@ -42,16 +41,12 @@ pub enum DiskOptionError {
     #[error("--disk {image}: {source}")]
     Image { image: String, source: ImageAddressError },
     #[error("--disk {image}: {source}")]
-    Limits { image: String, source: LimitsTextError },
-    #[error("--disk {image}: {source}")]
-    Prefetch { image: String, source: PrefetchWishError },
-    #[error("--disk {image}: {source}")]
-    Cache { image: String, source: CacheWishError },
+    Wish { image: String, source: WishError },
     #[error("--disk begins with the image: --disk /srv/vm.raw,readonly=on")]
     NoImage,
     #[error(
         "--disk {image}: unknown option '{key}'{}; known are {}, and the limits {}",
-        nearest(key), KEYS.join(", "), limits::names().collect::<Vec<_>>().join(", ")
+        nearest(key, names()), KEYS.join(", "), limits::names().collect::<Vec<_>>().join(", ")
     )]
     UnknownKey { image: String, key: String },
     #[error("--disk {image}: {key}={value}: {wanted}")]
@@ -67,7 +62,7 @@ pub enum DiskOptionError {
 ///
 /// # Errors
 /// Unknown keys and values that cannot be read.
-pub fn parse_disk(text: &str) -> Result<Disk, DiskOptionError> {
+pub fn parse_disk(text: &str) -> Result<DiskWish, DiskOptionError> {
     // The image is the first part even if it holds a '=', unlike in QEMU's own lists.
     let list = KeyValues::parse(&format!("image={text}"), None);
     let mut pairs = list.iter();
@@ -77,9 +72,9 @@ pub fn parse_disk(text: &str) -> Result<Disk, DiskOptionError> {
         image: image.to_owned(),
         source,
     })?;
-    let mut disk = Disk::new(address);
+    let mut disk = DiskWish::new(address);
     for (key, value) in pairs {
-        apply(&mut disk, key, value).map_err(|problem| match problem {
+        set(&mut disk, key, value).map_err(|problem| match problem {
             Problem::UnknownKey => DiskOptionError::UnknownKey {
                 image: image.to_owned(),
                 key: key.to_owned(),
@@ -92,27 +87,17 @@ pub fn parse_disk(text: &str) -> Result<Disk, DiskOptionError> {
             },
         })?;
     }
-    disk.limits.check().map_err(|source| DiskOptionError::Limits {
+    disk.check().map_err(|source| DiskOptionError::Wish {
         image: image.to_owned(),
         source,
     })?;
-    disk.prefetch
-        .options(disk.share)
-        .map_err(|source| DiskOptionError::Prefetch {
-            image: image.to_owned(),
-            source,
-        })?;
-    disk.disk_cache
-        .options(disk.share)
-        .map_err(|source| DiskOptionError::Cache {
-            image: image.to_owned(),
-            source,
-        })?;
     Ok(disk)
 }
 
-enum Problem {
+/// Why a key and its value say nothing of a disk.
+pub(crate) enum Problem {
     UnknownKey,
+    /// What the value should be, for people.
     Wanted(String),
 }
 
@@ -120,7 +105,8 @@ fn wanted(what: impl Into<String>) -> Problem {
     Problem::Wanted(what.into())
 }
 
-fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
+/// Says `value` of a disk, by `key`: one of [`KEYS`], or the name of a limit.
+pub(crate) fn set(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Problem> {
     let switch = || parse_bool(value).ok_or_else(|| wanted("give on or off"));
     let size = || value.parse().map_err(|error: SizeError| wanted(error.to_string()));
     match key {
@@ -200,12 +186,16 @@ fn apply(disk: &mut Disk, key: &str, value: &str) -> Result<(), Problem> {
     Ok(())
 }
 
-/// ` (did you mean 'serial'?)`, if a known key is near.
-fn nearest(key: &str) -> String {
-    let known = KEYS.into_iter().chain(limits::names());
-    let near = known.map(|name| (distance(key, name), name)).min();
+/// All keys, and the names of limits.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    KEYS.into_iter().chain(limits::names())
+}
+
+/// ` (did you mean 'serial'?)`, if one of the `known` words is near.
+pub(crate) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> String {
+    let near = known.map(|name| (distance(word, name), name)).min();
     match near {
-        Some((edits, name)) if edits <= 2.max(key.len() / 3) => format!(" (did you mean '{name}'?)"),
+        Some((edits, name)) if edits <= 2.max(word.len() / 3) => format!(" (did you mean '{name}'?)"),
         _ => String::new(),
     }
 }
@@ -247,7 +237,7 @@ mod tests {
         assert_eq!((disk.cache, disk.queues), (Cache::Direct, Some(4)));
         assert_eq!(disk.serial.as_deref(), Some("S1"));
         assert_eq!(disk.limits.to_string(), "iops-total=9");
-        assert_eq!(parse_disk("/a"), Ok(Disk::new(ImageAddress::Path("/a".into()))));
+        assert_eq!(parse_disk("/a"), Ok(DiskWish::new(ImageAddress::Path("/a".into()))));
     }
 
     #[test]
@@ -282,7 +272,14 @@ mod tests {
             "/a,cache=/c,share=on",
             "/a,cache=direct,cache-mode=wt",
         ] {
-            assert!(matches!(parse_disk(text), Err(DiskOptionError::Cache { .. })), "{text}");
+            let refused = matches!(
+                parse_disk(text),
+                Err(DiskOptionError::Wish {
+                    source: WishError::Cache(_),
+                    ..
+                })
+            );
+            assert!(refused, "{text}");
         }
     }
 
@@ -339,7 +336,10 @@ mod tests {
         assert!(matches!(parse_disk("http://x/y"), Err(DiskOptionError::Image { .. })));
         assert!(matches!(
             parse_disk("/a,iops=1,iops_rd=1"),
-            Err(DiskOptionError::Limits { .. })
+            Err(DiskOptionError::Wish {
+                source: WishError::Limits(_),
+                ..
+            })
         ));
         for text in [
             "/a,share=on,prefetch=8M",
@@ -347,7 +347,13 @@ mod tests {
             "/a,prefetch=off,prefetch-largest-read=64k",
         ] {
             assert!(
-                matches!(parse_disk(text), Err(DiskOptionError::Prefetch { .. })),
+                matches!(
+                    parse_disk(text),
+                    Err(DiskOptionError::Wish {
+                        source: WishError::Prefetch(_),
+                        ..
+                    })
+                ),
                 "{text}"
             );
         }

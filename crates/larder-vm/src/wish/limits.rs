@@ -37,7 +37,7 @@ impl Limits {
         let Some(row) = LimitName::all().find(|row| name == row.name || key == row.old) else {
             return Taken::OtherKey;
         };
-        match super::size::parse_size(value, 1) {
+        match crate::run::size::parse_size(value, 1) {
             Some(value) => {
                 self.0.insert(row.name, value);
                 Taken::Yes

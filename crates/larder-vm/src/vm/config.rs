@@ -1,0 +1,544 @@
+//! The file that describes a VM, `/etc/larder/vms/NAME.toml`. `docs/vm-file.md` describes it for users.
+//!
+//! A disk has the keys of `larder run --disk` and a few more, so that there is one way to say what a disk is. All mistakes
+//! of a file are told at once, each with its line and column.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use larder_block::event_loop::SocketAddress;
+use larder_block::nbd::{NbdUri, NbdUriError};
+use nix::unistd::{Group, User};
+use toml::Spanned;
+use toml::de::{DeArray, DeTable, DeValue};
+
+use crate::disk::DiskConfig;
+use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
+use crate::image::ImageAddress;
+use crate::listen::{Access, Inherited, SOCKET_PATH_BYTES_MAX};
+use crate::runtime_folder::runtime_folder;
+use crate::wish::DiskWish;
+use crate::wish::keys::{self, Problem, nearest};
+
+/// What can be said of the VM itself.
+const VM_KEYS: [&str; 5] = ["control", "control-mode", "control-owner", "control-group", "disk"];
+
+/// What can be said of a disk besides [`keys::names`].
+const DISK_KEYS: [&str; 8] = [
+    "name",
+    "image",
+    "socket",
+    "socket-mode",
+    "socket-owner",
+    "socket-group",
+    "nbd",
+    "nbd-insecure",
+];
+
+/// A VM: what of it Larder serves, and where.
+#[derive(Clone, Debug)]
+pub struct VmConfig {
+    /// The VM's name.
+    pub name: String,
+    /// Its control socket.
+    pub control: PathBuf,
+    /// Who may connect there.
+    pub control_access: Access,
+    /// Its disks.
+    pub disks: Vec<VmDisk>,
+}
+
+/// A disk of a VM.
+#[derive(Clone, Debug)]
+pub struct VmDisk {
+    /// What it is called: what the guest calls it, as a rule.
+    pub name: String,
+    /// What is to be served, and how.
+    pub wish: DiskWish,
+    /// Where vhost-user-blk is served.
+    pub socket: Option<PathBuf>,
+    /// Who may connect there, and to an NBD server's unix socket.
+    pub access: Access,
+    /// Where NBD is served.
+    pub nbd: Option<NbdAt>,
+}
+
+/// Why there is no description of a VM.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ConfigError {
+    #[error("{}: {source}{}", path.display(), read_hint(source))]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{}", lines(mistakes))]
+    Mistakes { mistakes: Vec<Mistake> },
+    #[error(
+        "'{name}' is no name of a VM: letters, digits, '.', '_' and '-' make one, and it does not begin with '.' or '-'; a path has a '/' in it, as in ./{name}"
+    )]
+    Name { name: String },
+}
+
+fn read_hint(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotFound => "; write one, or give the path of one with a / in it",
+        _ => "",
+    }
+}
+
+fn lines(mistakes: &[Mistake]) -> String {
+    let lines: Vec<String> = mistakes.iter().map(Mistake::to_string).collect();
+    match lines.as_slice() {
+        [line] => line.clone(),
+        lines => format!("{} mistakes:\n{}", lines.len(), lines.join("\n")),
+    }
+}
+
+/// Something that a file says and that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mistake {
+    /// The file.
+    pub path: PathBuf,
+    /// Where in it: line and column, from 1 on.
+    pub at: (usize, usize),
+    /// What is wrong, and what is right.
+    pub what: String,
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (line, column) = self.at;
+        write!(f, "{}:{line}:{column}: {}", self.path.display(), self.what)
+    }
+}
+
+/// Where the file of the VM `name` is: `/etc/larder/vms/NAME.toml`; for other users than root, `larder/vms` in
+/// `$XDG_CONFIG_HOME` or `~/.config`. What has a '/' in it is a path.
+///
+/// # Errors
+/// It is no name.
+pub fn path_of(name: &Path) -> Result<PathBuf, ConfigError> {
+    if name.as_os_str().as_bytes().contains(&b'/') {
+        return Ok(name.to_owned());
+    }
+    let name = checked_name(name.as_os_str().to_string_lossy().into_owned())?;
+    Ok(folder().join(format!("{name}.toml")))
+}
+
+/// The folder of the files.
+fn folder() -> PathBuf {
+    let variable = |name: &str| {
+        std::env::var_os(name)
+            .map(PathBuf::from)
+            .filter(|path| path.is_absolute())
+    };
+    let of_user = || variable("XDG_CONFIG_HOME").or_else(|| Some(variable("HOME")?.join(".config")));
+    let place = match rustix::process::geteuid().is_root() {
+        true => None,
+        false => of_user(),
+    };
+    place.unwrap_or_else(|| "/etc".into()).join("larder/vms")
+}
+
+/// It becomes a part of the names of files.
+fn checked_name(name: String) -> Result<String, ConfigError> {
+    let may_be = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    match name.chars().all(may_be) && !name.is_empty() && !name.starts_with(['.', '-']) {
+        true => Ok(name),
+        false => Err(ConfigError::Name { name }),
+    }
+}
+
+impl VmConfig {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// See [`ConfigError`].
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        Self::parse(path, &text)
+    }
+
+    /// What the file at `path` says, whose name is the VM's.
+    ///
+    /// # Errors
+    /// See [`ConfigError`].
+    pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let name = checked_name(stem)?;
+        let mut reader = Reader {
+            path,
+            text,
+            mistakes: Vec::new(),
+        };
+        let config = match DeTable::parse(text) {
+            Ok(table) => Some(reader.vm(name, table.get_ref())),
+            Err(error) => {
+                let at = error.span().unwrap_or(0..0);
+                reader.mistake(&at, error.message());
+                None
+            }
+        };
+        let mut mistakes = reader.mistakes;
+        mistakes.sort_by_key(|mistake| mistake.at);
+        match config {
+            Some(config) if mistakes.is_empty() => Ok(config),
+            _ => Err(ConfigError::Mistakes { mistakes }),
+        }
+    }
+}
+
+impl VmDisk {
+    /// What its thread is to do; sockets that are `inherited` are there already.
+    pub fn config(&self, inherited: &Inherited) -> DiskConfig {
+        let mut config = DiskConfig::new(self.wish.image.clone());
+        // What makes no sense together has been refused.
+        config.options = self.wish.image_options().unwrap_or_default();
+        config.exports = ExportsConfig {
+            vhost_user_at: self.socket.clone().map(VhostUserAt::Path),
+            vhost_user: self.wish.vhost_user_options(),
+            nbd: self.nbd.clone(),
+            access: self.access,
+            inherited: inherited.clone(),
+        };
+        if let Some(us) = self.wish.poll_us {
+            config.poll_max = std::time::Duration::from_micros(us);
+        }
+        config.name = Some(self.name.clone());
+        config
+    }
+}
+
+/// What is read of a file so far.
+struct Reader<'a> {
+    path: &'a Path,
+    text: &'a str,
+    mistakes: Vec<Mistake>,
+}
+
+type Value<'a> = Spanned<DeValue<'a>>;
+
+impl Reader<'_> {
+    /// Where relative paths begin.
+    fn folder(&self) -> PathBuf {
+        let path = std::path::absolute(self.path).unwrap_or_else(|_| self.path.to_owned());
+        path.parent().unwrap_or(Path::new("/")).to_owned()
+    }
+
+    fn mistake(&mut self, at: &Range<usize>, what: impl Into<String>) {
+        let before = &self.text.as_bytes()[..at.start.min(self.text.len())];
+        let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+        let begin = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        let column = String::from_utf8_lossy(&before[begin..]).chars().count() + 1;
+        self.mistakes.push(Mistake {
+            path: self.path.to_owned(),
+            at: (line, column),
+            what: what.into(),
+        });
+    }
+
+    /// The value, or its mistake.
+    fn read<T>(&mut self, key: &str, value: &Value<'_>, read: impl FnOnce(&str) -> Result<T, String>) -> Option<T> {
+        match text_of(value.get_ref()).and_then(|text| read(&text)) {
+            Ok(read) => Some(read),
+            Err(why) => {
+                self.mistake(&value.span(), format!("{key}: {why}"));
+                None
+            }
+        }
+    }
+
+    fn vm(&mut self, name: String, table: &DeTable<'_>) -> VmConfig {
+        let mut config = VmConfig {
+            control: runtime_folder().join(format!("{name}.sock")),
+            name,
+            control_access: Access::OWNER,
+            disks: Vec::new(),
+        };
+        let folder = self.folder();
+        let mut disks = None;
+        for (key, value) in table {
+            let (at, key) = (key.span(), key.get_ref().as_ref());
+            match key {
+                "control" => {
+                    if let Some(path) = self.read(key, value, |text| socket_of(&folder, text)) {
+                        config.control = path;
+                    }
+                }
+                "control-mode" | "control-owner" | "control-group" => {
+                    self.access(key, "control-", value, &mut config.control_access);
+                }
+                "disk" => disks = Some(value),
+                _ => {
+                    let of_disk = keys::names().chain(DISK_KEYS).any(|name| name == key);
+                    let hint = match nearest(key, VM_KEYS.into_iter()) {
+                        _ if of_disk => "; it says something of a disk: write it below [[disk]]".to_owned(),
+                        near if near.is_empty() => format!("; known are {}", VM_KEYS.join(", ")),
+                        near => near,
+                    };
+                    self.mistake(&at, format!("unknown key '{key}'{hint}"));
+                }
+            }
+        }
+        match disks.map(|disks| (disks.span(), disks.get_ref())) {
+            Some((_, DeValue::Array(all))) => config.disks = self.disks(&config.name, all),
+            Some((at, _)) => self.mistake(
+                &at,
+                "disk: write [[disk]], with two brackets, above the keys of each disk",
+            ),
+            None => self.mistake(
+                &(self.text.len()..self.text.len()),
+                "there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\"",
+            ),
+        }
+        config
+    }
+
+    fn access(&mut self, key: &str, prefix: &str, value: &Value<'_>, access: &mut Access) {
+        match key.strip_prefix(prefix) {
+            Some("mode") => {
+                // As TOML writes octal numbers: 0o660.
+                let read = match value.get_ref() {
+                    DeValue::Integer(number) if number.radix() == 8 => mode_of(number.as_str()),
+                    value => text_of(value).and_then(|text| mode_of(&text)),
+                };
+                match read {
+                    Ok(mode) => access.mode = Some(mode),
+                    Err(why) => self.mistake(&value.span(), format!("{key}: {why}")),
+                }
+            }
+            Some("owner") => access.owner = self.read(key, value, user_of).or(access.owner),
+            _ => access.group = self.read(key, value, group_of).or(access.group),
+        }
+    }
+
+    fn disks(&mut self, vm: &str, all: &DeArray<'_>) -> Vec<VmDisk> {
+        let mut disks: Vec<VmDisk> = Vec::new();
+        let mut names = HashSet::new();
+        for (number, value) in all.iter().enumerate() {
+            let DeValue::Table(table) = value.get_ref() else {
+                self.mistake(&value.span(), "a disk is a table: write [[disk]] above its keys");
+                continue;
+            };
+            let Some(disk) = self.disk(vm, number, &value.span(), table) else {
+                continue;
+            };
+            if !names.insert(disk.name.clone()) {
+                let what = format!(
+                    "disk {}: another one has that name; give it another: name = \"...\"",
+                    disk.name
+                );
+                self.mistake(&value.span(), what);
+            }
+            disks.push(disk);
+        }
+        disks
+    }
+
+    fn disk(&mut self, vm: &str, number: usize, at: &Range<usize>, table: &DeTable<'_>) -> Option<VmDisk> {
+        let before = self.mistakes.len();
+        let folder = self.folder();
+        let image = match table.get("image") {
+            Some(image) => self.read("image", image, |text| image_of(&folder, text)),
+            None => {
+                self.mistake(at, "this disk has no image; add image = \"/path/of/the/image\"");
+                None
+            }
+        };
+        // All other mistakes are told too.
+        let image = image.unwrap_or_else(|| ImageAddress::Path(PathBuf::new()));
+        let mut disk = VmDisk {
+            name: usual_name(number),
+            wish: DiskWish::new(image),
+            socket: None,
+            access: Access::UMASK,
+            nbd: None,
+        };
+        let (mut nbd, mut insecure) = (None, false);
+        for (key, value) in table {
+            let (at, key) = (key.span(), key.get_ref().as_ref());
+            match key {
+                "image" => {}
+                "name" => {
+                    if let Some(name) = self.read(key, value, |text| {
+                        checked_name(text.to_owned())
+                            .map_err(|_| "letters, digits, '.', '_' and '-' make a name, as in vda".to_owned())
+                    }) {
+                        disk.name = name;
+                    }
+                }
+                "socket" => disk.socket = self.read(key, value, |text| socket_of(&folder, text)),
+                "socket-mode" | "socket-owner" | "socket-group" => {
+                    self.access(key, "socket-", value, &mut disk.access);
+                }
+                "nbd" => nbd = self.read(key, value, |text| nbd_of(&folder, text)),
+                "nbd-insecure" => insecure = self.read(key, value, bool_of).unwrap_or_default(),
+                // There is one for all disks.
+                "control" => self.mistake(
+                    &at,
+                    "control: the VM has one control socket for all its disks; write this above the first [[disk]]",
+                ),
+                "cache" => {
+                    // A path begins where the file is.
+                    if let Some(text) = self.read(key, value, |text| Ok(text.to_owned())) {
+                        let text = match text.parse() {
+                            Ok(ImageAddress::Path(path)) if text.contains('/') => {
+                                folder.join(path).display().to_string()
+                            }
+                            _ => text,
+                        };
+                        self.say(&mut disk.wish, key, &text, &at, &value.span());
+                    }
+                }
+                _ => {
+                    if let Some(text) = self.read(key, value, |text| Ok(text.to_owned())) {
+                        self.say(&mut disk.wish, key, &text, &at, &value.span());
+                    }
+                }
+            }
+        }
+        if let Err(error) = disk.wish.check() {
+            self.mistake(at, format!("disk {}: {error}", disk.name));
+        }
+        disk.nbd = nbd.map(|uri| NbdAt { uri, insecure });
+        if insecure && disk.nbd.is_none() {
+            self.mistake(at, "nbd-insecure says nothing without nbd; leave it out");
+        }
+        if disk.socket.is_none() && disk.nbd.is_none() {
+            disk.socket = Some(runtime_folder().join(format!("{vm}-{}.sock", disk.name)));
+        }
+        (self.mistakes.len() == before).then_some(disk)
+    }
+
+    fn say(&mut self, wish: &mut DiskWish, key: &str, value: &str, key_at: &Range<usize>, value_at: &Range<usize>) {
+        match keys::set(wish, key, value) {
+            Ok(()) => {}
+            Err(Problem::Wanted(wanted)) => self.mistake(value_at, format!("{key} = {value}: {wanted}")),
+            Err(Problem::UnknownKey) => {
+                let hint = match nearest(key, DISK_KEYS.into_iter().chain(keys::names())) {
+                    _ if VM_KEYS.contains(&key) => {
+                        "; it says something of the VM: write it above the first [[disk]]".to_owned()
+                    }
+                    near if near.is_empty() => {
+                        let of_all = keys::KEYS.into_iter().filter(|key| *key != "control");
+                        let known: Vec<&str> = DISK_KEYS.into_iter().chain(of_all).collect();
+                        format!("; a disk has {}, and limits such as iops-total", known.join(", "))
+                    }
+                    near => near,
+                };
+                self.mistake(key_at, format!("unknown key '{key}'{hint}"));
+            }
+        }
+    }
+}
+
+fn path_beside(folder: &Path, text: &str) -> Result<PathBuf, String> {
+    match text {
+        "" => Err("give a path".to_owned()),
+        text => Ok(folder.join(text)),
+    }
+}
+
+fn socket_of(folder: &Path, text: &str) -> Result<PathBuf, String> {
+    let path = path_beside(folder, text)?;
+    match path.as_os_str().len() {
+        len if len > SOCKET_PATH_BYTES_MAX => Err(format!(
+            "{} has {len} bytes; the path of a socket has {SOCKET_PATH_BYTES_MAX} at most",
+            path.display()
+        )),
+        _ => Ok(path),
+    }
+}
+
+fn image_of(folder: &Path, text: &str) -> Result<ImageAddress, String> {
+    match text.parse::<ImageAddress>().map_err(|error| error.to_string())? {
+        ImageAddress::Path(path) if path.as_os_str().is_empty() => Err("give a path or an NBD URI".to_owned()),
+        ImageAddress::Path(path) => Ok(ImageAddress::Path(folder.join(path))),
+        address => Ok(address),
+    }
+}
+
+fn nbd_of(folder: &Path, text: &str) -> Result<NbdUri, String> {
+    let mut uri: NbdUri = text.parse().map_err(|error: NbdUriError| error.to_string())?;
+    if let SocketAddress::Unix(path) = &mut uri.address {
+        *path = socket_of(folder, &path.display().to_string())?;
+    }
+    Ok(uri)
+}
+
+/// `vda`, `vdb`, ... `vdz`, `vdaa`, as a guest calls its disks.
+fn usual_name(number: usize) -> String {
+    let mut name = String::new();
+    let mut left = number + 1;
+    while left > 0 {
+        left -= 1;
+        name.insert(0, char::from(b'a' + (left % 26) as u8));
+        left /= 26;
+    }
+    format!("vd{name}")
+}
+
+/// What a value is as a text, as one would give it on a command line.
+fn text_of(value: &DeValue<'_>) -> Result<String, String> {
+    match value {
+        DeValue::String(text) => Ok(text.to_string()),
+        DeValue::Boolean(true) => Ok("on".to_owned()),
+        DeValue::Boolean(false) => Ok("off".to_owned()),
+        DeValue::Integer(number) => {
+            let digits = number.as_str().replace('_', "");
+            let digits = digits.strip_prefix('+').unwrap_or(&digits);
+            match number.radix() {
+                10 => Ok(digits.to_owned()),
+                // What is left of it has no prefix.
+                radix => u64::from_str_radix(digits, radix)
+                    .map(|number| number.to_string())
+                    .map_err(|_| "this number is too large".to_owned()),
+            }
+        }
+        other => Err(format!(
+            "give a text in quotes, a number, or true or false; this is {} {}",
+            match other {
+                DeValue::Array(_) => "an",
+                _ => "a",
+            },
+            other.type_str()
+        )),
+    }
+}
+
+fn bool_of(text: &str) -> Result<bool, String> {
+    crate::run::keyval::parse_bool(text).ok_or_else(|| "give true or false".to_owned())
+}
+
+fn mode_of(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok();
+    mode.filter(|mode| *mode <= 0o777 && mode & 0o600 == 0o600)
+        .ok_or_else(|| "give an octal mode in quotes that has at least 0600, as in \"0660\"".to_owned())
+}
+
+fn user_of(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    match User::from_name(text) {
+        Ok(Some(user)) => Ok(user.uid.as_raw()),
+        Ok(None) => Err(format!("there is no user '{text}' on this host")),
+        Err(error) => Err(format!("user '{text}' cannot be looked up: {error}")),
+    }
+}
+
+fn group_of(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    match Group::from_name(text) {
+        Ok(Some(group)) => Ok(group.gid.as_raw()),
+        Ok(None) => Err(format!("there is no group '{text}' on this host")),
+        Err(error) => Err(format!("group '{text}' cannot be looked up: {error}")),
+    }
+}

@@ -1,0 +1,133 @@
+//! `larder vm`.
+
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow};
+use larder_vm::disk::{DiskError, StopSignal};
+use larder_vm::listen::Inherited;
+use larder_vm::run::check::{advice, check};
+use larder_vm::run::plan::GivenBy;
+use larder_vm::run::shell::command_line;
+use larder_vm::vm::config::{VmConfig, path_of};
+use larder_vm::vm::{Vm, VmError, check_places};
+use sd_notify::NotifyState;
+
+use crate::EXIT_ERROR;
+use crate::cli::VmArguments;
+use crate::output::print;
+use crate::signals::{self, Signals};
+
+/// Signals that come this soon after the first mean the same stop.
+const SAME_STOP: Duration = Duration::from_secs(1);
+
+pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
+    let path = path_of(&arguments.name)?;
+    let config = VmConfig::read(&path)?;
+    if arguments.check {
+        return look(&config);
+    }
+    let signals = signals::block()?;
+    let inherited = inherited()?;
+    let vm = Vm::start(&config, &inherited).map_err(|error| with_advice(error, &config))?;
+    for (name, places) in vm.places() {
+        tracing::info!(
+            disk = name,
+            vhost_user_blk = places.vhost_user.as_ref().map(tracing::field::display),
+            nbd = places.nbd.as_ref().map(tracing::field::display),
+            "serving"
+        );
+    }
+    tracing::info!(vm = config.name, control = %command_line(&[config.control.clone().into()]), "ready");
+    tell(&[
+        NotifyState::Ready,
+        NotifyState::Status(&format!("serving {}", disks(config.disks.len()))),
+    ]);
+    let stops = vm.stop_signals();
+    std::thread::Builder::new()
+        .name("larder-signals".to_owned())
+        .spawn(move || stop_at(&signals, &stops))?;
+    vm.wait()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn disks(count: usize) -> String {
+    match count {
+        1 => "1 disk".to_owned(),
+        count => format!("{count} disks"),
+    }
+}
+
+/// Says whether all of it could be served.
+fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
+    check_places(config, &Inherited::default())?;
+    let wishes: Vec<_> = config.disks.iter().map(|disk| (&disk.wish, GivenBy::File)).collect();
+    let found = check(&wishes);
+    for problem in &found.problems {
+        eprintln!("larder: {problem}");
+    }
+    if !found.problems.is_empty() {
+        return Ok(ExitCode::from(EXIT_ERROR));
+    }
+    let mut text = format!("{}: {} can be served\n", config.name, disks(config.disks.len()));
+    for image in &found.unchecked {
+        text.push_str(&format!(
+            "{}: not all of {image} was looked at, because NBD servers are not asked here\n",
+            config.name
+        ));
+    }
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The sockets that systemd, or another one who starts services, has made for this process.
+fn inherited() -> anyhow::Result<Inherited> {
+    let numbers = sd_notify::listen_fds().context("$LISTEN_FDS")?;
+    // SAFETY: they were handed over to this process, whose number is in $LISTEN_PID, and nothing else in it takes them.
+    let sockets = numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }).collect();
+    Inherited::new(sockets).context("a socket that was handed over ($LISTEN_FDS)")
+}
+
+/// Tells whoever has started this service, if he wants to know.
+fn tell(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!("$NOTIFY_SOCKET: {error}");
+    }
+}
+
+fn stop_at(signals: &Signals, stops: &[StopSignal]) {
+    signals.wait();
+    tell(&[NotifyState::Stopping]);
+    stops.iter().for_each(StopSignal::raise);
+    let stopping = Instant::now();
+    tracing::info!("stopping: finishing what is under way; another signal in a second or later gives up");
+    loop {
+        signals.wait();
+        if stopping.elapsed() >= SAME_STOP {
+            break;
+        }
+    }
+    tracing::error!(
+        "given up: what was written last may not be on the disks; what only a cache in write-back has stays in that"
+    );
+    std::process::exit(2);
+}
+
+/// The error, and what the user can write into the file to have it otherwise.
+fn with_advice(error: VmError, config: &VmConfig) -> anyhow::Error {
+    let advice = match &error {
+        VmError::Disk {
+            disk,
+            source: DiskError::Image(source),
+        } => {
+            let wish = config.disks.iter().find(|it| it.name == *disk);
+            wish.map_or("", |it| advice(source, &it.wish, GivenBy::File))
+        }
+        _ => "",
+    };
+    match advice {
+        "" => error.into(),
+        advice => anyhow!("{error}{advice}"),
+    }
+}

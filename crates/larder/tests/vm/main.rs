@@ -1,0 +1,363 @@
+//! `larder vm`: all disks of a VM from one file. What is wrong in a file is in `wrong.rs`, for people to read.
+
+#[path = "../support/mod.rs"]
+mod support;
+mod wrong;
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use larder_bench::campaign::front_end::{FrontEnd, Options};
+use larder_bench::campaign::process::Process;
+use serde_json::Value;
+use support::{LIMIT, larder, on_disk, on_tmpfs, run, tool, works};
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+/// A VM's file, images and sockets.
+struct Vm {
+    /// On a disk.
+    images: TempDir,
+    /// Of the file and the sockets.
+    folder: TempDir,
+}
+
+impl Vm {
+    /// Of the file `web.toml`; `IMAGES` in it stands for the folder of the images.
+    fn new(file: &str) -> Self {
+        let vm = Self {
+            images: on_disk(),
+            folder: on_tmpfs(),
+        };
+        vm.write(file);
+        vm
+    }
+
+    fn write(&self, file: &str) {
+        let file = file.replace("IMAGES", text(self.images.path()));
+        std::fs::write(self.file(), file).expect("writes the file");
+    }
+
+    fn file(&self) -> PathBuf {
+        self.path("web.toml")
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// An image of zeros.
+    fn raw(&self, name: &str, mib: u64) {
+        let file = std::fs::File::create(self.images.path().join(name));
+        file.and_then(|file| file.set_len(mib * MIB)).expect("an image");
+    }
+
+    fn command(&self, options: &[&str]) -> Command {
+        let mut command = Command::new(larder());
+        command.arg("vm").arg(self.file()).args(options);
+        command.env("STATE_DIRECTORY", self.path("state"));
+        command
+    }
+
+    fn start(&self) -> Process {
+        let process = Process::start(self.command(&[])).expect("larder starts");
+        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process
+    }
+
+    /// What the control socket tells of all disks.
+    fn disks(&self) -> Vec<Value> {
+        let told = tool(
+            "curl",
+            &["-sS", "--unix-socket", text(&self.path("control")), "http://x/v1/disks"],
+        );
+        let told: Value = serde_json::from_str(&told).expect("it is JSON");
+        told["disks"].as_array().expect("a list").clone()
+    }
+
+    /// The sockets that are there.
+    fn sockets(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.folder.path()).expect("a folder").flatten();
+        let sockets = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_socket()));
+        let mut names: Vec<String> = sockets
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+}
+
+/// Two disks, one of each kind of image and export, with whatever is said of the VM besides.
+const TWO: &str = r#"
+control = "control"
+
+[[disk]]
+image = "IMAGES/system.qcow2"
+socket = "vda"
+serial = "SYSTEM"
+cache = "IMAGES/system.cache"
+cache-size = "16MiB"
+
+[[disk]]
+name = "data"
+image = "IMAGES/data.raw"
+nbd = "nbd+unix:///data?socket=data.nbd"
+prefetch = "off"
+iops-total = 1000000
+readonly = false
+"#;
+
+fn two() -> Vm {
+    let vm = Vm::new(TWO);
+    let system = vm.images.path().join("system.qcow2");
+    tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&system), "64M"]);
+    vm.raw("data.raw", 8);
+    vm
+}
+
+fn ends(mut process: Process) {
+    process.signal(libc::SIGTERM);
+    let status = process.wait(LIMIT).expect("ends");
+    assert!(status.success(), "{}", process.output());
+}
+
+fn data_io(vm: &Vm, commands: &[&str]) -> String {
+    let uri = format!("nbd+unix:///data?socket={}", text(&vm.path("data.nbd")));
+    let commands = commands.iter().flat_map(|command| ["-c", command]);
+    tool(
+        "qemu-io",
+        &["-f", "raw"]
+            .into_iter()
+            .chain(commands)
+            .chain([uri.as_str()])
+            .collect::<Vec<_>>(),
+    )
+}
+
+#[test]
+fn all_disks_of_a_vm_are_served_by_one_process() {
+    let vm = two();
+    let process = vm.start();
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    data_io(&vm, &["write -P 9 0 1M", "flush"]);
+    assert!(data_io(&vm, &["read -P 9 0 1M"]).contains("read 1048576/1048576"));
+    let disks = vm.disks();
+    let names: Vec<&Value> = disks.iter().map(|disk| &disk["name"]).collect();
+    assert_eq!(names, ["vda", "data"]);
+    assert_eq!(
+        (&disks[0]["format"], &disks[1]["format"]),
+        (&"qcow2".into(), &"raw".into())
+    );
+    assert_eq!(disks[0]["cache"]["size"], 16 * MIB);
+    assert!(disks[1]["prefetch"].is_null(), "it is off");
+    let (code, said) = run({
+        let mut status = Command::new(larder());
+        status.arg("status").arg(vm.path("control"));
+        status
+    });
+    assert!(code == Some(0) && said.contains("name:             vda"), "{said}");
+    assert_eq!(vm.sockets(), ["control", "data.nbd", "vda"]);
+    drop(guest);
+    ends(process);
+    assert_eq!(vm.sockets(), [""; 0]);
+    tool(
+        "qemu-img",
+        &["check", "-q", text(&vm.images.path().join("system.qcow2"))],
+    );
+}
+
+#[test]
+fn the_disks_threads_do_not_wait_for_each_other() {
+    let vm = two();
+    let process = vm.start();
+    // Each in a process of its own, at the same time.
+    std::thread::scope(|scope| {
+        for seed in 1..=2 {
+            let vm = &vm;
+            scope.spawn(move || match seed {
+                1 => {
+                    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+                    (0..200).for_each(|round| works(&mut guest, round));
+                }
+                _ => (0..5).for_each(|_| drop(data_io(vm, &["write -P 3 0 8M", "read -P 3 0 8M"]))),
+            });
+        }
+    });
+    ends(process);
+}
+
+#[test]
+fn whoever_started_it_is_told_when_it_serves_and_when_it_stops() {
+    let vm = two();
+    let told = UnixDatagram::bind(vm.path("notify")).expect("binds");
+    told.set_read_timeout(Some(LIMIT)).expect("can be set");
+    let mut command = vm.command(&[]);
+    command.env("NOTIFY_SOCKET", vm.path("notify"));
+    let process = Process::start(command).expect("larder starts");
+    let next = || {
+        let mut buffer = [0; 256];
+        let count = told.recv(&mut buffer).expect("is told");
+        String::from_utf8_lossy(&buffer[..count]).into_owned()
+    };
+    let ready = next();
+    assert!(
+        ready.starts_with("READY=1\n") && ready.contains("STATUS=serving 2 disks"),
+        "{ready}"
+    );
+    // By then.
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    drop(guest);
+    assert_eq!(vm.disks().len(), 2);
+    ends(process);
+    assert_eq!(next(), "STOPPING=1\n");
+}
+
+/// Hands sockets over to the command as systemd does.
+fn hand_over(command: &mut Command, sockets: Vec<OwnedFd>) {
+    let count = sockets.len() as i32;
+    // SAFETY: between fork and exec only functions that may be called there are: dup2, getpid and a formatting of a number
+    // without allocation. The numbers from 3 on belong to nobody in the child, which the sockets are moved above of first.
+    unsafe {
+        command.pre_exec(move || {
+            for (number, socket) in (200..).zip(&sockets) {
+                libc::dup2(socket.as_raw_fd(), number);
+            }
+            for number in 0..count {
+                libc::dup2(200 + number, 3 + number);
+                libc::close(200 + number);
+            }
+            Ok(())
+        });
+    }
+}
+
+fn with_sockets(vm: &Vm, sockets: &[&str]) -> Command {
+    // The shell's number is the program's, which $LISTEN_PID must have.
+    let mut command = Command::new("sh");
+    let script = format!("export LISTEN_PID=$$ LISTEN_FDS={}; exec \"$0\" \"$@\"", sockets.len());
+    command.args(["-c", &script]).arg(larder()).arg("vm").arg(vm.file());
+    command.env("STATE_DIRECTORY", vm.path("state"));
+    let sockets = sockets
+        .iter()
+        .map(|name| UnixListener::bind(vm.path(name)).expect("binds").into());
+    hand_over(&mut command, sockets.collect());
+    command
+}
+
+#[test]
+fn sockets_that_are_handed_over_are_served_and_stay() {
+    let vm = two();
+    let process = Process::start(with_sockets(&vm, &["control", "vda", "data.nbd"])).expect("starts");
+    // Who comes before it serves is served once it does.
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    data_io(&vm, &["write -P 9 0 1M"]);
+    assert_eq!(vm.disks().len(), 2);
+    drop(guest);
+    ends(process);
+    assert_eq!(
+        vm.sockets(),
+        ["control", "data.nbd", "vda"],
+        "they belong to who made them"
+    );
+
+    let vm = two();
+    let mut other = Process::start(with_sockets(&vm, &["vdx"])).expect("starts");
+    let status = other.wait(LIMIT).expect("ends");
+    let said = other.output();
+    assert_eq!(status.code(), Some(2), "{said}");
+    for word in ["vdx", "this VM has none there", text(&vm.path("data.nbd"))] {
+        assert!(said.contains(word), "nothing of {word}: {said}");
+    }
+    let vm = two();
+    let mut command = vm.command(&[]);
+    command.env("LISTEN_FDS", "3").env("LISTEN_PID", "1");
+    let process = Process::start(command).expect("starts");
+    process.wait_for(" ready ", LIMIT).expect("those are another one's");
+    ends(process);
+}
+
+#[test]
+fn sockets_are_for_whom_the_file_says() {
+    support::need_root("to give sockets to others");
+    let file = TWO.replace(
+        "control = \"control\"\n",
+        "control = \"control\"\ncontrol-mode = 0o660\ncontrol-group = \"nogroup\"\n",
+    );
+    let file = file.replace(
+        "socket = \"vda\"\n",
+        "socket = \"vda\"\nsocket-mode = \"0600\"\nsocket-owner = \"nobody\"\n",
+    );
+    let vm = two();
+    vm.write(&file);
+    let process = vm.start();
+    let seen = |name: &str| {
+        let found = std::fs::metadata(vm.path(name)).expect("is there");
+        (found.permissions().mode() & 0o777, found.uid(), found.gid())
+    };
+    assert_eq!(seen("control"), (0o660, 0, 65534));
+    assert_eq!(seen("vda"), (0o600, 65534, 0));
+    ends(process);
+}
+
+#[test]
+fn all_is_served_or_nothing_and_nothing_is_left_behind() {
+    let vm = two();
+    std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
+    let (code, said) = run(vm.command(&[]));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(
+        said.contains("disk data: ") && said.contains("data.raw: No such file"),
+        "{said}"
+    );
+    assert_eq!(vm.sockets(), [""; 0]);
+    // What the first disk had taken has been given back.
+    vm.raw("data.raw", 8);
+    let process = vm.start();
+    let (code, said) = run(vm.command(&[]));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(
+        said.contains(text(&vm.path("control"))) && said.contains("is taken"),
+        "{said}"
+    );
+    assert_eq!(vm.disks().len(), 2, "the other one is as it was");
+    ends(process);
+}
+
+#[test]
+fn a_check_tells_all_that_is_wrong_and_changes_nothing() {
+    let vm = two();
+    let before = std::fs::read_dir(vm.images.path()).expect("a folder").count();
+    let (code, said) = run(vm.command(&["--check"]));
+    assert_eq!((code, said.as_str()), (Some(0), "web: 2 disks can be served"));
+    assert_eq!(vm.sockets(), [""; 0]);
+    assert_eq!(std::fs::read_dir(vm.images.path()).expect("a folder").count(), before);
+    std::fs::write(vm.images.path().join("system.qcow2"), b"QFI\xfb\0\0\0\x09").expect("writes");
+    std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
+    let (code, said) = run(vm.command(&["--check"]));
+    assert_eq!(code, Some(2), "{said}");
+    for word in ["system.qcow2", "data.raw: No such file"] {
+        assert!(said.contains(word), "nothing of {word}: {said}");
+    }
+}
+
+#[test]
+fn two_signals_at_once_are_one_stop() {
+    let vm = two();
+    let mut process = vm.start();
+    process.signal(libc::SIGINT);
+    process.signal(libc::SIGTERM);
+    let status = process.wait(LIMIT).expect("ends");
+    assert!(status.success(), "{}", process.output());
+}

@@ -1,0 +1,153 @@
+//! What is said of files that cannot be.
+
+use super::{Vm, run, two};
+
+/// A file, and all that is said of it; `FILE` stands for its path.
+const WRONG: [(&str, &str); 22] = [
+    (
+        "",
+        "FILE:1:1: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\"",
+    ),
+    (
+        "disk = 3",
+        "FILE:1:8: disk: write [[disk]], with two brackets, above the keys of each disk",
+    ),
+    (
+        "[disk]\nimage = \"/a\"",
+        "FILE:1:1: disk: write [[disk]], with two brackets, above the keys of each disk",
+    ),
+    (
+        "[[disk]\nimage = \"/a\"",
+        "FILE:1:8: unclosed array table, expected `]`",
+    ),
+    (
+        "[[disk]]\nimage = /a",
+        "FILE:2:9: string values must be quoted, expected literal string",
+    ),
+    ("[[disk]]\nimage = \"/a\"\nimage = \"/b\"", "FILE:3:1: duplicate key"),
+    (
+        "[[disk]]",
+        "FILE:1:1: this disk has no image; add image = \"/path/of/the/image\"",
+    ),
+    (
+        "[[disk]]\nimage = \"http://x/y\"",
+        "FILE:2:9: image: 'http://x/y': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\nserail = \"x\"",
+        "FILE:3:1: unknown key 'serail' (did you mean 'serial'?)",
+    ),
+    (
+        "serial = \"x\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:1: unknown key 'serial'; it says something of a disk: write it below [[disk]]",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\ncontrol-mode = \"0600\"",
+        "FILE:3:1: unknown key 'control-mode'; it says something of the VM: write it above the first [[disk]]",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\ncontrol = \"/b\"",
+        "FILE:3:1: control: the VM has one control socket for all its disks; write this above the first [[disk]]",
+    ),
+    (
+        "memory = \"4GiB\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:1: unknown key 'memory'; known are control, control-mode, control-owner, control-group, disk",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\nqueues = 65",
+        "FILE:3:10: queues = 65: give a number of virtqueues from 1 to 64",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\nqueues = [1]",
+        "FILE:3:10: queues: give a text in quotes, a number, or true or false; this is an array",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\nprefetch = \"8X\"",
+        "FILE:3:12: prefetch = 8X: give a size, or off: 'X' in '8X' is not a unit of size: use KiB, MiB, GiB or TiB",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\ncache-size = \"8G\"",
+        "FILE:1:1: disk vda: cache-size says nothing without cache, the file or device that the cache is on; give that too",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\ncache = \"a.cache\"",
+        "FILE:3:9: cache = a.cache: give direct or buffered for the host's page cache, or a disk cache's file with a / in it, as in ./FILE",
+    ),
+    (
+        "control-mode = \"0999\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:16: control-mode: give an octal mode in quotes that has at least 0600, as in \"0660\"",
+    ),
+    (
+        "control-owner = \"no such user\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:17: control-owner: there is no user 'no such user' on this host",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\nname = \"x\"\n[[disk]]\nimage = \"/b\"\nname = \"x\"",
+        "FILE:4:1: disk x: another one has that name; give it another: name = \"...\"",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\nsocket = \"s\"\n[[disk]]\nimage = \"/b\"\nsocket = \"./s\"",
+        "the socket of disk vda and the socket of disk vdb are the same path; give each its own",
+    ),
+];
+
+#[test]
+fn a_file_that_cannot_be_is_refused_with_the_place_and_what_is_right() {
+    let vm = two();
+    for (file, wanted) in WRONG {
+        vm.write(file);
+        let wanted = format!(
+            "larder: {}",
+            wanted.replace("FILE:", &format!("{}:", super::text(&vm.file())))
+        );
+        for options in [&[][..], &["--check"]] {
+            let (code, said) = run(vm.command(options));
+            assert_eq!((code, said.as_str()), (Some(2), wanted.as_str()), "{file}");
+        }
+    }
+}
+
+#[test]
+fn all_mistakes_are_told_at_once() {
+    let vm = Vm::new("disks = 1\n[[disk]]\nimage = 3\nreadonly = 3\n[[disk]]\nimage = \"/b\"\niops-total = \"many\"\n");
+    let (code, said) = run(vm.command(&[]));
+    let file = super::text(&vm.file()).to_owned();
+    let wanted = [
+        "larder: 3 mistakes:".to_owned(),
+        format!("{file}:1:1: unknown key 'disks' (did you mean 'disk'?)"),
+        format!("{file}:4:12: readonly = 3: give on or off"),
+        format!("{file}:7:14: iops-total = many: give a number; 0 for no limit"),
+    ];
+    assert_eq!((code, said), (Some(2), wanted.join("\n")));
+}
+
+#[test]
+fn a_vm_is_named_by_its_file() {
+    let vm = two();
+    for (name, wanted) in [
+        (
+            "no-such-vm",
+            "/etc/larder/vms/no-such-vm.toml: No such file or directory (os error 2); write one, or give the path of one with a / in it",
+        ),
+        ("two words", "'two words' is no name of a VM"),
+        (".hidden", "'.hidden' is no name of a VM"),
+    ] {
+        let mut command = std::process::Command::new(crate::support::larder());
+        command.args(["vm", name]);
+        let (code, said) = run(command);
+        assert!(code == Some(2) && said.contains(wanted), "{said}");
+    }
+    // Where other users than root have theirs.
+    crate::support::need_root("to be another user");
+    let home = vm.path("home");
+    std::fs::create_dir_all(home.join("larder/vms")).expect("a folder");
+    let mut named = std::process::Command::new(crate::support::larder());
+    std::os::unix::process::CommandExt::uid(&mut named, 65534);
+    named.args(["vm", "web"]).env("XDG_CONFIG_HOME", &home);
+    let (code, said) = run(named);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(
+        said.contains(&format!("{}/larder/vms/web.toml: ", home.display())),
+        "{said}"
+    );
+}
