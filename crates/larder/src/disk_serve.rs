@@ -4,7 +4,7 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use larder_block::backend::file::{Caching, OpenError};
@@ -28,10 +28,6 @@ use crate::pid_file;
 
 /// What vhost-user's conventions want a back-end program to say of itself (QEMU `docs/interop/vhost-user.json`).
 const CAPABILITIES: &str = r#"{"type": "block", "features": ["read-only", "blk-file"]}"#;
-
-/// Signals that come this soon after the first mean the same stop: `timeout` signals a process and its group, and a
-/// signal from a terminal may be passed on besides.
-const SAME_STOP: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     if arguments.print_capabilities {
@@ -72,22 +68,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         "serving"
     );
     let stop = disk.stop_signal();
-    std::thread::Builder::new()
-        .name("larder-signals".to_owned())
-        .spawn(move || {
-            signals.wait();
-            stop.raise();
-            let stopping = Instant::now();
-            tracing::info!("stopping: finishing what is under way; another signal in a second or later gives up");
-            loop {
-                signals.wait();
-                if stopping.elapsed() >= SAME_STOP {
-                    break;
-                }
-            }
-            tracing::error!("given up: what was written last may not be on the disk; what only a cache in write-back has stays in that");
-            std::process::exit(2);
-        })?;
+    signals.stop_by(move || stop.raise())?;
     disk.wait()?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,6 +1,11 @@
 //! Signals that ask the program to end, taken by a thread instead of a handler.
 
 use std::io;
+use std::time::{Duration, Instant};
+
+/// Signals that come this soon after the first mean the same stop: `timeout` signals a process and its group, and a
+/// signal from a terminal may be passed on besides.
+const SAME_STOP: Duration = Duration::from_secs(1);
 
 /// SIGINT, SIGTERM and SIGHUP, blocked in every thread that is started from now on.
 pub(crate) struct Signals(libc::sigset_t);
@@ -22,6 +27,26 @@ pub(crate) fn block() -> io::Result<Signals> {
 }
 
 impl Signals {
+    /// Has a thread call `stop` at the first signal, and end the process at a later one.
+    pub(crate) fn stop_by(self, stop: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let thread = std::thread::Builder::new().name("larder-signals".to_owned());
+        thread.spawn(move || {
+            self.wait();
+            stop();
+            let stopping = Instant::now();
+            tracing::info!("stopping: finishing what is under way; another signal in a second or later gives up");
+            loop {
+                self.wait();
+                if stopping.elapsed() >= SAME_STOP {
+                    break;
+                }
+            }
+            tracing::error!("given up: what was written last may not be on the disk; what only a cache in write-back has stays in that");
+            std::process::exit(2);
+        })?;
+        Ok(())
+    }
+
     /// Waits for one of them, and says which.
     pub(crate) fn wait(&self) -> i32 {
         let mut signal = 0;

@@ -2,7 +2,6 @@
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use larder_vm::disk::{DiskError, StopSignal};
@@ -17,10 +16,7 @@ use sd_notify::NotifyState;
 use crate::EXIT_ERROR;
 use crate::cli::VmArguments;
 use crate::output::print;
-use crate::signals::{self, Signals};
-
-/// Signals that come this soon after the first mean the same stop.
-const SAME_STOP: Duration = Duration::from_secs(1);
+use crate::signals;
 
 pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let path = path_of(&arguments.name)?;
@@ -45,9 +41,10 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         NotifyState::Status(&format!("serving {}", disks(config.disks.len()))),
     ]);
     let stops = vm.stop_signals();
-    std::thread::Builder::new()
-        .name("larder-signals".to_owned())
-        .spawn(move || stop_at(&signals, &stops))?;
+    signals.stop_by(move || {
+        tell(&[NotifyState::Stopping]);
+        stops.iter().for_each(StopSignal::raise);
+    })?;
     vm.wait()?;
     Ok(ExitCode::SUCCESS)
 }
@@ -94,24 +91,6 @@ fn tell(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::warn!("$NOTIFY_SOCKET: {error}");
     }
-}
-
-fn stop_at(signals: &Signals, stops: &[StopSignal]) {
-    signals.wait();
-    tell(&[NotifyState::Stopping]);
-    stops.iter().for_each(StopSignal::raise);
-    let stopping = Instant::now();
-    tracing::info!("stopping: finishing what is under way; another signal in a second or later gives up");
-    loop {
-        signals.wait();
-        if stopping.elapsed() >= SAME_STOP {
-            break;
-        }
-    }
-    tracing::error!(
-        "given up: what was written last may not be on the disks; what only a cache in write-back has stays in that"
-    );
-    std::process::exit(2);
 }
 
 /// The error, and what the user can write into the file to have it otherwise.

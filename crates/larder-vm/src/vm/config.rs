@@ -383,20 +383,8 @@ impl Reader<'_> {
                     &at,
                     "control: the VM has one control socket for all its disks; write this above the first [[disk]]",
                 ),
-                "cache" => {
-                    // A path begins where the file is.
-                    if let Some(text) = self.read(key, value, |text| Ok(text.to_owned())) {
-                        let text = match text.parse() {
-                            Ok(ImageAddress::Path(path)) if text.contains('/') => {
-                                folder.join(path).display().to_string()
-                            }
-                            _ => text,
-                        };
-                        self.say(&mut disk.wish, key, &text, &at, &value.span());
-                    }
-                }
                 _ => {
-                    if let Some(text) = self.read(key, value, |text| Ok(text.to_owned())) {
+                    if let Some(text) = self.read(key, value, |text| Ok(value_beside(&folder, key, text))) {
                         self.say(&mut disk.wish, key, &text, &at, &value.span());
                     }
                 }
@@ -463,6 +451,14 @@ fn image_of(folder: &Path, text: &str) -> Result<ImageAddress, String> {
     }
 }
 
+/// A value of [`keys::set`]; of the cache's, which may be a path, one that begins where the file is.
+fn value_beside(folder: &Path, key: &str, text: &str) -> String {
+    match text.parse() {
+        Ok(ImageAddress::Path(path)) if key == "cache" && text.contains('/') => folder.join(path).display().to_string(),
+        _ => text.to_owned(),
+    }
+}
+
 fn nbd_of(folder: &Path, text: &str) -> Result<NbdUri, String> {
     let mut uri: NbdUri = text.parse().map_err(|error: NbdUriError| error.to_string())?;
     if let SocketAddress::Unix(path) = &mut uri.address {
@@ -522,23 +518,24 @@ fn mode_of(text: &str) -> Result<u32, String> {
 }
 
 fn user_of(text: &str) -> Result<u32, String> {
-    if let Ok(number) = text.parse() {
-        return Ok(number);
-    }
-    match User::from_name(text) {
-        Ok(Some(user)) => Ok(user.uid.as_raw()),
-        Ok(None) => Err(format!("there is no user '{text}' on this host")),
-        Err(error) => Err(format!("user '{text}' cannot be looked up: {error}")),
-    }
+    id_of("user", text, |name| {
+        Ok(User::from_name(name)?.map(|user| user.uid.as_raw()))
+    })
 }
 
 fn group_of(text: &str) -> Result<u32, String> {
-    if let Ok(number) = text.parse() {
-        return Ok(number);
-    }
-    match Group::from_name(text) {
-        Ok(Some(group)) => Ok(group.gid.as_raw()),
-        Ok(None) => Err(format!("there is no group '{text}' on this host")),
-        Err(error) => Err(format!("group '{text}' cannot be looked up: {error}")),
+    id_of("group", text, |name| {
+        Ok(Group::from_name(name)?.map(|group| group.gid.as_raw()))
+    })
+}
+
+fn id_of(kind: &str, text: &str, look_up: impl FnOnce(&str) -> nix::Result<Option<u32>>) -> Result<u32, String> {
+    match text.parse() {
+        Ok(number) => Ok(number),
+        Err(_) => match look_up(text) {
+            Ok(Some(number)) => Ok(number),
+            Ok(None) => Err(format!("there is no {kind} '{text}' on this host")),
+            Err(error) => Err(format!("{kind} '{text}' cannot be looked up: {error}")),
+        },
     }
 }

@@ -48,9 +48,6 @@ struct VmDiskAtWork {
     disk: Disk,
 }
 
-/// A disk is not served any more: as it was wanted, or why.
-struct Ended(Result<(), VmError>);
-
 impl Vm {
     /// Serves all that the description says. When this returns, clients can connect.
     ///
@@ -107,7 +104,7 @@ impl Vm {
         let threads: Vec<_> = self.disks.into_iter().map(|it| wait_for(it, tell.clone())).collect();
         drop(tell);
         let mut result = Ok(());
-        for Ended(how) in ended {
+        for how in ended {
             stops.iter().for_each(StopSignal::raise);
             if let Err(error) = how {
                 match &result {
@@ -124,12 +121,12 @@ impl Vm {
     }
 }
 
-fn wait_for(it: VmDiskAtWork, tell: Sender<Ended>) -> JoinHandle<()> {
+fn wait_for(it: VmDiskAtWork, tell: Sender<Result<(), VmError>>) -> JoinHandle<()> {
     std::thread::spawn(move || {
         let name = it.name;
         let ended = it.disk.wait().map_err(|source| VmError::Disk { disk: name, source });
         // Whoever waits does so until all have told.
-        let _ = tell.send(Ended(ended));
+        let _ = tell.send(ended);
     })
 }
 
