@@ -328,7 +328,7 @@ impl Cache {
             on: on.clone(),
             lower,
             fast: Fast::new(on, fast, this.clone()),
-            usage: Usage::new(disk_meter, options.endurance.is_some()),
+            usage: Usage::new(disk_meter, options.endurance),
             shape,
             seed: superblock.seed(),
             mode: Cell::new(mode),

@@ -37,6 +37,11 @@ impl OverSets<'_> {
         self.policy.written(bytes, now);
     }
 
+    /// See [`Policy::set_budget`].
+    pub(crate) fn set_budget(&mut self, bytes_per_day: Option<u64>, now: Duration) {
+        self.policy.set_budget(bytes_per_day, now);
+    }
+
     pub(crate) fn is_spent(&mut self, bytes: u64, now: Duration) -> bool {
         self.policy.is_spent(bytes, now)
     }

@@ -19,25 +19,26 @@ const CURVE_POWERS: std::ops::RangeInclusive<i32> = -4..=3;
 /// What goes to the disk, and what is asked for.
 pub(crate) struct Usage {
     pub(crate) disk: Rc<Meter>,
-    /// There is a budget: bytes written that the policy knows of, or has counted in advance.
-    budgeted: Option<Cell<u64>>,
+    /// Bytes that may be written in a day.
+    endurance: Cell<Option<ByteLen>>,
+    /// Bytes written that the policy knows of, or has counted in advance, if that is limited.
+    budgeted: Cell<u64>,
     curve: RefCell<MissRatioCurve>,
 }
 
 impl Usage {
-    pub(crate) fn new(disk: Rc<Meter>, has_budget: bool) -> Self {
+    pub(crate) fn new(disk: Rc<Meter>, endurance: Option<ByteLen>) -> Self {
         Self {
             disk,
-            budgeted: has_budget.then(Cell::default),
+            endurance: Cell::new(endurance),
+            budgeted: Cell::default(),
             curve: RefCell::new(MissRatioCurve::new(CURVE_SAMPLE)),
         }
     }
 
     /// The policy has counted bytes that are going to be written.
     pub(crate) fn admitted(&self, bytes: u64) {
-        if let Some(budgeted) = &self.budgeted {
-            budgeted.set(budgeted.get() + bytes);
-        }
+        self.budgeted.set(self.budgeted.get() + bytes);
     }
 }
 
@@ -66,9 +67,27 @@ impl Cache {
         CURVE_POWERS.map(of).collect()
     }
 
+    /// What may be written to the cache device in a day; `None`: any number of bytes.
+    pub fn endurance(&self) -> Option<ByteLen> {
+        self.usage.endurance.get()
+    }
+
+    /// Has it be written so much in a day at most from now on.
+    pub fn set_endurance(&self, endurance: Option<ByteLen>) {
+        let now = Duration::from_nanos(self.turn_time().as_nanos());
+        self.tell_written(now);
+        self.usage.endurance.set(endurance);
+        self.usage.budgeted.set(self.fast.bytes().1);
+        let budget = endurance.map(ByteLen::get);
+        self.index.borrow_mut().policy().set_budget(budget, now);
+    }
+
     /// Tells the policy what was written that it does not know of.
     pub(crate) fn tell_written(&self, now: Duration) {
-        let Some(budgeted) = &self.usage.budgeted else { return };
+        if self.endurance().is_none() {
+            return;
+        }
+        let budgeted = &self.usage.budgeted;
         let (_, written) = self.fast.bytes();
         if let Some(more) = written.checked_sub(budgeted.get()).filter(|more| *more > 0) {
             budgeted.set(written);
@@ -78,7 +97,7 @@ impl Cache {
 
     /// So many bytes are more than may be written to the cache device now.
     pub(crate) fn is_spent(&self, bytes: ByteLen) -> bool {
-        if self.usage.budgeted.is_none() {
+        if self.endurance().is_none() {
             return false;
         }
         let now = Duration::from_nanos(self.turn_time().as_nanos());

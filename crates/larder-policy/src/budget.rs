@@ -31,6 +31,17 @@ impl Budget {
         }
     }
 
+    /// So many bytes a day from `now` on, of which no more than was left before may be spent at once.
+    pub(crate) fn change(&mut self, bytes_per_day: u64, now: Duration) {
+        self.refill(now);
+        let changed = Self::new(bytes_per_day);
+        *self = Self {
+            level: changed.level.min(self.level),
+            counted: self.counted,
+            ..changed
+        };
+    }
+
     /// What comes until `now`. Times that go back count as standing still.
     fn refill(&mut self, now: Duration) {
         let passed = now.saturating_sub(self.counted);

@@ -254,6 +254,14 @@ impl Policy {
         }
     }
 
+    /// Keeps to another budget from `now` on, in bytes a day, or to none.
+    pub fn set_budget(&mut self, bytes_per_day: Option<u64>, now: Duration) {
+        match (&mut self.budget, bytes_per_day) {
+            (Some(budget), Some(bytes)) => budget.change(bytes, now),
+            (budget, bytes) => *budget = bytes.map(Budget::new),
+        }
+    }
+
     /// Whether so many bytes are more than may be written now.
     pub fn is_spent(&mut self, bytes: u64, now: Duration) -> bool {
         self.scarcity(bytes, now) >= 1.0

@@ -53,6 +53,7 @@ impl Filter for Prefetch {
     /// Nothing is fetched any more.
     fn close(&self) -> BoxFuture<'_, IoResult> {
         Box::pin(async move {
+            self.is_closed.set(true);
             let running = {
                 let mut state = self.state.borrow_mut();
                 state.closing = true;

@@ -56,6 +56,13 @@ pub struct PrefetchOptions {
 }
 
 impl PrefetchOptions {
+    /// Nothing is read ahead.
+    pub const OFF: Self = Self {
+        memory: ByteLen::ZERO,
+        largest_read: ByteLen::ZERO,
+        ahead_max: ByteLen::ZERO,
+    };
+
     /// The least memory that is of any use.
     pub const MEMORY_MIN: ByteLen = ByteLen::kib(512);
 
@@ -135,7 +142,7 @@ pub struct Prefetch {
     this: Weak<Self>,
     on: WeakLoop,
     lower: Rc<dyn BlockDevice>,
-    options: PrefetchOptions,
+    options: Cell<PrefetchOptions>,
     /// Of the lower device; never changes.
     block_size: u64,
     state: RefCell<State>,
@@ -148,6 +155,7 @@ pub struct Prefetch {
     believed_for: Cell<Option<Duration>>,
     /// A task looks for what is not believed any more.
     is_doubting: Cell<bool>,
+    is_closed: Cell<bool>,
 }
 
 impl Prefetch {
@@ -164,7 +172,7 @@ impl Prefetch {
             this: this.clone(),
             on: on.downgrade(),
             lower,
-            options,
+            options: Cell::new(options),
             block_size,
             state: RefCell::new(State::new(options)),
             writes: Writes::default(),
@@ -172,11 +180,40 @@ impl Prefetch {
             generation: Cell::new(generation),
             believed_for: Cell::new(None),
             is_doubting: Cell::new(false),
+            is_closed: Cell::new(false),
         })
     }
 
     /// What has been done so far.
     pub fn statistics(&self) -> Statistics {
         self.state.borrow().statistics()
+    }
+
+    /// What is fetched, and kept.
+    pub fn options(&self) -> PrefetchOptions {
+        self.options.get()
+    }
+
+    /// Goes on with other options, when the fetches that are under way have ended; what is in memory is dropped, and the
+    /// history with it.
+    pub async fn set_options(&self, options: PrefetchOptions) {
+        loop {
+            let running = {
+                let mut state = self.state.borrow_mut();
+                // Until there is another one.
+                state.closing = true;
+                state.running.first().copied()
+            };
+            match running {
+                Some(fetch) => self.ended(fetch).await,
+                None => break,
+            }
+        }
+        if !self.is_closed.get() {
+            self.options.set(options);
+            let mut state = self.state.borrow_mut();
+            let after = State::after(&mut state, options);
+            *state = after;
+        }
     }
 }

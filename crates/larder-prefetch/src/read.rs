@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::task::Poll;
 
-use larder_block::{ByteOffset, Io, IoResult, ReadBuf, Watch, join};
+use larder_block::{ByteLen, ByteOffset, Io, IoResult, ReadBuf, Watch, join};
 use smallvec::SmallVec;
 
 use crate::Prefetch;
@@ -47,15 +47,19 @@ enum Piece {
 
 impl Prefetch {
     pub(crate) fn read_any<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        let options = self.options.get();
+        if options.memory == ByteLen::ZERO {
+            return self.lower.read(start, buffer);
+        }
         if self.passes_by(start.get(), buffer.len() as u64) {
             return self.lower.read(start, buffer);
         }
         if buffer.len() as u64 <= LONG {
-            return self.read_steps(start, buffer, self.options.largest_read.get());
+            return self.read_steps(start, buffer, options.largest_read.get());
         }
         let others = self.long_reads.0.get();
         let largest = if others < LONG_MAX {
-            self.options.largest_read.get()
+            options.largest_read.get()
         } else {
             0
         };
@@ -67,7 +71,8 @@ impl Prefetch {
     #[inline]
     fn passes_by(&self, at: u64, len: u64) -> bool {
         let mut state = self.state.borrow_mut();
-        if !state.interest.is_bored() || !self.is_fit(at, len) || len > LONG.min(self.options.largest_read.get()) {
+        if !state.interest.is_bored() || !self.is_fit(at, len) || len > LONG.min(self.options.get().largest_read.get())
+        {
             return false;
         }
         let passes =

@@ -107,6 +107,22 @@ impl State {
         }
     }
 
+    /// One that knows nothing and has nothing in memory but goes on counting. Of the one before no fetch is under way.
+    pub(crate) fn after(before: &mut Self, options: PrefetchOptions) -> Self {
+        before.forget_all();
+        let mut state = Self::new(options);
+        state.counts = Statistics {
+            memory: state.counts.memory,
+            ..before.counts
+        };
+        state.looked = (before.counts.fetched, before.counts.wasted);
+        // A number is that of one fetch.
+        state.next_fetch = before.next_fetch;
+        state.waiting = std::mem::take(&mut before.waiting);
+        state.asking = before.asking;
+        state
+    }
+
     pub(crate) fn statistics(&self) -> Statistics {
         let counts = self.counts;
         Statistics {

@@ -4,29 +4,48 @@
 //! [`ControlServer`] answers in a thread of its own, which sleeps while nobody asks. It knows nothing by itself: it asks
 //! each disk's thread, which answers between two requests of its guest ([`crate::disk::DiskInquiry`]), so that the way of
 //! the data shares and locks nothing. Whatever a client does, it takes a place among few, for a bounded time.
-//! [`fetch_disks`] and [`change_cache`] are the other end. What is told stands in [`state`], for both.
+//! [`fetch_disks`], [`change_disk`] and [`reload`] are the other end. What is told stands in [`state`] for both, what is to be
+//! done in [`wishes`]; [`openapi`] describes it for programs.
 
+mod answers;
 mod client;
+pub mod events;
+mod openapi;
 mod server;
 pub mod state;
+mod subject;
+pub mod wishes;
 
-pub use client::{FetchError, change_cache, fetch_disks};
+pub use client::{Change, FetchError, change_disk, fetch_disks, reload};
 pub use server::{ControlError, ControlServer, ControlSocket};
+pub use subject::{Reload, ReloadReply, Subject};
+
+/// Where the process tells of itself; all else is below.
+const SERVER_PATH: &str = "/v1";
+
+/// Where all this is described.
+const OPENAPI_PATH: &str = "/v1/openapi.json";
+
+/// Where is told what happens.
+const EVENTS_PATH: &str = "/v1/events";
+
+/// Where the VM's file is read again.
+const RELOAD_PATH: &str = "/v1/reload";
 
 /// Where the disks are told of.
 const DISKS_PATH: &str = "/v1/disks";
 
-/// Where the cache of the disk of that number, from 0 on, is changed.
-fn cache_path(disk: usize) -> String {
-    format!("{DISKS_PATH}/{disk}/cache")
+/// Where the disk of that name, or number from 0 on, is told of, and changed.
+fn disk_path(disk: &str) -> String {
+    format!("{DISKS_PATH}/{disk}")
 }
 
-/// Where it is flushed.
-fn flush_path(disk: usize) -> String {
+/// Where its cache is flushed.
+fn flush_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/flush")
 }
 
-/// Where it is replaced.
-fn replace_path(disk: usize) -> String {
+/// Where its cache is replaced.
+fn replace_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/replace")
 }

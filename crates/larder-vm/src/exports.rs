@@ -1,5 +1,6 @@
 //! The exports of a disk: started together on the disk's loop, stopped together.
 
+use std::cell::RefCell;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -12,10 +13,12 @@ use larder_block::event_loop::{JoinHandle, Listener, Socket, SocketAddress};
 use larder_block::nbd::NbdUri;
 use larder_block::tls::{ServerTls, TlsError};
 use larder_block::{BlockDevice, Loop};
+use larder_export::activity::Activity;
 use larder_export::clients::Clients;
 use larder_export::nbd::{NbdServer, NbdServerOptions};
 use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
 
+use crate::control::state::{ExportsState, NbdState, VhostUserState};
 use crate::listen::{Access, Inherited, ListenError, SocketFile};
 use crate::run::shell::command_line;
 
@@ -29,7 +32,7 @@ pub enum VhostUserAt {
 }
 
 /// Where an NBD server listens.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct NbdAt {
     /// Address, export name and TLS, as a client would write them. `tls-certificates` is the folder of the server's
     /// `server-cert.pem` and `server-key.pem`; if `ca-cert.pem` is there too, clients must show a certificate of its.
@@ -89,10 +92,13 @@ pub enum ExportError {
 #[derive(Default)]
 pub struct Exports {
     vhost_user: Option<Rc<VhostUserServer>>,
-    accepting: Option<JoinHandle<io::Result<()>>>,
+    accepting: RefCell<Option<JoinHandle<io::Result<()>>>>,
     nbd: Option<NbdServer>,
-    /// Removed when the exports are dropped, after the last client is gone.
-    files: Vec<SocketFile>,
+    /// Where they are, as it is told to programs.
+    socket: Option<String>,
+    uri: Option<String>,
+    /// Removed when the last client is gone.
+    files: RefCell<Vec<SocketFile>>,
     places: Places,
 }
 
@@ -106,7 +112,7 @@ pub struct Places {
 }
 
 impl Exports {
-    /// Starts all of them; who uses them is counted among `clients`. When this returns, clients can connect.
+    /// Starts all of them; who uses them is counted among `clients`, and what they ask for in `activity`. When this returns, clients can connect.
     ///
     /// # Errors
     /// One cannot listen, or its options are wrong; nothing is left behind then.
@@ -115,15 +121,16 @@ impl Exports {
         device: &Rc<dyn BlockDevice>,
         config: &ExportsConfig,
         clients: &Rc<Clients>,
+        activity: &Rc<Activity>,
     ) -> Result<Self, ExportError> {
         // Also where there is no vhost-user: what makes no sense is not passed over.
         config.vhost_user.check()?;
         let mut exports = Self::default();
         if let Some(at) = &config.nbd {
-            exports.start_nbd(on, device, at, config, clients)?;
+            exports.start_nbd(on, device, at, config, (clients, activity))?;
         }
         if let Some(at) = &config.vhost_user_at {
-            exports.start_vhost_user(on, device, at, config)?;
+            exports.start_vhost_user(on, device, at, config, activity)?;
             if let Some(server) = &exports.vhost_user {
                 server.count_among(clients);
             }
@@ -142,7 +149,7 @@ impl Exports {
         }
         let file = SocketFile::bind_for(path, config.access)?;
         let descriptor = file.descriptor()?;
-        self.files.push(file);
+        self.files.get_mut().push(file);
         Ok(descriptor)
     }
 
@@ -152,8 +159,9 @@ impl Exports {
         device: &Rc<dyn BlockDevice>,
         at: &VhostUserAt,
         config: &ExportsConfig,
+        activity: &Rc<Activity>,
     ) -> Result<(), ExportError> {
-        let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user)?;
+        let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user, activity)?;
         let descriptor = match at {
             VhostUserAt::Path(path) => self.listen_on(path, config)?,
             VhostUserAt::Descriptor(descriptor) => descriptor.try_clone()?,
@@ -163,8 +171,12 @@ impl Exports {
             VhostUserAt::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
         });
         let theirs = Rc::clone(&server);
+        self.socket = Some(match at {
+            VhostUserAt::Path(path) => path.display().to_string(),
+            VhostUserAt::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
+        });
         let listening = rustix::net::sockopt::socket_acceptconn(&descriptor).map_err(io::Error::from)?;
-        self.accepting = Some(if listening {
+        let accepting = if listening {
             let listener = Listener::from_descriptor(on, descriptor)?;
             on.spawn_with_result(async move { theirs.run(&listener).await })
         } else {
@@ -173,7 +185,8 @@ impl Exports {
                 theirs.serve(socket).await;
                 Ok(())
             })
-        });
+        };
+        self.accepting.replace(Some(accepting));
         self.vhost_user = Some(server);
         Ok(())
     }
@@ -184,11 +197,12 @@ impl Exports {
         device: &Rc<dyn BlockDevice>,
         at: &NbdAt,
         config: &ExportsConfig,
-        clients: &Rc<Clients>,
+        (clients, activity): (&Rc<Clients>, &Rc<Activity>),
     ) -> Result<(), ExportError> {
         let options = NbdServerOptions {
             export: at.uri.export.clone(),
             clients: Some(Rc::clone(clients)),
+            activity: Some(Rc::clone(activity)),
             tls: server_tls(&at.uri)?,
             ..NbdServerOptions::default()
         };
@@ -196,7 +210,9 @@ impl Exports {
             SocketAddress::Unix(path) => vec![self.listen_on(path, config)?],
             SocketAddress::Tcp { host, port } => bind_tcp(host, *port, options.tls.is_some() || at.insecure)?,
         };
-        self.places.nbd = Some(command_line(&[uri_for_clients(&at.uri).to_string().into()]));
+        let uri = uri_for_clients(&at.uri).to_string();
+        self.places.nbd = Some(command_line(&[(&uri).into()]));
+        self.uri = Some(uri);
         let server = NbdServer::new(on, Rc::clone(device), options);
         for descriptor in listeners {
             server.listen(Listener::from_descriptor(on, descriptor)?);
@@ -205,20 +221,37 @@ impl Exports {
         Ok(())
     }
 
+    /// How they are used.
+    pub fn state(&self) -> ExportsState {
+        let vhost_user = self.socket.clone().zip(self.vhost_user.as_ref());
+        let nbd = self.uri.clone().zip(self.nbd.as_ref());
+        ExportsState {
+            vhost_user: vhost_user.map(|(socket, server)| VhostUserState {
+                socket,
+                connected: server.is_connected(),
+            }),
+            nbd: nbd.map(|(uri, server)| NbdState {
+                uri,
+                clients: server.statistics().connections as u64,
+            }),
+        }
+    }
+
     /// Completes when an export has ended by itself: its socket broke, or its only front-end has gone. Never, if there
     /// is none that could.
     ///
     /// # Errors
     /// Its socket broke.
-    pub async fn ended(&mut self) -> io::Result<()> {
-        match &mut self.accepting {
+    pub async fn ended(&self) -> io::Result<()> {
+        let accepting = self.accepting.borrow_mut().take();
+        match accepting {
             Some(accepting) => accepting.await,
             None => std::future::pending().await,
         }
     }
 
     /// Takes no new requests, answers those under way, and closes.
-    pub async fn stop(self, on: &Loop) {
+    pub async fn stop(&self, on: &Loop) {
         if let Some(server) = &self.vhost_user {
             server.stop();
             while server.is_connected() {
@@ -228,6 +261,7 @@ impl Exports {
         if let Some(server) = &self.nbd {
             server.stop().await;
         }
+        self.files.take();
     }
 }
 

@@ -21,6 +21,7 @@ use larder_prefetch::Prefetch;
 pub use larder_prefetch::PrefetchOptions;
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
 mod cache;
 mod cache_note;
@@ -126,7 +127,7 @@ impl fmt::Display for ImageAddress {
 }
 
 /// What an image's bytes mean.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     /// The disk itself, byte for byte.
@@ -297,8 +298,10 @@ pub struct OpenImage {
     pub format: Format,
     /// Its cache, to be asked what it has done.
     pub cache: Option<CachePlace>,
-    /// The layer of it that reads ahead, to be asked what it has done.
+    /// The layer of it that reads ahead, to be asked what it has done; `None` if it is shared, and nothing may be.
     pub prefetch: Option<Rc<Prefetch>>,
+    /// The layer of it that keeps to limits.
+    pub throttle: Rc<Throttle>,
 }
 
 /// Opens an image with every layer that its options call for: the backend and alignment, the format with all files that
@@ -336,10 +339,10 @@ async fn open_and_hold(
     if let Some(cache) = &cache {
         device = cache.device();
     }
-    let may_prefetch =
-        |prefetch: &PrefetchOptions| !options.share && !options.trial && prefetch.memory >= PrefetchOptions::MEMORY_MIN;
-    let prefetch = options.prefetch.filter(may_prefetch);
-    let prefetch = prefetch.map(|prefetch| Prefetch::over(on, Rc::clone(&device), prefetch));
+    let prefetch = (!options.share && !options.trial).then(|| {
+        let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
+        Prefetch::over(on, Rc::clone(&device), prefetch)
+    });
     if let Some(prefetch) = &prefetch {
         if let ImageAddress::Nbd(_) = image {
             // An export has no lock: others may write to it.
@@ -350,18 +353,17 @@ async fn open_and_hold(
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
     }
-    if options.limits != Limits::NONE {
-        let limited = Throttle::new(on, device, options.limits);
-        device = Rc::new(limited.map_err(|source| ImageError::Limits {
-            image: image.to_string(),
-            source,
-        })?);
-    }
+    let throttle = Throttle::new(on, device, options.limits).map_err(|source| ImageError::Limits {
+        image: image.to_string(),
+        source,
+    })?;
+    let throttle = Rc::new(throttle);
     Ok(OpenImage {
-        device,
+        device: Rc::clone(&throttle) as Rc<dyn BlockDevice>,
         format,
         cache,
         prefetch,
+        throttle,
     })
 }
 

@@ -153,6 +153,17 @@ impl LimitName {
         value.parse().map_err(|_| "not a whole number".to_owned())
     }
 
+    fn get(self, limits: &Limits) -> u64 {
+        let Some(limit) = self.limit(&mut limits.clone()).copied() else {
+            return limits.request_size.get();
+        };
+        match self.part {
+            Part::Average | Part::Size => limit.average,
+            Part::Burst => limit.burst,
+            Part::Length => limit.burst_seconds.into(),
+        }
+    }
+
     fn set(self, limits: &mut Limits, value: u64) -> Result<(), String> {
         let Some(limit) = self.limit(limits) else {
             limits.request_size = ByteLen::new(value);
@@ -165,6 +176,12 @@ impl LimitName {
         }
         Ok(())
     }
+}
+
+/// Every limit that there is, by QEMU's name; sizes are in bytes.
+pub fn named(limits: &Limits) -> impl Iterator<Item = (&'static str, u64)> {
+    let all = ROWS.iter().map(move |row| (row.name, row.get(limits)));
+    all.filter(|(_, value)| *value > 0)
 }
 
 /// Reads a list of limits that a user gives; at least one.

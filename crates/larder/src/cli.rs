@@ -87,6 +87,10 @@ pub(crate) struct VmArguments {
     /// Say whether all disks could be served, and serve none; nothing is changed
     #[arg(long)]
     pub(crate) check: bool,
+    /// Have the server that runs for this virtual machine read the file again, and say what has changed, what is left
+    /// as it was until the server is started again, and what could not be done
+    #[arg(long, conflicts_with = "check")]
+    pub(crate) reload: bool,
 }
 
 #[derive(Args)]

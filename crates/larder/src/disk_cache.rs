@@ -7,8 +7,9 @@ use std::time::Duration;
 use anyhow::bail;
 use larder_block::{ByteLen, Loop};
 use larder_cache::Mode;
-use larder_vm::control::state::FlushState;
-use larder_vm::control::{change_cache, fetch_disks};
+use larder_vm::control::state::{DiskState, FlushState};
+use larder_vm::control::wishes::{CachePatch, DiskPatch};
+use larder_vm::control::{Change, change_disk, fetch_disks};
 use larder_vm::disk::CacheWork;
 use larder_vm::image::{
     CacheReport, CacheToolError, FlushWish, ImageAddress, Replacement, Resized, cache_mode_name, cache_mode_words,
@@ -132,7 +133,15 @@ fn mode(on: &Loop, arguments: &CacheModeArguments) -> anyhow::Result<()> {
     let CacheModeArguments { file, mode, control } = arguments;
     let may_be_dirty = match control {
         Some(control) => {
-            tell_server(control, file, CacheWork::SetMode(*mode))?;
+            let patch = CachePatch {
+                mode: Some(cache_mode_name(*mode).to_owned()),
+                ..CachePatch::default()
+            };
+            let patch = DiskPatch {
+                cache: Some(patch),
+                ..DiskPatch::default()
+            };
+            tell_server(control, file, Change::Settings(patch))?;
             false
         }
         None => on.block_on(set_mode_of_cache(on, file, *mode)).map_err(with_control)?,
@@ -164,7 +173,7 @@ fn flush(on: &Loop, arguments: CacheFlushArguments) -> anyhow::Result<()> {
         force,
     } = arguments;
     if let Some(control) = control {
-        tell_server(&control, &file, CacheWork::Flush)?;
+        tell_server(&control, &file, Change::Cache(CacheWork::Flush))?;
         return print(&format!("{file}: the disk has all that only the cache had\n"));
     }
     let told = file.clone();
@@ -198,7 +207,7 @@ fn replace(arguments: CacheReplaceArguments) -> anyhow::Result<()> {
         size,
         lose_dirty,
     };
-    tell_server(&control, &file, CacheWork::Replace(by))?;
+    tell_server(&control, &file, Change::Cache(CacheWork::Replace(by)))?;
     print(&said)
 }
 
@@ -214,7 +223,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(200);
 const LOOKS_TOLD: u32 = 25;
 
 /// Has the server that uses the cache do something, and waits for the end of that.
-fn tell_server(control: &Path, file: &ImageAddress, work: CacheWork) -> anyhow::Result<()> {
+fn tell_server(control: &Path, file: &ImageAddress, change: Change) -> anyhow::Result<()> {
     let (_, served) = fetch_disks(control)?;
     let caches = served
         .disks
@@ -232,7 +241,8 @@ fn tell_server(control: &Path, file: &ImageAddress, work: CacheWork) -> anyhow::
             ),
         }
     };
-    let mut state = change_cache(control, disk, work)?;
+    let disk = called(&served.disks, disk);
+    let mut state = change_disk(control, &disk, change)?;
     let mut looks = 0;
     while let Some(cache) = &state.cache {
         match &cache.flush {
@@ -246,10 +256,15 @@ fn tell_server(control: &Path, file: &ImageAddress, work: CacheWork) -> anyhow::
         }
         std::thread::sleep(LOOK_INTERVAL);
         let (_, mut served) = fetch_disks(control)?;
-        if disk >= served.disks.len() {
+        let Some(place) = (0..served.disks.len()).find(|place| called(&served.disks, *place) == disk) else {
             break;
-        }
-        state = served.disks.swap_remove(disk);
+        };
+        state = served.disks.swap_remove(place);
     }
     bail!("{file}: the server at {} does not use it any more", control.display())
+}
+
+/// What a disk is asked for by: its name, or its place in the list.
+fn called(disks: &[DiskState], place: usize) -> String {
+    disks[place].name.clone().unwrap_or_else(|| place.to_string())
 }

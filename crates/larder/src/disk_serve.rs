@@ -15,7 +15,7 @@ use larder_block::filter::throttle::Limits;
 use larder_export::vhost_user::VhostUserOptions;
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
-use larder_vm::control::ControlServer;
+use larder_vm::control::{ControlServer, Subject};
 use larder_vm::disk::{Disk, DiskConfig, DiskError};
 use larder_vm::exports::{ExportError, ExportsConfig, NbdAt, VhostUserAt};
 use larder_vm::image::{CacheWish, Format, ImageError, ImageOptions, PrefetchWish};
@@ -46,7 +46,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     let disk = Disk::start(config).map_err(|error| with_advice(error, &options))?;
     let started = control
         .as_deref()
-        .map(|path| ControlServer::start(path, vec![disk.inquiry()]))
+        .map(|path| ControlServer::start(path, Arc::new(Subject::disk(disk.inquiry()))))
         .transpose()
         .map_err(anyhow::Error::from)
         .and_then(|control| Ok((control, pidfile.map(pid_file::Prepared::publish).transpose()?)));

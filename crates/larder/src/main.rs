@@ -23,6 +23,10 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use larder_vm::control::events;
+use tracing_subscriber::Layer;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 use cli::{BenchCommand, Cli, Command, DiskCommand};
 
@@ -37,13 +41,16 @@ fn main() -> ExitCode {
     let _ = rustix::thread::set_name(c"larder");
     let cli = Cli::try_parse().unwrap_or_else(|error| cli::name_what_is_no_text(run::explain(error)).exit());
     let (filter, wrong) = log::filter();
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let messages = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
         .with_target(false)
         // A line that cannot be written is lost. Telling so on stderr, which is where it failed, would be a panic.
         .log_internal_errors(false)
+        .with_filter(filter);
+    tracing_subscriber::registry()
+        .with(messages)
+        .with(events::layer())
         .init();
     if let Some(wrong) = wrong {
         tracing::warn!("{wrong}");

@@ -29,14 +29,38 @@ pub(crate) fn block() -> io::Result<Signals> {
 impl Signals {
     /// Has a thread call `stop` at the first signal, and end the process at a later one.
     pub(crate) fn stop_by(self, stop: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        self.stop_by_all_but(None, || {}, stop)
+    }
+
+    /// The same, but whenever `other` comes it calls `act`.
+    pub(crate) fn stop_by_or(
+        self,
+        other: i32,
+        act: impl Fn() + Send + 'static,
+        stop: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
+        self.stop_by_all_but(Some(other), act, stop)
+    }
+
+    fn stop_by_all_but(
+        self,
+        other: Option<i32>,
+        act: impl Fn() + Send + 'static,
+        stop: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
         let thread = std::thread::Builder::new().name("larder-signals".to_owned());
         thread.spawn(move || {
-            self.wait();
+            let wait = || {
+                while Some(self.wait()) == other {
+                    act();
+                }
+            };
+            wait();
             stop();
             let stopping = Instant::now();
             tracing::info!("stopping: finishing what is under way; another signal in a second or later gives up");
             loop {
-                self.wait();
+                wait();
                 if stopping.elapsed() >= SAME_STOP {
                     break;
                 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use larder_vm::control::fetch_disks;
 use larder_vm::control::state::{
-    CacheHealth, CacheState, DiskState, Disks, FlushState, Latency, MissRatio, PrefetchState,
+    CacheHealth, CacheState, DiskState, Disks, FlushState, Latency, MissRatio, PrefetchState, RequestsState,
 };
 use larder_vm::image::{cache_mode_words, parse_cache_mode};
 
@@ -43,15 +43,65 @@ fn disk_text(disk: &DiskState) -> String {
             human(disk.block_size.into())
         ),
     );
+    if let Some(server) = &disk.exports.vhost_user {
+        let user = if server.connected {
+            "in use"
+        } else {
+            "nobody is connected"
+        };
+        lines.line("vhost-user", format!("{}, {user}", server.socket));
+    }
+    if let Some(server) = &disk.exports.nbd {
+        let clients = match server.clients {
+            1 => "1 client".to_owned(),
+            clients => format!("{clients} clients"),
+        };
+        lines.line("NBD", format!("{}, {clients}", server.uri));
+    }
+    requests_text(&mut lines, &disk.requests);
+    match disk.limits.to_string() {
+        none if none.is_empty() => lines.line("limits", "none"),
+        limits => lines.line("limits", limits),
+    }
     match &disk.prefetch {
-        Some(prefetch) => prefetch_text(&mut lines, prefetch),
-        None => lines.line("read-ahead", "off"),
+        Some(prefetch) if prefetch.memory_limit > 0 => prefetch_text(&mut lines, prefetch),
+        _ => lines.line("read-ahead", "off"),
     }
     match &disk.cache {
         Some(cache) => cache_text(&mut lines, cache),
         None => lines.line("cache", "none"),
     }
     lines.into_text()
+}
+
+/// What the guest has asked for.
+fn requests_text(lines: &mut Lines, requests: &RequestsState) {
+    let kinds = [
+        ("guest's reads", &requests.read),
+        ("  writes", &requests.write),
+        ("  flushes", &requests.flush),
+        ("  discards", &requests.discard),
+        ("  zeroes", &requests.write_zeroes),
+    ];
+    for (name, counts) in kinds {
+        let is_usual = ["guest's reads", "  writes"].contains(&name);
+        if counts.count == 0 && !is_usual {
+            continue;
+        }
+        let bytes = match counts.bytes {
+            0 => String::new(),
+            bytes => format!(", {}", human(bytes)),
+        };
+        let errors = match counts.errors {
+            0 => String::new(),
+            errors => format!(", {errors} failed"),
+        };
+        lines.line(name, format!("{}{bytes}{errors}", counts.count));
+        if counts.latency.count > 0 {
+            lines.line("    took", latency_text(&counts.latency));
+        }
+    }
+    lines.line("  under way", requests.under_way);
 }
 
 fn cache_text(lines: &mut Lines, cache: &CacheState) {

@@ -4,19 +4,20 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
 
 use anyhow::{Context, anyhow};
-use larder_vm::disk::{DiskError, StopSignal};
+use larder_vm::control;
+use larder_vm::disk::DiskError;
 use larder_vm::listen::Inherited;
 use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::config::{VmConfig, path_of};
-use larder_vm::vm::{Vm, VmError, check_places};
+use larder_vm::vm::{Progress, Vm, VmError, check_places};
 use sd_notify::NotifyState;
 
-use crate::EXIT_ERROR;
 use crate::cli::VmArguments;
 use crate::output::print;
 use crate::signals;
+use crate::{EXIT_ERROR, EXIT_NEGATIVE};
 
 pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let path = path_of(&arguments.name)?;
@@ -24,9 +25,12 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     if arguments.check {
         return look(&config);
     }
+    if arguments.reload {
+        return reload(&config);
+    }
     let signals = signals::block()?;
     let inherited = inherited()?;
-    let vm = Vm::start(&config, &inherited).map_err(|error| with_advice(error, &config))?;
+    let vm = Vm::start(&path, config.clone(), inherited).map_err(|error| with_advice(error, &config))?;
     for (name, places) in vm.places() {
         tracing::info!(
             disk = name,
@@ -36,17 +40,46 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         );
     }
     tracing::info!(vm = config.name, control = %command_line(&[config.control.clone().into()]), "ready");
-    tell(&[
-        NotifyState::Ready,
-        NotifyState::Status(&format!("serving {}", disks(config.disks.len()))),
-    ]);
-    let stops = vm.stop_signals();
-    signals.stop_by(move || {
-        tell(&[NotifyState::Stopping]);
-        stops.iter().for_each(StopSignal::raise);
+    let orders = vm.orders();
+    let to_reload = orders.clone();
+    signals.stop_by_or(libc::SIGHUP, move || to_reload.reload(), move || orders.stop())?;
+    vm.run(|progress| match progress {
+        Progress::Ready(count) => tell(&[
+            NotifyState::Ready,
+            NotifyState::Status(&format!("serving {}", disks(count))),
+        ]),
+        Progress::Reloading => match NotifyState::monotonic_usec_now() {
+            Ok(now) => tell(&[NotifyState::Reloading, now]),
+            Err(error) => tracing::warn!("the time cannot be told: {error}"),
+        },
+        Progress::Stopping => tell(&[NotifyState::Stopping]),
     })?;
-    vm.wait()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Has the server that runs read the file again, and says what has become of it.
+fn reload(config: &VmConfig) -> anyhow::Result<ExitCode> {
+    let (_, done) = control::reload(&config.control)?;
+    let mut text = String::new();
+    let parts = [
+        ("changed", &done.changed),
+        ("left", &done.left),
+        ("failed", &done.failed),
+    ];
+    for (how, all) in parts {
+        for what in all {
+            text.push_str(&format!("{how:8}{what}\n"));
+        }
+    }
+    if text.is_empty() {
+        text = format!("{}: all is as its file says already\n", config.name);
+    }
+    print(&text)?;
+    Ok(match (done.failed.is_empty(), done.left.is_empty()) {
+        (false, _) => ExitCode::from(EXIT_ERROR),
+        (true, false) => ExitCode::from(EXIT_NEGATIVE),
+        (true, true) => ExitCode::SUCCESS,
+    })
 }
 
 fn disks(count: usize) -> String {

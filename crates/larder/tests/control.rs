@@ -2,15 +2,15 @@
 
 mod support;
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use larder_bench::campaign::process::Process;
-use serde_json::Value;
+use serde_json::{Value, json};
 use support::{LIMIT, disk_serve, image, larder, on_disk, on_tmpfs, run, tool};
 use tempfile::TempDir;
 
@@ -57,11 +57,12 @@ impl Served {
 
     /// What has been done, once the fetches that are on their way have ended.
     fn prefetch(&self) -> Prefetch {
-        let mut told = self.disk();
+        let now = || self.disk()["prefetch"].clone();
+        let mut told = now();
         loop {
-            let again = self.disk();
+            let again = now();
             if again == told {
-                return Prefetch(again["prefetch"].clone());
+                return Prefetch(again);
             }
             told = again;
         }
@@ -252,7 +253,7 @@ fn a_disk_is_told_as_it_is_served() {
     assert_eq!(told["image"], text(&disk));
     assert_eq!((&told["format"], &told["size"]), (&"raw".into(), &(1 << 20).into()));
     assert_eq!((&told["block_size"], &told["read_only"]), (&4096.into(), &false.into()));
-    assert_eq!(told["prefetch"], Value::Null);
+    assert_eq!(told["prefetch"]["memory_limit"], 0);
     let (_, said) = status(&served.control(), &[]);
     assert!(said.contains("read-ahead:       off"), "{said}");
     drop(served);
@@ -277,8 +278,8 @@ fn a_wrong_request_is_told_what_is_wrong() {
     for (arguments, status, part) in [
         (["http://localhost/", "--get"].as_slice(), "404 ", "there is /v1/disks"),
         (&["http://localhost/v1/disk"], "404 ", "there is no /v1/disk here"),
-        (&["http://localhost/v1/disks", "--data", "x=1"], "405 ", "GET or HEAD"),
-        (&["http://localhost/v1/disks", "-X", "DELETE"], "405 ", "GET or HEAD"),
+        (&["http://localhost/v1/disks", "--data", "x=1"], "405 ", "GET and HEAD"),
+        (&["http://localhost/v1/disks", "-X", "DELETE"], "405 ", "GET and HEAD"),
         (&["http://localhost/v1/disks", "-H", "Host:"], "400 ", "Host"),
     ] {
         let (head, body) = served.curl(arguments);
@@ -324,31 +325,196 @@ fn a_change_that_cannot_be_made_is_refused_with_the_reason() {
     let folder = on_tmpfs();
     let disk = image(folder.path(), 1 << 20);
     let served = Served::start(folder, &disk, &[]);
-    let put = |path: &str, body: &str| {
+    let patch = |path: &str, body: &str| {
         let url = format!("http://localhost{path}");
-        served.curl(&[&url, "-X", "PUT", "--data-binary", body])
+        served.curl(&[&url, "-X", "PATCH", "--data-binary", body])
     };
-    let long = format!("{{\"mode\":\"{}\"}}", "x".repeat(5000));
+    let long = format!("{{\"cache\":{{\"mode\":\"{}\"}}}}", "x".repeat(5000));
+    let disk = "/v1/disks/0";
     for (path, body, status, part) in [
-        ("/v1/disks/0/cache", "{\"mode\":\"wa\"}", "409 ", "has no cache"),
-        ("/v1/disks/0/cache", "{\"mode\":\"x\"}", "400 ", "wt (write-through)"),
-        ("/v1/disks/0/cache", "{\"made\":\"wa\"}", "400 ", "{\"mode\":\"wt\"}"),
-        ("/v1/disks/0/cache", "", "400 ", "{\"mode\":\"wt\"}"),
-        ("/v1/disks/0/cache", &long, "400 ", "length limit"),
-        ("/v1/disks/1/cache", "{\"mode\":\"wa\"}", "404 ", "/v1/disks/1/cache"),
+        (disk, "{\"cache\":{\"mode\":\"wa\"}}", "409 ", "has no cache"),
+        (disk, "{\"cache\":{\"endurance\":1073741824}}", "409 ", "has no cache"),
+        (disk, "{\"cache\":{\"mode\":\"x\"}}", "400 ", "wt (write-through)"),
+        (disk, "{\"cache\":{\"made\":\"wa\"}}", "400 ", "unknown field `made`"),
+        (disk, "{\"cache\":{\"endurance\":1}}", "400 ", "endurance: "),
+        (
+            disk,
+            "{\"limits\":{\"iops-totl\":1}}",
+            "400 ",
+            "limits: 'iops-totl' is not a limit",
+        ),
+        (
+            disk,
+            "{\"limits\":{\"iops-total\":1,\"iops-read\":1}}",
+            "400 ",
+            "not both",
+        ),
+        (disk, "{\"limits\":{\"iops-total\":\"1\"}}", "400 ", "line 1"),
+        (
+            disk,
+            "{\"prefetch\":{\"memory\":1}}",
+            "400 ",
+            "prefetch: memory: give 512 KiB at least",
+        ),
+        (
+            disk,
+            "{\"prefetch\":{\"ahead\":0}}",
+            "400 ",
+            "prefetch: ahead: give 4 KiB",
+        ),
+        (disk, "[]", "400 ", "the body is no {\"limits\":"),
+        (disk, "{\"cache\":[\"wt\"]}", "400 ", "the body is no {\"limits\":"),
+        (disk, "", "400 ", "the body is no {\"limits\":"),
+        (disk, &long, "400 ", "length limit"),
+        ("/v1/disks/1", "{}", "404 ", "there is no disk '1' here; there is 0"),
+        ("/v1/disks/0/", "{}", "404 ", "there is no /v1/disks/0/ here"),
     ] {
-        let (head, answer) = put(path, body);
+        let (head, answer) = patch(path, body);
         assert!(head.starts_with(&format!("HTTP/1.1 {status}")), "{path} {body}: {head}");
         let answer: Value = serde_json::from_str(&answer).expect("JSON");
         let error = answer["error"].as_str().expect("an error");
         assert!(error.contains(part), "{path} {body}: {error}");
     }
-    let (head, _) = served.curl(&["http://localhost/v1/disks/0/cache"]);
+    let (head, _) = served.curl(&["http://localhost/v1/disks/0", "-X", "PUT"]);
     assert!(
-        head.starts_with("HTTP/1.1 405 ") && head.contains("\r\nallow: PUT"),
+        head.starts_with("HTTP/1.1 405 ") && head.contains("\r\nallow: GET, HEAD, PATCH"),
         "{head}"
     );
-    assert_eq!(served.disk()["cache"], Value::Null);
+    let (head, answer) = served.curl(&["http://localhost/v1/reload", "-X", "POST"]);
+    assert!(
+        head.starts_with("HTTP/1.1 409 ") && answer.contains("command line"),
+        "{head}: {answer}"
+    );
+    let told = served.disk();
+    assert_eq!((&told["cache"], &told["limits"]), (&Value::Null, &json!({})));
+    assert_eq!(told["prefetch"]["memory_limit"], 4 << 20);
+}
+
+#[test]
+fn what_a_guest_asks_for_is_counted_to_the_byte() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 16 << 20);
+    let served = Served::start(folder, &disk, &[]);
+    served.io(&[
+        "read 0 4k",
+        "read 4k 8k",
+        "write -P 1 1M 64k",
+        "write -z 2M 1M",
+        "discard 4M 2M",
+        "flush",
+    ]);
+    let requests = served.disk()["requests"].clone();
+    let of = |kind: &str| {
+        let of = &requests[kind];
+        assert_eq!(of["errors"], 0, "{kind}: {requests}");
+        (
+            of["count"].as_u64().expect("a number"),
+            of["bytes"].as_u64().expect("a number"),
+        )
+    };
+    assert_eq!(of("read"), (2, 12 << 10));
+    assert_eq!(of("write"), (1, 64 << 10));
+    assert_eq!(of("write_zeroes"), (1, 1 << 20));
+    assert_eq!(of("discard"), (1, 2 << 20));
+    // qemu-io flushes when it ends, too.
+    assert!(of("flush").0 >= 1, "{requests}");
+    assert_eq!(requests["under_way"], 0);
+    // Whatever has waited for the disk is timed.
+    let (write, busy) = (&requests["write"]["latency"], &requests["busy_ns"]);
+    assert!(write["sum_ns"].as_u64() <= busy.as_u64(), "{requests}");
+}
+
+#[test]
+fn limits_and_read_ahead_change_while_the_disk_is_used() {
+    let disk = on_disk();
+    let served = Served::of_data(&disk);
+    let patch = |body: Value| {
+        let (head, answer) = served.curl(&[
+            "http://localhost/v1/disks/0",
+            "-X",
+            "PATCH",
+            "--data-binary",
+            &body.to_string(),
+        ]);
+        assert!(head.starts_with("HTTP/1.1 200 "), "{body}: {head} {answer}");
+        serde_json::from_str::<Value>(&answer).expect("JSON")
+    };
+    let limits = json!({"iops-total": 20, "bps-read": 1 << 20});
+    assert_eq!(patch(json!({"limits": limits}))["limits"], limits);
+    let begun = Instant::now();
+    served.io(&["read 0 4k"; 60]);
+    assert!(begun.elapsed() > Duration::from_secs(1), "60 reads at 20 a second");
+    assert_eq!(patch(json!({"limits": {}}))["limits"], json!({}));
+    served.read_in_order(256);
+    let before = served.prefetch();
+    assert!(before.get("fetched") > 0, "{}", before.0);
+    let off = patch(json!({"prefetch": {"memory": 0}}));
+    assert_eq!(off["prefetch"]["memory_limit"], 0);
+    served.read_in_order(256);
+    let after = served.prefetch();
+    assert_eq!(after.get("fetched"), before.get("fetched"), "{}", after.0);
+    patch(json!({"prefetch": {"memory": 8 << 20, "ahead": 64 << 10}}));
+    served.read_in_order(256);
+    let again = served.prefetch();
+    assert!(again.get("fetched") > before.get("fetched"), "{}", again.0);
+    assert_eq!((again.get("memory_limit"), again.get("ahead")), (8 << 20, 64 << 10));
+}
+
+#[test]
+fn events_are_told_as_they_happen_and_those_before_to_who_comes_later() {
+    let folder = on_tmpfs();
+    let disk = image(folder.path(), 1 << 20);
+    let mut served = Served::start(folder, &disk, &[]);
+    let listen = |last: &str| {
+        let mut client = UnixStream::connect(served.control()).expect("connects");
+        let request = format!("GET /v1/events HTTP/1.1\r\nhost: x\r\nlast-event-id: {last}\r\n\r\n");
+        client.write_all(request.as_bytes()).expect("takes it");
+        client.set_read_timeout(Some(LIMIT)).expect("can be set");
+        BufReader::new(client)
+    };
+    let mut id = String::new();
+    let mut until = |listener: &mut BufReader<UnixStream>, part: &str| loop {
+        let mut line = String::new();
+        assert!(
+            listener.read_line(&mut line).expect("told") > 0,
+            "the end comes before {part}"
+        );
+        if let Some(new) = line.strip_prefix("id: ") {
+            id = new.trim().to_owned();
+        }
+        if let Some(event) = line.strip_prefix("data: ")
+            && line.contains(part)
+        {
+            let event: Value = serde_json::from_str(event).expect("JSON");
+            return (event, id.clone());
+        }
+    };
+    let mut first = listen("");
+    let (event, _) = until(&mut first, "serving");
+    assert_eq!(event["level"], "info");
+    let set = |limits: &str| {
+        let body = format!("{{\"limits\":{{\"iops-total\":{limits}}}}}");
+        served.curl(&["http://localhost/v1/disks/0", "-X", "PATCH", "--data-binary", &body]);
+    };
+    set("1000");
+    let (event, last) = until(&mut first, "iops-total=1000");
+    assert_eq!(event["about"]["disk"], text(&disk));
+    set("2000");
+    // Who comes again hears what was in between, and nothing twice.
+    let mut again = listen(&last);
+    let (_, next) = until(&mut again, "iops-total=");
+    let number = |id: &str| id.rsplit_once('-').and_then(|(_, number)| number.parse::<u64>().ok());
+    assert_eq!(number(&next), number(&last).map(|number| number + 1));
+    // Those who take nothing, and those who are too many, do no harm.
+    let crowd: Vec<_> = (0..40).map(|_| listen("")).collect();
+    set("3000");
+    until(&mut first, "iops-total=3000");
+    drop(crowd);
+    let crowd: Vec<_> = (0..40).map(|_| listen("")).collect();
+    served.process.signal(libc::SIGTERM);
+    let ended = served.process.wait(LIMIT).expect("it ends");
+    assert!(ended.success(), "{}", served.process.output());
+    drop(crowd);
 }
 
 #[test]

@@ -492,16 +492,34 @@ impl Stack for Prefetched {
         mut random: Random,
     ) -> BoxFuture<'a, Outcome<Opened>> {
         Box::pin(async move {
-            let options = PrefetchOptions {
-                memory: ByteLen::kib(random.pick(&[64, 96, 160, 1024])),
-                largest_read: ByteLen::kib(random.pick(&[4, 16, 64, 128])),
-                ahead_max: ByteLen::kib(random.pick(&[16, 64, 1024])),
-            };
+            let options = prefetch_options(&mut random);
             let below = self.below.open(on, disks, random).await?;
+            let prefetch = Prefetch::over(on, below.device, options);
+            let (weak, poked, poke_below) = (on.downgrade(), Rc::downgrade(&prefetch), below.poke);
+            let poke: Poke = Rc::new(move |random| match &poke_below {
+                Some(poke_below) if random.chance(500) => poke_below(random),
+                _ => {
+                    if let (Some(on), Some(prefetch)) = (weak.upgrade(), poked.upgrade()) {
+                        let options = prefetch_options(random);
+                        on.spawn(async move { prefetch.set_options(options).await });
+                    }
+                }
+            });
             Ok(Opened {
-                device: Prefetch::over(on, below.device, options),
-                poke: below.poke,
+                device: prefetch,
+                poke: Some(poke),
             })
         })
+    }
+}
+
+fn prefetch_options(random: &mut Random) -> PrefetchOptions {
+    if random.chance(100) {
+        return PrefetchOptions::OFF;
+    }
+    PrefetchOptions {
+        memory: ByteLen::kib(random.pick(&[64, 96, 160, 1024])),
+        largest_read: ByteLen::kib(random.pick(&[4, 16, 64, 128])),
+        ahead_max: ByteLen::kib(random.pick(&[16, 64, 1024])),
     }
 }

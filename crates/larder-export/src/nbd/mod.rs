@@ -29,10 +29,10 @@ use larder_block::event_loop::{Listener, Socket};
 use larder_block::nbd::Signal;
 use larder_block::nbd::transmission::Framing;
 use larder_block::tls::ServerTls;
-use larder_block::{BlockDevice, ByteLen, IoError, Loop};
+use larder_block::{BlockDevice, ByteLen, Loop};
 
+use crate::activity::Activity;
 use crate::clients::Clients;
-use crate::error_log;
 use buffers::Buffers;
 use limits::Memory;
 
@@ -52,6 +52,8 @@ pub struct NbdServerOptions {
     pub tls: Option<ServerTls>,
     /// What the clients are counted with, those of other exports perhaps too.
     pub clients: Option<Rc<Clients>>,
+    /// Where what is asked for is counted, beside what is counted of this server alone.
+    pub activity: Option<Rc<Activity>>,
     /// Clients at a time; more are turned away.
     pub connections_max: usize,
     /// Requests of one client under way at a time; more wait in the socket.
@@ -78,6 +80,7 @@ impl Default for NbdServerOptions {
             read_only: false,
             tls: None,
             clients: None,
+            activity: None,
             connections_max: 64,
             requests_max: 64,
             buffer_len_max: ByteLen::mib(64),
@@ -118,6 +121,7 @@ pub struct NbdServer {
 struct Shared {
     on: Loop,
     device: Rc<dyn BlockDevice>,
+    activity: Rc<Activity>,
     options: NbdServerOptions,
     buffers: Rc<Buffers>,
     memory: Rc<Memory>,
@@ -141,8 +145,6 @@ struct Counters {
     requests: Cell<u64>,
     /// Those refused included.
     failed: Cell<u64>,
-    /// Those that the device failed.
-    device_errors: Cell<u64>,
     bytes_read: Cell<u64>,
     bytes_written: Cell<u64>,
 }
@@ -166,11 +168,6 @@ impl Counters {
         add(&self.failed, 1);
     }
 
-    fn device_failed(&self, error: &IoError) {
-        add(&self.device_errors, 1);
-        error_log::report(self.device_errors.get(), error);
-    }
-
     fn read(&self, len: ByteLen) {
         add(&self.bytes_read, len.get());
     }
@@ -187,6 +184,7 @@ impl NbdServer {
         let shared = Rc::new(Shared {
             on: on.clone(),
             device,
+            activity: options.activity.clone().unwrap_or_else(|| Activity::new(on)),
             buffers: Rc::default(),
             memory: Memory::new(options.memory_max.as_usize(), options.connections_max),
             options,

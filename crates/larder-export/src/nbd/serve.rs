@@ -14,6 +14,7 @@ use super::connection::Connection;
 use super::handshake::ALLOCATION_CONTEXT;
 use super::limits::Permit;
 use super::reply::{Reply, ReplyBuilder, error_text};
+use crate::activity::Kind;
 
 /// Reads shorter than this are answered with data even where there is a hole: asking for extents costs more.
 const SPARSE_LEN_MIN: u64 = 64 << 10;
@@ -88,6 +89,17 @@ pub(super) fn refuse(connection: &Connection, request: &Request, refused: &Refus
     ReplyBuilder::new(connection.agreed.framing, request).error(refused.0, error_text(refused.0), permit)
 }
 
+/// What is answered to a request that did not fail.
+enum Answer {
+    Done,
+    /// What was read.
+    Data(Buffer),
+    /// What was read, and what it consists of; there are zeros.
+    Sparse(Vec<Run>, Buffer),
+    /// Lengths and states of extents in order.
+    Status(Vec<(u64, u64)>),
+}
+
 /// Does what a request asks and queues the answer. `buffer` is a write's payload, or room for what is read.
 pub(super) async fn execute(
     connection: Rc<Connection>,
@@ -96,27 +108,55 @@ pub(super) async fn execute(
     buffer: Option<Buffer>,
     permit: Permit,
 ) {
-    let reply = match command {
-        Command::Read => read(&connection, &request, buffer, permit).await,
-        Command::BlockStatus => block_status(&connection, &request, permit).await,
-        command => {
-            let result = change(&connection, &request, command, buffer).await;
-            match result {
-                Ok(()) => ReplyBuilder::new(connection.agreed.framing, &request).done(permit),
-                Err(error) => failed(&connection, &request, command, &error, permit),
-            }
-        }
-    };
-    connection.outgoing.push(reply);
+    let shared = &connection.shared;
+    let mut timer = shared.activity.timer();
+    let result = timer.run(carry_out(&connection, &request, command, buffer)).await;
+    if let Some(kind) = kind_of(command) {
+        timer.ended(kind, request.len, result.is_ok());
+    }
+    let builder = ReplyBuilder::new(connection.agreed.framing, &request);
+    connection.outgoing.push(match result {
+        Ok(Answer::Done) => builder.done(permit),
+        Ok(Answer::Data(buffer)) => builder.data(buffer, permit),
+        Ok(Answer::Sparse(runs, buffer)) => sparse_reply(builder, &runs, buffer, permit),
+        Ok(Answer::Status(extents)) => status_reply(builder, &extents, permit),
+        Err(error) => failed(&connection, &request, command, &error, permit),
+    });
+}
+
+/// What a command is counted as, if it is.
+fn kind_of(command: Command) -> Option<Kind> {
+    match command {
+        Command::Read => Some(Kind::Read),
+        Command::Write => Some(Kind::Write),
+        Command::Flush => Some(Kind::Flush),
+        Command::Trim => Some(Kind::Discard),
+        Command::WriteZeroes => Some(Kind::WriteZeroes),
+        Command::Cache | Command::BlockStatus | Command::Disconnect => None,
+    }
+}
+
+async fn carry_out(
+    connection: &Connection,
+    request: &Request,
+    command: Command,
+    buffer: Option<Buffer>,
+) -> IoResult<Answer> {
+    match command {
+        Command::Read => read(connection, request, buffer).await,
+        Command::BlockStatus => block_status(connection, request).await,
+        command => change(connection, request, command, buffer)
+            .await
+            .map(|()| Answer::Done),
+    }
 }
 
 fn failed(connection: &Connection, request: &Request, command: Command, error: &IoError, permit: Permit) -> Reply {
-    let counters = &connection.shared.counters;
-    counters.failed();
+    connection.shared.counters.failed();
     // That zeros are no faster than data is an answer, and the client asked for it.
     let answers = request.flags.contains(CommandFlags::FAST_ZERO) && error.failure() == Failure::Unsupported;
     if !answers {
-        counters.device_failed(error);
+        connection.shared.activity.report(error);
     }
     let writes = matches!(command, Command::Write | Command::WriteZeroes);
     let number = error_of(error.failure(), writes);
@@ -177,10 +217,9 @@ async fn cache(connection: &Connection, range: ByteRange, buffer: &mut Buffer) -
     Ok(())
 }
 
-async fn read(connection: &Connection, request: &Request, buffer: Option<Buffer>, permit: Permit) -> Reply {
-    let reply = ReplyBuilder::new(connection.agreed.framing, request);
+async fn read(connection: &Connection, request: &Request, buffer: Option<Buffer>) -> IoResult<Answer> {
     let Some(mut buffer) = buffer else {
-        return reply.done(permit);
+        return Ok(Answer::Done);
     };
     let range = range_of(request);
     connection.shared.counters.read(range.len);
@@ -193,16 +232,12 @@ async fn read(connection: &Connection, request: &Request, buffer: Option<Buffer>
         Vec::new()
     };
     if runs.iter().all(|run| !run.zero) {
-        let device = &connection.shared.device;
-        return match device.read(range.start, ReadBuf::new(&mut buffer)).await {
-            Ok(()) => reply.data(buffer, permit),
-            Err(error) => failed(connection, request, Command::Read, &error, permit),
-        };
+        let target = ReadBuf::new(&mut buffer);
+        connection.shared.device.read(range.start, target).await?;
+        return Ok(Answer::Data(buffer));
     }
-    match read_runs(connection, range, &runs, &mut buffer).await {
-        Ok(()) => sparse_reply(reply, &runs, buffer, permit),
-        Err(error) => failed(connection, request, Command::Read, &error, permit),
-    }
+    read_runs(connection, range, &runs, &mut buffer).await?;
+    Ok(Answer::Sparse(runs, buffer))
 }
 
 /// A part of a read that is all data or all zeros; counted from the start of the read.
@@ -261,7 +296,7 @@ fn sparse_reply(mut reply: ReplyBuilder<'_>, runs: &[Run], buffer: Buffer, permi
     reply.finish(Some(buffer), permit)
 }
 
-async fn block_status(connection: &Connection, request: &Request, permit: Permit) -> Reply {
+async fn block_status(connection: &Connection, request: &Request) -> IoResult<Answer> {
     const { assert!(STATUS_EXTENTS_MAX <= STATUS_DESCRIPTORS_MAX as usize) };
     let one = request.flags.contains(CommandFlags::REQ_ONE);
     let limit = if one { 1 } else { STATUS_EXTENTS_MAX };
@@ -270,10 +305,7 @@ async fn block_status(connection: &Connection, request: &Request, permit: Permit
         // Lengths have 32 bits there, in requests too; a merged extent cannot be longer than the request.
         range.len = range.len.min(ByteLen::new(u64::from(u32::MAX)));
     }
-    let found = match connection.shared.device.extents(range, limit).await {
-        Ok(found) => found,
-        Err(error) => return failed(connection, request, Command::BlockStatus, &error, permit),
-    };
+    let found = connection.shared.device.extents(range, limit).await?;
     let mut extents: Vec<(u64, u64)> = Vec::with_capacity(found.len());
     for extent in found.iter().take(limit) {
         let state = match extent.kind {
@@ -287,7 +319,10 @@ async fn block_status(connection: &Connection, request: &Request, permit: Permit
             _ => extents.push((len, state)),
         }
     }
-    let mut reply = ReplyBuilder::new(connection.agreed.framing, request);
-    reply.status_chunk(ALLOCATION_CONTEXT, &extents);
+    Ok(Answer::Status(extents))
+}
+
+fn status_reply(mut reply: ReplyBuilder<'_>, extents: &[(u64, u64)], permit: Permit) -> Reply {
+    reply.status_chunk(ALLOCATION_CONTEXT, extents);
     reply.finish(None, permit)
 }

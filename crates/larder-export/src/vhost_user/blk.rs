@@ -5,6 +5,7 @@ use larder_block::{
 };
 
 use super::ring::Chain;
+use crate::activity::Kind;
 
 /// The unit of sectors in virtio-blk, whatever the block size.
 const SECTOR_BYTES: u64 = 512;
@@ -141,22 +142,12 @@ pub struct Outcome {
     pub written: u32,
     /// The error to log, if there was one of ours.
     pub error: Option<IoError>,
-    /// What it was, for statistics.
-    pub kind: Kind,
+    /// What it was, if that is counted.
+    pub kind: Option<Kind>,
     /// Bytes of data moved.
     pub bytes: u64,
-}
-
-/// What a request was.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub enum Kind {
-    Read,
-    Write,
-    Flush,
-    Discard,
-    WriteZeroes,
-    Other,
+    /// Whether it has done what was asked.
+    pub succeeded: bool,
 }
 
 /// A request's header: 16 bytes that the device reads.
@@ -183,8 +174,9 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
         return Outcome {
             written: 0,
             error: None,
-            kind: Kind::Other,
+            kind: None,
             bytes: 0,
+            succeeded: false,
         };
     }
     readable.copy_to_slice(&mut header);
@@ -210,7 +202,8 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
         written: u32::try_from(data_written + 1).unwrap_or(u32::MAX),
         error,
         kind,
-        bytes: if code == S_OK { bytes } else { 0 },
+        bytes,
+        succeeded: code == S_OK,
     }
 }
 
@@ -234,14 +227,14 @@ async fn carry_out(
     header: &Header,
     data_in: ReadBuf<'_>,
     data_out: WriteBuf<'_>,
-) -> (Kind, u64, Result<(), Refusal>) {
+) -> (Option<Kind>, u64, Result<(), Refusal>) {
     match header.kind {
         T_IN => {
             let result = match start_of(header.sector, data_in.len()) {
                 Ok(start) => device.read(start, data_in).await.map_err(Refusal::from),
                 Err(refusal) => Err(refusal),
             };
-            (Kind::Read, data_in.len() as u64, result)
+            (Some(Kind::Read), data_in.len() as u64, result)
         }
         T_OUT => {
             let flags = WriteFlags {
@@ -251,17 +244,23 @@ async fn carry_out(
                 Ok(start) => device.write(start, data_out, flags).await.map_err(Refusal::from),
                 Err(refusal) => Err(refusal),
             };
-            (Kind::Write, data_out.len() as u64, result)
+            (Some(Kind::Write), data_out.len() as u64, result)
         }
-        T_FLUSH => (Kind::Flush, 0, device.flush().await.map_err(Refusal::from)),
+        T_FLUSH => (Some(Kind::Flush), 0, device.flush().await.map_err(Refusal::from)),
         T_GET_ID => {
             let len = data_in.len().min(SERIAL_BYTES);
             data_in.copy_from_slice(&state.serial[..len]);
-            (Kind::Other, 0, Ok(()))
+            (None, 0, Ok(()))
         }
-        T_DISCARD => segments(device, Kind::Discard, data_out, !state.write_cache).await,
-        T_WRITE_ZEROES => segments(device, Kind::WriteZeroes, data_out, !state.write_cache).await,
-        _ => (Kind::Other, 0, Err(Refusal::Unsupported)),
+        T_DISCARD => {
+            let (bytes, result) = segments(device, Kind::Discard, data_out, !state.write_cache).await;
+            (Some(Kind::Discard), bytes, result)
+        }
+        T_WRITE_ZEROES => {
+            let (bytes, result) = segments(device, Kind::WriteZeroes, data_out, !state.write_cache).await;
+            (Some(Kind::WriteZeroes), bytes, result)
+        }
+        _ => (None, 0, Err(Refusal::Unsupported)),
     }
 }
 
@@ -274,16 +273,11 @@ fn start_of(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {
 }
 
 /// Discards or zeroes each segment in turn: sector (u64), count of sectors (u32), flags (u32, bit 0: may unmap).
-async fn segments(
-    device: &dyn BlockDevice,
-    kind: Kind,
-    list: WriteBuf<'_>,
-    fua: bool,
-) -> (Kind, u64, Result<(), Refusal>) {
+async fn segments(device: &dyn BlockDevice, kind: Kind, list: WriteBuf<'_>, fua: bool) -> (u64, Result<(), Refusal>) {
     let mut total = 0;
     let count = list.len() / SEGMENT_BYTES;
     if !list.len().is_multiple_of(SEGMENT_BYTES) || count == 0 || count > SEGMENTS_MAX as usize {
-        return (kind, 0, Err(Refusal::Malformed));
+        return (0, Err(Refusal::Malformed));
     }
     for index in 0..count {
         let mut raw = [0; SEGMENT_BYTES];
@@ -293,12 +287,12 @@ async fn segments(
         let flags = u32::from_le_bytes([f0, f1, f2, f3]);
         let unmap = flags & 1 != 0;
         if flags & !1 != 0 || (unmap && kind == Kind::Discard) {
-            return (kind, total, Err(Refusal::Unsupported));
+            return (total, Err(Refusal::Unsupported));
         }
         let len = ByteLen::new(u64::from(sectors) * SECTOR_BYTES);
         let range = match start_of(u64::from_le_bytes(sector), 0) {
             Ok(start) if sectors <= SEGMENT_SECTORS_MAX => ByteRange { start, len },
-            _ => return (kind, total, Err(Refusal::Malformed)),
+            _ => return (total, Err(Refusal::Malformed)),
         };
         let result = if kind == Kind::Discard {
             device.discard(range).await
@@ -311,9 +305,9 @@ async fn segments(
             device.write_zeroes(range, flags).await
         };
         if let Err(error) = result {
-            return (kind, total, Err(error.into()));
+            return (total, Err(error.into()));
         }
         total += len.get();
     }
-    (kind, total, Ok(()))
+    (total, Ok(()))
 }

@@ -24,11 +24,11 @@ use std::time::Duration;
 use larder_block::event_loop::{Listener, Socket};
 use larder_block::{BlockDevice, ByteLen, Loop};
 
-pub use queue::Statistics;
 pub use session::SessionError;
 
+use crate::activity::Activity;
 use crate::clients::Clients;
-use queue::{Shared, add};
+use queue::Shared;
 use session::Session;
 
 /// The most queues that a disk offers; QEMU takes as many as its `num-queues` says.
@@ -133,11 +133,16 @@ pub struct VhostUserServer {
 }
 
 impl VhostUserServer {
-    /// A server for `device`, on the device's own loop.
+    /// A server for `device`, on the device's own loop. What it is asked for is counted in `activity`.
     ///
     /// # Errors
     /// The options are out of range.
-    pub fn new(on: &Loop, device: Rc<dyn BlockDevice>, options: &VhostUserOptions) -> Result<Rc<Self>, OptionsError> {
+    pub fn new(
+        on: &Loop,
+        device: Rc<dyn BlockDevice>,
+        options: &VhostUserOptions,
+        activity: &Rc<Activity>,
+    ) -> Result<Rc<Self>, OptionsError> {
         let serial = options.check()?;
         let size = device.geometry().size;
         let rest = size.get() % u64::from(options.block_size);
@@ -159,7 +164,7 @@ impl VhostUserServer {
                 write_cache: Cell::new(true),
                 driver_flushes: Cell::new(true),
                 dirty_log: RefCell::new(None),
-                statistics: Statistics::default(),
+                activity: Rc::clone(activity),
             }),
             queues: options.queues,
             current: RefCell::new(None),
@@ -171,11 +176,6 @@ impl VhostUserServer {
     /// Counts front-ends among `clients`, which is said once.
     pub fn count_among(&self, clients: &Rc<Clients>) {
         let _ = self.clients.set(Rc::clone(clients));
-    }
-
-    /// Counters since the start.
-    pub fn statistics(&self) -> &Statistics {
-        &self.shared.statistics
     }
 
     /// Whether a front-end is connected.
@@ -224,7 +224,6 @@ impl VhostUserServer {
         let _client = self.clients.get().map(Clients::enter);
         let socket = Rc::new(socket);
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
-        add(&self.shared.statistics.connections, 1);
         tracing::info!(disk = %self.shared.device.name(), "front-end connected");
         self.until_it_speaks(&socket).await;
         let mut session = Session::new(&self.on, socket, Rc::clone(&self.shared), self.queues);

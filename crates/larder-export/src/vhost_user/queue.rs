@@ -13,11 +13,11 @@ use std::task::{Poll, Waker};
 use larder_block::event_loop::{Poller, PollerGuard, TaskPool};
 use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
-use super::blk::{self, DiskState, Kind, Outcome, SERIAL_BYTES};
+use super::blk::{self, DiskState, SERIAL_BYTES};
 use super::inflight::InflightQueue;
 use super::memory::{DirtyLog, GuestMemory};
 use super::ring::{Chain, Head, Ring, RingError, RingPosition};
-use crate::error_log;
+use crate::activity::Activity;
 
 /// What all queues of a disk share.
 pub(super) struct Shared {
@@ -34,7 +34,7 @@ pub(super) struct Shared {
     pub(super) driver_flushes: Cell<bool>,
     /// Set while the front-end wants to know what we write.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
-    pub(super) statistics: Statistics,
+    pub(super) activity: Rc<Activity>,
 }
 
 impl Shared {
@@ -58,53 +58,6 @@ impl Shared {
                 self.block_size
             );
         }
-    }
-}
-
-/// Counters of an export. They only grow.
-#[derive(Default, Debug)]
-#[allow(missing_docs)]
-pub struct Statistics {
-    pub reads: Cell<u64>,
-    pub writes: Cell<u64>,
-    pub flushes: Cell<u64>,
-    pub discards: Cell<u64>,
-    pub write_zeroes: Cell<u64>,
-    pub others: Cell<u64>,
-    pub read_bytes: Cell<u64>,
-    pub written_bytes: Cell<u64>,
-    pub errors: Cell<u64>,
-    /// Requests that a killed predecessor had left unanswered.
-    pub resubmitted: Cell<u64>,
-    pub interrupts: Cell<u64>,
-    pub connections: Cell<u64>,
-}
-
-pub(super) fn add(counter: &Cell<u64>, amount: u64) {
-    counter.set(counter.get() + amount);
-}
-
-impl Statistics {
-    fn count(&self, outcome: &Outcome) {
-        match outcome.kind {
-            Kind::Read => {
-                add(&self.reads, 1);
-                add(&self.read_bytes, outcome.bytes);
-            }
-            Kind::Write => {
-                add(&self.writes, 1);
-                add(&self.written_bytes, outcome.bytes);
-            }
-            Kind::Flush => add(&self.flushes, 1),
-            Kind::Discard => add(&self.discards, 1),
-            Kind::WriteZeroes => add(&self.write_zeroes, 1),
-            Kind::Other => add(&self.others, 1),
-        }
-    }
-
-    fn report(&self, error: &larder_block::IoError) {
-        add(&self.errors, 1);
-        error_log::report(self.errors.get(), error);
     }
 }
 
@@ -187,11 +140,16 @@ async fn serve(mut request: Request) {
         serial: &shared.serial,
         write_cache: shared.write_cache.get() && shared.driver_flushes.get(),
     };
+    let mut timer = shared.activity.timer();
     // SAFETY: the request holds the mappings that its chain was translated with.
-    let outcome = unsafe { blk::execute(&*shared.device, state, &request.chain) }.await;
-    shared.statistics.count(&outcome);
+    let outcome = timer
+        .run(unsafe { blk::execute(&*shared.device, state, &request.chain) })
+        .await;
+    if let Some(kind) = outcome.kind {
+        timer.ended(kind, outcome.bytes, outcome.succeeded);
+    }
     if let Some(error) = &outcome.error {
-        shared.statistics.report(error);
+        shared.activity.report(error);
     }
     request.answered = true;
     let chain = std::mem::take(&mut request.chain);
@@ -266,7 +224,6 @@ impl Queue {
             }
         }
         drop((ring, notes));
-        add(&self.shared.statistics.resubmitted, requests.len() as u64);
         for (head, note, chain) in requests {
             self.launch(Rc::clone(&memory), chain, head, note);
         }
@@ -389,7 +346,6 @@ impl Queue {
         if self.ring.borrow_mut().wants_interrupt()
             && let Some(call) = self.call.borrow().as_ref()
         {
-            add(&self.shared.statistics.interrupts, 1);
             // A full counter means that the event is raised already.
             let _ = rustix::io::write(call.as_ref(), &1u64.to_ne_bytes());
         }

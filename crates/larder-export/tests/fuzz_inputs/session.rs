@@ -10,6 +10,7 @@ use std::time::Duration;
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::event_loop::{Socket, yield_now};
 use larder_block::{ByteLen, Loop};
+use larder_export::activity::Activity;
 use larder_export::vhost_user::{VhostUserOptions, VhostUserServer};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::MemfdFlags;
@@ -30,7 +31,7 @@ thread_local! {
         let on = Loop::new(Duration::ZERO).expect("io_uring");
         let device = Rc::new(MemoryDevice::new(ByteLen::new(1 << 20), 512));
         let options = VhostUserOptions { queues: 2, ..VhostUserOptions::default() };
-        let server = VhostUserServer::new(&on, device, &options).expect("sound options");
+        let server = VhostUserServer::new(&on, device, &options, &Activity::new(&on)).expect("sound options");
         Kit { on, server }
     };
 }

@@ -15,6 +15,7 @@ use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf, SizeChanges,
     WriteBuf, WriteFlags, ZeroFlags,
 };
+use larder_export::activity::Activity;
 use larder_export::vhost_user::{VhostUserOptions, VhostUserServer};
 
 /// Size of the test disk in bytes.
@@ -175,7 +176,7 @@ impl Server {
                 serial: "a serial".to_owned(),
                 ..VhostUserOptions::default()
             };
-            let server = VhostUserServer::new(&on, device, &options).expect("sound options");
+            let server = VhostUserServer::new(&on, device, &options, &Activity::new(&on)).expect("sound options");
             while let Ok(stream) = incoming.recv() {
                 let socket = Socket::from_descriptor(&on, stream.into()).expect("a socket");
                 on.block_on(server.serve(socket));

@@ -17,10 +17,11 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
-use super::state::{CacheChange, CacheReplacement, DiskState, Disks};
-use super::{DISKS_PATH, cache_path, flush_path, replace_path};
+use super::state::{DiskState, Disks};
+use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
+use super::{DISKS_PATH, RELOAD_PATH, disk_path, flush_path, replace_path};
 use crate::disk::CacheWork;
-use crate::image::{absolute, cache_mode_name};
+use crate::image::absolute;
 
 /// How long an answer may take.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -83,39 +84,56 @@ pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
     ask_in_time(path, &Question::Disks)
 }
 
-/// Has the cache of a disk, by its number in what [`fetch_disks`] tells, do something; how the disk is then. If that takes
-/// long, it may not have ended yet: [`CacheState::flush`](super::state::CacheState) says so.
+/// What is to be changed of a disk.
+#[derive(Clone, Debug)]
+pub enum Change {
+    /// What it is set to.
+    Settings(DiskPatch),
+    /// Its cache does something.
+    Cache(CacheWork),
+}
+
+/// Has a disk change, by its name, or its number in what [`fetch_disks`] tells; how the disk is then. If that takes long, it may not have
+/// ended yet: [`CacheState::flush`](super::state::CacheState) says so.
 ///
 /// # Errors
 /// See [`FetchError`].
-pub fn change_cache(path: &Path, disk: usize, work: CacheWork) -> Result<DiskState, FetchError> {
-    Ok(ask_in_time(path, &Question::ChangeCache(disk, work))?.1)
+pub fn change_disk(path: &Path, disk: &str, change: Change) -> Result<DiskState, FetchError> {
+    Ok(ask_in_time(path, &Question::Change(disk.to_owned(), change))?.1)
+}
+
+/// Has the server read the VM's file again; what it says of that, and that as far as this program knows it.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn reload(path: &Path) -> Result<(Value, Reloaded), FetchError> {
+    ask_in_time(path, &Question::Reload)
 }
 
 /// What is asked for.
 enum Question {
     Disks,
-    ChangeCache(usize, CacheWork),
+    Change(String, Change),
+    Reload,
 }
 
 impl Question {
     fn request(&self) -> Result<Request<Full<Bytes>>, hyper::http::Error> {
         let (request, body) = match self {
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
-            Self::ChangeCache(disk, CacheWork::Flush) => (Request::post(flush_path(*disk)), Bytes::new()),
-            Self::ChangeCache(disk, CacheWork::Replace(by)) => {
+            Self::Reload => (Request::post(RELOAD_PATH), Bytes::new()),
+            Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),
+            Self::Change(disk, Change::Cache(CacheWork::Replace(by))) => {
                 let body = CacheReplacement {
                     // The server may be in another folder.
                     with: by.file.as_ref().map(absolute),
                     size: by.size.map(ByteLen::get),
                     lose_dirty: by.lose_dirty,
                 };
-                (Request::post(replace_path(*disk)), json!(body).to_string().into())
+                (Request::post(replace_path(disk)), json!(body).to_string().into())
             }
-            Self::ChangeCache(disk, CacheWork::SetMode(mode)) => {
-                let mode = cache_mode_name(*mode).to_owned();
-                let body = json!(CacheChange { mode }).to_string();
-                (Request::put(cache_path(*disk)), body.into())
+            Self::Change(disk, Change::Settings(patch)) => {
+                (Request::patch(disk_path(disk)), json!(patch).to_string().into())
             }
         };
         request.header(HOST, "localhost").body(Full::new(body))

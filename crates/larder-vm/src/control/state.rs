@@ -1,24 +1,52 @@
 //! What the control socket tells; the fields of its JSON are named as these are. Sizes are in bytes. Numbers of what has
 //! been done count from the start of the server.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
+use larder_block::ByteLen;
+use larder_block::filter::throttle::Limits;
 use larder_block::histogram::{Bucket, Histogram, quantile};
-use larder_block::{ByteLen, Geometry};
-use larder_prefetch::{PrefetchOptions, Statistics};
+use larder_export::activity::{Activity, Kind};
+use larder_prefetch::Prefetch;
 use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
-use crate::image::{CachePlace, Format, ImageAddress, absolute, cache_mode_name};
+use crate::image::{CachePlace, Format, absolute, cache_mode_name};
+use crate::limits::{self, LimitsTextError, parse_limits};
+
+/// The answer to `GET /v1`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ServerState {
+    /// The VM's name; `null` for `larder disk serve`.
+    pub vm: Option<String>,
+    /// The file that describes the VM, an absolute path, if there is one.
+    pub file: Option<String>,
+    /// The version of Larder.
+    pub version: String,
+    /// The number of the process.
+    pub pid: u32,
+    /// When it was started, in milliseconds since 1970 (UTC).
+    pub started_ms: u64,
+}
+
+/// Why something is not done: the body of every answer that is not 200 or 202.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Failure {
+    /// For people.
+    pub error: String,
+}
 
 /// The answer to `GET /v1/disks`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Disks {
     /// All that the process serves.
     pub disks: Vec<DiskState>,
 }
 
 /// A disk.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskState {
     /// What its VM calls it, if it is one of a VM.
     #[serde(default)]
@@ -33,38 +61,139 @@ pub struct DiskState {
     pub block_size: u32,
     /// Whether changes are refused.
     pub read_only: bool,
-    /// What read-ahead has done; `None` if nothing is read ahead.
+    /// When all this was so: the time since the disk was opened, in nanoseconds.
+    pub time_ns: u64,
+    /// Where it is served.
+    pub exports: ExportsState,
+    /// What it was asked for.
+    pub requests: RequestsState,
+    /// What it may do per second.
+    pub limits: LimitsState,
+    /// What read-ahead has done; `None` if the disk is shared, and nothing is read ahead.
     pub prefetch: Option<PrefetchState>,
     /// What its cache has done; `None` if it has none.
     #[serde(default)]
     pub cache: Option<CacheState>,
 }
 
-impl DiskState {
-    pub(crate) fn new(
-        name: Option<&str>,
-        image: &ImageAddress,
-        format: Format,
-        geometry: Geometry,
-        block_size: u32,
-        prefetch: Option<PrefetchState>,
-        cache: Option<CacheState>,
-    ) -> Self {
+/// Where a disk is served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ExportsState {
+    /// As vhost-user-blk, if it is.
+    pub vhost_user: Option<VhostUserState>,
+    /// As NBD, if it is.
+    pub nbd: Option<NbdState>,
+}
+
+/// A disk served as vhost-user-blk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct VhostUserState {
+    /// The path of its socket; of one that was inherited `fd`, and its number.
+    pub socket: String,
+    /// Whether a front-end, as QEMU is one, is connected.
+    pub connected: bool,
+}
+
+/// A disk served as NBD.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct NbdState {
+    /// Its URI, for clients.
+    pub uri: String,
+    /// Clients that are connected.
+    pub clients: u64,
+}
+
+/// What a disk was asked for by its guest, and by the clients of its NBD server. Other NBD requests than these (to cache,
+/// and block status) are not counted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RequestsState {
+    /// To read.
+    pub read: RequestCounts,
+    /// To write.
+    pub write: RequestCounts,
+    /// To make durable what was written.
+    pub flush: RequestCounts,
+    /// To free space.
+    pub discard: RequestCounts,
+    /// To write zeroes.
+    pub write_zeroes: RequestCounts,
+    /// Requests that are under way.
+    pub under_way: u64,
+    /// For how long there were any under way, in nanoseconds.
+    pub busy_ns: u64,
+}
+
+/// Requests of one kind.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RequestCounts {
+    /// Those that have ended, also those that failed.
+    pub count: u64,
+    /// Bytes read, written, freed or zeroed by those that did not fail.
+    pub bytes: u64,
+    /// Those that failed.
+    pub errors: u64,
+    /// How long they took. Those that wait for nothing are not all timed, so that its count is about the one above.
+    pub latency: Latency,
+}
+
+impl RequestsState {
+    pub(crate) fn new(activity: &Activity) -> Self {
+        let of = |kind| {
+            let counts = activity.of(kind);
+            RequestCounts {
+                count: counts.requests,
+                bytes: counts.bytes,
+                errors: counts.errors,
+                latency: Latency::new(&counts.times),
+            }
+        };
         Self {
-            name: name.map(str::to_owned),
-            image: image.to_string(),
-            format,
-            size: geometry.size.get(),
-            block_size,
-            read_only: geometry.read_only,
-            prefetch,
-            cache,
+            read: of(Kind::Read),
+            write: of(Kind::Write),
+            flush: of(Kind::Flush),
+            discard: of(Kind::Discard),
+            write_zeroes: of(Kind::WriteZeroes),
+            under_way: activity.under_way().into(),
+            busy_ns: nanos(activity.busy()),
         }
     }
 }
 
+/// What a disk may do per second: limits by the names that QEMU has for them (`iops-total`, `bps-read-max`); what is not
+/// limited is left out. Sizes are in bytes, lengths of bursts in seconds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(transparent)]
+pub struct LimitsState(pub BTreeMap<String, u64>);
+
+impl LimitsState {
+    pub(crate) fn new(limits: Limits) -> Self {
+        let all = limits::named(&limits);
+        Self(all.map(|(name, value)| (name.to_owned(), value)).collect())
+    }
+
+    /// The limits.
+    ///
+    /// # Errors
+    /// There is none of that name, or they make no sense.
+    pub fn limits(&self) -> Result<Limits, LimitsTextError> {
+        parse_limits(&self.to_string())
+    }
+}
+
+impl fmt::Display for LimitsState {
+    /// As they are written on the command line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all: Vec<String> = self.0.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        f.write_str(&all.join(","))
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// What a cache has done, and holds; see [`larder_cache::Statistics`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CacheState {
     /// The file, block device or NBD export that it is on; of a path the absolute one.
     pub file: String,
@@ -146,7 +275,7 @@ pub struct CacheState {
 }
 
 /// How far the disk has got all that only its cache had.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FlushState {
     /// It is being written.
     pub running: bool,
@@ -155,7 +284,7 @@ pub struct FlushState {
 }
 
 /// What a cache of another size would do.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MissRatio {
     /// Bytes of the disk that it can hold.
     pub capacity: u64,
@@ -164,7 +293,7 @@ pub struct MissRatio {
 }
 
 /// How long something took, of all requests since the start of the server; times in nanoseconds.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Latency {
     /// Requests.
     pub count: u64,
@@ -177,7 +306,7 @@ pub struct Latency {
 }
 
 /// Requests that took about as long.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LatencyBucket {
     /// They took less than this, and not less than the bucket before; `None`: there is no bound.
     pub below_ns: Option<u64>,
@@ -187,7 +316,6 @@ pub struct LatencyBucket {
 
 impl Latency {
     fn new(of: &Histogram) -> Self {
-        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let bucket = |bucket: Bucket| LatencyBucket {
             below_ns: bucket.below.map(nanos),
             count: bucket.count,
@@ -216,31 +344,8 @@ impl Latency {
     }
 }
 
-/// What is wished of a disk's cache: the body of `PUT /v1/disks/NUMBER/cache`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct CacheChange {
-    /// What shall be done with writes, as `--cache-mode` has it.
-    pub mode: String,
-}
-
-/// What a cache shall be replaced by: the body of `POST /v1/disks/NUMBER/cache/replace`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct CacheReplacement {
-    /// The file, block device or NBD export that the new one is on, a path from the root on; `None`: where the old one is.
-    #[serde(default)]
-    pub with: Option<String>,
-    /// Bytes of its file if that is made; `None`: as many as the old one has.
-    #[serde(default)]
-    pub size: Option<u64>,
-    /// Whether what only the old one has may be lost.
-    #[serde(default)]
-    pub lose_dirty: bool,
-}
-
 /// Whether a cache works.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheHealth {
     /// It does.
@@ -294,7 +399,7 @@ impl CacheState {
             cache_written: done.cache_written,
             read_errors: done.read_errors,
             write_errors: done.write_errors,
-            endurance: cache.endurance.map(ByteLen::get),
+            endurance: cache.layer.endurance().map(ByteLen::get),
             miss_ratios: miss_ratios.collect(),
             hit_latency: Latency::new(&cache.layer.hit_latency()),
             miss_latency: Latency::new(&cache.layer.miss_latency()),
@@ -303,12 +408,16 @@ impl CacheState {
 }
 
 /// What read-ahead has done, and holds; see [`Statistics`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PrefetchState {
     /// Bytes of memory taken, tables included.
     pub memory: u64,
-    /// Bytes of memory that it may take.
+    /// Bytes of memory that it may take; 0: nothing is read ahead.
     pub memory_limit: u64,
+    /// By how many bytes it reads ahead at most.
+    pub ahead: u64,
+    /// Reads of more bytes than this are not read ahead of.
+    pub largest_read: u64,
     /// Bytes fetched.
     pub fetched: u64,
     /// Bytes of them that were read, each counted once.
@@ -334,7 +443,7 @@ pub struct PrefetchState {
 }
 
 /// Numbers of streams: readers that can be foreseen.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StreamCounts {
     /// Those for which there is something in memory.
     pub now: u64,
@@ -347,10 +456,13 @@ pub struct StreamCounts {
 }
 
 impl PrefetchState {
-    pub(crate) fn new(options: PrefetchOptions, done: Statistics) -> Self {
+    pub(crate) fn new(prefetch: &Prefetch) -> Self {
+        let (options, done) = (prefetch.options(), prefetch.statistics());
         Self {
             memory: done.memory,
             memory_limit: options.memory.get(),
+            ahead: options.ahead_max.get(),
+            largest_read: options.largest_read.get(),
             fetched: done.fetched,
             used: done.used,
             wasted: done.wasted,

@@ -289,7 +289,6 @@ impl Prepared {
             size: self.fast.geometry().size,
             fast: self.fast,
             file: self.wish.file,
-            endurance: self.wish.endurance,
             note,
             lock: RefCell::new(self.lock),
         })

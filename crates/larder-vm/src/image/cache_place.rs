@@ -111,7 +111,7 @@ impl CachePlace {
             size: by.size.or_else(|| cache::is_empty(file).then_some(old.size)),
             line: None,
             mode: Some(old.layer.mode()),
-            endurance: old.endurance,
+            endurance: old.layer.endurance(),
             force: false,
             exactly: true,
         };

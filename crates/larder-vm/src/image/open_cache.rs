@@ -18,8 +18,6 @@ pub struct OpenCache {
     pub file: ImageAddress,
     /// How large that is.
     pub size: ByteLen,
-    /// What may be written to it in a day.
-    pub endurance: Option<ByteLen>,
     pub(super) fast: Rc<dyn BlockDevice>,
     pub(super) note: Made,
     /// As long as nobody else may use it.

@@ -8,6 +8,7 @@
 use larder_block::Loop;
 use larder_block::backend::file::{HeldFile, OpenError};
 use larder_block::backend::image_lock::LockError;
+use larder_export::activity::Activity;
 use larder_export::vhost_user::{OptionsError, VhostUserServer};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
@@ -177,7 +178,8 @@ async fn open(
         advice: advice(&source, disk, given_by),
         source,
     })?;
-    VhostUserServer::new(on, device, &disk.vhost_user_options()).map_err(|source| CheckError::Options {
+    let activity = Activity::new(on);
+    VhostUserServer::new(on, device, &disk.vhost_user_options(), &activity).map_err(|source| CheckError::Options {
         image: disk.image.clone(),
         source,
     })

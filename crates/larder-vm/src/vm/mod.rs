@@ -2,20 +2,23 @@
 //! describes the VM.
 //!
 //! Invariants:
-//! - Either all is served that the file says, or nothing, and nothing is left behind.
+//! - At first either all is served that the file says, or nothing, and nothing is left behind. When the file is read again,
+//!   what it says of a disk is done as far as that can be while the disk is used; all that cannot is told.
 //! - What one disk does holds up no other one: they share the control socket's thread and nothing else.
 
 pub mod config;
+mod reload;
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::Sender;
-use std::thread::JoinHandle;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvError, Sender};
 
 use config::VmConfig;
 use larder_block::event_loop::SocketAddress;
 
-use crate::control::{ControlError, ControlServer, ControlSocket};
-use crate::disk::{Disk, DiskError, StopSignal};
+use crate::control::{ControlError, ControlServer, ControlSocket, ReloadReply, Subject};
+use crate::disk::{Disk, DiskError, DiskInquiry, StopSignal};
 use crate::exports::Places;
 use crate::listen::{Inherited, SocketFile, same_place};
 use crate::runtime_folder::{self, runtime_folder};
@@ -39,102 +42,202 @@ pub enum VmError {
 
 /// A VM that is served.
 pub struct Vm {
-    disks: Vec<VmDiskAtWork>,
+    /// What describes it, and what it is like now.
+    file: PathBuf,
+    config: VmConfig,
+    inherited: Inherited,
+    disks: Vec<DiskAtWork>,
+    subject: Arc<Subject>,
+    /// Ends after the disks.
     _control: ControlServer,
+    orders: Receiver<Order>,
+    orderer: VmOrders,
 }
 
-struct VmDiskAtWork {
+/// A disk, which a thread waits for.
+struct DiskAtWork {
     name: String,
-    disk: Disk,
+    inquiry: DiskInquiry,
+    places: Places,
+    stop: StopSignal,
+    /// It is not wanted any more, and ends.
+    leaves: bool,
+}
+
+/// Something for the VM's thread to do.
+enum Order {
+    Stop,
+    Reload(Option<ReloadReply>),
+    /// A disk has ended.
+    Ended(String, Result<(), DiskError>),
+}
+
+/// Tells a VM what to do, from any thread.
+#[derive(Clone)]
+pub struct VmOrders(Sender<Order>);
+
+impl VmOrders {
+    /// End.
+    pub fn stop(&self) {
+        // One that has ended needs no telling.
+        let _ = self.0.send(Order::Stop);
+    }
+
+    /// Read the file again, and change what can be changed now.
+    pub fn reload(&self) {
+        let _ = self.0.send(Order::Reload(None));
+    }
+}
+
+/// How far a VM has got; for whoever has started it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// So many disks are served.
+    Ready(usize),
+    /// The file is being read again; [`Progress::Ready`] follows.
+    Reloading,
+    /// It ends.
+    Stopping,
 }
 
 impl Vm {
-    /// Serves all that the description says. When this returns, clients can connect.
+    /// Serves all that `file` says, which is read already. When this returns, clients can connect.
     ///
     /// # Errors
     /// See [`VmError`]; nothing is served then.
-    pub fn start(config: &VmConfig, inherited: &Inherited) -> Result<Self, VmError> {
-        check_places(config, inherited)?;
+    pub fn start(file: &Path, config: VmConfig, inherited: Inherited) -> Result<Self, VmError> {
+        check_places(&config, &inherited)?;
         // Where sockets are of which nothing is said. If it cannot be made, those cannot be either, and say so.
         let _ = runtime_folder::make(&runtime_folder(), 0o755);
         // First, so that a second process for the same VM is told so. Who asks waits until there is something to tell.
-        let control = control_socket(config, inherited)?;
-        let mut disks: Vec<VmDiskAtWork> = Vec::with_capacity(config.disks.len());
+        let control = control_socket(&config, &inherited)?;
+        let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
         for wish in &config.disks {
-            let name = wish.name.clone();
-            match Disk::start(wish.config(inherited)) {
-                Ok(disk) => disks.push(VmDiskAtWork { name, disk }),
+            match Disk::start(wish.config(&inherited)) {
+                Ok(disk) => started.push((&wish.name, disk)),
                 Err(source) => {
-                    stop_all(disks);
-                    return Err(VmError::Disk { disk: name, source });
+                    stop_all(started);
+                    let disk = wish.name.clone();
+                    return Err(VmError::Disk { disk, source });
                 }
             }
         }
-        let inquiries = disks.iter().map(|it| it.disk.inquiry()).collect();
-        match ControlServer::start_on(control, inquiries) {
-            Ok(control) => Ok(Self {
-                disks,
-                _control: control,
-            }),
+        let (sender, orders) = mpsc::channel();
+        let orderer = VmOrders(sender);
+        let to_reload = orderer.clone();
+        let reload = Box::new(move |reply| to_reload.0.send(Order::Reload(Some(reply))).is_ok());
+        let inquiries = started.iter().map(|(_, disk)| disk.inquiry()).collect();
+        let subject = Arc::new(Subject::vm(&config.name, file, inquiries, reload));
+        let control = match ControlServer::start_on(control, Arc::clone(&subject)) {
+            Ok(control) => control,
             Err(error) => {
-                stop_all(disks);
-                Err(error.into())
+                stop_all(started);
+                return Err(error.into());
             }
-        }
+        };
+        let disks = started.into_iter().map(|(name, disk)| at_work(name, disk, &orderer));
+        Ok(Self {
+            file: file.to_owned(),
+            disks: disks.collect(),
+            config,
+            inherited,
+            subject,
+            _control: control,
+            orders,
+            orderer,
+        })
     }
 
     /// The disks: what each is called, and where it is served.
     pub fn places(&self) -> impl Iterator<Item = (&str, &Places)> {
-        self.disks.iter().map(|it| (it.name.as_str(), it.disk.places()))
+        self.disks.iter().map(|it| (it.name.as_str(), &it.places))
     }
 
-    /// What stops each of them.
-    pub fn stop_signals(&self) -> Vec<StopSignal> {
-        self.disks.iter().map(|it| it.disk.stop_signal()).collect()
+    /// What tells it what to do.
+    pub fn orders(&self) -> VmOrders {
+        self.orderer.clone()
     }
 
-    /// Waits until all disks have ended. Where one ends by itself, the others are stopped: a VM without one of its disks is
-    /// of no use.
+    /// Does what it is told until all disks have ended. Where one ends by itself, the others are stopped: a VM without one
+    /// of its disks is of no use.
     ///
     /// # Errors
     /// Why the first one that did not end as it should did so.
-    pub fn wait(self) -> Result<(), VmError> {
-        let stops = self.stop_signals();
-        let (tell, ended) = std::sync::mpsc::channel();
-        let threads: Vec<_> = self.disks.into_iter().map(|it| wait_for(it, tell.clone())).collect();
-        drop(tell);
+    pub fn run(mut self, tell: impl Fn(Progress)) -> Result<(), VmError> {
+        tell(Progress::Ready(self.disks.len()));
         let mut result = Ok(());
-        for how in ended {
-            stops.iter().for_each(StopSignal::raise);
-            if let Err(error) = how {
-                match &result {
-                    Ok(()) => result = Err(error),
-                    Err(_) => tracing::error!("{error}"),
+        let mut is_stopping = false;
+        // Orders that came while something else was waited for.
+        let mut before = VecDeque::new();
+        while !self.disks.is_empty() {
+            let next = before.pop_front().map_or_else(|| self.orders.recv(), Ok);
+            let stops = match next {
+                Ok(Order::Reload(reply)) if !is_stopping => {
+                    tell(Progress::Reloading);
+                    self.reload_and_tell(reply, &mut before);
+                    tell(Progress::Ready(self.disks.len()));
+                    false
                 }
+                // Who waits for the answer is told that there is none.
+                Ok(Order::Reload(_)) => false,
+                Ok(Order::Ended(name, how)) => self.has_ended(&name, how, &mut result),
+                // There is one as long as this is.
+                Ok(Order::Stop) | Err(RecvError) => true,
+            };
+            if stops && !is_stopping {
+                is_stopping = true;
+                tell(Progress::Stopping);
+                self.disks.iter().for_each(|disk| disk.stop.raise());
             }
-        }
-        for thread in threads {
-            // It has told how its disk has ended.
-            let _ = thread.join();
         }
         result
     }
+
+    /// A disk has ended; whether the others shall, too.
+    fn has_ended(&mut self, name: &str, how: Result<(), DiskError>, result: &mut Result<(), VmError>) -> bool {
+        let was_to = match self.disks.iter().position(|disk| disk.name == name) {
+            Some(place) => self.disks.remove(place).leaves,
+            None => false,
+        };
+        match how {
+            Ok(()) if was_to => tracing::info!(disk = name, "is not served any more"),
+            Ok(()) => {}
+            Err(source) => {
+                let disk = name.to_owned();
+                let error = VmError::Disk { disk, source };
+                match result {
+                    Ok(()) if !was_to => *result = Err(error),
+                    _ => tracing::error!("{error}"),
+                }
+            }
+        }
+        !was_to
+    }
 }
 
-fn wait_for(it: VmDiskAtWork, tell: Sender<Result<(), VmError>>) -> JoinHandle<()> {
+/// A disk that is started, and whose end is told.
+fn at_work(name: &str, disk: Disk, orders: &VmOrders) -> DiskAtWork {
+    let at_work = DiskAtWork {
+        name: name.to_owned(),
+        inquiry: disk.inquiry(),
+        places: disk.places().clone(),
+        stop: disk.stop_signal(),
+        leaves: false,
+    };
+    let (orders, name) = (orders.clone(), name.to_owned());
     std::thread::spawn(move || {
-        let name = it.name;
-        let ended = it.disk.wait().map_err(|source| VmError::Disk { disk: name, source });
-        // Whoever waits does so until all have told.
-        let _ = tell.send(ended);
-    })
+        let ended = disk.wait();
+        // The VM does not end before all have told.
+        let _ = orders.0.send(Order::Ended(name, ended));
+    });
+    at_work
 }
 
-fn stop_all(disks: Vec<VmDiskAtWork>) {
-    disks.iter().for_each(|it| it.disk.stop_signal().raise());
-    for it in disks {
-        if let Err(error) = it.disk.wait() {
-            tracing::error!("disk {}: {error}", it.name);
+fn stop_all(disks: Vec<(&str, Disk)>) {
+    disks.iter().for_each(|(_, disk)| disk.stop_signal().raise());
+    for (name, disk) in disks {
+        if let Err(error) = disk.wait() {
+            tracing::error!("disk {name}: {error}");
         }
     }
 }

@@ -265,12 +265,12 @@ fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
     served.io(&writes);
     let control = served.control.clone();
     let put = |path: &str, arguments: &[&str]| {
-        let url = format!("http://localhost/v1/disks/0/{path}");
+        let url = format!("http://localhost/v1/disks/0{path}");
         let mut all = vec!["-s", "-i", "--unix-socket", text(&control), &url];
         all.extend(arguments);
         tool("curl", &all)
     };
-    let said = put("cache", &["-X", "PUT", "--data-binary", "{\"mode\":\"wt\"}"]);
+    let said = put("", &["-X", "PATCH", "--data-binary", "{\"cache\":{\"mode\":\"wt\"}}"]);
     let (head, body) = said.split_once("\r\n\r\n").expect("a body");
     assert!(head.starts_with("HTTP/1.1 202 "), "{said}");
     let state: Value = serde_json::from_str(body).expect("JSON");
@@ -286,12 +286,12 @@ fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
     qemu_io("raw", &uri, &reads);
     let served = place.serve(Path::new(&uri), &cache, &[]);
     assert_eq!(served.cache()["mode"], json!("wt"));
-    let said = put("cache/flush", &["-X", "PUT"]);
+    let said = put("/cache/flush", &["-X", "PUT"]);
     assert!(
         said.starts_with("HTTP/1.1 405 ") && said.contains("allow: POST"),
         "{said}"
     );
-    let said = put("cache/flush", &["-X", "POST"]);
+    let said = put("/cache/flush", &["-X", "POST"]);
     assert!(said.starts_with("HTTP/1.1 200 "), "{said}");
 }
 

@@ -1,5 +1,6 @@
 //! `larder vm`: all disks of a VM from one file. What is wrong in a file is in `wrong.rs`, for people to read.
 
+mod reload;
 #[path = "../support/mod.rs"]
 mod support;
 mod wrong;
@@ -159,7 +160,7 @@ fn all_disks_of_a_vm_are_served_by_one_process() {
         (&"qcow2".into(), &"raw".into())
     );
     assert_eq!(disks[0]["cache"]["size"], 16 * MIB);
-    assert!(disks[1]["prefetch"].is_null(), "it is off");
+    assert_eq!(disks[1]["prefetch"]["memory_limit"], 0, "it is off");
     let (code, said) = run({
         let mut status = Command::new(larder());
         status.arg("status").arg(vm.path("control"));

@@ -1,0 +1,397 @@
+//! What is answered to a request.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::{Body, Bytes, Frame, Incoming};
+use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
+use hyper::{Method, Request, Response, StatusCode, Version};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::time::timeout;
+
+use super::events::{Events, events};
+use super::openapi;
+use super::state::{Disks, Failure};
+use super::subject::Subject;
+use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
+use super::{DISKS_PATH, EVENTS_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use crate::disk::{CacheWork, DiskChange, DiskInquiry};
+
+/// How long a disk may take to say how it is.
+const DISK_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// How long something that is to be done is waited for, before it is told that it goes on.
+const WORK_TIME_MAX: Duration = Duration::from_secs(2);
+
+/// The same of a reload, in which several things may be done.
+const RELOAD_TIME_MAX: Duration = Duration::from_secs(8);
+
+/// The longest body of a request, in bytes.
+const BODY_BYTES_MAX: usize = 4 << 10;
+
+/// Whoever listens is told that there is nothing new whenever there was nothing for so long.
+const QUIET: Duration = Duration::from_secs(15);
+
+/// How long whoever listens may take nothing.
+const STUCK: Duration = Duration::from_secs(30);
+
+/// The header with which a client that has listened before says how far it has got.
+const LAST_EVENT_ID: &str = "last-event-id";
+
+pub(super) type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
+
+/// What a client has asked for so far.
+pub(super) struct Asked {
+    what: AtomicU8,
+    /// Room for those who listen.
+    listeners: Arc<Semaphore>,
+    stuck: Notify,
+}
+
+const NOTHING: u8 = 0;
+const SOMETHING: u8 = 1;
+const EVENTS: u8 = 2;
+
+impl Asked {
+    pub(super) fn new(listeners: Arc<Semaphore>) -> Self {
+        Self {
+            what: AtomicU8::new(NOTHING),
+            listeners,
+            stuck: Notify::new(),
+        }
+    }
+
+    pub(super) fn is_silent(&self) -> bool {
+        self.what.load(Ordering::Relaxed) == NOTHING
+    }
+
+    pub(super) fn listens(&self) -> bool {
+        self.what.load(Ordering::Relaxed) == EVENTS
+    }
+
+    /// Completes when one that listens takes nothing any more, or has heard all.
+    pub(super) async fn is_stuck(&self) {
+        self.stuck.notified().await;
+    }
+
+    fn has_asked(&self, what: u8) {
+        self.what.store(what, Ordering::Relaxed);
+    }
+}
+
+/// Something that can be asked for.
+enum Resource {
+    Server,
+    OpenApi,
+    Events,
+    Reload,
+    Disks,
+    Disk(DiskInquiry),
+    Flush(DiskInquiry),
+    Replace(DiskInquiry),
+}
+
+impl Resource {
+    fn at(path: &str, subject: &Subject) -> Option<Self> {
+        match path {
+            SERVER_PATH => return Some(Self::Server),
+            OPENAPI_PATH => return Some(Self::OpenApi),
+            EVENTS_PATH => return Some(Self::Events),
+            RELOAD_PATH => return Some(Self::Reload),
+            DISKS_PATH => return Some(Self::Disks),
+            _ => {}
+        }
+        let of_disk = path.strip_prefix(DISKS_PATH)?.strip_prefix('/')?;
+        let (disk, what) = of_disk.split_once('/').unwrap_or((of_disk, ""));
+        let disk = subject.find(disk)?;
+        match what {
+            "" if !of_disk.ends_with('/') => Some(Self::Disk(disk)),
+            "cache/flush" => Some(Self::Flush(disk)),
+            "cache/replace" => Some(Self::Replace(disk)),
+            _ => None,
+        }
+    }
+
+    /// The methods that it knows.
+    fn methods(&self) -> &'static str {
+        match self {
+            Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
+            Self::Disk(_) => "GET, HEAD, PATCH",
+            Self::Flush(_) | Self::Replace(_) | Self::Reload => "POST",
+        }
+    }
+}
+
+pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked: &Arc<Asked>) -> Answer {
+    asked.has_asked(SOMETHING);
+    // RFC 9112, 3.2.
+    if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
+        return failure(
+            StatusCode::BAD_REQUEST,
+            "an HTTP/1.1 request has one Host header; any name will do",
+        );
+    }
+    let path = request.uri().path().to_owned();
+    let Some(resource) = Resource::at(&path, subject) else {
+        return failure(StatusCode::NOT_FOUND, not_found(&path, subject));
+    };
+    let allowed = resource.methods();
+    if !allowed.split(", ").any(|method| request.method() == method) {
+        return not_so(&path, request.method(), allowed);
+    }
+    match resource {
+        Resource::Server => found(&subject.state()),
+        Resource::OpenApi => found(&openapi::document()),
+        Resource::Events if request.method() == Method::HEAD => event_stream(None),
+        Resource::Events => listen(request.headers(), asked),
+        Resource::Reload => reload(subject).await,
+        Resource::Disks => disks(&subject.disks()).await,
+        Resource::Disk(disk) if request.method() == Method::PATCH => patch(request, &disk).await,
+        Resource::Disk(disk) => match in_time(disk.state()).await {
+            Ok(state) => found(&state),
+            Err(late) => late,
+        },
+        Resource::Flush(disk) => work(&disk, DiskChange::Cache(CacheWork::Flush)).await,
+        Resource::Replace(disk) => replace(request, &disk).await,
+    }
+}
+
+fn not_found(path: &str, subject: &Subject) -> String {
+    let called = path.strip_prefix(DISKS_PATH).and_then(|rest| rest.strip_prefix('/'));
+    let called = called.map(|rest| rest.split('/').next().unwrap_or_default());
+    match called {
+        Some(disk) if subject.find(disk).is_none() => {
+            let all = subject.disks();
+            let known = all.iter().enumerate().map(|(place, disk)| match disk.name() {
+                Some(name) => name.to_owned(),
+                None => place.to_string(),
+            });
+            let known: Vec<String> = known.collect();
+            format!("there is no disk '{disk}' here; there is {}", known.join(", "))
+        }
+        _ => format!("there is no {path} here; there is {DISKS_PATH}, and what {OPENAPI_PATH} describes"),
+    }
+}
+
+async fn disks(all: &[DiskInquiry]) -> Answer {
+    let mut told = Disks { disks: Vec::new() };
+    for disk in all {
+        match in_time(disk.state()).await {
+            Ok(state) => told.disks.push(state),
+            Err(late) => return late,
+        }
+    }
+    found(&told)
+}
+
+async fn patch(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
+    let body: Result<DiskPatch, String> = body_of(request, "{\"limits\":{\"iops-total\":1000}}").await;
+    match body.and_then(|patch| patch.settings()) {
+        Ok(settings) => work(disk, DiskChange::Settings(settings)).await,
+        Err(why) => failure(StatusCode::BAD_REQUEST, why),
+    }
+}
+
+async fn replace(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
+    let body: Result<CacheReplacement, String> = body_of(request, "{\"with\":\"/ssd/new.cache\"}").await;
+    match body.and_then(|by| by.replacement()) {
+        Ok(by) => work(disk, DiskChange::Cache(CacheWork::Replace(by))).await,
+        Err(why) => failure(StatusCode::BAD_REQUEST, why),
+    }
+}
+
+/// What the body says, or why it is not like `example`.
+async fn body_of<T: DeserializeOwned>(request: Request<Incoming>, example: &str) -> Result<T, String> {
+    let not_like = |why: String| format!("the body is no {example}: {why}");
+    let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
+    let body = body.map_err(|error| not_like(error.to_string()))?.to_bytes();
+    let read = |error: serde_json::Error| not_like(error.to_string());
+    let said = serde_json::from_slice(&body).map_err(read)?;
+    // A list would be taken for an object whose fields have no names.
+    match has_list(&serde_json::from_slice(&body).map_err(read)?) {
+        true => Err(not_like("there is a list in it".to_owned())),
+        false => Ok(said),
+    }
+}
+
+fn has_list(value: &Value) -> bool {
+    match value {
+        Value::Array(_) => true,
+        Value::Object(fields) => fields.values().any(has_list),
+        _ => false,
+    }
+}
+
+/// Has a disk change. It may take long, and goes on then.
+async fn work(disk: &DiskInquiry, change: DiskChange) -> Answer {
+    match timeout(WORK_TIME_MAX, disk.change(change)).await {
+        Ok(Some(Ok(state))) => found(&state),
+        Ok(Some(Err(error))) => failure(StatusCode::CONFLICT, error),
+        Ok(None) => being_closed(),
+        Err(_) => match in_time(disk.state()).await {
+            Ok(state) => json_answer(StatusCode::ACCEPTED, &state),
+            Err(late) => late,
+        },
+    }
+}
+
+async fn reload(subject: &Subject) -> Answer {
+    let (reply, told) = oneshot::channel();
+    if !subject.reload(reply) {
+        return failure(
+            StatusCode::CONFLICT,
+            "there is no file to be read again: this server was given what it serves on its command line",
+        );
+    }
+    match timeout(RELOAD_TIME_MAX, told).await {
+        Ok(Ok(Ok(reloaded))) => found(&reloaded),
+        Ok(Ok(Err(error))) => failure(StatusCode::CONFLICT, error),
+        Ok(Err(_)) => failure(StatusCode::SERVICE_UNAVAILABLE, "the server is being stopped"),
+        Err(_) => {
+            let left = vec!["it has not ended yet; the server's messages tell how it does".to_owned()];
+            let reloaded = Reloaded {
+                left,
+                ..Reloaded::default()
+            };
+            json_answer(StatusCode::ACCEPTED, &reloaded)
+        }
+    }
+}
+
+/// Tells of events from now on, and of those before that are still known.
+fn listen(headers: &HeaderMap, asked: &Arc<Asked>) -> Answer {
+    let Ok(room) = Arc::clone(&asked.listeners).try_acquire_owned() else {
+        return failure(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too many listen to events already; end one of them",
+        );
+    };
+    asked.has_asked(EVENTS);
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(tell(events(), last_told(headers), sender, Arc::clone(asked), room));
+    event_stream(Some(receiver))
+}
+
+/// The number of the last event that a client has got from this process.
+fn last_told(headers: &HeaderMap) -> u64 {
+    let last = headers.get(LAST_EVENT_ID).and_then(|last| last.to_str().ok());
+    let of_process = last.and_then(|last| last.strip_prefix(&id_prefix()));
+    of_process.and_then(|number| number.parse().ok()).unwrap_or_default()
+}
+
+/// What the names of this process's events begin with.
+fn id_prefix() -> String {
+    format!("{}-", std::process::id())
+}
+
+async fn tell(
+    events: &Events,
+    mut last: u64,
+    client: mpsc::Sender<Bytes>,
+    asked: Arc<Asked>,
+    _room: OwnedSemaphorePermit,
+) {
+    let mut news = events.listen();
+    let prefix = id_prefix();
+    loop {
+        news.mark_unchanged();
+        let mut text = String::new();
+        for event in events.after(last) {
+            last = event.number;
+            text.push_str(&format!("id: {prefix}{last}\ndata: {}\n\n", json!(*event)));
+        }
+        if text.is_empty() && timeout(QUIET, news.changed()).await.is_ok() {
+            continue;
+        }
+        if text.is_empty() {
+            text.push_str(":\n\n");
+        }
+        if !matches!(timeout(STUCK, client.send(text.into())).await, Ok(Ok(()))) {
+            asked.stuck.notify_one();
+            return;
+        }
+    }
+}
+
+/// Server-sent events (the HTML standard, 9.2).
+fn event_stream(told: Option<mpsc::Receiver<Bytes>>) -> Answer {
+    let mut response = Response::new(Told(told).boxed_unsync());
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    response
+}
+
+/// What is told bit by bit.
+struct Told(Option<mpsc::Receiver<Bytes>>);
+
+impl Body for Told {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        match &mut self.0 {
+            Some(told) => told
+                .poll_recv(context)
+                .map(|text| text.map(|text| Ok(Frame::data(text)))),
+            None => Poll::Ready(None),
+        }
+    }
+}
+
+fn being_closed() -> Answer {
+    failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed")
+}
+
+/// What a disk's thread answers, or what is told of one that does not.
+async fn in_time<T>(asked: impl Future<Output = Option<T>>) -> Result<T, Answer> {
+    match timeout(DISK_TIME_MAX, asked).await {
+        Ok(Some(answer)) => Ok(answer),
+        Ok(None) => Err(being_closed()),
+        Err(_) => Err(failure(
+            StatusCode::SERVICE_UNAVAILABLE,
+            format_args!(
+                "the disk's thread has not answered for {} s; is its storage stuck?",
+                DISK_TIME_MAX.as_secs()
+            ),
+        )),
+    }
+}
+
+fn not_so(path: &str, method: &Method, allowed: &'static str) -> Answer {
+    let mut refused = failure(
+        StatusCode::METHOD_NOT_ALLOWED,
+        format_args!("{path} knows no {method}, but {}", allowed.replace(", ", " and ")),
+    );
+    refused.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+    refused
+}
+
+fn failure(status: StatusCode, why: impl std::fmt::Display) -> Answer {
+    json_answer(status, &Failure { error: why.to_string() })
+}
+
+fn found(what: &impl Serialize) -> Answer {
+    json_answer(StatusCode::OK, what)
+}
+
+fn json_answer(status: StatusCode, what: &impl Serialize) -> Answer {
+    let text = format!("{}\n", json!(what));
+    let mut response = Response::new(Full::new(text.into()).boxed_unsync());
+    *response.status_mut() = status;
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
+    response
+}

@@ -1,0 +1,170 @@
+//! The description of all this for programs: an OpenAPI document. What the answers and bodies consist of is taken from their
+//! types.
+
+use serde_json::{Map, Value, json};
+use utoipa::openapi::{RefOr, Schema};
+use utoipa::{PartialSchema, ToSchema};
+
+use super::events::Event;
+use super::state::{DiskState, Disks, Failure, ServerState};
+use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
+use super::{DISKS_PATH, EVENTS_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+
+/// The document.
+pub(super) fn document() -> Value {
+    let mut types = Types::default();
+    let server = types.of::<ServerState>();
+    let disks = types.of::<Disks>();
+    let disk = types.of::<DiskState>();
+    let patch = types.of::<DiskPatch>();
+    let replacement = types.of::<CacheReplacement>();
+    let reloaded = types.of::<Reloaded>();
+    types.of::<Event>();
+    let failure = types.of::<Failure>();
+
+    let fails = |status: &str, why: &str| (status.to_owned(), described(why, &failure));
+    let no_http = || fails("400", "This is no request as HTTP/1.1 has them.");
+    let stuck = || {
+        fails(
+            "503",
+            "The disk is being closed, or its thread does not answer, because its storage is stuck.",
+        )
+    };
+    let bad_body = || fails("400", "The body is not such an object, or says what cannot be.");
+    let unknown = || fails("404", "There is no such disk.");
+    let done = |what: &str| ("200".to_owned(), described(what, &disk));
+    let goes_on = || {
+        let what = "It takes longer than 2 s, and goes on; `flush` of its cache tells when it has ended, and how.";
+        ("202".to_owned(), described(what, &disk))
+    };
+    let refused = || fails("409", "It cannot be done; `error` says why.");
+    let of_disk = json!([{
+        "name": "disk",
+        "in": "path",
+        "required": true,
+        "description": "The disk's name, or its place in the list of disks, from 0 on.",
+        "schema": {"type": "string"},
+    }]);
+
+    json!({
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Larder",
+            "description": "The control socket of a process that serves the disks of a virtual machine: HTTP/1.1 over a unix socket, one request for each connection.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+            "version": env!("CARGO_PKG_VERSION"),
+        },
+        "servers": [{"url": "http://localhost"}],
+        "paths": {
+            SERVER_PATH: {"get": {
+                "operationId": "query-server",
+                "summary": "What the process is.",
+                "responses": responses([("200".to_owned(), described("The process.", &server)), no_http()]),
+            }},
+            OPENAPI_PATH: {"get": {
+                "operationId": "query-openapi",
+                "summary": "This document.",
+                "responses": responses([
+                    ("200".to_owned(), described("The document.", &json!({"type": "object"}))),
+                    no_http(),
+                ]),
+            }},
+            EVENTS_PATH: {"get": {
+                "operationId": "events",
+                "summary": "What happens, as it does: server-sent events.",
+                "description": "First those that are still known, the last 256 at most, then each as it happens, without an end; the data of each is an Event. A client that has listened before sends the id of the last one that it has got in Last-Event-ID.",
+                "parameters": [{
+                    "name": "Last-Event-ID",
+                    "in": "header",
+                    "description": "Only those that came after this one are wanted.",
+                    "schema": {"type": "string"},
+                }],
+                "responses": responses([
+                    ("200".to_owned(), json!({
+                        "description": "The events.",
+                        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+                    })),
+                    no_http(),
+                    fails("503", "There are too many who listen."),
+                ]),
+            }},
+            RELOAD_PATH: {"post": {
+                "operationId": "reload",
+                "summary": "Read the VM's file again, and change what can be changed while the VM runs.",
+                "responses": responses([
+                    ("200".to_owned(), described("It has been read; what has become of it.", &reloaded)),
+                    ("202".to_owned(), described("It takes longer than 8 s, and goes on.", &reloaded)),
+                    no_http(),
+                    fails("409", "There is no such file, or it is wrong; nothing has changed."),
+                    fails("503", "The server is being stopped."),
+                ]),
+            }},
+            DISKS_PATH: {"get": {
+                "operationId": "query-disks",
+                "summary": "All disks.",
+                "responses": responses([("200".to_owned(), described("The disks.", &disks)), no_http(), stuck()]),
+            }},
+            format!("{DISKS_PATH}/{{disk}}"): {
+                "parameters": of_disk,
+                "get": {
+                    "operationId": "query-disk",
+                    "summary": "A disk.",
+                    "responses": responses([done("The disk."), no_http(), unknown(), stuck()]),
+                },
+                "patch": {
+                    "operationId": "set-disk",
+                    "summary": "Change what a disk is set to.",
+                    "requestBody": body(&patch),
+                    "responses": responses([done("It is so now."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                },
+            },
+            format!("{DISKS_PATH}/{{disk}}/cache/flush"): {
+                "parameters": of_disk,
+                "post": {
+                    "operationId": "flush-cache",
+                    "summary": "Write to a disk what only its cache has.",
+                    "responses": responses([done("The disk has it all."), goes_on(), no_http(), unknown(), refused(), stuck()]),
+                },
+            },
+            format!("{DISKS_PATH}/{{disk}}/cache/replace"): {
+                "parameters": of_disk,
+                "post": {
+                    "operationId": "replace-cache",
+                    "summary": "Give a disk another cache, or its cache again that had failed.",
+                    "requestBody": body(&replacement),
+                    "responses": responses([done("It has that cache."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                },
+            },
+        },
+        "components": {"schemas": types.0},
+    })
+}
+
+fn described(what: &str, schema: &Value) -> Value {
+    json!({"description": what, "content": {"application/json": {"schema": schema}}})
+}
+
+fn body(schema: &Value) -> Value {
+    json!({"required": true, "content": {"application/json": {"schema": schema}}})
+}
+
+fn responses<const N: usize>(all: [(String, Value); N]) -> Map<String, Value> {
+    all.into_iter().collect()
+}
+
+/// Types that are referred to, by name.
+#[derive(Default)]
+struct Types(Map<String, Value>);
+
+impl Types {
+    /// A reference to a type, which is described with all that it consists of.
+    fn of<T: ToSchema + PartialSchema>(&mut self) -> Value {
+        let mut parts = Vec::new();
+        T::schemas(&mut parts);
+        parts.push((T::name().into_owned(), T::schema()));
+        for (name, schema) in parts {
+            self.0.insert(name, json!(schema as RefOr<Schema>));
+        }
+        json!({"$ref": format!("#/components/schemas/{}", T::name())})
+    }
+}

@@ -1,0 +1,87 @@
+//! What a control socket tells of, and where it passes on what is to be done.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tokio::sync::oneshot;
+
+use super::state::ServerState;
+use super::wishes::Reloaded;
+use crate::disk::DiskInquiry;
+
+/// Passes on that the VM's file is to be read again; whether somebody is there to do it.
+pub type Reload = Box<dyn Fn(ReloadReply) -> bool + Send + Sync>;
+
+/// Where is told what became of it, or what is wrong with the file.
+pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
+
+/// A process that serves disks.
+pub struct Subject {
+    vm: Option<String>,
+    file: Option<PathBuf>,
+    started: SystemTime,
+    disks: Mutex<Vec<DiskInquiry>>,
+    reload: Option<Reload>,
+}
+
+impl Subject {
+    /// One disk, which belongs to no VM that is known.
+    pub fn disk(disk: DiskInquiry) -> Self {
+        Self {
+            vm: None,
+            file: None,
+            started: SystemTime::now(),
+            disks: Mutex::new(vec![disk]),
+            reload: None,
+        }
+    }
+
+    /// The disks of a VM that is described in `file`, and who reads that again.
+    pub fn vm(name: &str, file: &Path, disks: Vec<DiskInquiry>, reload: Reload) -> Self {
+        Self {
+            vm: Some(name.to_owned()),
+            file: Some(std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
+            started: SystemTime::now(),
+            disks: Mutex::new(disks),
+            reload: Some(reload),
+        }
+    }
+
+    /// Other disks are served from now on.
+    pub fn set_disks(&self, disks: Vec<DiskInquiry>) {
+        *self.now() = disks;
+    }
+
+    pub(super) fn disks(&self) -> Vec<DiskInquiry> {
+        self.now().clone()
+    }
+
+    /// The disk that a client calls so: by its name, or by its place in the list, from 0 on.
+    pub(super) fn find(&self, called: &str) -> Option<DiskInquiry> {
+        let disks = self.now();
+        let by_name = disks.iter().find(|disk| disk.name() == Some(called));
+        let by_place = || disks.get(called.parse::<usize>().ok()?);
+        by_name.or_else(by_place).cloned()
+    }
+
+    pub(super) fn state(&self) -> ServerState {
+        let since = self.started.duration_since(UNIX_EPOCH).unwrap_or_default();
+        ServerState {
+            vm: self.vm.clone(),
+            file: self.file.as_ref().map(|file| file.display().to_string()),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            started_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+
+    /// Has the VM's file read again, if there is one.
+    pub(super) fn reload(&self, reply: ReloadReply) -> bool {
+        self.reload.as_ref().is_some_and(|reload| reload(reply))
+    }
+
+    fn now(&self) -> MutexGuard<'_, Vec<DiskInquiry>> {
+        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,247 @@
+//! What a disk's thread is asked for by others: how the disk is, and to change something while it is used. It answers on the
+//! disk's loop, as one task among its others, so that a disk of which nobody asks does nothing for it.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use larder_block::filter::throttle::{LimitError, Limits};
+use larder_block::{ByteLen, Loop};
+use larder_export::activity::Activity;
+use larder_prefetch::PrefetchOptions;
+use tokio::sync::{mpsc, oneshot};
+
+use super::DiskConfig;
+use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState, RequestsState};
+use crate::exports::Exports;
+use crate::image::{CacheMode, ImageAddress, OpenImage, Replacement, cache_mode_words};
+
+/// Inquiries that wait for a disk's thread at most; further ones wait where they come from.
+const WAITING_MAX: usize = 16;
+
+/// Asks a disk's thread how the disk is, or for a change, from any thread.
+#[derive(Clone)]
+pub struct DiskInquiry {
+    name: Option<Arc<str>>,
+    sender: mpsc::Sender<Inquiry>,
+}
+
+/// The other end, on the disk's loop.
+pub(super) struct Inquiries(mpsc::Receiver<Inquiry>);
+
+// There are few, and none for long.
+#[allow(clippy::large_enum_variant)]
+enum Inquiry {
+    State(oneshot::Sender<DiskState>),
+    Change(DiskChange, oneshot::Sender<Result<DiskState, DiskChangeError>>),
+}
+
+/// What can be changed of a disk that is used.
+#[derive(Clone, Debug, PartialEq)]
+pub enum DiskChange {
+    /// What it is set to.
+    Settings(DiskSettings),
+    /// Its cache does something.
+    Cache(CacheWork),
+}
+
+/// Settings of a disk; what is `None` stays as it is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DiskSettings {
+    /// What it may do per second.
+    pub limits: Option<Limits>,
+    /// How it is read ahead of, [`PrefetchOptions::OFF`] if it is not.
+    pub prefetch: Option<PrefetchOptions>,
+    /// What may be written to its cache in a day, if that is limited.
+    pub cache_endurance: Option<Option<ByteLen>>,
+    /// What its cache does with writes.
+    pub cache_mode: Option<CacheMode>,
+}
+
+/// What a disk's cache is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CacheWork {
+    /// Write to the disk what only the cache has.
+    Flush,
+    /// Give its place to another one, or to itself, opened again.
+    Replace(Replacement),
+}
+
+/// Why a disk has not changed as it should.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum DiskChangeError {
+    #[error("{image} has no cache")]
+    NoCache { image: String },
+    #[error("the cache of {image} does not work any more, so nothing in it can be changed; see the server's messages")]
+    Failed { image: String },
+    #[error("the cache of {image}: {why}")]
+    NotDone { image: String, why: String },
+    #[error(
+        "{image} is shared with others who may write to it (share), and is not read ahead of: nobody would tell of their writes"
+    )]
+    Shared { image: String },
+    #[error("limits of {image}: {source}")]
+    Limits { image: String, source: LimitError },
+}
+
+/// A disk that can be asked, and who answers for it.
+pub(super) fn channel(name: Option<&str>) -> (DiskInquiry, Inquiries) {
+    let (sender, receiver) = mpsc::channel(WAITING_MAX);
+    let name = name.map(Arc::from);
+    (DiskInquiry { name, sender }, Inquiries(receiver))
+}
+
+impl DiskInquiry {
+    /// What its VM calls the disk.
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
+    /// How the disk is now; `None` if it is being closed.
+    pub async fn state(&self) -> Option<DiskState> {
+        let (reply, answer) = oneshot::channel();
+        self.sender.send(Inquiry::State(reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// Has the disk change, which may take as long as all of what only its cache has takes to be written to it; it is done
+    /// also if nobody waits for it. How the disk is then; `None` if it is being closed.
+    pub async fn change(&self, change: DiskChange) -> Option<Result<DiskState, DiskChangeError>> {
+        let (reply, answer) = oneshot::channel();
+        self.sender.send(Inquiry::Change(change, reply)).await.ok()?;
+        answer.await.ok()
+    }
+}
+
+/// A disk that is served, as those who ask see it.
+pub(super) struct Served {
+    pub(super) config: DiskConfig,
+    pub(super) image: OpenImage,
+    pub(super) exports: Rc<Exports>,
+    pub(super) activity: Rc<Activity>,
+}
+
+/// Answers who asks; never ends. Who has asked may have gone.
+pub(super) async fn answer(on: &Loop, Inquiries(mut inquiries): Inquiries, served: &Rc<Served>) {
+    while let Some(inquiry) = inquiries.recv().await {
+        match inquiry {
+            Inquiry::State(reply) => {
+                let _ = reply.send(served.state(on));
+            }
+            // Its device may be slow, and others want to know something meanwhile.
+            Inquiry::Change(change, reply) => {
+                let (running, served) = (on.clone(), Rc::clone(served));
+                on.spawn(async move {
+                    let changed = served.change(&running, change).await;
+                    let _ = reply.send(changed.map(|()| served.state(&running)));
+                });
+            }
+        }
+    }
+    std::future::pending().await
+}
+
+impl Served {
+    fn state(&self, on: &Loop) -> DiskState {
+        let (config, image) = (&self.config, &self.image);
+        let geometry = image.device.geometry();
+        DiskState {
+            name: config.name.clone(),
+            image: config.image.to_string(),
+            format: image.format,
+            size: geometry.size.get(),
+            block_size: config.exports.vhost_user.block_size,
+            read_only: geometry.read_only,
+            time_ns: on.now().as_nanos(),
+            exports: self.exports.state(),
+            requests: RequestsState::new(&self.activity),
+            limits: LimitsState::new(image.throttle.limits()),
+            prefetch: image.prefetch.as_ref().map(|prefetch| PrefetchState::new(prefetch)),
+            cache: image.cache.as_ref().map(CacheState::new),
+        }
+    }
+
+    async fn change(&self, on: &Loop, change: DiskChange) -> Result<(), DiskChangeError> {
+        match change {
+            DiskChange::Settings(settings) => self.set(settings).await,
+            DiskChange::Cache(work) => self.have_cache(on, work).await,
+        }
+    }
+
+    fn name(&self) -> &ImageAddress {
+        &self.config.image
+    }
+
+    async fn set(&self, settings: DiskSettings) -> Result<(), DiskChangeError> {
+        let image = || self.name().to_string();
+        // What cannot be is told before anything is done.
+        let prefetch = match (settings.prefetch, &self.image.prefetch) {
+            (Some(_), None) => return Err(DiskChangeError::Shared { image: image() }),
+            (options, layer) => options.zip(layer.as_ref()),
+        };
+        let is_for_cache = settings.cache_mode.is_some() || settings.cache_endurance.is_some();
+        if is_for_cache && self.image.cache.is_none() {
+            return Err(DiskChangeError::NoCache { image: image() });
+        }
+        if let Some(limits) = settings.limits {
+            let set = self.image.throttle.set_limits(limits);
+            set.map_err(|source| DiskChangeError::Limits { image: image(), source })?;
+            match LimitsState::new(limits).to_string().as_str() {
+                "" => tracing::info!(disk = %self.name(), "no limits from now on"),
+                limits => tracing::info!(disk = %self.name(), "limits from now on: {limits}"),
+            }
+        }
+        if let Some((options, prefetch)) = prefetch {
+            prefetch.set_options(options).await;
+            match options {
+                PrefetchOptions::OFF => tracing::info!(disk = %self.name(), "nothing is read ahead from now on"),
+                options => {
+                    tracing::info!(disk = %self.name(), "read ahead with {} of memory from now on", options.memory)
+                }
+            }
+        }
+        let Some(cache) = &self.image.cache else {
+            return Ok(());
+        };
+        if let Some(endurance) = settings.cache_endurance {
+            cache.now().layer.set_endurance(endurance);
+            match endurance {
+                Some(bytes) => {
+                    tracing::info!(disk = %self.name(), "its cache is written {bytes} a day at most from now on")
+                }
+                None => tracing::info!(disk = %self.name(), "its cache is written without a limit from now on"),
+            }
+        }
+        if let Some(mode) = settings.cache_mode {
+            if !cache.now().layer.works() {
+                return Err(DiskChangeError::Failed { image: image() });
+            }
+            let set = cache.set_mode(mode).await;
+            set.map_err(|why| DiskChangeError::NotDone { image: image(), why })?;
+            tracing::info!(disk = %self.name(), "its cache is {} from now on", cache_mode_words(mode));
+        }
+        Ok(())
+    }
+
+    async fn have_cache(&self, on: &Loop, work: CacheWork) -> Result<(), DiskChangeError> {
+        let image = || self.name().to_string();
+        let Some(cache) = &self.image.cache else {
+            return Err(DiskChangeError::NoCache { image: image() });
+        };
+        if work == CacheWork::Flush && !cache.now().layer.works() {
+            return Err(DiskChangeError::Failed { image: image() });
+        }
+        let done = match &work {
+            CacheWork::Flush => cache.flush().await,
+            CacheWork::Replace(by) => cache.replace(on, by).await,
+        };
+        done.map_err(|why| DiskChangeError::NotDone { image: image(), why })?;
+        match work {
+            CacheWork::Flush => tracing::info!(disk = %self.name(), "it has all that its cache had"),
+            CacheWork::Replace(_) => {
+                tracing::info!(disk = %self.name(), "its cache is on {} from now on", cache.now().file);
+            }
+        }
+        Ok(())
+    }
+}

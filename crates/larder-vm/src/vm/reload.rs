@@ -1,0 +1,363 @@
+//! The VM's file, read again while the VM is served.
+//!
+//! The file is right: what a disk is set to becomes what the file says, also where somebody has changed it meanwhile by
+//! other means. What cannot be changed while the disk is used is told, and is as before.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use larder_block::ByteLen;
+use tokio::runtime::Runtime;
+use tokio::time::timeout;
+
+use super::config::{VmConfig, VmDisk};
+use super::{Order, Vm, at_work, check_places};
+use crate::control::ReloadReply;
+use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState};
+use crate::control::wishes::Reloaded;
+use crate::disk::{CacheWork, Disk, DiskChange, DiskInquiry, DiskSettings};
+use crate::image::{ImageAddress, PrefetchOptions, Replacement, cache_mode_name, is_same};
+use crate::wish::DiskWish;
+
+/// How long a disk's thread may take to say how it is.
+const STATE_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// How long a change may take before it is left to go on by itself.
+const CHANGE_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// How long a disk that is not wanted any more may take to end before the next ones are started.
+const LEAVE_TIME_MAX: Duration = Duration::from_secs(10);
+
+const NO_ANSWER: &str = "its thread gives no answer; is its storage stuck?";
+
+impl Vm {
+    /// Reads the file again, does what it says, and tells of it. Orders that come meanwhile are `before` all others.
+    pub(super) fn reload_and_tell(&mut self, reply: Option<ReloadReply>, before: &mut VecDeque<Order>) {
+        let done = self.reload(before);
+        match &done {
+            Ok(done) => {
+                tracing::info!(
+                    "the VM's file was read again: {} changed, {} left as it was, {} failed",
+                    done.changed.len(),
+                    done.left.len(),
+                    done.failed.len()
+                );
+                done.left.iter().for_each(|what| tracing::warn!("left: {what}"));
+                done.failed.iter().for_each(|what| tracing::error!("failed: {what}"));
+            }
+            Err(error) => tracing::error!("nothing has changed: {error}"),
+        }
+        if let Some(reply) = reply {
+            // Who has asked may have gone.
+            let _ = reply.send(done);
+        }
+    }
+
+    fn reload(&mut self, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
+        let wanted = VmConfig::read(&self.file).map_err(|error| error.to_string())?;
+        check_places(&wanted, &self.inherited).map_err(|error| error.to_string())?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+        let mut change = Change {
+            runtime: runtime.map_err(|error| format!("what the disks are like cannot be asked: {error}"))?,
+            done: Reloaded::default(),
+        };
+        if (&wanted.control, wanted.control_access) != (&self.config.control, self.config.control_access) {
+            change.left("", "the control socket");
+        }
+        self.remove_disks(&wanted, &mut change, before);
+        for wish in &wanted.disks {
+            let now = self.config.disks.iter().find(|disk| disk.name == wish.name);
+            let at_work = self.disks.iter().find(|disk| disk.name == wish.name);
+            if let (Some(now), Some(at_work)) = (now, at_work) {
+                change.disk(now, wish, &at_work.inquiry);
+            }
+        }
+        self.add_disks(&wanted, &mut change);
+        self.subject
+            .set_disks(self.disks.iter().map(|disk| disk.inquiry.clone()).collect());
+        Ok(change.done)
+    }
+
+    /// Ends the disks that are not `wanted` any more, if nobody uses them.
+    fn remove_disks(&mut self, wanted: &VmConfig, change: &mut Change, before: &mut VecDeque<Order>) {
+        let is_wanted = |name: &str| wanted.disks.iter().any(|disk| disk.name == name);
+        let mut ending = Vec::new();
+        for disk in self.disks.iter_mut().filter(|disk| !is_wanted(&disk.name)) {
+            match change.state(&disk.inquiry) {
+                Some(state) if is_used(&state) => change.left(
+                    &disk.name,
+                    "it is in use, and served on; take it from the guest, then reload again",
+                ),
+                Some(_) => {
+                    disk.leaves = true;
+                    disk.stop.raise();
+                    ending.push(disk.name.clone());
+                }
+                None => change.failed(&disk.name, NO_ANSWER),
+            }
+        }
+        while !ending.is_empty() {
+            match self.orders.recv_timeout(LEAVE_TIME_MAX) {
+                Ok(Order::Ended(name, how)) if ending.contains(&name) => {
+                    ending.retain(|ending| *ending != name);
+                    self.config.disks.retain(|disk| disk.name != name);
+                    match &how {
+                        Ok(()) => change.changed(&name, "it is not served any more"),
+                        Err(error) => change.failed(&name, &error.to_string()),
+                    }
+                    // It was to end, so this is no result of the VM's.
+                    self.has_ended(&name, how, &mut Ok(()));
+                }
+                Ok(order) => before.push_back(order),
+                Err(_) => {
+                    ending
+                        .iter()
+                        .for_each(|name| change.failed(name, "it has not ended yet, and will"));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Serves the disks that are new in what is `wanted`.
+    fn add_disks(&mut self, wanted: &VmConfig, change: &mut Change) {
+        for wish in &wanted.disks {
+            if self.disks.iter().any(|disk| disk.name == wish.name) {
+                continue;
+            }
+            match Disk::start(wish.config(&self.inherited)) {
+                Ok(disk) => {
+                    change.changed(&wish.name, "it is served now");
+                    self.disks.push(at_work(&wish.name, disk, &self.orderer));
+                    self.config.disks.push(wish.clone());
+                }
+                Err(error) => change.failed(&wish.name, &error.to_string()),
+            }
+        }
+        // In the order of the file, those that are left over last.
+        let place = |name: &str| wanted.disks.iter().position(|disk| disk.name == name);
+        self.disks.sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
+        self.config
+            .disks
+            .sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
+    }
+}
+
+fn is_used(state: &DiskState) -> bool {
+    let exports = &state.exports;
+    exports.vhost_user.as_ref().is_some_and(|server| server.connected)
+        || exports.nbd.as_ref().is_some_and(|server| server.clients > 0)
+}
+
+/// What is done so far.
+struct Change {
+    runtime: Runtime,
+    done: Reloaded,
+}
+
+fn of_disk(disk: &str, what: &str) -> String {
+    match disk {
+        "" => what.to_owned(),
+        disk => format!("disk {disk}: {what}"),
+    }
+}
+
+impl Change {
+    fn changed(&mut self, disk: &str, what: &str) {
+        self.done.changed.push(of_disk(disk, what));
+    }
+
+    fn left(&mut self, disk: &str, what: &str) {
+        self.done.left.push(of_disk(disk, what));
+    }
+
+    fn failed(&mut self, disk: &str, why: &str) {
+        self.done.failed.push(of_disk(disk, why));
+    }
+
+    fn state(&self, disk: &DiskInquiry) -> Option<DiskState> {
+        let asked = self
+            .runtime
+            .block_on(async { timeout(STATE_TIME_MAX, disk.state()).await });
+        asked.ok().flatten()
+    }
+
+    /// Has a disk change; how it is then, or `before` if that is not known.
+    fn have(&mut self, name: &str, disk: &DiskInquiry, change: DiskChange, before: DiskState) -> DiskState {
+        let changed = async { timeout(CHANGE_TIME_MAX, disk.change(change)).await };
+        match self.runtime.block_on(changed) {
+            Ok(Some(Ok(state))) => return state,
+            Ok(Some(Err(error))) => self.failed(name, &error.to_string()),
+            Ok(None) => self.failed(name, "it is being closed"),
+            Err(_) => self.left(name, "not all has changed yet, and goes on to; see `larder status`"),
+        }
+        self.state(disk).unwrap_or(before)
+    }
+
+    /// Has a disk that is served as `now` says become what the file says.
+    fn disk(&mut self, now: &VmDisk, wanted: &VmDisk, disk: &DiskInquiry) {
+        let name = &wanted.name;
+        let fixed = fixed_differences(now, wanted);
+        if !fixed.is_empty() {
+            let keys = fixed.join(", ");
+            self.left(
+                name,
+                &format!("{keys}: as before until the VM's server is started again"),
+            );
+        }
+        let Some(before) = self.state(disk) else {
+            return self.failed(name, NO_ANSWER);
+        };
+        let mut after = before.clone();
+        if let Some(by) = other_cache(&before, &wanted.wish) {
+            after = self.have(name, disk, DiskChange::Cache(CacheWork::Replace(by)), after);
+        }
+        let settings = settings(&wanted.wish, &after);
+        let after = self.have(name, disk, DiskChange::Settings(settings), after);
+        for what in differences(&before, &after) {
+            self.changed(name, &what);
+        }
+    }
+}
+
+/// What the file says of a disk that is otherwise than `now` and cannot be changed while the disk is used, by its keys.
+fn fixed_differences(now: &VmDisk, wanted: &VmDisk) -> Vec<&'static str> {
+    // All fields are named, so that none is forgotten.
+    let VmDisk {
+        name: _,
+        wish,
+        socket,
+        access,
+        nbd,
+    } = wanted;
+    let DiskWish {
+        image,
+        format,
+        metadata_memory,
+        prefetch: _,
+        disk_cache,
+        control: _,
+        read_only,
+        share,
+        cache,
+        queues,
+        queue_size,
+        serial,
+        block_size,
+        discard,
+        poll_us,
+        nbd_reconnect,
+        limits: _,
+    } = wish;
+    let old = &now.wish;
+    let has_cache = |wish: &DiskWish| wish.disk_cache.file.is_some();
+    let all = [
+        ("image", *image != old.image),
+        ("format", *format != old.format),
+        ("metadata-memory", *metadata_memory != old.metadata_memory),
+        ("cache", *cache != old.cache || has_cache(wish) != has_cache(old)),
+        ("cache-line", disk_cache.line != old.disk_cache.line),
+        ("readonly", *read_only != old.read_only),
+        ("share", *share != old.share),
+        ("queues", *queues != old.queues),
+        ("queue-size", *queue_size != old.queue_size),
+        ("serial", *serial != old.serial),
+        ("block-size", *block_size != old.block_size),
+        ("discard", *discard != old.discard),
+        ("poll-us", *poll_us != old.poll_us),
+        ("nbd-reconnect", *nbd_reconnect != old.nbd_reconnect),
+        ("socket", *socket != now.socket),
+        ("socket-mode, socket-owner, socket-group", *access != now.access),
+        ("nbd", *nbd != now.nbd),
+    ];
+    all.into_iter()
+        .filter(|(_, differs)| *differs)
+        .map(|(key, _)| key)
+        .collect()
+}
+
+/// The cache that is to take the place of a disk's, if it is another one.
+fn other_cache(now: &DiskState, wanted: &DiskWish) -> Option<Replacement> {
+    let file = wanted.disk_cache.file.as_ref()?;
+    let is: ImageAddress = now.cache.as_ref()?.file.parse().ok()?;
+    (!is_same(file, &is)).then(|| Replacement {
+        file: Some(file.clone()),
+        size: wanted.disk_cache.size,
+        lose_dirty: false,
+    })
+}
+
+/// What a disk is to be set to that is otherwise `now`.
+fn settings(wanted: &DiskWish, now: &DiskState) -> DiskSettings {
+    // What contradicts itself was refused when the file was read.
+    let options = wanted.image_options().unwrap_or_default();
+    let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
+    let is_read_ahead_so = |of: &PrefetchState| {
+        (of.memory_limit, of.ahead, of.largest_read)
+            == (
+                prefetch.memory.get(),
+                prefetch.ahead_max.get(),
+                prefetch.largest_read.get(),
+            )
+    };
+    let cache = now.cache.as_ref();
+    let mode = cache.and_then(|cache| {
+        wanted
+            .disk_cache
+            .mode
+            .filter(|mode| cache_mode_name(*mode) != cache.mode)
+    });
+    let endurance = wanted.disk_cache.endurance;
+    let is_kept = |cache: &CacheState| cache.endurance == endurance.map(|bytes| bytes.get());
+    DiskSettings {
+        limits: (LimitsState::new(options.limits) != now.limits).then_some(options.limits),
+        prefetch: now
+            .prefetch
+            .as_ref()
+            .filter(|of| !is_read_ahead_so(of))
+            .map(|_| prefetch),
+        cache_endurance: cache.filter(|cache| !is_kept(cache)).map(|_| endurance),
+        cache_mode: mode,
+    }
+}
+
+/// In what ways a disk is otherwise than `before`, for people.
+fn differences(before: &DiskState, after: &DiskState) -> Vec<String> {
+    let mut all = Vec::new();
+    if before.limits != after.limits {
+        let limits = match after.limits.to_string() {
+            none if none.is_empty() => "none".to_owned(),
+            limits => limits,
+        };
+        all.push(format!("limits: {limits}"));
+    }
+    if let (Some(old), Some(new)) = (&before.prefetch, &after.prefetch) {
+        let of = |state: &PrefetchState| (state.memory_limit, state.ahead, state.largest_read);
+        match of(new) {
+            same if same == of(old) => {}
+            (0, ..) => all.push("prefetch: off".to_owned()),
+            (memory, ahead, largest) => all.push(format!(
+                "prefetch: {}, {} ahead, of reads of {} at most",
+                ByteLen::new(memory),
+                ByteLen::new(ahead),
+                ByteLen::new(largest)
+            )),
+        }
+    }
+    if let (Some(old), Some(new)) = (&before.cache, &after.cache) {
+        if old.file != new.file {
+            all.push(format!("cache: {}", new.file));
+        }
+        if old.mode != new.mode {
+            all.push(format!("cache-mode: {}", new.mode));
+        }
+        if old.endurance != new.endurance {
+            let endurance = new.endurance.map(ByteLen::new);
+            all.push(match endurance {
+                Some(bytes) => format!("cache-endurance: {bytes}"),
+                None => "cache-endurance: none".to_owned(),
+            });
+        }
+    }
+    all
+}

@@ -1,0 +1,231 @@
+//! The VM's file, read again.
+
+use std::os::unix::net::UnixDatagram;
+
+use larder_bench::campaign::process::Process;
+use serde_json::{Value, json};
+
+use crate::support::run;
+use crate::{FrontEnd, LIMIT, Options, TWO, Vm, data_io, ends, text, two, works};
+
+/// Has the file read again by command; the exit code, and what was said.
+fn reload(vm: &Vm) -> (Option<i32>, String) {
+    run(vm.command(&["--reload"]))
+}
+
+fn disk(vm: &Vm, name: &str) -> Option<Value> {
+    vm.disks().into_iter().find(|disk| disk["name"] == name)
+}
+
+#[test]
+fn what_can_change_does_while_the_guest_goes_on() {
+    let vm = two();
+    let process = vm.start();
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    assert_eq!(
+        reload(&vm),
+        (Some(0), "web: all is as its file says already".to_owned())
+    );
+
+    let changed = TWO
+        .replace(
+            "serial = \"SYSTEM\"",
+            "cache-mode = \"wa\"\ncache-endurance = \"1GiB\"\niops-read = 100000\nserial = \"SYSTEM\"",
+        )
+        .replace("prefetch = \"off\"", "prefetch = \"1MiB\"\nprefetch-ahead = \"64KiB\"")
+        .replace("iops-total = 1000000\n", "");
+    vm.write(&changed);
+    let (code, said) = reload(&vm);
+    assert_eq!(code, Some(0), "{said}");
+    for part in [
+        "changed disk vda: limits: iops-read=100000",
+        "changed disk vda: cache-mode: wa",
+        "changed disk vda: cache-endurance: 1 GiB",
+        "changed disk data: limits: none",
+        "changed disk data: prefetch: 1 MiB, 64 KiB ahead, of reads of 128 KiB at most",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let (vda, data) = (
+        disk(&vm, "vda").expect("it is there"),
+        disk(&vm, "data").expect("it is there"),
+    );
+    assert_eq!(vda["limits"], json!({"iops-read": 100_000}));
+    assert_eq!(
+        (&vda["cache"]["mode"], &vda["cache"]["endurance"]),
+        (&json!("wa"), &json!(1 << 30))
+    );
+    assert_eq!(data["limits"], json!({}));
+    assert_eq!(data["prefetch"]["memory_limit"], 1 << 20);
+    works(&mut guest, 2);
+
+    // Another cache takes the place of the one that is there.
+    vm.write(&changed.replace("system.cache", "other.cache"));
+    let (code, said) = reload(&vm);
+    assert!(
+        code == Some(0) && said.contains("cache: ") && said.contains("other.cache"),
+        "{said}"
+    );
+    works(&mut guest, 3);
+    let cache = disk(&vm, "vda").expect("it is there")["cache"].clone();
+    assert!(
+        cache["file"].as_str().expect("a path").ends_with("other.cache"),
+        "{cache}"
+    );
+    assert_eq!(cache["size"], 16 << 20);
+
+    // What somebody has changed by other means is as the file says again.
+    let body = "{\"limits\":{\"iops-total\":7}}";
+    crate::tool(
+        "curl",
+        &[
+            "-sS",
+            "--unix-socket",
+            text(&vm.path("control")),
+            "-X",
+            "PATCH",
+            "-d",
+            body,
+            "http://x/v1/disks/vda",
+        ],
+    );
+    let (code, said) = reload(&vm);
+    assert!(
+        code == Some(0) && said == "changed disk vda: limits: iops-read=100000",
+        "{said}"
+    );
+    drop(guest);
+    ends(process);
+}
+
+#[test]
+fn disks_come_and_go_but_for_those_in_use() {
+    let vm = two();
+    let process = vm.start();
+    let third = "\n[[disk]]\nname = \"third\"\nimage = \"IMAGES/third.raw\"\nsocket = \"third\"\n";
+    vm.raw("third.raw", 4);
+    vm.write(&format!("{TWO}{third}"));
+    let (code, said) = reload(&vm);
+    assert_eq!((code, said.as_str()), (Some(0), "changed disk third: it is served now"));
+    let mut guest = FrontEnd::connect(&vm.path("third"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+
+    vm.write(TWO);
+    let (code, said) = reload(&vm);
+    assert!(
+        code == Some(1) && said.contains("left    disk third: it is in use"),
+        "{said}"
+    );
+    works(&mut guest, 2);
+    drop(guest);
+    // That the guest has gone is seen when its socket is.
+    let gone = loop {
+        let (code, said) = reload(&vm);
+        if code != Some(1) {
+            break (code, said);
+        }
+    };
+    assert_eq!(
+        gone,
+        (Some(0), "changed disk third: it is not served any more".to_owned())
+    );
+    assert_eq!(vm.sockets(), ["control", "data.nbd", "vda"]);
+    // Its image and its socket are free.
+    vm.write(&format!(
+        "{TWO}{}",
+        third.replace("\"third\"\nimage", "\"again\"\nimage")
+    ));
+    let (code, said) = reload(&vm);
+    assert_eq!((code, said.as_str()), (Some(0), "changed disk again: it is served now"));
+    let names: Vec<Value> = vm.disks().iter().map(|disk| disk["name"].clone()).collect();
+    assert_eq!(names, ["vda", "data", "again"]);
+
+    // One that cannot be opened is told, and keeps nothing else from being done.
+    let wrong = third.replace("third", "gone");
+    vm.write(&format!("{}{wrong}", TWO.replace("1000000", "2000000")));
+    let (code, said) = reload(&vm);
+    assert_eq!(code, Some(2), "{said}");
+    for part in [
+        "changed disk again: it is not served any more",
+        "changed disk data: limits: iops-total=2000000",
+        "failed  disk gone: ",
+        "gone.raw",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    ends(process);
+}
+
+#[test]
+fn what_cannot_change_is_named_and_a_wrong_file_changes_nothing() {
+    let vm = two();
+    let process = vm.start();
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    let before = vm.disks();
+    let changed = TWO
+        .replace("\"SYSTEM\"", "\"OTHER\"\nqueues = 2\nformat = \"qcow2\"")
+        .replace("socket = \"vda\"", "socket = \"vda2\"")
+        .replace("data.nbd", "data2.nbd")
+        .replace("cache = \"IMAGES/system.cache\"\ncache-size = \"16MiB\"\n", "")
+        .replace(
+            "control = \"control\"",
+            "control = \"control\"\ncontrol-mode = \"0660\"",
+        );
+    vm.write(&changed);
+    let (code, said) = reload(&vm);
+    assert_eq!(code, Some(1), "{said}");
+    for part in [
+        "left    the control socket",
+        "left    disk vda: format, cache, queues, serial, socket: as before until the VM's server is started again",
+        "left    disk data: nbd: as before",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert_eq!(vm.sockets(), ["control", "data.nbd", "vda"]);
+
+    vm.write(&TWO.replace("iops-total = 1000000", "iops-totl = 1"));
+    let (code, said) = reload(&vm);
+    assert!(
+        code == Some(2) && said.contains("web.toml:") && said.contains("iops-total"),
+        "{said}"
+    );
+    // Also where the server reads it.
+    process.signal(libc::SIGHUP);
+    process.wait_for("nothing has changed: ", LIMIT).expect("it says so");
+    let of = |disks: &[Value], key: &str| disks.iter().map(|disk| disk[key].clone()).collect::<Vec<_>>();
+    for key in ["limits", "exports"] {
+        assert_eq!(of(&vm.disks(), key), of(&before, key));
+    }
+    works(&mut guest, 2);
+    drop(guest);
+    ends(process);
+}
+
+#[test]
+fn a_hangup_has_the_file_read_again_and_whoever_started_it_is_told() {
+    let vm = two();
+    let told = UnixDatagram::bind(vm.path("notify")).expect("binds");
+    told.set_read_timeout(Some(LIMIT)).expect("can be set");
+    let mut command = vm.command(&[]);
+    command.env("NOTIFY_SOCKET", vm.path("notify"));
+    let process = Process::start(command).expect("larder starts");
+    let next = || {
+        let mut buffer = [0; 256];
+        let count = told.recv(&mut buffer).expect("is told");
+        String::from_utf8_lossy(&buffer[..count]).into_owned()
+    };
+    assert!(next().starts_with("READY=1\n"));
+    vm.write(&TWO.replace("1000000", "3000000"));
+    process.signal(libc::SIGHUP);
+    let reloading = next();
+    assert!(reloading.starts_with("RELOADING=1\nMONOTONIC_USEC="), "{reloading}");
+    assert!(next().starts_with("READY=1\n"));
+    let limits = disk(&vm, "data").expect("it is there")["limits"].clone();
+    assert_eq!(limits, json!({"iops-total": 3_000_000}));
+    // Many at once are as good as one.
+    (0..20).for_each(|_| process.signal(libc::SIGHUP));
+    data_io(&vm, &["write -P 5 0 1M", "read -P 5 0 1M"]);
+    ends(process);
+}
