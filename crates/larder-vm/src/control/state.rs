@@ -21,6 +21,8 @@ use crate::limits::{self, LimitsTextError, parse_limits};
 pub struct ServerState {
     /// The VM's name; `null` for `larder disk serve`.
     pub vm: Option<String>,
+    /// The VM's UUID, if its file says it.
+    pub uuid: Option<String>,
     /// The file that describes the VM, an absolute path, if there is one.
     pub file: Option<String>,
     /// The version of Larder.

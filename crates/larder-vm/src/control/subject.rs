@@ -9,6 +9,7 @@ use tokio::sync::oneshot;
 use super::state::ServerState;
 use super::wishes::Reloaded;
 use crate::disk::DiskInquiry;
+use crate::vm::config::VmConfig;
 
 /// Passes on that the VM's file is to be read again; whether somebody is there to do it.
 pub type Reload = Box<dyn Fn(ReloadReply) -> bool + Send + Sync>;
@@ -19,6 +20,7 @@ pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
 /// A process that serves disks.
 pub struct Subject {
     vm: Option<String>,
+    uuid: Option<String>,
     file: Option<PathBuf>,
     started: SystemTime,
     disks: Mutex<Vec<DiskInquiry>>,
@@ -30,6 +32,7 @@ impl Subject {
     pub fn disk(disk: DiskInquiry) -> Self {
         Self {
             vm: None,
+            uuid: None,
             file: None,
             started: SystemTime::now(),
             disks: Mutex::new(vec![disk]),
@@ -37,10 +40,11 @@ impl Subject {
         }
     }
 
-    /// The disks of a VM that is described in `file`, and who reads that again.
-    pub fn vm(name: &str, file: &Path, disks: Vec<DiskInquiry>, reload: Reload) -> Self {
+    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again.
+    pub fn vm(config: &VmConfig, file: &Path, disks: Vec<DiskInquiry>, reload: Reload) -> Self {
         Self {
-            vm: Some(name.to_owned()),
+            vm: Some(config.name.clone()),
+            uuid: config.uuid.clone(),
             file: Some(std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
             started: SystemTime::now(),
             disks: Mutex::new(disks),
@@ -69,6 +73,7 @@ impl Subject {
         let since = self.started.duration_since(UNIX_EPOCH).unwrap_or_default();
         ServerState {
             vm: self.vm.clone(),
+            uuid: self.uuid.clone(),
             file: self.file.as_ref().map(|file| file.display().to_string()),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),

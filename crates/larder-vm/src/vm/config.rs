@@ -25,7 +25,7 @@ use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
 
 /// What can be said of the VM itself.
-const VM_KEYS: [&str; 5] = ["control", "control-mode", "control-owner", "control-group", "disk"];
+const VM_KEYS: [&str; 6] = ["uuid", "control", "control-mode", "control-owner", "control-group", "disk"];
 
 /// What can be said of a disk besides [`keys::names`].
 const DISK_KEYS: [&str; 8] = [
@@ -44,6 +44,8 @@ const DISK_KEYS: [&str; 8] = [
 pub struct VmConfig {
     /// The VM's name.
     pub name: String,
+    /// Its UUID, as libvirt writes it.
+    pub uuid: Option<String>,
     /// Its control socket.
     pub control: PathBuf,
     /// Who may connect there.
@@ -140,6 +142,18 @@ fn folder() -> PathBuf {
         false => of_user(),
     };
     place.unwrap_or_else(|| "/etc".into()).join("larder/vms")
+}
+
+/// A UUID (RFC 9562, section 4) in lower case.
+fn uuid_of(text: &str) -> Result<String, String> {
+    let is_there = |(place, c): (usize, char)| match place {
+        8 | 13 | 18 | 23 => c == '-',
+        _ => c.is_ascii_hexdigit(),
+    };
+    match text.len() == 36 && text.chars().enumerate().all(is_there) {
+        true => Ok(text.to_ascii_lowercase()),
+        false => Err(format!("'{text}' is no UUID, as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10 is one")),
+    }
 }
 
 /// It becomes a part of the names of files.
@@ -257,6 +271,7 @@ impl Reader<'_> {
         let mut config = VmConfig {
             control: runtime_folder().join(format!("{name}.sock")),
             name,
+            uuid: None,
             control_access: Access::OWNER,
             disks: Vec::new(),
         };
@@ -265,6 +280,7 @@ impl Reader<'_> {
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
+                "uuid" => config.uuid = self.read(key, value, uuid_of),
                 "control" => {
                     if let Some(path) = self.read(key, value, |text| socket_of(&folder, text)) {
                         config.control = path;

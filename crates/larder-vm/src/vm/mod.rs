@@ -127,7 +127,7 @@ impl Vm {
         let to_reload = orderer.clone();
         let reload = Box::new(move |reply| to_reload.0.send(Order::Reload(Some(reply))).is_ok());
         let inquiries = started.iter().map(|(_, disk)| disk.inquiry()).collect();
-        let subject = Arc::new(Subject::vm(&config.name, file, inquiries, reload));
+        let subject = Arc::new(Subject::vm(&config, file, inquiries, reload));
         let control = match ControlServer::start_on(control, Arc::clone(&subject)) {
             Ok(control) => control,
             Err(error) => {

@@ -51,7 +51,7 @@ const WRONG: [(&str, &str); 22] = [
     ),
     (
         "memory = \"4GiB\"\n[[disk]]\nimage = \"/a\"",
-        "FILE:1:1: unknown key 'memory'; known are control, control-mode, control-owner, control-group, disk",
+        "FILE:1:1: unknown key 'memory'; known are uuid, control, control-mode, control-owner, control-group, disk",
     ),
     (
         "[[disk]]\nimage = \"/a\"\nqueues = 65",
