@@ -2,6 +2,8 @@
 
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 use larder_vm::control;
@@ -43,17 +45,10 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let orders = vm.orders();
     let to_reload = orders.clone();
     signals.stop_by_or(libc::SIGHUP, move || to_reload.reload(), move || orders.stop())?;
-    vm.run(|progress| match progress {
-        Progress::Ready(count) => tell(&[
-            NotifyState::Ready,
-            NotifyState::Status(&format!("serving {}", disks(count))),
-        ]),
-        Progress::Reloading => match NotifyState::monotonic_usec_now() {
-            Ok(now) => tell(&[NotifyState::Reloading, now]),
-            Err(error) => tracing::warn!("the time cannot be told: {error}"),
-        },
-        Progress::Stopping => tell(&[NotifyState::Stopping]),
-    })?;
+    let starter = Starter::new()?;
+    let ended = vm.run(|progress| starter.tell(progress));
+    starter.end();
+    ended?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -119,9 +114,50 @@ fn inherited() -> anyhow::Result<Inherited> {
     Inherited::new(sockets).context("a socket that was handed over ($LISTEN_FDS)")
 }
 
-/// Tells whoever has started this service, if he wants to know.
-fn tell(state: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
+/// How long whoever has started this service may take to hear the last word.
+const LAST_WORD: Duration = Duration::from_secs(1);
+
+/// Whoever has started this service, if he wants to know how far it is. A thread tells him: he may not listen.
+struct Starter {
+    news: Sender<Progress>,
+    ended: Receiver<()>,
+}
+
+impl Starter {
+    fn new() -> std::io::Result<Self> {
+        let (news, to_tell) = mpsc::channel();
+        let (end, ended) = mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new().name("larder-notify".to_owned());
+        thread.spawn(move || {
+            to_tell.iter().for_each(notify);
+            let _ = end.send(());
+        })?;
+        Ok(Self { news, ended })
+    }
+
+    fn tell(&self, progress: Progress) {
+        // The thread is there as long as this is.
+        let _ = self.news.send(progress);
+    }
+
+    fn end(self) {
+        drop(self.news);
+        let _ = self.ended.recv_timeout(LAST_WORD);
+    }
+}
+
+fn notify(progress: Progress) {
+    let told = match progress {
+        Progress::Ready(count) => sd_notify::notify(&[
+            NotifyState::Ready,
+            NotifyState::Status(&format!("serving {}", disks(count))),
+        ]),
+        Progress::Reloading => {
+            NotifyState::monotonic_usec_now().and_then(|now| sd_notify::notify(&[NotifyState::Reloading, now]))
+        }
+        Progress::Stopping => sd_notify::notify(&[NotifyState::Stopping]),
+    };
+    if let Err(error) = told {
         tracing::warn!("$NOTIFY_SOCKET: {error}");
     }
 }

@@ -25,7 +25,14 @@ use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
 
 /// What can be said of the VM itself.
-const VM_KEYS: [&str; 6] = ["uuid", "control", "control-mode", "control-owner", "control-group", "disk"];
+const VM_KEYS: [&str; 6] = [
+    "uuid",
+    "control",
+    "control-mode",
+    "control-owner",
+    "control-group",
+    "disk",
+];
 
 /// What can be said of a disk besides [`keys::names`].
 const DISK_KEYS: [&str; 8] = [
@@ -152,7 +159,9 @@ fn uuid_of(text: &str) -> Result<String, String> {
     };
     match text.len() == 36 && text.chars().enumerate().all(is_there) {
         true => Ok(text.to_ascii_lowercase()),
-        false => Err(format!("'{text}' is no UUID, as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10 is one")),
+        false => Err(format!(
+            "'{text}' is no UUID, as 2c9d6f3e-8c54-4d6a-9c0e-5f2b6c1d7a10 is one"
+        )),
     }
 }
 
