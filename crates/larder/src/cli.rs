@@ -95,10 +95,17 @@ pub(crate) struct VmArguments {
 
 #[derive(Args)]
 pub(crate) struct StatusArguments {
-    /// The server's control socket: what it was given with --control
-    #[arg(value_name = "PATH")]
-    pub(crate) control: PathBuf,
-    /// For people, or for programs, as the control socket answers GET /v1/disks
+    /// The virtual machine's name, or with a / in it the path of a control socket; without it all virtual machines
+    #[arg(value_parser = OsStringValueParser::new())]
+    pub(crate) vm: Option<OsString>,
+    /// Every so many seconds what was done since the last time, first since the start of the server
+    #[arg(value_parser = OsStringValueParser::new())]
+    pub(crate) interval: Option<OsString>,
+    /// So many times
+    #[arg(value_parser = OsStringValueParser::new())]
+    pub(crate) count: Option<OsString>,
+    /// For people, or for programs: of one virtual machine as the control socket answers GET /v1/disks; with an
+    /// interval a line each time
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
 }

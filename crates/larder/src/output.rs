@@ -38,3 +38,44 @@ impl Lines {
         self.0
     }
 }
+
+/// Columns under their names: text to the left, numbers to the right.
+pub(crate) struct Table<const N: usize>(Vec<[String; N]>);
+
+impl<const N: usize> Table<N> {
+    /// A table with these columns.
+    pub(crate) fn new(names: [&str; N]) -> Self {
+        Self(vec![names.map(str::to_owned)])
+    }
+
+    /// A line more.
+    pub(crate) fn row(&mut self, row: [String; N]) {
+        self.0.push(row);
+    }
+
+    /// All of it.
+    pub(crate) fn into_text(self) -> String {
+        let is_number = |cell: &str| cell.parse::<f64>().is_ok();
+        let column = |at: usize| self.0.iter().map(move |row| row[at].as_str());
+        let widths: [usize; N] =
+            std::array::from_fn(|at| column(at).map(|cell| cell.chars().count()).max().unwrap_or_default());
+        let numbers: [bool; N] = std::array::from_fn(|at| {
+            let mut cells = column(at).skip(1).filter(|cell| *cell != "-").peekable();
+            cells.peek().is_some() && cells.all(is_number)
+        });
+        let mut text = String::new();
+        for row in &self.0 {
+            let mut line = String::new();
+            for (at, cell) in row.iter().enumerate() {
+                let width = widths[at];
+                let _ = match numbers[at] {
+                    true => write!(line, "{cell:>width$}  "),
+                    false => write!(line, "{cell:<width$}  "),
+                };
+            }
+            text.push_str(line.trim_end());
+            text.push('\n');
+        }
+        text
+    }
+}

@@ -17,9 +17,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
-use super::state::{DiskState, Disks};
+use super::state::{DiskState, Disks, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
-use super::{DISKS_PATH, RELOAD_PATH, disk_path, flush_path, replace_path};
+use super::{DISKS_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path, replace_path};
 use crate::disk::CacheWork;
 use crate::image::absolute;
 
@@ -84,6 +84,14 @@ pub fn fetch_disks(path: &Path) -> Result<(Value, Disks), FetchError> {
     ask_in_time(path, &Question::Disks)
 }
 
+/// Asks the server at the control socket `path` what it is.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn fetch_server(path: &Path) -> Result<ServerState, FetchError> {
+    Ok(ask_in_time(path, &Question::Server)?.1)
+}
+
 /// What is to be changed of a disk.
 #[derive(Clone, Debug)]
 pub enum Change {
@@ -112,6 +120,7 @@ pub fn reload(path: &Path) -> Result<(Value, Reloaded), FetchError> {
 
 /// What is asked for.
 enum Question {
+    Server,
     Disks,
     Change(String, Change),
     Reload,
@@ -120,6 +129,7 @@ enum Question {
 impl Question {
     fn request(&self) -> Result<Request<Full<Bytes>>, hyper::http::Error> {
         let (request, body) = match self {
+            Self::Server => (Request::get(SERVER_PATH), Bytes::new()),
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
             Self::Reload => (Request::post(RELOAD_PATH), Bytes::new()),
             Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),

@@ -136,8 +136,13 @@ pub fn path_of(name: &Path) -> Result<PathBuf, ConfigError> {
     Ok(folder().join(format!("{name}.toml")))
 }
 
+/// The control socket of the VM `name`, if its file does not say another one.
+pub(super) fn usual_control(name: &str) -> PathBuf {
+    runtime_folder().join(format!("{name}.sock"))
+}
+
 /// The folder of the files.
-fn folder() -> PathBuf {
+pub(super) fn folder() -> PathBuf {
     let variable = |name: &str| {
         std::env::var_os(name)
             .map(PathBuf::from)
@@ -278,7 +283,7 @@ impl Reader<'_> {
 
     fn vm(&mut self, name: String, table: &DeTable<'_>) -> VmConfig {
         let mut config = VmConfig {
-            control: runtime_folder().join(format!("{name}.sock")),
+            control: usual_control(&name),
             name,
             uuid: None,
             control_access: Access::OWNER,

@@ -7,6 +7,7 @@
 //! - What one disk does holds up no other one: they share the control socket's thread and nothing else.
 
 pub mod config;
+pub mod find;
 mod reload;
 
 use std::collections::VecDeque;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvError, Sender};
 
 use config::VmConfig;
+use find::Noted;
 use larder_block::event_loop::SocketAddress;
 
 use crate::control::{ControlError, ControlServer, ControlSocket, ReloadReply, Subject};
@@ -50,6 +52,7 @@ pub struct Vm {
     subject: Arc<Subject>,
     /// Ends after the disks.
     _control: ControlServer,
+    _noted: Option<Noted>,
     orders: Receiver<Order>,
     orderer: VmOrders,
 }
@@ -137,6 +140,7 @@ impl Vm {
         };
         let disks = started.into_iter().map(|(name, disk)| at_work(name, disk, &orderer));
         Ok(Self {
+            _noted: Noted::new(&config.name, &config.control),
             file: file.to_owned(),
             disks: disks.collect(),
             config,

@@ -1,28 +1,16 @@
-//! `larder status`: what a running server is doing, as its control socket tells.
+//! Everything that a control socket tells of a disk, for people.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
-use larder_vm::control::fetch_disks;
 use larder_vm::control::state::{
     CacheHealth, CacheState, DiskState, Disks, FlushState, Latency, MissRatio, PrefetchState, RequestsState,
 };
 use larder_vm::image::{cache_mode_words, parse_cache_mode};
 
-use crate::cli::{Output, StatusArguments};
 use crate::disk_image::{exact, human, percent};
-use crate::output::{Lines, print};
+use crate::output::Lines;
 
-pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
-    let (said, disks) = fetch_disks(&arguments.control)?;
-    match arguments.output {
-        Output::Text => print(&text(&disks))?,
-        Output::Json => print(&format!("{said:#}\n"))?,
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn text(disks: &Disks) -> String {
+pub(super) fn text(disks: &Disks) -> String {
     let disks: Vec<String> = disks.disks.iter().map(disk_text).collect();
     disks.join("\n")
 }

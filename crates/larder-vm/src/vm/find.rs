@@ -1,0 +1,119 @@
+//! The VMs of this host, for whoever looks at all of them.
+//!
+//! A VM that is served notes where its control socket is, as a symbolic link in `vms` in the runtime folder, so that nobody
+//! has to connect to sockets of which he does not know what they are. Its server removes the note; one that is killed
+//! leaves it behind, and the next one of that name replaces it.
+
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use super::config::{self, VmConfig};
+use crate::runtime_folder::{self, runtime_folder};
+
+/// A VM that there is, or should be.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Found {
+    /// Its name.
+    pub name: String,
+    /// Where its server listens, if there is one.
+    pub control: PathBuf,
+}
+
+/// All VMs that this user has a file of, or serves, by name.
+pub fn vms() -> Vec<Found> {
+    let mut all: Vec<Found> = noted();
+    let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
+    for entry in files {
+        let path = entry.path();
+        if path.extension().is_none_or(|extension| extension != "toml") {
+            continue;
+        }
+        // Whoever starts it is told what is wrong with it.
+        if let Ok(config) = VmConfig::read(&path)
+            && all.iter().all(|found| found.name != config.name)
+        {
+            all.push(Found {
+                name: config.name,
+                control: config.control,
+            });
+        }
+    }
+    all.sort();
+    all
+}
+
+/// The control socket of the VM `name`: what it has noted, or what its file says, or where it is as a rule.
+pub fn control_of(name: &str) -> PathBuf {
+    let noted = noted().into_iter().find(|found| found.name == name);
+    noted
+        .map(|found| found.control)
+        .or_else(|| {
+            let path = config::path_of(Path::new(name)).ok()?;
+            Some(VmConfig::read(&path).ok()?.control)
+        })
+        .unwrap_or_else(|| config::usual_control(name))
+}
+
+fn folder() -> PathBuf {
+    runtime_folder().join("vms")
+}
+
+fn noted() -> Vec<Found> {
+    let notes = std::fs::read_dir(folder()).into_iter().flatten().flatten();
+    let found = notes.filter_map(|note| {
+        let name = note.file_name().into_string().ok()?;
+        // That one is being written.
+        if name.starts_with('.') {
+            return None;
+        }
+        let control = std::fs::read_link(note.path()).ok()?;
+        Some(Found { name, control })
+    });
+    found.collect()
+}
+
+/// The note of a VM that is served.
+pub(super) struct Noted {
+    path: PathBuf,
+    control: PathBuf,
+}
+
+impl Noted {
+    /// Notes where the control socket of the VM `name` is. If that cannot be done the VM is not found by its name.
+    pub(super) fn new(name: &str, control: &Path) -> Option<Self> {
+        let noted = Self {
+            path: folder().join(name),
+            control: std::path::absolute(control).unwrap_or_else(|_| control.to_owned()),
+        };
+        match noted.write() {
+            Ok(()) => Some(noted),
+            Err(error) => {
+                tracing::warn!(
+                    "{}: {error}; `larder status` and `larder host` do not find this VM by its name",
+                    noted.path.display()
+                );
+                None
+            }
+        }
+    }
+
+    fn write(&self) -> io::Result<()> {
+        runtime_folder::make(&runtime_folder(), 0o755)?;
+        runtime_folder::make(&folder(), 0o755)?;
+        // Whoever looks finds the old one or the new one.
+        let new = self.path.with_file_name(format!(".{}", std::process::id()));
+        let _ = std::fs::remove_file(&new);
+        symlink(&self.control, &new)?;
+        std::fs::rename(&new, &self.path)
+    }
+}
+
+impl Drop for Noted {
+    fn drop(&mut self) {
+        // Another one may have taken its place.
+        if std::fs::read_link(&self.path).is_ok_and(|control| control == self.control) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! All VMs of the host, a line for each disk.
+
+use std::process::ExitCode;
+
+use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, ServerState};
+use larder_vm::control::{FetchError, fetch_disks, fetch_server};
+use larder_vm::vm::find::{self, Found};
+use serde_json::{Value, json};
+
+use crate::EXIT_NEGATIVE;
+use crate::cli::Output;
+use crate::disk_image::human;
+use crate::output::{Table, print};
+
+/// What became of asking a VM.
+type Asked = Result<(ServerState, Value, Disks), FetchError>;
+
+pub(super) fn run(output: Output) -> anyhow::Result<ExitCode> {
+    let vms = find::vms();
+    let asked = ask_all(&vms);
+    let text = match output {
+        Output::Json => json_text(&vms, &asked),
+        Output::Text if vms.is_empty() => {
+            "there is no VM: none has a file (docs/vm-file.md), and none is served\n".to_owned()
+        }
+        Output::Text => text(&vms, &asked),
+    };
+    print(&text)?;
+    let are_all_well = asked.iter().all(|asked| match asked {
+        Ok(_) => true,
+        Err(error) => is_not_served(error),
+    });
+    Ok(match are_all_well {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::from(EXIT_NEGATIVE),
+    })
+}
+
+/// Asks all at once: one that is stuck holds up no other.
+fn ask_all(vms: &[Found]) -> Vec<Asked> {
+    let ask = |vm: &Found| {
+        let server = fetch_server(&vm.control)?;
+        let (said, disks) = fetch_disks(&vm.control)?;
+        Ok((server, said, disks))
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = vms.iter().map(|vm| scope.spawn(move || ask(vm))).collect();
+        // A panic ends the process.
+        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
+    })
+}
+
+/// There is nobody, which is as it may be.
+pub(super) fn is_not_served(error: &FetchError) -> bool {
+    matches!(error, FetchError::Missing { .. } | FetchError::Dead { .. })
+}
+
+fn text(vms: &[Found], asked: &[Asked]) -> String {
+    let mut table = Table::new(["vm", "disk", "size", "used by", "cache", "image"]);
+    let mut troubles = String::new();
+    for (vm, asked) in vms.iter().zip(asked) {
+        match asked {
+            Ok((_, _, disks)) => {
+                for (place, disk) in disks.disks.iter().enumerate() {
+                    let vm = if place == 0 { vm.name.clone() } else { String::new() };
+                    table.row(disk_row(vm, place, disk));
+                }
+            }
+            Err(error) => {
+                let how = if is_not_served(error) {
+                    "not served"
+                } else {
+                    "no answer"
+                };
+                table.row([
+                    vm.name.clone(),
+                    "-".into(),
+                    "-".into(),
+                    how.into(),
+                    "-".into(),
+                    "-".into(),
+                ]);
+                if !is_not_served(error) {
+                    troubles.push_str(&format!("{}: {error}\n", vm.name));
+                }
+            }
+        }
+    }
+    let table = table.into_text();
+    match troubles.as_str() {
+        "" => table,
+        troubles => format!("{table}\n{troubles}"),
+    }
+}
+
+fn disk_row(vm: String, place: usize, disk: &DiskState) -> [String; 6] {
+    let clients = disk.exports.nbd.as_ref().map_or(0, |nbd| nbd.clients);
+    let guest = disk.exports.vhost_user.as_ref().is_some_and(|server| server.connected);
+    let used_by = match (guest, clients) {
+        (true, 0) => "guest".to_owned(),
+        (true, _) => "guest, NBD".to_owned(),
+        (false, 0) => "nobody".to_owned(),
+        (false, _) => "NBD".to_owned(),
+    };
+    [
+        vm,
+        disk.name.clone().unwrap_or_else(|| place.to_string()),
+        human(disk.size),
+        used_by,
+        disk.cache.as_ref().map_or_else(|| "-".to_owned(), cache_text),
+        disk.image.clone(),
+    ]
+}
+
+fn cache_text(cache: &CacheState) -> String {
+    let dirty = match cache.dirty {
+        0 => String::new(),
+        dirty => format!(", {} dirty", human(dirty)),
+    };
+    match cache.state {
+        CacheHealth::Failed => format!("failed{dirty}"),
+        CacheHealth::Works => {
+            let full = 100.0 * cache.occupancy as f64 / cache.capacity.max(1) as f64;
+            format!("{} {}, {full:.0} % full{dirty}", cache.mode, human(cache.size))
+        }
+    }
+}
+
+fn json_text(vms: &[Found], asked: &[Asked]) -> String {
+    let all = vms.iter().zip(asked).map(|(vm, asked)| {
+        let control = vm.control.display().to_string();
+        match asked {
+            Ok((server, said, _)) => json!({
+                "name": vm.name, "control": control, "server": server, "disks": said["disks"], "error": null,
+            }),
+            Err(error) => json!({
+                "name": vm.name, "control": control, "server": null, "disks": [], "error": error.to_string(),
+            }),
+        }
+    });
+    let all: Vec<Value> = all.collect();
+    format!("{:#}\n", json!({"vms": all}))
+}

@@ -1,0 +1,118 @@
+//! `larder status`: what running servers are doing, as their control sockets tell.
+
+mod all;
+mod detail;
+mod rates;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow, bail};
+use larder_vm::control::{FetchError, fetch_disks};
+use larder_vm::vm::find::{self, Found};
+
+use crate::cli::{Output, StatusArguments};
+use crate::output::print;
+
+/// The longest interval.
+const INTERVAL_MAX: Duration = Duration::from_secs(24 * 3600);
+
+pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
+    let StatusArguments {
+        vm,
+        interval,
+        count,
+        output,
+    } = arguments;
+    let wish = Wish::read([vm, interval, count])?;
+    match (wish.vm, wish.every) {
+        (vm, Some(every)) => rates::run(vm.as_ref(), every, wish.count, output),
+        (None, None) => all::run(output),
+        (Some(vm), None) => {
+            let (said, disks) = fetch_disks(&vm.control).map_err(|error| explain(error, &vm))?;
+            match output {
+                Output::Text => print(&detail::text(&disks))?,
+                Output::Json => print(&format!("{said:#}\n"))?,
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// What is wished.
+struct Wish {
+    vm: Option<Found>,
+    every: Option<Duration>,
+    count: Option<u64>,
+}
+
+impl Wish {
+    /// The words are told apart by what they are: `larder status 1 10` is of all VMs.
+    fn read(words: [Option<OsString>; 3]) -> anyhow::Result<Self> {
+        let is_number = |word: &OsString| word.to_str().is_some_and(|word| word.parse::<f64>().is_ok());
+        let (vm, every, count) = match words {
+            [Some(every), count, more] if is_number(&every) => {
+                if let Some(more) = more {
+                    bail!(
+                        "'{}' is one too many: give [VM] [INTERVAL] [COUNT]",
+                        more.to_string_lossy()
+                    );
+                }
+                (None, Some(every), count)
+            }
+            [vm, every, count] => (vm, every, count),
+        };
+        Ok(Self {
+            vm: vm.map(|vm| vm_of(&vm)),
+            every: every.map(|every| interval(&every)).transpose()?,
+            count: count.map(|count| times(&count)).transpose()?,
+        })
+    }
+}
+
+/// Why a VM that was asked for cannot be told of.
+fn explain(error: FetchError, vm: &Found) -> anyhow::Error {
+    match vm.name.contains('/') || !all::is_not_served(&error) {
+        true => error.into(),
+        false => anyhow!(
+            "{} is not served: nobody listens on {}; `larder vm {}` serves it, and `larder status` tells of all that are",
+            vm.name,
+            vm.control.display(),
+            vm.name
+        ),
+    }
+}
+
+/// The VM of that name, or what listens at that path.
+fn vm_of(word: &OsString) -> Found {
+    let name = word.to_string_lossy().into_owned();
+    let control = match name.contains('/') {
+        true => PathBuf::from(word),
+        false => find::control_of(&name),
+    };
+    Found { name, control }
+}
+
+fn interval(word: &OsString) -> anyhow::Result<Duration> {
+    let text = word.to_string_lossy();
+    let seconds: f64 = text
+        .parse()
+        .with_context(|| format!("'{text}' is no interval in seconds, as 1 or 0.5 is"))?;
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(every) if !every.is_zero() && every <= INTERVAL_MAX => Ok(every),
+        _ => bail!(
+            "an interval of {text} s: give more than 0 s, and {} s at most",
+            INTERVAL_MAX.as_secs()
+        ),
+    }
+}
+
+fn times(word: &OsString) -> anyhow::Result<u64> {
+    let text = word.to_string_lossy();
+    match text.parse() {
+        Ok(count) if count > 0 => Ok(count),
+        _ => bail!("'{text}' is no count: say how many times, from 1 on"),
+    }
+}
