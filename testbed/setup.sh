@@ -27,7 +27,7 @@ packages=(
   gnutls-bin openssl                                       # certificates for TLS tests
   valgrind python3 python3-venv                            # instruction counts; lint tools
   mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of
-  cpio zstd kmod util-linux xz-utils procps shellcheck
+  cpio zstd kmod util-linux xz-utils procps shellcheck socat
 )
 
 case ${1:-} in

@@ -18,16 +18,17 @@ const BUCKETS: usize = ((LAST_BITS - FIRST_BITS) as usize) * STEPS as usize + 2;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Histogram {
     counts: [u64; BUCKETS],
-    sum: Duration,
-    max: Duration,
+    /// In nanoseconds, as the next one.
+    sum: u64,
+    max: u64,
 }
 
 impl Default for Histogram {
     fn default() -> Self {
         Self {
             counts: [0; BUCKETS],
-            sum: Duration::ZERO,
-            max: Duration::ZERO,
+            sum: 0,
+            max: 0,
         }
     }
 }
@@ -49,10 +50,15 @@ impl Histogram {
 
     /// Counts a time so many times.
     pub fn add_many(&mut self, time: Duration, count: u32) {
-        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.counts[index(nanos)] += u64::from(count);
-        self.sum += time * count;
-        self.max = self.max.max(time);
+        self.add_nanos(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), count);
+    }
+
+    /// The same of a time in nanoseconds.
+    pub fn add_nanos(&mut self, nanos: u64, count: u32) {
+        let count = u64::from(count);
+        self.counts[index(nanos)] += count;
+        self.sum = self.sum.saturating_add(nanos.saturating_mul(count));
+        self.max = self.max.max(nanos);
     }
 
     /// Times counted.
@@ -62,12 +68,12 @@ impl Histogram {
 
     /// All times together.
     pub fn sum(&self) -> Duration {
-        self.sum
+        Duration::from_nanos(self.sum)
     }
 
     /// The longest.
     pub fn max(&self) -> Duration {
-        self.max
+        Duration::from_nanos(self.max)
     }
 
     /// Those buckets that are not empty, from the shortest times on.

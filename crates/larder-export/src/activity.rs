@@ -1,19 +1,22 @@
 //! What a disk is asked for, through all its exports together, and how long that takes.
 //!
-//! Every request is counted. Those that are not answered in the call are all timed. Of those that are, one of
-//! [`IN_CALL`] is, and stands for all of them: asking the clock twice would cost a twentieth of what they take.
+//! Every request is counted. One that is not answered in the call, and that is alone, is timed, by the loop's turns. Of those
+//! that are answered in the call, and of those that begin beside others, one of so many is timed, and stands for all of
+//! them: to time each would cost a twentieth of what they take.
 
 use std::cell::{Cell, RefCell};
-use std::future::Future;
 use std::pin::pin;
 use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::histogram::Histogram;
-use larder_block::{IoError, Loop, LoopTime};
+use larder_block::{Io, IoError, IoResult, Loop};
 
 /// Of so many requests that are answered in the call one is timed, for all of them.
 const IN_CALL: u32 = 16;
+
+/// The same of those that begin while others are under way.
+const BESIDE: u32 = 8;
 
 /// Failures that are all told. A dead disk fails every request: the log gets these, then every power of two.
 const TOLD_ALL: u64 = 10;
@@ -33,17 +36,19 @@ impl Kind {
     const COUNT: usize = 5;
 }
 
-/// Counts what a disk is asked for. The numbers only grow.
+/// Counts what a disk is asked for. The numbers only grow. Times are in nanoseconds.
 pub struct Activity {
     on: Loop,
     kinds: [Counter; Kind::COUNT],
     errors: Cell<u64>,
-    /// Requests that were answered in the call since one was timed.
+    /// Requests that may have been answered in the call since one was timed.
     untimed: Cell<u32>,
+    /// Those that have begun beside others since one was timed.
+    untimed_beside: Cell<u32>,
     /// Requests under way that were not answered in the call, and since when there are any.
     waiting: Cell<u32>,
-    busy_since: Cell<LoopTime>,
-    busy: Cell<Duration>,
+    busy_since: Cell<u64>,
+    busy: Cell<u64>,
 }
 
 #[derive(Default)]
@@ -79,9 +84,10 @@ impl Activity {
             kinds: Default::default(),
             errors: Cell::new(0),
             untimed: Cell::new(0),
+            untimed_beside: Cell::new(0),
             waiting: Cell::new(0),
-            busy_since: Cell::default(),
-            busy: Cell::default(),
+            busy_since: Cell::new(0),
+            busy: Cell::new(0),
         })
     }
 
@@ -104,10 +110,10 @@ impl Activity {
     /// For how long there were any under way.
     pub fn busy(&self) -> Duration {
         let until_now = match self.waiting.get() {
-            0 => Duration::ZERO,
-            _ => self.on.now().since(self.busy_since.get()),
+            0 => 0,
+            _ => self.on.now().as_nanos().saturating_sub(self.busy_since.get()),
         };
-        self.busy.get() + until_now
+        Duration::from_nanos(self.busy.get() + until_now)
     }
 
     /// The device has failed a request.
@@ -119,104 +125,119 @@ impl Activity {
         }
     }
 
-    /// Measures a request, which begins now.
-    pub(crate) fn timer(&self) -> Timer<'_> {
-        Timer {
+    /// Begins a request of so many bytes, and counts it when it has ended.
+    pub(crate) async fn count<'a>(&self, kind: Kind, bytes: u64, begin: impl FnOnce() -> Io<'a>) -> IoResult {
+        let begun = is_due(&self.untimed, IN_CALL).then(|| self.on.now().as_nanos());
+        // It is large: where it is made, it stays.
+        let mut io = pin!(begin());
+        if io.is_ready() {
+            let result = io.as_mut().await;
+            if let Some(begun) = begun {
+                self.timed_in_call(kind, begun);
+            }
+            self.ended(kind, bytes, result.is_ok());
+            return result;
+        }
+        let waiting = self.wait();
+        let result = io.as_mut().await;
+        waiting.ended(kind, bytes, result.is_ok());
+        result
+    }
+
+    /// A request that is not answered in the call begins.
+    #[inline]
+    pub(crate) fn wait(&self) -> Waiting<'_> {
+        let others = self.waiting.get();
+        self.waiting.set(others + 1);
+        let weight = match others {
+            0 => 1,
+            _ if is_due(&self.untimed_beside, BESIDE) => BESIDE,
+            _ => 0,
+        };
+        let begun = match weight {
+            0 => 0,
+            _ => self.on.turn_time().as_nanos(),
+        };
+        if others == 0 {
+            self.busy_since.set(begun);
+        }
+        Waiting {
             activity: self,
-            begun: None,
-            waits: false,
+            begun,
+            weight,
         }
     }
 
-    fn is_due(&self) -> bool {
-        let untimed = self.untimed.get() + 1;
-        let is_due = untimed >= IN_CALL;
-        self.untimed.set(if is_due { 0 } else { untimed });
-        is_due
-    }
-
-    fn begin_wait(&self, now: LoopTime) {
-        if self.waiting.get() == 0 {
-            self.busy_since.set(now);
-        }
-        self.waiting.set(self.waiting.get() + 1);
-    }
-
-    fn end_wait(&self, now: LoopTime) {
-        self.waiting.set(self.waiting.get() - 1);
-        if self.waiting.get() == 0 {
-            self.busy.set(self.busy.get() + now.since(self.busy_since.get()));
+    /// The time of this turn, or of now if `begun` was in this turn.
+    fn time_after(&self, begun: u64) -> u64 {
+        match self.on.turn_time().as_nanos() {
+            turn if turn > begun => turn,
+            _ => self.on.now().as_nanos().max(begun),
         }
     }
-}
 
-/// The clock of one request.
-pub(crate) struct Timer<'a> {
-    activity: &'a Activity,
-    /// When it began, if it is timed.
-    begun: Option<LoopTime>,
-    /// It was not answered in the call, and is under way.
-    waits: bool,
-}
-
-impl Timer<'_> {
-    /// Carries the request out.
-    pub(crate) async fn run<T>(&mut self, request: impl Future<Output = T>) -> T {
-        let activity = self.activity;
-        let mut request = pin!(request);
-        std::future::poll_fn(|context| {
-            if self.waits {
-                return request.as_mut().poll(context);
-            }
-            if activity.is_due() {
-                self.begun = Some(activity.on.now());
-            }
-            let polled = request.as_mut().poll(context);
-            if polled.is_pending() {
-                let begun = *self.begun.get_or_insert_with(|| activity.on.turn_time());
-                activity.begin_wait(begun);
-                self.waits = true;
-            }
-            polled
-        })
-        .await
-    }
-
-    /// It has ended, and was one of these.
-    pub(crate) fn ended(mut self, kind: Kind, bytes: u64, succeeded: bool) {
-        let counter = &self.activity.kinds[kind as usize];
+    #[inline]
+    fn ended(&self, kind: Kind, bytes: u64, succeeded: bool) {
+        let counter = &self.kinds[kind as usize];
         add(&counter.requests, 1);
         match succeeded {
             true => add(&counter.bytes, bytes),
             false => add(&counter.errors, 1),
         }
-        if let Some(begun) = self.begun {
-            self.timed(counter, begun);
-        }
     }
 
     #[cold]
-    fn timed(&mut self, counter: &Counter, begun: LoopTime) {
-        let activity = self.activity;
-        if std::mem::take(&mut self.waits) {
-            let now = activity.on.turn_time();
-            counter.times.borrow_mut().add(now.since(begun));
-            activity.end_wait(now);
-        } else {
-            let time = activity.on.now().since(begun);
-            counter.times.borrow_mut().add_many(time, IN_CALL);
-            if activity.waiting.get() == 0 {
-                activity.busy.set(activity.busy.get() + time * IN_CALL);
-            }
+    fn timed_in_call(&self, kind: Kind, begun: u64) {
+        let nanos = self.on.now().as_nanos().saturating_sub(begun);
+        self.kinds[kind as usize].times.borrow_mut().add_nanos(nanos, IN_CALL);
+        if self.waiting.get() == 0 {
+            add(&self.busy, nanos * u64::from(IN_CALL));
         }
     }
 }
 
-impl Drop for Timer<'_> {
-    /// One that was given up, or is of no kind that is counted, is under way no more.
+/// Whether the next one is the one of `every` that is timed.
+fn is_due(untimed: &Cell<u32>, every: u32) -> bool {
+    let before = untimed.get() + 1;
+    let is_due = before >= every;
+    untimed.set(if is_due { 0 } else { before });
+    is_due
+}
+
+/// A request that is under way. One that is dropped was given up, or is of no kind that is counted.
+pub(crate) struct Waiting<'a> {
+    activity: &'a Activity,
+    begun: u64,
+    /// For how many it is timed; 0 if it is not.
+    weight: u32,
+}
+
+impl Waiting<'_> {
+    /// It has ended, and was one of these.
+    #[inline]
+    pub(crate) fn ended(self, kind: Kind, bytes: u64, succeeded: bool) {
+        if self.weight > 0 {
+            self.timed(kind);
+        }
+        self.activity.ended(kind, bytes, succeeded);
+    }
+
+    #[inline(never)]
+    fn timed(&self, kind: Kind) {
+        let nanos = self.activity.time_after(self.begun) - self.begun;
+        let mut times = self.activity.kinds[kind as usize].times.borrow_mut();
+        times.add_nanos(nanos, self.weight);
+    }
+}
+
+impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        if self.waits {
-            self.activity.end_wait(self.activity.on.turn_time());
+        let activity = self.activity;
+        let left = activity.waiting.get() - 1;
+        activity.waiting.set(left);
+        if left == 0 {
+            let since = activity.busy_since.get();
+            add(&activity.busy, activity.time_after(since) - since);
         }
     }
 }

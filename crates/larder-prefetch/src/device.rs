@@ -33,6 +33,9 @@ impl Filter for Prefetch {
     }
 
     fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        if self.is_off.get() {
+            return self.lower.read(start, buffer);
+        }
         self.read_any(start, buffer)
     }
 

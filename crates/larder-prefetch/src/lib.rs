@@ -143,6 +143,8 @@ pub struct Prefetch {
     on: WeakLoop,
     lower: Rc<dyn BlockDevice>,
     options: Cell<PrefetchOptions>,
+    /// There is no memory.
+    is_off: Cell<bool>,
     /// Of the lower device; never changes.
     block_size: u64,
     state: RefCell<State>,
@@ -173,6 +175,7 @@ impl Prefetch {
             on: on.downgrade(),
             lower,
             options: Cell::new(options),
+            is_off: Cell::new(options.memory == ByteLen::ZERO),
             block_size,
             state: RefCell::new(State::new(options)),
             writes: Writes::default(),
@@ -211,6 +214,7 @@ impl Prefetch {
         }
         if !self.is_closed.get() {
             self.options.set(options);
+            self.is_off.set(options.memory == ByteLen::ZERO);
             let mut state = self.state.borrow_mut();
             let after = State::after(&mut state, options);
             *state = after;

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::task::Poll;
 
-use larder_block::{ByteLen, ByteOffset, Io, IoResult, ReadBuf, Watch, join};
+use larder_block::{ByteOffset, Io, IoResult, ReadBuf, Watch, join};
 use smallvec::SmallVec;
 
 use crate::Prefetch;
@@ -46,11 +46,9 @@ enum Piece {
 }
 
 impl Prefetch {
+    #[inline(never)]
     pub(crate) fn read_any<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
         let options = self.options.get();
-        if options.memory == ByteLen::ZERO {
-            return self.lower.read(start, buffer);
-        }
         if self.passes_by(start.get(), buffer.len() as u64) {
             return self.lower.read(start, buffer);
         }

@@ -346,10 +346,10 @@ fn a_change_that_cannot_be_made_is_refused_with_the_reason() {
         (
             disk,
             "{\"limits\":{\"iops-total\":1,\"iops-read\":1}}",
-            "400 ",
+            "409 ",
             "not both",
         ),
-        (disk, "{\"limits\":{\"iops-total\":\"1\"}}", "400 ", "line 1"),
+        (disk, "{\"limits\":{\"iops-total\":\"1\"}}", "400 ", "invalid type"),
         (
             disk,
             "{\"prefetch\":{\"memory\":1}}",

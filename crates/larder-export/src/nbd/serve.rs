@@ -109,10 +109,11 @@ pub(super) async fn execute(
     permit: Permit,
 ) {
     let shared = &connection.shared;
-    let mut timer = shared.activity.timer();
-    let result = timer.run(carry_out(&connection, &request, command, buffer)).await;
-    if let Some(kind) = kind_of(command) {
-        timer.ended(kind, request.len, result.is_ok());
+    let waiting = shared.activity.wait();
+    let result = carry_out(&connection, &request, command, buffer).await;
+    match kind_of(command) {
+        Some(kind) => waiting.ended(kind, request.len, result.is_ok()),
+        None => drop(waiting),
     }
     let builder = ReplyBuilder::new(connection.agreed.framing, &request);
     connection.outgoing.push(match result {

@@ -5,7 +5,7 @@ use larder_block::{
 };
 
 use super::ring::Chain;
-use crate::activity::Kind;
+use crate::activity::{Activity, Kind};
 
 /// The unit of sectors in virtio-blk, whatever the block size.
 const SECTOR_BYTES: u64 = 512;
@@ -133,6 +133,8 @@ pub struct DiskState<'a> {
     pub serial: &'a [u8; SERIAL_BYTES],
     /// Off: every write is durable on completion.
     pub write_cache: bool,
+    /// Where requests are counted.
+    pub activity: &'a Activity,
 }
 
 /// How a request ended.
@@ -142,12 +144,6 @@ pub struct Outcome {
     pub written: u32,
     /// The error to log, if there was one of ours.
     pub error: Option<IoError>,
-    /// What it was, if that is counted.
-    pub kind: Option<Kind>,
-    /// Bytes of data moved.
-    pub bytes: u64,
-    /// Whether it has done what was asked.
-    pub succeeded: bool,
 }
 
 /// A request's header: 16 bytes that the device reads.
@@ -174,9 +170,6 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
         return Outcome {
             written: 0,
             error: None,
-            kind: None,
-            bytes: 0,
-            succeeded: false,
         };
     }
     readable.copy_to_slice(&mut header);
@@ -188,8 +181,7 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
     let status = writable.skip(writable.len() - 1);
     let data_in = writable.slice(0, writable.len() - 1);
     let data_out = readable.skip(HEADER_BYTES);
-    let (kind, bytes, result) = carry_out(device, &state, &header, data_in, data_out).await;
-    let (code, error) = match result {
+    let (code, error) = match carry_out(device, &state, &header, data_in, data_out).await {
         Ok(()) => (S_OK, None),
         Err(Refusal::Unsupported) => (S_UNSUPP, None),
         Err(Refusal::Malformed) => (S_IOERR, None),
@@ -201,9 +193,6 @@ pub async unsafe fn execute(device: &dyn BlockDevice, state: DiskState<'_>, chai
     Outcome {
         written: u32::try_from(data_written + 1).unwrap_or(u32::MAX),
         error,
-        kind,
-        bytes,
-        succeeded: code == S_OK,
     }
 }
 
@@ -227,41 +216,46 @@ async fn carry_out(
     header: &Header,
     data_in: ReadBuf<'_>,
     data_out: WriteBuf<'_>,
-) -> (Option<Kind>, u64, Result<(), Refusal>) {
+) -> Result<(), Refusal> {
+    let activity = state.activity;
     match header.kind {
         T_IN => {
-            let result = match start_of(header.sector, data_in.len()) {
-                Ok(start) => device.read(start, data_in).await.map_err(Refusal::from),
-                Err(refusal) => Err(refusal),
-            };
-            (Some(Kind::Read), data_in.len() as u64, result)
+            let start = start_of(header.sector, data_in.len())?;
+            let bytes = data_in.len() as u64;
+            let read = activity.count(Kind::Read, bytes, || device.read(start, data_in));
+            Ok(read.await?)
         }
         T_OUT => {
             let flags = WriteFlags {
                 fua: !state.write_cache,
             };
-            let result = match start_of(header.sector, data_out.len()) {
-                Ok(start) => device.write(start, data_out, flags).await.map_err(Refusal::from),
-                Err(refusal) => Err(refusal),
-            };
-            (Some(Kind::Write), data_out.len() as u64, result)
+            let start = start_of(header.sector, data_out.len())?;
+            let bytes = data_out.len() as u64;
+            let written = activity.count(Kind::Write, bytes, || device.write(start, data_out, flags));
+            Ok(written.await?)
         }
-        T_FLUSH => (Some(Kind::Flush), 0, device.flush().await.map_err(Refusal::from)),
+        T_FLUSH => Ok(activity.count(Kind::Flush, 0, || device.flush()).await?),
         T_GET_ID => {
             let len = data_in.len().min(SERIAL_BYTES);
             data_in.copy_from_slice(&state.serial[..len]);
-            (None, 0, Ok(()))
+            Ok(())
         }
-        T_DISCARD => {
-            let (bytes, result) = segments(device, Kind::Discard, data_out, !state.write_cache).await;
-            (Some(Kind::Discard), bytes, result)
-        }
-        T_WRITE_ZEROES => {
-            let (bytes, result) = segments(device, Kind::WriteZeroes, data_out, !state.write_cache).await;
-            (Some(Kind::WriteZeroes), bytes, result)
-        }
-        _ => (None, 0, Err(Refusal::Unsupported)),
+        T_DISCARD => all_segments(device, state, Kind::Discard, data_out).await,
+        T_WRITE_ZEROES => all_segments(device, state, Kind::WriteZeroes, data_out).await,
+        _ => Err(Refusal::Unsupported),
     }
+}
+
+async fn all_segments(
+    device: &dyn BlockDevice,
+    state: &DiskState<'_>,
+    kind: Kind,
+    list: WriteBuf<'_>,
+) -> Result<(), Refusal> {
+    let waiting = state.activity.wait();
+    let (bytes, result) = segments(device, kind, list, !state.write_cache).await;
+    waiting.ended(kind, bytes, result.is_ok());
+    result
 }
 
 fn start_of(sector: u64, len: usize) -> Result<ByteOffset, Refusal> {

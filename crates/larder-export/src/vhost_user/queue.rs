@@ -139,15 +139,10 @@ async fn serve(mut request: Request) {
     let state = DiskState {
         serial: &shared.serial,
         write_cache: shared.write_cache.get() && shared.driver_flushes.get(),
+        activity: &shared.activity,
     };
-    let mut timer = shared.activity.timer();
     // SAFETY: the request holds the mappings that its chain was translated with.
-    let outcome = timer
-        .run(unsafe { blk::execute(&*shared.device, state, &request.chain) })
-        .await;
-    if let Some(kind) = outcome.kind {
-        timer.ended(kind, outcome.bytes, outcome.succeeded);
-    }
+    let outcome = unsafe { blk::execute(&*shared.device, state, &request.chain) }.await;
     if let Some(error) = &outcome.error {
         shared.activity.report(error);
     }

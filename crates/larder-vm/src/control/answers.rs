@@ -22,7 +22,7 @@ use super::events::{Events, events};
 use super::openapi;
 use super::state::{Disks, Failure};
 use super::subject::Subject;
-use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
+use super::wishes::{CacheReplacement, DiskPatch, Reloaded, Unfit};
 use super::{DISKS_PATH, EVENTS_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
 use crate::disk::{CacheWork, DiskChange, DiskInquiry};
 
@@ -37,6 +37,9 @@ const RELOAD_TIME_MAX: Duration = Duration::from_secs(8);
 
 /// The longest body of a request, in bytes.
 const BODY_BYTES_MAX: usize = 4 << 10;
+
+/// Up to here all whole numbers are floating-point numbers, too.
+const WHOLE_MAX: f64 = (1u64 << 53) as f64;
 
 /// Whoever listens is told that there is nothing new whenever there was nothing for so long.
 const QUIET: Duration = Duration::from_secs(15);
@@ -194,40 +197,56 @@ async fn disks(all: &[DiskInquiry]) -> Answer {
 }
 
 async fn patch(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
-    let body: Result<DiskPatch, String> = body_of(request, "{\"limits\":{\"iops-total\":1000}}").await;
+    let body: Result<DiskPatch, Unfit> = body_of(request, "{\"limits\":{\"iops-total\":1000}}").await;
     match body.and_then(|patch| patch.settings()) {
         Ok(settings) => work(disk, DiskChange::Settings(settings)).await,
-        Err(why) => failure(StatusCode::BAD_REQUEST, why),
+        Err(unfit) => refuse(unfit),
     }
 }
 
 async fn replace(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
-    let body: Result<CacheReplacement, String> = body_of(request, "{\"with\":\"/ssd/new.cache\"}").await;
+    let body: Result<CacheReplacement, Unfit> = body_of(request, "{\"with\":\"/ssd/new.cache\"}").await;
     match body.and_then(|by| by.replacement()) {
         Ok(by) => work(disk, DiskChange::Cache(CacheWork::Replace(by))).await,
-        Err(why) => failure(StatusCode::BAD_REQUEST, why),
+        Err(unfit) => refuse(unfit),
+    }
+}
+
+fn refuse(unfit: Unfit) -> Answer {
+    match unfit {
+        Unfit::Wrong(why) => failure(StatusCode::BAD_REQUEST, why),
+        Unfit::Senseless(why) => failure(StatusCode::CONFLICT, why),
     }
 }
 
 /// What the body says, or why it is not like `example`.
-async fn body_of<T: DeserializeOwned>(request: Request<Incoming>, example: &str) -> Result<T, String> {
-    let not_like = |why: String| format!("the body is no {example}: {why}");
+async fn body_of<T: DeserializeOwned>(request: Request<Incoming>, example: &str) -> Result<T, Unfit> {
+    let not_like = |why: String| Unfit::Wrong(format!("the body is no {example}: {why}"));
     let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
     let body = body.map_err(|error| not_like(error.to_string()))?.to_bytes();
     let read = |error: serde_json::Error| not_like(error.to_string());
-    let said = serde_json::from_slice(&body).map_err(read)?;
-    // A list would be taken for an object whose fields have no names.
-    match has_list(&serde_json::from_slice(&body).map_err(read)?) {
-        true => Err(not_like("there is a list in it".to_owned())),
-        false => Ok(said),
+    let mut said: Value = serde_json::from_slice(&body).map_err(read)?;
+    if !is_plain(&mut said) {
+        // It would be taken for an object whose fields have no names.
+        return Err(not_like("there is a list in it".to_owned()));
     }
+    T::deserialize(said).map_err(read)
 }
 
-fn has_list(value: &Value) -> bool {
+/// Whether there is no list in it; whole numbers that are written with a point have none then.
+fn is_plain(value: &mut Value) -> bool {
     match value {
-        Value::Array(_) => true,
-        Value::Object(fields) => fields.values().any(has_list),
-        _ => false,
+        Value::Array(_) => false,
+        Value::Object(fields) => fields.values_mut().all(is_plain),
+        Value::Number(number) => {
+            // All of them are a number of bytes or the like, which is exact so far.
+            let whole = number.as_f64().filter(|it| number.is_f64() && it.fract() == 0.0);
+            if let Some(whole) = whole.filter(|it| (0.0..=WHOLE_MAX).contains(it)) {
+                *value = (whole as u64).into();
+            }
+            true
+        }
+        _ => true,
     }
 }
 

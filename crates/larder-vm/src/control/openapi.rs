@@ -1,6 +1,9 @@
 //! The description of all this for programs: an OpenAPI document. What the answers and bodies consist of is taken from their
 //! types.
 
+use larder_block::ByteLen;
+use larder_block::filter::throttle::Limit;
+use larder_prefetch::PrefetchOptions;
 use serde_json::{Map, Value, json};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
@@ -9,6 +12,8 @@ use super::events::Event;
 use super::state::{DiskState, Disks, Failure, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
 use super::{DISKS_PATH, EVENTS_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use crate::image::{CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
+use crate::limits::LimitName;
 
 /// The document.
 pub(super) fn document() -> Value {
@@ -21,6 +26,7 @@ pub(super) fn document() -> Value {
     let reloaded = types.of::<Reloaded>();
     types.of::<Event>();
     let failure = types.of::<Failure>();
+    types.bound_wishes();
 
     let fails = |status: &str, why: &str| (status.to_owned(), described(why, &failure));
     let no_http = || fails("400", "This is no request as HTTP/1.1 has them.");
@@ -166,5 +172,48 @@ impl Types {
             self.0.insert(name, json!(schema as RefOr<Schema>));
         }
         json!({"$ref": format!("#/components/schemas/{}", T::name())})
+    }
+
+    /// What is wished has bounds that its types do not say.
+    fn bound_wishes(&mut self) {
+        let size = |min: ByteLen, max: ByteLen| json!({"type": "integer", "minimum": min.get(), "maximum": max.get()});
+        let none_or = |size: Value| json!([{"type": "integer", "const": 0}, size, {"type": "null"}]);
+        let most = ByteLen::mib(1 << 40);
+        let len = json!([size(PrefetchOptions::LEN_MIN, PrefetchOptions::MEMORY_MAX), {"type": "null"}]);
+        let memory = size(PrefetchOptions::MEMORY_MIN, PrefetchOptions::MEMORY_MAX);
+        self.bound("PrefetchPatch", "memory", none_or(memory));
+        self.bound("PrefetchPatch", "ahead", len.clone());
+        self.bound("PrefetchPatch", "largest_read", len);
+        self.bound("CachePatch", "endurance", none_or(size(CACHE_ENDURANCE_MIN, most)));
+        let modes: Vec<&str> = CACHE_MODES.into_iter().map(cache_mode_name).collect();
+        self.bound(
+            "CachePatch",
+            "mode",
+            json!([{"type": "string", "enum": modes}, {"type": "null"}]),
+        );
+        let address = json!({"type": "string", "pattern": "^(/|nbds?://|nbds?\\+unix://)."});
+        self.bound("CacheReplacement", "with", json!([address, {"type": "null"}]));
+        let limit = |name: &str| {
+            let most = if name.ends_with("-length") {
+                u32::MAX.into()
+            } else {
+                Limit::MAX
+            };
+            json!({"type": "integer", "minimum": 0, "maximum": most})
+        };
+        let limits: Map<String, Value> = LimitName::all()
+            .map(|row| (row.name.to_owned(), limit(row.name)))
+            .collect();
+        if let Some(Value::Object(schema)) = self.0.get_mut("LimitsState") {
+            schema.insert("properties".to_owned(), Value::Object(limits));
+            schema.insert("additionalProperties".to_owned(), json!(false));
+            schema.remove("propertyNames");
+        }
+    }
+
+    /// A property is any one of these.
+    fn bound(&mut self, name: &str, property: &str, any_of: Value) {
+        let described = self.0[name]["properties"][property]["description"].clone();
+        self.0[name]["properties"][property] = json!({"description": described, "anyOf": any_of});
     }
 }

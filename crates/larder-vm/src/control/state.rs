@@ -134,7 +134,7 @@ pub struct RequestCounts {
     pub bytes: u64,
     /// Those that failed.
     pub errors: u64,
-    /// How long they took. Those that wait for nothing are not all timed, so that its count is about the one above.
+    /// How long they took. They are not all timed where there are many, so that its count is about the one above.
     pub latency: Latency,
 }
 

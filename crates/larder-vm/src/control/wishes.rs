@@ -11,6 +11,7 @@ use crate::image::{
     ImageAddress, PrefetchMemory, PrefetchMemoryError, Replacement, parse_cache_endurance, parse_cache_mode,
     parse_prefetch_len,
 };
+use crate::limits::LimitsTextError;
 
 /// What a disk is set to: the body of `PATCH /v1/disks/DISK`. What is left out stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -54,13 +55,35 @@ pub struct CachePatch {
     pub endurance: Option<u64>,
 }
 
+/// Why a wish cannot be fulfilled, as a text for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unfit {
+    /// It is not as it is described to be.
+    Wrong(String),
+    /// It is, but makes no sense.
+    Senseless(String),
+}
+
+impl From<String> for Unfit {
+    fn from(why: String) -> Self {
+        Self::Wrong(why)
+    }
+}
+
 impl DiskPatch {
     /// What is to be set.
     ///
     /// # Errors
-    /// Something of it cannot be, as a text for people.
-    pub fn settings(&self) -> Result<DiskSettings, String> {
+    /// See [`Unfit`].
+    pub fn settings(&self) -> Result<DiskSettings, Unfit> {
         let limits = self.limits.as_ref().map(LimitsState::limits).transpose();
+        let limits = limits.map_err(|error| {
+            let why = format!("limits: {error}");
+            match error {
+                LimitsTextError::Limit(_) => Unfit::Senseless(why),
+                _ => Unfit::Wrong(why),
+            }
+        })?;
         let cache = self.cache.clone().unwrap_or_default();
         let mode = cache.mode.map(|mode| match parse_cache_mode(&mode) {
             Ok(known) => Ok(known),
@@ -71,7 +94,7 @@ impl DiskPatch {
             bytes => parse_cache_endurance(&bytes.to_string()).map(Some),
         });
         Ok(DiskSettings {
-            limits: limits.map_err(|error| format!("limits: {error}"))?,
+            limits,
             prefetch: self.prefetch.as_ref().map(PrefetchPatch::options).transpose()?,
             cache_endurance: endurance
                 .transpose()
@@ -128,13 +151,16 @@ impl CacheReplacement {
     /// What it means.
     ///
     /// # Errors
-    /// Something of it cannot be, as a text for people.
-    pub fn replacement(&self) -> Result<Replacement, String> {
+    /// See [`Unfit`].
+    pub fn replacement(&self) -> Result<Replacement, Unfit> {
         let file = self.with.as_ref().map(|with| with.parse::<ImageAddress>());
-        let file = file.transpose().map_err(|error| format!("with: {error}"))?;
+        let file = file
+            .transpose()
+            .map_err(|error| Unfit::Senseless(format!("with: {error}")))?;
         match &file {
             Some(ImageAddress::Path(path)) if !path.is_absolute() => {
-                return Err(format!("with '{}': a path begins at the root here", path.display()));
+                let why = format!("with '{}': a path begins at the root here", path.display());
+                return Err(Unfit::Wrong(why));
             }
             _ => {}
         }

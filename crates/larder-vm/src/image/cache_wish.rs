@@ -53,7 +53,7 @@ pub const CACHE_LINE_DEFAULT: ByteLen = ByteLen::new(4 << 10);
 const LINE_MAX: ByteLen = ByteLen::new(64 << 10);
 
 /// The least that may be written to a cache in a day, in bytes.
-const CACHE_ENDURANCE_MIN: ByteLen = ByteLen::mib(64);
+pub const CACHE_ENDURANCE_MIN: ByteLen = ByteLen::mib(64);
 
 /// Reads what may be written to a cache in a day.
 ///
