@@ -38,6 +38,7 @@ mod replaced;
 
 pub use cache::CacheError;
 pub(crate) use cache::absolute;
+pub use cache_note::state_folder;
 use cache_note::{Note, Other};
 pub use cache_place::{CachePlace, Replacement};
 pub use cache_tools::{

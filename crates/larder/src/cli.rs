@@ -42,6 +42,9 @@ pub(crate) enum Command {
     /// Serve disks, and look after their images
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// Have Larder serve the disks of a domain of libvirt's
+    #[command(subcommand)]
+    Libvirt(LibvirtCommand),
     /// Say what a running server is doing
     Status(StatusArguments),
     /// Measure what needs no virtual machine
@@ -91,6 +94,67 @@ pub(crate) struct VmArguments {
     /// as it was until the server is started again, and what could not be done
     #[arg(long, conflicts_with = "check")]
     pub(crate) reload: bool,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum LibvirtCommand {
+    /// Say what would be changed to have a domain's virtio disks served by Larder, and with --apply change it
+    Attach(LibvirtAttachArguments),
+    /// Say what would be changed to give them back to QEMU, and with --apply change it
+    Detach(LibvirtDetachArguments),
+    /// Start and stop Larder with a domain: what libvirt's hook calls, with the domain's XML on standard input
+    Hook(LibvirtHookArguments),
+}
+
+#[derive(Args)]
+pub(crate) struct LibvirtAttachArguments {
+    /// The domain, by its name, UUID or number
+    #[arg(value_name = "DOMAIN")]
+    pub(crate) domain: String,
+    /// Change the domain's XML, and write the VM's file, /etc/larder/vms/DOMAIN.toml
+    #[arg(long)]
+    pub(crate) apply: bool,
+    /// The libvirt that is meant; by default that which virsh chooses
+    #[arg(long, short, value_name = "URI")]
+    pub(crate) connect: Option<String>,
+    /// Only this disk, as the domain names it (vda); may be given several times
+    #[arg(long, value_name = "TARGET")]
+    pub(crate) disk: Vec<String>,
+    /// Give each disk a cache in this folder, which is on a fast device
+    #[arg(long, value_name = "DIR", requires = "cache_size")]
+    pub(crate) cache_dir: Option<PathBuf>,
+    /// How large each of these caches is made
+    #[arg(long, value_name = "SIZE", requires = "cache_dir")]
+    pub(crate) cache_size: Option<ByteLen>,
+}
+
+#[derive(Args)]
+pub(crate) struct LibvirtDetachArguments {
+    /// The domain, by its name, UUID or number
+    #[arg(value_name = "DOMAIN")]
+    pub(crate) domain: String,
+    /// Change the domain's XML, and remove the VM's file
+    #[arg(long)]
+    pub(crate) apply: bool,
+    /// The libvirt that is meant; by default that which virsh chooses
+    #[arg(long, short, value_name = "URI")]
+    pub(crate) connect: Option<String>,
+}
+
+#[derive(Args)]
+pub(crate) struct LibvirtHookArguments {
+    /// The domain's name
+    #[arg(value_name = "NAME", allow_hyphen_values = true)]
+    pub(crate) name: PathBuf,
+    /// What libvirt does with it: prepare, release, reconnect; on anything else nothing is done
+    #[arg(value_name = "OPERATION", allow_hyphen_values = true)]
+    pub(crate) operation: String,
+    /// Whether that begins or ends
+    #[arg(value_name = "MOMENT", allow_hyphen_values = true)]
+    pub(crate) moment: String,
+    /// Of no use here
+    #[arg(value_name = "EXTRA", allow_hyphen_values = true)]
+    pub(crate) extra: Vec<OsString>,
 }
 
 #[derive(Args)]

@@ -11,6 +11,7 @@ mod disk_info;
 mod disk_resize;
 mod disk_serve;
 mod disk_tune;
+mod libvirt;
 mod log;
 mod output;
 mod pid_file;
@@ -65,6 +66,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Tune(arguments)) => disk_tune::run(arguments),
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
         Command::Disk(DiskCommand::Cache(command)) => disk_cache::run(command),
+        Command::Libvirt(command) => libvirt::run(command),
         Command::Status(arguments) => status::run(arguments),
         Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),
     };

@@ -455,7 +455,7 @@ pub(super) fn notes_folder() -> Option<PathBuf> {
 
 /// What outlives the host's restarts: systemd's `$STATE_DIRECTORY`, `/var/lib/larder` for root, `$XDG_STATE_HOME/larder`
 /// or `~/.local/state/larder`.
-fn state_folder() -> Option<PathBuf> {
+pub fn state_folder() -> Option<PathBuf> {
     let variable = |name: &str| {
         std::env::var_os(name)
             .map(PathBuf::from)

@@ -1,0 +1,268 @@
+//! What becomes of a domain whose disks Larder is to serve: the VM's file, and the domain's XML.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use nix::unistd::{Gid, Group, Uid, User};
+
+pub use super::disk::ServedDisk;
+use super::disk::{self, toml_text};
+use super::xml::{Edits, Element, XmlError};
+use super::{disks, memory, socket_folder, target, vhost_user_socket};
+use crate::vm::config::{ConfigError, VmConfig};
+
+/// Why a domain cannot have disks of Larder's.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum AttachError {
+    #[error("its XML: {0}")]
+    Xml(#[from] XmlError),
+    #[error("its XML says nothing of its {what}")]
+    Lacks { what: &'static str },
+    #[error("its type is '{kind}'; Larder serves domains of QEMU: kvm and qemu")]
+    NotQemu { kind: String },
+    #[error("{disk} is Larder's already; for a change detach it first: larder libvirt detach {domain}")]
+    Already { domain: String, disk: String },
+    #[error("it has no disk {disk}; it has {}", known.join(", "))]
+    NoSuchDisk { disk: String, known: Vec<String> },
+    #[error("disk {disk} cannot be Larder's: {why}")]
+    NotThisOne { disk: String, why: String },
+    #[error("it has no disk that can be Larder's{}", lines(left))]
+    NoDisk { left: Vec<LeftDisk> },
+    #[error("{0}")]
+    Memory(String),
+    #[error("{0}; libvirt renames a domain that is shut off: virsh domrename")]
+    Name(ConfigError),
+    #[error("the VM's file would not be right: {0}")]
+    File(ConfigError),
+}
+
+fn lines(left: &[LeftDisk]) -> String {
+    let lines = left.iter().map(|it| format!("\n  {}: {}", it.name, it.why));
+    lines.collect()
+}
+
+/// A disk that stays QEMU's.
+#[derive(Debug, Clone)]
+pub struct LeftDisk {
+    /// What the guest calls it.
+    pub name: String,
+    /// Why.
+    pub why: String,
+}
+
+/// What the user wishes.
+#[derive(Debug, Clone, Default)]
+pub struct AttachWish {
+    /// Only these disks, if any are named.
+    pub disks: Vec<String>,
+    /// These not, and why.
+    pub without: BTreeMap<String, String>,
+    /// Each disk gets a cache in this folder, of this size as TOML has it.
+    pub cache: Option<(PathBuf, String)>,
+    /// The user, and the group, that QEMU is run as, if not as Larder.
+    pub qemu: Option<(String, String)>,
+}
+
+/// What is to be done.
+#[derive(Debug)]
+pub struct Plan {
+    /// The domain's name.
+    pub name: String,
+    /// Its UUID.
+    pub uuid: String,
+    /// What the VM's file says.
+    pub file: String,
+    /// What `file` means.
+    pub config: VmConfig,
+    /// The domain's new XML.
+    pub xml: String,
+    /// The disks that Larder will serve.
+    pub served: Vec<ServedDisk>,
+    /// The others.
+    pub left: Vec<LeftDisk>,
+}
+
+/// A domain's name and UUID.
+///
+/// # Errors
+/// It lacks one.
+pub fn identity(domain: &Element) -> Result<(String, String), AttachError> {
+    let of = |what: &'static str| match domain.child(what) {
+        Some(found) if !found.text.is_empty() => Ok(found.text.clone()),
+        _ => Err(AttachError::Lacks { what }),
+    };
+    let uuid = of("uuid")?;
+    match uuid.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-') {
+        true => Ok((of("name")?, uuid)),
+        // It becomes the name of a file.
+        false => Err(AttachError::Lacks { what: "uuid" }),
+    }
+}
+
+/// The user and the group that a domain's QEMU is run as: what its own label says, or else its host's, which is in
+/// libvirt's `capabilities`. By name where they have one.
+pub fn user_of_qemu(domain: &Element, capabilities: &Element) -> Option<(String, String)> {
+    let mut labels = domain.all("seclabel").filter(|it| it.attribute("model") == Some("dac"));
+    let own = labels.find_map(|it| it.child("label"));
+    let models = capabilities
+        .child("host")
+        .into_iter()
+        .flat_map(|host| host.all("secmodel"));
+    let mut models = models.filter(|it| it.child("model").is_some_and(|model| model.text == "dac"));
+    let kind = domain.attribute("type").unwrap_or_default();
+    let of_host = models.find_map(|model| model.all("baselabel").find(|it| it.attribute("type") == Some(kind)));
+    let (user, group) = own.or(of_host)?.text.split_once(':')?;
+    let user = match user.trim_start_matches('+').parse() {
+        Ok(number) => User::from_uid(Uid::from_raw(number))
+            .ok()
+            .flatten()
+            .map(|user| user.name),
+        Err(_) => None,
+    }
+    .unwrap_or_else(|| user.trim_start_matches('+').to_owned());
+    let group = match group.trim_start_matches('+').parse() {
+        Ok(number) => Group::from_gid(Gid::from_raw(number))
+            .ok()
+            .flatten()
+            .map(|group| group.name),
+        Err(_) => None,
+    }
+    .unwrap_or_else(|| group.trim_start_matches('+').to_owned());
+    Some((user, group))
+}
+
+/// Plans it, for the VM's file that will be at what `path_of` makes of the domain's name.
+///
+/// # Errors
+/// See [`AttachError`].
+pub fn plan(
+    text: &str,
+    wish: &AttachWish,
+    path_of: impl FnOnce(&Path) -> Result<PathBuf, ConfigError>,
+) -> Result<Plan, AttachError> {
+    let domain = Element::parse(text)?;
+    let (name, uuid) = identity(&domain)?;
+    match domain.attribute("type") {
+        Some("kvm" | "qemu") => {}
+        kind => {
+            return Err(AttachError::NotQemu {
+                kind: kind.unwrap_or_default().to_owned(),
+            });
+        }
+    }
+    refuse_attached(&name, &domain)?;
+    let path = path_of(Path::new(&name)).map_err(AttachError::Name)?;
+    let (mut served, left) = sorted(&domain, wish)?;
+    if served.is_empty() {
+        return Err(AttachError::NoDisk { left });
+    }
+    for (disk, _) in &mut served {
+        finish(&name, disk, wish);
+    }
+    let file = file_of(&name, served.iter().map(|(disk, _)| disk));
+    let config = VmConfig::parse(&path, &file).map_err(AttachError::File)?;
+    let mut edits = Edits::default();
+    memory::share(text, &domain, &mut edits).map_err(AttachError::Memory)?;
+    for ((_, element), of_config) in served.iter().zip(&config.disks) {
+        let socket = of_config.socket.as_deref().unwrap_or(Path::new(""));
+        disk::rewrite(text, element, &socket.display().to_string(), &mut edits);
+    }
+    Ok(Plan {
+        name,
+        uuid,
+        config,
+        file,
+        xml: edits.apply(text),
+        served: served.into_iter().map(|(disk, _)| disk).collect(),
+        left,
+    })
+}
+
+/// Whether one of the domain's disks has a socket of Larder's for this domain.
+pub fn attached_disk(name: &str, domain: &Element) -> Option<String> {
+    let begin = format!("{name}-");
+    let mut ours = disks(domain).filter(|disk| {
+        vhost_user_socket(disk).is_some_and(|path| {
+            let file = path.file_name().unwrap_or_default().to_string_lossy();
+            path.parent() == Some(&socket_folder()) && file.starts_with(&begin)
+        })
+    });
+    ours.find_map(|disk| target(disk).map(str::to_owned))
+}
+
+fn refuse_attached(name: &str, domain: &Element) -> Result<(), AttachError> {
+    match attached_disk(name, domain) {
+        Some(disk) => Err(AttachError::Already {
+            domain: name.to_owned(),
+            disk,
+        }),
+        None => Ok(()),
+    }
+}
+
+type Sorted<'a> = (Vec<(ServedDisk, &'a Element)>, Vec<LeftDisk>);
+
+/// Which disks are to be served, and which are left alone.
+fn sorted<'a>(domain: &'a Element, wish: &AttachWish) -> Result<Sorted<'a>, AttachError> {
+    let known: Vec<String> = disks(domain).filter_map(target).map(str::to_owned).collect();
+    if let Some(disk) = wish.disks.iter().find(|disk| !known.contains(disk)) {
+        return Err(AttachError::NoSuchDisk {
+            disk: disk.clone(),
+            known,
+        });
+    }
+    let (mut served, mut left) = (Vec::new(), Vec::new());
+    for element in disks(domain) {
+        let name = target(element).unwrap_or("a disk").to_owned();
+        let is_named = wish.disks.contains(&name);
+        let found = match wish.without.get(&name) {
+            _ if !wish.disks.is_empty() && !is_named => Err("it was not named".to_owned()),
+            Some(why) => Err(why.clone()),
+            None => disk::read(element),
+        };
+        match found {
+            Ok(disk) => served.push((disk, element)),
+            Err(why) if is_named => return Err(AttachError::NotThisOne { disk: name, why }),
+            Err(why) => left.push(LeftDisk { name, why }),
+        }
+    }
+    Ok((served, left))
+}
+
+/// What the user's wish adds to what the domain says.
+fn finish(domain: &str, disk: &mut ServedDisk, wish: &AttachWish) {
+    if let Some((folder, size)) = &wish.cache {
+        if let Some(at) = disk.keys.iter().position(|(key, _)| *key == "cache") {
+            disk.keys.remove(at);
+            disk.notes.push(
+                "its image is read past the host's page cache now, because it gets a cache of its own".to_owned(),
+            );
+        }
+        let file = folder.join(format!("{domain}-{}.cache", disk.name));
+        disk.keys.push(("cache", toml_text(&file.display().to_string())));
+        disk.keys.push(("cache-size", size.clone()));
+    }
+    if let Some((user, group)) = &wish.qemu {
+        disk.keys.push(("socket-owner", toml_text(user)));
+        disk.keys.push(("socket-group", toml_text(group)));
+        disk.keys.push(("socket-mode", toml_text("0660")));
+    }
+}
+
+fn file_of<'a>(domain: &str, disks: impl Iterator<Item = &'a ServedDisk>) -> String {
+    let mut file = format!(
+        "# Made by larder libvirt attach {domain}, and removed by larder libvirt detach {domain}.\n# What else can be said here is in docs/vm-file.md.\n"
+    );
+    for disk in disks {
+        file.push_str(&format!(
+            "\n[[disk]]\nname = {}\nimage = {}\n",
+            toml_text(&disk.name),
+            toml_text(&disk.image)
+        ));
+        for (key, value) in &disk.keys {
+            file.push_str(&format!("{key} = {value}\n"));
+        }
+    }
+    file
+}

@@ -1,0 +1,131 @@
+//! A domain as it was before Larder served its disks.
+//!
+//! The disks and the memory are put back as they were; whatever else is in the domain's XML by now stays. Of the disks
+//! themselves, their place in the machine and in the order of boot stays too.
+
+use super::xml::{Edits, Element, XmlError};
+use super::{disks, memory, target, vhost_user_socket};
+
+/// What can be put back.
+#[derive(Debug)]
+pub struct Restored {
+    /// The domain's XML then.
+    pub xml: String,
+    /// The disks that are QEMU's again.
+    pub disks: Vec<String>,
+    /// What the user should know.
+    pub notes: Vec<String>,
+}
+
+/// Puts into `now` what `before` said of the disks that Larder serves, and of the memory.
+///
+/// # Errors
+/// One of them is no XML.
+pub fn restore(now: &str, before: &str) -> Result<Restored, XmlError> {
+    let (domain, domain_before) = (Element::parse(now)?, Element::parse(before)?);
+    let (mut edits, mut back, mut notes) = (Edits::default(), Vec::new(), Vec::new());
+    for disk_before in disks(&domain_before).filter(|disk| vhost_user_socket(disk).is_none()) {
+        let Some(name) = target(disk_before) else { continue };
+        let Some(disk) = disks(&domain).find(|disk| target(disk) == Some(name)) else {
+            notes.push(format!("{name}: the domain has it no more"));
+            continue;
+        };
+        if vhost_user_socket(disk).is_some() {
+            edits.replace(disk.place.clone(), merged(now, disk, before, disk_before));
+            back.push(name.to_owned());
+        }
+    }
+    let mut without = domain.clone();
+    for devices in without.children.iter_mut().filter(|child| child.name == "devices") {
+        devices.children.retain(|device| {
+            device.name != "disk" || !target(device).is_some_and(|name| back.iter().any(|it| it == name))
+        });
+    }
+    match memory::is_needed(&without) {
+        _ if back.is_empty() => {}
+        true => notes.push("its memory stays shared, because others than Larder need that".to_owned()),
+        false => memory::put_back(now, &domain, &domain_before, before, &mut edits),
+    }
+    Ok(Restored {
+        xml: edits.apply(now),
+        disks: back,
+        notes,
+    })
+}
+
+/// The disk as it was, where it is now.
+fn merged(now: &str, disk: &Element, before: &str, disk_before: &Element) -> String {
+    let mut edits = Edits::default();
+    for name in ["boot", "address"] {
+        match (disk.child(name), disk_before.child(name)) {
+            (Some(of_now), Some(old)) if of_now.written(now) != old.written(before) => {
+                edits.replace(old.place.clone(), of_now.written(now));
+            }
+            (Some(_), Some(_)) | (None, None) => {}
+            (Some(of_now), None) => edits.add_into(before, disk_before, of_now.written(now)),
+            (None, Some(old)) => edits.remove(before, old),
+        }
+    }
+    // The edits are of the whole text, in which the disk ends as far from the end as before.
+    let behind = before.len() - disk_before.place.end;
+    let changed = edits.apply(before);
+    changed[disk_before.place.start..changed.len() - behind].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BEFORE: &str = "<domain type='kvm'>\n  <name>web</name>\n  <memory>1</memory>\n  <devices>\n    <disk type='file' device='disk'>\n      <source file='/a'/>\n      <target dev='vda' bus='virtio'/>\n      <boot order='1'/>\n    </disk>\n  </devices>\n</domain>\n";
+    const NOW: &str = "<domain type='kvm'>\n  <name>web</name>\n  <memory>2</memory>\n  <memoryBacking>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>\n  <devices>\n    <disk type='vhostuser' device='disk'>\n      <source type='unix' path='/run/larder/web-vda.sock'/>\n      <target dev='vda' bus='virtio'/>\n      <boot order='1'/>\n    </disk>\n  </devices>\n</domain>\n";
+
+    #[test]
+    fn only_disks_and_memory_are_put_back() {
+        let restored = restore(NOW, BEFORE).expect("is XML");
+        assert_eq!(restored.xml, BEFORE.replace("<memory>1", "<memory>2"));
+        assert_eq!(restored.disks, ["vda"]);
+        // Nothing is left to do.
+        let again = restore(&restored.xml, BEFORE).expect("is XML");
+        assert_eq!((again.xml, again.disks.len()), (restored.xml, 0));
+    }
+
+    #[test]
+    fn what_was_changed_of_the_disks_place_stays() {
+        let now = NOW.replace("order='1'", "order='2'");
+        assert_eq!(
+            restore(&now, BEFORE).expect("is XML").xml,
+            BEFORE
+                .replace("<memory>1", "<memory>2")
+                .replace("order='1'", "order='2'")
+        );
+        let now = NOW.replace("\n      <boot order='1'/>", "");
+        let xml = restore(&now, BEFORE).expect("is XML").xml;
+        assert!(!xml.contains("boot") && xml.contains("<target dev='vda' bus='virtio'/>\n    </disk>"));
+        let before = BEFORE.replace("\n      <boot order='1'/>", "");
+        let xml = restore(NOW, &before).expect("is XML").xml;
+        assert_eq!(xml, BEFORE.replace("<memory>1", "<memory>2"));
+    }
+
+    #[test]
+    fn memory_that_others_need_stays_shared() {
+        let net = "<interface type='vhostuser'/>\n  </devices>";
+        let now = NOW.replace("  </devices>", net);
+        let restored = restore(&now, BEFORE).expect("is XML");
+        assert!(restored.xml.contains("<access mode='shared'/>"), "{}", restored.xml);
+        assert_eq!(restored.notes.len(), 1);
+        let now = NOW.replace("<memoryBacking>", "<memoryBacking>\n    <locked/>");
+        let xml = restore(&now, BEFORE).expect("is XML").xml;
+        assert!(
+            xml.contains("<memoryBacking>\n    <locked/>\n  </memoryBacking>"),
+            "{xml}"
+        );
+    }
+
+    #[test]
+    fn a_disk_that_is_gone_or_changed_by_hand_stays_so() {
+        let gone = NOW.replace("dev='vda'", "dev='vdb'");
+        let restored = restore(&gone, BEFORE).expect("is XML");
+        assert_eq!((restored.xml.as_str(), restored.disks.len()), (gone.as_str(), 0));
+        assert_eq!(restored.notes.len(), 1, "{:?}", restored.notes);
+    }
+}

@@ -1,0 +1,447 @@
+//! One disk of a domain: whether Larder can serve it, and what it is to Larder.
+//!
+//! Everything in the disk's XML is looked at: what libvirt refuses on a vhost-user disk becomes a key of the VM's file; what
+//! QEMU does with the image and Larder does in its own way goes; what would be lost keeps the disk where it is. What is not
+//! known here might matter, so it does too.
+
+use super::target;
+use super::xml::{Edits, Element, quoted};
+use crate::image::ImageAddress;
+use crate::limits::LimitName;
+
+/// A disk that Larder is to serve.
+#[derive(Debug, Clone)]
+pub struct ServedDisk {
+    /// What the guest calls it: `vda`.
+    pub name: String,
+    /// The image, as the VM's file names it.
+    pub image: String,
+    /// What else the VM's file says of it: keys and values, these as TOML has them.
+    pub keys: Vec<(&'static str, String)>,
+    /// What the user should know.
+    pub notes: Vec<String>,
+    /// The backing files that the domain names, the next one first; the image's own names count if there is nothing.
+    pub backing: Option<Vec<String>>,
+}
+
+/// A text in TOML.
+pub(super) fn toml_text(text: &str) -> String {
+    let mut quoted = String::from("\"");
+    for letter in text.chars() {
+        match letter {
+            '"' | '\\' => quoted.extend(['\\', letter]),
+            letter if letter.is_control() => quoted.push_str(&format!("\\u{:04X}", u32::from(letter))),
+            letter => quoted.push(letter),
+        }
+    }
+    quoted + "\""
+}
+
+/// What Larder makes of a disk.
+///
+/// # Errors
+/// It cannot serve it as it is; why, after the disk's name.
+pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
+    match disk.attribute("device").unwrap_or("disk") {
+        "disk" => {}
+        "cdrom" => return Err("a CD-ROM drive; Larder serves virtio disks".to_owned()),
+        other => return Err(format!("its device is a {other}; Larder serves virtio disks")),
+    }
+    let bus = disk.child("target").and_then(|target| target.attribute("bus"));
+    if bus != Some("virtio") {
+        let bus = bus.unwrap_or("default");
+        return Err(format!("it is on the {bus} bus; Larder serves virtio disks"));
+    }
+    for (key, value) in &disk.attributes {
+        match key.as_str() {
+            "type" | "device" | "model" | "snapshot" => {}
+            _ => return Err(format!("it says {key}='{value}', which Larder does not have")),
+        }
+    }
+    let mut served = ServedDisk {
+        name: target(disk).ok_or("it has no name: <target dev=...>")?.to_owned(),
+        image: image(disk)?,
+        keys: Vec::new(),
+        notes: Vec::new(),
+        backing: None,
+    };
+    driver(disk, &mut served)?;
+    for child in &disk.children {
+        match child.name.as_str() {
+            "driver" | "source" | "boot" | "alias" | "address" => {}
+            "target" => match child.attributes.iter().find(|(key, _)| key != "dev" && key != "bus") {
+                Some((key, value)) => {
+                    return Err(format!("its target says {key}='{value}', which Larder does not have"));
+                }
+                None => {}
+            },
+            "serial" => served.keys.push(("serial", toml_text(&child.text))),
+            "readonly" => served.keys.push(("readonly", "true".to_owned())),
+            "iotune" => limits(child, &mut served)?,
+            "blockio" => block_sizes(child, &mut served)?,
+            "backingStore" => served.backing = Some(backing(child)?),
+            "shareable" => {
+                return Err("it is shareable: other hosts may write to it, which Larder would not see".to_owned());
+            }
+            "transient" => return Err("it is transient: what the guest writes is to be thrown away".to_owned()),
+            "encryption" => return Err("it is encrypted, which only QEMU can read".to_owned()),
+            "mirror" => return Err("it is being copied to another place; let that end first".to_owned()),
+            other => return Err(format!("it has <{other}>, which Larder does not have")),
+        }
+    }
+    Ok(served)
+}
+
+/// Where the image is.
+fn image(disk: &Element) -> Result<String, String> {
+    let kind = disk.attribute("type").unwrap_or("file");
+    if kind == "vhostuser" {
+        return Err("another process serves it already".to_owned());
+    }
+    let source = disk
+        .child("source")
+        .ok_or("there is nothing in it: it has no <source>")?;
+    if let Some(child) = source.children.iter().find(|child| match child.name.as_str() {
+        // Larder has no use for a label, and relabels nothing.
+        "seclabel" => false,
+        "host" => kind != "network",
+        _ => true,
+    }) {
+        let hint = match child.name.as_str() {
+            "encryption" | "auth" => "which only QEMU can use",
+            "slices" => "a part of an image, and Larder serves the whole",
+            _ => "which Larder does not have",
+        };
+        return Err(format!("its source has <{}>, {hint}", child.name));
+    }
+    let known: &[&str] = match kind {
+        "file" => &["file", "index"],
+        "block" => &["dev", "index"],
+        "network" => &["protocol", "name", "tls", "index"],
+        _ => {
+            return Err(format!(
+                "its type is '{kind}'; Larder serves files, block devices and NBD exports"
+            ));
+        }
+    };
+    for (key, value) in &source.attributes {
+        match (key.as_str(), value.as_str()) {
+            ("startupPolicy", "mandatory") | ("tls", "no") => {}
+            ("tls", _) => {
+                return Err("it is an NBD export over TLS: say it in a VM's file by hand, with nbds:// and the folder of its certificates".to_owned());
+            }
+            (key, _) if known.contains(&key) => {}
+            (key, value) => return Err(format!("its source says {key}='{value}', which Larder does not have")),
+        }
+    }
+    let path = match kind {
+        "file" => source.attribute("file"),
+        "block" => source.attribute("dev"),
+        _ => return nbd(source),
+    };
+    let path = path.ok_or("its <source> names no image")?;
+    match path.starts_with('/') {
+        true => Ok(path.to_owned()),
+        false => Err(format!("'{path}' is no whole path")),
+    }
+}
+
+fn nbd(source: &Element) -> Result<String, String> {
+    if source.attribute("protocol") != Some("nbd") {
+        let protocol = source.attribute("protocol").unwrap_or("unknown");
+        return Err(format!(
+            "its protocol is {protocol}; of disks on other hosts Larder serves those of NBD"
+        ));
+    }
+    let hosts: Vec<&Element> = source.all("host").collect();
+    let [host] = hosts.as_slice() else {
+        return Err(format!("it has {} hosts, and an NBD export has one", hosts.len()));
+    };
+    let export = escaped(source.attribute("name").unwrap_or_default());
+    let text = match host.attribute("transport").unwrap_or("tcp") {
+        "unix" => {
+            let socket = host.attribute("socket").ok_or("its host has no socket")?;
+            format!("nbd+unix:///{export}?socket={}", escaped(socket))
+        }
+        "tcp" => {
+            let name = host.attribute("name").ok_or("its host has no name")?;
+            let name = match name.contains(':') && !name.starts_with('[') {
+                true => format!("[{name}]"),
+                false => name.to_owned(),
+            };
+            let port = host.attribute("port").map_or(String::new(), |port| format!(":{port}"));
+            format!("nbd://{name}{port}/{export}")
+        }
+        other => return Err(format!("its host is reached by {other}, and Larder knows tcp and unix")),
+    };
+    match text.parse() {
+        Ok(ImageAddress::Nbd(_)) => Ok(text),
+        Ok(ImageAddress::Path(_)) => Err(format!("{text} is no NBD URI")),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// A part of a URI.
+fn escaped(part: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
+    let letters = part.bytes().map(|byte| match plain(byte) {
+        true => char::from(byte).to_string(),
+        false => format!("%{byte:02X}"),
+    });
+    letters.collect()
+}
+
+/// What `<driver>` says.
+fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
+    let nothing = Element::default();
+    let driver = disk.child("driver").unwrap_or(&nothing);
+    let mut discard = "ignore";
+    let mut format = "raw";
+    for (key, value) in &driver.attributes {
+        let refused = |why: &str| Err(format!("{key}='{value}': {why}"));
+        match (key.as_str(), value.as_str()) {
+            ("name", "qemu") => {}
+            ("type", "raw") => {}
+            ("type", "qcow2") => format = "qcow2",
+            ("type", _) => return refused("Larder reads raw and qcow2 images"),
+            // The front-end's, which stays QEMU's.
+            ("queues" | "packed" | "page_per_vq" | "event_idx", _) => {}
+            ("queue_size", size) => served.keys.push(("queue-size", size.to_owned())),
+            ("cache", "none" | "default") => {}
+            ("cache", "writeback") => served.keys.push(("cache", toml_text("buffered"))),
+            ("cache", "writethrough" | "directsync") => {
+                return refused(
+                    "each write is to be durable when it completes, and Larder's are when the guest flushes; take it out with virsh edit if the guest does",
+                );
+            }
+            ("cache", "unsafe") => {
+                return refused("Larder makes flushes durable, always; take it out with virsh edit if that is right");
+            }
+            ("discard", "unmap") => discard = "unmap",
+            ("discard", "ignore") => {}
+            ("io", _) | ("ioeventfd", _) => {}
+            ("iothread", _) => served.notes.push(format!(
+                "iothread {value} does not have it any more: Larder gives each disk a thread of its own"
+            )),
+            ("detect_zeroes" | "copy_on_read" | "iommu" | "ats" | "discard_no_unref", "off") => {}
+            ("error_policy" | "rerror_policy", "report") => {}
+            ("error_policy" | "rerror_policy", _) => {
+                return refused(
+                    "Larder reports errors to the guest, and cannot stop it; take it out with virsh edit if that will do",
+                );
+            }
+            _ => return refused("Larder does not have this"),
+        }
+    }
+    served.keys.push(("format", toml_text(format)));
+    // QEMU's default, unlike Larder's.
+    served.keys.push(("discard", toml_text(discard)));
+    for child in &driver.children {
+        match child.name.as_str() {
+            "metadata_cache" => served
+                .notes
+                .push("its metadata_cache goes: Larder's is as large as the disk needs, up to 256 MiB".to_owned()),
+            "iothreads" => served
+                .notes
+                .push("its iothreads do not have it any more: Larder gives each disk a thread of its own".to_owned()),
+            other => return Err(format!("its driver has <{other}>, which Larder does not have")),
+        }
+    }
+    Ok(())
+}
+
+fn limits(iotune: &Element, served: &mut ServedDisk) -> Result<(), String> {
+    for limit in &iotune.children {
+        match (limit.name.as_str(), LimitName::find(&limit.name)) {
+            ("group_name", _) => {
+                return Err(format!(
+                    "its iotune is one for the group '{}', and Larder's limits are of one disk each",
+                    limit.text
+                ));
+            }
+            (_, Some(row)) => match limit.text.parse::<u64>() {
+                Ok(0) => {}
+                Ok(value) => served.keys.push((row.name, value.to_string())),
+                Err(_) => {
+                    return Err(format!(
+                        "its iotune has {} '{}', which is no number",
+                        limit.name, limit.text
+                    ));
+                }
+            },
+            (name, None) => return Err(format!("its iotune has <{name}>, which Larder does not have")),
+        }
+    }
+    Ok(())
+}
+
+fn block_sizes(blockio: &Element, served: &mut ServedDisk) -> Result<(), String> {
+    for (key, value) in &blockio.attributes {
+        match (key.as_str(), value.as_str()) {
+            ("logical_block_size", "0" | "512") => {}
+            ("logical_block_size", "4096") => served.keys.push(("block-size", value.clone())),
+            ("logical_block_size", _) => return Err(format!("its {key} is {value}, and Larder's are 512 and 4096")),
+            // Hints, of which a guest's data does not depend.
+            ("physical_block_size" | "discard_granularity", _) => served.notes.push(format!("its {key} goes")),
+            _ => return Err(format!("its blockio says {key}='{value}', which Larder does not have")),
+        }
+    }
+    Ok(())
+}
+
+/// The files that `<backingStore>` names, each within the one before.
+fn backing(store: &Element) -> Result<Vec<String>, String> {
+    let (mut files, mut next) = (Vec::new(), Some(store));
+    while let Some(store) = next {
+        let Some(source) = store.child("source") else { break };
+        let path = match store.attribute("type") {
+            Some("file") => source.attribute("file"),
+            Some("block") => source.attribute("dev"),
+            _ => None,
+        };
+        match path {
+            Some(path) if source.children.iter().all(|child| child.name == "seclabel") => files.push(path.to_owned()),
+            _ => {
+                return Err(
+                    "its backingStore is no file or block device by itself; Larder would go by the names in the images"
+                        .to_owned(),
+                );
+            }
+        }
+        next = store.child("backingStore");
+    }
+    Ok(files)
+}
+
+/// Makes the disk one that is served on `socket`.
+pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, edits: &mut Edits) {
+    let mut tag = String::from("<disk type='vhostuser'");
+    for (key, value) in &disk.attributes {
+        if key != "type" && key != "snapshot" {
+            tag.push_str(&format!(" {key}={}", quoted(value)));
+        }
+    }
+    edits.replace(disk.tag.clone(), tag + ">");
+    let mut driver = String::from("<driver name='qemu' type='raw'");
+    let old = disk.child("driver");
+    for (key, value) in old.map_or(&[][..], |driver| &driver.attributes) {
+        if matches!(
+            key.as_str(),
+            "queues" | "queue_size" | "packed" | "page_per_vq" | "event_idx"
+        ) {
+            driver.push_str(&format!(" {key}={}", quoted(value)));
+        }
+    }
+    driver.push_str("/>");
+    let source = format!(
+        "<source type='unix' path={}>\n  <reconnect enabled='yes' timeout='1'/>\n</source>",
+        quoted(socket)
+    );
+    for child in &disk.children {
+        match child.name.as_str() {
+            "driver" => edits.replace(child.place.clone(), driver.clone()),
+            "source" => {
+                let indentation = super::xml::indentation(text, child);
+                let lines = source.replace('\n', &format!("\n{indentation}"));
+                // libvirt reads them in any order.
+                let lines = match old {
+                    Some(_) => lines,
+                    None => format!("{driver}\n{indentation}{lines}"),
+                };
+                edits.replace(child.place.clone(), lines);
+            }
+            "iotune" | "serial" | "readonly" | "blockio" | "backingStore" => edits.remove(text, child),
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(attributes: &str, inner: &str) -> Result<ServedDisk, String> {
+        let text = format!("<disk {attributes}>{inner}<target dev='vda' bus='virtio'/></disk>");
+        read(&Element::parse(&text).expect("is XML"))
+    }
+
+    fn nbd(source: &str) -> Result<String, String> {
+        let source = format!("<source protocol='nbd' {source}</source>");
+        disk("type='network'", &source).map(|disk| disk.image)
+    }
+
+    #[test]
+    fn nbd_exports_become_uris() {
+        for (source, uri) in [
+            ("name='web'><host name='store' port='10810'/>", "nbd://store:10810/web"),
+            (">\n<host name='::1'/>", "nbd://[::1]/"),
+            (
+                "name='a b'><host transport='unix' socket='/run/n s'/>",
+                "nbd+unix:///a%20b?socket=/run/n%20s",
+            ),
+        ] {
+            assert_eq!(nbd(source).as_deref(), Ok(uri));
+        }
+        for source in [
+            "name='x'>",
+            "><host name='a'/><host name='b'/>",
+            "tls='yes'><host name='a'/>",
+            "><host name='a' transport='rdma'/>",
+        ] {
+            assert!(nbd(source).is_err(), "{source}");
+        }
+    }
+
+    #[test]
+    fn nothing_that_is_not_known_is_lost() {
+        let source = "<source file='/a'/>";
+        assert!(disk("type='file'", source).is_ok());
+        for (attributes, inner) in [
+            ("type='file' rawio='yes'", source),
+            ("type='file' device='lun'", source),
+            ("type='file'", ""),
+            ("type='file'", "<source/>"),
+            ("type='file'", "<source file='a'/>"),
+            ("type='file'", "<source file='/a' startupPolicy='optional'/>"),
+            ("type='file'", "<source file='/a'><slices/></source>"),
+            ("type='volume'", "<source pool='p' volume='v'/>"),
+            ("type='nvme'", "<source/>"),
+            ("type='network'", "<source protocol='rbd' name='p/v'/>"),
+        ] {
+            assert!(disk(attributes, inner).is_err(), "{attributes} {inner}");
+        }
+        for other in [
+            "<driver name='tap'/>",
+            "<driver type='vmdk'/>",
+            "<driver copy_on_read='on'/>",
+            "<driver detect_zeroes='unmap'/>",
+            "<driver iommu='on'/>",
+            "<driver error_policy='stop'/>",
+            "<driver cache='unsafe'/>",
+            "<driver new='x'/>",
+            "<driver><new/></driver>",
+            "<iotune><group_name>x</group_name></iotune>",
+            "<iotune><new>1</new></iotune>",
+            "<iotune><total_iops_sec>x</total_iops_sec></iotune>",
+            "<blockio logical_block_size='1024'/>",
+            "<shareable/>",
+            "<transient/>",
+            "<encryption/>",
+            "<wwn>5000c500155668dd</wwn>",
+            "<geometry/>",
+            "<new/>",
+            "<backingStore type='network'><source protocol='nbd'/></backingStore>",
+        ] {
+            assert!(disk("type='file'", &format!("{source}{other}")).is_err(), "{other}");
+        }
+    }
+
+    #[test]
+    fn backing_files_are_listed_from_the_next_one_on() {
+        let inner = "<source file='/c'/><backingStore type='file'><format type='qcow2'/><source file='/b'/><backingStore type='block'><format type='raw'/><source dev='/dev/a'/><backingStore/></backingStore></backingStore>";
+        let found = disk("type='file'", inner).expect("can be served").backing;
+        assert_eq!(found, Some(vec!["/b".to_owned(), "/dev/a".to_owned()]));
+        let found = disk("type='file'", "<source file='/c'/><backingStore/>");
+        assert_eq!(found.expect("can be served").backing, Some(Vec::new()));
+    }
+}

@@ -1,0 +1,105 @@
+//! Guest memory that another process can map.
+
+use super::xml::{Edits, Element};
+
+const SOURCE: &str = "<source type='memfd'/>";
+const ACCESS: &str = "<access mode='shared'/>";
+
+/// Has the domain's memory shared; what that changes goes into `edits`.
+///
+/// # Errors
+/// The user wants it otherwise, in words for him.
+pub(super) fn share(text: &str, domain: &Element, edits: &mut Edits) -> Result<(), String> {
+    refuse_private(domain)?;
+    let Some(backing) = domain.child("memoryBacking") else {
+        let all = format!("<memoryBacking>\n  {SOURCE}\n  {ACCESS}\n</memoryBacking>");
+        let before = ["currentMemory", "memory", "name"];
+        let before = before.into_iter().find_map(|name| domain.child(name));
+        let before = before.ok_or("it says nothing of its memory, and has no name")?;
+        edits.add_after(text, before, &all);
+        return Ok(());
+    };
+    // Huge pages are files by themselves, which can be shared.
+    let needs_source = backing.child("hugepages").is_none();
+    let mut missing = Vec::new();
+    match backing.child("source") {
+        Some(source) if source.attribute("type") == Some("anonymous") => edits.replace(source.place.clone(), SOURCE),
+        Some(_) => {}
+        None if needs_source => missing.push(SOURCE),
+        None => {}
+    }
+    match backing.child("access") {
+        Some(access) if access.attribute("mode") == Some("shared") => {}
+        Some(access) => edits.replace(access.place.clone(), ACCESS),
+        None => missing.push(ACCESS),
+    }
+    match (missing.is_empty(), backing.place == backing.tag) {
+        (true, _) => {}
+        (false, false) => edits.add_into(text, backing, &missing.join("\n")),
+        (false, true) => {
+            let indentation = super::xml::indentation(text, backing);
+            let inner: String = missing.iter().map(|line| format!("\n{indentation}  {line}")).collect();
+            let all = format!("<memoryBacking>{inner}\n{indentation}</memoryBacking>");
+            edits.replace(backing.place.clone(), all);
+        }
+    }
+    Ok(())
+}
+
+/// What is said of single parts of the memory goes before what is said of all.
+fn refuse_private(domain: &Element) -> Result<(), String> {
+    let numa = domain.child("cpu").and_then(|cpu| cpu.child("numa"));
+    let cells = numa.into_iter().flat_map(|numa| numa.all("cell"));
+    for (number, cell) in cells.enumerate() {
+        if cell.attribute("memAccess") == Some("private") {
+            let id = cell.attribute("id").map_or_else(|| number.to_string(), str::to_owned);
+            return Err(format!(
+                "memAccess='private' of NUMA cell {id} keeps Larder from the guest's memory; take it out, or make it 'shared', with virsh edit"
+            ));
+        }
+    }
+    let modules = domain.child("devices").into_iter().flat_map(|all| all.all("memory"));
+    match modules.into_iter().find(|it| it.attribute("access") == Some("private")) {
+        Some(module) => Err(format!(
+            "access='private' of a memory device ({}) keeps Larder from the guest's memory; take it out, or make it 'shared', with virsh edit",
+            module.attribute("model").unwrap_or("dimm")
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Puts back what `before` said of the memory; what is left as it is, and why, if anything.
+pub(super) fn put_back(text: &str, now: &Element, before: &Element, before_text: &str, edits: &mut Edits) {
+    let Some(backing) = now.child("memoryBacking") else {
+        return;
+    };
+    let backing_before = before.child("memoryBacking");
+    let is_ours = |child: &Element| match child.name.as_str() {
+        "source" => child.attribute("type") == Some("memfd"),
+        "access" => child.attribute("mode") == Some("shared"),
+        _ => false,
+    };
+    if backing_before.is_none() && backing.children.iter().all(is_ours) {
+        edits.remove(text, backing);
+        return;
+    }
+    for child in backing.children.iter().filter(|child| is_ours(child)) {
+        match backing_before.and_then(|backing| backing.child(&child.name)) {
+            Some(old) => edits.replace(child.place.clone(), old.written(before_text)),
+            None => edits.remove(text, child),
+        }
+    }
+}
+
+/// Whether something of a domain needs shared memory: whatever another process serves.
+pub(super) fn is_needed(domain: &Element) -> bool {
+    let Some(devices) = domain.child("devices") else {
+        return false;
+    };
+    devices.children.iter().any(|device| match device.name.as_str() {
+        "filesystem" => device.child("driver").and_then(|it| it.attribute("type")) == Some("virtiofs"),
+        "interface" | "disk" => device.attribute("type") == Some("vhostuser"),
+        "video" => device.child("driver").and_then(|it| it.attribute("name")) == Some("vhostuser"),
+        _ => false,
+    })
+}

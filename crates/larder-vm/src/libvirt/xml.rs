@@ -1,0 +1,298 @@
+//! An XML document whose parts know where they are in its text, and changes of that text.
+//!
+//! What is changed is cut out of the text and replaced; what is not never passes through a writer, so it stays as it is,
+//! down to white space.
+
+use std::ops::Range;
+
+use quick_xml::Reader;
+use quick_xml::escape::resolve_predefined_entity;
+use quick_xml::events::{BytesStart, Event};
+
+/// Elements within elements, at most.
+const DEPTH_MAX: usize = 128;
+
+/// Why a text is no XML that can be used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum XmlError {
+    #[error("at byte {at}: {what}")]
+    Wrong { at: usize, what: String },
+    #[error("it is cut off: <{element}> does not end")]
+    CutOff { element: String },
+    #[error("there is nothing in it")]
+    Empty,
+}
+
+/// An element.
+#[derive(Debug, Clone, Default)]
+pub struct Element {
+    /// With its prefix: `qemu:commandline`.
+    pub name: String,
+    /// Its attributes, in their order.
+    pub attributes: Vec<(String, String)>,
+    /// The text in it, without that of its children, white space at both ends removed.
+    pub text: String,
+    /// The elements in it.
+    pub children: Vec<Element>,
+    /// Where all of it is.
+    pub place: Range<usize>,
+    /// Where its start tag is.
+    pub tag: Range<usize>,
+}
+
+impl Element {
+    /// Reads the document's element, with all that is in it.
+    ///
+    /// # Errors
+    /// See [`XmlError`].
+    pub fn parse(text: &str) -> Result<Self, XmlError> {
+        let mut reader = Reader::from_str(text);
+        let mut open: Vec<Self> = Vec::new();
+        loop {
+            let begin = reader.buffer_position() as usize;
+            let wrong = |what: String| XmlError::Wrong { at: begin, what };
+            let event = reader.read_event().map_err(|error| wrong(error.to_string()))?;
+            let end = reader.buffer_position() as usize;
+            let ended = match event {
+                Event::Start(tag) if open.len() >= DEPTH_MAX => {
+                    let name = String::from_utf8_lossy(tag.name().as_ref()).into_owned();
+                    return Err(wrong(format!("<{name}> is in more than {DEPTH_MAX} others")));
+                }
+                Event::Start(tag) => {
+                    open.push(Self::of_tag(&tag, begin..end)?);
+                    None
+                }
+                Event::Empty(tag) => Some(Self::of_tag(&tag, begin..end)?),
+                Event::End(_) => open.pop(),
+                Event::Text(part) => {
+                    let part = part.decode().map_err(|error| wrong(error.to_string()))?;
+                    say(&mut open, &part);
+                    None
+                }
+                Event::CData(part) => {
+                    let part = part.decode().map_err(|error| wrong(error.to_string()))?;
+                    say(&mut open, &part);
+                    None
+                }
+                Event::GeneralRef(entity) => {
+                    let named = entity.decode().map_err(|error| wrong(error.to_string()))?;
+                    match entity.resolve_char_ref().map_err(|error| wrong(error.to_string()))? {
+                        Some(letter) => say(&mut open, letter.encode_utf8(&mut [0; 4])),
+                        None => match resolve_predefined_entity(&named) {
+                            Some(letters) => say(&mut open, letters),
+                            None => return Err(wrong(format!("&{named}; is not known"))),
+                        },
+                    }
+                    None
+                }
+                Event::Eof => {
+                    return Err(match open.pop() {
+                        Some(element) => XmlError::CutOff { element: element.name },
+                        None => XmlError::Empty,
+                    });
+                }
+                Event::Decl(_) | Event::PI(_) | Event::DocType(_) | Event::Comment(_) => None,
+            };
+            let Some(mut ended) = ended else { continue };
+            ended.place.end = end;
+            ended.text = ended.text.trim().to_owned();
+            match open.last_mut() {
+                Some(above) => above.children.push(ended),
+                None => return Ok(ended),
+            }
+        }
+    }
+
+    fn of_tag(tag: &BytesStart<'_>, place: Range<usize>) -> Result<Self, XmlError> {
+        let wrong = |what: String| XmlError::Wrong { at: place.start, what };
+        let mut attributes = Vec::new();
+        for attribute in tag.attributes() {
+            let attribute = attribute.map_err(|error| wrong(error.to_string()))?;
+            let value = attribute.unescape_value().map_err(|error| wrong(error.to_string()))?;
+            let key = String::from_utf8_lossy(attribute.key.as_ref()).into_owned();
+            attributes.push((key, value.into_owned()));
+        }
+        Ok(Self {
+            name: String::from_utf8_lossy(tag.name().as_ref()).into_owned(),
+            attributes,
+            tag: place.clone(),
+            place,
+            ..Self::default()
+        })
+    }
+
+    /// The first element in it of that name.
+    pub fn child(&self, name: &str) -> Option<&Self> {
+        self.all(name).next()
+    }
+
+    /// All elements in it of that name.
+    pub fn all(&self, name: &str) -> impl Iterator<Item = &Self> {
+        self.children.iter().filter(move |child| child.name == name)
+    }
+
+    /// What an attribute says.
+    pub fn attribute(&self, name: &str) -> Option<&str> {
+        let found = self.attributes.iter().find(|(key, _)| key == name);
+        found.map(|(_, value)| value.as_str())
+    }
+
+    /// All of it, as it is written.
+    pub fn written<'a>(&self, text: &'a str) -> &'a str {
+        &text[self.place.clone()]
+    }
+}
+
+fn say(open: &mut [Element], part: &str) {
+    if let Some(element) = open.last_mut() {
+        element.text.push_str(part);
+    }
+}
+
+/// Changes of a text.
+#[derive(Debug, Default)]
+pub struct Edits(Vec<(Range<usize>, String)>);
+
+impl Edits {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Puts something in the place of something else. No two places may have something in common.
+    pub fn replace(&mut self, place: Range<usize>, by: impl Into<String>) {
+        self.0.push((place, by.into()));
+    }
+
+    /// Takes an element away, and the white space before it with its line.
+    pub fn remove(&mut self, text: &str, element: &Element) {
+        let before = &text[..element.place.start];
+        let start = match before.trim_end_matches([' ', '\t']) {
+            line if line.ends_with('\n') => line.len() - 1,
+            _ => before.len(),
+        };
+        self.replace(start..element.place.end, "");
+    }
+
+    /// Puts something into lines of its own behind an element, each with that one's indentation.
+    pub fn add_after(&mut self, text: &str, element: &Element, lines: &str) {
+        let end = element.place.end;
+        self.replace(end..end, below(lines, indentation(text, element)));
+    }
+
+    /// Puts something into lines of its own before an element's end; it must not be one of `<name/>`.
+    pub fn add_into(&mut self, text: &str, element: &Element, lines: &str) {
+        let inner = indentation(text, element).to_owned() + "  ";
+        let end = match element.children.last() {
+            Some(last) => last.place.end,
+            None => element.tag.end,
+        };
+        self.replace(end..end, below(lines, &inner));
+    }
+
+    /// The text with all changes made.
+    pub fn apply(mut self, text: &str) -> String {
+        // What is put in at a place comes before what goes from there on; what is put in twice stays in its order.
+        self.0.sort_by_key(|(place, _)| (place.start, place.end));
+        let (mut changed, mut at) = (String::with_capacity(text.len()), 0);
+        for (place, by) in self.0 {
+            debug_assert!(at <= place.start, "two changes of one place");
+            changed.push_str(&text[at..place.start]);
+            changed.push_str(&by);
+            at = place.end;
+        }
+        changed + &text[at..]
+    }
+}
+
+/// Lines, each on a new one and indented.
+fn below(lines: &str, indentation: &str) -> String {
+    lines.lines().map(|line| format!("\n{indentation}{line}")).collect()
+}
+
+/// The white space before an element, if there is nothing else before it in its line.
+pub fn indentation<'a>(text: &'a str, element: &Element) -> &'a str {
+    let before = &text[..element.place.start];
+    let line = before.rfind('\n').map_or(0, |at| at + 1);
+    let before = &before[line..];
+    match before.trim_matches([' ', '\t']) {
+        "" => before,
+        _ => "",
+    }
+}
+
+/// A value as it stands between single quotes.
+pub fn quoted(value: &str) -> String {
+    let mut text = String::with_capacity(value.len() + 2);
+    text.push('\'');
+    for letter in value.chars() {
+        match letter {
+            '&' => text.push_str("&amp;"),
+            '<' => text.push_str("&lt;"),
+            '>' => text.push_str("&gt;"),
+            '\'' => text.push_str("&apos;"),
+            '\n' | '\r' | '\t' => text.push_str(&format!("&#{};", u32::from(letter))),
+            letter => text.push(letter),
+        }
+    }
+    text.push('\'');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "<?xml version='1.0'?>\n<!-- mine -->\n<a x='1 &lt; 2' y=\"&#x41;\">\n  <b> one &amp; <!-- no --> two </b>\n  <c:d/>\n  <b/>\n</a>\n";
+
+    #[test]
+    fn what_is_read_knows_where_it_is() {
+        let a = Element::parse(TEXT).expect("is XML");
+        assert_eq!((a.attribute("x"), a.attribute("y")), (Some("1 < 2"), Some("A")));
+        let names: Vec<&str> = a.children.iter().map(|child| child.name.as_str()).collect();
+        assert_eq!(names, ["b", "c:d", "b"]);
+        assert_eq!(a.child("b").expect("is there").text, "one &  two");
+        assert_eq!(a.child("c:d").expect("is there").written(TEXT), "<c:d/>");
+        assert!(a.written(TEXT).starts_with("<a x=") && a.written(TEXT).ends_with("</a>"));
+    }
+
+    #[test]
+    fn only_what_is_changed_changes() {
+        let a = Element::parse(TEXT).expect("is XML");
+        let mut edits = Edits::default();
+        edits.remove(TEXT, a.child("c:d").expect("is there"));
+        edits.add_after(TEXT, &a.children[0], "<e>\n  <f/>\n</e>");
+        edits.add_into(TEXT, &a, "<g/>");
+        let expected = TEXT
+            .replace("\n  <c:d/>", "\n  <e>\n    <f/>\n  </e>")
+            .replace("\n  <b/>", "\n  <b/>\n  <g/>");
+        assert_eq!(edits.apply(TEXT), expected);
+        assert_eq!(Edits::default().apply(TEXT), TEXT);
+    }
+
+    #[test]
+    fn what_is_no_xml_is_refused_and_no_depth_is_too_much() {
+        for text in [
+            "",
+            "x",
+            "<a>",
+            "<a><b></a>",
+            "<a x=1/>",
+            "<a>&mine;</a>",
+            "<a x='&mine;'/>",
+            "<a x='1' x='2'/>",
+        ] {
+            assert!(Element::parse(text).is_err(), "{text}");
+        }
+        let deep = "<a>".repeat(1_000_000);
+        assert!(matches!(Element::parse(&deep), Err(XmlError::Wrong { .. })));
+    }
+
+    #[test]
+    fn a_value_is_quoted_as_it_is_read() {
+        let value = "a'b\"c<d>&e\tf\ng";
+        let read = Element::parse(&format!("<a x={}/>", quoted(value))).expect("is XML");
+        assert_eq!(read.attribute("x"), Some(value));
+    }
+}

@@ -1,0 +1,264 @@
+//! `larder libvirt attach`: has Larder serve the disks of a domain from its next start on.
+
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow, bail};
+use larder_block::Loop;
+use larder_qcow2::read_header;
+use larder_vm::image::{Format, ImageAddress, is_same};
+use larder_vm::libvirt::attach::{AttachWish, Plan, ServedDisk, identity, plan, user_of_qemu};
+use larder_vm::libvirt::xml::Element;
+use larder_vm::run::check::check;
+use larder_vm::run::plan::GivenBy;
+use larder_vm::vm::config::{VmDisk, path_of};
+
+use super::kept::{self, Kept};
+use super::virsh::{Domain, Virsh};
+use super::{difference, disks};
+use crate::cli::LibvirtAttachArguments;
+use crate::disk_chain::backing_files;
+use crate::disk_image::{self, Sharing};
+use crate::output::print;
+
+/// Where libvirt looks for hooks, and ours among them.
+const HOOK: &str = "/etc/libvirt/hooks/qemu.d/larder";
+
+/// Where a host says what else QEMU may do under AppArmor.
+const APPARMOR: &str = "/etc/apparmor.d/local/abstractions/libvirt-qemu";
+
+pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode> {
+    let virsh = Virsh::new(arguments.connect.clone());
+    let domain = virsh.domain(&arguments.domain)?;
+    let is_system = virsh.is_system()?;
+    if is_system && !rustix::process::geteuid().is_root() {
+        bail!("the host's libvirt starts Larder as root, which reads root's files of VMs: run this as root");
+    }
+    let capabilities = virsh.capabilities()?;
+    let mut wish = AttachWish {
+        disks: arguments.disk.clone(),
+        cache: cache_of(&arguments)?,
+        qemu: match is_system {
+            true => user_of_qemu(&Element::parse(&domain.xml)?, &capabilities),
+            false => None,
+        },
+        ..AttachWish::default()
+    };
+    let plan = possible(&domain, &mut wish).with_context(|| format!("domain {}", arguments.domain))?;
+    let path = path_of(Path::new(&plan.name))?;
+    let kept = Kept::of(&plan.uuid)?;
+    let ours = is_ours(&path, &kept)?;
+    if !arguments.apply {
+        let mut text = what_changes(&plan, &path, &domain.xml);
+        notes(&mut text, &plan, &domain, &capabilities, is_system);
+        text.push_str("\nNothing has been changed. With --apply it is.\n");
+        print(&text)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    apply(&virsh, &plan, &path, &kept, &domain.xml, ours)?;
+    let names: Vec<&str> = plan.served.iter().map(|disk| disk.name.as_str()).collect();
+    let mut text = format!(
+        "{}: {} will be Larder's from the next start on, as {} says\n",
+        plan.name,
+        disks(&names),
+        path.display()
+    );
+    text.push_str(&format!("the domain's XML as it was is in {}\n", kept.xml.display()));
+    notes(&mut text, &plan, &domain, &capabilities, is_system);
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn cache_of(arguments: &LibvirtAttachArguments) -> anyhow::Result<Option<(PathBuf, String)>> {
+    let (Some(folder), Some(size)) = (&arguments.cache_dir, arguments.cache_size) else {
+        return Ok(None);
+    };
+    let folder = std::path::absolute(folder).with_context(|| format!("--cache-dir {}", folder.display()))?;
+    if !folder.is_dir() {
+        bail!(
+            "--cache-dir {}: there is no such folder; make it, or mount what it is on",
+            folder.display()
+        );
+    }
+    Ok(Some((folder, size.get().to_string())))
+}
+
+/// What can be done: a disk that Larder could not serve is left alone, too.
+fn possible(domain: &Domain, wish: &mut AttachWish) -> anyhow::Result<Plan> {
+    loop {
+        let plan = plan(&domain.xml, wish, path_of)?;
+        let both = plan.served.iter().zip(&plan.config.disks);
+        let trouble = both.filter_map(|(disk, config)| {
+            let why = trouble(disk, config, domain.running.is_some())?;
+            Some((disk.name.clone(), why))
+        });
+        let trouble: Vec<_> = trouble.collect();
+        if trouble.is_empty() {
+            return Ok(plan);
+        }
+        // Each time there are fewer of them.
+        wish.without.extend(trouble);
+    }
+}
+
+/// Why Larder could not serve this disk.
+fn trouble(disk: &ServedDisk, config: &VmDisk, in_use: bool) -> Option<String> {
+    if let Some(named) = &disk.backing {
+        let on = Loop::new(Duration::ZERO).map_err(anyhow::Error::from);
+        let same = on.and_then(|on| on.block_on(same_backing(&on, &config.wish.image, config.wish.format, named)));
+        if let Err(error) = same {
+            return Some(error.to_string());
+        }
+    }
+    // QEMU holds the locks of what it uses.
+    if in_use {
+        return None;
+    }
+    let problems = check(&[(&config.wish, GivenBy::File)]).problems;
+    let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
+    (!problems.is_empty()).then(|| problems.join("; "))
+}
+
+/// Whether the backing files that the domain names are those that the image names, which Larder goes by.
+async fn same_backing(on: &Loop, image: &ImageAddress, format: Option<Format>, named: &[String]) -> anyhow::Result<()> {
+    if format != Some(Format::Qcow2) {
+        return match named {
+            [] => Ok(()),
+            _ => Err(anyhow!(
+                "its backingStore names backing files, and a raw image has none"
+            )),
+        };
+    }
+    let opened = disk_image::open(on, image, None, Sharing::Share).await?;
+    let header = read_header(&opened.file).await?;
+    let found = backing_files(on, image, &header).await;
+    let named: Vec<ImageAddress> = named.iter().map(|path| ImageAddress::Path(path.into())).collect();
+    let all_same =
+        found.len() == named.len() && found.iter().zip(&named).all(|(one, other)| is_same(&one.image, other));
+    match all_same {
+        true => Ok(()),
+        false => {
+            let list = |all: Vec<String>| match all.is_empty() {
+                true => "none".to_owned(),
+                false => all.join(", "),
+            };
+            Err(anyhow!(
+                "its backingStore names other backing files ({}) than the image itself ({}), which Larder goes by",
+                list(named.iter().map(ToString::to_string).collect()),
+                list(found.iter().map(|layer| layer.image.to_string()).collect())
+            ))
+        }
+    }
+}
+
+/// Whether the VM's file is one that an earlier attach of this domain has written, if there is one.
+fn is_ours(path: &Path, kept: &Kept) -> anyhow::Result<bool> {
+    let Some(there) = Kept::read(path)? else {
+        return Ok(false);
+    };
+    match Kept::read(&kept.file)? {
+        Some(written) if written == there => Ok(true),
+        _ => bail!(
+            "{} is there, and was not written for this domain by larder libvirt attach; it is left alone: move it away, or connect the domain by hand as docs/guide/libvirt.md says",
+            path.display()
+        ),
+    }
+}
+
+/// Does it, in an order in which a crash anywhere leaves what the next attach or detach can deal with:
+///
+/// 1. The domain's XML and the VM's file are kept. Nothing refers to them; the next attach replaces them, because the domain
+///    has no disk of Larder's.
+/// 2. The VM's file is written. The domain does not use it, so the hook does nothing; it is as it was kept, so the next
+///    attach knows it for its own, and detach removes it.
+/// 3. libvirt takes the new XML, whole or not at all. Now detach has all that it needs.
+///
+/// What libvirt refuses is undone at once.
+fn apply(virsh: &Virsh, plan: &Plan, path: &Path, kept: &Kept, before: &str, ours: bool) -> anyhow::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(folder);
+    made.with_context(|| format!("cannot make {}", folder.display()))?;
+    // The file of an earlier attach is known by what is kept, which is about to change.
+    if ours {
+        kept::remove(path)?;
+    }
+    kept.write(before, &plan.file)?;
+    kept::write(path, &plan.file, 0o644, false)?;
+    if let Err(error) = virsh.define(&plan.xml) {
+        kept::remove(path)?;
+        kept.remove()?;
+        return Err(error.context("the domain is as it was"));
+    }
+    Ok(())
+}
+
+fn what_changes(plan: &Plan, path: &Path, before: &str) -> String {
+    let mut text = format!("{}:\n\n", path.display());
+    for line in plan.file.lines() {
+        text.push_str(&match line {
+            "" => "\n".to_owned(),
+            line => format!("    {line}\n"),
+        });
+    }
+    text.push('\n');
+    let names = (format!("{} (now)", plan.name), format!("{} (with Larder)", plan.name));
+    text + &difference(before, &plan.xml, (&names.0, &names.1))
+}
+
+/// What else the user should know.
+fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element, is_system: bool) {
+    let mut notes: Vec<String> = plan
+        .left
+        .iter()
+        .map(|disk| format!("{} is left alone: {}", disk.name, disk.why))
+        .collect();
+    for disk in &plan.served {
+        notes.extend(disk.notes.iter().map(|note| format!("{}: {note}", disk.name)));
+    }
+    if domain.running.is_some() {
+        notes.push("the domain runs: its disks are QEMU's until it is shut down and started again; its images are in use, and were not looked into".to_owned());
+    }
+    if !is_system {
+        notes.push(format!(
+            "libvirt runs no hooks for a user's own domains: start larder vm {} before the domain",
+            plan.name
+        ));
+    } else if !Path::new(HOOK).exists() {
+        notes.push(format!(
+            "there is no {HOOK}: without the hook Larder is not started with the domain (docs/guide/libvirt.md)"
+        ));
+    }
+    let models = capabilities
+        .child("host")
+        .into_iter()
+        .flat_map(|host| host.all("secmodel"));
+    let models = models.filter_map(|it| it.child("model"));
+    for model in models {
+        match model.text.as_str() {
+            "apparmor" if !std::fs::read_to_string(APPARMOR).is_ok_and(|text| text.contains("larder")) => {
+                notes.push(format!(
+                    "AppArmor keeps QEMU from Larder's sockets until there is a line for them in {APPARMOR}: /run/larder/*.sock rw,"
+                ));
+            }
+            "selinux" => notes.push(
+                "SELinux keeps QEMU from Larder's sockets until its policy allows it (docs/guide/libvirt.md)"
+                    .to_owned(),
+            ),
+            _ => {}
+        }
+    }
+    if !notes.is_empty() {
+        text.push('\n');
+    }
+    for note in notes {
+        text.push_str(&format!("{note}\n"));
+    }
+}
+
+/// The name of a domain whose XML this is.
+pub(super) fn name_of(xml: &str) -> anyhow::Result<(String, String)> {
+    Ok(identity(&Element::parse(xml)?)?)
+}

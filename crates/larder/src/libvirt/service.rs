@@ -1,0 +1,384 @@
+//! The process that serves a VM, started and stopped by the hook.
+//!
+//! Where systemd runs the host, it is `larder@NAME.service`; elsewhere a process in a session of its own, whose words go to
+//! `/var/log/larder/NAME.log`. What the hook has started is noted in Larder's folder of sockets, `NAME.hook`: a server that
+//! was there already is the user's, is used, and is not stopped.
+//!
+//! Invariants:
+//! - Only what was started here is stopped: a process is known by its number and the time of its start, and is signalled
+//!   through a descriptor that stands for no other.
+//! - Nothing is killed. A server that is told to end may have much to write to its disks first; it goes on by itself, and the
+//!   next start waits for it.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use larder_vm::control::fetch_disks;
+use larder_vm::libvirt::socket_folder;
+use larder_vm::vm::config::VmConfig;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::time::Timespec;
+
+/// How long a server may take until it serves: as long as systemd gives a service.
+const START_TIME_MAX: Duration = Duration::from_secs(90);
+
+/// How long the end of a domain waits for that of its server.
+const STOP_TIME_MAX: Duration = Duration::from_secs(30);
+
+/// Between two looks.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// What of a server's words is told when it could not start.
+const WORDS_BYTES_MAX: u64 = 4096;
+
+/// What the hook has started.
+#[derive(Debug, PartialEq, Eq)]
+enum Note {
+    /// `larder@NAME.service`.
+    Unit,
+    /// A process, by its number and the time of its start.
+    Process { number: i32, start: u64, is_stopping: bool },
+}
+
+impl Note {
+    fn path(name: &str) -> PathBuf {
+        socket_folder().join(format!("{name}.hook"))
+    }
+
+    fn read(name: &str) -> Option<Self> {
+        let text = fs::read_to_string(Self::path(name)).ok()?;
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let process = |number: &str, start: &str, is_stopping| {
+            Some(Self::Process {
+                number: number.parse().ok()?,
+                start: start.parse().ok()?,
+                is_stopping,
+            })
+        };
+        match words.as_slice() {
+            ["unit"] => Some(Self::Unit),
+            ["process", number, start] => process(number, start, false),
+            ["process", number, start, "stopping"] => process(number, start, true),
+            _ => None,
+        }
+    }
+
+    fn write(&self, name: &str) -> anyhow::Result<()> {
+        let text = match self {
+            Self::Unit => "unit\n".to_owned(),
+            Self::Process {
+                number,
+                start,
+                is_stopping,
+            } => format!(
+                "process {number} {start}{}\n",
+                if *is_stopping { " stopping" } else { "" }
+            ),
+        };
+        // Nothing of it is left when the host is started anew, so it need not be durable.
+        let path = Self::path(name);
+        let beside = path.with_extension("hook.new");
+        let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, &path));
+        written.with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    fn remove(name: &str) {
+        // One that stays is of a process that is no more.
+        let _ = fs::remove_file(Self::path(name));
+    }
+}
+
+/// When a process was started, in ticks since the host was; nothing if it has ended.
+fn start_of(number: i32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
+    // Its name, in parentheses, may have anything in it.
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_whitespace();
+    let state = fields.next()?;
+    let start = fields.nth(18)?.parse().ok()?;
+    (!matches!(state, "Z" | "X")).then_some(start)
+}
+
+/// The process with this number, if it is the one that was started then.
+fn open(number: i32, start: u64) -> Option<OwnedFd> {
+    let process = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
+    // What has the number now has had it since before it was opened.
+    (start_of(number) == Some(start)).then_some(process)
+}
+
+/// Whether it ends within this time.
+fn ends(process: &OwnedFd, limit: Duration) -> bool {
+    let begin = Instant::now();
+    loop {
+        let left = limit.saturating_sub(begin.elapsed());
+        let left = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left)) {
+            Err(rustix::io::Errno::INTR) => {}
+            ready => return ready.is_ok_and(|ready| ready > 0),
+        }
+    }
+}
+
+fn has_systemd() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
+
+fn unit(name: &str) -> String {
+    // A VM's name has no letter that systemd would want escaped.
+    format!("larder@{name}.service")
+}
+
+fn systemctl(arguments: &[&str]) -> anyhow::Result<(bool, String)> {
+    let output = Command::new("systemctl").args(arguments).stdin(Stdio::null()).output();
+    let output = output.context("cannot start systemctl")?;
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Ok((output.status.success(), said))
+}
+
+/// Has the VM served: when this returns, QEMU can connect.
+pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
+    let name = config.name.as_str();
+    let deadline = Instant::now() + START_TIME_MAX;
+    if let Some(Note::Process {
+        number,
+        start,
+        is_stopping: true,
+    }) = Note::read(name)
+    {
+        if let Some(process) = open(number, start) {
+            if !ends(&process, START_TIME_MAX) {
+                bail!(
+                    "the VM's server from before ({number}) still writes to its disks; start the domain when it has ended"
+                );
+            }
+        }
+        Note::remove(name);
+    }
+    if UnixStream::connect(&config.control).is_ok() {
+        // It may still be opening its disks.
+        return wait_until_it_serves(config, None, deadline)
+            .with_context(|| format!("the server that is there for {name}"));
+    }
+    match has_systemd() {
+        true => start_unit(config),
+        false => start_process(config, deadline),
+    }
+}
+
+fn start_unit(config: &VmConfig) -> anyhow::Result<()> {
+    let unit = unit(&config.name);
+    make_folder()?;
+    Note::Unit.write(&config.name)?;
+    // It is Type=notify, so it serves when this ends.
+    let (started, said) = systemctl(&["start", "--quiet", &unit])?;
+    if started {
+        return Ok(());
+    }
+    let words = Command::new("journalctl")
+        .args(["--quiet", "--no-pager", "--output=cat", "--lines=5", "--unit", &unit])
+        .stdin(Stdio::null())
+        .output();
+    let words = words.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
+    bail!("{unit} could not be started: {said}\n{}", words.unwrap_or_default());
+}
+
+fn make_folder() -> anyhow::Result<()> {
+    let folder = socket_folder();
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(&folder);
+    made.with_context(|| format!("cannot make {}", folder.display()))
+}
+
+fn start_process(config: &VmConfig, deadline: Instant) -> anyhow::Result<()> {
+    let name = config.name.as_str();
+    make_folder()?;
+    let (log, mut words) = log_of(name)?;
+    let program = std::env::current_exe().context("where larder is")?;
+    let mut command = Command::new(&program);
+    command.arg("vm").arg(name).current_dir("/");
+    // What libvirtd has from systemd is libvirtd's.
+    for variable in [
+        "NOTIFY_SOCKET",
+        "LISTEN_FDS",
+        "LISTEN_PID",
+        "LISTEN_FDNAMES",
+        "WATCHDOG_USEC",
+        "WATCHDOG_PID",
+    ] {
+        command.env_remove(variable);
+    }
+    let said = words.try_clone().context("the log")?;
+    command
+        .stdin(Stdio::null())
+        .stdout(said.try_clone().context("the log")?)
+        .stderr(said);
+    // SAFETY: between fork and exec only system calls are made, which is allowed there.
+    unsafe {
+        command.pre_exec(|| {
+            // libvirtd's session may end, and waits for all who have its descriptors.
+            libc::setsid();
+            libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC);
+            Ok(())
+        });
+    }
+    let begin = words.seek(SeekFrom::End(0)).unwrap_or_default();
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("cannot start {}", program.display()))?;
+    let number = child.id() as i32;
+    let noted = match start_of(number) {
+        Some(start) => Note::Process {
+            number,
+            start,
+            is_stopping: false,
+        }
+        .write(name),
+        // It has ended, as will be told.
+        None => Ok(()),
+    };
+    let served = noted.and_then(|()| wait_until_it_serves(config, Some(&mut child), deadline));
+    let Err(error) = served else { return Ok(()) };
+    stop_child(&mut child);
+    Note::remove(name);
+    let mut said = String::new();
+    let _ = words.seek(SeekFrom::Start(begin));
+    let _ = words.take(WORDS_BYTES_MAX).read_to_string(&mut said);
+    match said.trim() {
+        "" => Err(error.context(format!("larder vm {name} (its words are in {})", log.display()))),
+        said => bail!("larder vm {name}: {error:#}\n{said}"),
+    }
+}
+
+/// Has it end, if it has not: nothing was written through it yet.
+fn stop_child(child: &mut Child) {
+    if let Some(number) = Pid::from_raw(child.id() as i32) {
+        // It is not waited for yet, so the number is still its own.
+        let _ = rustix::process::kill_process(number, Signal::TERM);
+    }
+    let begin = Instant::now();
+    while begin.elapsed() < STOP_TIME_MAX {
+        if !matches!(child.try_wait(), Ok(None)) {
+            return;
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+fn log_of(name: &str) -> anyhow::Result<(PathBuf, File)> {
+    let folder = match rustix::process::geteuid().is_root() {
+        true => PathBuf::from("/var/log/larder"),
+        false => socket_folder(),
+    };
+    let path = folder.join(format!("{name}.log"));
+    let made = DirBuilder::new().recursive(true).mode(0o755).create(&folder);
+    let file = made.and_then(|()| {
+        let mut options = OpenOptions::new();
+        options.create(true).append(true).read(true).mode(0o640);
+        options.open(&path)
+    });
+    let file = file.with_context(|| format!("cannot write {}", path.display()))?;
+    Ok((path, file))
+}
+
+/// Until the control socket has an answer, which it has when all disks are served.
+fn wait_until_it_serves(config: &VmConfig, mut child: Option<&mut Child>, deadline: Instant) -> anyhow::Result<()> {
+    loop {
+        let answer = fetch_disks(&config.control);
+        let Err(error) = answer else { return Ok(()) };
+        if let Some(child) = child.as_deref_mut() {
+            if let Some(status) = child.try_wait().context("the server")? {
+                bail!("it has ended ({status})");
+            }
+        } else if UnixStream::connect(&config.control).is_err() {
+            bail!("it has ended");
+        }
+        if Instant::now() >= deadline {
+            bail!("it does not serve within {} s: {error}", START_TIME_MAX.as_secs());
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Stops what was started for the VM, if anything was, and waits a while for its end.
+pub(super) fn stop(name: &Path) -> anyhow::Result<()> {
+    let Some(name) = name.to_str().filter(|name| !name.contains('/')) else {
+        return Ok(());
+    };
+    let ended = match Note::read(name) {
+        None => return Ok(()),
+        Some(Note::Unit) => stop_unit(name)?,
+        Some(Note::Process { number, start, .. }) => match open(number, start) {
+            None => true,
+            Some(process) => {
+                Note::Process {
+                    number,
+                    start,
+                    is_stopping: true,
+                }
+                .write(name)?;
+                pidfd_send_signal(&process, Signal::TERM).with_context(|| format!("cannot stop {number}"))?;
+                ends(&process, STOP_TIME_MAX)
+            }
+        },
+    };
+    match ended {
+        true => Note::remove(name),
+        false => eprintln!("larder: the server of {name} still writes to its disks, and ends when it has"),
+    }
+    Ok(())
+}
+
+/// Whether it has ended in time.
+fn stop_unit(name: &str) -> anyhow::Result<bool> {
+    let unit = unit(name);
+    let (stopping, said) = systemctl(&["stop", "--quiet", "--no-block", &unit])?;
+    if !stopping {
+        bail!("{unit} could not be stopped: {said}");
+    }
+    let begin = Instant::now();
+    while begin.elapsed() < STOP_TIME_MAX {
+        // That of one that is ending says no as well.
+        let output = Command::new("systemctl")
+            .args(["is-active", &unit])
+            .stdin(Stdio::null())
+            .output();
+        let state = output.context("cannot start systemctl")?.stdout;
+        if matches!(state.trim_ascii(), b"inactive" | b"failed" | b"unknown") {
+            return Ok(true);
+        }
+        std::thread::sleep(PAUSE);
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_its_number_and_its_start() {
+        let number = std::process::id() as i32;
+        let start = start_of(number).expect("it runs");
+        assert!(open(number, start).is_some());
+        assert!(open(number, start + 1).is_none(), "the number is another one's by now");
+        let mut child = Command::new("true").spawn().expect("starts");
+        let ended = open(child.id() as i32, start_of(child.id() as i32).unwrap_or_default());
+        if let Some(process) = ended {
+            assert!(ends(&process, START_TIME_MAX));
+        }
+        let number = child.id() as i32;
+        child.wait().expect("ends");
+        assert_eq!(start_of(number), None);
+    }
+}

@@ -1,0 +1,139 @@
+//! libvirt, asked by its own command.
+
+use std::ffi::OsStr;
+use std::io::{ErrorKind, Write};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, anyhow, bail};
+use larder_vm::libvirt::xml::Element;
+
+/// How libvirt is reached.
+pub(super) struct Virsh {
+    connect: Option<String>,
+}
+
+/// A domain.
+pub(super) struct Domain {
+    /// Its XML as it will be at its next start, with all that is secret.
+    pub(super) xml: String,
+    /// It runs; its XML as it is in use.
+    pub(super) running: Option<String>,
+}
+
+impl Virsh {
+    pub(super) fn new(connect: Option<String>) -> Self {
+        Self { connect }
+    }
+
+    /// Runs a command of virsh's, and gives what it says.
+    fn run(&self, arguments: &[&OsStr], input: Option<&str>) -> anyhow::Result<String> {
+        let mut command = Command::new("virsh");
+        // Its messages are looked into.
+        command.env("LC_ALL", "C").arg("--quiet");
+        if let Some(uri) = &self.connect {
+            command.args(["--connect", uri]);
+        }
+        command.args(arguments);
+        command.stdin(match input {
+            Some(_) => Stdio::piped(),
+            None => Stdio::null(),
+        });
+        let started = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        let mut child = started.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => anyhow!(
+                "there is no virsh, which libvirt is asked with; install it (Debian: libvirt-clients), or put its folder into $PATH"
+            ),
+            _ => anyhow!("cannot start virsh: {error}"),
+        })?;
+        if let (Some(input), Some(mut pipe)) = (input, child.stdin.take()) {
+            // If it does not want all of it, it says why.
+            let _ = pipe.write_all(input.as_bytes());
+        }
+        let output = child.wait_with_output().context("virsh")?;
+        if output.status.success() {
+            return String::from_utf8(output.stdout).context("what virsh says");
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        let lines = said.lines().map(|line| line.trim_start_matches("error: ").trim());
+        let said: Vec<&str> = lines.filter(|line| !line.is_empty()).collect();
+        let said = said.join(": ");
+        bail!("libvirt: {said}{}", hint(&said))
+    }
+
+    fn ask(&self, command: &str, options: &[&str], domain: &str) -> anyhow::Result<String> {
+        let mut arguments = vec![OsStr::new(command), OsStr::new("--domain"), OsStr::new(domain)];
+        arguments.extend(options.iter().map(OsStr::new));
+        self.run(&arguments, None)
+    }
+
+    /// A domain, by its name, UUID or number.
+    ///
+    /// # Errors
+    /// There is none, or it is none whose XML can be changed; what to do.
+    pub(super) fn domain(&self, name: &str) -> anyhow::Result<Domain> {
+        let about = self.ask("dominfo", &[], name)?;
+        let says = |key: &str| {
+            let line = about.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+            line.map(str::trim).unwrap_or_default()
+        };
+        if says("Persistent") == "no" {
+            bail!("domain {name} is transient: it has no XML that would be used again; virsh define gives it one");
+        }
+        if says("Managed save") == "yes" {
+            bail!(
+                "domain {name} has a saved state, in which its disks are as they were; start it and shut it down, or give that state up: virsh managedsave-remove {name}"
+            );
+        }
+        let running = match says("State") {
+            "shut off" | "crashed" => None,
+            _ => Some(self.ask("dumpxml", &[], name)?),
+        };
+        Ok(Domain {
+            xml: self.ask("dumpxml", &["--inactive", "--security-info"], name)?,
+            running,
+        })
+    }
+
+    /// Gives a domain this XML.
+    pub(super) fn define(&self, xml: &str) -> anyhow::Result<()> {
+        // Not by a file: there may be passwords in it.
+        let arguments = ["define", "/dev/stdin"].map(OsStr::new);
+        self.run(&arguments, Some(xml)).map(|_| ())
+    }
+
+    /// What the host can do, and how it keeps domains apart.
+    pub(super) fn capabilities(&self) -> anyhow::Result<Element> {
+        let xml = self.run(&[OsStr::new("capabilities")], None)?;
+        Element::parse(&xml).context("libvirt's capabilities")
+    }
+
+    /// Whether this is the host's libvirt, not that of one user: only that one's domains have hooks.
+    pub(super) fn is_system(&self) -> anyhow::Result<bool> {
+        let uri = self.run(&[OsStr::new("uri")], None)?;
+        let uri = uri.trim();
+        Ok(uri.split('?').next().is_some_and(|uri| uri.ends_with("/system")))
+    }
+}
+
+fn hint(said: &str) -> &'static str {
+    let has = |words: &[&str]| words.iter().any(|word| said.contains(word));
+    if has(&["no domain with matching", "Domain not found"]) {
+        "; virsh list --all shows the domains that there are, also with --connect"
+    } else if has(&[
+        "ermission denied",
+        "authentication",
+        "access denied",
+        "cannot create user runtime",
+    ]) {
+        "; run this as root, or as a user who may manage libvirt"
+    } else if has(&[
+        "Failed to connect",
+        "failed to connect",
+        "no connection driver",
+        "Cannot recv data",
+    ]) {
+        "; is libvirtd running (systemctl start libvirtd), and --connect right?"
+    } else {
+        ""
+    }
+}

@@ -1,0 +1,149 @@
+//! Domains as users have them (`corpus/*.xml`): what attach says of each is in `corpus/*.txt`, libvirt takes what it makes of
+//! them, and detach gives back what they were, byte for byte.
+//!
+//! `LARDER_EXPECTED=write` writes the `.txt` files anew, to be looked at.
+
+use std::fs;
+use std::path::Path;
+
+use crate::host::Host;
+
+const IMAGES: &str = r#"
+mkdir /run/images /run/caches
+cd /run/images
+qemu-img create -q -f qcow2 system.qcow2 16M
+qemu-img create -q -f qcow2 -b system.qcow2 -F qcow2 overlay.qcow2
+qemu-img create -q -f qcow2 -b system.qcow2 -F qcow2 overlay2.qcow2
+qemu-img create -q -f qcow2 group.qcow2 16M
+truncate -s 16M 'data & more.raw' fixed.raw shared.raw s.raw install.iso
+qemu-img create -q -f vmdk other.vmdk 16M
+"#;
+
+/// The names of the corpus' domains are those of its files.
+const CORPUS: [(&str, &str, &[&str]); 4] = [
+    (
+        "virt-install",
+        "virt-install",
+        &["--cache-dir", "/run/caches", "--cache-size", "1GiB"],
+    ),
+    ("many-disks", "many-disks", &[]),
+    ("numa", "numa", &[]),
+    ("command-line", "command-line_1.0", &[]),
+];
+
+fn host() -> Host {
+    let host = Host::with_libvirtd();
+    host.works(&["sh", "-ec", IMAGES]);
+    host
+}
+
+fn corpus(file: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/libvirt/corpus")
+        .join(file)
+}
+
+#[test]
+fn domains_are_attached_as_expected_and_detached_without_a_trace() {
+    let host = host();
+    for (file, name, options) in CORPUS {
+        host.define(&fs::read_to_string(corpus(&format!("{file}.xml"))).expect("the corpus"));
+        let before = host.xml(name);
+        let attach = [&["libvirt", "attach", name], options].concat();
+        let said = host.larder(&attach);
+        let expected = corpus(&format!("{file}.txt"));
+        if std::env::var_os("LARDER_EXPECTED").is_some_and(|what| what == "write") {
+            fs::write(&expected, said.clone() + "\n").expect("writes");
+        }
+        let expected = fs::read_to_string(expected).expect("the corpus");
+        assert_eq!(said.trim_end(), expected.trim_end(), "{file}");
+        assert_eq!(host.xml(name), before, "{file}: nothing has been changed");
+
+        host.larder(&[&attach[..], &["--apply"]].concat());
+        let attached = host.xml(name);
+        assert_ne!(attached, before);
+        assert!(!attached.contains("mode='private'"), "{attached}");
+        // libvirt can make QEMU's command line of it.
+        host.virsh(&["domxml-to-native", "qemu-argv", "--domain", name]);
+        let checked = host.run(&["larder", "vm", name, "--check"]);
+        assert_eq!(checked.0, Some(0), "{file}: {}", checked.1);
+        host.larder(&["libvirt", "detach", name, "--apply"]);
+        assert_eq!(host.xml(name), before, "{file}");
+    }
+}
+
+#[test]
+fn what_the_user_has_changed_meanwhile_stays() {
+    let host = host();
+    host.define(&fs::read_to_string(corpus("many-disks.xml")).expect("the corpus"));
+    let before = host.xml("many-disks");
+    host.larder(&[
+        "libvirt",
+        "attach",
+        "many-disks",
+        "--apply",
+        "--disk",
+        "vda",
+        "--disk",
+        "vdb",
+    ]);
+    host.virsh(&["setmaxmem", "many-disks", "1GiB", "--config"]);
+    host.virsh(&["detach-disk", "many-disks", "vdb", "--config"]);
+    let said = host.larder(&["libvirt", "detach", "many-disks", "--apply"]);
+    assert!(
+        said.contains("vdb: the domain has it no more") && said.contains("disk vda"),
+        "{said}"
+    );
+    let after = host.xml("many-disks");
+    assert!(
+        after.contains("<memory unit='KiB'>1048576</memory>") && !after.contains("vdb"),
+        "{after}"
+    );
+    assert!(
+        after.contains("<source file='/run/images/system.qcow2'>") && !after.contains("vhostuser"),
+        "{after}"
+    );
+    assert!(!after.contains("memoryBacking") && before.contains("vdb"), "{after}");
+}
+
+#[test]
+fn what_only_a_killed_cache_has_is_not_left_behind() {
+    let host = host();
+    host.define(&fs::read_to_string(corpus("virt-install.xml")).expect("the corpus"));
+    let attach = [
+        "libvirt",
+        "attach",
+        "virt-install",
+        "--apply",
+        "--cache-dir",
+        "/run/caches",
+        "--cache-size",
+        "64MiB",
+    ];
+    host.larder(&attach);
+    // Another export, for a client that needs no guest; then a server that is killed.
+    let file = "/etc/larder/vms/virt-install.toml";
+    let script = format!(
+        "sed -i 's/^name = .*/&\\ncache-mode = \"wb\"\\nsocket = \"\\/run\\/larder\\/virt-install-vda.sock\"\\nnbd = \"nbd+unix:\\/\\/\\/?socket=\\/run\\/nbd\"/' {file}
+        larder vm virt-install & server=$!
+        until larder status /run/larder/virt-install.sock >/dev/null 2>&1; do sleep 0.1; done
+        qemu-io -f raw -c 'write -P 9 0 1M' -c flush 'nbd+unix:///?socket=/run/nbd'
+        kill -9 $server"
+    );
+    host.works(&["sh", "-c", &script]);
+    let detach = ["larder", "libvirt", "detach", "virt-install", "--apply"];
+    let attached = host.xml("virt-install");
+    host.refused(&detach, &["never written", "larder disk cache flush"]);
+    assert_eq!(host.xml("virt-install"), attached);
+    host.larder(&["disk", "cache", "flush", "/run/caches/virt-install-vda.cache"]);
+    host.works(&detach);
+    host.works(&[
+        "qemu-io",
+        "-f",
+        "qcow2",
+        "-r",
+        "-c",
+        "read -P 9 0 1M",
+        "/run/images/system.qcow2",
+    ]);
+}

@@ -1,0 +1,211 @@
+//! A domain whose disks Larder serves, from its definition to the end, under a real libvirtd.
+
+use std::fs;
+use std::path::PathBuf;
+
+use larder_bench::campaign::guest::{initramfs, test_bed};
+use tempfile::TempDir;
+
+use crate::host::{Host, copy_for_qemu};
+use crate::support::{LIMIT, on_disk, tool};
+
+/// Writes to both disks and reads it back, stays until it is told to go on, and does it again.
+const SCRIPT: &str = r#"
+set -e
+verify() {
+  fio --minimal --direct=1 --ioengine=libaio --iodepth=8 --rw=randwrite --bsrange=4k-64k --size=4m --fsync=16 \
+    --verify=crc32c --verify_fatal=1 --filename=/dev/$1 --name=a >/fio 2>&1 || { cat /fio; exit 1; }
+}
+[ "$(cat /sys/block/vda/serial)" = SYSTEM ]
+[ "$(cat /sys/block/vdb/ro)" = 0 ]
+verify vda
+verify vdb
+echo "GUEST-WROTE"
+while [ ! -e /never ]; do verify vdb; echo "GUEST-ROUND"; usleep 200000; done
+"#;
+
+struct Domain {
+    host: Host,
+    images: TempDir,
+}
+
+impl Domain {
+    /// Defined, not started.
+    fn new() -> Self {
+        let host = Host::with_libvirtd();
+        let domain = Self {
+            host,
+            images: on_disk(),
+        };
+        let folder = domain.host.folder.path();
+        let made = initramfs(SCRIPT, domain.images.path()).expect("the test bed");
+        copy_for_qemu(&made, &folder.join("initrd"));
+        copy_for_qemu(&test_bed("vmlinuz").expect("the test bed"), &folder.join("vmlinuz"));
+        tool(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", &domain.image("system.qcow2"), "64M"],
+        );
+        tool(
+            "qemu-img",
+            &["create", "-q", "-f", "raw", &domain.image("data.raw"), "32M"],
+        );
+        let xml = include_str!("guest.xml")
+            .replace("FOLDER", &folder.display().to_string())
+            .replace("IMAGES", &domain.images.path().display().to_string());
+        domain.host.define(&xml);
+        domain
+    }
+
+    fn image(&self, name: &str) -> String {
+        self.images.path().join(name).display().to_string()
+    }
+
+    fn console(&self) -> String {
+        let path = self.host.inside("/var/log/libvirt/console");
+        String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned()
+    }
+
+    /// Waits for one more line on the console that has these words.
+    fn wait_for_more(&self, words: &str) {
+        let before = self.console().matches(words).count();
+        self.host.wait_until(words, || {
+            let console = self.console();
+            assert!(!console.contains("LARDER-GUEST-EXIT"), "{console}");
+            console.matches(words).count() > before
+        });
+    }
+
+    fn sockets(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.host.inside("/run/larder"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        names.retain(|name| name.ends_with(".sock") || name.ends_with(".hook"));
+        names.sort();
+        names
+    }
+
+    fn starts(&self) {
+        self.host.virsh(&["start", "web"]);
+        let told = self.host.larder(&["status", "/run/larder/web.sock"]);
+        assert!(told.contains("vda") && told.contains("vdb"), "{told}");
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.host.inside("/var/log/larder/web.log")).unwrap_or_default()
+    }
+}
+
+#[test]
+fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
+    let domain = Domain::new();
+    let host = &domain.host;
+    let before = host.xml("web");
+    let planned = host.larder(&["libvirt", "attach", "web"]);
+    for word in [
+        "+    <disk type='vhostuser' device='disk'>",
+        "-      <serial>SYSTEM</serial>",
+        "+    <source type='memfd'/>",
+        "serial = \"SYSTEM\"",
+        "socket-owner = \"libvirt-qemu\"",
+        "sda is left alone: a CD-ROM drive",
+        "Nothing has been changed",
+    ] {
+        assert!(planned.contains(word), "nothing of {word}: {planned}");
+    }
+    assert_eq!(host.xml("web"), before);
+    assert!(!host.inside("/etc/larder").exists() && !host.inside("/var/lib/larder/libvirt").exists());
+
+    host.larder(&["libvirt", "attach", "web", "--apply"]);
+    host.refused(
+        &["larder", "libvirt", "attach", "web", "--apply"],
+        &["already", "detach"],
+    );
+    domain.starts();
+    assert_eq!(
+        domain.sockets(),
+        ["web-vda.sock", "web-vdb.sock", "web.hook", "web.sock"]
+    );
+    domain.wait_for_more("GUEST-WROTE");
+    host.refused(
+        &["larder", "libvirt", "detach", "web", "--apply"],
+        &["runs", "virsh shutdown web"],
+    );
+
+    // The guest does not notice that libvirtd is started anew.
+    host.stop_libvirtd();
+    domain.wait_for_more("GUEST-ROUND");
+    host.start_libvirtd();
+    assert!(host.virsh(&["domstate", "web"]).contains("running"));
+    domain.wait_for_more("GUEST-ROUND");
+    assert_eq!(domain.sockets().len(), 4);
+
+    // Nor that Larder has died under it, once libvirtd is started anew.
+    host.stop_libvirtd();
+    host.works(&["sh", "-c", "kill -9 $(cut -d' ' -f2 /run/larder/web.hook)"]);
+    host.start_libvirtd();
+    host.wait_until("it is served again", || {
+        host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0)
+    });
+    domain.wait_for_more("GUEST-ROUND");
+    assert!(host.virsh(&["domstate", "web"]).contains("running"));
+
+    host.virsh(&["destroy", "web"]);
+    host.wait_until("Larder has ended", || domain.sockets().is_empty());
+    let (code, said) = host.run(&["larder", "status", "/run/larder/web.sock"]);
+    assert_ne!(code, Some(0), "{said}");
+    tool("qemu-img", &["check", "-q", &domain.image("system.qcow2")]);
+
+    host.larder(&["libvirt", "detach", "web"]);
+    assert_ne!(host.xml("web"), before, "nothing has been changed");
+    host.larder(&["libvirt", "detach", "web", "--apply"]);
+    assert_eq!(host.xml("web"), before);
+    assert!(!host.inside("/etc/larder/vms/web.toml").exists());
+    let kept = fs::read_dir(host.inside("/var/lib/larder/libvirt"))
+        .expect("a folder")
+        .count();
+    assert_eq!(kept, 0);
+    host.refused(&["larder", "libvirt", "detach", "web"], &["no disk of Larder's"]);
+}
+
+#[test]
+fn a_domain_does_not_start_without_its_disks_and_says_why() {
+    let domain = Domain::new();
+    let host = &domain.host;
+    host.larder(&["libvirt", "attach", "web", "--apply"]);
+    let (image, aside) = (domain.image("data.raw"), domain.image("aside"));
+    fs::rename(&image, &aside).expect("renames");
+    host.refused(&["virsh", "start", "web"], &["disk vdb", "data.raw: No such file"]);
+    assert_eq!(domain.sockets(), [""; 0], "{}", domain.log());
+    fs::rename(&aside, &image).expect("renames");
+
+    // What the user has started is used, and stays.
+    let words = ["sh", "-c", "larder vm web >/dev/null 2>&1 & echo $! >/run/by-hand"];
+    host.works(&words);
+    host.wait_until("it serves", || {
+        host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0)
+    });
+    domain.starts();
+    host.virsh(&["destroy", "web"]);
+    host.larder(&["status", "/run/larder/web.sock"]);
+    host.refused(
+        &["larder", "libvirt", "detach", "web", "--apply"],
+        &["still serves", "/run/larder/web.sock"],
+    );
+    host.works(&["sh", "-c", "kill $(cat /run/by-hand)"]);
+    host.wait_until("it has ended", || domain.sockets().is_empty());
+
+    // A file that is the user's is not lost.
+    let file = host.inside("/etc/larder/vms/web.toml");
+    let text = fs::read_to_string(&file).expect("is there") + "\n# mine\n";
+    fs::write(&file, &text).expect("writes");
+    let said = host.larder(&["libvirt", "detach", "web", "--apply"]);
+    assert!(said.contains("web.toml.bak"), "{said}");
+    let aside = PathBuf::from(format!("{}.bak", file.display()));
+    assert_eq!(fs::read_to_string(aside).ok().as_deref(), Some(text.as_str()));
+    assert!(!file.exists());
+    let _ = LIMIT;
+}

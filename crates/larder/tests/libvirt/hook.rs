@@ -1,0 +1,168 @@
+//! libvirt's hook, called as libvirt calls it.
+
+use std::fs;
+
+use crate::host::Host;
+
+const FILE: &str = "[[disk]]\nimage = \"/run/disk.raw\"\n";
+const HOOK: &str = "/etc/libvirt/hooks/qemu.d/larder";
+
+fn xml(socket: &str) -> String {
+    format!(
+        "<domain><name>web</name><devices><disk type='vhostuser'><source type='unix' path='{socket}'/><target dev='vda' bus='virtio'/></disk></devices></domain>"
+    )
+}
+
+/// A host on which the VM `web` has a file.
+fn host() -> Host {
+    let host = Host::new();
+    host.works(&["sh", "-c", "mkdir -p /etc/larder/vms && truncate -s 1M /run/disk.raw"]);
+    fs::write(host.inside("/etc/larder/vms/web.toml"), FILE).expect("writes");
+    fs::write(host.inside("/run/ours.xml"), xml("/run/larder/web-vda.sock")).expect("writes");
+    fs::write(host.inside("/run/others.xml"), xml("/run/spdk.sock")).expect("writes");
+    host
+}
+
+/// Exit code, and all that the hook said.
+fn hook(host: &Host, xml: &str, words: &str) -> (Option<i32>, String) {
+    host.run(&["sh", "-c", &format!("exec {HOOK} {words} <{xml}")])
+}
+
+fn is_served(host: &Host) -> bool {
+    host.run(&["larder", "status", "/run/larder/web.sock"]).0 == Some(0)
+}
+
+#[test]
+fn domains_that_are_not_larders_are_left_alone() {
+    let host = host();
+    for (xml, words) in [
+        ("/run/others.xml", "web prepare begin -"),
+        ("/run/ours.xml", "other prepare begin -"),
+        ("/run/ours.xml", "'a domain; with $all' prepare begin -"),
+        ("/run/ours.xml", "--help prepare begin -"),
+        ("/run/ours.xml", "web start begin -"),
+        ("/run/ours.xml", "web started begin -"),
+        ("/run/ours.xml", "web migrate begin -"),
+        ("/run/ours.xml", "web restore begin -"),
+        ("/run/ours.xml", "web stopped end destroyed"),
+        ("/run/ours.xml", "web release end destroyed"),
+        ("/dev/null", "other prepare begin -"),
+    ] {
+        assert_eq!(hook(&host, xml, words), (Some(0), String::new()), "{words}");
+    }
+    assert!(!host.inside("/run/larder").exists());
+}
+
+#[test]
+fn the_server_is_there_when_the_hook_ends_and_goes_with_the_domain() {
+    let host = host();
+    let prepared = hook(&host, "/run/ours.xml", "web prepare begin -");
+    assert_eq!(prepared, (Some(0), String::new()));
+    assert!(is_served(&host));
+    let process = fs::read_to_string(host.inside("/run/larder/web.hook")).expect("a note");
+    // Once more changes nothing.
+    assert_eq!(hook(&host, "/run/ours.xml", "web reconnect begin -"), prepared);
+    assert_eq!(
+        fs::read_to_string(host.inside("/run/larder/web.hook")).ok(),
+        Some(process)
+    );
+    assert_eq!(hook(&host, "/run/ours.xml", "web release end shutdown"), prepared);
+    assert!(!is_served(&host) && !host.inside("/run/larder/web.hook").exists());
+    // Its file is of no matter then: a domain may have been detached.
+    hook(&host, "/run/ours.xml", "web prepare begin -");
+    fs::remove_file(host.inside("/etc/larder/vms/web.toml")).expect("is there");
+    assert_eq!(hook(&host, "/run/ours.xml", "web release end shutdown"), prepared);
+    assert!(!is_served(&host));
+}
+
+#[test]
+fn only_a_start_can_fail() {
+    let host = host();
+    let file = host.inside("/etc/larder/vms/web.toml");
+    for (text, words) in [
+        (
+            FILE.replace("disk.raw", "none.raw"),
+            ["larder vm web", "none.raw: No such file"],
+        ),
+        (
+            FILE.replace("image", "imgae"),
+            ["/etc/larder/vms/web.toml:2:1", "did you mean 'image'"],
+        ),
+    ] {
+        fs::write(&file, text).expect("writes");
+        let (code, said) = hook(&host, "/run/ours.xml", "web prepare begin -");
+        assert!(code.is_some_and(|code| code != 0), "{said}");
+        for word in words {
+            assert!(said.contains(word), "nothing of {word}: {said}");
+        }
+        let (code, said) = hook(&host, "/run/ours.xml", "web reconnect begin -");
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains(words[1]), "{said}");
+        assert_eq!(hook(&host, "/run/ours.xml", "web release end failed").0, Some(0));
+    }
+    fs::write(&file, FILE).expect("writes");
+    let other = xml("/run/larder/web-vda.sock").replace(
+        "</devices>",
+        "<disk type='vhostuser'><source type='unix' path='/run/larder/web-vdb.sock'/></disk></devices>",
+    );
+    fs::write(host.inside("/run/two.xml"), other).expect("writes");
+    let (code, said) = hook(&host, "/run/two.xml", "web prepare begin -");
+    assert!(code != Some(0) && said.contains("has none there"), "{said}");
+    let (code, said) = hook(&host, "/dev/null", "web prepare begin -");
+    assert!(code != Some(0) && said.contains("standard input"), "{said}");
+    // Without the program no domain is kept from anything.
+    fs::remove_file(host.folder.path().join("bin/larder")).expect("is there");
+    assert_eq!(
+        hook(&host, "/dev/null", "web prepare begin -"),
+        (Some(0), String::new())
+    );
+}
+
+#[test]
+fn a_process_that_is_not_the_hooks_is_not_stopped() {
+    let host = host();
+    host.works(&[
+        "sh",
+        "-c",
+        "sleep 1000 >/dev/null 2>&1 & echo $! >/run/sleeper; mkdir /run/larder",
+    ]);
+    let number = fs::read_to_string(host.inside("/run/sleeper")).expect("a number");
+    // The number of one that has ended is another one's now.
+    let note = format!("process {} 1\n", number.trim());
+    fs::write(host.inside("/run/larder/web.hook"), note).expect("writes");
+    assert_eq!(
+        hook(&host, "/run/ours.xml", "web release end -"),
+        (Some(0), String::new())
+    );
+    host.works(&["sh", "-c", "kill -0 $(cat /run/sleeper)"]);
+}
+
+#[test]
+fn systemd_has_the_server_where_it_runs_the_host() {
+    let host = host();
+    // What stands for it notes what it is told, and refuses when told to.
+    let program = host.folder.path().join("bin/systemctl");
+    let script = "#!/bin/sh\necho \"$*\" >>/run/told\n[ \"$1\" = is-active ] && { echo inactive; exit 3; }\n[ ! -e /run/refuse ] || { echo Job failed >&2; exit 1; }\n";
+    fs::write(&program, script).expect("writes");
+    fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("ours");
+    host.works(&["mkdir", "-p", "/run/systemd/system"]);
+    assert_eq!(
+        hook(&host, "/run/ours.xml", "web prepare begin -"),
+        (Some(0), String::new())
+    );
+    assert_eq!(
+        hook(&host, "/run/ours.xml", "web release end -"),
+        (Some(0), String::new())
+    );
+    let told = fs::read_to_string(host.inside("/run/told")).expect("was called");
+    assert_eq!(
+        told,
+        "start --quiet larder@web.service\nstop --quiet --no-block larder@web.service\nis-active larder@web.service\n"
+    );
+    fs::write(host.inside("/run/refuse"), "").expect("writes");
+    let (code, said) = hook(&host, "/run/ours.xml", "web prepare begin -");
+    assert!(
+        code != Some(0) && said.contains("larder@web.service could not be started: Job failed"),
+        "{said}"
+    );
+}

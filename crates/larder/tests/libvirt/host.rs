@@ -1,0 +1,185 @@
+//! A host with a libvirtd of its own: its `/etc`, `/run` and `/var` are the test's, its processes are in a namespace that
+//! dies with it. The libvirtd of the machine, if there is one, is not touched.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use larder_bench::campaign::guest::project;
+use larder_bench::campaign::process::{Process, mortal};
+use tempfile::TempDir;
+
+use crate::support::{LIMIT, larder, need_root, on_tmpfs, run};
+
+/// What is done in the namespaces before anything is started. `$1` is the test's folder.
+///
+/// The shell stays, because it is whose children those become whose parents end: it waits for them.
+const SET_UP: &str = r#"
+set -e
+mkdir "$1/etc"
+cp -a /etc/. "$1/etc"
+mount --bind "$1/etc" /etc
+for folder in /run /var/lib /var/log /var/cache; do mount -t tmpfs -o mode=755 tmpfs $folder; done
+mkdir -p /run/lock /etc/libvirt/hooks/qemu.d
+echo 'stdio_handler = "file"
+cgroup_controllers = []' >/etc/libvirt/qemu.conf
+echo 'auth_unix_rw = "none"' >/etc/libvirt/libvirtd.conf
+rm -rf /etc/libvirt/qemu/networks /etc/libvirt/qemu/autostart /etc/larder
+cp "$2/packaging/libvirt/larder" /etc/libvirt/hooks/qemu.d/larder
+echo SET-UP
+while :; do sleep 1; done
+"#;
+
+/// The host, gone with this.
+pub(crate) struct Host {
+    process: Process,
+    /// The first process in it, by its number outside.
+    init: u32,
+    /// Of all that the test needs; those who are QEMU may read it.
+    pub(crate) folder: TempDir,
+}
+
+impl Host {
+    /// Without a libvirtd yet.
+    pub(crate) fn new() -> Self {
+        need_root("for namespaces");
+        let folder = on_tmpfs();
+        let open = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(folder.path(), open).expect("a folder for QEMU's user");
+        fs::create_dir(folder.path().join("bin")).expect("a folder");
+        symlink(larder(), folder.path().join("bin/larder")).expect("a link");
+        let mut command = mortal("unshare");
+        command
+            .args([
+                "--mount",
+                "--propagation",
+                "private",
+                "--pid",
+                "--fork",
+                "--mount-proc",
+                "--kill-child",
+            ])
+            .args(["--net", "--ipc", "sh", "-c", SET_UP, "sh"])
+            .args([folder.path(), &project().canonicalize().expect("the project")]);
+        let process = Process::start(command).expect("namespaces");
+        process.wait_for("SET-UP", LIMIT).expect("is set up");
+        let init = child_of(process.id()).expect("a process in the namespaces");
+        Self { process, init, folder }
+    }
+
+    /// With a libvirtd.
+    pub(crate) fn with_libvirtd() -> Self {
+        let host = Self::new();
+        host.start_libvirtd();
+        host
+    }
+
+    pub(crate) fn start_libvirtd(&self) {
+        let script = "exec libvirtd --daemon --pid-file /run/libvirtd.pid";
+        let (code, said) = self.run(&["sh", "-c", script]);
+        assert_eq!(code, Some(0), "{said}; testbed/setup.sh installs what the tests need");
+        // It answers once it has looked at what QEMU can do.
+        self.virsh(&["list"]);
+    }
+
+    pub(crate) fn stop_libvirtd(&self) {
+        let (code, said) = self.run(&["sh", "-c", "kill $(cat /run/libvirtd.pid)"]);
+        assert_eq!(code, Some(0), "{said}");
+        self.wait_until("libvirtd has ended", || !self.inside("/run/libvirtd.pid").exists());
+    }
+
+    /// A command in it.
+    pub(crate) fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args([
+            "--target",
+            &self.init.to_string(),
+            "--mount",
+            "--pid",
+            "--net",
+            "--ipc",
+            "--wd=/",
+        ]);
+        let folder = self.folder.path().join("bin");
+        let path = format!(
+            "{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            folder.display()
+        );
+        command.arg("env").arg(format!("PATH={path}"));
+        command.args(["LC_ALL=C", "-u", "STATE_DIRECTORY"]).args(words);
+        command
+    }
+
+    pub(crate) fn run(&self, words: &[&str]) -> (Option<i32>, String) {
+        run(self.command(words))
+    }
+
+    /// What a command says that must succeed.
+    pub(crate) fn works(&self, words: &[&str]) -> String {
+        let (code, said) = self.run(words);
+        assert_eq!(code, Some(0), "{words:?}: {said}");
+        said
+    }
+
+    /// What a command says that must not, which has all these words in it.
+    pub(crate) fn refused(&self, words: &[&str], with: &[&str]) -> String {
+        let (code, said) = self.run(words);
+        assert!(code.is_some_and(|code| code != 0), "{words:?}: {said}");
+        for word in with {
+            assert!(said.contains(word), "{words:?}: nothing of {word}: {said}");
+        }
+        said
+    }
+
+    pub(crate) fn virsh(&self, arguments: &[&str]) -> String {
+        self.works(&[&["virsh", "--quiet", "--connect", "qemu:///system"], arguments].concat())
+    }
+
+    pub(crate) fn larder(&self, arguments: &[&str]) -> String {
+        self.works(&[&["larder"], arguments].concat())
+    }
+
+    /// The XML of a domain that is used at its next start.
+    pub(crate) fn xml(&self, domain: &str) -> String {
+        self.virsh(&["dumpxml", "--inactive", "--security-info", domain])
+    }
+
+    /// Gives libvirt a domain.
+    pub(crate) fn define(&self, xml: &str) {
+        let path = self.folder.path().join("define.xml");
+        fs::write(&path, xml).expect("writes");
+        self.virsh(&["define", path.to_str().expect("UTF-8")]);
+    }
+
+    /// Where a path in it is from outside.
+    pub(crate) fn inside(&self, path: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/root{path}", self.init))
+    }
+
+    /// Waits for something that happens by itself.
+    pub(crate) fn wait_until(&self, what: &str, happened: impl Fn() -> bool) {
+        let begin = Instant::now();
+        while !happened() {
+            assert!(
+                begin.elapsed() < LIMIT,
+                "not within {LIMIT:?}: {what}; {}",
+                self.process.output()
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+fn child_of(parent: u32) -> Option<u32> {
+    // unshare has been replaced into what setpriv was, and its only child is the first in the namespaces.
+    let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
+    children.split_whitespace().next()?.parse().ok()
+}
+
+/// A file for QEMU's user to read.
+pub(crate) fn copy_for_qemu(from: &Path, to: &Path) {
+    fs::copy(from, to).expect("copies");
+    fs::set_permissions(to, fs::Permissions::from_mode(0o644)).expect("ours");
+}

@@ -1,0 +1,9 @@
+//! `larder libvirt`: domains of a real libvirt, on a host of their own (`host.rs`).
+
+mod corpus;
+mod guest;
+mod hook;
+mod host;
+#[path = "../support/mod.rs"]
+mod support;
+mod words;

@@ -1,0 +1,133 @@
+//! What is said where something is wrong: what it is, and what to do.
+
+use std::fs;
+
+use crate::host::Host;
+
+const DOMAIN: &str = "<domain type='qemu'><name>NAME</name><memory unit='MiB'>64</memory><vcpu>1</vcpu><os><type arch='x86_64' machine='q35'>hvm</type></os><devices><emulator>/usr/bin/qemu-system-x86_64</emulator>DISKS</devices></domain>";
+const DISK: &str = "<disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='/run/disk.raw'/><target dev='vda' bus='virtio'/></disk>";
+
+fn domain(name: &str, disks: &str) -> String {
+    DOMAIN.replace("NAME", name).replace("DISKS", disks)
+}
+
+#[test]
+fn without_libvirt_it_says_what_is_missing() {
+    let host = Host::new();
+    let attach = ["larder", "libvirt", "attach", "web"];
+    host.refused(&attach, &["libvirt: ", "is libvirtd running"]);
+    let only_larder = format!("PATH={}", host.folder.path().join("bin").display());
+    host.refused(
+        &[&["env", &only_larder], &attach[..]].concat(),
+        &["there is no virsh", "libvirt-clients"],
+    );
+    host.refused(
+        &["larder", "libvirt", "attach", "web", "--cache-size", "1G"],
+        &["--cache-dir"],
+    );
+    host.refused(&["larder", "libvirt"], &["attach", "detach"]);
+}
+
+#[test]
+fn wrong_domains_are_refused_with_what_to_do() {
+    let host = Host::with_libvirtd();
+    host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
+    let attach = |name: &str, options: &[&str], words: &[&str]| {
+        host.refused(
+            &[&["larder", "libvirt", "attach", name, "--apply"], options].concat(),
+            words,
+        );
+    };
+    attach("none", &[], &["none", "virsh list --all"]);
+    host.refused(&["larder", "libvirt", "detach", "none"], &["none", "virsh list --all"]);
+    attach("web", &["--connect", "foo:///bar"], &["--connect"]);
+
+    host.define(&domain("no-disk", &DISK.replace("vda' bus='virtio", "sda' bus='sata")));
+    attach(
+        "no-disk",
+        &[],
+        &["no disk that can be Larder's", "sda: it is on the sata bus"],
+    );
+    host.define(&domain("my vm", DISK));
+    attach("my vm", &[], &["'my vm' is no name", "virsh domrename"]);
+    let private = DISK.to_owned()
+        + "</devices><cpu><numa><cell id='0' cpus='0' memory='64' unit='MiB' memAccess='private'/></numa></cpu><devices>";
+    host.define(&domain("private", &private));
+    attach("private", &[], &["NUMA cell 0", "virsh edit"]);
+
+    host.define(&domain("web", DISK));
+    let before = host.xml("web");
+    attach("web", &["--disk", "vdx"], &["no disk vdx", "vda"]);
+    attach(
+        "web",
+        &["--cache-dir", "/run/none", "--cache-size", "1GiB"],
+        &["/run/none", "no such folder"],
+    );
+    host.works(&[
+        "sh",
+        "-c",
+        "mkdir -p /etc/larder/vms; echo '# mine' >/etc/larder/vms/web.toml",
+    ]);
+    attach("web", &[], &["/etc/larder/vms/web.toml is there", "move it away"]);
+    assert_eq!(
+        fs::read_to_string(host.inside("/etc/larder/vms/web.toml"))
+            .ok()
+            .as_deref(),
+        Some("# mine\n")
+    );
+    assert_eq!(host.xml("web"), before);
+    host.refused(&["larder", "libvirt", "detach", "web"], &["nothing to detach"]);
+
+    let nobody = [
+        "setpriv",
+        "--reuid=65534",
+        "--regid=65534",
+        "--clear-groups",
+        "env",
+        "HOME=/nonexistent",
+    ];
+    let words = ["larder", "libvirt", "attach", "web", "--connect", "qemu:///system"];
+    host.refused(&[&nobody[..], &words].concat(), &["root"]);
+}
+
+#[test]
+fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
+    let host = Host::with_libvirtd();
+    host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
+    host.define(&domain("web", DISK));
+    let before = host.xml("web");
+    let attach = ["libvirt", "attach", "web", "--apply"];
+    let detach = ["libvirt", "detach", "web", "--apply"];
+    // Killed before libvirt had the new XML, and after it had the old one again: both have left all files.
+    host.larder(&attach);
+    let attached = host.xml("web");
+    host.define(&before);
+    host.larder(&attach);
+    assert_eq!(host.xml("web"), attached);
+    host.define(&before);
+    host.larder(&detach);
+    assert_eq!(host.xml("web"), before);
+    assert!(!host.inside("/etc/larder/vms/web.toml").exists());
+    // Killed before the VM's file was written, or after it was removed.
+    host.larder(&attach);
+    host.define(&before);
+    fs::remove_file(host.inside("/etc/larder/vms/web.toml")).expect("is there");
+    host.larder(&attach);
+    assert_eq!(host.xml("web"), attached);
+    host.larder(&detach);
+    // libvirt refuses the new XML: all is as it was.
+    let virsh = host.folder.path().join("bin/virsh");
+    let script = "#!/bin/sh\ncase \" $* \" in *' define '*) echo 'error: no such thing' >&2; exit 1;; esac\nexec /usr/bin/virsh \"$@\"\n";
+    fs::write(&virsh, script).expect("writes");
+    fs::set_permissions(&virsh, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("ours");
+    host.refused(
+        &[&["larder"], &attach[..]].concat(),
+        &["the domain is as it was", "no such thing"],
+    );
+    assert!(!host.inside("/etc/larder/vms/web.toml").exists());
+    let kept = fs::read_dir(host.inside("/var/lib/larder/libvirt"))
+        .expect("a folder")
+        .count();
+    assert_eq!(kept, 0);
+    assert_eq!(host.xml("web"), before);
+}
