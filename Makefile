@@ -14,7 +14,7 @@ FUZZ_SECONDS ?= 60
 # with the LTO of the release profile would take several times as long.
 CARGO_TEST ?= cargo test --workspace
 # Every shell script of the project.
-SCRIPTS = .ci/run $(wildcard demo/*.sh testbed/*.sh) $(addprefix testbed/guest/,init-test init-boot larder-script)
+SCRIPTS = .ci/run $(wildcard demo/*.sh testbed/*.sh) packaging/libvirt/larder packaging/qemu/vhost-user-blk $(addprefix testbed/guest/,init-test init-boot larder-script)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

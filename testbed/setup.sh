@@ -24,6 +24,7 @@ packages=(
   build-essential pkg-config ca-certificates               # what Rust needs to link
   qemu-system-x86 qemu-utils qemu-block-extra nbdkit       # servers to measure against, oracles
   libnbd-bin fio e2fsprogs curl                            # clients
+  libvirt-daemon-system libvirt-clients                    # a libvirtd of the tests' own
   gnutls-bin openssl                                       # certificates for TLS tests
   valgrind python3 python3-venv                            # instruction counts; lint tools
   mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of

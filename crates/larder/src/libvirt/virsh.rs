@@ -117,7 +117,7 @@ impl Virsh {
 
 fn hint(said: &str) -> &'static str {
     let has = |words: &[&str]| words.iter().any(|word| said.contains(word));
-    if has(&["no domain with matching", "Domain not found"]) {
+    if has(&["failed to get domain", "Domain not found"]) {
         "; virsh list --all shows the domains that there are, also with --connect"
     } else if has(&[
         "ermission denied",

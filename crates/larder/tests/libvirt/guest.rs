@@ -7,7 +7,7 @@ use larder_bench::campaign::guest::{initramfs, test_bed};
 use tempfile::TempDir;
 
 use crate::host::{Host, copy_for_qemu};
-use crate::support::{LIMIT, on_disk, tool};
+use crate::support::{on_disk, tool};
 
 /// Writes to both disks and reads it back, stays until it is told to go on, and does it again.
 const SCRIPT: &str = r#"
@@ -207,5 +207,4 @@ fn a_domain_does_not_start_without_its_disks_and_says_why() {
     let aside = PathBuf::from(format!("{}.bak", file.display()));
     assert_eq!(fs::read_to_string(aside).ok().as_deref(), Some(text.as_str()));
     assert!(!file.exists());
-    let _ = LIMIT;
 }

@@ -15,19 +15,25 @@ use crate::support::{LIMIT, larder, need_root, on_tmpfs, run};
 
 /// What is done in the namespaces before anything is started. `$1` is the test's folder.
 ///
-/// The shell stays, because it is whose children those become whose parents end: it waits for them.
+/// Without KVM: where it is there and does not work, libvirtd asks QEMU anew at each command what it can do. The shell
+/// stays, because it is whose children those become whose parents end: it waits for them.
 const SET_UP: &str = r#"
 set -e
 mkdir "$1/etc"
 cp -a /etc/. "$1/etc"
 mount --bind "$1/etc" /etc
 for folder in /run /var/lib /var/log /var/cache; do mount -t tmpfs -o mode=755 tmpfs $folder; done
-mkdir -p /run/lock /etc/libvirt/hooks/qemu.d
+mkdir -p /run/lock /etc/libvirt/hooks/qemu.d /var/log/libvirt /var/lib/libvirt /var/cache/libvirt
 echo 'stdio_handler = "file"
-cgroup_controllers = []' >/etc/libvirt/qemu.conf
+cgroup_controllers = []
+namespaces = []' >/etc/libvirt/qemu.conf
 echo 'auth_unix_rw = "none"' >/etc/libvirt/libvirtd.conf
 rm -rf /etc/libvirt/qemu/networks /etc/libvirt/qemu/autostart /etc/larder
 cp "$2/packaging/libvirt/larder" /etc/libvirt/hooks/qemu.d/larder
+touch "$1/no-kvm"
+chmod 0 "$1/no-kvm"
+[ ! -e /dev/kvm ] || mount --bind "$1/no-kvm" /dev/kvm
+[ ! -d "$3" ] || cp -a "$3/." /var/cache/libvirt
 echo SET-UP
 while :; do sleep 1; done
 "#;
@@ -62,7 +68,11 @@ impl Host {
                 "--kill-child",
             ])
             .args(["--net", "--ipc", "sh", "-c", SET_UP, "sh"])
-            .args([folder.path(), &project().canonicalize().expect("the project")]);
+            .args([
+                folder.path(),
+                &project().canonicalize().expect("the project"),
+                &cached(),
+            ]);
         let process = Process::start(command).expect("namespaces");
         process.wait_for("SET-UP", LIMIT).expect("is set up");
         let init = child_of(process.id()).expect("a process in the namespaces");
@@ -107,8 +117,10 @@ impl Host {
             "{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             folder.display()
         );
-        command.arg("env").arg(format!("PATH={path}"));
-        command.args(["LC_ALL=C", "-u", "STATE_DIRECTORY"]).args(words);
+        command
+            .args(["env", "-u", "STATE_DIRECTORY"])
+            .arg(format!("PATH={path}"));
+        command.arg("LC_ALL=C").args(words);
         command
     }
 
@@ -168,6 +180,25 @@ impl Host {
                 self.process.output()
             );
             std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// What libvirtd has found out about QEMU, which takes it long: kept for the next one, which looks whether it is still right.
+fn cached() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("libvirt-cache")
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let (from, to) = (self.inside("/var/cache/libvirt"), cached());
+        if from.join("qemu/capabilities").exists() && !to.exists() {
+            let beside = to.with_extension(std::process::id().to_string());
+            let copied = Command::new("cp").arg("-a").args([&from, &beside]).status();
+            // Another test may have been faster.
+            if !copied.is_ok_and(|status| status.success()) || fs::rename(&beside, &to).is_err() {
+                let _ = fs::remove_dir_all(&beside);
+            }
         }
     }
 }
