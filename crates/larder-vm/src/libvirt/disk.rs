@@ -69,12 +69,12 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
     for child in &disk.children {
         match child.name.as_str() {
             "driver" | "source" | "boot" | "alias" | "address" => {}
-            "target" => match child.attributes.iter().find(|(key, _)| key != "dev" && key != "bus") {
-                Some((key, value)) => {
+            "target" => {
+                let other = child.attributes.iter().find(|(key, _)| key != "dev" && key != "bus");
+                if let Some((key, value)) = other {
                     return Err(format!("its target says {key}='{value}', which Larder does not have"));
                 }
-                None => {}
-            },
+            }
             "serial" => served.keys.push(("serial", toml_text(&child.text))),
             "readonly" => served.keys.push(("readonly", "true".to_owned())),
             "iotune" => limits(child, &mut served)?,

@@ -54,10 +54,10 @@ pub(crate) fn run(arguments: LibvirtDetachArguments) -> anyhow::Result<ExitCode>
     let path = path_of(Path::new(&name_before))?;
     // A server that dies under a running guest needs the file to be started again, and what it has cached may not all be
     // on the disk before the guest has ended.
-    if let Some(running) = &domain.running {
-        if let Some(disk) = attached_disk(&name_before, &Element::parse(running)?) {
-            bail!("domain {name} runs, and its disk {disk} is Larder's; shut it down first: virsh shutdown {name}");
-        }
+    if let Some(running) = &domain.running
+        && let Some(disk) = attached_disk(&name_before, &Element::parse(running)?)
+    {
+        bail!("domain {name} runs, and its disk {disk} is Larder's; shut it down first: virsh shutdown {name}");
     }
     let restored = restore(&domain.xml, &before)?;
     let file = file_at(&path, &kept)?;

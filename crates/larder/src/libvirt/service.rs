@@ -157,12 +157,12 @@ pub(super) fn start(config: &VmConfig) -> anyhow::Result<()> {
         is_stopping: true,
     }) = Note::read(name)
     {
-        if let Some(process) = open(number, start) {
-            if !ends(&process, START_TIME_MAX) {
-                bail!(
-                    "the VM's server from before ({number}) still writes to its disks; start the domain when it has ended"
-                );
-            }
+        if let Some(process) = open(number, start)
+            && !ends(&process, START_TIME_MAX)
+        {
+            bail!(
+                "the VM's server from before ({number}) still writes to its disks; start the domain when it has ended"
+            );
         }
         Note::remove(name);
     }

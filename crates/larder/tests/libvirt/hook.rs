@@ -138,6 +138,24 @@ fn a_process_that_is_not_the_hooks_is_not_stopped() {
 }
 
 #[test]
+fn a_start_waits_for_a_server_that_is_still_ending() {
+    let host = host();
+    let script = "mkdir /run/larder; sleep 2 & number=$!
+        start=$(cut -d' ' -f22 /proc/$number/stat); echo $number >/run/ending
+        echo process $number $start stopping >/run/larder/web.hook";
+    host.works(&["sh", "-c", &format!("({script}) >/dev/null 2>&1")]);
+    assert_eq!(
+        hook(&host, "/run/ours.xml", "web prepare begin -"),
+        (Some(0), String::new())
+    );
+    let (code, said) = host.run(&["sh", "-c", "kill -0 $(cat /run/ending)"]);
+    assert_ne!(code, Some(0), "{said}");
+    assert!(is_served(&host));
+    hook(&host, "/run/ours.xml", "web release end -");
+    assert!(!is_served(&host));
+}
+
+#[test]
 fn systemd_has_the_server_where_it_runs_the_host() {
     let host = host();
     // What stands for it notes what it is told, and refuses when told to.

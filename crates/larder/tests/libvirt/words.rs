@@ -91,6 +91,42 @@ fn wrong_domains_are_refused_with_what_to_do() {
 }
 
 #[test]
+fn what_runs_is_not_disturbed() {
+    let host = Host::with_libvirtd();
+    host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
+    fs::write(host.folder.path().join("brief.xml"), domain("brief", DISK)).expect("writes");
+    let path = host.folder.path().join("brief.xml");
+    host.virsh(&["create", "--paused", path.to_str().expect("UTF-8")]);
+    host.refused(
+        &["larder", "libvirt", "attach", "brief", "--apply"],
+        &["brief is transient", "virsh define"],
+    );
+    host.virsh(&["destroy", "brief"]);
+
+    host.define(&domain("web", DISK));
+    host.virsh(&["start", "--paused", "web"]);
+    let running = host.virsh(&["dumpxml", "web"]);
+    let said = host.larder(&["libvirt", "attach", "web", "--apply"]);
+    assert!(said.contains("the domain runs: its disks are QEMU's until"), "{said}");
+    assert_eq!(host.virsh(&["dumpxml", "web"]), running);
+    // From its next start on they are Larder's, until it ends.
+    host.virsh(&["destroy", "web"]);
+    host.virsh(&["start", "--paused", "web"]);
+    host.larder(&["status", "/run/larder/web.sock"]);
+    host.refused(
+        &["larder", "libvirt", "detach", "web", "--apply"],
+        &["runs", "disk vda is Larder's"],
+    );
+    host.virsh(&["destroy", "web"]);
+    host.larder(&["libvirt", "detach", "web", "--apply"]);
+    host.virsh(&["start", "--paused", "web"]);
+    host.larder(&["libvirt", "attach", "web", "--apply"]);
+    host.larder(&["libvirt", "detach", "web", "--apply"]);
+    assert!(host.virsh(&["domstate", "web"]).contains("paused"));
+    host.virsh(&["destroy", "web"]);
+}
+
+#[test]
 fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
     let host = Host::with_libvirtd();
     host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
