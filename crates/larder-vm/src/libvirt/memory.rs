@@ -48,6 +48,9 @@ pub(super) fn share(text: &str, domain: &Element, edits: &mut Edits) -> Result<(
 
 /// What is said of single parts of the memory goes before what is said of all.
 fn refuse_private(domain: &Element) -> Result<(), String> {
+    if domain.child("launchSecurity").is_some() {
+        return Err("its memory is encrypted (<launchSecurity>), and Larder has to read it".to_owned());
+    }
     let numa = domain.child("cpu").and_then(|cpu| cpu.child("numa"));
     let cells = numa.into_iter().flat_map(|numa| numa.all("cell"));
     for (number, cell) in cells.enumerate() {

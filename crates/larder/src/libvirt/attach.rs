@@ -11,6 +11,7 @@ use larder_block::Loop;
 use larder_qcow2::read_header;
 use larder_vm::image::{Format, ImageAddress, is_same};
 use larder_vm::libvirt::attach::{AttachWish, Plan, ServedDisk, identity, plan, user_of_qemu};
+use larder_vm::libvirt::detach::restore;
 use larder_vm::libvirt::xml::Element;
 use larder_vm::run::check::check;
 use larder_vm::run::plan::GivenBy;
@@ -50,6 +51,7 @@ pub(crate) fn run(arguments: LibvirtAttachArguments) -> anyhow::Result<ExitCode>
     let plan = possible(&domain, &mut wish).with_context(|| format!("domain {}", arguments.domain))?;
     let path = path_of(Path::new(&plan.name))?;
     let kept = Kept::of(&plan.uuid)?;
+    refuse_kept(&plan, &kept, &domain)?;
     let ours = is_ours(&path, &kept)?;
     if !arguments.apply {
         let mut text = what_changes(&plan, &path, &domain.xml);
@@ -83,7 +85,7 @@ fn cache_of(arguments: &LibvirtAttachArguments) -> anyhow::Result<Option<(PathBu
             folder.display()
         );
     }
-    Ok(Some((folder, size.get().to_string())))
+    Ok(Some((folder, format!("\"{}\"", size.to_string().replace(' ', "")))))
 }
 
 /// What can be done: a disk that Larder could not serve is left alone, too.
@@ -151,6 +153,22 @@ async fn same_backing(on: &Loop, image: &ImageAddress, format: Option<Format>, n
                 list(found.iter().map(|layer| layer.image.to_string()).collect())
             ))
         }
+    }
+}
+
+/// How the domain was before may not be lost: one that was given another name is attached under its old one.
+fn refuse_kept(plan: &Plan, kept: &Kept, domain: &Domain) -> anyhow::Result<()> {
+    let Some(before) = Kept::read(&kept.xml)? else {
+        return Ok(());
+    };
+    let restored = restore(&domain.xml, &before).with_context(|| kept.xml.display().to_string())?;
+    match restored.disks.first() {
+        Some(disk) => bail!(
+            "disk {disk} of domain {} is Larder's already; for a change detach it first: larder libvirt detach {}",
+            plan.name,
+            plan.name
+        ),
+        None => Ok(()),
     }
 }
 

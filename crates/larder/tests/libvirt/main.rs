@@ -4,6 +4,7 @@ mod corpus;
 mod guest;
 mod hook;
 mod host;
+mod packaged;
 #[path = "../support/mod.rs"]
 mod support;
 mod words;

@@ -127,6 +127,27 @@ fn what_runs_is_not_disturbed() {
 }
 
 #[test]
+fn a_domain_that_was_renamed_is_still_given_back() {
+    let host = Host::with_libvirtd();
+    host.works(&["truncate", "-s", "1M", "/run/disk.raw", "/run/other.raw"]);
+    let other = DISK.replace("disk.raw", "other.raw").replace("vda", "vdb");
+    host.define(&domain("web", &(DISK.to_owned() + &other)));
+    let before = host.xml("web");
+    host.larder(&["libvirt", "attach", "web", "--apply", "--disk", "vda"]);
+    host.virsh(&["domrename", "web", "site"]);
+    host.refused(
+        &["larder", "libvirt", "attach", "site", "--apply"],
+        &["disk vda of domain site", "detach"],
+    );
+    host.larder(&["libvirt", "detach", "site", "--apply"]);
+    assert_eq!(
+        host.xml("site"),
+        before.replace("<name>web</name>", "<name>site</name>")
+    );
+    assert!(!host.inside("/etc/larder/vms/web.toml").exists());
+}
+
+#[test]
 fn what_a_killed_attach_or_detach_has_left_is_taken_up() {
     let host = Host::with_libvirtd();
     host.works(&["truncate", "-s", "1M", "/run/disk.raw"]);
