@@ -129,7 +129,9 @@ fn a_domain_is_attached_works_and_is_detached_with_nothing_left() {
         domain.sockets(),
         ["web-vda.sock", "web-vdb.sock", "web.hook", "web.sock"]
     );
-    domain.wait_for_more("GUEST-WROTE");
+    domain
+        .host
+        .wait_until("the guest has written", || domain.console().contains("GUEST-WROTE"));
     host.refused(
         &["larder", "libvirt", "detach", "web", "--apply"],
         &["runs", "virsh shutdown web"],
