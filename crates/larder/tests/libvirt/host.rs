@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use larder_bench::campaign::guest::project;
+use larder_bench::campaign::guest::{LIMIT as GUEST_LIMIT, project};
 use larder_bench::campaign::process::{Process, mortal};
 use tempfile::TempDir;
 
@@ -175,8 +175,8 @@ impl Host {
         let begin = Instant::now();
         while !happened() {
             assert!(
-                begin.elapsed() < LIMIT,
-                "not within {LIMIT:?}: {what}; {}",
+                begin.elapsed() < GUEST_LIMIT,
+                "not within {GUEST_LIMIT:?}: {what}; {}",
                 self.process.output()
             );
             std::thread::sleep(Duration::from_millis(50));
