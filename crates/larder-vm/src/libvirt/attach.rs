@@ -160,7 +160,7 @@ pub fn plan(
     for (disk, _) in &mut served {
         finish(&name, disk, wish);
     }
-    let file = file_of(&name, served.iter().map(|(disk, _)| disk));
+    let file = file_of(&name, &uuid, served.iter().map(|(disk, _)| disk));
     let config = VmConfig::parse(&path, &file).map_err(AttachError::File)?;
     let mut edits = Edits::default();
     memory::share(text, &domain, &mut edits).map_err(AttachError::Memory)?;
@@ -250,9 +250,10 @@ fn finish(domain: &str, disk: &mut ServedDisk, wish: &AttachWish) {
     }
 }
 
-fn file_of<'a>(domain: &str, disks: impl Iterator<Item = &'a ServedDisk>) -> String {
+fn file_of<'a>(domain: &str, uuid: &str, disks: impl Iterator<Item = &'a ServedDisk>) -> String {
     let mut file = format!(
-        "# Made by larder libvirt attach {domain}, and removed by larder libvirt detach {domain}.\n# What else can be said here is in docs/vm-file.md.\n"
+        "# Made by larder libvirt attach {domain}, and removed by larder libvirt detach {domain}.\n# What else can be said here is in docs/vm-file.md.\n\nuuid = {}\n",
+        toml_text(uuid)
     );
     for disk in disks {
         file.push_str(&format!(
