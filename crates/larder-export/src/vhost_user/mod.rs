@@ -102,13 +102,13 @@ impl VhostUserOptions {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum OptionsError {
-    #[error("{0} queues; a disk has 1 to {QUEUES_MAX}")]
+    #[error("queues {0}: a disk has 1 to {QUEUES_MAX} virtqueues")]
     Queues(u16),
     #[error("serial number '{0}' is {len} bytes long; virtio-blk has room for 20", len = .0.len())]
     Serial(String),
     #[error("queues of {0} descriptors; a queue has a power of two of them, from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
     QueueSize(u16),
-    #[error("sectors of {0} bytes; a disk has sectors of 512 or 4096")]
+    #[error("block-size {0}: a disk has sectors of 512 or 4096 bytes")]
     BlockSize(u32),
     #[error(
         "{disk} is {size}, no multiple of the sectors of {block_size} bytes that the guest is to see: it could not reach \

@@ -80,7 +80,7 @@ pub struct VmDisk {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ConfigError {
-    #[error("{}: {source}{}", path.display(), read_hint(source))]
+    #[error("{}: {source}{}", path.display(), read_hint(path, source))]
     Read { path: PathBuf, source: io::Error },
     #[error("{}", lines(mistakes))]
     Mistakes { mistakes: Vec<Mistake> },
@@ -90,9 +90,10 @@ pub enum ConfigError {
     Name { name: String },
 }
 
-fn read_hint(error: &io::Error) -> &'static str {
+fn read_hint(path: &Path, error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::NotFound => "; write one, or give the path of one with a / in it",
+        io::ErrorKind::NotFound if path.starts_with(folder()) => "; write one, or give the path of one with a / in it",
+        io::ErrorKind::NotFound => "; check the path, or write one",
         _ => "",
     }
 }

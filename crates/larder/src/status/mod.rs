@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{anyhow, bail};
 use larder_vm::control::{FetchError, fetch_disks};
 use larder_vm::vm::find::{self, Found};
 
@@ -97,9 +97,9 @@ fn vm_of(word: &OsString) -> Found {
 
 fn interval(word: &OsString) -> anyhow::Result<Duration> {
     let text = word.to_string_lossy();
-    let seconds: f64 = text
-        .parse()
-        .with_context(|| format!("'{text}' is no interval in seconds, as 1 or 0.5 is"))?;
+    let Ok(seconds) = text.parse::<f64>() else {
+        bail!("'{text}' is no interval in seconds, as 1 or 0.5 is");
+    };
     match Duration::try_from_secs_f64(seconds) {
         Ok(every) if !every.is_zero() && every <= INTERVAL_MAX => Ok(every),
         _ => bail!(

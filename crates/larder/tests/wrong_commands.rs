@@ -1,0 +1,133 @@
+//! What is said of command lines that cannot be, for people to read.
+
+mod support;
+
+use std::process::Command;
+
+use support::{larder, on_tmpfs, run};
+
+/// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
+const WRONG: [(&str, &str); 27] = [
+    (
+        "frobnicate",
+        "error: unrecognized subcommand 'frobnicate'\n\nUsage: larder <COMMAND>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serv ok.raw",
+        "error: unrecognized subcommand 'serv'\n\n  tip: a similar subcommand exists: 'serve'\n\nUsage: larder disk <COMMAND>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve",
+        "error: the following required arguments were not provided:\n  <IMAGE>\n\nUsage: larder disk serve <IMAGE>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw",
+        "larder: nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both",
+    ),
+    (
+        "disk serve nosuch.raw --socket s",
+        "larder: cannot open nosuch.raw: No such file or directory (os error 2); check the path, or create the image first",
+    ),
+    (
+        "disk serve http://x/y --socket s",
+        "error: invalid value 'http://x/y' for '[IMAGE]': 'http://x/y': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --socket /nosuch/s",
+        "larder: cannot listen on /nosuch/s: No such file or directory (os error 2); its folder does not exist",
+    ),
+    (
+        "disk serve ok.raw --nbd http://x",
+        "error: invalid value 'http://x' for '--nbd <URI>': 'http://x' does not begin with nbd://, nbds://, nbd+unix:// or nbds+unix://\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --nbd nbd://0.0.0.0",
+        "larder: 0.0.0.0:10809 is open to other hosts and has no TLS: anyone who reaches it could read and write the disk; use nbds:// with ?tls-certificates=DIR, or a loopback address; --nbd-insecure allows it, if the network itself is protected",
+    ),
+    (
+        "disk serve ok.raw --socket s --queues 0",
+        "larder: queues 0: a disk has 1 to 64 virtqueues",
+    ),
+    (
+        "disk serve ok.raw --socket s --queue-size 100",
+        "error: invalid value '100' for '--queue-size <N>': give a power of two from 4 to 1024; virtqueues have no other size\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --socket s --block-size 1000",
+        "larder: block-size 1000: a disk has sectors of 512 or 4096 bytes",
+    ),
+    (
+        "disk serve ok.raw --socket s --serial a-serial-number-that-is-far-too-long",
+        "larder: serial number 'a-serial-number-that-is-far-too-long' is 36 bytes long; virtio-blk has room for 20",
+    ),
+    (
+        "disk serve ok.raw --socket s --poll-us 99999999",
+        "error: invalid value '99999999' for '--poll-us <US>': at most 10000 microseconds (10 ms): a thread that spins keeps a processor busy\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --socket s --throttle iops-totl=5",
+        "error: invalid value 'iops-totl=5' for '--throttle <LIMITS>': 'iops-totl' is not a limit; known are iops-total, iops-read, iops-write, bps-total, bps-read, bps-write, each also with -max and -max-length, and iops-size\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --socket s --throttle iops-total=5,iops-read=2",
+        "error: invalid value 'iops-total=5,iops-read=2' for '--throttle <LIMITS>': requests: set either the total or reads and writes, not both\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --socket s --prefetch 100k",
+        "error: invalid value '100k' for '--prefetch <SIZE|off>': give 512 KiB at least, or off\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --socket s --cache ./c",
+        "larder: cache of ok.raw: ./c: there is no such file; to have it made, say how large (cache-size)",
+    ),
+    (
+        "disk serve ok.raw --socket s --cache ./c --cache-size 12X",
+        "error: invalid value '12X' for '--cache-size <SIZE>': 'X' in '12X' is not a unit of size: use KiB, MiB, GiB or TiB\n\nFor more information, try '--help'.",
+    ),
+    (
+        "disk serve ok.raw --socket s --cache-mode wt",
+        "larder: --cache-mode says nothing without cache, the file or device that the cache is on; give that too",
+    ),
+    (
+        "disk resize ok.raw 512K",
+        "larder: ok.raw: it has 1 MiB (1048576 bytes), and shrinking it would throw away what is behind 512 KiB (524288 bytes): no file system survives that unless it was shrunk first; if it was, `qemu-img resize --shrink` does it",
+    ),
+    ("disk cache info ok.raw", "larder: ok.raw: it is no cache of Larder's"),
+    (
+        "status 0",
+        "larder: an interval of 0 s: give more than 0 s, and 86400 s at most",
+    ),
+    (
+        "status web soon",
+        "larder: 'soon' is no interval in seconds, as 1 or 0.5 is",
+    ),
+    (
+        "vm ./nosuch.toml",
+        "larder: ./nosuch.toml: No such file or directory (os error 2); check the path, or write one",
+    ),
+    (
+        "vm ./web.toml --check --reload",
+        "error: the argument '--check' cannot be used with '--reload'\n\nUsage: larder vm --check <NAME>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "run -- ls",
+        "larder: ls --version does not name QEMU's version ('ls (GNU coreutils) 9.1'); behind -- comes the QEMU program",
+    ),
+];
+
+#[test]
+fn wrong_command_lines_are_told_what_is_wrong() {
+    let folder = on_tmpfs();
+    let image = std::fs::File::create(folder.path().join("ok.raw"));
+    image.and_then(|image| image.set_len(1 << 20)).expect("an image");
+    for (line, wanted) in WRONG {
+        let mut command = Command::new(larder());
+        command.current_dir(folder.path()).args(line.split(' '));
+        let (code, said) = run(command);
+        assert_eq!((code, said.trim_end()), (Some(2), wanted), "larder {line}");
+    }
+    // Nothing is left behind.
+    let left = std::fs::read_dir(folder.path()).expect("a folder").flatten();
+    let left: Vec<_> = left.map(|entry| entry.file_name()).collect();
+    assert_eq!(left, ["ok.raw"]);
+}
