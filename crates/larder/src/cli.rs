@@ -47,6 +47,8 @@ pub(crate) enum Command {
     Libvirt(LibvirtCommand),
     /// Say what a running server is doing
     Status(StatusArguments),
+    /// Show all virtual machines and their disks at work, in the terminal
+    Top(TopArguments),
     /// Measure what needs no virtual machine
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -172,6 +174,26 @@ pub(crate) struct StatusArguments {
     /// interval a line each time
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
+}
+
+#[derive(Args)]
+pub(crate) struct TopArguments {
+    /// Print what is done, as `larder status` at intervals, instead of showing it
+    #[arg(long, short)]
+    pub(crate) batch: bool,
+    /// Seconds between two looks
+    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_delay)]
+    pub(crate) delay: f64,
+    /// Look so many times, then end
+    #[arg(long, short = 'n', value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+}
+
+fn parse_delay(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(seconds),
+        _ => Err("give seconds from 0.1 to 86400".to_owned()),
+    }
 }
 
 #[derive(Args)]

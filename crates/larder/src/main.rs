@@ -15,9 +15,11 @@ mod libvirt;
 mod log;
 mod output;
 mod pid_file;
+mod rates;
 mod run;
 mod signals;
 mod status;
+mod top;
 mod vm;
 
 use std::io::{IsTerminal, Write};
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Cache(command)) => disk_cache::run(command),
         Command::Libvirt(command) => libvirt::run(command),
         Command::Status(arguments) => status::run(arguments),
+        Command::Top(arguments) => top::run(arguments),
         Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),
     };
     match result {

@@ -11,6 +11,7 @@ use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
 use crate::disk_image::human;
 use crate::output::{Table, print};
+use crate::rates::is_not_served;
 
 /// What became of asking a VM.
 type Asked = Result<(ServerState, Value, Disks), FetchError>;
@@ -48,11 +49,6 @@ fn ask_all(vms: &[Found]) -> Vec<Asked> {
         // A panic ends the process.
         threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
     })
-}
-
-/// There is nobody, which is as it may be.
-pub(super) fn is_not_served(error: &FetchError) -> bool {
-    matches!(error, FetchError::Missing { .. } | FetchError::Dead { .. })
 }
 
 fn text(vms: &[Found], asked: &[Asked]) -> String {

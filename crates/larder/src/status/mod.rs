@@ -2,7 +2,7 @@
 
 mod all;
 mod detail;
-mod rates;
+pub(crate) mod rates;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -15,6 +15,7 @@ use larder_vm::vm::find::{self, Found};
 
 use crate::cli::{Output, StatusArguments};
 use crate::output::print;
+use crate::rates::is_not_served;
 
 /// The longest interval.
 const INTERVAL_MAX: Duration = Duration::from_secs(24 * 3600);
@@ -74,7 +75,7 @@ impl Wish {
 
 /// Why a VM that was asked for cannot be told of.
 fn explain(error: FetchError, vm: &Found) -> anyhow::Error {
-    match vm.name.contains('/') || !all::is_not_served(&error) {
+    match vm.name.contains('/') || !is_not_served(&error) {
         true => error.into(),
         false => anyhow!(
             "{} is not served: nobody listens on {}; `larder vm {}` serves it, and `larder status` tells of all that are",

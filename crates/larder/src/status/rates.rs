@@ -1,50 +1,28 @@
 //! What disks do in an interval, again and again, with the words of iostat.
 
-use std::collections::HashMap;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use larder_vm::control::state::{CacheState, DiskState, PrefetchState, RequestCounts};
-use larder_vm::control::{FetchError, fetch_disks};
+use larder_vm::control::fetch_disks;
+use larder_vm::control::state::DiskState;
 use larder_vm::vm::find::{self, Found};
-use serde::Serialize;
 use serde_json::json;
 
-use super::all::is_not_served;
 use super::explain;
 use crate::cli::Output;
-use crate::output::{Table, print};
-
-const MIB: f64 = (1 << 20) as f64;
-const KIB: f64 = 1024.0;
+use crate::output::print;
+use crate::rates::{Sampler, ask_all, table};
 
 /// Tells of one VM, or of all that there are, `every` so often, `count` times.
-pub(super) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, output: Output) -> anyhow::Result<ExitCode> {
-    let mut before: HashMap<(String, String), DiskState> = HashMap::new();
+pub(crate) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, output: Output) -> anyhow::Result<ExitCode> {
+    let mut sampler = Sampler::default();
     let begun = Instant::now();
     let mut round = 0;
     loop {
-        let asked = match vm {
-            // That it is not there, or any more, is an error if it was asked for.
-            Some(vm) => {
-                let (_, disks) = fetch_disks(&vm.control).map_err(|error| explain(error, vm))?;
-                vec![(vm.name.clone(), disks.disks)]
-            }
-            None => ask_all(&find::vms())?,
-        };
-        let mut rates = Vec::new();
-        let mut now = HashMap::new();
-        for (vm, disks) in asked {
-            for (place, disk) in disks.into_iter().enumerate() {
-                let name = disk.name.clone().unwrap_or_else(|| place.to_string());
-                let key = (vm.clone(), name);
-                rates.push(Rates::new(&key, before.get(&key), &disk));
-                now.insert(key, disk);
-            }
-        }
-        before = now;
+        let rates = sampler.sample(ask(vm)?).rates;
         match output {
-            Output::Text => print(&text(&rates, round > 0))?,
+            Output::Text if round > 0 => print(&format!("\n{}", table(&rates)))?,
+            Output::Text => print(&table(&rates))?,
             Output::Json => print(&format!("{}\n", json!({"disks": rates})))?,
         }
         round += 1;
@@ -57,184 +35,18 @@ pub(super) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, outpu
     }
 }
 
-/// The disks of those that are served.
-fn ask_all(vms: &[Found]) -> Result<Vec<(String, Vec<DiskState>)>, FetchError> {
-    let asked: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = vms
-            .iter()
-            .map(|vm| scope.spawn(move || fetch_disks(&vm.control)))
-            .collect();
-        // A panic ends the process.
-        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
-    });
+/// The disks of one VM, or of all that are served. That one is not there, or any more, is an error if it was asked for.
+fn ask(vm: Option<&Found>) -> anyhow::Result<Vec<(String, Vec<DiskState>)>> {
+    if let Some(vm) = vm {
+        let (_, disks) = fetch_disks(&vm.control).map_err(|error| explain(error, vm))?;
+        return Ok(vec![(vm.name.clone(), disks.disks)]);
+    }
     let mut all = Vec::new();
-    for (vm, asked) in vms.iter().zip(asked) {
+    for (vm, asked) in ask_all(&find::vms()) {
         match asked {
-            Ok((_, disks)) => all.push((vm.name.clone(), disks.disks)),
-            Err(error) if is_not_served(&error) => {}
-            Err(error) => eprintln!("larder: {}: {error}", vm.name),
+            Ok(disks) => all.push((vm, disks)),
+            Err(error) => eprintln!("larder: {vm}: {error}"),
         }
     }
     Ok(all)
-}
-
-/// What a disk did in an interval; times are in seconds, sizes in bytes.
-#[derive(Clone, Debug, Serialize)]
-struct Rates {
-    vm: String,
-    disk: String,
-    /// How long the interval was.
-    interval: f64,
-    read: KindRates,
-    write: KindRates,
-    flush: KindRates,
-    discard: KindRates,
-    write_zeroes: KindRates,
-    /// Requests under way, on average (iostat's aqu-sz).
-    queue: f64,
-    /// The share of the time in which there were any.
-    utilization: f64,
-    /// The share of reads that the cache had all of; `None` without reads, or a cache.
-    cache_hits: Option<f64>,
-    /// The share of reads that had been read ahead of; `None` without reads, or read-ahead.
-    prefetch_hits: Option<f64>,
-}
-
-/// Requests of a kind.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
-struct KindRates {
-    per_second: f64,
-    bytes_per_second: f64,
-    errors_per_second: f64,
-    /// How long they took on average; `None` without any.
-    await_seconds: Option<f64>,
-    /// How large they were on average.
-    bytes: Option<f64>,
-}
-
-impl KindRates {
-    fn new(before: Option<&RequestCounts>, now: &RequestCounts, seconds: f64) -> Self {
-        let since = |now: u64, before: Option<u64>| (now - before.unwrap_or_default().min(now)) as f64;
-        let count = since(now.count, before.map(|it| it.count));
-        let bytes = since(now.bytes, before.map(|it| it.bytes));
-        let errors = since(now.errors, before.map(|it| it.errors));
-        let timed = since(now.latency.count, before.map(|it| it.latency.count));
-        let time = since(now.latency.sum_ns, before.map(|it| it.latency.sum_ns)) / 1e9;
-        Self {
-            per_second: count / seconds,
-            bytes_per_second: bytes / seconds,
-            errors_per_second: errors / seconds,
-            await_seconds: (timed > 0.0).then(|| time / timed),
-            bytes: (count > 0.0).then(|| bytes / count),
-        }
-    }
-}
-
-impl Rates {
-    /// Of a disk that was as `before`, if that is known, and is as `now`.
-    fn new((vm, disk): &(String, String), before: Option<&DiskState>, now: &DiskState) -> Self {
-        // A server that was started again begins anew.
-        let before =
-            before.filter(|before| before.time_ns < now.time_ns && before.requests.busy_ns <= now.requests.busy_ns);
-        let seconds = ((now.time_ns - before.map_or(0, |before| before.time_ns)) as f64 / 1e9).max(1e-9);
-        let all = &now.requests;
-        let old = before.map(|before| &before.requests);
-        let read = KindRates::new(old.map(|old| &old.read), &all.read, seconds);
-        let write = KindRates::new(old.map(|old| &old.write), &all.write, seconds);
-        let flush = KindRates::new(old.map(|old| &old.flush), &all.flush, seconds);
-        let discard = KindRates::new(old.map(|old| &old.discard), &all.discard, seconds);
-        let zeroes = KindRates::new(old.map(|old| &old.write_zeroes), &all.write_zeroes, seconds);
-        let kinds = [&read, &write, &flush, &discard, &zeroes];
-        // Little's law.
-        let queue = kinds
-            .iter()
-            .map(|kind| kind.per_second * kind.await_seconds.unwrap_or_default())
-            .sum();
-        let busy = (all.busy_ns - old.map_or(0, |old| old.busy_ns)) as f64 / 1e9;
-        Self {
-            vm: vm.clone(),
-            disk: disk.clone(),
-            interval: seconds,
-            read,
-            write,
-            flush,
-            discard,
-            write_zeroes: zeroes,
-            queue,
-            utilization: (busy / seconds).min(1.0),
-            cache_hits: now
-                .cache
-                .as_ref()
-                .and_then(|cache| share_of_hits(before.and_then(|before| before.cache.as_ref()), cache, cache_reads)),
-            prefetch_hits: now.prefetch.as_ref().and_then(|prefetch| {
-                share_of_hits(
-                    before.and_then(|before| before.prefetch.as_ref()),
-                    prefetch,
-                    prefetch_reads,
-                )
-            }),
-        }
-    }
-}
-
-/// Hits, and all reads.
-fn cache_reads(cache: &CacheState) -> (u64, u64) {
-    let all = cache.hits + cache.partial_hits + cache.misses + cache.bypassed_slow;
-    (cache.hits, all)
-}
-
-fn prefetch_reads(prefetch: &PrefetchState) -> (u64, u64) {
-    let hits = prefetch.hits + prefetch.waits;
-    (hits, hits + prefetch.partial_hits + prefetch.misses + prefetch.bypassed)
-}
-
-fn share_of_hits<T>(before: Option<&T>, now: &T, of: impl Fn(&T) -> (u64, u64)) -> Option<f64> {
-    let ((hits, all), (old_hits, old_all)) = (of(now), before.map(of).unwrap_or_default());
-    // One that was replaced begins anew.
-    let (hits, all) = match hits >= old_hits && all >= old_all {
-        true => (hits - old_hits, all - old_all),
-        false => (hits, all),
-    };
-    (all > 0).then(|| hits as f64 / all as f64)
-}
-
-fn text(rates: &[Rates], is_later: bool) -> String {
-    let mut table = Table::new([
-        "vm", "disk", "r/s", "rMiB/s", "r_await", "rareq-sz", "w/s", "wMiB/s", "w_await", "wareq-sz", "f/s", "f_await",
-        "aqu-sz", "%util", "%hit", "%ahead",
-    ]);
-    let or_none =
-        |value: Option<f64>, unit: f64| value.map_or_else(|| "-".to_owned(), |value| format!("{:.2}", value * unit));
-    for it in rates {
-        let of = |kind: &KindRates| {
-            [
-                format!("{:.1}", kind.per_second),
-                format!("{:.2}", kind.bytes_per_second / MIB),
-                or_none(kind.await_seconds, 1e3),
-                or_none(kind.bytes, 1.0 / KIB),
-            ]
-        };
-        let [reads, read_bytes, read_await, read_size] = of(&it.read);
-        let [writes, written, write_await, write_size] = of(&it.write);
-        table.row([
-            it.vm.clone(),
-            it.disk.clone(),
-            reads,
-            read_bytes,
-            read_await,
-            read_size,
-            writes,
-            written,
-            write_await,
-            write_size,
-            format!("{:.1}", it.flush.per_second),
-            or_none(it.flush.await_seconds, 1e3),
-            format!("{:.2}", it.queue),
-            format!("{:.1}", it.utilization * 100.0),
-            or_none(it.cache_hits, 100.0),
-            or_none(it.prefetch_hits, 100.0),
-        ]);
-    }
-    let table = table.into_text();
-    if is_later { format!("\n{table}") } else { table }
 }

@@ -1,0 +1,307 @@
+//! The view as it is drawn.
+
+use std::time::Duration;
+
+use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Latency, LatencyBucket, PrefetchState};
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Modifier, Style};
+use ratatui::text::{Line, Text};
+use ratatui::widgets::{Cell, Clear, Paragraph, Row as TableRow, Table};
+
+use super::view::{Page, Row, Totals, View};
+use crate::disk_image::human;
+use crate::rates::Rates;
+
+const MIB: f64 = (1 << 20) as f64;
+
+/// The histogram's bars are so long at most.
+const BAR_MAX: usize = 40;
+
+const HELP: &str = "\
+ 1 VMs   2 all disks   3 the chosen disk, its latencies and its caches
+ Enter   more of what is chosen          Esc    back
+ Up, Down, PageUp, PageDown, Home, End   choose
+ s       sort by another column          Space  look now
+ h       this                            q      quit";
+
+pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
+    let [head, body, foot] =
+        Layout::vertical([Constraint::Length(1), Constraint::Fill(1), Constraint::Length(1)]).areas(frame.area());
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    frame.render_widget(Paragraph::new(heading(view)).style(bold), head);
+    match view.disk() {
+        Some(place) => frame.render_widget(Paragraph::new(disk_text(view, place)), body),
+        None if matches!(view.page, Page::Disk(..)) => {
+            frame.render_widget(Paragraph::new("This disk is not served any more; Esc goes back."), body);
+        }
+        None => table(frame, view, body),
+    }
+    let keys = format!(
+        "1 VMs  2 disks  3 disk  Enter more  Esc back  s sort ({})  h help  q quit",
+        view.order.name()
+    );
+    frame.render_widget(
+        Paragraph::new(keys).style(Style::new().add_modifier(Modifier::DIM)),
+        foot,
+    );
+    if view.helps {
+        let height = HELP.lines().count() as u16;
+        let area = Rect {
+            height: height.min(body.height),
+            ..body
+        };
+        frame.render_widget(Clear, area);
+        let reversed = Style::new().add_modifier(Modifier::REVERSED);
+        frame.render_widget(Paragraph::new(HELP).style(reversed), area);
+    }
+}
+
+fn heading(view: &View) -> String {
+    let sample = &view.seen.sample;
+    let mut all = Totals::default();
+    for (rates, (disk, _)) in sample.rates.iter().zip(&sample.disks) {
+        all.add(rates, disk);
+    }
+    let mut vms: Vec<&str> = sample.rates.iter().map(|rates| rates.vm.as_str()).collect();
+    vms.dedup();
+    let what = match &view.page {
+        Page::Vms => String::new(),
+        Page::Disks(None) => "  all disks".to_owned(),
+        Page::Disks(Some(vm)) => format!("  {vm}"),
+        Page::Disk(vm, disk) => format!("  {vm} {disk}"),
+    };
+    let troubles = match view.seen.troubles.len() {
+        0 => String::new(),
+        count => format!(", {count} without an answer"),
+    };
+    format!(
+        "larder top: {} VMs{troubles}, {} disks; {:.0} r/s, {:.1} MiB/s; {:.0} w/s, {:.1} MiB/s{what}",
+        vms.len(),
+        all.disks,
+        all.reads,
+        all.read_bytes / MIB,
+        all.writes,
+        all.written_bytes / MIB
+    )
+}
+
+fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
+    let rows = view.rows();
+    if rows.is_empty() {
+        let text = "No VM is served. `larder vm NAME` serves one; so does `larder libvirt attach DOMAIN`, from its next start on.";
+        frame.render_widget(Paragraph::new(text), area);
+        return;
+    }
+    view.room = usize::from(area.height.saturating_sub(1));
+    view.chosen = view.chosen.min(rows.len() - 1);
+    view.top = view.top.min(view.chosen);
+    if view.chosen >= view.top + view.room {
+        view.top = view.chosen + 1 - view.room.max(1);
+    }
+    let header = [
+        "vm", "disk", "r/s", "rMiB/s", "w/s", "wMiB/s", "await", "aqu-sz", "%util", "%hit", "dirty", "",
+    ];
+    let shown = rows.iter().enumerate().skip(view.top).take(view.room);
+    let lines = shown.map(|(place, row)| {
+        let style = match place == view.chosen {
+            true => Style::new().add_modifier(Modifier::REVERSED),
+            false => Style::new(),
+        };
+        TableRow::new(cells(view, row).map(Cell::from)).style(style)
+    });
+    let widths = [14, 8, 8, 8, 8, 8, 9, 7, 6, 6, 9, 30].map(Constraint::Max);
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    let header = TableRow::new(header.map(|name| Cell::from(aligned(name)))).style(bold);
+    frame.render_widget(Table::new(lines, widths).header(header), area);
+}
+
+/// A number's name is above the number.
+fn aligned(name: &'static str) -> Text<'static> {
+    match name {
+        "vm" | "disk" | "" => Text::from(name),
+        name => Text::from(name).right_aligned(),
+    }
+}
+
+fn cells(view: &View, row: &Row) -> [Text<'static>; 12] {
+    let (vm, disk) = view.name_of(row);
+    let totals = view.totals(row);
+    if let Row::Trouble(place) = row {
+        let why = Text::from(view.seen.troubles[*place].1.clone());
+        let mut cells: [Text<'static>; 12] = Default::default();
+        cells[0] = Text::from(vm);
+        cells[11] = why;
+        return cells;
+    }
+    let number = |text: String| Text::from(text).right_aligned();
+    let hits = match row {
+        Row::Disk(place) => view.seen.sample.rates[*place].cache_hits,
+        _ => None,
+    };
+    let note = match (totals.failed, totals.errors > 0.0) {
+        (0, false) => String::new(),
+        (0, true) => format!("{:.0} errors/s", totals.errors),
+        _ => "cache has failed".to_owned(),
+    };
+    [
+        Text::from(vm),
+        match row {
+            Row::Disk(_) => Text::from(disk),
+            _ => Text::from(totals.disks.to_string()),
+        },
+        number(format!("{:.0}", totals.reads)),
+        number(format!("{:.1}", totals.read_bytes / MIB)),
+        number(format!("{:.0}", totals.writes)),
+        number(format!("{:.1}", totals.written_bytes / MIB)),
+        number(time(totals.await_seconds())),
+        number(format!("{:.1}", totals.queue)),
+        number(format!("{:.0}", totals.utilization * 100.0)),
+        number(hits.map_or_else(|| "-".to_owned(), |hits| format!("{:.1}", hits * 100.0))),
+        number(match totals.dirty {
+            0 => "-".to_owned(),
+            dirty => human(dirty),
+        }),
+        Text::from(note),
+    ]
+}
+
+fn time(seconds: f64) -> String {
+    match seconds {
+        none if none <= 0.0 => "-".to_owned(),
+        seconds => format!("{:.1?}", Duration::from_secs_f64(seconds)),
+    }
+}
+
+/// One disk: what it is, how long requests took since the last look, and its caches at work.
+fn disk_text(view: &View, place: usize) -> Vec<Line<'static>> {
+    let (rates, (disk, before)) = (&view.seen.sample.rates[place], &view.seen.sample.disks[place]);
+    let mut lines = vec![
+        format!("image    {}, {}, {}", disk.image, disk.format.name(), human(disk.size)),
+        format!("limits   {}", or_none(&disk.limits.to_string())),
+        rates_line(rates),
+        String::new(),
+    ];
+    let latency = |of: fn(&DiskState) -> &Latency| {
+        let old = before.as_ref().map(|before| of(before).clone()).unwrap_or_default();
+        since(of(disk), &old)
+    };
+    let reads = latency(|disk| &disk.requests.read.latency);
+    let writes = latency(|disk| &disk.requests.write.latency);
+    lines.extend(histograms(&reads, &writes));
+    lines.push(String::new());
+    if let Some(cache) = &disk.cache {
+        lines.extend(cache_lines(cache));
+    }
+    if let Some(prefetch) = disk.prefetch.as_ref().filter(|prefetch| prefetch.memory_limit > 0) {
+        lines.push(prefetch_line(prefetch));
+    }
+    lines.into_iter().map(Line::from).collect()
+}
+
+fn or_none(text: &str) -> &str {
+    match text {
+        "" => "none",
+        text => text,
+    }
+}
+
+fn rates_line(rates: &Rates) -> String {
+    let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), |share| format!("{:.1} %", share * 100.0));
+    format!(
+        "now      {:.0} r/s, {:.1} MiB/s; {:.0} w/s, {:.1} MiB/s; {:.0} f/s; {:.1} under way, {:.0} % busy; cache hits {}, read ahead {}",
+        rates.read.per_second,
+        rates.read.bytes_per_second / MIB,
+        rates.write.per_second,
+        rates.write.bytes_per_second / MIB,
+        rates.flush.per_second,
+        rates.queue,
+        rates.utilization * 100.0,
+        share(rates.cache_hits),
+        share(rates.prefetch_hits)
+    )
+}
+
+/// How many requests took how long, by powers of two.
+fn histograms(reads: &[LatencyBucket], writes: &[LatencyBucket]) -> Vec<String> {
+    let power = |bucket: &LatencyBucket| bucket.below_ns.map_or(64, |below| below.next_power_of_two().ilog2());
+    let powers = || reads.iter().chain(writes).filter(|bucket| bucket.count > 0).map(power);
+    let (Some(first), Some(last)) = (powers().min(), powers().max()) else {
+        return vec!["         no reads and writes were timed since the last look".to_owned()];
+    };
+    let of = |buckets: &[LatencyBucket], at: u32| -> u64 {
+        let there = buckets.iter().filter(|bucket| power(bucket) == at);
+        there.map(|bucket| bucket.count).sum()
+    };
+    let longest = (first..=last)
+        .map(|at| of(reads, at).max(of(writes, at)))
+        .max()
+        .unwrap_or(1);
+    let bar = |count: u64| {
+        let length = (count as f64 / longest as f64 * BAR_MAX as f64).ceil() as usize;
+        format!("{:<BAR_MAX$}", "█".repeat(length))
+    };
+    let mut lines = vec![format!("{:>9}  {:<width$}  writes", "", "reads", width = BAR_MAX + 9)];
+    for at in first..=last {
+        let below = match at {
+            64 => "more".to_owned(),
+            at => format!("<{:.0?}", Duration::from_nanos(1 << at)),
+        };
+        let (reads, writes) = (of(reads, at), of(writes, at));
+        lines.push(format!(
+            "{below:>9}  {reads:>8} {}  {writes:>8} {}",
+            bar(reads),
+            bar(writes)
+        ));
+    }
+    lines
+}
+
+/// What has been added to a histogram since it was as `before`.
+fn since(now: &Latency, before: &Latency) -> Vec<LatencyBucket> {
+    let old = |below: Option<u64>| {
+        let same = before.buckets.iter().find(|bucket| bucket.below_ns == below);
+        same.map_or(0, |bucket| bucket.count)
+    };
+    let new = now.buckets.iter().map(|bucket| LatencyBucket {
+        below_ns: bucket.below_ns,
+        count: bucket.count.saturating_sub(old(bucket.below_ns)),
+    });
+    new.collect()
+}
+
+fn cache_lines(cache: &CacheState) -> Vec<String> {
+    let full = 100.0 * cache.occupancy as f64 / cache.capacity.max(1) as f64;
+    let health = match cache.state {
+        CacheHealth::Works => String::new(),
+        CacheHealth::Failed => ", HAS FAILED".to_owned(),
+    };
+    vec![
+        format!(
+            "cache    {} {}, {full:.0} % full, {} dirty{health}: {}",
+            cache.mode,
+            human(cache.size),
+            human(cache.dirty),
+            cache.file
+        ),
+        format!(
+            "         {} hits, {} in part, {} misses; {} filled, {} written to it",
+            cache.hits,
+            cache.partial_hits,
+            cache.misses,
+            human(cache.filled),
+            human(cache.cache_written)
+        ),
+    ]
+}
+
+fn prefetch_line(prefetch: &PrefetchState) -> String {
+    format!(
+        "ahead    {} fetched, {} used, {} wasted; {} streams now; {} of memory",
+        human(prefetch.fetched),
+        human(prefetch.used),
+        human(prefetch.wasted),
+        prefetch.streams.now,
+        human(prefetch.memory)
+    )
+}

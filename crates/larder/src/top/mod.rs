@@ -1,0 +1,131 @@
+//! `larder top`: the VMs of this host and their disks at work, in a terminal.
+
+mod draw;
+mod view;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use anyhow::bail;
+use larder_vm::vm::find;
+use ratatui::DefaultTerminal;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+
+use crate::cli::{Output, TopArguments};
+use crate::rates::{Sample, Sampler, ask_all};
+use crate::status::rates;
+use view::{Key, View};
+
+/// How long a key waits at most.
+const KEY_TIME: Duration = Duration::from_millis(50);
+
+/// What is seen of the host at a time.
+#[derive(Default)]
+struct Seen {
+    sample: Sample,
+    /// VMs that give no answer, and what is said of that.
+    troubles: Vec<(String, String)>,
+}
+
+pub(crate) fn run(arguments: TopArguments) -> anyhow::Result<ExitCode> {
+    let every = Duration::from_secs_f64(arguments.delay);
+    if arguments.batch {
+        return rates::run(None, every, arguments.count, Output::Text);
+    }
+    if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
+        bail!("this is no terminal; --batch prints, line by line, to wherever you want");
+    }
+    let (sender, seen) = mpsc::channel();
+    let (more, wanted) = mpsc::channel();
+    let thread = std::thread::Builder::new().name("larder-sampler".to_owned());
+    // Its own thread, because a VM that is stuck is waited for.
+    thread.spawn(move || look_again_and_again(every, &sender, &wanted))?;
+    let mut terminal = ratatui::init();
+    let ended = show(&mut terminal, &seen, &more, arguments.count);
+    ratatui::restore();
+    ended?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Looks `every` so often, and whenever more is wanted at once, as long as somebody wants to see it.
+fn look_again_and_again(every: Duration, sender: &Sender<Seen>, wanted: &Receiver<()>) {
+    let mut sampler = Sampler::default();
+    loop {
+        let mut seen = Seen::default();
+        let mut served = Vec::new();
+        for (vm, asked) in ask_all(&find::vms()) {
+            match asked {
+                Ok(disks) => served.push((vm, disks)),
+                Err(error) => seen.troubles.push((vm, error.to_string())),
+            }
+        }
+        seen.sample = sampler.sample(served);
+        if sender.send(seen).is_err() {
+            return;
+        }
+        if wanted.recv_timeout(every) == Err(RecvTimeoutError::Disconnected) {
+            return;
+        }
+    }
+}
+
+/// Shows what is seen until the user has seen enough, or so many times.
+fn show(
+    terminal: &mut DefaultTerminal,
+    seen: &Receiver<Seen>,
+    more: &Sender<()>,
+    count: Option<u64>,
+) -> anyhow::Result<()> {
+    let mut view = View::default();
+    let mut shown = 0;
+    let mut is_new = true;
+    loop {
+        if is_new {
+            terminal.draw(|frame| draw::draw(frame, &mut view))?;
+        }
+        is_new = false;
+        while let Ok(next) = seen.try_recv() {
+            if count.is_some_and(|count| shown >= count) {
+                return Ok(());
+            }
+            shown += 1;
+            view.see(next);
+            is_new = true;
+        }
+        if !event::poll(KEY_TIME)? {
+            continue;
+        }
+        is_new = true;
+        let Event::Key(key) = event::read()? else { continue };
+        if key.kind != KeyEventKind::Press {
+            continue;
+        }
+        let control = key.modifiers.contains(KeyModifiers::CONTROL);
+        let key = match key.code {
+            KeyCode::Char('q') => return Ok(()),
+            KeyCode::Char('c') if control => return Ok(()),
+            KeyCode::Char(' ') => {
+                // The thread ends with the program.
+                let _ = more.send(());
+                continue;
+            }
+            KeyCode::Up | KeyCode::Char('k') => Key::Up,
+            KeyCode::Down | KeyCode::Char('j') => Key::Down,
+            KeyCode::PageUp => Key::PageUp,
+            KeyCode::PageDown => Key::PageDown,
+            KeyCode::Home | KeyCode::Char('g') => Key::First,
+            KeyCode::End | KeyCode::Char('G') => Key::Last,
+            KeyCode::Enter => Key::Enter,
+            KeyCode::Esc | KeyCode::Backspace => Key::Back,
+            KeyCode::Char('1') => Key::Vms,
+            KeyCode::Char('2') => Key::Disks,
+            KeyCode::Char('3') => Key::Disk,
+            KeyCode::Char('s') => Key::Sort,
+            KeyCode::Char('h' | '?') | KeyCode::F(1) => Key::Help,
+            _ => continue,
+        };
+        view.press(key);
+    }
+}
