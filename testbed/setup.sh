@@ -26,9 +26,10 @@ packages=(
   libnbd-bin fio e2fsprogs curl                            # clients
   libvirt-daemon-system libvirt-clients                    # a libvirtd of the tests' own
   gnutls-bin openssl                                       # certificates for TLS tests
+  prometheus chromium chromium-driver                      # what looks at larder host
   valgrind python3 python3-venv                            # instruction counts; lint tools
   mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of
-  cpio zstd kmod util-linux xz-utils procps shellcheck socat
+  cpio zstd kmod util-linux xz-utils procps shellcheck socat tmux
 )
 
 case ${1:-} in

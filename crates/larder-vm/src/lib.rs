@@ -8,6 +8,6 @@ pub mod libvirt;
 pub mod limits;
 pub mod listen;
 pub mod run;
-mod runtime_folder;
+pub mod runtime_folder;
 pub mod vm;
 pub mod wish;

@@ -11,7 +11,7 @@ use rustix::process::geteuid;
 
 /// Where it is, or will be: `/run/larder` for root, `$XDG_RUNTIME_DIR/larder`, or `/dev/shm/larder-UID`; the first that
 /// is on tmpfs. All processes of a user find the same one. Nothing is made.
-pub(crate) fn runtime_folder() -> PathBuf {
+pub fn runtime_folder() -> PathBuf {
     let of_root = geteuid().is_root().then(|| PathBuf::from("/run"));
     let of_user = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let of_user = of_user.filter(|folder| folder.is_absolute() && is_ours_alone(folder).is_ok());

@@ -1,6 +1,7 @@
 //! The command line.
 
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
@@ -13,6 +14,7 @@ use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
 use larder_cache::Mode;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
+use larder_host::LISTEN_DEFAULT;
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use larder_vm::image::{
@@ -45,6 +47,8 @@ pub(crate) enum Command {
     /// Have Larder serve the disks of a domain of libvirt's
     #[command(subcommand)]
     Libvirt(LibvirtCommand),
+    /// Show all virtual machines of this host to browsers and Prometheus
+    Host(HostArguments),
     /// Say what a running server is doing
     Status(StatusArguments),
     /// Show all virtual machines and their disks at work, in the terminal
@@ -157,6 +161,19 @@ pub(crate) struct LibvirtHookArguments {
     /// Of no use here
     #[arg(value_name = "EXTRA", allow_hyphen_values = true)]
     pub(crate) extra: Vec<OsString>,
+}
+
+#[derive(Args)]
+pub(crate) struct HostArguments {
+    /// Where to listen: an address with a port. Beyond this host only with --tls-certificates and --token-file
+    #[arg(long, value_name = "ADDRESS:PORT", default_value_t = LISTEN_DEFAULT)]
+    pub(crate) listen: SocketAddr,
+    /// Speak TLS, with server-cert.pem and server-key.pem from this folder
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_certificates: Option<PathBuf>,
+    /// Only for whoever knows the first line of this file, which other users must not be able to read
+    #[arg(long, value_name = "FILE")]
+    pub(crate) token_file: Option<PathBuf>,
 }
 
 #[derive(Args)]

@@ -11,6 +11,7 @@ mod disk_info;
 mod disk_resize;
 mod disk_serve;
 mod disk_tune;
+mod host;
 mod libvirt;
 mod log;
 mod output;
@@ -69,6 +70,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
         Command::Disk(DiskCommand::Cache(command)) => disk_cache::run(command),
         Command::Libvirt(command) => libvirt::run(command),
+        Command::Host(arguments) => host::run(arguments),
         Command::Status(arguments) => status::run(arguments),
         Command::Top(arguments) => top::run(arguments),
         Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),

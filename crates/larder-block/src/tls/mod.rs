@@ -145,6 +145,11 @@ impl ServerTls {
             require_clients.then_some(&authorities),
         )
     }
+
+    /// The same for servers that are not on the loop.
+    pub fn config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.config)
+    }
 }
 
 fn provider() -> Arc<rustls::crypto::CryptoProvider> {

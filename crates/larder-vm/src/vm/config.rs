@@ -143,7 +143,7 @@ pub(super) fn usual_control(name: &str) -> PathBuf {
 }
 
 /// The folder of the files.
-pub(super) fn folder() -> PathBuf {
+pub fn folder() -> PathBuf {
     let variable = |name: &str| {
         std::env::var_os(name)
             .map(PathBuf::from)

@@ -22,7 +22,7 @@ pub struct Found {
 
 /// All VMs that this user has a file of, or serves, by name.
 pub fn vms() -> Vec<Found> {
-    let mut all: Vec<Found> = noted();
+    let mut all: Vec<Found> = noted_in(&runtime_folder());
     let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
     for entry in files {
         let path = entry.path();
@@ -45,7 +45,7 @@ pub fn vms() -> Vec<Found> {
 
 /// The control socket of the VM `name`: what it has noted, or what its file says, or where it is as a rule.
 pub fn control_of(name: &str) -> PathBuf {
-    let noted = noted().into_iter().find(|found| found.name == name);
+    let noted = noted_in(&runtime_folder()).into_iter().find(|found| found.name == name);
     noted
         .map(|found| found.control)
         .or_else(|| {
@@ -55,12 +55,17 @@ pub fn control_of(name: &str) -> PathBuf {
         .unwrap_or_else(|| config::usual_control(name))
 }
 
+/// Where the notes are, in the runtime folder.
+const FOLDER: &str = "vms";
+
 fn folder() -> PathBuf {
-    runtime_folder().join("vms")
+    runtime_folder().join(FOLDER)
 }
 
-fn noted() -> Vec<Found> {
-    let notes = std::fs::read_dir(folder()).into_iter().flatten().flatten();
+/// The VMs that have noted in this runtime folder that they are served, or were until they were killed.
+pub fn noted_in(runtime_folder: &Path) -> Vec<Found> {
+    let notes = std::fs::read_dir(runtime_folder.join(FOLDER));
+    let notes = notes.into_iter().flatten().flatten();
     let found = notes.filter_map(|note| {
         let name = note.file_name().into_string().ok()?;
         // That one is being written.

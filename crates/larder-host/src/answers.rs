@@ -1,0 +1,319 @@
+//! What is answered to a request.
+
+use std::convert::Infallible;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::{Body, Bytes, Frame, Incoming};
+use hyper::header::{
+    ACCEPT, ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, HeaderValue, LOCATION,
+    REFERRER_POLICY, SET_COOKIE, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
+};
+use hyper::{Method, Request, Response, StatusCode};
+use larder_vm::control::events::Event;
+use serde_json::json;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+
+use crate::assets::{Asset, INDEX, LOGIN, asset};
+use crate::auth::is_own_name;
+use crate::events::follow;
+use crate::fleet::Fleet;
+use crate::frames::{of_fleet, of_vm};
+use crate::metrics::{Format, render};
+use crate::server::{Client, Site};
+
+/// The longest body of a request, in bytes, and how long it may take.
+const BODY_BYTES_MAX: usize = 8 << 10;
+const BODY_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// How long whoever follows may take nothing.
+const STUCK: Duration = Duration::from_secs(30);
+
+/// Events of a VM that are told at a time.
+const EVENTS_MAX: usize = 64;
+
+/// What browsers may do with all this: nothing but show it.
+const POLICY: &str =
+    "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'";
+
+type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
+
+pub(crate) async fn answer(request: Request<Incoming>, site: &Site, client: &Client) -> Answer {
+    let mut answer = match refuse(&request, site) {
+        Some(refused) => refused,
+        None => of_page(request, site, client).await,
+    };
+    let headers = answer.headers_mut();
+    for (name, value) in [
+        (CONTENT_SECURITY_POLICY, POLICY),
+        (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (REFERRER_POLICY, "no-referrer"),
+        (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+        (CACHE_CONTROL, "no-cache"),
+    ] {
+        headers.insert(name, HeaderValue::from_static(value));
+    }
+    answer
+}
+
+/// What whoever may not look is told.
+fn refuse(request: &Request<Incoming>, site: &Site) -> Option<Answer> {
+    let path = request.uri().path();
+    let Some(token) = &site.access.token else {
+        let is_own = is_own_name(request.headers(), site.listen.ip());
+        return (!is_own).then(|| {
+            let why = format!(
+                "there is no host of that name here; ask http://localhost:{}/",
+                site.listen.port()
+            );
+            plain(StatusCode::MISDIRECTED_REQUEST, why)
+        });
+    };
+    if path == "/login" || asset(path).is_some() || token.lets_in(request.headers()) {
+        return None;
+    }
+    let accepts = request.headers().get(ACCEPT).and_then(|value| value.to_str().ok());
+    if request.method() == Method::GET && accepts.is_some_and(|accepts| accepts.contains("text/html")) {
+        return Some(see("/login"));
+    }
+    let mut refused = plain(StatusCode::UNAUTHORIZED, "say the token: Authorization: Bearer TOKEN");
+    refused
+        .headers_mut()
+        .insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    Some(refused)
+}
+
+async fn of_page(request: Request<Incoming>, site: &Site, client: &Client) -> Answer {
+    let path = request.uri().path().to_owned();
+    if path == "/login" && request.method() == Method::POST {
+        return log_in(request, site).await;
+    }
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        let mut refused = plain(StatusCode::METHOD_NOT_ALLOWED, "nothing can be changed here");
+        refused
+            .headers_mut()
+            .insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        return refused;
+    }
+    let is_head = request.method() == Method::HEAD;
+    match path.as_str() {
+        "/" => file(&INDEX),
+        "/login" if site.access.token.is_some() => file(&LOGIN),
+        "/metrics" => {
+            site.fleet.refresh().await;
+            let format = Format::accepted(request.headers());
+            told(StatusCode::OK, format.content_type(), render(&site.fleet, format))
+        }
+        "/api/fleet" if !is_head => stream(site, client, tell_fleet),
+        path => match (asset(path), path.strip_prefix("/api/vm/").and_then(decoded)) {
+            (Some(asset), _) => file(&asset),
+            (None, Some(name)) if !is_head => stream(site, client, |fleet, client| tell_vm(fleet, name, client)),
+            _ => plain(StatusCode::NOT_FOUND, "there is nothing here; there is / and /metrics"),
+        },
+    }
+}
+
+/// A browser shows the token, and gets a cookie for it.
+async fn log_in(request: Request<Incoming>, site: &Site) -> Answer {
+    let Some(token) = &site.access.token else {
+        return plain(StatusCode::NOT_FOUND, "no token is needed here");
+    };
+    let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect();
+    let Ok(Ok(body)) = timeout(BODY_TIME_MAX, body).await else {
+        return plain(StatusCode::BAD_REQUEST, "the body is no form");
+    };
+    let body = body.to_bytes();
+    let form = String::from_utf8_lossy(&body);
+    let said = form
+        .split('&')
+        .find_map(|field| field.strip_prefix("token="))
+        .unwrap_or_default();
+    match decoded(&said.replace('+', " ")).is_some_and(|said| token.is(said.trim().as_bytes())) {
+        true => {
+            let mut answer = see("/");
+            let cookie = token.cookie(site.access.tls.is_some());
+            if let Ok(cookie) = HeaderValue::from_str(&cookie) {
+                answer.headers_mut().insert(SET_COOKIE, cookie);
+            }
+            answer
+        }
+        false => see("/login#wrong"),
+    }
+}
+
+/// What a percent-encoded text means (RFC 3986, 2.1); `None` if it means no text.
+fn decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((first, after)) = rest.split_first() {
+        rest = after;
+        bytes.push(match first {
+            b'%' => {
+                let digits = std::str::from_utf8(after.get(..2)?).ok()?;
+                rest = &after[2..];
+                u8::from_str_radix(digits, 16).ok()?
+            }
+            byte => *byte,
+        });
+    }
+    String::from_utf8(bytes).ok()
+}
+
+/// Server-sent events (the HTML standard, 9.2), as `tell` has them.
+fn stream<F>(site: &Site, client: &Client, tell: impl FnOnce(Arc<Fleet>, Follower) -> F) -> Answer
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let Ok(room) = Arc::clone(&site.streams).try_acquire_owned() else {
+        return plain(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "too many watch already; close one of them",
+        );
+    };
+    client.follows();
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(tell(Arc::clone(&site.fleet), Follower { sender, _room: room }));
+    let mut response = Response::new(Told(receiver).boxed_unsync());
+    let kind = HeaderValue::from_static("text/event-stream");
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+/// A browser that follows what happens.
+struct Follower {
+    sender: mpsc::Sender<Bytes>,
+    _room: OwnedSemaphorePermit,
+}
+
+impl Follower {
+    /// Tells it of something; whether it takes it.
+    async fn hears(&self, event: &str, data: &str) -> bool {
+        let text = format!("event: {event}\ndata: {data}\n\n");
+        matches!(timeout(STUCK, self.sender.send(text.into())).await, Ok(Ok(())))
+    }
+}
+
+async fn tell_fleet(fleet: Arc<Fleet>, client: Follower) {
+    let mut watcher = fleet.watch();
+    fleet.refresh().await;
+    while client.hears("fleet", &of_fleet(&fleet)).await {
+        tokio::select! {
+            () = watcher.next() => {}
+            () = client.sender.closed() => return,
+        }
+    }
+}
+
+/// A server that is followed, as long as this is kept.
+struct Following {
+    path: PathBuf,
+    task: AbortHandle,
+    _room: OwnedSemaphorePermit,
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn tell_vm(fleet: Arc<Fleet>, name: String, client: Follower) {
+    let mut watcher = fleet.watch();
+    fleet.refresh().await;
+    let (events, mut happens) = mpsc::channel(EVENTS_MAX);
+    let mut following: Option<Following> = None;
+    loop {
+        let vm = of_vm(&fleet, &name);
+        let text = vm
+            .as_ref()
+            .map_or_else(|| "{\"vm\":null,\"disks\":[]}".to_owned(), |vm| vm.text());
+        if !client.hears("vm", &text).await {
+            return;
+        }
+        if let Some(vm) = vm.filter(|vm| following.as_ref().is_none_or(|it| it.path != vm.path)) {
+            following = begin_following(&fleet, vm.path, events.clone());
+        }
+        loop {
+            tokio::select! {
+                () = watcher.next() => break,
+                () = client.sender.closed() => return,
+                Some(event) = happens.recv() => {
+                    if !client.hears("log", &json!(event).to_string()).await {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Follows what a VM's server tells, unless so many do already that others would hear nothing.
+fn begin_following(fleet: &Fleet, path: PathBuf, events: mpsc::Sender<Event>) -> Option<Following> {
+    let listeners = fleet.vms().get(&path).map(|vm| Arc::clone(&vm.listeners))?;
+    let room = listeners.try_acquire_owned().ok()?;
+    let of = path.clone();
+    let task = tokio::spawn(async move { follow(&of, &events).await }).abort_handle();
+    Some(Following {
+        path,
+        task,
+        _room: room,
+    })
+}
+
+/// What is told bit by bit.
+struct Told(mpsc::Receiver<Bytes>);
+
+impl Body for Told {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let told = self.0.poll_recv(context);
+        told.map(|text| text.map(|text| Ok(Frame::data(text))))
+    }
+}
+
+fn file(asset: &Asset) -> Answer {
+    told(StatusCode::OK, asset.content_type, asset.bytes)
+}
+
+fn plain(status: StatusCode, text: impl Into<String>) -> Answer {
+    told(status, "text/plain; charset=utf-8", text.into() + "\n")
+}
+
+fn see(other: &'static str) -> Answer {
+    let mut answer = plain(StatusCode::SEE_OTHER, other);
+    answer.headers_mut().insert(LOCATION, HeaderValue::from_static(other));
+    answer
+}
+
+fn told(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Answer {
+    let mut response = Response::new(Full::new(body.into()).boxed_unsync());
+    *response.status_mut() = status;
+    let kind = HeaderValue::from_static(content_type);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_decoded() {
+        assert_eq!(decoded("a%20%C3%A9b"), Some("a éb".to_owned()));
+        for none in ["%", "%2", "%zz", "%ff", "a%é"] {
+            assert_eq!(decoded(none), None, "{none}");
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! A question to a control socket.
+
+use std::error::Error;
+use std::io;
+use std::path::Path;
+
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::header::HOST;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tokio::task::AbortHandle;
+
+/// The longest answer, in bytes.
+const ANSWER_BYTES_MAX: usize = 4 << 20;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AskError {
+    #[error("the socket is gone")]
+    Gone,
+    #[error("nobody listens on the socket: its server was killed")]
+    Killed,
+    #[error("you may not connect to it: only the user who runs the server, and root, can")]
+    Denied,
+    #[error("so many wait to be let in that there is no room for one more")]
+    Full,
+    #[error("it hangs up without an answer")]
+    HungUp,
+    #[error("it is no control socket of Larder: {0}")]
+    Foreign(String),
+    #[error("cannot ask there: {0}")]
+    Os(io::Error),
+}
+
+impl From<io::Error> for AskError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::NotFound => Self::Gone,
+            io::ErrorKind::ConnectionRefused => Self::Killed,
+            io::ErrorKind::PermissionDenied => Self::Denied,
+            io::ErrorKind::WouldBlock => Self::Full,
+            _ => Self::Os(error),
+        }
+    }
+}
+
+impl From<hyper::Error> for AskError {
+    fn from(error: hyper::Error) -> Self {
+        let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+        let is_broken = cause.is_some_and(|cause| {
+            matches!(
+                cause.kind(),
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected
+            )
+        });
+        match is_broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
+            true => Self::HungUp,
+            false => Self::Foreign(error.to_string()),
+        }
+    }
+}
+
+/// A connection for one question. It ends with this.
+pub(crate) struct Connection {
+    sender: http1::SendRequest<Empty<Bytes>>,
+    /// The process that has made the socket a listening one.
+    pub(crate) listener: Option<i32>,
+    driver: AbortHandle,
+}
+
+impl Connection {
+    pub(crate) async fn open(path: &Path) -> Result<Self, AskError> {
+        let stream = UnixStream::connect(path).await?;
+        let listener = stream.peer_cred().ok().and_then(|peer| peer.pid());
+        let (sender, connection) = http1::Builder::new().handshake(TokioIo::new(stream)).await?;
+        let driver = tokio::spawn(connection).abort_handle();
+        Ok(Self {
+            sender,
+            listener,
+            driver,
+        })
+    }
+
+    /// The head of the answer to `GET resource`; the body comes as long as this lives.
+    pub(crate) async fn get(
+        &mut self,
+        resource: &str,
+        last_event: Option<&str>,
+    ) -> Result<Response<Incoming>, AskError> {
+        let mut request = Request::get(resource).header(HOST, "localhost");
+        if let Some(last) = last_event {
+            request = request.header("last-event-id", last);
+        }
+        let request = request
+            .body(Empty::new())
+            .map_err(|error| AskError::Foreign(error.to_string()))?;
+        Ok(self.sender.send_request(request).await?)
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.driver.abort();
+    }
+}
+
+/// What a server answers to `GET resource`.
+pub(crate) struct Told {
+    pub(crate) status: StatusCode,
+    pub(crate) body: Bytes,
+    pub(crate) listener: Option<i32>,
+}
+
+pub(crate) async fn ask(path: &Path, resource: &str) -> Result<Told, AskError> {
+    let mut connection = Connection::open(path).await?;
+    let response = connection.get(resource, None).await?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+    let body = body.map_err(|error| match error.downcast::<hyper::Error>() {
+        Ok(error) => AskError::from(*error),
+        Err(error) => AskError::Foreign(error.to_string()),
+    })?;
+    Ok(Told {
+        status,
+        body: body.to_bytes(),
+        listener: connection.listener,
+    })
+}

@@ -1,0 +1,219 @@
+//! Who may look: whoever knows the token, if there is one; and nobody by way of a name that another one has given to this
+//! host (DNS rebinding).
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::IpAddr;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use hyper::header::{AUTHORIZATION, COOKIE, HOST, HeaderMap};
+use ring::hmac;
+
+use crate::listen::is_loopback;
+
+/// The shortest token, in bytes: it can be tried as often as one likes.
+const TOKEN_BYTES_MIN: usize = 16;
+
+/// The longest one.
+const TOKEN_BYTES_MAX: u64 = 4096;
+
+/// The cookie of a browser whose user has shown the token.
+const COOKIE_NAME: &str = "larder-host";
+
+/// What that cookie vouches for.
+const COOKIE_SUBJECT: &[u8] = b"larder host: a browser whose user has shown the token";
+
+/// Why there is no token.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum TokenError {
+    #[error("{}: {source}", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{} can be read by every user of this host (mode {mode:04o}); chmod o= it", path.display())]
+    Open { path: PathBuf, mode: u32 },
+    #[error(
+        "{} has no token of {TOKEN_BYTES_MIN} printable characters or more; `openssl rand -hex 32` makes one",
+        path.display()
+    )]
+    Weak { path: PathBuf },
+}
+
+/// A word that clients must know.
+pub struct Token {
+    key: hmac::Key,
+    cookie: String,
+}
+
+impl Token {
+    /// Reads the first line of a file.
+    ///
+    /// # Errors
+    /// See [`TokenError`].
+    pub fn read(path: &Path) -> Result<Self, TokenError> {
+        let failed = |source| TokenError::Read {
+            path: path.to_owned(),
+            source,
+        };
+        let file = File::open(path).map_err(failed)?;
+        let mode = file.metadata().map_err(failed)?.mode() & 0o777;
+        if mode & 0o007 != 0 {
+            return Err(TokenError::Open {
+                path: path.to_owned(),
+                mode,
+            });
+        }
+        let mut text = Vec::new();
+        file.take(TOKEN_BYTES_MAX).read_to_end(&mut text).map_err(failed)?;
+        let line = text
+            .split(|byte| *byte == b'\n')
+            .next()
+            .unwrap_or_default()
+            .trim_ascii();
+        match line.len() >= TOKEN_BYTES_MIN && line.iter().all(u8::is_ascii_graphic) {
+            true => Ok(Self::new(line)),
+            false => Err(TokenError::Weak { path: path.to_owned() }),
+        }
+    }
+
+    fn new(word: &[u8]) -> Self {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, word);
+        // It opens what the token opens, does not tell it, and is void once the token is another one.
+        let cookie = hmac::sign(&key, COOKIE_SUBJECT);
+        let cookie = cookie.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        Self { key, cookie }
+    }
+
+    /// Whether a word is the token, in a time that tells nothing.
+    pub(crate) fn is(&self, word: &[u8]) -> bool {
+        let said = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, word), COOKIE_SUBJECT);
+        hmac::verify(&self.key, COOKIE_SUBJECT, said.as_ref()).is_ok()
+    }
+
+    /// The cookie that a browser gets for the token.
+    pub(crate) fn cookie(&self, is_over_tls: bool) -> String {
+        let secure = if is_over_tls { "; Secure" } else { "" };
+        format!(
+            "{COOKIE_NAME}={}; Path=/; HttpOnly; SameSite=Strict{secure}",
+            self.cookie
+        )
+    }
+
+    /// Whether a request may be answered.
+    pub(crate) fn lets_in(&self, headers: &HeaderMap) -> bool {
+        let text = |name| headers.get_all(name).iter().filter_map(|value| value.to_str().ok());
+        let mut bearers = text(AUTHORIZATION).filter_map(|value| {
+            let (scheme, word) = value.split_once(' ')?;
+            scheme.eq_ignore_ascii_case("bearer").then(|| word.trim())
+        });
+        let cookies = text(COOKIE).flat_map(|value| value.split(';'));
+        let mut ours = cookies.filter_map(|cookie| cookie.trim().strip_prefix(COOKIE_NAME)?.strip_prefix('='));
+        bearers.any(|word| self.is(word.as_bytes())) || ours.any(|cookie| self.has_made(cookie))
+    }
+
+    fn has_made(&self, cookie: &str) -> bool {
+        let byte = |at: usize| u8::from_str_radix(cookie.get(at..at + 2)?, 16).ok();
+        let bytes: Option<Vec<u8>> = (0..cookie.len().min(128)).step_by(2).map(byte).collect();
+        bytes.is_some_and(|bytes| hmac::verify(&self.key, COOKIE_SUBJECT, &bytes).is_ok())
+    }
+}
+
+/// Whether the name that a browser knows this host by is one that nobody else can give it.
+pub(crate) fn is_own_name(headers: &HeaderMap, listen: IpAddr) -> bool {
+    let mut all = headers.get_all(HOST).iter();
+    let (Some(host), None) = (all.next(), all.next()) else {
+        return false;
+    };
+    let Ok(host) = host.to_str() else {
+        return false;
+    };
+    let name = match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((address, _)) => address,
+        None => host.split(':').next().unwrap_or_default(),
+    };
+    let address = name.parse::<IpAddr>();
+    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|it| is_loopback(it) || it == listen)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn headers(all: &[(&'static str, &str)]) -> HeaderMap {
+        let all = all.iter().map(|(name, value)| {
+            (
+                hyper::header::HeaderName::from_static(name),
+                value.parse().expect("a value"),
+            )
+        });
+        all.collect()
+    }
+
+    #[test]
+    fn who_knows_the_token_gets_in_and_so_does_his_browser() {
+        let token = Token::new(b"0123456789abcdef");
+        let cookie = token.cookie(true);
+        let cookie = cookie.split(';').next().expect("a cookie");
+        let other = Token::new(b"fedcba9876543210");
+        for (lets_in, all) in [
+            (true, headers(&[("authorization", "Bearer 0123456789abcdef")])),
+            (true, headers(&[("authorization", "bearer  0123456789abcdef")])),
+            (true, headers(&[("cookie", &format!("a=b; {cookie}"))])),
+            (false, headers(&[])),
+            (false, headers(&[("authorization", "Bearer 0123456789abcde")])),
+            (false, headers(&[("authorization", "Basic 0123456789abcdef")])),
+            (false, headers(&[("cookie", "larder-host=")])),
+            (false, headers(&[("cookie", "larder-host=é")])),
+            (
+                false,
+                headers(&[("cookie", other.cookie(true).split(';').next().expect("a cookie"))]),
+            ),
+        ] {
+            assert_eq!(token.lets_in(&all), lets_in, "{all:?}");
+        }
+    }
+
+    #[test]
+    fn a_token_is_long_and_not_for_everybody() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("token");
+        let read = |text: &str, mode: u32| {
+            std::fs::write(&path, text).expect("writes");
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("ours");
+            Token::read(&path)
+        };
+        assert!(read("0123456789abcdef\n", 0o640).is_ok_and(|token| token.is(b"0123456789abcdef")));
+        assert!(matches!(
+            read("0123456789abcdef\n", 0o644),
+            Err(TokenError::Open { mode: 0o644, .. })
+        ));
+        for weak in ["", "\n0123456789abcdef", "short", "0123456789 abcdef"] {
+            assert!(matches!(read(weak, 0o600), Err(TokenError::Weak { .. })), "{weak}");
+        }
+    }
+
+    #[test]
+    fn only_names_of_this_host_are_its_own() {
+        let listen = "192.0.2.7".parse().expect("an address");
+        for (is_own, host) in [
+            (true, "localhost:9178"),
+            (true, "LOCALHOST"),
+            (true, "127.0.0.1:1"),
+            (true, "[::1]:9178"),
+            (true, "192.0.2.7:9178"),
+            (false, "192.0.2.8"),
+            (false, "localhost.evil.example"),
+            (false, "evil.example:9178"),
+            (false, ""),
+        ] {
+            assert_eq!(is_own_name(&headers(&[("host", host)]), listen), is_own, "{host}");
+        }
+        assert!(!is_own_name(&headers(&[]), listen));
+        assert!(!is_own_name(
+            &headers(&[("host", "localhost"), ("host", "localhost")]),
+            listen
+        ));
+    }
+}

@@ -1,0 +1,200 @@
+//! Where VMs may be: what they have noted, what their files say, and the sockets of the runtime folder.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use larder_vm::vm::config::VmConfig;
+use larder_vm::vm::find::noted_in;
+
+/// Sockets that are looked at; beyond that the rest is left out, which is told once.
+const PLACES_MAX: usize = 1024;
+
+/// The longest file of a VM that is read, in bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// A socket by what it is, which tells a new one in an old one's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct SocketId {
+    device: u64,
+    inode: u64,
+    made: (i64, i64),
+}
+
+impl SocketId {
+    fn at(path: &Path) -> Option<Self> {
+        let found = fs::metadata(path).ok()?;
+        found.file_type().is_socket().then(|| Self {
+            device: found.dev(),
+            inode: found.ino(),
+            made: (found.ctime(), found.ctime_nsec()),
+        })
+    }
+}
+
+/// A place where a VM's server may listen.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    /// The VM whose file says that this is its control socket.
+    pub(crate) vm: Option<VmName>,
+    /// The socket, if one is there.
+    pub(crate) socket: Option<SocketId>,
+}
+
+/// What a VM's file says of it.
+#[derive(Clone, Debug)]
+pub(crate) struct VmName {
+    pub(crate) name: String,
+    pub(crate) uuid: Option<String>,
+}
+
+/// All that was found.
+#[derive(Default)]
+pub(crate) struct Found {
+    /// By the path of the socket.
+    pub(crate) places: BTreeMap<PathBuf, Place>,
+    /// Sockets of disks, as the files of VMs say.
+    pub(crate) of_disks: HashSet<PathBuf>,
+}
+
+/// Looks for VMs; remembers the files that have not changed.
+pub(crate) struct Finder {
+    sockets: PathBuf,
+    files: PathBuf,
+    read: HashMap<PathBuf, (Stamp, Option<VmConfig>)>,
+    has_told: bool,
+}
+
+type Stamp = (u64, u64, Option<SystemTime>);
+
+impl Finder {
+    /// Looks for sockets in one folder, for files of VMs in the other.
+    pub(crate) fn new(sockets: PathBuf, files: PathBuf) -> Self {
+        Self {
+            sockets,
+            files,
+            read: HashMap::new(),
+            has_told: false,
+        }
+    }
+
+    /// What there is now.
+    pub(crate) fn find(&mut self) -> Found {
+        let mut found = Found::default();
+        self.read_files();
+        for config in self.read.values().filter_map(|(_, config)| config.as_ref()) {
+            found
+                .of_disks
+                .extend(config.disks.iter().filter_map(|disk| disk.socket.clone()));
+            let place = Place {
+                socket: SocketId::at(&config.control),
+                vm: Some(VmName {
+                    name: config.name.clone(),
+                    uuid: config.uuid.clone(),
+                }),
+            };
+            found.places.insert(config.control.clone(), place);
+        }
+        for noted in noted_in(&self.sockets) {
+            let socket = SocketId::at(&noted.control);
+            let name = noted.name;
+            let vm = Some(VmName { name, uuid: None });
+            found.places.entry(noted.control).or_insert(Place { vm, socket });
+        }
+        for path in paths(&self.sockets, "sock") {
+            let socket = SocketId::at(&path);
+            if socket.is_some() && !found.of_disks.contains(&path) {
+                found.places.entry(path).or_insert(Place { vm: None, socket });
+            }
+        }
+        if found.places.len() > PLACES_MAX {
+            if !std::mem::replace(&mut self.has_told, true) {
+                tracing::warn!("{} sockets: only {PLACES_MAX} are looked at", found.places.len());
+            }
+            let last = found.places.keys().nth(PLACES_MAX).cloned();
+            last.map(|last| found.places.split_off(&last));
+        }
+        found
+    }
+
+    fn read_files(&mut self) {
+        let paths = paths(&self.files, "toml");
+        self.read.retain(|path, _| paths.contains(path));
+        for path in paths.into_iter().take(PLACES_MAX) {
+            let Ok(now) = fs::metadata(&path) else {
+                self.read.remove(&path);
+                continue;
+            };
+            let stamp = (now.ino(), now.len(), now.modified().ok());
+            if self.read.get(&path).is_some_and(|(before, _)| *before == stamp) {
+                continue;
+            }
+            // A file that is wrong is its VM's to complain of; its server, if there is one, is found by its socket.
+            let config = (now.is_file() && now.len() <= FILE_BYTES_MAX)
+                .then(|| VmConfig::read(&path).ok())
+                .flatten();
+            self.read.insert(path, (stamp, config));
+        }
+    }
+}
+
+/// What in a folder has that extension; nothing if it cannot be read.
+fn paths(folder: &Path, extension: &str) -> HashSet<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    paths
+        .filter(|path| path.extension().is_some_and(|it| it == extension))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn sockets_and_files_tell_of_vms_and_sockets_of_disks_are_left_alone() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        let _sockets =
+            ["web.sock", "web-vda.sock", "db.sock"].map(|name| UnixListener::bind(path(name)).expect("binds"));
+        fs::write(path("plain.sock"), "").expect("writes");
+        let file = |name: &str| {
+            format!("control = \"{name}.sock\"\n[[disk]]\nimage = \"/dev/null\"\nsocket = \"{name}-vda.sock\"\n")
+        };
+        fs::write(path("web.toml"), file("web")).expect("writes");
+        fs::write(path("off.toml"), file("off")).expect("writes");
+        fs::write(path("wrong.toml"), "disk = 7").expect("writes");
+        let mut finder = Finder::new(folder.path().to_owned(), folder.path().to_owned());
+        for _ in 0..2 {
+            let found = finder.find();
+            let told = found.places.iter().map(|(path, place)| {
+                let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+                (
+                    name,
+                    place.vm.as_ref().map(|vm| vm.name.clone()),
+                    place.socket.is_some(),
+                )
+            });
+            let told: Vec<_> = told.collect();
+            let of = |name: &str| Some(name.to_owned());
+            assert_eq!(
+                told,
+                [
+                    ("db.sock".to_owned(), None, true),
+                    ("off.sock".to_owned(), of("off"), false),
+                    ("web.sock".to_owned(), of("web"), true),
+                ]
+            );
+        }
+        fs::remove_file(path("web.toml")).expect("was there");
+        let found = finder.find();
+        assert!(
+            found.places.contains_key(&path("web-vda.sock")),
+            "nobody says what it is"
+        );
+    }
+}

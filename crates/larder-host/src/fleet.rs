@@ -1,0 +1,338 @@
+//! All VMs of the host, asked while somebody watches.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use larder_vm::control::state::{Disks, Failure, ServerState};
+use serde::de::DeserializeOwned;
+use tokio::sync::{Notify, Semaphore, watch};
+use tokio::time::{sleep, sleep_until, timeout};
+
+use crate::ask::{AskError, Told, ask};
+use crate::find::{Finder, Found};
+use crate::vm::{Health, Sample, Vm};
+
+/// From one look at all VMs to the next.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// What was seen so lately is new enough for whoever asks.
+const FRESH: Duration = Duration::from_millis(900);
+
+/// A VM that does not answer for so long is stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(2);
+
+/// How long a look is waited for before what it has brought so far is told; VMs that are stuck are not waited for.
+const SETTLE_TIME_MAX: Duration = Duration::from_millis(700);
+
+/// How long folders are looked through.
+const FIND_TIME_MAX: Duration = Duration::from_millis(500);
+
+/// VMs that are asked at a time; a stuck one leaves its place to the next.
+const QUESTIONS_MAX: usize = 64;
+
+/// So many times it is asked again of a server that hangs up, which it does with too many clients.
+const TRIES_MAX: u32 = 3;
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// After so many answers a server is asked about itself again.
+const ANSWERS_MAX: u32 = 30;
+
+/// A VM without a file is told of for so long after its server has gone.
+const REMEMBERED: Duration = Duration::from_secs(600);
+
+/// The VMs of the host.
+pub(crate) struct Fleet {
+    vms: Mutex<BTreeMap<PathBuf, Vm>>,
+    /// `None` while folders are looked through.
+    finder: Mutex<Option<Finder>>,
+    /// Looks so far.
+    looks: watch::Sender<u64>,
+    watchers: watch::Sender<usize>,
+    last_look: tokio::sync::Mutex<Option<Instant>>,
+    questions: Arc<Semaphore>,
+    answered: Notify,
+}
+
+/// Somebody who watches; VMs are looked at as long as there is one.
+pub(crate) struct Watcher {
+    fleet: Arc<Fleet>,
+    looks: watch::Receiver<u64>,
+}
+
+impl Watcher {
+    /// Waits for the next look at all VMs.
+    pub(crate) async fn next(&mut self) {
+        // The fleet is there as long as this is.
+        let _ = self.looks.changed().await;
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.fleet.watchers.send_modify(|count| *count -= 1);
+    }
+}
+
+impl Fleet {
+    pub(crate) fn new(finder: Finder) -> Self {
+        Self {
+            vms: Mutex::default(),
+            finder: Mutex::new(Some(finder)),
+            looks: watch::Sender::new(0),
+            watchers: watch::Sender::new(0),
+            last_look: tokio::sync::Mutex::default(),
+            questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
+            answered: Notify::new(),
+        }
+    }
+
+    pub(crate) fn watch(self: &Arc<Self>) -> Watcher {
+        self.watchers.send_modify(|count| *count += 1);
+        Watcher {
+            fleet: Arc::clone(self),
+            looks: self.looks.subscribe(),
+        }
+    }
+
+    /// Looks at all VMs again and again while somebody watches; dropped to end.
+    pub(crate) async fn run(self: Arc<Self>) {
+        let mut watchers = self.watchers.subscribe();
+        loop {
+            if watchers.wait_for(|count| *count > 0).await.is_err() {
+                return;
+            }
+            let next = tokio::time::Instant::now() + INTERVAL;
+            self.look(&mut *self.last_look.lock().await).await;
+            sleep_until(next).await;
+        }
+    }
+
+    /// Sees to it that what is known of all VMs is fresh, but for those that are stuck.
+    pub(crate) async fn refresh(self: &Arc<Self>) {
+        let mut last = self.last_look.lock().await;
+        if last.is_none_or(|last| last.elapsed() > FRESH) {
+            self.look(&mut last).await;
+        }
+        let settled = self.settled();
+        drop(last);
+        let _ = timeout(STUCK_AFTER, settled).await;
+    }
+
+    async fn look(self: &Arc<Self>, last: &mut Option<Instant>) {
+        *last = Some(Instant::now());
+        let found = self.find().await;
+        self.ask_all(found);
+        let _ = timeout(SETTLE_TIME_MAX, self.settled()).await;
+        self.looks.send_modify(|looks| *looks += 1);
+    }
+
+    /// What there is; `None` if folders take too long.
+    async fn find(self: &Arc<Self>) -> Option<Found> {
+        let mut finder = self.finder.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let fleet = Arc::clone(self);
+        let finding = tokio::task::spawn_blocking(move || {
+            let found = finder.find();
+            *fleet.finder.lock().unwrap_or_else(PoisonError::into_inner) = Some(finder);
+            found
+        });
+        timeout(FIND_TIME_MAX, finding).await.ok()?.ok()
+    }
+
+    /// Waits until no VM is waited for but stuck ones.
+    async fn settled(&self) {
+        loop {
+            let changed = self.answered.notified();
+            let is_late = |vm: &Vm| vm.asked.is_some() && vm.health != Health::Stuck;
+            if !self.vms().values().any(is_late) {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    fn ask_all(self: &Arc<Self>, found: Option<Found>) {
+        let mut vms = self.vms();
+        if let Some(found) = found {
+            update(&mut vms, found);
+        }
+        let of_disks = sockets_of_disks(&vms);
+        vms.retain(|path, vm| vm.is_vm() || !of_disks.contains(path));
+        let to_ask: Vec<PathBuf> = vms
+            .values()
+            .filter(|vm| is_to_be_asked(vm, &vms))
+            .map(|vm| vm.path.clone())
+            .collect();
+        for path in to_ask {
+            let task = tokio::spawn(Arc::clone(self).question(path.clone()));
+            if let Some(vm) = vms.get_mut(&path) {
+                vm.asked = Some((Instant::now(), task.abort_handle()));
+            }
+        }
+    }
+
+    /// Asks a VM, however long that takes.
+    async fn question(self: Arc<Self>, path: PathBuf) {
+        let asked = async {
+            let permit = Arc::clone(&self.questions).acquire_owned().await;
+            let mut permit = permit.ok();
+            let answer = self.exchange(&path);
+            tokio::pin!(answer);
+            tokio::select! {
+                answer = &mut answer => return answer,
+                () = sleep(STUCK_AFTER) => {}
+            }
+            drop(permit.take());
+            self.is_late(&path);
+            answer.await
+        };
+        let answer = asked.await;
+        {
+            let mut vms = self.vms();
+            if let Some(vm) = vms.get_mut(&path) {
+                vm.asked = None;
+                match answer {
+                    Ok(Answer::Disks(disks)) => {
+                        let sample = Sample::new(disks, vm.sample.as_deref());
+                        vm.is_up(sample);
+                    }
+                    Ok(Answer::Failure(error)) => vm.is(Health::Stuck, error),
+                    Err(error) => vm.has_failed(&error),
+                }
+            }
+        }
+        self.answered.notify_waiters();
+    }
+
+    fn is_late(&self, path: &Path) {
+        if let Some(vm) = self.vms().get_mut(path) {
+            let why = match vm.is_vm() {
+                true => format!(
+                    "no answer for {} s: its server is stopped or stuck",
+                    STUCK_AFTER.as_secs()
+                ),
+                false => "no answer: its server is stopped or stuck, or it is no control socket of Larder".to_owned(),
+            };
+            vm.is(Health::Stuck, why);
+        }
+        self.answered.notify_waiters();
+    }
+
+    async fn exchange(&self, path: &Path) -> Result<Answer, AskError> {
+        let (is_known, listener) = {
+            let mut vms = self.vms();
+            let vm = vms.get_mut(path).ok_or(AskError::Gone)?;
+            if vm.answers >= ANSWERS_MAX {
+                (vm.answers, vm.listener) = (0, None);
+            }
+            (vm.server.is_some(), vm.listener)
+        };
+        if !is_known || listener.is_none() {
+            self.ask_server(path).await?;
+        }
+        let told = ask_repeatedly(path, "/v1/disks").await?;
+        if told.listener.is_some() && listener.is_some() && told.listener != listener {
+            self.ask_server(path).await?;
+        }
+        match told.status.is_success() {
+            true => Ok(Answer::Disks(understand(&told)?)),
+            false => Ok(Answer::Failure(understand::<Failure>(&told)?.error)),
+        }
+    }
+
+    /// Asks a server about itself.
+    async fn ask_server(&self, path: &Path) -> Result<(), AskError> {
+        let told = ask_repeatedly(path, "/v1").await?;
+        let server: ServerState = understand(&told)?;
+        if let Some(vm) = self.vms().get_mut(path) {
+            let before = vm.server.as_ref().map(|server| (server.pid, server.started_ms));
+            if before.is_some_and(|before| before != (server.pid, server.started_ms)) {
+                vm.sample = None;
+            }
+            vm.server = Some(server);
+            vm.listener = told.listener;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn vms(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Vm>> {
+        self.vms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+enum Answer {
+    Disks(Disks),
+    /// Why there is none, for people.
+    Failure(String),
+}
+
+async fn ask_repeatedly(path: &Path, resource: &str) -> Result<Told, AskError> {
+    for _ in 1..TRIES_MAX {
+        match ask(path, resource).await {
+            Err(AskError::HungUp | AskError::Full) => sleep(PAUSE).await,
+            told => return told,
+        }
+    }
+    ask(path, resource).await
+}
+
+fn understand<T: DeserializeOwned>(told: &Told) -> Result<T, AskError> {
+    serde_json::from_slice(&told.body)
+        .map_err(|error| AskError::Foreign(format!("its answer ({}): {error}", told.status)))
+}
+
+/// Takes up what was found.
+fn update(vms: &mut BTreeMap<PathBuf, Vm>, mut found: Found) {
+    vms.retain(|path, _| !found.of_disks.contains(path));
+    for (path, vm) in vms.iter_mut() {
+        match found.places.remove(path) {
+            Some(place) if place.socket.is_some() => vm.is_found(place),
+            gone => {
+                vm.named = gone.and_then(|place| place.vm);
+                vm.is_gone();
+            }
+        }
+    }
+    vms.retain(|_, vm| {
+        let is_remembered = vm.is_vm() && vm.seen.is_some_and(|seen| seen.elapsed() < REMEMBERED);
+        vm.socket.is_some() || vm.named.is_some() || is_remembered
+    });
+    for (path, place) in found.places {
+        let mut vm = Vm::new(&path);
+        let is_there = place.socket.is_some();
+        vm.is_found(place);
+        if !is_there {
+            vm.is_gone();
+        }
+        vms.insert(path, vm);
+    }
+}
+
+/// Where VMs say that their disks are served.
+fn sockets_of_disks(vms: &BTreeMap<PathBuf, Vm>) -> HashSet<PathBuf> {
+    let samples = vms.values().filter_map(|vm| vm.sample.as_ref());
+    let exports = samples.flat_map(|sample| sample.disks.iter().map(|disk| &disk.state.exports));
+    let sockets = exports.filter_map(|exports| exports.vhost_user.as_ref());
+    sockets.map(|export| PathBuf::from(&export.socket)).collect()
+}
+
+/// Whether a question does no harm there and may be answered.
+fn is_to_be_asked(vm: &Vm, all: &BTreeMap<PathBuf, Vm>) -> bool {
+    if vm.socket.is_none() || vm.asked.is_some() {
+        return false;
+    }
+    if vm.is_vm() {
+        return true;
+    }
+    // What has turned out to be something else is not asked again, as long as it is that socket.
+    if matches!(vm.health, Health::Foreign) {
+        return false;
+    }
+    // `web-vda.sock` is a disk's of `web.sock`, as a rule; that will tell, once it answers.
+    let name = vm.path.file_stem().unwrap_or_default().to_string_lossy();
+    let owners = name.match_indices('-').map(|(at, _)| format!("{}.sock", &name[..at]));
+    !owners
+        .filter_map(|owner| all.get(&vm.path.with_file_name(owner)))
+        .any(|owner| owner.socket.is_some() && !matches!(owner.health, Health::Up | Health::Foreign))
+}

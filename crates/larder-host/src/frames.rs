@@ -1,0 +1,295 @@
+//! What a browser is told each second, as JSON. Bytes, seconds and shares, as in [`crate::rates`].
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use larder_vm::control::state::{CacheHealth, DiskState, ExportsState, LimitsState, MissRatio};
+use serde::Serialize;
+
+use crate::fleet::Fleet;
+use crate::metrics::names_of;
+use crate::rates::Rates;
+use crate::vm::{Health, Sample, Vm};
+
+/// Points of a miss-ratio curve that are told.
+const CURVE_POINTS_MAX: usize = 256;
+
+/// Of all VMs.
+#[derive(Serialize)]
+struct FleetFrame {
+    vms: Vec<VmRow>,
+    /// Sockets that are no VM's as far as is known.
+    others: Vec<OtherRow>,
+}
+
+#[derive(Serialize)]
+struct VmRow {
+    #[serde(flatten)]
+    about: About,
+    disks: usize,
+    size: u64,
+    totals: Option<Totals>,
+}
+
+/// What a VM is, and how.
+#[derive(Clone, Serialize)]
+struct About {
+    name: String,
+    health: Health,
+    why: Option<String>,
+    socket: String,
+    uuid: Option<String>,
+    version: Option<String>,
+    pid: Option<u32>,
+    started_ms: Option<u64>,
+    time_ms: Option<u64>,
+}
+
+/// Of all disks of a VM together.
+#[derive(Default, Serialize)]
+struct Totals {
+    reads_s: f64,
+    writes_s: f64,
+    read_bytes_s: f64,
+    write_bytes_s: f64,
+    errors_s: f64,
+    /// Reads and writes.
+    mean: Option<f64>,
+    /// Of the disk where it is longest.
+    p99: Option<f64>,
+    cache_hit_ratio: Option<f64>,
+    cache: Option<CacheTotals>,
+    errors: u64,
+}
+
+#[derive(Default, Serialize)]
+struct CacheTotals {
+    capacity: u64,
+    occupancy: u64,
+    dirty: u64,
+    failed: usize,
+}
+
+#[derive(Serialize)]
+struct OtherRow {
+    socket: String,
+    health: Health,
+    why: Option<String>,
+}
+
+/// Of one VM.
+#[derive(Serialize)]
+struct VmFrame<'a> {
+    vm: About,
+    disks: Vec<DiskFrame<'a>>,
+}
+
+#[derive(Serialize)]
+struct DiskFrame<'a> {
+    name: &'a str,
+    image: &'a str,
+    format: &'static str,
+    size: u64,
+    read_only: bool,
+    exports: &'a ExportsState,
+    limits: &'a LimitsState,
+    in_flight: u64,
+    /// Since the start of the server.
+    counts: Counts,
+    rates: Option<&'a Rates>,
+    prefetch: Option<PrefetchFrame>,
+    cache: Option<CacheFrame<'a>>,
+}
+
+#[derive(Serialize)]
+struct Counts {
+    reads: u64,
+    writes: u64,
+    read_bytes: u64,
+    write_bytes: u64,
+    errors: u64,
+}
+
+#[derive(Serialize)]
+struct PrefetchFrame {
+    memory: u64,
+    memory_limit: u64,
+    streams: u64,
+}
+
+#[derive(Serialize)]
+struct CacheFrame<'a> {
+    file: &'a str,
+    mode: &'a str,
+    works: bool,
+    capacity: u64,
+    occupancy: u64,
+    dirty: u64,
+    written: u64,
+    endurance: Option<u64>,
+    errors: u64,
+    miss_ratios: &'a [MissRatio],
+}
+
+impl About {
+    fn new(vm: &Vm, name: String) -> Self {
+        let server = vm.server.as_ref();
+        Self {
+            name,
+            health: vm.health,
+            why: vm.why.clone(),
+            socket: vm.path.display().to_string(),
+            uuid: vm.uuid().map(str::to_owned),
+            version: server.map(|server| server.version.clone()),
+            pid: server.map(|server| server.pid),
+            started_ms: server.map(|server| server.started_ms),
+            time_ms: vm.sample.as_ref().map(|sample| sample.time_ms),
+        }
+    }
+}
+
+fn errors(disk: &DiskState) -> u64 {
+    let of = &disk.requests;
+    [&of.read, &of.write, &of.flush, &of.discard, &of.write_zeroes]
+        .map(|kind| kind.errors)
+        .into_iter()
+        .fold(0, u64::saturating_add)
+}
+
+impl Totals {
+    fn new(sample: &Sample) -> Self {
+        let mut all = Self::default();
+        let (mut time, mut hits, mut reads) = (0.0, 0.0, 0.0);
+        for disk in &sample.disks {
+            all.errors = all.errors.saturating_add(errors(&disk.state));
+            if let Some(cache) = &disk.state.cache {
+                let caches = all.cache.get_or_insert_default();
+                caches.capacity = caches.capacity.saturating_add(cache.capacity);
+                caches.occupancy = caches.occupancy.saturating_add(cache.occupancy);
+                caches.dirty = caches.dirty.saturating_add(cache.dirty);
+                caches.failed += usize::from(cache.state != CacheHealth::Works);
+            }
+            let Some(rates) = &disk.rates else { continue };
+            all.reads_s += rates.read.requests_s;
+            all.writes_s += rates.write.requests_s;
+            all.read_bytes_s += rates.read.bytes_s;
+            all.write_bytes_s += rates.write.bytes_s;
+            for kind in [&rates.read, &rates.write] {
+                all.errors_s += kind.errors_s;
+                time += kind.requests_s * kind.mean.unwrap_or_default();
+                all.p99 = [all.p99, kind.p99].into_iter().flatten().reduce(f64::max);
+            }
+            if let Some(ratio) = rates.cache_hit_ratio {
+                hits += ratio * rates.read.requests_s;
+                reads += rates.read.requests_s;
+            }
+        }
+        let requests = all.reads_s + all.writes_s;
+        all.mean = (requests > 0.0).then(|| time / requests);
+        all.cache_hit_ratio = (reads > 0.0).then(|| hits / reads);
+        all
+    }
+}
+
+/// All VMs now.
+pub(crate) fn of_fleet(fleet: &Fleet) -> String {
+    let vms = fleet.vms();
+    let (known, others): (Vec<&Vm>, Vec<&Vm>) = vms.values().partition(|vm| vm.is_vm());
+    let names = names_of(known.iter().map(|vm| vm.name()));
+    let rows = known.iter().zip(names).map(|(vm, name)| {
+        let sample = vm.sample.as_ref();
+        VmRow {
+            about: About::new(vm, name),
+            disks: sample.map_or(0, |sample| sample.disks.len()),
+            size: sample.map_or(0, |sample| {
+                let sizes = sample.disks.iter().map(|disk| disk.state.size);
+                sizes.fold(0, u64::saturating_add)
+            }),
+            totals: vm.now().map(|sample| Totals::new(sample)),
+        }
+    });
+    let others = others.iter().filter(|vm| vm.health != Health::New).map(|vm| OtherRow {
+        socket: vm.path.display().to_string(),
+        health: vm.health,
+        why: vm.why.clone(),
+    });
+    let frame = FleetFrame {
+        vms: rows.collect(),
+        others: others.collect(),
+    };
+    serde_json::to_string(&frame).unwrap_or_default()
+}
+
+/// What the page of a VM needs: its socket, and what is told of it now.
+pub(crate) struct OfVm {
+    pub(crate) path: PathBuf,
+    pub(crate) is_up: bool,
+    about: About,
+    sample: Option<Arc<Sample>>,
+}
+
+/// The VM of that name.
+pub(crate) fn of_vm(fleet: &Fleet, name: &str) -> Option<OfVm> {
+    let vms = fleet.vms();
+    let known: Vec<&Vm> = vms.values().filter(|vm| vm.is_vm()).collect();
+    let place = names_of(known.iter().map(|vm| vm.name()))
+        .iter()
+        .position(|it| it == name)?;
+    let vm = known.get(place)?;
+    Some(OfVm {
+        path: vm.path.clone(),
+        is_up: vm.health == Health::Up,
+        about: About::new(vm, name.to_owned()),
+        sample: vm.sample.clone(),
+    })
+}
+
+impl OfVm {
+    pub(crate) fn text(&self) -> String {
+        let disks = self.sample.iter().flat_map(|sample| &sample.disks);
+        let disks = disks.map(|disk| {
+            let state = &disk.state;
+            DiskFrame {
+                name: &disk.name,
+                image: &state.image,
+                format: state.format.name(),
+                size: state.size,
+                read_only: state.read_only,
+                exports: &state.exports,
+                limits: &state.limits,
+                in_flight: state.requests.under_way,
+                counts: Counts {
+                    reads: state.requests.read.count,
+                    writes: state.requests.write.count,
+                    read_bytes: state.requests.read.bytes,
+                    write_bytes: state.requests.write.bytes,
+                    errors: errors(state),
+                },
+                // What was true of a server that does not answer any more is not told as if it were now.
+                rates: disk.rates.as_ref().filter(|_| self.is_up),
+                prefetch: state.prefetch.as_ref().map(|it| PrefetchFrame {
+                    memory: it.memory,
+                    memory_limit: it.memory_limit,
+                    streams: it.streams.now,
+                }),
+                cache: state.cache.as_ref().map(|it| CacheFrame {
+                    file: &it.file,
+                    mode: &it.mode,
+                    works: it.state == CacheHealth::Works,
+                    capacity: it.capacity,
+                    occupancy: it.occupancy,
+                    dirty: it.dirty,
+                    written: it.cache_written,
+                    endurance: it.endurance,
+                    errors: it.read_errors.saturating_add(it.write_errors),
+                    miss_ratios: &it.miss_ratios[..it.miss_ratios.len().min(CURVE_POINTS_MAX)],
+                }),
+            }
+        });
+        let frame = VmFrame {
+            vm: self.about.clone(),
+            disks: disks.collect(),
+        };
+        serde_json::to_string(&frame).unwrap_or_default()
+    }
+}

@@ -1,0 +1,29 @@
+//! All VMs of a host, looked at from outside: Prometheus' metrics, and a dashboard for browsers.
+//!
+//! Each VM's process tells of itself on its control socket ([`larder_vm::control`]); this crate finds those sockets, asks,
+//! and tells on. It changes nothing and is on no way of the data: killing it harms nothing. `docs/metrics.md` and
+//! `docs/guide/watching.md` describe it for users.
+//!
+//! Invariants:
+//! - While nobody watches, nobody is asked. While somebody does, each VM is asked once a second, by one connection at a
+//!   time, which stays until it is answered: a VM that is stuck costs a descriptor, and delays no other one.
+//! - Nothing is asked of a socket that may be a disk's: a question would take a front-end's place there.
+//! - Every text from a VM is taken for hostile, every number of things is bounded.
+
+mod answers;
+mod ask;
+mod assets;
+mod auth;
+mod events;
+mod find;
+mod fleet;
+mod frames;
+mod listen;
+mod metrics;
+mod rates;
+mod server;
+mod vm;
+
+pub use auth::{Token, TokenError};
+pub use listen::{HostConfig, HostError, LISTEN_DEFAULT};
+pub use server::Host;

@@ -1,0 +1,577 @@
+//! What there is to be told, and where it is taken from.
+
+use larder_vm::control::state::{CacheHealth, DiskState};
+
+use super::VmMetrics;
+use super::labelled::{cache_info, cache_reads, disk_info, miss_ratios, prefetch_reads, prefetch_streams, vm_info};
+use super::write::Put;
+use crate::vm::Health;
+
+/// How a family is to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+}
+
+impl Kind {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram => "histogram",
+            Self::Info => "info",
+        }
+    }
+}
+
+/// What is told once for each what.
+#[derive(Clone, Copy)]
+pub(super) enum Of {
+    /// For all: sockets by how they are.
+    Host(fn(&[(&'static str, u64)], &mut Put<'_>)),
+    Vm(fn(&VmMetrics, &mut Put<'_>)),
+    Disk(fn(&DiskState, &mut Put<'_>)),
+}
+
+/// A name, what it means, and how its values are told.
+pub(super) struct Family {
+    /// Without the suffixes `_total` and `_info`.
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) unit: Option<&'static str>,
+    /// Without the full stop.
+    pub(super) help: &'static str,
+    pub(super) of: Of,
+}
+
+const fn family(name: &'static str, kind: Kind, unit: Option<&'static str>, help: &'static str, of: Of) -> Family {
+    Family {
+        name,
+        kind,
+        unit,
+        help,
+        of,
+    }
+}
+
+/// All of them, in the order in which they are told.
+pub(super) const FAMILIES: &[Family] = &[
+    family(
+        "larder_build",
+        Kind::Info,
+        None,
+        "Which Larder tells all this",
+        Of::Host(|_, put| put.value_of(&[("version", env!("CARGO_PKG_VERSION"))], 1)),
+    ),
+    family(
+        "larder_host_sockets",
+        Kind::Gauge,
+        None,
+        "Sockets where VMs are, were or may be, by how they are",
+        Of::Host(|sockets, put| {
+            sockets
+                .iter()
+                .for_each(|(state, count)| put.value_of(&[("state", state)], count))
+        }),
+    ),
+    family(
+        "larder_vm_up",
+        Kind::Gauge,
+        None,
+        "Whether the VM's server answers (1), or was killed or is stuck (0)",
+        Of::Vm(|vm, put| put.flag(vm.health == Health::Up)),
+    ),
+    family(
+        "larder_vm_stuck",
+        Kind::Gauge,
+        None,
+        "Whether the VM's server is there but does not answer in time, or a disk of it does not",
+        Of::Vm(|vm, put| put.flag(vm.health == Health::Stuck)),
+    ),
+    family("larder_vm", Kind::Info, None, "What the VM is", Of::Vm(vm_info)),
+    family(
+        "larder_vm_start_time_seconds",
+        Kind::Gauge,
+        Some("seconds"),
+        "When the VM's server was started, since 1970 (UTC)",
+        Of::Vm(|vm, put| {
+            if let Some(server) = &vm.server {
+                put.value(server.started_ms as f64 / 1e3);
+            }
+        }),
+    ),
+    family(
+        "larder_vm_disks",
+        Kind::Gauge,
+        None,
+        "Disks that the VM's server serves",
+        Of::Vm(|vm, put| vm.sample.iter().for_each(|sample| put.value(sample.disks.len()))),
+    ),
+    family("larder_disk", Kind::Info, None, "What the disk is", Of::Disk(disk_info)),
+    family(
+        "larder_disk_size_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "The disk's size",
+        Of::Disk(|disk, put| put.value(disk.size)),
+    ),
+    family(
+        "larder_disk_read_requests",
+        Kind::Counter,
+        None,
+        "Reads that have ended, those that failed included",
+        Of::Disk(|disk, put| put.value(disk.requests.read.count)),
+    ),
+    family(
+        "larder_disk_read_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes read for guests and clients",
+        Of::Disk(|disk, put| put.value(disk.requests.read.bytes)),
+    ),
+    family(
+        "larder_disk_read_errors",
+        Kind::Counter,
+        None,
+        "Reads that failed",
+        Of::Disk(|disk, put| put.value(disk.requests.read.errors)),
+    ),
+    family(
+        "larder_disk_read_duration_seconds",
+        Kind::Histogram,
+        Some("seconds"),
+        "How long reads took",
+        Of::Disk(|disk, put| put.histogram(&disk.requests.read.latency)),
+    ),
+    family(
+        "larder_disk_write_requests",
+        Kind::Counter,
+        None,
+        "Writes that have ended, those that failed included",
+        Of::Disk(|disk, put| put.value(disk.requests.write.count)),
+    ),
+    family(
+        "larder_disk_write_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes written for guests and clients",
+        Of::Disk(|disk, put| put.value(disk.requests.write.bytes)),
+    ),
+    family(
+        "larder_disk_write_errors",
+        Kind::Counter,
+        None,
+        "Writes that failed",
+        Of::Disk(|disk, put| put.value(disk.requests.write.errors)),
+    ),
+    family(
+        "larder_disk_write_duration_seconds",
+        Kind::Histogram,
+        Some("seconds"),
+        "How long writes took",
+        Of::Disk(|disk, put| put.histogram(&disk.requests.write.latency)),
+    ),
+    family(
+        "larder_disk_flush_requests",
+        Kind::Counter,
+        None,
+        "Flushes that have ended, those that failed included",
+        Of::Disk(|disk, put| put.value(disk.requests.flush.count)),
+    ),
+    family(
+        "larder_disk_flush_errors",
+        Kind::Counter,
+        None,
+        "Flushes that failed",
+        Of::Disk(|disk, put| put.value(disk.requests.flush.errors)),
+    ),
+    family(
+        "larder_disk_flush_duration_seconds",
+        Kind::Histogram,
+        Some("seconds"),
+        "How long flushes took",
+        Of::Disk(|disk, put| put.histogram(&disk.requests.flush.latency)),
+    ),
+    family(
+        "larder_disk_discard_requests",
+        Kind::Counter,
+        None,
+        "Discards that have ended, those that failed included",
+        Of::Disk(|disk, put| put.value(disk.requests.discard.count)),
+    ),
+    family(
+        "larder_disk_discard_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes freed for guests and clients",
+        Of::Disk(|disk, put| put.value(disk.requests.discard.bytes)),
+    ),
+    family(
+        "larder_disk_discard_errors",
+        Kind::Counter,
+        None,
+        "Discards that failed",
+        Of::Disk(|disk, put| put.value(disk.requests.discard.errors)),
+    ),
+    family(
+        "larder_disk_discard_duration_seconds",
+        Kind::Histogram,
+        Some("seconds"),
+        "How long discards took",
+        Of::Disk(|disk, put| put.histogram(&disk.requests.discard.latency)),
+    ),
+    family(
+        "larder_disk_write_zeroes_requests",
+        Kind::Counter,
+        None,
+        "Requests to write zeroes that have ended, those that failed included",
+        Of::Disk(|disk, put| put.value(disk.requests.write_zeroes.count)),
+    ),
+    family(
+        "larder_disk_write_zeroes_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes zeroed for guests and clients",
+        Of::Disk(|disk, put| put.value(disk.requests.write_zeroes.bytes)),
+    ),
+    family(
+        "larder_disk_write_zeroes_errors",
+        Kind::Counter,
+        None,
+        "Requests to write zeroes that failed",
+        Of::Disk(|disk, put| put.value(disk.requests.write_zeroes.errors)),
+    ),
+    family(
+        "larder_disk_write_zeroes_duration_seconds",
+        Kind::Histogram,
+        Some("seconds"),
+        "How long requests to write zeroes took",
+        Of::Disk(|disk, put| put.histogram(&disk.requests.write_zeroes.latency)),
+    ),
+    family(
+        "larder_disk_requests_in_flight",
+        Kind::Gauge,
+        None,
+        "Requests that have not ended",
+        Of::Disk(|disk, put| put.value(disk.requests.under_way)),
+    ),
+    family(
+        "larder_disk_busy_seconds",
+        Kind::Counter,
+        Some("seconds"),
+        "For how long there were any requests under way",
+        Of::Disk(|disk, put| put.seconds(disk.requests.busy_ns)),
+    ),
+    family(
+        "larder_disk_limit",
+        Kind::Gauge,
+        None,
+        "What the disk may do: requests or bytes per second, lengths of bursts in seconds, by QEMU's names",
+        Of::Disk(|disk, put| {
+            disk.limits
+                .0
+                .iter()
+                .for_each(|(name, value)| put.value_of(&[("limit", name)], value))
+        }),
+    ),
+    family(
+        "larder_disk_vhost_user_connected",
+        Kind::Gauge,
+        None,
+        "Whether a front-end, as QEMU is one, is connected",
+        Of::Disk(|disk, put| {
+            if let Some(export) = &disk.exports.vhost_user {
+                put.flag(export.connected);
+            }
+        }),
+    ),
+    family(
+        "larder_disk_nbd_clients",
+        Kind::Gauge,
+        None,
+        "NBD clients that are connected",
+        Of::Disk(|disk, put| {
+            if let Some(export) = &disk.exports.nbd {
+                put.value(export.clients);
+            }
+        }),
+    ),
+    family(
+        "larder_prefetch_memory_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Memory taken for reading ahead, tables included",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.memory))),
+    ),
+    family(
+        "larder_prefetch_memory_limit_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Memory that reading ahead may take; 0: nothing is read ahead",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.memory_limit))),
+    ),
+    family(
+        "larder_prefetch_unread_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes that were read ahead and not read yet",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.unread))),
+    ),
+    family(
+        "larder_prefetch_fetched_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes read ahead",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.fetched))),
+    ),
+    family(
+        "larder_prefetch_used_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes read ahead that were read then",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.used))),
+    ),
+    family(
+        "larder_prefetch_wasted_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes read ahead that were dropped unread",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.wasted))),
+    ),
+    family(
+        "larder_prefetch_reads",
+        Kind::Counter,
+        None,
+        "Reads by what was read ahead of their bytes",
+        Of::Disk(prefetch_reads),
+    ),
+    family(
+        "larder_prefetch_errors",
+        Kind::Counter,
+        None,
+        "Fetches ahead that failed",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.errors))),
+    ),
+    family(
+        "larder_prefetch_streams",
+        Kind::Gauge,
+        None,
+        "Readers that something is in memory for",
+        Of::Disk(|disk, put| disk.prefetch.iter().for_each(|it| put.value(it.streams.now))),
+    ),
+    family(
+        "larder_prefetch_found_streams",
+        Kind::Counter,
+        None,
+        "Readers that were found, by how they go",
+        Of::Disk(prefetch_streams),
+    ),
+    family(
+        "larder_cache",
+        Kind::Info,
+        None,
+        "What the disk's cache is",
+        Of::Disk(cache_info),
+    ),
+    family(
+        "larder_cache_working",
+        Kind::Gauge,
+        None,
+        "Whether the cache works (1), or its device has failed (0)",
+        Of::Disk(|disk, put| {
+            disk.cache
+                .iter()
+                .for_each(|it| put.flag(it.state == CacheHealth::Works))
+        }),
+    ),
+    family(
+        "larder_cache_size_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "The size of the cache's file or device",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.size))),
+    ),
+    family(
+        "larder_cache_capacity_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes of the disk that the cache can hold",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.capacity))),
+    ),
+    family(
+        "larder_cache_line_size_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes of a line of the cache",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.line_size))),
+    ),
+    family(
+        "larder_cache_occupancy_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes of the disk that the cache holds",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.occupancy))),
+    ),
+    family(
+        "larder_cache_dirty_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes in the cache, in whole lines, that the disk has not",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.dirty))),
+    ),
+    family(
+        "larder_cache_unsettled_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes, in whole lines, that a crash now would leave cold, or as they were before",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.unsettled))),
+    ),
+    family(
+        "larder_cache_cleaned_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes written to the disk that only the cache had",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cleaned))),
+    ),
+    family(
+        "larder_cache_flush_running",
+        Kind::Gauge,
+        None,
+        "Whether something is being done with the cache because somebody asked for it",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.flag(it.flush.running))),
+    ),
+    family(
+        "larder_cache_flush_failed",
+        Kind::Gauge,
+        None,
+        "Whether what was last asked for has failed",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.flag(it.flush.error.is_some()))),
+    ),
+    family(
+        "larder_cache_reads",
+        Kind::Counter,
+        None,
+        "Reads by what the cache had of them, or that passed it because it was slower than the disk",
+        Of::Disk(cache_reads),
+    ),
+    family(
+        "larder_cache_hit_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes read from the cache",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.hit_bytes))),
+    ),
+    family(
+        "larder_cache_joined",
+        Kind::Counter,
+        None,
+        "Pieces of reads taken from what was being brought in for another one",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.joined))),
+    ),
+    family(
+        "larder_cache_filled_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes brought into the cache after reads",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.filled))),
+    ),
+    family(
+        "larder_cache_bypassed_busy",
+        Kind::Counter,
+        None,
+        "Pieces of reads that were not kept because too much was being brought in or written",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.bypassed_busy))),
+    ),
+    family(
+        "larder_cache_evicted_lines",
+        Kind::Counter,
+        None,
+        "Lines that left the cache to make room",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.evicted))),
+    ),
+    family(
+        "larder_cache_metadata_written_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes written of what the cache knows of its lines",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.metadata_written))),
+    ),
+    family(
+        "larder_cache_disk_read_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes read from the disk below the cache",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.disk_read))),
+    ),
+    family(
+        "larder_cache_disk_written_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes written to the disk below the cache",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.disk_written))),
+    ),
+    family(
+        "larder_cache_device_read_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes read from the cache's device",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cache_read))),
+    ),
+    family(
+        "larder_cache_device_written_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes written to the cache's device",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.cache_written))),
+    ),
+    family(
+        "larder_cache_device_read_errors",
+        Kind::Counter,
+        None,
+        "Reads of the cache's device that failed, or got no answer in time",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.read_errors))),
+    ),
+    family(
+        "larder_cache_device_write_errors",
+        Kind::Counter,
+        None,
+        "Other requests to the cache's device that failed, or got no answer in time",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.value(it.write_errors))),
+    ),
+    family(
+        "larder_cache_daily_write_limit_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "Bytes that may be written to the cache's device in a day",
+        Of::Disk(|disk, put| {
+            disk.cache
+                .iter()
+                .filter_map(|it| it.endurance)
+                .for_each(|limit| put.value(limit))
+        }),
+    ),
+    family(
+        "larder_cache_lru_miss_ratio",
+        Kind::Gauge,
+        Some("ratio"),
+        "Share of uses of lines that an LRU cache of that capacity would have missed so far",
+        Of::Disk(miss_ratios),
+    ),
+    family(
+        "larder_cache_hit_duration_seconds",
+        Kind::Histogram,
+        Some("seconds"),
+        "How long reads took that the cache had all of",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.histogram(&it.hit_latency))),
+    ),
+    family(
+        "larder_cache_miss_duration_seconds",
+        Kind::Histogram,
+        Some("seconds"),
+        "How long reads took that the disk was needed for",
+        Of::Disk(|disk, put| disk.cache.iter().for_each(|it| put.histogram(&it.miss_latency))),
+    ),
+];

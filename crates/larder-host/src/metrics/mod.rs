@@ -1,0 +1,138 @@
+//! What Prometheus is told: OpenMetrics 1.0, or the text format 0.0.4 that came before it. `docs/metrics.md` describes it
+//! for users.
+
+mod families;
+mod labelled;
+mod write;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use hyper::header::{ACCEPT, HeaderMap};
+use larder_vm::control::state::ServerState;
+
+use crate::fleet::Fleet;
+use crate::vm::{Health, NamedDisk, Sample};
+use families::{FAMILIES, Of};
+use write::{Labels, Writer};
+
+/// How it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    OpenMetrics,
+    Text,
+}
+
+impl Format {
+    /// What a client takes: the first of both that it names, or text.
+    pub(crate) fn accepted(headers: &HeaderMap) -> Self {
+        let all = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+        let mut types = all.flat_map(|value| value.split(','));
+        match types.any(|kind| kind.trim().starts_with("application/openmetrics-text")) {
+            true => Self::OpenMetrics,
+            false => Self::Text,
+        }
+    }
+
+    pub(crate) fn content_type(self) -> &'static str {
+        match self {
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            Self::Text => "text/plain; version=0.0.4; charset=utf-8",
+        }
+    }
+}
+
+/// A VM as it is told.
+struct VmMetrics {
+    /// Of no other VM.
+    domain: String,
+    uuid: Option<String>,
+    health: Health,
+    server: Option<ServerState>,
+    /// If its server answers.
+    sample: Option<Arc<Sample>>,
+}
+
+/// All VMs as they are told: those that have a server, or whose server was killed.
+fn seen(fleet: &Fleet) -> (Vec<VmMetrics>, Vec<(&'static str, u64)>) {
+    let vms = fleet.vms();
+    let sockets = Health::ALL.map(|(health, name)| {
+        let count = vms.values().filter(|vm| vm.health == health).count();
+        (name, count as u64)
+    });
+    let names = names_of(vms.values().filter(|vm| vm.is_vm()).map(|vm| vm.name()));
+    let of_vms = vms.values().filter(|vm| vm.is_vm()).zip(names);
+    let told = of_vms.filter(|(vm, _)| matches!(vm.health, Health::Up | Health::Stuck | Health::Killed));
+    let all = told.map(|(vm, domain)| VmMetrics {
+        domain,
+        uuid: vm.uuid().map(str::to_owned),
+        health: vm.health,
+        server: vm.server.clone(),
+        sample: vm.now().cloned(),
+    });
+    (all.collect(), sockets.into())
+}
+
+/// Names of which no two are the same: the second `web` is `web#2`.
+pub(crate) fn names_of(names: impl Iterator<Item = String>) -> Vec<String> {
+    let mut seen: HashMap<String, u32> = HashMap::new();
+    let unique = names.map(|name| {
+        let count = seen.entry(name.clone()).or_default();
+        *count += 1;
+        match *count {
+            1 => name,
+            count => format!("{name}#{count}"),
+        }
+    });
+    unique.collect()
+}
+
+/// All that is known now.
+pub(crate) fn render(fleet: &Fleet, format: Format) -> String {
+    let (vms, sockets) = seen(fleet);
+    let mut writer = Writer::new(format);
+    let of_vms: Vec<(Labels, &VmMetrics)> = vms
+        .iter()
+        .map(|vm| (Labels::new(&[("domain", &vm.domain)]), vm))
+        .collect();
+    let mut of_disks: Vec<(Labels, &NamedDisk)> = Vec::new();
+    for vm in &vms {
+        for disk in vm.sample.iter().flat_map(|sample| &sample.disks) {
+            let labels = Labels::new(&[("domain", &vm.domain), ("target_device", &disk.name)]);
+            of_disks.push((labels, disk));
+        }
+    }
+    for family in FAMILIES {
+        let mut put = writer.family(family);
+        match family.of {
+            Of::Host(tell) => tell(&sockets, &mut put),
+            Of::Vm(tell) => of_vms.iter().for_each(|(labels, vm)| tell(vm, put.of(labels))),
+            Of::Disk(tell) => of_disks
+                .iter()
+                .for_each(|(labels, disk)| tell(&disk.state, put.of(labels))),
+        }
+    }
+    writer.end()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_vms_have_one_name() {
+        let names = ["web", "db", "web", "web"].map(str::to_owned);
+        assert_eq!(names_of(names.into_iter()), ["web", "db", "web#2", "web#3"]);
+    }
+
+    #[test]
+    fn openmetrics_is_for_who_wants_it() {
+        let mut headers = HeaderMap::new();
+        assert_eq!(Format::accepted(&headers), Format::Text);
+        headers.insert(ACCEPT, "text/html, */*".parse().expect("a value"));
+        assert_eq!(Format::accepted(&headers), Format::Text);
+        let prometheus = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
+        headers.insert(ACCEPT, prometheus.parse().expect("a value"));
+        assert_eq!(Format::accepted(&headers), Format::OpenMetrics);
+    }
+}

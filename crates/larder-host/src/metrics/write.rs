@@ -1,0 +1,202 @@
+//! The formats: <https://prometheus.io/docs/specs/om/open_metrics_spec/>, and
+//! <https://prometheus.io/docs/instrumenting/exposition_formats/>.
+
+use std::fmt::{Display, Write};
+
+use larder_vm::control::state::Latency;
+
+use super::Format;
+use super::families::{Family, Kind};
+
+/// Bounds of the buckets that are told: from 8 µs to 8.6 s, each twice the one before. They are bounds of the control
+/// socket's buckets, too, so that each of those is in one of these as a whole.
+const BOUNDS_NS: std::ops::RangeInclusive<u32> = 13..=33;
+
+/// Names and values, written once.
+pub(super) struct Labels(String);
+
+impl Labels {
+    pub(super) fn new(all: &[(&str, &str)]) -> Self {
+        let mut labels = Self(String::new());
+        all.iter().for_each(|(name, value)| labels.add(name, value));
+        labels
+    }
+
+    fn add(&mut self, name: &str, value: &str) {
+        if !self.0.is_empty() {
+            self.0.push(',');
+        }
+        self.0.push_str(name);
+        self.0.push_str("=\"");
+        for c in value.chars() {
+            match c {
+                '\\' => self.0.push_str("\\\\"),
+                '"' => self.0.push_str("\\\""),
+                '\n' => self.0.push_str("\\n"),
+                c => self.0.push(c),
+            }
+        }
+        self.0.push('"');
+    }
+}
+
+pub(super) struct Writer {
+    text: String,
+    format: Format,
+}
+
+impl Writer {
+    pub(super) fn new(format: Format) -> Self {
+        Self {
+            text: String::new(),
+            format,
+        }
+    }
+
+    /// Begins a family.
+    pub(super) fn family<'a>(&'a mut self, family: &'a Family) -> Put<'a> {
+        let (name, kind) = match (self.format, family.kind) {
+            (Format::OpenMetrics, kind) => (family.name.to_owned(), kind.name()),
+            (Format::Text, Kind::Info) => (format!("{}_info", family.name), Kind::Gauge.name()),
+            (Format::Text, Kind::Counter) => (format!("{}_total", family.name), Kind::Counter.name()),
+            (Format::Text, kind) => (family.name.to_owned(), kind.name()),
+        };
+        let _ = writeln!(self.text, "# HELP {name} {}.", family.help);
+        let _ = writeln!(self.text, "# TYPE {name} {kind}");
+        if let (Format::OpenMetrics, Some(unit)) = (self.format, family.unit) {
+            let _ = writeln!(self.text, "# UNIT {name} {unit}");
+        }
+        let suffix = match family.kind {
+            Kind::Counter => "_total",
+            Kind::Info => "_info",
+            Kind::Gauge | Kind::Histogram => "",
+        };
+        Put {
+            text: &mut self.text,
+            name: family.name,
+            suffix,
+            labels: "",
+        }
+    }
+
+    pub(super) fn end(mut self) -> String {
+        if self.format == Format::OpenMetrics {
+            self.text.push_str("# EOF\n");
+        }
+        self.text
+    }
+}
+
+/// Takes the samples of a family.
+pub(super) struct Put<'a> {
+    text: &'a mut String,
+    name: &'a str,
+    suffix: &'static str,
+    labels: &'a str,
+}
+
+impl<'a> Put<'a> {
+    /// Samples from here on have these labels.
+    pub(super) fn of(&mut self, labels: &'a Labels) -> &mut Self {
+        self.labels = &labels.0;
+        self
+    }
+
+    pub(super) fn value(&mut self, value: impl Display) {
+        self.line(self.suffix, "", value);
+    }
+
+    pub(super) fn flag(&mut self, is_so: bool) {
+        self.value(u8::from(is_so));
+    }
+
+    pub(super) fn seconds(&mut self, nanos: u64) {
+        self.value(nanos as f64 / 1e9);
+    }
+
+    pub(super) fn value_of(&mut self, labels: &[(&str, &str)], value: impl Display) {
+        self.line(self.suffix, &Labels::new(labels).0, value);
+    }
+
+    pub(super) fn histogram(&mut self, times: &Latency) {
+        let mut buckets = times.buckets.iter().peekable();
+        let mut below = 0;
+        for bound in BOUNDS_NS.map(|bits| 1_u64 << bits) {
+            while let Some(bucket) = buckets.next_if(|it| it.below_ns.is_some_and(|it| it <= bound)) {
+                below += bucket.count;
+            }
+            let bound = bound as f64 / 1e9;
+            self.line("_bucket", &format!("le=\"{bound}\""), below);
+        }
+        let all = below + buckets.map(|bucket| bucket.count).sum::<u64>();
+        self.line("_bucket", "le=\"+Inf\"", all);
+        self.line("_count", "", all);
+        self.line("_sum", "", times.sum_ns as f64 / 1e9);
+    }
+
+    fn line(&mut self, suffix: &str, more: &str, value: impl Display) {
+        let comma = if self.labels.is_empty() || more.is_empty() {
+            ""
+        } else {
+            ","
+        };
+        let (name, labels) = (self.name, self.labels);
+        let _ = match labels.is_empty() && more.is_empty() {
+            true => writeln!(self.text, "{name}{suffix} {value}"),
+            false => writeln!(self.text, "{name}{suffix}{{{labels}{comma}{more}}} {value}"),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use larder_vm::control::state::LatencyBucket;
+
+    use super::super::families::FAMILIES;
+    use super::*;
+
+    #[test]
+    fn hostile_names_stay_within_their_quotes() {
+        assert_eq!(
+            Labels::new(&[("a", "x\"} 1\n\\"), ("b", "")]).0,
+            r#"a="x\"} 1\n\\",b="""#
+        );
+    }
+
+    #[test]
+    fn a_histogram_has_every_time_once() {
+        let bucket = |below_ns, count| LatencyBucket { below_ns, count };
+        let times = Latency {
+            count: 21,
+            sum_ns: 1_500_000_000,
+            max_ns: 90_000_000_000,
+            buckets: vec![
+                bucket(Some(256), 1),
+                bucket(Some(8192), 2),
+                bucket(Some(10240), 4),
+                bucket(Some(1 << 33), 6),
+                bucket(None, 8),
+            ],
+        };
+        let family = FAMILIES
+            .iter()
+            .find(|family| family.kind == Kind::Histogram)
+            .expect("one");
+        let mut writer = Writer::new(Format::OpenMetrics);
+        writer.family(family).histogram(&times);
+        let text = writer.end();
+        for line in [
+            "_bucket{le=\"0.000008192\"} 3",
+            "_bucket{le=\"0.000016384\"} 7",
+            "_bucket{le=\"8.589934592\"} 13",
+            "_bucket{le=\"+Inf\"} 21",
+            "_count 21",
+            "_sum 1.5",
+        ] {
+            assert!(
+                text.contains(&format!("{}{line}\n", family.name)),
+                "no {line} in {text}"
+            );
+        }
+    }
+}

@@ -1,0 +1,62 @@
+// Which page is shown, and the stream of what it shows.
+
+import { el, text } from './dom.js';
+import { fleetPage } from './fleet.js';
+import { vmPage } from './vm.js';
+
+const page = document.getElementById('page');
+const link = document.getElementById('link');
+let current = null;
+
+text(document.getElementById('host'), location.hostname);
+
+function say(state, words) {
+  link.dataset.state = state;
+  text(link, words);
+}
+
+function route() {
+  const name = /^#\/vm\/(.+)$/.exec(location.hash)?.[1];
+  try {
+    return name ? vmPage(decodeURIComponent(name)) : fleetPage();
+  } catch {
+    return fleetPage();
+  }
+}
+
+/** Leaves the page that is shown, and shows the one that the address names. */
+function open() {
+  if (location.hash === '#page' && current) return;
+  current?.stream.close();
+  current?.shown.close?.();
+  const shown = route();
+  document.title = shown.title;
+  page.replaceChildren(shown.element);
+  const stream = new EventSource(shown.url);
+  say('waiting', 'connecting');
+  stream.onerror = () => {
+    say('lost', 'no connection');
+    shown.lost?.();
+    // The browser tries again by itself, but for an answer that is no stream.
+    if (stream.readyState === EventSource.CLOSED) setTimeout(() => current?.stream === stream && open(), 3000);
+  };
+  for (const [name, hear] of Object.entries(shown.hears)) {
+    stream.addEventListener(name, (event) => {
+      say('live', 'live');
+      hear(JSON.parse(event.data));
+    });
+  }
+  current = { stream, shown };
+}
+
+addEventListener('hashchange', () => {
+  open();
+  page.focus();
+  scrollTo(0, 0);
+});
+document.addEventListener('larder-theme', () => current?.shown.redraw?.());
+addEventListener('pagehide', () => current?.stream.close());
+addEventListener('pageshow', (event) => event.persisted && open());
+open();
+
+if (!window.EventSource) page.append(el('p', { class: 'empty' }, 'This browser knows no server-sent events.'));

@@ -1,0 +1,224 @@
+// One VM: its disks over time, and what has happened.
+
+import { badge, el, show, text } from './dom.js';
+import { curvePlot, timePlot } from './plot.js';
+import { NONE, age, bandwidth, bytes, clock, count, percent, seconds } from './units.js';
+
+const SAMPLES_MAX = 1800;
+const EVENTS_MAX = 200;
+const SHOWN_MIN = 60;
+const SPANS = [[120, '2 min'], [300, '5 min'], [900, '15 min'], [1800, '30 min']];
+
+/** A plot: title, kind, how values are told, and series: name, colour, how it is taken, and whether it is dashed. */
+const PLOTS = [
+  ['Requests per second', 'count', count, [
+    ['read', '--read', (it) => it.read.requests_s],
+    ['write', '--write', (it) => it.write.requests_s],
+  ]],
+  ['Bandwidth', 'bytes', bandwidth, [
+    ['read', '--read', (it) => it.read.bytes_s],
+    ['write', '--write', (it) => it.write.bytes_s],
+  ]],
+  ['Read latency', 'time', seconds, [
+    ['median', '--read', (it) => it.read.p50],
+    ['p99', '--read', (it) => it.read.p99, true],
+  ]],
+  ['Write latency', 'time', seconds, [
+    ['median', '--write', (it) => it.write.p50],
+    ['p99', '--write', (it) => it.write.p99, true],
+  ]],
+  ['Hit ratios', 'ratio', percent, [
+    ['cache', '--cache', (it) => it.cache_hit_ratio],
+    ['read-ahead', '--memory', (it) => it.prefetch_hit_ratio],
+  ]],
+  ['Where reads come from', 'bytes', bandwidth, [
+    ['memory', '--memory', (it) => it.tiers.memory_s],
+    ['cache', '--cache', (it) => it.tiers.cache_s],
+    ['disk', '--disk', (it) => it.tiers.disk_s],
+  ]],
+  ['Read-ahead', 'bytes', bandwidth, [
+    ['fetched', '--memory', (it) => it.prefetch?.fetched_s],
+    ['used', '--good', (it) => it.prefetch?.used_s],
+    ['wasted', '--bad', (it) => it.prefetch?.wasted_s],
+  ]],
+];
+
+const CACHE_PLOT = ['Held by the cache', 'bytes', bytes, [
+  ['all', '--cache', (_, disk) => disk.cache?.occupancy],
+  ['dirty', '--write', (_, disk) => disk.cache?.dirty],
+]];
+
+function exportsText(exports) {
+  const parts = [];
+  if (exports.vhost_user) parts.push(`vhost-user-blk, ${exports.vhost_user.connected ? 'connected' : 'nobody connected'}`);
+  if (exports.nbd) parts.push(`NBD, ${exports.nbd.clients} client${exports.nbd.clients === 1 ? '' : 's'}`);
+  return parts.join('; ') || 'nowhere';
+}
+
+const limitsText = (limits) => Object.entries(limits).map(([name, value]) => `${name} ${name.startsWith('bps') ? bytes(value) : count(value)}`).join(', ') || 'none';
+
+const MODES = { wt: 'write-through', wb: 'write-back', wa: 'write-around', pt: 'pass-through' };
+
+function facts(names) {
+  const values = new Map(names.map((name) => [name, el('dd')]));
+  const element = el('dl', { class: 'facts' });
+  for (const [name, value] of values) element.append(el('div', {}, el('dt', {}, name), value));
+  return { element, set: (name, value) => text(values.get(name), value) };
+}
+
+function diskPart(name, spanOf) {
+  const about = facts(['Image', 'Size', 'Served', 'Limits', 'In flight', 'Errors', 'Cache', 'Written to the cache']);
+  const plots = [...PLOTS, CACHE_PLOT].map(([title, kind, tell, series]) => ({
+    series,
+    plot: timePlot(title, series.map(([label, colour, , isDashed]) => [label, colour, isDashed]), kind, tell),
+  }));
+  const cachePlot = plots.at(-1).plot;
+  const curve = curvePlot('Miss ratio by size', ['would miss (LRU)', '--cache'], percent, bytes, 'now');
+  const noCache = el('p', { class: 'hint' }, 'This disk has no cache. With cache = "/ssd/NAME.cache" in its file, what is read often is kept on a fast device.');
+  const noCurve = el('p', { class: 'hint' }, 'The miss-ratio curve comes once the cache has seen enough reads.');
+  const grid = el('div', { class: 'plots' }, ...plots.map(({ plot }) => plot.element), curve.element);
+  const element = el('section', { class: 'disk', 'aria-label': `Disk ${name}`, 'data-disk': name }, el('h2', {}, name), about.element, grid, noCache, noCurve);
+  const times = [];
+  const samples = [];
+
+  function draw() {
+    // What is young has no empty half hour before it.
+    const length = Math.min(spanOf(), Math.max(SHOWN_MIN, times.at(-1) - times[0]));
+    const range = [times.at(-1) - length, times.at(-1)];
+    const first = Math.max(0, times.findIndex((time) => time >= range[0]) - 1);
+    const shownTimes = times.slice(first);
+    const shown = samples.slice(first);
+    for (const { plot, series } of plots) {
+      const at = (take) => shown.map(([rates, disk]) => (rates ? take(rates, disk) ?? null : null));
+      plot.set([shownTimes, ...series.map(([, , take]) => at(take))], range);
+    }
+  }
+
+  return {
+    element,
+    set(disk, time) {
+      const { cache } = disk;
+      about.set('Image', `${disk.image} (${disk.format}${disk.read_only ? ', read-only' : ''})`);
+      about.set('Size', bytes(disk.size));
+      about.set('Served', exportsText(disk.exports));
+      about.set('Limits', limitsText(disk.limits));
+      about.set('In flight', count(disk.in_flight));
+      about.set('Errors', count(disk.counts.errors + (cache?.errors || 0)));
+      about.set('Cache', cache ? `${cache.works ? '' : 'has failed: '}${cache.file} (${MODES[cache.mode] || cache.mode}), ${bytes(cache.occupancy)} of ${bytes(cache.capacity)}` : 'none');
+      about.set('Written to the cache', cache ? `${bytes(cache.written)}${cache.endurance ? `, ${bytes(cache.endurance)} a day at most` : ''}` : NONE);
+      element.classList.toggle('failed', cache ? !cache.works : false);
+      const hasCurve = Boolean(cache?.miss_ratios.length);
+      show(cachePlot.element, Boolean(cache));
+      show(curve.element, hasCurve);
+      show(noCache, !cache);
+      show(noCurve, Boolean(cache) && !hasCurve);
+      if (times.length && time <= times.at(-1)) return;
+      times.push(time);
+      samples.push([disk.rates, { cache: cache && { occupancy: cache.occupancy, dirty: cache.dirty } }]);
+      if (times.length > SAMPLES_MAX) {
+        times.shift();
+        samples.shift();
+      }
+      draw();
+      if (hasCurve) curve.set([cache.miss_ratios.map((it) => it.capacity), cache.miss_ratios.map((it) => it.miss_ratio)], cache.capacity);
+    },
+    draw: () => times.length && draw(),
+    /** Nothing is known from now on. */
+    gap() {
+      if (!times.length || samples.at(-1)[0] === null) return;
+      // By the host's clock, which need not be the browser's.
+      times.push(times.at(-1) + 0.001);
+      samples.push([null, {}]);
+      draw();
+    },
+    redraw: () => [...plots.map((it) => it.plot), curve].forEach((plot) => plot.redraw()),
+    close: () => [...plots.map((it) => it.plot), curve].forEach((plot) => plot.close()),
+  };
+}
+
+function eventList() {
+  const list = el('ol', { class: 'events', reversed: true, tabindex: 0, 'aria-label': 'Events, the latest first' });
+  const none = el('p', { class: 'hint' }, 'Nothing has been told yet.');
+  return {
+    element: el('section', { 'aria-label': 'Events' }, el('h2', {}, 'Events'), none, list),
+    add(event) {
+      show(none, false);
+      const about = Object.entries(event.about).map(([name, value]) => `${name} ${value}`).join(', ');
+      list.prepend(el('li', { 'data-level': event.level },
+        el('time', { datetime: new Date(Math.min(event.time_ms, 8.64e15)).toISOString() }, clock(event.time_ms)),
+        el('span', { class: 'level' }, event.level), el('span', {}, event.text, about ? el('small', {}, ` ${about}`) : null)));
+      while (list.childElementCount > EVENTS_MAX) list.lastChild.remove();
+    },
+  };
+}
+
+/** The page of the VM of that name. */
+export function vmPage(name) {
+  let span = 300;
+  const disks = new Map();
+  const state = badge();
+  const why = el('p', { class: 'alert', role: 'status' });
+  const about = facts(['UUID', 'Process', 'Up for', 'Larder', 'Socket']);
+  const spans = el('div', { class: 'spans', role: 'group', 'aria-label': 'Time shown' });
+  for (const [length, words] of SPANS) {
+    spans.append(el('button', { type: 'button', 'aria-pressed': String(length === span), click: (event) => choose(length, event.currentTarget) }, words));
+  }
+  const parts = el('div');
+  const wait = el('p', { class: 'empty' }, 'Asking the VM…');
+  const events = eventList();
+  show(why, false);
+  const element = el('article', {},
+    el('nav', { 'aria-label': 'Where this is' }, el('a', { href: '#/' }, '← All VMs')),
+    el('div', { class: 'title' }, el('h1', {}, name), state.element, spans), why, about.element, wait, parts, events.element);
+
+  function choose(length, button) {
+    span = length;
+    for (const other of spans.children) other.setAttribute('aria-pressed', String(other === button));
+    disks.forEach((disk) => disk.draw());
+  }
+
+  function hear({ vm, disks: told }) {
+    const health = vm?.health || 'stopped';
+    state.set(health, vm?.why);
+    const words = vm ? vm.why : 'There is no VM of this name now. Its page goes on when it is started.';
+    show(why, Boolean(words) && health !== 'up');
+    text(why, words || '');
+    show(wait, !told.length && health === 'up');
+    if (vm) {
+      about.set('UUID', vm.uuid || 'none');
+      about.set('Process', vm.pid === null ? NONE : String(vm.pid));
+      about.set('Up for', vm.started_ms !== null && health === 'up' ? age(vm.started_ms, vm.time_ms) : NONE);
+      about.set('Larder', vm.version || NONE);
+      about.set('Socket', vm.socket);
+    }
+    if (health !== 'up') {
+      disks.forEach((disk) => disk.gap());
+      return;
+    }
+    const names = new Set(told.map((disk) => disk.name));
+    for (const [disk, part] of disks) {
+      if (names.has(disk)) continue;
+      part.close();
+      part.element.remove();
+      disks.delete(disk);
+    }
+    for (const disk of told) {
+      if (!disks.has(disk.name)) {
+        const part = diskPart(disk.name, () => span);
+        disks.set(disk.name, part);
+        parts.append(part.element);
+      }
+      disks.get(disk.name).set(disk, vm.time_ms / 1000);
+    }
+  }
+
+  return {
+    title: `${name} – Larder`,
+    url: `/api/vm/${encodeURIComponent(name)}`,
+    element,
+    hears: { vm: hear, log: events.add },
+    lost: () => disks.forEach((disk) => disk.gap()),
+    redraw: () => disks.forEach((disk) => disk.redraw()),
+    close: () => disks.forEach((disk) => disk.close()),
+  };
+}

@@ -1,0 +1,26 @@
+//! `larder host`.
+
+use std::process::ExitCode;
+
+use larder_host::{Host, HostConfig};
+
+use crate::cli::HostArguments;
+use crate::signals;
+
+pub(crate) fn run(arguments: HostArguments) -> anyhow::Result<ExitCode> {
+    let signals = signals::block()?;
+    let host = Host::new(&HostConfig {
+        listen: arguments.listen,
+        tls_certificates: arguments.tls_certificates,
+        token_file: arguments.token_file,
+    })?;
+    tracing::info!(
+        dashboard = host.url(),
+        metrics = format!("{}metrics", host.url()),
+        "ready"
+    );
+    let stop = host.stop();
+    signals.stop_by(move || stop.stop())?;
+    host.run();
+    Ok(ExitCode::SUCCESS)
+}

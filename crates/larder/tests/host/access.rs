@@ -1,0 +1,261 @@
+//! Who may look, and what whoever may not cannot do.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::support::{LIMIT, on_tmpfs, run, tool};
+use super::{User, text};
+
+const TOKEN: &str = "b4d9b9a1f7c24f5e";
+
+/// A folder with a certificate for this host, and a token.
+fn pki(user: &User) -> TempDir {
+    let folder = on_tmpfs();
+    let path = |name: &str| folder.path().join(name);
+    tool(
+        "openssl",
+        &[
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-addext",
+            "basicConstraints=critical,CA:FALSE",
+            "-keyout",
+            text(&path("server-key.pem")),
+            "-out",
+            text(&path("server-cert.pem")),
+        ],
+    );
+    std::fs::write(path("token"), format!("{TOKEN}\n")).expect("writes");
+    for (name, mode) in [
+        ("server-key.pem", 0o600),
+        ("server-cert.pem", 0o644),
+        ("token", 0o600),
+        (".", 0o755),
+    ] {
+        std::fs::set_permissions(path(name), PermissionsExt::from_mode(mode)).expect("ours");
+        user.own(&path(name));
+    }
+    folder
+}
+
+fn refused(user: &User, options: &[&str], words: &[&str]) {
+    let (code, said) = run(user.larder(&[&["host"], options].concat()));
+    assert_eq!(code, Some(2), "{options:?}: {said}");
+    for word in words {
+        assert!(said.contains(word), "{options:?}: nothing of {word}: {said}");
+    }
+}
+
+#[test]
+fn other_hosts_are_let_in_with_tls_and_a_token_only() {
+    let user = User::new();
+    let pki = pki(&user);
+    let (certificates, token) = (text(pki.path()), pki.path().join("token"));
+    let token = text(&token);
+    let both = ["--tls-certificates and --token-file", "ssh -L"];
+    for listen in ["0.0.0.0:0", "[::]:0", "192.0.2.1:9178"] {
+        refused(&user, &["--listen", listen], &both);
+        refused(&user, &["--listen", listen, "--token-file", token], &both);
+        refused(&user, &["--listen", listen, "--tls-certificates", certificates], &both);
+    }
+    let of_token =
+        |path: &str, words: &[&str]| refused(&user, &["--listen", "127.0.0.1:0", "--token-file", path], words);
+    of_token("/nowhere/token", &["/nowhere/token", "No such file"]);
+    std::fs::set_permissions(Path::new(token), PermissionsExt::from_mode(0o644)).expect("ours");
+    of_token(token, &["every user of this host", "chmod"]);
+    std::fs::set_permissions(Path::new(token), PermissionsExt::from_mode(0o600)).expect("ours");
+    std::fs::write(token, "short\n").expect("writes");
+    of_token(token, &["16 printable characters", "openssl rand"]);
+    refused(
+        &user,
+        &["--tls-certificates", "/nowhere"],
+        &["/nowhere/server-cert.pem"],
+    );
+    let host = user.host(&[]);
+    refused(
+        &user,
+        &["--listen", &host.address.to_string()],
+        &["cannot listen on", "Address already in use"],
+    );
+}
+
+#[test]
+fn over_tls_only_who_knows_the_token_sees_anything() {
+    let user = User::new();
+    let pki = pki(&user);
+    let token = pki.path().join("token");
+    let mut command = user.larder(&["host", "--listen", "0.0.0.0:0", "--tls-certificates", text(pki.path())]);
+    command.args(["--token-file", text(&token)]);
+    let process = larder_bench::campaign::process::Process::start(command).expect("starts");
+    let line = process.wait_for(" ready ", LIMIT).expect("listens");
+    let port = line
+        .split("0.0.0.0:")
+        .nth(1)
+        .and_then(|rest| rest.split('/').next())
+        .expect("a port")
+        .to_owned();
+    let url = |path: &str| format!("https://localhost:{port}{path}");
+    let certificate = pki.path().join("server-cert.pem");
+    let curl = |path: &str, options: &[&str]| {
+        let url = url(path);
+        let all = [&["-sS", "--include", "--cacert", text(&certificate)], options, &[&url]].concat();
+        tool("curl", &all)
+    };
+    for path in ["/", "/metrics", "/api/fleet", "/api/vm/web", "/nothing"] {
+        for options in [
+            &[][..],
+            &["-H", "Authorization: Bearer b4d9b9a1f7c24f5f"],
+            &["-H", "Cookie: larder-host=00"],
+        ] {
+            let said = curl(path, options);
+            assert!(said.starts_with("HTTP/1.1 401 "), "{path}: {said}");
+            assert!(said.contains("www-authenticate: Bearer"), "{said}");
+        }
+    }
+    let browser = ["-H", "Accept: text/html"];
+    let said = curl("/", &browser);
+    assert!(
+        said.starts_with("HTTP/1.1 303 ") && said.contains("location: /login"),
+        "{said}"
+    );
+    assert!(curl("/login", &browser).contains("<form method=\"post\""));
+    assert!(curl("/assets/style.css", &[]).starts_with("HTTP/1.1 200 "));
+    let bearer = format!("Authorization: Bearer {TOKEN}");
+    assert!(curl("/metrics", &["-H", &bearer]).contains("larder_build_info{version="));
+    let wrong = curl("/login", &["--data", "token=b4d9b9a1f7c24f5"]);
+    assert!(
+        wrong.contains("location: /login#wrong") && !wrong.contains("set-cookie"),
+        "{wrong}"
+    );
+    let right = curl("/login", &["--data", &format!("token={TOKEN}")]);
+    let cookie = right
+        .lines()
+        .find_map(|line| line.strip_prefix("set-cookie: "))
+        .expect("a cookie");
+    for word in ["HttpOnly", "SameSite=Strict", "Secure", "Path=/"] {
+        assert!(cookie.contains(word), "nothing of {word}: {cookie}");
+    }
+    assert!(!cookie.contains(TOKEN), "{cookie}");
+    let cookie = format!("Cookie: {}", cookie.split(';').next().expect("its value"));
+    assert!(curl("/", &["-H", &cookie]).starts_with("HTTP/1.1 200 "));
+    // Without TLS there is nothing.
+    let mut plain = TcpStream::connect(format!("127.0.0.1:{port}")).expect("connects");
+    plain
+        .write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        .expect("takes it");
+    let mut said = Vec::new();
+    let _ = plain.read_to_end(&mut said);
+    assert!(!String::from_utf8_lossy(&said).contains("HTTP/1.1 200"));
+}
+
+#[test]
+fn a_name_that_another_has_given_to_this_host_is_refused() {
+    let user = User::new();
+    let host = user.host(&[]);
+    let ask = |head: &str| host.send(format!("GET /metrics HTTP/1.1\r\n{head}Connection: close\r\n\r\n").as_bytes());
+    for own in ["Host: localhost:1\r\n", "Host: 127.0.0.1\r\n", "Host: [::1]:9178\r\n"] {
+        assert!(ask(own).starts_with("HTTP/1.1 200 "), "{own}");
+    }
+    for other in [
+        "Host: evil.example\r\n",
+        "Host: localhost.evil.example\r\n",
+        "",
+        "Host: localhost\r\nHost: localhost\r\n",
+    ] {
+        let said = ask(other);
+        assert!(
+            said.starts_with("HTTP/1.1 421 ") && !said.contains("larder_"),
+            "{other}: {said}"
+        );
+    }
+}
+
+#[test]
+fn nothing_can_be_changed_and_browsers_are_told_to_be_careful() {
+    let user = User::new();
+    let host = user.host(&[]);
+    for method in ["POST", "PUT", "PATCH", "DELETE"] {
+        let request =
+            format!("{method} / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
+        assert!(host.send(request.as_bytes()).starts_with("HTTP/1.1 405 "), "{method}");
+    }
+    for path in ["/", "/assets/main.js", "/assets/vendor/uPlot.esm.js"] {
+        let (head, body) = host.get(path, &[]);
+        assert!(head.starts_with("HTTP/1.1 200 ") && !body.is_empty(), "{path}: {head}");
+        for header in [
+            "content-security-policy: default-src 'self'; ",
+            "x-content-type-options: nosniff",
+        ] {
+            assert!(head.contains(header), "{path}: nothing of {header}: {head}");
+        }
+    }
+    for path in ["/nothing", "/assets/../Cargo.toml", "/login", "/api/vm/%zz"] {
+        assert!(host.get(path, &[]).0.starts_with("HTTP/1.1 404 "), "{path}");
+    }
+}
+
+#[test]
+fn hostile_clients_keep_nobody_from_an_answer() {
+    let user = User::new();
+    let _web = user.vm("web");
+    let host = user.host(&[]);
+    let silent: Vec<TcpStream> = (0..300)
+        .map(|_| TcpStream::connect(host.address).expect("connects"))
+        .collect();
+    assert!(host.metrics().contains("larder_vm_up"));
+    let mut half: Vec<TcpStream> = (0..100)
+        .map(|_| TcpStream::connect(host.address).expect("connects"))
+        .collect();
+    half.iter_mut()
+        .for_each(|client| drop(client.write_all(b"GET /metrics HTTP/1.1\r\nHost: loc")));
+    // They ask for much and take nothing.
+    let greedy = b"GET /assets/vendor/uPlot.esm.js HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(500);
+    let mut deaf: Vec<TcpStream> = (0..50)
+        .map(|_| TcpStream::connect(host.address).expect("connects"))
+        .collect();
+    for client in &mut deaf {
+        client.set_nonblocking(true).expect("can be set");
+        let _ = client.write(&greedy);
+    }
+    assert!(host.metrics().contains("larder_vm_up"));
+    let long = format!(
+        "GET / HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n",
+        "x".repeat(64 << 10)
+    );
+    assert!(host.send(long.as_bytes()).starts_with("HTTP/1.1 431 "));
+    assert!(host.send(b"\x16\x03\x01 no HTTP\r\n\r\n").starts_with("HTTP/1.1 400 "));
+    // As many as may watch.
+    let watching: Vec<_> = (0..64).map(|_| host.follow("/api/fleet")).collect();
+    super::until("a place is denied", || {
+        let (head, _) = host.get("/api/fleet", &["Range: bytes=0-0"]);
+        head.starts_with("HTTP/1.1 503 ").then_some(())
+    });
+    assert!(host.metrics().contains("larder_vm_up"));
+    drop((silent, half, deaf, watching));
+    super::until("a place", || {
+        let mut client = TcpStream::connect(host.address).ok()?;
+        client.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
+        client
+            .write_all(b"GET /api/fleet HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            .ok()?;
+        let mut head = [0; 12];
+        client.read_exact(&mut head).ok()?;
+        (&head == b"HTTP/1.0 200").then_some(())
+    });
+}

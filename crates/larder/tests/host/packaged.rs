@@ -1,0 +1,67 @@
+//! What is beside the program for Grafana and Prometheus fits what it tells.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use super::metrics::{busy, names};
+use super::support::tool;
+use super::{User, text};
+
+fn file(name: &str) -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging")).join(name)
+}
+
+/// All that looks like a metric's name.
+fn named(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words
+        .filter(|word| word.starts_with("larder_"))
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn every_metric_in_a_dashboard_or_a_rule_exists() {
+    let user = User::new();
+    let (_vm, host) = busy(&user);
+    let (told, _) = names(&host.metrics());
+    for name in ["grafana/larder.json", "prometheus/larder.rules.yml"] {
+        let text = std::fs::read_to_string(file(name)).expect("is there");
+        let used = named(&text);
+        let unknown: Vec<&String> = used.difference(&told).collect();
+        assert!(unknown.is_empty() && used.len() > 8, "{name}: {unknown:?}");
+    }
+}
+
+#[test]
+fn alerts_come_when_they_should() {
+    tool(
+        "promtool",
+        &["check", "rules", text(&file("prometheus/larder.rules.yml"))],
+    );
+    tool(
+        "promtool",
+        &["test", "rules", text(&file("prometheus/larder.rules.test.yml"))],
+    );
+}
+
+#[test]
+fn the_dashboard_has_a_source_that_can_be_chosen() {
+    let dashboard = std::fs::read_to_string(file("grafana/larder.json")).expect("is there");
+    let dashboard: Value = serde_json::from_str(&dashboard).expect("it is JSON");
+    let variables = dashboard["templating"]["list"].as_array().expect("a list");
+    assert!(variables.iter().any(|variable| variable["type"] == "datasource"));
+    let panels = dashboard["panels"].as_array().expect("a list");
+    let mut ids = BTreeSet::new();
+    for panel in panels {
+        assert!(ids.insert(panel["id"].as_u64()), "two panels with one number");
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            assert_eq!(target["datasource"]["uid"], "${source}", "{panel}");
+            let expression = target["expr"].as_str().expect("an expression");
+            assert!(expression.contains("domain=~\"$domain\""), "{expression}");
+        }
+    }
+    assert!(panels.len() > 8);
+}

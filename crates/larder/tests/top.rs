@@ -1,0 +1,115 @@
+//! `larder top` in a terminal, which is tmux.
+
+mod support;
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+
+use larder_bench::campaign::process::Process;
+use support::{LIMIT, larder, on_tmpfs, run};
+
+/// A terminal in which a command runs.
+struct Terminal(String);
+
+impl Terminal {
+    fn start(command: &str) -> Self {
+        let terminal = Self(format!("larder-top-{}", std::process::id()));
+        terminal.tmux(&["new-session", "-d", "-x", "140", "-y", "30", command]);
+        terminal
+    }
+
+    fn tmux(&self, arguments: &[&str]) -> String {
+        let mut tmux = Command::new("tmux");
+        tmux.env("LC_ALL", "C.UTF-8").args(["-L", &self.0]).args(arguments);
+        run(tmux).1
+    }
+
+    fn press(&self, key: &str) {
+        self.tmux(&["send-keys", key]);
+    }
+
+    /// What is on the screen once all of `parts` are.
+    fn shows(&self, parts: &[&str]) -> String {
+        let give_up = Instant::now() + LIMIT;
+        loop {
+            let screen = self.tmux(&["capture-pane", "-p"]);
+            if parts.iter().all(|part| screen.contains(part)) {
+                return screen;
+            }
+            assert!(Instant::now() < give_up, "no {parts:?} in\n{screen}");
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        self.tmux(&["kill-server"]);
+    }
+}
+
+#[test]
+fn vms_and_disks_are_shown_and_chosen_by_keys() {
+    let folder = on_tmpfs();
+    let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+    let image = std::fs::File::create(folder.path().join("disk.raw"));
+    image.and_then(|image| image.set_len(8 << 20)).expect("an image");
+    // Others may be served on this host, too.
+    let name = format!("top-test-{}", std::process::id());
+    let file = folder.path().join(format!("{name}.toml"));
+    let disks = "control = \"control\"\n[[disk]]\nimage = \"disk.raw\"\nsocket = \"vda\"\niops-total = 123456\n";
+    std::fs::write(&file, disks).expect("writes the file");
+    let mut command = Command::new(larder());
+    command.arg("vm").arg(&file);
+    let server = Process::start(command).expect("larder starts");
+    server.wait_for(" ready ", LIMIT).expect("it serves");
+
+    let terminal = Terminal::start(&format!("{} top; cat", text(&larder())));
+    // The name may be cut.
+    terminal.shows(&["larder top: ", "top-test-", "vm ", "aqu-sz"]);
+    terminal.press("h");
+    terminal.shows(&["all disks   3 the chosen disk"]);
+    terminal.press("h");
+    terminal.press("2");
+    terminal.shows(&["all disks", "vda"]);
+    terminal.press("s");
+    terminal.shows(&["sort (requests)"]);
+    terminal.press("s");
+    terminal.press("s");
+    terminal.press("s");
+    terminal.press("s");
+    terminal.shows(&["sort (name)"]);
+    terminal.press("1");
+    // That VM, wherever it stands.
+    let screen = terminal.shows(&["top-test-"]);
+    let rows = screen.lines().skip(2);
+    let place = rows.take_while(|row| !row.starts_with("top-test-")).count();
+    (0..place).for_each(|_| terminal.press("Down"));
+    terminal.press("Enter");
+    terminal.shows(&[&name, "vda"]);
+    terminal.press("Enter");
+    terminal.shows(&[
+        &format!("{name} vda"),
+        "image    ",
+        "limits   iops-total=123456",
+        "disk.raw, raw, 8 MiB",
+    ]);
+    terminal.press("Escape");
+    terminal.shows(&["%util"]);
+    terminal.press("q");
+    // The terminal is as it was.
+    let give_up = Instant::now() + LIMIT;
+    while terminal.shows(&[]).contains("aqu-sz") {
+        assert!(Instant::now() < give_up, "it does not end");
+    }
+
+    let mut batch = Command::new(larder());
+    batch.args(["top", "--batch", "-n", "2", "-d", "0.1"]);
+    let (code, said) = run(batch);
+    assert!(code == Some(0) && said.matches(&name).count() == 2, "{said}");
+    let mut nowhere = Command::new(larder());
+    nowhere.arg("top");
+    let (code, said) = run(nowhere);
+    assert!(code == Some(2) && said.contains("no terminal"), "{said}");
+}
