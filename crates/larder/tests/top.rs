@@ -65,7 +65,7 @@ fn vms_and_disks_are_shown_and_chosen_by_keys() {
     let server = Process::start(command).expect("larder starts");
     server.wait_for(" ready ", LIMIT).expect("it serves");
 
-    let terminal = Terminal::start(&format!("{} top; cat", text(&larder())));
+    let terminal = Terminal::start(&format!("{} top; cat", text(larder())));
     // The name may be cut.
     terminal.shows(&["larder top: ", "top-test-", "vm ", "aqu-sz"]);
     terminal.press("h");
