@@ -1,6 +1,5 @@
 //! A question to a control socket.
 
-use std::error::Error;
 use std::io;
 use std::path::Path;
 
@@ -10,6 +9,7 @@ use hyper::client::conn::http1;
 use hyper::header::HOST;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
+use larder_vm::control::is_hung_up;
 use tokio::net::UnixStream;
 use tokio::task::AbortHandle;
 
@@ -49,14 +49,7 @@ impl From<io::Error> for AskError {
 
 impl From<hyper::Error> for AskError {
     fn from(error: hyper::Error) -> Self {
-        let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
-        let is_broken = cause.is_some_and(|cause| {
-            matches!(
-                cause.kind(),
-                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected
-            )
-        });
-        match is_broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
+        match is_hung_up(&error) {
             true => Self::HungUp,
             false => Self::Foreign(error.to_string()),
         }

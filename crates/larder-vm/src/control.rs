@@ -16,7 +16,7 @@ pub mod state;
 mod subject;
 pub mod wishes;
 
-pub use client::{Change, FetchError, change_disk, fetch_disks, fetch_server, reload};
+pub use client::{Change, FetchError, change_disk, fetch_disks, fetch_server, is_hung_up, reload};
 pub use server::{ControlError, ControlServer, ControlSocket};
 pub use subject::{Reload, ReloadReply, Subject};
 

@@ -225,16 +225,21 @@ enum Silence {
     Unknown(String),
 }
 
+/// Whether the connection was closed by the other side; otherwise what listens there does not speak HTTP.
+pub fn is_hung_up(error: &hyper::Error) -> bool {
+    let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+    let is_broken = cause.is_some_and(|cause| {
+        matches!(
+            cause.kind(),
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected
+        )
+    });
+    is_broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed()
+}
+
 impl From<hyper::Error> for Silence {
     fn from(error: hyper::Error) -> Self {
-        let cause = error.source().and_then(|source| source.downcast_ref::<io::Error>());
-        let is_broken = cause.is_some_and(|cause| {
-            matches!(
-                cause.kind(),
-                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected
-            )
-        });
-        match is_broken || error.is_incomplete_message() || error.is_canceled() || error.is_closed() {
+        match is_hung_up(&error) {
             true => Self::HungUp,
             false => Self::Unknown(error.to_string()),
         }

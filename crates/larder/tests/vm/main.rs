@@ -197,19 +197,25 @@ fn the_disks_threads_do_not_wait_for_each_other() {
     ends(process);
 }
 
-#[test]
-fn whoever_started_it_is_told_when_it_serves_and_when_it_stops() {
-    let vm = two();
+/// Starts the VM's server, and whoever has done so is told how far it is.
+fn start_as_a_service(vm: &Vm) -> (Process, impl Fn() -> String) {
     let told = UnixDatagram::bind(vm.path("notify")).expect("binds");
     told.set_read_timeout(Some(LIMIT)).expect("can be set");
     let mut command = vm.command(&[]);
     command.env("NOTIFY_SOCKET", vm.path("notify"));
     let process = Process::start(command).expect("larder starts");
-    let next = || {
+    let next = move || {
         let mut buffer = [0; 256];
         let count = told.recv(&mut buffer).expect("is told");
         String::from_utf8_lossy(&buffer[..count]).into_owned()
     };
+    (process, next)
+}
+
+#[test]
+fn whoever_started_it_is_told_when_it_serves_and_when_it_stops() {
+    let vm = two();
+    let (process, next) = start_as_a_service(&vm);
     let ready = next();
     assert!(
         ready.starts_with("READY=1\n") && ready.contains("STATUS=serving 2 disks"),

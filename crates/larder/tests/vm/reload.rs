@@ -1,12 +1,9 @@
 //! The VM's file, read again.
 
-use std::os::unix::net::UnixDatagram;
-
-use larder_bench::campaign::process::Process;
 use serde_json::{Value, json};
 
 use crate::support::run;
-use crate::{FrontEnd, LIMIT, Options, TWO, Vm, data_io, ends, text, two, works};
+use crate::{FrontEnd, LIMIT, Options, TWO, Vm, data_io, ends, start_as_a_service, text, two, works};
 
 /// Has the file read again by command; the exit code, and what was said.
 fn reload(vm: &Vm) -> (Option<i32>, String) {
@@ -206,16 +203,7 @@ fn what_cannot_change_is_named_and_a_wrong_file_changes_nothing() {
 #[test]
 fn a_hangup_has_the_file_read_again_and_whoever_started_it_is_told() {
     let vm = two();
-    let told = UnixDatagram::bind(vm.path("notify")).expect("binds");
-    told.set_read_timeout(Some(LIMIT)).expect("can be set");
-    let mut command = vm.command(&[]);
-    command.env("NOTIFY_SOCKET", vm.path("notify"));
-    let process = Process::start(command).expect("larder starts");
-    let next = || {
-        let mut buffer = [0; 256];
-        let count = told.recv(&mut buffer).expect("is told");
-        String::from_utf8_lossy(&buffer[..count]).into_owned()
-    };
+    let (process, next) = start_as_a_service(&vm);
     assert!(next().starts_with("READY=1\n"));
     vm.write(&TWO.replace("1000000", "3000000"));
     process.signal(libc::SIGHUP);
