@@ -25,6 +25,7 @@ enum Command {
     All,
     Cache(cache::Arguments),
     Kill(campaign::Arguments),
+    Restart(campaign::restarts::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
@@ -78,6 +79,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Qcow2(arguments) => {
             qcow2::run(&arguments)?;
+            true
+        }
+        Command::Restart(arguments) => {
+            campaign::restarts::main(&arguments)?;
             true
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,

@@ -14,6 +14,7 @@ use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::{Geometry, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
+use larder_export::vhost_user::Stop;
 
 pub use inquiry::{CacheWork, DiskChange, DiskChangeError, DiskInquiry, DiskSettings};
 use inquiry::{Inquiries, Served};
@@ -152,7 +153,7 @@ impl Disk {
     /// # Errors
     /// The export had failed, or the thread had died.
     pub fn stop(self) -> Result<(), DiskError> {
-        self.stop.raise();
+        self.stop.raise(Stop::Leave);
         self.wait()
     }
 
@@ -171,24 +172,29 @@ pub struct StopSignal(Arc<Mutex<StopState>>);
 
 #[derive(Default)]
 struct StopState {
-    raised: bool,
+    raised: Option<Stop>,
     waker: Option<Waker>,
 }
 
 impl StopSignal {
-    /// Raises it, for good.
-    pub fn raise(&self) {
+    /// Raises it, for good; `how` is what becomes of a front-end's connection.
+    pub fn raise(&self, how: Stop) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        state.raised = true;
+        state.raised = Some(how);
         if let Some(waker) = state.waker.take() {
             waker.wake();
         }
     }
 
+    fn how(&self) -> Stop {
+        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.raised.unwrap_or(Stop::Leave)
+    }
+
     async fn raised(&self) {
         std::future::poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if state.raised {
+            if state.raised.is_some() {
                 return Poll::Ready(());
             }
             state.waker = Some(context.waker().clone());
@@ -230,7 +236,7 @@ fn serve(
         let answering = inquiry::answer(&on, inquiries, &served);
         let ended = select(stop.raised(), select(answering, exports.ended())).await;
         let image = &served.image;
-        let mut stopping = Box::pin(exports.stop(&on));
+        let mut stopping = Box::pin(exports.stop(&on, stop.how()));
         let is_stopped = select(hangs_for_long(&on, image), stopping.as_mut()).await.is_some();
         if !is_stopped {
             // To drop what is under way would be to wait for it. It is left as a kill leaves it, with its memory.

@@ -16,10 +16,11 @@ use larder_block::{BlockDevice, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
 use larder_export::nbd::{NbdServer, NbdServerOptions};
-use larder_export::vhost_user::{OptionsError, VhostUserOptions, VhostUserServer};
+use larder_export::vhost_user::{OptionsError, Stop, VhostUserOptions, VhostUserServer};
 
 use crate::control::state::{ExportsState, NbdState, VhostUserState};
-use crate::listen::{Access, Inherited, ListenError, SocketFile};
+use crate::inherited::{Inherited, KeptDisk};
+use crate::listen::{Access, ListenError, SocketFile};
 use crate::run::shell::command_line;
 
 /// Where a vhost-user-blk server gets its front-ends from.
@@ -54,6 +55,8 @@ pub struct ExportsConfig {
     pub access: Access,
     /// Those of them that there are already.
     pub inherited: Inherited,
+    /// Where a front-end's connection is kept for the next process.
+    pub kept: Option<KeptDisk>,
 }
 
 impl ExportsConfig {
@@ -130,10 +133,7 @@ impl Exports {
             exports.start_nbd(on, device, at, config, (clients, activity))?;
         }
         if let Some(at) = &config.vhost_user_at {
-            exports.start_vhost_user(on, device, at, config, activity)?;
-            if let Some(server) = &exports.vhost_user {
-                server.count_among(clients);
-            }
+            exports.start_vhost_user(on, device, at, config, (clients, activity))?;
         }
         Ok(exports)
     }
@@ -159,9 +159,15 @@ impl Exports {
         device: &Rc<dyn BlockDevice>,
         at: &VhostUserAt,
         config: &ExportsConfig,
-        activity: &Rc<Activity>,
+        (clients, activity): (&Rc<Clients>, &Rc<Activity>),
     ) -> Result<(), ExportError> {
         let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user, activity)?;
+        server.count_among(clients);
+        if let Some(kept) = &config.kept
+            && let Some((store, left)) = kept.open(on)?
+        {
+            server.keep_in(store, left);
+        }
         let descriptor = match at {
             VhostUserAt::Path(path) => self.listen_on(path, config)?,
             VhostUserAt::Descriptor(descriptor) => descriptor.try_clone()?,
@@ -250,10 +256,10 @@ impl Exports {
         }
     }
 
-    /// Takes no new requests, answers those under way, and closes.
-    pub async fn stop(&self, on: &Loop) {
+    /// Takes no new requests, answers those under way, and closes; a front-end's connection as `how` says.
+    pub async fn stop(&self, on: &Loop, how: Stop) {
         if let Some(server) = &self.vhost_user {
-            server.stop();
+            server.stop(how);
             while server.is_connected() {
                 on.sleep(Duration::from_millis(1)).await;
             }

@@ -4,6 +4,7 @@ pub mod control;
 pub mod disk;
 pub mod exports;
 pub mod image;
+pub mod inherited;
 pub mod libvirt;
 pub mod limits;
 pub mod listen;

@@ -1,14 +1,12 @@
 //! Unix sockets to listen on, made and removed with care.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, flock};
@@ -109,51 +107,11 @@ pub fn same_place<'a, T>(places: &'a [(T, &Path)]) -> Option<(&'a T, &'a T)> {
     })
 }
 
-fn resolve(path: &Path) -> PathBuf {
+pub(crate) fn resolve(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     match (path.parent().map(Path::canonicalize), path.file_name()) {
         (Some(Ok(folder)), Some(name)) => folder.join(name),
         _ => path,
-    }
-}
-
-/// Sockets that whoever started this process listens on for it, by their paths: systemd, as a rule.
-#[derive(Clone, Debug, Default)]
-pub struct Inherited(Arc<Vec<(PathBuf, OwnedFd)>>);
-
-impl Inherited {
-    /// Takes them over.
-    ///
-    /// # Errors
-    /// One of them is no unix socket that listens on a path.
-    pub fn new(sockets: Vec<OwnedFd>) -> io::Result<Self> {
-        let named = sockets.into_iter().map(|socket| {
-            let no_path = || io::Error::other("it is no unix socket that listens on a path");
-            let address = rustix::net::getsockname(&socket).map_err(|_| no_path())?;
-            let address = SocketAddrUnix::try_from(address).map_err(|_| no_path())?;
-            let path = address.path().ok_or_else(no_path)?;
-            let path = PathBuf::from(OsStr::from_bytes(path.to_bytes()));
-            match rustix::net::sockopt::socket_acceptconn(&socket) {
-                Ok(true) => Ok((path, socket)),
-                _ => Err(no_path()),
-            }
-        });
-        Ok(Self(Arc::new(named.collect::<io::Result<_>>()?)))
-    }
-
-    /// The one that listens on `path`.
-    ///
-    /// # Errors
-    /// The process is out of descriptors.
-    pub fn at(&self, path: &Path) -> io::Result<Option<OwnedFd>> {
-        let path = resolve(path);
-        let found = self.0.iter().find(|(at, _)| resolve(at) == path);
-        found.map(|(_, socket)| socket.try_clone()).transpose()
-    }
-
-    /// Where they listen.
-    pub fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.0.iter().map(|(path, _)| path.as_path())
     }
 }
 

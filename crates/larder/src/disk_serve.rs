@@ -12,7 +12,7 @@ use larder_block::backend::image_lock::{Claim, LockError};
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::event_loop::SocketAddress;
 use larder_block::filter::throttle::Limits;
-use larder_export::vhost_user::VhostUserOptions;
+use larder_export::vhost_user::{Stop, VhostUserOptions};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
 use larder_vm::control::{ControlServer, Subject};
@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         "serving"
     );
     let stop = disk.stop_signal();
-    signals.stop_by(move || stop.raise())?;
+    signals.stop_by(move || stop.raise(Stop::Leave))?;
     disk.wait()?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,6 +1,9 @@
 //! `larder vm`.
 
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::process::ExitCode;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
@@ -8,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow};
 use larder_vm::control;
 use larder_vm::disk::DiskError;
-use larder_vm::listen::Inherited;
+use larder_vm::inherited::Inherited;
 use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
@@ -106,12 +109,32 @@ fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The sockets that systemd, or another one who starts services, has made for this process.
+/// What systemd, or another one who starts services, has handed to this process.
 fn inherited() -> anyhow::Result<Inherited> {
-    let numbers = sd_notify::listen_fds().context("$LISTEN_FDS")?;
-    // SAFETY: they were handed over to this process, whose number is in $LISTEN_PID, and nothing else in it takes them.
-    let sockets = numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }).collect();
-    Inherited::new(sockets).context("a socket that was handed over ($LISTEN_FDS)")
+    let named = sd_notify::listen_fds_with_names().context("$LISTEN_FDS")?;
+    let files = named.map(|(number, name)| {
+        // SAFETY: they were handed over to this process, whose number is in $LISTEN_PID, and nothing else in it takes
+        // them.
+        (name, unsafe { OwnedFd::from_raw_fd(number) })
+    });
+    Inherited::new(files.collect(), manager()).context("a socket that was handed over ($LISTEN_FDS)")
+}
+
+/// A socket to whoever has started this service and keeps descriptors for it.
+fn manager() -> Option<OwnedFd> {
+    let place = std::env::var_os("NOTIFY_SOCKET")?;
+    let address = match place.as_bytes() {
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        _ => SocketAddr::from_pathname(&place),
+    };
+    let connected = address.and_then(|address| {
+        let socket = UnixDatagram::unbound()?;
+        socket.connect_addr(&address)?;
+        Ok(socket.into())
+    });
+    connected
+        .inspect_err(|error| tracing::warn!("$NOTIFY_SOCKET: {error}"))
+        .ok()
 }
 
 /// How long whoever has started this service may take to hear the last word.

@@ -24,6 +24,8 @@ pub struct GuestOptions {
     pub memory_kib: u64,
     /// Further properties of the disk: `num-queues=4,packed=on`.
     pub disk: String,
+    /// Whether QEMU connects to the disk's socket again when the connection has ended.
+    pub reconnects: bool,
     /// Further words of QEMU's command line.
     pub qemu: Vec<String>,
     /// What it boots, of the test bed: `guest.cpio.gz` is a whole guest, `boot.cpio.gz` starts Debian from the disk.
@@ -36,6 +38,7 @@ impl Default for GuestOptions {
             processors: 2,
             memory_kib: 512 << 10,
             disk: "num-queues=2".to_owned(),
+            reconnects: true,
             qemu: Vec::new(),
             base: GUEST,
         }
@@ -135,7 +138,11 @@ impl Guest {
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", monitor.display()))
             .arg("-chardev")
-            .arg(format!("socket,id=c,path={},reconnect=1", socket.display()))
+            .arg(format!(
+                "socket,id=c,path={},reconnect={}",
+                socket.display(),
+                u8::from(options.reconnects)
+            ))
             .arg("-device")
             .arg(format!("vhost-user-blk-pci,chardev=c,{}", options.disk))
             .args(&options.qemu);

@@ -16,7 +16,9 @@ pub mod guest;
 pub mod guest_kills;
 pub mod pauses;
 pub mod process;
+pub mod restarts;
 pub mod server;
+pub mod service;
 
 use std::path::{Path, PathBuf};
 
@@ -95,13 +97,10 @@ impl Random {
     }
 }
 
-/// Runs a campaign and prints what came of it.
-///
-/// # Errors
-/// The client noticed, or something is missing.
-pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
-    let larder = match &arguments.larder {
-        Some(path) => path.clone(),
+/// The program to serve with: `given`, or the one beside this program.
+fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
+    let larder = match given {
+        Some(path) => path.to_owned(),
         None => std::env::current_exe()?.with_file_name("larder"),
     };
     ensure!(
@@ -109,6 +108,15 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
         "{} is missing: cargo build --release -p larder",
         larder.display()
     );
+    Ok(larder)
+}
+
+/// Runs a campaign and prints what came of it.
+///
+/// # Errors
+/// The client noticed, or something is missing.
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let larder = larder_beside(arguments.larder.as_deref())?;
     let images = tempfile::tempdir_in(&arguments.folder).context("a folder for the image")?;
     let sockets = tempfile::tempdir()?;
     let image = images.path().join("disk.raw");

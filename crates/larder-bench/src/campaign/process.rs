@@ -102,6 +102,11 @@ impl Process {
         self.output.lock().lines.len()
     }
 
+    /// Whether all that it says has been read.
+    pub fn has_ended(&self) -> bool {
+        self.output.lock().open == 0
+    }
+
     /// Writes a line to its input.
     ///
     /// # Errors

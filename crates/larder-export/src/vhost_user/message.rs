@@ -16,7 +16,8 @@ pub const TABLE_REGIONS_MAX: usize = 8;
 
 const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 1 << 2;
-const FLAG_NEED_REPLY: u32 = 1 << 3;
+/// An acknowledgement is asked for.
+pub(super) const FLAG_NEED_REPLY: u32 = 1 << 3;
 
 /// The header of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 //!
 //! [`message`] parses the protocol, [`session`] carries it out, [`memory`] maps the guest, [`ring`] reads virtqueues,
 //! [`inflight`] notes what is under way so that a successor can take it up, [`memo`] what a successor could not ask for,
-//! [`queue`] runs requests and [`blk`] says what they mean.
+//! [`record`] what the front-end would not say again, [`takeover`] hands a connection to the next process, [`queue`] runs
+//! requests and [`blk`] says what they mean.
 
 pub mod blk;
 pub mod inflight;
@@ -11,11 +12,14 @@ pub mod memo;
 pub mod memory;
 pub mod message;
 mod queue;
+pub mod record;
 pub mod ring;
 mod session;
+pub mod takeover;
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::future::poll_fn;
+use std::os::fd::AsFd;
 use std::pin::pin;
 use std::rc::Rc;
 use std::task::Poll;
@@ -29,7 +33,8 @@ pub use session::SessionError;
 use crate::activity::Activity;
 use crate::clients::Clients;
 use queue::Shared;
-use session::Session;
+use session::{End, Leave, Session, not_kept};
+use takeover::{Kept, Left, Store};
 
 /// The most queues that a disk offers; QEMU takes as many as its `num-queues` says.
 pub const QUEUES_MAX: u16 = 64;
@@ -130,6 +135,22 @@ pub struct VhostUserServer {
     current: RefCell<Option<Rc<Socket>>>,
     stopping: Cell<bool>,
     clients: OnceCell<Rc<Clients>>,
+    /// Where the connection is kept for the next process.
+    store: OnceCell<Store>,
+    /// What the process before this one has left.
+    left: RefCell<Option<Left>>,
+    leave: Rc<Leave>,
+    /// The present connection is kept.
+    is_kept: Cell<bool>,
+}
+
+/// What becomes of a front-end's connection when its server stops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// It is closed.
+    Close,
+    /// It is left to the next process, if it is kept for that; else it is closed.
+    Leave,
 }
 
 impl VhostUserServer {
@@ -170,12 +191,23 @@ impl VhostUserServer {
             current: RefCell::new(None),
             stopping: Cell::new(false),
             clients: OnceCell::new(),
+            store: OnceCell::new(),
+            left: RefCell::new(None),
+            leave: Rc::default(),
+            is_kept: Cell::new(false),
         }))
     }
 
     /// Counts front-ends among `clients`, which is said once.
     pub fn count_among(&self, clients: &Rc<Clients>) {
         let _ = self.clients.set(Rc::clone(clients));
+    }
+
+    /// Keeps connections for the next process in `store`, and goes on with the one that was `left` there. Said once,
+    /// before [`VhostUserServer::run`].
+    pub fn keep_in(&self, store: Store, left: Option<Left>) {
+        let _ = self.store.set(store);
+        *self.left.borrow_mut() = left;
     }
 
     /// Whether a front-end is connected.
@@ -188,9 +220,13 @@ impl VhostUserServer {
     /// # Errors
     /// The listening socket is broken.
     pub async fn run(&self, listener: &Listener) -> std::io::Result<()> {
+        let mut before = self.take_up().await;
         while !self.stopping.get() {
-            let socket = listener.accept(&self.on).await?;
-            let mut serving = pin!(self.serve(socket));
+            let (socket, kept) = match before.take() {
+                Some((socket, kept)) => (socket, Some(kept)),
+                None => (listener.accept(&self.on).await?, None),
+            };
+            let mut serving = pin!(self.serve_kept(socket, kept));
             let mut next = pin!(async {
                 let waits = listener.readable().await;
                 self.on.sleep(QUIET).await;
@@ -221,25 +257,77 @@ impl VhostUserServer {
 
     /// Serves a front-end that is connected already, until it disconnects.
     pub async fn serve(&self, socket: Socket) {
+        self.serve_kept(socket, None).await;
+    }
+
+    /// The connection that the process before this one has left.
+    async fn take_up(&self) -> Option<(Socket, Kept<'_>)> {
+        let (store, left) = (self.store.get()?, self.left.borrow_mut().take()?);
+        let taken = match left.take_up(store).await {
+            Ok((kept, connection)) => Socket::from_descriptor(&self.on, connection).map(|socket| (socket, kept)),
+            Err(error) => {
+                tracing::warn!(
+                    disk = %self.shared.device.name(),
+                    "the front-end has to connect again: {error}"
+                );
+                return None;
+            }
+        };
+        taken.inspect_err(not_kept).ok()
+    }
+
+    /// Serves a front-end; one that was served by the process before this one comes with what was kept of it.
+    async fn serve_kept(&self, socket: Socket, kept: Option<Kept<'_>>) {
         let _client = self.clients.get().map(Clients::enter);
         let socket = Rc::new(socket);
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
-        tracing::info!(disk = %self.shared.device.name(), "front-end connected");
-        self.until_it_speaks(&socket).await;
-        let mut session = Session::new(&self.on, socket, Rc::clone(&self.shared), self.queues);
+        let disk = self.shared.device.name();
+        let is_new = kept.is_none();
+        if is_new {
+            tracing::info!(%disk, "front-end connected");
+            self.until_it_speaks(&socket).await;
+        }
+        let mut session = Session::new(
+            &self.on,
+            Rc::clone(&socket),
+            Rc::clone(&self.shared),
+            self.queues,
+            Rc::clone(&self.leave),
+        );
         let done = Rc::new(Cell::new(false));
         self.on.spawn(announce_sizes(
             Rc::clone(&self.shared),
             session.backend_channel(),
             Rc::clone(&done),
         ));
-        match session.run().await {
-            Ok(()) => tracing::info!(disk = %self.shared.device.name(), "front-end disconnected"),
-            Err(_) if self.stopping.get() => {}
-            Err(error) => {
-                tracing::error!(disk = %self.shared.device.name(), "connection to the front-end closed: {error}");
+        let kept = match (kept, self.store.get()) {
+            (None, Some(store)) if !self.stopping.get() => {
+                let begun = Kept::begin(store, socket.as_fd()).await;
+                begun.inspect_err(not_kept).ok()
             }
+            (kept, _) => kept,
+        };
+        self.is_kept.set(kept.is_some());
+        let kept = match kept {
+            Some(kept) => session.keep(kept).await,
+            None => Ok(()),
+        };
+        let ended = match kept {
+            Ok(()) => {
+                if !is_new {
+                    tracing::info!(%disk, "the front-end's connection goes on");
+                }
+                session.run().await
+            }
+            Err(error) => Err(error),
+        };
+        match ended {
+            Ok(End::Closed) => tracing::info!(%disk, "front-end disconnected"),
+            Ok(End::Left) => tracing::info!(%disk, "the front-end's connection is left to the next process"),
+            Err(_) if self.stopping.get() => {}
+            Err(error) => tracing::error!(%disk, "connection to the front-end closed: {error}"),
         }
+        self.is_kept.set(false);
         done.set(true);
         // Lets the announcer see that it is done.
         self.shared.device.size_changes().wake();
@@ -267,10 +355,12 @@ impl VhostUserServer {
         named.map_or_else(|| "one".to_owned(), |process| format!("one ({process})"))
     }
 
-    /// Takes no more requests; the present connection ends once what is under way is done.
-    pub fn stop(&self) {
+    /// Takes no more requests; what is under way is done, then the present connection ends as `how` says.
+    pub fn stop(&self, how: Stop) {
         self.stopping.set(true);
-        if let Some(socket) = self.current.borrow().as_ref() {
+        if how == Stop::Leave && self.is_kept.get() {
+            self.leave.ask();
+        } else if let Some(socket) = self.current.borrow().as_ref() {
             socket.shutdown();
         }
     }

@@ -5,9 +5,14 @@
 //! ends, its queues stop: requests under way are finished and given back, so that the next connection finds the rings in
 //! order.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::pin::pin;
 use std::rc::Rc;
+use std::task::{Poll, Waker};
+use std::time::Duration;
 
 use larder_block::event_loop::Socket;
 use larder_block::{ByteLen, Loop};
@@ -21,7 +26,9 @@ use super::message::{
     self, HEADER_BYTES, Header, InflightInfo, MessageError, Request, RingAddresses, number, parse_header, parse_request,
 };
 use super::queue::{Queue, QueueParts, Shared};
+use super::record::Message;
 use super::ring::{RING_SIZE_MAX, Ring, RingLayout, RingPosition};
+use super::takeover::Kept;
 
 /// Protocol features (QEMU `docs/interop/vhost-user.rst`).
 mod protocol {
@@ -89,7 +96,50 @@ struct RingSetup {
     homeless: bool,
 }
 
-pub(super) struct Session {
+/// How long the rest of a message may take to come when this process is about to end.
+const REST_OF_MESSAGE: Duration = Duration::from_secs(1);
+
+/// How a connection has ended that was in order.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// The front-end has closed it.
+    Closed,
+    /// It is left to the next process.
+    Left,
+}
+
+/// Tells a session to leave its connection to the next process.
+#[derive(Default)]
+pub(super) struct Leave {
+    asked: Cell<bool>,
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Leave {
+    /// As soon as no message is in hand.
+    pub(super) fn ask(&self) {
+        self.asked.set(true);
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+
+    async fn asked(&self) {
+        poll_fn(|context| {
+            if self.asked.get() {
+                return Poll::Ready(());
+            }
+            self.waker.replace(Some(context.waker().clone()));
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+/// A message as it came, for the record, with copies of its descriptors.
+type Raw = Option<Message>;
+
+pub(super) struct Session<'a> {
     on: Loop,
     socket: Rc<Socket>,
     shared: Rc<Shared>,
@@ -104,10 +154,13 @@ pub(super) struct Session {
     backend_channel: Rc<RefCell<Option<Socket>>>,
     /// The size that the front-end was told on this connection.
     size_told: Option<ByteLen>,
+    /// For the next process.
+    kept: Option<Kept<'a>>,
+    leave: Rc<Leave>,
 }
 
-impl Session {
-    pub(super) fn new(on: &Loop, socket: Rc<Socket>, shared: Rc<Shared>, queues_max: u16) -> Self {
+impl<'a> Session<'a> {
+    pub(super) fn new(on: &Loop, socket: Rc<Socket>, shared: Rc<Shared>, queues_max: u16, leave: Rc<Leave>) -> Self {
         Self {
             on: on.clone(),
             socket,
@@ -122,6 +175,8 @@ impl Session {
             log: None,
             backend_channel: Rc::default(),
             size_told: None,
+            kept: None,
+            leave,
         }
     }
 
@@ -130,81 +185,172 @@ impl Session {
         Rc::clone(&self.backend_channel)
     }
 
+    /// Goes on with what was said to the process before this one, if it is `kept` already, and keeps what will be.
+    pub(super) async fn keep(&mut self, kept: Kept<'a>) -> Result<(), SessionError> {
+        for said in kept.messages() {
+            let (header, request) = parse(said.bytes(), copies(said.descriptors())?)?;
+            tracing::trace!(?request, ?header, "said before");
+            self.carry_out(request).await?;
+        }
+        self.kept = Some(kept);
+        Ok(())
+    }
+
     /// Serves the connection until it ends.
-    pub(super) async fn run(&mut self) -> Result<(), SessionError> {
+    pub(super) async fn run(&mut self) -> Result<End, SessionError> {
         let result = loop {
-            match self.next_message().await {
-                Ok(None) => break Ok(()),
-                Ok(Some((header, request))) => {
-                    if let Err(error) = self.answer(&header, request).await {
+            if !self.speaks().await {
+                break Ok(End::Left);
+            }
+            let next = self.take_in_hand().await;
+            match next {
+                Ok(None) => break Ok(End::Closed),
+                Ok(Some((header, request, raw))) => {
+                    if let Err(error) = self.answer(&header, request, raw).await {
                         break Err(error);
                     }
                 }
                 Err(error) => break Err(error),
             }
         };
-        self.socket.shutdown();
-        for ring in &mut self.rings {
-            if let Some(queue) = ring.queue.take() {
-                queue.stop().await;
+        let left = matches!(result, Ok(End::Left));
+        if !left {
+            self.socket.shutdown();
+        }
+        let packed = self.packed();
+        for (index, ring) in self.rings.iter_mut().enumerate() {
+            let Some(queue) = ring.queue.take() else { continue };
+            let base = queue.stop().await.to_base(packed);
+            if let Some(kept) = &mut self.kept {
+                kept.rests_at(index as u32, base);
             }
         }
         *self.shared.dirty_log.borrow_mut() = None;
+        match self.kept.take() {
+            Some(kept) if left => {
+                if let Err(error) = kept.leave() {
+                    not_kept(&error);
+                    self.socket.shutdown();
+                }
+            }
+            Some(kept) => kept.forget().await,
+            None => {}
+        }
         result
     }
 
-    /// The next message; `None` when the front-end has closed the connection between two of them.
-    async fn next_message(&self) -> Result<Option<(Header, Request)>, SessionError> {
-        let mut head = [0; HEADER_BYTES];
-        let mut descriptors = Vec::new();
-        let mut filled = 0;
-        while filled < head.len() {
-            let (count, came) = self.socket.read_with_descriptors(&mut head[filled..]).await?;
-            if count == 0 && filled == 0 {
-                return Ok(None);
-            }
-            if count == 0 {
-                return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
-            }
-            filled += count;
-            message::collect(&mut descriptors, came)?;
+    /// Waits for the front-end; false if the connection is to be left to the next process instead.
+    async fn speaks(&mut self) -> bool {
+        if self.kept.is_none() {
+            return true;
         }
-        let header = parse_header(&head)?;
-        let mut payload = vec![0; header.payload_bytes];
-        let mut filled = 0;
-        while filled < payload.len() {
-            let (count, came) = self.socket.read_with_descriptors(&mut payload[filled..]).await?;
-            if count == 0 {
-                return Err(std::io::Error::from(std::io::ErrorKind::UnexpectedEof).into());
+        let mut readable = pin!(self.socket.readable());
+        let mut asked = pin!(self.leave.asked());
+        poll_fn(|context| {
+            if asked.as_mut().poll(context).is_ready() {
+                return Poll::Ready(false);
             }
-            filled += count;
-            message::collect(&mut descriptors, came)?;
-        }
-        let request = parse_request(&header, &payload, descriptors)?;
-        tracing::trace!(?request, "vhost-user");
-        Ok(Some((header, request)))
+            // An error is the next read's to report.
+            readable.as_mut().poll(context).map(|_| true)
+        })
+        .await
     }
 
-    async fn answer(&mut self, header: &Header, request: Request) -> Result<(), SessionError> {
+    /// The next message; `None` when the front-end has closed the connection between two of them.
+    async fn take_in_hand(&mut self) -> Result<Option<(Header, Request, Raw)>, SessionError> {
+        if let Some(kept) = &self.kept {
+            kept.take_in_hand()?;
+        }
+        let mut next = pin!(self.next_message());
+        let mut late = pin!(async {
+            self.leave.asked().await;
+            self.on.sleep(REST_OF_MESSAGE).await;
+        });
+        poll_fn(|context| {
+            if let Poll::Ready(message) = next.as_mut().poll(context) {
+                return Poll::Ready(message);
+            }
+            let late = late.as_mut().poll(context);
+            late.map(|()| Err(io::Error::from(io::ErrorKind::TimedOut).into()))
+        })
+        .await
+    }
+
+    async fn next_message(&self) -> Result<Option<(Header, Request, Raw)>, SessionError> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        let mut descriptors = Vec::new();
+        if !self.fill(&mut bytes, &mut descriptors).await? {
+            return Ok(None);
+        }
+        let mut head = [0; HEADER_BYTES];
+        head.copy_from_slice(&bytes);
+        let header = parse_header(&head)?;
+        bytes.resize(HEADER_BYTES + header.payload_bytes, 0);
+        if !self.fill(&mut bytes[HEADER_BYTES..], &mut descriptors).await? {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+        }
+        let copied = self.kept.as_ref().map(|_| copies(&descriptors)).transpose()?;
+        let request = parse_request(&header, &bytes[HEADER_BYTES..], descriptors)?;
+        tracing::trace!(?request, "vhost-user");
+        let raw = copied.map(|copied| Message::new(bytes, copied));
+        Ok(Some((header, request, raw)))
+    }
+
+    /// Fills `bytes`, and adds the descriptors that come along; false if the stream ends before the first byte.
+    async fn fill(&self, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> Result<bool, SessionError> {
+        let mut filled = 0;
+        while filled < bytes.len() {
+            let (count, came) = self.socket.read_with_descriptors(&mut bytes[filled..]).await?;
+            if count == 0 && filled == 0 {
+                return Ok(false);
+            }
+            if count == 0 {
+                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+            }
+            filled += count;
+            message::collect(descriptors, came)?;
+        }
+        Ok(true)
+    }
+
+    async fn answer(&mut self, header: &Header, request: Request, raw: Raw) -> Result<(), SessionError> {
         // Whoever asks knows about acknowledgements, and waits for it, even where they were agreed on with a predecessor:
         // QEMU before 9.1 may go on like that after a server has died.
         let acknowledge = header.need_reply;
         let number = header.request;
-        match self.carry_out(request).await {
-            Ok(Reply::Bytes(bytes)) => self.socket.write_all(&bytes).await?,
-            Ok(Reply::Position { ring, base }) => {
-                self.socket.write_all(&message::reply_ring(number, ring, base)).await?;
+        let carried_out = self.carry_out(request).await;
+        let reply = match &carried_out {
+            Ok(Reply::Bytes(bytes) | Reply::WithFile(bytes, _)) => Some(bytes.clone()),
+            Ok(Reply::Position { ring, base }) => Some(message::reply_ring(number, *ring, *base)),
+            Ok(Reply::None) if acknowledge => Some(message::reply_u64(number, 0)),
+            Ok(Reply::None) => None,
+            Err(error) if acknowledge => {
+                tracing::error!("vhost-user request {number} refused: {error}");
+                Some(message::reply_u64(number, 1))
+            }
+            Err(_) => None,
+        };
+        match (carried_out, &reply) {
+            (Ok(Reply::WithFile(_, file)), Some(reply)) => {
+                self.socket.write_with_descriptors(reply, &[file.as_fd()]).await?;
+            }
+            (Ok(Reply::Position { ring, .. }), Some(reply)) => {
+                self.socket.write_all(reply).await?;
                 // Only now: a death before that must leave the position in the notes, nobody else has it.
                 self.retire(ring);
             }
-            Ok(Reply::WithFile(bytes, file)) => self.socket.write_with_descriptors(&bytes, &[file.as_fd()]).await?,
-            Ok(Reply::None) if acknowledge => self.socket.write_all(&message::reply_u64(number, 0)).await?,
-            Ok(Reply::None) => {}
-            Err(error) if acknowledge => {
-                tracing::error!("vhost-user request {number} refused: {error}");
-                self.socket.write_all(&message::reply_u64(number, 1)).await?;
+            (_, Some(reply)) => self.socket.write_all(reply).await?,
+            (Err(error), None) => return Err(error),
+            (Ok(_), None) => {}
+        }
+        let reply = reply.map(|bytes| Message::new(bytes, Vec::new()));
+        if let (Some(kept), Some(raw)) = (&mut self.kept, raw)
+            && let Err(error) = kept.note(raw, reply.as_ref()).await
+        {
+            not_kept(&error);
+            if let Some(kept) = self.kept.take() {
+                kept.forget().await;
             }
-            Err(error) => return Err(error),
         }
         Ok(())
     }
@@ -608,6 +754,25 @@ impl Session {
             }
         }
     }
+}
+
+/// A message that is whole.
+fn parse(bytes: &[u8], descriptors: Vec<OwnedFd>) -> Result<(Header, Request), SessionError> {
+    let cut = || SessionError::from(io::Error::from(io::ErrorKind::UnexpectedEof));
+    let (head, payload) = bytes.split_first_chunk().ok_or_else(cut)?;
+    let header = parse_header(head)?;
+    Ok((header, parse_request(&header, payload, descriptors)?))
+}
+
+fn copies(descriptors: &[OwnedFd]) -> io::Result<Vec<OwnedFd>> {
+    descriptors.iter().map(OwnedFd::try_clone).collect()
+}
+
+/// The next process will have to do without the connection.
+pub(super) fn not_kept(error: &io::Error) {
+    tracing::warn!(
+        "the connection to the front-end is not kept for the next process, and is made again after a restart: {error}"
+    );
 }
 
 /// Tells the front-end, if it listens, that the configuration space has changed.

@@ -19,7 +19,8 @@ use toml::de::{DeArray, DeTable, DeValue};
 use crate::disk::DiskConfig;
 use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
 use crate::image::ImageAddress;
-use crate::listen::{Access, Inherited, SOCKET_PATH_BYTES_MAX};
+use crate::inherited::Inherited;
+use crate::listen::{Access, SOCKET_PATH_BYTES_MAX};
 use crate::runtime_folder::runtime_folder;
 use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
@@ -223,7 +224,7 @@ impl VmConfig {
 }
 
 impl VmDisk {
-    /// What its thread is to do; sockets that are `inherited` are there already.
+    /// What its thread is to do; what is `inherited` is there already.
     pub fn config(&self, inherited: &Inherited) -> DiskConfig {
         let mut config = DiskConfig::new(self.wish.image.clone());
         // What makes no sense together has been refused.
@@ -234,6 +235,7 @@ impl VmDisk {
             nbd: self.nbd.clone(),
             access: self.access,
             inherited: inherited.clone(),
+            kept: inherited.kept(&self.name),
         };
         if let Some(us) = self.wish.poll_us {
             config.poll_max = std::time::Duration::from_micros(us);

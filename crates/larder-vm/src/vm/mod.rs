@@ -18,11 +18,13 @@ use std::sync::mpsc::{self, Receiver, RecvError, Sender};
 use config::VmConfig;
 use find::Noted;
 use larder_block::event_loop::SocketAddress;
+use larder_export::vhost_user::Stop;
 
 use crate::control::{ControlError, ControlServer, ControlSocket, ReloadReply, Subject};
 use crate::disk::{Disk, DiskError, DiskInquiry, StopSignal};
 use crate::exports::Places;
-use crate::listen::{Inherited, SocketFile, same_place};
+use crate::inherited::Inherited;
+use crate::listen::{SocketFile, same_place};
 use crate::runtime_folder::{self, runtime_folder};
 
 /// Why a VM cannot be served, or is not any more.
@@ -138,6 +140,7 @@ impl Vm {
                 return Err(error.into());
             }
         };
+        inherited.forget_rest();
         let disks = started.into_iter().map(|(name, disk)| at_work(name, disk, &orderer));
         Ok(Self {
             _noted: Noted::new(&config.name, &config.control),
@@ -191,7 +194,7 @@ impl Vm {
             if stops && !is_stopping {
                 is_stopping = true;
                 tell(Progress::Stopping);
-                self.disks.iter().for_each(|disk| disk.stop.raise());
+                self.disks.iter().for_each(|disk| disk.stop.raise(Stop::Leave));
             }
         }
         result
@@ -238,7 +241,7 @@ fn at_work(name: &str, disk: Disk, orders: &VmOrders) -> DiskAtWork {
 }
 
 fn stop_all(disks: Vec<(&str, Disk)>) {
-    disks.iter().for_each(|(_, disk)| disk.stop_signal().raise());
+    disks.iter().for_each(|(_, disk)| disk.stop_signal().raise(Stop::Leave));
     for (name, disk) in disks {
         if let Err(error) = disk.wait() {
             tracing::error!("disk {name}: {error}");

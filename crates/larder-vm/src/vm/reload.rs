@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use larder_block::ByteLen;
+use larder_export::vhost_user::Stop;
 use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
@@ -90,7 +91,7 @@ impl Vm {
                 ),
                 Some(_) => {
                     disk.leaves = true;
-                    disk.stop.raise();
+                    disk.stop.raise(Stop::Close);
                     ending.push(disk.name.clone());
                 }
                 None => change.failed(&disk.name, NO_ANSWER),

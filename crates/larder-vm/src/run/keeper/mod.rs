@@ -16,7 +16,6 @@
 //! - A server that closes the connection, lives and listens on refuses what QEMU says. Then so do we: QEMU's connection
 //!   ends.
 
-mod record;
 mod wire;
 
 use std::io;
@@ -27,12 +26,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
+use larder_export::vhost_user::record::{Message, Record, has_reply, is_refusal};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 
 use super::plan::PlannedDisk;
 use crate::listen::{ListenError, SocketFile, listener_has_ended};
-use record::{Record, has_reply, is_refusal};
-use wire::{Broken, Message, wait};
+use wire::{Broken, receive, send, wait};
 
 /// How often a server that is being started is tried. Waiting is counted in these: time in which all of us were stopped,
 /// the next server included, does not count.
@@ -185,12 +184,12 @@ impl Connection<'_> {
             match wait(&streams, bell, limit)? {
                 None => {}
                 Some(0) => {
-                    let Some(message) = Message::receive(&self.front, bell)? else {
+                    let Some(message) = receive(&self.front, bell)? else {
                         return Ok(());
                     };
                     let reply = self.ask(&message)?;
                     if let Some(reply) = &reply {
-                        reply.send(&self.front, &self.worker.shared.bell)?;
+                        send(reply, &self.front, &self.worker.shared.bell)?;
                     }
                     self.record.note(message, reply.as_ref());
                 }
@@ -268,11 +267,11 @@ impl Connection<'_> {
 
 /// Sends a message, and waits for the reply if it has one.
 fn ask(back: &UnixStream, message: &Message, bell: &OwnedFd) -> Result<Option<Message>, Broken> {
-    message.send(back, bell)?;
+    send(message, back, bell)?;
     if !has_reply(message) {
         return Ok(None);
     }
-    match Message::receive(back, bell)? {
+    match receive(back, bell)? {
         None => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
         reply => Ok(reply),
     }

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use larder_export::vhost_user::message::{HEADER_BYTES, PAYLOAD_BYTES_MAX, TABLE_REGIONS_MAX};
+use larder_export::vhost_user::record::Message;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -14,118 +15,77 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-const FLAG_NEED_REPLY: u32 = 1 << 3;
-
-/// A message of either side, with the descriptors that came along.
-#[derive(Debug)]
-pub(super) struct Message {
-    bytes: Vec<u8>,
-    descriptors: Vec<OwnedFd>,
+/// Takes the next message from `stream`; `None` if it was closed between two.
+pub(super) fn receive(stream: &UnixStream, bell: &OwnedFd) -> Result<Option<Message>, Broken> {
+    let mut bytes = vec![0; HEADER_BYTES];
+    let mut descriptors = Vec::new();
+    if !fill(&mut bytes, &mut descriptors, stream, bell)? {
+        return Ok(None);
+    }
+    let payload_bytes = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]) as usize;
+    if payload_bytes > PAYLOAD_BYTES_MAX {
+        return Err(io::Error::other(format!("a message of {payload_bytes} bytes")).into());
+    }
+    bytes.resize(HEADER_BYTES + payload_bytes, 0);
+    match fill(&mut bytes[HEADER_BYTES..], &mut descriptors, stream, bell)? {
+        true => Ok(Some(Message::new(bytes, descriptors))),
+        false => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+    }
 }
 
-impl Message {
-    /// One that a front-end might have sent, without descriptors.
-    pub(super) fn new(request: u32, payload: &[u8]) -> Self {
-        let head = [request, 1, payload.len() as u32].map(u32::to_le_bytes).concat();
-        Self {
-            bytes: [&head, payload].concat(),
-            descriptors: Vec::new(),
-        }
-    }
-
-    /// The request that it is, or replies to.
-    pub(super) fn request(&self) -> u32 {
-        word(&self.bytes, 0)
-    }
-
-    /// Whether an acknowledgement is asked for.
-    pub(super) fn needs_reply(&self) -> bool {
-        word(&self.bytes, 4) & FLAG_NEED_REPLY != 0
-    }
-
-    pub(super) fn payload(&self) -> &[u8] {
-        &self.bytes[HEADER_BYTES..]
-    }
-
-    /// The little-endian u32 at byte `at` of the payload; 0 where there is none.
-    pub(super) fn word(&self, at: usize) -> u32 {
-        word(self.payload(), at)
-    }
-
-    /// Takes the next message from `stream`; `None` if it was closed between two.
-    pub(super) fn receive(stream: &UnixStream, bell: &OwnedFd) -> Result<Option<Self>, Broken> {
-        let mut this = Self {
-            bytes: vec![0; HEADER_BYTES],
-            descriptors: Vec::new(),
-        };
-        if !this.fill(0, stream, bell)? {
-            return Ok(None);
-        }
-        let payload_bytes = word(&this.bytes, 8) as usize;
-        if payload_bytes > PAYLOAD_BYTES_MAX {
-            return Err(io::Error::other(format!("a message of {payload_bytes} bytes")).into());
-        }
-        this.bytes.resize(HEADER_BYTES + payload_bytes, 0);
-        match this.fill(HEADER_BYTES, stream, bell)? {
-            true => Ok(Some(this)),
-            false => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-        }
-    }
-
-    /// Fills `bytes` from `from` on; false if the stream ends before the first of them.
-    fn fill(&mut self, from: usize, stream: &UnixStream, bell: &OwnedFd) -> Result<bool, Broken> {
-        let mut done = from;
-        while done < self.bytes.len() {
-            wait(&[stream.as_fd()], bell, None)?;
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TABLE_REGIONS_MAX))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let mut pieces = [IoSliceMut::new(&mut self.bytes[done..])];
-            match rustix::net::recvmsg(stream, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
-                Ok(came) if came.bytes == 0 && done == from => return Ok(false),
-                Ok(came) if came.bytes == 0 => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-                Ok(came) if came.flags.contains(ReturnFlags::CTRUNC) => {
-                    let error = "descriptors of a message were lost: this process has too many open (ulimit -n)";
-                    return Err(io::Error::other(error).into());
-                }
-                Ok(came) => {
-                    done += came.bytes;
-                    for item in control.drain() {
-                        if let RecvAncillaryMessage::ScmRights(rights) = item {
-                            self.descriptors.extend(rights);
-                        }
+/// Fills `bytes`, and adds the descriptors that come along; false if the stream ends before the first byte.
+fn fill(bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>, stream: &UnixStream, bell: &OwnedFd) -> Result<bool, Broken> {
+    let mut done = 0;
+    while done < bytes.len() {
+        wait(&[stream.as_fd()], bell, None)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TABLE_REGIONS_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut pieces = [IoSliceMut::new(&mut bytes[done..])];
+        match rustix::net::recvmsg(stream, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(came) if came.bytes == 0 && done == 0 => return Ok(false),
+            Ok(came) if came.bytes == 0 => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+            Ok(came) if came.flags.contains(ReturnFlags::CTRUNC) => {
+                let error = "descriptors of a message were lost: this process has too many open (ulimit -n)";
+                return Err(io::Error::other(error).into());
+            }
+            Ok(came) => {
+                done += came.bytes;
+                for item in control.drain() {
+                    if let RecvAncillaryMessage::ScmRights(rights) = item {
+                        descriptors.extend(rights);
                     }
                 }
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(io::Error::from(error).into()),
             }
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(io::Error::from(error).into()),
         }
-        Ok(true)
     }
+    Ok(true)
+}
 
-    /// Hands it to `stream`.
-    pub(super) fn send(&self, stream: &UnixStream, bell: &OwnedFd) -> Result<(), Broken> {
-        let mut done = 0;
-        while done < self.bytes.len() {
-            let descriptors: Vec<BorrowedFd<'_>> = self.descriptors.iter().map(AsFd::as_fd).collect();
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TABLE_REGIONS_MAX))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            if done == 0 && !descriptors.is_empty() {
-                control.push(SendAncillaryMessage::ScmRights(&descriptors));
-            }
-            let pieces = [IoSlice::new(&self.bytes[done..])];
-            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-            match rustix::net::sendmsg(stream, &pieces, &mut control, flags) {
-                Ok(count) => done += count,
-                Err(Errno::INTR) => {}
-                // Who is to take it does not read.
-                Err(Errno::AGAIN) => {
-                    wait_for(PollFlags::OUT, &[stream.as_fd()], bell, None)?;
-                }
-                Err(error) => return Err(io::Error::from(error).into()),
-            }
+/// Hands a message to `stream`.
+pub(super) fn send(message: &Message, stream: &UnixStream, bell: &OwnedFd) -> Result<(), Broken> {
+    let mut done = 0;
+    while done < message.bytes().len() {
+        let descriptors: Vec<BorrowedFd<'_>> = message.descriptors().iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(TABLE_REGIONS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if done == 0 && !descriptors.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&descriptors));
         }
-        Ok(())
+        let pieces = [IoSlice::new(&message.bytes()[done..])];
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::net::sendmsg(stream, &pieces, &mut control, flags) {
+            Ok(count) => done += count,
+            Err(Errno::INTR) => {}
+            // Who is to take it does not read.
+            Err(Errno::AGAIN) => {
+                wait_for(PollFlags::OUT, &[stream.as_fd()], bell, None)?;
+            }
+            Err(error) => return Err(io::Error::from(error).into()),
+        }
     }
+    Ok(())
 }
 
 /// A connection to whoever listens at `path`; an error also where the queue of those that wait for it is full.
@@ -136,11 +96,6 @@ pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     let stream = UnixStream::from(socket);
     stream.set_nonblocking(false)?;
     Ok(stream)
-}
-
-fn word(bytes: &[u8], at: usize) -> u32 {
-    let word = bytes.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
-    word.map_or(0, u32::from_le_bytes)
 }
 
 /// Why nothing more is to be had from a connection.

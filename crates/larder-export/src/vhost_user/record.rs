@@ -1,9 +1,68 @@
-//! What QEMU has told a disk's server and would not tell the next one: the last message of each kind, in an order in
-//! which a new server can be told them.
+//! What a front-end has told a disk's server and would not tell the next one: the last message of each kind, in an order
+//! in which a new server can be told them.
 
-use larder_export::vhost_user::message::number;
+use std::os::fd::OwnedFd;
 
-use super::wire::Message;
+use super::message::{FLAG_NEED_REPLY, HEADER_BYTES, number};
+
+/// A message of either side as it came, with its descriptors.
+#[derive(Debug)]
+pub struct Message {
+    bytes: Vec<u8>,
+    descriptors: Vec<OwnedFd>,
+    /// What whoever has it calls it.
+    pub(super) id: u64,
+}
+
+impl Message {
+    /// One whose header and payload are `bytes`. What a header lacks reads as 0.
+    pub fn new(bytes: Vec<u8>, descriptors: Vec<OwnedFd>) -> Self {
+        Self {
+            bytes,
+            descriptors,
+            id: 0,
+        }
+    }
+
+    /// One that a front-end might have sent, without descriptors.
+    fn plain(request: u32, payload: &[u8]) -> Self {
+        let head = [request, 1, payload.len() as u32].map(u32::to_le_bytes).concat();
+        Self::new([&head, payload].concat(), Vec::new())
+    }
+
+    /// Header and payload.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// What came along.
+    pub fn descriptors(&self) -> &[OwnedFd] {
+        &self.descriptors
+    }
+
+    /// The request that it is, or replies to.
+    pub fn request(&self) -> u32 {
+        word(&self.bytes, 0)
+    }
+
+    fn needs_reply(&self) -> bool {
+        word(&self.bytes, 4) & FLAG_NEED_REPLY != 0
+    }
+
+    fn payload(&self) -> &[u8] {
+        self.bytes.get(HEADER_BYTES..).unwrap_or_default()
+    }
+
+    /// The little-endian u32 at byte `at` of the payload; 0 where there is none.
+    fn word(&self, at: usize) -> u32 {
+        word(self.payload(), at)
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    let word = bytes.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
+    word.map_or(0, u32::from_le_bytes)
+}
 
 /// What is said to a server before anything else comes what others build on; rings start when all is known.
 const ORDER: &[&[u32]] = &[
@@ -28,7 +87,7 @@ const MEMORY: &[u32] = &[number::SET_MEM_TABLE, number::ADD_MEM_REG, number::REM
 
 /// The messages, in the order in which they are to be repeated.
 #[derive(Debug, Default)]
-pub(super) struct Record(Vec<Message>);
+pub struct Record(Vec<Message>);
 
 /// What a later message of the same kind is about, if it takes the place of this one.
 #[derive(PartialEq, Eq)]
@@ -63,12 +122,12 @@ fn subject(message: &Message) -> Subject {
 
 impl Record {
     /// What a new server is to be told, first things first.
-    pub(super) fn messages(&self) -> &[Message] {
+    pub fn messages(&self) -> &[Message] {
         &self.0
     }
 
     /// Notes what `message`, answered by `reply` if it has one, changes. Refused ones change nothing.
-    pub(super) fn note(&mut self, message: Message, reply: Option<&Message>) {
+    pub fn note(&mut self, message: Message, reply: Option<&Message>) {
         if reply.is_some_and(|reply| is_refusal(&message, reply)) {
             return;
         }
@@ -77,7 +136,7 @@ impl Record {
                 // It has stopped, and goes on where the reply says.
                 let Some(reply) = reply else { return };
                 self.forget(|said| said.request() == number::SET_VRING_KICK && subject(said) == subject(&message));
-                self.put(Message::new(number::SET_VRING_BASE, reply.payload()));
+                self.put(Message::plain(number::SET_VRING_BASE, reply.payload()));
             }
             // The rings have stopped, and nobody knows where they go on. A successor starts them: it finds that in the
             // region of requests in flight, and is asked for it next.
@@ -101,6 +160,17 @@ impl Record {
             }
             _ => self.put(message),
         }
+    }
+
+    /// A running ring has stopped there. Whoever is told of it next starts it again.
+    pub(super) fn rests_at(&mut self, ring: u32, base: u32) {
+        let position = [ring, base].map(u32::to_le_bytes).concat();
+        self.put(Message::plain(number::SET_VRING_BASE, &position));
+    }
+
+    /// Takes in what [`Record::messages`] of another one said.
+    pub(super) fn from_messages(messages: Vec<Message>) -> Self {
+        Self(messages)
     }
 
     fn forget(&mut self, which: impl Fn(&Message) -> bool) {
@@ -132,12 +202,12 @@ const QUESTIONS: &[u32] = &[
 
 /// Whether the server sends something back: an answer, or an acknowledgement where it was asked for. That of a log is
 /// always sent.
-pub(super) fn has_reply(message: &Message) -> bool {
+pub fn has_reply(message: &Message) -> bool {
     message.needs_reply() || message.request() == number::SET_LOG_BASE || QUESTIONS.contains(&message.request())
 }
 
 /// Whether `reply` is an acknowledgement that says no.
-pub(super) fn is_refusal(message: &Message, reply: &Message) -> bool {
+pub fn is_refusal(message: &Message, reply: &Message) -> bool {
     !QUESTIONS.contains(&message.request()) && reply.payload().iter().any(|byte| *byte != 0)
 }
 
@@ -148,8 +218,8 @@ mod tests {
     /// A message about a ring or of one value, little-endian.
     fn say(record: &mut Record, request: u32, words: &[u32]) {
         let payload: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let message = Message::new(request, &payload);
-        let reply = has_reply(&message).then(|| Message::new(request, &payload));
+        let message = Message::plain(request, &payload);
+        let reply = has_reply(&message).then(|| Message::plain(request, &payload));
         record.note(message, reply.as_ref());
     }
 

@@ -1,0 +1,171 @@
+//! `larder vm` as a service is started again and again, or killed, under a guest that writes and verifies; the front-end
+//! cannot connect again, so that a connection that is not taken over is an error of the guest's.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use clap::Args;
+
+use super::Random;
+use super::guest::{Guest, GuestOptions, LIMIT};
+use super::pauses::Pauses;
+use super::service::Service;
+
+/// Restart a VM's server over and over under a guest that verifies
+#[derive(Args)]
+pub struct Arguments {
+    /// How many times
+    #[arg(long, default_value_t = 100)]
+    count: u32,
+    /// Kill it instead of asking it to end
+    #[arg(long)]
+    kill: bool,
+    /// Folder of the image and the cache
+    #[arg(long, default_value = ".")]
+    folder: PathBuf,
+    /// The larder to serve with; by default the one beside this program
+    #[arg(long)]
+    larder: Option<PathBuf>,
+    /// Where the random moments come from
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+/// What the guest runs until a line comes on its console: rounds that verify, and beside them a reader that notes how long
+/// each of its reads takes. COUNT is how many of its longest it tells.
+const SCRIPT: &str = r#"
+(read -r line </dev/console; touch /stop) &
+fio --minimal --direct=1 --ioengine=psync --rw=randread --bs=4k --rate_iops=500 --time_based --runtime=1d \
+  --filename=/dev/vda --name=probe --offset=32m --size=16m --write_lat_log=/probe --output=/probe.out &
+probe=$!
+round=0
+while [ ! -e /stop ]; do
+  round=$((round + 1))
+  fio --minimal --direct=1 --ioengine=libaio --iodepth=16 --rw=randwrite --bsrange=4k-64k --size=16m --fsync=16 \
+    --verify=crc32c --verify_fatal=1 --randseed=$round --filename=/dev/vda --group_reporting \
+    --name=a --offset=0 --name=b --offset=16m >/fio || { cat /fio; dmesg | tail; exit 1; }
+  echo "ROUND $round"
+done
+kill -INT $probe
+wait $probe
+if dmesg | grep -iE 'i/o error|blk_update|hung task|timeout'; then exit 1; fi
+sort -t , -k 2 -n /probe_lat.1.log | tail -n COUNT | awk -F , '{ print "PAUSE", $2 }'
+"#;
+
+/// The disk's size in bytes.
+const DISK: u64 = 64 << 20;
+
+/// How one is made to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// By SIGTERM, as systemd does.
+    Asked,
+    /// By SIGKILL.
+    Killed,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub struct Report {
+    /// Rounds that the guest wrote and verified.
+    pub rounds: usize,
+    /// From the signal until the next process was ready.
+    pub servers: Pauses,
+    /// The longest reads of the guest, as many as there were restarts.
+    pub guest: Pauses,
+}
+
+/// A VM's file in `folder`, of one qcow2 disk with a write-back cache; and how to serve it.
+///
+/// # Errors
+/// The image cannot be made.
+pub fn vm(larder: &Path, folder: &Path) -> anyhow::Result<Vec<OsString>> {
+    let image = folder.join("disk.qcow2");
+    let mut create = std::process::Command::new("qemu-img");
+    create
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(&image)
+        .arg(DISK.to_string());
+    ensure!(create.status().context("qemu-img")?.success(), "qemu-img failed");
+    let file = folder.join("web.toml");
+    let text = "control = \"control\"\n\n[[disk]]\nname = \"vda\"\nimage = \"disk.qcow2\"\nsocket = \"vda\"\n\
+                cache = \"./cache\"\ncache-size = \"24M\"\ncache-mode = \"wb\"\n";
+    std::fs::write(&file, text)?;
+    let state = format!("STATE_DIRECTORY={}", folder.join("state").display());
+    let words = ["env".into(), state.into(), larder.into(), "vm".into(), file.into()];
+    Ok(words.to_vec())
+}
+
+/// Restarts it `count` times.
+///
+/// # Errors
+/// The guest saw an error, wrong data, or hung.
+pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Random) -> anyhow::Result<Report> {
+    let mut service = Service::start(&vm(larder, folder)?, &folder.join("notify"))?;
+    let options = GuestOptions {
+        reconnects: false,
+        ..GuestOptions::default()
+    };
+    let script = SCRIPT.replace("COUNT", &count.to_string());
+    let mut guest = Guest::start(&script, &folder.join("vda"), &options)?;
+    guest.process.wait_for("ROUND 1", LIMIT)?;
+    let mut servers = Pauses::default();
+    let signal = match how {
+        How::Asked => libc::SIGTERM,
+        How::Killed => libc::SIGKILL,
+    };
+    for restart in 0..count {
+        // Anywhere in the guest's rounds.
+        std::thread::sleep(Duration::from_micros(300_000 + random.below(400_000)));
+        if guest.process.output().contains("LARDER-GUEST-EXIT") {
+            bail!("the guest ended after {restart}: {}", guest.process.output());
+        }
+        servers.push(service.restart(signal)?);
+    }
+    let rounds = || guest.process.output().matches("ROUND").count();
+    // All of a round with the last server.
+    let more = format!("ROUND {}", rounds() + 2);
+    let served = guest.process.wait_for(&more, LIMIT);
+    served.with_context(|| format!("the server: {}", service.process.output()))?;
+    guest.process.say("stop")?;
+    let console = guest.finish()?;
+    let mut pauses = Pauses::default();
+    for line in console.lines().filter_map(|line| line.trim().strip_prefix("PAUSE ")) {
+        pauses.push(Duration::from_nanos(line.trim().parse()?));
+    }
+    let rounds = console.matches("ROUND").count();
+    drop(guest);
+    let ended = service.end(libc::SIGTERM)?;
+    ensure!(ended.success(), "the last server: {}", service.process.output());
+    Ok(Report {
+        rounds,
+        servers,
+        guest: pauses,
+    })
+}
+
+/// Runs the campaign and prints what came of it.
+///
+/// # Errors
+/// The guest noticed, or something is missing.
+pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
+    let larder = super::larder_beside(arguments.larder.as_deref())?;
+    let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the image")?;
+    let how = if arguments.kill { How::Killed } else { How::Asked };
+    let report = run(
+        &larder,
+        folder.path(),
+        how,
+        arguments.count,
+        &mut Random::new(arguments.seed),
+    )?;
+    println!(
+        "{} restarts under a guest that cannot connect again; it wrote and verified {} rounds without an error",
+        arguments.count, report.rounds
+    );
+    println!("from the signal until the next one was ready, {}", report.servers);
+    println!("the guest's longest reads, {}", report.guest);
+    Ok(())
+}

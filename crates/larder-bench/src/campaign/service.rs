@@ -1,0 +1,243 @@
+//! A program started as a service, by a service manager that keeps descriptors for it as systemd does (sd_notify(3),
+//! sd_listen_fds(3)).
+
+use std::ffi::OsString;
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+
+use super::process::Process;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// How often it is looked whether the program has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// As many descriptors as systemd takes with one message.
+const DESCRIPTORS_MAX: usize = 253;
+
+/// A service that runs, and what is kept for it.
+pub struct Service {
+    words: Vec<OsString>,
+    inbox: Arc<Inbox>,
+    notify: PathBuf,
+    /// The program.
+    pub process: Process,
+}
+
+#[derive(Default)]
+struct Inbox {
+    heard: Mutex<Heard>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Heard {
+    kept: Vec<(String, OwnedFd)>,
+    /// How often it has said that it is ready.
+    ready: u32,
+    /// The last number that the manager has told itself.
+    marks: u64,
+}
+
+impl Service {
+    /// Starts the program and its arguments, `words`, and waits until it is ready. `notify` becomes its `$NOTIFY_SOCKET`.
+    ///
+    /// # Errors
+    /// It ends, or is not ready in time; with what it said.
+    pub fn start(words: &[OsString], notify: &Path) -> anyhow::Result<Self> {
+        let socket = UnixDatagram::bind(notify)?;
+        let inbox = Arc::new(Inbox::default());
+        let theirs = Arc::downgrade(&inbox);
+        socket.set_read_timeout(Some(Duration::from_secs(1)))?;
+        std::thread::spawn(move || {
+            while let Some(inbox) = theirs.upgrade() {
+                if let Some((text, files)) = receive(&socket) {
+                    inbox.hear(&text, files);
+                }
+            }
+        });
+        let process = launch(words, notify, &[])?;
+        let this = Self {
+            words: words.to_vec(),
+            inbox,
+            notify: notify.to_owned(),
+            process,
+        };
+        this.wait_until_ready(1)?;
+        Ok(this)
+    }
+
+    /// Ends it by a signal, and starts it again with what is kept; how long it was from the signal until it was ready.
+    ///
+    /// # Errors
+    /// As in [`Service::start`].
+    pub fn restart(&mut self, signal: i32) -> anyhow::Result<Duration> {
+        let began = Instant::now();
+        let ready = self.inbox.lock().ready;
+        self.end(signal)?;
+        self.launch()?;
+        self.wait_until_ready(ready + 1)?;
+        Ok(began.elapsed())
+    }
+
+    /// Starts it again with what is kept.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn launch(&mut self) -> anyhow::Result<()> {
+        let heard = self.inbox.lock();
+        self.process = launch(&self.words, &self.notify, &heard.kept)?;
+        Ok(())
+    }
+
+    /// Ends it by a signal.
+    ///
+    /// # Errors
+    /// It does not end.
+    pub fn end(&mut self, signal: i32) -> anyhow::Result<ExitStatus> {
+        self.process.signal(signal);
+        let status = self.process.wait(LIMIT)?;
+        self.hear_all()?;
+        Ok(status)
+    }
+
+    /// Lets go what is kept, as is done when a service is not to be started again.
+    pub fn let_go(&self) {
+        self.inbox.lock().kept.clear();
+    }
+
+    /// The names of what is kept.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn kept(&self) -> anyhow::Result<Vec<String>> {
+        self.hear_all()?;
+        let mut names: Vec<String> = self.inbox.lock().kept.iter().map(|(name, _)| name.clone()).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Changes what is kept, to see what comes of it.
+    pub fn tamper(&self, with: impl FnOnce(&mut Vec<(String, OwnedFd)>)) {
+        with(&mut self.inbox.lock().kept);
+    }
+
+    /// Waits until all that it has said was heard.
+    fn hear_all(&self) -> anyhow::Result<()> {
+        let mark = self.inbox.lock().marks + 1;
+        let ours = UnixDatagram::unbound()?;
+        ours.send_to(format!("MARK={mark}").as_bytes(), &self.notify)?;
+        self.inbox.wait(|heard| heard.marks >= mark)
+    }
+
+    fn wait_until_ready(&self, times: u32) -> anyhow::Result<()> {
+        let is_over = |heard: &Heard| heard.ready >= times || self.process.has_ended();
+        let waited = self.inbox.wait(is_over);
+        let is_ready = waited.is_ok() && self.inbox.lock().ready >= times;
+        ensure!(is_ready, "it is not ready:\n{}", self.process.output());
+        Ok(())
+    }
+}
+
+impl Inbox {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait(&self, is_so: impl Fn(&Heard) -> bool) -> anyhow::Result<()> {
+        let give_up = Instant::now() + LIMIT;
+        let mut heard = self.lock();
+        while !is_so(&heard) {
+            let left = give_up.saturating_duration_since(Instant::now());
+            ensure!(!left.is_zero(), "nothing was heard for {LIMIT:?}");
+            heard = self
+                .changed
+                .wait_timeout(heard, left.min(LOOK_AGAIN))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        Ok(())
+    }
+
+    fn hear(&self, text: &str, files: Vec<OwnedFd>) {
+        let said = |what: &str| text.lines().find_map(|line| line.strip_prefix(what)?.strip_prefix('='));
+        let mut heard = self.lock();
+        let name = said("FDNAME").unwrap_or("stored");
+        if said("FDSTORE").is_some() {
+            heard.kept.extend(files.into_iter().map(|file| (name.to_owned(), file)));
+        }
+        if said("FDSTOREREMOVE").is_some() {
+            heard.kept.retain(|(kept, _)| kept != name);
+        }
+        if said("READY").is_some() {
+            heard.ready += 1;
+        }
+        if let Some(mark) = said("MARK").and_then(|mark| mark.parse().ok()) {
+            heard.marks = mark;
+        }
+        self.changed.notify_all();
+    }
+}
+
+fn receive(socket: &UnixDatagram) -> Option<(String, Vec<OwnedFd>)> {
+    let mut bytes = [0; 4096];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut pieces = [IoSliceMut::new(&mut bytes)];
+    let came = rustix::net::recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC).ok()?;
+    let rights = control.drain().filter_map(|item| match item {
+        RecvAncillaryMessage::ScmRights(rights) => Some(rights),
+        _ => None,
+    });
+    let files = rights.flatten().collect();
+    Some((String::from_utf8_lossy(&bytes[..came.bytes]).into_owned(), files))
+}
+
+/// Starts a program that finds `kept` from number 3 on.
+fn launch(words: &[OsString], notify: &Path, kept: &[(String, OwnedFd)]) -> anyhow::Result<Process> {
+    let Some((program, arguments)) = words.split_first() else {
+        bail!("no program");
+    };
+    // A shell moves them where they belong, and has the number that $LISTEN_PID must be.
+    let mut script = String::new();
+    for (number, (_, file)) in (3..).zip(kept) {
+        script.push_str(&format!("exec {number}<&{0} {0}<&-\n", file.as_raw_fd() + ABOVE));
+    }
+    script.push_str("LISTEN_PID=$$ exec \"$0\" \"$@\"");
+    let names: Vec<&str> = kept.iter().map(|(name, _)| name.as_str()).collect();
+    let mut command = Command::new("bash");
+    command.args(["-c", &script]).arg(program).args(arguments);
+    command
+        .env("NOTIFY_SOCKET", notify)
+        .env("LISTEN_FDS", kept.len().to_string())
+        .env("LISTEN_FDNAMES", names.join(":"));
+    if kept.is_empty() {
+        command.env_remove("LISTEN_FDNAMES");
+    }
+    let files: Vec<i32> = kept.iter().map(|(_, file)| file.as_raw_fd()).collect();
+    // SAFETY: dup2 may be called between fork and exec; nothing else in the child has such high numbers.
+    unsafe {
+        command.pre_exec(move || {
+            for file in &files {
+                if libc::dup2(*file, file + ABOVE) < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            Ok(())
+        });
+    }
+    Process::start(command)
+}
+
+/// Added to a descriptor's number for the way into the child.
+const ABOVE: i32 = 500;

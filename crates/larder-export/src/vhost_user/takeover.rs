@@ -1,0 +1,380 @@
+//! A front-end's connection outlives the server's process: it is kept by whoever starts the server again, and the next
+//! process goes on with it. The front-end sees a pause.
+//!
+//! The service manager keeps descriptors for a service (systemd's `FDSTORE=1`, sd_notify(3)), and hands them to its next
+//! process. They are: the connection; the descriptors that came with what the front-end has said and would not say again
+//! ([`Record`]); and the ledger, a file in memory with those messages themselves.
+//!
+//! ```text
+//! ledger  0        8               4096        4096 + 1 MiB
+//!         +--------+---------------+-----------+-----------+
+//!         | magic  | state | which | text 0    | text 1    |
+//!         +--------+---------------+-----------+-----------+
+//!         state: 1 byte; which text: 1 byte; 6 bytes of 0
+//!
+//! text    0        8
+//!         +--------+-------------------------------------+
+//!         | bytes  | messages of so many bytes           |     little-endian
+//!         +--------+-------------------------------------+
+//!
+//! message 0        8        12            16
+//!         +--------+--------+-------------+--------------------+
+//!         | id     | bytes  | descriptors | header and payload |
+//!         +--------+--------+-------------+--------------------+
+//! ```
+//!
+//! A descriptor is kept as `larder/DISK/ID.INDEX`, the ledger as `larder/DISK/ledger`, the connection as
+//! `larder/DISK/connection`.
+//!
+//! A new text is written where the old one is not, after its descriptors were put away; state and which are one store of
+//! eight bytes. So a process that is killed leaves one of three things:
+//!
+//! | state | the next process |
+//! | --- | --- |
+//! | 0: between two messages | goes on; requests are in the region of requests in flight, without which it cannot |
+//! | 1: a message was read, and perhaps not answered | closes the connection: the front-end connects again |
+//! | 2: stopped, all requests done | goes on where the text says |
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use larder_block::Loop;
+use larder_block::event_loop::Socket;
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use super::message::{HEADER_BYTES, PAYLOAD_BYTES_MAX, TABLE_REGIONS_MAX, number};
+use super::record::{Message, Record};
+
+const MAGIC: [u8; 8] = *b"LARDERt1";
+
+const STATE_AT: u64 = 8;
+
+/// Where the two texts begin.
+const TEXTS_AT: [u64; 2] = [4096, 4096 + TEXT_BYTES_MAX];
+
+/// A disk of 64 queues and 509 regions of memory takes some 80 KiB.
+const TEXT_BYTES_MAX: u64 = 1 << 20;
+
+const MESSAGE_HEAD_BYTES: usize = 16;
+
+/// How long the service manager may take to take a descriptor. It reads nothing while it reloads its units.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// One disk's part of what the service manager keeps.
+pub struct Store {
+    on: Loop,
+    manager: Socket,
+    disk: String,
+}
+
+/// What a process before this one has left of a disk's connection.
+#[derive(Debug, Default)]
+pub struct Left {
+    /// By what follows `larder/DISK/` in their names.
+    files: HashMap<String, OwnedFd>,
+}
+
+/// Why a connection cannot be gone on with.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum TakeoverError {
+    #[error("the process before this one ended while it answered a message")]
+    InHand,
+    #[error("requests were under way, and the front-end keeps no notes of them (INFLIGHT_SHMFD)")]
+    NoNotes,
+    #[error("the service manager has not kept {0}; FileDescriptorStoreMax= may be too low")]
+    Missing(String),
+    #[error("what was written of it makes no sense")]
+    Ledger,
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// The name of a descriptor that is kept for a disk: the disk, and what it is.
+pub fn parse_name(name: &str) -> Option<(&str, &str)> {
+    name.strip_prefix("larder/")?.split_once('/')
+}
+
+impl Left {
+    /// Adds one of its descriptors; `what` is as [`parse_name`] gives it.
+    pub fn add(&mut self, what: &str, file: OwnedFd) {
+        self.files.insert(what.to_owned(), file);
+    }
+
+    /// The names of all.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.files.keys().map(String::as_str)
+    }
+
+    fn take(&mut self, what: &str) -> Result<OwnedFd, TakeoverError> {
+        let missing = || TakeoverError::Missing(what.to_owned());
+        self.files.remove(what).ok_or_else(missing)
+    }
+}
+
+impl Store {
+    /// What `manager`, a socket that is connected to `$NOTIFY_SOCKET`, keeps for the disk of this name.
+    ///
+    /// # Errors
+    /// The loop is simulated.
+    pub fn new(on: &Loop, manager: OwnedFd, disk: &str) -> io::Result<Self> {
+        Ok(Self {
+            on: on.clone(),
+            manager: Socket::from_descriptor(on, manager)?,
+            disk: disk.to_owned(),
+        })
+    }
+
+    async fn put(&self, what: &str, file: BorrowedFd<'_>) -> io::Result<()> {
+        let text = format!("FDSTORE=1\nFDNAME=larder/{}/{what}", self.disk);
+        self.tell(&text, &[file]).await
+    }
+
+    async fn remove(&self, what: &str) -> io::Result<()> {
+        self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=larder/{}/{what}", self.disk), &[])
+            .await
+    }
+
+    async fn tell(&self, text: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let told = self.manager.write_with_descriptors(text.as_bytes(), files);
+        let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not listen");
+        self.on.timeout(PATIENCE, told).await.unwrap_or_else(|| Err(late()))
+    }
+
+    /// Has all of it let go.
+    pub(super) async fn forget(&self, left: Left) {
+        for what in left.names() {
+            // One that cannot be told ends with the service.
+            let _ = self.remove(what).await;
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Idle = 0,
+    InHand = 1,
+    Stopped = 2,
+}
+
+/// A connection that is kept.
+pub(super) struct Kept<'a> {
+    store: &'a Store,
+    ledger: File,
+    which: usize,
+    record: Record,
+    next_id: u64,
+}
+
+impl<'a> Kept<'a> {
+    /// Puts a new connection away.
+    pub(super) async fn begin(store: &'a Store, connection: BorrowedFd<'_>) -> io::Result<Self> {
+        let ledger = memfd_create("larder-connection", MemfdFlags::CLOEXEC)?;
+        let this = Self {
+            store,
+            ledger: ledger.into(),
+            which: 0,
+            record: Record::default(),
+            next_id: 1,
+        };
+        this.ledger.write_all_at(&MAGIC, 0)?;
+        this.write_text(0)?;
+        store.put("connection", connection).await?;
+        store.put("ledger", this.ledger.as_fd()).await?;
+        Ok(this)
+    }
+
+    /// A message is about to be read.
+    pub(super) fn take_in_hand(&self) -> io::Result<()> {
+        self.set(State::InHand)
+    }
+
+    /// What the front-end has said, and was answered.
+    pub(super) async fn note(&mut self, mut message: Message, reply: Option<&Message>) -> io::Result<()> {
+        let before = self.names();
+        message.id = self.next_id;
+        self.next_id += 1;
+        self.record.note(message, reply);
+        let said = self.record.messages().iter();
+        for said in said.filter(|said| said.id == self.next_id - 1) {
+            for (index, file) in said.descriptors().iter().enumerate() {
+                self.store.put(&name(said.id, index), file.as_fd()).await?;
+            }
+        }
+        self.turn_page(State::Idle)?;
+        let after = self.names();
+        for gone in before.iter().filter(|name| !after.contains(name)) {
+            self.store.remove(gone).await?;
+        }
+        Ok(())
+    }
+
+    /// What was said, for this process.
+    pub(super) fn messages(&self) -> &[Message] {
+        self.record.messages()
+    }
+
+    /// A ring has stopped there, for this process only.
+    pub(super) fn rests_at(&mut self, ring: u32, base: u32) {
+        self.record.rests_at(ring, base);
+    }
+
+    /// All requests are done, and the connection is the next process'.
+    pub(super) fn leave(mut self) -> io::Result<()> {
+        self.turn_page(State::Stopped)
+    }
+
+    /// The connection has ended.
+    pub(super) async fn forget(self) {
+        let mut names = self.names();
+        names.extend(["connection", "ledger"].map(str::to_owned));
+        for name in &names {
+            // One that cannot be told ends with the service.
+            let _ = self.store.remove(name).await;
+        }
+    }
+
+    fn names(&self) -> Vec<String> {
+        names(self.record.messages())
+    }
+
+    /// Writes down what the record says now.
+    fn turn_page(&mut self, state: State) -> io::Result<()> {
+        let other = 1 - self.which;
+        self.write_text(other)?;
+        self.which = other;
+        self.set(state)
+    }
+
+    fn write_text(&self, which: usize) -> io::Result<()> {
+        let mut text = vec![0; 8];
+        for message in self.record.messages() {
+            text.extend(message.id.to_le_bytes());
+            for count in [message.bytes().len(), message.descriptors().len()] {
+                text.extend((count as u32).to_le_bytes());
+            }
+            text.extend(message.bytes());
+        }
+        if text.len() as u64 > TEXT_BYTES_MAX {
+            return Err(io::Error::other(format!("{} bytes to be noted", text.len())));
+        }
+        let bytes = text.len() as u64 - 8;
+        text[..8].copy_from_slice(&bytes.to_le_bytes());
+        self.ledger.write_all_at(&text, TEXTS_AT[which])
+    }
+
+    /// Eight bytes of a page: a kill comes before or after them.
+    fn set(&self, state: State) -> io::Result<()> {
+        let mut word = [0; 8];
+        word[0] = state as u8;
+        word[1] = self.which as u8;
+        self.ledger.write_all_at(&word, STATE_AT)
+    }
+}
+
+impl Left {
+    /// Goes on with the connection, which comes along. What is not of it any more is let go.
+    pub(super) async fn take_up(mut self, store: &Store) -> Result<(Kept<'_>, OwnedFd), TakeoverError> {
+        let taken = self.take_all();
+        let (ledger, which, messages, connection) = match taken {
+            Ok(taken) => taken,
+            Err(error) => {
+                store.forget(self).await;
+                return Err(error);
+            }
+        };
+        store.forget(self).await;
+        let kept = Kept {
+            store,
+            ledger,
+            which,
+            next_id: messages.iter().map(|said| said.id).max().unwrap_or(0) + 1,
+            record: Record::from_messages(messages),
+        };
+        // Requests may be under way from now on.
+        kept.set(State::Idle)?;
+        Ok((kept, connection))
+    }
+
+    fn take_all(&mut self) -> Result<(File, usize, Vec<Message>, OwnedFd), TakeoverError> {
+        let ledger = File::from(self.take("ledger")?);
+        let (state, which) = read_state(&ledger)?;
+        let mut messages = Vec::new();
+        for (id, bytes, descriptors) in read_text(&ledger, which)? {
+            let files = (0..descriptors).map(|index| self.take(&name(id, index)));
+            let mut message = Message::new(bytes, files.collect::<Result<_, _>>()?);
+            message.id = id;
+            messages.push(message);
+        }
+        let says = |request| messages.iter().any(|said: &Message| said.request() == request);
+        match state {
+            State::InHand => return Err(TakeoverError::InHand),
+            State::Idle if says(number::SET_VRING_KICK) && !says(number::SET_INFLIGHT_FD) => {
+                return Err(TakeoverError::NoNotes);
+            }
+            State::Idle | State::Stopped => {}
+        }
+        Ok((ledger, which, messages, self.take("connection")?))
+    }
+}
+
+/// What a descriptor of a message is called.
+fn name(id: u64, index: usize) -> String {
+    format!("{id}.{index}")
+}
+
+fn names(messages: &[Message]) -> Vec<String> {
+    let of = |said: &Message| {
+        (0..said.descriptors().len())
+            .map(|index| name(said.id, index))
+            .collect::<Vec<_>>()
+    };
+    messages.iter().flat_map(of).collect()
+}
+
+fn read_state(ledger: &File) -> Result<(State, usize), TakeoverError> {
+    let mut head = [0; 16];
+    ledger.read_exact_at(&mut head, 0)?;
+    let state = [State::Idle, State::InHand, State::Stopped];
+    let state = state.into_iter().find(|state| *state as u8 == head[8]);
+    match state {
+        Some(state) if head[..8] == MAGIC && head[9] <= 1 => Ok((state, usize::from(head[9]))),
+        _ => Err(TakeoverError::Ledger),
+    }
+}
+
+/// Of each message its id, itself, and how many descriptors it came with.
+fn read_text(ledger: &File, which: usize) -> Result<Vec<(u64, Vec<u8>, usize)>, TakeoverError> {
+    let mut bytes = [0; 8];
+    ledger.read_exact_at(&mut bytes, TEXTS_AT[which])?;
+    let bytes = u64::from_le_bytes(bytes);
+    if bytes > TEXT_BYTES_MAX {
+        return Err(TakeoverError::Ledger);
+    }
+    let mut text = vec![0; bytes as usize];
+    ledger.read_exact_at(&mut text, TEXTS_AT[which] + 8)?;
+    let mut rest = &text[..];
+    let mut messages = Vec::new();
+    while !rest.is_empty() {
+        let (head, behind) = rest.split_at_checked(MESSAGE_HEAD_BYTES).ok_or(TakeoverError::Ledger)?;
+        let number = |from: usize, to: usize| {
+            head[from..to]
+                .iter()
+                .rev()
+                .fold(0, |all, byte| all << 8 | u64::from(*byte))
+        };
+        let (id, bytes, descriptors) = (number(0, 8), number(8, 12) as usize, number(12, 16) as usize);
+        let is_sound = (HEADER_BYTES..=HEADER_BYTES + PAYLOAD_BYTES_MAX).contains(&bytes);
+        if !is_sound || descriptors > TABLE_REGIONS_MAX {
+            return Err(TakeoverError::Ledger);
+        }
+        let (message, behind) = behind.split_at_checked(bytes).ok_or(TakeoverError::Ledger)?;
+        messages.push((id, message.to_vec(), descriptors));
+        rest = behind;
+    }
+    Ok(messages)
+}
