@@ -236,6 +236,8 @@ fn serve(
         let answering = inquiry::answer(&on, inquiries, &served);
         let ended = select(stop.raised(), select(answering, exports.ended())).await;
         let image = &served.image;
+        // While the guest goes on: the next process may be there soon.
+        select(hangs_for_long(&on, image), write_back(image)).await;
         let mut stopping = Box::pin(exports.stop(&on, stop.how()));
         let is_stopped = select(hangs_for_long(&on, image), stopping.as_mut()).await.is_some();
         if !is_stopped {
@@ -254,6 +256,15 @@ fn serve(
             _ => Ok(()),
         }
     })
+}
+
+/// Has the disk have most of what only its cache and its layers have.
+async fn write_back(image: &OpenImage) {
+    // What fails is tried again at the end, and told then.
+    if let Some(cache) = &image.cache {
+        let _ = cache.now().layer.hand_over_most().await;
+    }
+    let _ = image.device.flush().await;
 }
 
 /// Completes when the device of the disk's cache has given no answer for so long that it is not to be waited for at a stop.

@@ -51,7 +51,7 @@ done
 kill -INT $probe
 wait $probe
 if dmesg | grep -iE 'i/o error|blk_update|hung task|timeout'; then exit 1; fi
-sort -t , -k 2 -n /probe_lat.1.log | tail -n COUNT | awk -F , '{ print "PAUSE", $2 }'
+echo "PAUSES" $(sort -t , -k 2 -n /probe_lat.1.log | tail -n COUNT | cut -d , -f 2)
 "#;
 
 /// The disk's size in bytes.
@@ -132,8 +132,9 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
     guest.process.say("stop")?;
     let console = guest.finish()?;
     let mut pauses = Pauses::default();
-    for line in console.lines().filter_map(|line| line.trim().strip_prefix("PAUSE ")) {
-        pauses.push(Duration::from_nanos(line.trim().parse()?));
+    let told = console.lines().find_map(|line| line.trim().strip_prefix("PAUSES "));
+    for pause in told.context("no PAUSES")?.split_whitespace() {
+        pauses.push(Duration::from_nanos(pause.parse()?));
     }
     let rounds = console.matches("ROUND").count();
     drop(guest);

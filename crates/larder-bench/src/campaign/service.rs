@@ -83,21 +83,21 @@ impl Service {
     /// As in [`Service::start`].
     pub fn restart(&mut self, signal: i32) -> anyhow::Result<Duration> {
         let began = Instant::now();
-        let ready = self.inbox.lock().ready;
         self.end(signal)?;
         self.launch()?;
-        self.wait_until_ready(ready + 1)?;
         Ok(began.elapsed())
     }
 
-    /// Starts it again with what is kept.
+    /// Starts it again with what is kept, and waits until it is ready.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// As in [`Service::start`].
     pub fn launch(&mut self) -> anyhow::Result<()> {
         let heard = self.inbox.lock();
+        let ready = heard.ready;
         self.process = launch(&self.words, &self.notify, &heard.kept)?;
-        Ok(())
+        drop(heard);
+        self.wait_until_ready(ready + 1)
     }
 
     /// Ends it by a signal.

@@ -140,8 +140,6 @@ pub struct VhostUserServer {
     /// What the process before this one has left.
     left: RefCell<Option<Left>>,
     leave: Rc<Leave>,
-    /// The present connection is kept.
-    is_kept: Cell<bool>,
 }
 
 /// What becomes of a front-end's connection when its server stops.
@@ -194,7 +192,6 @@ impl VhostUserServer {
             store: OnceCell::new(),
             left: RefCell::new(None),
             leave: Rc::default(),
-            is_kept: Cell::new(false),
         }))
     }
 
@@ -285,7 +282,6 @@ impl VhostUserServer {
         let is_new = kept.is_none();
         if is_new {
             tracing::info!(%disk, "front-end connected");
-            self.until_it_speaks(&socket).await;
         }
         let mut session = Session::new(
             &self.on,
@@ -301,24 +297,23 @@ impl VhostUserServer {
             Rc::clone(&done),
         ));
         let kept = match (kept, self.store.get()) {
-            (None, Some(store)) if !self.stopping.get() => {
+            (None, Some(store)) => {
                 let begun = Kept::begin(store, socket.as_fd()).await;
                 begun.inspect_err(not_kept).ok()
             }
             (kept, _) => kept,
         };
-        self.is_kept.set(kept.is_some());
-        let kept = match kept {
+        let taken_up = match kept {
             Some(kept) => session.keep(kept).await,
             None => Ok(()),
         };
-        let ended = match kept {
-            Ok(()) => {
-                if !is_new {
-                    tracing::info!(%disk, "the front-end's connection goes on");
-                }
-                session.run().await
-            }
+        if is_new {
+            self.until_it_speaks(&socket).await;
+        } else if taken_up.is_ok() {
+            tracing::info!(%disk, "the front-end's connection goes on");
+        }
+        let ended = match taken_up {
+            Ok(()) => session.run().await,
             Err(error) => Err(error),
         };
         match ended {
@@ -327,7 +322,6 @@ impl VhostUserServer {
             Err(_) if self.stopping.get() => {}
             Err(error) => tracing::error!(%disk, "connection to the front-end closed: {error}"),
         }
-        self.is_kept.set(false);
         done.set(true);
         // Lets the announcer see that it is done.
         self.shared.device.size_changes().wake();
@@ -336,15 +330,15 @@ impl VhostUserServer {
 
     /// Waits for a front-end's first message, which QEMU sends at once. Whoever is connected keeps all others out.
     async fn until_it_speaks(&self, socket: &Socket) {
-        let mut speaks = pin!(socket.readable());
         // An error is the session's to report.
+        let mut speaks = pin!(first(socket.readable(), self.leave.asked()));
         if self.on.timeout(QUIET, speaks.as_mut()).await.is_none() {
             tracing::warn!(
                 disk = %self.shared.device.name(),
                 "{} has connected, says nothing, and keeps other front-ends out; is it a client of something else, as of NBD?",
                 self.front_end()
             );
-            let _ = speaks.await;
+            speaks.await;
         }
     }
 
@@ -358,12 +352,21 @@ impl VhostUserServer {
     /// Takes no more requests; what is under way is done, then the present connection ends as `how` says.
     pub fn stop(&self, how: Stop) {
         self.stopping.set(true);
-        if how == Stop::Leave && self.is_kept.get() {
-            self.leave.ask();
-        } else if let Some(socket) = self.current.borrow().as_ref() {
+        if let (Stop::Close, Some(socket)) = (how, self.current.borrow().as_ref()) {
             socket.shutdown();
         }
+        self.leave.ask();
     }
+}
+
+/// Completes when either of two does.
+async fn first<T>(one: impl Future<Output = T>, other: impl Future<Output = ()>) {
+    let (mut one, mut other) = (pin!(one), pin!(other));
+    poll_fn(|context| match one.as_mut().poll(context).map(drop) {
+        Poll::Ready(()) => Poll::Ready(()),
+        Poll::Pending => other.as_mut().poll(context),
+    })
+    .await;
 }
 
 /// Tells the front-end of changes of the disk's size, by a configuration change.

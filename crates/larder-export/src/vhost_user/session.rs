@@ -124,7 +124,7 @@ impl Leave {
         }
     }
 
-    async fn asked(&self) {
+    pub(super) async fn asked(&self) {
         poll_fn(|context| {
             if self.asked.get() {
                 return Poll::Ready(());
@@ -213,7 +213,7 @@ impl<'a> Session<'a> {
                 Err(error) => break Err(error),
             }
         };
-        let left = matches!(result, Ok(End::Left));
+        let left = matches!(result, Ok(End::Left)) && self.kept.is_some();
         if !left {
             self.socket.shutdown();
         }
@@ -236,14 +236,11 @@ impl<'a> Session<'a> {
             Some(kept) => kept.forget().await,
             None => {}
         }
-        result
+        result.map(|_| if left { End::Left } else { End::Closed })
     }
 
-    /// Waits for the front-end; false if the connection is to be left to the next process instead.
-    async fn speaks(&mut self) -> bool {
-        if self.kept.is_none() {
-            return true;
-        }
+    /// Waits for the front-end; false if this process is about to end.
+    async fn speaks(&self) -> bool {
         let mut readable = pin!(self.socket.readable());
         let mut asked = pin!(self.leave.asked());
         poll_fn(|context| {
@@ -330,7 +327,13 @@ impl<'a> Session<'a> {
             }
             Err(_) => None,
         };
-        match (carried_out, &reply) {
+        let reply = reply.map(|bytes| Message::new(bytes, Vec::new()));
+        // Before the answer: whoever has that may count on what it says.
+        if let (Some(kept), Some(raw)) = (&mut self.kept, raw) {
+            let noted = kept.note(raw, reply.as_ref()).await;
+            self.goes_on_kept(noted).await;
+        }
+        match (carried_out, reply.as_ref().map(Message::bytes)) {
             (Ok(Reply::WithFile(_, file)), Some(reply)) => {
                 self.socket.write_with_descriptors(reply, &[file.as_fd()]).await?;
             }
@@ -343,16 +346,20 @@ impl<'a> Session<'a> {
             (Err(error), None) => return Err(error),
             (Ok(_), None) => {}
         }
-        let reply = reply.map(|bytes| Message::new(bytes, Vec::new()));
-        if let (Some(kept), Some(raw)) = (&mut self.kept, raw)
-            && let Err(error) = kept.note(raw, reply.as_ref()).await
-        {
-            not_kept(&error);
-            if let Some(kept) = self.kept.take() {
-                kept.forget().await;
-            }
+        if let Some(kept) = &self.kept {
+            let noted = kept.answered();
+            self.goes_on_kept(noted).await;
         }
         Ok(())
+    }
+
+    /// Goes on without keeping the connection if that does not work.
+    async fn goes_on_kept(&mut self, noted: io::Result<()>) {
+        let Err(error) = noted else { return };
+        not_kept(&error);
+        if let Some(kept) = self.kept.take() {
+            kept.forget().await;
+        }
     }
 
     async fn carry_out(&mut self, request: Request) -> Result<Reply, SessionError> {

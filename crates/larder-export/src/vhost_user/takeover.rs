@@ -32,9 +32,10 @@
 //! | state | the next process |
 //! | --- | --- |
 //! | 0: between two messages | goes on; requests are in the region of requests in flight, without which it cannot |
-//! | 1: a message was read, and perhaps not answered | closes the connection: the front-end connects again |
+//! | 1: a message was read, and perhaps not answered | closes the connection: the front-end has to connect again |
 //! | 2: stopped, all requests done | goes on where the text says |
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
@@ -69,6 +70,8 @@ pub struct Store {
     on: Loop,
     manager: Socket,
     disk: String,
+    /// It has not listened once.
+    is_deaf: Cell<bool>,
 }
 
 /// What a process before this one has left of a disk's connection.
@@ -126,6 +129,7 @@ impl Store {
             on: on.clone(),
             manager: Socket::from_descriptor(on, manager)?,
             disk: disk.to_owned(),
+            is_deaf: Cell::new(false),
         })
     }
 
@@ -141,8 +145,15 @@ impl Store {
 
     async fn tell(&self, text: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
         let told = self.manager.write_with_descriptors(text.as_bytes(), files);
-        let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not listen");
-        self.on.timeout(PATIENCE, told).await.unwrap_or_else(|| Err(late()))
+        let told = match self.is_deaf.get() {
+            true => None,
+            false => self.on.timeout(PATIENCE, told).await,
+        };
+        self.is_deaf.set(told.is_none());
+        told.unwrap_or_else(|| {
+            let error = "the service manager ($NOTIFY_SOCKET) does not listen";
+            Err(io::Error::new(io::ErrorKind::TimedOut, error))
+        })
     }
 
     /// Has all of it let go.
@@ -193,7 +204,7 @@ impl<'a> Kept<'a> {
         self.set(State::InHand)
     }
 
-    /// What the front-end has said, and was answered.
+    /// What the front-end has said, and is about to be answered.
     pub(super) async fn note(&mut self, mut message: Message, reply: Option<&Message>) -> io::Result<()> {
         let before = self.names();
         message.id = self.next_id;
@@ -205,12 +216,17 @@ impl<'a> Kept<'a> {
                 self.store.put(&name(said.id, index), file.as_fd()).await?;
             }
         }
-        self.turn_page(State::Idle)?;
+        self.turn_page(State::InHand)?;
         let after = self.names();
         for gone in before.iter().filter(|name| !after.contains(name)) {
             self.store.remove(gone).await?;
         }
         Ok(())
+    }
+
+    /// It was answered.
+    pub(super) fn answered(&self) -> io::Result<()> {
+        self.set(State::Idle)
     }
 
     /// What was said, for this process.

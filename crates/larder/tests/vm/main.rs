@@ -3,6 +3,7 @@
 mod reload;
 #[path = "../support/mod.rs"]
 mod support;
+mod takeover;
 mod wrong;
 
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -11,6 +12,7 @@ use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::mpsc;
 
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::process::Process;
@@ -197,18 +199,23 @@ fn the_disks_threads_do_not_wait_for_each_other() {
     ends(process);
 }
 
-/// Starts the VM's server, and whoever has done so is told how far it is.
+/// Starts the VM's server, and whoever has done so is told how far it is; besides he is given what he is to keep.
 fn start_as_a_service(vm: &Vm) -> (Process, impl Fn() -> String) {
     let told = UnixDatagram::bind(vm.path("notify")).expect("binds");
-    told.set_read_timeout(Some(LIMIT)).expect("can be set");
     let mut command = vm.command(&[]);
     command.env("NOTIFY_SOCKET", vm.path("notify"));
     let process = Process::start(command).expect("larder starts");
-    let next = move || {
+    let (heard, news) = mpsc::channel();
+    std::thread::spawn(move || {
         let mut buffer = [0; 256];
-        let count = told.recv(&mut buffer).expect("is told");
-        String::from_utf8_lossy(&buffer[..count]).into_owned()
-    };
+        while let Ok(count) = told.recv(&mut buffer) {
+            let said = String::from_utf8_lossy(&buffer[..count]).into_owned();
+            if !said.starts_with("FDSTORE") && heard.send(said).is_err() {
+                return;
+            }
+        }
+    });
+    let next = move || news.recv_timeout(LIMIT).expect("is told");
     (process, next)
 }
 

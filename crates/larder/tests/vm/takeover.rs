@@ -1,0 +1,284 @@
+//! A front-end's connection, over restarts of the VM's service.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use larder_bench::campaign::Random;
+use larder_bench::campaign::front_end::memory::Memory;
+use larder_bench::campaign::front_end::queue::{AREA_BYTES, Request};
+use larder_bench::campaign::front_end::ring::Buffer;
+use larder_bench::campaign::front_end::wire;
+use larder_bench::campaign::guest::{Guest, GuestOptions};
+use larder_bench::campaign::process::Process;
+use larder_bench::campaign::restarts::{self, How};
+use larder_bench::campaign::service::Service;
+
+use crate::support::{larder, on_disk, on_tmpfs, pattern};
+use crate::{FrontEnd, LIMIT, Options, TWO, Vm, text, two, works};
+
+const BOTH: [i32; 2] = [libc::SIGTERM, libc::SIGKILL];
+
+/// Starts the VM's server as a service.
+fn start(vm: &Vm) -> Service {
+    let state = format!("STATE_DIRECTORY={}", text(&vm.path("state")));
+    let file = vm.file();
+    let words = ["env", &state, text(larder()), "vm", text(&file)];
+    let words: Vec<_> = words.iter().map(Into::into).collect();
+    Service::start(&words, &vm.path("notify")).expect("starts")
+}
+
+fn connect(vm: &Vm, options: Options) -> FrontEnd {
+    FrontEnd::connect(&vm.path("vda"), options).expect("connects")
+}
+
+/// Whether the server has closed the connection.
+fn is_closed(guest: &FrontEnd) -> bool {
+    let mut stream = guest.wire.stream();
+    stream
+        .set_read_timeout(Some(Duration::from_millis(200)))
+        .expect("can be set");
+    matches!(stream.read(&mut [0; 1]), Ok(0))
+}
+
+fn becomes(what: &str, is_so: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < LIMIT, "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_connection_goes_on_after_the_server_was_stopped_or_killed() {
+    for packed in [false, true] {
+        let vm = two();
+        let mut service = start(&vm);
+        let options = Options {
+            queues: 2,
+            packed,
+            ..Options::default()
+        };
+        let mut guest = connect(&vm, options);
+        let size = guest.capacity().expect("is told");
+        for round in 0..6 {
+            works(&mut guest, round);
+            service.restart(BOTH[round as usize % 2]).expect("starts again");
+            works(&mut guest, 100 + round);
+            assert_eq!(guest.capacity().expect("the connection is there"), size);
+            // What is said now, the next one has to know too.
+            let base = guest.stop_queue(1).expect("stops");
+            // The server does not yet know that we have its answer; see `InHand`.
+            std::thread::sleep(Duration::from_millis(20));
+            service.restart(BOTH[round as usize / 2 % 2]).expect("starts again");
+            let started = guest.start_queue_at(1, base);
+            assert!(started.is_ok(), "{started:?}: {}", service.process.output());
+        }
+        assert!(service.process.output().contains("connection goes on"));
+        drop(guest);
+        becomes("nothing is kept of a connection that has ended", || {
+            service.kept().expect("is known").is_empty()
+        });
+        let mut guest = connect(&vm, options);
+        works(&mut guest, 7);
+        assert!(service.end(libc::SIGTERM).expect("ends").success());
+        assert!(!is_closed(&guest), "it is kept");
+        service.let_go();
+        becomes("the service has ended for good", || is_closed(&guest));
+    }
+}
+
+#[test]
+fn requests_made_while_there_is_no_server_are_answered_by_the_next_one() {
+    for signal in BOTH {
+        let vm = two();
+        let mut service = start(&vm);
+        let mut guest = connect(&vm, Options::default());
+        works(&mut guest, 1);
+        let (data, bytes) = (guest.data(), pattern(9, 4096));
+        guest.memory.write(data, &bytes);
+        service.end(signal).expect("ends");
+        let piece = |address| [Buffer { address, len: 4096 }];
+        let write = guest.queue().add(&Request::write(64, &piece(data)));
+        guest.queue().go();
+        // A message waits besides.
+        guest
+            .wire
+            .send_raw(&wire::Wire::encode(wire::GET_FEATURES, false, &[]), &[])
+            .expect("is sent");
+        service.launch().expect("starts");
+        assert_eq!(guest.queue().finish(write).expect("is answered").status, 0);
+        assert_eq!(guest.wire.receive().expect("is answered").payload.len(), 8);
+        let read = guest.queue().run(&Request::read(64, &piece(data + 4096)));
+        assert_eq!(read.expect("reads").status, 0);
+        assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
+    }
+}
+
+#[test]
+fn a_front_end_that_has_sent_half_a_message_does_not_hold_up_the_stop() {
+    let vm = two();
+    let mut service = start(&vm);
+    let guest = connect(&vm, Options::default());
+    let message = wire::Wire::encode(wire::SET_FEATURES, true, &[0; 8]);
+    guest.wire.send_raw(&message[..14], &[]).expect("is sent");
+    assert!(service.end(libc::SIGTERM).expect("ends").success());
+    assert!(is_closed(&guest), "nobody can go on with half a message");
+    service.launch().expect("starts");
+    works(&mut connect(&vm, Options::default()), 1);
+}
+
+#[test]
+fn a_manager_that_does_not_listen_is_done_without() {
+    let vm = two();
+    let manager = UnixDatagram::bind(vm.path("notify")).expect("binds");
+    let full = UnixDatagram::unbound().expect("a socket");
+    full.set_nonblocking(true).expect("can be set");
+    while full.send_to(b"x", vm.path("notify")).is_ok() {}
+    let mut command = vm.command(&[]);
+    command.env("NOTIFY_SOCKET", vm.path("notify"));
+    let mut process = Process::start(command).expect("starts");
+    process.wait_for(" ready ", LIMIT).expect("serves");
+    let mut guest = connect(&vm, Options::default());
+    works(&mut guest, 1);
+    assert!(process.output().contains("does not listen"), "{}", process.output());
+    process.signal(libc::SIGTERM);
+    assert!(process.wait(LIMIT).expect("ends").success());
+    assert!(is_closed(&guest));
+    drop(manager);
+}
+
+/// A guest whose front-end keeps no notes of requests in flight.
+fn without_notes(vm: &Vm) -> FrontEnd {
+    let stream = UnixStream::connect(vm.path("vda")).expect("connects");
+    let memory = Arc::new(Memory::new(AREA_BYTES as usize + (4 << 20)).expect("memory"));
+    let mut guest = FrontEnd::unconfigured(stream, Options::default(), memory).expect("connects");
+    guest.negotiate().expect("agrees");
+    guest.set_memory().expect("is told");
+    guest.start_queue(0).expect("starts");
+    guest
+}
+
+#[test]
+fn without_notes_of_requests_in_flight_only_a_stop_leaves_the_connection() {
+    let vm = two();
+    let mut service = start(&vm);
+    let mut guest = without_notes(&vm);
+    for round in 0..3 {
+        works(&mut guest, round);
+        service.restart(libc::SIGTERM).expect("starts again");
+        works(&mut guest, 100 + round);
+    }
+    service.restart(libc::SIGKILL).expect("starts again");
+    becomes("it has to connect again", || is_closed(&guest));
+    assert!(
+        service.process.output().contains("INFLIGHT_SHMFD"),
+        "{}",
+        service.process.output()
+    );
+    works(&mut without_notes(&vm), 8);
+}
+
+#[test]
+fn a_connection_that_cannot_be_gone_on_with_is_closed_and_can_be_made_again() {
+    type Kept = Vec<(String, OwnedFd)>;
+    type Way<'a> = (&'a str, &'a dyn Fn(&mut Kept));
+    let ledger = |kept: &Kept| {
+        let found = kept.iter().find(|(name, _)| name == "larder/vda/ledger");
+        File::from(found.expect("is kept").1.try_clone().expect("is copied"))
+    };
+    let ways: [Way<'_>; 6] = [
+        ("ended while it answered a message", &|kept| {
+            ledger(kept).write_all_at(&[1], 8).expect("writes");
+        }),
+        ("makes no sense", &|kept| {
+            ledger(kept).write_all_at(&[9], 8).expect("writes");
+        }),
+        ("makes no sense", &|kept| {
+            let bytes = 1u64 << 40;
+            (4096..).step_by(1 << 20).take(2).for_each(|at| {
+                ledger(kept).write_all_at(&bytes.to_le_bytes(), at).expect("writes");
+            });
+        }),
+        ("has not kept ledger", &|kept| {
+            kept.retain(|(name, _)| name != "larder/vda/ledger");
+        }),
+        ("has not kept connection", &|kept| {
+            kept.retain(|(name, _)| name != "larder/vda/connection");
+        }),
+        // As where there is room for some only.
+        ("FileDescriptorStoreMax= may be too low", &|kept| {
+            kept.retain(|(name, _)| !name.ends_with(".0"));
+        }),
+    ];
+    for (why, way) in ways {
+        let vm = two();
+        let mut service = start(&vm);
+        let mut guest = connect(&vm, Options::default());
+        works(&mut guest, 1);
+        service.end(libc::SIGKILL).expect("ends");
+        service.tamper(way);
+        service.launch().expect("starts");
+        becomes(why, || service.process.output().contains(why));
+        becomes("it is closed", || is_closed(&guest));
+        guest
+            .reconnect(UnixStream::connect(vm.path("vda")).expect("connects"))
+            .expect("goes on");
+        works(&mut guest, 2);
+        // The new connection is kept, and nothing of the old one.
+        service.restart(libc::SIGKILL).expect("starts again");
+        works(&mut guest, 3);
+    }
+}
+
+#[test]
+fn the_connection_of_a_disk_that_is_there_no_more_is_closed() {
+    let vm = two();
+    let mut service = start(&vm);
+    let mut guest = connect(&vm, Options::default());
+    let data = TWO.split("[[disk]]").nth(2).expect("the second disk");
+    works(&mut guest, 2);
+    vm.write(&format!("control = \"control\"\n[[disk]]{data}"));
+    service.restart(libc::SIGTERM).expect("starts again");
+    becomes("it is closed", || is_closed(&guest));
+    becomes("nothing is kept", || service.kept().expect("is known").is_empty());
+    assert!(service.process.output().contains("there is no such disk any more"));
+}
+
+#[test]
+fn a_guest_that_cannot_connect_again_notices_only_a_pause() {
+    for (how, seed) in [(How::Asked, 1), (How::Killed, 2)] {
+        let folder = on_disk();
+        let report = restarts::run(larder(), folder.path(), how, 5, &mut Random::new(seed)).expect("survives");
+        assert_eq!((report.servers.len(), report.guest.len()), (5, 5));
+    }
+}
+
+#[test]
+fn a_guest_that_cannot_connect_again_boots_while_its_server_is_restarted() {
+    let (folder, sockets) = (on_disk(), on_tmpfs());
+    let words = restarts::vm(larder(), folder.path()).expect("an image");
+    let mut service = Service::start(&words, &sockets.path().join("notify")).expect("starts");
+    let options = GuestOptions {
+        reconnects: false,
+        ..GuestOptions::default()
+    };
+    let script = "dd if=/dev/vda of=/dev/null bs=1M count=16 && echo DONE\n";
+    let guest = Guest::start(script, &folder.path().join("vda"), &options).expect("starts");
+    let connected = service.process.wait_for("front-end connected", LIMIT);
+    connected.expect("connects");
+    while !guest.process.output().contains("DONE") && !guest.process.has_ended() {
+        service.restart(libc::SIGTERM).expect("starts again");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let finished = guest.finish();
+    assert!(
+        finished.is_ok(),
+        "{finished:?}\nthe server: {}",
+        service.process.output()
+    );
+}
