@@ -132,8 +132,11 @@ pub fn run(larder: &Path, folder: &Path, how: How, count: u32, random: &mut Rand
     guest.process.say("stop")?;
     let console = guest.finish()?;
     let mut pauses = Pauses::default();
-    let told = console.lines().find_map(|line| line.trim().strip_prefix("PAUSES "));
-    for pause in told.context("no PAUSES")?.split_whitespace() {
+    let told = console.lines().find_map(|line| Some(line.split_once("PAUSES ")?.1));
+    for pause in told
+        .with_context(|| format!("no PAUSES: {console}"))?
+        .split_whitespace()
+    {
         pauses.push(Duration::from_nanos(pause.parse()?));
     }
     let rounds = console.matches("ROUND").count();

@@ -174,7 +174,12 @@ impl Inbox {
         let mut heard = self.lock();
         let name = said("FDNAME").unwrap_or("stored");
         if said("FDSTORE").is_some() {
-            heard.kept.extend(files.into_iter().map(|file| (name.to_owned(), file)));
+            for file in files {
+                // As systemd does: what it has already it does not take again.
+                if heard.kept.iter().all(|(_, kept)| !is_same(kept, &file)) {
+                    heard.kept.push((name.to_owned(), file));
+                }
+            }
         }
         if said("FDSTOREREMOVE").is_some() {
             heard.kept.retain(|(kept, _)| kept != name);
@@ -187,6 +192,13 @@ impl Inbox {
         }
         self.changed.notify_all();
     }
+}
+
+/// Whether both are of one open file.
+fn is_same(one: &OwnedFd, other: &OwnedFd) -> bool {
+    let (ours, files) = (std::process::id(), [one, other].map(|file| file.as_raw_fd()));
+    // SAFETY: only numbers are passed, and nothing is written. 0 is KCMP_FILE.
+    unsafe { libc::syscall(libc::SYS_kcmp, ours, ours, 0, files[0], files[1]) == 0 }
 }
 
 fn receive(socket: &UnixDatagram) -> Option<(String, Vec<OwnedFd>)> {

@@ -10,8 +10,8 @@ use super::message::{FLAG_NEED_REPLY, HEADER_BYTES, number};
 pub struct Message {
     bytes: Vec<u8>,
     descriptors: Vec<OwnedFd>,
-    /// What whoever has it calls it.
-    pub(super) id: u64,
+    /// What whoever keeps the descriptors calls each of them.
+    pub(super) files: Vec<u64>,
 }
 
 impl Message {
@@ -20,7 +20,7 @@ impl Message {
         Self {
             bytes,
             descriptors,
-            id: 0,
+            files: Vec::new(),
         }
     }
 

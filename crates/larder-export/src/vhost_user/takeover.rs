@@ -17,14 +17,15 @@
 //!         | bytes  | messages of so many bytes           |     little-endian
 //!         +--------+-------------------------------------+
 //!
-//! message 0        8        12            16
-//!         +--------+--------+-------------+--------------------+
-//!         | id     | bytes  | descriptors | header and payload |
-//!         +--------+--------+-------------+--------------------+
+//! message 0       4             8
+//!         +-------+-------------+---------------------+--------------------+
+//!         | bytes | descriptors | a number u64 each   | header and payload |
+//!         +-------+-------------+---------------------+--------------------+
 //! ```
 //!
-//! A descriptor is kept as `larder/DISK/ID.INDEX`, the ledger as `larder/DISK/ledger`, the connection as
-//! `larder/DISK/connection`.
+//! A descriptor is kept as `larder/DISK/NUMBER`, the ledger as `larder/DISK/ledger`, the connection as
+//! `larder/DISK/connection`. What is open once has one number however often it is sent, as guest memory in two regions is:
+//! systemd keeps such a file once.
 //!
 //! A new text is written where the old one is not, after its descriptors were put away; state and which are one store of
 //! eight bytes. So a process that is killed leaves one of three things:
@@ -36,10 +37,10 @@
 //! | 2: stopped, all requests done | goes on where the text says |
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ const TEXTS_AT: [u64; 2] = [4096, 4096 + TEXT_BYTES_MAX];
 /// A disk of 64 queues and 509 regions of memory takes some 80 KiB.
 const TEXT_BYTES_MAX: u64 = 1 << 20;
 
-const MESSAGE_HEAD_BYTES: usize = 16;
+const MESSAGE_HEAD_BYTES: usize = 8;
 
 /// How long the service manager may take to take a descriptor. It reads nothing while it reloads its units.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -178,7 +179,8 @@ pub(super) struct Kept<'a> {
     ledger: File,
     which: usize,
     record: Record,
-    next_id: u64,
+    /// The last number that was given to a descriptor.
+    last_number: u64,
 }
 
 impl<'a> Kept<'a> {
@@ -190,7 +192,7 @@ impl<'a> Kept<'a> {
             ledger: ledger.into(),
             which: 0,
             record: Record::default(),
-            next_id: 1,
+            last_number: 0,
         };
         this.ledger.write_all_at(&MAGIC, 0)?;
         this.write_text(0)?;
@@ -206,20 +208,32 @@ impl<'a> Kept<'a> {
 
     /// What the front-end has said, and is about to be answered.
     pub(super) async fn note(&mut self, mut message: Message, reply: Option<&Message>) -> io::Result<()> {
-        let before = self.names();
-        message.id = self.next_id;
-        self.next_id += 1;
+        let before = self.files();
+        let mut files = Vec::new();
+        let mut known: Vec<(u64, BorrowedFd<'_>)> = described(self.record.messages()).collect();
+        for file in message.descriptors() {
+            let same = known.iter().find(|(_, other)| is_same(*other, file.as_fd()));
+            let number = same.map(|(number, _)| *number);
+            let number = number.unwrap_or_else(|| {
+                self.last_number += 1;
+                self.last_number
+            });
+            known.push((number, file.as_fd()));
+            files.push(number);
+        }
+        drop(known);
+        message.files = files;
         self.record.note(message, reply);
-        let said = self.record.messages().iter();
-        for said in said.filter(|said| said.id == self.next_id - 1) {
-            for (index, file) in said.descriptors().iter().enumerate() {
-                self.store.put(&name(said.id, index), file.as_fd()).await?;
+        let after = self.files();
+        for number in after.difference(&before) {
+            let mut all = described(self.record.messages());
+            if let Some((_, file)) = all.find(|(other, _)| other == number) {
+                self.store.put(&number.to_string(), file).await?;
             }
         }
         self.turn_page(State::InHand)?;
-        let after = self.names();
-        for gone in before.iter().filter(|name| !after.contains(name)) {
-            self.store.remove(gone).await?;
+        for number in before.difference(&after) {
+            self.store.remove(&number.to_string()).await?;
         }
         Ok(())
     }
@@ -246,16 +260,16 @@ impl<'a> Kept<'a> {
 
     /// The connection has ended.
     pub(super) async fn forget(self) {
-        let mut names = self.names();
-        names.extend(["connection", "ledger"].map(str::to_owned));
-        for name in &names {
+        let names = self.files().into_iter().map(|number| number.to_string());
+        for name in names.chain(["connection", "ledger"].map(str::to_owned)) {
             // One that cannot be told ends with the service.
-            let _ = self.store.remove(name).await;
+            let _ = self.store.remove(&name).await;
         }
     }
 
-    fn names(&self) -> Vec<String> {
-        names(self.record.messages())
+    /// The numbers of all descriptors that came with what was said.
+    fn files(&self) -> BTreeSet<u64> {
+        described(self.record.messages()).map(|(number, _)| number).collect()
     }
 
     /// Writes down what the record says now.
@@ -269,10 +283,13 @@ impl<'a> Kept<'a> {
     fn write_text(&self, which: usize) -> io::Result<()> {
         let mut text = vec![0; 8];
         for message in self.record.messages() {
-            text.extend(message.id.to_le_bytes());
-            for count in [message.bytes().len(), message.descriptors().len()] {
+            for count in [message.bytes().len(), message.files.len()] {
                 text.extend((count as u32).to_le_bytes());
             }
+            message
+                .files
+                .iter()
+                .for_each(|number| text.extend(number.to_le_bytes()));
             text.extend(message.bytes());
         }
         if text.len() as u64 > TEXT_BYTES_MAX {
@@ -308,7 +325,7 @@ impl Left {
             store,
             ledger,
             which,
-            next_id: messages.iter().map(|said| said.id).max().unwrap_or(0) + 1,
+            last_number: described(&messages).map(|(number, _)| number).max().unwrap_or(0),
             record: Record::from_messages(messages),
         };
         // Requests may be under way from now on.
@@ -320,10 +337,10 @@ impl Left {
         let ledger = File::from(self.take("ledger")?);
         let (state, which) = read_state(&ledger)?;
         let mut messages = Vec::new();
-        for (id, bytes, descriptors) in read_text(&ledger, which)? {
-            let files = (0..descriptors).map(|index| self.take(&name(id, index)));
-            let mut message = Message::new(bytes, files.collect::<Result<_, _>>()?);
-            message.id = id;
+        for (bytes, files) in read_text(&ledger, which)? {
+            let descriptors = files.iter().map(|number| self.copy(*number));
+            let mut message = Message::new(bytes, descriptors.collect::<Result<_, _>>()?);
+            message.files = files;
             messages.push(message);
         }
         let says = |request| messages.iter().any(|said: &Message| said.request() == request);
@@ -334,22 +351,38 @@ impl Left {
             }
             State::Idle | State::Stopped => {}
         }
-        Ok((ledger, which, messages, self.take("connection")?))
+        let connection = self.take("connection")?;
+        for (number, _) in described(&messages) {
+            self.files.remove(&number.to_string());
+        }
+        Ok((ledger, which, messages, connection))
+    }
+
+    fn copy(&self, number: u64) -> Result<OwnedFd, TakeoverError> {
+        let name = number.to_string();
+        match self.files.get(&name) {
+            Some(file) => Ok(file.try_clone()?),
+            None => Err(TakeoverError::Missing(name)),
+        }
     }
 }
 
-/// What a descriptor of a message is called.
-fn name(id: u64, index: usize) -> String {
-    format!("{id}.{index}")
+/// The descriptors that came with messages, and their numbers.
+fn described(messages: &[Message]) -> impl Iterator<Item = (u64, BorrowedFd<'_>)> {
+    messages.iter().flat_map(|said| {
+        let files = said.files.iter().copied();
+        files.zip(said.descriptors().iter().map(AsFd::as_fd))
+    })
 }
 
-fn names(messages: &[Message]) -> Vec<String> {
-    let of = |said: &Message| {
-        (0..said.descriptors().len())
-            .map(|index| name(said.id, index))
-            .collect::<Vec<_>>()
-    };
-    messages.iter().flat_map(of).collect()
+/// Whether both are of one open file. Unknown (no KCMP in the kernel) is no.
+fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
+    /// `KCMP_FILE` of linux/kcmp.h.
+    const FILE: libc::c_long = 0;
+    let ours = rustix::process::getpid().as_raw_nonzero().get();
+    let files = [one, other].map(|file| file.as_raw_fd());
+    // SAFETY: only numbers are passed, and nothing is written.
+    unsafe { libc::syscall(libc::SYS_kcmp, ours, ours, FILE, files[0], files[1]) == 0 }
 }
 
 fn read_state(ledger: &File) -> Result<(State, usize), TakeoverError> {
@@ -363,8 +396,10 @@ fn read_state(ledger: &File) -> Result<(State, usize), TakeoverError> {
     }
 }
 
-/// Of each message its id, itself, and how many descriptors it came with.
-fn read_text(ledger: &File, which: usize) -> Result<Vec<(u64, Vec<u8>, usize)>, TakeoverError> {
+/// A message, and the numbers of the descriptors that it came with.
+type Said = (Vec<u8>, Vec<u64>);
+
+fn read_text(ledger: &File, which: usize) -> Result<Vec<Said>, TakeoverError> {
     let mut bytes = [0; 8];
     ledger.read_exact_at(&mut bytes, TEXTS_AT[which])?;
     let bytes = u64::from_le_bytes(bytes);
@@ -374,23 +409,28 @@ fn read_text(ledger: &File, which: usize) -> Result<Vec<(u64, Vec<u8>, usize)>, 
     let mut text = vec![0; bytes as usize];
     ledger.read_exact_at(&mut text, TEXTS_AT[which] + 8)?;
     let mut rest = &text[..];
+    let mut next = |bytes: usize| {
+        let (part, behind) = rest.split_at_checked(bytes).ok_or(TakeoverError::Ledger)?;
+        rest = behind;
+        Ok::<_, TakeoverError>((part, behind.is_empty()))
+    };
     let mut messages = Vec::new();
-    while !rest.is_empty() {
-        let (head, behind) = rest.split_at_checked(MESSAGE_HEAD_BYTES).ok_or(TakeoverError::Ledger)?;
-        let number = |from: usize, to: usize| {
-            head[from..to]
-                .iter()
-                .rev()
-                .fold(0, |all, byte| all << 8 | u64::from(*byte))
-        };
-        let (id, bytes, descriptors) = (number(0, 8), number(8, 12) as usize, number(12, 16) as usize);
+    let mut is_end = bytes == 0;
+    while !is_end {
+        let (head, _) = next(MESSAGE_HEAD_BYTES)?;
+        let [bytes, descriptors] = [0, 4].map(|at| little_endian(&head[at..at + 4]) as usize);
         let is_sound = (HEADER_BYTES..=HEADER_BYTES + PAYLOAD_BYTES_MAX).contains(&bytes);
         if !is_sound || descriptors > TABLE_REGIONS_MAX {
             return Err(TakeoverError::Ledger);
         }
-        let (message, behind) = behind.split_at_checked(bytes).ok_or(TakeoverError::Ledger)?;
-        messages.push((id, message.to_vec(), descriptors));
-        rest = behind;
+        let numbers = next(8 * descriptors)?.0.chunks_exact(8).map(little_endian).collect();
+        let (message, end) = next(bytes)?;
+        messages.push((message.to_vec(), numbers));
+        is_end = end;
     }
     Ok(messages)
+}
+
+fn little_endian(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte))
 }
