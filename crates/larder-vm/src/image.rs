@@ -7,11 +7,13 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile};
 use larder_block::backend::image_lock::{self, Claim};
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
+use larder_block::event_loop::SocketAddress;
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
@@ -40,6 +42,7 @@ pub use cache::CacheError;
 pub(crate) use cache::absolute;
 pub use cache_note::state_folder;
 use cache_note::{Note, Other};
+pub(crate) use cache_note::{lately_folder, notes_folder};
 pub use cache_place::{CachePlace, Replacement};
 pub use cache_tools::{
     CacheReport, CacheToolError, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
@@ -177,10 +180,30 @@ pub struct ImageOptions {
     pub keep_space: bool,
     /// How to use an NBD server.
     pub nbd: NbdOptions,
+    /// The NBD servers that it turns out to use.
+    pub servers: Servers,
     /// What the disk may do per second.
     pub limits: Limits,
     /// Change nothing, and ask no NBD server; see [`try_to_open`].
     pub trial: bool,
+}
+
+/// NBD servers that are connected to again if a connection breaks: those of an image, its backing files and its cache.
+#[derive(Clone, Debug, Default)]
+pub struct Servers(Arc<Mutex<Vec<SocketAddress>>>);
+
+impl Servers {
+    fn note(&self, server: &SocketAddress) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(server.clone());
+    }
+
+    /// All so far.
+    pub fn all(&self) -> Vec<SocketAddress> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }
 
 impl Default for ImageOptions {
@@ -196,6 +219,7 @@ impl Default for ImageOptions {
             caching: Caching::Auto,
             keep_space: false,
             nbd: NbdOptions::default(),
+            servers: Servers::default(),
             limits: Limits::NONE,
             trial: false,
         }
@@ -513,6 +537,7 @@ async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions) -> Result<
         read_only: options.read_only,
         ..options.nbd.clone()
     };
+    options.servers.note(&uri.address);
     let opened = NbdDevice::open(on, uri, nbd).await;
     opened.map_err(Box::new).map_err(ImageError::Nbd)
 }

@@ -68,6 +68,12 @@ impl Inherited {
         found.map(|(_, socket)| socket.try_clone()).transpose()
     }
 
+    /// Whether one listens on `path`.
+    pub fn has(&self, path: &Path) -> bool {
+        let path = resolve(path);
+        self.0.sockets.iter().any(|(at, _)| resolve(at) == path)
+    }
+
     /// Where sockets listen.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         self.0.sockets.iter().map(|(path, _)| path.as_path())

@@ -1,5 +1,6 @@
 //! One VM put together: its disks opened, stacked and served.
 
+pub mod confine;
 pub mod control;
 pub mod disk;
 pub mod exports;

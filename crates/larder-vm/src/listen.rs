@@ -1,5 +1,7 @@
 //! Unix sockets to listen on, made and removed with care.
 
+mod acl;
+
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
@@ -65,10 +67,14 @@ impl Access {
         ..Self::UMASK
     };
 
-    /// Gives the file of a socket that is bound, and that only its maker may connect to yet, to whom it is for.
+    /// Gives the file of a socket that is bound, and that only its maker may connect to yet, to whom it is for. Where the
+    /// maker may not give it away, it stays his, and the others may connect.
     fn apply(self, path: &Path) -> io::Result<()> {
         if self.owner.is_some() || self.group.is_some() {
-            std::os::unix::fs::chown(path, self.owner, self.group)?;
+            match std::os::unix::fs::chown(path, self.owner, self.group) {
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return acl::give(path, self),
+                given => given?,
+            }
         }
         match self.mode {
             Some(mode) => fs::set_permissions(path, Permissions::from_mode(mode)),

@@ -9,9 +9,18 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
 
-/// Where it is, or will be: `/run/larder` for root, `$XDG_RUNTIME_DIR/larder`, or `/dev/shm/larder-UID`; the first that
-/// is on tmpfs. All processes of a user find the same one. Nothing is made.
+/// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root, `$XDG_RUNTIME_DIR/larder`, or
+/// `/dev/shm/larder-UID`; the first that is on tmpfs. All processes of a user find the same one. Nothing is made.
 pub fn runtime_folder() -> PathBuf {
+    // It may be a list, of which the first will do.
+    let of_service = std::env::var("RUNTIME_DIRECTORY").ok();
+    let of_service = of_service
+        .as_deref()
+        .and_then(|list| list.split(':').next())
+        .map(PathBuf::from);
+    if let Some(folder) = of_service.filter(|folder| is_ours_alone(folder).is_ok() && is_on_tmpfs(folder)) {
+        return folder;
+    }
     let of_root = geteuid().is_root().then(|| PathBuf::from("/run"));
     let of_user = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let of_user = of_user.filter(|folder| folder.is_absolute() && is_ours_alone(folder).is_ok());

@@ -100,6 +100,10 @@ pub(crate) struct VmArguments {
     /// as it was until the server is started again, and what could not be done
     #[arg(long, conflicts_with = "check")]
     pub(crate) reload: bool,
+    /// Once all that the file names is open, give up every right to open, start or look at anything else of this host: a
+    /// guest that takes the server over has its own disks and no more. What needs another file takes a restart then
+    #[arg(long, conflicts_with_all = ["check", "reload"])]
+    pub(crate) confine: bool,
 }
 
 #[derive(Subcommand)]

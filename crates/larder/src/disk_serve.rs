@@ -123,7 +123,7 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
                 ..NbdOptions::default()
             },
             limits: arguments.throttle.unwrap_or(Limits::NONE),
-            trial: false,
+            ..ImageOptions::default()
         },
         exports: ExportsConfig {
             vhost_user_at,

@@ -4,6 +4,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
@@ -31,11 +32,12 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         return look(&config);
     }
     if arguments.reload {
-        return reload(&config);
+        return reload(&path, &config);
     }
     let signals = signals::block()?;
     let inherited = inherited()?;
-    let vm = Vm::start(&path, config.clone(), inherited).map_err(|error| with_advice(error, &config))?;
+    let vm = Vm::start(&path, config.clone(), inherited, arguments.confine);
+    let vm = vm.map_err(|error| with_advice(error, &config))?;
     for (name, places) in vm.places() {
         tracing::info!(
             disk = name,
@@ -56,8 +58,12 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
 }
 
 /// Has the server that runs read the file again, and says what has become of it.
-fn reload(config: &VmConfig) -> anyhow::Result<ExitCode> {
-    let (_, done) = control::reload(&config.control)?;
+fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
+    let is_confined = control::fetch_server(&config.control)?.confined;
+    // It cannot read the file itself.
+    let text = is_confined.then(|| std::fs::read_to_string(path)).transpose();
+    let text = text.with_context(|| path.display().to_string())?;
+    let (_, done) = control::reload(&config.control, text)?;
     let mut text = String::new();
     let parts = [
         ("changed", &done.changed),

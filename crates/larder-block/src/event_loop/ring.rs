@@ -5,6 +5,9 @@
 //! kernel still works on cancels it and waits for its end, so that the promise can be kept.
 //!
 //! Submission is lazy: entries collect until the loop next looks at the ring, and one system call submits them all.
+//!
+//! A ring does what is listed in [`OPERATIONS`] and nothing else, for ever: the kernel's workers may have rights that the
+//! process has given up since, and no entry that a guest's attack may put into the ring shall open a file with them.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -15,6 +18,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use io_uring::register::Restriction;
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 
@@ -25,6 +29,33 @@ const RING_ENTRIES: u32 = 256;
 
 /// Completion entries. The kernel keeps what does not fit, at a cost.
 const COMPLETION_ENTRIES: u32 = 4096;
+
+/// All that is ever asked of a ring.
+const OPERATIONS: [u8; 8] = [
+    opcode::Read::CODE,
+    opcode::Write::CODE,
+    opcode::Readv::CODE,
+    opcode::Writev::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+    opcode::PollAdd::CODE,
+    opcode::AsyncCancel::CODE,
+];
+
+/// Begins disabled, to be restricted first.
+fn restricted(builder: &mut io_uring::Builder) -> io::Result<IoUring> {
+    let uring = builder
+        .setup_r_disabled()
+        .setup_cqsize(COMPLETION_ENTRIES)
+        .build(RING_ENTRIES)?;
+    let flags = Restriction::sqe_flags_allowed(squeue::Flags::ASYNC.bits());
+    // No operation of io_uring_register is in the list, so none can be done once the ring is enabled.
+    let mut all: Vec<Restriction> = OPERATIONS.into_iter().map(Restriction::sqe_op).chain([flags]).collect();
+    let submitter = uring.submitter();
+    submitter.register_restrictions(&mut all)?;
+    submitter.register_enable_rings()?;
+    Ok(uring)
+}
 
 /// A handle to a loop's ring.
 #[derive(Clone)]
@@ -62,17 +93,15 @@ const NO_SLOT: u64 = u64::MAX;
 impl Ring {
     pub(super) fn new() -> io::Result<Self> {
         // Without DEFER_TASKRUN (kernels before 6.1) completions interrupt the thread; slower, and just as right.
-        let modern = IoUring::builder()
-            .setup_single_issuer()
-            .setup_defer_taskrun()
-            .setup_taskrun_flag()
-            .setup_coop_taskrun()
-            .setup_cqsize(COMPLETION_ENTRIES)
-            .build(RING_ENTRIES);
+        let modern = restricted(
+            IoUring::builder()
+                .setup_single_issuer()
+                .setup_defer_taskrun()
+                .setup_taskrun_flag()
+                .setup_coop_taskrun(),
+        );
         let uring = match modern {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::builder()
-                .setup_cqsize(COMPLETION_ENTRIES)
-                .build(RING_ENTRIES)?,
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => restricted(&mut IoUring::builder())?,
             other => other?,
         };
         Ok(Self(Rc::new(Inner {
@@ -440,5 +469,45 @@ impl Future for RingIo<'_> {
             let ring = self.op.ring.clone();
             self.op = ring.start_transfer(self.descriptor, offset, rest, self.how);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Has the ring do it; what the kernel says.
+    fn result_of(ring: &Ring, entry: squeue::Entry) -> i32 {
+        let op = ring.start_plain(entry);
+        while !op.is_done() {
+            ring.sleep(None);
+            ring.reap();
+        }
+        op.take_result().expect("it is done")
+    }
+
+    #[test]
+    fn a_ring_opens_no_file_and_makes_no_connection() {
+        let ring = Ring::new().expect("a ring");
+        let path = c"/etc/hostname".as_ptr();
+        let here = Fd(libc::AT_FDCWD);
+        for (what, entry) in [
+            ("openat", opcode::OpenAt::new(here, path).build()),
+            (
+                "socket",
+                opcode::Socket::new(libc::AF_UNIX, libc::SOCK_STREAM, 0).build(),
+            ),
+            ("unlinkat", opcode::UnlinkAt::new(here, path).build()),
+            ("no-op", opcode::Nop::new().build()),
+        ] {
+            assert_eq!(result_of(&ring, entry), -libc::EACCES, "{what}");
+        }
+        let submits = ring.0.uring.borrow();
+        let linked = submits.submitter().register_files(&[0]);
+        assert_eq!(linked.expect_err("is refused").raw_os_error(), Some(libc::EACCES));
+        drop(submits);
+        let (_ours, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let poll = opcode::PollAdd::new(Fd(std::os::fd::AsRawFd::as_raw_fd(&theirs)), libc::POLLOUT as u32).build();
+        assert!(result_of(&ring, poll) > 0, "what the loop needs is allowed");
     }
 }

@@ -38,6 +38,9 @@ const RELOAD_TIME_MAX: Duration = Duration::from_secs(8);
 /// The longest body of a request, in bytes.
 const BODY_BYTES_MAX: usize = 4 << 10;
 
+/// The longest file of a VM, in bytes.
+pub(super) const FILE_BYTES_MAX: usize = 256 << 10;
+
 /// Up to here all whole numbers are floating-point numbers, too.
 const WHOLE_MAX: f64 = (1u64 << 53) as f64;
 
@@ -156,7 +159,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         Resource::OpenApi => found(&openapi::document()),
         Resource::Events if request.method() == Method::HEAD => event_stream(None),
         Resource::Events => listen(request.headers(), asked),
-        Resource::Reload => reload(subject).await,
+        Resource::Reload => reload(request, subject).await,
         Resource::Disks => disks(&subject.disks()).await,
         Resource::Disk(disk) if request.method() == Method::PATCH => patch(request, &disk).await,
         Resource::Disk(disk) => match in_time(disk.state()).await {
@@ -164,7 +167,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Err(late) => late,
         },
         Resource::Flush(disk) => work(&disk, DiskChange::Cache(CacheWork::Flush)).await,
-        Resource::Replace(disk) => replace(request, &disk).await,
+        Resource::Replace(disk) => replace(request, &disk, subject).await,
     }
 }
 
@@ -204,9 +207,13 @@ async fn patch(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
     }
 }
 
-async fn replace(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
+async fn replace(request: Request<Incoming>, disk: &DiskInquiry, subject: &Subject) -> Answer {
     let body: Result<CacheReplacement, Unfit> = body_of(request, "{\"with\":\"/ssd/new.cache\"}").await;
     match body.and_then(|by| by.replacement()) {
+        Ok(_) if subject.is_confined() => failure(
+            StatusCode::CONFLICT,
+            "this server is confined and can open no cache: write the new one into the VM's file, and start the server again, which the guest survives",
+        ),
         Ok(by) => work(disk, DiskChange::Cache(CacheWork::Replace(by))).await,
         Err(unfit) => refuse(unfit),
     }
@@ -263,9 +270,23 @@ async fn work(disk: &DiskInquiry, change: DiskChange) -> Answer {
     }
 }
 
-async fn reload(subject: &Subject) -> Answer {
+/// The text of the VM's file, if it was sent.
+async fn file_of(request: Request<Incoming>) -> Result<Option<String>, String> {
+    let body = Limited::new(request.into_body(), FILE_BYTES_MAX).collect().await;
+    let body =
+        body.map_err(|error| format!("the body is no file of a VM, of {FILE_BYTES_MAX} bytes at most: {error}"))?;
+    let text = String::from_utf8(body.to_bytes().into());
+    let text = text.map_err(|error| format!("the body is no file of a VM: {error}"))?;
+    Ok((!text.is_empty()).then_some(text))
+}
+
+async fn reload(request: Request<Incoming>, subject: &Subject) -> Answer {
+    let text = match file_of(request).await {
+        Ok(text) => text,
+        Err(why) => return failure(StatusCode::BAD_REQUEST, why),
+    };
     let (reply, told) = oneshot::channel();
-    if !subject.reload(reply) {
+    if !subject.reload(text, reply) {
         return failure(
             StatusCode::CONFLICT,
             "there is no file to be read again: this server was given what it serves on its command line",

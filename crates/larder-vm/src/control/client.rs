@@ -110,12 +110,13 @@ pub fn change_disk(path: &Path, disk: &str, change: Change) -> Result<DiskState,
     Ok(ask_in_time(path, &Question::Change(disk.to_owned(), change))?.1)
 }
 
-/// Has the server read the VM's file again; what it says of that, and that as far as this program knows it.
+/// Has the server read the VM's file again, or take its `text`, if it is confined; what it says of that, and that as far as
+/// this program knows it.
 ///
 /// # Errors
 /// See [`FetchError`].
-pub fn reload(path: &Path) -> Result<(Value, Reloaded), FetchError> {
-    ask_in_time(path, &Question::Reload)
+pub fn reload(path: &Path, text: Option<String>) -> Result<(Value, Reloaded), FetchError> {
+    ask_in_time(path, &Question::Reload(text.unwrap_or_default()))
 }
 
 /// What is asked for.
@@ -123,7 +124,7 @@ enum Question {
     Server,
     Disks,
     Change(String, Change),
-    Reload,
+    Reload(String),
 }
 
 impl Question {
@@ -131,7 +132,7 @@ impl Question {
         let (request, body) = match self {
             Self::Server => (Request::get(SERVER_PATH), Bytes::new()),
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
-            Self::Reload => (Request::post(RELOAD_PATH), Bytes::new()),
+            Self::Reload(text) => (Request::post(RELOAD_PATH), text.clone().into()),
             Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),
             Self::Change(disk, Change::Cache(CacheWork::Replace(by))) => {
                 let body = CacheReplacement {

@@ -29,6 +29,9 @@ pub struct ServerState {
     pub version: String,
     /// The number of the process.
     pub pid: u32,
+    /// Whether it has given up all rights that it does not need any more (`--confine`), and can open nothing.
+    #[serde(default)]
+    pub confined: bool,
     /// When it was started, in milliseconds since 1970 (UTC).
     pub started_ms: u64,
 }

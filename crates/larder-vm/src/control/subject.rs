@@ -11,8 +11,8 @@ use super::wishes::Reloaded;
 use crate::disk::DiskInquiry;
 use crate::vm::config::VmConfig;
 
-/// Passes on that the VM's file is to be read again; whether somebody is there to do it.
-pub type Reload = Box<dyn Fn(ReloadReply) -> bool + Send + Sync>;
+/// Passes on that the VM's file is to be read again, or what is in it now; whether somebody is there to do it.
+pub type Reload = Box<dyn Fn(Option<String>, ReloadReply) -> bool + Send + Sync>;
 
 /// Where is told what became of it, or what is wrong with the file.
 pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
@@ -25,6 +25,7 @@ pub struct Subject {
     started: SystemTime,
     disks: Mutex<Vec<DiskInquiry>>,
     reload: Option<Reload>,
+    is_confined: bool,
 }
 
 impl Subject {
@@ -37,11 +38,13 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::new(vec![disk]),
             reload: None,
+            is_confined: false,
         }
     }
 
-    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again.
-    pub fn vm(config: &VmConfig, file: &Path, disks: Vec<DiskInquiry>, reload: Reload) -> Self {
+    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again. A process that is
+    /// confined ([`crate::confine`]) cannot open anything.
+    pub fn vm(config: &VmConfig, file: &Path, disks: Vec<DiskInquiry>, reload: Reload, is_confined: bool) -> Self {
         Self {
             vm: Some(config.name.clone()),
             uuid: config.uuid.clone(),
@@ -49,6 +52,7 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::new(disks),
             reload: Some(reload),
+            is_confined,
         }
     }
 
@@ -77,13 +81,18 @@ impl Subject {
             file: self.file.as_ref().map(|file| file.display().to_string()),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
+            confined: self.is_confined,
             started_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
         }
     }
 
-    /// Has the VM's file read again, if there is one.
-    pub(super) fn reload(&self, reply: ReloadReply) -> bool {
-        self.reload.as_ref().is_some_and(|reload| reload(reply))
+    /// Has the VM's file read again, or `text` instead, if there is one.
+    pub(super) fn reload(&self, text: Option<String>, reply: ReloadReply) -> bool {
+        self.reload.as_ref().is_some_and(|reload| reload(text, reply))
+    }
+
+    pub(super) fn is_confined(&self) -> bool {
+        self.is_confined
     }
 
     fn now(&self) -> MutexGuard<'_, Vec<DiskInquiry>> {

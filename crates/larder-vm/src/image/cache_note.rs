@@ -139,7 +139,7 @@ impl Note {
     /// Where it says what it said lately, for as long as the host runs.
     fn lately(&self) -> Option<PathBuf> {
         let name = self.path.as_ref()?.file_name()?;
-        Some(runtime_folder().join("caches").join(name))
+        Some(lately_folder().join(name))
     }
 
     /// What it said lately, and when its server was alive.
@@ -448,8 +448,13 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
 }
 
+/// Where what they said lately is.
+pub(crate) fn lately_folder() -> PathBuf {
+    runtime_folder().join("caches")
+}
+
 /// Where notes of caches are.
-pub(super) fn notes_folder() -> Option<PathBuf> {
+pub(crate) fn notes_folder() -> Option<PathBuf> {
     state_folder().map(|folder| folder.join("caches"))
 }
 

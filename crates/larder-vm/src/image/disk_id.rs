@@ -1,12 +1,17 @@
 //! What tells a disk from every other one, and whether somebody has written to it, for the cache that belongs to it.
 
+use std::fs::{File, Metadata};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use larder_block::nbd::NbdUri;
+use rustix::fs::{Mode, OFlags};
 
 use super::{Format, ImageAddress, file_handle};
 
@@ -95,6 +100,8 @@ fn without_credentials(uri: &NbdUri) -> NbdUri {
 #[derive(Clone, Debug)]
 pub(super) struct DiskFile {
     path: PathBuf,
+    /// The file itself, for a process that may not look at the path any more; `None` if there is none.
+    opened: Option<Arc<OwnedFd>>,
     /// The disk's server writes to it.
     is_written: bool,
     /// Its stamp when it was opened, before anything was changed.
@@ -117,10 +124,23 @@ impl DiskFile {
 
     /// A file that is open, and locked.
     pub(super) fn new(path: &Path, is_written: bool) -> Self {
-        Self {
+        let opened = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        let mut file = Self {
             path: path.to_owned(),
+            opened: opened.ok().map(Arc::new),
             is_written,
-            stamp: stamp(path),
+            stamp: Vec::new(),
+        };
+        file.stamp = file.stamp_now();
+        file
+    }
+
+    fn stamp_now(&self) -> Vec<u8> {
+        match (self.path.metadata(), &self.opened) {
+            (Err(error), Some(opened)) if error.kind() == io::ErrorKind::PermissionDenied => {
+                stamp(opened.try_clone().and_then(|opened| File::from(opened).metadata()))
+            }
+            (found, _) => stamp(found),
         }
     }
 
@@ -164,7 +184,7 @@ fn has_hosts_times(path: &Path) -> bool {
 pub(super) fn stamps_of_all(files: &[DiskFile]) -> Vec<FileStamp> {
     let stamp_of = |file: &DiskFile| FileStamp {
         is_written: file.is_written,
-        bytes: stamp(&file.path),
+        bytes: file.stamp_now(),
     };
     files.iter().map(stamp_of).collect()
 }
@@ -199,8 +219,8 @@ impl Times {
 
 /// What a file's size, times and number say of whether it was written; nothing for what is no regular file, whose
 /// writers leave no trace.
-fn stamp(path: &Path) -> Vec<u8> {
-    match path.metadata() {
+fn stamp(found: io::Result<Metadata>) -> Vec<u8> {
+    match found {
         Ok(found) if !found.is_file() => Vec::new(),
         // Whatever it was, it is not the same any more.
         Err(_) => vec![0],
@@ -277,13 +297,16 @@ mod tests {
         let at = |name: &str| folder.path().join(name);
         std::fs::write(at("a"), [1]).expect("a file");
         let of = |name: &str| identity(&ImageAddress::Path(at(name)), Format::Raw);
-        let (first, stamp_then) = (of("a"), stamp(&at("a")));
+        let (first, stamp_then) = (of("a"), stamp(at("a").metadata()));
         std::fs::rename(at("a"), at("b")).expect("moves");
-        assert_eq!((of("b"), stamp(&at("b"))), (first.clone(), stamp_then.clone()));
+        assert_eq!(
+            (of("b"), stamp(at("b").metadata())),
+            (first.clone(), stamp_then.clone())
+        );
         std::fs::copy(at("b"), at("a")).expect("copies");
         assert_ne!(of("a"), first);
-        assert_ne!(stamp(&at("a")), stamp_then);
-        assert_ne!(stamp(&at("none")), stamp_then);
+        assert_ne!(stamp(at("a").metadata()), stamp_then);
+        assert_ne!(stamp(at("none").metadata()), stamp_then);
     }
 
     #[test]
@@ -291,7 +314,7 @@ mod tests {
         let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
         let path = folder.path().join("a");
         let file = std::fs::File::create(&path).expect("a file");
-        let then = stamp(&path);
+        let then = stamp(path.metadata());
         let modified = path.metadata().and_then(|found| found.modified()).expect("has a time");
         let after = |seconds: i64, is_written: bool| {
             let by = std::time::Duration::from_secs(seconds.unsigned_abs());

@@ -3,12 +3,13 @@
 //! A disk has the keys of `larder run --disk` and a few more, so that there is one way to say what a disk is. All mistakes
 //! of a file are told at once, each with its line and column.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use larder_block::event_loop::SocketAddress;
 use larder_block::nbd::{NbdUri, NbdUriError};
@@ -562,13 +563,29 @@ fn group_of(text: &str) -> Result<u32, String> {
     })
 }
 
-fn id_of(kind: &str, text: &str, look_up: impl FnOnce(&str) -> nix::Result<Option<u32>>) -> Result<u32, String> {
-    match text.parse() {
-        Ok(number) => Ok(number),
-        Err(_) => match look_up(text) {
-            Ok(Some(number)) => Ok(number),
-            Ok(None) => Err(format!("there is no {kind} '{text}' on this host")),
-            Err(error) => Err(format!("{kind} '{text}' cannot be looked up: {error}")),
+/// Names that were looked up: a confined process, which is sent its file again, cannot look them up again.
+static KNOWN: Mutex<BTreeMap<(&str, String), u32>> = Mutex::new(BTreeMap::new());
+
+fn id_of(
+    kind: &'static str,
+    text: &str,
+    look_up: impl FnOnce(&str) -> nix::Result<Option<u32>>,
+) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    match look_up(text) {
+        Ok(Some(number)) => {
+            known.insert((kind, text.to_owned()), number);
+            Ok(number)
+        }
+        looked_up => match (known.get(&(kind, text.to_owned())), looked_up) {
+            (Some(number), _) => Ok(*number),
+            (None, Err(error)) => Err(format!(
+                "{kind} '{text}' cannot be looked up: {error}; a number need not be"
+            )),
+            (None, _) => Err(format!("there is no {kind} '{text}' on this host")),
         },
     }
 }

@@ -58,7 +58,7 @@ pub fn control_of(name: &str) -> PathBuf {
 /// Where the notes are, in the runtime folder.
 const FOLDER: &str = "vms";
 
-fn folder() -> PathBuf {
+pub(super) fn folder() -> PathBuf {
     runtime_folder().join(FOLDER)
 }
 

@@ -8,6 +8,7 @@
 
 pub mod config;
 pub mod find;
+mod needs;
 mod reload;
 
 use std::collections::VecDeque;
@@ -20,6 +21,7 @@ use find::Noted;
 use larder_block::event_loop::SocketAddress;
 use larder_export::vhost_user::Stop;
 
+use crate::confine::{ConfineError, confine};
 use crate::control::{ControlError, ControlServer, ControlSocket, ReloadReply, Subject};
 use crate::disk::{Disk, DiskError, DiskInquiry, StopSignal};
 use crate::exports::Places;
@@ -35,6 +37,8 @@ pub enum VmError {
     Disk { disk: String, source: DiskError },
     #[error(transparent)]
     Control(#[from] ControlError),
+    #[error("the server cannot be confined: {0}")]
+    Confine(#[from] ConfineError),
     #[error("{one} and {other} are the same path; give each its own")]
     SamePlace { one: String, other: String },
     #[error(
@@ -50,6 +54,8 @@ pub struct Vm {
     file: PathBuf,
     config: VmConfig,
     inherited: Inherited,
+    /// Nothing can be opened any more.
+    is_confined: bool,
     disks: Vec<DiskAtWork>,
     subject: Arc<Subject>,
     /// Ends after the disks.
@@ -72,7 +78,8 @@ struct DiskAtWork {
 /// Something for the VM's thread to do.
 enum Order {
     Stop,
-    Reload(Option<ReloadReply>),
+    /// With the file's text, where it was sent.
+    Reload(Option<String>, Option<ReloadReply>),
     /// A disk has ended.
     Ended(String, Result<(), DiskError>),
 }
@@ -90,7 +97,7 @@ impl VmOrders {
 
     /// Read the file again, and change what can be changed now.
     pub fn reload(&self) {
-        let _ = self.0.send(Order::Reload(None));
+        let _ = self.0.send(Order::Reload(None, None));
     }
 }
 
@@ -106,19 +113,23 @@ pub enum Progress {
 }
 
 impl Vm {
-    /// Serves all that `file` says, which is read already. When this returns, clients can connect.
+    /// Serves all that `file` says, which is read already. When this returns, clients can connect. If it is to be confined,
+    /// this process has then given up what it needs no more ([`crate::confine`]), for good.
     ///
     /// # Errors
     /// See [`VmError`]; nothing is served then.
-    pub fn start(file: &Path, config: VmConfig, inherited: Inherited) -> Result<Self, VmError> {
+    pub fn start(file: &Path, config: VmConfig, inherited: Inherited, is_confined: bool) -> Result<Self, VmError> {
         check_places(&config, &inherited)?;
         // Where sockets are of which nothing is said. If it cannot be made, those cannot be either, and say so.
         let _ = runtime_folder::make(&runtime_folder(), 0o755);
         // First, so that a second process for the same VM is told so. Who asks waits until there is something to tell.
         let control = control_socket(&config, &inherited)?;
         let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
+        let mut servers = Vec::new();
         for wish in &config.disks {
-            match Disk::start(wish.config(&inherited)) {
+            let disk = wish.config(&inherited);
+            servers.push(disk.options.servers.clone());
+            match Disk::start(disk) {
                 Ok(disk) => started.push((&wish.name, disk)),
                 Err(source) => {
                     stop_all(started);
@@ -130,9 +141,9 @@ impl Vm {
         let (sender, orders) = mpsc::channel();
         let orderer = VmOrders(sender);
         let to_reload = orderer.clone();
-        let reload = Box::new(move |reply| to_reload.0.send(Order::Reload(Some(reply))).is_ok());
+        let reload = Box::new(move |text, reply| to_reload.0.send(Order::Reload(text, Some(reply))).is_ok());
         let inquiries = started.iter().map(|(_, disk)| disk.inquiry()).collect();
-        let subject = Arc::new(Subject::vm(&config, file, inquiries, reload));
+        let subject = Arc::new(Subject::vm(&config, file, inquiries, reload, is_confined));
         let control = match ControlServer::start_on(control, Arc::clone(&subject)) {
             Ok(control) => control,
             Err(error) => {
@@ -141,13 +152,20 @@ impl Vm {
             }
         };
         inherited.forget_rest();
+        let noted = Noted::new(&config.name, &config.control);
+        // All is open, and threads that are started from now on inherit it.
+        if is_confined && let Err(error) = confine(&needs::of(&config, &inherited, &servers)) {
+            stop_all(started);
+            return Err(error.into());
+        }
         let disks = started.into_iter().map(|(name, disk)| at_work(name, disk, &orderer));
         Ok(Self {
-            _noted: Noted::new(&config.name, &config.control),
+            _noted: noted,
             file: file.to_owned(),
             disks: disks.collect(),
             config,
             inherited,
+            is_confined,
             subject,
             _control: control,
             orders,
@@ -179,14 +197,14 @@ impl Vm {
         while !self.disks.is_empty() {
             let next = before.pop_front().map_or_else(|| self.orders.recv(), Ok);
             let stops = match next {
-                Ok(Order::Reload(reply)) if !is_stopping => {
+                Ok(Order::Reload(text, reply)) if !is_stopping => {
                     tell(Progress::Reloading);
-                    self.reload_and_tell(reply, &mut before);
+                    self.reload_and_tell(text, reply, &mut before);
                     tell(Progress::Ready(self.disks.len()));
                     false
                 }
                 // Who waits for the answer is told that there is none.
-                Ok(Order::Reload(_)) => false,
+                Ok(Order::Reload(..)) => false,
                 Ok(Order::Ended(name, how)) => self.has_ended(&name, how, &mut result),
                 // There is one as long as this is.
                 Ok(Order::Stop) | Err(RecvError) => true,
@@ -257,6 +275,18 @@ fn control_socket(config: &VmConfig, inherited: &Inherited) -> Result<ControlSoc
             config.control_access,
         )?)),
     }
+}
+
+/// Paths of all its unix sockets.
+fn sockets(config: &VmConfig) -> impl Iterator<Item = &Path> {
+    let of_disks = config.disks.iter().flat_map(|disk| {
+        let nbd = disk.nbd.as_ref().and_then(|at| match &at.uri.address {
+            SocketAddress::Unix(path) => Some(path.as_path()),
+            SocketAddress::Tcp { .. } => None,
+        });
+        disk.socket.as_deref().into_iter().chain(nbd)
+    });
+    std::iter::once(config.control.as_path()).chain(of_disks)
 }
 
 /// Whether what is made in the file system has a path of its own each, and what is handed over is one of those.

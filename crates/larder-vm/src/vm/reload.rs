@@ -33,8 +33,13 @@ const NO_ANSWER: &str = "its thread gives no answer; is its storage stuck?";
 
 impl Vm {
     /// Reads the file again, does what it says, and tells of it. Orders that come meanwhile are `before` all others.
-    pub(super) fn reload_and_tell(&mut self, reply: Option<ReloadReply>, before: &mut VecDeque<Order>) {
-        let done = self.reload(before);
+    pub(super) fn reload_and_tell(
+        &mut self,
+        text: Option<String>,
+        reply: Option<ReloadReply>,
+        before: &mut VecDeque<Order>,
+    ) {
+        let done = self.reload(text, before);
         match &done {
             Ok(done) => {
                 tracing::info!(
@@ -54,13 +59,30 @@ impl Vm {
         }
     }
 
-    fn reload(&mut self, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
-        let wanted = VmConfig::read(&self.file).map_err(|error| error.to_string())?;
+    /// What the file says now. Who is confined cannot read it, and is told; who is not is not told by others what to open.
+    fn wanted(&self, text: Option<String>) -> Result<VmConfig, String> {
+        let read = match (self.is_confined, text) {
+            (false, None) => VmConfig::read(&self.file),
+            (true, Some(text)) => VmConfig::parse(&self.file, &text),
+            (true, None) => {
+                let name = &self.config.name;
+                return Err(format!(
+                    "this server is confined and cannot read its file: use `larder vm {name} --reload`, which sends it"
+                ));
+            }
+            (false, Some(_)) => return Err("this server reads its file itself: send no body".to_owned()),
+        };
+        read.map_err(|error| error.to_string())
+    }
+
+    fn reload(&mut self, text: Option<String>, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
+        let wanted = self.wanted(text)?;
         check_places(&wanted, &self.inherited).map_err(|error| error.to_string())?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let mut change = Change {
             runtime: runtime.map_err(|error| format!("what the disks are like cannot be asked: {error}"))?,
             done: Reloaded::default(),
+            is_confined: self.is_confined,
         };
         if (&wanted.control, wanted.control_access) != (&self.config.control, self.config.control_access) {
             change.left("", "the control socket");
@@ -126,6 +148,11 @@ impl Vm {
             if self.disks.iter().any(|disk| disk.name == wish.name) {
                 continue;
             }
+            if self.is_confined {
+                let why = "it is new, and this server is confined: it is served when the VM's server is started again";
+                change.left(&wish.name, why);
+                continue;
+            }
             match Disk::start(wish.config(&self.inherited)) {
                 Ok(disk) => {
                     change.changed(&wish.name, "it is served now");
@@ -154,6 +181,7 @@ fn is_used(state: &DiskState) -> bool {
 struct Change {
     runtime: Runtime,
     done: Reloaded,
+    is_confined: bool,
 }
 
 fn of_disk(disk: &str, what: &str) -> String {
@@ -210,7 +238,11 @@ impl Change {
             return self.failed(name, NO_ANSWER);
         };
         let mut after = before.clone();
-        if let Some(by) = other_cache(&before, &wanted.wish) {
+        let other = other_cache(&before, &wanted.wish);
+        if other.is_some() && self.is_confined {
+            let why = "cache: as before until the VM's server is started again, because it is confined";
+            self.left(name, why);
+        } else if let Some(by) = other {
             after = self.have(name, disk, DiskChange::Cache(CacheWork::Replace(by)), after);
         }
         let settings = settings(&wanted.wish, &after);

@@ -1,5 +1,8 @@
 //! `larder vm`: all disks of a VM from one file. What is wrong in a file is in `wrong.rs`, for people to read.
 
+#[cfg(target_arch = "x86_64")]
+mod attacker;
+mod confine;
 mod reload;
 #[path = "../support/mod.rs"]
 mod support;
@@ -133,6 +136,15 @@ fn ends(mut process: Process) {
     assert!(status.success(), "{}", process.output());
 }
 
+/// Asks on the control socket; the status, and what was said.
+fn curl(vm: &Vm, arguments: &[&str]) -> (u32, String) {
+    let socket = vm.path("control");
+    let how = ["-sS", "--unix-socket", text(&socket), "-w", "\n%{http_code}"];
+    let said = tool("curl", &[&how, arguments].concat());
+    let (body, status) = said.rsplit_once('\n').expect("the status is on a line of its own");
+    (status.parse().expect("a number"), body.to_owned())
+}
+
 fn data_io(vm: &Vm, commands: &[&str]) -> String {
     let uri = format!("nbd+unix:///data?socket={}", text(&vm.path("data.nbd")));
     let commands = commands.iter().flat_map(|command| ["-c", command]);
@@ -201,8 +213,12 @@ fn the_disks_threads_do_not_wait_for_each_other() {
 
 /// Starts the VM's server, and whoever has done so is told how far it is; besides he is given what he is to keep.
 fn start_as_a_service(vm: &Vm) -> (Process, impl Fn() -> String) {
+    start_as_a_service_with(vm, &[])
+}
+
+fn start_as_a_service_with(vm: &Vm, options: &[&str]) -> (Process, impl Fn() -> String + use<>) {
     let told = UnixDatagram::bind(vm.path("notify")).expect("binds");
-    let mut command = vm.command(&[]);
+    let mut command = vm.command(options);
     command.env("NOTIFY_SOCKET", vm.path("notify"));
     let process = Process::start(command).expect("larder starts");
     let (heard, news) = mpsc::channel();

@@ -1,0 +1,193 @@
+//! seccomp: the system calls of a server at work, and no others.
+
+use std::collections::BTreeMap;
+
+use libc::{
+    SYS_clone, SYS_clone3, SYS_ioctl, SYS_kcmp, SYS_mmap, SYS_mprotect, SYS_prctl, SYS_prlimit64, SYS_socket,
+    SYS_tgkill,
+};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+};
+
+use super::{ConfineError, Needs};
+
+/// Allowed whatever their arguments: what they reach is bounded by the descriptors that there are, and by Landlock.
+#[rustfmt::skip]
+const ALLOWED: &[libc::c_long] = &[
+    // Descriptors.
+    libc::SYS_read, libc::SYS_write, libc::SYS_readv, libc::SYS_writev, libc::SYS_pread64, libc::SYS_pwrite64,
+    libc::SYS_preadv, libc::SYS_pwritev, libc::SYS_preadv2, libc::SYS_pwritev2, libc::SYS_close, libc::SYS_lseek,
+    libc::SYS_fcntl, libc::SYS_dup, libc::SYS_dup3, libc::SYS_fstat, libc::SYS_flock, libc::SYS_ftruncate,
+    libc::SYS_fallocate, libc::SYS_fsync, libc::SYS_fdatasync, libc::SYS_sync_file_range, libc::SYS_fadvise64,
+    libc::SYS_eventfd2, libc::SYS_pipe2, libc::SYS_memfd_create, libc::SYS_timerfd_create, libc::SYS_timerfd_settime,
+    libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2, libc::SYS_ppoll,
+    libc::SYS_io_uring_enter,
+    // Names: notes, sockets, and what names of hosts are looked up in.
+    libc::SYS_openat, libc::SYS_newfstatat, libc::SYS_statx, libc::SYS_statfs, libc::SYS_fstatfs, libc::SYS_readlinkat,
+    libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getcwd, libc::SYS_getdents64, libc::SYS_mkdirat,
+    libc::SYS_unlinkat, libc::SYS_renameat, libc::SYS_renameat2,
+    // Sockets that are there. None is bound any more.
+    libc::SYS_connect, libc::SYS_accept4, libc::SYS_sendto, libc::SYS_sendmsg, libc::SYS_sendmmsg, libc::SYS_recvfrom,
+    libc::SYS_recvmsg, libc::SYS_recvmmsg, libc::SYS_shutdown, libc::SYS_getsockname, libc::SYS_getpeername,
+    libc::SYS_getsockopt, libc::SYS_setsockopt,
+    // Memory; mmap and mprotect are below.
+    libc::SYS_munmap, libc::SYS_mremap, libc::SYS_madvise, libc::SYS_mincore, libc::SYS_msync, libc::SYS_brk,
+    libc::SYS_membarrier,
+    // Threads; clone is below.
+    libc::SYS_futex, libc::SYS_set_robust_list, libc::SYS_rseq, libc::SYS_exit, libc::SYS_exit_group, libc::SYS_gettid,
+    libc::SYS_getpid, libc::SYS_sched_yield, libc::SYS_sched_getaffinity, libc::SYS_getcpu, libc::SYS_restart_syscall,
+    libc::SYS_rt_sigaction, libc::SYS_rt_sigprocmask, libc::SYS_rt_sigreturn, libc::SYS_rt_sigtimedwait,
+    libc::SYS_sigaltstack,
+    // The clock, and what a process may ask of itself.
+    libc::SYS_nanosleep, libc::SYS_clock_nanosleep, libc::SYS_clock_gettime, libc::SYS_clock_getres,
+    libc::SYS_gettimeofday, libc::SYS_getrandom, libc::SYS_getrusage, libc::SYS_uname, libc::SYS_sysinfo,
+    libc::SYS_getuid, libc::SYS_geteuid, libc::SYS_getgid, libc::SYS_getegid,
+    // Refused in the other filter with ENOSYS, which has the C library take clone instead.
+    libc::SYS_clone3,
+];
+
+/// The older forms, which the C library still uses there.
+#[cfg(target_arch = "x86_64")]
+#[rustfmt::skip]
+const ALLOWED_BESIDES: &[libc::c_long] = &[
+    libc::SYS_open, libc::SYS_stat, libc::SYS_lstat, libc::SYS_access, libc::SYS_readlink, libc::SYS_mkdir,
+    libc::SYS_unlink, libc::SYS_rename, libc::SYS_poll, libc::SYS_epoll_wait, libc::SYS_dup2, libc::SYS_time,
+];
+
+#[cfg(not(target_arch = "x86_64"))]
+const ALLOWED_BESIDES: &[libc::c_long] = &[];
+
+/// All that is asked of a descriptor so: whether it blocks, how much is there, whether it is a terminal, and what a block
+/// device is like.
+#[rustfmt::skip]
+const IOCTLS: [u64; 8] = [
+    libc::FIONBIO, libc::FIONREAD, libc::TCGETS,
+    0x125e, // BLKROGET
+    0x1260, // BLKGETSIZE
+    0x1268, // BLKSSZGET
+    0x127b, // BLKPBSZGET
+    0x8008_1272, // BLKGETSIZE64
+];
+
+/// What a thread has, and a process has not.
+const OF_THREADS: u64 = (libc::CLONE_THREAD | libc::CLONE_VM | libc::CLONE_SIGHAND) as u64;
+
+/// A socket's type, without its flags.
+const TYPE_MASK: u64 = 0xf;
+
+/// The filters, to be applied in this order.
+pub(super) fn filters(needs: &Needs) -> Result<[BpfProgram; 2], ConfineError> {
+    let wrong = |error: seccompiler::BackendError| ConfineError::Calls(error.to_string());
+    let rules = rules(needs).map_err(wrong)?;
+    let no_clone3 = BTreeMap::from([(SYS_clone3, Vec::new())]);
+    let nothing = SeccompAction::Errno(libc::EPERM as u32);
+    let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
+    let filter = |rules, otherwise, then| -> Result<BpfProgram, seccompiler::BackendError> {
+        let architecture = std::env::consts::ARCH.try_into()?;
+        SeccompFilter::new(rules, otherwise, then, architecture)?.try_into()
+    };
+    Ok([
+        filter(no_clone3, SeccompAction::Allow, unknown).map_err(wrong)?,
+        filter(rules, nothing, SeccompAction::Allow).map_err(wrong)?,
+    ])
+}
+
+/// Puts them in force for all threads.
+pub(super) fn apply(filters: &[BpfProgram]) -> Result<(), ConfineError> {
+    for filter in filters {
+        seccompiler::apply_filter_all_threads(filter).map_err(|error| ConfineError::Calls(error.to_string()))?;
+    }
+    Ok(())
+}
+
+type Rules = BTreeMap<libc::c_long, Vec<SeccompRule>>;
+
+fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
+    let mut rules: Rules = BTreeMap::new();
+    for call in ALLOWED.iter().chain(ALLOWED_BESIDES) {
+        rules.insert(*call, Vec::new());
+    }
+    // Threads alone are made, and no memory can be executed that could not before.
+    let threads = is_masked(0, OF_THREADS, OF_THREADS)?;
+    rules.insert(SYS_clone, vec![SeccompRule::new(vec![threads])?]);
+    for call in [SYS_mmap, SYS_mprotect] {
+        let not_executable = is_masked(2, libc::PROT_EXEC as u64, 0)?;
+        rules.insert(call, vec![SeccompRule::new(vec![not_executable])?]);
+    }
+    // This process' own.
+    let own = is(0, u64::from(std::process::id()))?;
+    rules.insert(SYS_tgkill, vec![SeccompRule::new(vec![own.clone()])?]);
+    // Whether two descriptors are of one open file (KCMP_FILE).
+    let of_own = vec![own, is(1, u64::from(std::process::id()))?, is(2, 0)?];
+    rules.insert(SYS_kcmp, vec![SeccompRule::new(of_own)?]);
+    // Names of threads, and reading a limit of one's own.
+    let name = is(0, libc::PR_SET_NAME as u64)?;
+    rules.insert(SYS_prctl, vec![SeccompRule::new(vec![name])?]);
+    let looks = vec![is(0, 0)?, is_long(2, 0)?];
+    rules.insert(SYS_prlimit64, vec![SeccompRule::new(looks)?]);
+    let ioctls: Result<Vec<_>, _> = IOCTLS.iter().map(|it| SeccompRule::new(vec![is(1, *it)?])).collect();
+    rules.insert(SYS_ioctl, ioctls?);
+    let sockets: Result<Vec<_>, _> = sockets(needs)
+        .into_iter()
+        .map(|(family, kind)| SeccompRule::new(vec![is(0, family as u64)?, is_masked(1, TYPE_MASK, kind as u64)?]))
+        .collect();
+    rules.insert(SYS_socket, sockets?);
+    Ok(rules)
+}
+
+/// Families and types of the sockets that are still made. Without a stream no other VM's sockets can be connected to,
+/// though they belong to the same user.
+fn sockets(needs: &Needs) -> Vec<(i32, i32)> {
+    // Whoever has started the process is told how far it is.
+    let mut all = vec![(libc::AF_UNIX, libc::SOCK_DGRAM)];
+    if needs.connects_to_unix_sockets {
+        all.push((libc::AF_UNIX, libc::SOCK_STREAM));
+    }
+    let internet = [libc::AF_INET, libc::AF_INET6];
+    if !needs.ports.is_empty() {
+        all.extend(internet.map(|family| (family, libc::SOCK_STREAM)));
+    }
+    if needs.looks_up_names {
+        all.extend(internet.map(|family| (family, libc::SOCK_DGRAM)));
+    }
+    all
+}
+
+fn is(argument: u8, value: u64) -> Result<SeccompCondition, seccompiler::BackendError> {
+    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value)
+}
+
+fn is_long(argument: u8, value: u64) -> Result<SeccompCondition, seccompiler::BackendError> {
+    SeccompCondition::new(argument, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, value)
+}
+
+fn is_masked(argument: u8, mask: u64, value: u64) -> Result<SeccompCondition, seccompiler::BackendError> {
+    SeccompCondition::new(argument, SeccompCmpArgLen::Qword, SeccompCmpOp::MaskedEq(mask), value)
+}
+
+#[cfg(test)]
+mod tests {
+    use larder_block::event_loop::SocketAddress;
+
+    use super::*;
+
+    #[test]
+    fn only_what_a_disk_needs_of_the_network_is_allowed() {
+        let mut needs = Needs::default();
+        assert_eq!(sockets(&needs), [(libc::AF_UNIX, libc::SOCK_DGRAM)]);
+        let server = |host: &str| SocketAddress::Tcp {
+            host: host.to_owned(),
+            port: 10809,
+        };
+        needs.connect_to(&server("192.0.2.1"));
+        assert_eq!(sockets(&needs).len(), 3);
+        needs.connect_to(&server("2001:db8::1"));
+        assert_eq!(sockets(&needs).len(), 3);
+        needs.connect_to(&server("store.example"));
+        assert_eq!(sockets(&needs).len(), 5);
+        needs.connect_to(&SocketAddress::Unix("/run/nbd".into()));
+        assert_eq!(sockets(&needs).len(), 6);
+        filters(&needs).expect("they can be made");
+    }
+}

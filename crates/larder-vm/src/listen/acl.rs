@@ -1,0 +1,57 @@
+//! Access control lists of files (`acl(5)`): how a file is given to another user by who may not give it away.
+//!
+//! The layout is the kernel's (`linux/posix_acl_xattr.h`): a version, then entries in the order of their tags.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use rustix::fs::{XattrFlags, setxattr};
+
+use super::Access;
+
+const NAME: &str = "system.posix_acl_access";
+const VERSION: u32 = 2;
+
+const USER_OBJ: u16 = 0x01;
+const USER: u16 = 0x02;
+const GROUP_OBJ: u16 = 0x04;
+const GROUP: u16 = 0x08;
+const MASK: u16 = 0x10;
+const OTHER: u16 = 0x20;
+
+/// Of an entry that names nobody.
+const NOBODY: u32 = u32::MAX;
+
+/// Gives the owner and the group what the file's mode would give them if it were theirs.
+pub(super) fn give(path: &Path, access: Access) -> io::Result<()> {
+    let mode = match access.mode {
+        Some(mode) => mode,
+        None => fs::metadata(path)?.permissions().mode(),
+    };
+    setxattr(path, NAME, &list(mode, access), XattrFlags::empty())?;
+    Ok(())
+}
+
+fn list(mode: u32, access: Access) -> Vec<u8> {
+    let bits = |shift: u32| (mode >> shift & 7) as u16;
+    let (user, group, other) = (bits(6), bits(3), bits(0));
+    // The maker's own group has nothing of what is another one's.
+    let own_group = if access.group.is_some() { 0 } else { group };
+    let entries = [
+        Some((USER_OBJ, user, NOBODY)),
+        access.owner.map(|id| (USER, user, id)),
+        Some((GROUP_OBJ, own_group, NOBODY)),
+        access.group.map(|id| (GROUP, group, id)),
+        Some((MASK, user | group, NOBODY)),
+        Some((OTHER, other, NOBODY)),
+    ];
+    let mut bytes = VERSION.to_le_bytes().to_vec();
+    for (tag, bits, id) in entries.into_iter().flatten() {
+        bytes.extend(tag.to_le_bytes());
+        bytes.extend(bits.to_le_bytes());
+        bytes.extend(id.to_le_bytes());
+    }
+    bytes
+}

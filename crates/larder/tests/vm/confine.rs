@@ -1,0 +1,510 @@
+//! `larder vm --confine`: what a server has given up once it serves, and that it serves all the same.
+
+use std::fs;
+use std::io;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+
+use larder_bench::campaign::front_end::queue::Request;
+use larder_bench::campaign::front_end::ring::Buffer;
+use larder_bench::campaign::process::mortal;
+
+use crate::support::{need_root, on_tmpfs, pattern};
+use crate::{
+    FrontEnd, LIMIT, Options, Process, TWO, Vm, curl, data_io, ends, run, start_as_a_service_with, text, tool, two,
+    works,
+};
+
+const CONFINED: &[&str] = &["--confine"];
+
+fn start(vm: &Vm) -> Process {
+    let process = Process::start(vm.command(CONFINED)).expect("larder starts");
+    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process
+}
+
+fn reload(vm: &Vm) -> (Option<i32>, String) {
+    run(vm.command(&["--reload"]))
+}
+
+/// All threads of a process, with their names.
+pub(crate) fn threads(process: u32) -> Vec<(i32, String)> {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).expect("it runs");
+    let thread = |entry: io::Result<fs::DirEntry>| -> Option<(i32, String)> {
+        let entry = entry.ok()?;
+        // One that has ended meanwhile has no name.
+        let name = fs::read_to_string(entry.path().join("comm")).ok()?;
+        Some((entry.file_name().to_str()?.parse().ok()?, name.trim_end().to_owned()))
+    };
+    tasks.filter_map(thread).collect()
+}
+
+/// What the kernel says of a thread.
+fn all_of(process: u32, thread: i32) -> String {
+    fs::read_to_string(format!("/proc/{process}/task/{thread}/status")).expect("it runs")
+}
+
+/// One line of it.
+fn status(process: u32, thread: i32, field: &str) -> String {
+    let all = all_of(process, thread);
+    let value = all
+        .lines()
+        .find_map(|line| line.strip_prefix(field)?.strip_prefix(":\t"));
+    value.unwrap_or_else(|| panic!("no {field}")).to_owned()
+}
+
+#[test]
+fn every_thread_has_given_up_its_rights() {
+    need_root("to have rights to give up");
+    let vm = two();
+    let process = start(&vm);
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    data_io(&vm, &["write -P 9 0 1M", "flush"]);
+    let all = threads(process.id());
+    for name in [
+        "larder",
+        "larder-disk",
+        "larder-control",
+        "larder-signals",
+        "larder-notify",
+    ] {
+        assert!(all.iter().any(|(_, it)| it == name), "{name}: {all:?}");
+    }
+    for (thread, name) in all {
+        let is = |field, value: &str| assert_eq!(status(process.id(), thread, field), value, "{field} of {name}");
+        is("NoNewPrivs", "1");
+        is("Seccomp", "2");
+        is("Seccomp_filters", "2");
+        // The kernel's own, which may be older, make no calls, and run requests with the rights of who asks.
+        if !name.starts_with("iou-") {
+            let sets = all_of(process.id(), thread);
+            let sets: Vec<&str> = sets.lines().filter(|line| line.starts_with("Cap")).collect();
+            assert_eq!(sets.len(), 5, "{sets:?}");
+            assert!(
+                sets.iter().all(|set| set.ends_with(":\t0000000000000000")),
+                "{name}: {sets:?}"
+            );
+        }
+    }
+    drop(guest);
+    ends(process);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod taken_over {
+    use super::*;
+    use crate::attacker::{Argument, Victim, number, path};
+
+    /// Another VM's server, which shares the user and the folder of notes.
+    struct Other {
+        process: Process,
+        image: PathBuf,
+        note: PathBuf,
+        journal: PathBuf,
+        _vm: Vm,
+    }
+
+    fn other(state: &Path) -> Other {
+        let vm = two();
+        let mut command = vm.command(&[]);
+        command.env("STATE_DIRECTORY", state);
+        let process = Process::start(command).expect("larder starts");
+        process.wait_for(" ready ", LIMIT).expect("it serves");
+        let notes = fs::read_dir(state.join("caches")).expect("a folder").flatten();
+        let note = notes.map(|note| note.path()).find(|path| path.extension().is_none());
+        let maps = fs::read_to_string(format!("/proc/{}/maps", process.id())).expect("it runs");
+        let journal = maps.split_whitespace().find(|word| word.ends_with(".journal"));
+        Other {
+            image: vm.images.path().join("data.raw"),
+            note: note.expect("there is a note"),
+            journal: journal.expect("there is a journal").into(),
+            process,
+            _vm: vm,
+        }
+    }
+
+    /// What an attacker would do next: its name, the call, and its arguments.
+    fn attacks(other: &Other) -> Vec<(&'static str, libc::c_long, Vec<Argument>)> {
+        let id = other.process.id();
+        let open = |place: &str, flags: i32| vec![number(libc::AT_FDCWD), path(place), number(flags)];
+        let read = |place: &Path| open(text(place), libc::O_RDONLY);
+        let memory = vec![
+            number(libc::AT_FDCWD),
+            path(&format!("/proc/{id}/mem")),
+            number(libc::O_RDWR),
+        ];
+        let socket = |family: i32, kind: i32| vec![number(family), number(kind), number(0)];
+        let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let executable = libc::PROT_READ | libc::PROT_EXEC;
+        let nothing = Argument::Bytes(vec![0; 16]);
+        let calls = [
+            ("another VM's image", libc::SYS_openat, read(&other.image)),
+            ("another VM's note", libc::SYS_openat, read(&other.note)),
+            ("another VM's journal", libc::SYS_openat, read(&other.journal)),
+            ("a file of the host", libc::SYS_openat, read(Path::new("/etc/passwd"))),
+            (
+                "the list of files",
+                libc::SYS_openat,
+                open("/", libc::O_RDONLY | libc::O_DIRECTORY),
+            ),
+            ("a new file", libc::SYS_openat, {
+                let mut new = open("/tmp", libc::O_TMPFILE | libc::O_RDWR);
+                new.push(number(0o600));
+                new
+            }),
+            ("another VM's memory", libc::SYS_openat, memory),
+            ("a signal to another VM", libc::SYS_kill, vec![number(id), number(0)]),
+            (
+                "a signal to its thread",
+                libc::SYS_tgkill,
+                vec![number(id), number(id), number(0)],
+            ),
+            ("netlink", libc::SYS_socket, socket(libc::AF_NETLINK, libc::SOCK_RAW)),
+            ("packets", libc::SYS_socket, socket(libc::AF_PACKET, libc::SOCK_RAW)),
+            (
+                "the sockets of other VMs",
+                libc::SYS_socket,
+                socket(libc::AF_UNIX, libc::SOCK_STREAM),
+            ),
+            (
+                "the network",
+                libc::SYS_socket,
+                socket(libc::AF_INET, libc::SOCK_STREAM),
+            ),
+            (
+                "code",
+                libc::SYS_mmap,
+                vec![
+                    number(0),
+                    number(4096),
+                    number(executable),
+                    number(anonymous),
+                    number(-1),
+                    number(0),
+                ],
+            ),
+            (
+                "the kernel's log",
+                libc::SYS_syslog,
+                vec![number(10), number(0), number(0)],
+            ),
+            ("a new namespace's check", libc::SYS_unshare, vec![number(0)]),
+            (
+                "io_uring",
+                libc::SYS_io_uring_setup,
+                vec![number(1), Argument::Bytes(vec![0; 120])],
+            ),
+            (
+                "another VM's memory at once",
+                libc::SYS_process_vm_readv,
+                vec![
+                    number(id),
+                    nothing.clone(),
+                    number(0),
+                    nothing.clone(),
+                    number(0),
+                    number(0),
+                ],
+            ),
+        ];
+        calls.to_vec()
+    }
+
+    /// What each thread is answered.
+    fn answers(process: &Process, other: &Other) -> Vec<(String, i64)> {
+        let victim = Victim::new(process.id());
+        let mut answers = Vec::new();
+        for (thread, name) in victim.threads() {
+            for (what, call, arguments) in attacks(other) {
+                let answer = victim.call(thread, call, &arguments);
+                answers.push((format!("{what}, from {name}"), answer));
+            }
+            // Where it may be done there is nothing there to be started.
+            let execve = victim.call(thread, libc::SYS_execve, &[path("/nosuch"), number(0), number(0)]);
+            let is_refused = execve == i64::from(-libc::EPERM);
+            assert!(is_refused || execve == i64::from(-libc::ENOENT), "{execve}");
+            answers.push((format!("a program, from {name}"), if is_refused { execve } else { 0 }));
+        }
+        // Once: who is traced is not traced again.
+        let seize = [
+            number(libc::PTRACE_SEIZE),
+            number(other.process.id()),
+            number(0),
+            number(0),
+        ];
+        let traced = victim.call(process.id() as i32, libc::SYS_ptrace, &seize);
+        answers.push(("tracing".to_owned(), traced));
+        answers
+    }
+
+    #[test]
+    fn whoever_takes_a_confined_server_over_reaches_nothing_else() {
+        need_root("to take a server over");
+        let state = on_tmpfs();
+        let server = |options: &[&str]| {
+            let vm = two();
+            let mut command = vm.command(options);
+            command.env("STATE_DIRECTORY", state.path());
+            let process = Process::start(command).expect("larder starts");
+            process.wait_for(" ready ", LIMIT).expect("it serves");
+            (vm, process)
+        };
+        let other = other(state.path());
+
+        let (_vm, free) = server(&[]);
+        for (what, answer) in answers(&free, &other) {
+            assert!(answer >= 0, "{what}: {answer}; nothing would be shown by its failure");
+        }
+        drop(free);
+
+        let (vm, process) = server(CONFINED);
+        let answers = answers(&process, &other);
+        assert!(answers.len() > 5 * 18, "of all threads: {answers:?}");
+        for (what, answer) in answers {
+            let refused = [-libc::EPERM, -libc::EACCES].map(i64::from);
+            assert!(refused.contains(&answer), "{what}: {answer}");
+        }
+        // It has taken no harm.
+        let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+        works(&mut guest, 1);
+        drop(guest);
+        ends(process);
+        ends(other.process);
+    }
+}
+
+/// An NBD server for an image, at a port of its own.
+struct NbdServer {
+    image: PathBuf,
+    port: u16,
+    process: Process,
+}
+
+impl NbdServer {
+    fn new(image: &Path) -> Self {
+        // Free a moment ago.
+        let taken = TcpListener::bind("127.0.0.1:0").expect("binds");
+        let port = taken.local_addr().expect("has one").port();
+        drop(taken);
+        Self {
+            process: Self::start(image, port),
+            image: image.to_owned(),
+            port,
+        }
+    }
+
+    fn start(image: &Path, port: u16) -> Process {
+        let mut command = mortal("qemu-nbd");
+        let port = port.to_string();
+        command
+            .args(["-t", "-f", "raw", "-b", "127.0.0.1", "-p", &port, "-e", "8"])
+            .arg(image);
+        Process::start(command).expect("qemu-nbd starts; testbed/setup.sh installs what the tests need")
+    }
+
+    fn start_again(&mut self) {
+        self.process.kill();
+        self.process = Self::start(&self.image, self.port);
+    }
+}
+
+/// A third disk, on an NBD server that is known by its name.
+fn with_remote(vm: &Vm, port: u16) {
+    vm.write(&format!(
+        "{TWO}\n[[disk]]\nname = \"far\"\nimage = \"nbd://localhost:{port}/\"\nnbd = \"nbd+unix:///far?socket=far.nbd\"\n"
+    ));
+}
+
+fn far_io(vm: &Vm, commands: &[&str]) -> String {
+    let uri = format!("nbd+unix:///far?socket={}", text(&vm.path("far.nbd")));
+    let mut all = vec!["-f", "raw"];
+    commands.iter().for_each(|command| all.extend(["-c", command]));
+    all.push(&uri);
+    tool("qemu-io", &all)
+}
+
+#[test]
+fn a_connection_to_a_server_is_made_again() {
+    let vm = two();
+    vm.raw("far.raw", 8);
+    let mut server = NbdServer::new(&vm.images.path().join("far.raw"));
+    with_remote(&vm, server.port);
+    let process = start(&vm);
+    far_io(&vm, &["write -P 7 0 1M", "flush"]);
+    server.start_again();
+    assert!(far_io(&vm, &["read -P 7 0 1M", "write -P 8 1M 1M", "flush"]).contains("read 1048576/1048576"));
+    ends(process);
+    assert_eq!(vm.sockets(), [""; 0]);
+}
+
+/// All that there is in a folder and those below it.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        match entry.path() {
+            path if path.is_dir() => all.extend(files(&path)),
+            path => all.push(path),
+        }
+    }
+    all.sort();
+    all
+}
+
+#[test]
+fn what_it_has_made_is_gone_when_it_ends() {
+    let vm = two();
+    // Not below the sockets' folder, where more may be done.
+    let state = vm.images.path().join("state");
+    let mut command = vm.command(CONFINED);
+    command.env("STATE_DIRECTORY", &state);
+    let process = Process::start(command).expect("larder starts");
+    process.wait_for(" ready ", LIMIT).expect("it serves");
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    let maps = fs::read_to_string(format!("/proc/{}/maps", process.id())).expect("it runs");
+    let journal = maps.split_whitespace().find(|word| word.ends_with(".journal"));
+    let journal = PathBuf::from(journal.expect("there is one"));
+    drop(guest);
+    assert!(files(&state).len() == 1, "there is a note");
+    ends(process);
+    assert!(!journal.exists(), "{journal:?}");
+    assert_eq!(files(&state), [""; 0].map(PathBuf::from));
+    assert_eq!(files(vm.folder.path()), [vm.file()]);
+}
+
+/// A guest finds what [`works`] has written.
+fn holds(guest: &mut FrontEnd, seed: u64) {
+    let data = guest.data();
+    let into = [Buffer {
+        address: data,
+        len: 4096,
+    }];
+    assert_eq!(guest.queue().run(&Request::read(8, &into)).expect("reads").status, 0);
+    assert_eq!(guest.memory.read_vec(data, 4096), pattern(seed, 4096));
+}
+
+#[test]
+fn what_only_the_cache_has_is_there_after_a_kill() {
+    let vm = two();
+    vm.write(&TWO.replace("cache-size", "cache-mode = \"wb\"\ncache-size"));
+    for (round, options) in [(1, CONFINED), (2, CONFINED), (3, &[] as &[&str])] {
+        let mut process = Process::start(vm.command(options)).expect("larder starts");
+        process.wait_for(" ready ", LIMIT).expect("it serves");
+        let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+        if round > 1 {
+            holds(&mut guest, round - 1);
+        }
+        works(&mut guest, round);
+        if round < 3 {
+            process.kill();
+        } else {
+            drop(guest);
+            ends(process);
+        }
+    }
+}
+
+#[test]
+fn a_confined_server_is_sent_its_file() {
+    let vm = two();
+    let (process, next) = start_as_a_service_with(&vm, CONFINED);
+    assert!(next().starts_with("READY=1"));
+    assert_eq!(
+        reload(&vm),
+        (Some(0), "web: all is as its file says already".to_owned())
+    );
+    assert!(next().starts_with("RELOADING=1") && next().starts_with("READY=1"));
+
+    let more = "[[disk]]\nname = \"more\"\nimage = \"IMAGES/data.raw\"\nsocket = \"more\"\n";
+    let changed = TWO.replace("iops-total = 1000000", "iops-total = 5000");
+    let changed = changed.replace("system.cache", "another.cache");
+    vm.write(&format!("{changed}\n{more}"));
+    let (code, said) = reload(&vm);
+    assert_eq!(code, Some(1), "{said}");
+    for part in [
+        "changed disk data: limits: iops-total=5000",
+        "left    disk vda: cache: as before until the VM's server is started again, because it is confined",
+        "left    disk more: it is new, and this server is confined: it is served when the VM's server is started again",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert!(!said.contains("failed"), "{said}");
+    vm.write("[[disk]]\n");
+    let (code, said) = reload(&vm);
+    assert!(code == Some(2) && said.contains("this disk has no image"), "{said}");
+
+    // Nobody sends the text.
+    vm.write(TWO);
+    process.signal(libc::SIGHUP);
+    let hint = "this server is confined and cannot read its file: use `larder vm web --reload`, which sends it";
+    process.wait_for(hint, LIMIT).expect("it says so");
+    let (status, said) = curl(&vm, &["-X", "POST", "http://x/v1/reload"]);
+    assert!(status == 409 && said.contains(hint), "{status} {said}");
+    let long = "#".repeat((256 << 10) + 1);
+    fs::write(vm.path("long"), long).expect("writes");
+    let body = format!("@{}", text(&vm.path("long")));
+    let (status, said) = curl(&vm, &["-X", "POST", "--data-binary", &body, "http://x/v1/reload"]);
+    assert!(
+        status == 400 && said.contains("262144 bytes at most"),
+        "{status} {said}"
+    );
+
+    let with = "{\"with\":\"/ssd2/vm.cache\"}";
+    let (status, said) = curl(&vm, &["-X", "POST", "-d", with, "http://x/v1/disks/vda/cache/replace"]);
+    assert!(
+        status == 409 && said.contains("this server is confined"),
+        "{status} {said}"
+    );
+    let (_, server) = curl(&vm, &["http://x/v1"]);
+    assert!(server.contains("\"confined\":true"), "{server}");
+    ends(process);
+
+    // One that is not reads its file itself, and lets nobody else say what it opens.
+    let process = vm.start();
+    let (status, said) = curl(&vm, &["-X", "POST", "-d", "[[disk]]", "http://x/v1/reload"]);
+    assert!(status == 409 && said.contains("send no body"), "{status} {said}");
+    ends(process);
+}
+
+#[test]
+fn owners_of_sockets_are_known_when_the_file_is_sent_again() {
+    need_root("to give sockets to others");
+    let vm = two();
+    vm.write(&TWO.replace(
+        "serial",
+        "socket-owner = \"nobody\"\nsocket-group = \"nogroup\"\nserial",
+    ));
+    let process = start(&vm);
+    assert_eq!(
+        reload(&vm),
+        (Some(0), "web: all is as its file says already".to_owned())
+    );
+    ends(process);
+}
+
+/// What systemd says of how exposed a service is, from 0 to 10.
+fn exposure(unit: &str) -> f64 {
+    let unit = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../packaging/systemd")
+        .join(unit);
+    let said = tool(
+        "systemd-analyze",
+        &["security", "--no-pager", "--offline=yes", text(&unit)],
+    );
+    let overall = said
+        .lines()
+        .find_map(|line| line.split_once("Overall exposure level for "));
+    let level = overall.and_then(|(_, rest)| rest.split_whitespace().nth(1));
+    level
+        .and_then(|level| level.parse().ok())
+        .unwrap_or_else(|| panic!("no level: {said}"))
+}
+
+#[test]
+fn the_services_are_little_exposed() {
+    for (unit, most) in [("larder@.service", 2.0), ("larder-host.service", 1.0)] {
+        let level = exposure(unit);
+        assert!(level <= most, "{unit}: {level}");
+    }
+}
