@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup packages build demo test bench simulate fuzz lint audit clean distclean
+.PHONY: help setup packages build deb demo test package-test bench simulate fuzz lint audit clean distclean
 
 SEEDS ?= 10000
 BENCH ?= all
@@ -14,10 +14,10 @@ FUZZ_SECONDS ?= 60
 # with the LTO of the release profile would take several times as long.
 CARGO_TEST ?= cargo test --workspace
 # Every shell script of the project.
-SCRIPTS = .ci/run $(wildcard demo/*.sh testbed/*.sh) packaging/libvirt/larder packaging/qemu/vhost-user-blk $(addprefix testbed/guest/,init-test init-boot larder-script)
+SCRIPTS = .ci/run $(wildcard demo/*.sh testbed/*.sh) $(wildcard packaging/*.sh packaging/try/*.sh packaging/debian/p*) packaging/libvirt/larder packaging/proxmox/larder packaging/qemu/vhost-user-blk $(addprefix testbed/guest/,init-test init-boot larder-script)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## install what the tests need and build the guests (target/testbed)
 	@testbed/setup.sh
@@ -28,11 +28,17 @@ packages:
 build: packages ## build all, optimised, into target/release
 	cargo build --workspace --release
 
+deb: packages ## build the Debian package into target/debian
+	@packaging/deb.sh
+
 demo: setup build ## boot a Debian guest without and with Larder, side by side
 	@demo/run.sh
 
 test: setup ## run every test
 	$(CARGO_TEST)
+
+package-test: setup ## install, upgrade under load and remove the package in a Debian of its own
+	@packaging/try.sh
 
 bench: setup ## measure; BENCH=NAME for one experiment
 	cargo run --release -p larder-bench -- $(BENCH)

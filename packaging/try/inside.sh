@@ -1,0 +1,186 @@
+#!/usr/bin/env bash
+# What packaging/try.sh runs in the booted Debian 12, as root: the life of the
+# package, from its installation to its purge, with a guest at work.
+# /try has old.deb, new.deb, vmlinuz and guest.cpio.
+set -Eeuo pipefail
+
+exec 4>&1
+images=/srv/images
+qemu=
+
+step() { printf '\n== %s\n' "$*"; }
+ok() { printf 'ok: %s\n' "$*"; }
+fail() {
+  {
+    printf 'FAILED: %s\n' "$*"
+    systemctl --no-pager --lines 20 status larder@web || true
+    tail -n 20 /tmp/guest.log /tmp/qemu.log || true
+  } >&4 2>&4
+  exit 1
+}
+trap 'fail "line $LINENO: $BASH_COMMAND"' ERR
+
+# run COMMAND...: says it, and does it.
+run() {
+  printf '$ %s\n' "$*"
+  "$@"
+}
+
+# apt COMMAND...: apt-get's, without its progress.
+apt() { run apt-get -qq --no-install-recommends "$@" 2>&1 | sed '/^debconf:/d; /^(Reading database/d'; }
+
+# The files that a package could leave; caches of apt and man, logs and the users' list aside.
+files() {
+  { find /etc /usr /var /run/larder /opt -xdev 2>/dev/null || true; } |
+    grep -Ev '^/var/(cache|log|lib/(apt|dpkg|systemd)|tmp)(/|$)|^/etc/(passwd|shadow|group|gshadow)-?$' | sort
+}
+
+rounds() { grep -c 'vdb verified' /tmp/guest.log || true; }
+
+# further_rounds N: waits until the guest has done N more.
+further_rounds() {
+  local want=$(($(rounds) + $1)) tries=0
+  while [ "$(rounds)" -lt "$want" ]; do
+    kill -0 "$qemu" 2>/dev/null || fail "the guest has ended"
+    [ $((tries += 1)) -lt 900 ] || fail "the guest does nothing"
+    sleep 0.1
+  done
+}
+
+main_pid() { systemctl show --property MainPID --value "$1"; }
+
+hashes() { (cd "$images" && sha256sum vda.raw && qemu-img convert -O raw data.qcow2 /tmp/data.raw && sha256sum </tmp/data.raw); }
+
+step "systemd is up"
+systemctl is-system-running --wait || systemctl --no-pager --failed
+run ps -o pid,args -p 1
+files >/tmp/before
+
+step "install"
+apt install /try/old.deb
+run larder --version
+[ -z "$(systemctl --no-legend list-units 'larder*.service')" ] || fail "something was started"
+ok "nothing was started"
+run systemd-analyze verify larder@web.service larder-host.service
+for page in larder larder-vm larder-disk-serve; do man -w "$page" >/dev/null || fail "$page has no man page"; done
+run bash -c '. /usr/share/bash-completion/bash_completion; __load_completion larder; complete -p larder'
+run /usr/libexec/larder/vhost-user-blk --print-capabilities
+
+! larder status | grep example || fail "the sample is taken for a VM"
+run lintian --allow-root --fail-on error,warning --tag-display-limit 0 /try/old.deb
+
+step "a VM's file"
+owner=$(systemctl show --property User --value larder@web)
+run install -d -o "${owner:-root}" "$images"
+run truncate -s 64M "$images/vda.raw"
+run qemu-img create -q -f qcow2 "$images/data.qcow2" 64M
+chown "${owner:-root}" "$images"/*
+cat >/etc/larder/vms/web.toml <<END
+[[disk]]
+image = "$images/vda.raw"
+format = "raw"
+
+[[disk]]
+name = "data"
+image = "$images/data.qcow2"
+format = "qcow2"
+cache = "$images/data.cache"
+cache-size = "32MiB"
+cache-mode = "wb"
+END
+cat /etc/larder/vms/web.toml
+sed "s|$images/data.cache|/nowhere|" /etc/larder/vms/web.toml >/etc/larder/vms/idle.toml
+
+step "start"
+run larder vm web --check
+run systemctl enable --now larder@web
+run systemctl is-active larder@web
+run larder status
+
+step "a guest"
+mkfifo /tmp/keys
+exec 3<>/tmp/keys
+qemu-system-x86_64 -accel tcg -m 256 -nodefaults -display none -serial stdio -no-reboot \
+  -kernel /try/vmlinuz -initrd /try/guest.cpio -append 'console=ttyS0 quiet panic=-1' \
+  -object memory-backend-memfd,id=ram,size=256M,share=on -machine memory-backend=ram \
+  -chardev socket,id=vda,path=/run/larder/web-vda.sock,reconnect=1 -device vhost-user-blk-pci,chardev=vda \
+  -chardev socket,id=data,path=/run/larder/web-data.sock,reconnect=1 -device vhost-user-blk-pci,chardev=data \
+  <&3 >/tmp/guest.log 2>/tmp/qemu.log &
+qemu=$!
+further_rounds 2
+ok "it writes and verifies"
+run larder status web
+
+step "upgrade, while the guest works"
+before=$(main_pid larder@web)
+run systemctl start larder-host
+host_before=$(main_pid larder-host)
+apt install /try/new.deb
+[ "$(main_pid larder@web)" != "$before" ] || fail "larder@web still runs the old program"
+[ "$(main_pid larder-host)" != "$host_before" ] || fail "larder-host still runs the old program"
+run systemctl is-active larder@web larder-host
+[ "$(systemctl is-active larder@idle || true)" = inactive ] || fail "a VM that was not served is served"
+ok "larder@web was started anew: process $before, now $(main_pid larder@web)"
+further_rounds 2
+ok "the guest goes on"
+run larder status
+
+step "restart by hand, while the guest works"
+run systemctl restart larder@web
+further_rounds 2
+
+step "end of the guest"
+echo >&3
+wait "$qemu" || fail "QEMU ended with $?"
+cat /tmp/guest.log
+sed 's/^/QEMU: /' /tmp/qemu.log
+grep -q '^LARDER-GUEST-EXIT 0' /tmp/guest.log || fail "the guest has seen an error"
+run systemctl stop larder@web
+hashes | awk '{ print $1 }' >/tmp/on-host
+awk '/ \/dev\/vd[ab]/ { print $1 }' /tmp/guest.log >/tmp/in-guest
+cmp /tmp/on-host /tmp/in-guest || fail "the images are not what the guest has written"
+ok "the images are what the guest has written"
+
+step "Proxmox VE's hookscript, called as Proxmox VE does"
+hook=/usr/share/larder/proxmox/larder
+mv /etc/larder/vms/idle.toml /etc/larder/vms/100.toml
+sed -i 's|/nowhere|/srv/images/data.cache|' /etc/larder/vms/100.toml
+run "$hook" 100 pre-start
+run systemctl is-active larder@100
+run "$hook" 100 post-start
+run "$hook" 100 pre-stop
+run systemctl is-active larder@100
+run "$hook" 100 post-stop
+systemctl stop larder@100
+run "$hook" 101 pre-start
+mv "$images/vda.raw" "$images/away"
+! run "$hook" 100 pre-start || fail "a VM without its disk is started"
+mv "$images/away" "$images/vda.raw"
+systemctl reset-failed
+ok "it starts and stops Larder, keeps a VM without its disks from starting, and leaves others alone"
+
+step "remove, while the disks are served"
+run systemctl start larder@web
+apt remove larder
+! systemctl is-active larder@web || fail "larder@web still runs"
+[ ! -e /usr/bin/larder ] || fail "the program is there"
+[ -e /etc/larder/vms/web.toml ] || fail "the VM's file is gone"
+ok "the program is gone, the VM's file is there"
+
+step "purge"
+apt purge larder
+[ "$(hashes | awk '{ print $1 }')" = "$(cat /tmp/on-host)" ] || fail "an image was changed"
+ok "the images are as they were"
+files >/tmp/after
+diff /tmp/before /tmp/after || fail "files are left behind, or gone"
+[ -z "$(systemctl --no-legend --all list-units 'larder*')" ] || fail "units are left behind"
+ok "nothing is left behind"
+step "purge, with a note that is still needed"
+apt install /try/old.deb
+install -d /var/lib/larder/libvirt
+echo '<domain/>' >/var/lib/larder/libvirt/domain.xml
+apt purge larder
+[ -e /var/lib/larder/libvirt/domain.xml ] || fail "the note is gone"
+ok "it is left"
+
+step "all is well"
