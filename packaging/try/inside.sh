@@ -97,14 +97,14 @@ run systemctl enable --now larder@web
 run systemctl is-active larder@web
 run larder status
 
-step "a guest"
+step "a guest, whose QEMU cannot connect again"
 mkfifo /tmp/keys
 exec 3<>/tmp/keys
 qemu-system-x86_64 -accel tcg -m 256 -nodefaults -display none -serial stdio -no-reboot \
   -kernel /try/vmlinuz -initrd /try/guest.cpio -append 'console=ttyS0 quiet panic=-1' \
   -object memory-backend-memfd,id=ram,size=256M,share=on -machine memory-backend=ram \
-  -chardev socket,id=vda,path=/run/larder/web-vda.sock,reconnect=1 -device vhost-user-blk-pci,chardev=vda \
-  -chardev socket,id=data,path=/run/larder/web-data.sock,reconnect=1 -device vhost-user-blk-pci,chardev=data \
+  -chardev socket,id=vda,path=/run/larder/web-vda.sock -device vhost-user-blk-pci,chardev=vda \
+  -chardev socket,id=data,path=/run/larder/web-data.sock -device vhost-user-blk-pci,chardev=data \
   <&3 >/tmp/guest.log 2>/tmp/qemu.log &
 qemu=$!
 further_rounds 2
@@ -125,9 +125,16 @@ further_rounds 2
 ok "the guest goes on"
 run larder status
 
-step "restart by hand, while the guest works"
-run systemctl restart larder@web
+step "restarts and kills, while the guest works"
+for restart in {1..5}; do
+  run systemctl restart larder@web
+  sleep "0.$((restart * 7 % 10))"
+  before=$(main_pid larder@web)
+  run systemctl kill --signal=KILL larder@web
+  until [ "$(systemctl is-active larder@web)" = active ] && [ "$(main_pid larder@web)" != "$before" ]; do sleep 0.1; done
+done
 further_rounds 2
+run systemctl show --property NRestarts,NFileDescriptorStore larder@web
 
 step "end of the guest"
 echo >&3

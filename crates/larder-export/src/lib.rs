@@ -2,5 +2,6 @@
 
 pub mod activity;
 pub mod clients;
+pub mod descriptor_store;
 pub mod nbd;
 pub mod vhost_user;

@@ -163,10 +163,8 @@ impl Exports {
     ) -> Result<(), ExportError> {
         let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user, activity)?;
         server.count_among(clients);
-        if let Some(kept) = &config.kept
-            && let Some((store, left)) = kept.open(on)?
-        {
-            server.keep_in(store, left);
+        if let Some(kept) = &config.kept {
+            server.keep_in(&kept.store, &kept.disk);
         }
         let descriptor = match at {
             VhostUserAt::Path(path) => self.listen_on(path, config)?,

@@ -1,39 +1,32 @@
 //! What whoever starts this process hands to it, systemd as a rule: sockets that it listens on for us, and front-ends'
 //! connections that the process before this one has left ([`larder_export::vhost_user::takeover`]).
 
-use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use larder_block::Loop;
-use larder_export::vhost_user::takeover::{Left, Store, parse_name};
-use rustix::net::{SendFlags, SocketAddrUnix};
+use larder_export::descriptor_store::{PREFIX, Store};
+use rustix::net::SocketAddrUnix;
 
 use crate::listen::resolve;
 
 /// All of it.
 #[derive(Clone, Debug, Default)]
-pub struct Inherited(Arc<Parts>);
-
-#[derive(Debug, Default)]
-struct Parts {
+pub struct Inherited {
     /// Listening sockets, by their paths.
-    sockets: Vec<(PathBuf, OwnedFd)>,
-    /// A socket that is connected to `$NOTIFY_SOCKET`.
-    manager: Option<OwnedFd>,
-    /// By disk.
-    left: Mutex<HashMap<String, Left>>,
+    sockets: Arc<Vec<(PathBuf, OwnedFd)>>,
+    store: Option<Arc<Store>>,
 }
 
-/// What is kept of one disk's front-end for the next process.
+/// Where a disk's connection is kept for the next process.
 #[derive(Clone, Debug)]
 pub struct KeptDisk {
-    parts: Arc<Parts>,
-    disk: String,
+    pub(crate) store: Arc<Store>,
+    pub(crate) disk: String,
 }
 
 impl Inherited {
@@ -42,20 +35,19 @@ impl Inherited {
     ///
     /// # Errors
     /// One of them is neither what a process before this one has left, nor a unix socket that listens on a path.
-    pub fn new(files: Vec<(String, OwnedFd)>, manager: Option<OwnedFd>) -> io::Result<Self> {
-        let mut parts = Parts {
-            manager,
-            ..Parts::default()
-        };
-        let mut left: HashMap<String, Left> = HashMap::new();
+    pub fn new(files: Vec<(String, OwnedFd)>, manager: Option<UnixDatagram>) -> io::Result<Self> {
+        let (mut sockets, mut left) = (Vec::new(), Vec::new());
         for (name, file) in files {
-            match parse_name(&name) {
-                Some((disk, what)) => left.entry(disk.to_owned()).or_default().add(what, file),
-                None => parts.sockets.push((path_of(&file)?, file)),
+            match name.strip_prefix(PREFIX) {
+                Some(name) => left.push((name.to_owned(), file)),
+                None => sockets.push((path_of(&file)?, file)),
             }
         }
-        parts.left = Mutex::new(left);
-        Ok(Self(Arc::new(parts)))
+        let store = manager.map(|manager| Store::new(manager, left)).transpose()?;
+        Ok(Self {
+            sockets: Arc::new(sockets),
+            store: store.map(Arc::new),
+        })
     }
 
     /// The socket that listens on `path`.
@@ -64,60 +56,40 @@ impl Inherited {
     /// The process is out of descriptors.
     pub fn at(&self, path: &Path) -> io::Result<Option<OwnedFd>> {
         let path = resolve(path);
-        let found = self.0.sockets.iter().find(|(at, _)| resolve(at) == path);
+        let found = self.sockets.iter().find(|(at, _)| resolve(at) == path);
         found.map(|(_, socket)| socket.try_clone()).transpose()
     }
 
     /// Whether one listens on `path`.
     pub fn has(&self, path: &Path) -> bool {
         let path = resolve(path);
-        self.0.sockets.iter().any(|(at, _)| resolve(at) == path)
+        self.sockets.iter().any(|(at, _)| resolve(at) == path)
     }
 
     /// Where sockets listen.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
-        self.0.sockets.iter().map(|(path, _)| path.as_path())
+        self.sockets.iter().map(|(path, _)| path.as_path())
     }
 
-    /// What is kept of the disk of this name; `None` if nobody keeps anything.
+    /// Where the connection of the disk of this name is kept; `None` if nobody keeps anything.
     pub fn kept(&self, disk: &str) -> Option<KeptDisk> {
-        self.0.manager.as_ref()?;
         Some(KeptDisk {
-            parts: Arc::clone(&self.0),
+            store: Arc::clone(self.store.as_ref()?),
             disk: disk.to_owned(),
         })
     }
 
     /// Lets go what was left of disks that are not there any more.
     pub fn forget_rest(&self) {
-        let Some(manager) = &self.0.manager else { return };
-        let rest = std::mem::take(&mut *self.0.left.lock().unwrap_or_else(PoisonError::into_inner));
-        for (disk, left) in rest {
-            tracing::warn!(
-                disk,
-                "there is no such disk any more: its front-end's connection is closed"
-            );
-            for what in left.names() {
-                let text = format!("FDSTOREREMOVE=1\nFDNAME=larder/{disk}/{what}");
-                // What is not taken at once is let go with the service.
-                let _ = rustix::net::send(manager, text.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        let names = self.store.as_ref().map(|store| store.forget_rest());
+        for name in names.unwrap_or_default() {
+            if let Some(disk) = name.strip_suffix("/connection") {
+                tracing::warn!(
+                    disk,
+                    "there is no such disk any more: its front-end's connection is closed"
+                );
             }
         }
-    }
-}
-
-impl KeptDisk {
-    /// Where it is kept, and what the process before this one has left, which is given once.
-    ///
-    /// # Errors
-    /// The process is out of descriptors.
-    pub(crate) fn open(&self, on: &Loop) -> io::Result<Option<(Store, Option<Left>)>> {
-        let Some(manager) = &self.parts.manager else {
-            return Ok(None);
-        };
-        let store = Store::new(on, manager.try_clone()?, &self.disk)?;
-        let mut left = self.parts.left.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(Some((store, left.remove(&self.disk))))
     }
 }
 

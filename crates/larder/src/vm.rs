@@ -127,7 +127,7 @@ fn inherited() -> anyhow::Result<Inherited> {
 }
 
 /// A socket to whoever has started this service and keeps descriptors for it.
-fn manager() -> Option<OwnedFd> {
+fn manager() -> Option<UnixDatagram> {
     let place = std::env::var_os("NOTIFY_SOCKET")?;
     let address = match place.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
@@ -136,7 +136,7 @@ fn manager() -> Option<OwnedFd> {
     let connected = address.and_then(|address| {
         let socket = UnixDatagram::unbound()?;
         socket.connect_addr(&address)?;
-        Ok(socket.into())
+        Ok(socket)
     });
     connected
         .inspect_err(|error| tracing::warn!("$NOTIFY_SOCKET: {error}"))

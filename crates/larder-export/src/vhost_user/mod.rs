@@ -19,9 +19,10 @@ pub mod takeover;
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::future::poll_fn;
-use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -32,9 +33,10 @@ pub use session::SessionError;
 
 use crate::activity::Activity;
 use crate::clients::Clients;
+use crate::descriptor_store::Store;
 use queue::Shared;
 use session::{End, Leave, Session, not_kept};
-use takeover::{Kept, Left, Store};
+use takeover::Kept;
 
 /// The most queues that a disk offers; QEMU takes as many as its `num-queues` says.
 pub const QUEUES_MAX: u16 = 64;
@@ -135,10 +137,10 @@ pub struct VhostUserServer {
     current: RefCell<Option<Rc<Socket>>>,
     stopping: Cell<bool>,
     clients: OnceCell<Rc<Clients>>,
-    /// Where the connection is kept for the next process.
-    store: OnceCell<Store>,
+    /// Where the connection is kept for the next process, and what the disk is called there.
+    store: OnceCell<(Arc<Store>, String)>,
     /// What the process before this one has left.
-    left: RefCell<Option<Left>>,
+    left: RefCell<Option<(Kept, OwnedFd)>>,
     leave: Rc<Leave>,
 }
 
@@ -200,11 +202,14 @@ impl VhostUserServer {
         let _ = self.clients.set(Rc::clone(clients));
     }
 
-    /// Keeps connections for the next process in `store`, and goes on with the one that was `left` there. Said once,
-    /// before [`VhostUserServer::run`].
-    pub fn keep_in(&self, store: Store, left: Option<Left>) {
-        let _ = self.store.set(store);
-        *self.left.borrow_mut() = left;
+    /// Keeps connections for the next process in `store`, where this is called `disk`, and goes on with the one that was left
+    /// there. Said once, before [`VhostUserServer::run`].
+    pub fn keep_in(&self, store: &Arc<Store>, disk: &str) {
+        match Kept::take_up(store, disk) {
+            Ok(left) => *self.left.borrow_mut() = left,
+            Err(error) => tracing::warn!(disk, "the front-end has to connect again: {error}"),
+        }
+        let _ = self.store.set((Arc::clone(store), disk.to_owned()));
     }
 
     /// Whether a front-end is connected.
@@ -217,10 +222,10 @@ impl VhostUserServer {
     /// # Errors
     /// The listening socket is broken.
     pub async fn run(&self, listener: &Listener) -> std::io::Result<()> {
-        let mut before = self.take_up().await;
         while !self.stopping.get() {
-            let (socket, kept) = match before.take() {
-                Some((socket, kept)) => (socket, Some(kept)),
+            let left = self.left.borrow_mut().take();
+            let (socket, kept) = match left {
+                Some((kept, connection)) => (Socket::from_descriptor(&self.on, connection)?, Some(kept)),
                 None => (listener.accept(&self.on).await?, None),
             };
             let mut serving = pin!(self.serve_kept(socket, kept));
@@ -257,24 +262,8 @@ impl VhostUserServer {
         self.serve_kept(socket, None).await;
     }
 
-    /// The connection that the process before this one has left.
-    async fn take_up(&self) -> Option<(Socket, Kept<'_>)> {
-        let (store, left) = (self.store.get()?, self.left.borrow_mut().take()?);
-        let taken = match left.take_up(store).await {
-            Ok((kept, connection)) => Socket::from_descriptor(&self.on, connection).map(|socket| (socket, kept)),
-            Err(error) => {
-                tracing::warn!(
-                    disk = %self.shared.device.name(),
-                    "the front-end has to connect again: {error}"
-                );
-                return None;
-            }
-        };
-        taken.inspect_err(not_kept).ok()
-    }
-
     /// Serves a front-end; one that was served by the process before this one comes with what was kept of it.
-    async fn serve_kept(&self, socket: Socket, kept: Option<Kept<'_>>) {
+    async fn serve_kept(&self, socket: Socket, kept: Option<Kept>) {
         let _client = self.clients.get().map(Clients::enter);
         let socket = Rc::new(socket);
         *self.current.borrow_mut() = Some(Rc::clone(&socket));
@@ -297,8 +286,8 @@ impl VhostUserServer {
             Rc::clone(&done),
         ));
         let kept = match (kept, self.store.get()) {
-            (None, Some(store)) => {
-                let begun = Kept::begin(store, socket.as_fd()).await;
+            (None, Some((store, disk))) => {
+                let begun = Kept::begin(&self.on, store, disk, &*socket).await;
                 begun.inspect_err(not_kept).ok()
             }
             (kept, _) => kept,

@@ -139,7 +139,7 @@ impl Leave {
 /// A message as it came, for the record, with copies of its descriptors.
 type Raw = Option<Message>;
 
-pub(super) struct Session<'a> {
+pub(super) struct Session {
     on: Loop,
     socket: Rc<Socket>,
     shared: Rc<Shared>,
@@ -155,11 +155,11 @@ pub(super) struct Session<'a> {
     /// The size that the front-end was told on this connection.
     size_told: Option<ByteLen>,
     /// For the next process.
-    kept: Option<Kept<'a>>,
+    kept: Option<Kept>,
     leave: Rc<Leave>,
 }
 
-impl<'a> Session<'a> {
+impl Session {
     pub(super) fn new(on: &Loop, socket: Rc<Socket>, shared: Rc<Shared>, queues_max: u16, leave: Rc<Leave>) -> Self {
         Self {
             on: on.clone(),
@@ -186,7 +186,7 @@ impl<'a> Session<'a> {
     }
 
     /// Goes on with what was said to the process before this one, if it is `kept` already, and keeps what will be.
-    pub(super) async fn keep(&mut self, kept: Kept<'a>) -> Result<(), SessionError> {
+    pub(super) async fn keep(&mut self, kept: Kept) -> Result<(), SessionError> {
         for said in kept.messages() {
             let (header, request) = parse(said.bytes(), copies(said.descriptors())?)?;
             tracing::trace!(?request, ?header, "said before");
@@ -233,7 +233,7 @@ impl<'a> Session<'a> {
                     self.socket.shutdown();
                 }
             }
-            Some(kept) => kept.forget().await,
+            Some(kept) => kept.forget(&self.on).await,
             None => {}
         }
         result.map(|_| if left { End::Left } else { End::Closed })
@@ -330,7 +330,7 @@ impl<'a> Session<'a> {
         let reply = reply.map(|bytes| Message::new(bytes, Vec::new()));
         // Before the answer: whoever has that may count on what it says.
         if let (Some(kept), Some(raw)) = (&mut self.kept, raw) {
-            let noted = kept.note(raw, reply.as_ref()).await;
+            let noted = kept.note(&self.on, raw, reply.as_ref()).await;
             self.goes_on_kept(noted).await;
         }
         match (carried_out, reply.as_ref().map(Message::bytes)) {
@@ -358,7 +358,7 @@ impl<'a> Session<'a> {
         let Err(error) = noted else { return };
         not_kept(&error);
         if let Some(kept) = self.kept.take() {
-            kept.forget().await;
+            kept.forget(&self.on).await;
         }
     }
 

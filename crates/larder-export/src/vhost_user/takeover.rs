@@ -1,9 +1,8 @@
 //! A front-end's connection outlives the server's process: it is kept by whoever starts the server again, and the next
 //! process goes on with it. The front-end sees a pause.
 //!
-//! The service manager keeps descriptors for a service (systemd's `FDSTORE=1`, sd_notify(3)), and hands them to its next
-//! process. They are: the connection; the descriptors that came with what the front-end has said and would not say again
-//! ([`Record`]); and the ledger, a file in memory with those messages themselves.
+//! What it keeps ([`Store`]): the connection; the descriptors that came with what the front-end has said and would not say
+//! again ([`Record`]); and the ledger, a file in memory with those messages themselves.
 //!
 //! ```text
 //! ledger  0        8               4096        4096 + 1 MiB
@@ -23,9 +22,8 @@
 //!         +-------+-------------+---------------------+--------------------+
 //! ```
 //!
-//! A descriptor is kept as `larder/DISK/NUMBER`, the ledger as `larder/DISK/ledger`, the connection as
-//! `larder/DISK/connection`. What is open once has one number however often it is sent, as guest memory in two regions is:
-//! systemd keeps such a file once.
+//! A descriptor is kept as `larder/NUMBER`, the ledger as `larder/DISK/ledger`, the connection as
+//! `larder/DISK/connection`.
 //!
 //! A new text is written where the old one is not, after its descriptors were put away; state and which are one store of
 //! eight bytes. So a process that is killed leaves one of three things:
@@ -36,20 +34,19 @@
 //! | 1: a message was read, and perhaps not answered | closes the connection: the front-end has to connect again |
 //! | 2: stopped, all requests done | goes on where the text says |
 
-use std::cell::Cell;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::sync::Arc;
 
 use larder_block::Loop;
-use larder_block::event_loop::Socket;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::message::{HEADER_BYTES, PAYLOAD_BYTES_MAX, TABLE_REGIONS_MAX, number};
 use super::record::{Message, Record};
+use crate::descriptor_store::Store;
 
 const MAGIC: [u8; 8] = *b"LARDERt1";
 
@@ -62,25 +59,6 @@ const TEXTS_AT: [u64; 2] = [4096, 4096 + TEXT_BYTES_MAX];
 const TEXT_BYTES_MAX: u64 = 1 << 20;
 
 const MESSAGE_HEAD_BYTES: usize = 8;
-
-/// How long the service manager may take to take a descriptor. It reads nothing while it reloads its units.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-/// One disk's part of what the service manager keeps.
-pub struct Store {
-    on: Loop,
-    manager: Socket,
-    disk: String,
-    /// It has not listened once.
-    is_deaf: Cell<bool>,
-}
-
-/// What a process before this one has left of a disk's connection.
-#[derive(Debug, Default)]
-pub struct Left {
-    /// By what follows `larder/DISK/` in their names.
-    files: HashMap<String, OwnedFd>,
-}
 
 /// Why a connection cannot be gone on with.
 #[derive(Debug, thiserror::Error)]
@@ -98,74 +76,6 @@ pub enum TakeoverError {
     Io(#[from] io::Error),
 }
 
-/// The name of a descriptor that is kept for a disk: the disk, and what it is.
-pub fn parse_name(name: &str) -> Option<(&str, &str)> {
-    name.strip_prefix("larder/")?.split_once('/')
-}
-
-impl Left {
-    /// Adds one of its descriptors; `what` is as [`parse_name`] gives it.
-    pub fn add(&mut self, what: &str, file: OwnedFd) {
-        self.files.insert(what.to_owned(), file);
-    }
-
-    /// The names of all.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.files.keys().map(String::as_str)
-    }
-
-    fn take(&mut self, what: &str) -> Result<OwnedFd, TakeoverError> {
-        let missing = || TakeoverError::Missing(what.to_owned());
-        self.files.remove(what).ok_or_else(missing)
-    }
-}
-
-impl Store {
-    /// What `manager`, a socket that is connected to `$NOTIFY_SOCKET`, keeps for the disk of this name.
-    ///
-    /// # Errors
-    /// The loop is simulated.
-    pub fn new(on: &Loop, manager: OwnedFd, disk: &str) -> io::Result<Self> {
-        Ok(Self {
-            on: on.clone(),
-            manager: Socket::from_descriptor(on, manager)?,
-            disk: disk.to_owned(),
-            is_deaf: Cell::new(false),
-        })
-    }
-
-    async fn put(&self, what: &str, file: BorrowedFd<'_>) -> io::Result<()> {
-        let text = format!("FDSTORE=1\nFDNAME=larder/{}/{what}", self.disk);
-        self.tell(&text, &[file]).await
-    }
-
-    async fn remove(&self, what: &str) -> io::Result<()> {
-        self.tell(&format!("FDSTOREREMOVE=1\nFDNAME=larder/{}/{what}", self.disk), &[])
-            .await
-    }
-
-    async fn tell(&self, text: &str, files: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let told = self.manager.write_with_descriptors(text.as_bytes(), files);
-        let told = match self.is_deaf.get() {
-            true => None,
-            false => self.on.timeout(PATIENCE, told).await,
-        };
-        self.is_deaf.set(told.is_none());
-        told.unwrap_or_else(|| {
-            let error = "the service manager ($NOTIFY_SOCKET) does not listen";
-            Err(io::Error::new(io::ErrorKind::TimedOut, error))
-        })
-    }
-
-    /// Has all of it let go.
-    pub(super) async fn forget(&self, left: Left) {
-        for what in left.names() {
-            // One that cannot be told ends with the service.
-            let _ = self.remove(what).await;
-        }
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Idle = 0,
@@ -174,31 +84,103 @@ enum State {
 }
 
 /// A connection that is kept.
-pub(super) struct Kept<'a> {
-    store: &'a Store,
+pub(super) struct Kept {
+    store: Arc<Store>,
+    disk: String,
     ledger: File,
     which: usize,
     record: Record,
-    /// The last number that was given to a descriptor.
-    last_number: u64,
+    /// The numbers of descriptors that are kept for this connection.
+    files: BTreeSet<u64>,
 }
 
-impl<'a> Kept<'a> {
-    /// Puts a new connection away.
-    pub(super) async fn begin(store: &'a Store, connection: BorrowedFd<'_>) -> io::Result<Self> {
-        let ledger = memfd_create("larder-connection", MemfdFlags::CLOEXEC)?;
+impl Kept {
+    /// Puts a new connection of the disk away.
+    pub(super) async fn begin(on: &Loop, store: &Arc<Store>, disk: &str, connection: impl AsFd) -> io::Result<Self> {
         let this = Self {
-            store,
-            ledger: ledger.into(),
+            store: Arc::clone(store),
+            disk: disk.to_owned(),
+            ledger: memfd_create("larder-connection", MemfdFlags::CLOEXEC)?.into(),
             which: 0,
             record: Record::default(),
-            last_number: 0,
+            files: BTreeSet::new(),
         };
         this.ledger.write_all_at(&MAGIC, 0)?;
         this.write_text(0)?;
-        store.put("connection", connection).await?;
-        store.put("ledger", this.ledger.as_fd()).await?;
+        let (store, names) = (Arc::clone(store), names(disk));
+        let files = [
+            this.ledger.try_clone()?.into(),
+            connection.as_fd().try_clone_to_owned()?,
+        ];
+        on.run_blocking(move || {
+            let mut all = names.iter().zip(&files);
+            all.try_for_each(|(name, file)| store.put(name, file.as_fd()))
+        })
+        .await??;
         Ok(this)
+    }
+
+    /// Goes on with the connection that the process before this one has left, if it has.
+    pub(super) fn take_up(store: &Arc<Store>, disk: &str) -> Result<Option<(Self, OwnedFd)>, TakeoverError> {
+        let names = names(disk);
+        let (ledger, connection) = match (store.take(&names[0]), store.take(&names[1])) {
+            (Some(ledger), Some(connection)) => (ledger, connection),
+            (None, None) => return Ok(None),
+            (ledger, _) => {
+                names.iter().for_each(|name| store.remove(name));
+                let missing = if ledger.is_none() {
+                    "the ledger"
+                } else {
+                    "the connection"
+                };
+                return Err(TakeoverError::Missing(missing.to_owned()));
+            }
+        };
+        let mut this = Self {
+            store: Arc::clone(store),
+            disk: disk.to_owned(),
+            ledger: ledger.into(),
+            which: 0,
+            record: Record::default(),
+            files: BTreeSet::new(),
+        };
+        match this.read() {
+            Ok(()) => Ok(Some((this, connection))),
+            Err(error) => {
+                this.let_go();
+                Err(error)
+            }
+        }
+    }
+
+    fn read(&mut self) -> Result<(), TakeoverError> {
+        let (state, which) = read_state(&self.ledger)?;
+        self.which = which;
+        let mut messages = Vec::new();
+        for (bytes, numbers) in read_text(&self.ledger, which)? {
+            let mut descriptors = Vec::new();
+            for number in &numbers {
+                let found = self.store.adopt(*number)?;
+                descriptors.push(found.ok_or_else(|| TakeoverError::Missing(number.to_string()))?);
+                if !self.files.insert(*number) {
+                    self.store.release(*number);
+                }
+            }
+            let mut message = Message::new(bytes, descriptors);
+            message.files = numbers;
+            messages.push(message);
+        }
+        let says = |request| messages.iter().any(|said: &Message| said.request() == request);
+        match state {
+            State::InHand => return Err(TakeoverError::InHand),
+            State::Idle if says(number::SET_VRING_KICK) && !says(number::SET_INFLIGHT_FD) => {
+                return Err(TakeoverError::NoNotes);
+            }
+            State::Idle | State::Stopped => {}
+        }
+        self.record = Record::from_messages(messages);
+        // Requests may be under way from now on.
+        Ok(self.set(State::Idle)?)
     }
 
     /// A message is about to be read.
@@ -207,33 +189,35 @@ impl<'a> Kept<'a> {
     }
 
     /// What the front-end has said, and is about to be answered.
-    pub(super) async fn note(&mut self, mut message: Message, reply: Option<&Message>) -> io::Result<()> {
-        let before = self.files();
-        let mut files = Vec::new();
-        let mut known: Vec<(u64, BorrowedFd<'_>)> = described(self.record.messages()).collect();
-        for file in message.descriptors() {
-            let same = known.iter().find(|(_, other)| is_same(*other, file.as_fd()));
-            let number = same.map(|(number, _)| *number);
-            let number = number.unwrap_or_else(|| {
-                self.last_number += 1;
-                self.last_number
-            });
-            known.push((number, file.as_fd()));
-            files.push(number);
+    pub(super) async fn note(&mut self, on: &Loop, mut message: Message, reply: Option<&Message>) -> io::Result<()> {
+        if !message.descriptors().is_empty() {
+            let store = Arc::clone(&self.store);
+            let (told, numbers) = on
+                .run_blocking(move || {
+                    let shared = message.descriptors().iter().map(|file| store.share(file.as_fd()));
+                    let shared: io::Result<Vec<u64>> = shared.collect();
+                    (message, shared)
+                })
+                .await?;
+            message = told;
+            message.files = numbers?;
         }
-        drop(known);
-        message.files = files;
-        self.record.note(message, reply);
-        let after = self.files();
-        for number in after.difference(&before) {
-            let mut all = described(self.record.messages());
-            if let Some((_, file)) = all.find(|(other, _)| other == number) {
-                self.store.put(&number.to_string(), file).await?;
+        let mut released = Vec::new();
+        for number in &message.files {
+            if !self.files.insert(*number) {
+                released.push(*number);
             }
         }
+        self.record.note(message, reply);
         self.turn_page(State::InHand)?;
-        for number in before.difference(&after) {
-            self.store.remove(&number.to_string()).await?;
+        let said = self.record.messages().iter().flat_map(|said| &said.files);
+        let said: BTreeSet<u64> = said.copied().collect();
+        released.extend(self.files.difference(&said));
+        self.files = said;
+        if !released.is_empty() {
+            let store = Arc::clone(&self.store);
+            on.run_blocking(move || released.into_iter().for_each(|number| store.release(number)))
+                .await?;
         }
         Ok(())
     }
@@ -259,17 +243,14 @@ impl<'a> Kept<'a> {
     }
 
     /// The connection has ended.
-    pub(super) async fn forget(self) {
-        let names = self.files().into_iter().map(|number| number.to_string());
-        for name in names.chain(["connection", "ledger"].map(str::to_owned)) {
-            // One that cannot be told ends with the service.
-            let _ = self.store.remove(&name).await;
-        }
+    pub(super) async fn forget(self, on: &Loop) {
+        // Without a thread it is let go with the service.
+        let _ = on.run_blocking(move || self.let_go()).await;
     }
 
-    /// The numbers of all descriptors that came with what was said.
-    fn files(&self) -> BTreeSet<u64> {
-        described(self.record.messages()).map(|(number, _)| number).collect()
+    fn let_go(&self) {
+        self.files.iter().for_each(|number| self.store.release(*number));
+        names(&self.disk).iter().for_each(|name| self.store.remove(name));
     }
 
     /// Writes down what the record says now.
@@ -309,80 +290,9 @@ impl<'a> Kept<'a> {
     }
 }
 
-impl Left {
-    /// Goes on with the connection, which comes along. What is not of it any more is let go.
-    pub(super) async fn take_up(mut self, store: &Store) -> Result<(Kept<'_>, OwnedFd), TakeoverError> {
-        let taken = self.take_all();
-        let (ledger, which, messages, connection) = match taken {
-            Ok(taken) => taken,
-            Err(error) => {
-                store.forget(self).await;
-                return Err(error);
-            }
-        };
-        store.forget(self).await;
-        let kept = Kept {
-            store,
-            ledger,
-            which,
-            last_number: described(&messages).map(|(number, _)| number).max().unwrap_or(0),
-            record: Record::from_messages(messages),
-        };
-        // Requests may be under way from now on.
-        kept.set(State::Idle)?;
-        Ok((kept, connection))
-    }
-
-    fn take_all(&mut self) -> Result<(File, usize, Vec<Message>, OwnedFd), TakeoverError> {
-        let ledger = File::from(self.take("ledger")?);
-        let (state, which) = read_state(&ledger)?;
-        let mut messages = Vec::new();
-        for (bytes, files) in read_text(&ledger, which)? {
-            let descriptors = files.iter().map(|number| self.copy(*number));
-            let mut message = Message::new(bytes, descriptors.collect::<Result<_, _>>()?);
-            message.files = files;
-            messages.push(message);
-        }
-        let says = |request| messages.iter().any(|said: &Message| said.request() == request);
-        match state {
-            State::InHand => return Err(TakeoverError::InHand),
-            State::Idle if says(number::SET_VRING_KICK) && !says(number::SET_INFLIGHT_FD) => {
-                return Err(TakeoverError::NoNotes);
-            }
-            State::Idle | State::Stopped => {}
-        }
-        let connection = self.take("connection")?;
-        for (number, _) in described(&messages) {
-            self.files.remove(&number.to_string());
-        }
-        Ok((ledger, which, messages, connection))
-    }
-
-    fn copy(&self, number: u64) -> Result<OwnedFd, TakeoverError> {
-        let name = number.to_string();
-        match self.files.get(&name) {
-            Some(file) => Ok(file.try_clone()?),
-            None => Err(TakeoverError::Missing(name)),
-        }
-    }
-}
-
-/// The descriptors that came with messages, and their numbers.
-fn described(messages: &[Message]) -> impl Iterator<Item = (u64, BorrowedFd<'_>)> {
-    messages.iter().flat_map(|said| {
-        let files = said.files.iter().copied();
-        files.zip(said.descriptors().iter().map(AsFd::as_fd))
-    })
-}
-
-/// Whether both are of one open file. Unknown (no KCMP in the kernel) is no.
-fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> bool {
-    /// `KCMP_FILE` of linux/kcmp.h.
-    const FILE: libc::c_long = 0;
-    let ours = rustix::process::getpid().as_raw_nonzero().get();
-    let files = [one, other].map(|file| file.as_raw_fd());
-    // SAFETY: only numbers are passed, and nothing is written.
-    unsafe { libc::syscall(libc::SYS_kcmp, ours, ours, FILE, files[0], files[1]) == 0 }
+/// What the ledger and the connection of a disk are called.
+fn names(disk: &str) -> [String; 2] {
+    ["ledger", "connection"].map(|what| format!("{disk}/{what}"))
 }
 
 fn read_state(ledger: &File) -> Result<(State, usize), TakeoverError> {

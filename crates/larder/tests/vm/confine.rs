@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::io;
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
@@ -300,7 +301,13 @@ impl NbdServer {
         command
             .args(["-t", "-f", "raw", "-b", "127.0.0.1", "-p", &port, "-e", "8"])
             .arg(image);
-        Process::start(command).expect("qemu-nbd starts; testbed/setup.sh installs what the tests need")
+        let process = Process::start(command).expect("qemu-nbd starts; testbed/setup.sh installs what the tests need");
+        let port = port.parse().expect("a number");
+        while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
+            assert!(!process.has_ended(), "{}", process.output());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        process
     }
 
     fn start_again(&mut self) {

@@ -93,6 +93,42 @@ fn a_connection_goes_on_after_the_server_was_stopped_or_killed() {
 }
 
 #[test]
+fn disks_share_what_is_kept_of_the_guests_memory() {
+    let vm = two();
+    vm.write(&TWO.replace("nbd = \"nbd+unix:///data?socket=data.nbd\"", "socket = \"vdb\""));
+    let mut service = start(&vm);
+    let mut guest = connect(&vm, Options::default());
+    let second = || {
+        let stream = UnixStream::connect(vm.path("vdb")).expect("connects");
+        let memory = Arc::clone(&guest.memory);
+        let mut other = FrontEnd::unconfigured(stream, Options::default(), memory).expect("connects");
+        other.negotiate().expect("agrees");
+        other.set_memory().expect("is told");
+        other
+    };
+    let other = second();
+    service.restart(libc::SIGTERM).expect("starts again");
+    assert_eq!(other.capacity().expect("goes on"), 8 << 20);
+    drop(other);
+    let is_kept = |name: &str| {
+        service
+            .kept()
+            .expect("is known")
+            .iter()
+            .any(|kept| kept.starts_with(name))
+    };
+    becomes("nothing is kept of it", || !is_kept("larder/data/"));
+    let other = second();
+    works(&mut guest, 1);
+    service.restart(libc::SIGKILL).expect("starts again");
+    works(&mut guest, 2);
+    assert_eq!(other.capacity().expect("goes on"), 8 << 20);
+    drop(guest);
+    service.restart(libc::SIGTERM).expect("starts again");
+    assert_eq!(other.capacity().expect("goes on"), 8 << 20);
+}
+
+#[test]
 fn requests_made_while_there_is_no_server_are_answered_by_the_next_one() {
     for signal in BOTH {
         let vm = two();
@@ -204,15 +240,15 @@ fn a_connection_that_cannot_be_gone_on_with_is_closed_and_can_be_made_again() {
                 ledger(kept).write_all_at(&bytes.to_le_bytes(), at).expect("writes");
             });
         }),
-        ("has not kept ledger", &|kept| {
+        ("has not kept the ledger", &|kept| {
             kept.retain(|(name, _)| name != "larder/vda/ledger");
         }),
-        ("has not kept connection", &|kept| {
+        ("has not kept the connection", &|kept| {
             kept.retain(|(name, _)| name != "larder/vda/connection");
         }),
         // As where there is room for some only.
         ("FileDescriptorStoreMax= may be too low", &|kept| {
-            kept.retain(|(name, _)| !name.ends_with("/2"));
+            kept.retain(|(name, _)| name != "larder/2");
         }),
     ];
     for (why, way) in ways {
