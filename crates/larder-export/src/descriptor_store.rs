@@ -149,16 +149,20 @@ impl Store {
     /// Lets go what was left and nobody wants; the names of it.
     pub fn forget_rest(&self) -> Vec<String> {
         let mut state = self.state();
-        let names: Vec<String> = state.left.drain(..).map(|(name, _)| name).collect();
-        let unused: Vec<u64> = state
-            .shared
-            .iter()
-            .filter(|shared| shared.uses == 0)
-            .map(|shared| shared.number)
-            .collect();
-        drop(state);
-        names.iter().for_each(|name| self.remove(name));
-        unused.into_iter().for_each(|number| self.release(number));
+        let mut names = Vec::new();
+        for (name, file) in std::mem::take(&mut state.left) {
+            // A socket ends for its other end, too; to other files this means nothing.
+            let _ = rustix::net::shutdown(&file, rustix::net::Shutdown::Both);
+            names.push(name);
+        }
+        let (used, unused): (Vec<_>, Vec<_>) = std::mem::take(&mut state.shared)
+            .into_iter()
+            .partition(|it| it.uses > 0);
+        state.shared = used;
+        let unused = unused.iter().map(|shared| shared.number.to_string());
+        for name in names.iter().cloned().chain(unused) {
+            let _ = self.tell(&mut state, "FDSTOREREMOVE", &name, None);
+        }
         names
     }
 

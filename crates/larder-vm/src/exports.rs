@@ -16,10 +16,12 @@ use larder_block::{BlockDevice, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
 use larder_export::nbd::{NbdServer, NbdServerOptions};
+use larder_export::vhost_user::takeover::Keeping;
 use larder_export::vhost_user::{OptionsError, Stop, VhostUserOptions, VhostUserServer};
 
 use crate::control::state::{ExportsState, NbdState, VhostUserState};
-use crate::inherited::{Inherited, KeptDisk};
+use crate::gate::Gate;
+use crate::inherited::Inherited;
 use crate::listen::{Access, ListenError, SocketFile};
 use crate::run::shell::command_line;
 
@@ -56,7 +58,9 @@ pub struct ExportsConfig {
     /// Those of them that there are already.
     pub inherited: Inherited,
     /// Where a front-end's connection is kept for the next process.
-    pub kept: Option<KeptDisk>,
+    pub kept: Option<Keeping>,
+    /// Nobody is served before it is open.
+    pub gate: Gate,
 }
 
 impl ExportsConfig {
@@ -96,7 +100,7 @@ pub enum ExportError {
 pub struct Exports {
     vhost_user: Option<Rc<VhostUserServer>>,
     accepting: RefCell<Option<JoinHandle<io::Result<()>>>>,
-    nbd: Option<NbdServer>,
+    nbd: Option<Rc<NbdServer>>,
     /// Where they are, as it is told to programs.
     socket: Option<String>,
     uri: Option<String>,
@@ -164,7 +168,7 @@ impl Exports {
         let server = VhostUserServer::new(on, Rc::clone(device), &config.vhost_user, activity)?;
         server.count_among(clients);
         if let Some(kept) = &config.kept {
-            server.keep_in(&kept.store, &kept.disk);
+            server.keep_in(kept);
         }
         let descriptor = match at {
             VhostUserAt::Path(path) => self.listen_on(path, config)?,
@@ -180,12 +184,17 @@ impl Exports {
             VhostUserAt::Descriptor(descriptor) => format!("fd {}", descriptor.as_raw_fd()),
         });
         let listening = rustix::net::sockopt::socket_acceptconn(&descriptor).map_err(io::Error::from)?;
+        let gate = config.gate.clone();
         let accepting = if listening {
             let listener = Listener::from_descriptor(on, descriptor)?;
-            on.spawn_with_result(async move { theirs.run(&listener).await })
+            on.spawn_with_result(async move {
+                gate.opened().await;
+                theirs.run(&listener).await
+            })
         } else {
             let socket = Socket::from_descriptor(on, descriptor)?;
             on.spawn_with_result(async move {
+                gate.opened().await;
                 theirs.serve(socket).await;
                 Ok(())
             })
@@ -217,9 +226,14 @@ impl Exports {
         let uri = uri_for_clients(&at.uri).to_string();
         self.places.nbd = Some(command_line(&[(&uri).into()]));
         self.uri = Some(uri);
-        let server = NbdServer::new(on, Rc::clone(device), options);
+        let server = Rc::new(NbdServer::new(on, Rc::clone(device), options));
         for descriptor in listeners {
-            server.listen(Listener::from_descriptor(on, descriptor)?);
+            let listener = Listener::from_descriptor(on, descriptor)?;
+            let (theirs, gate) = (Rc::clone(&server), config.gate.clone());
+            on.spawn(async move {
+                gate.opened().await;
+                theirs.listen(listener);
+            });
         }
         self.nbd = Some(server);
         Ok(())

@@ -10,8 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use larder_export::descriptor_store::{PREFIX, Store};
+use larder_export::vhost_user::takeover::Keeping;
 use rustix::net::SocketAddrUnix;
 
+use crate::image::ImageAddress;
 use crate::listen::resolve;
 
 /// All of it.
@@ -20,13 +22,6 @@ pub struct Inherited {
     /// Listening sockets, by their paths.
     sockets: Arc<Vec<(PathBuf, OwnedFd)>>,
     store: Option<Arc<Store>>,
-}
-
-/// Where a disk's connection is kept for the next process.
-#[derive(Clone, Debug)]
-pub struct KeptDisk {
-    pub(crate) store: Arc<Store>,
-    pub(crate) disk: String,
 }
 
 impl Inherited {
@@ -71,11 +66,23 @@ impl Inherited {
         self.sockets.iter().map(|(path, _)| path.as_path())
     }
 
-    /// Where the connection of the disk of this name is kept; `None` if nobody keeps anything.
-    pub fn kept(&self, disk: &str) -> Option<KeptDisk> {
-        Some(KeptDisk {
-            store: Arc::clone(self.store.as_ref()?),
+    /// Where the connection of the disk of this name, with this image, is kept; `None` if nobody keeps anything, or the
+    /// name is longer than systemd has them.
+    pub fn kept(&self, disk: &str, image: &ImageAddress) -> Option<Keeping> {
+        const NAME_BYTES_MAX: usize = 200;
+        let store = self.store.as_ref().filter(|_| disk.len() <= NAME_BYTES_MAX)?;
+        let image = match image {
+            ImageAddress::Path(path) => path
+                .canonicalize()
+                .unwrap_or_else(|_| path.clone())
+                .display()
+                .to_string(),
+            other => other.to_string(),
+        };
+        Some(Keeping {
+            store: Arc::clone(store),
             disk: disk.to_owned(),
+            image,
         })
     }
 

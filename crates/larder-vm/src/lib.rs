@@ -4,6 +4,7 @@ pub mod confine;
 pub mod control;
 pub mod disk;
 pub mod exports;
+pub mod gate;
 pub mod image;
 pub mod inherited;
 pub mod libvirt;

@@ -259,7 +259,11 @@ pub(crate) fn listener_has_ended(stream: &UnixStream) -> bool {
             .rsplit(')')
             .next()
             .is_some_and(|rest| matches!(rest.trim_start().chars().next(), Some('Z' | 'X'))),
-        Err(error) => error.kind() == io::ErrorKind::NotFound && Path::new("/proc/self/stat").exists(),
+        // Those of other users may not be shown (ProtectProc=).
+        Err(error) => {
+            let is_gone = rustix::process::test_kill_process(peer.pid) == Err(rustix::io::Errno::SRCH);
+            is_gone && error.kind() == io::ErrorKind::NotFound && Path::new("/proc/self/stat").exists()
+        }
     }
 }
 

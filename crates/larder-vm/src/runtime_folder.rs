@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
 
-/// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root, `$XDG_RUNTIME_DIR/larder`, or
+/// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root (`/run/larder-root` where that is the services'), `$XDG_RUNTIME_DIR/larder`, or
 /// `/dev/shm/larder-UID`; the first that is on tmpfs. All processes of a user find the same one. Nothing is made.
 pub fn runtime_folder() -> PathBuf {
     // It may be a list, of which the first will do.
@@ -26,9 +26,26 @@ pub fn runtime_folder() -> PathBuf {
     let of_user = of_user.filter(|folder| folder.is_absolute() && is_ours_alone(folder).is_ok());
     let found = of_root.into_iter().chain(of_user).find(|folder| is_on_tmpfs(folder));
     match found {
-        Some(folder) => folder.join("larder"),
+        Some(folder) => match folder.join("larder") {
+            // Where root's would be is that of the services.
+            theirs if is_of_services(&theirs) => folder.join("larder-root"),
+            ours => ours,
+        },
         None => PathBuf::from(format!("/dev/shm/larder-{}", geteuid().as_raw())),
     }
+}
+
+/// The folder of the services that systemd runs as a user of their own (`larder@.service`), if there is one besides root's.
+pub fn folder_of_services() -> Option<PathBuf> {
+    let folder = PathBuf::from(OF_SERVICES);
+    is_of_services(&folder).then_some(folder)
+}
+
+const OF_SERVICES: &str = "/run/larder";
+
+fn is_of_services(folder: &Path) -> bool {
+    let is_theirs = |found: fs::Metadata| found.is_dir() && found.uid() != 0;
+    geteuid().is_root() && folder == Path::new(OF_SERVICES) && fs::symlink_metadata(folder).is_ok_and(is_theirs)
 }
 
 /// Makes a folder, with `mode` less the umask, unless it is there. The one above it must exist.

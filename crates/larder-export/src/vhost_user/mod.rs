@@ -22,7 +22,6 @@ use std::future::poll_fn;
 use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -33,10 +32,9 @@ pub use session::SessionError;
 
 use crate::activity::Activity;
 use crate::clients::Clients;
-use crate::descriptor_store::Store;
 use queue::Shared;
 use session::{End, Leave, Session, not_kept};
-use takeover::Kept;
+use takeover::{Keeping, Kept};
 
 /// The most queues that a disk offers; QEMU takes as many as its `num-queues` says.
 pub const QUEUES_MAX: u16 = 64;
@@ -137,8 +135,8 @@ pub struct VhostUserServer {
     current: RefCell<Option<Rc<Socket>>>,
     stopping: Cell<bool>,
     clients: OnceCell<Rc<Clients>>,
-    /// Where the connection is kept for the next process, and what the disk is called there.
-    store: OnceCell<(Arc<Store>, String)>,
+    /// Where the connection is kept for the next process.
+    keeping: OnceCell<Keeping>,
     /// What the process before this one has left.
     left: RefCell<Option<(Kept, OwnedFd)>>,
     leave: Rc<Leave>,
@@ -191,7 +189,7 @@ impl VhostUserServer {
             current: RefCell::new(None),
             stopping: Cell::new(false),
             clients: OnceCell::new(),
-            store: OnceCell::new(),
+            keeping: OnceCell::new(),
             left: RefCell::new(None),
             leave: Rc::default(),
         }))
@@ -202,14 +200,14 @@ impl VhostUserServer {
         let _ = self.clients.set(Rc::clone(clients));
     }
 
-    /// Keeps connections for the next process in `store`, where this is called `disk`, and goes on with the one that was left
-    /// there. Said once, before [`VhostUserServer::run`].
-    pub fn keep_in(&self, store: &Arc<Store>, disk: &str) {
-        match Kept::take_up(store, disk) {
+    /// Keeps connections for the next process, and goes on with the one that was left there. Said once, before
+    /// [`VhostUserServer::run`].
+    pub fn keep_in(&self, keeping: &Keeping) {
+        match Kept::take_up(keeping) {
             Ok(left) => *self.left.borrow_mut() = left,
-            Err(error) => tracing::warn!(disk, "the front-end has to connect again: {error}"),
+            Err(error) => tracing::warn!(disk = keeping.disk, "the front-end has to connect again: {error}"),
         }
-        let _ = self.store.set((Arc::clone(store), disk.to_owned()));
+        let _ = self.keeping.set(keeping.clone());
     }
 
     /// Whether a front-end is connected.
@@ -285,27 +283,20 @@ impl VhostUserServer {
             session.backend_channel(),
             Rc::clone(&done),
         ));
-        let kept = match (kept, self.store.get()) {
-            (None, Some((store, disk))) => {
-                let begun = Kept::begin(&self.on, store, disk, &*socket).await;
+        let kept = match (kept, self.keeping.get()) {
+            (None, Some(keeping)) => {
+                let begun = Kept::begin(&self.on, keeping, &*socket).await;
                 begun.inspect_err(not_kept).ok()
             }
             (kept, _) => kept,
         };
-        let taken_up = match kept {
-            Some(kept) => session.keep(kept).await,
-            None => Ok(()),
-        };
+        if let Some(kept) = kept {
+            session.keep(kept);
+        }
         if is_new {
             self.until_it_speaks(&socket).await;
-        } else if taken_up.is_ok() {
-            tracing::info!(%disk, "the front-end's connection goes on");
         }
-        let ended = match taken_up {
-            Ok(()) => session.run().await,
-            Err(error) => Err(error),
-        };
-        match ended {
+        match session.run().await {
             Ok(End::Closed) => tracing::info!(%disk, "front-end disconnected"),
             Ok(End::Left) => tracing::info!(%disk, "the front-end's connection is left to the next process"),
             Err(_) if self.stopping.get() => {}
@@ -341,10 +332,11 @@ impl VhostUserServer {
     /// Takes no more requests; what is under way is done, then the present connection ends as `how` says.
     pub fn stop(&self, how: Stop) {
         self.stopping.set(true);
-        if let (Stop::Close, Some(socket)) = (how, self.current.borrow().as_ref()) {
-            socket.shutdown();
+        match (how, self.current.borrow().as_ref()) {
+            (Stop::Leave, _) => self.leave.ask(),
+            (Stop::Close, Some(socket)) => socket.shutdown(),
+            (Stop::Close, None) => {}
         }
-        self.leave.ask();
     }
 }
 

@@ -185,34 +185,14 @@ impl Session {
         Rc::clone(&self.backend_channel)
     }
 
-    /// Goes on with what was said to the process before this one, if it is `kept` already, and keeps what will be.
-    pub(super) async fn keep(&mut self, kept: Kept) -> Result<(), SessionError> {
-        for said in kept.messages() {
-            let (header, request) = parse(said.bytes(), copies(said.descriptors())?)?;
-            tracing::trace!(?request, ?header, "said before");
-            self.carry_out(request).await?;
-        }
+    /// What is said will be kept for the next process; what was said to the one before this comes along.
+    pub(super) fn keep(&mut self, kept: Kept) {
         self.kept = Some(kept);
-        Ok(())
     }
 
     /// Serves the connection until it ends.
     pub(super) async fn run(&mut self) -> Result<End, SessionError> {
-        let result = loop {
-            if !self.speaks().await {
-                break Ok(End::Left);
-            }
-            let next = self.take_in_hand().await;
-            match next {
-                Ok(None) => break Ok(End::Closed),
-                Ok(Some((header, request, raw))) => {
-                    if let Err(error) = self.answer(&header, request, raw).await {
-                        break Err(error);
-                    }
-                }
-                Err(error) => break Err(error),
-            }
-        };
+        let result = self.serve().await;
         let left = matches!(result, Ok(End::Left)) && self.kept.is_some();
         if !left {
             self.socket.shutdown();
@@ -237,6 +217,27 @@ impl Session {
             None => {}
         }
         result.map(|_| if left { End::Left } else { End::Closed })
+    }
+
+    async fn serve(&mut self) -> Result<End, SessionError> {
+        let said = self.kept.as_ref().map(|kept| requests(kept.messages())).transpose()?;
+        let said = said.unwrap_or_default();
+        let goes_on = !said.is_empty();
+        for request in said {
+            self.carry_out(request).await?;
+        }
+        if goes_on {
+            tracing::info!(disk = %self.shared.device.name(), "the front-end's connection goes on");
+        }
+        loop {
+            if !self.speaks().await {
+                return Ok(End::Left);
+            }
+            match self.take_in_hand().await? {
+                None => return Ok(End::Closed),
+                Some((header, request, raw)) => self.answer(&header, request, raw).await?,
+            }
+        }
     }
 
     /// Waits for the front-end; false if this process is about to end.
@@ -763,12 +764,15 @@ impl Session {
     }
 }
 
-/// A message that is whole.
-fn parse(bytes: &[u8], descriptors: Vec<OwnedFd>) -> Result<(Header, Request), SessionError> {
-    let cut = || SessionError::from(io::Error::from(io::ErrorKind::UnexpectedEof));
-    let (head, payload) = bytes.split_first_chunk().ok_or_else(cut)?;
-    let header = parse_header(head)?;
-    Ok((header, parse_request(&header, payload, descriptors)?))
+/// What was said before.
+fn requests(messages: &[Message]) -> Result<Vec<Request>, SessionError> {
+    let request = |said: &Message| {
+        let cut = || SessionError::from(io::Error::from(io::ErrorKind::UnexpectedEof));
+        let (head, payload) = said.bytes().split_first_chunk().ok_or_else(cut)?;
+        let header = parse_header(head)?;
+        Ok(parse_request(&header, payload, copies(said.descriptors())?)?)
+    };
+    messages.iter().map(request).collect()
 }
 
 fn copies(descriptors: &[OwnedFd]) -> io::Result<Vec<OwnedFd>> {

@@ -5,10 +5,10 @@
 //! again ([`Record`]); and the ledger, a file in memory with those messages themselves.
 //!
 //! ```text
-//! ledger  0        8               4096        4096 + 1 MiB
-//!         +--------+---------------+-----------+-----------+
-//!         | magic  | state | which | text 0    | text 1    |
-//!         +--------+---------------+-----------+-----------+
+//! ledger  0        8               16          24      4096        4096 + 1 MiB
+//!         +--------+---------------+-----------+-------+-----------+-----------+
+//!         | magic  | state | which | its bytes | image | text 0    | text 1    |
+//!         +--------+---------------+-----------+-------+-----------+-----------+
 //!         state: 1 byte; which text: 1 byte; 6 bytes of 0
 //!
 //! text    0        8
@@ -52,6 +52,12 @@ const MAGIC: [u8; 8] = *b"LARDERt1";
 
 const STATE_AT: u64 = 8;
 
+/// Where it says which image the disk has: its length (u64), and its name.
+const IMAGE_AT: u64 = 16;
+
+/// The longest name of an image that fits, in bytes.
+pub const IMAGE_BYTES_MAX: usize = 4000;
+
 /// Where the two texts begin.
 const TEXTS_AT: [u64; 2] = [4096, 4096 + TEXT_BYTES_MAX];
 
@@ -59,6 +65,17 @@ const TEXTS_AT: [u64; 2] = [4096, 4096 + TEXT_BYTES_MAX];
 const TEXT_BYTES_MAX: u64 = 1 << 20;
 
 const MESSAGE_HEAD_BYTES: usize = 8;
+
+/// Where a disk's connection is kept for the next process.
+#[derive(Clone, Debug)]
+pub struct Keeping {
+    /// With whom.
+    pub store: Arc<Store>,
+    /// What the disk is called there.
+    pub disk: String,
+    /// What its image is: a guest never goes on with another one. At most [`IMAGE_BYTES_MAX`] bytes of it count.
+    pub image: String,
+}
 
 /// Why a connection cannot be gone on with.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +89,8 @@ pub enum TakeoverError {
     Missing(String),
     #[error("what was written of it makes no sense")]
     Ledger,
+    #[error("its disk was {before} then, and is another one now")]
+    OtherImage { before: String },
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -85,8 +104,7 @@ enum State {
 
 /// A connection that is kept.
 pub(super) struct Kept {
-    store: Arc<Store>,
-    disk: String,
+    keeping: Keeping,
     ledger: File,
     which: usize,
     record: Record,
@@ -96,18 +114,14 @@ pub(super) struct Kept {
 
 impl Kept {
     /// Puts a new connection of the disk away.
-    pub(super) async fn begin(on: &Loop, store: &Arc<Store>, disk: &str, connection: impl AsFd) -> io::Result<Self> {
-        let this = Self {
-            store: Arc::clone(store),
-            disk: disk.to_owned(),
-            ledger: memfd_create("larder-connection", MemfdFlags::CLOEXEC)?.into(),
-            which: 0,
-            record: Record::default(),
-            files: BTreeSet::new(),
-        };
+    pub(super) async fn begin(on: &Loop, keeping: &Keeping, connection: impl AsFd) -> io::Result<Self> {
+        let this = Self::new(keeping, memfd_create("larder-connection", MemfdFlags::CLOEXEC)?.into());
         this.ledger.write_all_at(&MAGIC, 0)?;
+        let image = named(&keeping.image);
+        this.ledger
+            .write_all_at(&[&(image.len() as u64).to_le_bytes(), image].concat(), IMAGE_AT)?;
         this.write_text(0)?;
-        let (store, names) = (Arc::clone(store), names(disk));
+        let (store, names) = (Arc::clone(&keeping.store), names(&keeping.disk));
         let files = [
             this.ledger.try_clone()?.into(),
             connection.as_fd().try_clone_to_owned()?,
@@ -120,14 +134,26 @@ impl Kept {
         Ok(this)
     }
 
-    /// Goes on with the connection that the process before this one has left, if it has.
-    pub(super) fn take_up(store: &Arc<Store>, disk: &str) -> Result<Option<(Self, OwnedFd)>, TakeoverError> {
-        let names = names(disk);
-        let (ledger, connection) = match (store.take(&names[0]), store.take(&names[1])) {
-            (Some(ledger), Some(connection)) => (ledger, connection),
-            (None, None) => return Ok(None),
-            (ledger, _) => {
-                names.iter().for_each(|name| store.remove(name));
+    fn new(keeping: &Keeping, ledger: File) -> Self {
+        Self {
+            keeping: keeping.clone(),
+            ledger,
+            which: 0,
+            record: Record::default(),
+            files: BTreeSet::new(),
+        }
+    }
+
+    /// Goes on with the connection that the process before this one has left, if it has. One that cannot be gone on with is
+    /// closed.
+    pub(super) fn take_up(keeping: &Keeping) -> Result<Option<(Self, OwnedFd)>, TakeoverError> {
+        let names = names(&keeping.disk);
+        let (ledger, connection) = match names.each_ref().map(|name| keeping.store.take(name)) {
+            [Some(ledger), Some(connection)] => (ledger, connection),
+            [None, None] => return Ok(None),
+            [ledger, connection] => {
+                names.iter().for_each(|name| keeping.store.remove(name));
+                connection.iter().for_each(close);
                 let missing = if ledger.is_none() {
                     "the ledger"
                 } else {
@@ -136,17 +162,11 @@ impl Kept {
                 return Err(TakeoverError::Missing(missing.to_owned()));
             }
         };
-        let mut this = Self {
-            store: Arc::clone(store),
-            disk: disk.to_owned(),
-            ledger: ledger.into(),
-            which: 0,
-            record: Record::default(),
-            files: BTreeSet::new(),
-        };
+        let mut this = Self::new(keeping, ledger.into());
         match this.read() {
             Ok(()) => Ok(Some((this, connection))),
             Err(error) => {
+                close(&connection);
                 this.let_go();
                 Err(error)
             }
@@ -156,14 +176,19 @@ impl Kept {
     fn read(&mut self) -> Result<(), TakeoverError> {
         let (state, which) = read_state(&self.ledger)?;
         self.which = which;
+        let before = read_image(&self.ledger)?;
+        if before != named(&self.keeping.image) {
+            let before = String::from_utf8_lossy(&before).into_owned();
+            return Err(TakeoverError::OtherImage { before });
+        }
         let mut messages = Vec::new();
         for (bytes, numbers) in read_text(&self.ledger, which)? {
             let mut descriptors = Vec::new();
             for number in &numbers {
-                let found = self.store.adopt(*number)?;
+                let found = self.keeping.store.adopt(*number)?;
                 descriptors.push(found.ok_or_else(|| TakeoverError::Missing(number.to_string()))?);
                 if !self.files.insert(*number) {
-                    self.store.release(*number);
+                    self.keeping.store.release(*number);
                 }
             }
             let mut message = Message::new(bytes, descriptors);
@@ -191,7 +216,7 @@ impl Kept {
     /// What the front-end has said, and is about to be answered.
     pub(super) async fn note(&mut self, on: &Loop, mut message: Message, reply: Option<&Message>) -> io::Result<()> {
         if !message.descriptors().is_empty() {
-            let store = Arc::clone(&self.store);
+            let store = Arc::clone(&self.keeping.store);
             let (told, numbers) = on
                 .run_blocking(move || {
                     let shared = message.descriptors().iter().map(|file| store.share(file.as_fd()));
@@ -215,7 +240,7 @@ impl Kept {
         released.extend(self.files.difference(&said));
         self.files = said;
         if !released.is_empty() {
-            let store = Arc::clone(&self.store);
+            let store = Arc::clone(&self.keeping.store);
             on.run_blocking(move || released.into_iter().for_each(|number| store.release(number)))
                 .await?;
         }
@@ -249,8 +274,10 @@ impl Kept {
     }
 
     fn let_go(&self) {
-        self.files.iter().for_each(|number| self.store.release(*number));
-        names(&self.disk).iter().for_each(|name| self.store.remove(name));
+        self.files.iter().for_each(|number| self.keeping.store.release(*number));
+        names(&self.keeping.disk)
+            .iter()
+            .for_each(|name| self.keeping.store.remove(name));
     }
 
     /// Writes down what the record says now.
@@ -293,6 +320,29 @@ impl Kept {
 /// What the ledger and the connection of a disk are called.
 fn names(disk: &str) -> [String; 2] {
     ["ledger", "connection"].map(|what| format!("{disk}/{what}"))
+}
+
+/// What of an image's name is noted.
+fn named(image: &str) -> &[u8] {
+    &image.as_bytes()[..image.len().min(IMAGE_BYTES_MAX)]
+}
+
+/// Ends it for the front-end, too, whoever else still holds it.
+fn close(connection: &OwnedFd) {
+    // It may have ended already.
+    let _ = rustix::net::shutdown(connection, rustix::net::Shutdown::Both);
+}
+
+fn read_image(ledger: &File) -> Result<Vec<u8>, TakeoverError> {
+    let mut bytes = [0; 8];
+    ledger.read_exact_at(&mut bytes, IMAGE_AT)?;
+    let bytes = u64::from_le_bytes(bytes);
+    if bytes > IMAGE_BYTES_MAX as u64 {
+        return Err(TakeoverError::Ledger);
+    }
+    let mut image = vec![0; bytes as usize];
+    ledger.read_exact_at(&mut image, IMAGE_AT + 8)?;
+    Ok(image)
 }
 
 fn read_state(ledger: &File) -> Result<(State, usize), TakeoverError> {

@@ -91,11 +91,28 @@ fn name_of(thread: i32) -> String {
 }
 
 fn have(thread: i32) -> Result<(), ConfineError> {
-    // SAFETY: a signal to a thread of this process, whose handler is there.
-    let sent = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), thread, libc::SIGRTMAX()) };
     let since = Instant::now();
-    // It may have ended before, or now.
-    while sent == 0 && ANSWERED.load(Ordering::SeqCst) != thread && is_there(thread) {
+    loop {
+        // SAFETY: a signal to a thread of this process, whose handler is there.
+        let sent = unsafe { libc::syscall(libc::SYS_tgkill, std::process::id(), thread, libc::SIGRTMAX()) };
+        let error = io::Error::last_os_error();
+        match (sent, error.raw_os_error()) {
+            (0, _) => break,
+            // It has ended.
+            (_, Some(libc::ESRCH)) => return Ok(()),
+            // Too many signals of this user's wait.
+            (_, Some(libc::EAGAIN)) if since.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+            _ => {
+                return Err(ConfineError::Thread {
+                    step: "a signal",
+                    thread: name_of(thread),
+                    source: error,
+                });
+            }
+        }
+    }
+    // It may end now; one that was just started is only now known for the kernel's.
+    while !is_kernels(thread) && ANSWERED.load(Ordering::SeqCst) != thread && is_there(thread) {
         if since.elapsed() > PATIENCE {
             return Err(ConfineError::Silent {
                 thread: name_of(thread),

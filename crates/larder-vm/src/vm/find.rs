@@ -22,7 +22,7 @@ pub struct Found {
 
 /// All VMs that this user has a file of, or serves, by name.
 pub fn vms() -> Vec<Found> {
-    let mut all: Vec<Found> = noted_in(&runtime_folder());
+    let mut all = noted();
     let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
     for entry in files {
         let path = entry.path();
@@ -45,7 +45,7 @@ pub fn vms() -> Vec<Found> {
 
 /// The control socket of the VM `name`: what it has noted, or what its file says, or where it is as a rule.
 pub fn control_of(name: &str) -> PathBuf {
-    let noted = noted_in(&runtime_folder()).into_iter().find(|found| found.name == name);
+    let noted = noted().into_iter().find(|found| found.name == name);
     noted
         .map(|found| found.control)
         .or_else(|| {
@@ -60,6 +60,16 @@ const FOLDER: &str = "vms";
 
 pub(super) fn folder() -> PathBuf {
     runtime_folder().join(FOLDER)
+}
+
+/// The VMs that this user serves, and the host's services if the user is root.
+fn noted() -> Vec<Found> {
+    let of_services = runtime_folder::folder_of_services();
+    let folders = of_services.into_iter().chain([runtime_folder()]);
+    let mut all: Vec<Found> = folders.flat_map(|folder| noted_in(&folder)).collect();
+    all.sort();
+    all.dedup_by(|one, other| one.name == other.name);
+    all
 }
 
 /// The VMs that have noted in this runtime folder that they are served, or were until they were killed.

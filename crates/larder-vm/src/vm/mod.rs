@@ -25,6 +25,7 @@ use crate::confine::{ConfineError, confine};
 use crate::control::{ControlError, ControlServer, ControlSocket, ReloadReply, Subject};
 use crate::disk::{Disk, DiskError, DiskInquiry, StopSignal};
 use crate::exports::Places;
+use crate::gate::Gate;
 use crate::inherited::Inherited;
 use crate::listen::{SocketFile, same_place};
 use crate::runtime_folder::{self, runtime_folder};
@@ -126,8 +127,11 @@ impl Vm {
         let control = control_socket(&config, &inherited)?;
         let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
         let mut servers = Vec::new();
+        // A guest is served by a process that is confined already.
+        let gate = Gate::closed();
         for wish in &config.disks {
-            let disk = wish.config(&inherited);
+            let mut disk = wish.config(&inherited);
+            disk.exports.gate = gate.clone();
             servers.push(disk.options.servers.clone());
             match Disk::start(disk) {
                 Ok(disk) => started.push((&wish.name, disk)),
@@ -158,6 +162,7 @@ impl Vm {
             stop_all(started);
             return Err(error.into());
         }
+        gate.open();
         let disks = started.into_iter().map(|(name, disk)| at_work(name, disk, &orderer));
         Ok(Self {
             _noted: noted,

@@ -19,7 +19,7 @@ use larder_bench::campaign::restarts::{self, How};
 use larder_bench::campaign::service::Service;
 
 use crate::support::{larder, on_disk, on_tmpfs, pattern};
-use crate::{FrontEnd, LIMIT, Options, TWO, Vm, text, two, works};
+use crate::{FrontEnd, LIMIT, Options, TWO, Vm, text, tool, two, works};
 
 const BOTH: [i32; 2] = [libc::SIGTERM, libc::SIGKILL];
 
@@ -269,6 +269,40 @@ fn a_connection_that_cannot_be_gone_on_with_is_closed_and_can_be_made_again() {
         service.restart(libc::SIGKILL).expect("starts again");
         works(&mut guest, 3);
     }
+}
+
+#[test]
+fn a_guest_does_not_go_on_with_a_disk_that_has_become_another_one() {
+    let ways = [
+        ("is another one now", "IMAGES/system.qcow2", "IMAGES/other.qcow2"),
+        ("queue 1 of 1", "serial =", "queues = 1\nserial ="),
+        ("of which 0x", "serial =", "readonly = true\nserial ="),
+    ];
+    for (why, from, to) in ways {
+        let vm = two();
+        let image = vm.images.path().join("other.qcow2");
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "64M"]);
+        // None of these may change with the disk.
+        vm.write(&without_cache(TWO));
+        let mut service = start(&vm);
+        let two_queues = Options {
+            queues: 2,
+            ..Options::default()
+        };
+        let mut guest = connect(&vm, two_queues);
+        works(&mut guest, 1);
+        vm.write(&without_cache(&TWO.replace(from, to)));
+        service.restart(libc::SIGTERM).expect("starts again");
+        becomes("it is closed", || is_closed(&guest));
+        let said = || service.process.output();
+        becomes("it is told", || said().contains(why));
+        becomes("nothing is kept", || service.kept().expect("is known").is_empty());
+    }
+}
+
+fn without_cache(file: &str) -> String {
+    let lines = file.lines().filter(|line| !line.starts_with("cache"));
+    lines.map(|line| format!("{line}\n")).collect()
 }
 
 #[test]

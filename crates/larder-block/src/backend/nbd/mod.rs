@@ -133,6 +133,8 @@ struct Shared {
     connections: Cell<u64>,
     replayed: Cell<u64>,
     changes: SizeChanges,
+    /// The certificates that were read last.
+    tls: RefCell<Option<ClientTls>>,
 }
 
 impl NbdDevice {
@@ -174,6 +176,7 @@ impl NbdDevice {
             connections: Cell::new(1),
             replayed: Cell::new(0),
             changes: SizeChanges::default(),
+            tls: RefCell::new(tls),
         });
         on.spawn(run::run(Rc::clone(&shared), connection));
         Ok(Rc::new(Self { shared }))
@@ -256,8 +259,18 @@ fn geometry_of(export: &Export, read_only: bool) -> Geometry {
 }
 
 impl Shared {
+    /// The certificates as they are now; where they cannot be read any more, as they were.
     fn load_tls(&self) -> Result<Option<ClientTls>, TlsError> {
-        load_tls(&self.uri)
+        match load_tls(&self.uri) {
+            Ok(tls) => *self.tls.borrow_mut() = tls,
+            Err(error) => {
+                if self.tls.borrow().is_none() {
+                    return Err(error);
+                }
+                tracing::warn!(export = %self.name, "going on with the certificates from before: {error}");
+            }
+        }
+        Ok(self.tls.borrow().clone())
     }
 
     fn has(&self, flag: TransmissionFlags) -> bool {
