@@ -1,14 +1,14 @@
-//! What a browser is told each second, as JSON. Bytes, seconds and shares, as in [`crate::rates`].
+//! What a browser is told each second, as JSON. Bytes, seconds and shares, as in [`larder_vm::control::rates`].
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{CacheHealth, DiskState, ExportsState, LimitsState, MissRatio};
 use serde::Serialize;
 
 use crate::fleet::Fleet;
 use crate::metrics::names_of;
-use crate::rates::Rates;
 use crate::vm::{Health, Sample, Vm};
 
 /// Points of a miss-ratio curve that are told.
@@ -170,18 +170,18 @@ impl Totals {
                 caches.failed += usize::from(cache.state != CacheHealth::Works);
             }
             let Some(rates) = &disk.rates else { continue };
-            all.reads_s += rates.read.requests_s;
-            all.writes_s += rates.write.requests_s;
-            all.read_bytes_s += rates.read.bytes_s;
-            all.write_bytes_s += rates.write.bytes_s;
+            all.reads_s += rates.read.per_second;
+            all.writes_s += rates.write.per_second;
+            all.read_bytes_s += rates.read.bytes_per_second;
+            all.write_bytes_s += rates.write.bytes_per_second;
             for kind in [&rates.read, &rates.write] {
-                all.errors_s += kind.errors_s;
-                time += kind.requests_s * kind.mean.unwrap_or_default();
-                all.p99 = [all.p99, kind.p99].into_iter().flatten().reduce(f64::max);
+                all.errors_s += kind.errors_per_second;
+                time += kind.per_second * kind.await_seconds.unwrap_or_default();
+                all.p99 = [all.p99, kind.p99_seconds].into_iter().flatten().reduce(f64::max);
             }
-            if let Some(ratio) = rates.cache_hit_ratio {
-                hits += ratio * rates.read.requests_s;
-                reads += rates.read.requests_s;
+            if let Some(ratio) = rates.cache_hits {
+                hits += ratio * rates.read.per_second;
+                reads += rates.read.per_second;
             }
         }
         let requests = all.reads_s + all.writes_s;

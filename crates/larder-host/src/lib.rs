@@ -20,7 +20,6 @@ mod fleet;
 mod frames;
 mod listen;
 mod metrics;
-mod rates;
 mod server;
 mod vm;
 

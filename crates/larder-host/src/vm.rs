@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{DiskState, Disks, ServerState};
 use serde::Serialize;
 use tokio::sync::Semaphore;
@@ -12,7 +13,6 @@ use tokio::task::AbortHandle;
 
 use crate::ask::AskError;
 use crate::find::{Place, SocketId, VmName};
-use crate::rates::Rates;
 
 /// Whoever follows one VM's events, at a time: its server tells them to 16.
 const LISTENERS_MAX: usize = 4;

@@ -12,34 +12,34 @@ const SPANS = [[120, '2 min'], [300, '5 min'], [900, '15 min'], [1800, '30 min']
 /** A plot: title, kind, how values are told, and series: name, colour, how it is taken, and whether it is dashed. */
 const PLOTS = [
   ['Requests per second', 'count', count, [
-    ['read', '--read', (it) => it.read.requests_s],
-    ['write', '--write', (it) => it.write.requests_s],
+    ['read', '--read', (it) => it.read.per_second],
+    ['write', '--write', (it) => it.write.per_second],
   ]],
   ['Bandwidth', 'bytes', bandwidth, [
-    ['read', '--read', (it) => it.read.bytes_s],
-    ['write', '--write', (it) => it.write.bytes_s],
+    ['read', '--read', (it) => it.read.bytes_per_second],
+    ['write', '--write', (it) => it.write.bytes_per_second],
   ]],
   ['Read latency', 'time', seconds, [
-    ['median', '--read', (it) => it.read.p50],
-    ['p99', '--read', (it) => it.read.p99, true],
+    ['median', '--read', (it) => it.read.p50_seconds],
+    ['p99', '--read', (it) => it.read.p99_seconds, true],
   ]],
   ['Write latency', 'time', seconds, [
-    ['median', '--write', (it) => it.write.p50],
-    ['p99', '--write', (it) => it.write.p99, true],
+    ['median', '--write', (it) => it.write.p50_seconds],
+    ['p99', '--write', (it) => it.write.p99_seconds, true],
   ]],
   ['Hit ratios', 'ratio', percent, [
-    ['cache', '--cache', (it) => it.cache_hit_ratio],
-    ['read-ahead', '--memory', (it) => it.prefetch_hit_ratio],
+    ['cache', '--cache', (it) => it.cache_hits],
+    ['read-ahead', '--memory', (it) => it.prefetch_hits],
   ]],
   ['Where reads come from', 'bytes', bandwidth, [
-    ['memory', '--memory', (it) => it.tiers.memory_s],
-    ['cache', '--cache', (it) => it.tiers.cache_s],
-    ['disk', '--disk', (it) => it.tiers.disk_s],
+    ['memory', '--memory', (it) => it.tiers.memory],
+    ['cache', '--cache', (it) => it.tiers.cache],
+    ['disk', '--disk', (it) => it.tiers.disk],
   ]],
   ['Read-ahead', 'bytes', bandwidth, [
-    ['fetched', '--memory', (it) => it.prefetch?.fetched_s],
-    ['used', '--good', (it) => it.prefetch?.used_s],
-    ['wasted', '--bad', (it) => it.prefetch?.wasted_s],
+    ['fetched', '--memory', (it) => it.prefetch?.fetched],
+    ['used', '--good', (it) => it.prefetch?.used],
+    ['wasted', '--bad', (it) => it.prefetch?.wasted],
   ]],
 ];
 

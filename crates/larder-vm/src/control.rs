@@ -11,6 +11,7 @@ mod answers;
 mod client;
 pub mod events;
 mod openapi;
+pub mod rates;
 mod server;
 pub mod state;
 mod subject;

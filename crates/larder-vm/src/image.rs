@@ -49,8 +49,8 @@ pub use cache_tools::{
     set_mode_of_cache,
 };
 pub use cache_wish::{
-    CACHE_ENDURANCE_MIN, CACHE_LINE_DEFAULT, CACHE_MODES, CacheOptions, CacheWish, CacheWishError, cache_mode_name,
-    cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
+    CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_LINE_DEFAULT, CACHE_MODES, CacheOptions, CacheWish, CacheWishError,
+    cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
 };
 pub use chain::{beside, is_same, probe};
 /// What a cache does with writes.

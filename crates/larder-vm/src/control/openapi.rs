@@ -12,7 +12,7 @@ use super::events::Event;
 use super::state::{DiskState, Disks, Failure, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
 use super::{DISKS_PATH, EVENTS_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
-use crate::image::{CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
+use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
 
 /// The document.
@@ -180,13 +180,16 @@ impl Types {
     fn bound_wishes(&mut self) {
         let size = |min: ByteLen, max: ByteLen| json!({"type": "integer", "minimum": min.get(), "maximum": max.get()});
         let none_or = |size: Value| json!([{"type": "integer", "const": 0}, size, {"type": "null"}]);
-        let most = ByteLen::mib(1 << 40);
         let len = json!([size(PrefetchOptions::LEN_MIN, PrefetchOptions::MEMORY_MAX), {"type": "null"}]);
         let memory = size(PrefetchOptions::MEMORY_MIN, PrefetchOptions::MEMORY_MAX);
         self.bound("PrefetchPatch", "memory", none_or(memory));
         self.bound("PrefetchPatch", "ahead", len.clone());
         self.bound("PrefetchPatch", "largest_read", len);
-        self.bound("CachePatch", "endurance", none_or(size(CACHE_ENDURANCE_MIN, most)));
+        self.bound(
+            "CachePatch",
+            "endurance",
+            none_or(size(CACHE_ENDURANCE_MIN, CACHE_ENDURANCE_MAX)),
+        );
         let modes: Vec<&str> = CACHE_MODES.into_iter().map(cache_mode_name).collect();
         self.bound(
             "CachePatch",

@@ -55,17 +55,20 @@ const LINE_MAX: ByteLen = ByteLen::new(64 << 10);
 /// The least that may be written to a cache in a day, in bytes.
 pub const CACHE_ENDURANCE_MIN: ByteLen = ByteLen::mib(64);
 
+/// The most, in bytes: 12 GB a second.
+pub const CACHE_ENDURANCE_MAX: ByteLen = ByteLen::mib(1 << 30);
+
 /// Reads what may be written to a cache in a day.
 ///
 /// # Errors
-/// It is no size, or too little for any use, as a text for people.
+/// It is no size, or out of range, as a text for people.
 pub fn parse_cache_endurance(text: &str) -> Result<ByteLen, String> {
     let bytes: ByteLen = text
         .parse()
         .map_err(|error: larder_block::SizeError| error.to_string())?;
-    match bytes >= CACHE_ENDURANCE_MIN {
+    match (CACHE_ENDURANCE_MIN..=CACHE_ENDURANCE_MAX).contains(&bytes) {
         true => Ok(bytes),
-        false => Err(format!("give {CACHE_ENDURANCE_MIN} a day at least")),
+        false => Err(format!("give {CACHE_ENDURANCE_MIN} to {CACHE_ENDURANCE_MAX} a day")),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Latency, LatencyBucket, PrefetchState};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -11,7 +12,6 @@ use ratatui::widgets::{Cell, Clear, Paragraph, Row as TableRow, Table};
 
 use super::view::{Page, Row, Totals, View};
 use crate::disk_image::human;
-use crate::rates::Rates;
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -60,8 +60,8 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
 fn heading(view: &View) -> String {
     let sample = &view.seen.sample;
     let mut all = Totals::default();
-    for (rates, (disk, _)) in sample.rates.iter().zip(&sample.disks) {
-        all.add(rates, disk);
+    for (of, (disk, _)) in sample.rates.iter().zip(&sample.disks) {
+        all.add(&of.rates, disk);
     }
     let mut vms: Vec<&str> = sample.rates.iter().map(|rates| rates.vm.as_str()).collect();
     vms.dedup();
@@ -136,7 +136,7 @@ fn cells(view: &View, row: &Row) -> [Text<'static>; 12] {
     }
     let number = |text: String| Text::from(text).right_aligned();
     let hits = match row {
-        Row::Disk(place) => view.seen.sample.rates[*place].cache_hits,
+        Row::Disk(place) => view.seen.sample.rates[*place].rates.cache_hits,
         _ => None,
     };
     let note = match (totals.failed, totals.errors > 0.0) {
@@ -175,7 +175,7 @@ fn time(seconds: f64) -> String {
 
 /// One disk: what it is, how long requests took since the last look, and its caches at work.
 fn disk_text(view: &View, place: usize) -> Vec<Line<'static>> {
-    let (rates, (disk, before)) = (&view.seen.sample.rates[place], &view.seen.sample.disks[place]);
+    let (rates, (disk, before)) = (&view.seen.sample.rates[place].rates, &view.seen.sample.disks[place]);
     let mut lines = vec![
         format!("image    {}, {}, {}", disk.image, disk.format.name(), human(disk.size)),
         format!("limits   {}", or_none(&disk.limits.to_string())),
@@ -184,7 +184,7 @@ fn disk_text(view: &View, place: usize) -> Vec<Line<'static>> {
     ];
     let latency = |of: fn(&DiskState) -> &Latency| {
         let old = before.as_ref().map(|before| of(before).clone()).unwrap_or_default();
-        since(of(disk), &old)
+        of(disk).since(&old).unwrap_or_default().buckets
     };
     let reads = latency(|disk| &disk.requests.read.latency);
     let writes = latency(|disk| &disk.requests.write.latency);
@@ -255,19 +255,6 @@ fn histograms(reads: &[LatencyBucket], writes: &[LatencyBucket]) -> Vec<String> 
         ));
     }
     lines
-}
-
-/// What has been added to a histogram since it was as `before`.
-fn since(now: &Latency, before: &Latency) -> Vec<LatencyBucket> {
-    let old = |below: Option<u64>| {
-        let same = before.buckets.iter().find(|bucket| bucket.below_ns == below);
-        same.map_or(0, |bucket| bucket.count)
-    };
-    let new = now.buckets.iter().map(|bucket| LatencyBucket {
-        below_ns: bucket.below_ns,
-        count: bucket.count.saturating_sub(old(bucket.below_ns)),
-    });
-    new.collect()
 }
 
 fn cache_lines(cache: &CacheState) -> Vec<String> {

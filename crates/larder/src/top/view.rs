@@ -1,9 +1,9 @@
 //! What is on the screen: which rows, in which order, which of them is chosen, and what a key changes.
 
+use larder_vm::control::rates::Rates;
 use larder_vm::control::state::DiskState;
 
 use super::Seen;
-use crate::rates::Rates;
 
 /// What a user wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,7 +183,7 @@ impl View {
                 Row::Trouble(_) => false,
             };
             if is_in {
-                totals.add(rates, disk);
+                totals.add(&rates.rates, disk);
             }
         }
         totals
