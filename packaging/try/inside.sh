@@ -110,6 +110,10 @@ qemu=$!
 further_rounds 2
 ok "it writes and verifies"
 run larder status web
+run sed -i '0,/^format/s//iops-read = 1000000\n&/' /etc/larder/vms/web.toml
+run systemctl reload larder@web
+larder status web | grep -q 'iops-read=1000000' || fail "the file was not read again"
+ok "its file was read again"
 
 step "upgrade, while the guest works"
 before=$(main_pid larder@web)

@@ -61,7 +61,7 @@ pub(crate) struct Found {
 
 /// Looks for VMs; remembers the files that have not changed.
 pub(crate) struct Finder {
-    sockets: PathBuf,
+    sockets: Vec<PathBuf>,
     files: PathBuf,
     read: HashMap<PathBuf, (Stamp, Option<VmConfig>)>,
     has_told: bool,
@@ -70,8 +70,8 @@ pub(crate) struct Finder {
 type Stamp = (u64, u64, Option<SystemTime>);
 
 impl Finder {
-    /// Looks for sockets in one folder, for files of VMs in the other.
-    pub(crate) fn new(sockets: PathBuf, files: PathBuf) -> Self {
+    /// Looks for sockets in some folders, for files of VMs in another one.
+    pub(crate) fn new(sockets: Vec<PathBuf>, files: PathBuf) -> Self {
         Self {
             sockets,
             files,
@@ -97,13 +97,13 @@ impl Finder {
             };
             found.places.insert(config.control.clone(), place);
         }
-        for noted in noted_in(&self.sockets) {
+        for noted in self.sockets.iter().flat_map(|folder| noted_in(folder)) {
             let socket = SocketId::at(&noted.control);
             let name = noted.name;
             let vm = Some(VmName { name, uuid: None });
             found.places.entry(noted.control).or_insert(Place { vm, socket });
         }
-        for path in paths(&self.sockets, "sock") {
+        for path in self.sockets.iter().flat_map(|folder| paths(folder, "sock")) {
             let socket = SocketId::at(&path);
             if socket.is_some() && !found.of_disks.contains(&path) {
                 found.places.entry(path).or_insert(Place { vm: None, socket });
@@ -168,7 +168,7 @@ mod tests {
         fs::write(path("web.toml"), file("web")).expect("writes");
         fs::write(path("off.toml"), file("off")).expect("writes");
         fs::write(path("wrong.toml"), "disk = 7").expect("writes");
-        let mut finder = Finder::new(folder.path().to_owned(), folder.path().to_owned());
+        let mut finder = Finder::new(vec![folder.path().to_owned()], folder.path().to_owned());
         for _ in 0..2 {
             let found = finder.find();
             let told = found.places.iter().map(|(path, place)| {

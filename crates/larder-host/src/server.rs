@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use larder_vm::runtime_folder::runtime_folder;
-use larder_vm::vm::config;
+use larder_vm::vm::{config, find};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
@@ -93,7 +92,7 @@ impl Host {
             runtime,
             listener,
             site: Arc::new(Site {
-                fleet: Arc::new(Fleet::new(Finder::new(runtime_folder(), config::folder()))),
+                fleet: Arc::new(Fleet::new(Finder::new(find::folders(), config::folder()))),
                 access,
                 listen,
                 streams: Arc::new(Semaphore::new(STREAMS_MAX)),

@@ -35,10 +35,14 @@ pub fn runtime_folder() -> PathBuf {
     }
 }
 
-/// The folder of the services that systemd runs as a user of their own (`larder@.service`), if there is one besides root's.
-pub fn folder_of_services() -> Option<PathBuf> {
-    let folder = PathBuf::from(OF_SERVICES);
-    is_of_services(&folder).then_some(folder)
+/// Where sockets are of which nothing is said: the user's own folder; for root that of the services which systemd runs as a
+/// user of their own (`larder@.service`), if it is there: root asks them, and writes their files.
+pub fn socket_folder() -> PathBuf {
+    let of_services = PathBuf::from(OF_SERVICES);
+    match is_of_services(&of_services) {
+        true => of_services,
+        false => runtime_folder(),
+    }
 }
 
 const OF_SERVICES: &str = "/run/larder";

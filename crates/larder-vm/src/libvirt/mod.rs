@@ -16,16 +16,12 @@ mod disk;
 mod memory;
 pub mod xml;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use xml::Element;
 
 pub use crate::image::state_folder;
-
-/// Where sockets are that nothing else is said of.
-pub fn socket_folder() -> PathBuf {
-    crate::runtime_folder::runtime_folder()
-}
+pub use crate::runtime_folder::socket_folder;
 
 /// The disks of a domain.
 fn disks(domain: &Element) -> impl Iterator<Item = &Element> {

@@ -23,7 +23,7 @@ use crate::gate::Gate;
 use crate::image::ImageAddress;
 use crate::inherited::Inherited;
 use crate::listen::{Access, SOCKET_PATH_BYTES_MAX};
-use crate::runtime_folder::runtime_folder;
+use crate::runtime_folder::socket_folder;
 use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
 
@@ -142,7 +142,7 @@ pub fn path_of(name: &Path) -> Result<PathBuf, ConfigError> {
 
 /// The control socket of the VM `name`, if its file does not say another one.
 pub(super) fn usual_control(name: &str) -> PathBuf {
-    runtime_folder().join(format!("{name}.sock"))
+    socket_folder().join(format!("{name}.sock"))
 }
 
 /// The folder of the files.
@@ -434,7 +434,7 @@ impl Reader<'_> {
             self.mistake(at, "nbd-insecure says nothing without nbd; leave it out");
         }
         if disk.socket.is_none() && disk.nbd.is_none() {
-            disk.socket = Some(runtime_folder().join(format!("{vm}-{}.sock", disk.name)));
+            disk.socket = Some(socket_folder().join(format!("{vm}-{}.sock", disk.name)));
         }
         (self.mistakes.len() == before).then_some(disk)
     }

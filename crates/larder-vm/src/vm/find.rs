@@ -62,11 +62,16 @@ pub(super) fn folder() -> PathBuf {
     runtime_folder().join(FOLDER)
 }
 
+/// The folders in which VMs are noted that concern this user: his own, and for root that of the host's services.
+pub fn folders() -> Vec<PathBuf> {
+    let mut all = vec![runtime_folder::socket_folder(), runtime_folder()];
+    all.dedup();
+    all
+}
+
 /// The VMs that this user serves, and the host's services if the user is root.
 fn noted() -> Vec<Found> {
-    let of_services = runtime_folder::folder_of_services();
-    let folders = of_services.into_iter().chain([runtime_folder()]);
-    let mut all: Vec<Found> = folders.flat_map(|folder| noted_in(&folder)).collect();
+    let mut all: Vec<Found> = folders().iter().flat_map(|folder| noted_in(folder)).collect();
     all.sort();
     all.dedup_by(|one, other| one.name == other.name);
     all
