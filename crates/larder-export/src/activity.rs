@@ -176,6 +176,13 @@ impl Activity {
         }
     }
 
+    /// The last request that was under way is not any more.
+    #[inline(never)]
+    fn rests(&self) {
+        let since = self.busy_since.get();
+        add(&self.busy, self.time_after(since) - since);
+    }
+
     #[inline]
     fn ended(&self, kind: Kind, bytes: u64, succeeded: bool) {
         let counter = &self.kinds[kind as usize];
@@ -231,13 +238,12 @@ impl Waiting<'_> {
 }
 
 impl Drop for Waiting<'_> {
+    #[inline]
     fn drop(&mut self) {
-        let activity = self.activity;
-        let left = activity.waiting.get() - 1;
-        activity.waiting.set(left);
+        let left = self.activity.waiting.get() - 1;
+        self.activity.waiting.set(left);
         if left == 0 {
-            let since = activity.busy_since.get();
-            add(&activity.busy, activity.time_after(since) - since);
+            self.activity.rests();
         }
     }
 }
