@@ -30,7 +30,8 @@ fn the_control_socket_is_as_it_is_described() {
     let raw = std::fs::File::create(images.path().join("disk.qcow2.raw"));
     raw.and_then(|raw| raw.set_len(8 << 20)).expect("an image");
     let mut command = Command::new(larder());
-    command.arg("vm").arg(path("web.toml"));
+    // Confined, so that no cache is made where such a request may want it.
+    command.args(["vm", "--confine"]).arg(path("web.toml"));
     let mut server = Process::start(command).expect("larder starts");
     server.wait_for(" ready ", LIMIT).expect("it serves");
     let nbd = format!("nbd+unix:///?socket={}", text(&path("nbd")));
