@@ -28,7 +28,7 @@ packages:
 build: packages ## build all, optimised, into target/release
 	cargo build --workspace --release
 
-deb: packages ## build the Debian package into target/debian
+deb: packages ## build the Debian package into target/
 	@packaging/deb.sh
 
 demo: setup build ## boot a Debian guest without and with Larder, side by side

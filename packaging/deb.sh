@@ -4,7 +4,7 @@
 #   deb.sh [--profile PROFILE] [--version VERSION] [OUTPUT]
 #
 # PROFILE is a profile of cargo's (release); OUTPUT the file that is made
-# (target/debian/larder_VERSION_amd64.deb), whose path is printed.
+# (target/larder_VERSION_amd64.deb), whose path is printed.
 set -euo pipefail
 cd -- "$(dirname -- "$0")/.."
 
@@ -20,7 +20,7 @@ done
 tools=$(testbed/cargo-deb.sh)
 version=${version:-$(cargo metadata --format-version 1 --no-deps |
   python3 -c 'import json, sys; print(next(p["version"] for p in json.load(sys.stdin)["packages"] if p["name"] == "larder"))')}
-output=${output:-target/debian/larder_${version}_amd64.deb}
+output=${output:-target/larder_${version}_amd64.deb}
 # What Cargo.toml's [package.metadata.deb] takes besides what git has.
 made=target/deb
 
@@ -36,6 +36,7 @@ larder ($version) unstable; urgency=medium
 
  -- $(sed -n 's/^maintainer = "\(.*\)"$/\1/p' crates/larder/Cargo.toml)  $date
 END
+# cargo-deb empties target/debian, where it works.
 mkdir -p -- "$(dirname -- "$output")"
 "$tools/cargo-deb" deb --quiet -p larder --no-build --profile "$profile" --strip --deb-version "$version" --output "$output" >/dev/null
 printf '%s\n' "$output"
