@@ -65,6 +65,46 @@ fn data_goes_encrypted_both_ways_and_a_lost_connection_is_made_again() {
 }
 
 #[test]
+fn certificates_that_cannot_be_read_any_more_are_used_as_they_were() {
+    on_loop(async |on| {
+        let place = Place::new();
+        let (pki, moved) = (place.path("pki"), place.path("moved"));
+        certificates::make(&pki);
+        let certificates = format!("--tls-certificates={}", moved.display());
+        let image = place.path("image");
+        let file = std::fs::File::create(&image);
+        file.and_then(|file| file.set_len(1 << 20)).expect("an image");
+        let image = image.display().to_string();
+        let serve = ["--tls=require", "--tls-verify-peer", &certificates, "file", &image];
+        std::os::unix::fs::symlink(&pki, &moved).expect("a link");
+        let mut server = place.nbdkit(&serve);
+        let device = open(on, &uri(&place, "pki", "")).await;
+        let device = device.unwrap_or_else(|error| panic!("{error}"));
+        server.kill();
+
+        // Only the server knows where they are now.
+        std::fs::remove_file(&moved).expect("removes");
+        std::fs::rename(&pki, &moved).expect("renames");
+        let mut server = place.nbdkit(&serve);
+        let mut back = vec![1; 4096];
+        let read = device.read(ByteOffset::new(0), ReadBuf::new(&mut back));
+        read.await.expect("reads");
+        assert_eq!((device.statistics().connections, back), (2, vec![0; 4096]));
+        server.kill();
+
+        // Others that are there are taken at once.
+        std::fs::remove_dir_all(&moved).expect("removes");
+        certificates::make(&moved);
+        std::os::unix::fs::symlink(&moved, &pki).expect("a link");
+        let _server = place.nbdkit(&serve);
+        let mut back = vec![1; 4096];
+        let read = device.read(ByteOffset::new(0), ReadBuf::new(&mut back));
+        read.await.expect("reads");
+        assert_eq!(device.statistics().connections, 3);
+    });
+}
+
+#[test]
 fn who_is_not_trusted_is_not_talked_to() {
     on_loop(async |on| {
         let place = Place::new();
