@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
 
-/// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root (`/run/larder-root` where that is the services'), `$XDG_RUNTIME_DIR/larder`, or
-/// `/dev/shm/larder-UID`; the first that is on tmpfs. All processes of a user find the same one. Nothing is made.
+/// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root (`/run/larder-root` where that is the
+/// services'), `$XDG_RUNTIME_DIR/larder`, or `/dev/shm/larder-UID`; the first that is on tmpfs. All processes of a user find the same one. Nothing is made.
 pub fn runtime_folder() -> PathBuf {
     // It may be a list, of which the first will do.
     let of_service = std::env::var("RUNTIME_DIRECTORY").ok();
@@ -21,16 +21,16 @@ pub fn runtime_folder() -> PathBuf {
     if let Some(folder) = of_service.filter(|folder| is_ours_alone(folder).is_ok() && is_on_tmpfs(folder)) {
         return folder;
     }
-    let of_root = geteuid().is_root().then(|| PathBuf::from("/run"));
+    if geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {
+        return PathBuf::from(match is_of_services() {
+            true => OF_ROOT_BESIDE,
+            false => OF_SYSTEM,
+        });
+    }
     let of_user = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-    let of_user = of_user.filter(|folder| folder.is_absolute() && is_ours_alone(folder).is_ok());
-    let found = of_root.into_iter().chain(of_user).find(|folder| is_on_tmpfs(folder));
-    match found {
-        Some(folder) => match folder.join("larder") {
-            // Where root's would be is that of the services.
-            theirs if is_of_services(&theirs) => folder.join("larder-root"),
-            ours => ours,
-        },
+    let is_good = |folder: &Path| folder.is_absolute() && is_ours_alone(folder).is_ok() && is_on_tmpfs(folder);
+    match of_user.filter(|folder| is_good(folder)) {
+        Some(folder) => folder.join("larder"),
         None => PathBuf::from(format!("/dev/shm/larder-{}", geteuid().as_raw())),
     }
 }
@@ -38,18 +38,32 @@ pub fn runtime_folder() -> PathBuf {
 /// Where sockets are of which nothing is said: the user's own folder; for root that of the services which systemd runs as a
 /// user of their own (`larder@.service`), if it is there: root asks them, and writes their files.
 pub fn socket_folder() -> PathBuf {
-    let of_services = PathBuf::from(OF_SERVICES);
-    match is_of_services(&of_services) {
-        true => of_services,
+    match geteuid().is_root() && is_of_services() {
+        true => PathBuf::from(OF_SYSTEM),
         false => runtime_folder(),
     }
 }
 
-const OF_SERVICES: &str = "/run/larder";
+/// Those that are the host's and not an ordinary user's, as far as they are there, and whose they are: root's, or that
+/// user's whom root lets run services.
+pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {
+    let whose = |path: &'static str| Some((PathBuf::from(path), user_of(path)?));
+    [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter_map(whose)
+}
 
-fn is_of_services(folder: &Path) -> bool {
-    let is_theirs = |found: fs::Metadata| found.is_dir() && found.uid() != 0;
-    geteuid().is_root() && folder == Path::new(OF_SERVICES) && fs::symlink_metadata(folder).is_ok_and(is_theirs)
+/// Root's, or that of the services.
+const OF_SYSTEM: &str = "/run/larder";
+
+/// Root's where that one is the services'.
+const OF_ROOT_BESIDE: &str = "/run/larder-root";
+
+fn is_of_services() -> bool {
+    user_of(OF_SYSTEM).is_some_and(|user| user != 0)
+}
+
+fn user_of(folder: &str) -> Option<u32> {
+    let found = fs::symlink_metadata(folder).ok()?;
+    found.is_dir().then(|| found.uid())
 }
 
 /// Makes a folder, with `mode` less the umask, unless it is there. The one above it must exist.

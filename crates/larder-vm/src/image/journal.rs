@@ -308,42 +308,55 @@ fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// This user's folders for new journals, the best first.
+/// This user's folders for new journals, the best first. systemd empties /dev/shm of what is a service's user's, if it is
+/// told to by `RemoveIPC=`.
 pub(crate) fn own_folders() -> Vec<PathBuf> {
-    let system = (own_user() == 0).then(|| PathBuf::from("/run/larder/journals"));
-    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(|folder| PathBuf::from(folder).join("larder/journals"));
-    let shared = PathBuf::from(format!("/dev/shm/larder-{}", own_user()));
-    system.into_iter().chain(runtime).chain([shared]).collect()
+    let shared = in_shared_memory(own_user());
+    let runtime = Some(runtime_folder::runtime_folder()).filter(|folder| *folder != shared);
+    let best = runtime.map(|folder| folder.join(FOLDER));
+    best.into_iter().chain([shared]).collect()
 }
 
-/// All folders that a journal may be in, this user's first; those of others only for root, who may read them.
+const FOLDER: &str = "journals";
+
+fn in_shared_memory(user: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/shm/larder-{user}"))
+}
+
+/// All folders that a journal may be in, this user's first; those of others only for root, who may read them, and of root
+/// and the host's services, for the message.
 fn folders() -> Vec<Folder> {
     let own = own_user();
-    // Where a server has put it that was started in a login session.
-    let of_session = |user: u32| PathBuf::from(format!("/run/user/{user}/larder/journals"));
-    let folder = |path, user| Folder { path, user };
-    let mut folders: Vec<Folder> = own_folders().into_iter().map(|path| folder(path, own)).collect();
-    if !folders.iter().any(|folder| folder.path == of_session(own)) {
-        folders.push(folder(of_session(own), own));
+    let mut folders: Vec<Folder> = Vec::new();
+    let mut add = |path, user| {
+        if !folders.iter().any(|folder| folder.path == path) {
+            folders.push(Folder { path, user });
+        }
+    };
+    for folder in own_folders() {
+        add(folder, own);
     }
+    // Where a server has put it that was started in a login session.
+    let of_session = |user: u32| PathBuf::from(format!("/run/user/{user}/larder")).join(FOLDER);
+    add(of_session(own), own);
+    for (path, user) in runtime_folder::of_the_host() {
+        add(path.join(FOLDER), user);
+    }
+    add(in_shared_memory(0), 0);
     if own != 0 {
-        // For the message: root may have served the image.
-        folders.push(folder(PathBuf::from("/run/larder/journals"), 0));
-        folders.push(folder(PathBuf::from("/dev/shm/larder-0"), 0));
         return folders;
     }
     let users_in = |parent: &str, prefix: &str| -> Vec<u32> {
         let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
         let user_of = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_prefix(prefix)?.parse().ok();
-        entries.filter_map(user_of).filter(|user| *user != own).collect()
+        entries.filter_map(user_of).collect()
     };
-    folders.extend(
-        users_in("/run/user", "")
-            .into_iter()
-            .map(|user| folder(of_session(user), user)),
-    );
-    let shared = |user| folder(PathBuf::from(format!("/dev/shm/larder-{user}")), user);
-    folders.extend(users_in("/dev/shm", "larder-").into_iter().map(shared));
+    for user in users_in("/run/user", "") {
+        add(of_session(user), user);
+    }
+    for user in users_in("/dev/shm", "larder-") {
+        add(in_shared_memory(user), user);
+    }
     folders
 }
 
@@ -379,9 +392,7 @@ fn find(folder: &Folder, name: &str, image: &ImageAddress, id: &ImageId) -> io::
 
 /// Whether a user is the one that the host's services run as: root has given him the folder of their sockets.
 fn is_of_services(user: u32) -> bool {
-    Path::new("/run/larder")
-        .metadata()
-        .is_ok_and(|found| found.uid() == user)
+    runtime_folder::of_the_host().any(|(_, owner)| owner == user)
 }
 
 fn owner(image: &ImageAddress) -> Option<u32> {
