@@ -246,15 +246,18 @@ pub fn collect(descriptors: &mut Vec<OwnedFd>, came: Vec<OwnedFd>) -> Result<(),
     Ok(())
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes[at..at + 4]
-        .iter()
-        .rev()
-        .fold(0, |value, byte| value << 8 | u32::from(*byte))
+/// The little-endian u32 at byte `at`.
+pub(super) fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    little_endian(&bytes[at..at + 4]) as u32
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+/// The little-endian u64 at byte `at`.
+pub(super) fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    little_endian(&bytes[at..at + 8])
+}
+
+fn little_endian(bytes: &[u8]) -> u64 {
+    bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
 /// Reads the request that `header` announced from its whole payload and the descriptors that came along.

@@ -1,10 +1,10 @@
 //! A disk as a vhost-user-blk device: QEMU hands us the guest's memory and virtqueues over a unix socket, and requests
 //! go from the guest to the disk's thread without QEMU.
 //!
-//! [`message`] parses the protocol, [`session`] carries it out, [`memory`] maps the guest, [`ring`] reads virtqueues,
-//! [`inflight`] notes what is under way so that a successor can take it up, [`memo`] what a successor could not ask for,
-//! [`record`] what the front-end would not say again, [`takeover`] hands a connection to the next process, [`queue`] runs
-//! requests and [`blk`] says what they mean.
+//! [`message`] parses the protocol, [`receive`] reads messages, [`session`] carries them out, [`memory`] maps the guest,
+//! [`ring`] reads virtqueues, [`inflight`] notes what is under way so that a successor can take it up, [`memo`] what a
+//! successor could not ask for, [`record`] what the front-end would not say again, [`takeover`] hands a connection to the
+//! next process, [`queue`] runs requests and [`blk`] says what they mean.
 
 pub mod blk;
 pub mod inflight;
@@ -12,6 +12,7 @@ pub mod memo;
 pub mod memory;
 pub mod message;
 mod queue;
+mod receive;
 pub mod record;
 pub mod ring;
 mod session;

@@ -22,10 +22,9 @@ use super::blk::{self, feature};
 use super::inflight::InflightRegion;
 use super::memo::Memo;
 use super::memory::{DirtyLog, GuestMemory, MemoryError, SLOTS_MAX};
-use super::message::{
-    self, HEADER_BYTES, Header, InflightInfo, MessageError, Request, RingAddresses, number, parse_header, parse_request,
-};
+use super::message::{self, InflightInfo, MessageError, Request, RingAddresses, number};
 use super::queue::{Queue, QueueParts, Shared};
+use super::receive::{self, Received};
 use super::record::Message;
 use super::ring::{RING_SIZE_MAX, Ring, RingLayout, RingPosition};
 use super::takeover::Kept;
@@ -136,9 +135,6 @@ impl Leave {
     }
 }
 
-/// A message as it came, for the record, with copies of its descriptors.
-type Raw = Option<Message>;
-
 pub(super) struct Session {
     on: Loop,
     socket: Rc<Socket>,
@@ -220,7 +216,11 @@ impl Session {
     }
 
     async fn serve(&mut self) -> Result<End, SessionError> {
-        let said = self.kept.as_ref().map(|kept| requests(kept.messages())).transpose()?;
+        let said = self
+            .kept
+            .as_ref()
+            .map(|kept| receive::again(kept.messages()))
+            .transpose()?;
         let said = said.unwrap_or_default();
         let goes_on = !said.is_empty();
         for request in said {
@@ -235,7 +235,7 @@ impl Session {
             }
             match self.take_in_hand().await? {
                 None => return Ok(End::Closed),
-                Some((header, request, raw)) => self.answer(&header, request, raw).await?,
+                Some(received) => self.answer(received).await?,
             }
         }
     }
@@ -255,11 +255,11 @@ impl Session {
     }
 
     /// The next message; `None` when the front-end has closed the connection between two of them.
-    async fn take_in_hand(&mut self) -> Result<Option<(Header, Request, Raw)>, SessionError> {
+    async fn take_in_hand(&mut self) -> Result<Option<Received>, SessionError> {
         if let Some(kept) = &self.kept {
             kept.take_in_hand()?;
         }
-        let mut next = pin!(self.next_message());
+        let mut next = pin!(receive::next(&self.socket, self.kept.is_some()));
         let mut late = pin!(async {
             self.leave.asked().await;
             self.on.sleep(REST_OF_MESSAGE).await;
@@ -274,44 +274,8 @@ impl Session {
         .await
     }
 
-    async fn next_message(&self) -> Result<Option<(Header, Request, Raw)>, SessionError> {
-        let mut bytes = vec![0; HEADER_BYTES];
-        let mut descriptors = Vec::new();
-        if !self.fill(&mut bytes, &mut descriptors).await? {
-            return Ok(None);
-        }
-        let mut head = [0; HEADER_BYTES];
-        head.copy_from_slice(&bytes);
-        let header = parse_header(&head)?;
-        bytes.resize(HEADER_BYTES + header.payload_bytes, 0);
-        if !self.fill(&mut bytes[HEADER_BYTES..], &mut descriptors).await? {
-            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
-        }
-        let copied = self.kept.as_ref().map(|_| copies(&descriptors)).transpose()?;
-        let request = parse_request(&header, &bytes[HEADER_BYTES..], descriptors)?;
-        tracing::trace!(?request, "vhost-user");
-        let raw = copied.map(|copied| Message::new(bytes, copied));
-        Ok(Some((header, request, raw)))
-    }
-
-    /// Fills `bytes`, and adds the descriptors that come along; false if the stream ends before the first byte.
-    async fn fill(&self, bytes: &mut [u8], descriptors: &mut Vec<OwnedFd>) -> Result<bool, SessionError> {
-        let mut filled = 0;
-        while filled < bytes.len() {
-            let (count, came) = self.socket.read_with_descriptors(&mut bytes[filled..]).await?;
-            if count == 0 && filled == 0 {
-                return Ok(false);
-            }
-            if count == 0 {
-                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
-            }
-            filled += count;
-            message::collect(descriptors, came)?;
-        }
-        Ok(true)
-    }
-
-    async fn answer(&mut self, header: &Header, request: Request, raw: Raw) -> Result<(), SessionError> {
+    async fn answer(&mut self, received: Received) -> Result<(), SessionError> {
+        let Received { header, request, raw } = received;
         // Whoever asks knows about acknowledgements, and waits for it, even where they were agreed on with a predecessor:
         // QEMU before 9.1 may go on like that after a server has died.
         let acknowledge = header.need_reply;
@@ -762,21 +726,6 @@ impl Session {
             }
         }
     }
-}
-
-/// What was said before.
-fn requests(messages: &[Message]) -> Result<Vec<Request>, SessionError> {
-    let request = |said: &Message| {
-        let cut = || SessionError::from(io::Error::from(io::ErrorKind::UnexpectedEof));
-        let (head, payload) = said.bytes().split_first_chunk().ok_or_else(cut)?;
-        let header = parse_header(head)?;
-        Ok(parse_request(&header, payload, copies(said.descriptors())?)?)
-    };
-    messages.iter().map(request).collect()
-}
-
-fn copies(descriptors: &[OwnedFd]) -> io::Result<Vec<OwnedFd>> {
-    descriptors.iter().map(OwnedFd::try_clone).collect()
 }
 
 /// The next process will have to do without the connection.

@@ -44,7 +44,7 @@ use std::sync::Arc;
 use larder_block::Loop;
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::message::{HEADER_BYTES, PAYLOAD_BYTES_MAX, TABLE_REGIONS_MAX, number};
+use super::message::{HEADER_BYTES, PAYLOAD_BYTES_MAX, TABLE_REGIONS_MAX, number, u32_at, u64_at};
 use super::record::{Message, Record};
 use crate::descriptor_store::Store;
 
@@ -378,19 +378,19 @@ fn read_text(ledger: &File, which: usize) -> Result<Vec<Said>, TakeoverError> {
     let mut is_end = bytes == 0;
     while !is_end {
         let (head, _) = next(MESSAGE_HEAD_BYTES)?;
-        let [bytes, descriptors] = [0, 4].map(|at| little_endian(&head[at..at + 4]) as usize);
+        let [bytes, descriptors] = [0, 4].map(|at| u32_at(head, at) as usize);
         let is_sound = (HEADER_BYTES..=HEADER_BYTES + PAYLOAD_BYTES_MAX).contains(&bytes);
         if !is_sound || descriptors > TABLE_REGIONS_MAX {
             return Err(TakeoverError::Ledger);
         }
-        let numbers = next(8 * descriptors)?.0.chunks_exact(8).map(little_endian).collect();
+        let numbers = next(8 * descriptors)?
+            .0
+            .chunks_exact(8)
+            .map(|bytes| u64_at(bytes, 0))
+            .collect();
         let (message, end) = next(bytes)?;
         messages.push((message.to_vec(), numbers));
         is_end = end;
     }
     Ok(messages)
-}
-
-fn little_endian(bytes: &[u8]) -> u64 {
-    bytes.iter().rev().fold(0, |all, byte| all << 8 | u64::from(*byte))
 }
