@@ -23,7 +23,7 @@ use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 
 use smallvec::SmallVec;
 
@@ -31,6 +31,7 @@ use crate::backend::file::FileIo;
 use crate::backend::nbd::Pending;
 use crate::buffer::{ReadBuf, WriteBuf};
 use crate::error::{Failure, IoError, IoResult, Operation};
+use crate::signal::Signal;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// What a device is like.
@@ -370,7 +371,7 @@ pub struct SizeChanges {
     generation: Cell<u64>,
     /// Sizes, each smaller than all that came after it, and when they came.
     least: RefCell<Vec<(u64, ByteLen)>>,
-    waiting: RefCell<Vec<Waker>>,
+    changed: Signal,
 }
 
 impl SizeChanges {
@@ -404,9 +405,7 @@ impl SizeChanges {
 
     /// Lets everyone who waits look again, whether there was a change or not.
     pub fn wake(&self) {
-        for waker in self.waiting.take() {
-            waker.wake();
-        }
+        self.changed.raise();
     }
 
     /// Completes once there has been a change after `generation`.
@@ -416,16 +415,7 @@ impl SizeChanges {
 
     /// Completes once there has been a change after `generation`, or `enough` says so after a [`SizeChanges::wake`].
     pub async fn after_or(&self, generation: u64, enough: impl Fn() -> bool) {
-        std::future::poll_fn(|context| {
-            if self.generation.get() != generation || enough() {
-                return Poll::Ready(());
-            }
-            let mut waiting = self.waiting.borrow_mut();
-            if !waiting.iter().any(|waker| waker.will_wake(context.waker())) {
-                waiting.push(context.waker().clone());
-            }
-            Poll::Pending
-        })
-        .await;
+        let is_over = || self.generation.get() != generation || enough();
+        self.changed.when(is_over).await;
     }
 }

@@ -15,6 +15,7 @@ pub mod histogram;
 pub mod memory;
 pub mod nbd;
 pub mod range_lock;
+pub mod signal;
 pub mod tls;
 pub mod units;
 

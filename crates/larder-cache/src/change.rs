@@ -91,7 +91,7 @@ impl Writing<'_> {
         }
         let is_read = |(_, place): &(Part, Place<'_>)| self.cache.index.borrow().has_readers(place.slot());
         let is_over = || self.cache.has_failed() || !self.places.iter().any(is_read);
-        self.cache.readers.until(is_over).await;
+        self.cache.readers.when(is_over).await;
         (!self.cache.has_failed()).then_some(()).ok_or(Failed)
     }
 

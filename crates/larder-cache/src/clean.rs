@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use crate::Cache;
 use crate::parts::runs;
 use crate::shape::{Line, Sectors, Slot};
-use crate::waiters::Waiters;
+use larder_block::signal::Signal;
 
 /// So many bytes are written to the disk at once.
 const RUN_LEN: u64 = 256 << 10;
@@ -86,7 +86,7 @@ pub(crate) struct Cleaning {
     /// How often it has ended, and why the last time, if that was an error.
     ends: Cell<u64>,
     error: RefCell<Option<IoError>>,
-    ended: Waiters,
+    ended: Signal,
 }
 
 impl Cleaning {
@@ -105,7 +105,7 @@ impl Cleaning {
             written: Cell::new(0),
             ends: Cell::new(0),
             error: RefCell::default(),
-            ended: Waiters::default(),
+            ended: Signal::default(),
         }
     }
 
@@ -117,19 +117,19 @@ impl Cleaning {
     /// Nothing is cleaned in the background any more, when this completes, nor will be.
     pub(crate) async fn stop(&self) {
         self.stopped.set(true);
-        self.ended.until(|| !self.running.get()).await;
+        self.ended.when(|| !self.running.get()).await;
     }
 
     /// The same for good, whoever wants it.
     pub(crate) async fn abandon(&self) {
         self.gone.set(true);
-        self.ended.until(|| !self.running.get()).await;
+        self.ended.when(|| !self.running.get()).await;
     }
 
     /// Completes when it has ended once more.
     async fn end(&self) {
         let ends = self.ends.get();
-        self.ended.until(|| self.ends.get() != ends).await;
+        self.ended.when(|| self.ends.get() != ends).await;
     }
 
     /// A slot has been changed.
@@ -279,7 +279,7 @@ impl Cache {
             cleaning.error.replace(cleaned.err());
             cleaning.ends.set(cleaning.ends.get() + 1);
             cleaning.running.set(false);
-            cleaning.ended.wake();
+            cleaning.ended.raise();
         });
     }
 

@@ -18,7 +18,7 @@ use crate::entry::Entry;
 use crate::journal::{self, Position, Record};
 use crate::page;
 use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, JOURNAL_AT, SECTOR, Slot};
-use crate::waiters::Waiters;
+use larder_block::signal::Signal;
 
 /// The most that is written at once.
 const COMMIT_MAX: u64 = 64 << 10;
@@ -54,7 +54,7 @@ pub(crate) struct Commits {
     told: Cell<u64>,
     to_tell: Cell<u64>,
     running: Cell<bool>,
-    waiting: Waiters,
+    waiting: Signal,
     session: u32,
     /// Of the next sector that is begun.
     end: Cell<u64>,
@@ -81,7 +81,7 @@ impl Commits {
             told: Cell::new(tail),
             to_tell: Cell::new(tail),
             running: Cell::new(false),
-            waiting: Waiters::default(),
+            waiting: Signal::default(),
             session,
             end: Cell::new(end),
             tail: Cell::new(tail),
@@ -94,7 +94,7 @@ impl Commits {
 
     /// Something has happened that those who wait for a commit want to know.
     pub(crate) fn wake(&self) {
-        self.waiting.wake();
+        self.waiting.raise();
     }
 
     /// How many records have been asked for.
@@ -164,7 +164,7 @@ impl Cache {
         self.start_commit();
         self.commits
             .waiting
-            .until(|| is_over(&self.commits) || self.has_failed())
+            .when(|| is_over(&self.commits) || self.has_failed())
             .await;
         is_over(&self.commits).then_some(()).ok_or(Failed)
     }
@@ -205,7 +205,7 @@ impl Cache {
         }
         commits.to_tell.set(commits.to_tell.get().max(end));
         // Who waits for room lets it go first.
-        commits.waiting.wake();
+        commits.waiting.raise();
         self.committed(|commits| commits.told.get() >= end).await
     }
 
@@ -249,7 +249,7 @@ impl Cache {
                         || !commits.checkpoint_runs.get()
                         || self.has_failed()
                 };
-                commits.waiting.until(is_over).await;
+                commits.waiting.when(is_over).await;
                 continue;
             }
             let records: Vec<Record> = commits.queue.borrow_mut().drain(..count).collect();
@@ -258,7 +258,7 @@ impl Cache {
             }
         }
         commits.running.set(false);
-        commits.waiting.wake();
+        commits.waiting.raise();
     }
 
     /// Whether the first `count` queued records can be added to the last sector.
@@ -342,7 +342,7 @@ impl Cache {
         self.are_written(&records, sequence);
         self.have_left(emptied);
         self.counts.borrow_mut().metadata_written += count * SECTOR;
-        commits.waiting.wake();
+        commits.waiting.raise();
         Ok(())
     }
 
@@ -387,13 +387,13 @@ impl Cache {
                 cache.fail(&error);
             }
             cache.commits.checkpoint_runs.set(false);
-            cache.commits.waiting.wake();
+            cache.commits.waiting.raise();
         });
     }
 
     /// Writes the pages of all sets that have changed; nothing is changing.
     pub(crate) async fn checkpoint_all(&self) -> IoResult {
-        self.commits.waiting.until(|| !self.commits.checkpoint_runs.get()).await;
+        self.commits.waiting.when(|| !self.commits.checkpoint_runs.get()).await;
         self.checkpoint().await?;
         self.checkpoint().await
     }

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use crate::Cache;
 use crate::parts::Part;
 use crate::shape::Line;
-use crate::waiters::Waiters;
+use larder_block::signal::Signal;
 
 /// Bytes of one fill at most.
 pub(crate) const FILL_LEN: u64 = 64 << 10;
@@ -43,7 +43,7 @@ pub(crate) struct Fill {
 pub(crate) struct Fills {
     running: RefCell<Vec<Rc<Fill>>>,
     idle: RefCell<Vec<AlignedBuf>>,
-    waiting: Waiters,
+    waiting: Signal,
 }
 
 /// What a read finds.
@@ -84,7 +84,7 @@ impl Fills {
         fill.ended.set(true);
         let memory = fill.memory.borrow_mut().take();
         self.idle.borrow_mut().extend(memory.and_then(Rc::into_inner));
-        self.waiting.wake();
+        self.waiting.raise();
     }
 
     /// A change of `range` begins: what is being brought in of it is not believed.
@@ -101,7 +101,7 @@ impl Fills {
     pub(crate) async fn landing(&self, range: ByteRange) {
         let is_landing = |fill: &Rc<Fill>| fill.is_stored.get() && fill.range.overlaps(range);
         self.waiting
-            .until(|| !self.running.borrow().iter().any(is_landing))
+            .when(|| !self.running.borrow().iter().any(is_landing))
             .await;
     }
 
@@ -122,13 +122,13 @@ impl Fills {
     /// Completes once a fill has arrived, or has failed.
     pub(crate) async fn arrival(&self, fill: &Rc<Fill>) {
         self.waiting
-            .until(|| fill.ended.get() || fill.memory.borrow().is_some())
+            .when(|| fill.ended.get() || fill.memory.borrow().is_some())
             .await;
     }
 
     /// Completes once none is under way.
     pub(crate) async fn idle(&self) {
-        self.waiting.until(|| self.running.borrow().is_empty()).await;
+        self.waiting.when(|| self.running.borrow().is_empty()).await;
     }
 }
 
@@ -186,7 +186,7 @@ impl Cache {
         self.lower.read(range.start, ReadBuf::new(&mut memory[..len])).await?;
         buffer.copy_from_slice(&memory[..len]);
         *fill.memory.borrow_mut() = Some(Rc::new(memory));
-        self.fills.waiting.wake();
+        self.fills.waiting.raise();
         let fill = guard.fill.take();
         if let (Some(fill), Some(cache)) = (fill, self.this.upgrade()) {
             self.spawn(async move {

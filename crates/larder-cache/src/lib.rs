@@ -41,7 +41,6 @@ mod shape;
 mod size;
 mod superblock;
 mod usage;
-mod waiters;
 mod watch;
 mod write_back;
 
@@ -68,6 +67,7 @@ use commit::Commits;
 use fill::Fills;
 use flushing::Flushing;
 use index::Index;
+use larder_block::signal::Signal;
 use larder_policy::policy::{Access, Context};
 use ledger::Ledger;
 use load::Loading;
@@ -77,7 +77,6 @@ use roaring::RoaringTreemap;
 use settle::Settling;
 use shape::Line;
 use usage::Usage;
-use waiters::Waiters;
 use watch::Fast;
 
 const EIO: i32 = 5;
@@ -235,7 +234,7 @@ pub struct Cache {
     sizing: Ranges,
     fills: Fills,
     /// Those who wait for readers to leave a slot.
-    readers: Waiters,
+    readers: Signal,
     counts: RefCell<Statistics>,
     pace: Pace,
     usage: Usage,
@@ -256,7 +255,7 @@ pub struct Cache {
     state: Cell<State>,
     witness: Box<dyn Witness>,
     /// Those who wait until it is noted.
-    detaching: Waiters,
+    detaching: Signal,
 }
 
 impl Cache {
@@ -379,7 +378,7 @@ impl Cache {
             "{}: its cache does not work any more, and is not used until it is opened again: {why}",
             self.lower.name()
         );
-        self.readers.wake();
+        self.readers.raise();
         self.commits.wake();
         let Some(cache) = self.this.upgrade() else { return };
         self.spawn(async move {
@@ -394,7 +393,7 @@ impl Cache {
                 }
             };
             cache.state.set(state);
-            cache.detaching.wake();
+            cache.detaching.raise();
             cache.commits.wake();
             if state == State::Detached && cache.may_be_dirty.get() {
                 cache.rescue().await;
@@ -466,7 +465,7 @@ impl Cache {
 
     /// Waits until the next one to open the cache will know that it has failed.
     async fn detached(&self, operation: Operation, range: ByteRange) -> IoResult {
-        self.detaching.until(|| self.state.get() != State::Failing).await;
+        self.detaching.when(|| self.state.get() != State::Failing).await;
         match self.state.get() {
             State::Detached => Ok(()),
             _ => Err(self.refused(operation, range)),

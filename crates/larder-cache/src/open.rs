@@ -7,6 +7,7 @@ use std::time::Duration;
 use larder_block::event_loop::WeakLoop;
 use larder_block::filter::meter::metered;
 use larder_block::range_lock::{Mode as Hold, Ranges};
+use larder_block::signal::Signal;
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags,
     ZeroFlags,
@@ -351,7 +352,7 @@ impl Cache {
             size_generation: Cell::new(generation),
             sizing: Ranges::default(),
             fills: Fills::default(),
-            readers: crate::waiters::Waiters::default(),
+            readers: Signal::default(),
             counts: RefCell::default(),
             pace: crate::pace::Pace::default(),
             unsettled_max: options.settling.lines_max.unwrap_or(unsettled_max as usize),
@@ -363,7 +364,7 @@ impl Cache {
             superseded: RefCell::default(),
             state: Cell::new(State::Works),
             witness: options.witness,
-            detaching: crate::waiters::Waiters::default(),
+            detaching: Signal::default(),
         });
         opened.tell_all().await;
         if opened.only_dirty.is_some() {
@@ -411,7 +412,7 @@ impl Cache {
     /// # Errors
     /// The disk's; the cache is not closed then, and what it has may not be what the disk has.
     pub async fn leave(&self) -> IoResult {
-        self.detaching.until(|| self.state.get() != State::Failing).await;
+        self.detaching.when(|| self.state.get() != State::Failing).await;
         self.stop_background().await;
         self.cleaning.stop().await;
         if self.has_failed() {

@@ -27,7 +27,7 @@ struct Pin<'a> {
 impl Drop for Pin<'_> {
     fn drop(&mut self) {
         self.cache.index.borrow_mut().unpin(self.slot, Use::Read);
-        self.cache.readers.wake();
+        self.cache.readers.raise();
     }
 }
 

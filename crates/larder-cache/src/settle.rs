@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use crate::Cache;
 use crate::commit::Failed;
-use crate::waiters::Waiters;
+use larder_block::signal::Signal;
 
 /// When lines are settled.
 #[derive(Default)]
@@ -12,7 +12,7 @@ pub(crate) struct Settling {
     running: Cell<bool>,
     timed: Cell<bool>,
     stopped: Cell<bool>,
-    ended: Waiters,
+    ended: Signal,
 }
 
 impl Cache {
@@ -47,7 +47,7 @@ impl Cache {
             // A failure is known by then.
             let _ = cache.settle().await;
             cache.settling.running.set(false);
-            cache.settling.ended.wake();
+            cache.settling.ended.raise();
             // Not at once, however much there is left: it is still changing.
             cache.settle_later();
         });
@@ -57,7 +57,7 @@ impl Cache {
     pub(crate) async fn stop_settling(&self) {
         let settling = &self.settling;
         settling.stopped.set(true);
-        settling.ended.until(|| !settling.running.get()).await;
+        settling.ended.when(|| !settling.running.get()).await;
     }
 
     /// Sees to it that what is not settled is in a while, or soon if there is much.

@@ -54,7 +54,7 @@ impl Hidden<'_> {
         // Also those who still read what has been taken out of a slot.
         let is_read = |slot: &Slot| cache.index.borrow().has_readers(*slot);
         let is_over = || cache.has_failed() || !unfound.iter().any(is_read);
-        cache.readers.until(is_over).await;
+        cache.readers.when(is_over).await;
         (!cache.has_failed()).then_some(()).ok_or(Failed)
     }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT, yield_now};
-use larder_block::nbd::Signal;
+use larder_block::signal::Signal;
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf, SizeChanges,
     WriteBuf, WriteFlags, ZeroFlags,

@@ -2,15 +2,13 @@
 
 mod inquiry;
 
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::mpsc;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use larder_block::event_loop::POLL_MAX_DEFAULT;
+use larder_block::signal::first_of;
 use larder_block::{Geometry, Loop};
 use larder_export::activity::Activity;
 use larder_export::clients::Clients;
@@ -21,6 +19,7 @@ use inquiry::{Inquiries, Served};
 
 use crate::exports::{ExportError, Exports, ExportsConfig, Places};
 use crate::image::{self, ImageAddress, ImageError, ImageOptions, OpenImage};
+use crate::latch::Latch;
 
 /// The longest spin that a user may ask for, in microseconds. A disk that takes longer gains nothing by it.
 pub const POLL_US_MAX: u64 = 10_000;
@@ -88,7 +87,7 @@ pub enum DiskError {
 /// A disk that is being served.
 pub struct Disk {
     thread: JoinHandle<Result<(), DiskError>>,
-    stop: StopSignal,
+    stop: Latch<Stop>,
     inquiry: DiskInquiry,
     opened: Opened,
 }
@@ -105,7 +104,7 @@ impl Disk {
     /// # Errors
     /// Anything in the way; nothing is left behind then.
     pub fn start(config: DiskConfig) -> Result<Self, DiskError> {
-        let stop = StopSignal::default();
+        let stop = Latch::default();
         let theirs = stop.clone();
         let (inquiry, inquiries) = inquiry::channel(config.name.as_deref());
         let (report, ready) = mpsc::channel();
@@ -138,8 +137,8 @@ impl Disk {
         &self.opened.places
     }
 
-    /// A handle to stop it with, for any thread.
-    pub fn stop_signal(&self) -> StopSignal {
+    /// What stops it for good, once it is set to what becomes of a front-end's connection.
+    pub fn stop_signal(&self) -> Latch<Stop> {
         self.stop.clone()
     }
 
@@ -153,7 +152,7 @@ impl Disk {
     /// # Errors
     /// The export had failed, or the thread had died.
     pub fn stop(self) -> Result<(), DiskError> {
-        self.stop.raise(Stop::Leave);
+        self.stop.set(Stop::Leave);
         self.wait()
     }
 
@@ -166,47 +165,9 @@ impl Disk {
     }
 }
 
-/// Tells a disk's loop to stop, from any thread.
-#[derive(Clone, Default)]
-pub struct StopSignal(Arc<Mutex<StopState>>);
-
-#[derive(Default)]
-struct StopState {
-    raised: Option<Stop>,
-    waker: Option<Waker>,
-}
-
-impl StopSignal {
-    /// Raises it, for good; `how` is what becomes of a front-end's connection.
-    pub fn raise(&self, how: Stop) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        state.raised = Some(how);
-        if let Some(waker) = state.waker.take() {
-            waker.wake();
-        }
-    }
-
-    fn how(&self) -> Stop {
-        let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        state.raised.unwrap_or(Stop::Leave)
-    }
-
-    async fn raised(&self) {
-        std::future::poll_fn(|context| {
-            let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if state.raised.is_some() {
-                return Poll::Ready(());
-            }
-            state.waker = Some(context.waker().clone());
-            Poll::Pending
-        })
-        .await;
-    }
-}
-
 fn serve(
     config: DiskConfig,
-    stop: &StopSignal,
+    stop: &Latch<Stop>,
     inquiries: Inquiries,
     report: &mpsc::Sender<Opened>,
 ) -> Result<(), DiskError> {
@@ -222,7 +183,7 @@ fn serve(
         let activity = Activity::new(&on);
         let exports = Exports::start(&on, &image.device, &config.exports, &clients, &activity)?;
         let exports = Rc::new(exports);
-        // The starter may have given up; then `stop` has been raised.
+        // The starter may have given up; then `stop` has been set.
         let _ = report.send(Opened {
             geometry: image.device.geometry(),
             places: exports.places().clone(),
@@ -234,11 +195,11 @@ fn serve(
             activity,
         });
         let answering = inquiry::answer(&on, inquiries, &served);
-        let ended = select(stop.raised(), select(answering, exports.ended())).await;
+        let ended = select(stop.is_set(), select(answering, exports.ended())).await;
         let image = &served.image;
         // While the guest goes on: the next process may be there soon.
         select(hangs_for_long(&on, image), write_back(image)).await;
-        let mut stopping = Box::pin(exports.stop(&on, stop.how()));
+        let mut stopping = Box::pin(exports.stop(&on, stop.get().unwrap_or(Stop::Leave)));
         let is_stopped = select(hangs_for_long(&on, image), stopping.as_mut()).await.is_some();
         if !is_stopped {
             // To drop what is under way would be to wait for it. It is left as a kill leaves it, with its memory.
@@ -279,14 +240,11 @@ async fn hangs_for_long(on: &Loop, image: &OpenImage) {
     }
 }
 
-/// The other's result, if it ends before `stop` is raised.
+/// The other's result, if it ends before `stop`.
 async fn select<T>(stop: impl Future<Output = ()>, other: impl Future<Output = T>) -> Option<T> {
-    let (mut stop, mut other) = (pin!(stop), pin!(other));
-    std::future::poll_fn(|context| {
-        if stop.as_mut().poll(context).is_ready() {
-            return Poll::Ready(None);
-        }
-        other.as_mut().poll(context).map(Some)
-    })
-    .await
+    let stop = async {
+        stop.await;
+        None
+    };
+    first_of(stop, async { Some(other.await) }).await
 }

@@ -20,8 +20,8 @@ use larder_export::vhost_user::takeover::Keeping;
 use larder_export::vhost_user::{OptionsError, Stop, VhostUserOptions, VhostUserServer};
 
 use crate::control::state::{ExportsState, NbdState, VhostUserState};
-use crate::gate::Gate;
 use crate::inherited::Inherited;
+use crate::latch::Latch;
 use crate::listen::{Access, ListenError, SocketFile};
 use crate::run::shell::command_line;
 
@@ -59,8 +59,8 @@ pub struct ExportsConfig {
     pub inherited: Inherited,
     /// Where a front-end's connection is kept for the next process.
     pub kept: Option<Keeping>,
-    /// Nobody is served before it is open.
-    pub gate: Gate,
+    /// Nobody is served before it is set.
+    pub gate: Option<Latch<()>>,
 }
 
 impl ExportsConfig {
@@ -188,13 +188,13 @@ impl Exports {
         let accepting = if listening {
             let listener = Listener::from_descriptor(on, descriptor)?;
             on.spawn_with_result(async move {
-                gate.opened().await;
+                opened(gate).await;
                 theirs.run(&listener).await
             })
         } else {
             let socket = Socket::from_descriptor(on, descriptor)?;
             on.spawn_with_result(async move {
-                gate.opened().await;
+                opened(gate).await;
                 theirs.serve(socket).await;
                 Ok(())
             })
@@ -231,7 +231,7 @@ impl Exports {
             let listener = Listener::from_descriptor(on, descriptor)?;
             let (theirs, gate) = (Rc::clone(&server), config.gate.clone());
             on.spawn(async move {
-                gate.opened().await;
+                opened(gate).await;
                 theirs.listen(listener);
             });
         }
@@ -333,6 +333,12 @@ fn is_loopback(address: IpAddr) -> bool {
         IpAddr::V6(address) => {
             address.is_loopback() || address.to_ipv4_mapped().is_some_and(|address| address.is_loopback())
         }
+    }
+}
+
+async fn opened(gate: Option<Latch<()>>) {
+    if let Some(gate) = gate {
+        gate.is_set().await;
     }
 }
 

@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         "serving"
     );
     let stop = disk.stop_signal();
-    signals.stop_by(move || stop.raise(Stop::Leave))?;
+    signals.stop_by(move || stop.set(Stop::Leave))?;
     disk.wait()?;
     Ok(ExitCode::SUCCESS)
 }

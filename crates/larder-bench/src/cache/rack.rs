@@ -18,7 +18,7 @@ use std::time::Duration;
 use anyhow::Context;
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::event_loop::Listener;
-use larder_block::nbd::signal::{Signal, first_of};
+use larder_block::signal::{Signal, first_of};
 use larder_block::{
     BlockDevice, ByteLen, ByteOffset, Filter, Geometry, Io, Loop, LoopTime, ReadBuf, WriteBuf, WriteFlags,
 };

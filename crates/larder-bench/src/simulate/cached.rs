@@ -2,14 +2,13 @@
 
 use std::cell::{Cell, RefCell};
 use std::os::unix::fs::FileExt;
-use std::pin::pin;
 use std::rc::Rc;
-use std::task::Poll;
 use std::time::Duration;
 
 use larder_block::backend::simulated::{Random, SimulatedDevice};
 use larder_block::event_loop::WeakLoop;
 use larder_block::filter::switch::Switch;
+use larder_block::signal::first_of;
 use larder_block::{
     BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
@@ -174,12 +173,11 @@ impl Place {
 /// The result, unless it takes longer than a guest is held up for.
 async fn in_time<T>(on: &WeakLoop, work: impl Future<Output = T>) -> Option<T> {
     let late = on.upgrade().map(|on| on.sleep(Duration::from_secs(5)))?;
-    let (mut work, mut late) = (pin!(work), pin!(late));
-    std::future::poll_fn(|context| match work.as_mut().poll(context) {
-        Poll::Ready(done) => Poll::Ready(Some(done)),
-        Poll::Pending => late.as_mut().poll(context).map(|()| None),
-    })
-    .await
+    let late = async {
+        late.await;
+        None
+    };
+    first_of(async { Some(work.await) }, late).await
 }
 
 impl Stack for Cached {

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::simulated::{Effect as FaultEffect, Fault, Random};
+use larder_block::signal::first_of;
 use larder_block::{
     AlignedBuf, ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, Geometry, Io, IoError, IoResult, IoVec, Operation,
     ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
@@ -330,7 +331,11 @@ impl Worker {
                 let limit = random.duration(Duration::ZERO, Duration::from_millis(1));
                 let sleep = on.sleep(limit);
                 drop(on);
-                first_of(request, sleep).await
+                let late = async {
+                    sleep.await;
+                    None
+                };
+                first_of(async { Some(request.await) }, late).await
             }
         };
         self.life.log(match &result {
@@ -548,14 +553,4 @@ impl Worker {
             Some(result) => life.fail(format!("#{number} should be refused as {expected:?}, but: {result:?}")),
         }
     }
-}
-
-/// The result of `request`, unless `limit` comes first.
-async fn first_of(request: Io<'_>, limit: impl Future<Output = ()>) -> Option<IoResult> {
-    let (mut request, mut limit) = (std::pin::pin!(request), std::pin::pin!(limit));
-    std::future::poll_fn(|context| match request.as_mut().poll(context) {
-        std::task::Poll::Ready(result) => std::task::Poll::Ready(Some(result)),
-        std::task::Poll::Pending => limit.as_mut().poll(context).map(|()| None),
-    })
-    .await
 }

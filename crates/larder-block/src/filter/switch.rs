@@ -11,7 +11,7 @@ use crate::buffer::{ReadBuf, WriteBuf};
 use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, Lent, SizeChanges, WriteFlags, ZeroFlags};
 use crate::error::IoResult;
 use crate::event_loop::WeakLoop;
-use crate::nbd::Signal;
+use crate::signal::Signal;
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// How often it is looked whether requests are still under way.

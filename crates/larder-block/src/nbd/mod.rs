@@ -10,13 +10,11 @@
 pub mod flags;
 pub mod handshake;
 pub mod input;
-pub mod signal;
 pub mod transmission;
 pub mod uri;
 
 pub use flags::{Command, CommandFlags, TransmissionFlags};
 pub use input::Input;
-pub use signal::Signal;
 pub use uri::{NbdUri, NbdUriError};
 
 /// The port for NBD that IANA has assigned.

@@ -7,9 +7,9 @@ use std::time::Duration;
 use larder_block::ReadBuf;
 use larder_block::event_loop::{Socket, TaskPool};
 use larder_block::nbd::flags::errors;
-use larder_block::nbd::signal::first_of;
 use larder_block::nbd::transmission::{REQUEST_HEADER_LEN_MAX, Request};
 use larder_block::nbd::{Command, Input, Malformed, PAYLOAD_LEN_MAX};
+use larder_block::signal::first_of;
 use larder_block::tls::Stream;
 
 use super::Shared;

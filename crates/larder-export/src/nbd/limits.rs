@@ -10,7 +10,8 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::rc::{Rc, Weak};
 
-use larder_block::nbd::{PAYLOAD_LEN_MAX, Signal};
+use larder_block::nbd::PAYLOAD_LEN_MAX;
+use larder_block::signal::Signal;
 
 use super::buffers::room_of;
 

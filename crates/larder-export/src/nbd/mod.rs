@@ -26,8 +26,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::event_loop::{Listener, Socket};
-use larder_block::nbd::Signal;
 use larder_block::nbd::transmission::Framing;
+use larder_block::signal::Signal;
 use larder_block::tls::ServerTls;
 use larder_block::{BlockDevice, ByteLen, Loop};
 

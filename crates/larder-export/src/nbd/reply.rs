@@ -6,11 +6,11 @@ use std::io;
 use std::ops::Range;
 use std::rc::Rc;
 
-use larder_block::nbd::Signal;
 use larder_block::nbd::flags::errors;
 use larder_block::nbd::transmission::{
     Framing, Request, chunks, push_chunk_header, push_error_chunk, push_simple_reply,
 };
+use larder_block::signal::Signal;
 use larder_block::tls::Stream;
 use larder_block::{IoVec, WriteBuf};
 use smallvec::SmallVec;

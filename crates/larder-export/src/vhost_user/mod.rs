@@ -19,14 +19,13 @@ mod session;
 pub mod takeover;
 
 use std::cell::{Cell, OnceCell, RefCell};
-use std::future::poll_fn;
 use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::rc::Rc;
-use std::task::Poll;
 use std::time::Duration;
 
 use larder_block::event_loop::{Listener, Socket};
+use larder_block::signal::first_of;
 use larder_block::{BlockDevice, ByteLen, Loop};
 
 pub use session::SessionError;
@@ -227,33 +226,24 @@ impl VhostUserServer {
                 Some((kept, connection)) => (Socket::from_descriptor(&self.on, connection)?, Some(kept)),
                 None => (listener.accept(&self.on).await?, None),
             };
-            let mut serving = pin!(self.serve_kept(socket, kept));
-            let mut next = pin!(async {
-                let waits = listener.readable().await;
-                self.on.sleep(QUIET).await;
-                waits
-            });
-            let mut told = false;
-            poll_fn(|context| {
-                if serving.as_mut().poll(context).is_ready() {
-                    return Poll::Ready(());
-                }
-                if !told && let Poll::Ready(result) = next.as_mut().poll(context) {
-                    told = true;
-                    // A broken listener is accept's to report.
-                    if result.is_ok() {
-                        tracing::warn!(
-                            disk = %self.shared.device.name(),
-                            "another front-end waits: the disk is served to one at a time, and {} is connected",
-                            self.front_end()
-                        );
-                    }
-                }
-                Poll::Pending
-            })
-            .await;
+            first_of(self.serve_kept(socket, kept), self.tell_of_next(listener)).await;
         }
         Ok(())
+    }
+
+    /// Tells once of a front-end that waits while another one is served; never ends.
+    async fn tell_of_next(&self, listener: &Listener) {
+        let waits = listener.readable().await;
+        self.on.sleep(QUIET).await;
+        // A broken listener is accept's to report.
+        if waits.is_ok() {
+            tracing::warn!(
+                disk = %self.shared.device.name(),
+                "another front-end waits: the disk is served to one at a time, and {} is connected",
+                self.front_end()
+            );
+        }
+        std::future::pending().await
     }
 
     /// Serves a front-end that is connected already, until it disconnects.
@@ -311,8 +301,11 @@ impl VhostUserServer {
 
     /// Waits for a front-end's first message, which QEMU sends at once. Whoever is connected keeps all others out.
     async fn until_it_speaks(&self, socket: &Socket) {
-        // An error is the session's to report.
-        let mut speaks = pin!(first(socket.readable(), self.leave.asked()));
+        let readable = async {
+            // An error is the session's to report.
+            let _ = socket.readable().await;
+        };
+        let mut speaks = pin!(first_of(readable, self.leave.asked()));
         if self.on.timeout(QUIET, speaks.as_mut()).await.is_none() {
             tracing::warn!(
                 disk = %self.shared.device.name(),
@@ -339,16 +332,6 @@ impl VhostUserServer {
             (Stop::Close, None) => {}
         }
     }
-}
-
-/// Completes when either of two does.
-async fn first<T>(one: impl Future<Output = T>, other: impl Future<Output = ()>) {
-    let (mut one, mut other) = (pin!(one), pin!(other));
-    poll_fn(|context| match one.as_mut().poll(context).map(drop) {
-        Poll::Ready(()) => Poll::Ready(()),
-        Poll::Pending => other.as_mut().poll(context),
-    })
-    .await;
 }
 
 /// Tells the front-end of changes of the disk's size, by a configuration change.

@@ -6,15 +6,13 @@
 //! order.
 
 use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::pin::pin;
 use std::rc::Rc;
-use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use larder_block::event_loop::Socket;
+use larder_block::signal::{Signal, first_of};
 use larder_block::{ByteLen, Loop};
 
 use super::QUEUE_SIZE_MAX;
@@ -111,27 +109,18 @@ pub(super) enum End {
 #[derive(Default)]
 pub(super) struct Leave {
     asked: Cell<bool>,
-    waker: RefCell<Option<Waker>>,
+    changed: Signal,
 }
 
 impl Leave {
     /// As soon as no message is in hand.
     pub(super) fn ask(&self) {
         self.asked.set(true);
-        if let Some(waker) = self.waker.take() {
-            waker.wake();
-        }
+        self.changed.raise();
     }
 
     pub(super) async fn asked(&self) {
-        poll_fn(|context| {
-            if self.asked.get() {
-                return Poll::Ready(());
-            }
-            self.waker.replace(Some(context.waker().clone()));
-            Poll::Pending
-        })
-        .await;
+        self.changed.when(|| self.asked.get()).await;
     }
 }
 
@@ -242,16 +231,16 @@ impl Session {
 
     /// Waits for the front-end; false if this process is about to end.
     async fn speaks(&self) -> bool {
-        let mut readable = pin!(self.socket.readable());
-        let mut asked = pin!(self.leave.asked());
-        poll_fn(|context| {
-            if asked.as_mut().poll(context).is_ready() {
-                return Poll::Ready(false);
-            }
+        let asked = async {
+            self.leave.asked().await;
+            false
+        };
+        let speaks = async {
             // An error is the next read's to report.
-            readable.as_mut().poll(context).map(|_| true)
-        })
-        .await
+            let _ = self.socket.readable().await;
+            true
+        };
+        first_of(asked, speaks).await
     }
 
     /// The next message; `None` when the front-end has closed the connection between two of them.
@@ -259,19 +248,12 @@ impl Session {
         if let Some(kept) = &self.kept {
             kept.take_in_hand()?;
         }
-        let mut next = pin!(receive::next(&self.socket, self.kept.is_some()));
-        let mut late = pin!(async {
+        let late = async {
             self.leave.asked().await;
             self.on.sleep(REST_OF_MESSAGE).await;
-        });
-        poll_fn(|context| {
-            if let Poll::Ready(message) = next.as_mut().poll(context) {
-                return Poll::Ready(message);
-            }
-            let late = late.as_mut().poll(context);
-            late.map(|()| Err(io::Error::from(io::ErrorKind::TimedOut).into()))
-        })
-        .await
+            Err(io::Error::from(io::ErrorKind::TimedOut).into())
+        };
+        first_of(receive::next(&self.socket, self.kept.is_some()), late).await
     }
 
     async fn answer(&mut self, received: Received) -> Result<(), SessionError> {

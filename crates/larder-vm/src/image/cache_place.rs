@@ -1,9 +1,7 @@
 //! Where a disk's cache is in its stack of layers: what is done with the cache while the disk is used.
 
 use std::cell::{Cell, RefCell};
-use std::pin::pin;
 use std::rc::Rc;
-use std::task::Poll;
 use std::time::Duration;
 
 use larder_block::filter::switch::{Held, Switch};
@@ -261,16 +259,8 @@ fn text(error: impl std::fmt::Display) -> String {
 
 /// The result, if there is one in time.
 async fn in_time<T>(on: &Loop, limit: Duration, work: impl Future<Output = T>, why: &str) -> Result<T, String> {
-    let (mut work, mut late) = (pin!(work), pin!(on.sleep(limit)));
-    std::future::poll_fn(|context| {
-        if let Poll::Ready(done) = work.as_mut().poll(context) {
-            return Poll::Ready(Ok(done));
-        }
-        late.as_mut()
-            .poll(context)
-            .map(|()| Err(format!("{why} ({} s)", limit.as_secs())))
-    })
-    .await
+    let done = on.timeout(limit, work).await;
+    done.ok_or_else(|| format!("{why} ({} s)", limit.as_secs()))
 }
 
 /// The cache that is opened, if that does not take too long. It cannot be dropped half-way, so it goes on by itself then;

@@ -19,7 +19,6 @@ use toml::de::{DeArray, DeTable, DeValue};
 
 use crate::disk::DiskConfig;
 use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
-use crate::gate::Gate;
 use crate::image::ImageAddress;
 use crate::inherited::Inherited;
 use crate::listen::{Access, SOCKET_PATH_BYTES_MAX};
@@ -238,7 +237,7 @@ impl VmDisk {
             access: self.access,
             inherited: inherited.clone(),
             kept: inherited.kept(&self.name, &self.wish.image),
-            gate: Gate::default(),
+            gate: None,
         };
         if let Some(us) = self.wish.poll_us {
             config.poll_max = std::time::Duration::from_micros(us);

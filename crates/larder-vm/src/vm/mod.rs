@@ -23,10 +23,10 @@ use larder_export::vhost_user::Stop;
 
 use crate::confine::{ConfineError, confine};
 use crate::control::{ControlError, ControlServer, ControlSocket, ReloadReply, Subject};
-use crate::disk::{Disk, DiskError, DiskInquiry, StopSignal};
+use crate::disk::{Disk, DiskError, DiskInquiry};
 use crate::exports::Places;
-use crate::gate::Gate;
 use crate::inherited::Inherited;
+use crate::latch::Latch;
 use crate::listen::{SocketFile, same_place};
 use crate::runtime_folder::{self, runtime_folder};
 
@@ -71,7 +71,7 @@ struct DiskAtWork {
     name: String,
     inquiry: DiskInquiry,
     places: Places,
-    stop: StopSignal,
+    stop: Latch<Stop>,
     /// It is not wanted any more, and ends.
     leaves: bool,
 }
@@ -128,10 +128,10 @@ impl Vm {
         let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
         let mut servers = Vec::new();
         // A guest is served by a process that is confined already.
-        let gate = Gate::closed();
+        let gate = Latch::default();
         for wish in &config.disks {
             let mut disk = wish.config(&inherited);
-            disk.exports.gate = gate.clone();
+            disk.exports.gate = Some(gate.clone());
             servers.push(disk.options.servers.clone());
             match Disk::start(disk) {
                 Ok(disk) => started.push((&wish.name, disk)),
@@ -162,7 +162,7 @@ impl Vm {
             stop_all(started);
             return Err(error.into());
         }
-        gate.open();
+        gate.set(());
         let disks = started.into_iter().map(|(name, disk)| at_work(name, disk, &orderer));
         Ok(Self {
             _noted: noted,
@@ -217,7 +217,7 @@ impl Vm {
             if stops && !is_stopping {
                 is_stopping = true;
                 tell(Progress::Stopping);
-                self.disks.iter().for_each(|disk| disk.stop.raise(Stop::Leave));
+                self.disks.iter().for_each(|disk| disk.stop.set(Stop::Leave));
             }
         }
         result
@@ -264,7 +264,7 @@ fn at_work(name: &str, disk: Disk, orders: &VmOrders) -> DiskAtWork {
 }
 
 fn stop_all(disks: Vec<(&str, Disk)>) {
-    disks.iter().for_each(|(_, disk)| disk.stop_signal().raise(Stop::Leave));
+    disks.iter().for_each(|(_, disk)| disk.stop_signal().set(Stop::Leave));
     for (name, disk) in disks {
         if let Err(error) = disk.wait() {
             tracing::error!("disk {name}: {error}");

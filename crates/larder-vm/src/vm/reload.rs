@@ -113,7 +113,7 @@ impl Vm {
                 ),
                 Some(_) => {
                     disk.leaves = true;
-                    disk.stop.raise(Stop::Close);
+                    disk.stop.set(Stop::Close);
                     ending.push(disk.name.clone());
                 }
                 None => change.failed(&disk.name, NO_ANSWER),

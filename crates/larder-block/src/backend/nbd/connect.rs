@@ -13,9 +13,9 @@ use crate::nbd::handshake::{
     self, BlockSizes, EXPORT_NAME_PADDING, ExportRequest, FIXED_NEWSTYLE, GREETING_LEN, Info, MetaContextRequest,
     NO_ZEROES, OPTION_REPLY_HEADER_LEN, OptionReplyHeader, infos, options, replies,
 };
-use crate::nbd::signal::first_of;
 use crate::nbd::transmission::Framing;
 use crate::nbd::{BASE_ALLOCATION, Input, Malformed, NbdUri, PAYLOAD_LEN_MAX, TransmissionFlags};
+use crate::signal::first_of;
 use crate::tls::{ClientTls, Stream};
 use crate::units::ByteLen;
 

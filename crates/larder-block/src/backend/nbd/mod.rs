@@ -42,7 +42,8 @@ use crate::device::{
 use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::event_loop::{Loop, LoopTime, SocketAddress};
 use crate::nbd::transmission::Framing;
-use crate::nbd::{Command, CommandFlags, NbdUri, Signal, TransmissionFlags};
+use crate::nbd::{Command, CommandFlags, NbdUri, TransmissionFlags};
+use crate::signal::Signal;
 use crate::tls::{ClientTls, TlsError};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 

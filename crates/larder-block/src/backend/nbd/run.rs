@@ -18,8 +18,8 @@ use super::transmit::transmit;
 use crate::error::Failure;
 use crate::nbd::CommandFlags;
 use crate::nbd::flags::errors;
-use crate::nbd::signal::first_of;
 use crate::nbd::transmission::{ReplyHeader, Request, chunks};
+use crate::signal::first_of;
 use crate::units::{ByteLen, ByteRange};
 
 /// The pause before the second attempt to reconnect; it doubles from there...

@@ -1,7 +1,7 @@
-//! Waiting on one loop for something to change.
+//! Waiting on one loop for something to change, or for what ends first.
 
 use std::cell::RefCell;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::{Poll, Waker};
 
@@ -15,15 +15,16 @@ pub struct Signal {
 
 impl Signal {
     /// Tells that the state has changed.
+    #[inline]
     pub fn raise(&self) {
-        for waker in self.waiting.take() {
-            waker.wake();
+        if !self.waiting.borrow().is_empty() {
+            self.waiting.take().into_iter().for_each(Waker::wake);
         }
     }
 
     /// Completes with what `look` finds, as soon as it finds something; it looks at once and after every change.
     pub async fn until<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {
-        std::future::poll_fn(|context| match look() {
+        poll_fn(|context| match look() {
             Some(found) => Poll::Ready(found),
             None => {
                 let mut waiting = self.waiting.borrow_mut();
@@ -35,12 +36,17 @@ impl Signal {
         })
         .await
     }
+
+    /// Completes once `is_so`; looks like [`Signal::until`].
+    pub async fn when(&self, mut is_so: impl FnMut() -> bool) {
+        self.until(|| is_so().then_some(())).await;
+    }
 }
 
-/// The result of whichever ends first; the other one is dropped.
+/// The result of whichever ends first, or of `one`; the other one is dropped.
 pub async fn first_of<T>(one: impl Future<Output = T>, other: impl Future<Output = T>) -> T {
     let (mut one, mut other) = (pin!(one), pin!(other));
-    std::future::poll_fn(|context| match one.as_mut().poll(context) {
+    poll_fn(|context| match one.as_mut().poll(context) {
         Poll::Ready(value) => Poll::Ready(value),
         Poll::Pending => other.as_mut().poll(context),
     })
