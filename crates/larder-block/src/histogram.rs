@@ -1,5 +1,6 @@
 //! Counts how long things take, in buckets whose bounds grow by a fifth to a quarter.
 
+use std::cell::Cell;
 use std::time::Duration;
 
 /// log2 of the buckets between a power of two and the next.
@@ -13,6 +14,15 @@ const FIRST_BITS: u32 = 8;
 const LAST_BITS: u32 = 36;
 
 const BUCKETS: usize = ((LAST_BITS - FIRST_BITS) as usize) * STEPS as usize + 2;
+
+/// Whether the next one is the one of `every` that is timed; `untimed` are those since the last one.
+#[inline]
+pub fn is_due(untimed: &Cell<u32>, every: u32) -> bool {
+    let before = untimed.get() + 1;
+    let is_due = before >= every;
+    untimed.set(if is_due { 0 } else { before });
+    is_due
+}
 
 /// A histogram of times. Constant memory; a figure read from it is at most 25 % above the true one.
 #[derive(Clone, Debug, PartialEq, Eq)]

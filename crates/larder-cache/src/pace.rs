@@ -7,7 +7,7 @@ use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
 use larder_block::LoopTime;
-use larder_block::histogram::Histogram;
+use larder_block::histogram::{Histogram, is_due};
 
 /// Hits that are quicker than this on average are left to the cache, whatever the disk can do: on a host that is short of
 /// processors anything takes some milliseconds at times.
@@ -64,10 +64,7 @@ pub(crate) struct Pace {
 impl Pace {
     /// Whether the next hit is to be timed if it is answered in the call.
     pub(crate) fn times_this_one(&self) -> bool {
-        let untimed = self.untimed.get() + 1;
-        let is_due = untimed >= IN_CALL;
-        self.untimed.set(if is_due { 0 } else { untimed });
-        is_due
+        is_due(&self.untimed, IN_CALL)
     }
 
     /// A hit that was to be timed has been answered in the call.

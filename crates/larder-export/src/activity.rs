@@ -9,7 +9,7 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::histogram::Histogram;
+use larder_block::histogram::{Histogram, is_due};
 use larder_block::{Io, IoError, IoResult, Loop};
 
 /// Of so many requests that are answered in the call one is timed, for all of them.
@@ -201,14 +201,6 @@ impl Activity {
             add(&self.busy, nanos * u64::from(IN_CALL));
         }
     }
-}
-
-/// Whether the next one is the one of `every` that is timed.
-fn is_due(untimed: &Cell<u32>, every: u32) -> bool {
-    let before = untimed.get() + 1;
-    let is_due = before >= every;
-    untimed.set(if is_due { 0 } else { before });
-    is_due
 }
 
 /// A request that is under way. One that is dropped was given up, or is of no kind that is counted.
