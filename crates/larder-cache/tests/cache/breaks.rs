@@ -1,43 +1,19 @@
 //! How caches of this kind have broken: what was in the way of others, one after the other. The simulator finds more; here
 //! each is tried on purpose.
 
-use std::cell::RefCell;
-use std::io;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice, Stop};
+use larder_block::backend::simulated::{Effect, Fault, Medium, SimulatedDevice, Stop};
 use larder_block::{
-    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+    BlockDevice, ByteLen, ByteOffset, ByteRange, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
 };
-use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
-};
+use larder_cache::{Cache, Mode, OpenOptions};
+
+use super::devices::{self, LINE, Notes, device, make};
 
 const SECTOR: usize = 512;
-const LINE: usize = 4096;
 /// Sectors of a line.
 const PER_LINE: usize = LINE / SECTOR;
-
-/// Where it is noted that the cache is not to be believed.
-#[derive(Clone, Default)]
-struct Notes(Rc<RefCell<Option<Detached>>>);
-
-impl Witness for Notes {
-    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
-        self.0.borrow_mut().get_or_insert_default();
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
-        self.0.borrow_mut().get_or_insert_default().superseded.push(range);
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
-        self.0.take();
-        Box::pin(std::future::ready(Ok(())))
-    }
-}
 
 /// A disk with a cache, and what each of its sectors must hold: all its bytes are alike.
 struct Rig {
@@ -50,48 +26,19 @@ struct Rig {
     wanted: Vec<u8>,
 }
 
-fn device(on: &Loop, medium: Medium) -> Rc<SimulatedDevice> {
-    let options = Options {
-        latency: Latency::NONE,
-        ..Options::default()
-    };
-    SimulatedDevice::open(on, medium, options)
-}
-
-fn make(on: &Loop, fast: &Rc<SimulatedDevice>, uuid: u8, disk_size: ByteLen) {
-    let options = CreateOptions {
-        line_bits: LINE.trailing_zeros(),
-        mode: Mode::WriteThrough,
-        uuid: [uuid; 16],
-        disk: DiskId::default(),
-        disk_size,
-    };
-    let fast: Rc<dyn BlockDevice> = Rc::clone(fast) as _;
-    on.block_on(create(&fast, &options)).expect("has room");
-}
-
 fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes, boot: u8) -> Rc<Cache> {
     let options = OpenOptions {
-        mode: None,
-        disk: DiskId::default(),
-        stamp: Box::new(Vec::new),
-        detached: notes.0.borrow().clone(),
-        witness: Box::new(notes.clone()),
         boot: [boot; 16],
-        endurance: None,
-        cleaning: CleanOptions::default(),
-        load_ahead: true,
-        settling: SettleOptions::default(),
+        ..devices::options(notes)
     };
-    let opened = on.block_on(Cache::open(on, Rc::clone(disk) as _, Rc::clone(fast) as _, options));
-    opened.expect("can be opened")
+    on.block_on(devices::open(on, disk, fast, options))
 }
 
 impl Rig {
     fn new(mode: Mode, disk: ByteLen, fast: ByteLen) -> Self {
         let on = Loop::simulated().expect("no kernel is needed");
         let (disk, fast) = (device(&on, Medium::new(disk, 512)), device(&on, Medium::new(fast, 512)));
-        make(&on, &fast, 1, disk.geometry().size);
+        on.block_on(make(&fast, 1, Mode::WriteThrough, disk.geometry().size));
         let notes = Notes::default();
         let cache = open(&on, &disk, &fast, &notes, 1);
         on.block_on(cache.set_mode(mode)).expect("noted");
@@ -221,7 +168,8 @@ fn a_cache_that_is_made_anew_has_nothing_of_the_old_one() {
         let cleared = rig.disk.write_zeroes(whole, ZeroFlags::default());
         rig.on.block_on(cleared).expect("cleared");
         rig.wanted.fill(0);
-        make(&rig.on, &rig.fast, uuid, rig.disk.geometry().size);
+        let size = rig.disk.geometry().size;
+        rig.on.block_on(make(&rig.fast, uuid, Mode::WriteThrough, size));
         rig.cache = open(&rig.on, &rig.disk, &rig.fast, &rig.notes, 1);
         rig.on.block_on(rig.cache.load_all()).expect("loaded");
         assert_eq!(rig.cache.statistics().lines, 0);

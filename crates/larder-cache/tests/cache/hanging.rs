@@ -6,47 +6,15 @@ use std::rc::Rc;
 
 use larder_block::backend::simulated::{Effect, Fault, Medium, Options, SimulatedDevice, Stop};
 use larder_block::{
-    AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, IoResult, Loop, Operation, ReadBuf, WriteBuf,
-    WriteFlags, ZeroFlags, join,
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoResult, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
+    ZeroFlags, join,
 };
-use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
-};
+use larder_cache::{Cache, Mode, OpenOptions};
 use smallvec::SmallVec;
 
-const LINE: u64 = 4096;
+use super::devices::{self, Notes, make};
 
-/// What was noted apart from the cache, which outlives it.
-#[derive(Clone, Default)]
-struct Notes(Rc<Cell<u32>>, Rc<Cell<Vec<ByteRange>>>);
-
-impl Notes {
-    fn detached(&self) -> Option<Detached> {
-        let superseded = self.1.take();
-        self.1.set(superseded.clone());
-        (self.0.get() > 0).then_some(Detached { superseded })
-    }
-}
-
-impl Witness for Notes {
-    fn detach(&self) -> BoxFuture<'_, std::io::Result<()>> {
-        self.0.set(self.0.get() + 1);
-        Box::pin(async { Ok(()) })
-    }
-
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, std::io::Result<()>> {
-        let mut superseded = self.1.take();
-        superseded.push(range);
-        self.1.set(superseded);
-        Box::pin(async { Ok(()) })
-    }
-
-    fn attach(&self) -> BoxFuture<'_, std::io::Result<()>> {
-        self.0.set(0);
-        self.1.take();
-        Box::pin(async { Ok(()) })
-    }
-}
+const LINE: u64 = devices::LINE as u64;
 
 struct Stack {
     on: Loop,
@@ -56,6 +24,7 @@ struct Stack {
     cache: Rc<Cache>,
 }
 
+/// One that takes its time.
 fn device(on: &Loop, name: &str, medium: Medium) -> Rc<SimulatedDevice> {
     let options = Options {
         name: name.to_owned(),
@@ -67,18 +36,9 @@ fn device(on: &Loop, name: &str, medium: Medium) -> Rc<SimulatedDevice> {
 fn open(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes, mode: Mode) -> Rc<Cache> {
     let options = OpenOptions {
         mode: Some(mode),
-        disk: DiskId::default(),
-        stamp: Box::new(Vec::new),
-        detached: notes.detached(),
-        witness: Box::new(notes.clone()),
-        boot: [0; 16],
-        endurance: None,
-        cleaning: CleanOptions::default(),
-        load_ahead: true,
-        settling: SettleOptions::default(),
+        ..devices::options(notes)
     };
-    let opened = on.block_on(Cache::open(on, Rc::clone(disk) as _, Rc::clone(fast) as _, options));
-    opened.expect("opens")
+    on.block_on(devices::open(on, disk, fast, options))
 }
 
 impl Stack {
@@ -87,15 +47,7 @@ impl Stack {
         let on = Loop::simulated().expect("a loop");
         let disk = device(&on, "disk", Medium::new(ByteLen::mib(1), 512));
         let fast = device(&on, "fast", Medium::new(ByteLen::kib(512), 512));
-        let options = CreateOptions {
-            line_bits: 12,
-            mode,
-            uuid: [1; 16],
-            disk: DiskId::default(),
-            disk_size: disk.geometry().size,
-        };
-        let bare: Rc<dyn BlockDevice> = Rc::clone(&fast) as _;
-        on.block_on(create(&bare, &options)).expect("made");
+        on.block_on(make(&fast, 1, mode, disk.geometry().size));
         let notes = Notes::default();
         let cache = open(&on, &disk, &fast, &notes, mode);
         let stack = Self {
@@ -201,7 +153,7 @@ fn a_device_that_hangs_turns_the_cache_into_pass_through() {
                 }
                 stack.flush().expect("flushed");
             }
-            assert_eq!(stack.notes.0.get(), 1, "{mode:?} {kind:?}");
+            assert_eq!(stack.notes.detaches(), 1, "{mode:?} {kind:?}");
             for line in 0..32 {
                 let is = stack.read(line).expect("read");
                 assert_eq!(is, stack.on_disk(line));
@@ -378,7 +330,7 @@ fn a_cache_is_closed_although_its_device_hangs() {
             // What can be read is on the disk then.
             assert_eq!(closed.is_err(), is_dirty && kind.is_none(), "{mode:?} {kind:?}");
             assert!(!stack.cache.works());
-            assert_eq!(stack.notes.0.get(), 1);
+            assert_eq!(stack.notes.detaches(), 1);
         }
     }
 }

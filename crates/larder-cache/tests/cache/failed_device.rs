@@ -1,63 +1,30 @@
 //! A cache device that fails while it has data which the disk has not.
 
-use std::cell::RefCell;
-use std::io;
 use std::rc::Rc;
 
-use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice};
+use larder_block::backend::simulated::{Effect, Fault, Medium, SimulatedDevice};
 use larder_block::{
-    BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Failure, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
+    BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Loop, Operation, ReadBuf, WriteBuf, WriteFlags,
 };
-use larder_cache::{
-    Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenOptions, SettleOptions, Witness, create,
-};
+use larder_cache::{Cache, Mode, OpenOptions};
 
-const LINE: usize = 4096;
-
-/// Where it is noted that the cache is not to be believed.
-#[derive(Clone, Default)]
-struct Notes(Rc<RefCell<Option<Detached>>>);
-
-impl Witness for Notes {
-    fn detach(&self) -> BoxFuture<'_, io::Result<()>> {
-        self.0.borrow_mut().get_or_insert_default();
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    fn supersede(&self, range: ByteRange) -> BoxFuture<'_, io::Result<()>> {
-        self.0.borrow_mut().get_or_insert_default().superseded.push(range);
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    fn attach(&self) -> BoxFuture<'_, io::Result<()>> {
-        self.0.take();
-        Box::pin(std::future::ready(Ok(())))
-    }
-}
+use super::devices::{self, LINE, Notes, device, make};
 
 async fn opened(on: &Loop, disk: &Rc<SimulatedDevice>, fast: &Rc<SimulatedDevice>, notes: &Notes) -> Rc<Cache> {
     let options = OpenOptions {
         mode: Some(Mode::WriteBack),
-        disk: DiskId::default(),
-        stamp: Box::new(Vec::new),
-        detached: notes.0.borrow().clone(),
-        witness: Box::new(notes.clone()),
-        boot: [1; 16],
-        endurance: None,
-        cleaning: CleanOptions::default(),
         load_ahead: false,
-        settling: SettleOptions::default(),
+        ..devices::options(notes)
     };
-    let cache = Cache::open(on, Rc::clone(disk) as _, Rc::clone(fast) as _, options).await;
-    cache.expect("can be opened")
+    devices::open(on, disk, fast, options).await
 }
 
-fn device(on: &Loop, size: ByteLen) -> Rc<SimulatedDevice> {
-    let options = Options {
-        latency: Latency::NONE,
-        ..Options::default()
-    };
-    SimulatedDevice::open(on, Medium::new(size, 512), options)
+/// A disk of 1 MiB, and a device of `fast` bytes with a write-back cache for it.
+async fn made(on: &Loop, fast: ByteLen) -> (Rc<SimulatedDevice>, Rc<SimulatedDevice>) {
+    let size = ByteLen::mib(1);
+    let [disk, fast] = [size, fast].map(|size| device(on, Medium::new(size, 512)));
+    make(&fast, 7, Mode::WriteBack, size).await;
+    (disk, fast)
 }
 
 async fn write(cache: &Rc<Cache>, at: u64, byte: u8, len: usize) -> Result<(), Failure> {
@@ -78,17 +45,7 @@ async fn read(cache: &Rc<Cache>, at: u64) -> Result<u8, Failure> {
 fn what_cannot_be_read_any_more_can_be_written_over_and_stays_so() {
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
-        let (disk, fast) = (device(&on, ByteLen::mib(1)), device(&on, ByteLen::kib(256)));
-        let options = CreateOptions {
-            line_bits: LINE.trailing_zeros(),
-            mode: Mode::WriteBack,
-            uuid: [7; 16],
-            disk: DiskId::default(),
-            disk_size: ByteLen::mib(1),
-        };
-        create(&(Rc::clone(&fast) as Rc<dyn BlockDevice>), &options)
-            .await
-            .expect("has room");
+        let (disk, fast) = made(&on, ByteLen::kib(256)).await;
         let notes = Notes::default();
         let cache = opened(&on, &disk, &fast, &notes).await;
         for line in 0..4 {
@@ -119,7 +76,7 @@ fn what_cannot_be_read_any_more_can_be_written_over_and_stays_so() {
         };
         let wanted = [Ok(2), Err(error), Ok(2), Err(error), Ok(0), Err(error)];
         assert_eq!(found(&cache).await, wanted);
-        assert!(notes.0.borrow().is_some(), "who opens it next is to know");
+        assert!(notes.detached().is_some(), "who opens it next is to know");
         drop(cache);
 
         // The device works again: what was not written over is there.
@@ -137,17 +94,7 @@ fn bad_spots_of_the_disk_keep_only_their_own_lines_from_it() {
     let bad = [3, 4, 40, 95];
     let on = Loop::simulated().expect("no kernel is needed");
     on.block_on(async {
-        let (disk, fast) = (device(&on, ByteLen::mib(1)), device(&on, ByteLen::mib(1)));
-        let options = CreateOptions {
-            line_bits: LINE.trailing_zeros(),
-            mode: Mode::WriteBack,
-            uuid: [7; 16],
-            disk: DiskId::default(),
-            disk_size: ByteLen::mib(1),
-        };
-        create(&(Rc::clone(&fast) as Rc<dyn BlockDevice>), &options)
-            .await
-            .expect("has room");
+        let (disk, fast) = made(&on, ByteLen::mib(1)).await;
         let cache = opened(&on, &disk, &fast, &Notes::default()).await;
         let error = Failure::Os(5);
         for line in bad {
