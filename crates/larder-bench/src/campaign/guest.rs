@@ -15,6 +15,25 @@ use super::process::{Process, mortal};
 /// Booting under emulation on a busy machine takes its time.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
+/// A script that writes and verifies, round after round, until a line comes on the console. Two jobs, so that two queues are
+/// busy.
+pub const ROUNDS: &str = r#"
+(read -r line </dev/console; touch /stop) &
+round=0
+while [ ! -e /stop ]; do
+  round=$((round + 1))
+  fio --minimal --direct=1 --ioengine=libaio --iodepth=16 --rw=randwrite --bsrange=4k-64k --size=16m --fsync=16 \
+    --verify=crc32c --verify_fatal=1 --randseed=$round --filename=/dev/vda --group_reporting \
+    --name=a --offset=0 --name=b --offset=16m >/fio || { cat /fio; dmesg | tail; exit 1; }
+  echo "ROUND $round clat-max-us $(cut -d';' -f56 /fio)"
+done
+"#;
+
+/// A script that fails if the kernel has told of an error of a disk, or of one that hung.
+pub const NO_ERRORS: &str = r#"
+if dmesg | grep -iE 'i/o error|blk_update|hung task|timeout'; then exit 1; fi
+"#;
+
 /// What the guest's machine is like.
 #[derive(Clone, Debug)]
 pub struct GuestOptions {

@@ -9,22 +9,8 @@ use anyhow::{Context, bail};
 use super::Random;
 use super::cached::Warmth;
 use super::disk::{self, Disk, Format, Victim};
-use super::guest::{Guest, GuestOptions, LIMIT};
+use super::guest::{Guest, GuestOptions, LIMIT, NO_ERRORS, ROUNDS};
 use super::pauses::Pauses;
-
-/// What the guest runs, round after round, until a line comes on its console. Two jobs, so that two queues are busy.
-const SCRIPT: &str = r#"
-(read -r line </dev/console; touch /stop) &
-round=0
-while [ ! -e /stop ]; do
-  round=$((round + 1))
-  fio --minimal --direct=1 --ioengine=libaio --iodepth=16 --rw=randwrite --bsrange=4k-64k --size=16m --fsync=16 \
-    --verify=crc32c --verify_fatal=1 --randseed=$round --filename=/dev/vda --group_reporting \
-    --name=a --offset=0 --name=b --offset=16m >/fio || { cat /fio; dmesg | tail; exit 1; }
-  echo "ROUND $round clat-max-us $(cut -d';' -f56 /fio)"
-done
-if dmesg | grep -iE 'i/o error|blk_update|hung task|timeout'; then exit 1; fi
-"#;
 
 /// What came of it.
 #[derive(Debug)]
@@ -63,7 +49,7 @@ pub fn run<'a>(
         disk: properties.to_owned(),
         ..GuestOptions::default()
     };
-    let mut guest = Guest::start(SCRIPT, disk.socket(), &options)?;
+    let mut guest = Guest::start(&[ROUNDS, NO_ERRORS].concat(), disk.socket(), &options)?;
     guest.process.wait_for("ROUND 1", LIMIT)?;
     let (mut reconnects, mut interrupted) = (Pauses::default(), 0);
     for kill in 0..count {
