@@ -3,6 +3,7 @@
 
 (() => {
   const root = document.documentElement;
+  const dark = matchMedia('(prefers-color-scheme: dark)');
   const names = ['system', 'light', 'dark'];
   let now = 'system';
   try {
@@ -11,8 +12,8 @@
     // A browser that stores nothing has the system's.
   }
   const show = () => {
-    if (now === 'system') delete root.dataset.theme;
-    else root.dataset.theme = now;
+    const system = dark.matches ? 'dark' : 'light';
+    root.dataset.theme = now === 'system' ? system : now;
     const button = document.getElementById('theme');
     if (button) button.textContent = `Theme: ${now}`;
     document.dispatchEvent(new Event('larder-theme'));
@@ -30,5 +31,5 @@
       show();
     });
   });
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', show);
+  dark.addEventListener('change', show);
 })();

@@ -123,6 +123,13 @@ fn every_plot_shows_what_happens() {
         );
         browser.picture(&folder.join(format!("fleet-{width}-{theme}.png")));
         assert_eq!(overflow(&browser), 0, "at {width}");
+        shows(&browser, theme);
+    }
+    browser.look(1280, true);
+    // The choices, from what the system has.
+    for theme in ["light", "dark", "dark"] {
+        browser.run("document.querySelector('#theme').click();");
+        shows(&browser, theme);
     }
 
     browser.look(1280, false);
@@ -192,6 +199,12 @@ fn every_plot_shows_what_happens() {
     }
     drop(load);
     assert_eq!(browser.complaints(), Vec::<Value>::new());
+}
+
+/// Waits until the page has that theme.
+fn shows(browser: &Browser, theme: &str) {
+    let scheme = "return getComputedStyle(document.documentElement).colorScheme";
+    browser.wait(theme, &format!("{scheme} === '{theme}';"));
 }
 
 /// By how much the page is wider than the screen.
