@@ -1,21 +1,18 @@
 //! What is answered to a request.
 
-use std::convert::Infallible;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body, Bytes, Frame, Incoming};
+use http_body_util::{BodyExt, Limited};
+use hyper::body::{Bytes, Incoming};
 use hyper::header::{
-    ACCEPT, ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, HeaderValue, LOCATION,
-    REFERRER_POLICY, SET_COOKIE, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
+    ACCEPT, ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, HeaderName, HeaderValue, LOCATION, REFERRER_POLICY,
+    SET_COOKIE, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
 };
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{Method, Request, StatusCode};
 use larder_vm::control::events::Event;
+use larder_vm::control::response::{Answer, event_stream, whole};
 use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::task::AbortHandle;
@@ -42,8 +39,6 @@ const EVENTS_MAX: usize = 64;
 /// What browsers may do with all this: nothing but show it.
 const POLICY: &str =
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'";
-
-type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 pub(crate) async fn answer(request: Request<Incoming>, site: &Site, client: &Client) -> Answer {
     let mut answer = match refuse(&request, site) {
@@ -109,7 +104,7 @@ async fn of_page(request: Request<Incoming>, site: &Site, client: &Client) -> An
         "/metrics" => {
             site.fleet.refresh().await;
             let format = Format::accepted(request.headers());
-            told(StatusCode::OK, format.content_type(), render(&site.fleet, format))
+            whole(StatusCode::OK, format.content_type(), render(&site.fleet, format))
         }
         "/api/fleet" if !is_head => stream(site, client, tell_fleet),
         path => match (asset(path), path.strip_prefix("/api/vm/").and_then(decoded)) {
@@ -166,7 +161,7 @@ fn decoded(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// Server-sent events (the HTML standard, 9.2), as `tell` has them.
+/// Events, as `tell` has them.
 fn stream<F>(site: &Site, client: &Client, tell: impl FnOnce(Arc<Fleet>, Follower) -> F) -> Answer
 where
     F: Future<Output = ()> + Send + 'static,
@@ -180,10 +175,7 @@ where
     client.follows();
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(tell(Arc::clone(&site.fleet), Follower { sender, _room: room }));
-    let mut response = Response::new(Told(receiver).boxed_unsync());
-    let kind = HeaderValue::from_static("text/event-stream");
-    response.headers_mut().insert(CONTENT_TYPE, kind);
-    response
+    event_stream(receiver)
 }
 
 /// A browser that follows what happens.
@@ -267,42 +259,18 @@ fn begin_following(fleet: &Fleet, path: PathBuf, events: mpsc::Sender<Event>) ->
     })
 }
 
-/// What is told bit by bit.
-struct Told(mpsc::Receiver<Bytes>);
-
-impl Body for Told {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let told = self.0.poll_recv(context);
-        told.map(|text| text.map(|text| Ok(Frame::data(text))))
-    }
-}
-
 fn file(asset: &Asset) -> Answer {
-    told(StatusCode::OK, asset.content_type, asset.bytes)
+    whole(StatusCode::OK, asset.content_type, asset.bytes)
 }
 
 fn plain(status: StatusCode, text: impl Into<String>) -> Answer {
-    told(status, "text/plain; charset=utf-8", text.into() + "\n")
+    whole(status, "text/plain; charset=utf-8", text.into() + "\n")
 }
 
 fn see(other: &'static str) -> Answer {
     let mut answer = plain(StatusCode::SEE_OTHER, other);
     answer.headers_mut().insert(LOCATION, HeaderValue::from_static(other));
     answer
-}
-
-fn told(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Answer {
-    let mut response = Response::new(Full::new(body.into()).boxed_unsync());
-    *response.status_mut() = status;
-    let kind = HeaderValue::from_static(content_type);
-    response.headers_mut().insert(CONTENT_TYPE, kind);
-    response
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ mod client;
 pub mod events;
 mod openapi;
 pub mod rates;
+pub mod response;
 mod server;
 pub mod state;
 mod subject;

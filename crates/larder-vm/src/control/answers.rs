@@ -1,17 +1,13 @@
 //! What is answered to a request.
 
-use std::convert::Infallible;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::{Body, Bytes, Frame, Incoming};
-use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HOST, HeaderMap, HeaderValue};
-use hyper::{Method, Request, Response, StatusCode, Version};
+use http_body_util::{BodyExt, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, HOST, HeaderMap, HeaderValue};
+use hyper::{Method, Request, StatusCode, Version};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -20,6 +16,7 @@ use tokio::time::timeout;
 
 use super::events::{Events, events};
 use super::openapi;
+use super::response::{Answer, event_stream, whole};
 use super::state::{Disks, Failure};
 use super::subject::Subject;
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded, Unfit};
@@ -52,8 +49,6 @@ const STUCK: Duration = Duration::from_secs(30);
 
 /// The header with which a client that has listened before says how far it has got.
 const LAST_EVENT_ID: &str = "last-event-id";
-
-pub(super) type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 /// What a client has asked for so far.
 pub(super) struct Asked {
@@ -157,7 +152,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
     match resource {
         Resource::Server => found(&subject.state()),
         Resource::OpenApi => found(&openapi::document()),
-        Resource::Events if request.method() == Method::HEAD => event_stream(None),
+        Resource::Events if request.method() == Method::HEAD => event_stream(mpsc::channel(1).1),
         Resource::Events => listen(request.headers(), asked),
         Resource::Reload => reload(request, subject).await,
         Resource::Disks => disks(&subject.disks()).await,
@@ -318,7 +313,7 @@ fn listen(headers: &HeaderMap, asked: &Arc<Asked>) -> Answer {
     asked.has_asked(EVENTS);
     let (sender, receiver) = mpsc::channel(1);
     tokio::spawn(tell(events(), last_told(headers), sender, Arc::clone(asked), room));
-    event_stream(Some(receiver))
+    event_stream(receiver)
 }
 
 /// The number of the last event that a client has got from this process.
@@ -362,35 +357,6 @@ async fn tell(
     }
 }
 
-/// Server-sent events (the HTML standard, 9.2).
-fn event_stream(told: Option<mpsc::Receiver<Bytes>>) -> Answer {
-    let mut response = Response::new(Told(told).boxed_unsync());
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    response
-}
-
-/// What is told bit by bit.
-struct Told(Option<mpsc::Receiver<Bytes>>);
-
-impl Body for Told {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        match &mut self.0 {
-            Some(told) => told
-                .poll_recv(context)
-                .map(|text| text.map(|text| Ok(Frame::data(text)))),
-            None => Poll::Ready(None),
-        }
-    }
-}
-
 fn being_closed() -> Answer {
     failure(StatusCode::SERVICE_UNAVAILABLE, "the disk is being closed")
 }
@@ -428,10 +394,5 @@ fn found(what: &impl Serialize) -> Answer {
 }
 
 fn json_answer(status: StatusCode, what: &impl Serialize) -> Answer {
-    let text = format!("{}\n", json!(what));
-    let mut response = Response::new(Full::new(text.into()).boxed_unsync());
-    *response.status_mut() = status;
-    let json = HeaderValue::from_static("application/json");
-    response.headers_mut().insert(CONTENT_TYPE, json);
-    response
+    whole(status, "application/json", format!("{}\n", json!(what)))
 }

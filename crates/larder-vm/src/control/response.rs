@@ -1,0 +1,49 @@
+//! HTTP responses, as the control socket and the dashboard give them.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Bytes, Frame};
+use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use hyper::{Response, StatusCode};
+use tokio::sync::mpsc;
+
+/// A response, whatever its body is.
+pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
+
+/// One whose body is there.
+pub fn whole(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Answer {
+    let mut response = Response::new(Full::new(body.into()).boxed_unsync());
+    *response.status_mut() = status;
+    let kind = HeaderValue::from_static(content_type);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    response
+}
+
+/// Server-sent events (the HTML standard, 9.2), until their sender is dropped.
+pub fn event_stream(told: mpsc::Receiver<Bytes>) -> Answer {
+    let mut response = Response::new(Told(told).boxed_unsync());
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    response
+}
+
+/// What is told bit by bit.
+struct Told(mpsc::Receiver<Bytes>);
+
+impl Body for Told {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let told = self.0.poll_recv(context);
+        told.map(|text| text.map(|text| Ok(Frame::data(text))))
+    }
+}
