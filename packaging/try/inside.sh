@@ -124,7 +124,14 @@ step "upgrade, while the guest works"
 before=$(main_pid larder@web)
 run systemctl start larder-host
 host_before=$(main_pid larder-host)
-apt install /try/new.deb
+# Another VM, whose file becomes wrong while it is served.
+run truncate -s 64M "$images/wrong.raw"
+chown "${owner:-root}" "$images/wrong.raw"
+printf '[[disk]]\nimage = "%s/wrong.raw"\nformat = "raw"\n' "$images" >/etc/larder/vms/wrong.toml
+run systemctl start larder@wrong
+wrong_before=$(main_pid larder@wrong)
+echo 'no-such-key = 1' >>/etc/larder/vms/wrong.toml
+apt install /try/new.deb | tee /tmp/upgrade.log
 [ "$(main_pid larder@web)" != "$before" ] || fail "larder@web still runs the old program"
 [ "$(main_pid larder-host)" != "$host_before" ] || fail "larder-host still runs the old program"
 run systemctl is-active larder@web larder-host
@@ -132,6 +139,15 @@ run systemctl is-active larder@web larder-host
 ok "larder@web was started anew: process $before, now $(main_pid larder@web)"
 further_rounds 2
 ok "the guest goes on"
+[ "$(main_pid larder@wrong)" = "$wrong_before" ] || fail "a VM with a wrong file has lost its server"
+grep -q '^larder: VM wrong: .*no-such-key.*systemctl restart larder@wrong$' /tmp/upgrade.log || fail "apt does not tell of a VM with a wrong file"
+[ "$(grep -c '^larder: VM' /tmp/upgrade.log)" = 1 ] || fail "apt tells of a VM that was started anew"
+sed -i '$d' /etc/larder/vms/wrong.toml
+run systemctl restart larder@wrong
+[ "$(main_pid larder@wrong)" != "$wrong_before" ] || fail "larder@wrong still runs the old program"
+run systemctl stop larder@wrong
+rm /etc/larder/vms/wrong.toml "$images/wrong.raw"
+ok "a VM with a wrong file went on with the old program until it was mended, and apt has named it"
 run larder status
 
 step "restarts and kills, while the guest works"
@@ -173,6 +189,10 @@ systemctl stop larder@100
 run "$hook" 101 pre-start
 mv "$images/vda.raw" "$images/away"
 ! run "$hook" 100 pre-start || fail "a VM without its disk is started"
+case $(systemctl is-active larder@100 || true) in
+  failed | inactive) ;;
+  *) fail "Larder goes on trying for a VM that does not start" ;;
+esac
 mv "$images/away" "$images/vda.raw"
 systemctl reset-failed
 ok "it starts and stops Larder, keeps a VM without its disks from starting, and leaves others alone"
