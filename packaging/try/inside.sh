@@ -119,6 +119,8 @@ run sed -i '0,/^format/s//iops-read = 1000000\n&/' /etc/larder/vms/web.toml
 run systemctl reload larder@web
 larder status web | grep -q 'iops-read=1000000' || fail "the file was not read again"
 ok "its file was read again"
+run journalctl --no-pager --output=cat --unit=larder@web
+! journalctl --output=cat --unit=larder@web | grep -q INFO || fail "what the journal has is not told by level"
 
 step "upgrade, while the guest works"
 before=$(main_pid larder@web)
@@ -182,6 +184,7 @@ sed -i 's|/nowhere|/srv/images/data.cache|' /etc/larder/vms/100.toml
 run "$hook" 100 pre-start
 run systemctl is-active larder@100
 run "$hook" 100 post-start
+run timeout 5 larder status 100
 run "$hook" 100 pre-stop
 run systemctl is-active larder@100
 run "$hook" 100 post-stop

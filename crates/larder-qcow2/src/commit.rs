@@ -342,6 +342,10 @@ impl Qcow2 {
         let Some(bits) = self.autoclear_pending.get() else {
             return Ok(());
         };
+        if let Some(journal) = &self.journal {
+            // Before the header, and not earlier: a journal of a session that no image has is one of another state of it.
+            journal.go_on(bits & header::AUTOCLEAR_SESSION);
+        }
         self.change_header(|sector| header::set_autoclear(sector, bits)).await?;
         self.autoclear_pending.set(None);
         Ok(())

@@ -113,8 +113,7 @@ impl Left {
         let mut bytes = vec![0; HEADER_WORDS as usize * 8];
         file.read_exact_at(&mut bytes, 0)?;
         let words = native_words(&bytes);
-        let boot = boot_id()?;
-        if !is_valid(boot, |at| words[at as usize]) {
+        if !is_valid(is_of_this_start(file, [words[2], words[3]])?, |at| words[at as usize]) {
             return Ok(None);
         }
         let identity_len = usize::try_from(words[AT_IDENTITY_LEN as usize]).unwrap_or(usize::MAX);
@@ -168,13 +167,21 @@ fn native_words(bytes: &[u8]) -> Vec<u64> {
     words.collect()
 }
 
-/// Whether the words of a header are of this version and this start of the host, and make sense.
-fn is_valid(boot: [u64; 2], word: impl Fn(u64) -> u64) -> bool {
+/// Whether a journal of the boot ID `boot` was written since the host was started. One on tmpfs was, whatever ID that was:
+/// containers have one of their own, which a service of theirs does not see if it has a `/proc` of its own.
+fn is_of_this_start(file: &File, boot: [u64; 2]) -> io::Result<bool> {
+    const TMPFS_MAGIC: i64 = 0x0102_1994;
+    Ok(rustix::fs::fstatfs(file)?.f_type as i64 == TMPFS_MAGIC || boot == boot_id()?)
+}
+
+/// Whether the words of a header are of this version, and make sense.
+fn is_valid(is_of_this_start: bool, word: impl Fn(u64) -> u64) -> bool {
     let (start, end) = (word(AT_START), word(AT_END));
-    head(boot)
-        .into_iter()
-        .zip(0..)
-        .all(|(expected, at)| word(at) == expected)
+    is_of_this_start
+        && head([word(2), word(3)])
+            .into_iter()
+            .zip(0..)
+            .all(|(expected, at)| word(at) == expected)
         && word(5) == RECORDS
         && start <= end
         && end - start <= RECORDS
@@ -367,8 +374,8 @@ impl Journal {
             promised: Cell::new(0),
             file: None,
         };
-        let boot = boot_id()?;
-        if is_valid(boot, |at| journal.load(at)) {
+        let is_of_this_start = is_of_this_start(file, [journal.load(2), journal.load(3)])?;
+        if is_valid(is_of_this_start, |at| journal.load(at)) {
             journal.start.set(journal.load(AT_START));
             journal.end.set(journal.load(AT_END));
         } else {
@@ -376,7 +383,9 @@ impl Journal {
             journal.store(AT_START, 0);
             journal.store(AT_END, 0);
             journal.store(5, RECORDS);
-            (0..).zip(head(boot)).for_each(|(at, word)| journal.store(at, word));
+            (0..)
+                .zip(head(boot_id()?))
+                .for_each(|(at, word)| journal.store(at, word));
         }
         Ok(journal)
     }

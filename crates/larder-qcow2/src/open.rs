@@ -244,9 +244,8 @@ impl Qcow2 {
                 kept | session
             }
             (Some(journal), false) => {
-                let session = new_session();
-                journal.begin(session);
-                kept | session
+                journal.begin(0);
+                kept | new_session()
             }
         };
         let mut sector = [0; HEADER_SECTOR];

@@ -22,6 +22,8 @@ pub struct Inherited {
     /// Listening sockets, by their paths.
     sockets: Arc<Vec<(PathBuf, OwnedFd)>>,
     store: Option<Arc<Store>>,
+    /// The process before this one has left something.
+    has_left: bool,
 }
 
 impl Inherited {
@@ -38,11 +40,18 @@ impl Inherited {
                 None => sockets.push((path_of(&file)?, file)),
             }
         }
+        let has_left = !left.is_empty();
         let store = manager.map(|manager| Store::new(manager, left)).transpose()?;
         Ok(Self {
             sockets: Arc::new(sockets),
             store: store.map(Arc::new),
+            has_left,
         })
+    }
+
+    /// Whether the process before this one has left a front-end's connection: a guest waits for its disk.
+    pub fn has_connections(&self) -> bool {
+        self.has_left
     }
 
     /// The socket that listens on `path`.

@@ -1,12 +1,80 @@
 //! What is logged: `LARDER_LOG`.
 
 use std::ffi::OsStr;
+use std::io::{self, IsTerminal, Write};
 
-use tracing_subscriber::EnvFilter;
+use tracing::{Level, Metadata};
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 const VARIABLE: &str = "LARDER_LOG";
 const USUAL: &str = "info";
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+
+/// Writes messages to stderr: to a terminal with colours, to systemd's journal, which has the time itself, with the level as
+/// it wants it.
+pub(crate) fn layer(filter: EnvFilter) -> Box<dyn Layer<Registry> + Send + Sync> {
+    let messages = tracing_subscriber::fmt::layer()
+        .with_target(false)
+        // A line that cannot be written is lost. Telling so on stderr, which is where it failed, would be a panic.
+        .log_internal_errors(false);
+    match is_journal() {
+        true => {
+            let messages = messages.without_time().with_level(false).with_ansi(false);
+            messages.with_writer(Journal).with_filter(filter).boxed()
+        }
+        false => {
+            let has_colours = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+            let messages = messages.with_ansi(has_colours).with_writer(io::stderr);
+            messages.with_filter(filter).boxed()
+        }
+    }
+}
+
+/// Whether stderr is connected to systemd's journal (systemd.exec(5), `$JOURNAL_STREAM`).
+fn is_journal() -> bool {
+    let stream = std::env::var("JOURNAL_STREAM").unwrap_or_default();
+    rustix::fs::fstat(io::stderr()).is_ok_and(|found| stream == format!("{}:{}", found.st_dev, found.st_ino))
+}
+
+/// Lines with their priority (sd-daemon(3)).
+struct Journal;
+
+/// One line.
+struct Line {
+    priority: u8,
+}
+
+impl<'a> MakeWriter<'a> for Journal {
+    type Writer = Line;
+
+    fn make_writer(&'a self) -> Line {
+        Line { priority: 6 }
+    }
+
+    fn make_writer_for(&'a self, about: &Metadata<'_>) -> Line {
+        let priority = match *about.level() {
+            Level::ERROR => 3,
+            Level::WARN => 4,
+            Level::INFO => 6,
+            _ => 7,
+        };
+        Line { priority }
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        let mut line = format!("<{}>", self.priority).into_bytes();
+        line.extend_from_slice(text);
+        io::stderr().write_all(&line)?;
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
 
 /// The filter, and what is wrong with the variable if it cannot be used.
 pub(crate) fn filter() -> (EnvFilter, Option<String>) {

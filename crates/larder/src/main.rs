@@ -23,12 +23,11 @@ mod status;
 mod top;
 mod vm;
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
 use larder_vm::control::events;
-use tracing_subscriber::Layer;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
@@ -45,15 +44,8 @@ fn main() -> ExitCode {
     let _ = rustix::thread::set_name(c"larder");
     let cli = Cli::try_parse().unwrap_or_else(|error| cli::name_what_is_no_text(run::explain(error)).exit());
     let (filter, wrong) = log::filter();
-    let messages = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none())
-        .with_target(false)
-        // A line that cannot be written is lost. Telling so on stderr, which is where it failed, would be a panic.
-        .log_internal_errors(false)
-        .with_filter(filter);
     tracing_subscriber::registry()
-        .with(messages)
+        .with(log::layer(filter))
         .with(events::layer())
         .init();
     if let Some(wrong) = wrong {
@@ -78,11 +70,15 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            // Nobody may be listening; the exit code tells.
-            let _ = writeln!(std::io::stderr(), "larder: {}", message(&error));
+            report(&error);
             ExitCode::from(EXIT_ERROR)
         }
     }
+}
+
+fn report(error: &anyhow::Error) {
+    // Nobody may be listening; the exit code tells.
+    let _ = writeln!(std::io::stderr(), "larder: {}", message(error));
 }
 
 /// The error and its causes, those left out that the text names already.

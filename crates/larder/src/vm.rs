@@ -1,5 +1,6 @@
 //! `larder vm`.
 
+use std::collections::HashSet;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
@@ -11,33 +12,42 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 use larder_vm::control;
+use larder_vm::control::state::ServerState;
 use larder_vm::disk::DiskError;
 use larder_vm::inherited::Inherited;
 use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::config::{VmConfig, path_of};
+use larder_vm::vm::find::Found;
+use larder_vm::vm::look::problems;
 use larder_vm::vm::{Progress, Vm, VmError, check_places};
 use sd_notify::NotifyState;
 
 use crate::cli::VmArguments;
 use crate::output::print;
-use crate::signals;
-use crate::{EXIT_ERROR, EXIT_NEGATIVE};
+use crate::rates::is_not_served;
+use crate::status::not_served;
+use crate::{EXIT_ERROR, EXIT_NEGATIVE, report, signals};
 
 pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let path = path_of(&arguments.name)?;
-    let config = VmConfig::read(&path)?;
     if arguments.check {
-        return look(&config);
+        return look(&VmConfig::read(&path)?);
     }
     if arguments.reload {
-        return reload(&path, &config);
+        return reload(&path, &VmConfig::read(&path)?);
     }
-    let signals = signals::block()?;
     let inherited = inherited()?;
-    let vm = Vm::start(&path, config.clone(), inherited, arguments.confine);
-    let vm = vm.map_err(|error| with_advice(error, &config))?;
+    let config = match VmConfig::read(&path) {
+        Ok(config) => config,
+        Err(error) => return Ok(not_started(&error.into(), !inherited.has_connections())),
+    };
+    let signals = signals::block()?;
+    let vm = match Vm::start(&path, config.clone(), inherited, arguments.confine) {
+        Ok(vm) => vm,
+        Err(error) => return Ok(not_started(&explain(error, &config), false)),
+    };
     for (name, places) in vm.places() {
         tracing::info!(
             disk = name,
@@ -57,9 +67,33 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The file is wrong, and nobody waits for its disks: `EX_CONFIG` of sysexits(3), upon which `larder@.service` is not
+/// started again.
+const EXIT_CONFIG: u8 = 78;
+
+/// How long a service that cannot start waits before it ends, because it is started again at once: after a kill that is
+/// what a guest needs.
+const BEFORE_NEXT: Duration = Duration::from_secs(3);
+
+fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode {
+    report(error);
+    match (std::env::var_os("NOTIFY_SOCKET"), is_hopeless) {
+        (None, _) => ExitCode::from(EXIT_ERROR),
+        (Some(_), true) => ExitCode::from(EXIT_CONFIG),
+        (Some(_), false) => {
+            std::thread::sleep(BEFORE_NEXT);
+            ExitCode::from(EXIT_ERROR)
+        }
+    }
+}
+
 /// Has the server that runs read the file again, and says what has become of it.
 fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
-    let is_confined = control::fetch_server(&config.control)?.confined;
+    let server = control::fetch_server(&config.control).map_err(|error| match is_not_served(&error) {
+        true => anyhow!("{}; a server reads its file when it starts", not_served(&found(config))),
+        false => error.into(),
+    })?;
+    let is_confined = server.confined;
     // It cannot read the file itself.
     let text = is_confined.then(|| std::fs::read_to_string(path)).transpose();
     let text = text.with_context(|| path.display().to_string())?;
@@ -93,18 +127,30 @@ fn disks(count: usize) -> String {
     }
 }
 
-/// Says whether all of it could be served.
+/// Says whether all of it could be served. What its server serves already has been looked at, and is in use.
 fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
     check_places(config, &Inherited::default())?;
-    let wishes: Vec<_> = config.disks.iter().map(|disk| (&disk.wish, GivenBy::File)).collect();
+    let served = served(config);
+    let wanted = config
+        .disks
+        .iter()
+        .filter(|disk| !served.contains(&disk.wish.image.to_string()));
+    let wishes: Vec<_> = wanted.map(|disk| (&disk.wish, GivenBy::File)).collect();
     let found = check(&wishes);
-    for problem in &found.problems {
+    let of_images = found.problems.iter().map(ToString::to_string);
+    let problems: Vec<String> = of_images.chain(problems(config)).collect();
+    for problem in &problems {
         eprintln!("larder: {problem}");
     }
-    if !found.problems.is_empty() {
+    if !problems.is_empty() {
         return Ok(ExitCode::from(EXIT_ERROR));
     }
-    let mut text = format!("{}: {} can be served\n", config.name, disks(config.disks.len()));
+    let mut text = format!("{}: {} can be served", config.name, disks(config.disks.len()));
+    text.push_str(match config.disks.len() - wishes.len() {
+        0 => "\n",
+        count if count == config.disks.len() => ", and served already\n",
+        _ => ", and some are already\n",
+    });
     for image in &found.unchecked {
         text.push_str(&format!(
             "{}: not all of {image} was looked at, because NBD servers are not asked here\n",
@@ -113,6 +159,14 @@ fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
     }
     print(&text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The images that this VM's server has, if it runs.
+fn served(config: &VmConfig) -> HashSet<String> {
+    let is_its = control::fetch_server(&config.control).is_ok_and(|server| server.vm.as_ref() == Some(&config.name));
+    let disks = is_its.then(|| control::fetch_disks(&config.control).ok()).flatten();
+    let disks = disks.map_or_else(Vec::new, |(_, disks)| disks.disks);
+    disks.into_iter().map(|disk| disk.image).collect()
 }
 
 /// What systemd, or another one who starts services, has handed to this process.
@@ -191,20 +245,34 @@ fn notify(progress: Progress) {
     }
 }
 
-/// The error, and what the user can write into the file to have it otherwise.
-fn with_advice(error: VmError, config: &VmConfig) -> anyhow::Error {
-    let advice = match &error {
+fn found(config: &VmConfig) -> Found {
+    Found {
+        name: config.name.clone(),
+        control: config.control.clone(),
+        mistake: None,
+    }
+}
+
+/// The error, and what the user can do about it.
+fn explain(error: VmError, config: &VmConfig) -> anyhow::Error {
+    match &error {
         VmError::Disk {
             disk,
             source: DiskError::Image(source),
         } => {
             let wish = config.disks.iter().find(|it| it.name == *disk);
-            wish.map_or("", |it| advice(source, &it.wish, GivenBy::File))
+            // What he can write into the file to have it otherwise.
+            let advice = wish.map_or("", |it| advice(source, &it.wish, GivenBy::File));
+            anyhow!("{error}{advice}")
         }
-        _ => "",
-    };
-    match advice {
-        "" => error.into(),
-        advice => anyhow!("{error}{advice}"),
+        VmError::Control(_) => match control::fetch_server(&config.control) {
+            Ok(ServerState { vm: Some(vm), pid, .. }) if vm == config.name => {
+                anyhow!(
+                    "{vm} is served already, by process {pid}; `larder vm {vm} --reload` has that read its file again"
+                )
+            }
+            _ => error.into(),
+        },
+        _ => error.into(),
     }
 }

@@ -223,7 +223,7 @@ fn refuse(unfit: Unfit) -> Answer {
 
 /// What the body says, or why it is not like `example`.
 async fn body_of<T: DeserializeOwned>(request: Request<Incoming>, example: &str) -> Result<T, Unfit> {
-    let not_like = |why: String| Unfit::Wrong(format!("the body is no {example}: {why}"));
+    let not_like = |why: String| Unfit::Wrong(format!("the body is to be JSON like {example}: {why}"));
     let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
     let body = body.map_err(|error| not_like(error.to_string()))?.to_bytes();
     let read = |error: serde_json::Error| not_like(error.to_string());

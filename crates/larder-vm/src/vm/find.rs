@@ -18,6 +18,8 @@ pub struct Found {
     pub name: String,
     /// Where its server listens, if there is one.
     pub control: PathBuf,
+    /// What is wrong with its file.
+    pub mistake: Option<String>,
 }
 
 /// All VMs that this user has a file of, or serves, by name.
@@ -29,18 +31,26 @@ pub fn vms() -> Vec<Found> {
         if path.extension().is_none_or(|extension| extension != "toml") {
             continue;
         }
-        // Whoever starts it is told what is wrong with it.
-        if let Ok(config) = VmConfig::read(&path)
-            && all.iter().all(|found| found.name != config.name)
-        {
-            all.push(Found {
-                name: config.name,
-                control: config.control,
-            });
+        let (name, control, mistake) = match VmConfig::read(&path) {
+            Ok(config) => (config.name, config.control, None),
+            Err(error) => {
+                let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                (name.clone(), config::usual_control(&name), Some(error.to_string()))
+            }
+        };
+        match all.iter_mut().find(|found| found.name == name) {
+            Some(found) => found.mistake = mistake,
+            None => all.push(Found { name, control, mistake }),
         }
     }
     all.sort();
     all
+}
+
+/// Whether there is a VM of that name: it has a file, or is served.
+pub fn is_vm(name: &str) -> bool {
+    let has_file = config::path_of(Path::new(name)).is_ok_and(|path| path.exists());
+    has_file || noted().iter().any(|found| found.name == name)
 }
 
 /// The control socket of the VM `name`: what it has noted, or what its file says, or where it is as a rule.
@@ -88,7 +98,11 @@ pub fn noted_in(runtime_folder: &Path) -> Vec<Found> {
             return None;
         }
         let control = std::fs::read_link(note.path()).ok()?;
-        Some(Found { name, control })
+        Some(Found {
+            name,
+            control,
+            mistake: None,
+        })
     });
     found.collect()
 }

@@ -8,6 +8,7 @@
 
 pub mod config;
 pub mod find;
+pub mod look;
 mod needs;
 mod reload;
 
@@ -42,6 +43,11 @@ pub enum VmError {
     Confine(#[from] ConfineError),
     #[error("{one} and {other} are the same path; give each its own")]
     SamePlace { one: String, other: String },
+    #[error(
+        "{}: this service has a {} of its own (PrivateTmp=), where nobody finds a socket; give it a path in {}, as it has by itself",
+        path.display(), folder.display(), runtime_folder().display()
+    )]
+    PrivateFolder { path: PathBuf, folder: &'static Path },
     #[error(
         "a socket was handed over that listens on {}, and this VM has none there; its sockets are {}",
         path.display(), known.join(", ")
@@ -294,6 +300,26 @@ fn sockets(config: &VmConfig) -> impl Iterator<Item = &Path> {
     std::iter::once(config.control.as_path()).chain(of_disks)
 }
 
+fn folder_of(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    path.parent().unwrap_or(Path::new("/")).to_owned()
+}
+
+/// The folder for temporary files that `path` is in, if systemd has given this process one of its own.
+fn private_folder(path: &Path) -> Option<&'static Path> {
+    let path = std::path::absolute(path).ok()?;
+    let folders = ["/tmp", "/var/tmp"].map(Path::new);
+    let folder = folders.into_iter().find(|folder| path.starts_with(folder))?;
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let is_private = mounts.lines().any(|line| {
+        // What of the file system is mounted, and where (proc(5)).
+        let mut words = line.split(' ').skip(3);
+        let (root, place) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        Path::new(place) == folder && root.contains("/systemd-private-")
+    });
+    is_private.then_some(folder)
+}
+
 /// Whether what is made in the file system has a path of its own each, and what is handed over is one of those.
 ///
 /// # Errors
@@ -315,6 +341,12 @@ pub fn check_places(config: &VmConfig, inherited: &Inherited) -> Result<(), VmEr
     if let Some((one, other)) = same_place(&places) {
         let (one, other) = (one.clone(), other.clone());
         return Err(VmError::SamePlace { one, other });
+    }
+    for (_, path) in places.iter().filter(|(_, path)| !inherited.has(path)) {
+        if let Some(folder) = private_folder(path) {
+            let path = path.to_path_buf();
+            return Err(VmError::PrivateFolder { path, folder });
+        }
     }
     let is_ours = |path: &Path| {
         places

@@ -1,9 +1,7 @@
 //! What a VM's process opens, makes and removes once all its disks are open.
 
-use std::path::{Path, PathBuf};
-
 use super::config::VmConfig;
-use super::{find, sockets};
+use super::{find, folder_of, sockets};
 use crate::confine::Needs;
 use crate::image::{Servers, journal, lately_folder, notes_folder};
 use crate::inherited::Inherited;
@@ -39,9 +37,4 @@ fn notes_of_caches(needs: &mut Needs) {
     let _ = runtime_folder::make(folder_of(&folder).as_path(), 0o755);
     let _ = runtime_folder::make(&folder, 0o700);
     needs.write_in(folder);
-}
-
-fn folder_of(path: &Path) -> PathBuf {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    path.parent().unwrap_or(Path::new("/")).to_owned()
 }

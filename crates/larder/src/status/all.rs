@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use larder_vm::control::state::{CacheHealth, CacheState, DiskState, Disks, ServerState};
 use larder_vm::control::{FetchError, fetch_disks, fetch_server};
+use larder_vm::vm::config;
 use larder_vm::vm::find::{self, Found};
 use serde_json::{Value, json};
 
@@ -21,20 +22,31 @@ pub(super) fn run(output: Output) -> anyhow::Result<ExitCode> {
     let asked = ask_all(&vms);
     let text = match output {
         Output::Json => json_text(&vms, &asked),
-        Output::Text if vms.is_empty() => {
-            "there is no VM: none has a file (docs/vm-file.md), and none is served\n".to_owned()
-        }
+        Output::Text if vms.is_empty() => no_vm(),
         Output::Text => text(&vms, &asked),
     };
     print(&text)?;
-    let are_all_well = asked.iter().all(|asked| match asked {
+    let are_all_well = vms.iter().zip(&asked).all(|(vm, asked)| match asked {
         Ok(_) => true,
-        Err(error) => is_not_served(error),
+        Err(error) => is_not_served(error) && vm.mistake.is_none(),
     });
     Ok(match are_all_well {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),
     })
+}
+
+/// What is said where there is no VM.
+fn no_vm() -> String {
+    let folder = config::folder();
+    let of_host = match rustix::process::geteuid().is_root() {
+        true => "",
+        false => "; of those that the host serves root is told: sudo larder status",
+    };
+    format!(
+        "there is no VM of yours: none has a file in {}, and none is served{of_host}\n",
+        folder.display()
+    )
 }
 
 /// Asks all at once: one that is stuck holds up no other.
@@ -63,10 +75,10 @@ fn text(vms: &[Found], asked: &[Asked]) -> String {
                 }
             }
             Err(error) => {
-                let how = if is_not_served(error) {
-                    "not served"
-                } else {
-                    "no answer"
+                let how = match (is_not_served(error), &vm.mistake) {
+                    (false, _) => "no answer",
+                    (true, None) => "not served",
+                    (true, Some(_)) => "wrong file",
                 };
                 table.row([
                     vm.name.clone(),
@@ -76,8 +88,10 @@ fn text(vms: &[Found], asked: &[Asked]) -> String {
                     "-".into(),
                     "-".into(),
                 ]);
-                if !is_not_served(error) {
-                    troubles.push_str(&format!("{}: {error}\n", vm.name));
+                match &vm.mistake {
+                    _ if !is_not_served(error) => troubles.push_str(&format!("{}: {error}\n", vm.name)),
+                    Some(mistake) => troubles.push_str(&format!("{mistake}\n")),
+                    None => {}
                 }
             }
         }
@@ -130,7 +144,8 @@ fn json_text(vms: &[Found], asked: &[Asked]) -> String {
                 "name": vm.name, "control": control, "server": server, "disks": said["disks"], "error": null,
             }),
             Err(error) => json!({
-                "name": vm.name, "control": control, "server": null, "disks": [], "error": error.to_string(),
+                "name": vm.name, "control": control, "server": null, "disks": [],
+                "error": vm.mistake.clone().unwrap_or_else(|| error.to_string()),
             }),
         }
     });

@@ -5,12 +5,13 @@ mod detail;
 pub(crate) mod rates;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use larder_vm::control::{FetchError, fetch_disks};
+use larder_vm::vm::config::{VmConfig, folder, path_of};
 use larder_vm::vm::find::{self, Found};
 
 use crate::cli::{Output, StatusArguments};
@@ -50,9 +51,12 @@ struct Wish {
 }
 
 impl Wish {
-    /// The words are told apart by what they are: `larder status 1 10` is of all VMs.
+    /// The words are told apart by what they are: `larder status 1 10` is of all VMs, unless there is one called `1`.
     fn read(words: [Option<OsString>; 3]) -> anyhow::Result<Self> {
-        let is_number = |word: &OsString| word.to_str().is_some_and(|word| word.parse::<f64>().is_ok());
+        let is_number = |word: &OsString| {
+            word.to_str()
+                .is_some_and(|word| word.parse::<f64>().is_ok() && !find::is_vm(word))
+        };
         let (vm, every, count) = match words {
             [Some(every), count, more] if is_number(&every) => {
                 if let Some(more) = more {
@@ -77,13 +81,39 @@ impl Wish {
 fn explain(error: FetchError, vm: &Found) -> anyhow::Error {
     match vm.name.contains('/') || !is_not_served(&error) {
         true => error.into(),
-        false => anyhow!(
-            "{} is not served: nobody listens on {}; `larder vm {}` serves it, and `larder status` tells of all that are",
-            vm.name,
-            vm.control.display(),
-            vm.name
-        ),
+        false => anyhow!("{}", not_served(vm)),
     }
+}
+
+/// What is said of a VM that is not served, and what can be done.
+pub(crate) fn not_served(vm: &Found) -> String {
+    let Found { name, control, .. } = vm;
+    let control = control.display();
+    let why = format!("{name} is not served: nobody listens on {control}");
+    let file = path_of(Path::new(name)).ok();
+    let others = "`larder status` tells of all that are";
+    match file.filter(|path| path.exists()) {
+        Some(path) => match VmConfig::read(&path) {
+            Err(error) => format!("{why}; its file is wrong: {error}"),
+            Ok(_) => format!("{why}; {}, and {others}", server_of(name)),
+        },
+        None if is_of_host(name) => format!("{why}; what the host serves root can ask: sudo larder status {name}"),
+        None => format!("{why}; it has no file in {} either; {others}", folder().display()),
+    }
+}
+
+/// What serves a VM of this user, for him to type.
+fn server_of(name: &str) -> String {
+    match rustix::process::geteuid().is_root() && Path::new("/run/systemd/system").exists() {
+        true => format!("`systemctl start larder@{name}` serves it"),
+        false => format!("`larder vm {name}` serves it"),
+    }
+}
+
+/// Whether this user may not look where a VM of that name may be.
+fn is_of_host(name: &str) -> bool {
+    let file = Path::new("/etc/larder/vms").join(format!("{name}.toml"));
+    !rustix::process::geteuid().is_root() && file.exists()
 }
 
 /// The VM of that name, or what listens at that path.
@@ -93,7 +123,8 @@ fn vm_of(word: &OsString) -> Found {
         true => PathBuf::from(word),
         false => find::control_of(&name),
     };
-    Found { name, control }
+    let mistake = None;
+    Found { name, control, mistake }
 }
 
 fn interval(word: &OsString) -> anyhow::Result<Duration> {

@@ -246,9 +246,9 @@ fn what_cannot_take_a_caches_place_does_not() {
         )
     };
     for (body, words) in [
-        ("", "the body is no"),
+        ("", "the body is to be JSON"),
         ("{\"with\":\"relative\"}", "begins at the root"),
-        ("{\"size\":-1}", "the body is no"),
+        ("{\"size\":-1}", "the body is to be JSON"),
         ("{\"by\":\"/x\"}", "unknown field"),
     ] {
         let said = put(body);

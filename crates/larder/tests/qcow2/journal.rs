@@ -17,18 +17,26 @@ const NOBODY: u32 = 65534;
 /// What qemu-io says when all before it has ended.
 const MARK: (&str, &str) = ("help quit", "exit the program");
 
-/// Who serves an image, and with which folder for journals.
+/// Who serves an image, with which folder for journals, and with a file in place of the boot ID, as in a container.
 #[derive(Clone, Copy, Default)]
 struct Who<'a> {
     user: Option<u32>,
     runtime: Option<&'a Path>,
+    boot_id: Option<&'a Path>,
 }
 
 impl Who<'_> {
     fn command(self, arguments: &[&str]) -> Command {
-        let mut command = match self.user {
-            None => Command::new(larder()),
-            Some(user) => {
+        let mut command = match (self.user, self.boot_id) {
+            (None, None) => Command::new(larder()),
+            (None, Some(id)) => {
+                need_root("to mount");
+                let mut command = Command::new("unshare");
+                let mounts = "mount --bind -- \"$0\" /proc/sys/kernel/random/boot_id && exec \"$@\"";
+                command.args(["--mount", "sh", "-c", mounts, text(id), text(larder())]);
+                command
+            }
+            (Some(user), _) => {
                 need_root("to be another user");
                 let mut command = Command::new("setpriv");
                 let user = user.to_string();
@@ -171,10 +179,22 @@ fn a_journal_is_found_whatever_the_environment_says() {
         for directory in [runtime, other] {
             chown(directory.expect("one"), user, None).expect("chowns");
         }
-        let without = Who { user, runtime: None };
+        let without = Who { user, ..Who::default() };
         kill_unflushed(without, &image);
-        is_all_there(Who { user, runtime }.serve(&image), &image);
-        let with = Who { user, runtime };
+        is_all_there(
+            Who {
+                user,
+                runtime,
+                ..Who::default()
+            }
+            .serve(&image),
+            &image,
+        );
+        let with = Who {
+            user,
+            runtime,
+            ..Who::default()
+        };
         kill_unflushed(with, &image);
         is_all_there(with.serve(&image), &image);
     }
@@ -344,6 +364,38 @@ fn an_image_that_was_replaced_although_nothing_was_missing_is_served_with_a_warn
     assert!(!who.serve(&image).serving().stop().contains("WARN"));
 }
 
+#[test]
+fn an_idle_server_that_was_killed_leaves_nothing_to_warn_of() {
+    let folder = on_disk();
+    let who = Who::default();
+    let image = image(&folder);
+    for _ in 0..2 {
+        let mut server = who.serve(&image).serving();
+        server.io(&["read -P 1 0 64k", "flush"]);
+        assert!(!server.process.output().contains("WARN"), "{}", server.process.output());
+        server.process.kill();
+        await_release(&image);
+    }
+    kill_unflushed(who, &image);
+    is_all_there(who.serve(&image), &image);
+}
+
+#[test]
+fn a_journal_is_found_by_who_sees_another_boot_id() {
+    let folder = on_disk();
+    let image = image(&folder);
+    let id = folder.path().join("boot_id");
+    fs::write(&id, "01234567-89ab-cdef-0123-456789abcdef\n").expect("writes");
+    let contained = Who {
+        boot_id: Some(&id),
+        ..Who::default()
+    };
+    kill_unflushed(contained, &image);
+    is_all_there(Who::default().serve(&image), &image);
+    kill_unflushed(Who::default(), &image);
+    is_all_there(contained.serve(&image), &image);
+}
+
 fn is_refused_until_given_up(who: Who<'_>, image: &Path) {
     let said = who.is_refused(image);
     for word in [text(image), ".journal", "changed since", "--discard-journal"] {
@@ -421,7 +473,7 @@ fn root_goes_on_where_the_server_of_the_image_s_owner_was_killed() {
     let image = image(&folder);
     let nobody = Who {
         user: Some(NOBODY),
-        runtime: None,
+        ..Who::default()
     };
     kill_unflushed(nobody, &image);
     // Of a user who does not own the image it is not believed.
@@ -440,7 +492,7 @@ fn another_user_is_refused_where_a_server_of_root_was_killed() {
     let image = image(&folder);
     let nobody = Who {
         user: Some(NOBODY),
-        runtime: None,
+        ..Who::default()
     };
     kill_unflushed(Who::default(), &image);
     let said = nobody.is_refused(&image);

@@ -9,6 +9,7 @@ mod support;
 mod takeover;
 mod wrong;
 
+use std::fs::Permissions;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener};
@@ -20,7 +21,7 @@ use std::sync::mpsc;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
 use larder_bench::campaign::process::Process;
 use serde_json::Value;
-use support::{LIMIT, larder, on_disk, on_tmpfs, run, tool, works};
+use support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool, works};
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
@@ -357,10 +358,7 @@ fn all_is_served_or_nothing_and_nothing_is_left_behind() {
     let process = vm.start();
     let (code, said) = run(vm.command(&[]));
     assert_eq!(code, Some(2), "{said}");
-    assert!(
-        said.contains(text(&vm.path("control"))) && said.contains("is taken"),
-        "{said}"
-    );
+    assert!(said.contains("web is served already, by process "), "{said}");
     assert_eq!(vm.disks().len(), 2, "the other one is as it was");
     ends(process);
 }
@@ -380,6 +378,98 @@ fn a_check_tells_all_that_is_wrong_and_changes_nothing() {
     for word in ["system.qcow2", "data.raw: No such file"] {
         assert!(said.contains(word), "nothing of {word}: {said}");
     }
+}
+
+#[test]
+fn a_check_looks_at_sockets_and_caches() {
+    let vm = two();
+    vm.write(
+        &TWO.replace("\"vda\"", "\"IMAGES/data.raw\"")
+            .replace("data.nbd", "nowhere/data.nbd")
+            .replace("system.cache", "nowhere/system.cache")
+            .replace(
+                "prefetch = \"off\"",
+                "cache = \"IMAGES/data.raw\"\ncache-size = \"1MiB\"",
+            ),
+    );
+    let (code, said) = run(vm.command(&["--check"]));
+    assert_eq!(code, Some(2), "{said}");
+    for what in [
+        "data.raw exists and is no socket",
+        "nowhere/data.nbd: there is no folder ",
+        "nowhere/system.cache cannot be made: there is no folder ",
+        "data.raw is the image ",
+    ] {
+        assert!(said.contains(what), "nothing of '{what}': {said}");
+    }
+    vm.write(&TWO.replace("16MiB", "900TiB"));
+    let (code, said) = run(vm.command(&["--check"]));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("there is room for"), "{said}");
+}
+
+#[test]
+fn a_check_of_a_vm_that_is_served_finds_nothing_wrong_with_that() {
+    let vm = two();
+    let process = vm.start();
+    let (code, said) = run(vm.command(&["--check"]));
+    let served = "web: 2 disks can be served, and served already";
+    assert_eq!((code, said.as_str()), (Some(0), served));
+    vm.write(&TWO.replace("data.raw", "gone.raw"));
+    let (code, said) = run(vm.command(&["--check"]));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("gone.raw: No such file"), "{said}");
+    assert!(!said.contains("in use"), "{said}");
+    ends(process);
+}
+
+#[test]
+fn a_vm_that_cannot_be_served_is_told_of() {
+    need_root("to be a user with files of his own");
+    let folder = on_tmpfs();
+    let files = folder.path().join("larder/vms");
+    std::fs::create_dir_all(&files).expect("a folder");
+    std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("a folder for all");
+    let disk = "[[disk]]\nimage = \"/nowhere\"\n";
+    std::fs::write(files.join("100.toml"), disk).expect("writes");
+    std::fs::write(files.join("web.toml"), format!("bogus = 1\n{disk}")).expect("writes");
+    let status = |arguments: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]);
+        command.arg(larder()).arg("status").args(arguments);
+        command
+            .env("XDG_CONFIG_HOME", folder.path())
+            .env_remove("XDG_RUNTIME_DIR");
+        run(command)
+    };
+    let (code, said) = status(&[]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("not served") && said.contains("wrong file"), "{said}");
+    assert!(said.contains("web.toml:1:1: unknown key 'bogus'"), "{said}");
+    // It is a VM, and no interval.
+    let (code, said) = status(&["100"]);
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("`larder vm 100` serves it"), "{said}");
+    let (_, said) = status(&["web"]);
+    assert!(said.contains("its file is wrong: "), "{said}");
+}
+
+#[test]
+fn a_service_whose_file_is_wrong_is_given_up_and_one_that_cannot_start_waits() {
+    let vm = two();
+    std::fs::remove_file(vm.images.path().join("data.raw")).expect("was there");
+    let as_a_service = |vm: &Vm| {
+        let mut command = vm.command(&[]);
+        command.env("NOTIFY_SOCKET", vm.path("notify"));
+        run(command)
+    };
+    let _told = UnixDatagram::bind(vm.path("notify")).expect("binds");
+    let (code, said) = as_a_service(&vm);
+    assert_eq!(code, Some(2), "{said}");
+    vm.write("bogus = 1");
+    let (code, said) = as_a_service(&vm);
+    assert_eq!(code, Some(78), "{said}");
+    assert!(said.contains("unknown key 'bogus'"), "{said}");
 }
 
 #[test]

@@ -1,0 +1,82 @@
+//! What stands in the way of the sockets and the caches of a VM, found out without making any.
+
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use super::config::{self, VmConfig};
+use super::{folder_of, sockets};
+use crate::image::ImageAddress;
+use crate::listen::same_place;
+use crate::runtime_folder::socket_folder;
+
+/// What would keep the VM's server from starting.
+pub fn problems(config: &VmConfig) -> Vec<String> {
+    let others = others(config);
+    let of_sockets = sockets(config).flat_map(|socket| of_socket(socket).or_else(|| of_another(socket, &others)));
+    let of_caches = config.disks.iter().flat_map(|disk| {
+        let file = match &disk.wish.disk_cache.file {
+            Some(ImageAddress::Path(path)) => path,
+            _ => return None,
+        };
+        let size = disk.wish.disk_cache.size.map_or(0, |size| size.get());
+        let problem = of_cache(config, file, size)?;
+        Some(format!("disk {}: {problem}", disk.name))
+    });
+    of_sockets.chain(of_caches).collect()
+}
+
+fn of_socket(path: &Path) -> Option<String> {
+    let folder = folder_of(path);
+    let told = path.display();
+    match path.symlink_metadata() {
+        Ok(found) if !found.file_type().is_socket() => Some(format!("{told} exists and is no socket")),
+        Ok(_) => None,
+        // Whoever serves first makes that one.
+        Err(_) if folder.is_dir() || folder == socket_folder() => None,
+        Err(_) => Some(format!("{told}: there is no folder {}", folder.display())),
+    }
+}
+
+/// The other VMs, and where they are served.
+fn others(config: &VmConfig) -> Vec<VmConfig> {
+    let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
+    let paths = files.map(|entry| entry.path());
+    let read = paths.filter_map(|path| VmConfig::read(&path).ok());
+    read.filter(|other| other.name != config.name).collect()
+}
+
+fn of_another(path: &Path, others: &[VmConfig]) -> Option<String> {
+    let is_theirs = |other: &&VmConfig| sockets(other).any(|theirs| same_place(&[((), theirs), ((), path)]).is_some());
+    let other = others.iter().find(is_theirs)?;
+    Some(format!("{} is a socket of {}, too", path.display(), other.name))
+}
+
+fn of_cache(config: &VmConfig, file: &Path, size: u64) -> Option<String> {
+    let told = file.display();
+    let id = |path: &Path| path.metadata().ok().map(|found| (found.dev(), found.ino()));
+    let images = config.disks.iter().filter_map(|disk| match &disk.wish.image {
+        ImageAddress::Path(path) => Some(path),
+        ImageAddress::Nbd(_) => None,
+    });
+    let folder: PathBuf = folder_of(file);
+    if id(file).is_some() {
+        return images
+            .filter(|image| id(image) == id(file))
+            .map(|image| format!("the cache {told} is the image {}", image.display()))
+            .next();
+    }
+    if !folder.is_dir() {
+        return Some(format!(
+            "the cache {told} cannot be made: there is no folder {}",
+            folder.display()
+        ));
+    }
+    let room = rustix::fs::statvfs(&folder).ok()?;
+    let free = room.f_bavail.saturating_mul(room.f_frsize);
+    (free < size).then(|| {
+        format!(
+            "the cache {told} is to have {size} bytes, and there is room for {free} in {}",
+            folder.display()
+        )
+    })
+}
