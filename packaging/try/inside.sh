@@ -27,7 +27,7 @@ run() {
 }
 
 # apt COMMAND...: apt-get's, without its progress.
-apt() { run apt-get -qq --no-install-recommends "$@" 2>&1 | sed '/^debconf:/d; /^(Reading database/d'; }
+apt() { run apt-get -qq --no-install-recommends "$@" 2>&1 | sed 's/\r$//; /^debconf:/d; /^(Reading database/d'; }
 
 # The files that a package could leave; caches of apt and man, logs and the users' list aside.
 files() {
