@@ -117,7 +117,7 @@ impl Commits {
     }
 
     /// The first sector that may get more records, or is getting some.
-    fn growing(&self) -> u64 {
+    pub(crate) fn growing(&self) -> u64 {
         self.end.get() - u64::from(self.open.borrow().is_some())
     }
 }

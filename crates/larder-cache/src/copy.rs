@@ -6,7 +6,7 @@ use larder_block::{AlignedBuf, BlockDevice, ByteOffset, Io, IoResult, ReadBuf, W
 use smallvec::SmallVec;
 
 use crate::entry::{self, Entry};
-use crate::offline::{Lines, entries_of_all};
+use crate::offline::{Damage, Lines, entries_of_all};
 use crate::open::{CreateOptions, OpenError, create, read_superblock, write_superblock};
 use crate::page;
 use crate::shape::{Shape, Slot};
@@ -70,6 +70,13 @@ pub async fn copy(from: &Rc<dyn BlockDevice>, to: &Rc<dyn BlockDevice>, uuid: [u
                 .await
                 .map_err(io)?;
         }
+    }
+    if old.may_be_dirty && sets.damage() != Damage::default() {
+        // The old one still has what cannot be found in it.
+        return Err(OpenError::Damaged {
+            cache: from.name().to_string(),
+            disk: old.disk.name,
+        });
     }
     copy_lines(from, to, &shape, &batch).await.map_err(io)?;
     to.flush().await.map_err(io)?;

@@ -25,7 +25,7 @@
 //! ```
 
 use crate::entry::{self, Entry};
-use crate::shape::{COMMIT_SECTORS, SECTOR, Shape, Slot};
+use crate::shape::{COMMIT_SECTORS, COMMIT_UNIT, SECTOR, Shape, Slot};
 
 pub(crate) const SECTOR_LEN: usize = SECTOR as usize;
 const HEADER_LEN: usize = 40;
@@ -231,6 +231,9 @@ pub(crate) struct Contents {
     pub(crate) records: Records,
     /// Sectors with records that are not, by their sequences, as they are to be from now on.
     pub(crate) disbelieved: Vec<(u64, Vec<u8>)>,
+    /// Blocks with sectors of which nothing is needed and which are not what was written, by their places in the ring, as
+    /// they are to be from now on: behind the end such a sector would be taken for one that is missing.
+    pub(crate) mended: Vec<(u64, Vec<u8>)>,
     /// What the block in which the end lies has before it, from now on.
     pub(crate) block: Vec<u8>,
 }
@@ -288,6 +291,8 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: Vec<u8>, was_left: WasLeft) 
                 }
                 end += 1;
             }
+            // Nothing was written there any more.
+            Sector::Broken if was_left == (WasLeft::Clean { end }) => break,
             Sector::Broken => return Err(Damaged),
             Sector::Never | Sector::Whole(_) => break,
         }
@@ -332,6 +337,7 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: Vec<u8>, was_left: WasLeft) 
         }
     }
     records.keys.sort_unstable();
+    let mended = mend(&sectors, &mut records.bytes);
     let in_block = end % COMMIT_SECTORS;
     let from = ((end - in_block) % count) as usize * SECTOR_LEN;
     let mut block = records.bytes[from..from + in_block as usize * SECTOR_LEN].to_vec();
@@ -347,8 +353,27 @@ pub(crate) fn read(shape: &Shape, seed: u32, bytes: Vec<u8>, was_left: WasLeft) 
         end,
         records,
         disbelieved,
+        mended,
         block,
     })
+}
+
+/// Has damaged sectors be as if they were never written; none of them is needed. The blocks that have some, as they are
+/// then.
+fn mend(sectors: &[Sector], bytes: &mut [u8]) -> Vec<(u64, Vec<u8>)> {
+    let per_block = COMMIT_SECTORS as usize;
+    let blocks = bytes.chunks_mut(COMMIT_UNIT as usize).zip(sectors.chunks(per_block));
+    let mended = blocks.enumerate().filter_map(|(number, (bytes, sectors))| {
+        let mut is_damaged = false;
+        for (bytes, sector) in bytes.chunks_exact_mut(SECTOR_LEN).zip(sectors) {
+            if matches!(sector, Sector::Broken) {
+                bytes.fill(0);
+                is_damaged = true;
+            }
+        }
+        is_damaged.then(|| ((number * per_block) as u64, bytes.to_vec()))
+    });
+    mended.collect()
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ use larder_block::{BlockDevice, BoxFuture, ByteOffset, ByteRange, Failure, IoErr
 
 pub use clean::CleanOptions;
 pub use copy::copy;
-pub use offline::{Lines, count_lines, set_mode};
+pub use offline::{Damage, Lines, count_lines, set_mode};
 pub use open::{CreateOptions, OpenError, OpenOptions, SettleOptions, create, read_superblock};
 pub use shape::Shape;
 pub use superblock::{DiskId, Superblock, SuperblockError};

@@ -4,15 +4,16 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::ops::Range;
+use std::rc::Rc;
 
 use larder_block::event_loop::yield_now;
 use larder_block::memory::trim_heap;
 use larder_block::range_lock::{Mode as Hold, Ranges};
-use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation};
+use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation, WriteFlags};
 
 use crate::entry::Entry;
-use crate::journal::{Record, Records};
-use crate::page::{self, Found};
+use crate::journal::Records;
+use crate::page::{self, Believed};
 use crate::shape::{Sectors, Slot};
 use crate::{Cache, Detached, EIO};
 
@@ -123,9 +124,12 @@ impl Cache {
         let len = pair_len * sets.len();
         let at = self.shape.page_at(sets.start, false);
         let bytes = self.fast.read(at, AlignedBuf::zeroed(len), 0..len).await?;
+        let tail = self.loading.left.borrow().tail;
         for (set, pair) in sets.zip(bytes.chunks_exact(pair_len)) {
             if !self.index.borrow().is_loaded(set) {
-                self.take_up(set, pair);
+                let found = page::believed(&self.shape, self.seed, set, pair, tail);
+                self.mend_pages(set, pair, found.as_ref()).await?;
+                self.take_up(set, found);
                 // A set takes a while, and requests come first.
                 yield_now().await;
             }
@@ -152,45 +156,43 @@ impl Cache {
         Ok(())
     }
 
-    fn take_up(&self, set: u32, pair: &[u8]) {
-        let (first, second) = pair.split_at(self.shape.page_len as usize);
-        let decode = |bytes| page::decode(&self.shape, self.seed, set, bytes);
-        let left = self.loading.left.borrow();
-        let found = match (decode(first), decode(second)) {
-            (Found::Whole { sequence, .. }, whole @ Found::Whole { sequence: later, .. }) if later > sequence => {
-                Some((whole, true))
+    /// Has a set's damaged pages be sound before anything is put into the set: a later process would not know what they
+    /// may have had. Not those of a set that may have had dirty lines: who mends the device may find them again.
+    async fn mend_pages(&self, set: u32, pair: &[u8], found: Option<&Believed>) -> IoResult {
+        let len = self.shape.page_len as usize;
+        let mut bytes = AlignedBuf::zeroed(len);
+        let places = match found {
+            Some(found) if !found.has_damage => return Ok(()),
+            None if self.was_dirty => return Ok(()),
+            Some(found) => {
+                // The same twice is as good as once.
+                let whole = pair.chunks_exact(len).nth(found.is_second.into());
+                bytes.copy_from_slice(whole.unwrap_or_default());
+                !found.is_second..=!found.is_second
             }
-            (Found::Never, Found::Never) => Some((Found::Never, true)),
-            // The very first one was being written, and is again: never both are torn.
-            (Found::Torn, Found::Never) => Some((Found::Never, true)),
-            (Found::Never, Found::Torn) => Some((Found::Never, false)),
-            // The other one is older, or its writing was cut off; if it is damaged, it may have been newer, unless the
-            // journal has all that happened since.
-            (whole @ Found::Whole { sequence, .. }, other) => {
-                let suffices = other != Found::Damaged || sequence >= left.tail;
-                suffices.then_some((whole, false))
+            None => {
+                // What the journal says of the set is no more believed than its pages.
+                let empty = vec![Entry::default(); self.shape.ways as usize];
+                page::encode(&self.shape, self.seed, set, self.commits.growing(), &empty, &mut bytes);
+                false..=true
             }
-            (other, whole @ Found::Whole { sequence, .. }) => {
-                let suffices = other != Found::Damaged || sequence >= left.tail;
-                suffices.then_some((whole, true))
-            }
-            _ => None,
         };
-        let Some((page, is_second)) = found else {
-            drop(left);
+        let bytes = Rc::new(bytes);
+        for is_second in [false, true].into_iter().filter(|page| places.contains(page)) {
+            let at = self.shape.page_at(set, is_second);
+            let written = self.fast.write(at, Rc::clone(&bytes), 0..len, WriteFlags::NONE);
+            written.await?;
+        }
+        self.fast.flush().await
+    }
+
+    fn take_up(&self, set: u32, found: Option<Believed>) {
+        let Some(found) = found else {
             self.is_damaged(set);
             return;
         };
-        let (mut entries, since) = match page {
-            Found::Whole { sequence, entries } => (entries, sequence),
-            _ => (vec![Entry::default(); self.shape.ways as usize], 0),
-        };
-        for (sequence, Record { slot, entry, .. }) in left.records.of_set(set) {
-            if sequence >= since && slot.way() < self.shape.ways {
-                entries[slot.way() as usize] = entry;
-            }
-        }
-        drop(left);
+        let is_second = found.is_second;
+        let entries = found.with(self.loading.left.borrow().records.of_set(set), &self.shape);
         self.install(set, &entries, is_second);
     }
 
@@ -207,7 +209,6 @@ impl Cache {
                 "{}: what the cache knew of set {set} is damaged; it begins anew there",
                 self.lower.name()
             );
-            self.index.borrow_mut().set_changed(set, 0, true);
         }
         let empty = vec![Entry::default(); self.shape.ways as usize];
         self.install(set, &empty, true);

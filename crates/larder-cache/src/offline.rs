@@ -5,9 +5,9 @@ use std::rc::Rc;
 use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, ReadBuf};
 
 use crate::entry::Entry;
-use crate::journal::{self, Record, Records};
+use crate::journal::{self, Records};
 use crate::open::{OpenError, read_superblock, write_superblock};
-use crate::page::{self, Found};
+use crate::page;
 use crate::shape::JOURNAL_AT;
 use crate::superblock::Superblock;
 use crate::{Mode, Shape};
@@ -22,9 +22,20 @@ pub struct Lines {
     pub lines: u64,
     /// Of them those that have data which the disk has not.
     pub dirty: u64,
+    /// Of what is damaged, and so not counted.
+    pub damage: Damage,
 }
 
-/// Counts the lines of the cache with this superblock; nothing is counted of what is damaged. For `boot` see
+/// What of the bookkeeping is damaged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Damage {
+    /// Nothing is known of any line.
+    pub journal: bool,
+    /// Sets of which nothing is known.
+    pub sets: u32,
+}
+
+/// Counts the lines of the cache with this superblock, as far as they are known. For `boot` see
 /// [`OpenOptions::boot`](crate::OpenOptions::boot).
 ///
 /// # Errors
@@ -40,6 +51,7 @@ pub async fn count_lines(
         found.lines += entries.iter().filter(|entry| entry.believed() != 0).count() as u64;
         found.dirty += entries.iter().filter(|entry| entry.dirty != 0).count() as u64;
     }
+    found.damage = sets.damage();
     Ok(found)
 }
 
@@ -50,6 +62,10 @@ pub(crate) struct Sets<'a> {
     seed: u32,
     /// Of the journal, by set; `None` if that is damaged.
     records: Option<Records>,
+    /// The journal's oldest sector that is needed.
+    tail: u64,
+    /// Sets that are damaged.
+    damaged: u32,
     next: u32,
     /// Pages of the sets from the next one on.
     bytes: AlignedBuf,
@@ -68,12 +84,15 @@ pub(crate) async fn entries_of_all<'a>(
     read.map_err(|source| failed(fast, source))?;
     let was_left = superblock.was_left(boot);
     let contents = journal::read(&shape, superblock.seed(), bytes.to_vec(), was_left).ok();
+    let tail = contents.as_ref().map_or(1, |contents| contents.tail);
     let records = contents.map(|contents| contents.records);
     Ok(Sets {
         fast,
         shape,
         seed: superblock.seed(),
         records,
+        tail,
+        damaged: 0,
         next: 0,
         bytes: AlignedBuf::zeroed(0),
         used: 0,
@@ -81,6 +100,14 @@ pub(crate) async fn entries_of_all<'a>(
 }
 
 impl Sets<'_> {
+    /// What was damaged of those that were looked at.
+    pub(crate) fn damage(&self) -> Damage {
+        Damage {
+            journal: self.records.is_none(),
+            sets: self.damaged,
+        }
+    }
+
     /// The next set, and what its slots hold.
     pub(crate) async fn next(&mut self) -> Result<Option<(u32, Vec<Entry>)>, OpenError> {
         let set = self.next;
@@ -97,7 +124,10 @@ impl Sets<'_> {
             read.map_err(|source| failed(self.fast, source))?;
         }
         let pair = &self.bytes[self.used..self.used + pair_len];
-        let entries = entries_of(&self.shape, self.seed, set, pair, records.of_set(set));
+        let believed = page::believed(&self.shape, self.seed, set, pair, self.tail);
+        self.damaged += u32::from(believed.is_none());
+        let entries = believed.map(|believed| believed.with(records.of_set(set), &self.shape));
+        let entries = entries.unwrap_or_default();
         self.used += pair_len;
         self.next += 1;
         Ok(Some((set, entries)))
@@ -109,29 +139,6 @@ fn failed(fast: &Rc<dyn BlockDevice>, source: IoError) -> OpenError {
         cache: fast.name().to_string(),
         source,
     }
-}
-
-/// The newer of a set's pages, and what the journal says of it since.
-fn entries_of(
-    shape: &Shape,
-    seed: u32,
-    set: u32,
-    pair: &[u8],
-    records: impl Iterator<Item = (u64, Record)>,
-) -> Vec<Entry> {
-    let pages = pair.chunks_exact(shape.page_len as usize);
-    let whole = pages.filter_map(|page| match page::decode(shape, seed, set, page) {
-        Found::Whole { sequence, entries } => Some((sequence, entries)),
-        _ => None,
-    });
-    let newest = whole.max_by_key(|(sequence, _)| *sequence);
-    let (since, mut entries) = newest.unwrap_or_else(|| (0, vec![Entry::default(); shape.ways as usize]));
-    for (sequence, Record { slot, entry, .. }) in records {
-        if sequence >= since && slot.way() < shape.ways {
-            entries[slot.way() as usize] = entry;
-        }
-    }
-    entries
 }
 
 /// Has a cache that nobody uses do something else with writes when it is opened the next time.

@@ -288,11 +288,30 @@ impl Cache {
                     end: 1,
                     records: journal::Records::none(&shape),
                     disbelieved: Vec::new(),
+                    mended: Vec::new(),
                     // Of the first sector, which is never written.
                     block: vec![0; SECTOR as usize],
                 }
             }
         };
+        // Before anything is accepted: a journal that goes on up to a damaged sector is taken for a damaged one.
+        if !contents.mended.is_empty() {
+            tracing::warn!(
+                "{disk}: cache {}: its journal is damaged where nothing is needed of it, and is made anew there; something else has written to it, or its device fails",
+                fast.name()
+            );
+        }
+        for (sector, block) in &contents.mended {
+            let at = ByteOffset::new(JOURNAL_AT + sector * SECTOR);
+            let mut bytes = AlignedBuf::zeroed(block.len());
+            bytes.copy_from_slice(block);
+            fast.write(at, WriteBuf::new(&bytes), WriteFlags::NONE)
+                .await
+                .map_err(io)?;
+        }
+        if !contents.mended.is_empty() {
+            fast.flush().await.map_err(io)?;
+        }
         // What is not believed now must not be later.
         for (sequence, sector) in &contents.disbelieved {
             let at = ByteOffset::new(JOURNAL_AT + sequence % shape.journal_sectors() * SECTOR);

@@ -14,6 +14,7 @@
 //! ```
 
 use crate::entry::{self, Entry};
+use crate::journal::Record;
 use crate::shape::{SECTOR, Shape, WAYS_MAX};
 
 const SECTOR_LEN: usize = SECTOR as usize;
@@ -97,6 +98,60 @@ pub(crate) fn decode(shape: &Shape, seed: u32, set: u32, bytes: &[u8]) -> Found 
         }
         _ => Found::Torn,
     }
+}
+
+/// What of a set's two pages is to be believed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Believed {
+    /// Records of the journal below this one are contained.
+    sequence: u64,
+    entries: Vec<Entry>,
+    /// It is the second of the two.
+    pub(crate) is_second: bool,
+    /// The other one is damaged.
+    pub(crate) has_damage: bool,
+}
+
+impl Believed {
+    /// What the set's slots hold, with what its records in the journal say since.
+    pub(crate) fn with(self, records: impl Iterator<Item = (u64, Record)>, shape: &Shape) -> Vec<Entry> {
+        let mut entries = self.entries;
+        for (sequence, Record { slot, entry, .. }) in records {
+            if sequence >= self.sequence && slot.way() < shape.ways {
+                entries[slot.way() as usize] = entry;
+            }
+        }
+        entries
+    }
+}
+
+/// Looks at both pages of a set; `tail` is the oldest sector of the journal that is needed. `None` if something may be
+/// missing.
+pub(crate) fn believed(shape: &Shape, seed: u32, set: u32, pair: &[u8], tail: u64) -> Option<Believed> {
+    let (first, second) = pair.split_at(shape.page_len as usize);
+    let (first, second) = (decode(shape, seed, set, first), decode(shape, seed, set, second));
+    let has_damage = first == Found::Damaged || second == Found::Damaged;
+    // The other one is older, or its writing was cut off; if it is damaged, it may have been newer, unless the journal has
+    // all that happened since.
+    let suffices = |sequence: u64, other: &Found| *other != Found::Damaged || sequence >= tail;
+    let never = || (0, vec![Entry::default(); shape.ways as usize]);
+    let ((sequence, entries), is_second) = match (first, second) {
+        (Found::Whole { sequence: earlier, .. }, Found::Whole { sequence, entries }) if sequence > earlier => {
+            ((sequence, entries), true)
+        }
+        (Found::Whole { sequence, entries }, other) if suffices(sequence, &other) => ((sequence, entries), false),
+        (other, Found::Whole { sequence, entries }) if suffices(sequence, &other) => ((sequence, entries), true),
+        // The very first one was being written, and is again: never both are torn.
+        (Found::Never | Found::Torn, Found::Never) => (never(), true),
+        (Found::Never, Found::Torn) => (never(), false),
+        _ => return None,
+    };
+    Some(Believed {
+        sequence,
+        entries,
+        is_second,
+        has_damage,
+    })
 }
 
 #[cfg(test)]

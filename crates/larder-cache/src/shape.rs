@@ -138,6 +138,11 @@ impl Shape {
         1
     }
 
+    /// How many sets there are.
+    pub fn sets(&self) -> u32 {
+        self.sets
+    }
+
     /// Bytes of a line.
     pub fn line_len(&self) -> u64 {
         1 << self.line_bits

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::bail;
 use larder_block::{ByteLen, Loop};
-use larder_cache::Mode;
+use larder_cache::{Damage, Mode, Superblock};
 use larder_vm::control::state::{DiskState, FlushState};
 use larder_vm::control::wishes::{CachePatch, DiskPatch};
 use larder_vm::control::{Change, change_disk, fetch_disks};
@@ -81,11 +81,16 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
         let (held, room) = (lines * shape.line_len(), shape.capacity().get());
         format!("{}{}", human(held), percent(held, room))
     };
+    let known = match lines {
+        Some(lines) if lines.damage.journal => None,
+        lines => lines.as_ref(),
+    };
     match lines {
+        Some(lines) if lines.damage.journal => said.line("holds", "cannot be told"),
         Some(lines) => said.line("holds", holds(lines.lines)),
         None => said.line("holds", "what its server says, as larder status tells"),
     }
-    let dirty = match (superblock.may_be_dirty, lines) {
+    let dirty = match (superblock.may_be_dirty, known) {
         (false, _) => "nothing".to_owned(),
         (true, Some(lines)) => holds(lines.dirty),
         (true, None) => "perhaps something".to_owned(),
@@ -98,7 +103,27 @@ fn text(file: &ImageAddress, report: &CacheReport, users: Option<&[String]>) -> 
         (None, false) => "not closed: its server was killed, or is on another host".to_owned(),
     };
     said.line("state", state);
+    if let Some(damage) = lines.and_then(|lines| damage_text(lines.damage, superblock)) {
+        said.line("damaged", damage);
+    }
     said.into_text()
+}
+
+/// What is damaged, and what comes of that.
+fn damage_text(damage: Damage, superblock: &Superblock) -> Option<String> {
+    let what = match damage {
+        Damage { journal: true, .. } => "its journal".to_owned(),
+        Damage { sets: 0, .. } => return None,
+        Damage { sets, .. } => format!("what it knew of {sets} of its {} sets", superblock.shape.sets()),
+    };
+    Some(match (superblock.may_be_dirty, damage.journal) {
+        (true, _) => format!(
+            "{what}, and it may have had data that {} has not: larder disk cache drop --lose-dirty gives that up",
+            superblock.disk.name
+        ),
+        (false, true) => format!("{what}; it begins anew, empty, with its next server, and nothing is lost"),
+        (false, false) => format!("{what}; it begins anew there with its next server, and nothing is lost"),
+    })
 }
 
 fn as_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
@@ -109,6 +134,7 @@ fn as_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
         ..
     } = report;
     let shape = superblock.shape;
+    let known = lines.filter(|lines| !lines.damage.journal);
     json!({
         "file": file.to_string(),
         "disk": superblock.disk.name,
@@ -117,9 +143,10 @@ fn as_json(file: &ImageAddress, report: &CacheReport) -> serde_json::Value {
         "size": size.get(),
         "capacity": shape.capacity().get(),
         "line_size": shape.line_len(),
-        "occupancy": lines.map(|lines| lines.lines * shape.line_len()),
-        "dirty": lines.map(|lines| lines.dirty * shape.line_len()),
+        "occupancy": known.map(|lines| lines.lines * shape.line_len()),
+        "dirty": known.map(|lines| lines.dirty * shape.line_len()),
         "may_be_dirty": superblock.may_be_dirty,
+        "damaged": lines.map(|lines| lines.damage != Damage::default()),
         "closed": superblock.clean,
         "in_use": report.is_used,
     })

@@ -8,9 +8,11 @@ use std::time::SystemTime;
 
 use larder_bench::campaign::Random;
 use larder_bench::campaign::process::Process;
+use serde_json::json;
 
 use crate::support::{LIMIT, run, tool};
-use crate::{MIB, Place, Served, text};
+use crate::write_back::WRITE_BACK;
+use crate::{MIB, Place, Served, qemu_io, text};
 
 const IMAGE_MIB: u64 = 16;
 const CACHE: u64 = 4 * MIB;
@@ -87,6 +89,122 @@ impl Left {
     }
 }
 
+const JOURNAL_AT: u64 = 8192;
+
+fn journal_len(cache: &Path) -> u64 {
+    let mut len = [0; 8];
+    let file = File::open(cache).expect("is there");
+    file.read_exact_at(&mut len, 64).expect("a superblock");
+    u64::from_le_bytes(len)
+}
+
+/// How many sectors the journal has, and of which sectors of it something is needed, of a cache that was closed.
+fn journal_of(cache: &Path) -> (u64, Vec<u64>) {
+    let bytes = fs::read(cache).expect("is there");
+    let long = |at: u64| u64::from_le_bytes(bytes[at as usize..at as usize + 8].try_into().expect("eight"));
+    let (sectors, end) = (journal_len(cache) / 512, long(88));
+    let last = JOURNAL_AT + (end - 1) % sectors * 512;
+    assert_eq!(long(last + 8), end - 1, "the last sector");
+    (
+        sectors,
+        (long(last + 24)..end).map(|sequence| sequence % sectors).collect(),
+    )
+}
+
+/// Somebody has written to a closed cache: to its journal, where nothing of that is needed, and to its pages. Perhaps not
+/// to what was written last: that is so if it was in use.
+fn overwrite(cache: &Path, in_use: bool, random: &mut Random) {
+    let (sectors, mut needed) = journal_of(cache);
+    if in_use {
+        let blocks: Vec<u64> = needed.iter().map(|sector| sector / 8 * 8).collect();
+        needed.extend(blocks.into_iter().flat_map(|block| block..block + 8));
+    }
+    let mut noise = || (0..512).map(|_| random.below(256) as u8).collect::<Vec<u8>>();
+    let file = File::options().write(true).open(cache).expect("is there");
+    for sector in (0..sectors).filter(|sector| !needed.contains(sector)) {
+        file.write_all_at(&noise(), JOURNAL_AT + sector * 512).expect("damaged");
+    }
+    for page in 0..64 {
+        file.write_all_at(&noise(), JOURNAL_AT + (sectors + page) * 512)
+            .expect("damaged");
+    }
+}
+
+#[test]
+fn what_is_written_to_a_closed_cache_that_was_damaged_outlives_a_kill() {
+    let mut random = Random::new(7);
+    // So that the journal ends anywhere in a block.
+    for (in_use, count) in [true, false]
+        .into_iter()
+        .flat_map(|in_use| (1..=8).map(move |count| (in_use, count)))
+    {
+        println!("{in_use}, {count}");
+        let place = Place::new();
+        let (image, cache) = (place.image("disk.raw", IMAGE_MIB), place.path("cache"));
+        let served = place.serve(&image, &cache, &WRITE_BACK);
+        served.io(&["write -P 9 0 64k", "write -P 9 2M 64k"]);
+        served.stop();
+        overwrite(&cache, in_use, &mut random);
+        let served = place.serve(&image, &cache, &[]);
+        let said = served.process.output();
+        assert!(said.contains("its journal is damaged where nothing"), "{said}");
+        let writes: Vec<String> = (0..count).map(|at| format!("write -P 10 {at}M 4k")).collect();
+        let reads: Vec<String> = (0..count).map(|at| format!("read -P 10 {at}M 4k")).collect();
+        served.io(&writes);
+        served.kill();
+        place.left(&cache);
+        assert_eq!(place.info(&cache)["damaged"], json!(false), "{count}");
+        let served = place.serve(&image, &cache, &[]);
+        served.io(&reads);
+        served.io(&[
+            "read -P 9 4k 60k",
+            "read -P 9 2101248 60k",
+            "read -P 7 64k 960k",
+            "read -P 7 8M 8M",
+        ]);
+        served.stop();
+        qemu_io("raw", text(&image), &reads);
+    }
+}
+
+#[test]
+fn info_tells_that_a_cache_is_damaged() {
+    let mut random = Random::new(7);
+    let mut noise = |cache: &Path, at: u64, len: u64| {
+        let noise: Vec<u8> = (0..len).map(|_| random.below(256) as u8).collect();
+        let file = File::options().write(true).open(cache).expect("is there");
+        file.write_all_at(&noise, at).expect("damaged");
+    };
+    for kills in [false, true] {
+        let place = Place::new();
+        let (image, cache) = (place.image("disk.raw", IMAGE_MIB), place.path("cache"));
+        let served = place.serve(&image, &cache, &WRITE_BACK);
+        served.io(&["write -P 9 1M 64k"]);
+        match kills {
+            true => served.kill(),
+            false => drop(served.stop()),
+        }
+        place.left(&cache);
+        assert_eq!(place.info(&cache)["damaged"], json!(false));
+        let journal_len = journal_len(&cache);
+        let all_pages = 64 << 10;
+        for (at, len, what) in [
+            (JOURNAL_AT + journal_len, all_pages, " sets"),
+            (JOURNAL_AT, journal_len, "its journal"),
+        ] {
+            noise(&cache, at, len);
+            let told = place.info(&cache);
+            assert_eq!(told["damaged"], json!(true), "{what}");
+            assert_eq!(told["dirty"].is_null(), what == "its journal", "{told}");
+            let (code, said) = place.cache_command(&["info", text(&cache)]);
+            assert_eq!(code, Some(0), "{said}");
+            assert!(said.contains("damaged: ") && said.contains(what), "{said}");
+            assert_eq!(said.contains("drop --lose-dirty"), kills, "{said}");
+            assert_eq!(said.contains("nothing is lost"), !kills, "{said}");
+        }
+    }
+}
+
 #[test]
 fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
     for (mode, stops) in [("wt", true), ("wt", false), ("wb", false)] {
@@ -118,7 +236,7 @@ fn one_damaged_byte_of_the_bookkeeping_makes_nothing_old_or_wrong() {
         served.kill();
 
         // Superblocks, journal, pages.
-        let journal = 8192;
+        let journal = JOURNAL_AT;
         let pages = journal + (CACHE / 4096).max(16 << 10);
         // What the shape leaves over lies behind the data, so where that begins is known roughly only.
         let parts = [0..journal, journal..pages, pages..(pages + CACHE - capacity) / 2];
