@@ -127,11 +127,22 @@ pub struct Header {
     pub bitmaps: Option<Bitmaps>,
 }
 
+/// The first bytes of something in words.
+fn beginning_text(bytes: [u8; 4]) -> String {
+    match bytes {
+        [0, 0, 0, 0] => "zeros".to_owned(),
+        _ if bytes.iter().all(u8::is_ascii_graphic) => {
+            format!("'{}'", bytes.map(char::from).iter().collect::<String>())
+        }
+        [a, b, c, d] => format!("the bytes {a:02x} {b:02x} {c:02x} {d:02x}"),
+    }
+}
+
 /// Why a header is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum HeaderError {
-    #[error("it is not a qcow2 image (it begins with {0:02x?})")]
+    #[error("it is not a qcow2 image (it begins with {})", beginning_text(*.0))]
     Magic([u8; 4]),
     #[error("it ends within the header ({0} bytes)")]
     Truncated(u64),

@@ -316,6 +316,9 @@ impl Qcow2 {
             return Ok(());
         }
         if is_there {
+            if records.is_empty() {
+                return Ok(());
+            }
             tracing::info!(
                 "{}: the server before this one was killed; {} changes of the mapping that it had not committed are made again. Space that it was taking or giving back may be leaked: when the image is not in use, `larder disk check --repair=leaks` finds it",
                 self.name,
