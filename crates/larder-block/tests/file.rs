@@ -189,21 +189,21 @@ fn requests_beyond_the_end_or_misaligned_fail_without_effect() {
 #[test]
 fn a_disk_in_use_is_refused_and_a_read_only_one_can_be_shared() {
     each_place(async |on, path, options| {
-        let writer = FileDevice::open(on, path, options).await.expect("opens");
+        let writer = FileDevice::open(on, path, options.clone()).await.expect("opens");
         let read_only = FileOptions {
             read_only: true,
-            ..options
+            ..options.clone()
         };
-        let Err(error) = FileDevice::open(on, path, read_only).await else {
+        let Err(error) = FileDevice::open(on, path, read_only.clone()).await else {
             panic!("opened a disk in use")
         };
         assert!(matches!(error, OpenError::Locked { .. }), "{error}");
         drop(writer);
-        let one = FileDevice::open(on, path, read_only).await.expect("opens");
-        let two = FileDevice::open(on, path, read_only)
+        let one = FileDevice::open(on, path, read_only.clone()).await.expect("opens");
+        let two = FileDevice::open(on, path, read_only.clone())
             .await
             .expect("opens a second time");
-        assert!(FileDevice::open(on, path, options).await.is_err());
+        assert!(FileDevice::open(on, path, options.clone()).await.is_err());
         let data = pattern(4096, 0);
         let error = one
             .write(ByteOffset::ZERO, WriteBuf::new(&data), WriteFlags::NONE)

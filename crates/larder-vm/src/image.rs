@@ -10,7 +10,7 @@ use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile};
+use larder_block::backend::file::{Caching, FileDevice, FileOptions, HeldFile, Role};
 use larder_block::backend::image_lock::{self, Claim};
 use larder_block::backend::nbd::{NbdDevice, NbdOptions};
 use larder_block::event_loop::SocketAddress;
@@ -174,6 +174,8 @@ pub struct ImageOptions {
     pub share: bool,
     /// Who sees to it that nobody else uses it, otherwise.
     pub claim: Claim,
+    /// What a file is that is opened as it is.
+    pub role: Role,
     /// The host's page cache or not.
     pub caching: Caching,
     /// Ignore discards, so that the image stays allocated.
@@ -216,6 +218,7 @@ impl Default for ImageOptions {
             read_only: false,
             share: false,
             claim: Claim::Own,
+            role: Role::Image,
             caching: Caching::Auto,
             keep_space: false,
             nbd: NbdOptions::default(),
@@ -523,6 +526,7 @@ async fn open_file(
         refuse_too_short(path)?;
     }
     let file = FileOptions {
+        role: options.role.clone(),
         read_only: options.read_only,
         share: options.share,
         claim: options.claim,

@@ -25,7 +25,7 @@ use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
 pub use held::{Displaced, HeldFile};
-pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError};
+pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role};
 
 use super::image_lock;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
@@ -71,6 +71,8 @@ pub struct FileDevice {
     name: Rc<str>,
     path: PathBuf,
     file: File,
+    /// What is told of it.
+    role: Role,
     /// What was last told of its path.
     displaced: Cell<Option<Displaced>>,
     ring: Ring,
@@ -138,7 +140,13 @@ impl FileDevice {
         let visible = visible_size(size, geometry.block_size, self.direct, self.container);
         if visible != geometry.size {
             let (image, from, to) = (&self.name, geometry.size.get(), visible.get());
-            if to < from {
+            if let (true, Role::CacheOf(disk)) = (to < from, &self.role) {
+                tracing::warn!(
+                    image = %disk, cache = %image,
+                    "its cache has shrunk from {from} to {to} bytes while it is in use: what was behind its new end is lost; \
+                     `larder disk cache replace {image} --control PATH --with FILE` has the disk get what is left that only the cache has, and another one used"
+                );
+            } else if to < from {
                 tracing::warn!(
                     %image,
                     "the image has shrunk from {from} to {to} bytes while it is in use: what was behind its new end is lost, and requests there fail; \

@@ -2,12 +2,13 @@
 
 use std::cell::RefCell;
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
+use larder_block::backend::file::Role;
 use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::boot::boot_id;
@@ -63,6 +64,8 @@ pub enum CacheError {
     ZeroSize { file: String },
     #[error("{}: it cannot be made: {source}", path.display())]
     Make { path: PathBuf, source: std::io::Error },
+    #[error("{}: its file system has no files of {size}; give a smaller cache-size, or another file system", path.display())]
+    TooLarge { path: PathBuf, size: ByteLen },
     #[error("{file}: its file system has no room for {size}; make some, or give a smaller cache-size")]
     NoRoom { file: String, size: ByteLen },
     #[error("{file}: it has {is}, not {wished}; {}", what_of_other_size(*is_file))]
@@ -205,7 +208,7 @@ pub(super) async fn look(
         ImageAddress::Path(path) if matches!(Place::of(path, wish.size)?, Place::Filled) => {}
         _ => return Ok(()),
     }
-    let fast = open_device(on, wish, options, true).await?;
+    let fast = open_device(on, wish, options, None).await?;
     let fits = look_at(&fast, identity, wish).await;
     // Nothing was written.
     let _ = fast.close().await;
@@ -239,8 +242,16 @@ pub(super) async fn prepare(
         ImageAddress::Nbd(_) => Place::Filled,
     };
     // From here on it is nobody else's.
-    let fast = open_device(on, wish, options, false).await?;
+    let fast = open_device(on, wish, options, Some(disk)).await?;
     let found = match look_at(&fast, &disk.identity, wish).await {
+        Ok(None) if matches!(was, Place::Filled) => {
+            tracing::info!(
+                "{}: {}, which begins with zeros, becomes a cache of it",
+                disk.image,
+                wish.file
+            );
+            create(&fast, disk, wish, line).await
+        }
         Ok(None) => create(&fast, disk, wish, line).await,
         Ok(Some(superblock)) => Ok(superblock),
         Err(error) => Err(error),
@@ -299,7 +310,7 @@ impl Prepared {
 pub(super) fn lock(file: &ImageAddress, superblock: &Superblock) -> Result<Option<Lock>, CacheError> {
     let ImageAddress::Nbd(_) = file else { return Ok(None) };
     Note::of(superblock).lock().or_else(|error| match error.kind() {
-        std::io::ErrorKind::WouldBlock => Err(CacheError::InUse { file: file.to_string() }),
+        ErrorKind::WouldBlock => Err(CacheError::InUse { file: file.to_string() }),
         // Then there is no note either, which is told.
         _ => Ok(None),
     })
@@ -321,7 +332,7 @@ impl Place {
         let size = size.map(rounded);
         let path = || path.to_owned();
         match path().metadata() {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => match size {
+            Err(error) if error.kind() == ErrorKind::NotFound => match size {
                 Some(size) => Ok(Self::Missing(size)),
                 None => Err(CacheError::Missing { path: path() }),
             },
@@ -348,10 +359,7 @@ impl Place {
         });
         match made {
             Ok(()) => Ok(self),
-            Err(source) => {
-                let path = path.to_owned();
-                Err(CacheError::Make { path, source })
-            }
+            Err(source) => Err(not_made(path, size, source)),
         }
     }
 
@@ -363,6 +371,16 @@ impl Place {
             Self::Empty(_) => File::options().write(true).open(path).and_then(|file| file.set_len(0)),
             Self::Filled => Ok(()),
         };
+    }
+}
+
+/// Why a file of a cache cannot be made so large.
+pub(super) fn not_made(path: &Path, size: ByteLen, source: std::io::Error) -> CacheError {
+    let path = path.to_owned();
+    match source.kind() {
+        // The second is what is said of a size that no file at all can have.
+        ErrorKind::FileTooLarge | ErrorKind::InvalidInput => CacheError::TooLarge { path, size },
+        _ => CacheError::Make { path, source },
     }
 }
 
@@ -379,7 +397,9 @@ pub(crate) fn absolute(address: &ImageAddress) -> String {
 
 /// A size that the file of a cache can have.
 pub(super) fn rounded(size: ByteLen) -> ByteLen {
-    ByteLen::new(size.get().next_multiple_of(FILE_UNIT))
+    // One that is too large is refused by the file system.
+    let largest = u64::MAX / FILE_UNIT * FILE_UNIT;
+    ByteLen::new(size.get().checked_next_multiple_of(FILE_UNIT).unwrap_or(largest))
 }
 
 /// Whether a cache is made there, of the size that is said.
@@ -397,14 +417,17 @@ pub(super) fn is_file(file: &ImageAddress) -> bool {
     }
 }
 
+/// Opens what the cache is on for a disk; only to look without one.
 async fn open_device(
     on: &Loop,
     wish: &CacheOptions,
     options: &ImageOptions,
-    only_to_look: bool,
+    disk: Option<&Cached>,
 ) -> Result<Rc<dyn BlockDevice>, CacheError> {
     let nbd = &options.nbd;
+    let only_to_look = disk.is_none();
     let options = ImageOptions {
+        role: disk.map_or(Role::Image, |disk| Role::CacheOf(disk.image.to_string())),
         read_only: only_to_look,
         // Its server may still be there.
         share: only_to_look,

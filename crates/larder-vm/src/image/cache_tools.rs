@@ -3,18 +3,20 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io::ErrorKind;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
 use larder_block::backend::file::OpenError as FileError;
-use larder_block::backend::image_lock::LockError;
+use larder_block::backend::image_lock::{self, Claim, LockError, Sharing};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
 use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, read_superblock};
 
 use super::cache::{
-    CacheError, LOOKED_AT, allocate, begins_empty, boot_of, is_file, is_other, lock, may_write_back, random, rounded,
+    CacheError, LOOKED_AT, allocate, begins_empty, boot_of, is_file, is_other, lock, may_write_back, not_made, random,
+    rounded,
 };
 use super::cache_note::{Lock, Note};
 use super::cache_place::CachePlace;
@@ -240,13 +242,6 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
     let beginning = ByteRange::between(ByteOffset::ZERO, ByteOffset::new(beginning));
     fast.write_zeroes(beginning, ZeroFlags::default()).await?;
     fast.flush().await?;
-    if let (ImageAddress::Path(path), true) = (file, is_file(file)) {
-        let emptied = File::options().write(true).open(path).and_then(|it| it.set_len(0));
-        emptied.map_err(|source| CacheToolError::Host {
-            file: file.to_string(),
-            source,
-        })?;
-    }
     if let Some((_alone, note)) = note {
         // Of a cache that is no more it means nothing.
         let _ = note.take_back();
@@ -256,7 +251,30 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
         // Of another one that was there.
         Note::take_back_of(file);
     }
-    Ok(fast.close().await?)
+    // Whoever has it open watches its size.
+    fast.close().await?;
+    drop(fast);
+    match file {
+        ImageAddress::Path(path) if is_file(file) => empty(path).map_err(|source| CacheToolError::Host {
+            file: file.to_string(),
+            source,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Takes what is left of a file that is no cache any more, unless somebody else has it by now.
+fn empty(path: &Path) -> std::io::Result<()> {
+    let file = File::options().read(true).write(true).open(path)?;
+    if image_lock::lock(file.as_fd(), Sharing::Exclusive, Claim::Own).is_err() {
+        return Ok(());
+    }
+    let mut beginning = [0; 512];
+    file.read_exact_at(&mut beginning, 0)?;
+    match beginning.iter().all(|byte| *byte == 0) {
+        true => file.set_len(0),
+        false => Ok(()),
+    }
 }
 
 /// Makes the file of a closed cache larger or smaller, with what it has, as far as there is room: a new one takes its
@@ -341,7 +359,8 @@ async fn make_resized(
         file: beside.display().to_string(),
         source,
     })?;
-    file.set_len(size.get()).map_err(host)?;
+    file.set_len(size.get())
+        .map_err(|source| not_made(beside, size, source))?;
     let new = open(on, &address, false).await?;
     allocate(&new, &address).await?;
     let lines = larder_cache::copy(old, &new, random().map_err(host)?).await?;

@@ -25,6 +25,18 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
         &["too small", "lines of 4 KiB"],
     );
     assert!(!cache.exists(), "nothing is left behind");
+    // More than any file system has.
+    place.refused(
+        &image,
+        text(&cache),
+        &["--cache-size", "8388607T"],
+        &[
+            text(&cache),
+            "its file system has no files of 8388607 TiB",
+            "smaller cache-size",
+        ],
+    );
+    assert!(!cache.exists(), "nothing is left behind");
     place.refused(
         &image,
         text(&place.path("no/cache")),
@@ -56,9 +68,18 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
         &["--cache-size", "8M"],
         &["it has 4", "not 8", "disk cache resize"],
     );
-    place
-        .serve(&image, &cache, &["--cache-size", "4M"])
-        .io(&["read -P 7 0 8M"]);
+    let served = place.serve(&image, &cache, &["--cache-size", "4M"]);
+    served.io(&["read -P 7 0 8M"]);
+    let said = served.stop();
+    assert!(
+        said.contains(&format!(
+            "{}, which begins with zeros, becomes a cache of it",
+            text(&cache)
+        )),
+        "{said}"
+    );
+    let said = place.serve(&image, &cache, &[]).stop();
+    assert!(!said.contains("becomes a cache"), "{said}");
 }
 
 #[test]
@@ -88,7 +109,12 @@ fn an_open_cache_is_nobody_elses_and_a_closed_one_no_other_disks() {
         &["--cache-line", "4k"],
         &["lines have 8", "not 4"],
     );
-    place.refused(&image, text(&cache), &["--format", "qcow2"], &["not a qcow2 image"]);
+    place.refused(
+        &image,
+        text(&cache),
+        &["--format", "qcow2"],
+        &["not a qcow2 image (it begins with the bytes 08 08 08 08)"],
+    );
     // A copy under its name is another disk, and the disk under another name is the same.
     fs::rename(&image, place.path("moved.raw")).expect("moves");
     fs::copy(place.path("moved.raw"), &image).expect("copies");

@@ -93,6 +93,42 @@ fn what_was_written_is_there_after_a_kill() {
 }
 
 #[test]
+fn a_cache_that_is_deleted_under_its_server_is_told_of_as_one_and_nothing_need_be_lost() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &WRITE_BACK);
+    served.io(&WRITES);
+    fs::remove_file(&cache).expect("was there");
+    let told = served.process.wait_for("deleted or replaced", LIMIT).expect("told");
+    for part in [
+        &format!("image=\"{}\"", text(&image)),
+        &format!("cache=\"{}\"", text(&cache)),
+        &format!("larder disk cache replace {} --control PATH --with FILE", text(&cache)),
+        &format!("larder disk cache flush {} --control PATH", text(&cache)),
+        "its cache was",
+    ] {
+        assert!(told.contains(part), "no '{part}' in {told}");
+    }
+    assert!(!told.contains("/proc/"), "{told}");
+    // As it says.
+    let (other, control) = (place.path("other"), text(&served.control));
+    cache_command(&place, &["flush", text(&cache), "--control", control]);
+    assert_eq!(served.count("dirty"), 0);
+    served.io(&["write -P 12 9M 4k"]);
+    cache_command(
+        &place,
+        &["replace", text(&cache), "--control", control, "--with", text(&other)],
+    );
+    served.kill();
+    place.left(&other);
+    let served = place.serve(&image, &other, &[]);
+    served.io(&READS);
+    served.io(&["read -P 12 9M 4k"]);
+    served.stop();
+    qemu_io("raw", text(&image), &READS);
+}
+
+#[test]
 fn what_nobody_wants_anything_of_is_cleaned() {
     let place = Place::new();
     let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));

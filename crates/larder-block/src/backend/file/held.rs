@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::FileDevice;
+use super::{FileDevice, Role};
 
 /// A device's open file: while this lives, the file is open and has the device's locks, whatever becomes of the device.
 #[derive(Debug)]
@@ -66,6 +66,9 @@ impl FileDevice {
             return;
         }
         let image = &self.name;
+        if let Role::CacheOf(disk) = &self.role {
+            return tell_of_cache(disk, image, found);
+        }
         match found {
             None => tracing::info!(%image, "the image has its name again"),
             Some(Displaced::Moved) => tracing::warn!(
@@ -79,6 +82,26 @@ impl FileDevice {
                 contents(&self.file).display()
             ),
         }
+    }
+}
+
+/// Where the path of a disk's cache leads.
+fn tell_of_cache(disk: &str, cache: &str, found: Option<Displaced>) {
+    match found {
+        None => tracing::info!(image = disk, cache, "the cache has its name again"),
+        Some(Displaced::Moved) => tracing::warn!(
+            image = disk,
+            cache,
+            "its cache was moved while it is in use: its next server would not find it; move it back"
+        ),
+        Some(Displaced::Removed) => tracing::warn!(
+            image = disk,
+            cache,
+            "its cache was deleted or replaced while it is in use, and is gone when its server ends, with what it has that the disk \
+             has not: do not kill the server; `larder disk cache replace {cache} --control PATH --with FILE` writes all of that to the \
+             disk and has another cache used, `larder disk cache flush {cache} --control PATH` only writes what there is now, and a \
+             stop of the server writes it, too"
+        ),
     }
 }
 

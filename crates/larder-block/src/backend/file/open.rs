@@ -34,9 +34,21 @@ pub enum Caching {
     Buffered,
 }
 
+/// What a file is to whoever opens it: what is said of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Role {
+    /// A disk, or a part of one.
+    #[default]
+    Image,
+    /// The cache of the disk with this name.
+    CacheOf(String),
+}
+
 /// How to open a file.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct FileOptions {
+    /// What it is.
+    pub role: Role,
     /// Refuse changes.
     pub read_only: bool,
     /// Let other processes use the file too; the user answers for what that does.
@@ -132,7 +144,7 @@ impl FileDevice {
                 read_only: false,
             });
         }
-        lock_patiently(on, &file, path, options).await?;
+        lock_patiently(on, &file, path, &options).await?;
 
         let mut size = size_of(&file).map_err(os("finding its size"))?;
         if size == 0 {
@@ -173,6 +185,7 @@ impl FileDevice {
             name: path.display().to_string().into(),
             path: path.to_owned(),
             file,
+            role: options.role,
             displaced: Cell::new(None),
             ring: on.ring_or_panic(),
             geometry: Cell::new(geometry),
@@ -228,7 +241,7 @@ fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
     }
 }
 
-async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: FileOptions) -> Result<(), OpenError> {
+async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptions) -> Result<(), OpenError> {
     let sharing = match (options.share, options.read_only) {
         (true, read_only) => Sharing::Shared { writable: !read_only },
         (false, true) => Sharing::ReadOnly,
