@@ -11,3 +11,8 @@ pub fn boot_id() -> io::Result<u128> {
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
     u128::from_str_radix(&digits, 16).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
 }
+
+/// Whether a file system is in the host's memory: what it holds was written since the host was started.
+pub fn is_tmpfs(found: &rustix::fs::StatFs) -> bool {
+    found.f_type == libc::TMPFS_MAGIC
+}

@@ -36,6 +36,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use larder_block::boot::is_tmpfs;
 use rustix::io::Errno;
 
 use crate::entry::Entry;
@@ -170,8 +171,7 @@ fn native_words(bytes: &[u8]) -> Vec<u64> {
 /// Whether a journal of the boot ID `boot` was written since the host was started. One on tmpfs was, whatever ID that was:
 /// containers have one of their own, which a service of theirs does not see if it has a `/proc` of its own.
 fn is_of_this_start(file: &File, boot: [u64; 2]) -> io::Result<bool> {
-    const TMPFS_MAGIC: i64 = 0x0102_1994;
-    Ok(rustix::fs::fstatfs(file)?.f_type as i64 == TMPFS_MAGIC || boot == boot_id()?)
+    Ok(is_tmpfs(&rustix::fs::fstatfs(file)?) || boot == boot_id()?)
 }
 
 /// Whether the words of a header are of this version, and make sense.

@@ -7,6 +7,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use larder_block::boot::is_tmpfs;
 use rustix::process::geteuid;
 
 /// Where it is, or will be: systemd's `$RUNTIME_DIRECTORY`, `/run/larder` for root (`/run/larder-root` where that is the
@@ -97,7 +98,7 @@ pub(crate) fn is_ours_alone(folder: &Path) -> io::Result<()> {
 
 /// Whether a folder is in the host's memory.
 pub(crate) fn is_on_tmpfs(folder: &Path) -> bool {
-    rustix::fs::statfs(folder).is_ok_and(|found| found.f_type == libc::TMPFS_MAGIC)
+    rustix::fs::statfs(folder).is_ok_and(|found| is_tmpfs(&found))
 }
 
 #[cfg(test)]

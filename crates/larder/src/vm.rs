@@ -19,7 +19,6 @@ use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::config::{VmConfig, path_of};
-use larder_vm::vm::find::Found;
 use larder_vm::vm::look::problems;
 use larder_vm::vm::{Progress, Vm, VmError, check_places};
 use sd_notify::NotifyState;
@@ -90,7 +89,10 @@ fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode {
 /// Has the server that runs read the file again, and says what has become of it.
 fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
     let server = control::fetch_server(&config.control).map_err(|error| match is_not_served(&error) {
-        true => anyhow!("{}; a server reads its file when it starts", not_served(&found(config))),
+        true => anyhow!(
+            "{}; a server reads its file when it starts",
+            not_served(&config.name, &config.control)
+        ),
         false => error.into(),
     })?;
     let is_confined = server.confined;
@@ -242,14 +244,6 @@ fn notify(progress: Progress) {
     };
     if let Err(error) = told {
         tracing::warn!("$NOTIFY_SOCKET: {error}");
-    }
-}
-
-fn found(config: &VmConfig) -> Found {
-    Found {
-        name: config.name.clone(),
-        control: config.control.clone(),
-        mistake: None,
     }
 }
 

@@ -397,9 +397,7 @@ pub(crate) fn absolute(address: &ImageAddress) -> String {
 
 /// A size that the file of a cache can have.
 pub(super) fn rounded(size: ByteLen) -> ByteLen {
-    // One that is too large is refused by the file system.
-    let largest = u64::MAX / FILE_UNIT * FILE_UNIT;
-    ByteLen::new(size.get().checked_next_multiple_of(FILE_UNIT).unwrap_or(largest))
+    ByteLen::new(size.get().next_multiple_of(FILE_UNIT))
 }
 
 /// Whether a cache is made there, of the size that is said.

@@ -144,7 +144,10 @@ pub(super) fn usual_control(name: &str) -> PathBuf {
     socket_folder().join(format!("{name}.sock"))
 }
 
-/// The folder of the files.
+/// The folder of the host's files, which are root's.
+pub const OF_HOST: &str = "/etc/larder/vms";
+
+/// The folder of this user's files.
 pub fn folder() -> PathBuf {
     let variable = |name: &str| {
         std::env::var_os(name)
@@ -156,7 +159,7 @@ pub fn folder() -> PathBuf {
         true => None,
         false => of_user(),
     };
-    place.unwrap_or_else(|| "/etc".into()).join("larder/vms")
+    place.map_or_else(|| OF_HOST.into(), |place| place.join("larder/vms"))
 }
 
 /// A UUID (RFC 9562, section 4) in lower case.

@@ -1,7 +1,7 @@
 //! What stands in the way of the sockets and the caches of a VM, found out without making any.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::config::{self, VmConfig};
 use super::{folder_of, sockets};
@@ -54,16 +54,14 @@ fn of_another(path: &Path, others: &[VmConfig]) -> Option<String> {
 fn of_cache(config: &VmConfig, file: &Path, size: u64) -> Option<String> {
     let told = file.display();
     let id = |path: &Path| path.metadata().ok().map(|found| (found.dev(), found.ino()));
-    let images = config.disks.iter().filter_map(|disk| match &disk.wish.image {
+    let mut images = config.disks.iter().filter_map(|disk| match &disk.wish.image {
         ImageAddress::Path(path) => Some(path),
         ImageAddress::Nbd(_) => None,
     });
-    let folder: PathBuf = folder_of(file);
+    let folder = folder_of(file);
     if id(file).is_some() {
-        return images
-            .filter(|image| id(image) == id(file))
-            .map(|image| format!("the cache {told} is the image {}", image.display()))
-            .next();
+        let image = images.find(|image| id(image) == id(file))?;
+        return Some(format!("the cache {told} is the image {}", image.display()));
     }
     if !folder.is_dir() {
         return Some(format!(

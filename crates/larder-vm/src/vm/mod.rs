@@ -288,16 +288,22 @@ fn control_socket(config: &VmConfig, inherited: &Inherited) -> Result<ControlSoc
     }
 }
 
-/// Paths of all its unix sockets.
+/// The sockets of a VM that are files, and what each is for.
+fn places(config: &VmConfig) -> Vec<(String, &Path)> {
+    let mut places = vec![("the control socket".to_owned(), config.control.as_path())];
+    for disk in &config.disks {
+        if let Some(path) = &disk.socket {
+            places.push((format!("the socket of disk {}", disk.name), path));
+        }
+        if let Some(SocketAddress::Unix(path)) = disk.nbd.as_ref().map(|at| &at.uri.address) {
+            places.push((format!("the NBD socket of disk {}", disk.name), path));
+        }
+    }
+    places
+}
+
 fn sockets(config: &VmConfig) -> impl Iterator<Item = &Path> {
-    let of_disks = config.disks.iter().flat_map(|disk| {
-        let nbd = disk.nbd.as_ref().and_then(|at| match &at.uri.address {
-            SocketAddress::Unix(path) => Some(path.as_path()),
-            SocketAddress::Tcp { .. } => None,
-        });
-        disk.socket.as_deref().into_iter().chain(nbd)
-    });
-    std::iter::once(config.control.as_path()).chain(of_disks)
+    places(config).into_iter().map(|(_, path)| path)
 }
 
 fn folder_of(path: &Path) -> PathBuf {
@@ -325,19 +331,7 @@ fn private_folder(path: &Path) -> Option<&'static Path> {
 /// # Errors
 /// It is not.
 pub fn check_places(config: &VmConfig, inherited: &Inherited) -> Result<(), VmError> {
-    let of_disks = config.disks.iter().flat_map(|disk| {
-        let socket = disk
-            .socket
-            .as_deref()
-            .map(|path| (format!("the socket of disk {}", disk.name), path));
-        let nbd = disk.nbd.as_ref().and_then(|at| match &at.uri.address {
-            SocketAddress::Unix(path) => Some((format!("the NBD socket of disk {}", disk.name), path.as_path())),
-            SocketAddress::Tcp { .. } => None,
-        });
-        socket.into_iter().chain(nbd)
-    });
-    let control = ("the control socket".to_owned(), config.control.as_path());
-    let places: Vec<(String, &Path)> = std::iter::once(control).chain(of_disks).collect();
+    let places = places(config);
     if let Some((one, other)) = same_place(&places) {
         let (one, other) = (one.clone(), other.clone());
         return Err(VmError::SamePlace { one, other });

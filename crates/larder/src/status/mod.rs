@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{anyhow, bail};
 use larder_vm::control::{FetchError, fetch_disks};
-use larder_vm::vm::config::{VmConfig, folder, path_of};
+use larder_vm::vm::config::{OF_HOST, VmConfig, folder, path_of};
 use larder_vm::vm::find::{self, Found};
 
 use crate::cli::{Output, StatusArguments};
@@ -81,15 +81,13 @@ impl Wish {
 fn explain(error: FetchError, vm: &Found) -> anyhow::Error {
     match vm.name.contains('/') || !is_not_served(&error) {
         true => error.into(),
-        false => anyhow!("{}", not_served(vm)),
+        false => anyhow!("{}", not_served(&vm.name, &vm.control)),
     }
 }
 
 /// What is said of a VM that is not served, and what can be done.
-pub(crate) fn not_served(vm: &Found) -> String {
-    let Found { name, control, .. } = vm;
-    let control = control.display();
-    let why = format!("{name} is not served: nobody listens on {control}");
+pub(crate) fn not_served(name: &str, control: &Path) -> String {
+    let why = format!("{name} is not served: nobody listens on {}", control.display());
     let file = path_of(Path::new(name)).ok();
     let others = "`larder status` tells of all that are";
     match file.filter(|path| path.exists()) {
@@ -112,7 +110,7 @@ fn server_of(name: &str) -> String {
 
 /// Whether this user may not look where a VM of that name may be.
 fn is_of_host(name: &str) -> bool {
-    let file = Path::new("/etc/larder/vms").join(format!("{name}.toml"));
+    let file = Path::new(OF_HOST).join(format!("{name}.toml"));
     !rustix::process::geteuid().is_root() && file.exists()
 }
 
