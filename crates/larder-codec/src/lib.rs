@@ -1,0 +1,1 @@
+//! Compresses pages of memory, and knows which codec pays.

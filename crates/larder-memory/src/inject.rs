@@ -1,0 +1,1 @@
+//! System calls made in another process, by one of its threads while that is stopped.
