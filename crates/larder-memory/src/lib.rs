@@ -1,4 +1,13 @@
 //! The memory of a running VM, from outside its process: kept within a budget, what is cold in compressed RAM and on an
 //! SSD, and brought back when it is touched.
 
+pub mod entry;
+pub mod guest;
 pub mod inject;
+pub mod lists;
+pub mod log;
+pub mod shared;
+pub mod state;
+pub mod units;
+pub mod userfaultfd;
+pub mod worker;

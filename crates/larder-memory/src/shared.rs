@@ -1,0 +1,164 @@
+//! Memory that outlives this process: a memfd, of which the managed process holds a descriptor too.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// A memfd, mapped. Pages that were never written take no memory.
+pub struct SharedMemory {
+    descriptor: OwnedFd,
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: what is shared between threads is reached by atomics and by the raw pointers of `at`, whose users answer for
+// it; the mapping itself is only changed by Drop.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as above.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// New memory of `bytes` bytes, all zero. Nobody but this user can open it for writing by a descriptor that another
+    /// process has.
+    ///
+    /// # Errors
+    /// Of memfd_create(2), ftruncate(2), mmap(2).
+    pub fn create(name: &CStr, bytes: usize) -> io::Result<Self> {
+        let descriptor = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::fchmod(&descriptor, Mode::RUSR | Mode::WUSR)?;
+        rustix::fs::ftruncate(&descriptor, bytes as u64)?;
+        // Whoever gets a descriptor cannot make pages vanish under us.
+        rustix::fs::fcntl_add_seals(&descriptor, rustix::fs::SealFlags::SHRINK)?;
+        Self::map(descriptor, bytes)
+    }
+
+    /// That which another pager has left. `descriptor` may be one for reading only: it is opened again.
+    ///
+    /// # Errors
+    /// It belongs to another user; it cannot be mapped.
+    pub fn open(descriptor: BorrowedFd<'_>) -> io::Result<Self> {
+        use std::os::fd::AsRawFd as _;
+        let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
+        let descriptor = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let bytes = rustix::fs::fstat(&descriptor)?.st_size;
+        let bytes = usize::try_from(bytes).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
+        Self::map(descriptor, bytes)
+    }
+
+    fn map(descriptor: OwnedFd, bytes: usize) -> io::Result<Self> {
+        if bytes == 0 {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        // SAFETY: a new mapping, at an address that the kernel chooses.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &descriptor,
+                0,
+            )?
+        };
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self {
+            descriptor,
+            base,
+            bytes,
+        })
+    }
+
+    /// A descriptor for another process to hold, by which it can read the memory and not change it.
+    ///
+    /// # Errors
+    /// Of open(2).
+    pub fn read_only(&self) -> io::Result<OwnedFd> {
+        use std::os::fd::AsRawFd as _;
+        let path = format!("/proc/self/fd/{}", self.descriptor.as_raw_fd());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+
+    /// How many bytes it has.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether it has none, which is never so.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Bytes `offset..offset + len`, to be read and written by raw pointer.
+    ///
+    /// # Panics
+    /// They are not all in it.
+    pub fn at(&self, offset: usize, len: usize) -> NonNull<u8> {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.bytes),
+            "{offset} + {len} in {}",
+            self.bytes
+        );
+        // SAFETY: within the mapping, by the assertion.
+        unsafe { self.base.add(offset) }
+    }
+
+    /// The word at `offset`.
+    ///
+    /// # Panics
+    /// It is not in it, or not aligned.
+    pub fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8));
+        // SAFETY: in the mapping, aligned, valid for any value, and only ever used as an atomic; it lives as long as self.
+        unsafe { AtomicU64::from_ptr(self.at(offset, 8).as_ptr().cast()) }
+    }
+
+    /// The half word at `offset`.
+    ///
+    /// # Panics
+    /// It is not in it, or not aligned.
+    pub fn half_word(&self, offset: usize) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4));
+        // SAFETY: as of `word`.
+        unsafe { AtomicU32::from_ptr(self.at(offset, 4).as_ptr().cast()) }
+    }
+
+    /// Gives the memory of whole pages back; they read as zeros.
+    ///
+    /// # Errors
+    /// Of fallocate(2).
+    pub fn release(&self, offset: usize, len: usize) -> io::Result<()> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&self.descriptor, how, offset as u64, len as u64)?)
+    }
+
+    /// Takes it for this process alone, until that ends; whether nobody else had it.
+    ///
+    /// # Errors
+    /// Of flock(2).
+    pub fn try_lock(&self) -> io::Result<bool> {
+        match rustix::fs::flock(&self.descriptor, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(true),
+            Err(Errno::WOULDBLOCK) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl AsFd for SharedMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nothing that was lent of it outlives self.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}

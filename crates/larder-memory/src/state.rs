@@ -1,0 +1,342 @@
+//! What must outlive the pager: which memory it manages, where each page is, and what the kernel has said last.
+//!
+//! It is in memory that the managed process holds descriptors of, so it lives exactly as long as the memory that it is
+//! about: a successor finds it there, and when the process ends all of it is gone. The process cannot write to it (the
+//! descriptors are read-only, and of files that only the pager's user can open), unless it is of the same user.
+//!
+//! ```text
+//! "larder-pages"
+//!      0  header        magic "LARDMEM\0", version, CRC32C, how many regions, numbers of descriptors
+//!   4 KiB messages      64 of the kernel's messages of 32 bytes, as they were read; zeros where none is
+//!   8 KiB regions       960 of 64 bytes
+//!  72 KiB entries       16 bytes for each page of all regions (see [`crate::entry`])
+//! "larder-compressed"   the log of compressed RAM (see [`crate::log`])
+//! ```
+
+use std::io;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::entry::{Proof, Word};
+use crate::shared::SharedMemory;
+use crate::units::{PAGE_BYTES, PageIndex};
+use crate::userfaultfd::RawMessage;
+
+/// The memfd of header and entries, as /proc shows it.
+pub const PAGES_NAME: &str = "larder-pages";
+/// The memfd of compressed pages, as /proc shows it.
+pub const COMPRESSED_NAME: &str = "larder-compressed";
+
+const MAGIC: u64 = u64::from_le_bytes(*b"LARDMEM\0");
+const VERSION: u32 = 1;
+
+/// How many messages are read at a time. More threads than this do not wait at a time as a rule.
+pub const MESSAGES: usize = 64;
+/// How many regions there can be. QEMU has at most 509 memory slots.
+pub const REGIONS_MAX: usize = 960;
+
+const HEADER_CHECKED: usize = 64;
+const HEADER_CHECKSUM: usize = 64;
+const HEADER_REGIONS: usize = 72;
+const HEADER_USERFAULTFD: usize = 80;
+const HEADER_EVICTED: usize = 88;
+const MESSAGES_AT: usize = 4 << 10;
+const REGIONS_AT: usize = 8 << 10;
+const REGION_BYTES: usize = 64;
+const ENTRIES_AT: usize = 72 << 10;
+const ENTRY_BYTES: usize = 16;
+
+/// Memory of the managed process that is one mapping of one file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Region {
+    /// Its first page in the numbering of all.
+    pub first: PageIndex,
+    /// How many pages.
+    pub pages: u32,
+    /// Where the process has it.
+    pub address: u64,
+    /// Where it begins in its file, in bytes.
+    pub offset: u64,
+    /// The device of the file's file system.
+    pub device: u64,
+    /// The file's number there.
+    pub inode: u64,
+}
+
+impl Region {
+    /// Its length.
+    pub const fn bytes(&self) -> u64 {
+        self.pages as u64 * PAGE_BYTES
+    }
+
+    /// Whether `page` is of it.
+    pub fn contains(&self, page: PageIndex) -> bool {
+        page >= self.first && page.get() - self.first.get() < self.pages
+    }
+}
+
+/// Why what another pager has left cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// Not a state, or damaged.
+    #[error("the state that an earlier pager has left is damaged: {0}")]
+    Damaged(&'static str),
+    /// Of another version of Larder.
+    #[error(
+        "the state that an earlier pager has left has format version {0}, this program knows version {VERSION}: go on with the larder that attached"
+    )]
+    Version(u32),
+    /// Not to be opened.
+    #[error("the state that an earlier pager has left cannot be opened: {0}")]
+    Open(#[from] io::Error),
+}
+
+/// The state of one managed process.
+pub struct State {
+    memory: SharedMemory,
+    capacity: u32,
+}
+
+impl State {
+    /// For `capacity` pages, none of which is stored anywhere, of the process that started at `started` (field 22 of
+    /// /proc/PID/stat).
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn create(capacity: u32, started: u64) -> io::Result<Self> {
+        let bytes = ENTRIES_AT + capacity as usize * ENTRY_BYTES;
+        let memory = SharedMemory::create(c"larder-pages", bytes)?;
+        memory.word(0).store(MAGIC, Ordering::Relaxed);
+        memory.half_word(8).store(VERSION, Ordering::Relaxed);
+        memory.half_word(12).store(capacity, Ordering::Relaxed);
+        memory.word(16).store(started, Ordering::Relaxed);
+        memory
+            .half_word(HEADER_CHECKSUM)
+            .store(Self::header_checksum(&memory), Ordering::Release);
+        Ok(Self { memory, capacity })
+    }
+
+    /// That which another pager has left in `memory`, of the process that started at `started`.
+    ///
+    /// # Errors
+    /// It is none, or of another version, or damaged.
+    pub fn open(memory: SharedMemory, started: u64) -> Result<Self, StateError> {
+        if memory.len() < ENTRIES_AT || memory.word(0).load(Ordering::Relaxed) != MAGIC {
+            return Err(StateError::Damaged("it does not begin as one"));
+        }
+        let version = memory.half_word(8).load(Ordering::Relaxed);
+        if version != VERSION {
+            return Err(StateError::Version(version));
+        }
+        if memory.half_word(HEADER_CHECKSUM).load(Ordering::Acquire) != Self::header_checksum(&memory) {
+            return Err(StateError::Damaged("its header has a wrong checksum"));
+        }
+        let capacity = memory.half_word(12).load(Ordering::Relaxed);
+        if memory.len() < ENTRIES_AT + capacity as usize * ENTRY_BYTES {
+            return Err(StateError::Damaged("it is shorter than it says"));
+        }
+        if memory.word(16).load(Ordering::Relaxed) != started {
+            return Err(StateError::Damaged("it is of another process"));
+        }
+        let state = Self { memory, capacity };
+        let mut next = 0;
+        for region in state.regions() {
+            let fits = region.pages > 0
+                && region.first.get() == next
+                && region.address.is_multiple_of(PAGE_BYTES)
+                && region.offset.is_multiple_of(PAGE_BYTES)
+                && region.address.checked_add(region.bytes()).is_some()
+                && region.offset.checked_add(region.bytes()).is_some();
+            next = region.first.get().saturating_add(region.pages);
+            if !fits || next > capacity {
+                return Err(StateError::Damaged("its regions make no sense"));
+            }
+        }
+        Ok(state)
+    }
+
+    fn header_checksum(memory: &SharedMemory) -> u32 {
+        let mut bytes = [0; HEADER_CHECKED];
+        for (offset, chunk) in bytes.chunks_exact_mut(8).enumerate() {
+            chunk.copy_from_slice(&memory.word(offset * 8).load(Ordering::Relaxed).to_le_bytes());
+        }
+        crc32c::crc32c(&bytes)
+    }
+
+    /// The memory itself, to be handed to the process and to be locked.
+    pub fn memory(&self) -> &SharedMemory {
+        &self.memory
+    }
+
+    /// How many pages it has entries for.
+    pub fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    /// The number of the userfaultfd in the managed process, once it is there.
+    pub fn userfaultfd_number(&self) -> Option<u32> {
+        // One more than the number, so that zero is none.
+        self.memory
+            .half_word(HEADER_USERFAULTFD)
+            .load(Ordering::Acquire)
+            .checked_sub(1)
+    }
+
+    /// Notes [`Self::userfaultfd_number`].
+    pub fn set_userfaultfd_number(&self, number: u32) {
+        self.memory
+            .half_word(HEADER_USERFAULTFD)
+            .store(number + 1, Ordering::Release);
+    }
+
+    /// The count of pages that were ever evicted: the clock by which it is told how soon a page was wanted again.
+    pub fn evicted(&self) -> &AtomicU64 {
+        self.memory.word(HEADER_EVICTED)
+    }
+
+    /// The regions, in the order of their pages.
+    pub fn regions(&self) -> Vec<Region> {
+        let count = self.memory.half_word(HEADER_REGIONS).load(Ordering::Acquire) as usize;
+        (0..count.min(REGIONS_MAX))
+            .map(|index| {
+                let at = REGIONS_AT + index * REGION_BYTES;
+                let word = |offset: usize| self.memory.word(at + offset).load(Ordering::Relaxed);
+                Region {
+                    first: PageIndex::new(word(0) as u32),
+                    pages: (word(0) >> 32) as u32,
+                    address: word(8),
+                    offset: word(16),
+                    device: word(24),
+                    inode: word(32),
+                }
+            })
+            .collect()
+    }
+
+    /// One region more. It is there as a whole or not at all, wherever this process is killed.
+    ///
+    /// # Errors
+    /// There are [`REGIONS_MAX`], or its pages do not follow the last one's, or there are no entries for them.
+    pub fn add_region(&self, region: &Region) -> Result<(), StateError> {
+        let regions = self.regions();
+        let next = regions.last().map_or(0, |last| last.first.get() + last.pages);
+        let fits = region.first.get() == next && next.checked_add(region.pages).is_some_and(|end| end <= self.capacity);
+        if !fits || regions.len() == REGIONS_MAX {
+            return Err(StateError::Damaged("there is no room for another region"));
+        }
+        let at = REGIONS_AT + regions.len() * REGION_BYTES;
+        let words = [
+            u64::from(region.first.get()) | u64::from(region.pages) << 32,
+            region.address,
+            region.offset,
+            region.device,
+            region.inode,
+        ];
+        for (index, word) in words.into_iter().enumerate() {
+            self.memory.word(at + index * 8).store(word, Ordering::Relaxed);
+        }
+        self.memory
+            .half_word(HEADER_REGIONS)
+            .store(regions.len() as u32 + 1, Ordering::Release);
+        Ok(())
+    }
+
+    fn entry_at(&self, page: PageIndex) -> usize {
+        assert!(page.get() < self.capacity, "{page:?} of {}", self.capacity);
+        ENTRIES_AT + page.as_usize() * ENTRY_BYTES
+    }
+
+    /// Where `page` is.
+    pub fn word(&self, page: PageIndex) -> Word {
+        Word(self.memory.word(self.entry_at(page)).load(Ordering::Acquire))
+    }
+
+    /// What proves `page`'s copy, or the word that it is made of.
+    pub fn second_word(&self, page: PageIndex) -> u64 {
+        self.memory.word(self.entry_at(page) + 8).load(Ordering::Relaxed)
+    }
+
+    /// What proves `page`'s copy.
+    pub fn proof(&self, page: PageIndex) -> Proof {
+        Proof::of_word(self.second_word(page))
+    }
+
+    /// Says where `page` is, of which nothing was stored. From the last store on the copy counts.
+    pub fn store(&self, page: PageIndex, word: Word, second: u64) {
+        let at = self.entry_at(page);
+        debug_assert_eq!(self.word(page), Word::NOWHERE);
+        self.memory.word(at + 8).store(second, Ordering::Relaxed);
+        self.memory.word(at).store(word.0, Ordering::Release);
+    }
+
+    /// Says where `page` is now, the content being the same; or that it is nowhere.
+    pub fn replace(&self, page: PageIndex, word: Word) {
+        self.memory.word(self.entry_at(page)).store(word.0, Ordering::Release);
+    }
+
+    /// Where the kernel's messages are read into.
+    pub fn messages(&self) -> NonNull<[RawMessage]> {
+        let base = self.memory.at(MESSAGES_AT, MESSAGES * size_of::<RawMessage>());
+        NonNull::slice_from_raw_parts(base.cast(), MESSAGES)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::entry::{Encoding, Location, Place, Stored, Tier};
+    use std::os::fd::AsFd as _;
+
+    #[test]
+    fn what_a_pager_noted_its_successor_finds() {
+        let state = State::create(1000, 77).unwrap();
+        let region = Region {
+            first: PageIndex::new(0),
+            pages: 900,
+            address: 0x7000_0000_0000,
+            offset: 0x1000,
+            device: 5,
+            inode: 6,
+        };
+        state.add_region(&region).unwrap();
+        state.set_userfaultfd_number(0);
+        let page = PageIndex::new(899);
+        let word = Word::of(Location::In {
+            tier: Tier::Ram,
+            stored: Stored {
+                place: Place::of_bytes(4096),
+                len: 4096,
+                encoding: Encoding::Raw,
+            },
+            clean: false,
+        });
+        let proof = Proof {
+            checksum: 1,
+            evicted_at: 2,
+        };
+        state.store(page, word, proof.word());
+
+        let again = SharedMemory::open(state.memory().read_only().unwrap().as_fd()).unwrap();
+        let again = State::open(again, 77).unwrap();
+        assert_eq!(again.regions(), [region]);
+        assert_eq!(again.userfaultfd_number(), Some(0));
+        assert_eq!(again.word(page), word);
+        assert_eq!(again.proof(page), proof);
+        assert_eq!(again.word(PageIndex::new(0)), Word::NOWHERE);
+    }
+
+    #[test]
+    fn a_state_of_another_process_or_a_damaged_one_is_refused() {
+        let state = State::create(10, 77).unwrap();
+        let open = |started| State::open(SharedMemory::open(state.memory().as_fd()).unwrap(), started);
+        assert!(matches!(open(78), Err(StateError::Damaged(_))));
+        state.memory().half_word(8).store(9, Ordering::Relaxed);
+        assert!(matches!(open(77), Err(StateError::Version(9))));
+        state.memory().half_word(8).store(VERSION, Ordering::Relaxed);
+        state.memory().half_word(12).store(5, Ordering::Relaxed);
+        assert!(matches!(
+            open(77),
+            Err(StateError::Damaged("its header has a wrong checksum"))
+        ));
+    }
+}

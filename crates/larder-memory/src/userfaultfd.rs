@@ -1,0 +1,409 @@
+//! The kernel's userfaultfd: what it says and what it is told (ioctl_userfaultfd(2), linux/userfaultfd.h).
+//!
+//! Bound here and not by a crate because none has write-protection of shared memory, thread IDs and poison together.
+//! All addresses are of the process whose memory it is, which is not ours: no call here can touch memory of this
+//! process but the buffers that are passed.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use crate::units::{PAGE, PAGE_BYTES};
+
+/// Features, as `UFFD_FEATURE_*`.
+pub mod feature {
+    /// Write-protection faults say so.
+    pub const PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+    /// Removed ranges (`MADV_DONTNEED`, `MADV_REMOVE`) are told.
+    pub const EVENT_REMOVE: u64 = 1 << 3;
+    /// Missing pages of shared memory.
+    pub const MISSING_SHMEM: u64 = 1 << 5;
+    /// Unmapped ranges are told.
+    pub const EVENT_UNMAP: u64 = 1 << 6;
+    /// A fault says which thread it stopped.
+    pub const THREAD_ID: u64 = 1 << 8;
+    /// Write-protection of shared memory, Linux 5.19.
+    pub const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+    /// Pages can be poisoned, Linux 6.6.
+    pub const POISON: u64 = 1 << 14;
+}
+
+/// Without these no memory can be managed; with the name of each, for messages.
+pub const NEEDED: [(u64, &str); 6] = [
+    (feature::PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP"),
+    (feature::EVENT_REMOVE, "EVENT_REMOVE"),
+    (feature::MISSING_SHMEM, "MISSING_SHMEM"),
+    (feature::EVENT_UNMAP, "EVENT_UNMAP"),
+    (feature::THREAD_ID, "THREAD_ID"),
+    (feature::WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM"),
+];
+
+const API: u64 = 0xaa;
+
+const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
+    (direction << 30 | (size as u64) << 16 | 0xaa << 8 | number) as libc::c_ulong
+}
+
+const READ: u64 = 2;
+const READ_WRITE: u64 = 3;
+
+const UFFDIO_API: libc::c_ulong = request(READ_WRITE, 0x3f, size_of::<Api>());
+const UFFDIO_REGISTER: libc::c_ulong = request(READ_WRITE, 0x00, size_of::<Register>());
+const UFFDIO_UNREGISTER: libc::c_ulong = request(READ, 0x01, size_of::<Range>());
+const UFFDIO_WAKE: libc::c_ulong = request(READ, 0x02, size_of::<Range>());
+const UFFDIO_COPY: libc::c_ulong = request(READ_WRITE, 0x03, size_of::<Copy>());
+const UFFDIO_ZEROPAGE: libc::c_ulong = request(READ_WRITE, 0x04, size_of::<RangeMode>());
+const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 0x06, size_of::<WriteProtect>());
+const UFFDIO_POISON: libc::c_ulong = request(READ_WRITE, 0x08, size_of::<RangeMode>());
+
+/// Makes a userfaultfd of the caller of that ioctl on /dev/userfaultfd (`USERFAULTFD_IOC_NEW`, Linux 6.1).
+pub const IOC_NEW: u64 = 0xaa00;
+
+const REGISTER_MODE_MISSING: u64 = 1 << 0;
+const REGISTER_MODE_WP: u64 = 1 << 1;
+const COPY_MODE_WP: u64 = 1 << 1;
+const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
+
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+/// Addresses in the process whose memory it is.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Range {
+    /// First byte; page-aligned.
+    pub start: u64,
+    /// Bytes; whole pages.
+    pub len: u64,
+}
+
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct Copy {
+    to: u64,
+    from: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+/// `uffdio_zeropage` and `uffdio_poison`, which are alike.
+#[repr(C)]
+struct RangeMode {
+    range: Range,
+    mode: u64,
+    done: i64,
+}
+
+#[repr(C)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+
+/// `struct uffd_msg`: 32 bytes, of which all values are valid.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct RawMessage {
+    event: u8,
+    reserved: [u8; 7],
+    arguments: [u64; 3],
+}
+
+/// What the kernel says of the memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Message {
+    /// A thread has touched a page and waits.
+    Fault {
+        /// Where, rounded down to a page.
+        address: u64,
+        /// It wants to write.
+        write: bool,
+        /// The page is there, but write-protected.
+        protected: bool,
+        /// Its number in the PID namespace in which the userfaultfd was made.
+        thread: u32,
+    },
+    /// The process has given up what was in these pages (`MADV_DONTNEED`, `MADV_REMOVE`), and has gone on now that this
+    /// has been read.
+    Removed(Range),
+    /// The process has unmapped these.
+    Unmapped(Range),
+    /// What was not asked for.
+    Other(u8),
+}
+
+impl RawMessage {
+    /// What it says, or `None` for a place in a buffer into which nothing was read.
+    pub fn decode(&self) -> Option<Message> {
+        const FLAG_WRITE: u64 = 1 << 0;
+        const FLAG_WP: u64 = 1 << 1;
+        let [first, second, third] = self.arguments;
+        Some(match self.event {
+            0 => return None,
+            0x12 => Message::Fault {
+                write: first & FLAG_WRITE != 0,
+                protected: first & FLAG_WP != 0,
+                address: second & !(PAGE_BYTES - 1),
+                thread: third as u32,
+            },
+            0x15 => Message::Removed(Range::between(first, second)),
+            0x16 => Message::Unmapped(Range::between(first, second)),
+            other => Message::Other(other),
+        })
+    }
+}
+
+impl Range {
+    fn between(start: u64, end: u64) -> Self {
+        Self {
+            start,
+            len: end.saturating_sub(start),
+        }
+    }
+
+    /// The first address after it.
+    pub const fn end(self) -> u64 {
+        self.start + self.len
+    }
+}
+
+/// How a page that was to be put in place ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Filled {
+    /// It is there, and who waited for it goes on.
+    Done,
+    /// There was one already, which stays.
+    Present,
+    /// The process is changing its mappings, or gives pages up: what it says must be read first.
+    Changing,
+    /// The memory is not mapped there any more, or the process has ended.
+    Gone,
+}
+
+/// A userfaultfd in another process's memory.
+pub struct Userfaultfd(OwnedFd);
+
+impl Userfaultfd {
+    /// From a descriptor of one.
+    pub fn new(descriptor: OwnedFd) -> Self {
+        Self(descriptor)
+    }
+
+    fn ioctl<T>(&self, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
+        // SAFETY: each request is called with the structure that it is defined with (see the constants), which is
+        // alive and writable for the call.
+        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request, std::ptr::from_mut(argument)) };
+        if result < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
+    /// Agrees with the kernel on `features`; all of them are on afterwards. One that has been agreed on earlier (by the
+    /// pager before this one) stays as it is.
+    ///
+    /// # Errors
+    /// The kernel lacks one of them (`EINVAL` as it is for one that was agreed on, so this looks first: [`available`]).
+    pub fn enable(&self, features: u64) -> io::Result<()> {
+        let mut api = Api {
+            api: API,
+            features,
+            ioctls: 0,
+        };
+        match self.ioctl(UFFDIO_API, &mut api) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Missing pages and writes to protected pages of `range` are told from now on. May be said again.
+    ///
+    /// # Errors
+    /// `EBUSY`: another userfaultfd has it. `EINVAL`: memory of a kind that cannot be managed.
+    pub fn register(&self, range: Range) -> io::Result<()> {
+        let mut register = Register {
+            range,
+            mode: REGISTER_MODE_MISSING | REGISTER_MODE_WP,
+            ioctls: 0,
+        };
+        self.ioctl(UFFDIO_REGISTER, &mut register)
+    }
+
+    /// `range` is the kernel's alone again; who waits goes on. Protection of its pages goes with it.
+    ///
+    /// # Errors
+    /// The process has ended, or the range is not mapped.
+    pub fn unregister(&self, mut range: Range) -> io::Result<()> {
+        self.ioctl(UFFDIO_UNREGISTER, &mut range)
+    }
+
+    /// Lets threads that wait in `range` try again.
+    ///
+    /// # Errors
+    /// None that matters to a process that lives.
+    pub fn wake(&self, mut range: Range) -> io::Result<()> {
+        self.ioctl(UFFDIO_WAKE, &mut range)
+    }
+
+    /// Puts pages in place, from the first on, until one cannot be: how many were, and why not the next.
+    /// With `protect` a first write to them is told.
+    ///
+    /// # Panics
+    /// `content` is not whole pages.
+    pub fn copy(&self, address: u64, content: &[u8], protect: bool) -> (usize, Filled) {
+        assert!(content.len().is_multiple_of(PAGE) && !content.is_empty());
+        let mut copy = Copy {
+            to: address,
+            from: content.as_ptr() as u64,
+            len: content.len() as u64,
+            mode: if protect { COPY_MODE_WP } else { 0 },
+            copied: 0,
+        };
+        match self.ioctl(UFFDIO_COPY, &mut copy) {
+            Ok(()) => (content.len() / PAGE, Filled::Done),
+            Err(error) => {
+                let done = usize::try_from(copy.copied).map_or(0, |bytes| bytes / PAGE);
+                // A part of it was copied: the next one says why it went no further.
+                if done > 0 {
+                    return (done, Filled::Done);
+                }
+                (0, Self::why_not_filled(&error))
+            }
+        }
+    }
+
+    /// Puts a page of zeros in place.
+    pub fn zero(&self, address: u64) -> Filled {
+        let mut zero = RangeMode {
+            range: Range {
+                start: address,
+                len: PAGE_BYTES,
+            },
+            mode: 0,
+            done: 0,
+        };
+        match self.ioctl(UFFDIO_ZEROPAGE, &mut zero) {
+            Ok(()) => Filled::Done,
+            Err(error) => Self::why_not_filled(&error),
+        }
+    }
+
+    /// Whoever touches this missing page gets a memory error (SIGBUS; a guest, a machine check), as of RAM that failed.
+    ///
+    /// # Errors
+    /// The kernel cannot (before Linux 6.6); the page is there.
+    pub fn poison(&self, address: u64) -> io::Result<()> {
+        let mut poison = RangeMode {
+            range: Range {
+                start: address,
+                len: PAGE_BYTES,
+            },
+            mode: 0,
+            done: 0,
+        };
+        self.ioctl(UFFDIO_POISON, &mut poison)
+    }
+
+    fn why_not_filled(error: &io::Error) -> Filled {
+        match error.raw_os_error() {
+            Some(libc::EEXIST) => Filled::Present,
+            Some(libc::EAGAIN) => Filled::Changing,
+            // ENOENT: not registered there (any more). ESRCH: the process has ended. EFAULT cannot be our buffer.
+            // ENOMEM: the process's limit, or the host, has no page; trying again later is all there is.
+            Some(libc::ENOMEM) => Filled::Changing,
+            _ => Filled::Gone,
+        }
+    }
+
+    /// Writes to `range` are told and wait from now on.
+    ///
+    /// # Errors
+    /// `ENOENT`: not registered; `EAGAIN`: mappings are changing; `ESRCH`: the process has ended.
+    pub fn protect(&self, range: Range) -> io::Result<()> {
+        self.ioctl(
+            UFFDIO_WRITEPROTECT,
+            &mut WriteProtect {
+                range,
+                mode: WRITEPROTECT_MODE_WP,
+            },
+        )
+    }
+
+    /// Writes to `range` are free again, and who waits for that goes on.
+    ///
+    /// # Errors
+    /// As of [`Self::protect`].
+    pub fn unprotect(&self, range: Range) -> io::Result<()> {
+        self.ioctl(UFFDIO_WRITEPROTECT, &mut WriteProtect { range, mode: 0 })
+    }
+
+    /// Reads what the kernel has to say into `buffer`, whose places must be of zeros; how many messages. Faults come
+    /// before what is told of mappings. Does not wait.
+    ///
+    /// The buffer may be memory that outlives this process: a message is there as soon as the kernel has forgotten it.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
+        // SAFETY: the buffer is valid for its length, and every value is one of RawMessage.
+        let read = unsafe {
+            libc::read(
+                self.0.as_raw_fd(),
+                buffer.as_mut_ptr().cast(),
+                std::mem::size_of_val(buffer),
+            )
+        };
+        if read < 0 {
+            let error = io::Error::last_os_error();
+            return match error.raw_os_error() {
+                Some(libc::EAGAIN | libc::EINTR) => Ok(0),
+                _ => Err(error),
+            };
+        }
+        Ok(read as usize / size_of::<RawMessage>())
+    }
+}
+
+impl AsFd for Userfaultfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// What the kernel's userfaultfd can do, asked with one of this process's own.
+///
+/// # Errors
+/// There is none, or this process may not have one.
+pub fn available() -> io::Result<u64> {
+    use std::os::fd::FromRawFd as _;
+    // SAFETY: takes no pointers.
+    let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | 1) };
+    if descriptor < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a new descriptor that nobody else has.
+    let userfaultfd = Userfaultfd(unsafe { OwnedFd::from_raw_fd(descriptor as i32) });
+    let mut api = Api {
+        api: API,
+        features: 0,
+        ioctls: 0,
+    };
+    userfaultfd.ioctl(UFFDIO_API, &mut api)?;
+    Ok(api.features)
+}
+
+/// How long a thread that was told to try again is left alone, where mappings are changing.
+pub const CHANGING_FOR: Duration = Duration::from_micros(50);
+
+const _: () = assert!(size_of::<RawMessage>() == 32);

@@ -1,0 +1,417 @@
+//! What takes time and needs no decision: reading and compressing pages that are to go, and taking them out of memory.
+//! Done on a thread beside the owner's, which faults do not wait for.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::task::Waker;
+use std::time::Instant;
+
+use larder_codec::{Choice, Encoder, Goal, uniform_word};
+
+use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
+use crate::guest::Backing;
+use crate::log::{Appender, SEGMENT, SegmentIndex, data_at, objects};
+use crate::shared::SharedMemory;
+use crate::state::State;
+use crate::units::{PAGE, PageIndex, PageRun, runs};
+
+/// The unfilled rest of a segment, which the worker may fill.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Lease {
+    /// Which.
+    pub segment: SegmentIndex,
+    /// From which byte on.
+    pub from: usize,
+    /// Number of the segment's filling.
+    pub filling: u64,
+}
+
+/// Which eviction a job is of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BatchIndex(pub u8);
+
+/// Something to do. Pages are in rising order.
+pub enum Job {
+    /// Append a copy of each page to a log in memory, as far as there is room.
+    Store {
+        /// Whose.
+        batch: BatchIndex,
+        /// Which pages.
+        pages: Vec<PageIndex>,
+        /// Where to.
+        lease: Lease,
+    },
+    /// Take the pages out of memory.
+    Punch {
+        /// Whose.
+        batch: BatchIndex,
+        /// Which pages.
+        pages: Vec<PageIndex>,
+    },
+    /// Append what lives of a segment in memory to another.
+    Move {
+        /// Which.
+        segment: SegmentIndex,
+        /// Where to.
+        lease: Lease,
+    },
+    /// Give back the memory of a free segment.
+    Release(SegmentIndex),
+}
+
+/// How a page was stored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// It is one word all over; nothing was appended.
+    Uniform(u64),
+    /// Appended, with its checksum.
+    Stored(Stored, u32),
+}
+
+/// What has been done.
+pub enum Done {
+    /// See [`Job::Store`].
+    Stored {
+        /// Whose.
+        batch: BatchIndex,
+        /// The pages of the job.
+        pages: Vec<PageIndex>,
+        /// What became of the first of them; of the rest nothing, for want of room, or of a failure.
+        outcomes: Vec<Outcome>,
+        /// The lease, with what is still unfilled.
+        lease: Lease,
+        /// Why no more could be read.
+        failed: Option<io::Error>,
+    },
+    /// See [`Job::Punch`].
+    Punched {
+        /// Whose.
+        batch: BatchIndex,
+        /// The pages of the job.
+        pages: Vec<PageIndex>,
+        /// Some of them may be there still.
+        failed: Option<io::Error>,
+    },
+    /// See [`Job::Move`].
+    Moved {
+        /// Which.
+        segment: SegmentIndex,
+        /// What was alive when it was looked at.
+        copied: Vec<Copied>,
+        /// The lease, with what is still unfilled.
+        lease: Lease,
+        /// There was room for all.
+        complete: bool,
+    },
+    /// See [`Job::Release`].
+    Released(SegmentIndex),
+}
+
+/// An object that was copied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Copied {
+    /// Whose copy it is.
+    pub page: PageIndex,
+    /// What its entry said.
+    pub from: Word,
+    /// Where the copy is.
+    pub to: Stored,
+}
+
+/// Who does jobs, in the order in which they are given.
+pub trait Worker {
+    /// To be done.
+    fn give(&self, job: Job);
+
+    /// What has been done, in order. `waker` is woken when there is more.
+    fn take(&self, waker: Option<&Waker>) -> Option<Done>;
+}
+
+/// How a job is done, wherever that is.
+pub struct Hands {
+    backing: Arc<dyn Backing>,
+    state: Arc<State>,
+    compressed: Arc<SharedMemory>,
+    encoder: Encoder,
+    choice: Choice,
+    read: Box<[u8]>,
+}
+
+/// How many pages are read in one call at most.
+const READ_PAGES: usize = 64;
+
+impl Hands {
+    /// For pages of `backing`, to be stored in `compressed`.
+    pub fn new(backing: Arc<dyn Backing>, state: Arc<State>, compressed: Arc<SharedMemory>) -> Self {
+        Self {
+            backing,
+            state,
+            compressed,
+            encoder: Encoder::new(),
+            choice: Choice::new(Goal::Speed),
+            read: vec![0; READ_PAGES * PAGE].into_boxed_slice(),
+        }
+    }
+
+    /// Does `job`.
+    pub fn work(&mut self, job: Job) -> Done {
+        match job {
+            Job::Store { batch, pages, lease } => self.store(batch, pages, lease),
+            Job::Punch { batch, pages } => {
+                let failed = runs(pages.iter().copied())
+                    .try_for_each(|run| self.backing.punch(run))
+                    .err();
+                Done::Punched { batch, pages, failed }
+            }
+            Job::Move { segment, lease } => self.move_out(segment, lease),
+            Job::Release(segment) => {
+                if let Err(error) = self.compressed.release(segment.start() as usize, SEGMENT) {
+                    tracing::warn!("memory of compressed pages cannot be given back: {error}");
+                }
+                Done::Released(segment)
+            }
+        }
+    }
+
+    /// The bytes of a lease.
+    ///
+    /// # Safety
+    /// The lease is the only one, and nobody reads what is in it.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn leased(compressed: &SharedMemory, lease: Lease) -> &mut [u8] {
+        let len = SEGMENT - lease.from;
+        let at = compressed.at(lease.segment.start() as usize + lease.from, len);
+        // SAFETY: in the mapping; not shared, by this function's contract.
+        unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) }
+    }
+
+    fn move_out(&mut self, segment: SegmentIndex, mut lease: Lease) -> Done {
+        let from = self.compressed.at(segment.start() as usize, SEGMENT);
+        // SAFETY: a full segment of the mapping, which nobody writes to as long as it is one.
+        let from = unsafe { std::slice::from_raw_parts(from.as_ptr(), SEGMENT) };
+        // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
+        let bytes = unsafe { Self::leased(&self.compressed, lease) };
+        let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
+        let mut copied = Vec::new();
+        let mut complete = true;
+        for object in objects(segment, from) {
+            if object.page.get() >= self.state.capacity() {
+                continue;
+            }
+            let word = self.state.word(object.page);
+            if !matches!(word.decode(), Some(Location::In { tier: Tier::Ram, stored, .. }) if stored == object.stored) {
+                continue;
+            }
+            let len = usize::from(object.stored.len);
+            if appender.room() < len {
+                complete = false;
+                break;
+            }
+            let at = (data_at(object.stored.place) - segment.start()) as usize;
+            appender.next_data()[..len].copy_from_slice(&from[at..at + len]);
+            copied.push(Copied {
+                page: object.page,
+                from: word,
+                to: appender.append(object.page, len, object.stored.encoding),
+            });
+        }
+        lease.from = appender.at();
+        Done::Moved {
+            segment,
+            copied,
+            lease,
+            complete,
+        }
+    }
+
+    fn store(&mut self, batch: BatchIndex, pages: Vec<PageIndex>, mut lease: Lease) -> Done {
+        // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
+        let bytes = unsafe { Self::leased(&self.compressed, lease) };
+        let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
+        let mut outcomes = Vec::with_capacity(pages.len());
+        let mut failed = None;
+        'pages: for run in runs(pages.iter().copied()) {
+            let mut rest = run;
+            while rest.count > 0 {
+                let now = PageRun {
+                    first: rest.first,
+                    count: rest.count.min(READ_PAGES as u32),
+                };
+                let into = &mut self.read[..now.bytes() as usize];
+                if let Err(error) = self.backing.read(now, into) {
+                    failed = Some(error);
+                    break 'pages;
+                }
+                let (contents, _) = into.as_chunks::<PAGE>();
+                for (page, content) in now.pages().zip(contents) {
+                    match store_page(&mut self.encoder, &mut self.choice, &mut appender, page, content) {
+                        Some(outcome) => outcomes.push(outcome),
+                        None => break 'pages,
+                    }
+                }
+                rest.count -= now.count;
+                if rest.count > 0 {
+                    rest.first = now.end();
+                }
+            }
+        }
+        lease.from = appender.at();
+        Done::Stored {
+            batch,
+            pages,
+            outcomes,
+            lease,
+            failed,
+        }
+    }
+}
+
+/// Above this length a page is kept as it is: what compression would save is not worth the decoding.
+const WORTH_BYTES: usize = PAGE * 7 / 8;
+
+/// Appends a page; `None` if there is no room for it.
+fn store_page(
+    encoder: &mut Encoder,
+    choice: &mut Choice,
+    appender: &mut Appender<'_>,
+    page: PageIndex,
+    content: &[u8; PAGE],
+) -> Option<Outcome> {
+    if let Some(word) = uniform_word(content) {
+        return Some(Outcome::Uniform(word));
+    }
+    let room = appender.room();
+    if let Some(codec) = choice.pick() {
+        let started = Instant::now();
+        let out = appender.next_data();
+        let limit = out.len().min(WORTH_BYTES);
+        let len = encoder.encode(codec, content, &mut out[..limit]);
+        // Where the room was less than what is worth it, that it did not fit says nothing of the codec.
+        if len.is_some() || room >= WORTH_BYTES {
+            choice.record(codec, len, started.elapsed().as_nanos() as u64);
+        }
+        if let Some(len) = len {
+            let stored = appender.append(page, len, Encoding::Codec(codec));
+            return Some(Outcome::Stored(stored, checksum(page, content)));
+        }
+    }
+    if room < PAGE {
+        return None;
+    }
+    appender.next_data()[..PAGE].copy_from_slice(content);
+    let stored = appender.append(page, PAGE, Encoding::Raw);
+    Some(Outcome::Stored(stored, checksum(page, content)))
+}
+
+/// A thread that does jobs.
+pub struct Thread {
+    shared: Arc<Shared>,
+    handle: Option<std::thread::JoinHandle<()>>,
+}
+
+struct Shared {
+    queues: Mutex<Queues>,
+    given: Condvar,
+    /// There is something in `done`: looked at without the lock.
+    any_done: AtomicBool,
+}
+
+#[derive(Default)]
+struct Queues {
+    jobs: VecDeque<Job>,
+    done: VecDeque<Done>,
+    waker: Option<Waker>,
+    ended: bool,
+}
+
+impl Thread {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn start(mut hands: Hands) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            queues: Mutex::default(),
+            given: Condvar::new(),
+            any_done: AtomicBool::new(false),
+        });
+        let theirs = Arc::clone(&shared);
+        let handle = std::thread::Builder::new()
+            .name("larder-evict".to_owned())
+            .spawn(move || {
+                while let Some(job) = theirs.next() {
+                    let done = hands.work(job);
+                    theirs.finish(done);
+                }
+            })?;
+        Ok(Self {
+            shared,
+            handle: Some(handle),
+        })
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Queues> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut queues = self.lock();
+        loop {
+            if let Some(job) = queues.jobs.pop_front() {
+                return Some(job);
+            }
+            if queues.ended {
+                return None;
+            }
+            queues = self.given.wait(queues).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn finish(&self, done: Done) {
+        let waker = {
+            let mut queues = self.lock();
+            queues.done.push_back(done);
+            queues.waker.take()
+        };
+        self.any_done.store(true, Ordering::Release);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+impl Worker for Thread {
+    fn give(&self, job: Job) {
+        self.shared.lock().jobs.push_back(job);
+        self.shared.given.notify_one();
+    }
+
+    fn take(&self, waker: Option<&Waker>) -> Option<Done> {
+        if waker.is_none() && !self.shared.any_done.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut queues = self.shared.lock();
+        let done = queues.done.pop_front();
+        match (&done, waker) {
+            (None, Some(waker)) => queues.waker = Some(waker.clone()),
+            (None, None) => self.shared.any_done.store(false, Ordering::Release),
+            _ => {}
+        }
+        done
+    }
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        self.shared.lock().ended = true;
+        self.shared.given.notify_one();
+        if let Some(handle) = self.handle.take() {
+            // A panic there has ended the process already.
+            let _ = handle.join();
+        }
+    }
+}
