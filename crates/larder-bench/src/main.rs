@@ -2,6 +2,7 @@
 
 mod cache;
 mod figures;
+mod memory;
 mod prefetch;
 mod qcow2;
 mod vhost_user;
@@ -26,6 +27,7 @@ enum Command {
     Cache(cache::Arguments),
     Kill(campaign::Arguments),
     Restart(campaign::restarts::Arguments),
+    Memory(memory::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
@@ -71,6 +73,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Kill(arguments) => {
             campaign::run(&arguments)?;
+            true
+        }
+        Command::Memory(arguments) => {
+            memory::run(&arguments)?;
             true
         }
         Command::Prefetch(arguments) => {

@@ -1,0 +1,77 @@
+//! `larder-bench memory`: what it costs a program to have less memory than it uses, by who keeps the rest.
+//!
+//! It is root's: it makes a control group, a swap file and settings of zswap for itself, all of which are undone when it
+//! ends, however it does. See `docs/benchmarks.md`.
+
+mod cgroup;
+mod pager;
+mod plot;
+mod swap;
+mod tpch;
+mod undo;
+mod working_set;
+mod workload;
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use pager::Variant;
+
+/// Measure programs that have less memory than they use
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// What to measure; by default all
+    #[arg(long = "part", value_name = "PART", value_delimiter = ',', value_enum, default_values_t = Part::value_variants().to_vec())]
+    parts: Vec<Part>,
+    /// Who keeps what does not fit; by default all, one after the other
+    #[arg(long, value_name = "VARIANT", value_delimiter = ',', value_enum, default_values_t = Variant::value_variants().to_vec())]
+    variants: Vec<Variant>,
+    /// The peak of the program's memory, in % of what it may use, one table row for each and each variant
+    #[arg(long, value_delimiter = ',', default_value = "100,110,125,150,175,200,250")]
+    levels: Vec<u32>,
+    /// The tables' scale factor: GB of text that they would be
+    #[arg(long, default_value_t = 1.0)]
+    scale: f64,
+    /// Passes over the queries under a limit; the first one is the cold one
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..))]
+    passes: u32,
+    /// How often each row is measured; medians are shown
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// The program's threads
+    #[arg(long, default_value_t = 2)]
+    threads: u32,
+    /// MiB of the warm working set, instead of measuring it
+    #[arg(long)]
+    working_set: Option<u64>,
+    /// How zswap compresses: the first that this kernel has
+    #[arg(long, value_delimiter = ',', default_value = "zstd,lz4,lzo-rle,lzo")]
+    compressors: Vec<String>,
+    /// What of the limit zswap's pool may take, about: the kernel rounds it to hundredths of the machine's memory
+    #[arg(long, default_value_t = 0.25)]
+    zswap_pool: f64,
+    /// Where a plot goes, as SVG
+    #[arg(long)]
+    plot: Option<PathBuf>,
+    /// Where the swap file goes: on the disk that is to be measured
+    #[arg(long, default_value = "target")]
+    folder: PathBuf,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Part {
+    /// TPC-H queries in DuckDB, by how much more memory they use than they may
+    Tpch,
+}
+
+const MIB: u64 = 1 << 20;
+
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    for part in &arguments.parts {
+        match part {
+            Part::Tpch => tpch::run(arguments)?,
+        }
+    }
+    Ok(())
+}

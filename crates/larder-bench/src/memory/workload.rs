@@ -1,0 +1,219 @@
+//! The program: TPC-H in DuckDB, with its memory in one memfd.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use larder_bench::campaign::process::{Process, mortal};
+use serde_json::Value;
+
+use super::MIB;
+use super::cgroup::{Cgroup, named};
+use super::pager::{Done, Pager};
+
+const SCRIPT: &str = include_str!("tpch.py");
+
+/// Where tables are kept from one run to the next.
+const TABLES: &str = "target/testbed";
+
+/// How long loading, or a pass, may take.
+const PATIENCE: Duration = Duration::from_secs(3600);
+
+/// How often memory is looked at during a pass.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// What its memory is a part of. Tables and all are some 1.8 GiB for each of the scale.
+const RAM: u64 = 4 << 30;
+
+/// What it takes to run it.
+pub(super) struct Kit {
+    python: PathBuf,
+    preload: PathBuf,
+    tables: PathBuf,
+    threads: u32,
+    ram: u64,
+}
+
+impl Kit {
+    /// Installs and generates what is missing.
+    pub(super) fn new(scale: f64, threads: u32) -> anyhow::Result<Self> {
+        let preload = std::env::current_exe()?.with_file_name("liblarder_bench_preload.so");
+        if !preload.exists() {
+            bail!("{} is missing: cargo build --release --workspace", preload.display());
+        }
+        let wheels = Path::new("testbed/wheels.sh");
+        if !wheels.exists() {
+            bail!("{} is missing: run this in the project's directory", wheels.display());
+        }
+        let python = Path::new(&told(Command::new(wheels).arg("duckdb"))?).join("python");
+        let tables = std::path::absolute(Path::new(TABLES).join(format!("tpch-{scale}.duckdb")))?;
+        if !tables.exists() {
+            let mut generate = Command::new(&python);
+            generate.args(["-c", SCRIPT, "generate"]).arg(&tables);
+            told(generate.arg(scale.to_string()))?;
+        }
+        Ok(Self {
+            python,
+            preload,
+            tables,
+            threads,
+            ram: RAM * scale.max(1.0).ceil() as u64,
+        })
+    }
+
+    /// Bytes of the memfd, more than it will ever use.
+    pub(super) fn ram(&self) -> u64 {
+        self.ram
+    }
+
+    /// Starts it in `cgroup`, and waits until its tables are in memory.
+    pub(super) fn start(&self, cgroup: &Cgroup) -> anyhow::Result<Workload> {
+        // The pages of programs and libraries are charged to whoever reads them first: that is not the group.
+        told(Command::new(&self.python).args(["-c", "import duckdb"]))?;
+        let mut command = mortal("sh");
+        command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec env "$@""#]);
+        command
+            .arg(cgroup.path())
+            .arg(format!("LARDER_BENCH_RAM={}", self.ram))
+            .arg(format!("LD_PRELOAD={}", self.preload.display()))
+            .arg(&self.python)
+            .args(["-c", SCRIPT, "run"])
+            .arg(&self.tables)
+            .arg(self.threads.to_string());
+        let process = Process::start(command)?;
+        process.wait_for("seconds", PATIENCE)?;
+        Ok(Workload { process })
+    }
+}
+
+/// What a command says.
+fn told(command: &mut Command) -> anyhow::Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().with_context(|| format!("starting {name}"))?;
+    if !output.status.success() {
+        bail!("{name}: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+}
+
+/// It, running; killed when this goes.
+pub(super) struct Workload {
+    process: Process,
+}
+
+/// A pass over the queries.
+#[derive(Clone, Debug)]
+pub(super) struct Pass {
+    pub(super) seconds: f64,
+    /// What all of the queries found.
+    pub(super) digest: String,
+    /// What the pager did meanwhile.
+    pub(super) done: Done,
+    /// The most memory that was really in use.
+    pub(super) used_most: u64,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Done {
+            faults,
+            read,
+            written,
+            unpacked,
+            packed,
+        } = self.done;
+        write!(
+            f,
+            "{:.2} s, {faults} faults; MiB: {} used at most, {} read, {} written, {} unpacked, {} packed",
+            self.seconds,
+            self.used_most / MIB,
+            read / MIB,
+            written / MIB,
+            unpacked / MIB,
+            packed / MIB
+        )
+    }
+}
+
+/// Bytes of memory that the program has.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Resident {
+    pub(super) all: u64,
+    /// What of it is in the memfd.
+    pub(super) inside: u64,
+}
+
+impl Workload {
+    /// Runs the queries, while `pager` keeps its memory.
+    pub(super) fn pass(&mut self, pager: &dyn Pager) -> anyhow::Result<Pass> {
+        let before = pager.done()?;
+        let over = AtomicBool::new(false);
+        let (answer, used_most) = thread::scope(|scope| {
+            let looking = scope.spawn(|| {
+                let mut most = 0;
+                while !over.load(Ordering::Relaxed) {
+                    most = pager.used()?.max(most);
+                    thread::sleep(LOOK_EVERY);
+                }
+                anyhow::Ok(most)
+            });
+            let answer = self.answer();
+            over.store(true, Ordering::Relaxed);
+            (answer, looking.join())
+        });
+        let done = pager.done()?.since(before);
+        let answer = answer?;
+        let Ok(used_most) = used_most else {
+            bail!("looking at memory failed")
+        };
+        let queries = answer["queries"].as_array();
+        let queries = queries.with_context(|| format!("no times of queries: {answer}"))?;
+        let digest = answer["digest"].as_str();
+        Ok(Pass {
+            seconds: queries.iter().filter_map(Value::as_f64).sum(),
+            digest: digest.with_context(|| format!("no digest: {answer}"))?.to_owned(),
+            done,
+            used_most: used_most?,
+        })
+    }
+
+    fn answer(&mut self) -> anyhow::Result<Value> {
+        let lines = self.process.lines();
+        self.process.say("pass")?;
+        let line = self.process.wait_for_after(lines, "digest", PATIENCE)?;
+        serde_json::from_str(&line).with_context(|| format!("the answer {line}"))
+    }
+
+    fn proc(&self, name: &str) -> PathBuf {
+        Path::new("/proc").join(self.process.id().to_string()).join(name)
+    }
+
+    /// What is in memory now.
+    pub(super) fn resident(&self) -> anyhow::Result<Resident> {
+        let status = self.proc("status");
+        Ok(Resident {
+            all: named(&status, "VmRSS")? << 10,
+            inside: named(&status, "RssShmem")? << 10,
+        })
+    }
+
+    /// Forgets what was touched.
+    pub(super) fn forget_touched(&self) -> anyhow::Result<()> {
+        Ok(fs::write(self.proc("clear_refs"), "1")?)
+    }
+
+    /// Bytes in memory that were touched since that was forgotten.
+    pub(super) fn touched(&self) -> anyhow::Result<u64> {
+        let maps = fs::read_to_string(self.proc("smaps"))?;
+        let kib = maps.lines().filter_map(|line| {
+            let rest = line.strip_prefix("Referenced:")?;
+            rest.split_whitespace().next()?.parse::<u64>().ok()
+        });
+        Ok(kib.sum::<u64>() << 10)
+    }
+}
