@@ -110,6 +110,8 @@ struct Run {
 struct Unlimited {
     peak: u64,
     loading: u64,
+    /// That of a pass when those before have left nothing any more.
+    last: u64,
     resident: Resident,
     touched: u64,
 }
@@ -151,13 +153,15 @@ impl<'a> Experiment<'a> {
         for _ in 0..self.arguments.passes {
             self.pass(&mut workload, &pager, "unlimited")?;
         }
+        // The allocator keeps what is freed for some seconds, of loading too: the first passes have the peak.
         let (peak, resident) = (cgroup.used_most()?, workload.resident()?);
         workload.forget_touched()?;
-        self.pass(&mut workload, &pager, "unlimited")?;
+        let last = self.pass(&mut workload, &pager, "unlimited")?.used_most;
         let touched = workload.touched()?;
         Ok(Unlimited {
             peak,
             loading,
+            last,
             resident,
             touched,
         })
@@ -166,14 +170,15 @@ impl<'a> Experiment<'a> {
     fn working_set(&mut self, peak: u64) -> anyhow::Result<u64> {
         let cgroup = Arc::new(Cgroup::new("working-set")?);
         let mut workload = self.kit.start(&cgroup)?;
-        let pager = Kernel::new(cgroup, None);
+        let pager = Kernel::new(Arc::clone(&cgroup), None);
         workload.pass(&pager)?;
         working_set::measure(&mut workload, &pager, peak)
     }
 
     fn measure(&mut self, row: &Row) -> anyhow::Result<Run> {
         let what = row.name();
-        let cgroup = Arc::new(Cgroup::new(row.variant.name().split(' ').next().unwrap_or("none"))?);
+        // The last one to go: it can be removed when nobody is in it.
+        let cgroup = Arc::new(Cgroup::new("row")?);
         let mut workload = self.kit.start(&cgroup)?;
         let nobody = Nobody {
             cgroup: Arc::clone(&cgroup),
@@ -183,10 +188,10 @@ impl<'a> Experiment<'a> {
         // A pager that is a program of its own would be started here, with the workload's process.
         let pager: Box<dyn Pager> = match (row.variant, row.level) {
             (Variant::None, _) | (_, None) => Box::new(nobody),
-            (Variant::Swap, Some(_)) => Box::new(Kernel::new(cgroup, None)),
+            (Variant::Swap, Some(_)) => Box::new(Kernel::new(Arc::clone(&cgroup), None)),
             (Variant::Zswap, Some(level)) => {
                 let zswap = Zswap::on(self.compressor.unwrap_or_default(), self.pool_percent(level.limit)?)?;
-                Box::new(Kernel::new(cgroup, Some(zswap)))
+                Box::new(Kernel::new(Arc::clone(&cgroup), Some(zswap)))
             }
         };
         if let Some(level) = row.level {
@@ -233,7 +238,7 @@ impl<'a> Experiment<'a> {
         );
         println!(
             "| level, % | of the working set, % | limit, MiB | | unlimited, s | cold, s | warm, s | cold / unlimited | \
-             warm / unlimited | used at most, MiB | faults, cold | faults, warm | from disk, MiB: cold, warm | to disk, \
+             warm / unlimited | used, MiB: mean, most | faults, cold | faults, warm | from disk, MiB: cold, warm | to disk, \
              MiB: cold, warm | from zswap, MiB: cold, warm |"
         );
         println!("|{}", " --- |".repeat(15));
@@ -304,13 +309,14 @@ impl Row {
         let faults = |pass: &Pass| pass.done.faults as f64;
         let passes = || self.runs.iter().flat_map(|run| run.warm.iter().chain([&run.cold]));
         println!(
-            "| {level} | {} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {} | {:.0} | {:.0} | {} | {} | {} |",
+            "| {level} | {} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.0}, {} | {:.0} | {:.0} | {} | {} | {} |",
             self.variant.name(),
             median(&self.runs.iter().map(|run| run.unlimited).collect::<Vec<_>>()),
             self.cold(|pass| pass.seconds),
             self.warm(|pass| pass.seconds),
             self.cold_slower(),
             self.warm_slower(),
+            self.warm(|pass| pass.used_mean as f64 / MIB as f64),
             passes().map(|pass| pass.used_most).max().unwrap_or(0) / MIB,
             self.cold(faults),
             self.warm(faults),
@@ -325,10 +331,11 @@ impl Unlimited {
     fn print(&self, working_set: Option<u64>) {
         let mib = |bytes: u64| bytes as f64 / MIB as f64;
         println!(
-            "Without a limit: {:.0} MiB at the peak of passes ({:.0} while loading), of which {:.1} % of what is resident \
-             in the memfd; {:.0} MiB touched in a warm pass.",
+            "Without a limit: {:.0} MiB at the peak of passes ({:.0} while loading, {:.0} in the last pass); {:.1} % of \
+             what is resident is in the memfd; {:.0} MiB touched in a warm pass.",
             mib(self.peak),
             mib(self.loading),
+            mib(self.last),
             self.resident.inside as f64 * 100.0 / self.resident.all as f64,
             mib(self.touched)
         );

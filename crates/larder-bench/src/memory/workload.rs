@@ -114,7 +114,8 @@ pub(super) struct Pass {
     pub(super) digest: String,
     /// What the pager did meanwhile.
     pub(super) done: Done,
-    /// The most memory that was really in use.
+    /// Bytes of memory that were really in use, on average and at most.
+    pub(super) used_mean: u64,
     pub(super) used_most: u64,
 }
 
@@ -129,8 +130,9 @@ impl fmt::Display for Pass {
         } = self.done;
         write!(
             f,
-            "{:.2} s, {faults} faults; MiB: {} used at most, {} read, {} written, {} unpacked, {} packed",
+            "{:.2} s, {faults} faults; MiB: {} used, {} at most, {} read, {} written, {} unpacked, {} packed",
             self.seconds,
+            self.used_mean / MIB,
             self.used_most / MIB,
             read / MIB,
             written / MIB,
@@ -153,14 +155,14 @@ impl Workload {
     pub(super) fn pass(&mut self, pager: &dyn Pager) -> anyhow::Result<Pass> {
         let before = pager.done()?;
         let over = AtomicBool::new(false);
-        let (answer, used_most) = thread::scope(|scope| {
+        let (answer, used) = thread::scope(|scope| {
             let looking = scope.spawn(|| {
-                let mut most = 0;
+                let mut used = Vec::new();
                 while !over.load(Ordering::Relaxed) {
-                    most = pager.used()?.max(most);
+                    used.push(pager.used()?);
                     thread::sleep(LOOK_EVERY);
                 }
-                anyhow::Ok(most)
+                anyhow::Ok(used)
             });
             let answer = self.answer();
             over.store(true, Ordering::Relaxed);
@@ -168,9 +170,10 @@ impl Workload {
         });
         let done = pager.done()?.since(before);
         let answer = answer?;
-        let Ok(used_most) = used_most else {
+        let Ok(used) = used else {
             bail!("looking at memory failed")
         };
+        let used = used?;
         let queries = answer["queries"].as_array();
         let queries = queries.with_context(|| format!("no times of queries: {answer}"))?;
         let digest = answer["digest"].as_str();
@@ -178,7 +181,8 @@ impl Workload {
             seconds: queries.iter().filter_map(Value::as_f64).sum(),
             digest: digest.with_context(|| format!("no digest: {answer}"))?.to_owned(),
             done,
-            used_most: used_most?,
+            used_mean: used.iter().sum::<u64>() / used.len().max(1) as u64,
+            used_most: used.iter().copied().max().unwrap_or(0),
         })
     }
 
