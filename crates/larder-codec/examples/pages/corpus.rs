@@ -102,7 +102,7 @@ pub(crate) fn heap() -> Corpus {
 /// Records as a web service keeps them.
 pub(crate) fn json() -> Corpus {
     let names = [
-        "Anna", "Bernd", "Chiara", "Dmitri", "Eve", "Farid", "Grace", "Hiro", "Ines", "Juan",
+        "Anna", "Bernd", "Chiara", "Dmitri", "Eve", "Farid", "Grace", "Hiro", "Irene", "Juan",
     ];
     let states = ["active", "suspended", "invited", "deleted"];
     let mut id = 100_000;
