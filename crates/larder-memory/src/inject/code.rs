@@ -1,0 +1,85 @@
+//! Code that another process has anyway, by which its threads make calls for us and restore themselves.
+
+use rustix::process::Pid;
+
+use super::arch::INSTRUCTIONS;
+use super::error::InjectError;
+use super::memory::{self, Mapping};
+
+/// How much is looked through, at most. It is found within the first 1 MiB of the libc, or in a program that is linked
+/// statically.
+const SEARCH_BYTES_MAX: u64 = 256 << 20;
+
+/// How much is read at a time. What is looked for may lie across: parts overlap by its length.
+const PART_BYTES: u64 = 128 << 10;
+const OVERLAP_BYTES: u64 = 16;
+
+/// Where the code is.
+#[derive(Debug)]
+pub(super) struct Code {
+    /// Makes a system call, and returns.
+    pub(super) call: u64,
+    /// Calls `rt_sigreturn`.
+    pub(super) give_back: u64,
+}
+
+impl Code {
+    /// Looks for it in the mappings of a process.
+    pub(super) fn find(pid: Pid, tid: Pid, mappings: &[Mapping]) -> Result<Self, InjectError> {
+        let mut places: Vec<&Mapping> = mappings.iter().filter(|mapping| mapping.is_code()).collect();
+        places.sort_by_key(|mapping| !is_libc(&mapping.path));
+        let mut found = [None; INSTRUCTIONS.len()];
+        let mut left = SEARCH_BYTES_MAX;
+        for place in places {
+            let mut at = place.range.start;
+            while at < place.range.end && left > 0 {
+                let bytes = (place.range.end - at).min(PART_BYTES + OVERLAP_BYTES);
+                let mut part = vec![0; usize::try_from(bytes).unwrap_or(0)];
+                // Past the end of its file, or gone meanwhile.
+                if memory::read(tid, at, &mut part).is_err() {
+                    break;
+                }
+                look_in(&part, at, &mut found);
+                if let [Some(call), Some(give_back)] = found {
+                    return Ok(Self { call, give_back });
+                }
+                at += PART_BYTES;
+                left = left.saturating_sub(PART_BYTES);
+            }
+        }
+        let missing = INSTRUCTIONS.iter().zip(found).find(|(_, found)| found.is_none());
+        Err(InjectError::NoInstruction {
+            pid,
+            what: missing.map_or("code", |((_, what), _)| what),
+        })
+    }
+
+    /// Whether it is still there.
+    pub(super) fn is_in(&self, tid: Pid) -> bool {
+        [self.call, self.give_back]
+            .iter()
+            .zip(INSTRUCTIONS)
+            .all(|(at, (variants, _))| {
+                variants.iter().any(|code| {
+                    let mut there = vec![0; code.len()];
+                    memory::read(tid, *at, &mut there).is_ok() && there == *code
+                })
+            })
+    }
+}
+
+fn look_in(part: &[u8], at: u64, found: &mut [Option<u64>]) {
+    for (found, (variants, _)) in found.iter_mut().zip(INSTRUCTIONS) {
+        let offset = variants
+            .iter()
+            .filter_map(|code| part.windows(code.len()).position(|there| there == *code))
+            .min();
+        *found = found.or(offset.map(|offset| at + offset as u64));
+    }
+}
+
+/// By the names of glibc's and musl's.
+fn is_libc(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    name.starts_with("libc.so") || name.starts_with("libc-") || name.starts_with("ld-musl")
+}

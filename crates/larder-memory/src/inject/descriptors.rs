@@ -1,0 +1,174 @@
+//! Descriptors given to another process, and taken from it.
+
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+use super::error::InjectError;
+use super::stopped::{SCRATCH_BYTES, StoppedThread};
+
+/// What the kernel hands over at once (SCM_MAX_FD, include/net/scm.h).
+const DESCRIPTORS_MAX: usize = 253;
+
+// Where in the scratch memory what `recvmsg` takes is: `struct msghdr`, its one `struct iovec` and the byte that this
+// points to, then the control messages.
+const HEADER_AT: usize = 0;
+const PART_AT: usize = 64;
+const BYTE_AT: usize = 80;
+const CONTROL_AT: usize = 96;
+
+/// `struct cmsghdr`: a length of 8 bytes, a level and a type of 4.
+const CONTROL_HEADER_BYTES: usize = 16;
+const CONTROL_BYTES_MAX: usize = CONTROL_HEADER_BYTES + DESCRIPTORS_MAX * 4 + 4;
+const _: () = assert!(CONTROL_AT + CONTROL_BYTES_MAX <= SCRATCH_BYTES);
+
+/// Where in `struct msghdr` the length of the control messages is.
+const CONTROL_LENGTH_AT: usize = 40;
+
+impl StoppedThread {
+    /// Opens in the process what is open here; returns by which numbers, in the same order. They are closed if it runs
+    /// another program (CLOEXEC).
+    ///
+    /// # Errors
+    /// There are more than 253, or the process can or may not have all of them: then it has none.
+    pub fn give_descriptors(&mut self, descriptors: &[BorrowedFd<'_>]) -> Result<Vec<RawFd>, InjectError> {
+        let given = descriptors.len();
+        if given == 0 {
+            return Ok(Vec::new());
+        }
+        if given > DESCRIPTORS_MAX {
+            return Err(InjectError::TooMany {
+                given,
+                max: DESCRIPTORS_MAX,
+            });
+        }
+        let kind = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as u64;
+        self.system_call(
+            libc::SYS_socketpair,
+            [libc::AF_UNIX as u64, kind, 0, self.scratch(), 0, 0],
+        )?;
+        // If we are killed before they are closed, these two stay open: nothing is lost by them.
+        let mut pair = [0; 8];
+        self.read_scratch(0, &mut pair)?;
+        let number = |at: usize| RawFd::from_ne_bytes([pair[at], pair[at + 1], pair[at + 2], pair[at + 3]]);
+        let (theirs, ours) = (number(0), number(4));
+        let received = self.hand_over(theirs, ours, descriptors);
+        let closed = self.close(theirs).and(self.close(ours));
+        let received = received?;
+        closed?;
+        if received.len() == given {
+            return Ok(received);
+        }
+        for number in &received {
+            self.close(*number)?;
+        }
+        let (pid, tid, received) = (self.pid(), self.tid(), received.len());
+        Err(InjectError::NotReceived {
+            pid,
+            tid,
+            given,
+            received,
+        })
+    }
+
+    /// Takes a descriptor of the process, as it is known to the stopped thread: the same open file, in ours.
+    ///
+    /// # Errors
+    /// It has none by this number, or we have no right to it.
+    pub fn take_descriptor(&self, number: RawFd) -> Result<OwnedFd, InjectError> {
+        let failed = |tried| {
+            let (pid, tid) = (self.pid(), self.tid());
+            move |errno| InjectError::Request { pid, tid, tried, errno }
+        };
+        // By the thread (Linux 6.9), as a main thread that has ended has no descriptors; else by the process.
+        let by_thread = PidfdFlags::from_bits_retain(libc::O_EXCL as u32);
+        let process = match pidfd_open(self.tid(), by_thread) {
+            Err(Errno::INVAL) => pidfd_open(self.pid(), PidfdFlags::empty()),
+            opened => opened,
+        };
+        let process = process.map_err(failed("pidfd_open"))?;
+        pidfd_getfd(process, number, PidfdGetfdFlags::empty()).map_err(failed("pidfd_getfd"))
+    }
+
+    /// Closes a descriptor in the process.
+    ///
+    /// # Errors
+    /// Those of close(2), after most of which it is closed.
+    pub fn close(&mut self, number: RawFd) -> Result<(), InjectError> {
+        self.system_call(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0])
+            .map(drop)
+    }
+
+    /// Sends descriptors by one end of a pair of sockets in the process, and has them received by the other one.
+    fn hand_over(
+        &mut self,
+        theirs: RawFd,
+        ours: RawFd,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<Vec<RawFd>, InjectError> {
+        let ours = self.take_descriptor(ours)?;
+        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut room);
+        let has_room = control.push(SendAncillaryMessage::ScmRights(descriptors));
+        debug_assert!(has_room, "no more than DESCRIPTORS_MAX");
+        let (pid, tid) = (self.pid(), self.tid());
+        let sent = sendmsg(ours.as_fd(), &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL);
+        sent.map_err(|errno| InjectError::Request {
+            pid,
+            tid,
+            tried: "send descriptors to it",
+            errno,
+        })?;
+        self.receive(theirs)
+    }
+
+    /// Has descriptors received from a socket in the process.
+    fn receive(&mut self, socket: RawFd) -> Result<Vec<RawFd>, InjectError> {
+        let scratch = self.scratch();
+        let at = |offset: usize| scratch + offset as u64;
+        // name, its length, parts, how many, control messages, their length, flags
+        let header = [0, 0, at(PART_AT), 1, at(CONTROL_AT), CONTROL_BYTES_MAX as u64, 0];
+        let part = [at(BYTE_AT), 1];
+        self.write_scratch(HEADER_AT, &bytes_of(&header))?;
+        self.write_scratch(PART_AT, &bytes_of(&part))?;
+        let flags = (libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT) as u64;
+        self.system_call(libc::SYS_recvmsg, [socket as u64, at(HEADER_AT), flags, 0, 0, 0])?;
+
+        let mut length = [0; 8];
+        self.read_scratch(HEADER_AT + CONTROL_LENGTH_AT, &mut length)?;
+        let length = usize::try_from(u64::from_ne_bytes(length))
+            .unwrap_or(0)
+            .min(CONTROL_BYTES_MAX);
+        let mut control = vec![0; length];
+        self.read_scratch(CONTROL_AT, &mut control)?;
+        Ok(rights_in(&control))
+    }
+}
+
+/// The descriptors in a control message. One that was cut short says how many there are.
+fn rights_in(control: &[u8]) -> Vec<RawFd> {
+    let Some((header, data)) = control.split_at_checked(CONTROL_HEADER_BYTES) else {
+        return Vec::new();
+    };
+    let length = u64::from_ne_bytes(header[..8].try_into().unwrap_or_default());
+    let kind = [libc::SOL_SOCKET.to_ne_bytes(), libc::SCM_RIGHTS.to_ne_bytes()].concat();
+    if header[8..] != kind {
+        return Vec::new();
+    }
+    let bytes = usize::try_from(length)
+        .unwrap_or(0)
+        .saturating_sub(CONTROL_HEADER_BYTES)
+        .min(data.len());
+    let numbers = data[..bytes].chunks_exact(4);
+    numbers
+        .map(|bytes| RawFd::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+        .collect()
+}
+
+fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}

@@ -1,0 +1,118 @@
+//! The memory of another process: what is mapped, reading it, writing it.
+
+use std::fs;
+use std::io;
+use std::ops::Range;
+
+use rustix::io::Errno;
+use rustix::process::Pid;
+
+use super::error::InjectError;
+
+/// A mapping, as `/proc/PID/maps` tells of it (proc(5)).
+#[derive(Debug)]
+pub(super) struct Mapping {
+    pub(super) range: Range<u64>,
+    /// As in `rw-p`.
+    pub(super) rights: [u8; 4],
+    pub(super) is_of_file: bool,
+    pub(super) path: String,
+}
+
+impl Mapping {
+    fn parse(line: &str) -> Option<Self> {
+        let mut words = line.splitn(6, ' ');
+        let (start, end) = words.next()?.split_once('-')?;
+        let rights = words.next()?.as_bytes().try_into().ok()?;
+        let (_offset, _device, inode) = (words.next()?, words.next()?, words.next()?);
+        Some(Self {
+            range: u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?,
+            rights,
+            is_of_file: inode != "0",
+            path: words.next().unwrap_or_default().trim_start().to_owned(),
+        })
+    }
+
+    /// Whether a thread may have its stack there.
+    pub(super) fn is_private_and_writable(&self) -> bool {
+        self.rights.starts_with(b"rw") && self.rights[3] == b'p'
+    }
+
+    /// Whether it is the code of a file, which stays as it is while it is mapped.
+    pub(super) fn is_code(&self) -> bool {
+        self.rights == *b"r-xp" && self.is_of_file
+    }
+}
+
+/// All mappings of the process that thread `tid` is of.
+pub(super) fn mappings(pid: Pid, tid: Pid) -> Result<Vec<Mapping>, InjectError> {
+    // By the thread, as those of a main thread that has ended already cannot be read.
+    let path = format!("/proc/{}/task/{}/maps", pid.as_raw_pid(), tid.as_raw_pid());
+    match fs::read(&path) {
+        // A path may be of any bytes.
+        Ok(maps) => Ok(String::from_utf8_lossy(&maps)
+            .lines()
+            .filter_map(Mapping::parse)
+            .collect()),
+        Err(error) => match error.raw_os_error() {
+            Some(libc::ENOENT | libc::ESRCH) => Ok(Vec::new()),
+            Some(libc::EACCES | libc::EPERM) => Err(InjectError::NoRights {
+                pid,
+                tid,
+                tried: "read its memory map",
+                takes: super::threads::rights_needed(),
+            }),
+            _ => Err(InjectError::Unreadable { path, error }),
+        },
+    }
+}
+
+/// Fills `to` from the memory of a thread's process at `at`.
+pub(super) fn read(tid: Pid, at: u64, to: &mut [u8]) -> Result<(), InjectError> {
+    let bytes = to.len();
+    let local = libc::iovec {
+        iov_base: to.as_mut_ptr().cast(),
+        iov_len: bytes,
+    };
+    let remote = libc::iovec {
+        iov_base: at as *mut libc::c_void,
+        iov_len: bytes,
+    };
+    // SAFETY: `local` is `to`, exclusively borrowed for the call; the remote address is only ever used in the other
+    // process, by the kernel, which checks it.
+    let done = unsafe { libc::process_vm_readv(tid.as_raw_pid(), &local, 1, &remote, 1, 0) };
+    check(tid, "read", at, bytes, done)
+}
+
+/// Writes `from` to the memory of a thread's process at `at`.
+pub(super) fn write(tid: Pid, at: u64, from: &[u8]) -> Result<(), InjectError> {
+    let bytes = from.len();
+    let local = libc::iovec {
+        iov_base: from.as_ptr().cast_mut().cast(),
+        iov_len: bytes,
+    };
+    let remote = libc::iovec {
+        iov_base: at as *mut libc::c_void,
+        iov_len: bytes,
+    };
+    // SAFETY: the kernel only reads from `local`, which is `from`, borrowed for the call; the remote address is only
+    // ever used in the other process, by the kernel, which checks it.
+    let done = unsafe { libc::process_vm_writev(tid.as_raw_pid(), &local, 1, &remote, 1, 0) };
+    check(tid, "written", at, bytes, done)
+}
+
+fn check(pid: Pid, done: &'static str, at: u64, bytes: usize, moved: isize) -> Result<(), InjectError> {
+    let errno = match usize::try_from(moved) {
+        Ok(moved) if moved == bytes => return Ok(()),
+        // What comes after is not mapped.
+        Ok(_) => Errno::FAULT,
+        Err(_) => Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO),
+    };
+    Err(InjectError::Memory {
+        pid,
+        done,
+        at,
+        bytes,
+        errno,
+    })
+}

@@ -1,0 +1,60 @@
+//! In place of what is of an architecture, on those for which there is nothing yet: no thread is ever stopped.
+
+use super::error::InjectError;
+use super::tracee::Tracee;
+
+pub(super) const IS_SUPPORTED: bool = false;
+pub(super) const RED_ZONE_BYTES: u64 = 0;
+pub(super) const INSTRUCTIONS: [(&[&[u8]], &str); 2] = [(&[], ""), (&[], "")];
+
+#[derive(Clone, Copy)]
+pub(super) struct Registers;
+
+impl Registers {
+    pub(super) fn of(_: &Tracee) -> Result<Self, InjectError> {
+        Err(InjectError::NotOnThisArchitecture)
+    }
+
+    pub(super) fn write(&self, _: &Tracee) -> Result<(), InjectError> {
+        Err(InjectError::NotOnThisArchitecture)
+    }
+
+    pub(super) fn is_64_bit(&self) -> bool {
+        false
+    }
+
+    pub(super) fn stack_pointer(&self) -> u64 {
+        0
+    }
+
+    pub(super) fn instruction(&self) -> u64 {
+        0
+    }
+
+    pub(super) fn returned(&self) -> Option<i64> {
+        None
+    }
+
+    pub(super) fn calling(&self, _: i64, _: [u64; 6], _: u64, _: u64) -> Self {
+        *self
+    }
+}
+
+pub(super) struct Vectors;
+
+impl Vectors {
+    pub(super) fn of(_: &Tracee) -> Result<Self, InjectError> {
+        Err(InjectError::NotOnThisArchitecture)
+    }
+}
+
+pub(super) struct Frame {
+    pub(super) at: u64,
+    pub(super) bytes: Vec<u8>,
+}
+
+impl Frame {
+    pub(super) fn new(_: &Registers, _: &Vectors, _: u64, _: u64, _: u64) -> Option<Self> {
+        None
+    }
+}

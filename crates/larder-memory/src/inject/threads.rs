@@ -1,0 +1,229 @@
+//! The threads of a process: which to stop first, and which not at all.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::process::{Pid, getpid};
+
+use super::error::InjectError;
+
+/// A thread that may be stopped, as it was a moment ago.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    pub(super) pid: Pid,
+    pub(super) tid: Pid,
+    /// The lower, the less it matters that it is stopped, and the sooner it will be.
+    rank: u8,
+    status: Status,
+}
+
+/// Why a thread was not used.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) error: InjectError,
+    /// Whether another try may find it otherwise, soon and without anybody's doing.
+    pub(super) passes: bool,
+}
+
+impl Refusal {
+    pub(super) fn for_now(error: InjectError) -> Self {
+        Self { error, passes: true }
+    }
+
+    pub(super) fn for_good(error: InjectError) -> Self {
+        Self { error, passes: false }
+    }
+}
+
+/// What matters of `/proc/PID/task/TID/status` (proc(5)).
+#[derive(Debug, Default)]
+struct Status {
+    state: u8,
+    tracer: i32,
+    filters: u32,
+    has_shadow_stack: bool,
+}
+
+impl Status {
+    /// Of a thread; none if it has ended.
+    fn read(folder: &str) -> Option<Self> {
+        let text = fs::read_to_string(format!("{folder}/status")).ok()?;
+        let mut status = Self::default();
+        for (key, value) in text.lines().filter_map(|line| line.split_once(':')) {
+            let value = value.trim();
+            match key {
+                "State" => status.state = *value.as_bytes().first()?,
+                "TracerPid" => status.tracer = value.parse().ok()?,
+                "Seccomp" => status.filters = value.parse().ok()?,
+                "x86_Thread_features" => status.has_shadow_stack = value.split(' ').any(|word| word == "shstk"),
+                _ => {}
+            }
+        }
+        (!matches!(status.state, b'Z' | b'X')).then_some(status)
+    }
+}
+
+impl Candidate {
+    fn read(pid: Pid, tid: Pid) -> Option<Self> {
+        let folder = folder(pid, tid);
+        let status = Status::read(&folder)?;
+        let is_main = u8::from(pid == tid);
+        let waits_in = |name: &str| fs::read_to_string(format!("{folder}/wchan")).is_ok_and(|at| at == name);
+        let rank = match status.state {
+            // A fault of the kernel's own, as of a read into such memory, cannot be interrupted, and the thread would
+            // try in vain, without a pause, until somebody answers.
+            b'S' if waits_in("handle_userfault") => 8,
+            b'S' if is_in_call(&folder, libc::SYS_futex) => is_main,
+            // In a VM's processor, as a rule, or between two looks at it.
+            b'S' if is_in_call(&folder, libc::SYS_ioctl) => 4 + is_main,
+            b'S' => 2 + is_main,
+            b'R' => 6 + is_main,
+            b'D' => 10 + is_main,
+            _ => 5,
+        };
+        Some(Self { pid, tid, rank, status })
+    }
+
+    /// Why not to touch it.
+    pub(super) fn refusal(&self) -> Option<Refusal> {
+        let (pid, tid) = (self.pid, self.tid);
+        if self.status.tracer != 0 {
+            return Some(traced(pid, tid, self.status.tracer));
+        }
+        if self.status.has_shadow_stack {
+            return Some(Refusal::for_good(InjectError::ShadowStack { pid, tid }));
+        }
+        if self.status.filters != 0 {
+            let program = program(pid, tid);
+            // QEMU's filter (-sandbox on) forbids what is named in it, none of which is needed here; strict mode (1)
+            // kills for anything.
+            if self.status.filters != 2 || !program.starts_with("qemu") {
+                return Some(Refusal::for_good(InjectError::Filtered { pid, tid, program }));
+            }
+        }
+        None
+    }
+
+    /// Whether the number is still that of a thread of this process.
+    pub(super) fn is_still_there(&self) -> bool {
+        Path::new(&folder(self.pid, self.tid)).exists()
+    }
+
+    /// Why the kernel does not let us trace it (EPERM).
+    pub(super) fn why_not_traced(&self) -> Refusal {
+        let (pid, tid) = (self.pid, self.tid);
+        match Status::read(&folder(pid, tid)) {
+            Some(Status {
+                tracer: tracer @ 1.., ..
+            }) => traced(pid, tid, tracer),
+            Some(_) => {
+                let (tried, takes) = ("trace it", rights_needed());
+                Refusal::for_good(InjectError::NoRights { pid, tid, tried, takes })
+            }
+            None => Refusal::for_now(InjectError::Gone { pid }),
+        }
+    }
+}
+
+/// The threads of a process, those first that are best stopped.
+pub(super) fn candidates(pid: Pid) -> Result<Vec<Candidate>, InjectError> {
+    let path = format!("/proc/{}/task", pid.as_raw_pid());
+    let entries = match fs::read_dir(&path) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(InjectError::Gone { pid }),
+        Err(error) => return Err(InjectError::Unreadable { path, error }),
+    };
+    // An error amid the list is of a process that ends.
+    let tids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok().and_then(Pid::from_raw));
+    let mut found: Vec<Candidate> = tids.filter_map(|tid| Candidate::read(pid, tid)).collect();
+    found.sort_by_key(|candidate| candidate.rank);
+    let Some(first) = found.first() else {
+        return Err(InjectError::Gone { pid });
+    };
+    if is_32_bit(pid, first.tid) {
+        return Err(InjectError::NotSixtyFourBit { pid });
+    }
+    Ok(found)
+}
+
+/// What to say after all threads have refused.
+pub(super) fn worst(pid: Pid, limit: Duration, refusals: Vec<Refusal>) -> InjectError {
+    let threads = refusals.len();
+    let is_busy = |refusal: &Refusal| matches!(refusal.error, InjectError::NotStopped { .. });
+    if refusals.iter().any(is_busy) {
+        return InjectError::NotStopped { pid, threads, limit };
+    }
+    // Each has its own reason; that of the best candidate says as much as any. One that has ended says the least.
+    let (ended, others): (Vec<_>, Vec<_>) = refusals
+        .into_iter()
+        .partition(|refusal| matches!(refusal.error, InjectError::Gone { .. }));
+    let first = others.into_iter().chain(ended).next();
+    first.map_or(InjectError::Gone { pid }, |refusal| refusal.error)
+}
+
+/// What the kernel asks for of who traces (ptrace(2), "Ptrace access mode checking").
+pub(super) fn rights_needed() -> String {
+    let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
+    let scope = scope
+        .ok()
+        .and_then(|scope| scope.trim().parse::<u8>().ok())
+        .unwrap_or(0);
+    match scope {
+        0 => "CAP_SYS_PTRACE, or the same user and a process that may be dumped".into(),
+        1 | 2 => format!("CAP_SYS_PTRACE, because /proc/sys/kernel/yama/ptrace_scope is {scope}"),
+        _ => format!(
+            "another /proc/sys/kernel/yama/ptrace_scope: it is {scope}, which forbids tracing to all until the host is \
+             started again"
+        ),
+    }
+}
+
+/// `tracer` is a thread.
+fn traced(pid: Pid, tid: Pid, tracer: i32) -> Refusal {
+    let status = fs::read_to_string(format!("/proc/{tracer}/status")).unwrap_or_default();
+    let tgid = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
+    let by_pid = tgid.and_then(|tgid| tgid.trim().parse().ok()).unwrap_or(tracer);
+    let name = fs::read_to_string(format!("/proc/{by_pid}/comm")).unwrap_or_default();
+    let by = if name.is_empty() {
+        "somebody".into()
+    } else {
+        name.trim_end().to_owned()
+    };
+    let error = InjectError::Traced { pid, tid, by, by_pid };
+    // We ourselves: another injection, or an attempt whose thread has not quite ended. A tracer that is not there any
+    // more is about to be detached.
+    let passes = by_pid == getpid().as_raw_pid() || status.is_empty();
+    Refusal { error, passes }
+}
+
+/// The name of the program that a process runs: of its file, or, if that is not to be had, the one that it gives itself.
+fn program(pid: Pid, tid: Pid) -> String {
+    let folder = folder(pid, tid);
+    let of_file = fs::read_link(format!("{folder}/exe")).ok();
+    let of_file = of_file
+        .as_deref()
+        .and_then(Path::file_name)
+        .map(|name| name.to_string_lossy().into_owned());
+    of_file.unwrap_or_else(|| {
+        let name = fs::read_to_string(format!("/proc/{}/comm", pid.as_raw_pid())).unwrap_or_default();
+        name.trim_end().to_owned()
+    })
+}
+
+/// By the class in the ELF header (elf(5)). What cannot be read is found to be out of reach later.
+fn is_32_bit(pid: Pid, tid: Pid) -> bool {
+    let mut start = [0; 5];
+    let exe = File::open(format!("{}/exe", folder(pid, tid)));
+    exe.and_then(|mut exe| exe.read_exact(&mut start)).is_ok() && start == *b"\x7fELF\x01"
+}
+
+fn is_in_call(folder: &str, number: i64) -> bool {
+    let call = fs::read_to_string(format!("{folder}/syscall")).unwrap_or_default();
+    call.split(' ').next().and_then(|first| first.parse().ok()) == Some(number)
+}
+
+fn folder(pid: Pid, tid: Pid) -> String {
+    format!("/proc/{}/task/{}", pid.as_raw_pid(), tid.as_raw_pid())
+}

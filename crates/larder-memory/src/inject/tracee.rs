@@ -1,0 +1,291 @@
+//! A thread that is traced by the thread that we are on: the requests of ptrace(2), and the stops that they lead to.
+
+use std::ffi::c_void;
+use std::io;
+use std::mem::{offset_of, size_of};
+use std::ptr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::process::Pid;
+
+use super::error::InjectError;
+use super::memory;
+
+// Not in libc for all C libraries (linux/ptrace.h).
+const PTRACE_EVENT_STOP: i32 = 128;
+const PTRACE_GET_SYSCALL_INFO: libc::c_uint = 0x420e;
+const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
+const PTRACE_SYSCALL_INFO_ENTRY: u8 = 1;
+
+/// The kernel's signal mask, in bytes.
+const MASK_BYTES: usize = 8;
+
+/// For so long a stop is looked for without a pause, as it comes within some 10 us if it comes at once.
+const SPIN: Duration = Duration::from_micros(100);
+
+/// The thread. It must be used on the thread of ours that has made it only, to which ptrace binds it; it is not `Send`.
+#[derive(Debug)]
+pub(super) struct Tracee {
+    pub(super) pid: Pid,
+    pub(super) tid: Pid,
+    _on_this_thread: std::marker::PhantomData<*const ()>,
+}
+
+/// Where a thread has stopped.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// On its way to user mode, before signals and the restart of a call: because of [`Tracee::interrupt`], or because
+    /// the process is stopped or continued by a signal.
+    Event,
+    /// A signal is about to be delivered. It is by [`Tracee::resume`] with its number, with all that came with it.
+    Signal(i32),
+    /// It enters or leaves a system call.
+    SystemCall,
+    /// It has ended.
+    Ended,
+    /// None of it in time.
+    NotYet,
+}
+
+/// How a thread goes on.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Resume {
+    Freely,
+    ToSystemCall,
+}
+
+/// Where a thread's restartable sequences are described (linux/ptrace.h).
+#[repr(C)]
+#[derive(Default)]
+struct SequenceSetup {
+    area: u64,
+    area_bytes: u32,
+    signature: u32,
+    flags: u32,
+    padding: u32,
+}
+
+/// What is used of the description of one (linux/rseq.h).
+#[repr(C)]
+#[derive(Default)]
+struct Sequence {
+    version: u32,
+    flags: u32,
+    start: u64,
+    bytes: u64,
+    abort: u64,
+}
+
+/// Where in its area a thread says which sequence it is in (linux/rseq.h).
+const SEQUENCE_POINTER_AT: u64 = 8;
+
+impl Tracee {
+    /// Begins to trace a thread, which goes on meanwhile. It goes on as well when the thread of ours that called this
+    /// ends, or our process.
+    pub(super) fn seize(pid: Pid, tid: Pid) -> Result<Self, Errno> {
+        let tracee = Self {
+            pid,
+            tid,
+            _on_this_thread: std::marker::PhantomData,
+        };
+        let options = libc::PTRACE_O_TRACESYSGOOD as *mut c_void;
+        // SAFETY: PTRACE_SEIZE takes no pointers, but options in the place of one.
+        unsafe { tracee.raw(libc::PTRACE_SEIZE as _, ptr::null_mut(), options) }?;
+        Ok(tracee)
+    }
+
+    /// Makes the thread stop.
+    pub(super) fn interrupt(&self) -> Result<(), InjectError> {
+        // SAFETY: PTRACE_INTERRUPT takes no pointers.
+        let done = unsafe { self.raw(libc::PTRACE_INTERRUPT as _, ptr::null_mut(), ptr::null_mut()) };
+        self.explain("PTRACE_INTERRUPT", done)
+    }
+
+    /// Lets the stopped thread go on, with a signal if it is not 0.
+    pub(super) fn resume(&self, how: Resume, signal: i32) -> Result<(), InjectError> {
+        let (request, name) = match how {
+            Resume::Freely => (libc::PTRACE_CONT, "PTRACE_CONT"),
+            Resume::ToSystemCall => (libc::PTRACE_SYSCALL, "PTRACE_SYSCALL"),
+        };
+        // SAFETY: these take no pointers, but a signal's number in the place of one.
+        let done = unsafe { self.raw(request as _, ptr::null_mut(), signal as usize as *mut c_void) };
+        self.explain(name, done)
+    }
+
+    /// Lets the stopped thread go on, for good.
+    pub(super) fn detach(&self) -> Result<(), InjectError> {
+        // SAFETY: PTRACE_DETACH takes no pointers, but a signal's number in the place of one, 0 for none.
+        let done = unsafe { self.raw(libc::PTRACE_DETACH as _, ptr::null_mut(), ptr::null_mut()) };
+        self.explain("PTRACE_DETACH", done)
+    }
+
+    /// Waits for the next stop.
+    pub(super) fn wait(&self, until: Instant) -> Result<Stop, InjectError> {
+        let began = Instant::now();
+        let mut pause = Duration::from_micros(20);
+        loop {
+            let mut status = 0;
+            // Not those of other threads of ours, which trace for themselves.
+            let options = libc::__WALL | libc::__WNOTHREAD | libc::WNOHANG;
+            // SAFETY: `status` is ours to write to.
+            match unsafe { libc::waitpid(self.tid.as_raw_pid(), &mut status, options) } {
+                0 => {}
+                -1 => match last_errno() {
+                    Errno::INTR => continue,
+                    // It has become the main thread of another program (execve), under another number.
+                    Errno::CHILD => return Ok(Stop::Ended),
+                    errno => return Err(self.failed("waitpid", errno)),
+                },
+                _ => return Ok(decode(status)),
+            }
+            let now = Instant::now();
+            if now > until {
+                return Ok(Stop::NotYet);
+            }
+            if now - began < SPIN {
+                thread::yield_now();
+            } else {
+                thread::sleep(pause);
+                pause = (pause * 2).min(Duration::from_millis(1));
+            }
+        }
+    }
+
+    /// Whether the thread, which stands at a system call, is about to make it.
+    pub(super) fn is_entering(&self) -> Result<bool, InjectError> {
+        // `struct ptrace_syscall_info` begins with what it is; the kernel cuts it to the size given.
+        let mut operation = [0_u8; 8];
+        // SAFETY: the kernel writes up to `size_of` bytes, the address argument, to `operation`.
+        let done = unsafe {
+            let (size, to) = (operation.len() as *mut c_void, operation.as_mut_ptr().cast());
+            self.raw(PTRACE_GET_SYSCALL_INFO, size, to)
+        };
+        self.explain("PTRACE_GET_SYSCALL_INFO", done)?;
+        Ok(operation[0] == PTRACE_SYSCALL_INFO_ENTRY)
+    }
+
+    /// The signals that the stopped thread has blocked; in a call that waits with others (`ppoll`), those from before.
+    pub(super) fn signal_mask(&self) -> Result<u64, InjectError> {
+        let mut mask = 0_u64;
+        // SAFETY: the kernel writes MASK_BYTES to `mask`.
+        let done = unsafe {
+            let to = ptr::from_mut(&mut mask).cast();
+            self.raw(libc::PTRACE_GETSIGMASK as _, MASK_BYTES as *mut c_void, to)
+        };
+        self.explain("PTRACE_GETSIGMASK", done)?;
+        Ok(mask)
+    }
+
+    /// Blocks these signals, and no others.
+    pub(super) fn set_signal_mask(&self, mask: u64) -> Result<(), InjectError> {
+        // SAFETY: the kernel reads MASK_BYTES from `mask`.
+        let done = unsafe {
+            let from = ptr::from_ref(&mask).cast_mut().cast();
+            self.raw(libc::PTRACE_SETSIGMASK as _, MASK_BYTES as *mut c_void, from)
+        };
+        self.explain("PTRACE_SETSIGMASK", done)
+    }
+
+    /// Reads a set of registers of the stopped thread, as much as there is; returns how many bytes that is.
+    pub(super) fn register_set(&self, kind: usize, to: &mut [u8]) -> Result<usize, InjectError> {
+        let mut part = libc::iovec {
+            iov_base: to.as_mut_ptr().cast(),
+            iov_len: to.len(),
+        };
+        // SAFETY: the kernel writes to what `part` describes, which is `to`, and to `part` how much.
+        let done = unsafe {
+            let part = ptr::from_mut(&mut part).cast();
+            self.raw(libc::PTRACE_GETREGSET as _, kind as *mut c_void, part)
+        };
+        self.explain("PTRACE_GETREGSET", done)?;
+        Ok(part.iov_len)
+    }
+
+    /// Writes a set of registers of the stopped thread.
+    pub(super) fn set_register_set(&self, kind: usize, from: &[u8]) -> Result<(), InjectError> {
+        let mut part = libc::iovec {
+            iov_base: from.as_ptr().cast_mut().cast(),
+            iov_len: from.len(),
+        };
+        // SAFETY: the kernel reads from what `part` describes, which is `from`, and writes to `part` how much.
+        let done = unsafe {
+            let part = ptr::from_mut(&mut part).cast();
+            self.raw(libc::PTRACE_SETREGSET as _, kind as *mut c_void, part)
+        };
+        self.explain("PTRACE_SETREGSET", done)
+    }
+
+    /// Whether the stopped thread, about to go on at `instruction`, is in a restartable sequence. Any other code run
+    /// there would let it go on afterwards where it should begin again.
+    pub(super) fn is_in_sequence(&self, instruction: u64) -> Result<bool, InjectError> {
+        let mut setup = SequenceSetup::default();
+        // SAFETY: the kernel writes up to the size given to `setup`, which is of plain numbers.
+        let done = unsafe {
+            let (size, to) = (
+                size_of::<SequenceSetup>() as *mut c_void,
+                ptr::from_mut(&mut setup).cast(),
+            );
+            self.raw(PTRACE_GET_RSEQ_CONFIGURATION, size, to)
+        };
+        // Before Linux 5.13, or without rseq, it is not known; libc itself has no such sequences.
+        if done.is_err() || setup.area == 0 {
+            return Ok(false);
+        }
+        let mut pointer = [0; 8];
+        memory::read(self.tid, setup.area + SEQUENCE_POINTER_AT, &mut pointer)?;
+        let pointer = u64::from_ne_bytes(pointer);
+        if pointer == 0 {
+            return Ok(false);
+        }
+        let mut sequence = [0; size_of::<Sequence>()];
+        memory::read(self.tid, pointer, &mut sequence)?;
+        let number = |at: usize| {
+            let bytes = sequence[at..at + 8].try_into();
+            bytes.map_or(0, u64::from_ne_bytes)
+        };
+        let (start, bytes) = (number(offset_of!(Sequence, start)), number(offset_of!(Sequence, bytes)));
+        Ok(instruction.wrapping_sub(start) < bytes)
+    }
+
+    /// # Safety
+    /// `address` and `data` must be what the request takes.
+    unsafe fn raw(&self, request: libc::c_uint, address: *mut c_void, data: *mut c_void) -> Result<(), Errno> {
+        // SAFETY: as promised by the caller. Requests that return a value (PEEK*) are not made.
+        let done = unsafe { libc::ptrace(request as _, self.tid.as_raw_pid(), address, data) };
+        if done == -1 { Err(last_errno()) } else { Ok(()) }
+    }
+
+    fn explain(&self, tried: &'static str, done: Result<(), Errno>) -> Result<(), InjectError> {
+        done.map_err(|errno| self.failed(tried, errno))
+    }
+
+    fn failed(&self, tried: &'static str, errno: Errno) -> InjectError {
+        match errno {
+            // A stopped thread is there until it is killed.
+            Errno::SRCH => InjectError::Gone { pid: self.pid },
+            errno => InjectError::Request {
+                pid: self.pid,
+                tid: self.tid,
+                tried,
+                errno,
+            },
+        }
+    }
+}
+
+fn decode(status: i32) -> Stop {
+    if !libc::WIFSTOPPED(status) {
+        return Stop::Ended;
+    }
+    match (libc::WSTOPSIG(status), status >> 16) {
+        (_, PTRACE_EVENT_STOP) => Stop::Event,
+        (signal, _) if signal == libc::SIGTRAP | 0x80 => Stop::SystemCall,
+        (signal, _) => Stop::Signal(signal),
+    }
+}
+
+fn last_errno() -> Errno {
+    Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
+}

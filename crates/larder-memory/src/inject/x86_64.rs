@@ -1,0 +1,274 @@
+//! What of it is x86_64: registers, the code that is needed in the other process, and the signal frame by which a
+//! thread restores itself.
+
+use std::arch::x86_64::__cpuid_count;
+use std::mem::size_of;
+
+use super::error::InjectError;
+use super::tracee::Tracee;
+
+pub(super) const IS_SUPPORTED: bool = true;
+
+/// Below the stack pointer code may keep data that no signal touches (System V ABI, 3.2.2).
+pub(super) const RED_ZONE_BYTES: u64 = 128;
+
+/// Code of which all others that are needed are made: what, and how it is called.
+pub(super) const INSTRUCTIONS: [(&[&[u8]], &str); 2] = [
+    // syscall; ret
+    (&[&[0x0f, 0x05, 0xc3]], "a system call that returns"),
+    // mov $15, %rax or %eax; syscall. With glibc and musl every program has one of them, to return from signals.
+    (
+        &[
+            &[0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05],
+            &[0xb8, 15, 0, 0, 0, 0x0f, 0x05],
+        ],
+        "a return from a signal (rt_sigreturn)",
+    ),
+];
+
+/// Sets of registers (linux/elf.h).
+const NT_PRSTATUS: usize = 1;
+const NT_X86_XSTATE: usize = 0x202;
+
+/// More than all vector registers take: AVX-512 and AMX are 11 KiB.
+const VECTORS_BYTES_MAX: usize = 32 << 10;
+
+/// The code segment of 64-bit programs.
+const USER_CS: u64 = 0x33;
+
+const EINTR: u64 = -(libc::EINTR as i64) as u64;
+
+/// How a call that was interrupted is to go on (linux/errno.h).
+const ERESTARTSYS: i64 = 512;
+const ERESTARTNOINTR: i64 = 513;
+const ERESTARTNOHAND: i64 = 514;
+const ERESTART_RESTARTBLOCK: i64 = 516;
+
+const REGISTERS_BYTES: usize = size_of::<libc::user_regs_struct>();
+
+/// The general registers of a stopped thread.
+#[derive(Clone, Copy)]
+pub(super) struct Registers(libc::user_regs_struct);
+
+impl Registers {
+    pub(super) fn of(tracee: &Tracee) -> Result<Self, InjectError> {
+        let mut bytes = [0_u8; REGISTERS_BYTES];
+        tracee.register_set(NT_PRSTATUS, &mut bytes)?;
+        // SAFETY: the struct is of plain numbers, which any bytes make; it is as long as `bytes`. The kernel writes
+        // fewer for a 32-bit thread, which `is_64_bit` tells: zeros are no code segment.
+        Ok(Self(unsafe {
+            std::mem::transmute::<[u8; REGISTERS_BYTES], libc::user_regs_struct>(bytes)
+        }))
+    }
+
+    pub(super) fn write(&self, tracee: &Tracee) -> Result<(), InjectError> {
+        // SAFETY: the struct is of numbers of 8 bytes each, without padding, and as long as the array.
+        let bytes = unsafe { std::mem::transmute::<libc::user_regs_struct, [u8; REGISTERS_BYTES]>(self.0) };
+        // The kernel copies one register after the other, and is not interrupted by our end: all or none are written.
+        tracee.set_register_set(NT_PRSTATUS, &bytes)
+    }
+
+    pub(super) fn is_64_bit(&self) -> bool {
+        self.0.cs == USER_CS
+    }
+
+    pub(super) fn stack_pointer(&self) -> u64 {
+        self.0.rsp
+    }
+
+    pub(super) fn instruction(&self) -> u64 {
+        self.0.rip
+    }
+
+    /// What a call has returned; none if it was interrupted and is to be made again.
+    pub(super) fn returned(&self) -> Option<i64> {
+        let returned = self.0.rax as i64;
+        (!(-ERESTART_RESTARTBLOCK..=-ERESTARTSYS).contains(&returned)).then_some(returned)
+    }
+
+    /// These, but about to make a call by the code at `instruction`, which returns to what is on the stack at `stack`.
+    pub(super) fn calling(&self, number: i64, arguments: [u64; 6], instruction: u64, stack: u64) -> Self {
+        let mut registers = self.0;
+        registers.rip = instruction;
+        registers.rsp = stack;
+        registers.rax = number as u64;
+        // The kernel is not to make any call again.
+        registers.orig_rax = u64::MAX;
+        [
+            registers.rdi,
+            registers.rsi,
+            registers.rdx,
+            registers.r10,
+            registers.r8,
+            registers.r9,
+        ] = arguments;
+        Self(registers)
+    }
+
+    /// As the kernel leaves them on the way to user mode (`arch_do_signal_or_restart` in arch/x86/kernel/signal.c), but
+    /// for a call that goes on by what the kernel has noted of it: `rt_sigreturn` forgets that, so it is as with a
+    /// signal that is handled.
+    fn on_return(&self) -> libc::user_regs_struct {
+        let mut registers = self.0;
+        if (registers.orig_rax as i64) < 0 {
+            return registers;
+        }
+        match -(registers.rax as i64) {
+            ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND => {
+                registers.rax = registers.orig_rax;
+                registers.rip -= 2;
+            }
+            // Its time is that of a clock (as with all that waits for a condition): it may as well begin again.
+            ERESTART_RESTARTBLOCK if is_futex_until(&registers) => {
+                registers.rax = registers.orig_rax;
+                registers.rip -= 2;
+            }
+            ERESTART_RESTARTBLOCK => registers.rax = EINTR,
+            _ => {}
+        }
+        registers
+    }
+}
+
+fn is_futex_until(registers: &libc::user_regs_struct) -> bool {
+    let operation = registers.rsi as i32 & !(libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME);
+    registers.orig_rax == libc::SYS_futex as u64 && operation == libc::FUTEX_WAIT_BITSET
+}
+
+/// The vector registers of a stopped thread, as XSAVE writes them (Intel SDM 1, 13.4: the standard format), in a place
+/// large enough for all that the processor has.
+pub(super) struct Vectors(Vec<u8>);
+
+/// Where in it software may leave notes, and where XSAVE tells what of it is in use.
+const NOTES_AT: usize = 464;
+const IN_USE_AT: usize = 512;
+
+/// The kernel's notes in a signal frame (`struct _fpx_sw_bytes`, asm/sigcontext.h).
+const FP_XSTATE_MAGIC1: u32 = 0x4650_5853;
+const FP_XSTATE_MAGIC2: u32 = 0x4650_5845;
+
+/// The registers of AMX, for which the kernel makes room only in threads that use them.
+const AMX_TILES: u64 = 1 << 18;
+
+impl Vectors {
+    pub(super) fn of(tracee: &Tracee) -> Result<Self, InjectError> {
+        let mut bytes = vec![0; VECTORS_BYTES_MAX];
+        let length = tracee.register_set(NT_X86_XSTATE, &mut bytes)?;
+        bytes.truncate(length);
+        Ok(Self(bytes))
+    }
+
+    /// What lies in a signal frame: the registers, notes that say what and how long they are, and a mark at their end.
+    fn in_frame(&self) -> Vec<u8> {
+        let mut bytes = self.0.clone();
+        // What the processor has, says the kernel where its notes in a frame belong.
+        let all = number_at(&bytes, NOTES_AT);
+        let ordinary = all & !AMX_TILES;
+        let uses_tiles = number_at(&bytes, IN_USE_AT) & AMX_TILES != 0;
+        let features = if uses_tiles { all } else { ordinary };
+        // The kernel looks for the mark where *this thread's* room for vector registers ends (since 6.8), or where the
+        // notes say that they do (before). A thread that has used tiles, but does not now, has the larger room: the mark
+        // is there, too.
+        let (shorter, longer) = (vectors_bytes(ordinary), bytes.len());
+        let length = if uses_tiles { longer } else { shorter.min(longer) };
+        bytes.resize(longer + size_of::<u32>(), 0);
+        for end in [length, longer] {
+            bytes[end..end + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_ne_bytes());
+        }
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        let mut notes = Vec::with_capacity(IN_USE_AT - NOTES_AT);
+        notes.extend(FP_XSTATE_MAGIC1.to_ne_bytes());
+        notes.extend((length + 4).to_ne_bytes());
+        notes.extend(features.to_ne_bytes());
+        notes.extend(length.to_ne_bytes());
+        notes.resize(IN_USE_AT - NOTES_AT, 0);
+        bytes[NOTES_AT..IN_USE_AT].copy_from_slice(&notes);
+        bytes
+    }
+}
+
+fn number_at(bytes: &[u8], at: usize) -> u64 {
+    bytes
+        .get(at..at + 8)
+        .and_then(|bytes| bytes.try_into().ok())
+        .map_or(0, u64::from_ne_bytes)
+}
+
+/// How long the registers of these features are in the standard format (CPUID leaf 0xd, Intel SDM 1, 13.2).
+fn vectors_bytes(features: u64) -> usize {
+    let parts = (2..63).filter(|part| features & (1 << part) != 0).map(|part| {
+        // SAFETY: leaf 0xd is there where XSAVE is, of which the features are.
+        #[allow(unused_unsafe, reason = "safe in newer versions of Rust")]
+        let found = unsafe { __cpuid_count(0xd, part) };
+        (found.ebx + found.eax) as usize
+    });
+    parts.fold(512 + 64, usize::max)
+}
+
+/// What lies on the stack of a thread for it to restore itself: the address of `rt_sigreturn`'s code, and the rest of a
+/// `struct rt_sigframe` (arch/x86/include/asm/sigframe.h).
+pub(super) struct Frame {
+    pub(super) at: u64,
+    pub(super) bytes: Vec<u8>,
+}
+
+// Before what is of the frame's end: the return address, `struct ucontext`, `struct siginfo`.
+const CONTEXT_BYTES: usize = 304;
+const SIGNAL_INFO_BYTES: usize = 128;
+const FRAME_BYTES: usize = 8 + CONTEXT_BYTES + SIGNAL_INFO_BYTES;
+
+const UC_FP_XSTATE: u64 = 1;
+const UC_SIGCONTEXT_SS: u64 = 2;
+const UC_STRICT_RESTORE_SS: u64 = 4;
+
+/// No mode of an alternate stack: `rt_sigreturn` leaves the thread's as it is.
+const NO_STACK_MODE: u64 = 0x7fff_ffff;
+
+impl Frame {
+    /// A frame that ends at or below `top`, by which a thread gets back registers, vector registers and signal mask.
+    pub(super) fn new(registers: &Registers, vectors: &Vectors, mask: u64, top: u64, give_back: u64) -> Option<Self> {
+        let vectors = vectors.in_frame();
+        // As the kernel aligns them: XRSTOR takes 64.
+        let vectors_at = top.checked_sub(vectors.len() as u64)? & !63;
+        let at = (vectors_at.checked_sub(FRAME_BYTES as u64)? & !15).checked_sub(8)?;
+
+        let back = registers.on_return();
+        let segments = (back.cs & 0xffff) | (back.ss & 0xffff) << 48;
+        let flags = UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS;
+        let head = [give_back, flags, 0];
+        let alternate_stack = [0, NO_STACK_MODE, 0];
+        let general = [
+            back.r8,
+            back.r9,
+            back.r10,
+            back.r11,
+            back.r12,
+            back.r13,
+            back.r14,
+            back.r15,
+            back.rdi,
+            back.rsi,
+            back.rbp,
+            back.rbx,
+            back.rdx,
+            back.rax,
+            back.rcx,
+            back.rsp,
+            back.rip,
+            back.eflags,
+        ];
+        let others = [segments, 0, 0, 0, 0, vectors_at, 0, 0, 0, 0, 0, 0, 0, 0];
+        let words = head
+            .iter()
+            .chain(&alternate_stack)
+            .chain(&general)
+            .chain(&others)
+            .chain([&mask]);
+
+        let mut bytes: Vec<u8> = words.flat_map(|word| word.to_ne_bytes()).collect();
+        debug_assert_eq!(bytes.len(), 8 + CONTEXT_BYTES);
+        bytes.resize(usize::try_from(vectors_at - at).ok()?, 0);
+        bytes.extend(vectors);
+        Some(Self { at, bytes })
+    }
+}
