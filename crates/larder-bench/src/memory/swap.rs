@@ -51,8 +51,11 @@ fn command(program: &str, path: &Path) -> anyhow::Result<()> {
 
 const PARAMETERS: &str = "/sys/module/zswap/parameters";
 
-/// `$1` is the folder, then come names and values.
-const SET_BACK: &str = r#"cd "$1" && shift && while [ $# -gt 0 ]; do echo "$2" >"$1" || exit; shift 2; done"#;
+/// How many pages are read at once from a swap file, as a power of two.
+const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
+
+/// Of paths and values.
+const SET_BACK: &str = r#"while [ $# -gt 0 ]; do echo "$2" >"$1" || exit; shift 2; done"#;
 
 /// zswap, switched on; set back with this or with the process.
 pub(super) struct Zswap {
@@ -60,17 +63,25 @@ pub(super) struct Zswap {
 }
 
 impl Zswap {
-    /// With a pool of `percent` hundredths of the machine's memory at most.
+    /// With a pool of `percent` hundredths of the machine's memory at most, and without reading ahead: what is read ahead
+    /// of the pool is unpacked for nothing, which made passes under a limit two to three times as long.
     pub(super) fn on(compressor: &str, percent: u64) -> anyhow::Result<Self> {
-        let mut before = vec![PARAMETERS.to_owned()];
-        for name in ["enabled", "compressor", "max_pool_percent"] {
-            let value = fs::read_to_string(parameter(name)).context("this kernel has no zswap")?;
-            before.extend([name.to_owned(), value.trim().to_owned()]);
+        let settings = [
+            (parameter("compressor"), compressor),
+            (parameter("max_pool_percent"), &percent.to_string()),
+            (PathBuf::from(PAGE_CLUSTER), "0"),
+            (parameter("enabled"), "Y"),
+        ];
+        let mut before = Vec::new();
+        // Switched off first.
+        for (path, _) in settings.iter().rev() {
+            let value = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+            before.extend([path.clone().into_os_string(), value.trim().into()]);
         }
         let undo = Undo::new(SET_BACK, before)?;
-        set("compressor", compressor)?;
-        set("max_pool_percent", &percent.to_string())?;
-        set("enabled", "Y")?;
+        for (path, value) in settings {
+            fs::write(&path, value).with_context(|| format!("writing {value} to {}", path.display()))?;
+        }
         Ok(Self { _undo: undo })
     }
 
@@ -92,8 +103,4 @@ impl Zswap {
 
 fn parameter(name: &str) -> PathBuf {
     Path::new(PARAMETERS).join(name)
-}
-
-fn set(name: &str, value: &str) -> anyhow::Result<()> {
-    fs::write(parameter(name), value).with_context(|| format!("setting zswap's {name} to {value}"))
 }

@@ -226,7 +226,7 @@ impl<'a> Experiment<'a> {
             word("/proc/sys/vm/page-cluster")?,
             word("/sys/fs/cgroup/memory/memory.swappiness")?,
             self.compressor
-                .map_or(String::new(), |name| format!(", zswap with {name}")),
+                .map_or(String::new(), |name| format!(", zswap with {name} and page-cluster 0")),
             match self.arguments.passes - 1 {
                 1 => "a cold and a warm pass".to_owned(),
                 warm => format!("a cold and {warm} warm passes"),
