@@ -8,6 +8,7 @@ pub mod lists;
 pub mod log;
 pub mod shared;
 pub mod state;
+pub mod target;
 pub mod units;
 pub mod userfaultfd;
 pub mod worker;

@@ -1,0 +1,186 @@
+//! What a process has open (`/proc/PID/fd`, `/proc/PID/fdinfo`, proc(5)).
+
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStringExt as _;
+use std::time::Duration;
+
+use rustix::process::Pid;
+
+use super::error::Device;
+use super::{LeftState, Obstacle, printable};
+use crate::state::{COMPRESSED_NAME, PAGES_NAME};
+
+/// One open descriptor.
+#[derive(Debug)]
+pub(super) struct Descriptor {
+    pub(super) number: i32,
+    /// What it is of: a path, or the kernel's word for what has none. Any bytes.
+    pub(super) path: Vec<u8>,
+}
+
+/// Those of one process, by their numbers.
+#[derive(Debug)]
+pub(super) struct Descriptors {
+    pid: Pid,
+    pub(super) all: Vec<Descriptor>,
+}
+
+impl Descriptors {
+    /// Those of `pid`. One that is closed meanwhile is left out.
+    ///
+    /// # Errors
+    /// Of opening the directory: `EACCES` without the right to, `ENOENT` if the process has ended.
+    pub(super) fn read(pid: Pid) -> io::Result<Self> {
+        let entries = fs::read_dir(format!("/proc/{pid}/fd"))?;
+        let mut all: Vec<Descriptor> = entries
+            .flatten()
+            .filter_map(|entry| {
+                let number = entry.file_name().to_str()?.parse().ok()?;
+                let path = fs::read_link(entry.path()).ok()?.into_os_string().into_vec();
+                Some(Descriptor { number, path })
+            })
+            .collect();
+        all.sort_by_key(|descriptor| descriptor.number);
+        Ok(Self { pid, all })
+    }
+
+    fn info(&self, number: i32) -> Option<String> {
+        let text = fs::read(format!("/proc/{}/fdinfo/{number}", self.pid)).ok()?;
+        Some(String::from_utf8_lossy(&text).into_owned())
+    }
+
+    /// Whether a file is open for direct I/O, of which the device reads and writes the memory itself.
+    pub(super) fn direct_io(&self) -> bool {
+        let files = self.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
+        files
+            .filter_map(|file| flags(&self.info(file.number)?))
+            .any(|flags| flags & libc::O_DIRECT as u32 != 0)
+    }
+
+    fn first(&self, matches: impl Fn(&[u8]) -> bool) -> Option<i32> {
+        let found = self.all.iter().find(|descriptor| matches(&descriptor.path));
+        found.map(|descriptor| descriptor.number)
+    }
+
+    /// What a pager that went away has left.
+    pub(super) fn left_state(&self) -> Option<LeftState> {
+        let memfd = |name: &str| self.first(|path| path == format!("/memfd:{name} (deleted)").as_bytes());
+        Some(LeftState {
+            pages: memfd(PAGES_NAME)?,
+            compressed: memfd(COMPRESSED_NAME),
+            userfaultfd: self.userfaultfd(),
+        })
+    }
+
+    fn userfaultfd(&self) -> Option<i32> {
+        self.first(|path| path == b"anon_inode:[userfaultfd]")
+    }
+
+    /// What is open that is in the way.
+    pub(super) fn obstacles(&self, cautions: &mut Vec<String>) -> Vec<Obstacle> {
+        let mut found = Vec::new();
+        for Descriptor { number, path } in &self.all {
+            let descriptor = *number;
+            if let Some(device) = device(path) {
+                let path = printable(path);
+                found.push(Obstacle::Device {
+                    descriptor,
+                    path,
+                    device,
+                });
+            }
+            if path == b"anon_inode:[io_uring]" {
+                match self.registered_buffers(descriptor) {
+                    Some(0) => {}
+                    Some(count) => found.push(Obstacle::RegisteredBuffers { descriptor, count }),
+                    None => cautions.push(format!(
+                        "descriptor {descriptor} is an io_uring of which the kernel does not tell whether it has \
+                         registered buffers (UserBufs): it must have none (QEMU itself has none)"
+                    )),
+                }
+            }
+        }
+        let userfaultfd = self.userfaultfd();
+        match self.left_state() {
+            None => found.extend(userfaultfd.map(|descriptor| Obstacle::Userfaultfd { descriptor })),
+            Some(left) if userfaultfd.is_none() => cautions.push(format!(
+                "an earlier pager has left its state (descriptor {}) but no userfaultfd: it ended while it attached, or \
+                 somebody closed that",
+                left.pages
+            )),
+            Some(_) => {}
+        }
+        found
+    }
+
+    /// None if it is closed, or the kernel does not tell.
+    fn registered_buffers(&self, number: i32) -> Option<u64> {
+        // The kernel leaves the line out while the ring is in use.
+        for _ in 0..50 {
+            if let Some(count) = user_buffers(&self.info(number)?) {
+                return Some(count);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        None
+    }
+}
+
+/// Open flags, as of open(2), in octal digits.
+fn flags(info: &str) -> Option<u32> {
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
+    u32::from_str_radix(flags.trim(), 8).ok()
+}
+
+fn user_buffers(info: &str) -> Option<u64> {
+    let count = info.lines().find_map(|line| line.strip_prefix("UserBufs:"))?;
+    count.trim().parse().ok()
+}
+
+/// By which a device, or the processor, reaches memory without page faults.
+fn device(path: &[u8]) -> Option<Device> {
+    let kinds: [(&[u8], Device); 9] = [
+        (b"/dev/vfio/", Device::Vfio),
+        (b"/dev/iommu", Device::Vfio),
+        (b"anon_inode:[vfio", Device::Vfio),
+        (b"/dev/vhost-vdpa-", Device::Vdpa),
+        (b"/dev/infiniband/", Device::Rdma),
+        (b"/dev/udmabuf", Device::Udmabuf),
+        (b"/dev/sev", Device::Sev),
+        (b"anon_inode:[kvm-gmem]", Device::GuestMemfd),
+        (b"/[guest_memfd]", Device::GuestMemfd),
+    ];
+    let kind = kinds.iter().find(|(start, _)| path.starts_with(start));
+    kind.map(|(_, device)| *device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_reach_memory_by_themselves_are_known_by_their_paths() {
+        assert_eq!(device(b"/dev/vfio/vfio"), Some(Device::Vfio));
+        assert_eq!(device(b"/dev/vfio/devices/vfio0"), Some(Device::Vfio));
+        assert_eq!(device(b"anon_inode:[vfio-device]"), Some(Device::Vfio));
+        assert_eq!(device(b"/dev/vhost-vdpa-0"), Some(Device::Vdpa));
+        assert_eq!(device(b"/dev/infiniband/uverbs0"), Some(Device::Rdma));
+        for harmless in [
+            &b"/dev/vhost-net"[..],
+            b"/dev/kvm",
+            b"anon_inode:kvm-vm",
+            b"/srv/dev/vfio/1",
+        ] {
+            assert_eq!(device(harmless), None);
+        }
+    }
+
+    #[test]
+    fn flags_and_buffers_are_read_from_fdinfo() {
+        let info = "pos:\t0\nflags:\t02140002\nmnt_id:\t17\nUserFiles:\t3\nUserBufs:\t2\n    0: 0x7f73a7b39000/8192\n";
+        assert_eq!(flags(info), Some(0o2140002));
+        assert_eq!(user_buffers(info), Some(2));
+        assert_eq!(user_buffers("pos:\t0\nflags:\t02\n"), None);
+    }
+}

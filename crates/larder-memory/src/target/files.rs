@@ -1,0 +1,138 @@
+//! The files that memory is of: which kind they are, and opening them anew.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+
+use rustix::fs::{FileType, Mode, OFlags, SealFlags, Stat};
+use rustix::io::Errno;
+use rustix::process::Pid;
+
+use super::descriptors::Descriptors;
+use super::maps::Mapping;
+use super::{Memory, Obstacle};
+
+/// `HUGETLBFS_MAGIC` of linux/magic.h.
+const HUGETLBFS: u32 = 0x9584_58f6;
+/// `TMPFS_MAGIC`, which memfds have too.
+const TMPFS: u32 = 0x0102_1994;
+
+/// What shared mappings turned out to be.
+#[derive(Default)]
+pub(super) struct Opened {
+    /// In rising order of addresses.
+    pub(super) memories: Vec<Memory>,
+    /// What is wrong with some of them, and with what would be memory but could not be opened.
+    pub(super) refused: Vec<Obstacle>,
+    /// Files of other file systems: no guest memory as a rule, if there is any beside them.
+    pub(super) left_alone: Vec<Obstacle>,
+}
+
+impl Opened {
+    /// Looks what `wanted` are, which are some of `mappings` of `pid`, and opens those that are memory.
+    pub(super) fn of(pid: Pid, wanted: &[&Mapping], mappings: &[Mapping], descriptors: &Descriptors) -> Self {
+        let mut opened = Self::default();
+        for mapping in wanted {
+            match find(pid, mapping, descriptors).and_then(|(path, stat)| opened.add(mapping, &path, &stat)) {
+                Ok(()) => {}
+                Err(error) => opened.refused.push(Obstacle::NotOpened {
+                    place: mapping.place(),
+                    name: mapping.name(),
+                    error: error.into(),
+                }),
+            }
+        }
+        for memory in &opened.memories {
+            let other = |mapping: &&Mapping| mapping.place() != memory.place && mapping.has_of(&memory.place);
+            let again = mappings.iter().find(other);
+            opened.refused.extend(again.map(|again| Obstacle::MappedTwice {
+                place: memory.place,
+                name: memory.name.clone(),
+                again: again.range.start,
+                rights: String::from_utf8_lossy(&again.rights).into_owned(),
+            }));
+        }
+        opened
+    }
+
+    fn add(&mut self, mapping: &Mapping, path: &OwnedFd, stat: &Stat) -> Result<(), Errno> {
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Ok(());
+        }
+        let place = mapping.place();
+        let name = mapping.name();
+        match rustix::fs::fstatfs(path)?.f_type as u32 {
+            TMPFS => {}
+            HUGETLBFS => {
+                self.refused.push(Obstacle::HugePages { place, name });
+                return Ok(());
+            }
+            _ => {
+                self.left_alone.push(Obstacle::OnDisk { place, name });
+                return Ok(());
+            }
+        }
+        // Opened anew, so that the offset is our own.
+        let again = format!("/proc/self/fd/{}", path.as_raw_fd());
+        let file = File::from(rustix::fs::open(again, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?);
+        let file_bytes = u64::try_from(stat.st_size).unwrap_or_default();
+        if file_bytes < place.offset + place.bytes {
+            let name = name.clone();
+            self.refused.push(Obstacle::PastEnd {
+                place,
+                name,
+                file_bytes,
+            });
+        }
+        if let Some(seals) = seals(&file) {
+            let name = name.clone();
+            self.refused.push(Obstacle::Sealed { place, name, seals });
+        }
+        self.memories.push(Memory { place, name, file });
+        Ok(())
+    }
+}
+
+/// The file of `mapping`, as a path that can be asked what it is of without opening it: to open a device is to use it.
+fn find(pid: Pid, mapping: &Mapping, descriptors: &Descriptors) -> Result<(OwnedFd, Stat), Errno> {
+    let first = &mapping.first;
+    let by_address = path(
+        &format!("/proc/{pid}/map_files/{:x}-{:x}", first.start, first.end),
+        mapping,
+    );
+    // That takes CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN on the host; and the mapping may have been split meanwhile.
+    by_address.or_else(|error| {
+        let of_files = descriptors
+            .all
+            .iter()
+            .filter(|descriptor| descriptor.path.starts_with(b"/"));
+        let mut found = of_files.filter_map(|descriptor| {
+            let path_of = format!("/proc/{pid}/fd/{}", descriptor.number);
+            path(&path_of, mapping).ok()
+        });
+        found.next().ok_or(error)
+    })
+}
+
+/// What `link` leads to, if that is the file of `mapping`.
+fn path(link: &str, mapping: &Mapping) -> Result<(OwnedFd, Stat), Errno> {
+    let path = rustix::fs::open(link, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let stat = rustix::fs::fstat(&path)?;
+    // A file system with several devices (btrfs, overlayfs) tells another one here: that is none of memory.
+    let is_same = stat.st_ino == mapping.inode
+        && (stat.st_dev == mapping.device
+            || rustix::fs::fstatfs(&path).is_ok_and(|system| ![TMPFS, HUGETLBFS].contains(&(system.f_type as u32))));
+    if !is_same {
+        return Err(Errno::STALE);
+    }
+    Ok((path, stat))
+}
+
+/// Those that forbid taking pages out (memfd_create(2), fcntl(2)).
+fn seals(file: &File) -> Option<&'static str> {
+    // Files that cannot be sealed have none.
+    let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
+    if seals.contains(SealFlags::WRITE) {
+        return Some("F_SEAL_WRITE");
+    }
+    seals.contains(SealFlags::FUTURE_WRITE).then_some("F_SEAL_FUTURE_WRITE")
+}

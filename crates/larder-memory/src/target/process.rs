@@ -1,0 +1,193 @@
+//! A process as /proc tells of it.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::{Obstacle, TargetError, printable};
+
+/// Its PID, in a way that outlives a use of the same number for another process.
+#[derive(Debug)]
+pub(super) struct Process {
+    pub(super) pid: Pid,
+    pub(super) pidfd: OwnedFd,
+    /// When it was started: clock ticks since the host was (field 22 of /proc/PID/stat).
+    pub(super) started: u64,
+}
+
+impl Process {
+    pub(super) fn open(pid: Pid) -> Result<Self, TargetError> {
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|error| match error {
+            // The last two: the number is of a thread, which is no process.
+            Errno::SRCH | Errno::INVAL | Errno::NOENT => TargetError::NoSuchProcess { pid },
+            error => failed(pid, "hold it by a pidfd", error.into()),
+        })?;
+        let (state, started) = match stat(pid) {
+            Ok(stat) => stat,
+            Err(error) if error.kind() == io::ErrorKind::NotFound && !has_ended(pid, &pidfd)? => {
+                let tried = "see it in /proc (which is mounted with hidepid)";
+                return Err(TargetError::NoRights { pid, tried });
+            }
+            Err(error) => return Err(failed(pid, "read its stat", error)),
+        };
+        // One whose main thread alone has ended is no VM.
+        if matches!(state, b'Z' | b'X') {
+            return Err(TargetError::Ended { pid });
+        }
+        Ok(Self { pid, pidfd, started })
+    }
+
+    /// Whether all that was read by the PID since [`Self::open`] was of this process.
+    pub(super) fn check(&self) -> Result<(), TargetError> {
+        let pid = self.pid;
+        let ended = has_ended(pid, &self.pidfd)?;
+        match stat(pid) {
+            Ok((state, started)) if !ended && started == self.started && !matches!(state, b'Z' | b'X') => Ok(()),
+            _ => Err(TargetError::Ended { pid }),
+        }
+    }
+}
+
+fn has_ended(pid: Pid, pidfd: &OwnedFd) -> Result<bool, TargetError> {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut events = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
+    let events = poll(&mut events, Some(&now)).map_err(|error| failed(pid, "look at its pidfd", error.into()))?;
+    Ok(events > 0)
+}
+
+/// The error that `error`, of something that /proc tells of `pid`, is to whoever asked.
+pub(super) fn failed(pid: Pid, tried: &'static str, error: io::Error) -> TargetError {
+    match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ESRCH) => TargetError::Ended { pid },
+        Some(libc::EACCES | libc::EPERM) => TargetError::NoRights { pid, tried },
+        _ => TargetError::Unreadable { pid, tried, error },
+    }
+}
+
+/// State and start.
+fn stat(pid: Pid) -> io::Result<(u8, u64)> {
+    let stat = fs::read(format!("/proc/{pid}/stat"))?;
+    parse_stat(&stat).ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+fn parse_stat(stat: &[u8]) -> Option<(u8, u64)> {
+    // The name, in brackets, is of any bytes.
+    let after_name = stat.iter().rposition(|byte| *byte == b')')? + 1;
+    let mut fields = std::str::from_utf8(&stat[after_name..]).ok()?.split_ascii_whitespace();
+    let state = *fields.next()?.as_bytes().first()?;
+    let started = fields.nth(22 - 4)?.parse().ok()?;
+    Some((state, started))
+}
+
+/// What process or thread `pid` calls itself; nothing if it has ended.
+pub(super) fn name(pid: i32) -> String {
+    let comm = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
+    printable(comm.strip_suffix(b"\n").unwrap_or(&comm))
+}
+
+/// All processes that are there now.
+pub(super) fn all() -> impl Iterator<Item = Pid> {
+    // If there is no /proc, the target was not found either.
+    let entries = fs::read_dir("/proc").into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok().and_then(Pid::from_raw))
+}
+
+/// What matters of /proc/PID/status, or of a thread's.
+#[derive(Default, PartialEq, Eq, Debug)]
+struct Status {
+    tracer: i32,
+    process: i32,
+    locked_bytes: u64,
+    pinned_bytes: u64,
+}
+
+impl Status {
+    fn parse(text: &[u8]) -> Self {
+        let mut status = Self::default();
+        for line in String::from_utf8_lossy(text).lines() {
+            let Some((key, value)) = line.split_once(':') else {
+                continue;
+            };
+            let number = value
+                .split_ascii_whitespace()
+                .next()
+                .and_then(|word| word.parse::<u64>().ok());
+            let number = number.unwrap_or_default();
+            match key {
+                "Tgid" => status.process = number as i32,
+                "TracerPid" => status.tracer = number as i32,
+                "VmLck" => status.locked_bytes = number.saturating_mul(1024),
+                "VmPin" => status.pinned_bytes = number.saturating_mul(1024),
+                _ => {}
+            }
+        }
+        status
+    }
+}
+
+/// What of the process as a whole is in the way. Locked memory of less than `bytes_min` is a caution: libraries lock a
+/// few pages for keys.
+pub(super) fn obstacles(pid: Pid, bytes_min: u64, cautions: &mut Vec<String>) -> Result<Vec<Obstacle>, TargetError> {
+    let status = fs::read(format!("/proc/{pid}/status")).map_err(|error| failed(pid, "read its status", error))?;
+    let status = Status::parse(&status);
+    let mut found: Vec<Obstacle> = traced(pid).into_iter().collect();
+    match status.locked_bytes {
+        0 => {}
+        bytes if bytes < bytes_min => cautions.push(format!(
+            "{bytes} bytes of the process are locked in memory (VmLck), too little to be a guest's memory: what is of \
+             that is paged as all is"
+        )),
+        bytes => found.push(Obstacle::Locked { bytes }),
+    }
+    if status.pinned_bytes > 0 {
+        found.push(Obstacle::Pinned {
+            bytes: status.pinned_bytes,
+        });
+    }
+    Ok(found)
+}
+
+/// By whom, if any thread is.
+fn traced(pid: Pid) -> Option<Obstacle> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+    threads.flatten().find_map(|entry| {
+        let status = Status::parse(&fs::read(entry.path().join("status")).ok()?);
+        let tid = Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)?;
+        // The tracer is a thread; it is zero when nobody traces.
+        let tracer = Pid::from_raw(status.tracer)?;
+        let by_pid = fs::read(format!("/proc/{tracer}/status")).map_or(0, |text| Status::parse(&text).process);
+        let by_pid = if by_pid == 0 { status.tracer } else { by_pid };
+        let by = name(by_pid);
+        Some(Obstacle::Traced { tid, by, by_pid })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_brackets_and_blanks_does_not_shift_the_fields() {
+        let numbers: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
+        let stat = [b"1234 (a) \xff 5 (b) R ", numbers.join(" ").as_bytes()].concat();
+        assert_eq!(parse_stat(&stat), Some((b'R', 22)));
+        assert_eq!(parse_stat(b"1234 (a) R 4 5"), None);
+        assert_eq!(parse_stat(b"1234 (a)"), None);
+    }
+
+    #[test]
+    fn locked_and_pinned_memory_and_the_tracer_are_read() {
+        let text = b"Name:\t\xff\nTgid:\t7\nTracerPid:\t42\nVmLck:\t      12 kB\nVmPin:\t       8 kB\n";
+        let expected = Status {
+            tracer: 42,
+            process: 7,
+            locked_bytes: 12 << 10,
+            pinned_bytes: 8 << 10,
+        };
+        assert_eq!(Status::parse(text), expected);
+    }
+}

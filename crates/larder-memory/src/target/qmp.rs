@@ -1,0 +1,196 @@
+//! Which process a QMP socket leads to, without connecting: a connection would take the one place that there is.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FileType, Stat};
+use rustix::process::Pid;
+
+use super::descriptors::Descriptors;
+use super::process;
+
+/// Why no process was found.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// Nothing is there, or it cannot be seen.
+    #[error("{path}: {error}: it is the path given to QEMU with -qmp unix:PATH,server=on,wait=off")]
+    NoFile {
+        /// As asked for.
+        path: PathBuf,
+        /// Of stat(2).
+        error: io::Error,
+    },
+    /// Something else.
+    #[error("{path} is no UNIX socket: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off")]
+    NoSocket {
+        /// As asked for.
+        path: PathBuf,
+    },
+    /// Left over, or of somebody whom we may not look at.
+    #[error(
+        "{path}: no process listens there ({unreadable} processes could not be looked at, which takes root or \
+        CAP_SYS_PTRACE): has QEMU ended, or does it connect instead (server=on is missing)?"
+    )]
+    NobodyListens {
+        /// As asked for.
+        path: PathBuf,
+        /// How many were not looked at.
+        unreadable: usize,
+    },
+    /// And not exactly one of them is QEMU.
+    #[error("{path}: several processes have the listening socket: {holders}: give the one that runs the VM with --pid")]
+    SeveralListen {
+        /// As asked for.
+        path: PathBuf,
+        /// PIDs and names.
+        holders: String,
+    },
+}
+
+/// The process that listens at the UNIX socket `path`; QEMU, where another one (libvirt) keeps the socket too.
+///
+/// # Errors
+/// See [`QmpError`].
+pub fn pid_of_qmp(path: &Path) -> Result<Pid, QmpError> {
+    let stat = rustix::fs::stat(path).map_err(|error| QmpError::NoFile {
+        path: path.into(),
+        error: error.into(),
+    })?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
+        return Err(QmpError::NoSocket { path: path.into() });
+    }
+    let ours = fs::read("/proc/self/net/unix")
+        .map(|table| listening(&table))
+        .unwrap_or_default();
+    let mut holders = Vec::new();
+    let mut unreadable = 0;
+    for pid in process::all() {
+        match Descriptors::read(pid) {
+            Ok(descriptors) => {
+                if holds(pid, &descriptors, &ours, &stat) {
+                    holders.push(pid);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => unreadable += 1,
+            // It has ended.
+            Err(_) => {}
+        }
+    }
+    let qemus: Vec<Pid> = holders.iter().copied().filter(|pid| is_qemu(*pid)).collect();
+    match (&holders[..], &qemus[..]) {
+        ([only], _) | (_, [only]) => Ok(*only),
+        ([], _) => Err(QmpError::NobodyListens {
+            path: path.into(),
+            unreadable,
+        }),
+        _ => {
+            let names = holders
+                .iter()
+                .map(|pid| format!("{pid} ({})", process::name(pid.as_raw_pid())));
+            Err(QmpError::SeveralListen {
+                path: path.into(),
+                holders: names.collect::<Vec<_>>().join(", "),
+            })
+        }
+    }
+}
+
+/// Whether `pid` has a socket that listens at the file of `wanted`. `ours` are the sockets of our network namespace.
+fn holds(pid: Pid, descriptors: &Descriptors, ours: &BTreeMap<u64, Vec<u8>>, wanted: &Stat) -> bool {
+    let sockets: Vec<u64> = descriptors
+        .all
+        .iter()
+        .filter_map(|descriptor| socket(&descriptor.path))
+        .collect();
+    if sockets
+        .iter()
+        .any(|inode| ours.get(inode).is_some_and(|at| leads_to(pid, at, wanted)))
+    {
+        return true;
+    }
+    // Sockets of another network namespace are in the table of that one only.
+    if sockets.is_empty() || !is_qemu(pid) {
+        return false;
+    }
+    let theirs = fs::read(format!("/proc/{pid}/net/unix"))
+        .map(|table| listening(&table))
+        .unwrap_or_default();
+    sockets
+        .iter()
+        .any(|inode| theirs.get(inode).is_some_and(|at| leads_to(pid, at, wanted)))
+}
+
+/// Whether `at`, to which a socket of `pid` was bound, is the file of `wanted`: as that process sees it, which may be in
+/// a directory or a mount namespace of its own, or as we do.
+fn leads_to(pid: Pid, at: &[u8], wanted: &Stat) -> bool {
+    let at = OsStr::from_bytes(at);
+    let seen = match Path::new(at).strip_prefix("/") {
+        Ok(below_root) => [Path::new(&format!("/proc/{pid}/root")).join(below_root), at.into()],
+        Err(_) => [Path::new(&format!("/proc/{pid}/cwd")).join(at), at.into()],
+    };
+    seen.iter().any(|path| {
+        rustix::fs::stat(path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (wanted.st_dev, wanted.st_ino))
+    })
+}
+
+/// The number of the socket that a descriptor is of.
+fn socket(path: &[u8]) -> Option<u64> {
+    let number = path.strip_prefix(b"socket:[")?.strip_suffix(b"]")?;
+    std::str::from_utf8(number).ok()?.parse().ok()
+}
+
+/// By the name of its program, or else by its own.
+fn is_qemu(pid: Pid) -> bool {
+    let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+    let program = program
+        .file_name()
+        .is_some_and(|name| name.as_bytes().starts_with(b"qemu"));
+    program || process::name(pid.as_raw_pid()).starts_with("qemu")
+}
+
+/// The sockets of `/proc/net/unix` that listen, and where (unix(7), proc_pid_net(5)). Those without a file are left out.
+fn listening(table: &[u8]) -> BTreeMap<u64, Vec<u8>> {
+    /// `__SO_ACCEPTCON` of linux/net.h.
+    const LISTENS: u64 = 1 << 16;
+    let lines = table.split(|byte| *byte == b'\n').skip(1);
+    lines
+        .filter_map(|line| {
+            // Number, count, protocol, flags, type, state, inode, which is padded to the left, and path.
+            let mut rest = line;
+            let mut word = || {
+                rest = rest.trim_ascii_start();
+                let end = rest.iter().position(|byte| *byte == b' ').unwrap_or(rest.len());
+                let (word, after) = rest.split_at(end);
+                rest = after;
+                std::str::from_utf8(word).ok()
+            };
+            let flags = u64::from_str_radix([word()?, word()?, word()?, word()?][3], 16).ok()?;
+            let inode = [word()?, word()?, word()?][2].parse().ok()?;
+            let path = rest.strip_prefix(b" ")?;
+            // The name of a socket without a file begins with @, as a relative path may too.
+            (flags & LISTENS != 0 && !path.is_empty()).then(|| (inode, path.to_vec()))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_sockets_that_listen_are_taken_from_the_table() {
+        let table = b"Num       RefCount Protocol Flags    Type St Inode Path\n\
+            000000001ca45a0e: 00000002 00000000 00010000 0001 01 499203 /tmp/a b \xff.sock\n\
+            0000000037a4050c: 00000003 00000000 00000000 0001 03   574\n\
+            0000000037a4050c: 00000003 00000000 00000000 0001 03   575 /tmp/a b.sock\n\
+            0000000037a4050d: 00000002 00000000 00010000 0001 01     7 @hidden\n\
+            nonsense\n";
+        let found = listening(table);
+        assert_eq!(found.get(&499203).unwrap(), b"/tmp/a b \xff.sock");
+        assert_eq!(found.keys().copied().collect::<Vec<_>>(), [7, 499203]);
+    }
+}

@@ -1,0 +1,422 @@
+//! Real processes are looked at: each thing that is in the way of managing their memory is found and told.
+
+#[path = "target/helper.rs"]
+mod helper;
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::net::UnixListener;
+use std::process::Command;
+
+use larder_memory::target::{LeftState, Obstacle, Options, QmpError, Target, TargetError, pid_of_qmp};
+use rustix::process::Pid;
+
+use helper::{Helper, Qemu};
+
+const MIB: u64 = 1 << 20;
+
+/// What the other tests look at.
+#[test]
+#[ignore = "started by the other tests"]
+fn helper() {
+    helper::obey();
+}
+
+fn examine(pid: Pid) -> Result<Target, TargetError> {
+    Target::examine(pid, &Options::default())
+}
+
+fn obstacles(pid: Pid) -> Vec<Obstacle> {
+    match examine(pid) {
+        Err(TargetError::Obstacles { obstacles, .. }) => obstacles,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn only_obstacle(pid: Pid) -> Obstacle {
+    let mut found = obstacles(pid);
+    assert_eq!(found.len(), 1, "{found:?}");
+    found.remove(0)
+}
+
+/// A file in tmpfs.
+fn in_tmpfs(mib: u64) -> tempfile::NamedTempFile {
+    let file = tempfile::Builder::new()
+        .prefix("larder test ")
+        .tempfile_in("/dev/shm")
+        .unwrap();
+    file.as_file().set_len(mib * MIB).unwrap();
+    file
+}
+
+#[test]
+fn the_memory_of_a_qemu_with_a_shared_memfd_is_found() {
+    let memfd = "memory-backend-memfd,id=m,size=64M,share=on";
+    let qemu = Qemu::start(&["-machine", "q35,memory-backend=m", "-object", memfd]);
+    let target = examine(qemu.pid()).unwrap();
+    assert_eq!(target.pid(), qemu.pid());
+    assert_eq!(target.name, "qemu-system-x86");
+    assert_eq!(target.left_state, None);
+    assert_eq!(target.memories.len(), 1);
+    let memory = &target.memories[0];
+    assert_eq!(memory.name, "memory-backend-memfd");
+    assert_eq!((memory.place.bytes, memory.place.offset), (64 * MIB, 0));
+    let stat = memory.file.metadata().unwrap();
+    assert_eq!((stat.dev(), stat.ino()), (memory.place.device, memory.place.inode));
+    memory.file.write_all_at(b"x", 5 * MIB).unwrap();
+}
+
+#[test]
+fn the_memory_of_a_qemu_with_a_file_in_tmpfs_is_found() {
+    let file = in_tmpfs(64);
+    let path = file.path().to_str().unwrap();
+    let object = format!("memory-backend-file,id=m,size=64M,share=on,mem-path={path}");
+    let qemu = Qemu::start(&["-machine", "q35,memory-backend=m", "-object", &object]);
+    let target = examine(qemu.pid()).unwrap();
+    assert_eq!(target.memories.len(), 1);
+    assert_eq!(target.memories[0].name, path);
+    assert_eq!(target.memories[0].place.inode, file.as_file().metadata().unwrap().ino());
+    // Also when the file has no name any more.
+    file.close().unwrap();
+    assert_eq!(examine(qemu.pid()).unwrap().memories[0].place, target.memories[0].place);
+}
+
+#[test]
+fn a_qemu_with_private_memory_is_told_how_to_share_it() {
+    for arguments in [
+        &["-machine", "q35", "-m", "64M"][..],
+        &[
+            "-machine",
+            "q35,memory-backend=m",
+            "-object",
+            "memory-backend-memfd,id=m,size=64M,share=off",
+        ],
+    ] {
+        let qemu = Qemu::start(arguments);
+        let error = examine(qemu.pid()).unwrap_err().to_string();
+        assert!(error.contains("64 MiB") && error.contains("private"), "{error}");
+        assert!(
+            error.contains("-object memory-backend-memfd,id=m,size=SIZE,share=on"),
+            "{error}"
+        );
+        assert_eq!(error.lines().count(), 2, "{error}");
+    }
+}
+
+#[test]
+fn a_process_without_memory_to_speak_of_is_no_vm() {
+    let mut helper = Helper::new(&["memfd small 8"]);
+    assert!(matches!(only_obstacle(helper.pid()), Obstacle::NoMemory { .. }));
+    let small = Options {
+        bytes_min: 8 * MIB,
+        ..Options::default()
+    };
+    assert_eq!(Target::examine(helper.pid(), &small).unwrap().memories.len(), 1);
+    helper.tell("private 64");
+    assert!(matches!(only_obstacle(helper.pid()), Obstacle::Private { place, .. } if place.bytes >= 64 * MIB));
+}
+
+#[test]
+fn private_memory_beside_shared_memory_is_only_mentioned() {
+    let helper = Helper::new(&["memfd ram 32", "private 200"]);
+    let cautions = examine(helper.pid()).unwrap().cautions;
+    assert!(
+        cautions.iter().any(|caution| caution.contains("of private memory at")),
+        "{cautions:?}"
+    );
+}
+
+#[test]
+fn memory_that_another_process_maps_is_refused() {
+    let file = in_tmpfs(32);
+    let open = format!("open {}", file.path().display());
+    let target = Helper::new(&[&open, "map 32"]);
+    let other = Helper::new(&[&open, "map 1", "name evil\u{1b}[2J"]);
+    match only_obstacle(target.pid()) {
+        Obstacle::MappedByOther { pid, by, .. } => {
+            assert_eq!((pid, by.as_str()), (other.pid(), "evil\u{fffd}[2J"));
+        }
+        found => panic!("{found}"),
+    }
+    let options = Options {
+        known: vec![other.pid()],
+        ..Options::default()
+    };
+    Target::examine(target.pid(), &options).unwrap();
+    drop(other);
+    examine(target.pid()).unwrap();
+}
+
+#[test]
+fn memory_that_is_mapped_twice_is_refused_but_two_parts_of_a_file_are_not() {
+    let mut helper = Helper::new(&["memfd ram 64"]);
+    for again in ["map 64", "map 1", "copy 32"] {
+        helper.tell(again);
+        // Two of them, where both are large enough to be memory.
+        let found = obstacles(helper.pid());
+        assert!(
+            found.iter().all(|found| matches!(found, Obstacle::MappedTwice { .. })),
+            "{found:?}"
+        );
+        helper.tell("unmap");
+    }
+    helper.tell("unmap");
+    helper.tell("map 32");
+    helper.tell("memfd between 16");
+    helper.tell("close");
+    helper.tell("map 32 from 32");
+    assert_eq!(examine(helper.pid()).unwrap().memories.len(), 3);
+}
+
+#[test]
+fn all_obstacles_are_told_at_once() {
+    let mut helper = Helper::new(&["memfd ram 32", "map 1", "seal", "lock", "io_uring", "register"]);
+    let userfaultfd: i32 = helper.tell("userfaultfd").parse().unwrap();
+    let error = examine(helper.pid()).unwrap_err();
+    let text = error.to_string();
+    let TargetError::Obstacles { obstacles, .. } = error else {
+        panic!("{text}");
+    };
+    assert_eq!(text.lines().count(), 1 + obstacles.len());
+    let has = |what: fn(&Obstacle) -> bool| assert!(obstacles.iter().any(what), "{text}");
+    has(|found| {
+        matches!(
+            found,
+            Obstacle::Sealed {
+                seals: "F_SEAL_FUTURE_WRITE",
+                ..
+            }
+        )
+    });
+    has(|found| matches!(found, Obstacle::Locked { bytes } if *bytes == 32 * MIB));
+    has(|found| matches!(found, Obstacle::MappedTwice { .. }));
+    has(|found| matches!(found, Obstacle::RegisteredBuffers { count: 1, .. }));
+    has(|found| matches!(found, Obstacle::Pinned { .. }));
+    assert!(
+        obstacles
+            .iter()
+            .any(|found| matches!(found, Obstacle::Userfaultfd { descriptor } if *descriptor == userfaultfd))
+    );
+    assert_eq!(obstacles.len(), 6, "{text}");
+}
+
+#[test]
+fn an_io_uring_without_registered_buffers_is_none() {
+    let helper = Helper::new(&["memfd ram 32", "io_uring"]);
+    examine(helper.pid()).unwrap();
+}
+
+#[test]
+fn huge_pages_are_refused() {
+    // None are needed for that: none is touched.
+    let helper = Helper::new(&["huge 32"]);
+    let found = only_obstacle(helper.pid());
+    assert!(matches!(found, Obstacle::HugePages { .. }), "{found}");
+}
+
+#[test]
+fn memory_on_a_disk_is_refused_and_left_alone_beside_other_memory() {
+    // Not in /tmp, which may be tmpfs.
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.as_file().set_len(32 * MIB).unwrap();
+    let mut helper = Helper::new(&[&format!("open {}", file.path().display()), "map 32"]);
+    let found = only_obstacle(helper.pid());
+    assert!(matches!(found, Obstacle::OnDisk { .. }), "{found}");
+    helper.tell("memfd ram 32");
+    let target = examine(helper.pid()).unwrap();
+    assert_eq!(target.memories.len(), 1);
+    assert_eq!(target.memories[0].name, "ram");
+    assert!(
+        target
+            .cautions
+            .iter()
+            .any(|caution| caution.starts_with("left alone: ")),
+        "{:?}",
+        target.cautions
+    );
+}
+
+#[test]
+fn a_file_shorter_than_the_memory_is_refused() {
+    let helper = Helper::new(&["memfd ram 32", "shorten 31"]);
+    let found = only_obstacle(helper.pid());
+    assert!(
+        matches!(found, Obstacle::PastEnd { file_bytes, .. } if file_bytes == 31 * MIB),
+        "{found}"
+    );
+}
+
+#[test]
+fn who_traces_the_process_is_told() {
+    let helper = Helper::new(&["memfd ram 32"]);
+    let pid = helper.pid();
+    let none = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: neither takes an address of ours; the helper is our child.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid.as_raw_pid(), none, none) };
+    assert_eq!(seized, 0);
+    match only_obstacle(pid) {
+        Obstacle::Traced { tid, by_pid, .. } => {
+            assert_eq!((tid, by_pid), (pid, std::process::id() as i32));
+        }
+        found => panic!("{found}"),
+    }
+}
+
+#[test]
+fn files_open_for_direct_io_are_seen() {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut helper = Helper::new(&["memfd ram 32"]);
+    assert!(!examine(helper.pid()).unwrap().direct_io);
+    helper.tell(&format!("direct {}", file.path().display()));
+    assert!(examine(helper.pid()).unwrap().direct_io);
+}
+
+#[test]
+fn what_an_earlier_pager_has_left_is_found_and_is_no_obstacle() {
+    let mut helper = Helper::new(&["memfd ram 32"]);
+    let pages = helper.tell("memfd larder-pages 32").parse().unwrap();
+    let target = examine(helper.pid()).unwrap();
+    assert_eq!(target.memories.len(), 1);
+    assert!(
+        target.cautions.iter().any(|caution| caution.contains("no userfaultfd")),
+        "{:?}",
+        target.cautions
+    );
+    let compressed = helper.tell("memfd larder-compressed 32").parse().unwrap();
+    let userfaultfd = helper.tell("userfaultfd").parse().unwrap();
+    let target = examine(helper.pid()).unwrap();
+    let left = LeftState {
+        pages,
+        compressed: Some(compressed),
+        userfaultfd: Some(userfaultfd),
+    };
+    assert_eq!(target.left_state, Some(left));
+    assert_eq!(target.memories.len(), 1);
+}
+
+#[test]
+fn memory_that_comes_and_goes_is_told_once() {
+    let mut helper = Helper::new(&["memfd ram 32"]);
+    let options = Options::default();
+    let mut target = examine(helper.pid()).unwrap();
+    let is_quiet = |target: &mut Target| {
+        let changes = target.memories_now(&options).unwrap();
+        assert!(
+            changes.new.is_empty() && changes.gone.is_empty() && changes.refused.is_empty(),
+            "{changes:?}"
+        );
+    };
+    is_quiet(&mut target);
+
+    helper.tell("memfd plugged 64");
+    let changes = target.memories_now(&options).unwrap();
+    assert_eq!(changes.new.len(), 1);
+    assert_eq!(
+        (changes.new[0].name.as_str(), changes.new[0].place.bytes),
+        ("plugged", 64 * MIB)
+    );
+    assert!(changes.gone.is_empty() && changes.refused.is_empty());
+    // The kernel shows it as two from now on.
+    helper.tell("split");
+    is_quiet(&mut target);
+
+    helper.tell("unmap");
+    let gone = target.memories_now(&options).unwrap().gone;
+    assert_eq!(gone, [changes.new[0].place]);
+    helper.tell("huge 32");
+    let changes = target.memories_now(&options).unwrap();
+    assert!(
+        matches!(changes.refused[..], [Obstacle::HugePages { .. }]),
+        "{changes:?}"
+    );
+    assert!(changes.new.is_empty());
+    is_quiet(&mut target);
+    helper.tell("memfd twice 32");
+    helper.tell("map 16");
+    let changes = target.memories_now(&options).unwrap();
+    assert!(changes.new.is_empty() && !changes.refused.is_empty(), "{changes:?}");
+
+    helper.kill();
+    helper.wait();
+    assert!(matches!(target.memories_now(&options), Err(TargetError::Ended { .. })));
+}
+
+#[test]
+fn a_process_that_ends_at_any_time_is_told_as_ended() {
+    for _ in 0..30 {
+        let mut helper = Helper::new(&["memfd ram 32"]);
+        let pid = helper.pid();
+        let looking = std::thread::spawn(move || examine(pid));
+        helper.kill();
+        let found = looking.join().unwrap();
+        // What it has found before counts; what was missed amid the end does not.
+        assert!(matches!(found, Ok(_) | Err(TargetError::Ended { .. })), "{found:?}");
+        helper.wait();
+        assert!(matches!(examine(pid), Err(TargetError::NoSuchProcess { .. })));
+    }
+}
+
+#[test]
+fn who_has_no_right_is_told_so() {
+    let mut looks = Helper::unprivileged(&[]);
+    let answer = looks.tell("examine 1");
+    assert!(
+        answer.contains("no right to") && answer.contains("CAP_SYS_PTRACE"),
+        "{answer}"
+    );
+}
+
+#[test]
+fn the_same_user_without_privileges_gets_the_memory_by_a_descriptor() {
+    let mut looked_at = Helper::unprivileged(&["memfd ram 32"]);
+    let mut looks = Helper::unprivileged(&[]);
+    let examine = format!("examine {}", looked_at.pid());
+    let answer = looks.tell(&examine);
+    assert!(
+        answer.starts_with("1 memories") && answer.contains("that is not seen"),
+        "{answer}"
+    );
+    looked_at.tell("close");
+    let answer = looks.tell(&examine);
+    assert!(answer.contains("cannot be opened"), "{answer}");
+}
+
+#[test]
+fn the_process_behind_a_qmp_socket_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a qmp");
+    let monitor = format!("unix:{},server=on,wait=off", path.display());
+    let qemu = Qemu::start(&["-machine", "none", "-qmp", &monitor]);
+    assert_eq!(pid_of_qmp(&path).unwrap(), qemu.pid());
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    assert_eq!(pid_of_qmp(&link).unwrap(), qemu.pid());
+    drop(qemu);
+    assert!(matches!(
+        pid_of_qmp(&path),
+        Err(QmpError::NobodyListens { .. } | QmpError::NoFile { .. })
+    ));
+}
+
+#[test]
+fn the_process_behind_a_qmp_socket_is_found_in_another_network_and_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--net", "qemu-system-x86_64"]).current_dir(folder.path());
+    let qemu = Qemu::by(unshare, &["-machine", "none", "-qmp", "unix:qmp,server=on,wait=off"]);
+    assert_eq!(pid_of_qmp(&folder.path().join("qmp")).unwrap(), qemu.pid());
+}
+
+#[test]
+fn what_is_no_qmp_socket_is_told_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("there");
+    assert!(matches!(pid_of_qmp(&path), Err(QmpError::NoFile { .. })));
+    File::create(&path).unwrap();
+    assert!(matches!(pid_of_qmp(&path), Err(QmpError::NoSocket { .. })));
+    let path = folder.path().join("socket");
+    let listener = UnixListener::bind(&path).unwrap();
+    assert_eq!(pid_of_qmp(&path).unwrap(), rustix::process::getpid());
+    drop(listener);
+    assert!(matches!(pid_of_qmp(&path), Err(QmpError::NobodyListens { .. })));
+}
