@@ -1,0 +1,333 @@
+//! The pager: answers faults, and keeps the memory within its limit by sending cold pages away.
+//!
+//! One thread owns it. It decides everything; what takes time and needs no decision is done by a [`Worker`] beside it.
+//! It keeps nothing that a successor would miss: where each page is stands in the [`State`], and which pages are in
+//! memory the kernel knows.
+//!
+//! # The phases of a page
+//! ```text
+//!            fault: zeros, or from a tier              chosen to go: write-protected
+//!   Absent ─────────────────────────────▶ Resident ──────────────────────────────▶ Leaving
+//!     ▲                                      ▲                                        │ copied, and the entry
+//!     │ it is out of the file                └──── it was written to: stays ──────────┤ leads to the copy
+//!     └────────────────────────────── Punching ◀──────────────────────────────────────┘
+//! ```
+//! - *Leaving*: reads go on, a write waits until the page is free again. The copy counts once the entry leads to it.
+//! - *Punching*: whoever touches the page waits until it is out, and then gets the copy. Nothing can be written to it any
+//!   more, so the copy is what is in memory, wherever this process is killed: the successor finds the page in memory,
+//!   and drops the copy, or finds it gone, and uses the copy.
+//! - A page that is in memory although it should not be wins over its copy, always: whoever has put it there came later.
+//!
+//! # What goes
+//! The process may give pages up (a balloon, free page reporting, virtio-mem): it takes them out of the file and
+//! then says so (`MADV_DONTNEED`), which the kernel tells us. A page that was taken out reads as zeros, and its copy is
+//! dropped. A process that says so of pages that it leaves in the file (which changes nothing in shared memory) keeps
+//! them, and the copies of those around them. Not understood is a process that takes pages out and says nothing
+//! (`fallocate` alone): of pages that are in memory it gets zeros, of those that are not the copy.
+
+mod adopt;
+mod balance;
+mod evict;
+mod fault;
+mod figures;
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use larder_codec::Decoder;
+
+use crate::guest::GuestMemory;
+use crate::lists::{Lists, Queue};
+use crate::log::{SEGMENT, Segments};
+use crate::shared::SharedMemory;
+use crate::state::{Region, State};
+use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
+use crate::userfaultfd::{Message, RawMessage};
+use crate::worker::{Job, Lease, Worker};
+
+pub use figures::{Figures, Source};
+
+use evict::Batches;
+
+/// How the pager is to work.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How much memory may be used in all, in bytes: what is in memory of the process, compressed pages, and what the
+    /// pager itself needs for each page.
+    pub limit_bytes: u64,
+    /// How much of that may be compressed pages, in bytes.
+    pub compressed_bytes: u64,
+    /// How long a page stays in memory after writes to it have been stopped, because device I/O that has begun before
+    /// still writes to it. Nothing, where there is no such I/O.
+    pub quarantine: Duration,
+    /// The number of the thread whose faults are answered first: QEMU's main one, whose stall stops everything.
+    pub first_thread: Option<u32>,
+}
+
+/// Where a page is, as far as its owner knows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    Absent,
+    Resident,
+    Punching,
+    /// In this eviction.
+    Leaving(u8),
+}
+
+/// The phases of all pages, a byte each.
+struct Phases(Vec<u8>);
+
+const LEAVING: u8 = 0x80;
+
+impl Phases {
+    fn get(&self, page: PageIndex) -> Phase {
+        match self.0[page.as_usize()] {
+            0 => Phase::Absent,
+            1 => Phase::Resident,
+            2 => Phase::Punching,
+            batch => Phase::Leaving(batch & !LEAVING),
+        }
+    }
+
+    fn set(&mut self, page: PageIndex, phase: Phase) {
+        self.0[page.as_usize()] = match phase {
+            Phase::Absent => 0,
+            Phase::Resident => 1,
+            Phase::Punching => 2,
+            Phase::Leaving(batch) => LEAVING | batch,
+        };
+    }
+}
+
+/// Somebody waits for a page that cannot be had now.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    since: Instant,
+}
+
+/// See the module's description.
+pub struct Pager<G, W> {
+    guest: G,
+    worker: W,
+    state: Arc<State>,
+    compressed: Arc<SharedMemory>,
+    options: Options,
+    regions: Vec<Region>,
+    phases: Phases,
+    lists: Lists,
+    /// How many pages are in memory: of all phases but absent.
+    present: u32,
+    /// The log of compressed RAM.
+    ram: Segments,
+    /// The segment that is being filled, unless the worker has it.
+    lease: Option<Lease>,
+    /// The worker has the lease.
+    lease_is_out: bool,
+    batches: Batches,
+    /// Those who wait until their page is out of memory.
+    waiting: HashMap<PageIndex, Waiting>,
+    /// Those who wait until there is room, in the order of their coming.
+    stalled: VecDeque<(PageIndex, Instant)>,
+    decoder: Decoder,
+    content: Box<[u8; PAGE]>,
+    figures: Figures,
+    /// Why nothing is evicted, told once until it is over.
+    stuck: Option<Stuck>,
+}
+
+/// Why the limit is not kept.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stuck {
+    /// Compressed pages have all the room that they may have, and there is no tier below.
+    TiersFull,
+    /// Pages cannot be read or taken out of memory.
+    Memory,
+}
+
+/// Bytes that the pager needs for each page, in memory or not: entry, phase, links.
+pub const OVERHEAD_BYTES: u64 = 16 + 1 + 9;
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    /// For the memory `guest`, which `state` tells of. Of its pages those in `present`, in rising order, are in memory.
+    /// What an earlier pager has left is taken over.
+    ///
+    /// From here on all faults must be answered by it.
+    pub fn new(
+        guest: G,
+        worker: W,
+        state: Arc<State>,
+        compressed: Arc<SharedMemory>,
+        present: &[PageRun],
+        options: Options,
+    ) -> Self {
+        let regions = state.regions();
+        let pages = regions.last().map_or(0, |last| last.first.get() + last.pages);
+        let mut pager = Self {
+            guest,
+            worker,
+            options,
+            phases: Phases(vec![0; pages as usize]),
+            lists: Lists::new(pages),
+            present: 0,
+            ram: Segments::new((compressed.len() / SEGMENT) as u32),
+            state,
+            compressed,
+            regions,
+            lease: None,
+            lease_is_out: false,
+            batches: Batches::default(),
+            waiting: HashMap::new(),
+            stalled: VecDeque::new(),
+            decoder: Decoder::new(),
+            content: Box::new([0; PAGE]),
+            figures: Figures::default(),
+            stuck: None,
+        };
+        pager.adopt(present);
+        pager
+    }
+
+    /// What it has done so far.
+    pub fn figures(&self) -> &Figures {
+        &self.figures
+    }
+
+    /// The limit, in bytes.
+    pub fn limit_bytes(&self) -> u64 {
+        self.options.limit_bytes
+    }
+
+    /// Sets the limit and how much of it may be compressed pages, in bytes.
+    pub fn set_limit(&mut self, limit_bytes: u64, compressed_bytes: u64) {
+        self.options.limit_bytes = limit_bytes;
+        self.options.compressed_bytes = compressed_bytes;
+        self.stuck = None;
+    }
+
+    /// The guest's memory.
+    pub fn guest(&self) -> &G {
+        &self.guest
+    }
+
+    /// Does all that there is to do now; whether there was anything.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn turn(&mut self, now: Instant) -> io::Result<bool> {
+        let mut worked = self.receive()?;
+        while let Some(done) = self.worker.take(None) {
+            self.done(done);
+            worked = true;
+        }
+        worked |= self.balance(now);
+        Ok(worked)
+    }
+
+    /// The worker wakes `waker` when there is more; whether there is something already.
+    pub fn wake_by(&mut self, waker: &std::task::Waker) -> bool {
+        match self.worker.take(Some(waker)) {
+            Some(done) => {
+                self.done(done);
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn receive(&mut self) -> io::Result<bool> {
+        let state = Arc::clone(&self.state);
+        // SAFETY: memory of the state, valid for all values of a message; only this thread uses it.
+        let messages: &mut [RawMessage] = unsafe { state.messages().as_mut() };
+        let count = self.guest.receive(messages)?;
+        let messages = &mut messages[..count];
+        self.handle(messages);
+        Ok(count > 0)
+    }
+
+    /// Handles messages, and clears each.
+    fn handle(&mut self, messages: &mut [RawMessage]) {
+        if let Some(first) = self.options.first_thread
+            && messages.len() > 1
+        {
+            for raw in messages.iter_mut() {
+                if let Some(Message::Fault {
+                    address,
+                    protected,
+                    thread,
+                    ..
+                }) = raw.decode()
+                    && thread == first
+                {
+                    self.fault_at(address, protected);
+                    *raw = RawMessage::default();
+                }
+            }
+        }
+        for raw in messages {
+            match raw.decode() {
+                None => {}
+                Some(Message::Fault { address, protected, .. }) => self.fault_at(address, protected),
+                Some(Message::Removed(range)) => self.removed(range, false),
+                Some(Message::Unmapped(range)) => self.removed(range, true),
+                Some(Message::Other(event)) => tracing::warn!("the kernel tells event {event:#x}, which is not known"),
+            }
+            *raw = RawMessage::default();
+        }
+    }
+
+    fn page_at(&self, address: u64) -> Option<PageIndex> {
+        self.regions.iter().find_map(|region| region.page_at(address))
+    }
+
+    /// What is used of the limit, in bytes.
+    pub fn used_bytes(&self) -> u64 {
+        u64::from(self.present) * PAGE_BYTES + self.compressed_bytes() + self.overhead_bytes()
+    }
+
+    /// What compressed pages take, in bytes.
+    pub fn compressed_bytes(&self) -> u64 {
+        u64::from(self.ram.allocated()) * SEGMENT as u64
+    }
+
+    fn overhead_bytes(&self) -> u64 {
+        self.phases.0.len() as u64 * OVERHEAD_BYTES
+    }
+
+    /// How many pages are in memory.
+    pub fn present_pages(&self) -> u32 {
+        self.present
+    }
+
+    /// Why the limit is not kept, if it is not.
+    pub fn stuck(&self) -> Option<Stuck> {
+        self.stuck
+    }
+
+    /// `page` is in memory now, and may go some time.
+    fn settle(&mut self, page: PageIndex, queue: Queue) {
+        match self.phases.get(page) {
+            Phase::Absent => self.present += 1,
+            Phase::Resident => self.lists.remove(page),
+            Phase::Punching | Phase::Leaving(_) => {}
+        }
+        self.phases.set(page, Phase::Resident);
+        self.lists.push(queue, page);
+    }
+
+    /// `page` is not in memory any more.
+    fn vanish(&mut self, page: PageIndex) {
+        match self.phases.get(page) {
+            Phase::Absent => return,
+            Phase::Resident => self.lists.remove(page),
+            Phase::Punching | Phase::Leaving(_) => {}
+        }
+        self.phases.set(page, Phase::Absent);
+        self.present -= 1;
+    }
+
+    fn give(&self, job: Job) {
+        self.worker.give(job);
+    }
+}

@@ -1,0 +1,79 @@
+//! Taking over what an earlier pager has left, or what was there before the first one.
+
+use super::{Pager, Phase};
+use crate::entry::{Location, Tier, Word};
+use crate::guest::GuestMemory;
+use crate::lists::Queue;
+use crate::state::MESSAGES;
+use crate::units::{PageIndex, PageRun};
+use crate::userfaultfd::{Message, RawMessage};
+use crate::worker::Worker;
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    pub(super) fn adopt(&mut self, present: &[PageRun]) {
+        for page in present.iter().flat_map(|run| run.pages()) {
+            self.phases.set(page, Phase::Resident);
+            self.present += 1;
+            self.lists.push(Queue::Probation, page);
+        }
+        let pages = self.phases.0.len() as u32;
+        for page in (0..pages).map(PageIndex::new) {
+            self.adopt_entry(page);
+        }
+        self.adopt_messages();
+        // Whoever waited for the pager before, or for what we have just been told, tries again.
+        for region in &self.regions {
+            self.guest.wake(PageRun {
+                first: region.first,
+                count: region.pages,
+            });
+        }
+    }
+
+    fn adopt_entry(&mut self, page: PageIndex) {
+        let word = self.state.word(page);
+        if word == Word::NOWHERE {
+            return;
+        }
+        if self.phases.get(page) == Phase::Resident {
+            // It came back, or had not gone yet; it may have been written to since.
+            self.state.replace(page, Word::NOWHERE);
+            return;
+        }
+        let is_sound = match word.decode() {
+            Some(Location::In {
+                tier: Tier::Ram,
+                stored,
+                ..
+            }) => self.ram.found(stored),
+            Some(Location::Uniform { .. } | Location::Lost) => true,
+            Some(Location::Nowhere | Location::In { .. }) | None => false,
+        };
+        if !is_sound {
+            tracing::error!(
+                ?page,
+                "where it is stored makes no sense: {:#x}; whoever touches it gets a memory error",
+                word.0
+            );
+            self.state.replace(page, Word::of(Location::Lost));
+        } else if word.is_clean() {
+            self.state.replace(page, word.with_clean(false));
+        }
+    }
+
+    /// What the kernel has said last, and the earlier pager may not have heard. Who waited for an answer asks again.
+    fn adopt_messages(&mut self) {
+        // SAFETY: as in `receive`.
+        let messages: &mut [RawMessage] = unsafe { self.state.messages().as_mut() };
+        let mut left = [RawMessage::default(); MESSAGES];
+        left.copy_from_slice(messages);
+        for raw in &left {
+            match raw.decode() {
+                Some(Message::Removed(range)) => self.removed(range, false),
+                Some(Message::Unmapped(range)) => self.removed(range, true),
+                _ => {}
+            }
+        }
+        messages.fill(RawMessage::default());
+    }
+}

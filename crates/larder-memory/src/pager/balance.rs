@@ -1,0 +1,136 @@
+//! Keeping within the limit.
+
+use std::time::Instant;
+
+use super::{Pager, Stuck};
+use crate::guest::GuestMemory;
+use crate::log::SEGMENT;
+use crate::units::PAGE_BYTES;
+use crate::worker::{Job, Worker};
+
+/// Below the limit so much is kept free for pages that come: a 64th of it, within bounds.
+const RESERVE_SHARE: u64 = 64;
+const RESERVE_BYTES_MIN: u64 = 1 << 20;
+const RESERVE_BYTES_MAX: u64 = 32 << 20;
+
+/// How many pages leave at a time without a quarantine: enough that the worker always has some to do.
+const LEAVING_MAX: usize = 512;
+/// How many pages an eviction has at most.
+const BATCH_PAGES: usize = 256;
+/// With a quarantine there are few evictions for long, so each is as large as need be.
+const BATCH_PAGES_QUARANTINED: usize = 8192;
+
+/// Free segments that are kept for the next pages.
+const SEGMENTS_KEPT: usize = 2;
+
+/// Compressed RAM is compacted when it takes a fourth more than what lives in it.
+const SLACK_SHARE: u64 = 4;
+const SLACK_BYTES: u64 = 4 << 20;
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    fn reserve_bytes(&self) -> u64 {
+        let limit = self.options.limit_bytes;
+        (limit / RESERVE_SHARE).clamp(RESERVE_BYTES_MIN, RESERVE_BYTES_MAX)
+    }
+
+    /// How many pages should leave besides those that do.
+    fn excess_pages(&self) -> usize {
+        let target = self.options.limit_bytes.saturating_sub(self.reserve_bytes());
+        let excess = self.used_bytes().saturating_sub(target).div_ceil(PAGE_BYTES);
+        (excess as usize).saturating_sub(self.batches.leaving())
+    }
+
+    /// Whether whoever wants a page now must wait until others have gone.
+    pub(super) fn must_stall(&self) -> bool {
+        self.used_bytes() >= self.options.limit_bytes
+            && self.stuck.is_none()
+            && self.options.quarantine.is_zero()
+            && self.batches.leaving() > 0
+    }
+
+    /// Sends away what is too much, and tidies up; whether there was anything to do.
+    pub(super) fn balance(&mut self, now: Instant) -> bool {
+        let mut worked = false;
+        while let Some((page, since)) = self.stalled.front().copied()
+            && !self.must_stall()
+        {
+            self.stalled.pop_front();
+            self.fault(page, false, since);
+            worked = true;
+        }
+        worked |= self.evict(now);
+        worked |= self.go_on_storing(now);
+        worked |= self.compact();
+        while let Some(segment) = self.ram.cool(SEGMENTS_KEPT) {
+            self.give(Job::Release(segment));
+        }
+        worked
+    }
+
+    fn evict(&mut self, now: Instant) -> bool {
+        let excess = self.excess_pages();
+        if excess == 0 {
+            self.stuck = None;
+            return false;
+        }
+        if self.stuck.is_some() && !self.is_stuck_no_more() {
+            return false;
+        }
+        let (batch, leaving_max) = match self.options.quarantine.is_zero() {
+            true => (BATCH_PAGES, LEAVING_MAX),
+            false => (BATCH_PAGES_QUARANTINED, usize::MAX),
+        };
+        let leaving = self.batches.leaving();
+        if self.batches.is_full() || leaving >= leaving_max {
+            return false;
+        }
+        self.begin_eviction(excess.min(batch), now) > 0
+    }
+
+    /// Moves what lives in the emptiest segment together with what comes, so that it is free.
+    fn compact(&mut self) -> bool {
+        if self.lease_is_out {
+            return false;
+        }
+        let live = self.ram.live_bytes();
+        let used = u64::from(self.ram.used()) * SEGMENT as u64;
+        if used <= live + live / SLACK_SHARE + SLACK_BYTES {
+            return false;
+        }
+        // From a segment that is nearly full there is little to gain.
+        let Some(segment) = self.ram.emptiest((SEGMENT - SEGMENT / 8) as u32) else {
+            return false;
+        };
+        let Some(lease) = self.take_lease() else {
+            self.ram.left(segment);
+            return false;
+        };
+        self.give(Job::Move { segment, lease });
+        true
+    }
+
+    /// Nothing can be evicted. It is told once.
+    pub(super) fn is_stuck(&mut self, why: Stuck) {
+        if self.stuck != Some(why) {
+            self.stuck = Some(why);
+            let over = self.used_bytes().saturating_sub(self.options.limit_bytes);
+            tracing::warn!(
+                "{}: memory stays {} MiB over its limit",
+                match why {
+                    Stuck::TiersFull => "there is no room left for evicted pages",
+                    Stuck::Memory => "pages cannot be evicted",
+                },
+                over >> 20
+            );
+        }
+    }
+
+    /// Whether to try again: there is room for a segment's worth again.
+    fn is_stuck_no_more(&mut self) -> bool {
+        let room = self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes;
+        if self.stuck == Some(Stuck::TiersFull) && room {
+            self.stuck = None;
+        }
+        self.stuck.is_none()
+    }
+}

@@ -1,0 +1,346 @@
+//! Sending pages away.
+
+use std::io;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::{Pager, Phase, Stuck};
+use crate::entry::{Location, Proof, Tier, Word};
+use crate::guest::GuestMemory;
+use crate::lists::Queue;
+use crate::log::SegmentIndex;
+use crate::units::{PageIndex, PageRun, runs};
+use crate::worker::{BatchIndex, Copied, Done, Job, Lease, Outcome, Worker};
+
+/// How many pages are stored by one job: the worker is told so often.
+const STORE_PAGES: usize = 64;
+/// How many evictions there are at a time.
+const BATCHES: usize = 64;
+
+/// Pages that were write-protected together.
+#[derive(Default)]
+struct Batch {
+    /// Those that were not given to the worker yet, in falling order.
+    pages: Vec<PageIndex>,
+    /// When writes to them were stopped.
+    protected_at: Option<Instant>,
+    /// Pages of it that the worker stores.
+    is_stored: bool,
+}
+
+/// The evictions under way.
+pub(super) struct Batches {
+    slots: Vec<Batch>,
+    /// Those in the order in which they are to be stored.
+    order: std::collections::VecDeque<u8>,
+    free: Vec<u8>,
+    /// Pages in all of them that have not been stored.
+    leaving: usize,
+}
+
+impl Default for Batches {
+    fn default() -> Self {
+        Self {
+            slots: std::iter::repeat_with(Batch::default).take(BATCHES).collect(),
+            order: std::collections::VecDeque::new(),
+            free: (0..BATCHES as u8).rev().collect(),
+            leaving: 0,
+        }
+    }
+}
+
+impl Batches {
+    /// Pages on their way.
+    pub(super) fn leaving(&self) -> usize {
+        self.leaving
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.free.is_empty()
+    }
+
+    /// When the next one may be stored.
+    fn next_at(&self) -> Option<Instant> {
+        self.slots[usize::from(*self.order.front()?)].protected_at
+    }
+}
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    /// Stops writes to up to `count` pages, which are to go; how many.
+    pub(super) fn begin_eviction(&mut self, count: usize, now: Instant) -> usize {
+        let Some(slot) = self.batches.free.pop() else { return 0 };
+        let mut pages: Vec<PageIndex> = std::iter::from_fn(|| self.lists.pop()).take(count).collect();
+        pages.sort_unstable();
+        let mut failed = None;
+        let mut protected = Vec::with_capacity(pages.len());
+        for run in runs(pages.iter().copied()) {
+            if failed.is_none()
+                && let Err(error) = self.guest.protect(run)
+            {
+                failed = Some(error);
+            }
+            for page in run.pages() {
+                if failed.is_none() {
+                    self.phases.set(page, Phase::Leaving(slot));
+                    protected.push(page);
+                } else {
+                    self.lists.push(Queue::Working, page);
+                }
+            }
+        }
+        if let Some(error) = failed {
+            tracing::debug!("writes cannot be stopped now: {error}");
+        }
+        let count = protected.len();
+        if count == 0 {
+            self.batches.free.push(slot);
+            return 0;
+        }
+        protected.reverse();
+        self.batches.leaving += count;
+        self.batches.slots[usize::from(slot)] = Batch {
+            pages: protected,
+            protected_at: Some(now),
+            is_stored: false,
+        };
+        self.batches.order.push_back(slot);
+        count
+    }
+
+    /// When the next pages come out of their quarantine, unless the worker is at others.
+    pub fn next_due(&self) -> Option<Instant> {
+        let at = self.batches.next_at()?;
+        (!self.lease_is_out).then(|| at + self.options.quarantine)
+    }
+
+    /// Has the worker store what has waited long enough; whether there was anything.
+    pub(super) fn go_on_storing(&mut self, now: Instant) -> bool {
+        if self.lease_is_out || self.next_due().is_none_or(|due| due > now) {
+            return false;
+        }
+        while let Some(slot) = self.batches.order.front().copied() {
+            let batch = &mut self.batches.slots[usize::from(slot)];
+            let mut pages = Vec::with_capacity(STORE_PAGES);
+            let mut gone = 0;
+            while pages.len() < STORE_PAGES
+                && let Some(page) = batch.pages.pop()
+            {
+                // Those that were written to meanwhile, or given up, are not leaving any more.
+                match self.phases.get(page) {
+                    Phase::Leaving(of) if of == slot => pages.push(page),
+                    _ => gone += 1,
+                }
+            }
+            self.batches.leaving -= gone;
+            if pages.is_empty() {
+                self.end_batch(slot);
+                continue;
+            }
+            let Some(lease) = self.take_lease() else {
+                self.stay(slot, pages.iter().copied());
+                self.stay_all();
+                self.is_stuck(Stuck::TiersFull);
+                return true;
+            };
+            self.batches.slots[usize::from(slot)].is_stored = true;
+            self.give(Job::Store {
+                batch: BatchIndex(slot),
+                pages,
+                lease,
+            });
+            return true;
+        }
+        false
+    }
+
+    fn end_batch(&mut self, slot: u8) {
+        debug_assert_eq!(self.batches.order.front(), Some(&slot));
+        self.batches.order.pop_front();
+        self.batches.slots[usize::from(slot)] = Batch::default();
+        self.batches.free.push(slot);
+    }
+
+    /// The segment to fill, for the worker.
+    pub(super) fn take_lease(&mut self) -> Option<Lease> {
+        if self.lease.is_none() && self.ram.allocated() < self.segments_max() {
+            self.lease = self.new_segment();
+        }
+        let lease = self.lease.take()?;
+        self.lease_is_out = true;
+        Some(lease)
+    }
+
+    fn new_segment(&mut self) -> Option<Lease> {
+        let (segment, filling) = self.ram.take()?;
+        Some(Lease {
+            segment,
+            from: 0,
+            filling,
+        })
+    }
+
+    fn segments_max(&self) -> u32 {
+        u32::try_from(self.options.compressed_bytes / crate::log::SEGMENT as u64).unwrap_or(u32::MAX)
+    }
+
+    /// The lease is back. It is of no use any more if `is_full`.
+    fn return_lease(&mut self, lease: Lease, is_full: bool) {
+        self.lease_is_out = false;
+        if is_full {
+            self.ram.seal(lease.segment);
+        } else {
+            self.lease = Some(lease);
+        }
+    }
+
+    /// Pages stay after all.
+    fn stay(&mut self, slot: u8, pages: impl Iterator<Item = PageIndex>) {
+        let mut staying: Vec<PageIndex> = Vec::new();
+        for page in pages {
+            self.batches.leaving -= 1;
+            if self.phases.get(page) == Phase::Leaving(slot) {
+                self.settle(page, Queue::Working);
+                staying.push(page);
+            }
+        }
+        for run in runs(staying) {
+            self.unprotect(run);
+        }
+    }
+
+    /// All that leaves stays, but for what the worker has.
+    pub(super) fn stay_all(&mut self) {
+        for slot in self.batches.order.clone() {
+            let mut pages = std::mem::take(&mut self.batches.slots[usize::from(slot)].pages);
+            pages.reverse();
+            self.stay(slot, pages.into_iter());
+        }
+    }
+
+    /// Writes are free again. Where that cannot be said now, the first write asks for it.
+    fn unprotect(&self, run: PageRun) {
+        if self.guest.unprotect(run).is_err() {
+            self.guest.wake(run);
+        }
+    }
+
+    /// What the worker has done.
+    pub(super) fn done(&mut self, done: Done) {
+        match done {
+            Done::Stored {
+                batch,
+                pages,
+                outcomes,
+                lease,
+                failed,
+            } => self.stored(batch, pages, outcomes, lease, failed),
+            Done::Punched { pages, failed, .. } => self.punched(pages, failed),
+            Done::Moved {
+                segment,
+                copied,
+                lease,
+                complete,
+            } => self.moved(segment, copied, lease, complete),
+            Done::Released(segment) => self.ram.cooled(segment),
+        }
+    }
+
+    fn stored(
+        &mut self,
+        BatchIndex(slot): BatchIndex,
+        mut pages: Vec<PageIndex>,
+        outcomes: Vec<Outcome>,
+        lease: Lease,
+        failed: Option<io::Error>,
+    ) {
+        let rest = pages.split_off(outcomes.len());
+        self.return_lease(lease, !rest.is_empty() && failed.is_none());
+        self.batches.leaving -= pages.len();
+        let evicted = self.state.evicted().load(Ordering::Relaxed);
+        let mut number = evicted;
+        let (figures, phases) = (&mut self.figures, &mut self.phases);
+        let mut going = pages;
+        let mut outcomes = outcomes.into_iter();
+        going.retain(|page| {
+            let Some(outcome) = outcomes.next() else { return false };
+            if phases.get(*page) != Phase::Leaving(slot) {
+                return false;
+            }
+            match outcome {
+                Outcome::Uniform(word) => {
+                    let location = Location::Uniform { clean: false };
+                    self.state.store(*page, Word::of(location), word);
+                    figures.evicted_uniform += 1;
+                }
+                Outcome::Stored(stored, checksum) => {
+                    let location = Location::In {
+                        tier: Tier::Ram,
+                        stored,
+                        clean: false,
+                    };
+                    let evicted_at = number as u32;
+                    let proof = Proof { checksum, evicted_at };
+                    self.state.store(*page, Word::of(location), proof.word());
+                    self.ram.add(stored);
+                    figures.evicted_bytes += u64::from(stored.len);
+                }
+            }
+            number += 1;
+            figures.evicted += 1;
+            phases.set(*page, Phase::Punching);
+            true
+        });
+        self.state.evicted().store(number, Ordering::Relaxed);
+        if !going.is_empty() {
+            self.give(Job::Punch {
+                batch: BatchIndex(slot),
+                pages: going,
+            });
+        }
+        match failed {
+            Some(error) => {
+                tracing::error!("pages to evict cannot be read, and stay: {error}");
+                self.stay(slot, rest.into_iter());
+                self.is_stuck(Stuck::Memory);
+            }
+            // There was no room for them. They come first in the next segment.
+            None => self.batches.slots[usize::from(slot)].pages.extend(rest.into_iter().rev()),
+        }
+        if self.batches.slots[usize::from(slot)].pages.is_empty() {
+            self.end_batch(slot);
+        }
+    }
+
+    fn punched(&mut self, pages: Vec<PageIndex>, failed: Option<io::Error>) {
+        if let Some(error) = failed {
+            // Those that are still there are found when they are touched.
+            tracing::error!("pages cannot be taken out of memory: {error}");
+            self.is_stuck(Stuck::Memory);
+        }
+        for page in &pages {
+            self.vanish(*page);
+        }
+        if !self.waiting.is_empty() {
+            for page in pages {
+                self.answer_waiting(page);
+            }
+        }
+    }
+
+    fn moved(&mut self, segment: SegmentIndex, copied: Vec<Copied>, lease: Lease, complete: bool) {
+        self.return_lease(lease, !complete);
+        for Copied { page, from, to } in copied {
+            let Some(Location::In { stored, clean, .. }) = from.decode() else {
+                continue;
+            };
+            if self.state.word(page) == from {
+                let tier = Tier::Ram;
+                let stored_there = Location::In { tier, stored: to, clean };
+                self.state.replace(page, Word::of(stored_there));
+                self.ram.add(to);
+                self.ram.remove(stored);
+            }
+        }
+        self.ram.left(segment);
+    }
+}

@@ -1,0 +1,264 @@
+//! Answering.
+
+use std::time::Instant;
+
+use super::{Pager, Phase, Source, Waiting};
+use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
+use crate::guest::GuestMemory;
+use crate::lists::Queue;
+use crate::log::data_at;
+use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
+use crate::userfaultfd::{Filled, Range};
+use crate::worker::Worker;
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    pub(super) fn fault_at(&mut self, address: u64, protected: bool) {
+        let now = Instant::now();
+        match self.page_at(address) {
+            Some(page) => self.fault(page, protected, now),
+            // Of memory that was unmapped since: nobody waits there any more.
+            None => tracing::debug!("a fault at {address:#x}, where no memory is"),
+        }
+    }
+
+    fn fault(&mut self, page: PageIndex, protected: bool, since: Instant) {
+        match self.phases.get(page) {
+            Phase::Absent if self.must_stall() => self.stalled.push_back((page, since)),
+            Phase::Absent => self.bring(page, since),
+            Phase::Punching => {
+                self.waiting.entry(page).or_insert(Waiting { since });
+            }
+            Phase::Resident | Phase::Leaving(_) if protected => self.written(page, since),
+            Phase::Resident | Phase::Leaving(_) => self.taken_out(page, since),
+        }
+    }
+
+    /// `page` is to be written to, and is protected.
+    fn written(&mut self, page: PageIndex, since: Instant) {
+        self.drop_copy(page);
+        if matches!(self.phases.get(page), Phase::Leaving(_)) {
+            self.figures.saved += 1;
+            self.settle(page, Queue::Working);
+        }
+        if self.guest.unprotect(PageRun::one(page)).is_err() {
+            // Mappings are changing. It is asked again.
+            self.guest.wake(PageRun::one(page));
+        }
+        self.figures.writes.add(since.elapsed());
+    }
+
+    /// `page` was taken out of memory by somebody else: it reads as zeros.
+    fn taken_out(&mut self, page: PageIndex, since: Instant) {
+        self.drop_copy(page);
+        self.vanish(page);
+        self.bring(page, since);
+    }
+
+    /// Puts an absent page in place.
+    pub(super) fn bring(&mut self, page: PageIndex, since: Instant) {
+        let word = self.state.word(page);
+        let location = word.decode();
+        let (source, queue, filled) = match location {
+            Some(Location::Nowhere) => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
+            Some(Location::Uniform { .. }) => {
+                let bytes = self.state.second_word(page).to_le_bytes();
+                for chunk in self.content.as_chunks_mut::<8>().0 {
+                    *chunk = bytes;
+                }
+                let filled = self.guest.fill(page, &*self.content, false).1;
+                (Source::Uniform, Queue::Probation, filled)
+            }
+            Some(Location::In {
+                tier: Tier::Ram,
+                stored,
+                ..
+            }) if self.load_from_ram(page, stored) => {
+                let queue = self.queue_of_returned(page);
+                (Source::Ram, queue, self.guest.fill(page, &*self.content, false).1)
+            }
+            _ => {
+                self.lose(page, word);
+                return;
+            }
+        };
+        match filled {
+            Filled::Done => {
+                if queue == Queue::Working {
+                    self.figures.refaults += 1;
+                }
+                self.figures.brought(source, since.elapsed());
+                self.drop_copy(page);
+                self.settle(page, queue);
+            }
+            Filled::Present => {
+                self.figures.found += 1;
+                self.drop_copy(page);
+                self.settle(page, queue);
+                // It may be protected still, and who waits does not know that it is there.
+                let run = PageRun::one(page);
+                if self.guest.unprotect(run).is_err() {
+                    tracing::debug!(?page, "cannot be unprotected now");
+                }
+                self.guest.wake(run);
+            }
+            // It comes again when what the process says of its mappings has been read.
+            Filled::Changing => self.guest.wake(PageRun::one(page)),
+            Filled::Gone => {}
+        }
+    }
+
+    /// Reads a page from compressed RAM; whether it is the one that was evicted.
+    fn load_from_ram(&mut self, page: PageIndex, stored: Stored) -> bool {
+        let (at, len) = (data_at(stored.place), usize::from(stored.len));
+        if at + len as u64 > self.compressed.len() as u64 {
+            return false;
+        }
+        let at = self.compressed.at(at as usize, len);
+        // SAFETY: in the mapping, and a living object, to which nobody writes.
+        let data = unsafe { std::slice::from_raw_parts(at.as_ptr(), len) };
+        let is_read = match stored.encoding {
+            Encoding::Raw => match <&[u8; PAGE]>::try_from(data) {
+                Ok(data) => {
+                    *self.content = *data;
+                    true
+                }
+                Err(_) => false,
+            },
+            Encoding::Codec(codec) => self.decoder.decode(codec, data, &mut self.content).is_ok(),
+        };
+        is_read && checksum(page, &self.content) == self.state.proof(page).checksum
+    }
+
+    /// Whoever touches `page` gets a memory error: its copy is not what was evicted.
+    fn lose(&mut self, page: PageIndex, word: Word) {
+        let lost = Word::of(Location::Lost);
+        if word != lost {
+            let address = self.address_of(page);
+            tracing::error!(
+                "page {:#x} (at {address:#x} of the process) could not be read back, its stored copy is damaged: whoever \
+                 touches it gets a memory error",
+                page.get()
+            );
+            self.forget_copy(word);
+            self.state.replace(page, lost);
+            self.figures.lost += 1;
+        }
+        if !self.guest.poison(page) {
+            tracing::error!("page {:#x} cannot be made unreadable: who waits for it waits on", page.get());
+            return;
+        }
+        self.guest.wake(PageRun::one(page));
+    }
+
+    fn address_of(&self, page: PageIndex) -> u64 {
+        let region = self.regions.iter().find(|region| region.contains(page));
+        region.map_or(0, |region| region.address_of(page))
+    }
+
+    /// A page that had left: whether it would be here still if there were as much memory again as it has now.
+    fn queue_of_returned(&self, page: PageIndex) -> Queue {
+        let evicted = self.state.evicted().load(std::sync::atomic::Ordering::Relaxed) as u32;
+        let distance = evicted.wrapping_sub(self.state.proof(page).evicted_at);
+        match distance < self.present {
+            true => Queue::Working,
+            false => Queue::Probation,
+        }
+    }
+
+    /// The copy of `page` counts no more.
+    pub(super) fn drop_copy(&mut self, page: PageIndex) {
+        let word = self.state.word(page);
+        if word != Word::NOWHERE {
+            self.state.replace(page, Word::NOWHERE);
+            self.forget_copy(word);
+        }
+    }
+
+    /// The copy that `word` leads to is dead.
+    fn forget_copy(&mut self, word: Word) {
+        if let Some(Location::In {
+            tier: Tier::Ram,
+            stored,
+            ..
+        }) = word.decode()
+        {
+            self.ram.remove(stored);
+        }
+    }
+
+    /// The process has given up a range of its memory, or has unmapped it.
+    pub(super) fn removed(&mut self, range: Range, unmapped: bool) {
+        for index in 0..self.regions.len() {
+            let region = self.regions[index];
+            let start = range.start.max(region.address);
+            let end = range.end().min(region.address + region.bytes());
+            if start >= end {
+                continue;
+            }
+            let Some(first) = region.page_at(start) else { continue };
+            let run = PageRun {
+                first,
+                count: ((end - start) / PAGE_BYTES) as u32,
+            };
+            if unmapped {
+                self.unmapped(run);
+            } else if run.count > 0 {
+                self.given_up(run);
+            }
+        }
+    }
+
+    fn given_up(&mut self, run: PageRun) {
+        let mut there = vec![false; run.count as usize];
+        let looked = self.guest.present(run, &mut |found| {
+            let from = (found.first.get() - run.first.get()) as usize;
+            there[from..from + found.count as usize].fill(true);
+        });
+        if let Err(error) = looked {
+            tracing::warn!("cannot see which pages are in memory: {error}");
+            return;
+        }
+        let is_known = |phase| matches!(phase, Phase::Resident | Phase::Leaving(_));
+        let (mut stayed, mut went) = (0_u32, 0_u32);
+        for (page, is_there) in run.pages().zip(&there) {
+            if is_known(self.phases.get(page)) {
+                match is_there {
+                    true => stayed += 1,
+                    false => went += 1,
+                }
+            }
+        }
+        // Nothing was taken out: nor were those that are not here.
+        let takes_copies = stayed == 0 || went > 0;
+        for (page, is_there) in run.pages().zip(there) {
+            let phase = self.phases.get(page);
+            if is_known(phase) {
+                if !is_there {
+                    self.drop_copy(page);
+                    self.vanish(page);
+                    self.figures.removed += 1;
+                }
+            } else if takes_copies && self.state.word(page) != Word::NOWHERE {
+                self.drop_copy(page);
+                self.figures.removed += 1;
+            }
+        }
+    }
+
+    /// Nobody touches these any more. What is in memory of them is the file's, and who unmapped them answers for that.
+    fn unmapped(&mut self, run: PageRun) {
+        for page in run.pages() {
+            self.drop_copy(page);
+            if self.phases.get(page) != Phase::Punching {
+                self.vanish(page);
+            }
+        }
+    }
+
+    /// Whoever has waited for `page` to be out of memory gets it.
+    pub(super) fn answer_waiting(&mut self, page: PageIndex) {
+        if let Some(waiting) = self.waiting.remove(&page) {
+            self.bring(page, waiting.since);
+        }
+    }
+}

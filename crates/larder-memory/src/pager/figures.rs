@@ -1,0 +1,58 @@
+//! What the pager has done, counted.
+
+use std::time::Duration;
+
+use larder_block::histogram::Histogram;
+
+/// Where a page came from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Source {
+    /// It was never touched, or given up: zeros.
+    Zero,
+    /// One word all over.
+    Uniform,
+    /// Compressed RAM.
+    Ram,
+    /// It could not be read back.
+    Lost,
+}
+
+/// Counts since the pager began.
+#[derive(Clone, Debug, Default)]
+pub struct Figures {
+    /// Faults on missing pages, by where the page came from, with the time from when we were told until it was there.
+    pub zero: Histogram,
+    /// As above.
+    pub uniform: Histogram,
+    /// As above.
+    pub ram: Histogram,
+    /// Pages that could not be read back.
+    pub lost: u64,
+    /// Writes to protected pages.
+    pub writes: Histogram,
+    /// Pages that came back so soon that they would have stayed with a little more memory.
+    pub refaults: u64,
+    /// Pages evicted.
+    pub evicted: u64,
+    /// Of them, those of one word all over.
+    pub evicted_uniform: u64,
+    /// Bytes in which the others were stored.
+    pub evicted_bytes: u64,
+    /// Pages that were written to while they were leaving, and stayed.
+    pub saved: u64,
+    /// Pages that the process has given up.
+    pub removed: u64,
+    /// Pages that were in memory though nothing was known of it.
+    pub found: u64,
+}
+
+impl Figures {
+    pub(super) fn brought(&mut self, source: Source, took: Duration) {
+        match source {
+            Source::Zero => self.zero.add(took),
+            Source::Uniform => self.uniform.add(took),
+            Source::Ram => self.ram.add(took),
+            Source::Lost => self.lost += 1,
+        }
+    }
+}
