@@ -44,6 +44,12 @@ pub trait GuestMemory {
 
     /// Who waits for these pages tries again.
     fn wake(&self, run: PageRun);
+
+    /// Which of these pages are in memory, in rising order.
+    ///
+    /// # Errors
+    /// Of the memory's file.
+    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
 }
 
 /// What a thread beside the owner does with pages that the owner has given to it.
@@ -60,11 +66,11 @@ pub trait Backing: Send + Sync {
     /// Of the memory's file.
     fn punch(&self, run: PageRun) -> io::Result<()>;
 
-    /// Which of `region`'s pages are in memory, in order.
+    /// Which of these pages are in memory, in rising order.
     ///
     /// # Errors
     /// Of the memory's file.
-    fn present(&self, region: &Region, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
+    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
 }
 
 /// A region and its file.
@@ -157,24 +163,25 @@ impl Backing for Files {
         Ok(())
     }
 
-    fn present(&self, region: &Region, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
-        let file = &self.of(region.first).file;
-        let end = region.offset + region.bytes();
-        let mut at = region.offset;
-        while at < end {
-            // Pages that the kernel has in its own swap are data too.
-            let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-                Ok(start) if start < end => start,
-                Ok(_) | Err(rustix::io::Errno::NXIO) => return Ok(()),
-                Err(error) => return Err(error.into()),
-            };
-            at = rustix::fs::seek(file, SeekFrom::Hole(start))?.min(end);
-            let first = (start - region.offset) / PAGE_BYTES;
-            let count = (at - region.offset).div_ceil(PAGE_BYTES) - first;
-            found(PageRun {
-                first: region.first.plus(first as u32),
-                count: count as u32,
-            });
+    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+        for (Mapped { region, file }, part) in self.parts(run) {
+            let end = region.offset_of(part.first) + part.bytes();
+            let mut at = region.offset_of(part.first);
+            while at < end {
+                // Pages that the kernel has in its own swap are data too.
+                let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+                    Ok(start) if start < end => start,
+                    Ok(_) | Err(rustix::io::Errno::NXIO) => break,
+                    Err(error) => return Err(error.into()),
+                };
+                at = rustix::fs::seek(file, SeekFrom::Hole(start))?.min(end);
+                let first = (start - region.offset) / PAGE_BYTES;
+                let count = (at - region.offset).div_ceil(PAGE_BYTES) - first;
+                found(PageRun {
+                    first: region.first.plus(first as u32),
+                    count: count as u32,
+                });
+            }
         }
         Ok(())
     }
@@ -238,5 +245,9 @@ impl GuestMemory for Process {
             // It fails only for a process that has ended, where nobody waits.
             let _ = self.userfaultfd.wake(range);
         }
+    }
+
+    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+        self.files.present(run, found)
     }
 }

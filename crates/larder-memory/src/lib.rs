@@ -6,6 +6,7 @@ pub mod guest;
 pub mod inject;
 pub mod lists;
 pub mod log;
+pub mod pager;
 pub mod shared;
 pub mod state;
 pub mod target;

@@ -21,7 +21,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    fn fault(&mut self, page: PageIndex, protected: bool, since: Instant) {
+    pub(super) fn fault(&mut self, page: PageIndex, protected: bool, since: Instant) {
         match self.phases.get(page) {
             Phase::Absent if self.must_stall() => self.stalled.push_back((page, since)),
             Phase::Absent => self.bring(page, since),
