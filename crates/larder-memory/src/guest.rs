@@ -5,12 +5,12 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 
 use crate::state::Region;
-use crate::units::{PAGE_BYTES, PageIndex, PageRun};
+use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Filled, Range, RawMessage, Userfaultfd};
 
 /// What the owner of the pages does with them.
@@ -50,6 +50,9 @@ pub trait GuestMemory {
     /// # Errors
     /// Of the memory's file.
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
+
+    /// The process has unmapped this region: nothing can be done to its pages any more.
+    fn forget(&self, region: &Region);
 }
 
 /// What a thread beside the owner does with pages that the owner has given to it.
@@ -79,47 +82,46 @@ struct Mapped {
     file: File,
 }
 
-/// The files of a process's memory.
-pub struct Files(Vec<Mapped>);
+/// The files of a process's memory. More are added while it is used.
+#[derive(Default)]
+pub struct Files(RwLock<Vec<Arc<Mapped>>>);
 
 impl Files {
-    /// Of regions and their files, in the order of their pages.
-    pub fn new(regions: Vec<(Region, File)>) -> Self {
-        Self(
-            regions
-                .into_iter()
-                .map(|(region, file)| Mapped { region, file })
-                .collect(),
-        )
+    /// One region more, whose pages follow those of the others; or the file of one that is known already.
+    pub fn add(&self, region: Region, file: File) {
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|mapped| mapped.region.first != region.first);
+        all.push(Arc::new(Mapped { region, file }));
+        all.sort_by_key(|mapped| mapped.region.first);
     }
 
-    fn of(&self, page: PageIndex) -> &Mapped {
-        let index = self.0.partition_point(|mapped| mapped.region.first <= page);
-        match index.checked_sub(1).and_then(|index| self.0.get(index)) {
-            Some(mapped) if mapped.region.contains(page) => mapped,
-            _ => panic!("{page:?} is of no region"),
+    /// A region is not there any more: its pages are of no region then.
+    pub fn remove(&self, first: PageIndex) {
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|mapped| mapped.region.first != first);
+    }
+
+    fn of(&self, page: PageIndex) -> Option<Arc<Mapped>> {
+        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let index = all.partition_point(|mapped| mapped.region.first <= page);
+        let mapped = all.get(index.checked_sub(1)?)?;
+        mapped.region.contains(page).then(|| Arc::clone(mapped))
+    }
+
+    /// Does something with the part of `run` in each region. Pages of no region are left out.
+    fn each(&self, run: PageRun, mut what: impl FnMut(&Mapped, PageRun) -> io::Result<()>) -> io::Result<()> {
+        let mut at = run.first;
+        let end = run.first.get() + run.count;
+        while at.get() < end {
+            let Some(mapped) = self.of(at) else {
+                at = at.plus(1);
+                continue;
+            };
+            let here = (mapped.region.first.get() + mapped.region.pages).min(end) - at.get();
+            what(&mapped, PageRun { first: at, count: here })?;
+            at = at.plus(here);
         }
-    }
-
-    /// The parts of `run` in each region.
-    fn parts(&self, run: PageRun) -> impl Iterator<Item = (&Mapped, PageRun)> {
-        let mut rest = Some(run);
-        std::iter::from_fn(move || {
-            let run = rest.take()?;
-            let mapped = self.of(run.first);
-            let here = (mapped.region.first.get() + mapped.region.pages - run.first.get()).min(run.count);
-            rest = (here < run.count).then(|| PageRun {
-                first: run.first.plus(here),
-                count: run.count - here,
-            });
-            Some((
-                mapped,
-                PageRun {
-                    first: run.first,
-                    count: here,
-                },
-            ))
-        })
+        Ok(())
     }
 }
 
@@ -139,6 +141,9 @@ impl Region {
 
     /// The page that the process has at `address`.
     pub fn page_at(&self, address: u64) -> Option<PageIndex> {
+        if self.is_gone() {
+            return None;
+        }
         let within = address.checked_sub(self.address)?;
         (within < self.bytes()).then(|| self.first.plus((within / PAGE_BYTES) as u32))
     }
@@ -146,25 +151,23 @@ impl Region {
 
 impl Backing for Files {
     fn read(&self, run: PageRun, into: &mut [u8]) -> io::Result<()> {
-        let mut into = into;
-        for (mapped, part) in self.parts(run) {
-            let (here, rest) = std::mem::take(&mut into).split_at_mut(part.bytes() as usize);
-            mapped.file.read_exact_at(here, mapped.region.offset_of(part.first))?;
-            into = rest;
-        }
-        Ok(())
+        self.each(run, |mapped, part| {
+            let at = (part.first.get() - run.first.get()) as usize * PAGE;
+            let here = &mut into[at..at + part.bytes() as usize];
+            mapped.file.read_exact_at(here, mapped.region.offset_of(part.first))
+        })
     }
 
     fn punch(&self, run: PageRun) -> io::Result<()> {
-        for (mapped, part) in self.parts(run) {
+        self.each(run, |mapped, part| {
             let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            rustix::fs::fallocate(&mapped.file, how, mapped.region.offset_of(part.first), part.bytes())?;
-        }
-        Ok(())
+            let at = mapped.region.offset_of(part.first);
+            Ok(rustix::fs::fallocate(&mapped.file, how, at, part.bytes())?)
+        })
     }
 
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
-        for (Mapped { region, file }, part) in self.parts(run) {
+        self.each(run, |Mapped { region, file }, part| {
             let end = region.offset_of(part.first) + part.bytes();
             let mut at = region.offset_of(part.first);
             while at < end {
@@ -182,8 +185,8 @@ impl Backing for Files {
                     count: count as u32,
                 });
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 }
 
@@ -204,11 +207,17 @@ impl Process {
         &self.userfaultfd
     }
 
-    fn ranges(&self, run: PageRun) -> impl Iterator<Item = Range> {
-        self.files.parts(run).map(|(mapped, part)| Range {
-            start: mapped.region.address_of(part.first),
-            len: part.bytes(),
+    fn each(&self, run: PageRun, mut what: impl FnMut(Range) -> io::Result<()>) -> io::Result<()> {
+        self.files.each(run, |mapped, part| {
+            what(Range {
+                start: mapped.region.address_of(part.first),
+                len: part.bytes(),
+            })
         })
+    }
+
+    fn address_of(&self, page: PageIndex) -> Option<u64> {
+        Some(self.files.of(page)?.region.address_of(page))
     }
 }
 
@@ -218,36 +227,42 @@ impl GuestMemory for Process {
     }
 
     fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled) {
-        let region = &self.files.of(first).region;
-        self.userfaultfd.copy(region.address_of(first), content, protect)
+        match self.address_of(first) {
+            Some(address) => self.userfaultfd.copy(address, content, protect),
+            None => (0, Filled::Gone),
+        }
     }
 
     fn fill_zero(&self, page: PageIndex) -> Filled {
-        let region = &self.files.of(page).region;
-        self.userfaultfd.zero(region.address_of(page))
+        match self.address_of(page) {
+            Some(address) => self.userfaultfd.zero(address),
+            None => Filled::Gone,
+        }
     }
 
     fn poison(&self, page: PageIndex) -> bool {
-        let region = &self.files.of(page).region;
-        self.userfaultfd.poison(region.address_of(page)).is_ok()
+        self.address_of(page)
+            .is_some_and(|address| self.userfaultfd.poison(address).is_ok())
     }
 
     fn protect(&self, run: PageRun) -> io::Result<()> {
-        self.ranges(run).try_for_each(|range| self.userfaultfd.protect(range))
+        self.each(run, |range| self.userfaultfd.protect(range))
     }
 
     fn unprotect(&self, run: PageRun) -> io::Result<()> {
-        self.ranges(run).try_for_each(|range| self.userfaultfd.unprotect(range))
+        self.each(run, |range| self.userfaultfd.unprotect(range))
     }
 
     fn wake(&self, run: PageRun) {
-        for range in self.ranges(run) {
-            // It fails only for a process that has ended, where nobody waits.
-            let _ = self.userfaultfd.wake(range);
-        }
+        // It fails only for a process that has ended, where nobody waits.
+        let _ = self.each(run, |range| self.userfaultfd.wake(range));
     }
 
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
         self.files.present(run, found)
+    }
+
+    fn forget(&self, region: &Region) {
+        self.files.remove(region.first);
     }
 }

@@ -1,12 +1,14 @@
 //! The memory of a running VM, from outside its process: kept within a budget, what is cold in compressed RAM and on an
 //! SSD, and brought back when it is touched.
 
+pub mod attach;
 pub mod entry;
 pub mod guest;
 pub mod inject;
 pub mod lists;
 pub mod log;
 pub mod pager;
+pub mod service;
 pub mod shared;
 pub mod state;
 pub mod target;

@@ -27,6 +27,7 @@
 
 mod adopt;
 mod balance;
+mod detach;
 mod evict;
 mod fault;
 mod figures;
@@ -38,6 +39,7 @@ use std::time::{Duration, Instant};
 
 use larder_codec::Decoder;
 
+use crate::entry::{Location, Word};
 use crate::guest::GuestMemory;
 use crate::lists::{Lists, Queue};
 use crate::log::{SEGMENT, Segments};
@@ -133,8 +135,54 @@ pub struct Pager<G, W> {
     decoder: Decoder,
     content: Box<[u8; PAGE]>,
     figures: Figures,
-    /// Why nothing is evicted, told once until it is over.
-    stuck: Option<Stuck>,
+    stored: StoredPages,
+    /// Why nothing is evicted, since when; told once until it is over.
+    stuck: Option<(Stuck, Instant)>,
+    told_stuck: Option<Stuck>,
+    /// There was no memory for a page, or writes could not be stopped: nothing of it is tried again before.
+    no_memory_until: Option<Instant>,
+    no_eviction_until: Option<Instant>,
+    /// So many pages one after the other could not be compressed.
+    kept_in_row: u32,
+    /// Jobs that the worker has.
+    jobs: u32,
+    /// All is to be brought back.
+    is_leaving: bool,
+    /// Up to here it has been.
+    brought_back: u32,
+    /// When this turn began.
+    now: Instant,
+}
+
+/// How many pages are stored where.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct StoredPages {
+    /// As one word.
+    pub uniform: u32,
+    /// In compressed RAM.
+    pub ram: u32,
+    /// They cannot be read any more.
+    pub lost: u32,
+}
+
+impl StoredPages {
+    fn of(&mut self, word: Word) -> Option<&mut u32> {
+        match word.decode() {
+            Some(Location::Uniform { .. }) => Some(&mut self.uniform),
+            Some(Location::In { .. }) => Some(&mut self.ram),
+            Some(Location::Lost) => Some(&mut self.lost),
+            Some(Location::Nowhere) | None => None,
+        }
+    }
+
+    fn change(&mut self, from: Word, to: Word) {
+        if let Some(count) = self.of(from) {
+            *count -= 1;
+        }
+        if let Some(count) = self.of(to) {
+            *count += 1;
+        }
+    }
 }
 
 /// Why the limit is not kept.
@@ -144,6 +192,8 @@ pub enum Stuck {
     TiersFull,
     /// Pages cannot be read or taken out of memory.
     Memory,
+    /// No page can be compressed, and there is no tier for such pages.
+    Incompressible,
 }
 
 /// Bytes that the pager needs for each page, in memory or not: entry, phase, links.
@@ -183,7 +233,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             decoder: Decoder::new(),
             content: Box::new([0; PAGE]),
             figures: Figures::default(),
+            stored: StoredPages::default(),
             stuck: None,
+            told_stuck: None,
+            no_memory_until: None,
+            no_eviction_until: None,
+            kept_in_row: 0,
+            jobs: 0,
+            is_leaving: false,
+            brought_back: 0,
+            now: Instant::now(),
         };
         pager.adopt(present);
         pager
@@ -199,11 +258,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.options.limit_bytes
     }
 
+    /// How much of the limit may be compressed pages, in bytes.
+    pub fn compressed_limit_bytes(&self) -> u64 {
+        self.options.compressed_bytes
+    }
+
     /// Sets the limit and how much of it may be compressed pages, in bytes.
     pub fn set_limit(&mut self, limit_bytes: u64, compressed_bytes: u64) {
         self.options.limit_bytes = limit_bytes;
         self.options.compressed_bytes = compressed_bytes;
         self.stuck = None;
+        self.kept_in_row = 0;
     }
 
     /// The guest's memory.
@@ -216,6 +281,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// # Errors
     /// The process has ended.
     pub fn turn(&mut self, now: Instant) -> io::Result<bool> {
+        self.now = now;
         let mut worked = self.receive()?;
         while let Some(done) = self.worker.take(None) {
             self.done(done);
@@ -302,7 +368,43 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Why the limit is not kept, if it is not.
     pub fn stuck(&self) -> Option<Stuck> {
-        self.stuck
+        self.stuck.map(|(why, _)| why)
+    }
+
+    /// How many pages are stored where.
+    pub fn stored_pages(&self) -> StoredPages {
+        self.stored
+    }
+
+    /// How many pages there are.
+    pub fn pages(&self) -> u32 {
+        self.phases.0.len() as u32
+    }
+
+    /// How many who wait for a page cannot be answered now.
+    pub fn stalled(&self) -> usize {
+        self.stalled.len() + self.waiting.len()
+    }
+
+    /// The regions.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// There is a region more, which the state knows, and of which faults are told since a moment ago. Of its pages those
+    /// in `present`, in rising order, are in memory.
+    pub fn add_region(&mut self, region: Region, present: &[PageRun]) {
+        let pages = region.first.get() + region.pages;
+        self.phases.0.resize(pages as usize, 0);
+        self.lists.grow(pages);
+        self.regions.push(region);
+        for page in present.iter().flat_map(|run| run.pages()) {
+            self.settle(page, Queue::Probation);
+        }
+        self.guest.wake(PageRun {
+            first: region.first,
+            count: region.pages,
+        });
     }
 
     /// `page` is in memory now, and may go some time.
@@ -327,7 +429,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.present -= 1;
     }
 
-    fn give(&self, job: Job) {
+    fn give(&mut self, job: Job) {
+        self.jobs += 1;
         self.worker.give(job);
+    }
+
+    /// `page` is there, or nowhere, or what `word` says. What the entry said before is not looked at.
+    fn set_word(&mut self, page: PageIndex, word: Word) {
+        self.stored.change(self.state.word(page), word);
+        self.state.replace(page, word);
     }
 }

@@ -53,7 +53,7 @@ pub struct Region {
     pub first: PageIndex,
     /// How many pages.
     pub pages: u32,
-    /// Where the process has it.
+    /// Where the process has it; 0: not any more.
     pub address: u64,
     /// Where it begins in its file, in bytes.
     pub offset: u64,
@@ -67,6 +67,11 @@ impl Region {
     /// Its length.
     pub const fn bytes(&self) -> u64 {
         self.pages as u64 * PAGE_BYTES
+    }
+
+    /// The process has it no more. Its numbers are not given to others.
+    pub const fn is_gone(&self) -> bool {
+        self.address == 0
     }
 
     /// Whether `page` is of it.
@@ -239,6 +244,15 @@ impl State {
             .half_word(HEADER_REGIONS)
             .store(regions.len() as u32 + 1, Ordering::Release);
         Ok(())
+    }
+
+    /// The process has unmapped the region whose first page is `first`.
+    pub fn forget_region(&self, first: PageIndex) {
+        if let Some(index) = self.regions().iter().position(|region| region.first == first) {
+            self.memory
+                .word(REGIONS_AT + index * REGION_BYTES + 8)
+                .store(0, Ordering::Release);
+        }
     }
 
     fn entry_at(&self, page: PageIndex) -> usize {

@@ -6,7 +6,6 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
 
 use crate::units::{PAGE, PAGE_BYTES};
 
@@ -187,6 +186,8 @@ pub enum Filled {
     Present,
     /// The process is changing its mappings, or gives pages up: what it says must be read first.
     Changing,
+    /// The host, or the process's control group, has no page for it now.
+    NoMemory,
     /// The memory is not mapped there any more, or the process has ended.
     Gone,
 }
@@ -319,9 +320,8 @@ impl Userfaultfd {
         match error.raw_os_error() {
             Some(libc::EEXIST) => Filled::Present,
             Some(libc::EAGAIN) => Filled::Changing,
+            Some(libc::ENOMEM) => Filled::NoMemory,
             // ENOENT: not registered there (any more). ESRCH: the process has ended. EFAULT cannot be our buffer.
-            // ENOMEM: the process's limit, or the host, has no page; trying again later is all there is.
-            Some(libc::ENOMEM) => Filled::Changing,
             _ => Filled::Gone,
         }
     }
@@ -402,8 +402,5 @@ pub fn available() -> io::Result<u64> {
     userfaultfd.ioctl(UFFDIO_API, &mut api)?;
     Ok(api.features)
 }
-
-/// How long a thread that was told to try again is left alone, where mappings are changing.
-pub const CHANGING_FOR: Duration = Duration::from_micros(50);
 
 const _: () = assert!(size_of::<RawMessage>() == 32);

@@ -42,6 +42,8 @@ pub enum Job {
         pages: Vec<PageIndex>,
         /// Where to.
         lease: Lease,
+        /// Pages that cannot be compressed, too.
+        raw: bool,
     },
     /// Take the pages out of memory.
     Punch {
@@ -68,6 +70,8 @@ pub enum Outcome {
     Uniform(u64),
     /// Appended, with its checksum.
     Stored(Stored, u32),
+    /// Not: it cannot be compressed, and would take as much memory as it does.
+    Kept,
 }
 
 /// What has been done.
@@ -158,7 +162,12 @@ impl Hands {
     /// Does `job`.
     pub fn work(&mut self, job: Job) -> Done {
         match job {
-            Job::Store { batch, pages, lease } => self.store(batch, pages, lease),
+            Job::Store {
+                batch,
+                pages,
+                lease,
+                raw,
+            } => self.store(batch, pages, lease, raw),
             Job::Punch { batch, pages } => {
                 let failed = runs(pages.iter().copied())
                     .try_for_each(|run| self.backing.punch(run))
@@ -226,7 +235,7 @@ impl Hands {
         }
     }
 
-    fn store(&mut self, batch: BatchIndex, pages: Vec<PageIndex>, mut lease: Lease) -> Done {
+    fn store(&mut self, batch: BatchIndex, pages: Vec<PageIndex>, mut lease: Lease, raw: bool) -> Done {
         // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
         let bytes = unsafe { Self::leased(&self.compressed, lease) };
         let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
@@ -246,7 +255,7 @@ impl Hands {
                 }
                 let (contents, _) = into.as_chunks::<PAGE>();
                 for (page, content) in now.pages().zip(contents) {
-                    match store_page(&mut self.encoder, &mut self.choice, &mut appender, page, content) {
+                    match store_page(&mut self.encoder, &mut self.choice, &mut appender, page, content, raw) {
                         Some(outcome) => outcomes.push(outcome),
                         None => break 'pages,
                     }
@@ -278,6 +287,7 @@ fn store_page(
     appender: &mut Appender<'_>,
     page: PageIndex,
     content: &[u8; PAGE],
+    raw: bool,
 ) -> Option<Outcome> {
     if let Some(word) = uniform_word(content) {
         return Some(Outcome::Uniform(word));
@@ -299,6 +309,9 @@ fn store_page(
     }
     if room < PAGE {
         return None;
+    }
+    if !raw {
+        return Some(Outcome::Kept);
     }
     appender.next_data()[..PAGE].copy_from_slice(content);
     let stored = appender.append(page, PAGE, Encoding::Raw);

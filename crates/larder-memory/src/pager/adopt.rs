@@ -16,9 +16,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.present += 1;
             self.lists.push(Queue::Probation, page);
         }
-        let pages = self.phases.0.len() as u32;
-        for page in (0..pages).map(PageIndex::new) {
-            self.adopt_entry(page);
+        for region in self.regions.clone() {
+            for page in (0..region.pages).map(|offset| region.first.plus(offset)) {
+                match region.is_gone() {
+                    true => self.state.replace(page, Word::NOWHERE),
+                    false => self.adopt_entry(page),
+                }
+            }
         }
         self.adopt_messages();
         // Whoever waited for the pager before, or for what we have just been told, tries again.
@@ -49,13 +53,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Some(Location::Uniform { .. } | Location::Lost) => true,
             Some(Location::Nowhere | Location::In { .. }) | None => false,
         };
+        self.stored.change(Word::NOWHERE, word);
         if !is_sound {
             tracing::error!(
                 ?page,
                 "where it is stored makes no sense: {:#x}; whoever touches it gets a memory error",
                 word.0
             );
-            self.state.replace(page, Word::of(Location::Lost));
+            self.set_word(page, Word::of(Location::Lost));
         } else if word.is_clean() {
             self.state.replace(page, word.with_clean(false));
         }

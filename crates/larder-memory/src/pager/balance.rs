@@ -1,6 +1,6 @@
 //! Keeping within the limit.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Pager, Stuck};
 use crate::guest::GuestMemory;
@@ -19,6 +19,11 @@ const LEAVING_MAX: usize = 512;
 const BATCH_PAGES: usize = 256;
 /// With a quarantine there are few evictions for long, so each is as large as need be.
 const BATCH_PAGES_QUARANTINED: usize = 8192;
+
+/// After so long it is tried again to evict pages, when that has failed.
+const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// The same when none could be compressed.
+const TRY_INCOMPRESSIBLE_AFTER: Duration = Duration::from_secs(10);
 
 /// Free segments that are kept for the next pages.
 const SEGMENTS_KEPT: usize = 2;
@@ -42,6 +47,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Whether whoever wants a page now must wait until others have gone.
     pub(super) fn must_stall(&self) -> bool {
+        if self.no_memory_until.is_some() {
+            return true;
+        }
         self.used_bytes() >= self.options.limit_bytes
             && self.stuck.is_none()
             && self.options.quarantine.is_zero()
@@ -51,6 +59,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Sends away what is too much, and tidies up; whether there was anything to do.
     pub(super) fn balance(&mut self, now: Instant) -> bool {
         let mut worked = false;
+        if self.no_memory_until.is_some_and(|until| until <= now) {
+            self.no_memory_until = None;
+        }
         while let Some((page, since)) = self.stalled.front().copied()
             && !self.must_stall()
         {
@@ -58,9 +69,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.fault(page, false, since);
             worked = true;
         }
-        worked |= self.evict(now);
-        worked |= self.go_on_storing(now);
-        worked |= self.compact();
+        if !self.is_leaving {
+            worked |= self.evict(now);
+            worked |= self.go_on_storing(now);
+            worked |= self.compact();
+        }
         while let Some(segment) = self.ram.cool(SEGMENTS_KEPT) {
             self.give(Job::Release(segment));
         }
@@ -71,9 +84,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let excess = self.excess_pages();
         if excess == 0 {
             self.stuck = None;
+            self.told_stuck = None;
             return false;
         }
         if self.stuck.is_some() && !self.is_stuck_no_more() {
+            return false;
+        }
+        if self.no_eviction_until.is_some_and(|until| until > now) {
             return false;
         }
         let (batch, leaving_max) = match self.options.quarantine.is_zero() {
@@ -111,26 +128,35 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Nothing can be evicted. It is told once.
     pub(super) fn is_stuck(&mut self, why: Stuck) {
-        if self.stuck != Some(why) {
-            self.stuck = Some(why);
+        let is_new = self.stuck.is_none_or(|(before, _)| before != why) && self.told_stuck != Some(why);
+        self.stuck = Some((why, self.now));
+        if is_new {
+            self.told_stuck = Some(why);
             let over = self.used_bytes().saturating_sub(self.options.limit_bytes);
             tracing::warn!(
                 "{}: memory stays {} MiB over its limit",
                 match why {
                     Stuck::TiersFull => "there is no room left for evicted pages",
                     Stuck::Memory => "pages cannot be evicted",
+                    Stuck::Incompressible => "what is in memory cannot be compressed, and there is no swap cache",
                 },
                 over >> 20
             );
         }
     }
 
-    /// Whether to try again: there is room for a segment's worth again.
+    /// Whether to try again.
     fn is_stuck_no_more(&mut self) -> bool {
-        let room = self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes;
-        if self.stuck == Some(Stuck::TiersFull) && room {
+        let Some((why, since)) = self.stuck else { return true };
+        let is_over = match why {
+            // There is room for a segment's worth again.
+            Stuck::TiersFull => self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes,
+            Stuck::Memory => self.now - since > TRY_AGAIN_AFTER,
+            Stuck::Incompressible => self.now - since > TRY_INCOMPRESSIBLE_AFTER,
+        };
+        if is_over {
             self.stuck = None;
         }
-        self.stuck.is_none()
+        is_over
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Pager, Phase, Stuck};
 use crate::entry::{Location, Proof, Tier, Word};
@@ -14,6 +14,10 @@ use crate::worker::{BatchIndex, Copied, Done, Job, Lease, Outcome, Worker};
 
 /// How many pages are stored by one job: the worker is told so often.
 const STORE_PAGES: usize = 64;
+/// After so long it is tried again to stop writes.
+const NO_EVICTION_FOR: Duration = Duration::from_millis(10);
+/// After so many pages in a row that cannot be compressed no more are tried for a while.
+const KEPT_MAX: u32 = 4096;
 /// How many evictions there are at a time.
 const BATCHES: usize = 64;
 
@@ -90,6 +94,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         if let Some(error) = failed {
             tracing::debug!("writes cannot be stopped now: {error}");
+            self.no_eviction_until = Some(now + NO_EVICTION_FOR);
         }
         let count = protected.len();
         if count == 0 {
@@ -147,6 +152,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 batch: BatchIndex(slot),
                 pages,
                 lease,
+                raw: false,
             });
             return true;
         }
@@ -226,6 +232,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// What the worker has done.
     pub(super) fn done(&mut self, done: Done) {
+        self.jobs -= 1;
         match done {
             Done::Stored {
                 batch,
@@ -256,46 +263,60 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let rest = pages.split_off(outcomes.len());
         self.return_lease(lease, !rest.is_empty() && failed.is_none());
         self.batches.leaving -= pages.len();
-        let evicted = self.state.evicted().load(Ordering::Relaxed);
-        let mut number = evicted;
-        let (figures, phases) = (&mut self.figures, &mut self.phases);
-        let mut going = pages;
-        let mut outcomes = outcomes.into_iter();
-        going.retain(|page| {
-            let Some(outcome) = outcomes.next() else { return false };
-            if phases.get(*page) != Phase::Leaving(slot) {
-                return false;
+        let mut number = self.state.evicted().load(Ordering::Relaxed);
+        let mut going = Vec::with_capacity(pages.len());
+        let mut kept = Vec::new();
+        for (page, outcome) in pages.into_iter().zip(outcomes) {
+            if self.phases.get(page) != Phase::Leaving(slot) {
+                continue;
             }
-            match outcome {
+            let (word, second) = match outcome {
+                Outcome::Kept => {
+                    kept.push(page);
+                    self.settle(page, Queue::Working);
+                    continue;
+                }
                 Outcome::Uniform(word) => {
-                    let location = Location::Uniform { clean: false };
-                    self.state.store(*page, Word::of(location), word);
-                    figures.evicted_uniform += 1;
+                    self.figures.evicted_uniform += 1;
+                    (Word::of(Location::Uniform { clean: false }), word)
                 }
                 Outcome::Stored(stored, checksum) => {
+                    self.ram.add(stored);
+                    self.figures.evicted_bytes += u64::from(stored.len);
                     let location = Location::In {
                         tier: Tier::Ram,
                         stored,
                         clean: false,
                     };
                     let evicted_at = number as u32;
-                    let proof = Proof { checksum, evicted_at };
-                    self.state.store(*page, Word::of(location), proof.word());
-                    self.ram.add(stored);
-                    figures.evicted_bytes += u64::from(stored.len);
+                    (Word::of(location), Proof { checksum, evicted_at }.word())
                 }
-            }
+            };
+            self.state.store(page, word, second);
+            self.stored.change(Word::NOWHERE, word);
+            self.phases.set(page, Phase::Punching);
+            self.figures.evicted += 1;
             number += 1;
-            figures.evicted += 1;
-            phases.set(*page, Phase::Punching);
-            true
-        });
+            going.push(page);
+        }
         self.state.evicted().store(number, Ordering::Relaxed);
+        self.figures.kept += kept.len() as u64;
+        self.kept_in_row = match going.is_empty() {
+            true => self.kept_in_row + kept.len() as u32,
+            false => 0,
+        };
+        for run in runs(kept) {
+            self.unprotect(run);
+        }
         if !going.is_empty() {
             self.give(Job::Punch {
                 batch: BatchIndex(slot),
                 pages: going,
             });
+        }
+        if self.kept_in_row >= KEPT_MAX.min(self.present) {
+            self.kept_in_row = 0;
+            self.is_stuck(Stuck::Incompressible);
         }
         match failed {
             Some(error) => {
@@ -304,7 +325,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.is_stuck(Stuck::Memory);
             }
             // There was no room for them. They come first in the next segment.
-            None => self.batches.slots[usize::from(slot)].pages.extend(rest.into_iter().rev()),
+            None => self.batches.slots[usize::from(slot)]
+                .pages
+                .extend(rest.into_iter().rev()),
         }
         if self.batches.slots[usize::from(slot)].pages.is_empty() {
             self.end_batch(slot);
@@ -335,8 +358,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             };
             if self.state.word(page) == from {
                 let tier = Tier::Ram;
-                let stored_there = Location::In { tier, stored: to, clean };
-                self.state.replace(page, Word::of(stored_there));
+                let stored_there = Location::In {
+                    tier,
+                    stored: to,
+                    clean,
+                };
+                self.set_word(page, Word::of(stored_there));
                 self.ram.add(to);
                 self.ram.remove(stored);
             }

@@ -1,6 +1,6 @@
 //! Answering.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Pager, Phase, Source, Waiting};
 use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
@@ -10,6 +10,26 @@ use crate::log::data_at;
 use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Filled, Range};
 use crate::worker::Worker;
+
+/// What became of a page that was to be put in place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Put {
+    /// It is there, from there, and in this queue.
+    There(Source, Queue),
+    /// It was there.
+    Found,
+    /// It cannot be read back.
+    Lost,
+    /// See [`Filled`].
+    Changing,
+    /// See [`Filled`].
+    NoMemory,
+    /// See [`Filled`].
+    Gone,
+}
+
+/// After so long it is tried again to get memory for a page.
+const NO_MEMORY_FOR: Duration = Duration::from_millis(1);
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn fault_at(&mut self, address: u64, protected: bool) {
@@ -54,18 +74,38 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.bring(page, since);
     }
 
-    /// Puts an absent page in place.
+    /// Puts an absent page in place, for somebody who has waited for it since then.
     pub(super) fn bring(&mut self, page: PageIndex, since: Instant) {
+        match self.put_in_place(page) {
+            Put::There(source, queue) => {
+                if queue == Queue::Working {
+                    self.figures.refaults += 1;
+                }
+                self.figures.brought(source, since.elapsed());
+            }
+            // It comes again when what the process says of its mappings has been read.
+            Put::Changing => self.guest.wake(PageRun::one(page)),
+            Put::NoMemory => self.stalled.push_back((page, since)),
+            Put::Found | Put::Lost | Put::Gone => {}
+        }
+    }
+
+    /// Puts an absent page in place.
+    pub(super) fn put_in_place(&mut self, page: PageIndex) -> Put {
         let word = self.state.word(page);
-        let location = word.decode();
-        let (source, queue, filled) = match location {
+        let (source, queue, filled) = match word.decode() {
             Some(Location::Nowhere) => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
             Some(Location::Uniform { .. }) => {
-                let bytes = self.state.second_word(page).to_le_bytes();
-                for chunk in self.content.as_chunks_mut::<8>().0 {
-                    *chunk = bytes;
-                }
-                let filled = self.guest.fill(page, &*self.content, false).1;
+                let filled = match self.state.second_word(page) {
+                    0 => self.guest.fill_zero(page),
+                    word => {
+                        let bytes = word.to_le_bytes();
+                        for chunk in self.content.as_chunks_mut::<8>().0 {
+                            *chunk = bytes;
+                        }
+                        self.guest.fill(page, &*self.content, false).1
+                    }
+                };
                 (Source::Uniform, Queue::Probation, filled)
             }
             Some(Location::In {
@@ -78,17 +118,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
             _ => {
                 self.lose(page, word);
-                return;
+                return Put::Lost;
             }
         };
         match filled {
             Filled::Done => {
-                if queue == Queue::Working {
-                    self.figures.refaults += 1;
-                }
-                self.figures.brought(source, since.elapsed());
                 self.drop_copy(page);
                 self.settle(page, queue);
+                Put::There(source, queue)
             }
             Filled::Present => {
                 self.figures.found += 1;
@@ -100,10 +137,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                     tracing::debug!(?page, "cannot be unprotected now");
                 }
                 self.guest.wake(run);
+                Put::Found
             }
-            // It comes again when what the process says of its mappings has been read.
-            Filled::Changing => self.guest.wake(PageRun::one(page)),
-            Filled::Gone => {}
+            Filled::Changing => Put::Changing,
+            Filled::NoMemory => {
+                if self.no_memory_until.is_none() {
+                    tracing::warn!("there is no memory for a page that is wanted: who wants it waits");
+                }
+                self.no_memory_until = Some(self.now + NO_MEMORY_FOR);
+                Put::NoMemory
+            }
+            Filled::Gone => Put::Gone,
         }
     }
 
@@ -140,11 +184,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 page.get()
             );
             self.forget_copy(word);
-            self.state.replace(page, lost);
+            self.set_word(page, lost);
             self.figures.lost += 1;
         }
         if !self.guest.poison(page) {
-            tracing::error!("page {:#x} cannot be made unreadable: who waits for it waits on", page.get());
+            tracing::error!(
+                "page {:#x} cannot be made unreadable: who waits for it waits on",
+                page.get()
+            );
             return;
         }
         self.guest.wake(PageRun::one(page));
@@ -169,7 +216,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn drop_copy(&mut self, page: PageIndex) {
         let word = self.state.word(page);
         if word != Word::NOWHERE {
-            self.state.replace(page, Word::NOWHERE);
+            self.set_word(page, Word::NOWHERE);
             self.forget_copy(word);
         }
     }
@@ -252,6 +299,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             if self.phases.get(page) != Phase::Punching {
                 self.vanish(page);
             }
+        }
+        if let Some(region) = self.regions.iter_mut().find(|region| region.first == run.first)
+            && region.pages == run.count
+        {
+            self.state.forget_region(region.first);
+            region.address = 0;
+            let region = *region;
+            self.guest.forget(&region);
         }
     }
 

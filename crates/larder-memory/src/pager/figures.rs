@@ -38,6 +38,8 @@ pub struct Figures {
     pub evicted_uniform: u64,
     /// Bytes in which the others were stored.
     pub evicted_bytes: u64,
+    /// Pages that were to go and stayed, because they cannot be compressed and there is no tier for such.
+    pub kept: u64,
     /// Pages that were written to while they were leaving, and stayed.
     pub saved: u64,
     /// Pages that the process has given up.

@@ -92,6 +92,24 @@ pub enum Obstacle {
         /// Of the kernel.
         bytes: u64,
     },
+    /// Shared memory may come in large pages.
+    #[error(
+        "shared memory may be in huge pages ({path} is '{mode}'), of which no part can be taken out safely: write \
+        'never' to that file, and restart the VM"
+    )]
+    LargePages {
+        /// Where it is set.
+        path: String,
+        /// To what.
+        mode: String,
+    },
+    /// There are some.
+    #[error("{} of shared memory are in huge pages, of which no part can be taken out safely: restart the VMs that have \
+        them (ShmemHugePages in /proc/meminfo), which get none any more", Size(*.bytes))]
+    LargePagesInUse {
+        /// How much.
+        bytes: u64,
+    },
     /// The guest has its memory for itself.
     #[error("its memory is private, {} at {:#x}{}: it must be shared, so start QEMU with -object \
         memory-backend-memfd,id=m,size=SIZE,share=on -machine TYPE,memory-backend=m (SIZE as of -m), or have in \

@@ -49,7 +49,37 @@ pub(super) fn obstacles(cautions: &mut Vec<String>) -> Vec<Obstacle> {
         Ok(features) => found.extend(lacking(features).map(|missing| Obstacle::KernelLacks { kernel, missing })),
         Err(error) => found.push(Obstacle::NoUserfaultfd { kernel, error }),
     }
+    found.extend(large_pages());
     found
+}
+
+const HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage";
+
+/// Whether shared memory may be in pages larger than 4 KiB. To take a part of one out the kernel has to split it, which
+/// fails while anybody has it pinned; then the part reads as zeros.
+fn large_pages() -> Option<Obstacle> {
+    let mut files = vec![format!("{HUGE_PAGES}/shmem_enabled")];
+    let sizes = fs::read_dir(HUGE_PAGES).into_iter().flatten().flatten();
+    files.extend(sizes.map(|size| format!("{}/shmem_enabled", size.path().display())));
+    let mode = |path: &String| chosen(&fs::read_to_string(path).ok()?);
+    let allowed = files.iter().find_map(|path| match mode(path)?.as_str() {
+        // Those of a size, too, may say that the first one counts.
+        "never" | "deny" | "inherit" => None,
+        mode => Some((path.clone(), mode.to_owned())),
+    });
+    if let Some((path, mode)) = allowed {
+        return Some(Obstacle::LargePages { path, mode });
+    }
+    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let in_use = memory.lines().find_map(|line| line.strip_prefix("ShmemHugePages:"));
+    let kib: u64 = in_use?.trim().trim_end_matches(" kB").parse().ok()?;
+    (kib > 0).then_some(Obstacle::LargePagesInUse { bytes: kib << 10 })
+}
+
+/// The word in brackets.
+fn chosen(modes: &str) -> Option<String> {
+    let (_, rest) = modes.split_once('[')?;
+    Some(rest.split_once(']')?.0.to_owned())
 }
 
 /// The names of the features that are not among `features`, if any.
@@ -76,6 +106,13 @@ fn has_pagemap_scan() -> bool {
 mod tests {
     use super::*;
     use crate::userfaultfd::feature;
+
+    #[test]
+    fn the_mode_that_is_chosen_is_in_brackets() {
+        let modes = "always within_size [advise] never deny force\n";
+        assert_eq!(chosen(modes).as_deref(), Some("advise"));
+        assert_eq!(chosen("never"), None);
+    }
 
     #[test]
     fn features_that_are_missing_are_named() {

@@ -1,0 +1,52 @@
+//! Bringing everything back, so that the process can be left alone.
+
+use super::fault::Put;
+use super::{Pager, Phase};
+use crate::entry::Word;
+use crate::guest::GuestMemory;
+use crate::units::PageIndex;
+use crate::worker::Worker;
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    /// Nothing is evicted any more, and all that was is to come back ([`Self::bring_back`]).
+    pub fn begin_detach(&mut self) {
+        self.is_leaving = true;
+        self.brought_back = 0;
+        self.stay_all();
+    }
+
+    /// Goes on as if nothing had been.
+    pub fn cancel_detach(&mut self) {
+        self.is_leaving = false;
+    }
+
+    /// How many pages, in bytes, are to come back.
+    pub fn stored_bytes(&self) -> u64 {
+        let stored = self.stored;
+        u64::from(stored.uniform + stored.ram) * crate::units::PAGE_BYTES
+    }
+
+    /// Brings back up to `count` pages; whether that was all there is. Faults are to be answered in between.
+    pub fn bring_back(&mut self, count: u32) -> bool {
+        if self.jobs > 0 {
+            return false;
+        }
+        let pages = self.pages();
+        let mut left = count;
+        while self.brought_back < pages {
+            if left == 0 {
+                return false;
+            }
+            let page = PageIndex::new(self.brought_back);
+            let word = self.state.word(page);
+            if self.phases.get(page) == Phase::Absent && word != Word::NOWHERE {
+                left -= 1;
+                if let Put::Changing | Put::NoMemory = self.put_in_place(page) {
+                    return false;
+                }
+            }
+            self.brought_back += 1;
+        }
+        self.stalled.is_empty() && self.waiting.is_empty()
+    }
+}
