@@ -10,6 +10,7 @@
 mod answers;
 mod client;
 pub mod events;
+pub mod memory;
 mod openapi;
 pub mod rates;
 pub mod response;
@@ -18,7 +19,10 @@ pub mod state;
 mod subject;
 pub mod wishes;
 
-pub use client::{Change, FetchError, change_disk, fetch_disks, fetch_server, is_hung_up, reload};
+pub use client::{
+    Change, FetchError, change_disk, detach_memory, fetch_disks, fetch_memory, fetch_server, is_hung_up, limit_memory,
+    reload,
+};
 pub use server::{ControlError, ControlServer, ControlSocket};
 pub use subject::{Reload, ReloadReply, Subject};
 
@@ -36,6 +40,12 @@ const RELOAD_PATH: &str = "/v1/reload";
 
 /// Where the disks are told of.
 const DISKS_PATH: &str = "/v1/disks";
+
+/// Where the memory is told of, and limited.
+const MEMORY_PATH: &str = "/v1/memory";
+
+/// Where it is let go of.
+const DETACH_PATH: &str = "/v1/memory/detach";
 
 /// Where the disk of that name, or number from 0 on, is told of, and changed.
 fn disk_path(disk: &str) -> String {

@@ -10,6 +10,7 @@ pub mod latch;
 pub mod libvirt;
 pub mod limits;
 pub mod listen;
+pub mod memory;
 pub mod run;
 pub mod runtime_folder;
 pub mod vm;

@@ -15,13 +15,15 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::timeout;
 
 use super::events::{Events, events};
+use super::memory::{Detached, MemoryPatch};
 use super::openapi;
 use super::response::{Answer, event_stream, whole};
 use super::state::{Disks, Failure};
 use super::subject::Subject;
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded, Unfit};
-use super::{DISKS_PATH, EVENTS_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
 use crate::disk::{CacheWork, DiskChange, DiskInquiry};
+use crate::memory::MemoryInquiry;
 
 /// How long a disk may take to say how it is.
 const DISK_TIME_MAX: Duration = Duration::from_secs(5);
@@ -95,6 +97,8 @@ enum Resource {
     OpenApi,
     Events,
     Reload,
+    Memory(MemoryInquiry),
+    Detach(MemoryInquiry),
     Disks,
     Disk(DiskInquiry),
     Flush(DiskInquiry),
@@ -109,6 +113,8 @@ impl Resource {
             EVENTS_PATH => return Some(Self::Events),
             RELOAD_PATH => return Some(Self::Reload),
             DISKS_PATH => return Some(Self::Disks),
+            MEMORY_PATH => return subject.memory_of().map(Self::Memory),
+            DETACH_PATH => return subject.memory_of().map(Self::Detach),
             _ => {}
         }
         let of_disk = path.strip_prefix(DISKS_PATH)?.strip_prefix('/')?;
@@ -126,8 +132,8 @@ impl Resource {
     fn methods(&self) -> &'static str {
         match self {
             Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
-            Self::Disk(_) => "GET, HEAD, PATCH",
-            Self::Flush(_) | Self::Replace(_) | Self::Reload => "POST",
+            Self::Disk(_) | Self::Memory(_) => "GET, HEAD, PATCH",
+            Self::Detach(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload => "POST",
         }
     }
 }
@@ -161,6 +167,13 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Ok(state) => found(&state),
             Err(late) => late,
         },
+        Resource::Memory(memory) if request.method() == Method::PATCH => limit_memory(request, &memory).await,
+        Resource::Memory(memory) => match timeout(DISK_TIME_MAX, memory.state()).await {
+            Ok(Some(state)) => found(&state),
+            Ok(None) => memory_is_over(),
+            Err(_) => memory_is_late(),
+        },
+        Resource::Detach(memory) => detach_memory(&memory).await,
         Resource::Flush(disk) => work(&disk, DiskChange::Cache(CacheWork::Flush)).await,
         Resource::Replace(disk) => replace(request, &disk, subject).await,
     }
@@ -178,6 +191,9 @@ fn not_found(path: &str, subject: &Subject) -> String {
             });
             let known: Vec<String> = known.collect();
             format!("there is no disk '{disk}' here; there is {}", known.join(", "))
+        }
+        _ if subject.memory_of().is_some() => {
+            format!("there is no {path} here; there is {MEMORY_PATH}, and what {OPENAPI_PATH} describes")
         }
         _ => format!("there is no {path} here; there is {DISKS_PATH}, and what {OPENAPI_PATH} describes"),
     }
@@ -200,6 +216,45 @@ async fn patch(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
         Ok(settings) => work(disk, DiskChange::Settings(settings)).await,
         Err(unfit) => refuse(unfit),
     }
+}
+
+async fn limit_memory(request: Request<Incoming>, memory: &MemoryInquiry) -> Answer {
+    let patch: MemoryPatch = match body_of(request, "{\"budget\":1073741824}").await {
+        Ok(patch) => patch,
+        Err(unfit) => return refuse(unfit),
+    };
+    match timeout(DISK_TIME_MAX, memory.limit(patch.limits())).await {
+        Ok(Some(Ok(state))) => found(&state),
+        Ok(Some(Err(error))) => failure(StatusCode::CONFLICT, error),
+        Ok(None) => memory_is_over(),
+        Err(_) => memory_is_late(),
+    }
+}
+
+async fn detach_memory(memory: &MemoryInquiry) -> Answer {
+    // It goes on whether or not somebody waits.
+    let detaching = memory.clone();
+    let detaching = tokio::spawn(async move { detaching.detach().await });
+    match timeout(WORK_TIME_MAX, detaching).await {
+        Ok(Ok(Some(Ok(())))) => found(&Detached { detached: true }),
+        Ok(Ok(Some(Err(error)))) => failure(StatusCode::CONFLICT, error),
+        Ok(_) => memory_is_over(),
+        Err(_) => json_answer(StatusCode::ACCEPTED, &Detached { detached: false }),
+    }
+}
+
+fn memory_is_over() -> Answer {
+    failure(
+        StatusCode::SERVICE_UNAVAILABLE,
+        "the memory is not managed any more: it was detached from, or its process has ended",
+    )
+}
+
+fn memory_is_late() -> Answer {
+    failure(
+        StatusCode::SERVICE_UNAVAILABLE,
+        format_args!("the memory's thread has not answered for {} s", DISK_TIME_MAX.as_secs()),
+    )
 }
 
 async fn replace(request: Request<Incoming>, disk: &DiskInquiry, subject: &Subject) -> Answer {

@@ -17,9 +17,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
+use super::memory::{Detached, MemoryPatch, MemoryState};
 use super::state::{DiskState, Disks, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
-use super::{DISKS_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path, replace_path};
+use super::{DETACH_PATH, DISKS_PATH, MEMORY_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path, replace_path};
 use crate::disk::CacheWork;
 use crate::image::absolute;
 
@@ -119,8 +120,36 @@ pub fn reload(path: &Path, text: Option<String>) -> Result<(Value, Reloaded), Fe
     ask_in_time(path, &Question::Reload(text.unwrap_or_default()))
 }
 
+/// Asks the server at the control socket `path` for the memory that it manages: what it said, and that as far as this
+/// program knows it.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn fetch_memory(path: &Path) -> Result<(Value, MemoryState), FetchError> {
+    ask_in_time(path, &Question::Memory)
+}
+
+/// Has the server limit the memory that it manages; how that is then.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn limit_memory(path: &Path, patch: MemoryPatch) -> Result<MemoryState, FetchError> {
+    Ok(ask_in_time(path, &Question::Limit(patch))?.1)
+}
+
+/// Has the server let go of the memory that it manages.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn detach_memory(path: &Path) -> Result<Detached, FetchError> {
+    Ok(ask_in_time(path, &Question::Detach)?.1)
+}
+
 /// What is asked for.
 enum Question {
+    Memory,
+    Limit(MemoryPatch),
+    Detach,
     Server,
     Disks,
     Change(String, Change),
@@ -132,6 +161,9 @@ impl Question {
         let (request, body) = match self {
             Self::Server => (Request::get(SERVER_PATH), Bytes::new()),
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
+            Self::Memory => (Request::get(MEMORY_PATH), Bytes::new()),
+            Self::Limit(patch) => (Request::patch(MEMORY_PATH), json!(patch).to_string().into()),
+            Self::Detach => (Request::post(DETACH_PATH), Bytes::new()),
             Self::Reload(text) => (Request::post(RELOAD_PATH), text.clone().into()),
             Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),
             Self::Change(disk, Change::Cache(CacheWork::Replace(by))) => {

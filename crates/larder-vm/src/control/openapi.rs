@@ -9,9 +9,10 @@ use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::events::Event;
+use super::memory::{Detached, MemoryPatch, MemoryState};
 use super::state::{DiskState, Disks, Failure, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
-use super::{DISKS_PATH, EVENTS_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
 
@@ -24,6 +25,9 @@ pub(super) fn document() -> Value {
     let patch = types.of::<DiskPatch>();
     let replacement = types.of::<CacheReplacement>();
     let reloaded = types.of::<Reloaded>();
+    let memory = types.of::<MemoryState>();
+    let memory_patch = types.of::<MemoryPatch>();
+    let detached = types.of::<Detached>();
     types.of::<Event>();
     let failure = types.of::<Failure>();
     types.bound_wishes();
@@ -43,6 +47,14 @@ pub(super) fn document() -> Value {
         let what = "It takes longer than 2 s, and goes on; `flush` of its cache tells when it has ended, and how.";
         ("202".to_owned(), described(what, &disk))
     };
+    let no_memory = || fails("404", "This process manages no memory.");
+    let memory_is = || ("200".to_owned(), described("The memory.", &memory));
+    let memory_over = || {
+        fails(
+            "503",
+            "It was detached from, or its process has ended, or the thread does not answer.",
+        )
+    };
     let refused = || fails("409", "It cannot be done; `error` says why.");
     let of_disk = json!([{
         "name": "disk",
@@ -56,7 +68,7 @@ pub(super) fn document() -> Value {
         "openapi": "3.1.0",
         "info": {
             "title": "Larder",
-            "description": "The control socket of a process that serves the disks of a virtual machine: HTTP/1.1 over a unix socket, one request for each connection.",
+            "description": "The control socket of a process that serves the disks of a virtual machine, or manages its memory: HTTP/1.1 over a unix socket, one request for each connection.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             "version": env!("CARGO_PKG_VERSION"),
         },
@@ -105,6 +117,28 @@ pub(super) fn document() -> Value {
                     fails("400", "This is no request as HTTP/1.1 has them, or the body is longer than 256 KiB or no UTF-8."),
                     fails("409", "There is no such file, or it is wrong, or the body is missing or not wanted; nothing has changed."),
                     fails("503", "The server is being stopped."),
+                ]),
+            }},
+            MEMORY_PATH: {
+                "get": {
+                    "operationId": "query-memory",
+                    "summary": "The memory that the process manages.",
+                    "responses": responses([memory_is(), no_http(), no_memory(), memory_over()]),
+                },
+                "patch": {
+                    "operationId": "limit-memory",
+                    "summary": "Set how much memory may be used.",
+                    "requestBody": body(&memory_patch),
+                    "responses": responses([memory_is(), bad_body(), no_memory(), refused(), memory_over()]),
+                },
+            },
+            DETACH_PATH: {"post": {
+                "operationId": "detach-memory",
+                "summary": "Bring all pages back, and leave the process as it was.",
+                "responses": responses([
+                    ("200".to_owned(), described("It is done.", &detached)),
+                    ("202".to_owned(), described("It takes longer than 2 s, and goes on.", &detached)),
+                    no_http(), no_memory(), refused(), memory_over(),
                 ]),
             }},
             DISKS_PATH: {"get": {

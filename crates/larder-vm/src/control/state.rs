@@ -320,7 +320,7 @@ pub struct LatencyBucket {
 }
 
 impl Latency {
-    fn new(of: &Histogram) -> Self {
+    pub(super) fn new(of: &Histogram) -> Self {
         let bucket = |bucket: Bucket| LatencyBucket {
             below_ns: bucket.below.map(nanos),
             count: bucket.count,

@@ -9,6 +9,7 @@ use tokio::sync::oneshot;
 use super::state::ServerState;
 use super::wishes::Reloaded;
 use crate::disk::DiskInquiry;
+use crate::memory::MemoryInquiry;
 use crate::vm::config::VmConfig;
 
 /// Passes on that the VM's file is to be read again, or what is in it now; whether somebody is there to do it.
@@ -17,13 +18,14 @@ pub type Reload = Box<dyn Fn(Option<String>, ReloadReply) -> bool + Send + Sync>
 /// Where is told what became of it, or what is wrong with the file.
 pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
 
-/// A process that serves disks.
+/// A process that serves disks, or manages memory.
 pub struct Subject {
     vm: Option<String>,
     uuid: Option<String>,
     file: Option<PathBuf>,
     started: SystemTime,
     disks: Mutex<Vec<DiskInquiry>>,
+    memory: Option<MemoryInquiry>,
     reload: Option<Reload>,
     is_confined: bool,
 }
@@ -37,6 +39,21 @@ impl Subject {
             file: None,
             started: SystemTime::now(),
             disks: Mutex::new(vec![disk]),
+            memory: None,
+            reload: None,
+            is_confined: false,
+        }
+    }
+
+    /// The memory of a process, which belongs to no VM that is known.
+    pub fn memory(memory: MemoryInquiry) -> Self {
+        Self {
+            vm: None,
+            uuid: None,
+            file: None,
+            started: SystemTime::now(),
+            disks: Mutex::default(),
+            memory: Some(memory),
             reload: None,
             is_confined: false,
         }
@@ -51,6 +68,7 @@ impl Subject {
             file: Some(std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
             started: SystemTime::now(),
             disks: Mutex::new(disks),
+            memory: None,
             reload: Some(reload),
             is_confined,
         }
@@ -71,6 +89,10 @@ impl Subject {
         let by_name = disks.iter().find(|disk| disk.name() == Some(called));
         let by_place = || disks.get(called.parse::<usize>().ok()?);
         by_name.or_else(by_place).cloned()
+    }
+
+    pub(super) fn memory_of(&self) -> Option<MemoryInquiry> {
+        self.memory.clone()
     }
 
     pub(super) fn state(&self) -> ServerState {

@@ -1,0 +1,165 @@
+//! What the control socket tells of a VM's memory, and is told to do with it. Sizes are in bytes. Numbers of what has been
+//! done count from when the process that tells them attached.
+
+use larder_block::ByteLen;
+use larder_memory::pager::Stuck;
+use larder_memory::service::Status;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::state::Latency;
+use crate::memory::MemoryLimits;
+
+/// The answer to `GET /v1/memory`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MemoryState {
+    /// What the process that has the memory calls itself.
+    pub process: String,
+    /// Its number.
+    pub pid: i32,
+    /// When all this was so: the time since Larder attached, in nanoseconds.
+    pub time_ns: u64,
+    /// All of the memory.
+    pub size: u64,
+    /// What of it is in memory as it is.
+    pub resident: u64,
+    /// How much memory may be used for it in all.
+    pub budget: u64,
+    /// What is: resident pages, compressed ones, and what is kept of each page.
+    pub used: u64,
+    /// Compressed pages.
+    pub compressed: CompressedState,
+    /// Pages, each of one word all over, that take no memory.
+    pub uniform_pages: u64,
+    /// Pages that could not be read back; whoever touches one gets a memory error.
+    pub lost_pages: u64,
+    /// Faults that were answered.
+    pub faults: FaultsState,
+    /// Pages that came back so soon that with a little more memory they would not have gone.
+    pub refaults: u64,
+    /// Pages that were evicted.
+    pub evicted_pages: u64,
+    /// Of them, those of one word all over.
+    pub evicted_uniform_pages: u64,
+    /// The bytes in which the others were stored.
+    pub evicted_bytes: u64,
+    /// Pages that were to go, and stayed because they were written to.
+    pub saved_pages: u64,
+    /// Pages that were to go, and stayed because they cannot be compressed.
+    pub kept_pages: u64,
+    /// Pages that the guest has given up (balloon, free page reporting, virtio-mem).
+    pub given_up_pages: u64,
+    /// Who waits for a page that cannot be had now.
+    pub stalled: u64,
+    /// Why the budget is not kept, if it is not.
+    pub problem: Option<MemoryProblem>,
+    /// All is being brought back.
+    pub detaching: bool,
+}
+
+/// Compressed pages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct CompressedState {
+    /// How many.
+    pub pages: u64,
+    /// The memory that they take.
+    pub used: u64,
+    /// The memory that they may take.
+    pub limit: u64,
+}
+
+/// Faults, by where the page came from. The time is from when Larder was told until the page was there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FaultsState {
+    /// Pages that had never been touched, or were given up: zeros.
+    pub zero: Latency,
+    /// Pages of one word all over.
+    pub uniform: Latency,
+    /// Compressed pages.
+    pub compressed: Latency,
+    /// Writes to pages that were about to go.
+    pub write: Latency,
+}
+
+/// Why a budget is not kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemoryProblem {
+    /// There is no room for more evicted pages.
+    TiersFull,
+    /// Pages cannot be read, or taken out of memory; the log has the reason.
+    Memory,
+    /// What is in memory cannot be compressed.
+    Incompressible,
+}
+
+impl MemoryState {
+    pub(crate) fn new(process: &str, pid: i32, time_ns: u64, status: &Status) -> Self {
+        let figures = &status.figures;
+        Self {
+            process: process.to_owned(),
+            pid,
+            time_ns,
+            size: status.bytes,
+            resident: status.present_bytes,
+            budget: status.limit_bytes,
+            used: status.used_bytes,
+            compressed: CompressedState {
+                pages: status.stored.ram.into(),
+                used: status.compressed_bytes,
+                limit: status.compressed_limit_bytes,
+            },
+            uniform_pages: status.stored.uniform.into(),
+            lost_pages: status.stored.lost.into(),
+            faults: FaultsState {
+                zero: Latency::new(&figures.zero),
+                uniform: Latency::new(&figures.uniform),
+                compressed: Latency::new(&figures.ram),
+                write: Latency::new(&figures.writes),
+            },
+            refaults: figures.refaults,
+            evicted_pages: figures.evicted,
+            evicted_uniform_pages: figures.evicted_uniform,
+            evicted_bytes: figures.evicted_bytes,
+            saved_pages: figures.saved,
+            kept_pages: figures.kept,
+            given_up_pages: figures.removed,
+            stalled: status.stalled as u64,
+            problem: status.stuck.map(|why| match why {
+                Stuck::TiersFull => MemoryProblem::TiersFull,
+                Stuck::Memory => MemoryProblem::Memory,
+                Stuck::Incompressible => MemoryProblem::Incompressible,
+            }),
+            detaching: status.detaching,
+        }
+    }
+}
+
+/// What is set: the body of `PATCH /v1/memory`. What is left out stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryPatch {
+    /// How much memory may be used in all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub budget: Option<u64>,
+    /// How much of that may be compressed pages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compressed: Option<u64>,
+}
+
+impl MemoryPatch {
+    /// As limits.
+    pub fn limits(&self) -> MemoryLimits {
+        MemoryLimits {
+            budget: self.budget.map(ByteLen::new),
+            compressed: self.compressed.map(ByteLen::new),
+        }
+    }
+}
+
+/// The answer to `POST /v1/memory/detach`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Detached {
+    /// The process is alone again; otherwise its pages are still being brought back, and it will be.
+    pub detached: bool,
+}

@@ -1,0 +1,337 @@
+//! The memory of a VM, kept within a budget on a thread of its own.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::mpsc as thread_mpsc;
+use std::time::Duration;
+
+use larder_block::event_loop::POLL_MAX_DEFAULT;
+use larder_block::signal::first_of;
+use larder_block::{ByteLen, Loop};
+use larder_memory::attach::{AttachError, attach};
+use larder_memory::pager;
+use larder_memory::service::{DetachError, End, Service};
+use larder_memory::target::{Options, Target, TargetError};
+use rustix::process::Pid;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::control::memory::MemoryState;
+
+/// Inquiries that wait for the thread at most; further ones wait where they come from.
+const WAITING_MAX: usize = 16;
+
+/// Below this a budget makes no sense, besides what the pager needs for each page.
+pub const BUDGET_MIN: ByteLen = ByteLen::new(16 << 20);
+
+/// Device I/O that has begun before writes to a page were stopped is over after this.
+pub const QUARANTINE_DEFAULT: Duration = Duration::from_secs(2);
+
+/// Which memory is to be managed, and how.
+#[derive(Clone, Debug)]
+pub struct MemoryConfig {
+    /// Whose.
+    pub pid: Pid,
+    /// How much memory may be used for it in all.
+    pub budget: ByteLen,
+    /// How much of that may be compressed pages; by default half.
+    pub compressed: Option<ByteLen>,
+    /// How long pages wait for device I/O to end; by default [`QUARANTINE_DEFAULT`] for a process that has files open for
+    /// direct I/O, else not at all.
+    pub quarantine: Option<Duration>,
+    /// Processes that may map the memory, too.
+    pub known: Vec<Pid>,
+    /// How long the thread looks for faults at most before it sleeps.
+    pub poll_max: Duration,
+}
+
+impl MemoryConfig {
+    /// The usual.
+    pub fn new(pid: Pid, budget: ByteLen) -> Self {
+        Self {
+            pid,
+            budget,
+            compressed: None,
+            quarantine: None,
+            known: Vec::new(),
+            poll_max: POLL_MAX_DEFAULT,
+        }
+    }
+}
+
+/// Why no memory is managed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum MemoryError {
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error(transparent)]
+    Budget(#[from] BudgetError),
+    #[error("cannot start the thread that answers for the memory: {0}")]
+    Thread(io::Error),
+    #[error("cannot set up io_uring: {0}")]
+    Uring(io::Error),
+    #[error("the thread that answers for the memory has died")]
+    Died,
+}
+
+/// Why a budget cannot be.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum BudgetError {
+    #[error("a budget of {budget} is too small: {needed} is the least for memory of {bytes}")]
+    TooSmall {
+        budget: ByteLen,
+        needed: ByteLen,
+        bytes: ByteLen,
+    },
+    #[error("{compressed} of compressed pages in a budget of {budget} leave nothing for the guest")]
+    Compressed { compressed: ByteLen, budget: ByteLen },
+}
+
+/// What was found when it began.
+#[derive(Clone, Debug)]
+pub struct Began {
+    /// What the process calls itself.
+    pub name: String,
+    /// Its memory.
+    pub bytes: ByteLen,
+    /// For how long a thread of it stood still at most; `None`: another pager was there before, whose place is taken.
+    pub stood_still: Option<Duration>,
+    /// What to know.
+    pub cautions: Vec<String>,
+}
+
+/// Memory that is managed.
+pub struct ManagedMemory {
+    thread: std::thread::JoinHandle<Result<End, MemoryError>>,
+    inquiry: MemoryInquiry,
+    began: Began,
+}
+
+/// Asks the thread of a VM's memory, from any thread.
+#[derive(Clone)]
+pub struct MemoryInquiry(mpsc::Sender<Inquiry>);
+
+enum Inquiry {
+    State(oneshot::Sender<MemoryState>),
+    Limit(MemoryLimits, oneshot::Sender<Result<MemoryState, String>>),
+    Detach(oneshot::Sender<Result<(), DetachError>>),
+}
+
+/// What may be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct MemoryLimits {
+    /// See [`MemoryConfig::budget`]; `None`: as it is.
+    pub budget: Option<ByteLen>,
+    /// See [`MemoryConfig::compressed`].
+    pub compressed: Option<ByteLen>,
+}
+
+impl ManagedMemory {
+    /// Attaches to the process, and answers for its memory on a thread of its own from then on.
+    ///
+    /// # Errors
+    /// Anything in the way; the process is as it was then.
+    pub fn start(config: MemoryConfig) -> Result<Self, MemoryError> {
+        let (sender, inquiries) = mpsc::channel(WAITING_MAX);
+        let (report, ready) = thread_mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("larder-memory".to_owned())
+            .spawn(move || serve(&config, inquiries, &report))
+            .map_err(MemoryError::Thread)?;
+        match ready.recv() {
+            Ok(began) => Ok(Self {
+                thread,
+                inquiry: MemoryInquiry(sender),
+                began,
+            }),
+            Err(thread_mpsc::RecvError) => match thread.join() {
+                Ok(Err(error)) => Err(error),
+                Ok(Ok(_)) | Err(_) => Err(MemoryError::Died),
+            },
+        }
+    }
+
+    /// What was found.
+    pub fn began(&self) -> &Began {
+        &self.began
+    }
+
+    /// A handle to ask it with, for any thread.
+    pub fn inquiry(&self) -> MemoryInquiry {
+        self.inquiry.clone()
+    }
+
+    /// Waits for it to be over, and says why it is.
+    ///
+    /// # Errors
+    /// The thread has died.
+    pub fn wait(self) -> Result<End, MemoryError> {
+        self.thread.join().unwrap_or(Err(MemoryError::Died))
+    }
+}
+
+impl MemoryInquiry {
+    /// How it is now; `None` if it is over.
+    pub async fn state(&self) -> Option<MemoryState> {
+        let (reply, answer) = oneshot::channel();
+        self.0.send(Inquiry::State(reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// Sets limits; how it is then, or why that cannot be. `None` if it is over.
+    pub async fn limit(&self, limits: MemoryLimits) -> Option<Result<MemoryState, String>> {
+        let (reply, answer) = oneshot::channel();
+        self.0.send(Inquiry::Limit(limits, reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// Brings everything back into memory, and leaves the process alone; `None` if it is over already.
+    pub async fn detach(&self) -> Option<Result<(), DetachError>> {
+        let (reply, answer) = oneshot::channel();
+        self.0.send(Inquiry::Detach(reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// The same, for a thread that has nothing else to do.
+    pub fn detach_blocking(&self) -> Option<Result<(), DetachError>> {
+        let (reply, answer) = oneshot::channel();
+        self.0.blocking_send(Inquiry::Detach(reply)).ok()?;
+        answer.blocking_recv().ok()
+    }
+}
+
+/// What may be compressed pages, unless told otherwise.
+fn compressed_default(budget: u64) -> u64 {
+    budget / 2
+}
+
+/// Checks a budget for memory of `bytes`; the limits.
+fn check_budget(bytes: u64, budget: ByteLen, compressed: Option<ByteLen>) -> Result<(u64, u64), BudgetError> {
+    let overhead = bytes / larder_memory::units::PAGE_BYTES * pager::OVERHEAD_BYTES;
+    let needed = BUDGET_MIN.get() + overhead;
+    if budget.get() < needed {
+        return Err(BudgetError::TooSmall {
+            budget,
+            needed: ByteLen::new(needed.next_multiple_of(1 << 20)),
+            bytes: ByteLen::new(bytes),
+        });
+    }
+    let compressed = compressed.map_or(compressed_default(budget.get()), ByteLen::get);
+    // Some pages have to be in memory for anything to go on.
+    if compressed > budget.get() - overhead - BUDGET_MIN.get() / 4 {
+        return Err(BudgetError::Compressed {
+            compressed: ByteLen::new(compressed),
+            budget,
+        });
+    }
+    Ok((budget.get(), compressed))
+}
+
+fn serve(
+    config: &MemoryConfig,
+    mut inquiries: mpsc::Receiver<Inquiry>,
+    report: &thread_mpsc::Sender<Began>,
+) -> Result<End, MemoryError> {
+    let on = Loop::new(config.poll_max).map_err(MemoryError::Uring)?;
+    on.block_on(async {
+        let options = Options {
+            known: config.known.clone(),
+            ..Options::default()
+        };
+        let target = Target::examine(config.pid, &options)?;
+        let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
+        let (limit_bytes, compressed_bytes) = check_budget(bytes, config.budget, config.compressed)?;
+        let (name, cautions) = (target.name.clone(), target.cautions.clone());
+        let quarantine = config.quarantine.unwrap_or(match target.direct_io {
+            true => QUARANTINE_DEFAULT,
+            false => Duration::ZERO,
+        });
+        let attached = attach(
+            target,
+            pager::Options {
+                limit_bytes,
+                compressed_bytes,
+                quarantine,
+                first_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
+            },
+        )?;
+        let began = Began {
+            name: name.clone(),
+            bytes: ByteLen::new(bytes),
+            stood_still: attached.stood_still,
+            cautions,
+        };
+        let service = Service::start(&on, attached, options).map_err(MemoryError::Uring)?;
+        // The starter may have given up: then there is nobody to ask for anything, and it goes on.
+        let _ = report.send(began);
+        let managed = Rc::new(Managed {
+            config: config.clone(),
+            name,
+            service: Rc::clone(&service),
+        });
+        let answering = async {
+            while let Some(inquiry) = inquiries.recv().await {
+                managed.answer(&on, inquiry);
+            }
+            std::future::pending().await
+        };
+        Ok(first_of(answering, service.ended()).await)
+    })
+}
+
+/// Memory that is managed, as those who ask see it.
+struct Managed {
+    config: MemoryConfig,
+    name: String,
+    service: Rc<Service>,
+}
+
+impl Managed {
+    /// Who has asked may have gone.
+    fn answer(&self, on: &Loop, inquiry: Inquiry) {
+        match inquiry {
+            Inquiry::State(reply) => {
+                if let Some(state) = self.state(on) {
+                    let _ = reply.send(state);
+                }
+            }
+            Inquiry::Limit(limits, reply) => {
+                let set = self.limit(limits);
+                if let Some(state) = self.state(on) {
+                    let _ = reply.send(set.map(|()| state).map_err(|error| error.to_string()));
+                }
+            }
+            Inquiry::Detach(reply) => {
+                let service = Rc::clone(&self.service);
+                on.spawn(async move {
+                    let _ = reply.send(service.detach().await.map(|_| ()));
+                });
+            }
+        }
+    }
+
+    fn state(&self, on: &Loop) -> Option<MemoryState> {
+        let status = self.service.status()?;
+        let pid = self.config.pid.as_raw_pid();
+        Some(MemoryState::new(&self.name, pid, on.now().as_nanos(), &status))
+    }
+
+    fn limit(&self, limits: MemoryLimits) -> Result<(), BudgetError> {
+        let Some(status) = self.service.status() else {
+            return Ok(());
+        };
+        let budget = limits.budget.unwrap_or(ByteLen::new(status.limit_bytes));
+        // What was the usual share stays it.
+        let is_usual = status.compressed_limit_bytes == compressed_default(status.limit_bytes);
+        let compressed = limits
+            .compressed
+            .or((!is_usual).then(|| ByteLen::new(status.compressed_limit_bytes)));
+        let (limit, compressed) = check_budget(status.bytes, budget, compressed)?;
+        self.service.set_limit(limit, compressed);
+        tracing::info!(budget = %ByteLen::new(limit), compressed = %ByteLen::new(compressed), "limits from now on");
+        Ok(())
+    }
+}
