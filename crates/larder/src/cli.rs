@@ -44,6 +44,9 @@ pub(crate) enum Command {
     /// Serve disks, and look after their images
     #[command(subcommand)]
     Disk(DiskCommand),
+    /// Keep the memory of a running virtual machine within a budget
+    #[command(subcommand)]
+    Memory(MemoryCommand),
     /// Have Larder serve the disks of a domain of libvirt's
     #[command(subcommand)]
     Libvirt(LibvirtCommand),
@@ -165,6 +168,79 @@ pub(crate) struct LibvirtHookArguments {
     /// Of no use here
     #[arg(value_name = "EXTRA", allow_hyphen_values = true)]
     pub(crate) extra: Vec<OsString>,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum MemoryCommand {
+    /// Keep the memory of a running QEMU, or of any process that has it in shared memory, within a budget, until
+    /// SIGTERM, or until it ends: what is cold is compressed, and comes back when it is touched
+    Attach(MemoryAttachArguments),
+    /// Say how the memory is
+    Status(MemoryStatusArguments),
+    /// Set another budget
+    Limit(MemoryLimitArguments),
+    /// Bring everything back into memory, and leave the process as it was
+    Detach(MemoryDetachArguments),
+}
+
+#[derive(Args)]
+pub(crate) struct MemoryAttachArguments {
+    /// The process
+    #[arg(long, value_name = "PID", required_unless_present = "qmp", conflicts_with = "qmp")]
+    pub(crate) pid: Option<u32>,
+    /// The QEMU that listens on this QMP socket
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qmp: Option<PathBuf>,
+    /// How much memory may be used for it in all: the pages that are in memory, compressed ones, and what is kept of
+    /// each page
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) budget: ByteLen,
+    /// How much of the budget may be compressed pages; by default half
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) compressed: Option<ByteLen>,
+    /// How long a page is left in memory after writes to it were stopped, for device I/O that has begun before to end;
+    /// by default 2000 for a process that has files open for direct I/O, else 0
+    #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(..=600_000))]
+    pub(crate) quarantine_ms: Option<u64>,
+    /// For so many microseconds it is looked for the next fault before sleeping
+    #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
+    pub(crate) poll_us: Option<u64>,
+    /// Where to listen for larder memory status, limit and detach
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
+    /// Write the number of this process to this file once it is attached
+    #[arg(long, value_name = "FILE")]
+    pub(crate) pidfile: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub(crate) struct MemoryStatusArguments {
+    /// The path that larder memory attach was given with --control
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: PathBuf,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+#[derive(Args)]
+pub(crate) struct MemoryLimitArguments {
+    /// The path that larder memory attach was given with --control
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: PathBuf,
+    /// How much memory may be used in all
+    #[arg(long, value_name = "SIZE", required_unless_present = "compressed")]
+    pub(crate) budget: Option<ByteLen>,
+    /// How much of it may be compressed pages
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) compressed: Option<ByteLen>,
+}
+
+#[derive(Args)]
+pub(crate) struct MemoryDetachArguments {
+    /// The path that larder memory attach was given with --control
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: PathBuf,
 }
 
 #[derive(Args)]

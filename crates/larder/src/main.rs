@@ -14,6 +14,7 @@ mod disk_tune;
 mod host;
 mod libvirt;
 mod log;
+mod memory;
 mod output;
 mod pid_file;
 mod rates;
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Tune(arguments)) => disk_tune::run(arguments),
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
         Command::Disk(DiskCommand::Cache(command)) => disk_cache::run(command),
+        Command::Memory(command) => memory::run(command),
         Command::Libvirt(command) => libvirt::run(command),
         Command::Host(arguments) => host::run(arguments),
         Command::Status(arguments) => status::run(arguments),

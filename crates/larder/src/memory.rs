@@ -1,0 +1,238 @@
+//! `larder memory`: a running VM's memory within a budget.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use larder_block::ByteLen;
+use larder_block::event_loop::POLL_MAX_DEFAULT;
+use larder_memory::service::{DetachError, End};
+use larder_memory::target::pid_of_qmp;
+use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState};
+use larder_vm::control::state::Latency;
+use larder_vm::control::{ControlServer, Subject, detach_memory, fetch_memory, limit_memory};
+use larder_vm::memory::{ManagedMemory, MemoryConfig};
+use rustix::process::Pid;
+
+use crate::EXIT_NEGATIVE;
+use crate::cli::{
+    MemoryAttachArguments, MemoryCommand, MemoryDetachArguments, MemoryLimitArguments, MemoryStatusArguments, Output,
+};
+use crate::disk_image::{human, percent};
+use crate::output::{Lines, print};
+use crate::pid_file;
+use crate::signals::Signals;
+
+pub(crate) fn run(command: MemoryCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        MemoryCommand::Attach(arguments) => attach(arguments),
+        MemoryCommand::Status(arguments) => status(&arguments),
+        MemoryCommand::Limit(arguments) => limit(&arguments),
+        MemoryCommand::Detach(arguments) => detach(&arguments),
+    }
+}
+
+fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
+    let pid = match (arguments.pid, &arguments.qmp) {
+        (Some(pid), _) => i32::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .context("--pid: no PID")?,
+        (None, Some(path)) => pid_of_qmp(path)?,
+        (None, None) => bail!("whose memory? give --pid PID or --qmp PATH"),
+    };
+    let signals = crate::signals::block()?;
+    let pidfile = arguments.pidfile.as_deref().map(pid_file::prepare).transpose()?;
+    let config = MemoryConfig {
+        compressed: arguments.compressed,
+        quarantine: arguments.quarantine_ms.map(Duration::from_millis),
+        poll_max: arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros),
+        ..MemoryConfig::new(pid, arguments.budget)
+    };
+    let managed = ManagedMemory::start(config)?;
+    let inquiry = managed.inquiry();
+    let began = managed.began().clone();
+    for caution in &began.cautions {
+        tracing::warn!("{caution}");
+    }
+    let started = arguments
+        .control
+        .as_deref()
+        .map(|path| ControlServer::start(path, Arc::new(Subject::memory(inquiry.clone()))))
+        .transpose()
+        .map_err(anyhow::Error::from)
+        .and_then(|control| Ok((control, pidfile.map(pid_file::Prepared::publish).transpose()?)));
+    let _until_it_ends = match started {
+        Ok(started) => started,
+        Err(error) => {
+            let _ = inquiry.detach_blocking();
+            managed.wait()?;
+            return Err(error);
+        }
+    };
+    tracing::info!(
+        process = began.name,
+        pid = pid.as_raw_pid(),
+        size = %began.bytes,
+        budget = %arguments.budget,
+        stood_still = began.stood_still.map(tracing::field::debug),
+        "{}",
+        match began.stood_still {
+            Some(_) => "attached",
+            None => "attached, in the place of another pager, which is gone",
+        }
+    );
+    stop_by(signals, managed.inquiry())?;
+    match managed.wait()? {
+        End::Detached => tracing::info!("detached"),
+        End::ProcessEnded => tracing::info!("the process has ended"),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Detaches at a signal. Whoever ends this process otherwise leaves the guest waiting for pages until another one comes.
+fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow::Result<()> {
+    let memory = Arc::new(memory);
+    let thread = std::thread::Builder::new().name("larder-signals".to_owned());
+    thread.spawn(move || {
+        loop {
+            signals.wait();
+            tracing::info!("detaching: everything is brought back into memory");
+            let memory = Arc::clone(&memory);
+            // One that comes meanwhile is answered, too.
+            let detaching = std::thread::spawn(move || match memory.detach_blocking() {
+                Some(Err(DetachError::UnderWay)) => tracing::warn!(
+                    "it is being detached already; a process that is killed meanwhile leaves the guest waiting until larder \
+                     memory attach is started again"
+                ),
+                Some(Err(error)) => tracing::error!("not detached, and goes on: {error}"),
+                Some(Ok(())) | None => {}
+            });
+            drop(detaching);
+        }
+    })?;
+    Ok(())
+}
+
+fn status(arguments: &MemoryStatusArguments) -> anyhow::Result<ExitCode> {
+    let (said, state) = fetch_memory(&arguments.control)?;
+    print(&match arguments.output {
+        Output::Text => text(&state),
+        Output::Json => format!("{said:#}\n"),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
+    let state = limit_memory(
+        &arguments.control,
+        MemoryPatch {
+            budget: arguments.budget.map(ByteLen::get),
+            compressed: arguments.compressed.map(ByteLen::get),
+        },
+    )?;
+    print(&format!(
+        "budget {}, of that up to {} compressed pages; {} are used\n",
+        human(state.budget),
+        human(state.compressed.limit),
+        human(state.used)
+    ))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
+    let pid = fetch_memory(&arguments.control)?.1.pid;
+    let mut detached = detach_memory(&arguments.control)?.detached;
+    while !detached {
+        std::thread::sleep(Duration::from_millis(100));
+        match fetch_memory(&arguments.control) {
+            Ok((_, state)) if state.detaching => {}
+            Ok((_, state)) => {
+                print(&format!("process {} is still managed\n", state.pid))?;
+                return Ok(ExitCode::from(EXIT_NEGATIVE));
+            }
+            // Whoever has answered so far is gone, because it is done.
+            Err(_) => detached = true,
+        }
+    }
+    print(&format!("process {pid} is alone again\n"))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn text(state: &MemoryState) -> String {
+    let mut said = Lines::default();
+    said.line("process", format!("{} ({})", state.process, state.pid));
+    said.line("memory", human(state.size));
+    said.line(
+        "resident",
+        format!("{}{}", human(state.resident), percent(state.resident, state.size)),
+    );
+    said.line(
+        "budget",
+        format!(
+            "{}, used {}{}",
+            human(state.budget),
+            human(state.used),
+            percent(state.used, state.budget)
+        ),
+    );
+    let compressed = &state.compressed;
+    said.line(
+        "compressed",
+        format!(
+            "{} in {} of at most {}",
+            human(compressed.pages * 4096),
+            human(compressed.used),
+            human(compressed.limit)
+        ),
+    );
+    said.line("one word", human(state.uniform_pages * 4096));
+    if state.lost_pages > 0 {
+        said.line("lost", format!("{} pages", state.lost_pages));
+    }
+    said.line(
+        "evicted",
+        format!("{} pages, {} refaults", state.evicted_pages, state.refaults),
+    );
+    let faults = [
+        ("zero", &state.faults.zero),
+        ("one word", &state.faults.uniform),
+        ("compressed", &state.faults.compressed),
+        ("write", &state.faults.write),
+    ];
+    said.line("faults", "");
+    for (name, latency) in faults {
+        said.row(format!("{name:<12}{}", latency_text(latency)));
+    }
+    if state.stalled > 0 {
+        said.line(
+            "stalled",
+            format!("{} threads wait for a page that cannot be had now", state.stalled),
+        );
+    }
+    if let Some(problem) = state.problem {
+        said.line(
+            "problem",
+            match problem {
+                MemoryProblem::TiersFull => "there is no room for more evicted pages: the budget is not kept",
+                MemoryProblem::Memory => "pages cannot be evicted: the budget is not kept; the log has the reason",
+                MemoryProblem::Incompressible => {
+                    "what is in memory cannot be compressed, and there is no swap cache: the budget is not kept"
+                }
+            },
+        );
+    }
+    if state.detaching {
+        said.line("state", "detaching");
+    }
+    said.into_text()
+}
+
+fn latency_text(latency: &Latency) -> String {
+    let micros = |share| match latency.quantile(share) {
+        Some(time) => format!("{:.0} us", time.as_nanos() as f64 / 1000.0),
+        None => "-".to_owned(),
+    };
+    format!("{:>10}, P50 {}, P99 {}", latency.count, micros(0.5), micros(0.99))
+}
