@@ -31,6 +31,7 @@ enum Command {
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
+    VerifyMemory(campaign::verifier::Arguments),
     VhostUser(vhost_user::Arguments),
 }
 
@@ -92,6 +93,10 @@ fn main() -> anyhow::Result<ExitCode> {
             true
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,
+        Command::VerifyMemory(arguments) => {
+            campaign::verifier::main(&arguments)?;
+            true
+        }
         Command::VhostUser(arguments) => {
             vhost_user::run(&arguments)?;
             true

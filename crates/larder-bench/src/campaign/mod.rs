@@ -19,6 +19,7 @@ pub mod process;
 pub mod restarts;
 pub mod server;
 pub mod service;
+pub mod verifier;
 
 use std::path::{Path, PathBuf};
 

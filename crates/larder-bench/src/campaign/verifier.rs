@@ -1,0 +1,278 @@
+//! A program that works on memory and would notice a byte that is not what it wrote: what a pager is tested with.
+//!
+//! Its memory is one shared memfd. Each thread has pages of its own, in one piece, and knows of each what must be in it;
+//! it reads and writes them, has the kernel read and write them, and gives some up. There are pages of zeros, of one
+//! word, such that compress well and less well, and such that do not.
+
+use std::fs::File;
+use std::io::{BufRead as _, Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use clap::Args;
+use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::Random;
+
+/// Work on memory, and tell what is not as it was written; "report" and "stop" on standard input
+#[derive(Args, Clone, Debug)]
+pub struct Arguments {
+    /// How much memory, in MiB
+    #[arg(long, default_value_t = 128)]
+    pub mib: usize,
+    /// How many threads
+    #[arg(long, default_value_t = 2)]
+    pub threads: usize,
+    /// How much of the memory is worked on most of the time, in %
+    #[arg(long, default_value_t = 25)]
+    pub hot: u64,
+    /// Leave out pages that cannot be compressed
+    #[arg(long)]
+    pub compressible: bool,
+    /// What is random comes from this
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+}
+
+const PAGE: usize = 4096;
+const WORDS: usize = PAGE / 8;
+
+/// An access that takes longer is a stall.
+const STALL: Duration = Duration::from_millis(1);
+
+/// What threads have found.
+#[derive(Default)]
+struct Findings {
+    accesses: AtomicU64,
+    mismatches: AtomicU64,
+    stop: AtomicBool,
+    stalls: Mutex<Vec<Duration>>,
+}
+
+struct Memory {
+    file: File,
+    base: *mut u8,
+}
+
+// SAFETY: each thread uses pages of its own only.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+/// Works until it is told to stop, then looks at every page once more.
+///
+/// # Errors
+/// A page was not as it was written; or it cannot work.
+pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
+    let bytes = arguments.mib << 20;
+    let memory = Arc::new(Memory::new(bytes)?);
+    let findings = Arc::new(Findings::default());
+    let pages = bytes / PAGE / arguments.threads;
+    let ready = Arc::new(std::sync::Barrier::new(arguments.threads + 1));
+    let threads: Vec<_> = (0..arguments.threads)
+        .map(|index| {
+            let mut worker = Worker {
+                memory: Arc::clone(&memory),
+                findings: Arc::clone(&findings),
+                first: index * pages,
+                generations: vec![1; pages],
+                hot: (pages as u64 * arguments.hot / 100).max(1),
+                random: Random::new(arguments.seed * 1000 + index as u64 + 1),
+                compressible: arguments.compressible,
+                expected: [0; WORDS],
+            };
+            let ready = Arc::clone(&ready);
+            std::thread::Builder::new()
+                .name(format!("worker-{index}"))
+                .spawn(move || {
+                    (0..pages).for_each(|page| worker.write(page));
+                    ready.wait();
+                    worker.work()
+                })
+        })
+        .collect::<Result<_, _>>()?;
+    ready.wait();
+    println!("\nready {}", std::process::id());
+    for line in std::io::stdin().lock().lines() {
+        if line? == "stop" {
+            break;
+        }
+        let stalls = std::mem::take(&mut *findings.stalls.lock().unwrap_or_else(PoisonError::into_inner));
+        println!(
+            "\nreport accesses={} mismatches={} stalls={} longest_us={}",
+            findings.accesses.load(Ordering::Relaxed),
+            findings.mismatches.load(Ordering::Relaxed),
+            stalls.len(),
+            stalls.iter().max().map_or(0, Duration::as_micros),
+        );
+        std::io::stdout().flush()?;
+    }
+    findings.stop.store(true, Ordering::Relaxed);
+    for thread in threads {
+        match thread.join() {
+            Ok(worked) => worked?,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+    let mismatches = findings.mismatches.load(Ordering::Relaxed);
+    println!(
+        "\nverified accesses={} mismatches={mismatches}",
+        findings.accesses.load(Ordering::Relaxed)
+    );
+    ensure!(mismatches == 0, "{mismatches} pages were not as they were written");
+    Ok(())
+}
+
+impl Memory {
+    fn new(bytes: usize) -> anyhow::Result<Self> {
+        let file = File::from(rustix::fs::memfd_create("verified", MemfdFlags::CLOEXEC)?);
+        file.set_len(bytes as u64)?;
+        // SAFETY: a new mapping, at an address that the kernel chooses; it lives as long as the process.
+        let base = unsafe {
+            let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+            rustix::mm::mmap(std::ptr::null_mut(), bytes, prot, flags, &file, 0)?
+        };
+        Ok(Self {
+            file,
+            base: base.cast(),
+        })
+    }
+
+    /// # Safety
+    /// Nobody else uses the page.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn page(&self, page: usize) -> &mut [u64; WORDS] {
+        // SAFETY: within the mapping; not shared, by this function's contract.
+        unsafe { &mut *self.base.add(page * PAGE).cast() }
+    }
+}
+
+struct Worker {
+    memory: Arc<Memory>,
+    findings: Arc<Findings>,
+    /// Its first page.
+    first: usize,
+    /// Of its pages; 0: it was given up, and is of zeros.
+    generations: Vec<u32>,
+    hot: u64,
+    random: Random,
+    compressible: bool,
+    expected: [u64; WORDS],
+}
+
+impl Worker {
+    /// What must be in a page of this generation.
+    fn expect(&mut self, page: usize) {
+        let page = self.first + page;
+        let generation = self.generations[page - self.first];
+        if generation == 0 {
+            self.expected.fill(0);
+            return;
+        }
+        let seed = (page as u64) << 24 ^ u64::from(generation);
+        let mut random = Random::new(seed);
+        let kinds = if self.compressible { 7 } else { 8 };
+        // How many of its words are random.
+        let count = match (page as u64 + u64::from(generation)) % kinds {
+            0 => {
+                self.expected.fill(random.below(u64::MAX));
+                return;
+            }
+            1 => 0,
+            2..=4 => WORDS / 8,
+            5 | 6 => WORDS / 3,
+            _ => WORDS,
+        };
+        self.expected.fill(0);
+        for word in &mut self.expected[..count] {
+            *word = random.below(u64::MAX);
+        }
+        if count > 0 {
+            self.expected[WORDS - 1] = seed;
+        }
+    }
+
+    fn page(&self, page: usize) -> &mut [u64; WORDS] {
+        // SAFETY: each page is of one thread.
+        unsafe { self.memory.page(self.first + page) }
+    }
+
+    fn write(&mut self, page: usize) {
+        self.expect(page);
+        *self.page(page) = self.expected;
+    }
+
+    fn verify(&mut self, page: usize) {
+        self.expect(page);
+        let found = self.page(page);
+        if *found != self.expected {
+            let at = found.iter().zip(&self.expected).position(|(one, other)| one != other);
+            let at = at.unwrap_or_default();
+            println!(
+                "\nmismatch: page {:#x}, generation {}, word {at}: {:#x} instead of {:#x}",
+                self.first + page,
+                self.generations[page],
+                found[at],
+                self.expected[at]
+            );
+            self.findings.mismatches.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn work(&mut self) -> anyhow::Result<()> {
+        // What the kernel copies pages from and to.
+        let mut pipe = File::from(rustix::fs::memfd_create("copied", MemfdFlags::CLOEXEC)?);
+        while !self.findings.stop.load(Ordering::Relaxed) {
+            let page = match self.random.below(10) {
+                0..8 => self.random.below(self.hot),
+                _ => self.random.below(self.generations.len() as u64),
+            } as usize;
+            let started = Instant::now();
+            match self.random.below(100) {
+                0..60 => self.verify(page),
+                60..90 => {
+                    self.verify(page);
+                    self.generations[page] += 1;
+                    self.write(page);
+                }
+                90..98 => {
+                    self.verify(page);
+                    self.generations[page] += 1;
+                    self.expect(page);
+                    pipe.seek(SeekFrom::Start(0))?;
+                    // SAFETY: the bytes of an array of words.
+                    pipe.write_all(unsafe { &*self.expected.as_ptr().cast::<[u8; PAGE]>() })?;
+                    pipe.seek(SeekFrom::Start(0))?;
+                    // SAFETY: as above; any bytes make words.
+                    pipe.read_exact(unsafe { &mut *self.page(page).as_mut_ptr().cast::<[u8; PAGE]>() })?;
+                }
+                _ => self.give_up(page)?,
+            }
+            self.findings.accesses.fetch_add(1, Ordering::Relaxed);
+            let took = started.elapsed();
+            if took > STALL {
+                let mut stalls = self.findings.stalls.lock().unwrap_or_else(PoisonError::into_inner);
+                stalls.push(took);
+            }
+        }
+        (0..self.generations.len()).for_each(|page| self.verify(page));
+        Ok(())
+    }
+
+    /// Gives up some pages as QEMU does: they are taken out of the file, and the kernel is told.
+    fn give_up(&mut self, page: usize) -> anyhow::Result<()> {
+        let count = (1 + self.random.below(16) as usize).min(self.generations.len() - page);
+        let (at, bytes) = ((self.first + page) * PAGE, count * PAGE);
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.memory.file, how, at as u64, bytes as u64)
+            .with_context(|| format!("giving up pages of descriptor {}", self.memory.file.as_raw_fd()))?;
+        // SAFETY: pages of this thread's own, whose contents it does not want.
+        unsafe { rustix::mm::madvise(self.memory.base.add(at).cast(), bytes, Advice::LinuxDontNeed)? };
+        self.generations[page..page + count].fill(0);
+        Ok(())
+    }
+}
