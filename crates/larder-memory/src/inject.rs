@@ -4,7 +4,10 @@
 //! - Afterwards the thread's registers (vector registers included), its signal mask and the memory below its stack
 //!   pointer are as they were. A system call that it was in goes on as after any stop by a debugger: what the kernel
 //!   restarts is restarted (`nanosleep`, `poll`, `futex` with what is left of their time, `read`, `accept`), the few
-//!   that the kernel ends at any stop end with EINTR (`epoll_wait`, `KVM_RUN`).
+//!   that the kernel ends at any stop end with EINTR (`epoll_wait`, `sigtimedwait`, `semop`, `io_uring_enter`, sockets
+//!   with a timeout, `KVM_RUN`).
+//! - It goes on at once, unless we are kept from going on: if our process is stopped (SIGSTOP, a frozen cgroup) amid it,
+//!   the thread stands still for as long.
 //! - No signal is lost, doubled, or handled in the middle. A process that is stopped by SIGSTOP stays so.
 //! - **If we are killed, at whatever instruction, it goes on unharmed.** The kernel then lets the thread run with the
 //!   registers that it has. They are always either its own, or those of a call with the *net* under it: the call is
@@ -20,8 +23,9 @@
 //!   signal takes. Programs whose threads have no such room, and take signals on a stack of their own instead (Go), are
 //!   not for this module. QEMU's threads and coroutines have it.
 //! - The rights to trace the process, and that nobody else does.
-//! - That nothing in our process waits for any child whatever (`waitpid(-1)`) meanwhile, as it would be told of the
-//!   thread instead of us.
+//! - If the process is a child of ours: that whoever waits for its end does not take a stop for it. Of each stop of a
+//!   traced child the kernel tells all that wait for it, or for any child, whether they want to know of stops or not.
+//! - That SIGCHLD, by which the kernel tells our process of stops, does no harm to it.
 //!
 //! # How it fails
 //! All that is of ptrace happens on a thread of our own made for one attempt: when that ends, however it does, the
@@ -118,16 +122,25 @@ fn attempt<T: Send>(
         return Ok(Attempt::Refused(refusal));
     }
     let tracer = || -> Result<Attempt<T>, InjectError> {
-        let mut stopped = match StoppedThread::stop(candidate, patience, limit)? {
-            Ok(stopped) => stopped,
-            Err(refusal) => return Ok(Attempt::Refused(refusal)),
+        let mut stopped = match StoppedThread::stop(candidate, patience, limit) {
+            Ok(Ok(stopped)) => stopped,
+            Ok(Err(refusal)) => return Ok(Attempt::Refused(refusal)),
+            // Whatever was tried, it was too late. Others of its process may live.
+            Err(_) if candidate.has_ended() => {
+                return Ok(Attempt::Refused(Refusal::for_now(InjectError::Gone {
+                    pid: candidate.pid,
+                })));
+            }
+            Err(error) => return Err(error),
         };
         let Some(work) = work.take() else {
             unreachable!("the work is taken once, by the attempt that is the last one");
         };
         let done = work(&mut stopped);
-        let stood_still = stopped.let_go()?;
-        Ok(Attempt::Done(done?, stood_still))
+        match (done, stopped.let_go()) {
+            (Err(failed), Err(error)) if !matches!(error, InjectError::Gone { .. }) => Err(failed),
+            (done, let_go) => let_go.and_then(|stood_still| Ok(Attempt::Done(done?, stood_still))),
+        }
     };
     thread::scope(|scope| {
         let tracer = thread::Builder::new()

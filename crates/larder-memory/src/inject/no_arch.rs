@@ -35,6 +35,18 @@ impl Registers {
         None
     }
 
+    pub(super) fn caught(&self, _: u64, _: u64) -> Self {
+        *self
+    }
+
+    pub(super) fn go_on_by_note(&self) -> bool {
+        false
+    }
+
+    pub(super) fn without_note(&self) -> Self {
+        *self
+    }
+
     pub(super) fn calling(&self, _: i64, _: [u64; 6], _: u64, _: u64) -> Self {
         *self
     }

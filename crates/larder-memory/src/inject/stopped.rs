@@ -29,6 +29,8 @@ pub struct StoppedThread {
     place: Place,
     limit: Duration,
     since: Instant,
+    /// Whether a call made for us has overwritten what the kernel had noted of the call that the thread was in.
+    note_is_lost: bool,
 }
 
 /// Where the thread is.
@@ -40,6 +42,8 @@ enum Place {
     Caught,
     /// Somewhere in such a call: it has not returned.
     Calling,
+    /// Stopped amid such a call.
+    Halted,
     /// It is not ours any more.
     Gone,
 }
@@ -75,11 +79,15 @@ impl StoppedThread {
         if mappings.is_empty() {
             return Ok(Err(Refusal::for_now(InjectError::Gone { pid })));
         }
-        let code = Code::find(pid, tid, &mappings)?;
+        let code = match Code::find(pid, tid, &mappings) {
+            // As in a program that has just begun, before its libraries are loaded.
+            Err(error @ InjectError::NoInstruction { .. }) => return Ok(Err(Refusal::for_now(error))),
+            found => found?,
+        };
         let tracee = match Tracee::seize(pid, tid) {
             Ok(tracee) => tracee,
             Err(Errno::SRCH) => return Ok(Err(Refusal::for_now(InjectError::Gone { pid }))),
-            Err(Errno::PERM) => return Ok(Err(candidate.why_not_traced())),
+            Err(Errno::PERM | Errno::ACCESS) => return Ok(Err(candidate.why_not_traced())),
             Err(errno) => {
                 return Err(InjectError::Request {
                     pid,
@@ -113,6 +121,9 @@ impl StoppedThread {
         }
         if tracee.is_in_sequence(original.instruction())? {
             return Ok(Err(Refusal::for_now(InjectError::InSequence { pid, tid })));
+        }
+        if tracee.has_calls_dispatched() {
+            return Ok(Err(candidate.filtered()));
         }
         let mask = tracee.signal_mask()?;
         let vectors = Vectors::of(&tracee)?;
@@ -158,6 +169,7 @@ impl StoppedThread {
             place: Place::Own,
             limit,
             since,
+            note_is_lost: false,
         }))
     }
 
@@ -172,7 +184,8 @@ impl StoppedThread {
     }
 
     /// Makes a system call. It should be one that does not wait; if it does, it is interrupted after the limit given for
-    /// the thread to be stopped.
+    /// the thread to be stopped. `nanosleep` and its like must not be called: the kernel notes no more than one sleep of
+    /// a thread, and the thread's own would go on as this one.
     ///
     /// # Errors
     /// It fails ([`InjectError::errno`]), does not return in time, or the thread is killed meanwhile.
@@ -180,7 +193,7 @@ impl StoppedThread {
         let (pid, tid, call) = (self.pid(), self.tid(), CallName(number));
         match self.place {
             Place::Own | Place::Caught => {}
-            Place::Calling => {
+            Place::Calling | Place::Halted => {
                 return Err(InjectError::Hangs {
                     pid,
                     tid,
@@ -193,14 +206,11 @@ impl StoppedThread {
         let calling = self
             .original
             .calling(number, arguments, self.code.call, self.net.frame_at);
-        let is_first = self.place == Place::Own;
-        self.place = Place::Caught;
+        if self.place == Place::Own {
+            self.step_onto_net()?;
+        }
         // If we are killed from here on, the call is made, and the net restores the thread.
         calling.write(&self.tracee)?;
-        if is_first {
-            // Only now: the net unblocks them again. Until it goes on, the thread takes no signal anyway.
-            self.tracee.set_signal_mask(ALL_SIGNALS)?;
-        }
         self.place = Place::Calling;
         let returned = self.run(call)?;
         self.place = Place::Caught;
@@ -217,10 +227,29 @@ impl StoppedThread {
         }
     }
 
+    /// Has the thread restore itself if it went on, and blocks its signals. Whatever the step, it may be the last of us.
+    fn step_onto_net(&mut self) -> Result<(), InjectError> {
+        // In `sigsuspend` and its like it has another mask, until it takes a signal. It is not to take one now and then
+        // wait for it again: with its own mask the call begins again, and takes it.
+        self.tracee.set_signal_mask(self.mask)?;
+        // No call yet: a signal that it takes now is handled where calls have what they point to.
+        let caught = self.original.caught(self.code.give_back, self.net.frame_at);
+        caught.write(&self.tracee)?;
+        self.place = Place::Caught;
+        // Only now: the net unblocks them again.
+        self.tracee.set_signal_mask(ALL_SIGNALS)
+    }
+
     /// Lets the thread make the call that its registers are set for, and stops it at its end.
     fn run(&mut self, call: CallName) -> Result<i64, InjectError> {
         let (pid, tid) = (self.pid(), self.tid());
         let until = Instant::now() + self.limit;
+        let hangs = InjectError::Hangs {
+            pid,
+            tid,
+            call,
+            limit: self.limit,
+        };
         let mut signal = 0;
         loop {
             self.tracee.resume(Resume::ToSystemCall, signal)?;
@@ -228,10 +257,12 @@ impl StoppedThread {
             match self.tracee.wait(until)? {
                 Stop::SystemCall if self.tracee.is_entering()? => {}
                 Stop::SystemCall => {
-                    // Else it was interrupted as the process is stopped or continued: the kernel makes it again.
-                    if let Some(returned) = Registers::of(&self.tracee)?.returned() {
+                    let registers = Registers::of(&self.tracee)?;
+                    if let Some(returned) = registers.returned() {
                         return Ok(returned);
                     }
+                    // It was interrupted as the process is stopped or continued: the kernel makes it again.
+                    self.note_is_lost |= registers.go_on_by_note();
                 }
                 // The process is stopped or continued. This thread is still, which nobody sees; it keeps to it afterwards.
                 Stop::Event => {}
@@ -251,14 +282,12 @@ impl StoppedThread {
                     self.place = Place::Gone;
                     return Err(InjectError::Gone { pid });
                 }
-                Stop::NotYet => {
-                    return Err(InjectError::Hangs {
-                        pid,
-                        tid,
-                        call,
-                        limit: self.limit,
-                    });
-                }
+                Stop::NotYet => return Err(hangs),
+            }
+            // It may be stopped and continued without end.
+            if signal == 0 && Instant::now() > until {
+                self.place = Place::Halted;
+                return Err(hangs);
             }
         }
     }
@@ -311,14 +340,20 @@ impl StoppedThread {
         match place {
             Place::Gone => return Ok(()),
             Place::Own => {}
-            Place::Caught | Place::Calling => {
+            Place::Caught | Place::Calling | Place::Halted => {
                 self.come_to_event(place)?;
+                self.note_is_lost |= Registers::of(&self.tracee)?.go_on_by_note();
+                let original = if self.note_is_lost {
+                    self.original.without_note()
+                } else {
+                    self.original
+                };
                 // The mask first: if we are killed in between, the net is still there. Whatever the thread gets
                 // then it handles on top of it.
                 self.tracee.set_signal_mask(self.mask)?;
                 // From here the kernel goes on to signals, and to the restart of the call that the thread was in, which
                 // it tells by these registers.
-                self.original.write(&self.tracee)?;
+                original.write(&self.tracee)?;
             }
         }
         // The net last: nothing leads to it any more.
@@ -331,7 +366,7 @@ impl StoppedThread {
     fn come_to_event(&self, from: Place) -> Result<(), InjectError> {
         let (pid, tid) = (self.pid(), self.tid());
         self.tracee.interrupt()?;
-        if from == Place::Caught {
+        if from != Place::Calling {
             self.tracee.resume(Resume::Freely, 0)?;
         }
         match first_stop(&self.tracee, Instant::now() + self.limit)? {
@@ -360,10 +395,13 @@ impl Drop for StoppedThread {
 /// Waits for the thread to stop on its way to user mode. A signal that comes before is delivered: it stops right after.
 fn first_stop(tracee: &Tracee, until: Instant) -> Result<Stop, InjectError> {
     loop {
-        match tracee.wait(until)? {
-            Stop::Signal(signal) => tracee.resume(Resume::Freely, signal)?,
-            Stop::SystemCall => tracee.resume(Resume::Freely, 0)?,
+        let signal = match tracee.wait(until)? {
+            Stop::Signal(signal) => signal,
+            Stop::SystemCall => 0,
             stop => return Ok(stop),
-        }
+        };
+        // Any stop takes the place of the one that was asked for before.
+        tracee.interrupt()?;
+        tracee.resume(Resume::Freely, signal)?;
     }
 }

@@ -16,6 +16,8 @@ pub(super) struct Candidate {
     pub(super) tid: Pid,
     /// The lower, the less it matters that it is stopped, and the sooner it will be.
     rank: u8,
+    /// Whether it waits for memory amid a call: see [`Candidate::read`].
+    is_in_fault: bool,
     status: Status,
 }
 
@@ -66,24 +68,37 @@ impl Status {
 }
 
 impl Candidate {
+    /// None if it has ended, or is one of the kernel's.
     fn read(pid: Pid, tid: Pid) -> Option<Self> {
         let folder = folder(pid, tid);
         let status = Status::read(&folder)?;
+        if is_of_kernel(&folder)? {
+            return None;
+        }
         let is_main = u8::from(pid == tid);
+        let call = call(&folder);
         let waits_in = |name: &str| fs::read_to_string(format!("{folder}/wchan")).is_ok_and(|at| at == name);
-        let rank = match status.state {
-            // A fault of the kernel's own, as of a read into such memory, cannot be interrupted, and the thread would
-            // try in vain, without a pause, until somebody answers.
-            b'S' if waits_in("handle_userfault") => 8,
-            b'S' if is_in_call(&folder, libc::SYS_futex) => is_main,
+        let in_fault = status.state == b'S' && waits_in("handle_userfault");
+        // A fault of the kernel's own, as of a read into such memory, cannot be interrupted: the thread would try in
+        // vain, without a pause, until somebody answers. One of a VM's processor can (Linux 6.1).
+        let is_in_fault = in_fault && call.is_some_and(|call| call != libc::SYS_ioctl);
+        let rank = match (status.state, call) {
+            _ if in_fault => 8,
+            (b'S', Some(libc::SYS_futex)) => is_main,
             // In a VM's processor, as a rule, or between two looks at it.
-            b'S' if is_in_call(&folder, libc::SYS_ioctl) => 4 + is_main,
-            b'S' => 2 + is_main,
-            b'R' => 6 + is_main,
-            b'D' => 10 + is_main,
+            (b'S', Some(libc::SYS_ioctl)) => 4 + is_main,
+            (b'S', _) => 2 + is_main,
+            (b'R', _) => 6 + is_main,
+            (b'D', _) => 10 + is_main,
             _ => 5,
         };
-        Some(Self { pid, tid, rank, status })
+        Some(Self {
+            pid,
+            tid,
+            rank,
+            is_in_fault,
+            status,
+        })
     }
 
     /// Why not to touch it.
@@ -96,19 +111,32 @@ impl Candidate {
             return Some(Refusal::for_good(InjectError::ShadowStack { pid, tid }));
         }
         if self.status.filters != 0 {
-            let program = program(pid, tid);
             // QEMU's filter (-sandbox on) forbids what is named in it, none of which is needed here; strict mode (1)
             // kills for anything.
-            if self.status.filters != 2 || !program.starts_with("qemu") {
-                return Some(Refusal::for_good(InjectError::Filtered { pid, tid, program }));
+            if self.status.filters != 2 || !program(pid, tid).starts_with("qemu") {
+                return Some(self.filtered());
             }
         }
-        None
+        let (threads, limit) = (1, Duration::ZERO);
+        self.is_in_fault
+            .then(|| Refusal::for_now(InjectError::NotStopped { pid, threads, limit }))
+    }
+
+    /// Why not to make calls in it: it has them filtered.
+    pub(super) fn filtered(&self) -> Refusal {
+        let (pid, tid) = (self.pid, self.tid);
+        let program = program(pid, tid);
+        Refusal::for_good(InjectError::Filtered { pid, tid, program })
     }
 
     /// Whether the number is still that of a thread of this process.
     pub(super) fn is_still_there(&self) -> bool {
         Path::new(&folder(self.pid, self.tid)).exists()
+    }
+
+    /// Whether it runs no more, though its number may not be free yet.
+    pub(super) fn has_ended(&self) -> bool {
+        Status::read(&folder(self.pid, self.tid)).is_none()
     }
 
     /// Why the kernel does not let us trace it (EPERM).
@@ -219,9 +247,23 @@ fn is_32_bit(pid: Pid, tid: Pid) -> bool {
     exe.and_then(|mut exe| exe.read_exact(&mut start)).is_ok() && start == *b"\x7fELF\x01"
 }
 
-fn is_in_call(folder: &str, number: i64) -> bool {
-    let call = fs::read_to_string(format!("{folder}/syscall")).unwrap_or_default();
-    call.split(' ').next().and_then(|first| first.parse().ok()) == Some(number)
+/// The number of the system call that a thread waits in; none if it is in none.
+fn call(folder: &str) -> Option<i64> {
+    let call = fs::read_to_string(format!("{folder}/syscall")).ok()?;
+    let number = call.split(' ').next()?.trim_end().parse().ok()?;
+    (number >= 0).then_some(number)
+}
+
+/// Whether a thread is of the process but never runs its code: a worker of io_uring or vhost.
+fn is_of_kernel(folder: &str) -> Option<bool> {
+    const PF_IO_WORKER: u64 = 0x10;
+    const PF_USER_WORKER: u64 = 0x4000;
+    let stat = fs::read_to_string(format!("{folder}/stat")).ok()?;
+    // The name, in parentheses, may have any characters. After it: state, parent, group, session, terminal, its group, flags
+    // (proc(5)).
+    let (_, fields) = stat.rsplit_once(") ")?;
+    let flags: u64 = fields.split(' ').nth(6)?.parse().ok()?;
+    Some(flags & (PF_IO_WORKER | PF_USER_WORKER) != 0)
 }
 
 fn folder(pid: Pid, tid: Pid) -> String {

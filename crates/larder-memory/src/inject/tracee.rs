@@ -17,6 +17,7 @@ use super::memory;
 const PTRACE_EVENT_STOP: i32 = 128;
 const PTRACE_GET_SYSCALL_INFO: libc::c_uint = 0x420e;
 const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
+const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: libc::c_uint = 0x4211;
 const PTRACE_SYSCALL_INFO_ENTRY: u8 = 1;
 
 /// The kernel's signal mask, in bytes.
@@ -126,19 +127,11 @@ impl Tracee {
         let began = Instant::now();
         let mut pause = Duration::from_micros(20);
         loop {
-            let mut status = 0;
-            // Not those of other threads of ours, which trace for themselves.
-            let options = libc::__WALL | libc::__WNOTHREAD | libc::WNOHANG;
-            // SAFETY: `status` is ours to write to.
-            match unsafe { libc::waitpid(self.tid.as_raw_pid(), &mut status, options) } {
-                0 => {}
-                -1 => match last_errno() {
-                    Errno::INTR => continue,
-                    // It has become the main thread of another program (execve), under another number.
-                    Errno::CHILD => return Ok(Stop::Ended),
-                    errno => return Err(self.failed("waitpid", errno)),
-                },
-                _ => return Ok(decode(status)),
+            if let Some(stop) = self.stop()? {
+                return Ok(stop);
+            }
+            if self.has_ended()? {
+                return Ok(Stop::Ended);
             }
             let now = Instant::now();
             if now > until {
@@ -150,6 +143,49 @@ impl Tracee {
                 thread::sleep(pause);
                 pause = (pause * 2).min(Duration::from_millis(1));
             }
+        }
+    }
+
+    /// Where the thread stands, if it does.
+    ///
+    /// This is not asked of waitpid(2), which tells of a stop once: a signal that it has told of is lost if we are killed
+    /// then, and if the process is a child of ours, whoever waits for its end may be told instead.
+    fn stop(&self) -> Result<Option<Stop>, InjectError> {
+        // SAFETY: the kernel writes a siginfo_t, which is of plain numbers.
+        let (done, told) = unsafe {
+            let mut told: libc::siginfo_t = std::mem::zeroed();
+            let to = ptr::from_mut(&mut told).cast();
+            (self.raw(libc::PTRACE_GETSIGINFO as _, ptr::null_mut(), to), told)
+        };
+        match done {
+            Ok(()) => Ok(Some(decode(told.si_signo, told.si_code))),
+            Err(Errno::SRCH) => Ok(None),
+            Err(errno) => Err(self.failed("PTRACE_GETSIGINFO", errno)),
+        }
+    }
+
+    /// Whether the thread has ended. If so, it is left to be told to whoever started it.
+    fn has_ended(&self) -> Result<bool, InjectError> {
+        // Not those of other threads of ours, which trace for themselves.
+        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL | libc::__WNOTHREAD;
+        // SAFETY: the kernel writes a siginfo_t, which is of plain numbers.
+        let (done, told) = unsafe {
+            let mut told: libc::siginfo_t = std::mem::zeroed();
+            let done = libc::waitid(libc::P_PID, self.tid.as_raw_pid() as _, &mut told, options);
+            (done, told)
+        };
+        if done == 0 {
+            // Otherwise it told of a stop just now, or of nothing.
+            return Ok(matches!(
+                told.si_code,
+                libc::CLD_EXITED | libc::CLD_KILLED | libc::CLD_DUMPED
+            ));
+        }
+        match last_errno() {
+            Errno::INTR => Ok(false),
+            // It has become the main thread of another program (execve), under another number.
+            Errno::CHILD => Ok(true),
+            errno => Err(self.failed("waitid", errno)),
         }
     }
 
@@ -217,6 +253,19 @@ impl Tracee {
         self.explain("PTRACE_SETREGSET", done)
     }
 
+    /// Whether calls from strange code are signals in the stopped thread (syscall user dispatch), as in emulators.
+    pub(super) fn has_calls_dispatched(&self) -> bool {
+        // `struct ptrace_sud_config`: a mode, 0 for off, the address of a selector, and the range of code that may call.
+        let mut setup = [0_u64; 4];
+        // SAFETY: the kernel writes `size_of` bytes, the address argument, to `setup`.
+        let done = unsafe {
+            let (size, to) = (size_of_val(&setup) as *mut c_void, setup.as_mut_ptr().cast());
+            self.raw(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, size, to)
+        };
+        // Before Linux 6.4 it is not known.
+        done.is_ok() && setup[0] != 0
+    }
+
     /// Whether the stopped thread, about to go on at `instruction`, is in a restartable sequence. Any other code run
     /// there would let it go on afterwards where it should begin again.
     pub(super) fn is_in_sequence(&self, instruction: u64) -> Result<bool, InjectError> {
@@ -275,13 +324,11 @@ impl Tracee {
     }
 }
 
-fn decode(status: i32) -> Stop {
-    if !libc::WIFSTOPPED(status) {
-        return Stop::Ended;
-    }
-    match (libc::WSTOPSIG(status), status >> 16) {
-        (_, PTRACE_EVENT_STOP) => Stop::Event,
-        (signal, _) if signal == libc::SIGTRAP | 0x80 => Stop::SystemCall,
+/// By what the kernel says of a stop (ptrace(2)): of those that are no signals, a code that no signal has.
+fn decode(signal: i32, code: i32) -> Stop {
+    match (signal, code) {
+        (_, code) if code >> 8 == PTRACE_EVENT_STOP => Stop::Event,
+        (libc::SIGTRAP, code) if code == libc::SIGTRAP | 0x80 => Stop::SystemCall,
         (signal, _) => Stop::Signal(signal),
     }
 }

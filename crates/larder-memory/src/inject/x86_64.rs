@@ -46,6 +46,11 @@ const ERESTART_RESTARTBLOCK: i64 = 516;
 
 const REGISTERS_BYTES: usize = size_of::<libc::user_regs_struct>();
 
+/// Bytes that are not in two pages.
+#[repr(align(256))]
+struct InOnePage([u8; REGISTERS_BYTES]);
+const _: () = assert!(size_of::<InOnePage>() == 256);
+
 /// The general registers of a stopped thread.
 #[derive(Clone, Copy)]
 pub(super) struct Registers(libc::user_regs_struct);
@@ -64,8 +69,10 @@ impl Registers {
     pub(super) fn write(&self, tracee: &Tracee) -> Result<(), InjectError> {
         // SAFETY: the struct is of numbers of 8 bytes each, without padding, and as long as the array.
         let bytes = unsafe { std::mem::transmute::<libc::user_regs_struct, [u8; REGISTERS_BYTES]>(self.0) };
-        // The kernel copies one register after the other, and is not interrupted by our end: all or none are written.
-        tracee.set_register_set(NT_PRSTATUS, &bytes)
+        // The kernel copies one register after the other. If we are killed meanwhile, it still finishes, unless it finds
+        // a page of ours missing: in one page, which was just written to, all is there or nothing.
+        let in_one_page = InOnePage(bytes);
+        tracee.set_register_set(NT_PRSTATUS, &in_one_page.0)
     }
 
     pub(super) fn is_64_bit(&self) -> bool {
@@ -102,6 +109,26 @@ impl Registers {
             registers.r8,
             registers.r9,
         ] = arguments;
+        Self(registers)
+    }
+
+    /// These, but as after a call that has returned to the frame at `frame_at`.
+    pub(super) fn caught(&self, give_back: u64, frame_at: u64) -> Self {
+        self.calling(0, [0; 6], give_back, frame_at + 8)
+    }
+
+    /// Whether the call goes on by what the kernel has noted of it.
+    pub(super) fn go_on_by_note(&self) -> bool {
+        self.0.orig_rax as i64 >= 0 && self.0.rax as i64 == -ERESTART_RESTARTBLOCK
+    }
+
+    /// These, but such a call goes on without that.
+    pub(super) fn without_note(&self) -> Self {
+        if !self.go_on_by_note() {
+            return *self;
+        }
+        let mut registers = self.on_return();
+        registers.orig_rax = u64::MAX;
         Self(registers)
     }
 
