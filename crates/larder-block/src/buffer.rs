@@ -304,6 +304,9 @@ impl AlignedBuf {
     }
 }
 
+// SAFETY: the memory is this value's alone, whoever has it.
+unsafe impl Send for AlignedBuf {}
+
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
         // SAFETY: allocated in `zeroed` with this layout.

@@ -21,12 +21,14 @@ use std::time::Duration;
 
 use rustix::process::{Pid, PidfdGetfdFlags, pidfd_getfd};
 
+use crate::entry::Tier;
 use crate::guest::{Files, GuestMemory as _, Process};
 use crate::inject::{InjectError, with_stopped_thread};
 use crate::log::SEGMENT;
 use crate::pager::{self, Pager};
 use crate::shared::SharedMemory;
-use crate::state::{Region, State, StateError};
+use crate::state::{Region, State, StateError, SwapIdentity};
+use crate::store::Store;
 use crate::target::{LeftState, Memory, Place, Target, TargetError};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{self, NEEDED, Range, Userfaultfd, feature};
@@ -96,30 +98,89 @@ pub struct Attached {
     state: Arc<State>,
 }
 
-/// Attaches to the process that was examined.
-///
-/// # Errors
-/// See [`AttachError`]. Nothing is managed then, or as much as before.
-pub fn attach(target: Target, options: pager::Options) -> Result<Attached, AttachError> {
-    match target.left_state {
-        None => begin(target, options),
-        Some(left) => match open_left(&target, left)? {
+/// A disk for pages.
+pub struct Swap {
+    /// As which tier.
+    pub tier: Tier,
+    /// Which it is.
+    pub identity: SwapIdentity,
+    /// How it is used.
+    pub store: Box<dyn Store>,
+}
+
+/// A process that was examined, and what a pager that went away has left in it. No other can begin now.
+pub struct Found {
+    target: Target,
+    left: Left,
+}
+
+impl Found {
+    /// Looks for what was left.
+    ///
+    /// # Errors
+    /// See [`AttachError`].
+    pub fn find(target: Target) -> Result<Self, AttachError> {
+        let left = match target.left_state {
+            None => Left::Nothing,
+            Some(left) => open_left(&target, left)?,
+        };
+        Ok(Self { target, left })
+    }
+
+    /// The disk of this tier that has pages of the process, and is needed.
+    pub fn swap(&self, tier: Tier) -> Option<SwapIdentity> {
+        match &self.left {
+            Left::Managed { state, .. } => state.swap(tier),
+            Left::Nothing | Left::Unused(..) => None,
+        }
+    }
+
+    /// Whether another pager has managed it.
+    pub fn was_managed(&self) -> bool {
+        matches!(self.left, Left::Managed { .. })
+    }
+
+    /// Attaches to the process. `swaps` are in the order of their tiers; all of [`Self::swap`] are among them.
+    ///
+    /// # Errors
+    /// See [`AttachError`]. Nothing is managed then, or as much as before.
+    pub fn attach(self, options: pager::Options, swaps: Vec<Swap>) -> Result<Attached, AttachError> {
+        let target = self.target;
+        match self.left {
+            Left::Nothing => begin(target, options, swaps),
             Left::Managed {
                 state,
                 compressed,
                 userfaultfd,
                 given,
-            } => take_over(target, options, state, compressed, userfaultfd, given),
-            Left::Unused(numbers) => {
+            } => take_over(target, options, swaps, state, compressed, userfaultfd, given),
+            Left::Unused(numbers, locked) => {
                 close(target.pid(), &numbers).map_err(AttachError::Inject)?;
-                begin(target, options)
+                drop(locked);
+                begin(target, options, swaps)
             }
-        },
+        }
     }
 }
 
+/// Notes which disks are used, before they are.
+fn note_swaps(pid: Pid, state: &State, swaps: Vec<Swap>) -> Result<Stores, AttachError> {
+    let mut stores = Stores::new();
+    for Swap { tier, identity, store } in swaps {
+        if state.swap(tier).as_ref() != Some(&identity) {
+            let noted = state.set_swap(tier, &identity);
+            noted.map_err(|source| AttachError::State { pid, source })?;
+        }
+        stores.push((tier, store));
+    }
+    Ok(stores)
+}
+
+type Stores = Vec<(Tier, Box<dyn Store>)>;
+
 /// What a pager that went away has left.
 enum Left {
+    Nothing,
     Managed {
         state: Arc<State>,
         compressed: Arc<SharedMemory>,
@@ -127,7 +188,7 @@ enum Left {
         given: Given,
     },
     /// It had not begun to manage anything. These are to be closed.
-    Unused(Vec<i32>),
+    Unused(Vec<i32>, State),
 }
 
 fn open_left(target: &Target, left: LeftState) -> Result<Left, AttachError> {
@@ -138,6 +199,7 @@ fn open_left(target: &Target, left: LeftState) -> Result<Left, AttachError> {
     let Some(userfaultfd) = state.userfaultfd_number() else {
         return Ok(Left::Unused(
             [Some(left.pages), left.compressed].into_iter().flatten().collect(),
+            state,
         ));
     };
     let foreign = |what| AttachError::Foreign { pid, what };
@@ -200,11 +262,13 @@ fn lock(pid: Pid, state: &State) -> Result<(), AttachError> {
 fn take_over(
     mut target: Target,
     options: pager::Options,
+    swaps: Vec<Swap>,
     state: Arc<State>,
     compressed: Arc<SharedMemory>,
     userfaultfd: Userfaultfd,
     given: Given,
 ) -> Result<Attached, AttachError> {
+    let stores = note_swaps(target.pid(), &state, swaps)?;
     let files = Arc::new(Files::default());
     let mut memories = std::mem::take(&mut target.memories);
     let mut new = Vec::new();
@@ -222,7 +286,7 @@ fn take_over(
     for region in new {
         register(target.pid(), &userfaultfd, &region)?;
     }
-    let mut attached = assemble(target, options, state, compressed, userfaultfd, files, given)?;
+    let mut attached = assemble(target, options, stores, state, compressed, userfaultfd, files, given)?;
     memories.sort_by_key(|memory| memory.place.address);
     for memory in memories {
         attached.add(memory)?;
@@ -230,7 +294,7 @@ fn take_over(
     Ok(attached)
 }
 
-fn begin(mut target: Target, options: pager::Options) -> Result<Attached, AttachError> {
+fn begin(mut target: Target, options: pager::Options, swaps: Vec<Swap>) -> Result<Attached, AttachError> {
     let pid = target.pid();
     let failed = |what| move |source| AttachError::Failed { pid, what, source };
     let device = File::options()
@@ -249,6 +313,7 @@ fn begin(mut target: Target, options: pager::Options) -> Result<Attached, Attach
         .unwrap_or(u32::MAX);
     let state = State::create(capacity, target.started()).map_err(failed("make its state"))?;
     lock(pid, &state)?;
+    let stores = note_swaps(pid, &state, swaps)?;
     // As much as all that could ever be evicted: memory that is not used costs nothing.
     let bytes = (u64::from(capacity) * PAGE_BYTES).next_multiple_of(SEGMENT as u64) + SEGMENT as u64;
     let compressed = usize::try_from(bytes)
@@ -272,7 +337,16 @@ fn begin(mut target: Target, options: pager::Options) -> Result<Attached, Attach
     let state = Arc::new(state);
     let files = Arc::new(Files::default());
     let memories = std::mem::take(&mut target.memories);
-    let mut attached = match assemble(target, options, state, Arc::new(compressed), userfaultfd, files, given) {
+    let mut attached = match assemble(
+        target,
+        options,
+        stores,
+        state,
+        Arc::new(compressed),
+        userfaultfd,
+        files,
+        given,
+    ) {
         Ok(attached) => attached,
         Err(error) => return Err(undo(pid, given, error)),
     };
@@ -368,9 +442,11 @@ fn place_of(region: &Region) -> Option<Place> {
     })
 }
 
+#[allow(clippy::too_many_arguments)]
 fn assemble(
     target: Target,
     options: pager::Options,
+    stores: Stores,
     state: Arc<State>,
     compressed: Arc<SharedMemory>,
     userfaultfd: Userfaultfd,
@@ -393,7 +469,15 @@ fn assemble(
         what: "start a thread",
         source,
     })?;
-    let pager = Pager::new(process, thread, Arc::clone(&state), compressed, &present, options);
+    let pager = Pager::new(
+        process,
+        thread,
+        Arc::clone(&state),
+        compressed,
+        stores,
+        &present,
+        options,
+    );
     let pidfd = target
         .pidfd()
         .try_clone_to_owned()

@@ -11,6 +11,7 @@ pub mod pager;
 pub mod service;
 pub mod shared;
 pub mod state;
+pub mod store;
 pub mod target;
 pub mod units;
 pub mod userfaultfd;

@@ -17,7 +17,8 @@ use larder_codec::Codec;
 /// Bytes of a segment: long enough that a disk is written at its full rate.
 pub const SEGMENT: usize = 1 << 20;
 
-const SEGMENT_HEADER: usize = 16;
+/// Bytes before the first object of a segment.
+pub const SEGMENT_HEADER: usize = 16;
 const OBJECT_HEADER: usize = 8;
 const MAGIC: [u8; 8] = *b"LARDSEG\0";
 const OBJECT_MAGIC: u8 = 0xa7;
@@ -173,11 +174,20 @@ pub fn object_at(bytes: &[u8], start: u64, at: usize) -> Option<Object> {
 
 /// All objects of a segment, alive or not, in order, until what follows is none.
 pub fn objects(segment: SegmentIndex, bytes: &[u8]) -> impl Iterator<Item = Object> {
-    let mut at = SEGMENT_HEADER;
+    objects_from(bytes, segment.start(), SEGMENT_HEADER)
+}
+
+/// The objects from the one at byte `at` of `bytes` on, which begin at byte `start` of the log. They
+/// end where `bytes` do not have all of one.
+pub fn objects_from(bytes: &[u8], start: u64, at: usize) -> impl Iterator<Item = Object> {
+    let mut at = at;
     std::iter::from_fn(move || {
-        let object = object_at(bytes, segment.start(), at)?;
-        at += object_bytes(object.stored.len);
-        (at <= bytes.len()).then_some(object)
+        let object = object_at(bytes, start, at)?;
+        let end = at + object_bytes(object.stored.len);
+        // The padding of the last one may be cut off.
+        let has_all = at + OBJECT_HEADER + usize::from(object.stored.len) <= bytes.len();
+        at = end;
+        has_all.then_some(object)
     })
 }
 
@@ -194,6 +204,8 @@ enum Use {
     Sealed,
     /// What lives in it is being moved.
     Leaving,
+    /// It could not be written to: not used again.
+    Bad,
 }
 
 /// Which segments of a log are used, and how much of each is alive.
@@ -257,6 +269,11 @@ impl Segments {
         self.free.insert(segment);
     }
 
+    /// How many can be taken.
+    pub fn available(&self) -> u32 {
+        (self.free.len() + self.warm.len()) as u32
+    }
+
     /// How many there are.
     pub fn count(&self) -> u32 {
         self.uses.len() as u32
@@ -281,6 +298,19 @@ impl Segments {
         debug_assert_eq!(self.uses[segment.0 as usize], Use::Open);
         self.uses[segment.0 as usize] = Use::Sealed;
         self.free_if_dead(segment);
+    }
+
+    /// It could not be written to. It is not taken again.
+    pub fn spoil(&mut self, segment: SegmentIndex) {
+        debug_assert_eq!(self.uses[segment.0 as usize], Use::Open);
+        self.uses[segment.0 as usize] = Use::Bad;
+    }
+
+    /// It was taken, and nothing was put there.
+    pub fn untake(&mut self, segment: SegmentIndex) {
+        debug_assert_eq!(self.uses[segment.0 as usize], Use::Open);
+        self.uses[segment.0 as usize] = Use::Free;
+        self.free.insert(segment);
     }
 
     /// The object at `stored` lives.

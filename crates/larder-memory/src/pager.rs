@@ -28,6 +28,7 @@
 mod adopt;
 mod balance;
 mod detach;
+mod disk;
 mod evict;
 mod fault;
 mod figures;
@@ -39,18 +40,21 @@ use std::time::{Duration, Instant};
 
 use larder_codec::Decoder;
 
-use crate::entry::{Location, Word};
+use crate::entry::{Location, Tier, Word};
 use crate::guest::GuestMemory;
 use crate::lists::{Lists, Queue};
 use crate::log::{SEGMENT, Segments};
 use crate::shared::SharedMemory;
 use crate::state::{Region, State};
+use crate::store::Store;
 use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Message, RawMessage};
 use crate::worker::{Job, Lease, Worker};
 
+pub use disk::DiskStatus;
 pub use figures::{Figures, Source};
 
+use disk::Disks;
 use evict::Batches;
 
 /// How the pager is to work.
@@ -74,6 +78,8 @@ enum Phase {
     Absent,
     Resident,
     Punching,
+    /// It is being read from a disk.
+    Reading,
     /// In this eviction.
     Leaving(u8),
 }
@@ -89,6 +95,7 @@ impl Phases {
             0 => Phase::Absent,
             1 => Phase::Resident,
             2 => Phase::Punching,
+            3 => Phase::Reading,
             batch => Phase::Leaving(batch & !LEAVING),
         }
     }
@@ -98,6 +105,7 @@ impl Phases {
             Phase::Absent => 0,
             Phase::Resident => 1,
             Phase::Punching => 2,
+            Phase::Reading => 3,
             Phase::Leaving(batch) => LEAVING | batch,
         };
     }
@@ -107,6 +115,8 @@ impl Phases {
 #[derive(Clone, Copy, Debug)]
 struct Waiting {
     since: Instant,
+    /// To write to it.
+    write: bool,
 }
 
 /// See the module's description.
@@ -123,6 +133,9 @@ pub struct Pager<G, W> {
     present: u32,
     /// The log of compressed RAM.
     ram: Segments,
+    disks: Disks,
+    /// Pages that the worker takes out of memory.
+    punching: usize,
     /// The segment that is being filled, unless the worker has it.
     lease: Option<Lease>,
     /// The worker has the lease.
@@ -131,7 +144,7 @@ pub struct Pager<G, W> {
     /// Those who wait until their page is out of memory.
     waiting: HashMap<PageIndex, Waiting>,
     /// Those who wait until there is room, in the order of their coming.
-    stalled: VecDeque<(PageIndex, Instant)>,
+    stalled: VecDeque<(PageIndex, Waiting)>,
     decoder: Decoder,
     content: Box<[u8; PAGE]>,
     figures: Figures,
@@ -161,6 +174,12 @@ pub struct StoredPages {
     pub uniform: u32,
     /// In compressed RAM.
     pub ram: u32,
+    /// In the swap cache on an SSD.
+    pub ssd: u32,
+    /// In the slow store.
+    pub slow: u32,
+    /// On one of these disks, and in memory too.
+    pub clean: u32,
     /// They cannot be read any more.
     pub lost: u32,
 }
@@ -169,7 +188,10 @@ impl StoredPages {
     fn of(&mut self, word: Word) -> Option<&mut u32> {
         match word.decode() {
             Some(Location::Uniform { .. }) => Some(&mut self.uniform),
-            Some(Location::In { .. }) => Some(&mut self.ram),
+            Some(Location::In { clean: true, .. }) => Some(&mut self.clean),
+            Some(Location::In { tier: Tier::Ram, .. }) => Some(&mut self.ram),
+            Some(Location::In { tier: Tier::Ssd, .. }) => Some(&mut self.ssd),
+            Some(Location::In { tier: Tier::Slow, .. }) => Some(&mut self.slow),
             Some(Location::Lost) => Some(&mut self.lost),
             Some(Location::Nowhere) | None => None,
         }
@@ -188,8 +210,10 @@ impl StoredPages {
 /// Why the limit is not kept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stuck {
-    /// Compressed pages have all the room that they may have, and there is no tier below.
+    /// All tiers have all the room that they may have.
     TiersFull,
+    /// Compressed pages have all the room that they may have, and the disk below cannot be written to.
+    DiskFailed,
     /// Pages cannot be read or taken out of memory.
     Memory,
     /// No page can be compressed, and there is no tier for such pages.
@@ -201,7 +225,7 @@ pub const OVERHEAD_BYTES: u64 = 16 + 1 + 9;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// For the memory `guest`, which `state` tells of. Of its pages those in `present`, in rising order, are in memory.
-    /// What an earlier pager has left is taken over.
+    /// What an earlier pager has left is taken over. `stores` are the disks, the fastest first.
     ///
     /// From here on all faults must be answered by it.
     pub fn new(
@@ -209,6 +233,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         worker: W,
         state: Arc<State>,
         compressed: Arc<SharedMemory>,
+        stores: Vec<(Tier, Box<dyn Store>)>,
         present: &[PageRun],
         options: Options,
     ) -> Self {
@@ -222,6 +247,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             lists: Lists::new(pages),
             present: 0,
             ram: Segments::new((compressed.len() / SEGMENT) as u32),
+            disks: Disks::new(stores),
+            punching: 0,
             state,
             compressed,
             regions,
@@ -287,6 +314,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.done(done);
             worked = true;
         }
+        worked |= self.take_from_disks();
         worked |= self.balance(now);
         Ok(worked)
     }
@@ -320,13 +348,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             for raw in messages.iter_mut() {
                 if let Some(Message::Fault {
                     address,
+                    write,
                     protected,
                     thread,
-                    ..
                 }) = raw.decode()
                     && thread == first
                 {
-                    self.fault_at(address, protected);
+                    self.fault_at(address, protected, write);
                     *raw = RawMessage::default();
                 }
             }
@@ -334,7 +362,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         for raw in messages {
             match raw.decode() {
                 None => {}
-                Some(Message::Fault { address, protected, .. }) => self.fault_at(address, protected),
+                Some(Message::Fault {
+                    address,
+                    protected,
+                    write,
+                    ..
+                }) => self.fault_at(address, protected, write),
                 Some(Message::Removed(range)) => self.removed(range, false),
                 Some(Message::Unmapped(range)) => self.removed(range, true),
                 Some(Message::Other(event)) => tracing::warn!("the kernel tells event {event:#x}, which is not known"),
@@ -349,7 +382,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// What is used of the limit, in bytes.
     pub fn used_bytes(&self) -> u64 {
-        u64::from(self.present) * PAGE_BYTES + self.compressed_bytes() + self.overhead_bytes()
+        u64::from(self.present) * PAGE_BYTES
+            + self.compressed_bytes()
+            + self.overhead_bytes()
+            + self.disks.buffer_bytes()
     }
 
     /// What compressed pages take, in bytes.
@@ -413,6 +449,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Phase::Absent => self.present += 1,
             Phase::Resident => self.lists.remove(page),
             Phase::Punching | Phase::Leaving(_) => {}
+            Phase::Reading => unreachable!("it is absent first"),
         }
         self.phases.set(page, Phase::Resident);
         self.lists.push(queue, page);
@@ -421,7 +458,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// `page` is not in memory any more.
     fn vanish(&mut self, page: PageIndex) {
         match self.phases.get(page) {
-            Phase::Absent => return,
+            Phase::Absent | Phase::Reading => return,
             Phase::Resident => self.lists.remove(page),
             Phase::Punching | Phase::Leaving(_) => {}
         }

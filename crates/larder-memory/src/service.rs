@@ -13,7 +13,7 @@ use larder_block::signal::Signal;
 
 use crate::attach::Attached;
 use crate::inject::InjectError;
-use crate::pager::{Figures, StoredPages, Stuck};
+use crate::pager::{DiskStatus, Figures, StoredPages, Stuck};
 use crate::target::{Options, Target};
 use crate::units::PAGE_BYTES;
 
@@ -66,6 +66,8 @@ pub struct Status {
     pub compressed_bytes: u64,
     /// What they may take, in bytes.
     pub compressed_limit_bytes: u64,
+    /// What each tier on a disk holds, the fastest first.
+    pub disks: Vec<DiskStatus>,
     /// What is stored where.
     pub stored: StoredPages,
     /// How many who wait for a page cannot be answered now.
@@ -139,6 +141,7 @@ impl Service {
             limit_bytes: pager.limit_bytes(),
             compressed_bytes: pager.compressed_bytes(),
             compressed_limit_bytes: pager.compressed_limit_bytes(),
+            disks: pager.disk_status(),
             stored: pager.stored_pages(),
             stalled: pager.stalled(),
             stuck: pager.stuck(),
@@ -317,7 +320,7 @@ async fn tick(on: Loop, service: Weak<Service>) {
         let Some(of) = service.upgrade().filter(|service| service.end.get().is_none()) else {
             return;
         };
-        let is_due = |attached: &Attached| attached.pager.next_due().is_some();
+        let is_due = |attached: &Attached| attached.pager.next_turn().is_some();
         let pause = match of.attached.borrow().as_ref().is_some_and(is_due) {
             true => TICK_QUARANTINED,
             false => TICK,

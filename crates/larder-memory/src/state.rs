@@ -7,9 +7,14 @@
 //! ```text
 //! "larder-pages"
 //!      0  header        magic "LARDMEM\0", version, CRC32C, how many regions, numbers of descriptors
+//!    512  swap cache    what it is: 768 bytes, see below; 2048  slow store likewise
 //!   4 KiB messages      64 of the kernel's messages of 32 bytes, as they were read; zeros where none is
 //!   8 KiB regions       960 of 64 bytes
 //!  72 KiB entries       16 bytes for each page of all regions (see [`crate::entry`])
+//!
+//! swap cache, slow store
+//!      0  1 once the rest is there      4  segments       8  identity, 16 bytes
+//!     24  length of its name           32  name
 //! "larder-compressed"   the log of compressed RAM (see [`crate::log`])
 //! ```
 
@@ -17,7 +22,7 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::entry::{Proof, Word};
+use crate::entry::{Proof, Tier, Word};
 use crate::shared::SharedMemory;
 use crate::units::{PAGE_BYTES, PageIndex};
 use crate::userfaultfd::RawMessage;
@@ -40,6 +45,10 @@ const HEADER_CHECKSUM: usize = 64;
 const HEADER_REGIONS: usize = 72;
 const HEADER_USERFAULTFD: usize = 80;
 const HEADER_EVICTED: usize = 88;
+const SWAPS_AT: [usize; 2] = [512, 2048];
+const SWAP_NAME_AT: usize = 32;
+/// Bytes that the name of a swap cache can have.
+const SWAP_NAME_MAX: usize = 1024;
 const MESSAGES_AT: usize = 4 << 10;
 const REGIONS_AT: usize = 8 << 10;
 const REGION_BYTES: usize = 64;
@@ -80,6 +89,17 @@ impl Region {
     }
 }
 
+/// A disk that has pages of the process.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SwapIdentity {
+    /// What no other has.
+    pub uuid: [u8; 16],
+    /// How many segments it has.
+    pub segments: u32,
+    /// What it is called: a path, or an address.
+    pub name: String,
+}
+
 /// Why what another pager has left cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
@@ -91,6 +111,9 @@ pub enum StateError {
         "the state that an earlier pager has left has format version {0}, this program knows version {VERSION}: go on with the larder that attached"
     )]
     Version(u32),
+    /// For its name there is no room.
+    #[error("the name of a swap cache can have {0} bytes")]
+    SwapName(usize),
     /// Not to be opened.
     #[error("the state that an earlier pager has left cannot be opened: {0}")]
     Open(#[from] io::Error),
@@ -194,6 +217,60 @@ impl State {
             .store(number + 1, Ordering::Release);
     }
 
+    fn swap_at(tier: Tier) -> Option<usize> {
+        match tier {
+            Tier::Ram => None,
+            Tier::Ssd => Some(SWAPS_AT[0]),
+            Tier::Slow => Some(SWAPS_AT[1]),
+        }
+    }
+
+    /// The disk of a tier, if it has one.
+    pub fn swap(&self, tier: Tier) -> Option<SwapIdentity> {
+        let at = Self::swap_at(tier)?;
+        if self.memory.half_word(at).load(Ordering::Acquire) != 1 {
+            return None;
+        }
+        let word = |offset: usize| self.memory.word(at + offset).load(Ordering::Relaxed);
+        let mut uuid = [0; 16];
+        uuid[..8].copy_from_slice(&word(8).to_le_bytes());
+        uuid[8..].copy_from_slice(&word(16).to_le_bytes());
+        let len = (word(24) as usize).min(SWAP_NAME_MAX);
+        let name = (0..len.div_ceil(8)).flat_map(|index| word(SWAP_NAME_AT + index * 8).to_le_bytes());
+        let name: Vec<u8> = name.take(len).collect();
+        Some(SwapIdentity {
+            uuid,
+            segments: self.memory.half_word(at + 4).load(Ordering::Relaxed),
+            name: String::from_utf8_lossy(&name).into_owned(),
+        })
+    }
+
+    /// Notes the disk of a tier, before anything is stored there.
+    ///
+    /// # Errors
+    /// Its name is too long.
+    pub fn set_swap(&self, tier: Tier, swap: &SwapIdentity) -> Result<(), StateError> {
+        let name = swap.name.as_bytes();
+        let (Some(at), true) = (Self::swap_at(tier), name.len() <= SWAP_NAME_MAX) else {
+            return Err(StateError::SwapName(SWAP_NAME_MAX));
+        };
+        let store = |offset: usize, word: u64| self.memory.word(at + offset).store(word, Ordering::Relaxed);
+        self.memory.half_word(at).store(0, Ordering::Relaxed);
+        self.memory.half_word(at + 4).store(swap.segments, Ordering::Relaxed);
+        let (halves, _) = swap.uuid.as_chunks::<8>();
+        for (index, half) in halves.iter().enumerate() {
+            store(8 + index * 8, u64::from_le_bytes(*half));
+        }
+        store(24, name.len() as u64);
+        for (index, chunk) in name.chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            store(SWAP_NAME_AT + index * 8, u64::from_le_bytes(word));
+        }
+        self.memory.half_word(at).store(1, Ordering::Release);
+        Ok(())
+    }
+
     /// The count of pages that were ever evicted: the clock by which it is told how soon a page was wanted again.
     pub fn evicted(&self) -> &AtomicU64 {
         self.memory.word(HEADER_EVICTED)
@@ -283,6 +360,13 @@ impl State {
         self.memory.word(at).store(word.0, Ordering::Release);
     }
 
+    /// Says when `page`, of whose copy the checksum is the same as before, was evicted again.
+    pub fn set_evicted_at(&self, page: PageIndex, proof: Proof) {
+        self.memory
+            .word(self.entry_at(page) + 8)
+            .store(proof.word(), Ordering::Relaxed);
+    }
+
     /// Says where `page` is now, the content being the same; or that it is nowhere.
     pub fn replace(&self, page: PageIndex, word: Word) {
         self.memory.word(self.entry_at(page)).store(word.0, Ordering::Release);
@@ -298,7 +382,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::entry::{Encoding, Location, Place, Stored, Tier};
+    use crate::entry::{Encoding, Location, Place, Stored};
     use std::os::fd::AsFd as _;
 
     #[test]
@@ -314,6 +398,12 @@ mod tests {
         };
         state.add_region(&region).unwrap();
         state.set_userfaultfd_number(0);
+        let swap = SwapIdentity {
+            uuid: *b"0123456789abcdef",
+            segments: 77,
+            name: "/a/path that is odd".to_owned(),
+        };
+        state.set_swap(Tier::Ssd, &swap).unwrap();
         let page = PageIndex::new(899);
         let word = Word::of(Location::In {
             tier: Tier::Ram,
@@ -334,6 +424,7 @@ mod tests {
         let again = State::open(again, 77).unwrap();
         assert_eq!(again.regions(), [region]);
         assert_eq!(again.userfaultfd_number(), Some(0));
+        assert_eq!((again.swap(Tier::Ssd), again.swap(Tier::Slow)), (Some(swap), None));
         assert_eq!(again.word(page), word);
         assert_eq!(again.proof(page), proof);
         assert_eq!(again.word(PageIndex::new(0)), Word::NOWHERE);

@@ -8,11 +8,12 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::task::Waker;
 use std::time::Instant;
 
+use larder_block::AlignedBuf;
 use larder_codec::{Choice, Encoder, Goal, uniform_word};
 
 use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
 use crate::guest::Backing;
-use crate::log::{Appender, SEGMENT, SegmentIndex, data_at, objects};
+use crate::log::{Appender, SEGMENT, SEGMENT_HEADER, SegmentIndex, data_at, objects_from};
 use crate::shared::SharedMemory;
 use crate::state::State;
 use crate::units::{PAGE, PageIndex, PageRun, runs};
@@ -59,8 +60,35 @@ pub enum Job {
         /// Where to.
         lease: Lease,
     },
+    /// Append what lives of a segment to another, in memory, that is to go to a disk.
+    Demote {
+        /// Which.
+        origin: Origin,
+        /// From which byte of it on.
+        at: usize,
+        /// Where to.
+        into: DiskLease,
+    },
     /// Give back the memory of a free segment.
     Release(SegmentIndex),
+}
+
+/// A segment of which what lives is to go to a disk.
+pub enum Origin {
+    /// Of compressed RAM.
+    Ram(SegmentIndex),
+    /// Of a disk, with what was read there.
+    Disk(Tier, SegmentIndex, AlignedBuf),
+}
+
+/// Memory that is to be written to a disk as a segment, and its unfilled rest, which the worker may fill.
+pub struct DiskLease {
+    /// Whose.
+    pub tier: Tier,
+    /// Where and how far.
+    pub lease: Lease,
+    /// All of it.
+    pub bytes: AlignedBuf,
 }
 
 /// How a page was stored.
@@ -108,6 +136,17 @@ pub enum Done {
         lease: Lease,
         /// There was room for all.
         complete: bool,
+    },
+    /// See [`Job::Demote`].
+    Demoted {
+        /// Which.
+        origin: Origin,
+        /// From where on it is to be gone on with; nothing if that was all.
+        next_at: Option<usize>,
+        /// What was alive when it was looked at.
+        copied: Vec<Copied>,
+        /// With what is still unfilled.
+        into: DiskLease,
     },
     /// See [`Job::Release`].
     Released(SegmentIndex),
@@ -175,6 +214,7 @@ impl Hands {
                 Done::Punched { batch, pages, failed }
             }
             Job::Move { segment, lease } => self.move_out(segment, lease),
+            Job::Demote { origin, at, into } => self.demote(origin, at, into),
             Job::Release(segment) => {
                 if let Err(error) = self.compressed.release(segment.start() as usize, SEGMENT) {
                     tracing::warn!("memory of compressed pages cannot be given back: {error}");
@@ -197,41 +237,54 @@ impl Hands {
     }
 
     fn move_out(&mut self, segment: SegmentIndex, mut lease: Lease) -> Done {
-        let from = self.compressed.at(segment.start() as usize, SEGMENT);
-        // SAFETY: a full segment of the mapping, which nobody writes to as long as it is one.
-        let from = unsafe { std::slice::from_raw_parts(from.as_ptr(), SEGMENT) };
+        let from = self.sealed(segment);
         // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
         let bytes = unsafe { Self::leased(&self.compressed, lease) };
         let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
-        let mut copied = Vec::new();
-        let mut complete = true;
-        for object in objects(segment, from) {
-            if object.page.get() >= self.state.capacity() {
-                continue;
-            }
-            let word = self.state.word(object.page);
-            if !matches!(word.decode(), Some(Location::In { tier: Tier::Ram, stored, .. }) if stored == object.stored) {
-                continue;
-            }
-            let len = usize::from(object.stored.len);
-            if appender.room() < len {
-                complete = false;
-                break;
-            }
-            let at = (data_at(object.stored.place) - segment.start()) as usize;
-            appender.next_data()[..len].copy_from_slice(&from[at..at + len]);
-            copied.push(Copied {
-                page: object.page,
-                from: word,
-                to: appender.append(object.page, len, object.stored.encoding),
-            });
-        }
+        let (copied, next_at) = append_living(
+            &self.state,
+            Tier::Ram,
+            segment,
+            &from[..],
+            SEGMENT_HEADER,
+            &mut appender,
+        );
         lease.from = appender.at();
         Done::Moved {
             segment,
             copied,
             lease,
-            complete,
+            complete: next_at.is_none(),
+        }
+    }
+
+    /// A full segment of compressed RAM.
+    fn sealed(&self, segment: SegmentIndex) -> &[u8] {
+        let from = self.compressed.at(segment.start() as usize, SEGMENT);
+        // SAFETY: in the mapping; nobody writes to a segment as long as it is full and something of it is moved.
+        unsafe { std::slice::from_raw_parts(from.as_ptr(), SEGMENT) }
+    }
+
+    fn demote(&mut self, origin: Origin, at: usize, mut into: DiskLease) -> Done {
+        let DiskLease { lease, bytes, .. } = &mut into;
+        let mut appender = Appender::new(lease.segment, lease.from, &mut bytes[lease.from..], lease.filling);
+        let (copied, next_at) = match &origin {
+            Origin::Ram(segment) => append_living(
+                &self.state,
+                Tier::Ram,
+                *segment,
+                self.sealed(*segment),
+                at,
+                &mut appender,
+            ),
+            Origin::Disk(tier, segment, read) => append_living(&self.state, *tier, *segment, read, at, &mut appender),
+        };
+        lease.from = appender.at();
+        Done::Demoted {
+            origin,
+            next_at,
+            copied,
+            into,
         }
     }
 
@@ -275,6 +328,41 @@ impl Hands {
             failed,
         }
     }
+}
+
+/// Appends those objects of a segment that live, from byte `at` on; and where to go on, if there was no room for all.
+fn append_living(
+    state: &State,
+    tier: Tier,
+    segment: SegmentIndex,
+    from: &[u8],
+    at: usize,
+    appender: &mut Appender<'_>,
+) -> (Vec<Copied>, Option<usize>) {
+    let mut copied = Vec::new();
+    for object in objects_from(from, segment.start(), at) {
+        if object.page.get() >= state.capacity() {
+            continue;
+        }
+        let word = state.word(object.page);
+        if !matches!(word.decode(), Some(Location::In { tier: of, stored, .. }) if of == tier && stored == object.stored)
+        {
+            continue;
+        }
+        let len = usize::from(object.stored.len);
+        let within = (object.stored.place.bytes() - segment.start()) as usize;
+        if appender.room() < len {
+            return (copied, Some(within));
+        }
+        let data = (data_at(object.stored.place) - segment.start()) as usize;
+        appender.next_data()[..len].copy_from_slice(&from[data..data + len]);
+        copied.push(Copied {
+            page: object.page,
+            from: word,
+            to: appender.append(object.page, len, object.stored.encoding),
+        });
+    }
+    (copied, None)
 }
 
 /// Above this length a page is kept as it is: what compression would save is not worth the decoding.

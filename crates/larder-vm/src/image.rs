@@ -39,7 +39,7 @@ mod prefetch_memory;
 mod replaced;
 
 pub use cache::CacheError;
-pub(crate) use cache::absolute;
+pub(crate) use cache::{absolute, random};
 pub use cache_note::state_folder;
 use cache_note::{Note, Other};
 pub(crate) use cache_note::{lately_folder, notes_folder};
@@ -536,7 +536,7 @@ async fn open_file(
     Ok(FileDevice::open(on, path, file).await?)
 }
 
-async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions) -> Result<Rc<NbdDevice>, ImageError> {
+pub(crate) async fn open_export(on: &Loop, uri: &NbdUri, options: &ImageOptions) -> Result<Rc<NbdDevice>, ImageError> {
     let nbd = NbdOptions {
         read_only: options.read_only,
         ..options.nbd.clone()

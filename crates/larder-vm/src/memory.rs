@@ -1,5 +1,7 @@
 //! The memory of a VM, kept within a budget on a thread of its own.
 
+mod swap;
+
 use std::io;
 use std::rc::Rc;
 use std::sync::mpsc as thread_mpsc;
@@ -8,7 +10,8 @@ use std::time::Duration;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::signal::first_of;
 use larder_block::{ByteLen, Loop};
-use larder_memory::attach::{AttachError, attach};
+use larder_memory::attach::{AttachError, Found};
+use larder_memory::entry::Tier;
 use larder_memory::pager;
 use larder_memory::service::{DetachError, End, Service};
 use larder_memory::target::{Options, Target, TargetError};
@@ -19,6 +22,8 @@ use crate::control::memory::MemoryState;
 
 /// Inquiries that wait for the thread at most; further ones wait where they come from.
 const WAITING_MAX: usize = 16;
+
+pub use swap::{SwapConfig, SwapError};
 
 /// Below this a budget makes no sense, besides what the pager needs for each page.
 pub const BUDGET_MIN: ByteLen = ByteLen::new(16 << 20);
@@ -38,6 +43,10 @@ pub struct MemoryConfig {
     /// How long pages wait for device I/O to end; by default [`QUARANTINE_DEFAULT`] for a process that has files open for
     /// direct I/O, else not at all.
     pub quarantine: Option<Duration>,
+    /// Where pages go that compressed RAM has no room for.
+    pub swap: Option<SwapConfig>,
+    /// Where pages go that the swap cache has no room for.
+    pub slow: Option<SwapConfig>,
     /// Processes that may map the memory, too.
     pub known: Vec<Pid>,
     /// How long the thread looks for faults at most before it sleeps.
@@ -52,6 +61,8 @@ impl MemoryConfig {
             budget,
             compressed: None,
             quarantine: None,
+            swap: None,
+            slow: None,
             known: Vec::new(),
             poll_max: POLL_MAX_DEFAULT,
         }
@@ -66,6 +77,8 @@ pub enum MemoryError {
     Target(#[from] TargetError),
     #[error(transparent)]
     Attach(#[from] AttachError),
+    #[error(transparent)]
+    Swap(#[from] SwapError),
     #[error(transparent)]
     Budget(#[from] BudgetError),
     #[error("cannot start the thread that answers for the memory: {0}")]
@@ -249,14 +262,22 @@ fn serve(
             true => QUARANTINE_DEFAULT,
             false => Duration::ZERO,
         });
-        let attached = attach(
-            target,
+        let found = Found::find(target)?;
+        let (mut swaps, mut leaving) = (Vec::new(), Vec::new());
+        for (tier, disk) in [(Tier::Ssd, &config.swap), (Tier::Slow, &config.slow)] {
+            if let Some(opened) = swap::open(&on, tier, disk.as_ref(), found.swap(tier)).await? {
+                swaps.push(opened.swap);
+                leaving.push(opened.rest);
+            }
+        }
+        let attached = found.attach(
             pager::Options {
                 limit_bytes,
                 compressed_bytes,
                 quarantine,
                 first_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
             },
+            swaps,
         )?;
         let began = Began {
             name: name.clone(),
@@ -278,7 +299,11 @@ fn serve(
             }
             std::future::pending().await
         };
-        Ok(first_of(answering, service.ended()).await)
+        let end = first_of(answering, service.ended()).await;
+        for disk in leaving {
+            disk.leave().await;
+        }
+        Ok(end)
     })
 }
 

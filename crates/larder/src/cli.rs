@@ -198,6 +198,19 @@ pub(crate) struct MemoryAttachArguments {
     /// How much of the budget may be compressed pages; by default half
     #[arg(long, value_name = "SIZE")]
     pub(crate) compressed: Option<ByteLen>,
+    /// Where pages go that compressed RAM has no room for: a file (made if it is not there, and removed in the end), a
+    /// block device, or an NBD URI
+    #[arg(long, value_name = "FILE", value_parser = image_parser())]
+    pub(crate) swap_cache: Option<ImageAddress>,
+    /// How large the swap cache may become; by default all of what is there
+    #[arg(long, value_name = "SIZE", requires = "swap_cache")]
+    pub(crate) swap_size: Option<ByteLen>,
+    /// Where pages go that the swap cache has no room for, likewise
+    #[arg(long, value_name = "FILE", value_parser = image_parser())]
+    pub(crate) slow_store: Option<ImageAddress>,
+    /// How large the slow store may become; by default all of what is there
+    #[arg(long, value_name = "SIZE", requires = "slow_store")]
+    pub(crate) slow_size: Option<ByteLen>,
     /// How long a page is left in memory after writes to it were stopped, for device I/O that has begun before to end;
     /// by default 2000 for a process that has files open for direct I/O, else 0
     #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(..=600_000))]

@@ -9,10 +9,10 @@ use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_memory::service::{DetachError, End};
 use larder_memory::target::pid_of_qmp;
-use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState};
+use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState, SwapTier};
 use larder_vm::control::state::Latency;
 use larder_vm::control::{ControlServer, Subject, detach_memory, fetch_memory, limit_memory};
-use larder_vm::memory::{ManagedMemory, MemoryConfig};
+use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig};
 use rustix::process::Pid;
 
 use crate::EXIT_NEGATIVE;
@@ -46,6 +46,14 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
     let pidfile = arguments.pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let config = MemoryConfig {
         compressed: arguments.compressed,
+        swap: arguments.swap_cache.map(|address| SwapConfig {
+            address,
+            size: arguments.swap_size,
+        }),
+        slow: arguments.slow_store.map(|address| SwapConfig {
+            address,
+            size: arguments.slow_size,
+        }),
         quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         poll_max: arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros),
         ..MemoryConfig::new(pid, arguments.budget)
@@ -187,6 +195,22 @@ fn text(state: &MemoryState) -> String {
             human(compressed.limit)
         ),
     );
+    for disk in &state.disks {
+        said.line(
+            match disk.tier {
+                SwapTier::SwapCache => "swap cache",
+                SwapTier::SlowStore => "slow store",
+            },
+            format!(
+                "{} in {} of at most {} ({}){}",
+                human(disk.pages * 4096),
+                human(disk.live),
+                human(disk.limit),
+                disk.name,
+                if disk.failed { ", cannot be written to" } else { "" }
+            ),
+        );
+    }
     said.line("one word", human(state.uniform_pages * 4096));
     if state.lost_pages > 0 {
         said.line("lost", format!("{} pages", state.lost_pages));
@@ -199,6 +223,7 @@ fn text(state: &MemoryState) -> String {
         ("zero", &state.faults.zero),
         ("one word", &state.faults.uniform),
         ("compressed", &state.faults.compressed),
+        ("disk", &state.faults.disk),
         ("write", &state.faults.write),
     ];
     said.line("faults", "");
@@ -217,6 +242,9 @@ fn text(state: &MemoryState) -> String {
             match problem {
                 MemoryProblem::TiersFull => "there is no room for more evicted pages: the budget is not kept",
                 MemoryProblem::Memory => "pages cannot be evicted: the budget is not kept; the log has the reason",
+                MemoryProblem::DiskFailed => {
+                    "there is no room for more evicted pages, as the disk for them fails: the budget is not kept"
+                }
                 MemoryProblem::Incompressible => {
                     "what is in memory cannot be compressed, and there is no swap cache: the budget is not kept"
                 }

@@ -50,8 +50,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 stored,
                 ..
             }) => self.ram.found(stored),
+            Some(Location::In { tier, stored, .. }) => self.found_on_disk(tier, stored),
             Some(Location::Uniform { .. } | Location::Lost) => true,
-            Some(Location::Nowhere | Location::In { .. }) | None => false,
+            Some(Location::Nowhere) | None => false,
+        };
+        let word = match word.is_clean() {
+            true => {
+                self.state.replace(page, word.with_clean(false));
+                word.with_clean(false)
+            }
+            false => word,
         };
         self.stored.change(Word::NOWHERE, word);
         if !is_sound {
@@ -61,8 +69,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 word.0
             );
             self.set_word(page, Word::of(Location::Lost));
-        } else if word.is_clean() {
-            self.state.replace(page, word.with_clean(false));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Pager, Stuck};
+use super::{Pager, Stuck, Waiting};
 use crate::guest::GuestMemory;
 use crate::log::SEGMENT;
 use crate::units::PAGE_BYTES;
@@ -42,7 +42,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn excess_pages(&self) -> usize {
         let target = self.options.limit_bytes.saturating_sub(self.reserve_bytes());
         let excess = self.used_bytes().saturating_sub(target).div_ceil(PAGE_BYTES);
-        (excess as usize).saturating_sub(self.batches.leaving())
+        (excess as usize).saturating_sub(self.batches.leaving() + self.punching)
     }
 
     /// Whether whoever wants a page now must wait until others have gone.
@@ -53,7 +53,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.used_bytes() >= self.options.limit_bytes
             && self.stuck.is_none()
             && self.options.quarantine.is_zero()
-            && self.batches.leaving() > 0
+            && self.batches.leaving() + self.punching > 0
     }
 
     /// Sends away what is too much, and tidies up; whether there was anything to do.
@@ -62,16 +62,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if self.no_memory_until.is_some_and(|until| until <= now) {
             self.no_memory_until = None;
         }
-        while let Some((page, since)) = self.stalled.front().copied()
+        while let Some((page, Waiting { since, write })) = self.stalled.front().copied()
             && !self.must_stall()
         {
             self.stalled.pop_front();
-            self.fault(page, false, since);
+            self.fault(page, false, write, since);
             worked = true;
         }
         if !self.is_leaving {
             worked |= self.evict(now);
             worked |= self.go_on_storing(now);
+            worked |= self.demote(now);
             worked |= self.compact();
         }
         while let Some(segment) = self.ram.cool(SEGMENTS_KEPT) {
@@ -137,6 +138,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 "{}: memory stays {} MiB over its limit",
                 match why {
                     Stuck::TiersFull => "there is no room left for evicted pages",
+                    Stuck::DiskFailed => "there is no room left for evicted pages, as the disk for them fails",
                     Stuck::Memory => "pages cannot be evicted",
                     Stuck::Incompressible => "what is in memory cannot be compressed, and there is no swap cache",
                 },
@@ -150,7 +152,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let Some((why, since)) = self.stuck else { return true };
         let is_over = match why {
             // There is room for a segment's worth again.
-            Stuck::TiersFull => self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes,
+            Stuck::TiersFull | Stuck::DiskFailed => {
+                self.disks_have_room() || self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes
+            }
             Stuck::Memory => self.now - since > TRY_AGAIN_AFTER,
             Stuck::Incompressible => self.now - since > TRY_INCOMPRESSIBLE_AFTER,
         };

@@ -7,6 +7,9 @@ use crate::guest::GuestMemory;
 use crate::units::PageIndex;
 use crate::worker::Worker;
 
+/// How many reads there are at a time.
+const READS_MAX: usize = 8;
+
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Nothing is evicted any more, and all that was is to come back ([`Self::bring_back`]).
     pub fn begin_detach(&mut self) {
@@ -23,7 +26,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// How many pages, in bytes, are to come back.
     pub fn stored_bytes(&self) -> u64 {
         let stored = self.stored;
-        u64::from(stored.uniform + stored.ram) * crate::units::PAGE_BYTES
+        u64::from(stored.uniform + stored.ram + stored.ssd + stored.slow) * crate::units::PAGE_BYTES
     }
 
     /// Brings back up to `count` pages; whether that was all there is. Faults are to be answered in between.
@@ -33,6 +36,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         let pages = self.pages();
         let mut left = count;
+        if self.disks.reads() >= READS_MAX {
+            return false;
+        }
         while self.brought_back < pages {
             if left == 0 {
                 return false;
@@ -41,12 +47,19 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             let word = self.state.word(page);
             if self.phases.get(page) == Phase::Absent && word != Word::NOWHERE {
                 left -= 1;
-                if let Put::Changing | Put::NoMemory = self.put_in_place(page) {
-                    return false;
+                match self.put_in_place(page) {
+                    Put::Changing | Put::NoMemory => return false,
+                    Put::Reading if self.disks.reads() >= READS_MAX => left = 0,
+                    _ => {}
                 }
             }
             self.brought_back += 1;
         }
-        self.stalled.is_empty() && self.waiting.is_empty()
+        if self.disks.reads() > 0 {
+            return false;
+        }
+        // What was given up and stored again, or could not be put in place, comes in the next round.
+        self.brought_back = 0;
+        self.stored_bytes() == 0 && self.stalled.is_empty() && self.waiting.is_empty()
     }
 }

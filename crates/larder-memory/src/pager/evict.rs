@@ -18,6 +18,8 @@ const STORE_PAGES: usize = 64;
 const NO_EVICTION_FOR: Duration = Duration::from_millis(10);
 /// After so many pages in a row that cannot be compressed no more are tried for a while.
 const KEPT_MAX: u32 = 4096;
+/// With a disk compressed RAM has at least so many segments.
+const SEGMENTS_MIN: u32 = 6;
 /// How many evictions there are at a time.
 const BATCHES: usize = 64;
 
@@ -70,11 +72,16 @@ impl Batches {
 }
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// Stops writes to up to `count` pages, which are to go; how many.
+    /// Has up to `count` pages go; how many. Those of which a disk has a copy go at once, to the others writes are
+    /// stopped.
     pub(super) fn begin_eviction(&mut self, count: usize, now: Instant) -> usize {
         let Some(slot) = self.batches.free.pop() else { return 0 };
         let mut pages: Vec<PageIndex> = std::iter::from_fn(|| self.lists.pop()).take(count).collect();
         pages.sort_unstable();
+        let clean = pages.extract_if(.., |page| self.state.word(*page).is_clean());
+        let clean: Vec<PageIndex> = clean.collect();
+        let gone = clean.len();
+        self.evict_clean(slot, clean);
         let mut failed = None;
         let mut protected = Vec::with_capacity(pages.len());
         for run in runs(pages.iter().copied()) {
@@ -99,7 +106,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let count = protected.len();
         if count == 0 {
             self.batches.free.push(slot);
-            return 0;
+            return gone;
         }
         protected.reverse();
         self.batches.leaving += count;
@@ -109,13 +116,47 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             is_stored: false,
         };
         self.batches.order.push_back(slot);
-        count
+        count + gone
+    }
+
+    /// Pages that are write-protected and equal to their copies on a disk.
+    fn evict_clean(&mut self, slot: u8, pages: Vec<PageIndex>) {
+        if pages.is_empty() {
+            return;
+        }
+        let mut number = self.state.evicted().load(Ordering::Relaxed);
+        for page in &pages {
+            let word = self.state.word(*page);
+            let checksum = self.state.proof(*page).checksum;
+            let evicted_at = number as u32;
+            self.state.set_evicted_at(*page, Proof { checksum, evicted_at });
+            self.set_word(*page, word.with_clean(false));
+            self.phases.set(*page, Phase::Punching);
+            number += 1;
+        }
+        self.state.evicted().store(number, Ordering::Relaxed);
+        self.figures.evicted += pages.len() as u64;
+        self.figures.evicted_clean += pages.len() as u64;
+        self.punch(slot, pages);
+    }
+
+    fn punch(&mut self, slot: u8, pages: Vec<PageIndex>) {
+        self.punching += pages.len();
+        self.give(Job::Punch {
+            batch: BatchIndex(slot),
+            pages,
+        });
     }
 
     /// When the next pages come out of their quarantine, unless the worker is at others.
-    pub fn next_due(&self) -> Option<Instant> {
+    fn next_due(&self) -> Option<Instant> {
         let at = self.batches.next_at()?;
         (!self.lease_is_out).then(|| at + self.options.quarantine)
+    }
+
+    /// When there is something to do though nothing happens.
+    pub fn next_turn(&self) -> Option<Instant> {
+        self.next_due().into_iter().chain(self.next_read_again()).min()
     }
 
     /// Has the worker store what has waited long enough; whether there was anything.
@@ -142,9 +183,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 continue;
             }
             let Some(lease) = self.take_lease() else {
+                if self.can_demote() {
+                    let batch = &mut self.batches.slots[usize::from(slot)];
+                    batch.pages.extend(pages.into_iter().rev());
+                    return false;
+                }
                 self.stay(slot, pages.iter().copied());
                 self.stay_all();
-                self.is_stuck(Stuck::TiersFull);
+                self.is_stuck(self.why_full());
                 return true;
             };
             self.batches.slots[usize::from(slot)].is_stored = true;
@@ -152,7 +198,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 batch: BatchIndex(slot),
                 pages,
                 lease,
-                raw: false,
+                raw: !self.disks.all.is_empty(),
             });
             return true;
         }
@@ -185,8 +231,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         })
     }
 
-    fn segments_max(&self) -> u32 {
-        u32::try_from(self.options.compressed_bytes / crate::log::SEGMENT as u64).unwrap_or(u32::MAX)
+    /// How many segments compressed RAM may have. What goes to a disk passes through a few.
+    pub(super) fn segments_max(&self) -> u32 {
+        let max = u32::try_from(self.options.compressed_bytes / crate::log::SEGMENT as u64).unwrap_or(u32::MAX);
+        match self.disks.all.is_empty() {
+            true => max,
+            false => max.max(SEGMENTS_MIN),
+        }
     }
 
     /// The lease is back. It is of no use any more if `is_full`.
@@ -248,6 +299,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 lease,
                 complete,
             } => self.moved(segment, copied, lease, complete),
+            Done::Demoted {
+                origin,
+                next_at,
+                copied,
+                into,
+            } => self.demoted(origin, next_at, copied, into),
             Done::Released(segment) => self.ram.cooled(segment),
         }
     }
@@ -309,10 +366,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.unprotect(run);
         }
         if !going.is_empty() {
-            self.give(Job::Punch {
-                batch: BatchIndex(slot),
-                pages: going,
-            });
+            self.punch(slot, going);
         }
         if self.kept_in_row >= KEPT_MAX.min(self.present) {
             self.kept_in_row = 0;
@@ -340,6 +394,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             tracing::error!("pages cannot be taken out of memory: {error}");
             self.is_stuck(Stuck::Memory);
         }
+        self.punching -= pages.len();
         for page in &pages {
             self.vanish(*page);
         }

@@ -8,7 +8,7 @@ use crate::guest::GuestMemory;
 use crate::lists::Queue;
 use crate::log::data_at;
 use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
-use crate::userfaultfd::{Filled, Range};
+use crate::userfaultfd::Range;
 use crate::worker::Worker;
 
 /// What became of a page that was to be put in place.
@@ -26,30 +26,33 @@ pub(super) enum Put {
     NoMemory,
     /// See [`Filled`].
     Gone,
+    /// It is being read.
+    Reading,
 }
 
 /// After so long it is tried again to get memory for a page.
 const NO_MEMORY_FOR: Duration = Duration::from_millis(1);
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    pub(super) fn fault_at(&mut self, address: u64, protected: bool) {
+    pub(super) fn fault_at(&mut self, address: u64, protected: bool, write: bool) {
         let now = Instant::now();
         match self.page_at(address) {
-            Some(page) => self.fault(page, protected, now),
+            Some(page) => self.fault(page, protected, write, now),
             // Of memory that was unmapped since: nobody waits there any more.
             None => tracing::debug!("a fault at {address:#x}, where no memory is"),
         }
     }
 
-    pub(super) fn fault(&mut self, page: PageIndex, protected: bool, since: Instant) {
+    pub(super) fn fault(&mut self, page: PageIndex, protected: bool, write: bool, since: Instant) {
         match self.phases.get(page) {
-            Phase::Absent if self.must_stall() => self.stalled.push_back((page, since)),
-            Phase::Absent => self.bring(page, since),
-            Phase::Punching => {
-                self.waiting.entry(page).or_insert(Waiting { since });
+            Phase::Absent if self.must_stall() => self.stalled.push_back((page, Waiting { since, write })),
+            Phase::Absent => self.bring(page, since, write),
+            Phase::Punching | Phase::Reading => {
+                let waiting = self.waiting.entry(page).or_insert(Waiting { since, write });
+                waiting.write |= write;
             }
             Phase::Resident | Phase::Leaving(_) if protected => self.written(page, since),
-            Phase::Resident | Phase::Leaving(_) => self.taken_out(page, since),
+            Phase::Resident | Phase::Leaving(_) => self.taken_out(page, since, write),
         }
     }
 
@@ -68,15 +71,21 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// `page` was taken out of memory by somebody else: it reads as zeros.
-    fn taken_out(&mut self, page: PageIndex, since: Instant) {
+    fn taken_out(&mut self, page: PageIndex, since: Instant, write: bool) {
         self.drop_copy(page);
         self.vanish(page);
-        self.bring(page, since);
+        self.bring(page, since, write);
     }
 
     /// Puts an absent page in place, for somebody who has waited for it since then.
-    pub(super) fn bring(&mut self, page: PageIndex, since: Instant) {
-        match self.put_in_place(page) {
+    pub(super) fn bring(&mut self, page: PageIndex, since: Instant, write: bool) {
+        let put = self.put_in_place(page);
+        self.answer(page, put, since, write);
+    }
+
+    /// What became of a page that somebody has waited for since then.
+    pub(super) fn answer(&mut self, page: PageIndex, put: Put, since: Instant, write: bool) {
+        match put {
             Put::There(source, queue) => {
                 if queue == Queue::Working {
                     self.figures.refaults += 1;
@@ -85,7 +94,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
             // It comes again when what the process says of its mappings has been read.
             Put::Changing => self.guest.wake(PageRun::one(page)),
-            Put::NoMemory => self.stalled.push_back((page, since)),
+            Put::NoMemory => self.stalled.push_back((page, Waiting { since, write })),
+            Put::Reading => {
+                self.waiting.insert(page, Waiting { since, write });
+            }
             Put::Found | Put::Lost | Put::Gone => {}
         }
     }
@@ -116,39 +128,39 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 let queue = self.queue_of_returned(page);
                 (Source::Ram, queue, self.guest.fill(page, &*self.content, false).1)
             }
+            Some(Location::In { tier, stored, .. }) if let Some(disk) = self.disks.index_of(tier) => {
+                self.begin_read(page, word, stored, disk);
+                return Put::Reading;
+            }
             _ => {
-                self.lose(page, word);
+                self.lose(page, word, "its stored copy is damaged");
                 return Put::Lost;
             }
         };
-        match filled {
-            Filled::Done => {
-                self.drop_copy(page);
-                self.settle(page, queue);
-                Put::There(source, queue)
-            }
-            Filled::Present => {
-                self.figures.found += 1;
-                self.drop_copy(page);
-                self.settle(page, queue);
-                // It may be protected still, and who waits does not know that it is there.
-                let run = PageRun::one(page);
-                if self.guest.unprotect(run).is_err() {
-                    tracing::debug!(?page, "cannot be unprotected now");
-                }
-                self.guest.wake(run);
-                Put::Found
-            }
-            Filled::Changing => Put::Changing,
-            Filled::NoMemory => {
-                if self.no_memory_until.is_none() {
-                    tracing::warn!("there is no memory for a page that is wanted: who wants it waits");
-                }
-                self.no_memory_until = Some(self.now + NO_MEMORY_FOR);
-                Put::NoMemory
-            }
-            Filled::Gone => Put::Gone,
+        self.was_filled(page, filled, queue, source, None)
+    }
+
+    /// `page`, which was to be put in place, is in memory already: whoever has put it there came later.
+    pub(super) fn was_there(&mut self, page: PageIndex, queue: Queue) -> Put {
+        self.figures.found += 1;
+        self.drop_copy(page);
+        self.settle(page, queue);
+        // It may be protected still, and who waits does not know that it is there.
+        let run = PageRun::one(page);
+        if self.guest.unprotect(run).is_err() {
+            tracing::debug!(?page, "cannot be unprotected now");
         }
+        self.guest.wake(run);
+        Put::Found
+    }
+
+    /// There is no memory for a page.
+    pub(super) fn is_without_memory(&mut self) -> Put {
+        if self.no_memory_until.is_none() {
+            tracing::warn!("there is no memory for a page that is wanted: who wants it waits");
+        }
+        self.no_memory_until = Some(self.now + NO_MEMORY_FOR);
+        Put::NoMemory
     }
 
     /// Reads a page from compressed RAM; whether it is the one that was evicted.
@@ -160,6 +172,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let at = self.compressed.at(at as usize, len);
         // SAFETY: in the mapping, and a living object, to which nobody writes.
         let data = unsafe { std::slice::from_raw_parts(at.as_ptr(), len) };
+        self.decode(page, stored, data)
+    }
+
+    /// Has `data`, which is stored so, become the content of `page`; whether it is what was evicted.
+    pub(super) fn decode(&mut self, page: PageIndex, stored: Stored, data: &[u8]) -> bool {
         let is_read = match stored.encoding {
             Encoding::Raw => match <&[u8; PAGE]>::try_from(data) {
                 Ok(data) => {
@@ -174,13 +191,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Whoever touches `page` gets a memory error: its copy is not what was evicted.
-    fn lose(&mut self, page: PageIndex, word: Word) {
+    pub(super) fn lose(&mut self, page: PageIndex, word: Word, why: &str) {
         let lost = Word::of(Location::Lost);
         if word != lost {
             let address = self.address_of(page);
             tracing::error!(
-                "page {:#x} (at {address:#x} of the process) could not be read back, its stored copy is damaged: whoever \
-                 touches it gets a memory error",
+                "page {:#x} (at {address:#x} of the process) is lost, {why}: whoever touches it gets a memory error",
                 page.get()
             );
             self.forget_copy(word);
@@ -203,7 +219,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// A page that had left: whether it would be here still if there were as much memory again as it has now.
-    fn queue_of_returned(&self, page: PageIndex) -> Queue {
+    pub(super) fn queue_of_returned(&self, page: PageIndex) -> Queue {
         let evicted = self.state.evicted().load(std::sync::atomic::Ordering::Relaxed) as u32;
         let distance = evicted.wrapping_sub(self.state.proof(page).evicted_at);
         match distance < self.present {
@@ -222,14 +238,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// The copy that `word` leads to is dead.
-    fn forget_copy(&mut self, word: Word) {
-        if let Some(Location::In {
-            tier: Tier::Ram,
-            stored,
-            ..
-        }) = word.decode()
-        {
-            self.ram.remove(stored);
+    pub(super) fn forget_copy(&mut self, word: Word) {
+        let Some(Location::In { tier, stored, .. }) = word.decode() else {
+            return;
+        };
+        match (tier, self.disks.index_of(tier)) {
+            (Tier::Ram, _) => self.ram.remove(stored),
+            (Tier::Ssd | Tier::Slow, Some(disk)) => self.disks.all[disk].log.remove(stored),
+            (Tier::Ssd | Tier::Slow, None) => {}
         }
     }
 
@@ -313,7 +329,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Whoever has waited for `page` to be out of memory gets it.
     pub(super) fn answer_waiting(&mut self, page: PageIndex) {
         if let Some(waiting) = self.waiting.remove(&page) {
-            self.bring(page, waiting.since);
+            self.bring(page, waiting.since, waiting.write);
         }
     }
 }

@@ -13,6 +13,8 @@ pub enum Source {
     Uniform,
     /// Compressed RAM.
     Ram,
+    /// A disk.
+    Disk,
     /// It could not be read back.
     Lost,
 }
@@ -26,6 +28,10 @@ pub struct Figures {
     pub uniform: Histogram,
     /// As above.
     pub ram: Histogram,
+    /// As above.
+    pub disk: Histogram,
+    /// Pages that were read from a disk because others were wanted.
+    pub ahead: u64,
     /// Pages that could not be read back.
     pub lost: u64,
     /// Writes to protected pages.
@@ -34,6 +40,8 @@ pub struct Figures {
     pub refaults: u64,
     /// Pages evicted.
     pub evicted: u64,
+    /// Of them, those of which a disk had a copy still.
+    pub evicted_clean: u64,
     /// Of them, those of one word all over.
     pub evicted_uniform: u64,
     /// Bytes in which the others were stored.
@@ -54,6 +62,7 @@ impl Figures {
             Source::Zero => self.zero.add(took),
             Source::Uniform => self.uniform.add(took),
             Source::Ram => self.ram.add(took),
+            Source::Disk => self.disk.add(took),
             Source::Lost => self.lost += 1,
         }
     }

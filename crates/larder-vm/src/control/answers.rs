@@ -97,8 +97,8 @@ enum Resource {
     OpenApi,
     Events,
     Reload,
-    Memory(MemoryInquiry),
-    Detach(MemoryInquiry),
+    Memory(Option<MemoryInquiry>),
+    Detach(Option<MemoryInquiry>),
     Disks,
     Disk(DiskInquiry),
     Flush(DiskInquiry),
@@ -113,8 +113,8 @@ impl Resource {
             EVENTS_PATH => return Some(Self::Events),
             RELOAD_PATH => return Some(Self::Reload),
             DISKS_PATH => return Some(Self::Disks),
-            MEMORY_PATH => return subject.memory_of().map(Self::Memory),
-            DETACH_PATH => return subject.memory_of().map(Self::Detach),
+            MEMORY_PATH => return Some(Self::Memory(subject.memory_of())),
+            DETACH_PATH => return Some(Self::Detach(subject.memory_of())),
             _ => {}
         }
         let of_disk = path.strip_prefix(DISKS_PATH)?.strip_prefix('/')?;
@@ -167,13 +167,14 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Ok(state) => found(&state),
             Err(late) => late,
         },
-        Resource::Memory(memory) if request.method() == Method::PATCH => limit_memory(request, &memory).await,
-        Resource::Memory(memory) => match timeout(DISK_TIME_MAX, memory.state()).await {
+        Resource::Memory(None) | Resource::Detach(None) => failure(StatusCode::NOT_FOUND, not_found(&path, subject)),
+        Resource::Memory(Some(memory)) if request.method() == Method::PATCH => limit_memory(request, &memory).await,
+        Resource::Memory(Some(memory)) => match timeout(DISK_TIME_MAX, memory.state()).await {
             Ok(Some(state)) => found(&state),
             Ok(None) => memory_is_over(),
             Err(_) => memory_is_late(),
         },
-        Resource::Detach(memory) => detach_memory(&memory).await,
+        Resource::Detach(Some(memory)) => detach_memory(&memory).await,
         Resource::Flush(disk) => work(&disk, DiskChange::Cache(CacheWork::Flush)).await,
         Resource::Replace(disk) => replace(request, &disk, subject).await,
     }

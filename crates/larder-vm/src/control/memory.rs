@@ -2,7 +2,8 @@
 //! done count from when the process that tells them attached.
 
 use larder_block::ByteLen;
-use larder_memory::pager::Stuck;
+use larder_memory::entry::Tier;
+use larder_memory::pager::{DiskStatus, Stuck};
 use larder_memory::service::Status;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -29,6 +30,8 @@ pub struct MemoryState {
     pub used: u64,
     /// Compressed pages.
     pub compressed: CompressedState,
+    /// The swap cache and the slow store, as far as there are such.
+    pub disks: Vec<SwapState>,
     /// Pages, each of one word all over, that take no memory.
     pub uniform_pages: u64,
     /// Pages that could not be read back; whoever touches one gets a memory error.
@@ -39,10 +42,16 @@ pub struct MemoryState {
     pub refaults: u64,
     /// Pages that were evicted.
     pub evicted_pages: u64,
+    /// Of them, those of which a disk had a copy already.
+    pub evicted_clean_pages: u64,
     /// Of them, those of one word all over.
     pub evicted_uniform_pages: u64,
     /// The bytes in which the others were stored.
     pub evicted_bytes: u64,
+    /// Pages that were read from a disk because others were wanted.
+    pub ahead_pages: u64,
+    /// Pages that are in memory and equal to a copy on a disk.
+    pub clean_pages: u64,
     /// Pages that were to go, and stayed because they were written to.
     pub saved_pages: u64,
     /// Pages that were to go, and stayed because they cannot be compressed.
@@ -68,6 +77,39 @@ pub struct CompressedState {
     pub limit: u64,
 }
 
+/// A disk for evicted pages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SwapState {
+    /// What it is for.
+    pub tier: SwapTier,
+    /// Its path, or address.
+    pub name: String,
+    /// Pages that are there and not in memory.
+    pub pages: u64,
+    /// What it holds, with what is not needed any more.
+    pub used: u64,
+    /// What of that is needed.
+    pub live: u64,
+    /// What it may hold.
+    pub limit: u64,
+    /// What was written.
+    pub written_bytes: u64,
+    /// What was read.
+    pub read_bytes: u64,
+    /// Writes have failed, and no more are made.
+    pub failed: bool,
+}
+
+/// What a disk for evicted pages is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum SwapTier {
+    /// What compressed RAM has no room for.
+    SwapCache,
+    /// What the swap cache has no room for.
+    SlowStore,
+}
+
 /// Faults, by where the page came from. The time is from when Larder was told until the page was there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FaultsState {
@@ -77,6 +119,8 @@ pub struct FaultsState {
     pub uniform: Latency,
     /// Compressed pages.
     pub compressed: Latency,
+    /// Pages that were read from a disk.
+    pub disk: Latency,
     /// Writes to pages that were about to go.
     pub write: Latency,
 }
@@ -91,6 +135,28 @@ pub enum MemoryProblem {
     Memory,
     /// What is in memory cannot be compressed.
     Incompressible,
+    /// There is no room for more compressed pages, and the disk below fails.
+    DiskFailed,
+}
+
+impl SwapState {
+    fn new(disk: &DiskStatus, status: &Status) -> Self {
+        let (tier, pages) = match disk.tier {
+            Tier::Slow => (SwapTier::SlowStore, status.stored.slow),
+            Tier::Ram | Tier::Ssd => (SwapTier::SwapCache, status.stored.ssd),
+        };
+        Self {
+            tier,
+            name: disk.name.clone(),
+            pages: pages.into(),
+            used: disk.used_bytes,
+            live: disk.live_bytes,
+            limit: disk.limit_bytes,
+            written_bytes: disk.written_bytes,
+            read_bytes: disk.read_bytes,
+            failed: disk.failed,
+        }
+    }
 }
 
 impl MemoryState {
@@ -109,18 +175,23 @@ impl MemoryState {
                 used: status.compressed_bytes,
                 limit: status.compressed_limit_bytes,
             },
+            disks: status.disks.iter().map(|disk| SwapState::new(disk, status)).collect(),
             uniform_pages: status.stored.uniform.into(),
             lost_pages: status.stored.lost.into(),
             faults: FaultsState {
                 zero: Latency::new(&figures.zero),
                 uniform: Latency::new(&figures.uniform),
                 compressed: Latency::new(&figures.ram),
+                disk: Latency::new(&figures.disk),
                 write: Latency::new(&figures.writes),
             },
             refaults: figures.refaults,
             evicted_pages: figures.evicted,
+            evicted_clean_pages: figures.evicted_clean,
             evicted_uniform_pages: figures.evicted_uniform,
             evicted_bytes: figures.evicted_bytes,
+            ahead_pages: figures.ahead,
+            clean_pages: status.stored.clean.into(),
             saved_pages: figures.saved,
             kept_pages: figures.kept,
             given_up_pages: figures.removed,
@@ -129,6 +200,7 @@ impl MemoryState {
                 Stuck::TiersFull => MemoryProblem::TiersFull,
                 Stuck::Memory => MemoryProblem::Memory,
                 Stuck::Incompressible => MemoryProblem::Incompressible,
+                Stuck::DiskFailed => MemoryProblem::DiskFailed,
             }),
             detaching: status.detaching,
         }

@@ -714,7 +714,7 @@ fn lacks_room(path: &Path, size: ByteLen) -> bool {
     found.is_file() && size.get().saturating_sub(has) > system.f_bavail.saturating_mul(system.f_frsize)
 }
 
-pub(super) fn random() -> std::io::Result<[u8; 16]> {
+pub(crate) fn random() -> std::io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes)

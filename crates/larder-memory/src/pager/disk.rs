@@ -1,0 +1,753 @@
+//! Tiers on disks: what compressed RAM has no room for is written there, and read when it is wanted.
+//!
+//! # The way of a copy
+//! What lives of the oldest segment is copied, as it is stored, to memory that is to become a segment of the disk. That
+//! is written as a whole. Only then do the entries lead there, and only if the page has not been wanted back meanwhile;
+//! until then the copy above counts. So nothing of what is being written is missed when this process is killed.
+//!
+//! A full disk makes room by moving what lives in its emptiest segment, or its oldest one to the next disk. What it
+//! holds of pages that are in memory too is dropped then.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use larder_block::{AlignedBuf, IoError};
+
+use super::fault::Put;
+use super::{Pager, Phase, Stuck, Waiting};
+use crate::entry::{Location, Stored, Tier, Word};
+use crate::guest::GuestMemory;
+use crate::lists::Queue;
+use crate::log::{SEGMENT, SegmentIndex, Segments, data_at, object_bytes, objects_from};
+use crate::store::{Finished, Store, Ticket};
+use crate::units::{PAGE, PageIndex};
+use crate::userfaultfd::Filled;
+use crate::worker::{Copied, DiskLease, Job, Lease, Origin, Worker};
+
+/// How many segments are written at a time.
+const WRITES_MAX: usize = 2;
+/// So many free segments are kept for those that make room.
+const KEPT_FOR_CLEANING: u32 = 2;
+/// A disk makes room when less than this share of it is free.
+const FREE_SHARE: u32 = 32;
+/// From a segment in which more than this lives there is little to gain.
+const WORTH_CLEANING: u32 = (SEGMENT - SEGMENT / 8) as u32;
+/// How often a read that fails is made, and how long after.
+const READS_MAX: u32 = 4;
+const READ_AGAIN_AFTER: Duration = Duration::from_millis(200);
+/// After a write that fails nothing is written for so long.
+const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// After so many of them the disk is not written to any more.
+const WRITE_FAILURES_MAX: u32 = 8;
+
+/// How much is read at a time, in bytes: of a stream that has just begun, and at most.
+const WINDOW_MIN: usize = 16 << 10;
+const WINDOW_MAX: usize = 256 << 10;
+/// How many streams are known.
+const STREAMS: usize = 16;
+/// A stream goes on if it is gone on with within so many bytes.
+const STREAM_GAP: u64 = 64 << 10;
+/// Of so many windows it is remembered whether they were gone on with.
+const REMEMBERED: u32 = 32;
+/// If less than this share of them was, only each so-manieth new stream is read ahead of.
+const WORTH_SHARE: u32 = 8;
+const TRY_EACH: u32 = 16;
+
+/// What becomes a segment of a disk.
+#[derive(Default)]
+struct Filling {
+    copied: Vec<Copied>,
+    /// Segments of which nothing else is left to be moved.
+    origins: Vec<Moved>,
+}
+
+/// A segment that is left when its copies count.
+#[derive(Clone, Copy)]
+enum Moved {
+    Ram(SegmentIndex),
+    Disk(Tier, SegmentIndex),
+}
+
+/// A part of the log that was read ahead; who goes on at its end is a stream.
+#[derive(Clone, Copy)]
+struct Stream {
+    end: u64,
+    window: usize,
+}
+
+/// How far to read ahead.
+#[derive(Default)]
+struct Ahead {
+    streams: VecDeque<Stream>,
+    /// Of the last windows, how many were gone on with, times [`REMEMBERED`]: a moving average.
+    hits: u32,
+    new: u32,
+}
+
+impl Ahead {
+    /// How many bytes to read from `at` on.
+    fn window(&mut self, at: u64) -> usize {
+        let goes_on = |stream: &Stream| (stream.end..stream.end + STREAM_GAP).contains(&at);
+        let window = match self.streams.iter().position(goes_on) {
+            Some(index) => {
+                self.remember(true);
+                let stream = self.streams.remove(index);
+                stream.map_or(WINDOW_MIN, |stream| (stream.window * 2).clamp(WINDOW_MIN, WINDOW_MAX))
+            }
+            None => {
+                self.new = self.new.wrapping_add(1);
+                match self.hits < REMEMBERED * REMEMBERED / WORTH_SHARE && !self.new.is_multiple_of(TRY_EACH) {
+                    true => 0,
+                    false => WINDOW_MIN,
+                }
+            }
+        };
+        window
+    }
+
+    /// Up to `end` it was read, by a window of `window` bytes.
+    fn was_read(&mut self, end: u64, window: usize) {
+        if self.streams.len() == STREAMS && self.streams.pop_front().is_some_and(|stream| stream.window > 0) {
+            self.remember(false);
+        }
+        self.streams.push_back(Stream { end, window });
+    }
+
+    fn remember(&mut self, hit: bool) {
+        self.hits -= self.hits / REMEMBERED;
+        if hit {
+            self.hits += REMEMBERED;
+        }
+    }
+}
+
+/// A read that is under way, or is to be made again.
+struct Reading {
+    disk: usize,
+    start: u64,
+    len: usize,
+    tries: u32,
+    what: Wanted,
+}
+
+enum Wanted {
+    /// These pages, whose entries said this.
+    Pages(Vec<(PageIndex, Word)>),
+    /// A whole segment, to be moved to this disk.
+    Segment(SegmentIndex, usize),
+}
+
+/// A tier on a disk.
+pub(super) struct Disk {
+    tier: Tier,
+    store: Box<dyn Store>,
+    pub(super) log: Segments,
+    filling: Option<(DiskLease, Filling)>,
+    /// What belongs to the memory that the worker fills.
+    with_worker: Option<Filling>,
+    /// What is to be moved here, from which byte on.
+    queue: VecDeque<(Origin, usize)>,
+    writes: HashMap<SegmentIndex, Filling>,
+    /// A segment of it is being read, or moved, to make room.
+    is_cleaning: bool,
+    ahead: Ahead,
+    failures: u32,
+    failed_until: Option<Instant>,
+    /// Bytes written and read since the beginning.
+    pub(super) written_bytes: u64,
+    pub(super) read_bytes: u64,
+}
+
+impl Disk {
+    fn new(tier: Tier, store: Box<dyn Store>) -> Self {
+        Self {
+            tier,
+            log: Segments::new(store.segments()),
+            store,
+            filling: None,
+            with_worker: None,
+            queue: VecDeque::new(),
+            writes: HashMap::new(),
+            is_cleaning: false,
+            ahead: Ahead::default(),
+            failures: 0,
+            failed_until: None,
+            written_bytes: 0,
+            read_bytes: 0,
+        }
+    }
+
+    /// It is short of free segments.
+    fn is_short(&self) -> bool {
+        self.log.available() <= (self.log.count() / FREE_SHARE).max(KEPT_FOR_CLEANING)
+    }
+
+    /// It is not written to any more.
+    fn has_failed(&self) -> bool {
+        self.failures >= WRITE_FAILURES_MAX
+    }
+}
+
+/// How a tier on a disk is.
+#[derive(Clone, Debug)]
+pub struct DiskStatus {
+    /// Which.
+    pub tier: Tier,
+    /// What the disk is called.
+    pub name: String,
+    /// What it may hold, in bytes.
+    pub limit_bytes: u64,
+    /// What it holds, with what is not needed any more, in bytes.
+    pub used_bytes: u64,
+    /// What of that is needed, in bytes.
+    pub live_bytes: u64,
+    /// What was written since the pager began, in bytes.
+    pub written_bytes: u64,
+    /// What was read, in bytes.
+    pub read_bytes: u64,
+    /// It cannot be written to, and is not any more.
+    pub failed: bool,
+}
+
+/// All tiers on disks, the fastest first.
+#[derive(Default)]
+pub(super) struct Disks {
+    pub(super) all: Vec<Disk>,
+    reads: HashMap<Ticket, Reading>,
+    again: Vec<(Instant, Reading)>,
+    ticket: u64,
+    spare: Vec<AlignedBuf>,
+    /// Pages one after the other that are put in place together.
+    run: Vec<u8>,
+    run_pages: Vec<(PageIndex, Word)>,
+}
+
+/// How many buffers are kept.
+const SPARE_MAX: usize = 8;
+
+impl Disks {
+    pub(super) fn new(stores: Vec<(Tier, Box<dyn Store>)>) -> Self {
+        Self {
+            all: stores.into_iter().map(|(tier, store)| Disk::new(tier, store)).collect(),
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn index_of(&self, tier: Tier) -> Option<usize> {
+        self.all.iter().position(|disk| disk.tier == tier)
+    }
+
+    /// Reads under way, or to be made again.
+    pub(super) fn reads(&self) -> usize {
+        self.reads.len() + self.again.len()
+    }
+
+    /// What is taken of memory besides, in bytes.
+    pub(super) fn buffer_bytes(&self) -> u64 {
+        let segments: usize = self
+            .all
+            .iter()
+            .map(|disk| {
+                let filled = usize::from(disk.filling.is_some() || disk.with_worker.is_some());
+                filled + disk.writes.len() + usize::from(disk.is_cleaning)
+            })
+            .sum();
+        let reads: usize = self.reads.values().map(|reading| reading.len).sum();
+        let spare: usize = self.spare.iter().map(|bytes| bytes.len()).sum();
+        (segments * SEGMENT + reads + spare) as u64
+    }
+
+    fn buffer(&mut self, len: usize) -> AlignedBuf {
+        let fits = |bytes: &AlignedBuf| bytes.len() >= len && bytes.len() <= len.next_power_of_two();
+        match self.spare.iter().position(fits) {
+            Some(index) => self.spare.swap_remove(index),
+            None => AlignedBuf::zeroed(len.next_power_of_two().min(SEGMENT)),
+        }
+    }
+
+    fn give_back(&mut self, bytes: AlignedBuf) {
+        if self.spare.len() < SPARE_MAX {
+            self.spare.push(bytes);
+        }
+    }
+
+    fn begin(&mut self, reading: Reading) {
+        self.ticket += 1;
+        let ticket = Ticket(self.ticket);
+        let bytes = self.buffer(reading.len);
+        self.all[reading.disk]
+            .store
+            .read(reading.start, reading.len, bytes, ticket);
+        self.reads.insert(ticket, reading);
+    }
+
+    /// The read under way that will bring what is stored there.
+    fn reading_of(&mut self, disk: usize, stored: Stored) -> Option<&mut Vec<(PageIndex, Word)>> {
+        let from = stored.place.bytes();
+        let to = data_at(stored.place) + u64::from(stored.len);
+        self.reads.values_mut().find_map(|reading| match &mut reading.what {
+            Wanted::Pages(pages)
+                if reading.disk == disk && reading.start <= from && to <= reading.start + reading.len as u64 =>
+            {
+                Some(pages)
+            }
+            _ => None,
+        })
+    }
+}
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    /// What disks have done; whether there was something.
+    pub(super) fn take_from_disks(&mut self) -> bool {
+        let mut worked = false;
+        for index in 0..self.disks.all.len() {
+            while let Some(finished) = self.disks.all[index].store.take() {
+                worked = true;
+                match finished {
+                    Finished::Written { segment, bytes, failed } => {
+                        self.disks.give_back(bytes);
+                        self.written_to_disk(index, segment, failed);
+                    }
+                    Finished::Read { ticket, bytes, failed } => {
+                        if let Some(reading) = self.disks.reads.remove(&ticket) {
+                            match failed {
+                                None => self.read_from_disk(reading, bytes),
+                                Some(error) => {
+                                    self.disks.give_back(bytes);
+                                    self.read_failed(reading, &error);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        if self.disks.again.iter().any(|(at, _)| *at <= self.now) {
+            let due = self.disks.again.extract_if(.., |(at, _)| *at <= self.now);
+            let due: Vec<Reading> = due.map(|(_, reading)| reading).collect();
+            for reading in due {
+                self.disks.begin(reading);
+            }
+            worked = true;
+        }
+        worked
+    }
+
+    /// When a read that has failed is made again.
+    pub(super) fn next_read_again(&self) -> Option<Instant> {
+        self.disks.again.iter().map(|(at, _)| *at).min()
+    }
+
+    /// Whether pages can go from compressed RAM to a disk.
+    pub(super) fn can_demote(&self) -> bool {
+        self.disks.all.first().is_some_and(|disk| {
+            let moves = disk.with_worker.is_some() || !disk.writes.is_empty() || !disk.queue.is_empty();
+            !disk.has_failed() && (moves || disk.is_cleaning || disk.log.available() > KEPT_FOR_CLEANING)
+        })
+    }
+
+    /// Moves what is too much from tier to tier; whether there was anything to do.
+    pub(super) fn demote(&mut self, now: Instant) -> bool {
+        let mut worked = false;
+        for index in 0..self.disks.all.len() {
+            worked |= self.fill_disk(index, now);
+            worked |= self.clean_disk(index);
+        }
+        worked
+    }
+
+    /// Segments that compressed RAM may have before what is oldest goes to a disk.
+    fn ram_target(&self) -> u32 {
+        let max = self.segments_max();
+        max - (max / 8).clamp(2, 16).min(max)
+    }
+
+    fn fill_disk(&mut self, index: usize, now: Instant) -> bool {
+        let ram_is_over = index == 0 && self.ram.used() > self.ram_target();
+        let disk = &mut self.disks.all[index];
+        if disk.with_worker.is_some() || disk.has_failed() || disk.failed_until.is_some_and(|until| until > now) {
+            return false;
+        }
+        if disk.queue.is_empty() && ram_is_over {
+            let has_room = disk.filling.is_some() || disk.log.available() > KEPT_FOR_CLEANING;
+            let oldest = if has_room { self.ram.oldest() } else { None };
+            let from = crate::log::SEGMENT_HEADER;
+            disk.queue.extend(oldest.map(|segment| (Origin::Ram(segment), from)));
+        }
+        if disk.queue.is_empty() {
+            return false;
+        }
+        let (into, filling) = match disk.filling.take() {
+            Some(filling) => filling,
+            None => {
+                if disk.writes.len() >= WRITES_MAX {
+                    return false;
+                }
+                let Some((segment, number)) = disk.log.take() else {
+                    return false;
+                };
+                let (tier, bytes) = (disk.tier, self.disks.buffer(SEGMENT));
+                let lease = Lease {
+                    segment,
+                    from: 0,
+                    filling: number,
+                };
+                (DiskLease { tier, lease, bytes }, Filling::default())
+            }
+        };
+        let disk = &mut self.disks.all[index];
+        let Some((origin, at)) = disk.queue.pop_front() else {
+            unreachable!("looked at above");
+        };
+        disk.with_worker = Some(filling);
+        self.give(Job::Demote { origin, at, into });
+        true
+    }
+
+    pub(super) fn demoted(&mut self, origin: Origin, next_at: Option<usize>, copied: Vec<Copied>, into: DiskLease) {
+        let Some(index) = self.disks.index_of(into.tier) else {
+            unreachable!("a job of a disk that there is");
+        };
+        let disk = &mut self.disks.all[index];
+        let mut filling = disk.with_worker.take().unwrap_or_default();
+        filling.copied.extend(copied);
+        match next_at {
+            Some(at) => disk.queue.push_front((origin, at)),
+            None => match origin {
+                Origin::Ram(segment) => filling.origins.push(Moved::Ram(segment)),
+                Origin::Disk(tier, segment, bytes) => {
+                    filling.origins.push(Moved::Disk(tier, segment));
+                    self.disks.give_back(bytes);
+                }
+            },
+        }
+        let disk = &mut self.disks.all[index];
+        if next_at.is_none() && into.lease.from + 2 * PAGE < SEGMENT {
+            disk.filling = Some((into, filling));
+            return;
+        }
+        let DiskLease { lease, bytes, .. } = into;
+        disk.written_bytes += SEGMENT as u64;
+        disk.writes.insert(lease.segment, filling);
+        disk.store.write(lease.segment, bytes);
+    }
+
+    fn written_to_disk(&mut self, index: usize, segment: SegmentIndex, failed: Option<IoError>) {
+        let disk = &mut self.disks.all[index];
+        let Some(filling) = disk.writes.remove(&segment) else {
+            return;
+        };
+        let tier = disk.tier;
+        if let Some(error) = failed {
+            disk.log.spoil(segment);
+            disk.failures += 1;
+            disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
+            let what = match disk.has_failed() {
+                true => "it is not written to any more; what is there is read on",
+                false => "nothing is lost; another place of it is tried",
+            };
+            tracing::error!("{error}: {what}");
+        } else {
+            disk.failures = 0;
+            for Copied { page, from, to } in filling.copied {
+                let word = self.state.word(page);
+                if word.with_clean(false) != from.with_clean(false) {
+                    continue;
+                }
+                if word.is_clean() {
+                    // It is in memory, and comes here again when it leaves.
+                    self.drop_copy(page);
+                    continue;
+                }
+                let there = Location::In {
+                    tier,
+                    stored: to,
+                    clean: false,
+                };
+                self.set_word(page, Word::of(there));
+                self.disks.all[index].log.add(to);
+                self.forget_copy(from);
+            }
+            self.disks.all[index].log.seal(segment);
+        }
+        for origin in filling.origins {
+            match origin {
+                Moved::Ram(segment) => self.ram.left(segment),
+                Moved::Disk(tier, segment) => {
+                    if let Some(of) = self.disks.index_of(tier) {
+                        self.disks.all[of].log.left(segment);
+                        self.disks.all[of].is_cleaning = false;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Has a segment read of which what lives is to go elsewhere.
+    fn clean_disk(&mut self, index: usize) -> bool {
+        let has_next = self.disks.all.get(index + 1).is_some_and(|next| !next.has_failed());
+        let disk = &mut self.disks.all[index];
+        if disk.is_cleaning || disk.has_failed() || !disk.is_short() {
+            return false;
+        }
+        // Half a segment of dead space is worth more than another place.
+        let limit = if has_next { SEGMENT as u32 / 2 } else { WORTH_CLEANING };
+        let (segment, to) = match disk.log.emptiest(limit) {
+            Some(segment) => (segment, index),
+            None if has_next => match disk.log.oldest() {
+                Some(segment) => (segment, index + 1),
+                None => return false,
+            },
+            None => return false,
+        };
+        disk.is_cleaning = true;
+        self.disks.begin(Reading {
+            disk: index,
+            start: segment.start(),
+            len: SEGMENT,
+            tries: 0,
+            what: Wanted::Segment(segment, to),
+        });
+        true
+    }
+
+    /// Has an absent page read whose entry says `word`; who waits for it is answered then.
+    pub(super) fn begin_read(&mut self, page: PageIndex, word: Word, stored: Stored, disk: usize) {
+        self.phases.set(page, Phase::Reading);
+        if let Some(pages) = self.disks.reading_of(disk, stored) {
+            pages.push((page, word));
+            return;
+        }
+        let from = stored.place.bytes();
+        let end = from + object_bytes(stored.len) as u64;
+        let of = &mut self.disks.all[disk];
+        let block = of.store.block_bytes() as u64;
+        let segment_end = (from / SEGMENT as u64 + 1) * SEGMENT as u64;
+        let window = match self.is_leaving {
+            true => WINDOW_MAX,
+            false => of.ahead.window(from),
+        };
+        let start = from / block * block;
+        let until = (end + window as u64).next_multiple_of(block).min(segment_end);
+        of.ahead.was_read(until, window);
+        of.read_bytes += until - start;
+        self.disks.begin(Reading {
+            disk,
+            start,
+            len: (until - start) as usize,
+            tries: 0,
+            what: Wanted::Pages(vec![(page, word)]),
+        });
+    }
+
+    fn read_failed(&mut self, mut reading: Reading, error: &IoError) {
+        reading.tries += 1;
+        if reading.tries < READS_MAX {
+            tracing::warn!("{error}: it is tried again");
+            self.disks.again.push((self.now + READ_AGAIN_AFTER, reading));
+            return;
+        }
+        tracing::error!("{error}");
+        match reading.what {
+            Wanted::Segment(segment, _) => {
+                let disk = &mut self.disks.all[reading.disk];
+                disk.log.left(segment);
+                disk.is_cleaning = false;
+                disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
+            }
+            Wanted::Pages(pages) => {
+                for (page, word) in pages {
+                    if self.is_read_no_more(page, word) {
+                        continue;
+                    }
+                    self.phases.set(page, Phase::Absent);
+                    self.waiting.remove(&page);
+                    self.lose(page, word, "it cannot be read from the disk");
+                }
+            }
+        }
+    }
+
+    /// Whether a page that was read is not to be put in place: it was given up, or is elsewhere now. Who waits for it is
+    /// answered.
+    fn is_read_no_more(&mut self, page: PageIndex, word: Word) -> bool {
+        if self.phases.get(page) != Phase::Reading {
+            return true;
+        }
+        if self.state.word(page) == word {
+            return false;
+        }
+        self.phases.set(page, Phase::Absent);
+        self.answer_waiting(page);
+        true
+    }
+
+    fn read_from_disk(&mut self, reading: Reading, bytes: AlignedBuf) {
+        let Reading {
+            disk, start, len, what, ..
+        } = reading;
+        let pages = match what {
+            Wanted::Segment(segment, to) => {
+                let origin = Origin::Disk(self.disks.all[disk].tier, segment, bytes);
+                self.disks.all[to].queue.push_back((origin, crate::log::SEGMENT_HEADER));
+                return;
+            }
+            Wanted::Pages(pages) => pages,
+        };
+        let read = &bytes[..len];
+        let mut first = None;
+        for (page, word) in pages {
+            if self.is_read_no_more(page, word) {
+                continue;
+            }
+            let Some(Location::In { stored, .. }) = word.decode() else {
+                continue;
+            };
+            first = Some(first.map_or(stored.place, |first: crate::entry::Place| first.min(stored.place)));
+            self.put_read(page, word, stored, start, read);
+        }
+        if let Some(first) = first {
+            self.put_ahead(disk, start, read, (first.bytes() - start) as usize);
+        }
+        self.disks.give_back(bytes);
+    }
+
+    /// Puts a page in place that was wanted, and was read.
+    fn put_read(&mut self, page: PageIndex, word: Word, stored: Stored, start: u64, read: &[u8]) {
+        self.phases.set(page, Phase::Absent);
+        let waiting = self.waiting.remove(&page);
+        let at = (data_at(stored.place) - start) as usize;
+        if !self.decode(page, stored, &read[at..at + usize::from(stored.len)]) {
+            self.lose(page, word, "its stored copy is damaged");
+            return;
+        }
+        // Whoever only reads leaves the copy good for the next time.
+        let protect = waiting.is_none_or(|waiting| !waiting.write);
+        let queue = self.queue_of_returned(page);
+        let filled = self.guest.fill(page, &*self.content, protect).1;
+        let put = self.was_filled(page, filled, queue, super::Source::Disk, protect.then_some(word));
+        let Waiting { since, write } = waiting.unwrap_or(Waiting {
+            since: self.now,
+            write: false,
+        });
+        if waiting.is_some() || put == Put::NoMemory {
+            self.answer(page, put, since, write);
+        }
+    }
+
+    /// Puts in place what was read besides, from byte `at` of `read` on.
+    fn put_ahead(&mut self, disk: usize, start: u64, read: &[u8], at: usize) {
+        let tier = self.disks.all[disk].tier;
+        for object in objects_from(read, start, at) {
+            let page = object.page;
+            if page.get() >= self.pages() || self.phases.get(page) != Phase::Absent {
+                continue;
+            }
+            let word = self.state.word(page);
+            let is_it = matches!(word.decode(), Some(Location::In { tier: of, stored, .. }) if of == tier && stored == object.stored);
+            if !is_it || self.no_memory_until.is_some() || self.used_bytes() >= self.options.limit_bytes {
+                continue;
+            }
+            let data = (data_at(object.stored.place) - start) as usize;
+            if !self.decode(page, object.stored, &read[data..data + usize::from(object.stored.len)]) {
+                continue;
+            }
+            let goes_on = self
+                .disks
+                .run_pages
+                .last()
+                .is_some_and(|(last, _)| last.plus(1) == page);
+            if !goes_on {
+                self.put_run();
+            }
+            self.disks.run.extend_from_slice(&*self.content);
+            self.disks.run_pages.push((page, word));
+        }
+        self.put_run();
+    }
+
+    fn put_run(&mut self) {
+        let (run, pages) = (
+            std::mem::take(&mut self.disks.run),
+            std::mem::take(&mut self.disks.run_pages),
+        );
+        if let Some((first, _)) = pages.first() {
+            let (filled, _) = self.guest.fill(*first, &run, true);
+            for (page, word) in &pages[..filled.min(pages.len())] {
+                self.settle(*page, Queue::Probation);
+                self.set_word(*page, word.with_clean(true));
+                self.figures.ahead += 1;
+            }
+        }
+        (self.disks.run, self.disks.run_pages) = (run, pages);
+        self.disks.run.clear();
+        self.disks.run_pages.clear();
+    }
+
+    /// What was filled, after it was tried. With `copy` it is write-protected, and equal to its copy, which its entry
+    /// leads to.
+    pub(super) fn was_filled(
+        &mut self,
+        page: PageIndex,
+        filled: Filled,
+        queue: Queue,
+        source: super::Source,
+        copy: Option<Word>,
+    ) -> Put {
+        match (filled, copy) {
+            (Filled::Done, None) => {
+                self.drop_copy(page);
+                self.settle(page, queue);
+                Put::There(source, queue)
+            }
+            (Filled::Done, Some(word)) => {
+                self.settle(page, queue);
+                self.set_word(page, word.with_clean(true));
+                Put::There(source, queue)
+            }
+            (Filled::Present, _) => self.was_there(page, queue),
+            (Filled::Changing, _) => Put::Changing,
+            (Filled::NoMemory, _) => self.is_without_memory(),
+            (Filled::Gone, _) => Put::Gone,
+        }
+    }
+
+    /// Whether the disks have room again.
+    pub(super) fn disks_have_room(&self) -> bool {
+        self.disks
+            .all
+            .first()
+            .is_some_and(|disk| !disk.has_failed() && disk.log.available() > KEPT_FOR_CLEANING)
+    }
+
+    /// What is at a disk that there is not, or not at it, is found when this process begins.
+    pub(super) fn found_on_disk(&mut self, tier: Tier, stored: Stored) -> bool {
+        match self.disks.index_of(tier) {
+            Some(index) => self.disks.all[index].log.found(stored),
+            None => false,
+        }
+    }
+
+    /// How the tiers on disks are.
+    pub fn disk_status(&self) -> Vec<DiskStatus> {
+        let of = |disk: &Disk| DiskStatus {
+            tier: disk.tier,
+            name: disk.store.name().to_owned(),
+            limit_bytes: u64::from(disk.log.count()) * SEGMENT as u64,
+            used_bytes: u64::from(disk.log.used()) * SEGMENT as u64,
+            live_bytes: disk.log.live_bytes(),
+            written_bytes: disk.written_bytes,
+            read_bytes: disk.read_bytes,
+            failed: disk.has_failed(),
+        };
+        self.disks.all.iter().map(of).collect()
+    }
+
+    /// Why nothing more goes down.
+    pub(super) fn why_full(&self) -> Stuck {
+        match self.disks.all.first() {
+            Some(disk) if disk.has_failed() => Stuck::DiskFailed,
+            _ => Stuck::TiersFull,
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! The disks that evicted pages go to: whose they are, and that nothing else is overwritten.
+//!
+//! ```text
+//! byte 0    magic "LRDRSWAP"
+//!      8    version, u32                   12   CRC32C of the 4 KiB with zeros here, u32
+//!      16   identity, 16 bytes             32   segments, u32
+//!      1 MiB  the log (larder_memory::log), as many segments of 1 MiB
+//! ```
+//! All numbers are little-endian. What is in the log only the state in the managed process tells: when that ends, it is
+//! worth nothing.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use larder_block::backend::file::{FileDevice, FileOptions};
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ReadBuf, WriteBuf, WriteFlags,
+};
+use larder_memory::attach::Swap;
+use larder_memory::entry::Tier;
+use larder_memory::log::SEGMENT;
+use larder_memory::state::SwapIdentity;
+use larder_memory::store::DeviceStore;
+use rustix::fs::FallocateFlags;
+
+use crate::image::{ImageAddress, ImageError, ImageOptions, open_export};
+
+const MAGIC: &[u8; 8] = b"LRDRSWAP";
+const VERSION: u32 = 1;
+const HEADER: usize = 4096;
+const CHECKSUM_AT: usize = 12;
+/// The smallest swap cache that makes sense.
+const SIZE_MIN: ByteLen = ByteLen::new(16 << 20);
+
+/// A disk for evicted pages.
+#[derive(Clone, Debug)]
+pub struct SwapConfig {
+    /// A file, a block device, or an NBD export. A file that is not there is made, and removed in the end.
+    pub address: ImageAddress,
+    /// How much of it may be used; needed for a file, otherwise by default all.
+    pub size: Option<ByteLen>,
+}
+
+/// Why a disk cannot be used for evicted pages.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum SwapError {
+    #[error("swap cache {name}: {source}")]
+    Image { name: String, source: ImageError },
+    #[error("swap cache {name}: {what}: {source}")]
+    Os {
+        name: String,
+        what: &'static str,
+        source: io::Error,
+    },
+    #[error("swap cache {0}")]
+    Io(String),
+    #[error("swap cache {0}: it does not exist; say with --swap-size how large it may become")]
+    NoSize(String),
+    #[error("swap cache {name}: {size} is too small; {SIZE_MIN} is the least")]
+    TooSmall { name: String, size: ByteLen },
+    #[error("swap cache {name}: it has {has}, and {size} were asked for")]
+    TooLarge { name: String, has: ByteLen, size: ByteLen },
+    #[error("swap cache {0}: it is neither a file nor a block device")]
+    Kind(String),
+    #[error(
+        "swap cache {0}: it has something on it that is not of Larder's, and is not overwritten: give another path, or clear it (a file: rm; a disk: wipefs -a) if nothing of it is needed"
+    )]
+    Foreign(String),
+    #[error("swap cache {name}: it is of version {version}; this program knows version {VERSION}")]
+    Version { name: String, version: u32 },
+    #[error(
+        "swap cache {given}: pages of the process are on {left}, where its pager has put them: give that one, or none"
+    )]
+    Other { given: String, left: String },
+    #[error(
+        "swap cache {0}: it is not the one any more that pages of the process are on, or it is damaged: put it back"
+    )]
+    Gone(String),
+    #[error("swap cache {0}: a path with other bytes than UTF-8 cannot be noted")]
+    Name(String),
+}
+
+/// A disk that was opened, and what becomes of it in the end.
+pub(super) struct Opened {
+    /// For the pager.
+    pub(super) swap: Swap,
+    /// To leave it behind.
+    pub(super) rest: Leaving,
+}
+
+/// How a disk is left when its pages are not needed any more.
+pub(super) struct Leaving {
+    device: Rc<dyn BlockDevice>,
+    /// To be removed.
+    file: Option<PathBuf>,
+}
+
+impl Leaving {
+    /// Nothing on it is needed any more: the file is removed, or what is on the disk is not claimed any more.
+    pub(super) async fn leave(self) {
+        let name = self.device.name().to_string();
+        let left = match self.file {
+            Some(path) => std::fs::remove_file(path).map_err(|error| error.to_string()),
+            None => {
+                let zeros = AlignedBuf::zeroed(HEADER);
+                let written = self
+                    .device
+                    .write(ByteOffset::ZERO, WriteBuf::new(&zeros), WriteFlags::FUA);
+                written.await.map_err(|error| error.to_string())
+            }
+        };
+        if let Err(error) = left {
+            tracing::warn!("swap cache {name}: it stays as it is: {error}");
+        }
+    }
+}
+
+fn os(name: &str, what: &'static str) -> impl Fn(io::Error) -> SwapError {
+    move |source| SwapError::Os {
+        name: name.to_owned(),
+        what,
+        source,
+    }
+}
+
+/// Opens the disk of this tier: the one that has pages already, if there is one.
+///
+/// # Errors
+/// See [`SwapError`]. Nothing but a disk of Larder's was changed.
+pub(super) async fn open(
+    on: &Loop,
+    tier: Tier,
+    config: Option<&SwapConfig>,
+    left: Option<SwapIdentity>,
+) -> Result<Option<Opened>, SwapError> {
+    let (address, size) = match (config, &left) {
+        (None, None) => return Ok(None),
+        (Some(config), None) => (config.address.clone(), config.size),
+        (config, Some(left)) => {
+            let address: ImageAddress = left.name.parse().map_err(|_| SwapError::Gone(left.name.clone()))?;
+            if let Some(given) = config.map(|config| name_of(&config.address)).transpose()?
+                && given != left.name
+            {
+                let left = left.name.clone();
+                return Err(SwapError::Other { given, left });
+            }
+            (address, None)
+        }
+    };
+    let mut file = None;
+    if let ImageAddress::Path(path) = &address {
+        let is_file = match left.is_some() {
+            true => path.is_file(),
+            false => prepare(path, size)?,
+        };
+        file = is_file.then(|| path.clone());
+    }
+    let name = name_of(&address)?;
+    let device: Result<Rc<dyn BlockDevice>, ImageError> = match &address {
+        ImageAddress::Path(path) => match FileDevice::open(on, path, FileOptions::default()).await {
+            Ok(device) => Ok(device),
+            Err(error) => Err(error.into()),
+        },
+        ImageAddress::Nbd(uri) => match open_export(on, uri, &ImageOptions::default()).await {
+            Ok(device) => Ok(device),
+            Err(error) => Err(error),
+        },
+    };
+    let device = device.map_err(|source| SwapError::Image {
+        name: name.clone(),
+        source,
+    })?;
+    let found = read_header(&name, &device).await?;
+    let identity = match left {
+        Some(left) => match found {
+            Header::Ours(uuid) if uuid == left.uuid && segments_of(&device) >= left.segments => left,
+            _ => return Err(SwapError::Gone(name)),
+        },
+        None => {
+            if found == Header::Foreign {
+                return Err(SwapError::Foreign(name));
+            }
+            begin(&name, &device, size).await?
+        }
+    };
+    let store = DeviceStore::new(on, Rc::clone(&device), identity.segments);
+    Ok(Some(Opened {
+        swap: Swap {
+            tier,
+            identity,
+            store: Box::new(store),
+        },
+        rest: Leaving { device, file },
+    }))
+}
+
+/// What it is called, whatever folder this process is in.
+fn name_of(address: &ImageAddress) -> Result<String, SwapError> {
+    match address {
+        ImageAddress::Path(path) => {
+            let whole = path.canonicalize().unwrap_or_else(|_| path.clone());
+            match whole.to_str() {
+                Some(name) => Ok(name.to_owned()),
+                None => Err(SwapError::Name(path.display().to_string())),
+            }
+        }
+        ImageAddress::Nbd(uri) => Ok(uri.to_string()),
+    }
+}
+
+fn segments_of(device: &Rc<dyn BlockDevice>) -> u32 {
+    let log = device.geometry().size.get().saturating_sub(SEGMENT as u64);
+    u32::try_from(log / SEGMENT as u64).unwrap_or(u32::MAX)
+}
+
+/// Makes a file that is not there, and gives one that is of Larder's or empty its size; whether it is a file.
+fn prepare(path: &Path, size: Option<ByteLen>) -> Result<bool, SwapError> {
+    let name = path.display().to_string();
+    let kind = match path.metadata() {
+        Ok(metadata) => Some(metadata),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => return Err(os(&name, "look at it")(error)),
+    };
+    if kind.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
+        return Ok(false);
+    }
+    if kind.as_ref().is_some_and(|found| !found.is_file()) {
+        return Err(SwapError::Kind(name));
+    }
+    let Some(size) = size else {
+        // A file that is there has its size.
+        return match kind.is_some_and(|found| found.len() > 0) {
+            true => Ok(true),
+            false => Err(SwapError::NoSize(name)),
+        };
+    };
+    check_size(&name, size)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+        .map_err(os(&name, "make it"))?;
+    if !is_ours_or_empty(&file).map_err(os(&name, "read it"))? {
+        return Err(SwapError::Foreign(name));
+    }
+    let whole = size.get() / SEGMENT as u64 * SEGMENT as u64 + SEGMENT as u64;
+    file.set_len(whole).map_err(os(&name, "give it its size"))?;
+    // Where there is no room for it, that is said now. A file system that cannot promise it does not.
+    match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, whole) {
+        Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(true),
+        Err(error) => {
+            if kind.is_none() {
+                let _ = std::fs::remove_file(path);
+            }
+            Err(os(&name, "find room for it")(error.into()))
+        }
+    }
+}
+
+fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {
+    if size < SIZE_MIN {
+        let name = name.to_owned();
+        return Err(SwapError::TooSmall { name, size });
+    }
+    Ok(())
+}
+
+fn is_ours_or_empty(file: &File) -> io::Result<bool> {
+    use std::os::unix::fs::FileExt as _;
+    let mut begin = [0; HEADER];
+    match file.metadata()?.len() {
+        0 => Ok(true),
+        len if len < HEADER as u64 => Ok(false),
+        _ => {
+            file.read_exact_at(&mut begin, 0)?;
+            Ok(begin[..8] == *MAGIC)
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Header {
+    Nothing,
+    Ours([u8; 16]),
+    Foreign,
+}
+
+/// What is on the disk. All that is before the log must be empty, or ours.
+async fn read_header(name: &str, device: &Rc<dyn BlockDevice>) -> Result<Header, SwapError> {
+    let size = device.geometry().size;
+    check_size(name, size)?;
+    let mut bytes = AlignedBuf::zeroed(SEGMENT);
+    device
+        .read(ByteOffset::ZERO, ReadBuf::new(&mut bytes))
+        .await
+        .map_err(|error| SwapError::Io(error.to_string()))?;
+    let (header, _) = bytes.split_at_mut(HEADER);
+    if header[..8] != *MAGIC {
+        return Ok(match bytes.iter().all(|byte| *byte == 0) {
+            true => Header::Nothing,
+            false => Header::Foreign,
+        });
+    }
+    let half = |at: usize, bytes: &[u8]| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let version = half(8, header);
+    if version != VERSION {
+        let name = name.to_owned();
+        return Err(SwapError::Version { name, version });
+    }
+    let checksum = half(CHECKSUM_AT, header);
+    header[CHECKSUM_AT..CHECKSUM_AT + 4].fill(0);
+    let mut uuid = [0; 16];
+    if crc32c::crc32c(header) == checksum {
+        uuid.copy_from_slice(&header[16..32]);
+    }
+    // A damaged one is of no disk that anybody knows, and may be used anew.
+    Ok(Header::Ours(uuid))
+}
+
+/// Claims the disk.
+async fn begin(name: &str, device: &Rc<dyn BlockDevice>, size: Option<ByteLen>) -> Result<SwapIdentity, SwapError> {
+    let has = segments_of(device);
+    let segments = match size {
+        None => has,
+        Some(size) => {
+            check_size(name, size)?;
+            let wanted = u32::try_from(size.get() / SEGMENT as u64).unwrap_or(u32::MAX);
+            if wanted > has {
+                let has = ByteLen::new(u64::from(has) * SEGMENT as u64);
+                let name = name.to_owned();
+                return Err(SwapError::TooLarge { name, has, size });
+            }
+            wanted
+        }
+    };
+    let uuid = crate::image::random().map_err(os(name, "choose its identity"))?;
+    let mut header = AlignedBuf::zeroed(HEADER);
+    header[..8].copy_from_slice(MAGIC);
+    header[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    header[16..32].copy_from_slice(&uuid);
+    header[32..36].copy_from_slice(&segments.to_le_bytes());
+    let checksum = crc32c::crc32c(&header);
+    header[CHECKSUM_AT..CHECKSUM_AT + 4].copy_from_slice(&checksum.to_le_bytes());
+    let io = |error: IoError| SwapError::Io(error.to_string());
+    // What was there before is not needed, and need not be kept from a thin disk.
+    let log = ByteRange::new(SEGMENT as u64, u64::from(segments) * SEGMENT as u64);
+    if device.geometry().discard_granularity > 0 && !Path::new(name).is_file() {
+        device.discard(log).await.map_err(io)?;
+    }
+    let written = device.write(ByteOffset::ZERO, WriteBuf::new(&header), WriteFlags::FUA);
+    written.await.map_err(io)?;
+    Ok(SwapIdentity {
+        uuid,
+        segments,
+        name: name.to_owned(),
+    })
+}
