@@ -148,7 +148,7 @@ pub(super) struct Disk {
     /// What is to be moved here, from which byte on.
     queue: VecDeque<(Origin, usize)>,
     writes: HashMap<SegmentIndex, Filling>,
-    /// A segment of it is being read, or moved, to make room.
+    /// A segment of it is being read, or copied, to make room.
     is_cleaning: bool,
     ahead: Ahead,
     failures: u32,
@@ -338,12 +338,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.disks.again.iter().map(|(at, _)| *at).min()
     }
 
-    /// Whether pages can go from compressed RAM to a disk.
-    pub(super) fn can_demote(&self) -> bool {
-        self.disks.all.first().is_some_and(|disk| {
-            let moves = disk.with_worker.is_some() || !disk.writes.is_empty() || !disk.queue.is_empty();
-            !disk.has_failed() && (moves || disk.is_cleaning || disk.log.available() > KEPT_FOR_CLEANING)
-        })
+    /// Whether something is on its way that makes room in compressed RAM, or for what is there.
+    pub(super) fn is_demoting(&self) -> bool {
+        let reads = self.disks.reads.values();
+        self.disks
+            .all
+            .iter()
+            .any(|disk| disk.with_worker.is_some() || !disk.writes.is_empty())
+            || reads
+                .chain(self.disks.again.iter().map(|(_, reading)| reading))
+                .any(|reading| matches!(reading.what, Wanted::Segment(..)))
     }
 
     /// Moves what is too much from tier to tier; whether there was anything to do.
@@ -368,15 +372,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if disk.with_worker.is_some() || disk.has_failed() || disk.failed_until.is_some_and(|until| until > now) {
             return false;
         }
-        if disk.queue.is_empty() && ram_is_over {
-            let has_room = disk.filling.is_some() || disk.log.available() > KEPT_FOR_CLEANING;
-            let oldest = if has_room { self.ram.oldest() } else { None };
+        let has_room = disk.filling.is_some() || disk.log.available() > KEPT_FOR_CLEANING;
+        if disk.queue.is_empty() && ram_is_over && has_room {
             let from = crate::log::SEGMENT_HEADER;
+            let oldest = self.ram.oldest();
             disk.queue.extend(oldest.map(|segment| (Origin::Ram(segment), from)));
         }
-        if disk.queue.is_empty() {
+        // What makes room here has the last free segments for itself.
+        let may = |origin: &Origin| has_room || matches!(origin, Origin::Disk(tier, ..) if *tier == disk.tier);
+        let Some(next) = disk.queue.iter().position(|(origin, _)| may(origin)) else {
             return false;
-        }
+        };
         let (into, filling) = match disk.filling.take() {
             Some(filling) => filling,
             None => {
@@ -396,7 +402,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
         };
         let disk = &mut self.disks.all[index];
-        let Some((origin, at)) = disk.queue.pop_front() else {
+        let Some((origin, at)) = disk.queue.remove(next) else {
             unreachable!("looked at above");
         };
         disk.with_worker = Some(filling);
@@ -418,6 +424,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 Origin::Disk(tier, segment, bytes) => {
                     filling.origins.push(Moved::Disk(tier, segment));
                     self.disks.give_back(bytes);
+                    // The next one may fill up what is not full.
+                    if let Some(of) = self.disks.index_of(tier) {
+                        self.disks.all[of].is_cleaning = false;
+                    }
                 }
             },
         }
@@ -476,7 +486,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 Moved::Disk(tier, segment) => {
                     if let Some(of) = self.disks.index_of(tier) {
                         self.disks.all[of].log.left(segment);
-                        self.disks.all[of].is_cleaning = false;
                     }
                 }
             }
@@ -492,7 +501,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         // Half a segment of dead space is worth more than another place.
         let limit = if has_next { SEGMENT as u32 / 2 } else { WORTH_CLEANING };
-        let (segment, to) = match disk.log.emptiest(limit) {
+        let is_stuck = disk.log.available() == 0 && disk.filling.is_none();
+        let emptiest = if is_stuck { None } else { disk.log.emptiest(limit) };
+        let (segment, to) = match emptiest {
             Some(segment) => (segment, index),
             None if has_next => match disk.log.oldest() {
                 Some(segment) => (segment, index + 1),
@@ -639,13 +650,17 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn put_ahead(&mut self, disk: usize, start: u64, read: &[u8], at: usize) {
         let tier = self.disks.all[disk].tier;
         for object in objects_from(read, start, at) {
+            let is_over = !self.is_leaving && self.used_bytes() >= self.options.limit_bytes;
+            if is_over || self.no_memory_until.is_some() {
+                break;
+            }
             let page = object.page;
             if page.get() >= self.pages() || self.phases.get(page) != Phase::Absent {
                 continue;
             }
             let word = self.state.word(page);
             let is_it = matches!(word.decode(), Some(Location::In { tier: of, stored, .. }) if of == tier && stored == object.stored);
-            if !is_it || self.no_memory_until.is_some() || self.used_bytes() >= self.options.limit_bytes {
+            if !is_it {
                 continue;
             }
             let data = (data_at(object.stored.place) - start) as usize;

@@ -183,7 +183,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 continue;
             }
             let Some(lease) = self.take_lease() else {
-                if self.can_demote() {
+                if self.demote(now) || self.is_demoting() {
                     let batch = &mut self.batches.slots[usize::from(slot)];
                     batch.pages.extend(pages.into_iter().rev());
                     return false;
@@ -214,7 +214,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// The segment to fill, for the worker.
     pub(super) fn take_lease(&mut self) -> Option<Lease> {
-        if self.lease.is_none() && self.ram.allocated() < self.segments_max() {
+        if self.lease.is_none() && self.ram.used() < self.segments_max() {
             self.lease = self.new_segment();
         }
         let lease = self.lease.take()?;
