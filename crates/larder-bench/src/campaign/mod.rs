@@ -99,7 +99,7 @@ impl Random {
 }
 
 /// The program to serve with: `given`, or the one beside this program.
-fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
+pub fn larder_beside(given: Option<&Path>) -> anyhow::Result<PathBuf> {
     let larder = match given {
         Some(path) => path.to_owned(),
         None => std::env::current_exe()?.with_file_name("larder"),

@@ -4,6 +4,7 @@
 //! ends, however it does. See `docs/benchmarks.md`.
 
 mod cgroup;
+mod larder;
 mod pager;
 mod plot;
 mod swap;
@@ -51,6 +52,15 @@ pub(crate) struct Arguments {
     /// What of the limit zswap's pool may take, about: the kernel rounds it to hundredths of the machine's memory
     #[arg(long, default_value_t = 0.25)]
     zswap_pool: f64,
+    /// Milliseconds that each request of the slow store takes besides
+    #[arg(long, default_value_t = 3)]
+    slow_ms: u64,
+    /// What of the limit Larder's compressed RAM may take; by default as Larder has it
+    #[arg(long)]
+    compressed: Option<f64>,
+    /// The larder to measure; by default the one beside this program
+    #[arg(long, value_name = "FILE")]
+    larder: Option<PathBuf>,
     /// Where a plot goes, as SVG
     #[arg(long)]
     plot: Option<PathBuf>,

@@ -22,6 +22,10 @@ pub(super) enum Variant {
     Swap,
     /// The kernel, by zswap with a swap file behind it; the limit is for the program and zswap's pool
     Zswap,
+    /// Larder, by compressed RAM and a swap cache; the limit is for the program and Larder
+    Larder,
+    /// Larder, by compressed RAM and a slow store, which answers so much later than the disk as --slow-ms says
+    Slow,
 }
 
 impl Variant {
@@ -31,6 +35,8 @@ impl Variant {
             Self::None => "no limit",
             Self::Swap => "swap",
             Self::Zswap => "zswap",
+            Self::Larder => "Larder",
+            Self::Slow => "Larder, slow store",
         }
     }
 }

@@ -9,8 +9,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
+use clap::ValueEnum as _;
 
 use super::cgroup::{Cgroup, named};
+use super::larder::Larder;
 use super::pager::{Done, Kernel, Nobody, Pager, Variant};
 use super::plot::{self, Line, Panel};
 use super::swap::{SwapFile, Zswap};
@@ -26,9 +28,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let mut experiment = Experiment::new(arguments)?;
     let unlimited = experiment.unlimited()?;
-    let _swap = match arguments.variants.iter().all(|variant| *variant == Variant::None) {
-        true => None,
-        false => Some(SwapFile::new(&experiment.place, experiment.kit.ram())?),
+    let is_kernel = |variant: &Variant| matches!(variant, Variant::Swap | Variant::Zswap);
+    let _swap = match arguments.variants.iter().any(is_kernel) {
+        false => None,
+        true => Some(SwapFile::new(&experiment.place, experiment.kit.ram())?),
     };
     let working_set = match (arguments.working_set, &_swap) {
         (Some(mib), _) => Some(mib * MIB),
@@ -37,7 +40,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     unlimited.print(working_set);
     let mut rows = Vec::new();
-    for variant in [Variant::None, Variant::Swap, Variant::Zswap] {
+    for variant in Variant::value_variants().iter().copied() {
         if !arguments.variants.contains(&variant) {
             continue;
         }
@@ -192,6 +195,17 @@ impl<'a> Experiment<'a> {
             (Variant::Zswap, Some(level)) => {
                 let zswap = Zswap::on(self.compressor.unwrap_or_default(), self.pool_percent(level.limit)?)?;
                 Box::new(Kernel::new(Arc::clone(&cgroup), Some(zswap)))
+            }
+            (Variant::Larder | Variant::Slow, Some(_)) => {
+                let slow = row.variant == Variant::Slow;
+                let pid = workload.id();
+                Box::new(Larder::new(
+                    self.arguments,
+                    &self.place,
+                    Arc::clone(&cgroup),
+                    pid,
+                    slow,
+                )?)
             }
         };
         if let Some(level) = row.level {
@@ -362,7 +376,7 @@ fn panels(rows: &[Row]) -> [Panel; 3] {
                 points: points.collect(),
             }
         };
-        let lines = [Variant::Swap, Variant::Zswap].map(of).into_iter();
+        let lines = Variant::value_variants().iter().copied().map(of);
         lines.filter(|line| !line.points.is_empty()).collect()
     };
     [
@@ -385,6 +399,8 @@ fn colour(variant: Variant) -> &'static str {
         Variant::None => "#888",
         Variant::Swap => "#c33",
         Variant::Zswap => "#36c",
+        Variant::Larder => "#393",
+        Variant::Slow => "#963",
     }
 }
 

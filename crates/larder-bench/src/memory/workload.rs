@@ -151,6 +151,11 @@ pub(super) struct Resident {
 }
 
 impl Workload {
+    /// Its number.
+    pub(super) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Runs the queries, while `pager` keeps its memory.
     pub(super) fn pass(&mut self, pager: &dyn Pager) -> anyhow::Result<Pass> {
         let before = pager.done()?;

@@ -1,0 +1,169 @@
+//! Larder, which keeps a program's memory within a limit.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use larder_vm::control::fetch_memory;
+use larder_vm::control::memory::MemoryState;
+
+use super::cgroup::Cgroup;
+use super::pager::{Done, Pager};
+use super::{Arguments, MIB};
+use crate::campaign::larder_beside;
+use crate::campaign::process::{Process, mortal};
+use crate::prefetch::place::Place;
+
+/// How long things may take.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Memory really used may be over the limit by so much when that is said to be kept, as a part of it.
+const OVER: u64 = 100;
+
+/// What the disks may hold.
+const DISK: &str = "8GiB";
+
+/// `larder memory attach`, in a control group of its own.
+pub(super) struct Larder {
+    program: PathBuf,
+    /// The program's.
+    cgroup: Arc<Cgroup>,
+    own: Cgroup,
+    control: PathBuf,
+    compressed: Option<f64>,
+    start: Start,
+    process: std::sync::Mutex<Option<Process>>,
+    _nbd: Option<Process>,
+}
+
+/// How it is started, but for the budget.
+struct Start(Vec<String>);
+
+impl Larder {
+    /// For the process `pid` in `cgroup`, with a swap cache, or a slow store.
+    pub(super) fn new(
+        arguments: &Arguments,
+        place: &Place,
+        cgroup: Arc<Cgroup>,
+        pid: u32,
+        slow: bool,
+    ) -> anyhow::Result<Self> {
+        let control = place.unused("control");
+        let disk = place.unused("swap");
+        let mut start = vec!["memory".to_owned(), "attach".to_owned()];
+        start.extend(["--pid".to_owned(), pid.to_string()]);
+        start.extend(["--control".to_owned(), control.display().to_string()]);
+        let mut nbd = None;
+        if slow {
+            let socket = place.unused("nbd");
+            let file = std::fs::File::create_new(&disk)?;
+            file.set_len(8 << 30)?;
+            let mut command = mortal("nbdkit");
+            command.args(["--foreground", "--threads", "32", "--unix"]).arg(&socket);
+            command.args(["--filter=delay", "file"]).arg(&disk).arg("cache=none");
+            command.args(["rdelay", "wdelay"].map(|delay| format!("{delay}={}ms", arguments.slow_ms)));
+            nbd = Some(Process::start(command)?);
+            let give_up = Instant::now() + PATIENCE;
+            while !socket.exists() && Instant::now() < give_up {
+                thread::sleep(Duration::from_millis(10));
+            }
+            start.extend([
+                "--slow-store".to_owned(),
+                format!("nbd+unix:///?socket={}", socket.display()),
+            ]);
+        } else {
+            start.extend(["--swap-cache".to_owned(), disk.display().to_string()]);
+            start.extend(["--swap-size".to_owned(), DISK.to_owned()]);
+        }
+        Ok(Self {
+            program: larder_beside(arguments.larder.as_deref())?,
+            cgroup,
+            own: Cgroup::new("larder")?,
+            control,
+            compressed: arguments.compressed,
+            start: Start(start),
+            process: std::sync::Mutex::default(),
+            _nbd: nbd,
+        })
+    }
+
+    fn state(&self) -> anyhow::Result<MemoryState> {
+        Ok(fetch_memory(&self.control).context("asking Larder")?.1)
+    }
+
+    fn sizes(&self, budget: u64) -> Vec<String> {
+        let mut sizes = vec!["--budget".to_owned(), budget.to_string()];
+        if let Some(share) = self.compressed {
+            sizes.extend(["--compressed".to_owned(), ((budget as f64 * share) as u64).to_string()]);
+        }
+        sizes
+    }
+
+    fn attach(&self, budget: u64) -> anyhow::Result<()> {
+        let mut command = mortal("sh");
+        command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#]);
+        command
+            .arg(self.own.path())
+            .arg(&self.program)
+            .args(&self.start.0)
+            .args(self.sizes(budget));
+        let process = Process::start(command)?;
+        process.wait_for("attached", PATIENCE)?;
+        if let Ok(mut started) = self.process.lock() {
+            *started = Some(process);
+        }
+        Ok(())
+    }
+}
+
+impl Pager for Larder {
+    fn limit(&self, bytes: u64) -> anyhow::Result<()> {
+        // What of the program is not managed, and what Larder is itself, is known once it is there.
+        let mut budget = bytes - bytes / 50;
+        self.attach(budget)?;
+        let give_up = Instant::now() + PATIENCE;
+        loop {
+            thread::sleep(Duration::from_millis(100));
+            let (used, state) = (self.used()?, self.state()?);
+            let is_settled = state.used <= state.budget;
+            if is_settled && used <= bytes + bytes / OVER && used + 4 * MIB + bytes / OVER >= bytes {
+                return Ok(());
+            }
+            if Instant::now() > give_up {
+                bail!("Larder leaves {used} bytes in use of {bytes} after {PATIENCE:?}: {state:?}");
+            }
+            if is_settled {
+                // What is besides the budget is much the same whatever that is.
+                budget = (bytes + budget).saturating_sub(used + 2 * MIB).max(32 * MIB);
+                let mut command = Command::new(&self.program);
+                command
+                    .args(["memory", "limit", "--control"])
+                    .arg(&self.control)
+                    .args(self.sizes(budget));
+                let set = command.output()?;
+                if !set.status.success() {
+                    bail!("larder memory limit: {}", String::from_utf8_lossy(&set.stderr).trim());
+                }
+            }
+        }
+    }
+
+    fn used(&self) -> anyhow::Result<u64> {
+        Ok(self.cgroup.used()? + self.own.used()?)
+    }
+
+    fn done(&self) -> anyhow::Result<Done> {
+        let state = self.state()?;
+        let faults = &state.faults;
+        Ok(Done {
+            faults: faults.uniform.count + faults.compressed.count + faults.disk.count,
+            read: state.disks.iter().map(|disk| disk.read_bytes).sum(),
+            written: state.disks.iter().map(|disk| disk.written_bytes).sum(),
+            unpacked: faults.compressed.count * 4096,
+            packed: 0,
+        })
+    }
+}
