@@ -26,6 +26,7 @@
 //! (`fallocate` alone): of pages that are in memory it gets zeros, of those that are not the copy.
 
 mod adopt;
+mod ahead;
 mod balance;
 mod detach;
 mod disk;
@@ -54,6 +55,7 @@ use crate::worker::{Job, Lease, Worker};
 pub use disk::DiskStatus;
 pub use figures::{Figures, Source};
 
+use ahead::Streams;
 use disk::Disks;
 use evict::Batches;
 
@@ -136,6 +138,14 @@ pub struct Pager<G, W> {
     disks: Disks,
     /// Pages that the worker takes out of memory.
     punching: usize,
+    /// Pages that are being read.
+    reading: usize,
+    streams: Streams,
+    /// Pages that may be wanted soon.
+    ahead: VecDeque<PageRun>,
+    /// Pages one after the other that are put in place together, with their entries as far as those stay.
+    run: Vec<u8>,
+    run_pages: Vec<(PageIndex, Word)>,
     /// The segment that is being filled, unless the worker has it.
     lease: Option<Lease>,
     /// The worker has the lease.
@@ -249,6 +259,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             ram: Segments::new((compressed.len() / SEGMENT) as u32),
             disks: Disks::new(stores),
             punching: 0,
+            reading: 0,
+            streams: Streams::default(),
+            ahead: VecDeque::new(),
+            run: Vec::new(),
+            run_pages: Vec::new(),
             state,
             compressed,
             regions,
@@ -316,6 +331,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         worked |= self.take_from_disks();
         worked |= self.balance(now);
+        worked |= self.bring_ahead();
         Ok(worked)
     }
 

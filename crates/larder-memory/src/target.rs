@@ -29,6 +29,8 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 
 use rustix::process::Pid;
 
+use crate::state::{COMPRESSED_NAME, PAGES_NAME};
+
 pub use error::{Device, Obstacle, TargetError};
 pub use qmp::{QmpError, pid_of_qmp};
 
@@ -255,7 +257,7 @@ fn wanted<'a>(mappings: &'a [Mapping], options: &Options) -> Vec<&'a Mapping> {
             && mapping.is_writable()
             && mapping.bytes() >= options.bytes_min
             && mapping.path.starts_with(b"/")
-            && !mapping.is_memfd("larder-")
+            && ![PAGES_NAME, COMPRESSED_NAME].iter().any(|ours| mapping.is_memfd(ours))
     };
     mappings.iter().filter(is_wanted).collect()
 }

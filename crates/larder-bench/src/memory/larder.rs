@@ -20,8 +20,8 @@ use crate::prefetch::place::Place;
 /// How long things may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Memory really used may be over the limit by so much when that is said to be kept, as a part of it.
-const OVER: u64 = 100;
+/// The part of the limit that is left for what grows a little.
+const OVER: u64 = 200;
 
 /// What the disks may hold.
 const DISK: &str = "8GiB";
@@ -128,25 +128,23 @@ impl Pager for Larder {
         loop {
             thread::sleep(Duration::from_millis(100));
             let (used, state) = (self.used()?, self.state()?);
-            let is_settled = state.used <= state.budget;
-            if is_settled && used <= bytes + bytes / OVER && used + 4 * MIB + bytes / OVER >= bytes {
-                return Ok(());
-            }
-            if Instant::now() > give_up {
-                bail!("Larder leaves {used} bytes in use of {bytes} after {PATIENCE:?}: {state:?}");
-            }
-            if is_settled {
-                // What is besides the budget is much the same whatever that is.
-                budget = (bytes + budget).saturating_sub(used + 2 * MIB).max(32 * MIB);
+            if state.used <= state.budget {
+                // What there is besides the budget is much the same whatever that is.
+                let besides = used.saturating_sub(state.used);
+                budget = (bytes - bytes / OVER).saturating_sub(besides).max(32 * MIB);
                 let mut command = Command::new(&self.program);
-                command
-                    .args(["memory", "limit", "--control"])
-                    .arg(&self.control)
-                    .args(self.sizes(budget));
+                command.args(["memory", "limit", "--control"]);
+                command.arg(&self.control).args(self.sizes(budget));
                 let set = command.output()?;
                 if !set.status.success() {
                     bail!("larder memory limit: {}", String::from_utf8_lossy(&set.stderr).trim());
                 }
+                if used <= bytes {
+                    return Ok(());
+                }
+            }
+            if Instant::now() > give_up {
+                bail!("Larder leaves {used} bytes in use of {bytes} after {PATIENCE:?}: {state:?}");
             }
         }
     }

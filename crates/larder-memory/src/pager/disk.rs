@@ -18,7 +18,7 @@ use super::{Pager, Phase, Stuck, Waiting};
 use crate::entry::{Location, Stored, Tier, Word};
 use crate::guest::GuestMemory;
 use crate::lists::Queue;
-use crate::log::{SEGMENT, SegmentIndex, Segments, data_at, object_bytes, objects_from};
+use crate::log::{SEGMENT, SegmentIndex, Segments, data_at, object_bytes};
 use crate::store::{Finished, Store, Ticket};
 use crate::units::{PAGE, PageIndex};
 use crate::userfaultfd::Filled;
@@ -40,18 +40,9 @@ const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// After so many of them the disk is not written to any more.
 const WRITE_FAILURES_MAX: u32 = 8;
 
-/// How much is read at a time, in bytes: of a stream that has just begun, and at most.
-const WINDOW_MIN: usize = 16 << 10;
-const WINDOW_MAX: usize = 256 << 10;
-/// How many streams are known.
-const STREAMS: usize = 16;
-/// A stream goes on if it is gone on with within so many bytes.
-const STREAM_GAP: u64 = 64 << 10;
-/// Of so many windows it is remembered whether they were gone on with.
-const REMEMBERED: u32 = 32;
-/// If less than this share of them was, only each so-manieth new stream is read ahead of.
-const WORTH_SHARE: u32 = 8;
-const TRY_EACH: u32 = 16;
+/// What is read in one go at most, in bytes, and what may lie between things that are wanted of it.
+const READ_MAX: u64 = 256 << 10;
+const GAP_MAX: u64 = 16 << 10;
 
 /// What becomes a segment of a disk.
 #[derive(Default)]
@@ -66,59 +57,6 @@ struct Filling {
 enum Moved {
     Ram(SegmentIndex),
     Disk(Tier, SegmentIndex),
-}
-
-/// A part of the log that was read ahead; who goes on at its end is a stream.
-#[derive(Clone, Copy)]
-struct Stream {
-    end: u64,
-    window: usize,
-}
-
-/// How far to read ahead.
-#[derive(Default)]
-struct Ahead {
-    streams: VecDeque<Stream>,
-    /// Of the last windows, how many were gone on with, times [`REMEMBERED`]: a moving average.
-    hits: u32,
-    new: u32,
-}
-
-impl Ahead {
-    /// How many bytes to read from `at` on.
-    fn window(&mut self, at: u64) -> usize {
-        let goes_on = |stream: &Stream| (stream.end..stream.end + STREAM_GAP).contains(&at);
-        let window = match self.streams.iter().position(goes_on) {
-            Some(index) => {
-                self.remember(true);
-                let stream = self.streams.remove(index);
-                stream.map_or(WINDOW_MIN, |stream| (stream.window * 2).clamp(WINDOW_MIN, WINDOW_MAX))
-            }
-            None => {
-                self.new = self.new.wrapping_add(1);
-                match self.hits < REMEMBERED * REMEMBERED / WORTH_SHARE && !self.new.is_multiple_of(TRY_EACH) {
-                    true => 0,
-                    false => WINDOW_MIN,
-                }
-            }
-        };
-        window
-    }
-
-    /// Up to `end` it was read, by a window of `window` bytes.
-    fn was_read(&mut self, end: u64, window: usize) {
-        if self.streams.len() == STREAMS && self.streams.pop_front().is_some_and(|stream| stream.window > 0) {
-            self.remember(false);
-        }
-        self.streams.push_back(Stream { end, window });
-    }
-
-    fn remember(&mut self, hit: bool) {
-        self.hits -= self.hits / REMEMBERED;
-        if hit {
-            self.hits += REMEMBERED;
-        }
-    }
 }
 
 /// A read that is under way, or is to be made again.
@@ -150,7 +88,6 @@ pub(super) struct Disk {
     writes: HashMap<SegmentIndex, Filling>,
     /// A segment of it is being read, or copied, to make room.
     is_cleaning: bool,
-    ahead: Ahead,
     failures: u32,
     failed_until: Option<Instant>,
     /// Bytes written and read since the beginning.
@@ -169,7 +106,6 @@ impl Disk {
             queue: VecDeque::new(),
             writes: HashMap::new(),
             is_cleaning: false,
-            ahead: Ahead::default(),
             failures: 0,
             failed_until: None,
             written_bytes: 0,
@@ -217,9 +153,6 @@ pub(super) struct Disks {
     again: Vec<(Instant, Reading)>,
     ticket: u64,
     spare: Vec<AlignedBuf>,
-    /// Pages one after the other that are put in place together.
-    run: Vec<u8>,
-    run_pages: Vec<(PageIndex, Word)>,
 }
 
 /// How many buffers are kept.
@@ -525,29 +458,63 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Has an absent page read whose entry says `word`; who waits for it is answered then.
     pub(super) fn begin_read(&mut self, page: PageIndex, word: Word, stored: Stored, disk: usize) {
         self.phases.set(page, Phase::Reading);
+        self.reading += 1;
         if let Some(pages) = self.disks.reading_of(disk, stored) {
             pages.push((page, word));
             return;
         }
         let from = stored.place.bytes();
         let end = from + object_bytes(stored.len) as u64;
+        self.read_range(disk, from, end, vec![(page, word)]);
+    }
+
+    /// Has absent pages read that nobody waits for.
+    pub(super) fn read_ahead(&mut self, mut pages: Vec<(PageIndex, Word, Tier, Stored)>) {
+        pages.sort_unstable_by_key(|(_, _, tier, stored)| (*tier as u8, stored.place));
+        let mut pages = pages.into_iter().peekable();
+        while let Some((page, word, tier, stored)) = pages.next() {
+            let Some(disk) = self.disks.index_of(tier) else {
+                continue;
+            };
+            self.phases.set(page, Phase::Reading);
+            self.reading += 1;
+            if let Some(others) = self.disks.reading_of(disk, stored) {
+                others.push((page, word));
+                continue;
+            }
+            let from = stored.place.bytes();
+            let mut end = from + object_bytes(stored.len) as u64;
+            let mut together = vec![(page, word)];
+            let segment = SegmentIndex::of(stored.place);
+            while let Some((page, word, _, stored)) = pages.next_if(|(_, _, of, next)| {
+                *of == tier
+                    && SegmentIndex::of(next.place) == segment
+                    && next.place.bytes() <= end + GAP_MAX
+                    && next.place.bytes() + object_bytes(next.len) as u64 <= from + READ_MAX
+            }) {
+                self.phases.set(page, Phase::Reading);
+                self.reading += 1;
+                end = stored.place.bytes() + object_bytes(stored.len) as u64;
+                together.push((page, word));
+            }
+            self.read_range(disk, from, end, together);
+        }
+    }
+
+    /// Reads a part of a segment.
+    fn read_range(&mut self, disk: usize, from: u64, end: u64, pages: Vec<(PageIndex, Word)>) {
         let of = &mut self.disks.all[disk];
         let block = of.store.block_bytes() as u64;
         let segment_end = (from / SEGMENT as u64 + 1) * SEGMENT as u64;
-        let window = match self.is_leaving {
-            true => WINDOW_MAX,
-            false => of.ahead.window(from),
-        };
         let start = from / block * block;
-        let until = (end + window as u64).next_multiple_of(block).min(segment_end);
-        of.ahead.was_read(until, window);
-        of.read_bytes += until - start;
+        let end = end.next_multiple_of(block).min(segment_end);
+        of.read_bytes += end - start;
         self.disks.begin(Reading {
             disk,
             start,
-            len: (until - start) as usize,
+            len: (end - start) as usize,
             tries: 0,
-            what: Wanted::Pages(vec![(page, word)]),
+            what: Wanted::Pages(pages),
         });
     }
 
@@ -571,9 +538,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                     if self.is_read_no_more(page, word) {
                         continue;
                     }
-                    self.phases.set(page, Phase::Absent);
-                    self.waiting.remove(&page);
-                    self.lose(page, word, "it cannot be read from the disk");
+                    self.is_read(page);
+                    // Otherwise nobody wants it now, and it may be there when somebody does.
+                    if self.waiting.remove(&page).is_some() || self.is_leaving {
+                        self.lose(page, word, "it cannot be read from the disk");
+                    }
                 }
             }
         }
@@ -588,7 +557,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if self.state.word(page) == word {
             return false;
         }
-        self.phases.set(page, Phase::Absent);
+        self.is_read(page);
         self.answer_waiting(page);
         true
     }
@@ -606,97 +575,51 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Wanted::Pages(pages) => pages,
         };
         let read = &bytes[..len];
-        let mut first = None;
-        for (page, word) in pages {
-            if self.is_read_no_more(page, word) {
-                continue;
+        // Those first that somebody waits for.
+        for is_ahead in [false, true] {
+            for (page, word) in &pages {
+                let is_waited_for = self.waiting.contains_key(page);
+                if is_waited_for == is_ahead || self.is_read_no_more(*page, *word) {
+                    continue;
+                }
+                if let Some(Location::In { stored, .. }) = word.decode() {
+                    self.put_read(*page, *word, stored, start, read);
+                }
             }
-            let Some(Location::In { stored, .. }) = word.decode() else {
-                continue;
-            };
-            first = Some(first.map_or(stored.place, |first: crate::entry::Place| first.min(stored.place)));
-            self.put_read(page, word, stored, start, read);
         }
-        if let Some(first) = first {
-            self.put_ahead(disk, start, read, (first.bytes() - start) as usize);
-        }
+        self.put_run();
         self.disks.give_back(bytes);
     }
 
-    /// Puts a page in place that was wanted, and was read.
+    /// Puts a page in place that was read.
     fn put_read(&mut self, page: PageIndex, word: Word, stored: Stored, start: u64, read: &[u8]) {
-        self.phases.set(page, Phase::Absent);
+        self.is_read(page);
         let waiting = self.waiting.remove(&page);
         let at = (data_at(stored.place) - start) as usize;
         if !self.decode(page, stored, &read[at..at + usize::from(stored.len)]) {
-            self.lose(page, word, "its stored copy is damaged");
+            if waiting.is_some() || self.is_leaving {
+                self.lose(page, word, "its stored copy is damaged");
+            }
             return;
         }
+        let Some(Waiting { since, write }) = waiting else {
+            // Nothing is lost if there is no room for it.
+            if self.no_memory_until.is_none() {
+                self.add_to_run(page, word);
+            }
+            return;
+        };
         // Whoever only reads leaves the copy good for the next time.
-        let protect = waiting.is_none_or(|waiting| !waiting.write);
         let queue = self.queue_of_returned(page);
-        let filled = self.guest.fill(page, &*self.content, protect).1;
-        let put = self.was_filled(page, filled, queue, super::Source::Disk, protect.then_some(word));
-        let Waiting { since, write } = waiting.unwrap_or(Waiting {
-            since: self.now,
-            write: false,
-        });
-        if waiting.is_some() || put == Put::NoMemory {
-            self.answer(page, put, since, write);
-        }
+        let filled = self.guest.fill(page, &*self.content, !write).1;
+        let put = self.was_filled(page, filled, queue, super::Source::Disk, (!write).then_some(word));
+        self.answer(page, put, since, write);
     }
 
-    /// Puts in place what was read besides, from byte `at` of `read` on.
-    fn put_ahead(&mut self, disk: usize, start: u64, read: &[u8], at: usize) {
-        let tier = self.disks.all[disk].tier;
-        for object in objects_from(read, start, at) {
-            let is_over = !self.is_leaving && self.used_bytes() >= self.options.limit_bytes;
-            if is_over || self.no_memory_until.is_some() {
-                break;
-            }
-            let page = object.page;
-            if page.get() >= self.pages() || self.phases.get(page) != Phase::Absent {
-                continue;
-            }
-            let word = self.state.word(page);
-            let is_it = matches!(word.decode(), Some(Location::In { tier: of, stored, .. }) if of == tier && stored == object.stored);
-            if !is_it {
-                continue;
-            }
-            let data = (data_at(object.stored.place) - start) as usize;
-            if !self.decode(page, object.stored, &read[data..data + usize::from(object.stored.len)]) {
-                continue;
-            }
-            let goes_on = self
-                .disks
-                .run_pages
-                .last()
-                .is_some_and(|(last, _)| last.plus(1) == page);
-            if !goes_on {
-                self.put_run();
-            }
-            self.disks.run.extend_from_slice(&*self.content);
-            self.disks.run_pages.push((page, word));
-        }
-        self.put_run();
-    }
-
-    fn put_run(&mut self) {
-        let (run, pages) = (
-            std::mem::take(&mut self.disks.run),
-            std::mem::take(&mut self.disks.run_pages),
-        );
-        if let Some((first, _)) = pages.first() {
-            let (filled, _) = self.guest.fill(*first, &run, true);
-            for (page, word) in &pages[..filled.min(pages.len())] {
-                self.settle(*page, Queue::Probation);
-                self.set_word(*page, word.with_clean(true));
-                self.figures.ahead += 1;
-            }
-        }
-        (self.disks.run, self.disks.run_pages) = (run, pages);
-        self.disks.run.clear();
-        self.disks.run_pages.clear();
+    /// `page` is not being read any more.
+    fn is_read(&mut self, page: PageIndex) {
+        self.phases.set(page, Phase::Absent);
+        self.reading -= 1;
     }
 
     /// What was filled, after it was tried. With `copy` it is write-protected, and equal to its copy, which its entry

@@ -70,8 +70,15 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.figures.writes.add(since.elapsed());
     }
 
-    /// `page` was taken out of memory by somebody else: it reads as zeros.
+    /// `page` should be there, and was not: it was taken out of memory by somebody else, and reads as zeros. Or it has been
+    /// brought since that was told.
     fn taken_out(&mut self, page: PageIndex, since: Instant, write: bool) {
+        let mut is_there = false;
+        let looked = self.guest.present(PageRun::one(page), &mut |_| is_there = true);
+        if looked.is_ok() && is_there {
+            self.guest.wake(PageRun::one(page));
+            return;
+        }
         self.drop_copy(page);
         self.vanish(page);
         self.bring(page, since, write);
@@ -79,8 +86,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Puts an absent page in place, for somebody who has waited for it since then.
     pub(super) fn bring(&mut self, page: PageIndex, since: Instant, write: bool) {
+        let is_stored = self.state.word(page) != Word::NOWHERE;
         let put = self.put_in_place(page);
         self.answer(page, put, since, write);
+        if is_stored && matches!(put, Put::There(..) | Put::Reading) {
+            self.follow(page);
+        }
     }
 
     /// What became of a page that somebody has waited for since then.
@@ -164,7 +175,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Reads a page from compressed RAM; whether it is the one that was evicted.
-    fn load_from_ram(&mut self, page: PageIndex, stored: Stored) -> bool {
+    pub(super) fn load_from_ram(&mut self, page: PageIndex, stored: Stored) -> bool {
         let (at, len) = (data_at(stored.place), usize::from(stored.len));
         if at + len as u64 > self.compressed.len() as u64 {
             return false;
