@@ -55,7 +55,7 @@ use crate::worker::{Job, Lease, Worker};
 pub use disk::DiskStatus;
 pub use figures::{Figures, Source};
 
-use ahead::Streams;
+use ahead::{Soon, Streams};
 use disk::Disks;
 use evict::Batches;
 
@@ -141,8 +141,7 @@ pub struct Pager<G, W> {
     /// Pages that are being read.
     reading: usize,
     streams: Streams,
-    /// Pages that may be wanted soon.
-    ahead: VecDeque<PageRun>,
+    ahead: VecDeque<Soon>,
     /// Pages one after the other that are put in place together, with their entries as far as those stay.
     run: Vec<u8>,
     run_pages: Vec<(PageIndex, Word)>,

@@ -2,21 +2,32 @@
 //!
 //! A fault that goes on where pages were brought last is of a stream, and the more of them there were, the more pages
 //! are brought with the next one. Of those that begin anew few are followed if few were gone on with lately.
+//!
+//! Nobody tells that a page that was brought is used. So of a stream that is read from a disk one page in the middle of
+//! what was read is put by, and not in place: when it is wanted it is there, and what comes next is read before anybody
+//! waits for it.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use super::{Pager, Phase};
 use crate::entry::{Location, Stored, Tier, Word};
 use crate::guest::GuestMemory;
 use crate::lists::Queue;
-use crate::units::{PAGE_BYTES, PageIndex, PageRun};
+use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::worker::Worker;
 
 /// How many streams are known.
-const STREAMS: usize = 32;
-/// Pages that are brought with the first one of a stream, and at most.
+const STREAMS: usize = 64;
+/// Pages that are brought with the first one of a stream: the more streams are gone on with, the more. And at most.
 const FIRST: u32 = 4;
+const FIRST_MOST: u32 = 16;
 const MOST: u32 = 128;
+/// Pages that were never touched are brought so many at a time at most.
+const ZEROS_MAX: u32 = 32;
+/// From so many on one is put by.
+const PUT_BY_FROM: u32 = 16;
+/// How many pages are put by at most.
+const PUT_BY_MAX: usize = 2 * STREAMS;
 /// A stream goes on if it leaves out so many pages at most.
 const GAP: u32 = 16;
 /// So many pages are brought from compressed RAM before faults are looked for again, and so many are put in place in one
@@ -35,6 +46,25 @@ struct Stream {
     /// The page behind them.
     end: u32,
     count: u32,
+    /// The one of them that is put by, or 0.
+    put_by: u32,
+}
+
+/// What to bring behind a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Behind {
+    first: u32,
+    count: u32,
+    /// The stream was known before.
+    goes_on: bool,
+}
+
+/// Pages that may be wanted soon.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Soon {
+    run: PageRun,
+    /// Those that were never touched, too.
+    zeros: bool,
 }
 
 /// The streams, that used last at the end.
@@ -43,6 +73,9 @@ pub(super) struct Streams {
     /// Of the last ones, how many were gone on with, times [`REMEMBERED`]: a moving average.
     hits: u32,
     new: u32,
+    /// What was put by, in the order of its coming, and what its entries said.
+    put_by: VecDeque<PageIndex>,
+    contents: HashMap<PageIndex, (Word, Box<[u8; PAGE]>)>,
 }
 
 impl Default for Streams {
@@ -51,20 +84,25 @@ impl Default for Streams {
             all: VecDeque::with_capacity(STREAMS),
             hits: REMEMBERED * REMEMBERED / 2,
             new: 0,
+            put_by: VecDeque::new(),
+            contents: HashMap::new(),
         }
     }
 }
 
 impl Streams {
-    /// How many pages to bring behind `page`, which is wanted.
-    fn behind(&mut self, page: PageIndex) -> u32 {
+    /// What to bring behind `page`, which is wanted.
+    fn behind(&mut self, page: PageIndex) -> Option<Behind> {
         let at = page.get();
-        let goes_on = |stream: &Stream| (stream.end..stream.end.saturating_add(GAP)).contains(&at);
-        let count = match self.all.iter().position(goes_on) {
+        let goes_on =
+            |stream: &Stream| stream.put_by == at || (stream.end..stream.end.saturating_add(GAP)).contains(&at);
+        let known = self.all.iter().position(goes_on);
+        let (first, count) = match known {
             Some(index) => {
                 self.remember(true);
-                let stream = self.all.remove(index);
-                stream.map_or(FIRST, |stream| (stream.count * 2).clamp(FIRST, MOST))
+                let stream = self.all.remove(index)?;
+                let first = if stream.put_by == at { stream.end } else { at + 1 };
+                (first, (stream.count * 2).clamp(FIRST, MOST))
             }
             None => {
                 if self.all.len() == STREAMS && self.all.pop_front().is_some_and(|stream| stream.count > 0) {
@@ -72,18 +110,45 @@ impl Streams {
                 }
                 self.new = self.new.wrapping_add(1);
                 let is_worth_it = self.hits >= REMEMBERED * REMEMBERED / WORTH_SHARE;
-                if is_worth_it || self.new.is_multiple_of(TRY_EACH) {
-                    FIRST
-                } else {
-                    0
-                }
+                let most_go_on = self.hits >= REMEMBERED * REMEMBERED / 2;
+                let count = match (is_worth_it, most_go_on) {
+                    (_, true) => FIRST_MOST,
+                    (true, _) => FIRST,
+                    _ if self.new.is_multiple_of(TRY_EACH) => FIRST,
+                    _ => 0,
+                };
+                (at + 1, count)
             }
         };
-        self.all.push_back(Stream {
-            end: at.saturating_add(1 + count),
-            count,
-        });
-        count
+        let put_by = if count >= PUT_BY_FROM { first + count / 2 } else { 0 };
+        let end = first.saturating_add(count);
+        self.all.push_back(Stream { end, count, put_by });
+        let goes_on = known.is_some();
+        (count > 0).then_some(Behind { first, count, goes_on })
+    }
+
+    /// Whether this page is to be put by.
+    pub(super) fn is_put_by(&self, page: PageIndex) -> bool {
+        self.all.iter().any(|stream| stream.put_by == page.get())
+    }
+
+    /// Puts a page by.
+    pub(super) fn put_by(&mut self, page: PageIndex, word: Word, content: &[u8; PAGE]) {
+        if self.contents.len() == PUT_BY_MAX
+            && let Some(oldest) = self.put_by.pop_front()
+        {
+            self.contents.remove(&oldest);
+        }
+        if self.contents.insert(page, (word, Box::new(*content))).is_none() {
+            self.put_by.push_back(page);
+        }
+    }
+
+    /// What was put by of a page whose entry says `word`.
+    pub(super) fn take(&mut self, page: PageIndex, word: Word) -> Option<Box<[u8; PAGE]>> {
+        let (of, content) = self.contents.remove(&page)?;
+        self.put_by.retain(|other| *other != page);
+        (of == word).then_some(content)
     }
 
     fn remember(&mut self, hit: bool) {
@@ -96,17 +161,29 @@ impl Streams {
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// `page` has been wanted, and was brought, or is being read: what is behind it is brought, too, if that is worth it.
-    pub(super) fn follow(&mut self, page: PageIndex) {
-        let count = self.streams.behind(page);
-        if count > 0 {
-            let first = page.plus(1);
-            self.ahead.push_back(PageRun { first, count });
+    /// If it had never been touched, so are others.
+    pub(super) fn follow(&mut self, page: PageIndex, zeros: bool) {
+        let Some(Behind { first, count, goes_on }) = self.streams.behind(page) else {
+            return;
+        };
+        self.figures.streamed += u64::from(goes_on);
+        // Who touches one may well leave the next ones alone, and they would take memory.
+        if zeros && !goes_on {
+            return;
+        }
+        let run = PageRun {
+            first: PageIndex::new(first),
+            count: if zeros { count.min(ZEROS_MAX) } else { count },
+        };
+        self.ahead.push_back(Soon { run, zeros });
+        if self.ahead.len() > STREAMS {
+            self.ahead.pop_front();
         }
     }
 
     /// Brings what was found worth it; whether there was something.
     pub(super) fn bring_ahead(&mut self) -> bool {
-        let Some(run) = self.ahead.pop_front() else {
+        let Some(Soon { run, zeros }) = self.ahead.pop_front() else {
             return false;
         };
         let Some(region) = self.regions.iter().find(|region| region.contains(run.first)) else {
@@ -119,28 +196,38 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             if self.phases.get(page) != Phase::Absent {
                 continue;
             }
-            // Those that are one word all over are had for little when they are wanted.
-            if let Some(Location::In {
-                tier: Tier::Ram,
-                stored,
-                ..
-            }) = self.state.word(page).decode()
-            {
-                if brought == AT_ONCE {
-                    let count = end - page.get();
-                    self.ahead.push_front(PageRun { first: page, count });
-                    break;
+            let word = self.state.word(page);
+            let is_read = match word.decode() {
+                Some(Location::In {
+                    tier: Tier::Ram,
+                    stored,
+                    ..
+                }) => self.has_room_ahead(0) && self.load_from_ram(page, stored),
+                Some(Location::Nowhere) if zeros => {
+                    self.content.fill(0);
+                    true
                 }
-                if !self.has_room_ahead(0) {
-                    break;
+                Some(Location::Uniform { .. }) => {
+                    self.load_uniform(page);
+                    true
                 }
-                if self.load_from_ram(page, stored) {
-                    self.add_to_run(page, Word::NOWHERE);
-                    brought += 1;
+                _ => false,
+            };
+            if is_read && self.has_room_ahead(0) {
+                self.add_to_run(page, Word::NOWHERE);
+                brought += 1;
+            }
+            if self.run_pages.len() == RUN_MAX {
+                self.put_run();
+            }
+            if brought == AT_ONCE {
+                let first = page.plus(1);
+                if first.get() < end {
+                    let count = end - first.get();
+                    let run = PageRun { first, count };
+                    self.ahead.push_front(Soon { run, zeros });
                 }
-                if self.run_pages.len() == RUN_MAX {
-                    self.put_run();
-                }
+                break;
             }
         }
         self.put_run();

@@ -47,7 +47,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             let word = self.state.word(page);
             if self.phases.get(page) == Phase::Absent && word != Word::NOWHERE {
                 left -= 1;
-                match self.put_in_place(page) {
+                match self.put_in_place(page, false) {
                     Put::Changing | Put::NoMemory => return false,
                     Put::Reading if self.disks.reads() >= READS_MAX => left = 0,
                     _ => {}

@@ -604,7 +604,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         let Some(Waiting { since, write }) = waiting else {
             // Nothing is lost if there is no room for it.
-            if self.no_memory_until.is_none() {
+            if !self.is_leaving && self.streams.is_put_by(page) {
+                self.streams.put_by(page, word, &self.content);
+            } else if self.no_memory_until.is_none() {
                 self.add_to_run(page, word);
             }
             return;

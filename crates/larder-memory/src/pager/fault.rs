@@ -87,10 +87,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Puts an absent page in place, for somebody who has waited for it since then.
     pub(super) fn bring(&mut self, page: PageIndex, since: Instant, write: bool) {
         let is_stored = self.state.word(page) != Word::NOWHERE;
-        let put = self.put_in_place(page);
+        let put = self.put_in_place(page, write);
         self.answer(page, put, since, write);
-        if is_stored && matches!(put, Put::There(..) | Put::Reading) {
-            self.follow(page);
+        if matches!(put, Put::There(..) | Put::Reading) {
+            self.follow(page, !is_stored);
         }
     }
 
@@ -113,19 +113,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Puts an absent page in place.
-    pub(super) fn put_in_place(&mut self, page: PageIndex) -> Put {
+    /// Puts an absent page in place, for somebody who wants to write to it or not.
+    pub(super) fn put_in_place(&mut self, page: PageIndex, write: bool) -> Put {
         let word = self.state.word(page);
         let (source, queue, filled) = match word.decode() {
             Some(Location::Nowhere) => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
             Some(Location::Uniform { .. }) => {
                 let filled = match self.state.second_word(page) {
                     0 => self.guest.fill_zero(page),
-                    word => {
-                        let bytes = word.to_le_bytes();
-                        for chunk in self.content.as_chunks_mut::<8>().0 {
-                            *chunk = bytes;
-                        }
+                    _ => {
+                        self.load_uniform(page);
                         self.guest.fill(page, &*self.content, false).1
                     }
                 };
@@ -140,6 +137,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 (Source::Ram, queue, self.guest.fill(page, &*self.content, false).1)
             }
             Some(Location::In { tier, stored, .. }) if let Some(disk) = self.disks.index_of(tier) => {
+                if let Some(content) = self.streams.take(page, word) {
+                    let queue = self.queue_of_returned(page);
+                    let filled = self.guest.fill(page, &*content, !write).1;
+                    return self.was_filled(page, filled, queue, Source::Disk, (!write).then_some(word));
+                }
                 self.begin_read(page, word, stored, disk);
                 return Put::Reading;
             }
@@ -172,6 +174,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         self.no_memory_until = Some(self.now + NO_MEMORY_FOR);
         Put::NoMemory
+    }
+
+    /// Makes the content that of `page`, which is one word all over.
+    pub(super) fn load_uniform(&mut self, page: PageIndex) {
+        let bytes = self.state.second_word(page).to_le_bytes();
+        self.content.as_chunks_mut::<8>().0.fill(bytes);
     }
 
     /// Reads a page from compressed RAM; whether it is the one that was evicted.

@@ -50,6 +50,8 @@ pub struct MemoryState {
     pub evicted_bytes: u64,
     /// Pages that were read from a disk because others were wanted.
     pub ahead_pages: u64,
+    /// Faults that went on where pages had been brought before they were wanted.
+    pub streamed_faults: u64,
     /// Pages that are in memory and equal to a copy on a disk.
     pub clean_pages: u64,
     /// Pages that were to go, and stayed because they were written to.
@@ -191,6 +193,7 @@ impl MemoryState {
             evicted_uniform_pages: figures.evicted_uniform,
             evicted_bytes: figures.evicted_bytes,
             ahead_pages: figures.ahead,
+            streamed_faults: figures.streamed,
             clean_pages: status.stored.clean.into(),
             saved_pages: figures.saved,
             kept_pages: figures.kept,
