@@ -241,14 +241,7 @@ impl Hands {
         // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
         let bytes = unsafe { Self::leased(&self.compressed, lease) };
         let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
-        let (copied, next_at) = append_living(
-            &self.state,
-            Tier::Ram,
-            segment,
-            &from[..],
-            SEGMENT_HEADER,
-            &mut appender,
-        );
+        let (copied, next_at) = append_living(&self.state, Tier::Ram, segment, from, SEGMENT_HEADER, &mut appender);
         lease.from = appender.at();
         Done::Moved {
             segment,

@@ -174,7 +174,7 @@ pub(crate) struct LibvirtHookArguments {
 pub(crate) enum MemoryCommand {
     /// Keep the memory of a running QEMU, or of any process that has it in shared memory, within a budget, until
     /// SIGTERM, or until it ends: what is cold is compressed, and comes back when it is touched
-    Attach(MemoryAttachArguments),
+    Attach(Box<MemoryAttachArguments>),
     /// Say how the memory is
     Status(MemoryStatusArguments),
     /// Set another budget

@@ -26,7 +26,7 @@ use crate::signals::Signals;
 
 pub(crate) fn run(command: MemoryCommand) -> anyhow::Result<ExitCode> {
     match command {
-        MemoryCommand::Attach(arguments) => attach(arguments),
+        MemoryCommand::Attach(arguments) => attach(*arguments),
         MemoryCommand::Status(arguments) => status(&arguments),
         MemoryCommand::Limit(arguments) => limit(&arguments),
         MemoryCommand::Detach(arguments) => detach(&arguments),

@@ -196,6 +196,7 @@ impl Worker {
         }
     }
 
+    #[allow(clippy::mut_from_ref)]
     fn page(&self, page: usize) -> &mut [u64; WORDS] {
         // SAFETY: each page is of one thread.
         unsafe { self.memory.page(self.first + page) }
