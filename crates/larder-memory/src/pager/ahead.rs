@@ -1,7 +1,8 @@
 //! What to bring besides what is wanted: the pages behind it, if somebody goes through memory.
 //!
-//! A fault that goes on where pages were brought last is of a stream, and the more of them there were, the more pages
-//! are brought with the next one. Of those that begin anew few are followed if few were gone on with lately.
+//! Two faults near each other begin a stream, upwards or downwards (compressed columns of databases are read from behind
+//! as often as not). A fault that goes on where its pages were brought last has more of them brought with it, up to a
+//! bound. What is touched here and there has nothing brought.
 //!
 //! Nobody tells that a page that was brought is used. So of a stream that is read from a disk one page in the middle of
 //! what was read is put by, and not in place: when it is wanted it is there, and what comes next is read before anybody
@@ -18,118 +19,120 @@ use crate::worker::Worker;
 
 /// How many streams are known.
 const STREAMS: usize = 64;
-/// Pages that are brought with the first one of a stream: the more streams are gone on with, the more. And at most.
-const FIRST: u32 = 4;
-const FIRST_MOST: u32 = 16;
+/// Pages that are brought when a stream begins, and at most.
+const FIRST: u32 = 16;
 const MOST: u32 = 128;
+/// A stream goes on if it leaves out fewer pages than this.
+const GAP: u32 = 16;
 /// Pages that were never touched are brought so many at a time at most.
 const ZEROS_MAX: u32 = 32;
 /// From so many on one is put by.
 const PUT_BY_FROM: u32 = 16;
 /// How many pages are put by at most.
 const PUT_BY_MAX: usize = 2 * STREAMS;
-/// A stream goes on if it leaves out so many pages at most.
-const GAP: u32 = 16;
 /// So many pages are brought from compressed RAM before faults are looked for again, and so many are put in place in one
 /// call: who goes through them is not far behind.
-const AT_ONCE: usize = 16;
+const AT_ONCE: u32 = 16;
 const RUN_MAX: usize = 4;
-/// Of so many streams it is remembered whether they were gone on with.
-const REMEMBERED: u32 = 32;
-/// If less than this share of them was, only each so-manieth new one is followed.
-const WORTH_SHARE: u32 = 8;
-const TRY_EACH: u32 = 16;
-
-/// Pages that were brought one after the other.
+/// Pages that were wanted one after the other.
 #[derive(Clone, Copy)]
 struct Stream {
-    /// The page behind them.
-    end: u32,
+    way: Option<Way>,
+    /// The page behind those that were brought; before there is a way, the page that was wanted.
+    next: u32,
     count: u32,
-    /// The one of them that is put by, or 0.
-    put_by: u32,
+    /// The one of them that is put by.
+    put_by: Option<u32>,
 }
 
-/// What to bring behind a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Behind {
-    first: u32,
-    count: u32,
-    /// The stream was known before.
-    goes_on: bool,
+enum Way {
+    Up,
+    Down,
+}
+
+impl Stream {
+    /// Which way it goes if the page with this number is of it.
+    fn has(&self, at: u32) -> Option<Way> {
+        if self.put_by == Some(at) {
+            return self.way;
+        }
+        let (ahead, behind) = (at.wrapping_sub(self.next), self.next.wrapping_sub(at));
+        match self.way {
+            Some(Way::Up) => (ahead < GAP).then_some(Way::Up),
+            Some(Way::Down) => (behind < GAP).then_some(Way::Down),
+            None if ahead < GAP => Some(Way::Up),
+            None => (behind < GAP).then_some(Way::Down),
+        }
+    }
+}
+
+/// The streams, that used last at the end.
+#[derive(Default)]
+pub(super) struct Streams {
+    all: VecDeque<Stream>,
+    /// What was put by, in the order of its coming, and what its entries said.
+    put_by: VecDeque<PageIndex>,
+    contents: HashMap<PageIndex, (Word, Box<[u8; PAGE]>)>,
 }
 
 /// Pages that may be wanted soon.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Soon {
     run: PageRun,
+    way: Way,
     /// Those that were never touched, too.
     zeros: bool,
 }
 
-/// The streams, that used last at the end.
-pub(super) struct Streams {
-    all: VecDeque<Stream>,
-    /// Of the last ones, how many were gone on with, times [`REMEMBERED`]: a moving average.
-    hits: u32,
-    new: u32,
-    /// What was put by, in the order of its coming, and what its entries said.
-    put_by: VecDeque<PageIndex>,
-    contents: HashMap<PageIndex, (Word, Box<[u8; PAGE]>)>,
-}
-
-impl Default for Streams {
-    fn default() -> Self {
-        Self {
-            all: VecDeque::with_capacity(STREAMS),
-            hits: REMEMBERED * REMEMBERED / 2,
-            new: 0,
-            put_by: VecDeque::new(),
-            contents: HashMap::new(),
-        }
-    }
-}
-
 impl Streams {
-    /// What to bring behind `page`, which is wanted.
-    fn behind(&mut self, page: PageIndex) -> Option<Behind> {
+    /// What to bring besides `page`, which is wanted, and on which way.
+    fn of(&mut self, page: PageIndex) -> Option<(PageRun, Way)> {
         let at = page.get();
-        let goes_on =
-            |stream: &Stream| stream.put_by == at || (stream.end..stream.end.saturating_add(GAP)).contains(&at);
-        let known = self.all.iter().position(goes_on);
-        let (first, count) = match known {
-            Some(index) => {
-                self.remember(true);
-                let stream = self.all.remove(index)?;
-                let first = if stream.put_by == at { stream.end } else { at + 1 };
-                (first, (stream.count * 2).clamp(FIRST, MOST))
+        let found = self.all.iter().enumerate();
+        let found = found.rev().find_map(|(index, stream)| Some((index, stream.has(at)?)));
+        let Some((index, way)) = found else {
+            if self.all.len() == STREAMS {
+                self.all.pop_front();
             }
-            None => {
-                if self.all.len() == STREAMS && self.all.pop_front().is_some_and(|stream| stream.count > 0) {
-                    self.remember(false);
-                }
-                self.new = self.new.wrapping_add(1);
-                let is_worth_it = self.hits >= REMEMBERED * REMEMBERED / WORTH_SHARE;
-                let most_go_on = self.hits >= REMEMBERED * REMEMBERED / 2;
-                let count = match (is_worth_it, most_go_on) {
-                    (_, true) => FIRST_MOST,
-                    (true, _) => FIRST,
-                    _ if self.new.is_multiple_of(TRY_EACH) => FIRST,
-                    _ => 0,
-                };
-                (at + 1, count)
+            self.all.push_back(Stream {
+                way: None,
+                next: at,
+                count: 0,
+                put_by: None,
+            });
+            return None;
+        };
+        let stream = self.all.remove(index)?;
+        let count = (stream.count * 2).clamp(FIRST, MOST);
+        // Of one that was put by the pages up to `next` are there, or on their way.
+        let is_put_by = stream.put_by == Some(at);
+        let (run, next) = match way {
+            Way::Up => {
+                let first = if is_put_by { stream.next } else { at.saturating_add(1) };
+                let end = first.saturating_add(count);
+                (first..end, end)
+            }
+            Way::Down => {
+                let end = if is_put_by { stream.next.saturating_add(1) } else { at };
+                let first = end.saturating_sub(count);
+                (first..end, first.saturating_sub(1))
             }
         };
-        let put_by = if count >= PUT_BY_FROM { first + count / 2 } else { 0 };
-        let end = first.saturating_add(count);
-        self.all.push_back(Stream { end, count, put_by });
-        let goes_on = known.is_some();
-        (count > 0).then_some(Behind { first, count, goes_on })
+        let count = run.end - run.start;
+        self.all.push_back(Stream {
+            way: Some(way),
+            next,
+            count,
+            put_by: (count >= PUT_BY_FROM).then_some(run.start + count / 2),
+        });
+        let first = PageIndex::new(run.start);
+        (count > 0).then_some((PageRun { first, count }, way))
     }
 
     /// Whether this page is to be put by.
     pub(super) fn is_put_by(&self, page: PageIndex) -> bool {
-        self.all.iter().any(|stream| stream.put_by == page.get())
+        self.all.iter().any(|stream| stream.put_by == Some(page.get()))
     }
 
     /// Puts a page by.
@@ -150,32 +153,23 @@ impl Streams {
         self.put_by.retain(|other| *other != page);
         (of == word).then_some(content)
     }
-
-    fn remember(&mut self, hit: bool) {
-        self.hits -= self.hits / REMEMBERED;
-        if hit {
-            self.hits += REMEMBERED;
-        }
-    }
 }
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// `page` has been wanted, and was brought, or is being read: what is behind it is brought, too, if that is worth it.
     /// If it had never been touched, so are others.
     pub(super) fn follow(&mut self, page: PageIndex, zeros: bool) {
-        let Some(Behind { first, count, goes_on }) = self.streams.behind(page) else {
+        let Some((mut run, way)) = self.streams.of(page) else {
             return;
         };
-        self.figures.streamed += u64::from(goes_on);
-        // Who touches one may well leave the next ones alone, and they would take memory.
-        if zeros && !goes_on {
-            return;
+        self.figures.streamed += 1;
+        if zeros && run.count > ZEROS_MAX {
+            if way == Way::Down {
+                run.first = run.first.plus(run.count - ZEROS_MAX);
+            }
+            run.count = ZEROS_MAX;
         }
-        let run = PageRun {
-            first: PageIndex::new(first),
-            count: if zeros { count.min(ZEROS_MAX) } else { count },
-        };
-        self.ahead.push_back(Soon { run, zeros });
+        self.ahead.push_back(Soon { run, way, zeros });
         if self.ahead.len() > STREAMS {
             self.ahead.pop_front();
         }
@@ -183,26 +177,41 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Brings what was found worth it; whether there was something.
     pub(super) fn bring_ahead(&mut self) -> bool {
-        let Some(Soon { run, zeros }) = self.ahead.pop_front() else {
+        let Some(Soon { run, way, zeros }) = self.ahead.pop_front() else {
             return false;
         };
         let Some(region) = self.regions.iter().find(|region| region.contains(run.first)) else {
             return true;
         };
         let end = (run.first.get() + run.count).min(region.first.get() + region.pages);
-        self.read_what_is_ahead(run.first.get(), end);
-        let mut brought = 0;
-        for page in (run.first.get()..end).map(PageIndex::new) {
-            if self.phases.get(page) != Phase::Absent {
+        let pages = run.first.get()..end;
+        self.read_what_is_ahead(pages.clone());
+        // A part of them now, those that are wanted first.
+        let part = match way {
+            Way::Up => pages.start..pages.end.min(pages.start + AT_ONCE),
+            Way::Down => pages.start.max(pages.end.saturating_sub(AT_ONCE))..pages.end,
+        };
+        let rest = match way {
+            Way::Up => part.end..pages.end,
+            Way::Down => pages.start..part.start,
+        };
+        if !rest.is_empty() {
+            let run = PageRun {
+                first: PageIndex::new(rest.start),
+                count: rest.end - rest.start,
+            };
+            self.ahead.push_front(Soon { run, way, zeros });
+        }
+        for page in part.map(PageIndex::new) {
+            if self.phases.get(page) != Phase::Absent || !self.has_room_ahead(0) {
                 continue;
             }
-            let word = self.state.word(page);
-            let is_read = match word.decode() {
+            let is_read = match self.state.word(page).decode() {
                 Some(Location::In {
                     tier: Tier::Ram,
                     stored,
                     ..
-                }) => self.has_room_ahead(0) && self.load_from_ram(page, stored),
+                }) => self.load_from_ram(page, stored),
                 Some(Location::Nowhere) if zeros => {
                     self.content.fill(0);
                     true
@@ -213,21 +222,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 }
                 _ => false,
             };
-            if is_read && self.has_room_ahead(0) {
+            if is_read {
                 self.add_to_run(page, Word::NOWHERE);
-                brought += 1;
             }
             if self.run_pages.len() == RUN_MAX {
                 self.put_run();
-            }
-            if brought == AT_ONCE {
-                let first = page.plus(1);
-                if first.get() < end {
-                    let count = end - first.get();
-                    let run = PageRun { first, count };
-                    self.ahead.push_front(Soon { run, zeros });
-                }
-                break;
             }
         }
         self.put_run();
@@ -235,9 +234,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Has pages read that are on disks.
-    fn read_what_is_ahead(&mut self, first: u32, end: u32) {
+    fn read_what_is_ahead(&mut self, pages: std::ops::Range<u32>) {
         let mut on_disk: Vec<(PageIndex, Word, Tier, Stored)> = Vec::new();
-        for page in (first..end).map(PageIndex::new) {
+        for page in pages.map(PageIndex::new) {
             if self.phases.get(page) != Phase::Absent {
                 continue;
             }
