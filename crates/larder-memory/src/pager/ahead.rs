@@ -20,14 +20,14 @@ use crate::worker::Worker;
 /// How many streams are known.
 const STREAMS: usize = 64;
 /// Pages that are brought when a stream begins, and at most.
-const FIRST: u32 = 16;
-const MOST: u32 = 128;
+const FIRST: u32 = 8;
+const MOST: u32 = 32;
 /// A stream goes on if it leaves out fewer pages than this.
 const GAP: u32 = 16;
 /// Pages that were never touched are brought so many at a time at most.
 const ZEROS_MAX: u32 = 32;
 /// From so many on one is put by.
-const PUT_BY_FROM: u32 = 16;
+const PUT_BY_FROM: u32 = 8;
 /// How many pages are put by at most.
 const PUT_BY_MAX: usize = 2 * STREAMS;
 /// So many pages are brought from compressed RAM before faults are looked for again, and so many are put in place in one
