@@ -280,7 +280,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             let is_protected = *copy != Word::NOWHERE;
             let (filled, _) = self.guest.fill(*first, &run, is_protected);
             for (page, copy) in &pages[..filled.min(pages.len())] {
-                self.settle(*page, Queue::Probation);
+                let queue = match self.state.word(*page).decode() {
+                    Some(Location::In { .. }) => self.queue_of_returned(*page),
+                    _ => Queue::Probation,
+                };
+                self.settle(*page, queue);
                 if is_protected {
                     self.set_word(*page, copy.with_clean(true));
                 } else {
