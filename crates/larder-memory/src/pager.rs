@@ -55,7 +55,7 @@ use crate::worker::{Job, Lease, Worker};
 pub use disk::DiskStatus;
 pub use figures::{Figures, Source};
 
-use ahead::{Soon, Streams};
+use ahead::Streams;
 use disk::Disks;
 use evict::Batches;
 
@@ -141,10 +141,6 @@ pub struct Pager<G, W> {
     /// Pages that are being read.
     reading: usize,
     streams: Streams,
-    ahead: VecDeque<Soon>,
-    /// Pages one after the other that are put in place together, with their entries as far as those stay.
-    run: Vec<u8>,
-    run_pages: Vec<(PageIndex, Word)>,
     /// The segment that is being filled, unless the worker has it.
     lease: Option<Lease>,
     /// The worker has the lease.
@@ -260,9 +256,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             punching: 0,
             reading: 0,
             streams: Streams::default(),
-            ahead: VecDeque::new(),
-            run: Vec::new(),
-            run_pages: Vec::new(),
             state,
             compressed,
             regions,
@@ -330,7 +323,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         worked |= self.take_from_disks();
         worked |= self.balance(now);
-        worked |= self.bring_ahead();
         Ok(worked)
     }
 
@@ -401,6 +393,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             + self.compressed_bytes()
             + self.overhead_bytes()
             + self.disks.buffer_bytes()
+            + self.streams.bytes()
     }
 
     /// What compressed pages take, in bytes.

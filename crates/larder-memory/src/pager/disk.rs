@@ -587,7 +587,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 }
             }
         }
-        self.put_run();
         self.disks.give_back(bytes);
     }
 
@@ -602,14 +601,18 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
             return;
         }
-        let Some(Waiting { since, write }) = waiting else {
-            // Nothing is lost if there is no room for it.
-            if !self.is_leaving && self.streams.is_put_by(page) {
-                self.streams.put_by(page, word, &self.content);
-            } else if self.no_memory_until.is_none() {
-                self.add_to_run(page, word);
+        let Waiting { since, write } = match waiting {
+            Some(waiting) => waiting,
+            // It is brought back for good.
+            None if self.is_leaving => Waiting {
+                since: self.now,
+                write: false,
+            },
+            None => {
+                self.streams.keep(page, word, &self.content);
+                self.figures.ahead += 1;
+                return;
             }
-            return;
         };
         // Whoever only reads leaves the copy good for the next time.
         let queue = self.queue_of_returned(page);

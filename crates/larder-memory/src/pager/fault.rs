@@ -86,11 +86,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Puts an absent page in place, for somebody who has waited for it since then.
     pub(super) fn bring(&mut self, page: PageIndex, since: Instant, write: bool) {
-        let is_stored = self.state.word(page) != Word::NOWHERE;
         let put = self.put_in_place(page, write);
         self.answer(page, put, since, write);
-        if matches!(put, Put::There(..) | Put::Reading) {
-            self.follow(page, !is_stored);
+        if matches!(put, Put::There(Source::Disk, _) | Put::Reading) {
+            self.follow(page);
         }
     }
 
