@@ -28,6 +28,8 @@ enum Command {
     Kill(campaign::Arguments),
     Restart(campaign::restarts::Arguments),
     Memory(memory::Arguments),
+    MemoryAttach(campaign::memory_attach::Arguments),
+    MemoryKills(campaign::memory_kills::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
@@ -78,6 +80,14 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Memory(arguments) => {
             memory::run(&arguments)?;
+            true
+        }
+        Command::MemoryAttach(arguments) => {
+            campaign::memory_attach::main(&arguments)?;
+            true
+        }
+        Command::MemoryKills(arguments) => {
+            campaign::memory_kills::main(&arguments)?;
             true
         }
         Command::Prefetch(arguments) => {

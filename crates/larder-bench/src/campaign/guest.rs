@@ -200,7 +200,11 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    fn connect(path: &Path) -> anyhow::Result<Self> {
+    /// To the monitor that listens there.
+    ///
+    /// # Errors
+    /// QEMU has ended.
+    pub fn connect(path: &Path) -> anyhow::Result<Self> {
         let stream = UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))?;
         stream.set_read_timeout(Some(LIMIT))?;
         let mut this = Self {

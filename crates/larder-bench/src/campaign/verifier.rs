@@ -33,6 +33,9 @@ pub struct Arguments {
     /// Leave out pages that cannot be compressed
     #[arg(long)]
     pub compressible: bool,
+    /// Only pages that cannot be compressed
+    #[arg(long, conflicts_with = "compressible")]
+    pub incompressible: bool,
     /// What is random comes from this
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -83,6 +86,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
                 hot: (pages as u64 * arguments.hot / 100).max(1),
                 random: Random::new(arguments.seed * 1000 + index as u64 + 1),
                 compressible: arguments.compressible,
+                incompressible: arguments.incompressible,
                 expected: [0; WORDS],
             };
             let ready = Arc::clone(&ready);
@@ -161,6 +165,7 @@ struct Worker {
     hot: u64,
     random: Random,
     compressible: bool,
+    incompressible: bool,
     expected: [u64; WORDS],
 }
 
@@ -178,6 +183,7 @@ impl Worker {
         let kinds = if self.compressible { 7 } else { 8 };
         // How many of its words are random.
         let count = match (page as u64 + u64::from(generation)) % kinds {
+            _ if self.incompressible => WORDS,
             0 => {
                 self.expected.fill(random.below(u64::MAX));
                 return;
