@@ -1,0 +1,104 @@
+//! A guest with half of the memory that it uses. It does and verifies I/O of its disk, too.
+
+use larder_bench::campaign::guest::Monitor;
+use larder_bench::campaign::memory::Attach;
+use larder_bench::campaign::memory_guest::{DiskIo, MemoryGuest, Options};
+
+use crate::support::{larder, on_disk, on_tmpfs};
+use crate::{Alone, MIB};
+
+const MEMORY_MIB: u64 = 384;
+
+fn options(disk: Option<DiskIo>) -> Options {
+    Options {
+        mib: MEMORY_MIB,
+        old_mib: 48,
+        new_mib: 16,
+        disk,
+        sandbox: disk.is_none(),
+    }
+}
+
+/// Asks for a balloon, and waits until the guest has so much memory.
+fn balloon(monitor: &mut Monitor, mib: u64) {
+    let wanted = mib * MIB;
+    monitor
+        .run("balloon", &format!("{{\"value\": {wanted}}}"))
+        .expect("there is a balloon");
+    loop {
+        let told = monitor.run("query-balloon", "{}").expect("there is a balloon");
+        let told: serde_json::Value = serde_json::from_str(&told).expect("JSON");
+        if told["return"]["actual"] == wanted {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_guest_works_on_half_of_its_memory_and_gives_up_some_and_is_reset() {
+    let (folder, images) = (on_tmpfs(), on_disk());
+    let guest = MemoryGuest::start(options(None), images.path()).expect("a guest");
+    let before = Alone::of(guest.pid());
+    let budget = (guest.used().expect("a guest") / 2).to_string();
+    let attach = Attach::new(larder(), folder.path(), guest.pid(), &["--budget", &budget]);
+    let mut pager = attach.start().expect("it attaches");
+    pager.wait_for_budget().expect("within the budget");
+    guest.works(0).expect("goes on");
+    assert!(pager.state().expect("answers").faults.compressed.count > 0);
+    let mut monitor = guest.monitor().expect("a monitor");
+    balloon(&mut monitor, 256);
+    let given_up = pager.state().expect("answers").given_up_pages;
+    assert!(given_up > 0, "the balloon took nothing");
+    balloon(&mut monitor, MEMORY_MIB);
+    guest.works(0).expect("goes on");
+    pager.process.kill();
+    let mut pager = attach.start().expect("it takes the place");
+    let told = guest.process.lines();
+    monitor.run("system_reset", "{}").expect("resets");
+    guest
+        .process
+        .wait_for_after(told, "ROUND 1", crate::support::LIMIT)
+        .expect("boots again");
+    pager.wait_for_budget().expect("within the budget");
+    guest.works(0).expect("goes on");
+    pager.detach().expect("lets go");
+    assert_eq!(Alone::of(guest.pid()).watched, 0);
+    assert_eq!(
+        Alone::of(guest.pid()).descriptors.len(),
+        before.descriptors.len() + 1,
+        "the monitor's connection only"
+    );
+    drop(monitor);
+    guest.finish().expect("all is as it was written");
+}
+
+/// By its monitor's socket; kills amid.
+fn with_a_disk(io: DiskIo) {
+    let (folder, images) = (on_tmpfs(), on_disk());
+    let guest = MemoryGuest::start(options(Some(io)), images.path()).expect("a guest");
+    let (qmp, budget) = (guest.qmp(), (guest.used().expect("a guest") / 2).to_string());
+    let words = ["--qmp", qmp.to_str().expect("UTF-8"), "--budget", &budget];
+    let attach = Attach::of(larder(), folder.path(), &words);
+    let mut pager = attach.start().expect("it attaches");
+    pager.wait_for_budget().expect("within the budget");
+    guest.works(0).expect("goes on");
+    pager.process.kill();
+    let mut pager = attach.start().expect("it takes the place");
+    guest.works(0).expect("goes on");
+    let state = pager.wait_for_budget().expect("within the budget");
+    assert!(state.faults.compressed.count > 0, "{state:#?}");
+    pager.detach().expect("lets go");
+    assert_eq!(Alone::of(guest.pid()).watched, 0);
+    guest.finish().expect("all is as it was written");
+}
+
+#[test]
+fn disk_io_by_threads_into_memory_that_was_evicted_is_right() {
+    with_a_disk(DiskIo::Threads);
+}
+
+#[test]
+fn direct_disk_io_by_io_uring_into_memory_that_was_evicted_is_right() {
+    with_a_disk(DiskIo::Uring);
+}

@@ -1,0 +1,135 @@
+//! Pagers that are killed. `larder-bench memory-kills` does the same for longer.
+
+use larder_bench::campaign::Random;
+use larder_bench::campaign::memory::{Attach, Verifier};
+use larder_bench::campaign::memory_attach;
+use larder_bench::campaign::memory_kills::{self, Kills};
+
+use crate::support::{larder, on_disk, on_tmpfs};
+use crate::{Alone, BUDGET, verifier_command};
+
+/// The budget of the campaign is for more memory.
+const KILLS: Kills = Kills {
+    count: 15,
+    burst_every: 4,
+};
+
+#[test]
+fn nobody_notices_but_a_pause_that_the_pager_was_killed() {
+    let folder = on_tmpfs();
+    let words = ["--budget", BUDGET];
+    let report = memory_kills::of_verifier(
+        larder(),
+        verifier_command("mixed"),
+        &words,
+        folder.path(),
+        KILLS,
+        &mut Random::new(1),
+    );
+    let report = report.expect("nothing was noticed");
+    assert_eq!((report.kills, report.stalls.len()), (15, 15));
+    assert!(
+        report.bursts > 0 && report.evicted > 0 && report.faults > 0,
+        "{report:?}"
+    );
+}
+
+#[test]
+fn nobody_notices_that_the_pager_of_a_swap_cache_was_killed() {
+    let (folder, disk) = (on_tmpfs(), on_disk());
+    let swap = disk.path().join("swap").display().to_string();
+    let words = [
+        "--budget",
+        BUDGET,
+        "--compressed",
+        "2MiB",
+        "--swap-cache",
+        &swap,
+        "--swap-size",
+        "256MiB",
+    ];
+    let report = memory_kills::of_verifier(
+        larder(),
+        verifier_command("mixed"),
+        &words,
+        folder.path(),
+        KILLS,
+        &mut Random::new(2),
+    );
+    assert!(report.expect("nothing was noticed").faults > 0);
+    assert!(!disk.path().join("swap").exists(), "the swap cache's file is left");
+}
+
+#[test]
+fn whoever_attaches_after_a_kill_leaves_nothing_in_the_process() {
+    let folder = on_tmpfs();
+    let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
+    let before = Alone::of(verifier.pid());
+    let attach = Attach::new(larder(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
+    for _ in 0..2 {
+        let mut pager = attach.start().expect("it attaches");
+        pager.wait_for_budget().expect("within the budget");
+        pager.process.kill();
+        // It waits for its memory, which nobody brings.
+        let mut pager = attach.start().expect("it takes the place");
+        assert!(pager.stood_still.is_none() && pager.process.output().contains("in the place of another pager"));
+        verifier.works().expect("goes on");
+        pager.wait_for_budget().expect("within the budget");
+        pager.detach().expect("lets go");
+        assert_eq!(Alone::of(verifier.pid()), before);
+    }
+    verifier.stop().expect("all is as it was written");
+}
+
+#[test]
+fn a_pager_that_is_killed_while_it_attaches_leaves_nothing_that_hinders_the_next() {
+    let folder = on_tmpfs();
+    let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
+    let before = Alone::of(verifier.pid());
+    let attach = Attach::new(larder(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
+    let mut random = Random::new(3);
+    for _ in 0..10 {
+        for _ in 0..2 {
+            let mut early = larder_bench::campaign::process::Process::start(attach.command()).expect("starts");
+            std::thread::sleep(std::time::Duration::from_micros(random.below(40_000)));
+            early.kill();
+        }
+        let mut pager = attach.start().expect("it attaches");
+        verifier.works().expect("goes on");
+        pager.detach().expect("lets go");
+        assert_eq!(Alone::of(verifier.pid()), before);
+    }
+    verifier.stop().expect("all is as it was written");
+}
+
+#[test]
+fn nobody_notices_that_a_pager_attached_and_detached() {
+    let folder = on_tmpfs();
+    let command = verifier_command("mixed");
+    let report = memory_attach::of_verifier(larder(), command, folder.path(), 10, &mut Random::new(4));
+    let report = report.expect("nothing was noticed");
+    assert_eq!(report.pauses.len(), 10);
+    assert!(report.evicted > 0, "{report:?}");
+}
+
+#[test]
+fn a_detach_that_is_killed_is_gone_on_with() {
+    let folder = on_tmpfs();
+    let mut verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
+    let before = Alone::of(verifier.pid());
+    let attach = Attach::new(larder(), folder.path(), verifier.pid(), &["--budget", BUDGET]);
+    let mut random = Random::new(5);
+    for _ in 0..6 {
+        let mut pager = attach.start().expect("it attaches");
+        pager.wait_for_budget().expect("within the budget");
+        pager.process.signal(libc::SIGTERM);
+        std::thread::sleep(std::time::Duration::from_micros(random.below(60_000)));
+        pager.process.kill();
+        verifier.report().expect("nothing is wrong");
+        let mut pager = attach.start().expect("it attaches");
+        verifier.works().expect("goes on");
+        pager.detach().expect("lets go");
+        assert_eq!(Alone::of(verifier.pid()), before);
+    }
+    verifier.stop().expect("all is as it was written");
+}

@@ -1,0 +1,238 @@
+//! `larder memory`: programs that work on their memory and verify it, and a guest, with less memory than they use.
+
+mod control;
+mod ended;
+mod guest;
+mod kills;
+mod limits;
+mod refused;
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::Command;
+
+use larder_bench::campaign::memory::{Attach, Pager, Verifier};
+use larder_bench::campaign::verifier;
+use support::{larder, on_tmpfs, run};
+use tempfile::TempDir;
+
+/// How the program below is told what memory it has.
+const VERIFIER: &str = "LARDER_TEST_VERIFIER";
+
+/// No test, but the program whose memory is managed.
+#[test]
+#[ignore = "started by other tests"]
+fn verified() {
+    let Ok(kind) = std::env::var(VERIFIER) else { return };
+    let arguments = verifier::Arguments {
+        mib: VERIFIED_MIB as usize,
+        threads: 2,
+        hot: 25,
+        compressible: kind == "compressible",
+        incompressible: kind == "incompressible",
+        seed: u64::from(std::process::id()),
+    };
+    verifier::main(&arguments).expect("all is as it was written");
+}
+
+const MIB: u64 = 1 << 20;
+
+/// The memory of the program, in MiB.
+const VERIFIED_MIB: u64 = 64;
+
+/// Half of it.
+const BUDGET: &str = "32MiB";
+
+fn verifier_command(kind: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--ignored", "--exact", "verified", "--nocapture"]);
+    command.env(VERIFIER, kind);
+    command
+}
+
+/// A program that works on its memory and verifies it, and a place for the pager's files.
+struct Fixture {
+    verifier: Verifier,
+    folder: TempDir,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        Self::with("mixed")
+    }
+
+    fn with(kind: &str) -> Self {
+        Self {
+            verifier: Verifier::start(verifier_command(kind)).expect("a program to manage"),
+            folder: on_tmpfs(),
+        }
+    }
+
+    fn pid(&self) -> u32 {
+        self.verifier.pid()
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn attach(&self, words: &[&str]) -> Attach {
+        Attach::new(larder(), self.folder.path(), self.pid(), words)
+    }
+
+    fn start(&self) -> Pager {
+        self.attach(&["--budget", BUDGET]).start().expect("it attaches")
+    }
+
+    /// `larder memory` with these words and the control socket; the exit code, and what was said.
+    fn ask(&self, words: &str) -> (Option<i32>, String) {
+        let mut command = Command::new(larder());
+        command.arg("memory").args(words.split(' ')).arg("--control");
+        command.arg(self.path("control"));
+        run(command)
+    }
+
+    /// What is in the folder.
+    fn left(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.folder.path()).expect("a folder").flatten();
+        entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect()
+    }
+
+    fn alone(&self) -> Alone {
+        Alone::of(self.pid())
+    }
+
+    fn works(&mut self) {
+        self.verifier.works().expect("it works");
+    }
+
+    fn verify(self) {
+        self.verifier.stop().expect("all is as it was written");
+    }
+}
+
+/// What is to be as before when nobody manages a process any more.
+#[derive(Debug, PartialEq, Eq)]
+struct Alone {
+    descriptors: BTreeMap<u32, PathBuf>,
+    /// Memory that a userfaultfd is told of.
+    watched: usize,
+}
+
+impl Alone {
+    fn of(pid: u32) -> Self {
+        let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("procfs").flatten();
+        let descriptors = descriptors.filter_map(|entry| {
+            let number = entry.file_name().to_str()?.parse().ok()?;
+            Some((number, std::fs::read_link(entry.path()).ok()?))
+        });
+        let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).expect("procfs");
+        let flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
+        Self {
+            descriptors: descriptors.collect(),
+            watched: flags
+                .filter(|flags| flags.split_whitespace().any(|flag| ["um", "uw", "ui"].contains(&flag)))
+                .count(),
+        }
+    }
+}
+
+#[test]
+fn memory_is_kept_within_its_budget_and_left_as_it_was() {
+    let mut fixture = Fixture::new();
+    let before = fixture.alone();
+    assert_eq!(before.watched, 0);
+    let mut pager = fixture.start();
+    assert!(pager.stood_still.is_some(), "{}", pager.process.output());
+    let state = pager.wait_for_budget().expect("within the budget");
+    assert_eq!((state.size, state.budget), (VERIFIED_MIB * MIB, 32 * MIB));
+    assert!(state.evicted_pages > 0 && state.compressed.pages > 0, "{state:#?}");
+    assert_eq!(state.pid as u32, fixture.pid());
+    let during = fixture.alone();
+    assert!(during.watched > 0, "nobody is told of what it touches");
+    assert_eq!(during.descriptors.len(), before.descriptors.len() + 3);
+    let mut most = 0;
+    for _ in 0..5 {
+        fixture.works();
+        let state = pager.state().expect("answers");
+        assert!(state.resident <= state.used, "{state:#?}");
+        most = most.max(state.used);
+    }
+    // It is kept free a little below, and gone over by what is on its way.
+    assert!(most <= 32 * MIB + 4 * MIB, "{most} bytes are used");
+    let faults = pager.state().expect("answers").faults;
+    assert!(faults.compressed.count > 0 && faults.uniform.count > 0, "{faults:?}");
+    // The program tells the same.
+    let (code, said) = fixture.ask("status --output json");
+    let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+    assert_eq!((code, &told["budget"]), (Some(0), &(32 * MIB).into()));
+    let (code, said) = fixture.ask("status");
+    assert!(
+        code == Some(0) && said.contains("budget:           32 MiB, used "),
+        "{said}"
+    );
+    let (code, said) = fixture.ask("detach");
+    let alone = format!("process {} is alone again", fixture.pid());
+    assert_eq!((code, said.trim_end()), (Some(0), alone.as_str()));
+    let ended = pager.process.wait(support::LIMIT).expect("ends");
+    assert!(ended.success(), "{}", pager.process.output());
+    assert_eq!(fixture.alone(), before);
+    assert_eq!(fixture.left(), [""; 0]);
+    fixture.works();
+    fixture.verify();
+}
+
+#[test]
+fn who_attaches_again_begins_anew() {
+    let mut fixture = Fixture::new();
+    let before = fixture.alone();
+    for _ in 0..3 {
+        let mut pager = fixture.start();
+        pager.wait_for_budget().expect("within the budget");
+        fixture.works();
+        pager.detach().expect("lets go");
+        assert_eq!(fixture.alone(), before);
+    }
+    fixture.verify();
+}
+
+#[test]
+fn sigterm_is_a_wish_to_detach_and_is_not_granted_without_room() {
+    let mut fixture = Fixture::new();
+    support::need_root("to have the pager see another /proc/meminfo");
+    let before = fixture.alone();
+    // The pager's own view of the host, in which no memory is free.
+    let (full, real) = (fixture.path("meminfo"), "/proc/meminfo");
+    let meminfo = std::fs::read_to_string(real).expect("procfs");
+    let none = meminfo.lines().map(|line| match line.starts_with("MemAvailable") {
+        true => "MemAvailable:          0 kB\n".to_owned(),
+        false => format!("{line}\n"),
+    });
+    std::fs::write(&full, none.collect::<String>()).expect("writes");
+    let bind = format!("mount --bind {} {real} && exec \"$@\"", full.display());
+    let words = ["unshare", "--mount", "sh", "-c", &bind, "sh"];
+    let mut pager = fixture
+        .attach(&["--budget", BUDGET])
+        .by(&words)
+        .start()
+        .expect("it attaches");
+    pager.wait_for_budget().expect("within the budget");
+    pager.process.signal(libc::SIGTERM);
+    let refused = pager.process.wait_for("not detached, and goes on: ", support::LIMIT);
+    assert!(refused.expect("is refused").contains("and the host has "));
+    let (code, said) = fixture.ask("detach");
+    assert!(
+        code == Some(2) && said.contains("MiB free: free some first"),
+        "{code:?} {said}"
+    );
+    fixture.works();
+    assert!(!pager.state().expect("answers").detaching);
+    std::fs::write(&full, meminfo).expect("writes");
+    pager.detach().expect("lets go");
+    assert_eq!(fixture.alone(), before);
+    fixture.verify();
+}
