@@ -22,6 +22,12 @@ pub enum TargetError {
         /// The process.
         pid: Pid,
     },
+    /// It has no memory of its own.
+    #[error("process {pid} is a thread of the kernel, which has no memory of its own: give the PID of the VM's QEMU")]
+    KernelThread {
+        /// As asked for.
+        pid: Pid,
+    },
     /// The kernel does not let us look.
     #[error(
         "process {pid}: no right to {tried}: be root, or have CAP_SYS_PTRACE, or be the same user as a process that \

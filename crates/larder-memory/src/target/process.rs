@@ -26,7 +26,7 @@ impl Process {
             Errno::SRCH | Errno::INVAL | Errno::NOENT => TargetError::NoSuchProcess { pid },
             error => failed(pid, "hold it by a pidfd", error.into()),
         })?;
-        let (state, started) = match stat(pid) {
+        let Stat { state, flags, started } = match stat(pid) {
             Ok(stat) => stat,
             Err(error) if error.kind() == io::ErrorKind::NotFound && !has_ended(pid, &pidfd)? => {
                 let tried = "see it in /proc (which is mounted with hidepid)";
@@ -34,6 +34,9 @@ impl Process {
             }
             Err(error) => return Err(failed(pid, "read its stat", error)),
         };
+        if flags & PF_KTHREAD != 0 {
+            return Err(TargetError::KernelThread { pid });
+        }
         // One whose main thread alone has ended is no VM.
         if matches!(state, b'Z' | b'X') {
             return Err(TargetError::Ended { pid });
@@ -46,7 +49,7 @@ impl Process {
         let pid = self.pid;
         let ended = has_ended(pid, &self.pidfd)?;
         match stat(pid) {
-            Ok((state, started)) if !ended && started == self.started && !matches!(state, b'Z' | b'X') => Ok(()),
+            Ok(stat) if !ended && stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => Ok(()),
             _ => Err(TargetError::Ended { pid }),
         }
     }
@@ -68,19 +71,30 @@ pub(super) fn failed(pid: Pid, tried: &'static str, error: io::Error) -> TargetE
     }
 }
 
-/// State and start.
-fn stat(pid: Pid) -> io::Result<(u8, u64)> {
+/// A thread of the kernel (linux/sched.h).
+const PF_KTHREAD: u64 = 0x0020_0000;
+
+/// What matters of /proc/PID/stat.
+#[derive(PartialEq, Eq, Debug)]
+struct Stat {
+    state: u8,
+    flags: u64,
+    started: u64,
+}
+
+fn stat(pid: Pid) -> io::Result<Stat> {
     let stat = fs::read(format!("/proc/{pid}/stat"))?;
     parse_stat(&stat).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-fn parse_stat(stat: &[u8]) -> Option<(u8, u64)> {
+fn parse_stat(stat: &[u8]) -> Option<Stat> {
     // The name, in brackets, is of any bytes.
     let after_name = stat.iter().rposition(|byte| *byte == b')')? + 1;
     let mut fields = std::str::from_utf8(&stat[after_name..]).ok()?.split_ascii_whitespace();
     let state = *fields.next()?.as_bytes().first()?;
-    let started = fields.nth(22 - 4)?.parse().ok()?;
-    Some((state, started))
+    let flags = fields.nth(9 - 4)?.parse().ok()?;
+    let started = fields.nth(22 - 10)?.parse().ok()?;
+    Some(Stat { state, flags, started })
 }
 
 /// What process or thread `pid` calls itself; nothing if it has ended.
@@ -174,7 +188,12 @@ mod tests {
     fn a_name_with_brackets_and_blanks_does_not_shift_the_fields() {
         let numbers: Vec<String> = (4..=52).map(|field| field.to_string()).collect();
         let stat = [b"1234 (a) \xff 5 (b) R ", numbers.join(" ").as_bytes()].concat();
-        assert_eq!(parse_stat(&stat), Some((b'R', 22)));
+        let expected = Stat {
+            state: b'R',
+            flags: 9,
+            started: 22,
+        };
+        assert_eq!(parse_stat(&stat), Some(expected));
         assert_eq!(parse_stat(b"1234 (a) R 4 5"), None);
         assert_eq!(parse_stat(b"1234 (a)"), None);
     }
