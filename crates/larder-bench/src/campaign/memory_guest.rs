@@ -14,7 +14,7 @@ use super::process::{Process, mortal};
 /// whether one that was written in the beginning is as it was, and does the same with its disk, if it has one, through
 /// memory that was free; then it is idle for a moment.
 const ROUNDS: &str = r#"
-fill="--minimal --buffer_compress_percentage=70 --refill_buffers --output=/fio"
+fill="--minimal --buffer_compress_percentage=90 --refill_buffers --output=/fio"
 check="--verify=crc32c --verify_fatal=1"
 failed() { cat /fio; dmesg | tail; exit 1; }
 (read -r line </dev/console; touch /stop) &

@@ -83,9 +83,9 @@ pub struct Report {
 }
 
 /// The program whose memory it is, in MiB, and the budget.
-pub const VERIFIER_MIB: u64 = 96;
+pub const VERIFIER_MIB: u64 = 64;
 /// See above.
-pub const VERIFIER_BUDGET: u64 = 48 << 20;
+pub const VERIFIER_BUDGET: u64 = 32 << 20;
 
 /// What a verifier that is started with `command` notices.
 ///
@@ -157,7 +157,7 @@ pub fn of_guest(
     let attach = Attach::new(larder, folder, guest.pid(), &[&["--budget", &text], words].concat());
     let mut report = Report::default();
     let mut pager = attach.start()?;
-    pager.wait_for_budget()?;
+    pager.wait_until(|state| state.evicted_pages > 0)?;
     for kill in 0..kills.count {
         std::thread::sleep(Duration::from_micros(random.below(500_000)));
         pager = report

@@ -88,6 +88,7 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
                 compressible: arguments.compressible,
                 incompressible: arguments.incompressible,
                 expected: [0; WORDS],
+                copied: File::from(rustix::fs::memfd_create("copied", MemfdFlags::CLOEXEC)?),
             };
             let ready = Arc::clone(&ready);
             std::thread::Builder::new()
@@ -167,6 +168,8 @@ struct Worker {
     compressible: bool,
     incompressible: bool,
     expected: [u64; WORDS],
+    /// What the kernel copies pages from and to.
+    copied: File,
 }
 
 impl Worker {
@@ -231,8 +234,6 @@ impl Worker {
     }
 
     fn work(&mut self) -> anyhow::Result<()> {
-        // What the kernel copies pages from and to.
-        let mut pipe = File::from(rustix::fs::memfd_create("copied", MemfdFlags::CLOEXEC)?);
         while !self.findings.stop.load(Ordering::Relaxed) {
             let page = match self.random.below(10) {
                 0..8 => self.random.below(self.hot),
@@ -250,12 +251,13 @@ impl Worker {
                     self.verify(page);
                     self.generations[page] += 1;
                     self.expect(page);
-                    pipe.seek(SeekFrom::Start(0))?;
+                    let mut copied = &self.copied;
+                    copied.seek(SeekFrom::Start(0))?;
                     // SAFETY: the bytes of an array of words.
-                    pipe.write_all(unsafe { &*self.expected.as_ptr().cast::<[u8; PAGE]>() })?;
-                    pipe.seek(SeekFrom::Start(0))?;
+                    copied.write_all(unsafe { &*self.expected.as_ptr().cast::<[u8; PAGE]>() })?;
+                    copied.seek(SeekFrom::Start(0))?;
                     // SAFETY: as above; any bytes make words.
-                    pipe.read_exact(unsafe { &mut *self.page(page).as_mut_ptr().cast::<[u8; PAGE]>() })?;
+                    copied.read_exact(unsafe { &mut *self.page(page).as_mut_ptr().cast::<[u8; PAGE]>() })?;
                 }
                 _ => self.give_up(page)?,
             }

@@ -39,7 +39,7 @@ fn the_control_socket_tells_and_sets_and_detaches() {
         ("{\"budget\": \"much\"}", 400, "much"),
         ("{\"budgett\": 41943040}", 400, "budgett"),
         ("[", 400, "{\"budget\":1073741824}"),
-        ("{\"budget\": 1}", 409, "a budget of 1 is too small"),
+        ("{\"budget\": 1}", 409, "a budget of 1 B is too small"),
         (
             "{\"budget\": 41943040, \"compressed\": 41943040}",
             409,

@@ -8,7 +8,6 @@ use larder_bench::campaign::memory_kills::{self, Kills};
 use crate::support::{larder, on_disk, on_tmpfs};
 use crate::{Alone, BUDGET, verifier_command};
 
-/// The budget of the campaign is for more memory.
 const KILLS: Kills = Kills {
     count: 15,
     burst_every: 4,
@@ -17,11 +16,10 @@ const KILLS: Kills = Kills {
 #[test]
 fn nobody_notices_but_a_pause_that_the_pager_was_killed() {
     let folder = on_tmpfs();
-    let words = ["--budget", BUDGET];
     let report = memory_kills::of_verifier(
         larder(),
         verifier_command("mixed"),
-        &words,
+        &[],
         folder.path(),
         KILLS,
         &mut Random::new(1),
@@ -38,16 +36,7 @@ fn nobody_notices_but_a_pause_that_the_pager_was_killed() {
 fn nobody_notices_that_the_pager_of_a_swap_cache_was_killed() {
     let (folder, disk) = (on_tmpfs(), on_disk());
     let swap = disk.path().join("swap").display().to_string();
-    let words = [
-        "--budget",
-        BUDGET,
-        "--compressed",
-        "2MiB",
-        "--swap-cache",
-        &swap,
-        "--swap-size",
-        "256MiB",
-    ];
+    let words = ["--compressed", "2MiB", "--swap-cache", &swap, "--swap-size", "256MiB"];
     let report = memory_kills::of_verifier(
         larder(),
         verifier_command("mixed"),

@@ -108,11 +108,9 @@ fn kernel_thread() -> u32 {
 #[test]
 fn a_guest_with_private_memory_is_told_how_to_share_it() {
     let mut qemu = larder_bench::campaign::process::mortal("qemu-system-x86_64");
-    qemu.args("-accel tcg -m 128 -nodefaults -display none -S -monitor stdio".split(' '));
+    qemu.args("-accel tcg -m 128 -nodefaults -display none -S -qmp stdio".split(' '));
     let mut qemu = Process::start(qemu).expect("starts");
-    qemu.wait_for("(qemu)", LIMIT)
-        .or_else(|_| qemu.wait_for("QEMU", LIMIT))
-        .expect("runs");
+    qemu.wait_for("QMP", LIMIT).expect("runs");
     let said = refusal_of(qemu.id());
     assert!(
         said.contains("its memory is private") && said.contains("memory-backend-memfd,id=m"),
