@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, PidfdGetfdFlags, pidfd_getfd};
 
-use crate::entry::Tier;
+use crate::entry::{Location, Tier};
 use crate::guest::{Files, GuestMemory as _, Process};
 use crate::inject::{InjectError, with_stopped_thread};
 use crate::log::SEGMENT;
@@ -196,16 +196,22 @@ fn open_left(target: &Target, left: LeftState) -> Result<Left, AttachError> {
     let pages = left_memory(target, left.pages, "a state")?;
     let state = State::open(pages, target.started()).map_err(|source| AttachError::State { pid, source })?;
     lock(pid, &state)?;
+    let numbers = || [Some(left.pages), left.compressed].into_iter().flatten().collect();
     let Some(userfaultfd) = state.userfaultfd_number() else {
-        return Ok(Left::Unused(
-            [Some(left.pages), left.compressed].into_iter().flatten().collect(),
-            state,
-        ));
+        return Ok(Left::Unused(numbers(), state));
     };
     let foreign = |what| AttachError::Foreign { pid, what };
     let userfaultfd_number = i32::try_from(userfaultfd).map_err(|_| foreign("a userfaultfd"))?;
     let path = format!("/proc/{}/fd/{userfaultfd_number}", pid.as_raw_pid());
-    if std::fs::read_link(path).is_ok_and(|is| is.as_os_str() != "anon_inode:[userfaultfd]") {
+    let found = std::fs::read_link(path);
+    let is_there = found
+        .as_ref()
+        .is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]");
+    if !is_there && is_all_back(&state) {
+        // That pager was killed as it let go.
+        return Ok(Left::Unused(numbers(), state));
+    }
+    if found.is_ok() && !is_there {
         return Err(foreign("a userfaultfd"));
     }
     let compressed_number = left.compressed.ok_or(foreign("compressed memory"))?;
@@ -220,6 +226,18 @@ fn open_left(target: &Target, left: LeftState) -> Result<Left, AttachError> {
             compressed: compressed_number,
             userfaultfd: userfaultfd_number,
         },
+    })
+}
+
+/// Whether nothing is stored that is not in memory.
+fn is_all_back(state: &State) -> bool {
+    let regions = state.regions();
+    let regions = regions.iter().filter(|region| !region.is_gone());
+    let mut pages = regions.flat_map(|region| (0..region.pages).map(|offset| region.first.plus(offset)));
+    pages.all(|page| match state.word(page).decode() {
+        Some(Location::Nowhere | Location::Lost) => true,
+        Some(Location::Uniform { clean } | Location::In { clean, .. }) => clean,
+        None => false,
     })
 }
 
