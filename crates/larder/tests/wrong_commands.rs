@@ -7,7 +7,7 @@ use std::process::Command;
 use support::{larder, on_tmpfs, run};
 
 /// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
-const WRONG: [(&str, &str); 27] = [
+const WRONG: [(&str, &str); 36] = [
     (
         "frobnicate",
         "error: unrecognized subcommand 'frobnicate'\n\nUsage: larder <COMMAND>\n\nFor more information, try '--help'.",
@@ -108,6 +108,39 @@ const WRONG: [(&str, &str); 27] = [
     (
         "vm ./web.toml --check --reload",
         "error: the argument '--check' cannot be used with '--reload'\n\nUsage: larder vm --check <NAME>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "memory attach",
+        "error: the following required arguments were not provided:\n  --budget <SIZE>\n  --pid <PID>\n\nUsage: larder memory attach --budget <SIZE> --pid <PID>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "memory attach --pid 1 --budget 12X",
+        "error: invalid value '12X' for '--budget <SIZE>': 'X' in '12X' is not a unit of size: use KiB, MiB, GiB or TiB\n\nFor more information, try '--help'.",
+    ),
+    (
+        "memory attach --pid 1 --qmp x --budget 1G",
+        "error: the argument '--pid <PID>' cannot be used with '--qmp <PATH>'\n\nUsage: larder memory attach --budget <SIZE> --pid <PID>\n\nFor more information, try '--help'.",
+    ),
+    ("memory attach --pid 0 --budget 1G", "larder: --pid: no PID"),
+    (
+        "memory attach --pid 99999999 --budget 1G",
+        "larder: there is no process 99999999: is the PID of another namespace (a container's), or has it ended?",
+    ),
+    (
+        "memory attach --qmp ok.raw --budget 1G",
+        "larder: ok.raw is no UNIX socket: give the path that QEMU has with -qmp unix:PATH,server=on,wait=off",
+    ),
+    (
+        "memory attach --qmp ./nosuch --budget 1G",
+        "larder: ./nosuch: No such file or directory (os error 2): it is the path given to QEMU with -qmp unix:PATH,server=on,wait=off",
+    ),
+    (
+        "memory status --control ./nosuch",
+        "larder: there is no ./nosuch: give the path that the server was given with --control; a server that has ended has removed it",
+    ),
+    (
+        "memory detach --control ok.raw",
+        "larder: ok.raw is no socket: give the path that the server was given with --control",
     ),
     (
         "run -- ls",

@@ -65,7 +65,7 @@ fn the_control_socket_tells_and_sets_and_detaches() {
         (&["-X", "DELETE", GET][..], 405),
         (&[DETACH], 405),
         (&["http://x/v1/memory/nothing"], 404),
-        (&["-X", "POST", "http://x/v1/reload"], 404),
+        (&["-X", "POST", "http://x/v1/reload"], 409),
     ] {
         let (status, said) = curl(&fixture, arguments);
         assert_eq!(status, code, "{arguments:?}: {said}");

@@ -25,7 +25,7 @@ fn balloon(monitor: &mut Monitor, mib: u64) {
     monitor
         .run("balloon", &format!("{{\"value\": {wanted}}}"))
         .expect("there is a balloon");
-    loop {
+    for _ in 0..1200 {
         let told = monitor.run("query-balloon", "{}").expect("there is a balloon");
         let told: serde_json::Value = serde_json::from_str(&told).expect("JSON");
         if told["return"]["actual"] == wanted {
@@ -33,6 +33,7 @@ fn balloon(monitor: &mut Monitor, mib: u64) {
         }
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
+    panic!("the balloon does not become as it should");
 }
 
 #[test]
