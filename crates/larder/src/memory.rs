@@ -71,7 +71,7 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         .transpose()
         .map_err(anyhow::Error::from)
         .and_then(|control| Ok((control, pidfile.map(pid_file::Prepared::publish).transpose()?)));
-    let _until_it_ends = match started {
+    let (control, _pidfile) = match started {
         Ok(started) => started,
         Err(error) => {
             let _ = inquiry.detach_blocking();
@@ -92,7 +92,11 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         }
     );
     stop_by(signals, managed.inquiry())?;
-    match managed.wait()? {
+    let end = managed.wait()?;
+    if let Some(control) = control {
+        control.end_after_answers();
+    }
+    match end {
         End::Detached => tracing::info!("detached"),
         End::ProcessEnded => tracing::info!("the process has ended"),
     }

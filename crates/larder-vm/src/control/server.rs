@@ -15,7 +15,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Runtime;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::answers::{Asked, answer};
 use super::subject::Subject;
@@ -36,6 +36,9 @@ const CLIENT_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// The longest request line with all headers, in bytes.
 const REQUEST_HEAD_BYTES_MAX: usize = 16 << 10;
+
+/// How long clients that have asked are waited for when it ends after their answers.
+const LAST_ANSWERS_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The pause after a client that cannot be taken because the process, or the host, is out of descriptors or memory.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -60,7 +63,7 @@ pub enum ControlSocket {
 
 /// A control socket that answers. It ends when this is dropped, whatever its clients do.
 pub struct ControlServer {
-    /// Dropped to end the thread.
+    /// Dropped to end the thread; sent to, it ends after the answers to those who have asked.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
     /// Goes last.
@@ -106,6 +109,14 @@ impl ControlServer {
             _socket: socket,
         })
     }
+
+    /// Ends it, but whoever has asked is answered yet.
+    pub fn end_after_answers(mut self) {
+        if let Some(stop) = self.stop.take() {
+            // Its thread may have died, and told so.
+            let _ = stop.send(());
+        }
+    }
 }
 
 impl Drop for ControlServer {
@@ -120,9 +131,15 @@ impl Drop for ControlServer {
 
 fn run(runtime: &Runtime, listener: UnixListener, subject: Arc<Subject>, stopped: oneshot::Receiver<()>) {
     runtime.block_on(async {
-        tokio::select! {
-            () = accept(listener, subject) => {}
-            _ = stopped => {}
+        let (end, ended) = oneshot::channel();
+        let mut accepting = std::pin::pin!(accept(listener, subject, ended));
+        let is_patient = tokio::select! {
+            () = &mut accepting => return,
+            stopped = stopped => stopped.is_ok(),
+        };
+        if is_patient {
+            drop(end);
+            let _ = timeout(LAST_ANSWERS_TIME_MAX, accepting).await;
         }
     });
 }
@@ -133,8 +150,8 @@ struct Client {
     asked: Arc<Asked>,
 }
 
-/// Serves whoever comes; dropped to end all.
-async fn accept(listener: UnixListener, subject: Arc<Subject>) {
+/// Serves whoever comes, until the end, and then whoever has asked; dropped to end all.
+async fn accept(listener: UnixListener, subject: Arc<Subject>, mut end: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
     let listeners = Arc::new(Semaphore::new(LISTENERS_MAX));
     // In the order in which they came; without those who listen.
@@ -144,6 +161,7 @@ async fn accept(listener: UnixListener, subject: Arc<Subject>) {
         clients.retain(|client| !client.task.is_finished() && !client.asked.listens());
         let may_come = clients.len() < CLIENTS_MAX || clients.iter().any(|client| client.asked.is_silent());
         let accepted = tokio::select! {
+            _ = &mut end => break,
             Some(_) = tasks.join_next() => continue,
             accepted = listener.accept(), if may_come => accepted,
         };
@@ -168,6 +186,9 @@ async fn accept(listener: UnixListener, subject: Arc<Subject>) {
             }
         }
     }
+    let is_waited_for =
+        |client: &Client| !client.task.is_finished() && !client.asked.listens() && !client.asked.is_silent();
+    while clients.iter().any(is_waited_for) && tasks.join_next().await.is_some() {}
 }
 
 /// Serves a client as long as it may take.
