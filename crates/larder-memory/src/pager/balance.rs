@@ -112,14 +112,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         let live = self.ram.live_bytes();
         let used = u64::from(self.ram.used()) * SEGMENT as u64;
-        if used <= live + live / SLACK_SHARE + SLACK_BYTES {
+        // What has died in full segments is room for what should go.
+        let is_short = !self.has_room_in_ram() && self.excess_pages() > 0;
+        if !is_short && used <= live + live / SLACK_SHARE + SLACK_BYTES {
             return false;
         }
         // From a segment that is nearly full there is little to gain.
         let Some(segment) = self.ram.emptiest((SEGMENT - SEGMENT / 8) as u32) else {
             return false;
         };
-        let Some(lease) = self.take_lease() else {
+        let Some(lease) = self.take_lease_to_compact() else {
             self.ram.left(segment);
             return false;
         };

@@ -222,6 +222,20 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         Some(lease)
     }
 
+    /// Whether [`Self::take_lease`] would have one.
+    pub(super) fn has_room_in_ram(&self) -> bool {
+        self.lease.is_some() || self.ram.used() < self.segments_max()
+    }
+
+    /// The same, to move what lives of another segment there. There may be one segment too many for that: the other one
+    /// is free in the end.
+    pub(super) fn take_lease_to_compact(&mut self) -> Option<Lease> {
+        if self.lease.is_none() && self.ram.used() <= self.segments_max() {
+            self.lease = self.new_segment();
+        }
+        self.take_lease()
+    }
+
     fn new_segment(&mut self) -> Option<Lease> {
         let (segment, filling) = self.ram.take()?;
         Some(Lease {

@@ -83,6 +83,26 @@ fn a_budget_that_cannot_be_kept_because_nothing_can_be_compressed_is_told() {
 }
 
 #[test]
+fn what_has_come_back_makes_room_for_more_in_full_compressed_memory() {
+    let fixture = Fixture::with("compressible");
+    let attach = fixture.attach(&["--budget", "20MiB", "--compressed", "4MiB"]);
+    let mut pager = attach.start().expect("it attaches");
+    let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::TiersFull));
+    // Full, but of pages that come back one by one: that is what goes on and on.
+    let mut goal = is_told.expect("a problem").evicted_pages;
+    for _ in 0..20 {
+        goal += 1000;
+        let went = pager
+            .wait_until(|state| state.evicted_pages > goal)
+            .expect("more pages go");
+        assert!(went.compressed.used <= 5 * MIB, "{went:#?}");
+        goal = went.evicted_pages;
+    }
+    pager.detach().expect("lets go");
+    fixture.verify();
+}
+
+#[test]
 fn a_budget_that_cannot_be_kept_for_want_of_room_is_told_and_nothing_is_lost() {
     let mut fixture = Fixture::new();
     let attach = fixture.attach(&["--budget", "20MiB", "--compressed", "2MiB"]);
