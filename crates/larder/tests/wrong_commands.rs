@@ -140,7 +140,7 @@ const WRONG: [(&str, &str); 36] = [
     ),
     (
         "memory detach --control ok.raw",
-        "larder: ok.raw is no socket: give the path that the server was given with --control",
+        "larder: ok.raw is no socket; give the path that the server was given with --control",
     ),
     (
         "run -- ls",

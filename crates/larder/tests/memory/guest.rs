@@ -12,8 +12,8 @@ const MEMORY_MIB: u64 = 384;
 fn options(disk: Option<DiskIo>) -> Options {
     Options {
         mib: MEMORY_MIB,
-        old_mib: 48,
-        new_mib: 16,
+        old_mib: 32,
+        new_mib: 8,
         disk,
         sandbox: disk.is_none(),
     }
