@@ -41,8 +41,8 @@ fn a_guest_works_with_less_memory_than_it_uses_and_gives_up_some_and_is_reset() 
     let (folder, images) = (on_tmpfs(), on_disk());
     let guest = MemoryGuest::start(options(None), images.path()).expect("a guest");
     let before = Alone::of(guest.pid());
-    // Compressed pages count: half of it would not do.
-    let budget = (guest.used().expect("a guest") / 5 * 3).to_string();
+    // Compressed pages count, so that half of it would be a standstill without a swap cache.
+    let budget = (guest.used().expect("a guest") / 5 * 4).to_string();
     let attach = Attach::new(larder(), folder.path(), guest.pid(), &["--budget", &budget]);
     let mut pager = attach.start().expect("it attaches");
     pager.wait_for_budget().expect("within the budget");
