@@ -187,7 +187,7 @@ impl Report {
         random: &mut Random,
     ) -> anyhow::Result<Pager> {
         self.count(&pager)?;
-        if kill % kills.burst_every == 0 {
+        if kill.is_multiple_of(kills.burst_every) {
             let patch = MemoryPatch {
                 budget: Some(budget / 4 * 3),
                 compressed: None,
