@@ -31,7 +31,7 @@ use crate::state::{Region, State, StateError, SwapIdentity};
 use crate::store::Store;
 use crate::target::{LeftState, Memory, Place, Target, TargetError};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
-use crate::userfaultfd::{self, NEEDED, Range, Userfaultfd, feature};
+use crate::userfaultfd::{self, NEEDED_ALL, Range, Userfaultfd, feature};
 use crate::worker::{Hands, Thread};
 
 /// How long a thread of the process may take to stop, and a system call in it.
@@ -120,7 +120,7 @@ impl Found {
     /// # Errors
     /// See [`AttachError`].
     pub fn find(target: Target) -> Result<Self, AttachError> {
-        let left = match target.left_state {
+        let left = match &target.left_state {
             None => Left::Nothing,
             Some(left) => open_left(&target, left)?,
         };
@@ -191,14 +191,18 @@ enum Left {
     Unused(Vec<i32>, State),
 }
 
-fn open_left(target: &Target, left: LeftState) -> Result<Left, AttachError> {
+fn open_left(target: &Target, left: &LeftState) -> Result<Left, AttachError> {
     let pid = target.pid();
     let pages = left_memory(target, left.pages, "a state")?;
     let state = State::open(pages, target.started()).map_err(|source| AttachError::State { pid, source })?;
     lock(pid, &state)?;
-    let numbers = || [Some(left.pages), left.compressed].into_iter().flatten().collect();
+    let numbers = || [Some(left.pages), left.compressed].into_iter().flatten();
     let Some(userfaultfd) = state.userfaultfd_number() else {
-        return Ok(Left::Unused(numbers(), state));
+        // It may have been killed between making one and noting its number.
+        return Ok(Left::Unused(
+            numbers().chain(left.unnoted.iter().copied()).collect(),
+            state,
+        ));
     };
     let foreign = |what| AttachError::Foreign { pid, what };
     let userfaultfd_number = i32::try_from(userfaultfd).map_err(|_| foreign("a userfaultfd"))?;
@@ -209,7 +213,7 @@ fn open_left(target: &Target, left: LeftState) -> Result<Left, AttachError> {
         .is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]");
     if !is_there && is_all_back(&state) {
         // That pager was killed as it let go.
-        return Ok(Left::Unused(numbers(), state));
+        return Ok(Left::Unused(numbers().collect(), state));
     }
     if found.is_ok() && !is_there {
         return Err(foreign("a userfaultfd"));
@@ -380,9 +384,8 @@ fn begin(mut target: Target, options: pager::Options, swaps: Vec<Swap>) -> Resul
 }
 
 fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
-    let needed = NEEDED.iter().fold(0, |all, (one, _)| all | one);
     let poison = userfaultfd::available()? & feature::POISON;
-    userfaultfd.enable(needed | poison)
+    userfaultfd.enable(NEEDED_ALL | poison)
 }
 
 /// Hands the descriptors to the process, and has it make a userfaultfd of the last one.

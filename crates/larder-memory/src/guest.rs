@@ -27,8 +27,11 @@ pub trait GuestMemory {
     /// Puts a page of zeros in place.
     fn fill_zero(&self, page: PageIndex) -> Filled;
 
-    /// Makes a missing page one that cannot be read; whether that could be done.
-    fn poison(&self, page: PageIndex) -> bool;
+    /// Makes a missing page one that cannot be read.
+    fn poison(&self, page: PageIndex) -> Filled;
+
+    /// Maps a page that is in memory, unprotected; who waits for it tries again.
+    fn map(&self, page: PageIndex);
 
     /// Writes to these pages are told and wait from now on.
     ///
@@ -50,6 +53,12 @@ pub trait GuestMemory {
     /// # Errors
     /// Of the memory's file.
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
+
+    /// Takes pages out of memory, at once. What takes time is for [`Backing::punch`].
+    ///
+    /// # Errors
+    /// Of the memory's file.
+    fn take_out(&self, run: PageRun) -> io::Result<()>;
 
     /// The process has unmapped this region: nothing can be done to its pages any more.
     fn forget(&self, region: &Region);
@@ -240,9 +249,17 @@ impl GuestMemory for Process {
         }
     }
 
-    fn poison(&self, page: PageIndex) -> bool {
-        self.address_of(page)
-            .is_some_and(|address| self.userfaultfd.poison(address).is_ok())
+    fn poison(&self, page: PageIndex) -> Filled {
+        match self.address_of(page) {
+            Some(address) => self.userfaultfd.poison(address),
+            None => Filled::Gone,
+        }
+    }
+
+    fn map(&self, page: PageIndex) {
+        if let Some(address) = self.address_of(page) {
+            self.userfaultfd.map(address);
+        }
     }
 
     fn protect(&self, run: PageRun) -> io::Result<()> {
@@ -260,6 +277,10 @@ impl GuestMemory for Process {
 
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
         self.files.present(run, found)
+    }
+
+    fn take_out(&self, run: PageRun) -> io::Result<()> {
+        self.files.punch(run)
     }
 
     fn forget(&self, region: &Region) {

@@ -317,6 +317,7 @@ impl Segments {
     pub fn add(&mut self, stored: Stored) {
         let index = SegmentIndex::of(stored.place).0 as usize;
         let bytes = object_bytes(stored.len) as u32;
+        debug_assert!(matches!(self.uses[index], Use::Open | Use::Sealed | Use::Leaving));
         self.live[index] += bytes;
         self.live_total += u64::from(bytes);
     }

@@ -141,6 +141,8 @@ pub struct Pager<G, W> {
     /// Pages that are being read.
     reading: usize,
     streams: Streams,
+    /// Those of pages that nobody has written to.
+    zero_streams: Streams,
     /// The segment that is being filled, unless the worker has it.
     lease: Option<Lease>,
     /// The worker has the lease.
@@ -256,6 +258,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             punching: 0,
             reading: 0,
             streams: Streams::default(),
+            zero_streams: Streams::default(),
             state,
             compressed,
             regions,
@@ -349,19 +352,22 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Handles messages, and clears each.
     fn handle(&mut self, messages: &mut [RawMessage]) {
+        let is_fault = |raw: &RawMessage| matches!(raw.decode(), Some(Message::Fault { .. }));
+        // What was given up must be known before anybody finds there what was.
         if let Some(first) = self.options.first_thread
             && messages.len() > 1
+            && messages.iter().all(is_fault)
         {
             for raw in messages.iter_mut() {
                 if let Some(Message::Fault {
                     address,
                     write,
-                    protected,
+                    cause,
                     thread,
                 }) = raw.decode()
                     && thread == first
                 {
-                    self.fault_at(address, protected, write);
+                    self.fault_at(address, cause, write);
                     *raw = RawMessage::default();
                 }
             }
@@ -370,11 +376,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             match raw.decode() {
                 None => {}
                 Some(Message::Fault {
-                    address,
-                    protected,
-                    write,
-                    ..
-                }) => self.fault_at(address, protected, write),
+                    address, cause, write, ..
+                }) => self.fault_at(address, cause, write),
                 Some(Message::Removed(range)) => self.removed(range, false),
                 Some(Message::Unmapped(range)) => self.removed(range, true),
                 Some(Message::Other(event)) => tracing::warn!("the kernel tells event {event:#x}, which is not known"),

@@ -88,14 +88,14 @@ pub struct Memory {
 }
 
 /// Descriptors that the process holds of a pager that went away.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LeftState {
     /// The number of [`crate::state::PAGES_NAME`].
     pub pages: i32,
     /// The number of [`crate::state::COMPRESSED_NAME`].
     pub compressed: Option<i32>,
-    /// The number of the first userfaultfd.
-    pub userfaultfd: Option<i32>,
+    /// The numbers of userfaultfds that can be of a pager.
+    pub unnoted: Vec<i32>,
 }
 
 /// What has become of the memory since it was last looked at.

@@ -21,6 +21,8 @@ pub mod feature {
     pub const EVENT_UNMAP: u64 = 1 << 6;
     /// A fault says which thread it stopped.
     pub const THREAD_ID: u64 = 1 << 8;
+    /// Pages of shared memory that are in its file, and not mapped, Linux 5.14.
+    pub const MINOR_SHMEM: u64 = 1 << 10;
     /// Write-protection of shared memory, Linux 5.19.
     pub const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
     /// Pages can be poisoned, Linux 6.6.
@@ -28,14 +30,25 @@ pub mod feature {
 }
 
 /// Without these no memory can be managed; with the name of each, for messages.
-pub const NEEDED: [(u64, &str); 6] = [
+pub const NEEDED: [(u64, &str); 7] = [
     (feature::PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP"),
     (feature::EVENT_REMOVE, "EVENT_REMOVE"),
     (feature::MISSING_SHMEM, "MISSING_SHMEM"),
     (feature::EVENT_UNMAP, "EVENT_UNMAP"),
     (feature::THREAD_ID, "THREAD_ID"),
+    (feature::MINOR_SHMEM, "MINOR_SHMEM"),
     (feature::WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM"),
 ];
+
+/// All of [`NEEDED`].
+pub const NEEDED_ALL: u64 = {
+    let (mut all, mut index) = (0, 0);
+    while index < NEEDED.len() {
+        all |= NEEDED[index].0;
+        index += 1;
+    }
+    all
+};
 
 const API: u64 = 0xaa;
 
@@ -53,6 +66,7 @@ const UFFDIO_WAKE: libc::c_ulong = request(READ, 0x02, size_of::<Range>());
 const UFFDIO_COPY: libc::c_ulong = request(READ_WRITE, 0x03, size_of::<Copy>());
 const UFFDIO_ZEROPAGE: libc::c_ulong = request(READ_WRITE, 0x04, size_of::<RangeMode>());
 const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 0x06, size_of::<WriteProtect>());
+const UFFDIO_CONTINUE: libc::c_ulong = request(READ_WRITE, 0x07, size_of::<RangeMode>());
 const UFFDIO_POISON: libc::c_ulong = request(READ_WRITE, 0x08, size_of::<RangeMode>());
 
 /// Makes a userfaultfd of the caller of that ioctl on /dev/userfaultfd (`USERFAULTFD_IOC_NEW`, Linux 6.1).
@@ -60,6 +74,7 @@ pub const IOC_NEW: u64 = 0xaa00;
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
+const REGISTER_MODE_MINOR: u64 = 1 << 2;
 const COPY_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
@@ -96,7 +111,7 @@ struct Copy {
     copied: i64,
 }
 
-/// `uffdio_zeropage` and `uffdio_poison`, which are alike.
+/// `uffdio_zeropage`, `uffdio_continue` and `uffdio_poison`, which are alike.
 #[repr(C)]
 struct RangeMode {
     range: Range,
@@ -119,6 +134,17 @@ pub struct RawMessage {
     arguments: [u64; 3],
 }
 
+/// Why a thread waits for a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cause {
+    /// It is not there.
+    Missing,
+    /// It is write-protected.
+    Protected,
+    /// It is in the file, and not mapped: what mapped it was taken away, or it was put there by another process.
+    Minor,
+}
+
 /// What the kernel says of the memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Message {
@@ -128,8 +154,8 @@ pub enum Message {
         address: u64,
         /// It wants to write.
         write: bool,
-        /// The page is there, but write-protected.
-        protected: bool,
+        /// Why it waits.
+        cause: Cause,
         /// Its number in the PID namespace in which the userfaultfd was made.
         thread: u32,
     },
@@ -147,12 +173,17 @@ impl RawMessage {
     pub fn decode(&self) -> Option<Message> {
         const FLAG_WRITE: u64 = 1 << 0;
         const FLAG_WP: u64 = 1 << 1;
+        const FLAG_MINOR: u64 = 1 << 2;
         let [first, second, third] = self.arguments;
         Some(match self.event {
             0 => return None,
             0x12 => Message::Fault {
                 write: first & FLAG_WRITE != 0,
-                protected: first & FLAG_WP != 0,
+                cause: match (first & FLAG_WP != 0, first & FLAG_MINOR != 0) {
+                    (true, _) => Cause::Protected,
+                    (false, true) => Cause::Minor,
+                    (false, false) => Cause::Missing,
+                },
                 address: second & !(PAGE_BYTES - 1),
                 thread: third as u32,
             },
@@ -228,14 +259,15 @@ impl Userfaultfd {
         }
     }
 
-    /// Missing pages and writes to protected pages of `range` are told from now on. May be said again.
+    /// Missing pages, those that are not mapped, and writes to protected pages of `range` are told from now on. May be said
+    /// again.
     ///
     /// # Errors
     /// `EBUSY`: another userfaultfd has it. `EINVAL`: memory of a kind that cannot be managed.
     pub fn register(&self, range: Range) -> io::Result<()> {
         let mut register = Register {
             range,
-            mode: REGISTER_MODE_MISSING | REGISTER_MODE_WP,
+            mode: REGISTER_MODE_MISSING | REGISTER_MODE_WP | REGISTER_MODE_MINOR,
             ioctls: 0,
         };
         self.ioctl(UFFDIO_REGISTER, &mut register)
@@ -300,20 +332,40 @@ impl Userfaultfd {
         }
     }
 
-    /// Whoever touches this missing page gets a memory error (SIGBUS; a guest, a machine check), as of RAM that failed.
-    ///
-    /// # Errors
-    /// The kernel cannot (before Linux 6.6); the page is there.
-    pub fn poison(&self, address: u64) -> io::Result<()> {
-        let mut poison = RangeMode {
-            range: Range {
-                start: address,
-                len: PAGE_BYTES,
-            },
+    /// Maps a page that is in the file, unprotected, for who waits for it; who waits tries again in any case.
+    pub fn map(&self, address: u64) {
+        let range = Range {
+            start: address,
+            len: PAGE_BYTES,
+        };
+        let mut map = RangeMode {
+            range,
             mode: 0,
             done: 0,
         };
-        self.ioctl(UFFDIO_POISON, &mut poison)
+        // It is not in the file any more, mapped already, or cannot be now: that is told again.
+        if self.ioctl(UFFDIO_CONTINUE, &mut map).is_err() {
+            let _ = self.wake(range);
+        }
+    }
+
+    /// Whoever touches this missing page gets a memory error (SIGBUS; a guest, a machine check), as of RAM that failed.
+    /// Gone: the kernel cannot (before Linux 6.6).
+    pub fn poison(&self, address: u64) -> Filled {
+        let range = Range {
+            start: address,
+            len: PAGE_BYTES,
+        };
+        let mut poison = RangeMode {
+            range,
+            mode: 0,
+            done: 0,
+        };
+        // A mark that it was write-protected is in the way.
+        let poisoned = self
+            .unprotect(range)
+            .and_then(|()| self.ioctl(UFFDIO_POISON, &mut poison));
+        poisoned.map_or_else(|error| Self::why_not_filled(&error), |()| Filled::Done)
     }
 
     fn why_not_filled(error: &io::Error) -> Filled {

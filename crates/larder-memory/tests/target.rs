@@ -288,7 +288,7 @@ fn what_an_earlier_pager_has_left_is_found_and_is_no_obstacle() {
     let left = LeftState {
         pages,
         compressed: Some(compressed),
-        userfaultfd: Some(userfaultfd),
+        unnoted: vec![userfaultfd],
     };
     assert_eq!(target.left_state, Some(left));
     assert_eq!(target.memories.len(), 1);

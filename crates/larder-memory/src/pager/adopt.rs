@@ -25,6 +25,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
         }
         self.adopt_messages();
+        for region in self.regions.clone() {
+            for page in (0..region.pages).map(|offset| region.first.plus(offset)) {
+                if self.phases.get(page) == Phase::Resident {
+                    self.drop_copy(page);
+                }
+            }
+        }
         // Whoever waited for the pager before, or for what we have just been told, tries again.
         for region in &self.regions {
             self.guest.wake(PageRun {
@@ -39,7 +46,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if word == Word::NOWHERE {
             return;
         }
-        if self.phases.get(page) == Phase::Resident {
+        let is_there = self.phases.get(page) == Phase::Resident;
+        if is_there && !word.is_clean() {
             // It came back, or had not gone yet; it may have been written to since.
             self.state.replace(page, Word::NOWHERE);
             return;
@@ -54,13 +62,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Some(Location::Uniform { .. } | Location::Lost) => true,
             Some(Location::Nowhere) | None => false,
         };
-        let word = match word.is_clean() {
-            true => {
-                self.state.replace(page, word.with_clean(false));
-                word.with_clean(false)
-            }
-            false => word,
-        };
+        // A page that is there is clean until the messages have been heard.
+        let word = word.with_clean(is_there && is_sound);
+        self.state.replace(page, word);
         self.stored.change(Word::NOWHERE, word);
         if !is_sound {
             tracing::error!(

@@ -4,16 +4,20 @@
 //! as often as not). A fault that goes on where its pages were brought last has more of them brought with it, up to a
 //! bound. What is touched here and there has nothing brought.
 //!
-//! They are brought to memory of ours only, until they are touched. Put in the process's memory, a page could come in
-//! between where the process takes it out of its file and where it says so: nobody could tell then that what is there
-//! again has been given up.
+//! They are put in the process's memory, write-protected, but for one in the middle of each read: that is kept in memory of
+//! ours until it is touched, which tells that the stream goes on. What is put in place so may have been given up a
+//! moment ago, and nobody has said so yet: `given_up` takes it out again.
+//!
+//! Pages that nobody has ever written to come in streams, too: zeros are put in place behind the one that is wanted.
 
 use std::collections::{HashMap, VecDeque};
 
 use super::{Pager, Phase};
 use crate::entry::{Location, Stored, Tier, Word};
 use crate::guest::GuestMemory;
+use crate::lists::Queue;
 use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
+use crate::userfaultfd::Filled;
 use crate::worker::Worker;
 
 /// How many streams are known.
@@ -23,8 +27,8 @@ const FIRST: u32 = 8;
 const MOST: u32 = 32;
 /// A stream goes on if it leaves out fewer pages than this.
 const GAP: u32 = 16;
-/// How many pages are kept so at most.
-const KEPT_MAX: usize = 1024;
+/// How many pages are kept beside at most.
+const KEPT_MAX: usize = 256;
 
 /// Pages that were wanted one after the other.
 #[derive(Clone, Copy)]
@@ -114,6 +118,11 @@ impl Streams {
         (count > 0).then_some(PageRun { first, count })
     }
 
+    /// Whether a stream is to be told when `page` is wanted.
+    pub(super) fn is_marker(&self, page: PageIndex) -> bool {
+        self.all.iter().any(|stream| stream.middle == Some(page.get()))
+    }
+
     /// Keeps a page until it is wanted.
     pub(super) fn keep(&mut self, page: PageIndex, word: Word, content: &[u8; PAGE]) {
         if self.contents.len() == KEPT_MAX
@@ -175,8 +184,31 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.read_ahead(on_disk);
     }
 
+    /// `page`, of zeros that nobody has written to, has been wanted, and was put in place: so are those behind it, if that
+    /// is worth it.
+    pub(super) fn follow_zero(&mut self, page: PageIndex) {
+        let Some(run) = self.zero_streams.of(page) else {
+            return;
+        };
+        let Some(region) = self.regions.iter().find(|region| region.contains(run.first)) else {
+            return;
+        };
+        let end = (run.first.get() + run.count).min(region.first.get() + region.pages);
+        for page in (run.first.get()..end).map(PageIndex::new) {
+            let is_zero = self.phases.get(page) == Phase::Absent && self.state.word(page) == Word::NOWHERE;
+            if !is_zero {
+                continue;
+            }
+            if !self.has_room_ahead() || self.guest.fill_zero(page) != Filled::Done {
+                return;
+            }
+            self.settle(page, Queue::Probation);
+            self.figures.ahead_zero += 1;
+        }
+    }
+
     /// Whether there is room for pages that nobody wants yet.
-    fn has_room_ahead(&self) -> bool {
+    pub(super) fn has_room_ahead(&self) -> bool {
         self.no_memory_until.is_none() && self.used_bytes() < self.options.limit_bytes
     }
 }

@@ -6,6 +6,7 @@ use super::{Pager, Stuck, Waiting};
 use crate::guest::GuestMemory;
 use crate::log::SEGMENT;
 use crate::units::PAGE_BYTES;
+use crate::userfaultfd::Cause;
 use crate::worker::{Job, Worker};
 
 /// Below the limit so much is kept free for pages that come: a 64th of it, within bounds.
@@ -66,7 +67,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             && !self.must_stall()
         {
             self.stalled.pop_front();
-            self.fault(page, false, write, since);
+            self.fault(page, Cause::Missing, write, since);
             worked = true;
         }
         if !self.is_leaving {

@@ -13,15 +13,12 @@ use std::time::{Duration, Instant};
 
 use larder_block::{AlignedBuf, IoError};
 
-use super::fault::Put;
 use super::{Pager, Phase, Stuck, Waiting};
 use crate::entry::{Location, Stored, Tier, Word};
 use crate::guest::GuestMemory;
-use crate::lists::Queue;
 use crate::log::{SEGMENT, SegmentIndex, Segments, data_at, object_bytes};
 use crate::store::{Finished, Store, Ticket};
 use crate::units::{PAGE, PageIndex};
-use crate::userfaultfd::Filled;
 use crate::worker::{Copied, DiskLease, Job, Lease, Origin, Worker};
 
 /// How many segments are written at a time.
@@ -601,58 +598,31 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }
             return;
         }
-        let Waiting { since, write } = match waiting {
-            Some(waiting) => waiting,
-            // It is brought back for good.
-            None if self.is_leaving => Waiting {
-                since: self.now,
-                write: false,
-            },
+        match waiting {
+            Some(Waiting { since, write }) => {
+                let put = self.fill_from_disk(page, word, write);
+                self.answer(page, put, since, write);
+            }
+            None if self.is_leaving => {
+                let put = self.fill_from_disk(page, word, false);
+                self.answer(page, put, self.now, false);
+            }
+            // What is not put in place now comes when it is wanted.
+            None if self.has_room_ahead() && !self.streams.is_marker(page) => {
+                self.fill_from_disk(page, word, false);
+                self.figures.ahead += 1;
+            }
             None => {
                 self.streams.keep(page, word, &self.content);
                 self.figures.ahead += 1;
-                return;
             }
-        };
-        // Whoever only reads leaves the copy good for the next time.
-        let queue = self.queue_of_returned(page);
-        let filled = self.guest.fill(page, &*self.content, !write).1;
-        let put = self.was_filled(page, filled, queue, super::Source::Disk, (!write).then_some(word));
-        self.answer(page, put, since, write);
+        }
     }
 
     /// `page` is not being read any more.
     fn is_read(&mut self, page: PageIndex) {
         self.phases.set(page, Phase::Absent);
         self.reading -= 1;
-    }
-
-    /// What was filled, after it was tried. With `copy` it is write-protected, and equal to its copy, which its entry
-    /// leads to.
-    pub(super) fn was_filled(
-        &mut self,
-        page: PageIndex,
-        filled: Filled,
-        queue: Queue,
-        source: super::Source,
-        copy: Option<Word>,
-    ) -> Put {
-        match (filled, copy) {
-            (Filled::Done, None) => {
-                self.drop_copy(page);
-                self.settle(page, queue);
-                Put::There(source, queue)
-            }
-            (Filled::Done, Some(word)) => {
-                self.settle(page, queue);
-                self.set_word(page, word.with_clean(true));
-                Put::There(source, queue)
-            }
-            (Filled::Present, _) => self.was_there(page, queue),
-            (Filled::Changing, _) => Put::Changing,
-            (Filled::NoMemory, _) => self.is_without_memory(),
-            (Filled::Gone, _) => Put::Gone,
-        }
     }
 
     /// Whether the disks have room again.

@@ -332,7 +332,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         failed: Option<io::Error>,
     ) {
         let rest = pages.split_off(outcomes.len());
-        self.return_lease(lease, !rest.is_empty() && failed.is_none());
         self.batches.leaving -= pages.len();
         let mut number = self.state.evicted().load(Ordering::Relaxed);
         let mut going = Vec::with_capacity(pages.len());
@@ -376,6 +375,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             true => self.kept_in_row + kept.len() as u32,
             false => 0,
         };
+        // Not before what was put there counts: a full segment in which nothing lives is free.
+        self.return_lease(lease, !rest.is_empty() && failed.is_none());
         for run in runs(kept) {
             self.unprotect(run);
         }
@@ -420,7 +421,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     fn moved(&mut self, segment: SegmentIndex, copied: Vec<Copied>, lease: Lease, complete: bool) {
-        self.return_lease(lease, !complete);
         for Copied { page, from, to } in copied {
             let Some(Location::In { stored, clean, .. }) = from.decode() else {
                 continue;
@@ -437,6 +437,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.ram.remove(stored);
             }
         }
+        self.return_lease(lease, !complete);
         self.ram.left(segment);
     }
 }

@@ -7,8 +7,8 @@ use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
 use crate::guest::GuestMemory;
 use crate::lists::Queue;
 use crate::log::data_at;
-use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
-use crate::userfaultfd::Range;
+use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun, runs};
+use crate::userfaultfd::{Cause, Filled, Range};
 use crate::worker::Worker;
 
 /// What became of a page that was to be put in place.
@@ -34,16 +34,16 @@ pub(super) enum Put {
 const NO_MEMORY_FOR: Duration = Duration::from_millis(1);
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    pub(super) fn fault_at(&mut self, address: u64, protected: bool, write: bool) {
+    pub(super) fn fault_at(&mut self, address: u64, cause: Cause, write: bool) {
         let now = Instant::now();
         match self.page_at(address) {
-            Some(page) => self.fault(page, protected, write, now),
+            Some(page) => self.fault(page, cause, write, now),
             // Of memory that was unmapped since: nobody waits there any more.
             None => tracing::debug!("a fault at {address:#x}, where no memory is"),
         }
     }
 
-    pub(super) fn fault(&mut self, page: PageIndex, protected: bool, write: bool, since: Instant) {
+    pub(super) fn fault(&mut self, page: PageIndex, cause: Cause, write: bool, since: Instant) {
         match self.phases.get(page) {
             Phase::Absent if self.must_stall() => self.stalled.push_back((page, Waiting { since, write })),
             Phase::Absent => self.bring(page, since, write),
@@ -51,8 +51,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 let waiting = self.waiting.entry(page).or_insert(Waiting { since, write });
                 waiting.write |= write;
             }
-            Phase::Resident | Phase::Leaving(_) if protected => self.written(page, since),
-            Phase::Resident | Phase::Leaving(_) => self.taken_out(page, since, write),
+            phase @ (Phase::Resident | Phase::Leaving(_)) => match cause {
+                Cause::Protected => self.written(page, since),
+                Cause::Missing => self.taken_out(page, since, write),
+                Cause::Minor => {
+                    self.stays_unprotected(page, phase);
+                    self.guest.map(page);
+                }
+            },
         }
     }
 
@@ -88,8 +94,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn bring(&mut self, page: PageIndex, since: Instant, write: bool) {
         let put = self.put_in_place(page, write);
         self.answer(page, put, since, write);
-        if matches!(put, Put::There(Source::Disk, _) | Put::Reading) {
-            self.follow(page);
+        match put {
+            Put::There(Source::Disk, _) | Put::Reading => self.follow(page),
+            Put::There(Source::Zero, _) => self.follow_zero(page),
+            _ => {}
         }
     }
 
@@ -136,10 +144,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 (Source::Ram, queue, self.guest.fill(page, &*self.content, false).1)
             }
             Some(Location::In { tier, stored, .. }) if let Some(disk) = self.disks.index_of(tier) => {
-                if let Some(content) = self.streams.take(page, word) {
-                    let queue = self.queue_of_returned(page);
-                    let filled = self.guest.fill(page, &*content, !write).1;
-                    return self.was_filled(page, filled, queue, Source::Disk, (!write).then_some(word));
+                if let Some(content) = self.streams.take(page, word)
+                    && checksum(page, &content) == self.state.proof(page).checksum
+                {
+                    self.content = content;
+                    return self.fill_from_disk(page, word, write);
                 }
                 self.begin_read(page, word, stored, disk);
                 return Put::Reading;
@@ -149,7 +158,41 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 return Put::Lost;
             }
         };
-        self.was_filled(page, filled, queue, source, None)
+        if filled == Filled::Done {
+            self.drop_copy(page);
+        }
+        self.was_filled(page, filled, queue, source)
+    }
+
+    /// Puts a page in place whose copy is on a disk, and was read to `content`. Unless it is to be written to it is write-protected, and its copy
+    /// stays good for the next time.
+    pub(super) fn fill_from_disk(&mut self, page: PageIndex, word: Word, write: bool) -> Put {
+        let queue = self.queue_of_returned(page);
+        if !write {
+            // Before it is there: so a page of which this is not said is never a protected one that was given up.
+            self.set_word(page, word.with_clean(true));
+        }
+        let filled = self.guest.fill(page, &*self.content, !write).1;
+        match filled {
+            Filled::Done if write => self.drop_copy(page),
+            Filled::Done | Filled::Present => {}
+            Filled::Changing | Filled::NoMemory | Filled::Gone => self.set_word(page, word),
+        }
+        self.was_filled(page, filled, queue, Source::Disk)
+    }
+
+    /// What was filled, after it was tried.
+    fn was_filled(&mut self, page: PageIndex, filled: Filled, queue: Queue, source: Source) -> Put {
+        match filled {
+            Filled::Done => {
+                self.settle(page, queue);
+                Put::There(source, queue)
+            }
+            Filled::Present => self.was_there(page, queue),
+            Filled::Changing => Put::Changing,
+            Filled::NoMemory => self.is_without_memory(),
+            Filled::Gone => Put::Gone,
+        }
     }
 
     /// `page`, which was to be put in place, is in memory already: whoever has put it there came later.
@@ -158,11 +201,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.drop_copy(page);
         self.settle(page, queue);
         // It may be protected still, and who waits does not know that it is there.
-        let run = PageRun::one(page);
-        if self.guest.unprotect(run).is_err() {
+        if self.guest.unprotect(PageRun::one(page)).is_err() {
             tracing::debug!(?page, "cannot be unprotected now");
         }
-        self.guest.wake(run);
+        // It may not be mapped.
+        self.guest.map(page);
         Put::Found
     }
 
@@ -221,14 +264,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.set_word(page, lost);
             self.figures.lost += 1;
         }
-        if !self.guest.poison(page) {
-            tracing::error!(
+        match self.guest.poison(page) {
+            // Who waits tries again.
+            Filled::Done | Filled::Present | Filled::Changing | Filled::NoMemory => {
+                self.guest.wake(PageRun::one(page));
+            }
+            Filled::Gone => tracing::error!(
                 "page {:#x} cannot be made unreadable: who waits for it waits on",
                 page.get()
-            );
-            return;
+            ),
         }
-        self.guest.wake(PageRun::one(page));
     }
 
     fn address_of(&self, page: PageIndex) -> u64 {
@@ -304,24 +349,57 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         for (page, is_there) in run.pages().zip(&there) {
             if is_known(self.phases.get(page)) {
                 match is_there {
+                    // It may have come back after it was taken out.
+                    true if self.state.word(page).is_clean() => {}
                     true => stayed += 1,
                     false => went += 1,
                 }
             }
         }
         // Nothing was taken out: nor were those that are not here.
-        let takes_copies = stayed == 0 || went > 0;
+        let is_taken_out = stayed == 0 || went > 0;
+        let mut came_back = Vec::new();
         for (page, is_there) in run.pages().zip(there) {
             let phase = self.phases.get(page);
-            if is_known(phase) {
-                if !is_there {
+            match (is_known(phase), is_there) {
+                (true, false) => {
                     self.drop_copy(page);
                     self.vanish(page);
                     self.figures.removed += 1;
                 }
-            } else if takes_copies && self.state.word(page) != Word::NOWHERE {
+                (true, true) if is_taken_out && self.state.word(page).is_clean() => came_back.push(page),
+                (true, true) => self.stays_unprotected(page, phase),
+                (false, _) if is_taken_out && self.state.word(page) != Word::NOWHERE => {
+                    self.drop_copy(page);
+                    self.figures.removed += 1;
+                }
+                (false, _) => {}
+            }
+        }
+        for run in runs(came_back) {
+            if let Err(error) = self.guest.take_out(run) {
+                tracing::warn!("pages that were given up stay as they were: {error}");
+                for page in run.pages() {
+                    self.stays_unprotected(page, Phase::Resident);
+                }
+                continue;
+            }
+            for page in run.pages() {
                 self.drop_copy(page);
+                self.vanish(page);
                 self.figures.removed += 1;
+            }
+        }
+    }
+
+    /// A page stays of which the protection is lifted.
+    fn stays_unprotected(&mut self, page: PageIndex, phase: Phase) {
+        self.drop_copy(page);
+        if matches!(phase, Phase::Leaving(_)) {
+            self.settle(page, Queue::Working);
+            // Who waits to write to it need not.
+            if self.guest.unprotect(PageRun::one(page)).is_err() {
+                self.guest.wake(PageRun::one(page));
             }
         }
     }

@@ -32,6 +32,8 @@ pub struct Figures {
     pub disk: Histogram,
     /// Pages that were read from a disk because others were wanted.
     pub ahead: u64,
+    /// Pages of zeros that were put in place because those before them were wanted.
+    pub ahead_zero: u64,
     /// Faults that went on where pages had been brought.
     pub streamed: u64,
     /// Pages that could not be read back.

@@ -10,6 +10,7 @@ use rustix::process::Pid;
 use super::error::Device;
 use super::{LeftState, Obstacle, printable};
 use crate::state::{COMPRESSED_NAME, PAGES_NAME};
+use crate::userfaultfd;
 
 /// One open descriptor.
 #[derive(Debug)]
@@ -69,12 +70,20 @@ impl Descriptors {
         Some(LeftState {
             pages: memfd(PAGES_NAME)?,
             compressed: memfd(COMPRESSED_NAME),
-            userfaultfd: self.userfaultfd(),
+            unnoted: self.userfaultfds().filter(|number| self.is_ours(*number)).collect(),
         })
     }
 
-    fn userfaultfd(&self) -> Option<i32> {
-        self.first(|path| path == b"anon_inode:[userfaultfd]")
+    fn userfaultfds(&self) -> impl Iterator<Item = i32> {
+        let is_one = |descriptor: &&Descriptor| descriptor.path == b"anon_inode:[userfaultfd]";
+        self.all.iter().filter(is_one).map(|descriptor| descriptor.number)
+    }
+
+    /// Whether a userfaultfd can be of a pager: it agreed on what that needs, or was not asked yet.
+    fn is_ours(&self, number: i32) -> bool {
+        self.info(number).as_deref().and_then(agreed).is_some_and(|features| {
+            features == 0 || features & !(userfaultfd::feature::POISON | INITIALIZED) == userfaultfd::NEEDED_ALL
+        })
     }
 
     /// What is open that is in the way.
@@ -101,7 +110,7 @@ impl Descriptors {
                 }
             }
         }
-        let userfaultfd = self.userfaultfd();
+        let userfaultfd = self.userfaultfds().next();
         match self.left_state() {
             None => found.extend(userfaultfd.map(|descriptor| Obstacle::Userfaultfd { descriptor })),
             Some(left) if userfaultfd.is_none() => cautions.push(format!(
@@ -125,6 +134,15 @@ impl Descriptors {
         }
         None
     }
+}
+
+/// The kernel's own mark of a userfaultfd that was agreed on (`UFFD_FEATURE_INITIALIZED`).
+const INITIALIZED: u64 = 1 << 31;
+
+/// The features that a userfaultfd was agreed on: the second number of the line `API`, all in hexadecimal digits.
+fn agreed(info: &str) -> Option<u64> {
+    let line = info.lines().find_map(|line| line.strip_prefix("API:"))?;
+    u64::from_str_radix(line.trim().split(':').nth(1)?, 16).ok()
 }
 
 /// Open flags, as of open(2), in octal digits.

@@ -50,6 +50,8 @@ pub struct MemoryState {
     pub evicted_bytes: u64,
     /// Pages that were read from a disk because others were wanted.
     pub ahead_pages: u64,
+    /// Pages of zeros that were put in place because those before them were wanted.
+    pub ahead_zero_pages: u64,
     /// Faults that went on where pages had been brought before they were wanted.
     pub streamed_faults: u64,
     /// Pages that are in memory and equal to a copy on a disk.
@@ -193,6 +195,7 @@ impl MemoryState {
             evicted_uniform_pages: figures.evicted_uniform,
             evicted_bytes: figures.evicted_bytes,
             ahead_pages: figures.ahead,
+            ahead_zero_pages: figures.ahead_zero,
             streamed_faults: figures.streamed,
             clean_pages: status.stored.clean.into(),
             saved_pages: figures.saved,
