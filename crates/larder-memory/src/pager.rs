@@ -154,6 +154,8 @@ pub struct Pager<G, W> {
     stalled: VecDeque<(PageIndex, Waiting)>,
     decoder: Decoder,
     content: Box<[u8; PAGE]>,
+    /// Pages that are put in place together.
+    ahead: Box<[u8]>,
     figures: Figures,
     stored: StoredPages,
     /// Why nothing is evicted, since when; told once until it is over.
@@ -269,6 +271,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             stalled: VecDeque::new(),
             decoder: Decoder::new(),
             content: Box::new([0; PAGE]),
+            ahead: vec![0; disk::AHEAD_PAGES * PAGE].into_boxed_slice(),
             figures: Figures::default(),
             stored: StoredPages::default(),
             stuck: None,

@@ -38,7 +38,7 @@ pub struct MemoryConfig {
     pub pid: Pid,
     /// How much memory may be used for it in all.
     pub budget: ByteLen,
-    /// How much of that may be compressed pages; by default half.
+    /// How much of that may be compressed pages; by default half, or a 16th with a swap cache.
     pub compressed: Option<ByteLen>,
     /// How long pages wait for device I/O to end; by default [`QUARANTINE_DEFAULT`] for a process that has files open for
     /// direct I/O, else not at all.
@@ -216,13 +216,22 @@ impl MemoryInquiry {
     }
 }
 
-/// What may be compressed pages, unless told otherwise.
-fn compressed_default(budget: u64) -> u64 {
-    budget / 2
+/// What may be compressed pages, unless told otherwise. Beside a swap cache, which is fast, they are for what is wanted back
+/// soon: memory does more for the guest as it is.
+fn compressed_default(budget: u64, has_swap_cache: bool) -> u64 {
+    match has_swap_cache {
+        true => budget / 16,
+        false => budget / 2,
+    }
 }
 
 /// Checks a budget for memory of `bytes`; the limits.
-fn check_budget(bytes: u64, budget: ByteLen, compressed: Option<ByteLen>) -> Result<(u64, u64), BudgetError> {
+fn check_budget(
+    bytes: u64,
+    budget: ByteLen,
+    compressed: Option<ByteLen>,
+    has_swap_cache: bool,
+) -> Result<(u64, u64), BudgetError> {
     let overhead = bytes / larder_memory::units::PAGE_BYTES * pager::OVERHEAD_BYTES;
     let needed = BUDGET_MIN.get() + overhead;
     if budget.get() < needed {
@@ -232,7 +241,7 @@ fn check_budget(bytes: u64, budget: ByteLen, compressed: Option<ByteLen>) -> Res
             bytes: ByteLen::new(bytes),
         });
     }
-    let compressed = compressed.map_or(compressed_default(budget.get()), ByteLen::get);
+    let compressed = compressed.map_or(compressed_default(budget.get(), has_swap_cache), ByteLen::get);
     // Some pages have to be in memory for anything to go on.
     if compressed > budget.get() - overhead - BUDGET_MIN.get() / 4 {
         return Err(BudgetError::Compressed {
@@ -256,7 +265,8 @@ fn serve(
         };
         let target = Target::examine(config.pid, &options)?;
         let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
-        let (limit_bytes, compressed_bytes) = check_budget(bytes, config.budget, config.compressed)?;
+        let (limit_bytes, compressed_bytes) =
+            check_budget(bytes, config.budget, config.compressed, config.swap.is_some())?;
         let (name, cautions) = (target.name.clone(), target.cautions.clone());
         let quarantine = config.quarantine.unwrap_or(match target.direct_io {
             true => QUARANTINE_DEFAULT,
@@ -350,11 +360,12 @@ impl Managed {
         };
         let budget = limits.budget.unwrap_or(ByteLen::new(status.limit_bytes));
         // What was the usual share stays it.
-        let is_usual = status.compressed_limit_bytes == compressed_default(status.limit_bytes);
+        let has_swap_cache = self.config.swap.is_some();
+        let is_usual = status.compressed_limit_bytes == compressed_default(status.limit_bytes, has_swap_cache);
         let compressed = limits
             .compressed
             .or((!is_usual).then(|| ByteLen::new(status.compressed_limit_bytes)));
-        let (limit, compressed) = check_budget(status.bytes, budget, compressed)?;
+        let (limit, compressed) = check_budget(status.bytes, budget, compressed, has_swap_cache)?;
         self.service.set_limit(limit, compressed);
         tracing::info!(budget = %ByteLen::new(limit), compressed = %ByteLen::new(compressed), "limits from now on");
         Ok(())

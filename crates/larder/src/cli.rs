@@ -195,7 +195,7 @@ pub(crate) struct MemoryAttachArguments {
     /// each page
     #[arg(long, value_name = "SIZE")]
     pub(crate) budget: ByteLen,
-    /// How much of the budget may be compressed pages; by default half
+    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache
     #[arg(long, value_name = "SIZE")]
     pub(crate) compressed: Option<ByteLen>,
     /// Where pages go that compressed RAM has no room for: a file (made if it is not there, and removed in the end), a

@@ -15,9 +15,11 @@ const RESERVE_BYTES_MIN: u64 = 1 << 20;
 const RESERVE_BYTES_MAX: u64 = 32 << 20;
 
 /// How many pages leave at a time without a quarantine: enough that the worker always has some to do.
-const LEAVING_MAX: usize = 512;
-/// How many pages an eviction has at most.
-const BATCH_PAGES: usize = 256;
+const LEAVING_MAX: usize = 1024;
+/// How many pages an eviction has at most, and what share of the reserve it has at least: pages that lie together go together
+/// then, which is most of what it costs.
+const BATCH_PAGES: usize = 512;
+const BATCH_SHARE: u64 = 4;
 /// With a quarantine there are few evictions for long, so each is as large as need be.
 const BATCH_PAGES_QUARANTINED: usize = 8192;
 
@@ -87,6 +89,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if excess == 0 {
             self.stuck = None;
             self.told_stuck = None;
+            return false;
+        }
+        let enough = (self.reserve_bytes() / BATCH_SHARE / PAGE_BYTES) as usize;
+        if excess < enough.min(BATCH_PAGES) && self.used_bytes() < self.options.limit_bytes {
             return false;
         }
         if self.stuck.is_some() && !self.is_stuck_no_more() {

@@ -16,9 +16,11 @@ use larder_block::{AlignedBuf, IoError};
 use super::{Pager, Phase, Stuck, Waiting};
 use crate::entry::{Location, Stored, Tier, Word};
 use crate::guest::GuestMemory;
+use crate::lists::Queue;
 use crate::log::{SEGMENT, SegmentIndex, Segments, data_at, object_bytes};
 use crate::store::{Finished, Store, Ticket};
 use crate::units::{PAGE, PageIndex};
+use crate::userfaultfd::Filled;
 use crate::worker::{Copied, DiskLease, Job, Lease, Origin, Worker};
 
 /// How many segments are written at a time.
@@ -36,6 +38,9 @@ const READ_AGAIN_AFTER: Duration = Duration::from_millis(200);
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// After so many of them the disk is not written to any more.
 const WRITE_FAILURES_MAX: u32 = 8;
+
+/// How many pages are put in place in one call, of those that nobody wants yet.
+pub(super) const AHEAD_PAGES: usize = 32;
 
 /// What is read in one go at most, in bytes, and what may lie between things that are wanted of it.
 const READ_MAX: u64 = 256 << 10;
@@ -572,50 +577,97 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Wanted::Pages(pages) => pages,
         };
         let read = &bytes[..len];
-        // Those first that somebody waits for.
-        for is_ahead in [false, true] {
-            for (page, word) in &pages {
-                let is_waited_for = self.waiting.contains_key(page);
-                if is_waited_for == is_ahead || self.is_read_no_more(*page, *word) {
-                    continue;
-                }
-                if let Some(Location::In { stored, .. }) = word.decode() {
-                    self.put_read(*page, *word, stored, start, read);
-                }
+        let (wanted, mut ahead): (Vec<_>, Vec<_>) =
+            pages.into_iter().partition(|(page, _)| self.waiting.contains_key(page));
+        for (page, word) in wanted {
+            if !self.is_read_no_more(page, word) {
+                self.put_read(page, word, start, read);
             }
         }
+        ahead.sort_unstable_by_key(|(page, _)| *page);
+        self.put_ahead(ahead, start, read);
         self.disks.give_back(bytes);
     }
 
-    /// Puts a page in place that was read.
-    fn put_read(&mut self, page: PageIndex, word: Word, stored: Stored, start: u64, read: &[u8]) {
+    /// Decodes a page of which `read`, from byte `start` of the disk on, has what `word` says; whether it is what was
+    /// evicted.
+    fn decode_read(&mut self, page: PageIndex, word: Word, start: u64, read: &[u8]) -> bool {
         self.is_read(page);
-        let waiting = self.waiting.remove(&page);
+        let Some(Location::In { stored, .. }) = word.decode() else {
+            return false;
+        };
         let at = (data_at(stored.place) - start) as usize;
-        if !self.decode(page, stored, &read[at..at + usize::from(stored.len)]) {
-            if waiting.is_some() || self.is_leaving {
-                self.lose(page, word, "its stored copy is damaged");
-            }
+        self.decode(page, stored, &read[at..at + usize::from(stored.len)])
+    }
+
+    /// Puts a page in place that was read, and that somebody waits for.
+    fn put_read(&mut self, page: PageIndex, word: Word, start: u64, read: &[u8]) {
+        let is_sound = self.decode_read(page, word, start, read);
+        let Some(Waiting { since, write }) = self.waiting.remove(&page) else {
+            return;
+        };
+        if !is_sound {
+            self.lose(page, word, "its stored copy is damaged");
             return;
         }
-        match waiting {
-            Some(Waiting { since, write }) => {
-                let put = self.fill_from_disk(page, word, write);
-                self.answer(page, put, since, write);
+        let put = self.fill_from_disk(page, word, write);
+        self.answer(page, put, since, write);
+    }
+
+    /// Puts pages in place that were read, in rising order, as far as there is room. What is not comes when it is wanted.
+    fn put_ahead(&mut self, pages: Vec<(PageIndex, Word)>, start: u64, read: &[u8]) {
+        let mut run: Vec<(PageIndex, Word)> = Vec::new();
+        for (page, word) in pages {
+            if self.is_read_no_more(page, word) {
+                continue;
             }
-            None if self.is_leaving => {
-                let put = self.fill_from_disk(page, word, false);
-                self.answer(page, put, self.now, false);
+            if !self.decode_read(page, word, start, read) {
+                if self.is_leaving {
+                    self.lose(page, word, "its stored copy is damaged");
+                }
+                continue;
             }
-            // What is not put in place now comes when it is wanted.
-            None if self.has_room_ahead() && !self.streams.is_marker(page) => {
-                self.fill_from_disk(page, word, false);
-                self.figures.ahead += 1;
-            }
-            None => {
+            self.figures.ahead += 1;
+            if !self.is_leaving && (self.streams.is_marker(page) || !self.has_room_ahead()) {
                 self.streams.keep(page, word, &self.content);
-                self.figures.ahead += 1;
+                continue;
             }
+            let goes_on = run.last().is_none_or(|(last, _)| last.plus(1) == page);
+            if !goes_on || run.len() == AHEAD_PAGES {
+                self.fill_ahead(&run);
+                run.clear();
+            }
+            let at = run.len() * PAGE;
+            self.ahead[at..at + PAGE].copy_from_slice(&*self.content);
+            run.push((page, word));
+        }
+        self.fill_ahead(&run);
+    }
+
+    /// Puts pages that follow one another in place, whose contents are in `ahead`: as [`Self::fill_from_disk`] does one.
+    fn fill_ahead(&mut self, run: &[(PageIndex, Word)]) {
+        for (page, word) in run {
+            self.set_word(*page, word.with_clean(true));
+        }
+        let mut done = 0;
+        while let Some((page, _)) = run.get(done) {
+            let (filled, then) = self.guest.fill(*page, &self.ahead[done * PAGE..run.len() * PAGE], true);
+            for (page, _) in &run[done..done + filled] {
+                let queue = self.queue_of_returned(*page);
+                self.settle(*page, queue);
+            }
+            done += filled;
+            match then {
+                Filled::Done if filled > 0 => {}
+                Filled::Present => {
+                    self.was_there(run[done].0, Queue::Probation);
+                    done += 1;
+                }
+                _ => break,
+            }
+        }
+        for (page, word) in &run[done..] {
+            self.set_word(*page, *word);
         }
     }
 
