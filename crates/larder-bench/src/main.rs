@@ -33,6 +33,7 @@ enum Command {
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
+    TouchMemory(memory::touch::Arguments),
     VerifyMemory(campaign::verifier::Arguments),
     VhostUser(vhost_user::Arguments),
 }
@@ -103,6 +104,10 @@ fn main() -> anyhow::Result<ExitCode> {
             true
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,
+        Command::TouchMemory(arguments) => {
+            memory::touch::main(&arguments)?;
+            true
+        }
         Command::VerifyMemory(arguments) => {
             campaign::verifier::main(&arguments)?;
             true

@@ -72,6 +72,8 @@ pub struct Options {
     pub quarantine: Duration,
     /// The number of the thread whose faults are answered first: QEMU's main one, whose stall stops everything.
     pub first_thread: Option<u32>,
+    /// Pages are brought besides those that are wanted, where somebody goes through memory.
+    pub prefetch: bool,
 }
 
 /// Where a page is, as far as its owner knows.

@@ -742,25 +742,3 @@ fn a_static_program_is_no_hindrance() {
     child.kill().unwrap();
     child.wait().unwrap();
 }
-
-#[test]
-#[ignore = "TEMP figures"]
-fn temp_figures() {
-    for args in [
-        &[][..],
-        &[
-            "-sandbox",
-            "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-        ],
-    ] {
-        let mut pauses = make_calls_in_a_guest(200, 200, args);
-        pauses.sort();
-        let n = pauses.len();
-        println!(
-            "{args:?}: {n} calls, P50 {:?} P99 {:?} max {:?}",
-            pauses[n / 2],
-            pauses[n * 99 / 100],
-            pauses[n - 1]
-        );
-    }
-}

@@ -47,6 +47,8 @@ pub struct MemoryConfig {
     pub swap: Option<SwapConfig>,
     /// Where pages go that the swap cache has no room for.
     pub slow: Option<SwapConfig>,
+    /// Pages are brought ahead, where the guest goes through memory.
+    pub prefetch: bool,
     /// Processes that may map the memory, too.
     pub known: Vec<Pid>,
     /// How long the thread looks for faults at most before it sleeps.
@@ -63,6 +65,7 @@ impl MemoryConfig {
             quarantine: None,
             swap: None,
             slow: None,
+            prefetch: true,
             known: Vec::new(),
             poll_max: POLL_MAX_DEFAULT,
         }
@@ -286,6 +289,7 @@ fn serve(
                 compressed_bytes,
                 quarantine,
                 first_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
+                prefetch: config.prefetch,
             },
             swaps,
         )?;

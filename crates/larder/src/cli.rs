@@ -218,12 +218,21 @@ pub(crate) struct MemoryAttachArguments {
     /// For so many microseconds it is looked for the next fault before sleeping
     #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
     pub(crate) poll_us: Option<u64>,
+    /// Whether pages are brought besides those that are wanted, where the process goes through its memory
+    #[arg(long, value_name = "on|off", default_value = "on")]
+    pub(crate) prefetch: Switch,
     /// Where to listen for larder memory status, limit and detach
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
     /// Write the number of this process to this file once it is attached
     #[arg(long, value_name = "FILE")]
     pub(crate) pidfile: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
 }
 
 #[derive(Args)]

@@ -18,6 +18,7 @@ use rustix::process::Pid;
 use crate::EXIT_NEGATIVE;
 use crate::cli::{
     MemoryAttachArguments, MemoryCommand, MemoryDetachArguments, MemoryLimitArguments, MemoryStatusArguments, Output,
+    Switch,
 };
 use crate::disk_image::{human, percent};
 use crate::output::{Lines, print};
@@ -56,6 +57,7 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         }),
         quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         poll_max: arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros),
+        prefetch: arguments.prefetch == Switch::On,
         ..MemoryConfig::new(pid, arguments.budget)
     };
     let managed = ManagedMemory::start(config)?;

@@ -31,12 +31,13 @@ pub(super) struct Larder {
     program: PathBuf,
     /// The program's.
     cgroup: Arc<Cgroup>,
-    own: Cgroup,
     control: PathBuf,
     compressed: Option<f64>,
     start: Start,
     process: std::sync::Mutex<Option<Process>>,
     _nbd: Option<Process>,
+    /// The last one to go: it can be removed when nobody is in it.
+    own: Cgroup,
 }
 
 /// How it is started, but for the budget.

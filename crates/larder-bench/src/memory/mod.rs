@@ -4,10 +4,12 @@
 //! ends, however it does. See `docs/benchmarks.md`.
 
 mod cgroup;
+mod faults;
 mod larder;
 mod pager;
 mod plot;
 mod swap;
+pub(crate) mod touch;
 mod tpch;
 mod undo;
 mod working_set;
@@ -71,6 +73,8 @@ pub(crate) struct Arguments {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum Part {
+    /// How long whoever touches a page that is not in memory waits for it, against the least that the kernel allows
+    Faults,
     /// TPC-H queries in DuckDB, by how much more memory they use than they may
     Tpch,
 }
@@ -80,6 +84,7 @@ const MIB: u64 = 1 << 20;
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     for part in &arguments.parts {
         match part {
+            Part::Faults => faults::run(arguments)?,
             Part::Tpch => tpch::run(arguments)?,
         }
     }

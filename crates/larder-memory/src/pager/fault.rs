@@ -95,6 +95,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let put = self.put_in_place(page, write);
         self.answer(page, put, since, write);
         match put {
+            _ if !self.options.prefetch => {}
             Put::There(Source::Disk, _) | Put::Reading => self.follow(page),
             Put::There(Source::Zero, _) => self.follow_zero(page),
             _ => {}

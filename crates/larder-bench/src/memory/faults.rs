@@ -1,0 +1,230 @@
+//! The part `faults`: how long whoever touches a page waits for it, by where the page is.
+//!
+//! The floor is a thread that does nothing but look for faults (userfaultfd(2)) and has every page ready: Larder cannot
+//! be faster. All are measured by the program that touches, one page after the other; nothing is evicted meanwhile.
+
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use larder_block::AlignedBuf;
+
+use super::Arguments;
+use crate::campaign::Random;
+use crate::campaign::larder_beside;
+use crate::campaign::memory::{Attach, LIMIT, Pager};
+use crate::campaign::process::{Process, mortal};
+use crate::figures::median;
+use crate::prefetch::place::Place;
+
+/// The program's memory, in MiB, and what of it may stay while the rest is sent away.
+const MIB: u64 = 256;
+const BUDGET: &str = "40MiB";
+/// Room for all of it.
+const ROOM: &str = "1GiB";
+/// How many pages are touched at random.
+const RANDOM: usize = 8000;
+/// Rounds, of which medians are shown.
+const ROUNDS: usize = 3;
+
+/// A way to have pages brought.
+struct Case {
+    name: &'static str,
+    /// Words of `larder memory attach`.
+    words: Vec<String>,
+    /// How much may be compressed, when pages are sent away.
+    compressed: &'static str,
+    budget: &'static str,
+    what: &'static str,
+    pages: usize,
+}
+
+/// What was seen.
+#[derive(Clone, Copy)]
+struct Touched {
+    pages: f64,
+    p50_us: f64,
+    p99_us: f64,
+    pages_per_s: f64,
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let larder = larder_beside(arguments.larder.as_deref())?;
+    let place = Place::new(&arguments.folder)?;
+    let disk = |prefetch: &str| {
+        let path = place.unused("swap").display().to_string();
+        ["--swap-cache", &path, "--swap-size", ROOM, "--prefetch", prefetch]
+            .map(str::to_owned)
+            .to_vec()
+    };
+    let case = |name, words, compressed, budget, what, pages| Case {
+        name,
+        words,
+        compressed,
+        budget,
+        what,
+        pages,
+    };
+    let all = MIB as usize * 256;
+    let mut cases: Vec<(&str, Vec<Touched>)> = Vec::new();
+    let mut add = |name, touched| match cases.iter_mut().find(|(of, _)| *of == name) {
+        Some((_, rounds)) => rounds.push(touched),
+        None => cases.push((name, vec![touched])),
+    };
+    let mut device = Vec::new();
+    for _ in 0..ROUNDS {
+        add("floor: ready, spinning", floor()?);
+        for case in [
+            case("compressed RAM", vec![], "160MiB", "200MiB", "random", RANDOM),
+            case(
+                "compressed RAM, --poll-us 1000",
+                vec!["--poll-us".into(), "1000".into()],
+                "160MiB",
+                "200MiB",
+                "random",
+                RANDOM,
+            ),
+            case("swap cache", disk("on"), "6MiB", BUDGET, "random", RANDOM),
+            case(
+                "swap cache, in order, --prefetch off",
+                disk("off"),
+                "6MiB",
+                BUDGET,
+                "sequential",
+                all,
+            ),
+            case("swap cache, in order", disk("on"), "6MiB", BUDGET, "sequential", all),
+        ] {
+            add(case.name, measure(&larder, &place, &case)?);
+        }
+        device.push(device_us(&place)?);
+    }
+    let device = median(&device);
+    let floor = middle(&cases[0].1).p50_us;
+    println!(
+        "\nFaults, one at a time; medians of {ROUNDS} rounds. 4 KiB of a file, read with O_DIRECT: {device:.1} µs.\n"
+    );
+    println!("| pages come from | pages | P50, µs | P99, µs | P50 / floor | P50 less the device, / floor | pages/s |");
+    println!("|{}", " --- |".repeat(7));
+    for (name, rounds) in &cases {
+        let Touched {
+            pages,
+            p50_us,
+            p99_us,
+            pages_per_s,
+        } = middle(rounds);
+        let beyond = match name.contains("swap") && !name.contains("in order") {
+            true => format!("{:.2}", (p50_us - device) / floor),
+            false => String::new(),
+        };
+        println!(
+            "| {name} | {pages:.0} | {p50_us:.1} | {p99_us:.1} | {:.2} | {beyond} | {pages_per_s:.0} |",
+            p50_us / floor
+        );
+    }
+    Ok(())
+}
+
+fn middle(rounds: &[Touched]) -> Touched {
+    let of = |figure: fn(&Touched) -> f64| median(&rounds.iter().map(figure).collect::<Vec<_>>());
+    Touched {
+        pages: of(|round| round.pages),
+        p50_us: of(|round| round.p50_us),
+        p99_us: of(|round| round.p99_us),
+        pages_per_s: of(|round| round.pages_per_s),
+    }
+}
+
+fn start() -> anyhow::Result<(Process, u32)> {
+    let me = std::env::current_exe()?;
+    let mut command = mortal(&me.display().to_string());
+    command.args(["touch-memory", "--mib", &MIB.to_string()]);
+    let process = Process::start(command)?;
+    let said = process.wait_for("ready ", LIMIT)?;
+    let pid = said.split_once("ready ").context("no PID")?.1.trim().parse()?;
+    Ok((process, pid))
+}
+
+fn touch(process: &mut Process, what: &str, pages: usize) -> anyhow::Result<Touched> {
+    let before = process.lines();
+    process.say(&format!("{what} {pages}"))?;
+    let line = process.wait_for_after(before, "touched ", LIMIT)?;
+    let number = |name: &str| -> anyhow::Result<f64> {
+        let found = line
+            .split_whitespace()
+            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        Ok(found.with_context(|| format!("{name} in: {line}"))?.parse()?)
+    };
+    let pages = number("pages")?;
+    ensure!(pages > 0.0, "no page was out of memory");
+    Ok(Touched {
+        pages,
+        p50_us: number("p50_ns")? / 1e3,
+        p99_us: number("p99_ns")? / 1e3,
+        pages_per_s: pages / number("took_us")? * 1e6,
+    })
+}
+
+fn floor() -> anyhow::Result<Touched> {
+    let (mut process, _) = start()?;
+    touch(&mut process, "floor", RANDOM)
+}
+
+fn measure(larder: &Path, place: &Place, case: &Case) -> anyhow::Result<Touched> {
+    let (mut process, pid) = start()?;
+    let folder = place.unused("pager");
+    std::fs::create_dir(&folder)?;
+    let mut words = vec!["--budget", case.budget, "--compressed", case.compressed];
+    words.extend(case.words.iter().map(String::as_str));
+    let attach = Attach::new(larder, &folder, pid, &words);
+    let mut pager: Pager = attach.start()?;
+    pager.wait_for_budget()?;
+    let mut command = Command::new(larder);
+    command.args([
+        "memory",
+        "limit",
+        "--budget",
+        ROOM,
+        "--compressed",
+        "512MiB",
+        "--control",
+    ]);
+    let set = command.arg(attach.control()).output()?;
+    ensure!(
+        set.status.success(),
+        "larder memory limit: {}",
+        String::from_utf8_lossy(&set.stderr).trim()
+    );
+    // What is under way comes to an end.
+    std::thread::sleep(Duration::from_millis(500));
+    let touched = touch(&mut process, case.what, case.pages)?;
+    pager.detach()?;
+    Ok(touched)
+}
+
+/// How long a read of 4 KiB takes, one at a time, at random places of a file that was written.
+fn device_us(place: &Place) -> anyhow::Result<f64> {
+    const BYTES: u64 = MIB << 20;
+    let path = place.unused("device");
+    std::fs::write(&path, vec![0x5a; BYTES as usize])?;
+    let file = std::fs::File::options()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(&path)?;
+    // SAFETY: takes no pointers.
+    unsafe { libc::fsync(file.as_raw_fd()) };
+    let mut bytes = AlignedBuf::zeroed(4096);
+    let mut random = Random::new(7);
+    let mut times = Vec::new();
+    for _ in 0..2000 {
+        let at = random.below(BYTES / 4096) * 4096;
+        let started = Instant::now();
+        file.read_exact_at(&mut bytes, at)?;
+        times.push(started.elapsed().as_nanos() as f64 / 1e3);
+    }
+    std::fs::remove_file(path)?;
+    Ok(median(&times))
+}

@@ -1,0 +1,189 @@
+//! A program that touches pages of its memory and says how long it waited for each: what `memory --part faults` measures.
+
+use std::io::{BufRead as _, Write as _};
+use std::os::fd::{AsFd as _, FromRawFd as _, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use clap::Args;
+use larder_memory::userfaultfd::{Filled, Message, NEEDED_ALL, Range, RawMessage, Userfaultfd};
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::campaign::Random;
+
+/// Touch pages when told to on standard input ("floor COUNT", "random COUNT", "sequential COUNT"), and tell how long each took
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Arguments {
+    /// How much memory, in MiB
+    #[arg(long, default_value_t = 256)]
+    mib: usize,
+}
+
+const PAGE: usize = 4096;
+const WORDS: usize = PAGE / 8;
+
+/// Shared memory.
+struct Memory {
+    base: *mut u64,
+    pages: usize,
+    _file: OwnedFd,
+}
+
+// SAFETY: it is only read and written by the thread that owns it.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    fn new(name: &str, pages: usize) -> anyhow::Result<Self> {
+        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
+        rustix::fs::ftruncate(&file, (pages * PAGE) as u64)?;
+        let how = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                pages * PAGE,
+                how,
+                MapFlags::SHARED,
+                file.as_fd(),
+                0,
+            )
+        }?;
+        Ok(Self {
+            base: base.cast(),
+            pages,
+            _file: file,
+        })
+    }
+
+    /// A page that compresses to about half: its number, then words of which every other one is random.
+    fn write(&self, page: usize, random: &mut Random) {
+        // SAFETY: in the mapping.
+        let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };
+        for (index, word) in words.iter_mut().enumerate() {
+            *word = match index {
+                0 => page as u64,
+                _ if index % 2 == 0 => random.below(u64::MAX),
+                _ => 0,
+            };
+        }
+    }
+
+    /// Its first word, and how long it took to get that.
+    fn touch(&self, page: usize) -> (u64, Duration) {
+        let started = Instant::now();
+        // SAFETY: in the mapping.
+        let word = unsafe { self.base.add(page * WORDS).read_volatile() };
+        (word, started.elapsed())
+    }
+
+    /// Which pages are not in memory (mincore(2)).
+    fn missing(&self) -> anyhow::Result<Vec<usize>> {
+        let mut there = vec![0_u8; self.pages];
+        // SAFETY: the mapping, and a byte for each of its pages.
+        let looked = unsafe { libc::mincore(self.base.cast(), self.pages * PAGE, there.as_mut_ptr()) };
+        ensure!(looked == 0, "mincore: {}", std::io::Error::last_os_error());
+        Ok((0..self.pages).filter(|page| there[*page] & 1 == 0).collect())
+    }
+}
+
+pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
+    let memory = Memory::new("touched", (arguments.mib << 20) / PAGE)?;
+    let mut random = Random::new(1);
+    (0..memory.pages).for_each(|page| memory.write(page, &mut random));
+    println!("\nready {}", std::process::id());
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let (what, count) = line.split_once(' ').context("what, and how many pages")?;
+        let count: usize = count.parse()?;
+        let (mut times, took) = match what {
+            "floor" => floor(count, &mut random)?,
+            "random" | "sequential" => {
+                let mut missing = memory.missing()?;
+                if what == "random" {
+                    shuffle(&mut missing, &mut random);
+                }
+                missing.truncate(count);
+                touch_all(&memory, &missing)?
+            }
+            _ => bail!("{what}: floor, random or sequential"),
+        };
+        times.sort_unstable();
+        let at = |share: usize| times.get(times.len() * share / 100).map_or(0, Duration::as_nanos);
+        println!(
+            "\ntouched pages={} p50_ns={} p99_ns={} took_us={}",
+            times.len(),
+            at(50),
+            at(99),
+            took.as_micros()
+        );
+        std::io::stdout().flush()?;
+    }
+    Ok(())
+}
+
+fn shuffle(pages: &mut [usize], random: &mut Random) {
+    for index in (1..pages.len()).rev() {
+        pages.swap(index, random.below(index as u64 + 1) as usize);
+    }
+}
+
+fn touch_all(memory: &Memory, pages: &[usize]) -> anyhow::Result<(Vec<Duration>, Duration)> {
+    let mut times = Vec::with_capacity(pages.len());
+    let started = Instant::now();
+    for page in pages {
+        let (word, took) = memory.touch(*page);
+        ensure!(word == *page as u64, "page {page} is not as it was written");
+        times.push(took);
+    }
+    Ok((times, started.elapsed()))
+}
+
+/// Pages that are brought by a thread which does nothing but look for faults, and has every page ready.
+fn floor(count: usize, random: &mut Random) -> anyhow::Result<(Vec<Duration>, Duration)> {
+    let memory = Memory::new("floor", count)?;
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    // SAFETY: takes no pointers.
+    let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    ensure!(descriptor >= 0, "userfaultfd: {}", std::io::Error::last_os_error());
+    // SAFETY: a new descriptor.
+    let userfaultfd = Userfaultfd::new(unsafe { OwnedFd::from_raw_fd(descriptor as i32) });
+    userfaultfd.enable(NEEDED_ALL)?;
+    userfaultfd.register(Range {
+        start: memory.base as u64,
+        len: (count * PAGE) as u64,
+    })?;
+    let stop = Arc::new(AtomicBool::new(false));
+    let base = memory.base as u64;
+    let answerer = std::thread::spawn({
+        let stop = Arc::clone(&stop);
+        move || -> std::io::Result<()> {
+            let mut page = vec![0_u64; WORDS];
+            let mut messages = [RawMessage::default(); 8];
+            while !stop.load(Ordering::Relaxed) {
+                let read = userfaultfd.receive(&mut messages)?;
+                for message in &mut messages[..read] {
+                    if let Some(Message::Fault { address, .. }) = message.decode() {
+                        page[0] = (address - base) / PAGE as u64;
+                        // SAFETY: its bytes.
+                        let bytes = unsafe { std::slice::from_raw_parts(page.as_ptr().cast(), PAGE) };
+                        while userfaultfd.copy(address, bytes, false).1 == Filled::Changing {}
+                    }
+                    *message = RawMessage::default();
+                }
+            }
+            Ok(())
+        }
+    });
+    let mut pages: Vec<usize> = (0..count).collect();
+    shuffle(&mut pages, random);
+    let touched = touch_all(&memory, &pages);
+    stop.store(true, Ordering::Relaxed);
+    match answerer.join() {
+        Ok(answered) => answered?,
+        Err(_) => bail!("the thread that answers has panicked"),
+    }
+    touched
+}
