@@ -8,6 +8,7 @@ pub mod inject;
 pub mod lists;
 pub mod log;
 pub mod pager;
+pub mod pressure;
 pub mod service;
 pub mod shared;
 pub mod state;

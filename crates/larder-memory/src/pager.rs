@@ -45,6 +45,7 @@ use crate::entry::{Location, Tier, Word};
 use crate::guest::GuestMemory;
 use crate::lists::{Lists, Queue};
 use crate::log::{SEGMENT, Segments};
+use crate::pressure::{Meter, Pressure};
 use crate::shared::SharedMemory;
 use crate::state::{Region, State};
 use crate::store::Store;
@@ -74,6 +75,8 @@ pub struct Options {
     pub first_thread: Option<u32>,
     /// Pages are brought besides those that are wanted, where somebody goes through memory.
     pub prefetch: bool,
+    /// How many threads of the process do its work: nothing goes on while all of them wait.
+    pub workers: usize,
 }
 
 /// Where a page is, as far as its owner knows.
@@ -159,6 +162,7 @@ pub struct Pager<G, W> {
     /// Pages that are put in place together.
     ahead: Box<[u8]>,
     figures: Figures,
+    pressure: Meter,
     stored: StoredPages,
     /// Why nothing is evicted, since when; told once until it is over.
     stuck: Option<(Stuck, Instant)>,
@@ -250,10 +254,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     ) -> Self {
         let regions = state.regions();
         let pages = regions.last().map_or(0, |last| last.first.get() + last.pages);
+        let pressure = Meter::new(options.workers, Instant::now());
         let mut pager = Self {
             guest,
             worker,
-            options,
             phases: Phases(vec![0; pages as usize]),
             lists: Lists::new(pages),
             present: 0,
@@ -261,6 +265,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             disks: Disks::new(stores),
             punching: 0,
             reading: 0,
+            options,
             streams: Streams::default(),
             zero_streams: Streams::default(),
             state,
@@ -275,6 +280,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             content: Box::new([0; PAGE]),
             ahead: vec![0; disk::AHEAD_PAGES * PAGE].into_boxed_slice(),
             figures: Figures::default(),
+            pressure,
             stored: StoredPages::default(),
             stuck: None,
             told_stuck: None,
@@ -331,6 +337,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         worked |= self.take_from_disks();
         worked |= self.balance(now);
+        if worked {
+            self.pressure.waits(self.stalled(), Instant::now());
+        }
         Ok(worked)
     }
 
@@ -350,6 +359,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         // SAFETY: memory of the state, valid for all values of a message; only this thread uses it.
         let messages: &mut [RawMessage] = unsafe { state.messages().as_mut() };
         let count = self.guest.receive(messages)?;
+        if count > 0 {
+            self.pressure.waits(self.stalled() + count, Instant::now());
+        }
         let messages = &mut messages[..count];
         self.handle(messages);
         Ok(count > 0)
@@ -431,6 +443,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// How many pages there are.
     pub fn pages(&self) -> u32 {
         self.phases.0.len() as u32
+    }
+
+    /// How much of the time was lost by waiting until now.
+    pub fn pressure(&mut self, now: Instant) -> Pressure {
+        self.pressure.look(now)
     }
 
     /// How many who wait for a page cannot be answered now.

@@ -14,6 +14,7 @@ use larder_block::signal::Signal;
 use crate::attach::Attached;
 use crate::inject::InjectError;
 use crate::pager::{DiskStatus, Figures, StoredPages, Stuck};
+use crate::pressure::Pressure;
 use crate::target::{Options, Target};
 use crate::units::PAGE_BYTES;
 
@@ -78,6 +79,8 @@ pub struct Status {
     pub detaching: bool,
     /// What was done so far.
     pub figures: Figures,
+    /// How much of the time was lost by waiting.
+    pub pressure: Pressure,
 }
 
 /// See the module's description.
@@ -132,8 +135,9 @@ impl Service {
 
     /// How the memory is now; none if it is over.
     pub fn status(&self) -> Option<Status> {
-        let attached = self.attached.borrow();
-        let pager = &attached.as_ref()?.pager;
+        let mut attached = self.attached.borrow_mut();
+        let pager = &mut attached.as_mut()?.pager;
+        let pressure = pager.pressure(Instant::now());
         Some(Status {
             bytes: u64::from(pager.pages()) * PAGE_BYTES,
             present_bytes: u64::from(pager.present_pages()) * PAGE_BYTES,
@@ -147,6 +151,7 @@ impl Service {
             stuck: pager.stuck(),
             detaching: self.is_detaching.get(),
             figures: pager.figures().clone(),
+            pressure,
         })
     }
 
@@ -320,8 +325,11 @@ async fn tick(on: Loop, service: Weak<Service>) {
         let Some(of) = service.upgrade().filter(|service| service.end.get().is_none()) else {
             return;
         };
-        let is_due = |attached: &Attached| attached.pager.next_turn().is_some();
-        let pause = match of.attached.borrow().as_ref().is_some_and(is_due) {
+        let is_due = |attached: &mut Attached| {
+            attached.pager.pressure(Instant::now());
+            attached.pager.next_turn().is_some()
+        };
+        let pause = match of.attached.borrow_mut().as_mut().is_some_and(is_due) {
             true => TICK_QUARANTINED,
             false => TICK,
         };

@@ -191,6 +191,19 @@ impl Target {
         self.process.pid
     }
 
+    /// How many threads do its work: QEMU's vCPUs (it names them so if it is told `-name debug-threads=on`, as libvirt does),
+    /// else all of them.
+    pub fn workers(&self) -> usize {
+        let folder = format!("/proc/{}/task", self.pid().as_raw_pid());
+        let threads = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        let names = threads.filter_map(|thread| std::fs::read(thread.path().join("comm")).ok());
+        let names: Vec<Vec<u8>> = names.collect();
+        match names.iter().filter(|name| name.starts_with(b"CPU ")).count() {
+            0 => names.len(),
+            vcpus => vcpus,
+        }
+    }
+
     /// The process itself, whatever becomes of the number.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.process.pidfd.as_fd()

@@ -275,6 +275,7 @@ fn serve(
             true => QUARANTINE_DEFAULT,
             false => Duration::ZERO,
         });
+        let workers = target.workers();
         let found = Found::find(target)?;
         let (mut swaps, mut leaving) = (Vec::new(), Vec::new());
         for (tier, disk) in [(Tier::Ssd, &config.swap), (Tier::Slow, &config.slow)] {
@@ -290,6 +291,7 @@ fn serve(
                 quarantine,
                 first_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
                 prefetch: config.prefetch,
+                workers,
             },
             swaps,
         )?;

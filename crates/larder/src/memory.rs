@@ -225,6 +225,18 @@ fn text(state: &MemoryState) -> String {
         "evicted",
         format!("{} pages, {} refaults", state.evicted_pages, state.refaults),
     );
+    for (name, lost) in [("some", &state.pressure.some), ("full", &state.pressure.full)] {
+        said.line(
+            &format!("lost, {name}"),
+            format!(
+                "{:.2} % of 10 s, {:.2} % of 60 s, {:.2} % of 300 s; {:.1?} in all",
+                lost.avg10,
+                lost.avg60,
+                lost.avg300,
+                Duration::from_micros(lost.total_us)
+            ),
+        );
+    }
     let faults = [
         ("zero", &state.faults.zero),
         ("one word", &state.faults.uniform),

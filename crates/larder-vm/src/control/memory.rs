@@ -4,6 +4,7 @@
 use larder_block::ByteLen;
 use larder_memory::entry::Tier;
 use larder_memory::pager::{DiskStatus, Stuck};
+use larder_memory::pressure::Lost;
 use larder_memory::service::Status;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -64,10 +65,34 @@ pub struct MemoryState {
     pub given_up_pages: u64,
     /// Who waits for a page that cannot be had now.
     pub stalled: u64,
+    /// How much of the time was lost by waiting for memory.
+    pub pressure: PressureState,
     /// Why the budget is not kept, if it is not.
     pub problem: Option<MemoryProblem>,
     /// All is being brought back.
     pub detaching: bool,
+}
+
+/// How much of the time was lost by waiting for memory, as the kernel's pressure stall information tells it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PressureState {
+    /// Somebody waited.
+    pub some: LostState,
+    /// All vCPUs waited (of another program than QEMU, all threads).
+    pub full: LostState,
+}
+
+/// A share of the time.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LostState {
+    /// Of the last 10 seconds, in %.
+    pub avg10: f64,
+    /// Of the last 60 seconds, in %.
+    pub avg60: f64,
+    /// Of the last 300 seconds, in %.
+    pub avg300: f64,
+    /// All of it since Larder began, in microseconds.
+    pub total_us: u64,
 }
 
 /// Compressed pages.
@@ -202,6 +227,10 @@ impl MemoryState {
             kept_pages: figures.kept,
             given_up_pages: figures.removed,
             stalled: status.stalled as u64,
+            pressure: PressureState {
+                some: LostState::new(status.pressure.some),
+                full: LostState::new(status.pressure.full),
+            },
             problem: status.stuck.map(|why| match why {
                 Stuck::TiersFull => MemoryProblem::TiersFull,
                 Stuck::Memory => MemoryProblem::Memory,
@@ -209,6 +238,18 @@ impl MemoryState {
                 Stuck::DiskFailed => MemoryProblem::DiskFailed,
             }),
             detaching: status.detaching,
+        }
+    }
+}
+
+impl LostState {
+    fn new(lost: Lost) -> Self {
+        let [avg10, avg60, avg300] = lost.averages.map(|share| (share * 1e4).round() / 1e2);
+        Self {
+            avg10,
+            avg60,
+            avg300,
+            total_us: u64::try_from(lost.total.as_micros()).unwrap_or(u64::MAX),
         }
     }
 }

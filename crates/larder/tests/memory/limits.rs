@@ -29,6 +29,22 @@ fn a_budget_is_lowered_and_raised_while_the_process_works() {
 }
 
 #[test]
+fn time_that_is_lost_by_waiting_is_told() {
+    let mut fixture = Fixture::with("compressible");
+    let mut pager = fixture.attach(&["--budget", BUDGET]).start().expect("it attaches");
+    fixture.works();
+    let is_told = pager.wait_until(|state| state.pressure.some.avg10 > 0.0);
+    let pressure = is_told.expect("somebody waits").pressure;
+    assert!(pressure.some.total_us > 0 && pressure.some.avg10 <= 100.0, "{pressure:?}");
+    // One of its threads waits for nothing but what it is told.
+    assert_eq!(pressure.full.total_us, 0, "{pressure:?}");
+    let (_, said) = fixture.ask("status");
+    assert!(said.contains("lost, some:") && said.contains(" in all"), "{said}");
+    pager.detach().expect("lets go");
+    fixture.verify();
+}
+
+#[test]
 fn a_share_for_compressed_pages_that_was_chosen_stays() {
     let fixture = Fixture::new();
     let mut pager = fixture.start();
