@@ -156,7 +156,7 @@ impl Streams {
 }
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
-    /// `page` has been wanted, and was brought, or is being read: what is behind it is read, too, if that is worth it.
+    /// `page` has been wanted, and was brought, or is being read: what is behind it is brought, too, if that is worth it.
     pub(super) fn follow(&mut self, page: PageIndex) {
         let Some(run) = self.streams.of(page) else {
             return;
@@ -167,6 +167,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         };
         let end = (run.first.get() + run.count).min(region.first.get() + region.pages);
         let mut on_disk: Vec<(PageIndex, Word, Tier, Stored)> = Vec::new();
+        let mut in_ram: Vec<(PageIndex, Word)> = Vec::new();
         for page in (run.first.get()..end).map(PageIndex::new) {
             let word = self.state.word(page);
             if self.phases.get(page) != Phase::Absent || self.streams.has(page, word) {
@@ -178,9 +179,22 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                     stored,
                     ..
                 }) if self.has_room_ahead() => on_disk.push((page, word, tier, stored)),
+                Some(Location::In {
+                    tier: Tier::Ram,
+                    stored,
+                    ..
+                }) if self.may_keep_copies()
+                    && self.has_room_ahead()
+                    && !self.streams.is_marker(page)
+                    && self.load_from_ram(page, stored) =>
+                {
+                    self.add_ahead(&mut in_ram, page, word);
+                    self.figures.ahead += 1;
+                }
                 _ => {}
             }
         }
+        self.fill_ahead(&in_ram);
         self.read_ahead(on_disk);
     }
 
@@ -205,6 +219,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.settle(page, Queue::Probation);
             self.figures.ahead_zero += 1;
         }
+    }
+
+    /// Whether compressed RAM may have copies of pages that are in memory, too: where it makes room by sending what is old
+    /// away, they are dropped.
+    fn may_keep_copies(&self) -> bool {
+        self.disks.all.first().is_some_and(|disk| !disk.has_failed())
     }
 
     /// Whether there is room for pages that nobody wants yet.

@@ -121,7 +121,7 @@ impl Disk {
     }
 
     /// It is not written to any more.
-    fn has_failed(&self) -> bool {
+    pub(super) fn has_failed(&self) -> bool {
         self.failures >= WRITE_FAILURES_MAX
     }
 }
@@ -632,20 +632,26 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.streams.keep(page, word, &self.content);
                 continue;
             }
-            let goes_on = run.last().is_none_or(|(last, _)| last.plus(1) == page);
-            if !goes_on || run.len() == AHEAD_PAGES {
-                self.fill_ahead(&run);
-                run.clear();
-            }
-            let at = run.len() * PAGE;
-            self.ahead[at..at + PAGE].copy_from_slice(&*self.content);
-            run.push((page, word));
+            self.add_ahead(&mut run, page, word);
         }
         self.fill_ahead(&run);
     }
 
+    /// Adds a page, which was read to `content`, to those that are to be put in place together; puts them there first, if it
+    /// does not follow them.
+    pub(super) fn add_ahead(&mut self, run: &mut Vec<(PageIndex, Word)>, page: PageIndex, word: Word) {
+        let goes_on = run.last().is_none_or(|(last, _)| last.plus(1) == page);
+        if !goes_on || run.len() == AHEAD_PAGES {
+            self.fill_ahead(run);
+            run.clear();
+        }
+        let at = run.len() * PAGE;
+        self.ahead[at..at + PAGE].copy_from_slice(&*self.content);
+        run.push((page, word));
+    }
+
     /// Puts pages that follow one another in place, whose contents are in `ahead`: as [`Self::fill_from_disk`] does one.
-    fn fill_ahead(&mut self, run: &[(PageIndex, Word)]) {
+    pub(super) fn fill_ahead(&mut self, run: &[(PageIndex, Word)]) {
         for (page, word) in run {
             self.set_word(*page, word.with_clean(true));
         }

@@ -97,6 +97,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         match put {
             _ if !self.options.prefetch => {}
             Put::There(Source::Disk, _) | Put::Reading => self.follow(page),
+            // Whoever goes through memory to write would wait at each page for that to be allowed.
+            Put::There(Source::Ram, _) if !write => self.follow(page),
             Put::There(Source::Zero, _) => self.follow_zero(page),
             _ => {}
         }

@@ -30,7 +30,7 @@ pub struct Figures {
     pub ram: Histogram,
     /// As above.
     pub disk: Histogram,
-    /// Pages that were read from a disk because others were wanted.
+    /// Pages that were brought because others were wanted.
     pub ahead: u64,
     /// Pages of zeros that were put in place because those before them were wanted.
     pub ahead_zero: u64,

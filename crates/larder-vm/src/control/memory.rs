@@ -49,7 +49,7 @@ pub struct MemoryState {
     pub evicted_uniform_pages: u64,
     /// The bytes in which the others were stored.
     pub evicted_bytes: u64,
-    /// Pages that were read from a disk because others were wanted.
+    /// Pages that were brought because others were wanted.
     pub ahead_pages: u64,
     /// Pages of zeros that were put in place because those before them were wanted.
     pub ahead_zero_pages: u64,

@@ -35,7 +35,10 @@ fn time_that_is_lost_by_waiting_is_told() {
     fixture.works();
     let is_told = pager.wait_until(|state| state.pressure.some.avg10 > 0.0);
     let pressure = is_told.expect("somebody waits").pressure;
-    assert!(pressure.some.total_us > 0 && pressure.some.avg10 <= 100.0, "{pressure:?}");
+    assert!(
+        pressure.some.total_us > 0 && pressure.some.avg10 <= 100.0,
+        "{pressure:?}"
+    );
     // One of its threads waits for nothing but what it is told.
     assert_eq!(pressure.full.total_us, 0, "{pressure:?}");
     let (_, said) = fixture.ask("status");
