@@ -1,0 +1,201 @@
+//! Whether one more VM would fit.
+
+use serde::Serialize;
+
+use super::words::{percent, size};
+use super::{Policy, Room};
+use crate::measured::Measured;
+
+/// The answer. Programs tell them apart by the exit code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fit {
+    /// All memory of all VMs would fit.
+    Fits,
+    /// Not even what is active would.
+    DoesNotFit,
+    /// Only what is active would, or VMs wait for memory already.
+    OnlyOvercommitted,
+    /// Something is not known that it takes.
+    CannotTell,
+}
+
+/// The answer with its reason.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct WouldFit {
+    /// What was asked for, in bytes.
+    pub size: u64,
+    /// Whether.
+    pub answer: Fit,
+    /// A sentence for people.
+    pub text: String,
+}
+
+impl WouldFit {
+    pub(super) fn of(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> Self {
+        let (answer, why) = answer(bytes, measured, policy, room);
+        let verdict = match answer {
+            Fit::Fits => "fits",
+            Fit::DoesNotFit => "does not fit",
+            Fit::OnlyOvercommitted if room.stall.is_some_and(|stall| stall > policy.stall) => {
+                "fits only at a stall above the accepted one"
+            }
+            Fit::OnlyOvercommitted => "fits only with over-commit",
+            Fit::CannotTell => "cannot be told",
+        };
+        Self {
+            size: bytes,
+            answer,
+            text: format!("a VM of {}: {verdict}: {why}", size(bytes)),
+        }
+    }
+}
+
+/// What is not known of a VM counts as little as it can be: if it does not fit even so, that is certain.
+fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit, String) {
+    let is_promised = u64::try_from(room.spare_committed).is_ok_and(|spare| bytes <= spare);
+    let capacity = room.capacity_text(policy);
+    let given = format!("{capacity}, and VMs were given {}", size(room.committed));
+    let stalls = room.stall.filter(|stall| *stall > policy.stall).map(|stall| {
+        format!(
+            "{} of the time is waited for memory already, more than the {} that are accepted",
+            percent(stall),
+            percent(policy.stall)
+        )
+    });
+    if !is_promised {
+        let share = room.active_share().unwrap_or(1.0);
+        let active = (bytes as f64 * share) as u64;
+        let is_active = u64::try_from(room.spare_active).is_ok_and(|spare| active <= spare);
+        let sum = format!(
+            "{given}; active are {} at most, and {} more would be if it is used like the others ({}), of {} that may be",
+            size(room.active.saturating_add(room.others)),
+            size(active),
+            percent(share),
+            size((room.capacity as f64 * policy.active_share) as u64)
+        );
+        if !is_active {
+            return (Fit::DoesNotFit, sum);
+        }
+        if !room.unknown.is_empty() {
+            return (Fit::CannotTell, unknown(room, &given));
+        }
+        let why = match (stalls, room.stall) {
+            (Some(stalls), _) => format!("{sum}; {stalls}"),
+            (None, Some(stall)) => format!("{sum}; {} of the time is waited for memory", percent(stall)),
+            (None, None) => format!("{sum}; how long VMs wait for memory is not measured"),
+        };
+        return (Fit::OnlyOvercommitted, format!("{why}{}", nowhere(measured)));
+    }
+    if !room.unknown.is_empty() {
+        return (Fit::CannotTell, unknown(room, &given));
+    }
+    let left = size(u64::try_from(room.spare_committed).unwrap_or_default() - bytes);
+    match stalls {
+        Some(stalls) => (Fit::OnlyOvercommitted, format!("{given}, so it has room; but {stalls}")),
+        None => (Fit::Fits, format!("{given}; {left} would be left")),
+    }
+}
+
+fn unknown(room: &Room, given: &str) -> String {
+    format!(
+        "{given} at least, but of {} it is not known what was given, or is in memory",
+        room.unknown.join(", ")
+    )
+}
+
+/// What is over-committed must go somewhere.
+fn nowhere(measured: &Measured) -> &'static str {
+    let has_swap = measured.host.swap_total > 0;
+    match has_swap || measured.vms.iter().any(|vm| vm.managed.is_some()) {
+        true => "",
+        false => {
+            "; but there is nowhere for memory that is not active: the host has no swap, and no VM a budget (larder memory \
+             attach)"
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::room::tests::{GIB, host, managed, vm};
+    use super::*;
+    use crate::measured::Vm;
+
+    fn fit(gib: u64, measured: &Measured) -> (Fit, String) {
+        let policy = Policy::default();
+        let it = WouldFit::of(gib * GIB, measured, &policy, &Room::of(measured, &policy));
+        (it.answer, it.text)
+    }
+
+    #[test]
+    fn a_vm_fits_if_all_that_was_promised_does() {
+        // 100 GiB less 1 of others and 40 of VMs.
+        let four = host(vec![vm(10, 2); 4]);
+        let cases = [
+            (1, Fit::Fits),
+            (59, Fit::Fits),
+            // A fifth of it would be active, of 71.
+            (60, Fit::OnlyOvercommitted),
+            (355, Fit::OnlyOvercommitted),
+            (356, Fit::DoesNotFit),
+        ];
+        for (gib, answer) in cases {
+            assert_eq!(fit(gib, &four).0, answer, "{gib}");
+        }
+        // Nobody is there whose use it could be judged by: all of it counts.
+        let empty = host(Vec::new());
+        assert_eq!(fit(99, &empty).0, Fit::Fits);
+        assert_eq!(fit(100, &empty).0, Fit::DoesNotFit);
+        assert_eq!(fit(1 << 20, &empty).0, Fit::DoesNotFit);
+    }
+
+    #[test]
+    fn a_stall_above_the_accepted_one_is_no_room() {
+        let mut waits = host(vec![vm(10, 2)]);
+        waits.host.memory_stall = Some(0.051);
+        assert_eq!(fit(1, &waits).0, Fit::OnlyOvercommitted);
+        assert!(
+            fit(1, &waits).1.contains("fits only at a stall above the accepted one"),
+            "{}",
+            fit(1, &waits).1
+        );
+        waits.host.memory_stall = Some(0.05);
+        assert_eq!(fit(1, &waits).0, Fit::Fits);
+        // Where nothing is over-committed nobody can wait for memory that another one has.
+        waits.host.memory_stall = None;
+        assert_eq!(fit(1, &waits).0, Fit::Fits);
+        assert_eq!(fit(1, &host(vec![managed(10, 2, 0.3)])).0, Fit::OnlyOvercommitted);
+        // Its size may be active then: 80 - 1 - 79.
+        assert_eq!(fit(98, &host(vec![managed(79, 2, 0.3)])).0, Fit::DoesNotFit);
+    }
+
+    #[test]
+    fn what_is_not_known_makes_it_untold_unless_it_does_not_fit_anyway() {
+        let unread = Vm {
+            name: "db".to_owned(),
+            pid: 9,
+            ram: Some(10 * GIB),
+            ..Vm::default()
+        };
+        let unsized_vm = Vm { ram: None, ..vm(0, 70) };
+        assert_eq!(fit(1, &host(vec![unread.clone()])).0, Fit::CannotTell);
+        assert!(fit(1, &host(vec![unread])).1.contains("of db (PID 9) it is not known"));
+        assert_eq!(fit(1, &host(vec![unsized_vm.clone()])).0, Fit::CannotTell);
+        assert_eq!(fit(30, &host(vec![unsized_vm])).0, Fit::DoesNotFit);
+    }
+
+    #[test]
+    fn overcommit_without_a_place_for_what_is_cold_is_said_to_be_so() {
+        let mut measured = host(vec![vm(10, 2); 4]);
+        assert!(fit(60, &measured).1.contains("nowhere for memory"));
+        measured.host.swap_total = GIB;
+        assert!(!fit(60, &measured).1.contains("nowhere for memory"));
+        assert_eq!(
+            fit(60, &measured).1,
+            "a VM of 60 GiB: fits only with over-commit: the host has 100 GiB for VMs, without a reserve of 1 GiB; others use \
+             1 GiB of it, and VMs were given 40 GiB; active are 9 GiB at most, and 12 GiB more would be if it is used like \
+             the others (20 %), of 80 GiB that may be; 0 % of the time is waited for memory"
+        );
+    }
+}

@@ -1,0 +1,416 @@
+//! Whether VMs are as large as what they use: vCPUs by their use and ready time, memory by what was touched or, where Larder
+//! keeps a budget, by what is wanted back.
+
+use super::words::{count, cpus, percent, size, time};
+use super::{CPU_TARGET, Finding, Level, Policy, Practice, READY_HIGH, READY_LOW, WINDOW_SECONDS_MIN};
+use crate::measured::{Host, Managed, Measured, Vcpu, Vm, VmCpu};
+use crate::qemu::is_all_vcpus;
+
+/// Sizes are advised in steps of this.
+const RAM_STEP: u64 = 256 << 20;
+
+/// A VM is called too large from so much less on.
+const RAM_GAIN_MIN: f64 = 0.25;
+
+pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    if measured.window_seconds < WINDOW_SECONDS_MIN && !measured.vms.is_empty() {
+        findings.push(Finding::of_host(
+            Practice::RightSize,
+            Level::Unknown,
+            "window-too-short",
+            format!(
+                "{} are too short to say how many vCPUs a VM needs: look for {WINDOW_SECONDS_MIN} s or longer (--for)",
+                time(measured.window_seconds)
+            ),
+        ));
+    }
+    for vm in &measured.vms {
+        findings.extend(vm.cpu.as_ref().and_then(|cpu| of_cpus(vm, cpu, measured)));
+        findings.extend(match &vm.managed {
+            Some(managed) => Some(of_budget(vm, managed, policy)),
+            None => of_memory(vm, policy),
+        });
+    }
+    findings
+}
+
+fn of_cpus(vm: &Vm, cpu: &VmCpu, measured: &Measured) -> Option<Finding> {
+    let finding = |level, code, text| Some(Finding::of(vm, Practice::RightSize, level, code, text));
+    let (Some(used), Some(peak), Some(worst)) = (cpu.vcpus_used, cpu.vcpus_used_peak, vm.worst_vcpu()) else {
+        let text = format!(
+            "all its threads together used {} CPUs, and {} of them on average waited for one",
+            cpus(cpu.used),
+            cpus(cpu.waiting)
+        );
+        return finding(Level::Unknown, "vcpus-not-told-apart", text);
+    };
+    let number = u32::try_from(cpu.vcpus.len()).unwrap_or(u32::MAX);
+    let busy = used / f64::from(number);
+    let have = count(number, "vCPU");
+    let waited = waited(&cpu.vcpus, worst);
+    if worst.ready > READY_LOW {
+        let (level, code) = match worst.ready >= READY_HIGH {
+            true => (Level::Warning, "cpu-contended"),
+            false => (Level::Advice, "cpu-waits"),
+        };
+        let text = format!(
+            "its {have} ran {} of the time and {waited}; {}",
+            percent(busy),
+            remedy(&measured.host)
+        );
+        return finding(level, code, text);
+    }
+    if measured.window_seconds < WINDOW_SECONDS_MIN {
+        let text = format!(
+            "its {have} ran {} of the time and were ready but had no CPU {waited}",
+            percent(busy)
+        );
+        return finding(Level::Unknown, "vcpus-not-judged", text);
+    }
+    let peak_text = format!("{} at most in any {}", cpus(peak), time(measured.slice_seconds));
+    let facts = format!(
+        "its {have} used {} CPUs on average, {peak_text}, and {waited}",
+        cpus(used)
+    );
+    if cpu.vcpus.iter().any(|vcpu| is_all_vcpus(&vcpu.thread)) {
+        return finding(Level::Fine, "vcpus-take-turns", facts);
+    }
+    let needed = needed(peak);
+    if busy >= CPU_TARGET {
+        let text = format!("{facts}: it could use more{}", after(host_text(&measured.host)));
+        return finding(Level::Advice, "vcpus-too-few", text);
+    }
+    if needed < number {
+        let text = format!(
+            "{facts}: {} would do, busy to {} at most",
+            count(needed, "vCPU"),
+            percent(CPU_TARGET)
+        );
+        return finding(Level::Advice, "vcpus-too-many", text);
+    }
+    finding(Level::Fine, "vcpus-right", facts)
+}
+
+/// So many vCPUs have that peak at the busyness that is aimed at.
+fn needed(peak: f64) -> u32 {
+    // What is a hair above a whole number is that number.
+    ((peak / CPU_TARGET - 1e-9).ceil() as u32).max(1)
+}
+
+/// For how long they were ready and had no CPU.
+fn waited(vcpus: &[Vcpu], worst: &Vcpu) -> String {
+    let mean = vcpus.iter().map(|vcpu| vcpu.ready).sum::<f64>() / vcpus.len() as f64;
+    let thread = crate::qemu::printable(&worst.thread);
+    match vcpus.len() {
+        1 => format!(
+            "{} of it were ready but had no CPU (ready time of {thread})",
+            percent(mean)
+        ),
+        _ => format!(
+            "{} of it were ready but had no CPU (ready time: {thread} most, {})",
+            percent(mean),
+            percent(worst.ready)
+        ),
+    }
+}
+
+/// What helps a VM that waits for CPUs.
+fn remedy(host: &Host) -> String {
+    let what = match host.cpu_busy {
+        Some(busy) if busy < CPU_TARGET => {
+            "there are CPUs with time to spare, so look what keeps it from them: pinning, cpusets or quotas"
+        }
+        _ => "more vCPUs would make it worse, fewer VMs or vCPUs on this host would help",
+    };
+    match host_text(host) {
+        host if host.is_empty() => what.to_owned(),
+        host => format!("{host}: {what}"),
+    }
+}
+
+/// A part of a sentence that may not be there.
+fn after(part: String) -> String {
+    match part.as_str() {
+        "" => part,
+        part => format!("; {part}"),
+    }
+}
+
+fn host_text(host: &Host) -> String {
+    let stolen = match host.cpu_stolen {
+        Some(stolen) if stolen >= 0.005 => format!(", of that {} taken by the hypervisor below", percent(stolen)),
+        _ => String::new(),
+    };
+    match (host.cpus, host.cpu_busy) {
+        (Some(number), Some(busy)) => format!(
+            "the host's {} are busy to {}{stolen}",
+            count(number, "CPU"),
+            percent(busy)
+        ),
+        _ => String::new(),
+    }
+}
+
+/// Memory that nobody manages: only what was touched so far is known, which is as much as it was ever used.
+fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
+    let (ram, memory) = (vm.ram?, vm.memory?);
+    let touched = memory.resident.saturating_add(memory.swapped);
+    let swapped = match memory.swapped {
+        0 => String::new(),
+        swapped => format!(", of that {} swapped out", size(swapped)),
+    };
+    let facts = format!(
+        "it has {} and takes {} of the host's memory{swapped}",
+        size(ram),
+        size(touched)
+    );
+    let enough = ((touched as f64 / policy.active_share) as u64).div_ceil(RAM_STEP) * RAM_STEP;
+    let finding = |level, code, text| Some(Finding::of(vm, Practice::RightSize, level, code, text));
+    if (enough as f64) <= ram as f64 * (1.0 - RAM_GAIN_MIN) {
+        let text = format!(
+            "{facts}, which is all that it has touched and not given back: {} would do, {} of it used",
+            size(enough),
+            percent(touched as f64 / enough as f64)
+        );
+        return finding(Level::Advice, "memory-too-large", text);
+    }
+    let text = format!("{facts}: at most that is active");
+    finding(Level::Fine, "memory-touched", text)
+}
+
+/// Memory with a budget: what is wanted back tells whether that is enough.
+fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
+    let finding = |level, code, text| Finding::of(vm, Practice::RightSize, level, code, text);
+    let facts = format!(
+        "with a budget of {} for {} ({} used) its vCPUs waited {} of the time for pages that had gone ({:.1} faults/s, \
+         {:.1}/s of them refaults)",
+        size(managed.budget),
+        size(managed.size),
+        size(managed.used),
+        percent(managed.stall),
+        managed.faults_per_second,
+        managed.refaults_per_second
+    );
+    if let Some(problem) = &managed.problem {
+        return finding(
+            Level::Warning,
+            "budget-not-kept",
+            format!("{facts}; the budget is not kept: {problem}"),
+        );
+    }
+    if managed.stall > policy.stall {
+        let text = format!(
+            "{facts}, more than the {} that are accepted: give it a larger budget",
+            percent(policy.stall)
+        );
+        return finding(Level::Warning, "budget-too-small", text);
+    }
+    if managed.budget >= managed.size {
+        return finding(
+            Level::Fine,
+            "budget-without-effect",
+            format!("{facts}: all of its memory fits"),
+        );
+    }
+    finding(Level::Fine, "budget-enough", format!("{facts}: the budget is enough"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measured::VmMemory;
+
+    const GIB: u64 = 1 << 30;
+
+    /// VMs of four vCPUs that all are so busy and ready; so busy at most.
+    fn vm(busy: f64, peak: f64, ready: f64) -> Vm {
+        let vcpu = |number| Vcpu {
+            thread: format!("CPU {number}/KVM"),
+            busy,
+            ready,
+            ready_peak: ready,
+        };
+        Vm {
+            name: "web".to_owned(),
+            pid: 7,
+            cpu: Some(VmCpu {
+                used: busy * 4.0,
+                vcpus_used: Some(busy * 4.0),
+                vcpus_used_peak: Some(peak * 4.0),
+                waiting: ready * 4.0,
+                vcpus: (0..4).map(vcpu).collect(),
+            }),
+            ..Vm::default()
+        }
+    }
+
+    fn measured(seconds: f64, vm: Vm) -> Measured {
+        Measured {
+            window_seconds: seconds,
+            slice_seconds: seconds / 10.0,
+            host: Host {
+                cpus: Some(8),
+                cpu_busy: Some(0.5),
+                ..Host::default()
+            },
+            vms: vec![vm],
+            ..Measured::default()
+        }
+    }
+
+    fn codes(measured: &Measured) -> Vec<&'static str> {
+        let findings = findings(measured, &Policy::default());
+        findings.iter().map(|finding| finding.code).collect()
+    }
+
+    #[test]
+    fn vcpus_are_judged_by_ready_time_first_and_then_by_their_use() {
+        let cases = [
+            // Busy, at most, ready.
+            ((0.90, 0.90, 0.34), "cpu-contended"),
+            ((0.10, 0.10, 0.10), "cpu-contended"),
+            ((0.90, 0.90, 0.0999), "cpu-waits"),
+            ((0.90, 0.90, 0.0501), "cpu-waits"),
+            ((0.90, 0.90, 0.05), "vcpus-too-few"),
+            ((0.80, 0.80, 0.0), "vcpus-too-few"),
+            // 4 * 0.7 / 0.8 is 3.5.
+            ((0.50, 0.70, 0.0), "vcpus-right"),
+            // 4 * 0.6 / 0.8 is 3.
+            ((0.50, 0.60, 0.0), "vcpus-too-many"),
+            ((0.50, 0.61, 0.0), "vcpus-right"),
+            ((0.0, 0.0, 0.0), "vcpus-too-many"),
+        ];
+        for ((busy, peak, ready), code) in cases {
+            assert_eq!(
+                codes(&measured(10.0, vm(busy, peak, ready))),
+                [code],
+                "{busy} {peak} {ready}"
+            );
+        }
+    }
+
+    #[test]
+    fn one_vcpu_that_waits_is_enough() {
+        let mut one = vm(0.1, 0.1, 0.0);
+        if let Some(cpu) = &mut one.cpu {
+            cpu.vcpus[2].ready = 0.2;
+        }
+        let measured = measured(10.0, one);
+        assert_eq!(codes(&measured), ["cpu-contended"]);
+        let text = &findings(&measured, &Policy::default())[0].text;
+        assert!(
+            text.contains("5.0 % of it were ready but had no CPU (ready time: CPU 2/KVM most, 20 %)"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn needed_vcpus_are_those_that_the_peak_keeps_busy_to_80_percent() {
+        for (peak, number) in [(0.0, 1), (0.8, 1), (0.81, 2), (1.6, 2), (2.4, 3), (3.2, 4), (3.3, 5)] {
+            assert_eq!(needed(peak), number, "{peak}");
+        }
+    }
+
+    #[test]
+    fn a_short_look_has_figures_and_no_advice() {
+        let short = measured(2.0, vm(0.1, 0.1, 0.01));
+        assert_eq!(codes(&short), ["window-too-short", "vcpus-not-judged"]);
+        // That it waits now is so now.
+        assert_eq!(
+            codes(&measured(2.0, vm(0.1, 0.1, 0.5))),
+            ["window-too-short", "cpu-contended"]
+        );
+        assert_eq!(codes(&measured(5.0, vm(0.1, 0.1, 0.01))), ["vcpus-too-many"]);
+    }
+
+    #[test]
+    fn sentences_have_their_evidence() {
+        let all = findings(&measured(10.0, vm(0.2, 0.3, 0.34)), &Policy::default());
+        let waits = "its 4 vCPUs ran 20 % of the time and 34 % of it were ready but had no CPU (ready time: CPU 3/KVM most, \
+                     34 %); the host's 8 CPUs are busy to ";
+        let spare =
+            "50 %: there are CPUs with time to spare, so look what keeps it from them: pinning, cpusets or quotas";
+        assert_eq!(all[0].text, format!("{waits}{spare}"));
+        let mut full = measured(10.0, vm(0.2, 0.3, 0.34));
+        full.host.cpu_busy = Some(0.97);
+        let none = "97 %: more vCPUs would make it worse, fewer VMs or vCPUs on this host would help";
+        assert_eq!(findings(&full, &Policy::default())[0].text, format!("{waits}{none}"));
+        let all = findings(&measured(10.0, vm(0.1, 0.15, 0.004)), &Policy::default());
+        assert_eq!(
+            all[0].text,
+            "its 4 vCPUs used 0.4 CPUs on average, 0.6 at most in any 1.0 s, and 0.4 % of it were ready but had no CPU (ready \
+             time: CPU 3/KVM most, 0.4 %): 1 vCPU would do, busy to 80 % at most"
+        );
+        assert_eq!(all[0].vm.as_deref(), Some("web (PID 7)"));
+    }
+
+    #[test]
+    fn vcpus_that_cannot_be_told_apart_are_not_judged() {
+        let mut vm = vm(0.1, 0.1, 0.5);
+        vm.cpu = Some(VmCpu {
+            used: 0.5,
+            waiting: 1.25,
+            ..VmCpu::default()
+        });
+        let measured = measured(10.0, vm);
+        assert_eq!(codes(&measured), ["vcpus-not-told-apart"]);
+        let text = &findings(&measured, &Policy::default())[0].text;
+        assert_eq!(
+            text,
+            "all its threads together used 0.5 CPUs, and 1.2 of them on average waited for one"
+        );
+    }
+
+    #[test]
+    fn memory_is_too_large_if_a_quarter_less_would_hold_what_was_touched_at_80_percent() {
+        let cases = [
+            // 8 GiB; 1.6 / 0.8 is 2.
+            (1.6, 0.0, "memory-too-large"),
+            // 4.8 / 0.8 is 6, a quarter less.
+            (4.8, 0.0, "memory-too-large"),
+            (4.9, 0.0, "memory-touched"),
+            (4.0, 0.9, "memory-touched"),
+            (8.2, 0.0, "memory-touched"),
+        ];
+        for (resident, swapped, code) in cases {
+            let of = |gib: f64| (gib * GIB as f64) as u64;
+            let vm = Vm {
+                ram: Some(8 * GIB),
+                memory: Some(VmMemory {
+                    resident: of(resident),
+                    swapped: of(swapped),
+                }),
+                ..Vm::default()
+            };
+            assert_eq!(codes(&measured(10.0, vm)), [code], "{resident}");
+        }
+    }
+
+    #[test]
+    fn a_budget_is_judged_by_the_stall_that_is_accepted() {
+        let managed = |stall, budget| Managed {
+            size: 4 * GIB,
+            budget,
+            stall,
+            ..Managed::default()
+        };
+        let failing = Managed {
+            problem: Some("its swap cache is full".to_owned()),
+            ..managed(0.0, GIB)
+        };
+        let cases = [
+            (managed(0.05, GIB), "budget-enough"),
+            (managed(0.051, GIB), "budget-too-small"),
+            (managed(0.0, 4 * GIB), "budget-without-effect"),
+            (failing, "budget-not-kept"),
+        ];
+        for (managed, code) in cases {
+            let vm = Vm {
+                managed: Some(managed.clone()),
+                ..Vm::default()
+            };
+            assert_eq!(codes(&measured(10.0, vm)), [code], "{managed:?}");
+        }
+    }
+}

@@ -1,0 +1,501 @@
+//! How many more VMs a host carries: without over-commit, by what VMs were given; with it, by what of that is active, up to
+//! 80 % of the host's memory; by its CPUs; and none if VMs wait for memory or CPUs already.
+
+use serde::Serialize;
+
+use super::words::{count, cpus, percent, size};
+use super::{CPU_TARGET, Finding, Level, Policy, Practice, READY_LOW, memory_stall};
+use crate::measured::{Measured, Vm};
+
+/// A VM that uses less of the CPUs is not one to count by.
+const TYPICAL_CPUS_MIN: f64 = 0.01;
+
+/// Memory in bytes, as it is shared out.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Room {
+    /// The host's, without the reserve.
+    pub capacity: u64,
+    /// What is used by others than VMs, and could not be had without swapping.
+    pub others: u64,
+    /// What VMs were given; of one with a budget that.
+    pub committed: u64,
+    /// What of it is active, at most.
+    pub active: u64,
+    /// What can be given without over-commit; less than 0 where there is over-commit already.
+    pub spare_committed: i64,
+    /// What may become active until the share is reached that is aimed at; less than 0 if it is more already.
+    pub spare_active: i64,
+    /// VMs of which it is not known what they were given, or have in memory.
+    pub unknown: Vec<String>,
+    /// The worst stall of memory now, if it is measured.
+    pub stall: Option<f64>,
+    /// The average VM here.
+    pub typical: Option<Typical>,
+    /// How many more of it fit.
+    pub more: Option<More>,
+}
+
+/// A VM such as those here are on average.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Typical {
+    /// What it was given.
+    pub ram: u64,
+    /// What of it is active, at most.
+    pub active: u64,
+    /// The CPUs that it uses.
+    pub cpus: f64,
+}
+
+/// How many more fit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct More {
+    /// Without over-commit.
+    pub without_overcommit: u64,
+    /// With it; none if VMs wait for memory longer than is accepted. `None` if the stall is not measured.
+    pub with_overcommit: Option<u64>,
+    /// By the CPUs alone, if these are measured and VMs use them.
+    pub by_cpus: Option<u64>,
+}
+
+impl Room {
+    /// By what was measured.
+    pub fn of(measured: &Measured, policy: &Policy) -> Self {
+        let host = &measured.host;
+        let capacity = host.memory_total.saturating_sub(policy.reserve);
+        let sum = |of: &dyn Fn(&Vm) -> u64| measured.vms.iter().map(of).fold(0, u64::saturating_add);
+        let footprints = sum(&|vm| vm.footprint().unwrap_or_default());
+        let others = host
+            .memory_total
+            .saturating_sub(host.memory_available)
+            .saturating_sub(footprints);
+        let committed = sum(&committed);
+        let active = sum(&|vm| active(vm, measured.window_seconds, policy));
+        let is_unknown = |vm: &&Vm| vm.ram.is_none() || vm.memory.is_none();
+        let target = (host.memory_total.saturating_sub(policy.reserve) as f64 * policy.active_share) as u64;
+        let stall = memory_stall(measured);
+        let mut room = Self {
+            capacity,
+            others,
+            committed,
+            active,
+            spare_committed: difference(capacity, others.saturating_add(committed)),
+            spare_active: difference(target, others.saturating_add(active)),
+            unknown: measured.vms.iter().filter(is_unknown).map(Vm::title).collect(),
+            stall,
+            typical: typical(measured, policy),
+            more: None,
+        };
+        room.more = room.typical.map(|typical| room.more(&typical, measured, policy));
+        room
+    }
+
+    fn more(&self, typical: &Typical, measured: &Measured, policy: &Policy) -> More {
+        let times = |spare: i64, each: u64| u64::try_from(spare).unwrap_or(0) / each.max(1);
+        let without = times(self.spare_committed, typical.ram);
+        let with = self.stall.map(|stall| match stall > policy.stall {
+            true => 0,
+            false => times(self.spare_active, typical.active).max(without),
+        });
+        let by_cpus = match (measured.host.cpus, measured.host.cpu_busy) {
+            _ if ready(measured).is_some_and(|ready| ready > READY_LOW) => Some(0),
+            (Some(number), Some(busy)) if typical.cpus >= TYPICAL_CPUS_MIN => {
+                let spare = (CPU_TARGET - busy) * f64::from(number);
+                Some((spare / typical.cpus + 1e-9).max(0.0) as u64)
+            }
+            _ => None,
+        };
+        More {
+            without_overcommit: without,
+            with_overcommit: with,
+            by_cpus,
+        }
+    }
+
+    /// The share of what VMs were given that is active, at most.
+    pub(super) fn active_share(&self) -> Option<f64> {
+        let typical = self.typical?;
+        (typical.ram > 0).then(|| (typical.active as f64 / typical.ram as f64).min(1.0))
+    }
+
+    /// How the capacity is shared out, for sentences.
+    pub(super) fn capacity_text(&self, policy: &Policy) -> String {
+        let reserve = match policy.reserve {
+            0 => String::new(),
+            reserve => format!(", without a reserve of {}", size(reserve)),
+        };
+        format!(
+            "the host has {} for VMs{reserve}; others use {} of it",
+            size(self.capacity),
+            size(self.others)
+        )
+    }
+}
+
+fn difference(one: u64, other: u64) -> i64 {
+    let signed = |bytes| i64::try_from(bytes).unwrap_or(i64::MAX);
+    signed(one).saturating_sub(signed(other))
+}
+
+/// What a VM may come to take.
+fn committed(vm: &Vm) -> u64 {
+    let footprint = vm.footprint().unwrap_or_default();
+    match &vm.managed {
+        // Nothing keeps one that is not kept.
+        Some(managed) if managed.problem.is_none() => managed.budget.min(managed.size).max(footprint),
+        _ => vm.ram.unwrap_or_default().max(footprint),
+    }
+}
+
+/// What of a VM's memory was used in the time, at most.
+fn active(vm: &Vm, seconds: f64, policy: &Policy) -> u64 {
+    let resident = vm.memory.map_or(0, |memory| memory.resident);
+    match &vm.managed {
+        // Its budget does not hold what it uses; how much that is can not be known.
+        Some(managed) if managed.stall > policy.stall => {
+            resident.saturating_sub(managed.resident).saturating_add(managed.size)
+        }
+        // What is in memory, and what was for a while.
+        Some(managed) => {
+            let came = (managed.faults_per_second * seconds * 4096.0) as u64;
+            resident.saturating_add(came.min(managed.size.saturating_sub(managed.resident)))
+        }
+        None => resident,
+    }
+}
+
+fn typical(measured: &Measured, policy: &Policy) -> Option<Typical> {
+    let known: Vec<(u64, &Vm)> = measured
+        .vms
+        .iter()
+        .filter(|vm| vm.memory.is_some())
+        .filter_map(|vm| Some((vm.ram?, vm)))
+        .collect();
+    let number = known.len() as u64;
+    let mean = |of: &dyn Fn(&(u64, &Vm)) -> u64| known.iter().map(of).fold(0, u64::saturating_add).checked_div(number);
+    let used = |(_, vm): &(u64, &Vm)| vm.cpu.as_ref().map_or(0.0, |cpu| cpu.used);
+    Some(Typical {
+        ram: mean(&|(ram, _)| *ram)?,
+        active: mean(&|(_, vm)| active(vm, measured.window_seconds, policy))?,
+        cpus: known.iter().map(used).sum::<f64>() / number as f64,
+    })
+}
+
+/// The ready time of all vCPUs on average.
+fn ready(measured: &Measured) -> Option<f64> {
+    let vcpus = measured
+        .vms
+        .iter()
+        .filter_map(|vm| vm.cpu.as_ref())
+        .flat_map(|cpu| &cpu.vcpus);
+    let all: Vec<f64> = vcpus.map(|vcpu| vcpu.ready).collect();
+    (!all.is_empty()).then(|| all.iter().sum::<f64>() / all.len() as f64)
+}
+
+pub(super) fn findings(measured: &Measured, policy: &Policy, room: &Room) -> Vec<Finding> {
+    let host = |level, code, text| Finding::of_host(Practice::OverCommit, level, code, text);
+    let mut findings = vec![without(policy, room)];
+    if !measured.vms.is_empty() {
+        findings.push(with(measured, policy, room));
+    }
+    findings.extend(by_cpus(measured, room));
+    if let Some(rate) = measured.host.swapped_in_per_second.filter(|rate| *rate > 0.0) {
+        findings.push(host(
+            Level::Advice,
+            "kernel-swaps-in",
+            format!(
+                "the kernel swaps {} a second back in, of {} that it has swapped out: memory is short already",
+                size(rate as u64),
+                size(measured.host.swap_used)
+            ),
+        ));
+    }
+    findings
+}
+
+fn without(policy: &Policy, room: &Room) -> Finding {
+    let host = |level, code, text| Finding::of_host(Practice::OverCommit, level, code, text);
+    let facts = format!(
+        "{}, and VMs were given {}",
+        room.capacity_text(policy),
+        size(room.committed)
+    );
+    let Ok(spare) = u64::try_from(room.spare_committed) else {
+        let over = size(room.spare_committed.unsigned_abs());
+        return host(
+            Level::Advice,
+            "overcommitted",
+            format!("{facts}: that is {over} more than there is"),
+        );
+    };
+    match (room.typical, room.more) {
+        (Some(typical), Some(more)) => {
+            let number = count(more.without_overcommit, "more VM");
+            let text = format!(
+                "{facts}: without over-commit {number} of {} fit, {} are left",
+                size(typical.ram),
+                size(spare)
+            );
+            host(Level::Fine, "fit-without-overcommit", text)
+        }
+        _ => host(
+            Level::Fine,
+            "left-without-overcommit",
+            format!("{facts}: {} are left", size(spare)),
+        ),
+    }
+}
+
+fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
+    let host = |level, code, text| Finding::of_host(Practice::OverCommit, level, code, text);
+    let unmanaged = measured.vms.iter().filter(|vm| vm.managed.is_none()).count() as u64;
+    let how = match unmanaged {
+        0 => String::new(),
+        _ => format!(
+            " (of {} all that is in memory is counted, as nothing tells what of it is active)",
+            count(unmanaged, "VM")
+        ),
+    };
+    let facts = format!(
+        "VMs and others have {} active at most{how}, {} of what there is",
+        size(room.active.saturating_add(room.others)),
+        percent(room.active.saturating_add(room.others) as f64 / room.capacity.max(1) as f64)
+    );
+    let target = percent(policy.active_share);
+    let Some(stall) = room.stall else {
+        let text = format!("{facts}; how long VMs wait for memory is not measured, so nothing is said of over-commit");
+        return host(Level::Unknown, "stall-not-measured", text);
+    };
+    if stall > policy.stall {
+        let text = format!(
+            "{facts}, and {} of the time is waited for memory, more than the {} that are accepted: no more VMs",
+            percent(stall),
+            percent(policy.stall)
+        );
+        return host(Level::Warning, "stall-too-high", text);
+    }
+    let waits = format!(
+        "{} of the time is waited for memory ({} accepted)",
+        percent(stall),
+        percent(policy.stall)
+    );
+    match (room.typical, room.more.and_then(|more| more.with_overcommit)) {
+        (Some(typical), Some(number)) => {
+            let text = format!(
+                "{facts}, and {waits}: up to {target} {} such as these fit by memory ({}, {} active)",
+                count(number, "more VM"),
+                size(typical.ram),
+                size(typical.active)
+            );
+            host(Level::Fine, "fit-with-overcommit", text)
+        }
+        _ => host(
+            Level::Unknown,
+            "no-typical-vm",
+            format!("{facts}, and {waits}: of no VM is known what it was given and has"),
+        ),
+    }
+}
+
+fn by_cpus(measured: &Measured, room: &Room) -> Option<Finding> {
+    let (number, busy) = (measured.host.cpus?, measured.host.cpu_busy?);
+    let more = room.more?.by_cpus?;
+    let facts = format!("the host's {} are busy to {}", count(number, "CPU"), percent(busy));
+    let (level, code, text) = match ready(measured).filter(|ready| *ready > READY_LOW) {
+        Some(ready) => (
+            Level::Warning,
+            "cpus-short",
+            format!(
+                "{facts}, and vCPUs were ready but had none {} of the time on average: no more VMs",
+                percent(ready)
+            ),
+        ),
+        None => (
+            Level::Fine,
+            "fit-by-cpus",
+            format!(
+                "{facts}: up to {} {} such as these fit ({} CPUs each)",
+                percent(CPU_TARGET),
+                count(more, "more VM"),
+                cpus(room.typical?.cpus)
+            ),
+        ),
+    };
+    Some(Finding::of_host(Practice::OverCommit, level, code, text))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::measured::{Host, Managed, Vcpu, VmCpu, VmMemory};
+
+    pub(crate) const GIB: u64 = 1 << 30;
+
+    /// A VM that was given so much, and has so much in memory.
+    pub(crate) fn vm(ram: u64, resident: u64) -> Vm {
+        Vm {
+            ram: Some(ram * GIB),
+            memory: Some(VmMemory {
+                resident: resident * GIB,
+                swapped: 0,
+            }),
+            ..Vm::default()
+        }
+    }
+
+    /// One with a budget, all of which it uses, that stalls for so long.
+    pub(crate) fn managed(ram: u64, budget: u64, stall: f64) -> Vm {
+        Vm {
+            managed: Some(Managed {
+                size: ram * GIB,
+                budget: budget * GIB,
+                used: budget * GIB,
+                resident: budget * GIB,
+                stall,
+                ..Managed::default()
+            }),
+            ..vm(ram, budget)
+        }
+    }
+
+    /// A host of 101 GiB, of which 1 GiB is used by others, without a stall.
+    pub(crate) fn host(vms: Vec<Vm>) -> Measured {
+        let footprints: u64 = vms.iter().filter_map(Vm::footprint).sum();
+        Measured {
+            window_seconds: 10.0,
+            host: Host {
+                memory_total: 101 * GIB,
+                memory_available: 100 * GIB - footprints,
+                memory_stall: Some(0.0),
+                ..Host::default()
+            },
+            vms,
+            ..Measured::default()
+        }
+    }
+
+    fn room(measured: &Measured) -> Room {
+        Room::of(measured, &Policy::default())
+    }
+
+    fn more(measured: &Measured) -> (u64, Option<u64>) {
+        let more = room(measured).more.expect("there are VMs");
+        (more.without_overcommit, more.with_overcommit)
+    }
+
+    #[test]
+    fn vms_fit_by_what_they_were_given_and_at_80_percent_active_memory() {
+        // 100 GiB are for VMs and others, who use 1 GiB. Four VMs of 10 GiB: 59 GiB are left, room for 5.
+        // Active: 1 + 4 * 2 of 80 GiB; of the 71 GiB that are left 35 VMs have 2 each.
+        let four = host(vec![vm(10, 2); 4]);
+        assert_eq!(more(&four), (5, Some(35)));
+        let room = room(&four);
+        assert_eq!((room.capacity, room.others), (100 * GIB, GIB));
+        assert_eq!((room.committed, room.active), (40 * GIB, 8 * GIB));
+        assert_eq!((room.spare_committed, room.spare_active), (59 << 30, 71 << 30));
+        // 12 VMs of 10 GiB are 120: over-committed. Active are 1 + 12 * 6 of 80, one more of 6 fits.
+        assert_eq!(more(&host(vec![vm(10, 6); 12])), (0, Some(1)));
+        assert_eq!(more(&host(vec![vm(10, 7); 12])), (0, Some(0)));
+        // All that they were given is active, yet room was promised to nobody.
+        assert_eq!(more(&host(vec![vm(10, 10); 8])), (1, Some(1)));
+    }
+
+    #[test]
+    fn a_budget_is_what_is_committed_while_it_is_kept() {
+        // 99 - 4 * 5 is 79, by 20 each; 80 - 1 - 20 is 59, by 5 each.
+        assert_eq!(more(&host(vec![managed(20, 5, 0.01); 4])), (3, Some(11)));
+        let mut failing = managed(20, 5, 0.01);
+        if let Some(managed) = &mut failing.managed {
+            managed.problem = Some("full".to_owned());
+        }
+        assert_eq!(room(&host(vec![failing])).committed, 20 * GIB);
+    }
+
+    #[test]
+    fn compressed_pages_count_as_the_vms_and_not_as_others() {
+        let mut one = managed(20, 5, 0.0);
+        if let (Some(managed), Some(memory)) = (&mut one.managed, &mut one.memory) {
+            (managed.resident, memory.resident) = (3 * GIB, 4 * GIB);
+        }
+        assert_eq!(one.footprint(), Some(6 * GIB));
+        let measured = host(vec![one]);
+        assert_eq!(room(&measured).others, GIB);
+        // Only what is in memory is active.
+        assert_eq!(room(&measured).active, 4 * GIB);
+    }
+
+    #[test]
+    fn pages_that_came_back_were_active_too() {
+        let mut one = managed(20, 5, 0.0);
+        if let Some(managed) = &mut one.managed {
+            managed.faults_per_second = f64::from(1 << 18) / 10.0;
+        }
+        assert_eq!(room(&host(vec![one])).active, 6 * GIB);
+    }
+
+    #[test]
+    fn no_vm_fits_by_overcommit_above_the_stall_that_is_accepted() {
+        assert_eq!(more(&host(vec![managed(20, 5, 0.05); 4])).1, Some(11));
+        assert_eq!(more(&host(vec![managed(20, 5, 0.051); 4])).1, Some(0));
+        let mut waits = host(vec![vm(10, 2)]);
+        waits.host.memory_stall = Some(0.06);
+        assert_eq!(more(&waits).1, Some(0));
+        let codes = |measured: &Measured| -> Vec<_> {
+            let policy = Policy::default();
+            let findings = findings(measured, &policy, &Room::of(measured, &policy));
+            findings.iter().map(|finding| finding.code).collect()
+        };
+        assert_eq!(codes(&waits), ["fit-without-overcommit", "stall-too-high"]);
+        waits.host.memory_stall = None;
+        assert_eq!(more(&waits).1, None);
+        assert_eq!(codes(&waits), ["fit-without-overcommit", "stall-not-measured"]);
+        assert_eq!(
+            codes(&host(vec![vm(60, 2); 2])),
+            ["overcommitted", "fit-with-overcommit"]
+        );
+        assert_eq!(codes(&host(Vec::new())), ["left-without-overcommit"]);
+    }
+
+    #[test]
+    fn cpus_are_to_be_busy_to_80_percent_and_waited_for_by_nobody() {
+        let with_cpus = |used: f64, busy: f64, ready: f64| {
+            let mut one = vm(10, 2);
+            one.cpu = Some(VmCpu {
+                used,
+                vcpus: vec![Vcpu {
+                    ready,
+                    ..Vcpu::default()
+                }],
+                ..VmCpu::default()
+            });
+            let mut measured = host(vec![one]);
+            (measured.host.cpus, measured.host.cpu_busy) = (Some(10), Some(busy));
+            room(&measured).more.expect("there is a VM").by_cpus
+        };
+        // 8 less 3 CPUs, 0.5 each.
+        assert_eq!(with_cpus(0.5, 0.3, 0.01), Some(10));
+        assert_eq!(with_cpus(0.5, 0.8, 0.01), Some(0));
+        assert_eq!(with_cpus(0.5, 0.9, 0.01), Some(0));
+        assert_eq!(with_cpus(0.5, 0.3, 0.051), Some(0));
+        assert_eq!(with_cpus(0.001, 0.3, 0.01), None);
+    }
+
+    #[test]
+    fn sentences_have_their_evidence() {
+        let policy = Policy::default();
+        let measured = host(vec![vm(10, 2); 4]);
+        let texts: Vec<_> = findings(&measured, &policy, &room(&measured))
+            .into_iter()
+            .map(|finding| finding.text)
+            .collect();
+        assert_eq!(
+            texts,
+            [
+                "the host has 100 GiB for VMs, without a reserve of 1 GiB; others use 1 GiB of it, and VMs were given 40 \
+                 GiB: without over-commit 5 more VMs of 10 GiB fit, 59 GiB are left",
+                "VMs and others have 9 GiB active at most (of 4 VMs all that is in memory is counted, as nothing tells what \
+                 of it is active), 9.0 % of what there is, and 0 % of the time is waited for memory (5.0 % accepted): up to \
+                 80 % 35 more VMs such as these fit by memory (10 GiB, 2 GiB active)",
+            ]
+        );
+    }
+}

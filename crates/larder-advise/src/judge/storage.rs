@@ -1,0 +1,315 @@
+//! Whether it is a disk: its latency looks like a want of CPUs or memory from within a guest. What tells them apart is that
+//! vCPUs need not wait for a CPU, something waits all the same, and requests to a disk take long.
+
+use super::words::{percent, size, time};
+use super::{Finding, Level, Policy, Practice, READY_LOW};
+use crate::measured::{Measured, Vm};
+
+/// A disk that does less has no average to speak of.
+const REQUESTS_PER_SECOND_MIN: f64 = 1.0;
+
+/// Tasks, or a disk's users, that wait for a smaller share of the time are no stall.
+const IO_STALL_LOW: f64 = 0.10;
+
+/// A disk that a VM uses.
+struct Disk<'a> {
+    name: &'a str,
+    /// Whether Larder serves it, so that the guest's own requests were timed.
+    is_served: bool,
+    await_seconds: f64,
+    requests_per_second: f64,
+    utilization: f64,
+}
+
+pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = measured.vms.iter().map(|vm| of_vm(vm, measured, policy)).collect();
+    findings.extend(measured.vms.iter().filter_map(|vm| of_swap(vm, policy)));
+    findings.extend(of_host(measured, policy));
+    findings
+}
+
+fn of_vm(vm: &Vm, measured: &Measured, policy: &Policy) -> Finding {
+    let finding = |level, code, text| Finding::of(vm, Practice::Storage, level, code, text);
+    let disks = disks(vm, measured);
+    let Some(slowest) = disks
+        .iter()
+        .max_by(|one, other| one.await_seconds.total_cmp(&other.await_seconds))
+    else {
+        let text = "it did nothing with a disk that can be seen here".to_owned();
+        return finding(Level::Unknown, "no-disk-seen", text);
+    };
+    let facts = facts(slowest);
+    if slowest.await_seconds <= policy.latency_seconds {
+        return finding(Level::Fine, "disk-fine", format!("{facts}: it is not the disk"));
+    }
+    let limit = time(policy.latency_seconds);
+    let stall = stall(slowest, vm, measured);
+    let waits = match stall {
+        Some((share, whose)) => format!("{whose} {} of the time", percent(share)),
+        None => "how long is waited for disks is not measured".to_owned(),
+    };
+    let (Some(ready), Some((share, _))) = (vm.worst_vcpu().map(|vcpu| vcpu.ready), stall) else {
+        let text = format!("{facts}, more than {limit}; {waits}");
+        return finding(Level::Advice, "disk-slow", text);
+    };
+    if ready > READY_LOW {
+        let text = format!(
+            "{facts}, more than {limit}, and a vCPU of it was ready but had no CPU {} of the time: both are short",
+            percent(ready)
+        );
+        return finding(Level::Warning, "disk-and-cpus", text);
+    }
+    if share < IO_STALL_LOW {
+        let text = format!("{facts}, more than {limit}, but {waits}: little waits for it");
+        return finding(Level::Advice, "disk-slow", text);
+    }
+    let text = format!(
+        "{facts}, more than {limit}, and {waits}, while no vCPU waited for a CPU more than {} of it: what looks like a want of \
+         CPUs or memory is the disk",
+        percent(ready)
+    );
+    finding(Level::Warning, "disk-disguised", text)
+}
+
+/// Those that did something: Larder's, and else the host's devices.
+fn disks<'a>(vm: &'a Vm, measured: &'a Measured) -> Vec<Disk<'a>> {
+    let served = vm.disks.iter().filter_map(|disk| {
+        Some(Disk {
+            name: &disk.name,
+            is_served: true,
+            await_seconds: disk.await_seconds?,
+            requests_per_second: disk.requests_per_second,
+            utilization: disk.utilization,
+        })
+    });
+    let devices = measured
+        .host
+        .devices
+        .iter()
+        .filter(|device| vm.devices.contains(&device.name));
+    let devices = devices.filter_map(|device| {
+        Some(Disk {
+            name: &device.name,
+            is_served: false,
+            await_seconds: device.await_seconds?,
+            requests_per_second: device.requests_per_second,
+            utilization: device.utilization,
+        })
+    });
+    let is_used = |disk: &Disk<'_>| disk.requests_per_second >= REQUESTS_PER_SECOND_MIN;
+    served.chain(devices).filter(is_used).collect()
+}
+
+fn facts(disk: &Disk<'_>) -> String {
+    let what = match disk.is_served {
+        true => format!("its disk {}", disk.name),
+        false => format!("{}, on which it has files,", disk.name),
+    };
+    format!(
+        "{what} took {} for each of {:.0} requests/s and was busy {} of the time",
+        time(disk.await_seconds),
+        disk.requests_per_second,
+        percent(disk.utilization)
+    )
+}
+
+/// The share of the time in which something waited, and what that was: of a VM's own disk, or a managed memory, that is
+/// known; else of the whole host.
+fn stall(disk: &Disk<'_>, vm: &Vm, measured: &Measured) -> Option<(f64, &'static str)> {
+    let served = disk
+        .is_served
+        .then_some((disk.utilization, "a request of its guest was under way"));
+    let memory = vm
+        .managed
+        .as_ref()
+        .map(|managed| (managed.stall, "it waited for its memory"));
+    let host = measured
+        .host
+        .io_stall
+        .map(|share| (share, "some task of the host waited for a disk"));
+    let all = [served, memory, host].into_iter().flatten();
+    all.max_by(|one, other| one.0.total_cmp(&other.0))
+}
+
+/// Where a VM's cold memory comes back from.
+fn of_swap(vm: &Vm, policy: &Policy) -> Option<Finding> {
+    let managed = vm.managed.as_ref()?;
+    let took = managed.disk_fault_seconds?;
+    let facts = format!(
+        "a page of its memory that is on a disk takes {} to come back",
+        time(took)
+    );
+    let waits = format!("it waits {} of the time for its memory", percent(managed.stall));
+    let (level, code, text) = match (took > policy.latency_seconds, managed.stall > policy.stall) {
+        (true, true) => (
+            Level::Warning,
+            "swap-disguised",
+            format!("{facts}, and {waits}: what looks like a want of memory is the disk of its swap cache"),
+        ),
+        (true, false) => (Level::Advice, "swap-slow", format!("{facts}; {waits}")),
+        (false, _) => (Level::Fine, "swap-fine", format!("{facts}; {waits}")),
+    };
+    Some(Finding::of(vm, Practice::Storage, level, code, text))
+}
+
+/// The slowest device, and the kernel's swap, for those VMs of which it is not known what they use.
+fn of_host(measured: &Measured, policy: &Policy) -> Option<Finding> {
+    let host = &measured.host;
+    let devices = host.devices.iter();
+    let used = devices.filter(|device| device.requests_per_second >= REQUESTS_PER_SECOND_MIN);
+    let (slowest, took) = used
+        .filter_map(|device| Some((device, device.await_seconds?)))
+        .max_by(|one, other| one.1.total_cmp(&other.1))?;
+    let stall = match host.io_stall {
+        Some(stall) => format!("some task waited for a disk {} of the time", percent(stall)),
+        None => "how long tasks wait for disks is not measured".to_owned(),
+    };
+    let swap = match host.swap_used {
+        0 => String::new(),
+        used => format!("; the kernel has {} swapped out", size(used)),
+    };
+    let facts = format!(
+        "the host's slowest disk, {}, took {} for each of {:.0} requests/s; {stall}{swap}",
+        slowest.name,
+        time(took),
+        slowest.requests_per_second
+    );
+    let (level, code) = match took > policy.latency_seconds {
+        true => (Level::Advice, "host-disk-slow"),
+        false => (Level::Fine, "host-disk-fine"),
+    };
+    Some(Finding::of_host(Practice::Storage, level, code, facts))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measured::{Device, Host, Managed, Vcpu, VmCpu, VmDisk};
+
+    /// A VM that is ready for so long, with a disk of Larder's that takes so long and is busy for so long.
+    fn vm(ready: f64, await_seconds: f64, utilization: f64) -> Vm {
+        let vcpu = Vcpu {
+            ready,
+            ..Vcpu::default()
+        };
+        Vm {
+            name: "web".to_owned(),
+            pid: 7,
+            cpu: Some(VmCpu {
+                vcpus: vec![vcpu],
+                ..VmCpu::default()
+            }),
+            disks: vec![VmDisk {
+                name: "vda".to_owned(),
+                requests_per_second: 50.0,
+                await_seconds: Some(await_seconds),
+                read_p99_seconds: None,
+                utilization,
+            }],
+            ..Vm::default()
+        }
+    }
+
+    fn judged(vm: Vm, host: Host) -> Vec<(&'static str, String)> {
+        let measured = Measured {
+            window_seconds: 10.0,
+            host,
+            vms: vec![vm],
+            ..Measured::default()
+        };
+        let findings = findings(&measured, &Policy::default());
+        findings
+            .into_iter()
+            .map(|finding| (finding.code, finding.text))
+            .collect()
+    }
+
+    fn code(vm: Vm, host: Host) -> &'static str {
+        judged(vm, host)[0].0
+    }
+
+    #[test]
+    fn a_slow_disk_is_it_where_ready_time_is_low_and_something_waits() {
+        let cases = [
+            ((0.004, 0.045, 0.97), "disk-disguised"),
+            ((0.05, 0.0201, 0.10), "disk-disguised"),
+            // It is not slow.
+            ((0.004, 0.020, 0.97), "disk-fine"),
+            ((0.004, 0.0029, 0.97), "disk-fine"),
+            ((0.34, 0.0029, 0.97), "disk-fine"),
+            // Little waits for it.
+            ((0.004, 0.045, 0.09), "disk-slow"),
+            // There is a want of CPUs.
+            ((0.051, 0.045, 0.97), "disk-and-cpus"),
+        ];
+        for ((ready, await_seconds, utilization), expected) in cases {
+            let code = code(vm(ready, await_seconds, utilization), Host::default());
+            assert_eq!(code, expected, "{ready} {await_seconds} {utilization}");
+        }
+        assert_eq!(
+            judged(vm(0.004, 0.045, 0.97), Host::default())[0].1,
+            "its disk vda took 45 ms for each of 50 requests/s and was busy 97 % of the time, more than 20 ms, and a request \
+             of its guest was under way 97 % of the time, while no vCPU waited for a CPU more than 0.4 % of it: what looks like \
+             a want of CPUs or memory is the disk"
+        );
+    }
+
+    #[test]
+    fn devices_count_where_larder_serves_no_disk() {
+        let mut one = vm(0.0, 0.0, 0.0);
+        (one.disks, one.devices) = (Vec::new(), vec!["sda".to_owned()]);
+        let host = |stall| Host {
+            io_stall: stall,
+            devices: vec![
+                Device {
+                    name: "sda".to_owned(),
+                    requests_per_second: 100.0,
+                    await_seconds: Some(0.04),
+                    utilization: 0.9,
+                },
+                Device {
+                    name: "sdb".to_owned(),
+                    requests_per_second: 0.5,
+                    await_seconds: Some(3.0),
+                    utilization: 0.9,
+                },
+            ],
+            ..Host::default()
+        };
+        let codes = |vm: &Vm, stall| -> Vec<_> { judged(vm.clone(), host(stall)).into_iter().map(|it| it.0).collect() };
+        assert_eq!(codes(&one, Some(0.5)), ["disk-disguised", "host-disk-slow"]);
+        assert_eq!(codes(&one, Some(0.05)), ["disk-slow", "host-disk-slow"]);
+        assert_eq!(codes(&one, None), ["disk-slow", "host-disk-slow"]);
+        one.devices.clear();
+        assert_eq!(codes(&one, Some(0.5)), ["no-disk-seen", "host-disk-slow"]);
+        one.devices.push("sdb".to_owned());
+        assert_eq!(codes(&one, Some(0.5)), ["no-disk-seen", "host-disk-slow"]);
+    }
+
+    #[test]
+    fn ready_time_that_is_not_known_makes_a_slow_disk_no_culprit() {
+        let mut one = vm(0.0, 0.045, 0.97);
+        one.cpu = None;
+        assert_eq!(code(one, Host::default()), "disk-slow");
+    }
+
+    #[test]
+    fn a_swap_cache_that_is_slow_looks_like_a_want_of_memory() {
+        let cases = [
+            (Some(0.045), 0.3, Some("swap-disguised")),
+            (Some(0.045), 0.05, Some("swap-slow")),
+            (Some(0.0001), 0.3, Some("swap-fine")),
+            (None, 0.3, None),
+        ];
+        for (disk_fault_seconds, stall, expected) in cases {
+            let mut one = vm(0.0, 0.001, 0.1);
+            one.managed = Some(Managed {
+                disk_fault_seconds,
+                stall,
+                ..Managed::default()
+            });
+            let all = judged(one, Host::default());
+            assert_eq!(all.get(1).map(|it| it.0), expected, "{disk_fault_seconds:?} {stall}");
+        }
+    }
+}

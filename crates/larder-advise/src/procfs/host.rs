@@ -1,0 +1,259 @@
+//! What the kernel counts for the whole host.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::{Procfs, Read, Unread, unknown};
+
+/// What the CPUs did since the host was started, in ticks of the clock that they are counted in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuTimes {
+    /// CPUs that are online.
+    pub cpus: u32,
+    /// Of all of them together, with nothing to do.
+    pub idle: u64,
+    /// Taken by a hypervisor below this host.
+    pub stolen: u64,
+    /// All ticks.
+    pub all: u64,
+}
+
+/// In bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Memory {
+    /// All of it.
+    pub total: u64,
+    /// What could be had without swapping.
+    pub available: u64,
+    /// The kernel's swap.
+    pub swap_total: u64,
+    /// What of it is free.
+    pub swap_free: u64,
+}
+
+/// For how long some task waited for something, since the host was started (PSI, `some`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Resource {
+    /// A CPU.
+    Cpu,
+    /// Memory that was taken away.
+    Memory,
+    /// Disks.
+    Io,
+}
+
+impl Resource {
+    fn file(self) -> &'static str {
+        match self {
+            Self::Cpu => "pressure/cpu",
+            Self::Memory => "pressure/memory",
+            Self::Io => "pressure/io",
+        }
+    }
+}
+
+/// A block device, as its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DeviceNumber {
+    /// The driver's.
+    pub major: u32,
+    /// Which of its devices.
+    pub minor: u32,
+}
+
+/// What a block device did since the host was started.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceCounts {
+    /// As in `/dev`.
+    pub name: String,
+    /// Reads and writes that have ended.
+    pub requests: u64,
+    /// How long they took, all together, in milliseconds.
+    pub taken_ms: u64,
+    /// For how long there were any, in milliseconds.
+    pub busy_ms: u64,
+}
+
+impl Procfs {
+    pub(crate) fn cpu_times(&self) -> Read<CpuTimes> {
+        let text = self.text("stat")?;
+        let first = text.lines().find_map(|line| line.strip_prefix("cpu "));
+        let wrong = |what: &str| unknown(self.path("stat"), what);
+        let ticks: Vec<u64> = first
+            .ok_or_else(|| wrong("no line of all CPUs"))?
+            .split_whitespace()
+            .map_while(|word| word.parse().ok())
+            .collect();
+        // user, nice, system, idle, iowait, irq, softirq, steal; what guests take is in user and nice already.
+        let [_, _, _, idle, waiting, ..] = ticks[..] else {
+            return Err(wrong("too few numbers"));
+        };
+        let cpus = text.lines().filter(|line| is_cpu(line)).count();
+        Ok(CpuTimes {
+            cpus: u32::try_from(cpus).unwrap_or(u32::MAX).max(1),
+            idle: idle.saturating_add(waiting),
+            stolen: ticks.get(7).copied().unwrap_or_default(),
+            all: ticks.iter().take(8).fold(0, |all, ticks| all.saturating_add(*ticks)),
+        })
+    }
+
+    pub(crate) fn memory(&self) -> Read<Memory> {
+        let text = self.text("meminfo")?;
+        let of = |name: &str| {
+            kib_of(&text, name).ok_or_else(|| unknown(self.path("meminfo"), &format!("it says nothing of {name}")))
+        };
+        Ok(Memory {
+            total: of("MemTotal")?,
+            available: of("MemAvailable")?,
+            swap_total: of("SwapTotal").unwrap_or_default(),
+            swap_free: of("SwapFree").unwrap_or_default(),
+        })
+    }
+
+    /// For how long some task waited for that.
+    pub(crate) fn pressure(&self, of: Resource) -> Read<Duration> {
+        let text = match self.text(of.file()) {
+            // The kernel was started with psi=0.
+            Err(Unread::Os { path, .. }) => {
+                return Err(unknown(path, "it cannot be read; the kernel may be started with psi=0"));
+            }
+            text => text?,
+        };
+        let some = text.lines().find_map(|line| line.strip_prefix("some "));
+        let total = some.and_then(|line| line.split_whitespace().find_map(|word| word.strip_prefix("total=")));
+        let us = total.and_then(|us| us.parse().ok());
+        us.map(Duration::from_micros)
+            .ok_or_else(|| unknown(self.path(of.file()), "no total of `some`"))
+    }
+
+    /// Pages that were read back from the kernel's swap.
+    pub(crate) fn swapped_in(&self) -> Read<u64> {
+        let text = self.text("vmstat")?;
+        let pages = text.lines().find_map(|line| line.strip_prefix("pswpin "));
+        pages
+            .and_then(|pages| pages.trim().parse().ok())
+            .ok_or_else(|| unknown(self.path("vmstat"), "it says nothing of pswpin"))
+    }
+
+    pub(crate) fn devices(&self) -> Read<BTreeMap<DeviceNumber, DeviceCounts>> {
+        Ok(self.text("diskstats")?.lines().filter_map(device).collect())
+    }
+}
+
+/// `cpu0 ...`.
+fn is_cpu(line: &str) -> bool {
+    let number = line.strip_prefix("cpu").and_then(|rest| rest.split(' ').next());
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// The bytes of a line `NAME:   123 kB`.
+pub(super) fn kib_of(text: &str, name: &str) -> Option<u64> {
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// A line of diskstats: major, minor, name, then reads, merged, sectors, ms; the same of writes; under way, ms busy.
+fn device(line: &str) -> Option<(DeviceNumber, DeviceCounts)> {
+    let mut words = line.split_whitespace();
+    let number = DeviceNumber {
+        major: words.next()?.parse().ok()?,
+        minor: words.next()?.parse().ok()?,
+    };
+    let name = words.next()?.to_owned();
+    let counts: Vec<u64> = words.map_while(|word| word.parse().ok()).take(10).collect();
+    let [reads, _, _, reading, writes, _, _, writing, _, busy_ms] = counts[..] else {
+        return None;
+    };
+    Some((
+        number,
+        DeviceCounts {
+            name,
+            requests: reads.saturating_add(writes),
+            taken_ms: reading.saturating_add(writing),
+            busy_ms,
+        },
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn procfs(files: &[(&str, &str)]) -> (tempfile::TempDir, Procfs) {
+        let folder = tempfile::tempdir().expect("a folder");
+        for (name, text) in files {
+            let path = folder.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("it has one")).expect("a folder");
+            std::fs::write(path, text).expect("a file");
+        }
+        let procfs = Procfs::at(folder.path());
+        (folder, procfs)
+    }
+
+    #[test]
+    fn what_the_kernel_tells_is_read() {
+        let (_folder, procfs) = procfs(&[
+            (
+                "stat",
+                "cpu  10 1 5 70 4 2 3 5 9 0\ncpu0 1 2 3\ncpu1 1 2 3\nctxt 5\ncpufreq 1\n",
+            ),
+            (
+                "meminfo",
+                "MemTotal:       1000 kB\nMemFree: 1 kB\nMemAvailable:    600 kB\nSwapTotal: 8 kB\nSwapFree: 2 kB\n",
+            ),
+            (
+                "pressure/memory",
+                "some avg10=1.00 avg60=0.00 avg300=0.00 total=2500\nfull avg10=0.00 total=7\n",
+            ),
+            ("vmstat", "pswpinx 4\npswpin 12\npswpout 3\n"),
+            (
+                "diskstats",
+                " 8 0 sda 100 0 800 250 50 0 400 750 0 600 900 0 0 0 0 0 0\n 8 1 sda1 1 2\n",
+            ),
+        ]);
+        let cpu = procfs.cpu_times().expect("is read");
+        assert_eq!((cpu.cpus, cpu.idle, cpu.stolen, cpu.all), (2, 74, 5, 100));
+        let memory = procfs.memory().expect("is read");
+        assert_eq!((memory.total, memory.available), (1000 << 10, 600 << 10));
+        assert_eq!((memory.swap_total, memory.swap_free), (8 << 10, 2 << 10));
+        assert_eq!(procfs.pressure(Resource::Memory), Ok(Duration::from_micros(2500)));
+        assert_eq!(procfs.swapped_in(), Ok(12));
+        let devices = procfs.devices().expect("is read");
+        let sda = &devices[&DeviceNumber { major: 8, minor: 0 }];
+        assert_eq!((sda.requests, sda.taken_ms, sda.busy_ms), (150, 1000, 600));
+        assert_eq!(devices.len(), 1, "a line that is cut off is left out");
+    }
+
+    #[test]
+    fn what_a_kernel_lacks_is_said_by_name() {
+        let (folder, procfs) = procfs(&[
+            ("stat", "nonsense\n"),
+            ("meminfo", "MemTotal: 4 kB\n"),
+            ("pressure/io", "x\n"),
+        ]);
+        let why = |unread: Unread| {
+            unread
+                .to_string()
+                .replace(&folder.path().display().to_string(), "/proc")
+        };
+        assert_eq!(
+            why(procfs.pressure(Resource::Cpu).unwrap_err()),
+            "this kernel has no /proc/pressure/cpu"
+        );
+        assert_eq!(
+            why(procfs.pressure(Resource::Io).unwrap_err()),
+            "/proc/pressure/io is not understood: no total of `some`"
+        );
+        assert_eq!(
+            why(procfs.cpu_times().unwrap_err()),
+            "/proc/stat is not understood: no line of all CPUs"
+        );
+        assert_eq!(
+            why(procfs.memory().unwrap_err()),
+            "/proc/meminfo is not understood: it says nothing of MemAvailable"
+        );
+    }
+}

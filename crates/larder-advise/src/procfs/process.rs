@@ -1,0 +1,290 @@
+//! What the kernel tells of a process and its threads.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use super::host::{DeviceNumber, kib_of};
+use super::{Procfs, Read, Unread, unknown, unread};
+
+/// A process, which another one that gets its number later is not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ProcessId {
+    /// Its number.
+    pub pid: i32,
+    /// When it was started, in ticks since the host was.
+    pub started: u64,
+}
+
+/// How long a thread ran, and was ready to run and waited for a CPU, since it was started, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ThreadTimes {
+    /// On a CPU.
+    pub run: u64,
+    /// In a CPU's queue.
+    pub wait: u64,
+}
+
+/// What a process has in memory, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Footprint {
+    /// All that is mapped and there.
+    pub resident: u64,
+    /// Its share of that, where others have it too; only from smaps_rollup.
+    pub proportional: Option<u64>,
+    /// In the kernel's swap.
+    pub swapped: u64,
+}
+
+impl Procfs {
+    /// The numbers of all processes that we can see.
+    pub(crate) fn processes(&self) -> Vec<i32> {
+        numbers(&self.path(""))
+    }
+
+    fn folder(&self, pid: i32) -> PathBuf {
+        self.path(pid.to_string())
+    }
+
+    pub(crate) fn id(&self, pid: i32) -> Read<ProcessId> {
+        let folder = self.folder(pid);
+        let text = self.text_of(&folder, "stat")?;
+        // The name may have spaces and parentheses, so what follows begins behind the last one. The 22nd field of all is
+        // the 20th from there.
+        let behind = text.rsplit_once(')').map(|(_, behind)| behind);
+        let started = behind.and_then(|behind| behind.split_whitespace().nth(19)?.parse().ok());
+        let started = started.ok_or_else(|| unknown(folder.join("stat"), "when it was started"))?;
+        Ok(ProcessId { pid, started })
+    }
+
+    /// Whose it is.
+    pub(crate) fn owner(&self, pid: i32) -> Option<u32> {
+        Some(fs::metadata(self.folder(pid)).ok()?.uid())
+    }
+
+    /// What it calls itself, as the kernel keeps it: 15 bytes at most.
+    pub(crate) fn name(&self, pid: i32) -> Read<String> {
+        name_in(self, &self.folder(pid))
+    }
+
+    /// The file name of its program; of one that was replaced since as well.
+    pub(crate) fn program(&self, pid: i32) -> Option<String> {
+        let path = fs::read_link(self.folder(pid).join("exe")).ok()?;
+        let name = path.file_name()?.to_string_lossy().into_owned();
+        Some(name.strip_suffix(" (deleted)").unwrap_or(&name).to_owned())
+    }
+
+    pub(crate) fn directory(&self, pid: i32) -> Option<PathBuf> {
+        fs::read_link(self.folder(pid).join("cwd")).ok()
+    }
+
+    /// Its words; none for a process of the kernel's, or one that has ended and is not waited for.
+    pub(crate) fn command_line(&self, pid: i32) -> Read<Vec<OsString>> {
+        let folder = self.folder(pid);
+        let path = folder.join("cmdline");
+        let bytes = fs::read(&path).map_err(|error| unread(&path, &error, || Unread::Gone))?;
+        let words = bytes.strip_suffix(b"\0").unwrap_or(&bytes);
+        if words.is_empty() {
+            return Ok(Vec::new());
+        }
+        let words = words.split(|byte| *byte == 0);
+        Ok(words.map(|word| OsString::from_vec(word.to_vec())).collect())
+    }
+
+    /// The numbers of its threads.
+    pub(crate) fn threads(&self, pid: i32) -> Read<Vec<i32>> {
+        let threads = numbers(&self.folder(pid).join("task"));
+        match threads.is_empty() {
+            true => Err(Unread::Gone),
+            false => Ok(threads),
+        }
+    }
+
+    fn thread_folder(&self, pid: i32, thread: i32) -> PathBuf {
+        self.folder(pid).join("task").join(thread.to_string())
+    }
+
+    pub(crate) fn thread_name(&self, pid: i32, thread: i32) -> Read<String> {
+        name_in(self, &self.thread_folder(pid, thread))
+    }
+
+    /// From `schedstat`, which kernels have that were built with `CONFIG_SCHED_INFO`; whether `sched_schedstats` is on
+    /// does not matter for it.
+    pub(crate) fn thread_times(&self, pid: i32, thread: i32) -> Read<ThreadTimes> {
+        let folder = self.thread_folder(pid, thread);
+        let text = self.text_of(&folder, "schedstat")?;
+        let mut words = text.split_whitespace().map(str::parse);
+        match (words.next(), words.next()) {
+            (Some(Ok(run)), Some(Ok(wait))) => Ok(ThreadTimes { run, wait }),
+            _ => Err(unknown(folder.join("schedstat"), "two times in nanoseconds")),
+        }
+    }
+
+    /// From `smaps_rollup` if we may read it, else from `status`. The page tables are walked once for that: a second or so
+    /// for 100 GiB in small pages, in which the process goes on.
+    pub(crate) fn footprint(&self, pid: i32) -> Read<Footprint> {
+        let folder = self.folder(pid);
+        if let Ok(text) = self.text_of(&folder, "smaps_rollup")
+            && let (Some(resident), Some(proportional)) = (kib_of(&text, "Rss"), kib_of(&text, "Pss"))
+        {
+            // Huge pages of a pool are in neither.
+            let of = |name| kib_of(&text, name).unwrap_or_default();
+            let pool = of("Private_Hugetlb").saturating_add(of("Shared_Hugetlb"));
+            return Ok(Footprint {
+                resident: resident.saturating_add(pool),
+                proportional: Some(proportional.saturating_add(pool)),
+                swapped: kib_of(&text, "SwapPss").unwrap_or_else(|| of("Swap")),
+            });
+        }
+        let text = self.text_of(&folder, "status")?;
+        let resident =
+            kib_of(&text, "VmRSS").ok_or_else(|| unknown(folder.join("status"), "it says nothing of VmRSS"))?;
+        Ok(Footprint {
+            resident: resident.saturating_add(kib_of(&text, "HugetlbPages").unwrap_or_default()),
+            proportional: None,
+            swapped: kib_of(&text, "VmSwap").unwrap_or_default(),
+        })
+    }
+
+    /// The block devices that its open files lie on, or are.
+    pub(crate) fn devices_of(&self, pid: i32) -> Read<BTreeSet<DeviceNumber>> {
+        let path = self.folder(pid).join("fd");
+        let entries = fs::read_dir(&path).map_err(|error| unread(&path, &error, || Unread::Gone))?;
+        let number = |entry: fs::DirEntry| {
+            // Not of what a pipe or socket leads to.
+            let file = fs::metadata(entry.path()).ok()?;
+            let kind = rustix::fs::FileType::from_raw_mode(file.mode());
+            let device = match kind {
+                rustix::fs::FileType::BlockDevice => file.rdev(),
+                rustix::fs::FileType::RegularFile => file.dev(),
+                _ => return None,
+            };
+            Some(DeviceNumber {
+                major: rustix::fs::major(device),
+                minor: rustix::fs::minor(device),
+            })
+        };
+        Ok(entries.flatten().filter_map(number).collect())
+    }
+}
+
+fn name_in(procfs: &Procfs, folder: &Path) -> Read<String> {
+    let text = procfs.text_of(folder, "comm")?;
+    Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
+}
+
+/// What in a folder is named by a number, in order.
+fn numbers(folder: &Path) -> Vec<i32> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut numbers: Vec<i32> = entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Fixture {
+        folder: tempfile::TempDir,
+        procfs: Procfs,
+    }
+
+    impl Fixture {
+        fn new(files: &[(&str, &[u8])]) -> Self {
+            let folder = tempfile::tempdir().expect("a folder");
+            let procfs = Procfs::at(folder.path());
+            let fixture = Self { folder, procfs };
+            for (name, bytes) in files {
+                let path = fixture.folder.path().join(name);
+                fs::create_dir_all(path.parent().expect("it has one")).expect("a folder");
+                fs::write(path, bytes).expect("a file");
+            }
+            fixture
+        }
+
+        /// What is said, with /proc for the folder.
+        fn words(&self, unread: Unread) -> String {
+            unread
+                .to_string()
+                .replace(&self.folder.path().display().to_string(), "/proc")
+        }
+    }
+
+    /// Behind the name, from the state on: 19 fields, then when it was started.
+    const BEHIND: &str = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 5 6\n";
+
+    #[test]
+    fn names_with_parentheses_and_spaces_are_no_trouble() {
+        for name in ["qemu-system-x86", "a) S 1 (b", ") ) )", ""] {
+            let stat = format!("7 ({name}) {BEHIND}");
+            let comm = format!("{name}\n");
+            let fixture = Fixture::new(&[("7/stat", stat.as_bytes()), ("7/comm", comm.as_bytes())]);
+            assert_eq!(fixture.procfs.id(7), Ok(ProcessId { pid: 7, started: 4242 }), "{name}");
+            assert_eq!(fixture.procfs.name(7).as_deref(), Ok(name));
+        }
+        let fixture = Fixture::new(&[("7/comm", b"a\nb\xff\n"), ("7/stat", b"7 (a) S 1\n")]);
+        assert_eq!(fixture.procfs.name(7).as_deref(), Ok("a\nb\u{fffd}"));
+        assert_eq!(
+            fixture.words(fixture.procfs.id(7).unwrap_err()),
+            "/proc/7/stat is not understood: when it was started"
+        );
+    }
+
+    #[test]
+    fn what_has_ended_is_gone_and_what_a_kernel_lacks_is_missing() {
+        let fixture = Fixture::new(&[("7/task/8/comm", b"CPU 0/KVM\n"), ("7/comm", b"x\n")]);
+        let procfs = &fixture.procfs;
+        assert_eq!(procfs.thread_times(7, 9), Err(Unread::Gone));
+        assert_eq!(procfs.threads(6), Err(Unread::Gone));
+        assert_eq!(procfs.id(6), Err(Unread::Gone));
+        assert_eq!(procfs.command_line(6), Err(Unread::Gone));
+        assert_eq!(procfs.threads(7), Ok(vec![8]));
+        assert_eq!(
+            fixture.words(procfs.thread_times(7, 8).unwrap_err()),
+            "this kernel has no /proc/7/task/8/schedstat"
+        );
+    }
+
+    #[test]
+    fn times_and_words_are_read() {
+        let fixture = Fixture::new(&[
+            ("7/task/8/schedstat", b"1500 2500 12\n"),
+            ("7/task/9/schedstat", b"nonsense\n"),
+            ("7/cmdline", b"/usr/bin/qemu-system-x86_64\0-name\0a b\0\0-m\0\x31G\0"),
+            ("8/cmdline", b""),
+        ]);
+        let procfs = &fixture.procfs;
+        assert_eq!(procfs.thread_times(7, 8), Ok(ThreadTimes { run: 1500, wait: 2500 }));
+        assert!(matches!(procfs.thread_times(7, 9), Err(Unread::Unknown { .. })));
+        let words = procfs.command_line(7).expect("is read");
+        assert_eq!(words, ["/usr/bin/qemu-system-x86_64", "-name", "a b", "", "-m", "1G"]);
+        assert_eq!(procfs.command_line(8), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn memory_is_what_smaps_rollup_says_and_else_status() {
+        let rollup = b"55d-7ff ---p 00000000 00:00 0 [rollup]\nRss: 100 kB\nPss: 80 kB\nPss_Dirty: 7 kB\n\
+            Private_Hugetlb: 10 kB\nShared_Hugetlb: 20 kB\nSwap: 9 kB\nSwapPss: 4 kB\n";
+        let status = b"Name:\tVmRSS: 1 kB\nVmRSS:\t     100 kB\nVmSwap:\t 3 kB\nHugetlbPages:\t 8 kB\n";
+        let fixture = Fixture::new(&[("7/smaps_rollup", rollup), ("7/status", status), ("8/status", status)]);
+        let kib = |kib: u64| kib << 10;
+        let expected = Footprint {
+            resident: kib(130),
+            proportional: Some(kib(110)),
+            swapped: kib(4),
+        };
+        assert_eq!(fixture.procfs.footprint(7), Ok(expected));
+        let expected = Footprint {
+            resident: kib(108),
+            proportional: None,
+            swapped: kib(3),
+        };
+        assert_eq!(fixture.procfs.footprint(8), Ok(expected));
+    }
+}

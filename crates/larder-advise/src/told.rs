@@ -1,0 +1,173 @@
+//! What the servers of Larder tell of a VM, between two answers.
+
+use larder_vm::control::memory::{MemoryProblem, MemoryState, SwapTier};
+use larder_vm::control::rates::Rates;
+use larder_vm::control::state::{DiskState, Latency};
+
+use crate::measured::{Gap, Managed, Vm, VmDisk};
+use crate::qemu::{Described, printable};
+use crate::servers::{AllTold, Told};
+
+/// Of one VM.
+#[derive(Default)]
+pub(crate) struct OfVm {
+    pub(crate) managed: Option<Managed>,
+    pub(crate) disks: Vec<VmDisk>,
+}
+
+/// Servers that did not tell all.
+pub(crate) fn silences(now: &AllTold) -> impl Iterator<Item = Gap> {
+    now.iter().filter_map(|(path, told)| {
+        Some(Gap {
+            vm: told.vm.as_deref().map(printable),
+            what: format!("what Larder tells at {}", printable(&path.display().to_string())),
+            why: told.silence.clone()?,
+        })
+    })
+}
+
+/// What there is of `vm`, which belongs to `owner`.
+pub(crate) fn of(vm: &Vm, described: &Described, owner: Option<u32>, before: &AllTold, now: &AllTold) -> OfVm {
+    let mut all = OfVm::default();
+    for (path, told) in now {
+        if !may_tell(told, owner) {
+            continue;
+        }
+        let old = before.get(path);
+        if let Some(memory) = told.memory.as_ref().filter(|memory| memory.pid == vm.pid) {
+            let before = old.and_then(|old| old.memory.as_ref());
+            let before = before.filter(|before| before.pid == memory.pid);
+            all.managed = before
+                .and_then(|before| between(before, memory, vm.vcpus_given))
+                .map(|managed| Managed {
+                    control: path.display().to_string(),
+                    ..managed
+                });
+        }
+        for (place, disk) in told.disks.iter().enumerate() {
+            let is_its = is_served_to(disk, described) || told.vm.as_ref().is_some_and(|name| *name == vm.name);
+            let before = old.and_then(|old| old.disks.get(place));
+            let before = before.filter(|before| before.image == disk.image);
+            if let (true, Some(rates)) = (is_its, before.and_then(|before| Rates::between(before, disk))) {
+                all.disks.push(disk_of(disk, &rates));
+            }
+        }
+    }
+    all
+}
+
+/// Root's servers and those of the VM's user: others could tell anything.
+fn may_tell(told: &Told, owner: Option<u32>) -> bool {
+    told.owner
+        .is_none_or(|of_server| of_server == 0 || Some(of_server) == owner)
+}
+
+/// Whether QEMU's command line has where the disk is served.
+fn is_served_to(disk: &DiskState, described: &Described) -> bool {
+    let socket = disk.exports.vhost_user.as_ref().map(|server| server.socket.as_str());
+    let uri = disk.exports.nbd.as_ref().map(|server| server.uri.as_str());
+    socket.into_iter().chain(uri).any(|address| described.names(address))
+}
+
+fn disk_of(disk: &DiskState, rates: &Rates) -> VmDisk {
+    let kinds = [rates.read, rates.write];
+    let requests: f64 = kinds.iter().map(|kind| kind.per_second).sum();
+    let taken: f64 = kinds
+        .iter()
+        .map(|kind| kind.per_second * kind.await_seconds.unwrap_or_default())
+        .sum();
+    VmDisk {
+        name: printable(disk.name.as_deref().unwrap_or(&disk.image)),
+        requests_per_second: requests,
+        await_seconds: (requests > 0.0).then(|| taken / requests),
+        read_p99_seconds: rates.read.p99_seconds,
+        utilization: rates.utilization,
+    }
+}
+
+/// `None` if that is no later state of the same.
+fn between(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) -> Option<Managed> {
+    let elapsed_ns = now.time_ns.checked_sub(before.time_ns).filter(|ns| *ns > 0)?;
+    let seconds = elapsed_ns as f64 / 1e9;
+    // Pages that had never been there are waited for with any budget.
+    let uniform = now.faults.uniform.since(&before.faults.uniform)?;
+    let compressed = now.faults.compressed.since(&before.faults.compressed)?;
+    let disk = now.faults.disk.since(&before.faults.disk)?;
+    let write = now.faults.write.since(&before.faults.write)?;
+    let waited = |latency: &Latency| latency.sum_ns as f64;
+    let stalled_ns: f64 = [&uniform, &compressed, &disk, &write].map(waited).iter().sum();
+    let faults = uniform.count + compressed.count + disk.count;
+    Some(Managed {
+        control: String::new(),
+        size: now.size,
+        budget: now.budget,
+        used: now.used,
+        resident: now.resident,
+        faults_per_second: faults as f64 / seconds,
+        refaults_per_second: now.refaults.checked_sub(before.refaults)? as f64 / seconds,
+        disk_fault_seconds: disk.mean().map(|mean| mean.as_secs_f64()),
+        stall: stalled_ns / elapsed_ns as f64 / f64::from(vcpus.unwrap_or(1).max(1)),
+        problem: now.problem.map(|problem| problem_text(problem, now)),
+    })
+}
+
+fn problem_text(problem: MemoryProblem, state: &MemoryState) -> String {
+    let has_cache = state.disks.iter().any(|disk| disk.tier == SwapTier::SwapCache);
+    match problem {
+        MemoryProblem::TiersFull if has_cache => "its swap cache is full",
+        MemoryProblem::TiersFull => "its compressed memory is full, and it has no swap cache",
+        MemoryProblem::Memory => "its pages cannot be evicted; the log of larder memory attach has the reason",
+        MemoryProblem::DiskFailed => "the disk of its swap cache fails",
+        MemoryProblem::Incompressible => "what is in memory cannot be compressed, and it has no swap cache",
+    }
+    .to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// After so many faults of disks, each of 2 ms, in so many seconds.
+    fn memory(seconds: u64, faults: u64) -> MemoryState {
+        let none = json!({"count": 0, "sum_ns": 0, "max_ns": 0, "buckets": []});
+        let disk = json!({"count": faults, "sum_ns": faults * 2_000_000, "max_ns": 2_000_000,
+            "buckets": [{"below_ns": 2_097_152, "count": faults}]});
+        let state = json!({
+            "process": "qemu", "pid": 7, "time_ns": seconds * 1_000_000_000, "size": 4096, "resident": 1024,
+            "budget": 2048, "used": 2000, "compressed": {"pages": 0, "used": 0, "limit": 0}, "disks": [],
+            "uniform_pages": 0, "lost_pages": 0, "refaults": faults / 2, "evicted_pages": 0, "evicted_clean_pages": 0,
+            "evicted_uniform_pages": 0, "evicted_bytes": 0, "ahead_pages": 0, "streamed_faults": 0, "clean_pages": 0,
+            "saved_pages": 0, "kept_pages": 0, "given_up_pages": 0, "stalled": 0, "problem": null, "detaching": false,
+            "faults": {"zero": disk, "uniform": none, "compressed": none, "disk": disk, "write": none},
+        });
+        serde_json::from_value(state).expect("a state")
+    }
+
+    #[test]
+    fn stall_is_the_time_waited_for_pages_by_elapsed_time_and_vcpu() {
+        // 1000 faults of 2 ms in 10 s are 20 % of one vCPU's time, 5 % of the time of four.
+        let managed = between(&memory(10, 500), &memory(20, 1500), Some(4)).expect("time has passed");
+        assert_eq!((managed.stall, managed.faults_per_second), (0.05, 100.0));
+        assert_eq!(
+            (managed.refaults_per_second, managed.disk_fault_seconds),
+            (50.0, Some(0.002))
+        );
+        let one = between(&memory(10, 500), &memory(20, 1500), None).expect("time has passed");
+        assert_eq!(one.stall, 0.2);
+        // Another pager counts anew.
+        assert_eq!(between(&memory(10, 500), &memory(20, 400), None), None);
+        assert_eq!(between(&memory(10, 500), &memory(10, 500), None), None);
+    }
+
+    #[test]
+    fn a_server_of_another_user_tells_nothing() {
+        let told = |owner| Told {
+            owner,
+            ..Told::default()
+        };
+        assert!(may_tell(&told(Some(0)), Some(5)) && may_tell(&told(Some(5)), Some(5)) && may_tell(&told(None), None));
+        assert!(!may_tell(&told(Some(6)), Some(5)) && !may_tell(&told(Some(6)), None));
+    }
+}

@@ -1,0 +1,344 @@
+//! From samples to what happened between them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::measured::{Device, Gap, Host, Vcpu, VmCpu};
+use crate::procfs::process::{ProcessId, ThreadTimes};
+use crate::procfs::{Read, Unread};
+use crate::qemu::{is_vcpu, vcpu_number};
+use crate::sample::{Sample, ThreadSample, Threads};
+
+/// The bytes of a page of the kernel's swap.
+const PAGE: f64 = 4096.0;
+
+/// What is said where `schedstat` is there and all zeros.
+const NOT_COUNTED: &str = "this kernel's /proc/PID/task/TID/schedstat has zeros only: it counts with delay accounting on \
+    (sysctl kernel.task_delayacct=1)";
+
+/// What was sampled, in order, at two moments at least.
+pub struct Window<'a> {
+    samples: &'a [Sample],
+    first: &'a Sample,
+    last: &'a Sample,
+}
+
+impl<'a> Window<'a> {
+    /// `None` if no time has passed.
+    pub fn of(samples: &'a [Sample]) -> Option<Self> {
+        let (first, last) = (samples.first()?, samples.last()?);
+        (last.at > first.at).then_some(Self { samples, first, last })
+    }
+
+    /// How long it is.
+    pub fn seconds(&self) -> f64 {
+        self.last.at.saturating_sub(self.first.at).as_secs_f64()
+    }
+
+    /// The longest time between two samples.
+    pub fn slice_seconds(&self) -> f64 {
+        self.slices().map(|slice| slice.seconds()).fold(0.0, f64::max)
+    }
+
+    fn slices(&self) -> impl Iterator<Item = Self> {
+        self.samples.windows(2).filter_map(Window::of)
+    }
+
+    /// What the host did. Memory is what it has, and not filled in here.
+    pub fn host(&self, gaps: &mut Vec<Gap>) -> Host {
+        let (first, last) = (&self.first.host, &self.last.host);
+        let mut host = Host::default();
+        let mut note = |what: &str, why: &Unread| {
+            gaps.push(Gap {
+                vm: None,
+                what: what.to_owned(),
+                why: why.to_string(),
+            });
+        };
+        match (&first.cpu, &last.cpu) {
+            (Ok(before), Ok(now)) => {
+                host.cpus = Some(now.cpus);
+                let all = now.all.saturating_sub(before.all);
+                let share = |ticks: u64| (all > 0).then(|| ticks as f64 / all as f64);
+                host.cpu_busy = share(all.saturating_sub(now.idle.saturating_sub(before.idle)));
+                host.cpu_stolen = share(now.stolen.saturating_sub(before.stolen));
+            }
+            (Err(why), _) | (_, Err(why)) => note("how busy the host's CPUs are", why),
+        }
+        match (&first.swapped_in, &last.swapped_in) {
+            (Ok(before), Ok(now)) => {
+                host.swapped_in_per_second = Some(now.saturating_sub(*before) as f64 * PAGE / self.seconds());
+            }
+            (Err(why), _) | (_, Err(why)) => note("what the kernel swaps in", why),
+        }
+        let mut stall = |what: &str, before: &Read<Duration>, now: &Read<Duration>| match (before, now) {
+            (Ok(before), Ok(now)) => Some((now.saturating_sub(*before).as_secs_f64() / self.seconds()).min(1.0)),
+            (Err(why), _) | (_, Err(why)) => {
+                note(what, why);
+                None
+            }
+        };
+        host.cpu_stall = stall("for how long tasks wait for CPUs", &first.cpu_stall, &last.cpu_stall);
+        host.memory_stall = stall(
+            "for how long tasks wait for memory",
+            &first.memory_stall,
+            &last.memory_stall,
+        );
+        host.io_stall = stall("for how long tasks wait for disks", &first.io_stall, &last.io_stall);
+        match (&first.devices, &last.devices) {
+            (Ok(before), Ok(now)) => {
+                for (number, now) in now {
+                    let before = before.get(number).filter(|before| before.name == now.name);
+                    let Some(before) = before else { continue };
+                    let requests = now.requests.saturating_sub(before.requests);
+                    if requests == 0 {
+                        continue;
+                    }
+                    let taken_ms = now.taken_ms.saturating_sub(before.taken_ms);
+                    let busy_ms = now.busy_ms.saturating_sub(before.busy_ms);
+                    host.devices.push(Device {
+                        name: now.name.clone(),
+                        requests_per_second: requests as f64 / self.seconds(),
+                        await_seconds: Some(taken_ms as f64 / 1e3 / requests as f64),
+                        utilization: (busy_ms as f64 / 1e3 / self.seconds()).min(1.0),
+                    });
+                }
+            }
+            (Err(why), _) | (_, Err(why)) => note("how long the host's disks take", why),
+        }
+        host
+    }
+
+    /// What the threads of a VM did that was there all the time. `Err` if that was not measured.
+    pub fn cpu(&self, vm: ProcessId) -> Result<VmCpu, String> {
+        let threads = |sample: &'a Sample| match sample.vms.get(&vm) {
+            Some(Ok(threads)) => Ok(threads),
+            Some(Err(why)) => Err(why.to_string()),
+            None => Err("it was not there all the time".to_owned()),
+        };
+        let (before, now) = (threads(self.first)?, threads(self.last)?);
+        // Every thread that there is has run.
+        let counts_nothing = |thread: &ThreadSample| thread.times == Ok(ThreadTimes::default());
+        if now.values().all(counts_nothing) {
+            return Err(NOT_COUNTED.to_owned());
+        }
+        let mut cpu = VmCpu::default();
+        let mut unread = None;
+        let mut vcpus = BTreeMap::new();
+        for (number, (name, times)) in self.between(before, now) {
+            let times = match times {
+                Ok(times) => times,
+                Err(why) => {
+                    unread = Some(why.to_string());
+                    continue;
+                }
+            };
+            let share = |ns: u64| ns as f64 / 1e9 / self.seconds();
+            let (busy, ready) = (share(times.run), share(times.wait));
+            cpu.used += busy;
+            cpu.waiting += ready;
+            if is_vcpu(name) {
+                let vcpu = Vcpu {
+                    thread: name.to_owned(),
+                    busy: busy.min(1.0),
+                    ready: ready.min(1.0),
+                    ready_peak: self.ready_peak(vm, number),
+                };
+                vcpus.insert((vcpu_number(name), number), vcpu);
+            }
+        }
+        if let Some(why) = unread {
+            return Err(why);
+        }
+        cpu.vcpus = vcpus.into_values().collect();
+        if !cpu.vcpus.is_empty() {
+            cpu.vcpus_used = Some(cpu.vcpus.iter().map(|vcpu| vcpu.busy).sum());
+            cpu.vcpus_used_peak = self.slices().filter_map(|slice| slice.vcpus_used(vm)).reduce(f64::max);
+        }
+        Ok(cpu)
+    }
+
+    /// What threads did that were there at both ends, by number and name.
+    fn between(
+        &self,
+        before: &'a Threads,
+        now: &'a Threads,
+    ) -> impl Iterator<Item = (i32, (&'a str, Read<ThreadTimes>))> {
+        now.iter().filter_map(|(number, now)| {
+            let before = before.get(number)?;
+            let times = match (&before.times, &now.times) {
+                (Ok(before), Ok(now)) => Ok(ThreadTimes {
+                    run: now.run.saturating_sub(before.run),
+                    wait: now.wait.saturating_sub(before.wait),
+                }),
+                (Err(Unread::Gone), _) | (_, Err(Unread::Gone)) => return None,
+                (Err(why), _) | (_, Err(why)) => Err(why.clone()),
+            };
+            Some((*number, (now.name.as_str(), times)))
+        })
+    }
+
+    fn vcpus_used(&self, vm: ProcessId) -> Option<f64> {
+        let (Ok(before), Ok(now)) = (self.first.vms.get(&vm)?, self.last.vms.get(&vm)?) else {
+            return None;
+        };
+        let runs = self.between(before, now).filter_map(|(_, (name, times))| {
+            let run = times.ok()?.run;
+            is_vcpu(name).then(|| (run as f64 / 1e9 / self.seconds()).min(1.0))
+        });
+        Some(runs.sum())
+    }
+
+    fn ready_peak(&self, vm: ProcessId, thread: i32) -> f64 {
+        let of = |sample: &'a Sample| -> Option<&'a ThreadSample> { sample.vms.get(&vm)?.as_ref().ok()?.get(&thread) };
+        let ready = |slice: Self| {
+            let before = of(slice.first)?.times.as_ref().ok()?.wait;
+            let now = of(slice.last)?.times.as_ref().ok()?.wait;
+            Some((now.saturating_sub(before) as f64 / 1e9 / slice.seconds()).min(1.0))
+        };
+        self.slices().filter_map(ready).fold(0.0, f64::max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::procfs::host::{CpuTimes, DeviceCounts, DeviceNumber};
+    use crate::sample::HostSample;
+
+    const VM: ProcessId = ProcessId { pid: 7, started: 1 };
+    const MS: u64 = 1_000_000;
+
+    fn missing<T>(file: &str) -> Read<T> {
+        Err(Unread::Missing(file.into()))
+    }
+
+    /// A moment, in ms; the host's CPUs have idled for half of it.
+    fn sample(at_ms: u64, threads: &[(i32, &str, u64, u64)]) -> Sample {
+        let threads = threads.iter().map(|(number, name, run_ms, wait_ms)| {
+            let times = Ok(ThreadTimes {
+                run: run_ms * MS,
+                wait: wait_ms * MS,
+            });
+            let name = (*name).to_owned();
+            (*number, ThreadSample { name, times })
+        });
+        let sda = DeviceCounts {
+            name: "sda".to_owned(),
+            requests: at_ms,
+            taken_ms: at_ms * 5,
+            busy_ms: at_ms / 4,
+        };
+        Sample {
+            at: Duration::from_millis(at_ms),
+            host: HostSample {
+                cpu: Ok(CpuTimes {
+                    cpus: 2,
+                    idle: at_ms / 10,
+                    stolen: at_ms / 50,
+                    all: at_ms / 5,
+                }),
+                swapped_in: Ok(at_ms),
+                cpu_stall: Ok(Duration::from_millis(at_ms / 2)),
+                memory_stall: missing("/proc/pressure/memory"),
+                io_stall: Ok(Duration::ZERO),
+                devices: Ok(BTreeMap::from([(DeviceNumber { major: 8, minor: 0 }, sda)])),
+            },
+            vms: BTreeMap::from([(VM, Ok(threads.collect()))]),
+        }
+    }
+
+    #[test]
+    fn ready_time_is_the_wait_in_the_run_queue_by_elapsed_time() {
+        // In 2 s the first vCPU ran for 500 ms and waited for 1 s, of that 900 ms in the second half.
+        let samples = [
+            sample(
+                0,
+                &[(7, "qemu", 10, 0), (8, "CPU 1/KVM", 100, 50), (9, "CPU 0/KVM", 5, 5)],
+            ),
+            sample(
+                1000,
+                &[(7, "qemu", 10, 0), (8, "CPU 1/KVM", 500, 150), (9, "CPU 0/KVM", 5, 5)],
+            ),
+            sample(
+                2000,
+                &[(7, "qemu", 210, 0), (8, "CPU 1/KVM", 600, 1050), (9, "CPU 0/KVM", 5, 5)],
+            ),
+        ];
+        let window = Window::of(&samples).expect("time has passed");
+        let cpu = window.cpu(VM).expect("is measured");
+        let names: Vec<&str> = cpu.vcpus.iter().map(|vcpu| vcpu.thread.as_str()).collect();
+        assert_eq!(names, ["CPU 0/KVM", "CPU 1/KVM"]);
+        let vcpu = &cpu.vcpus[1];
+        assert_eq!((vcpu.busy, vcpu.ready, vcpu.ready_peak), (0.25, 0.5, 0.9));
+        assert_eq!((cpu.used, cpu.waiting), (0.35, 0.5));
+        assert_eq!((cpu.vcpus_used, cpu.vcpus_used_peak), (Some(0.25), Some(0.4)));
+        assert_eq!((window.seconds(), window.slice_seconds()), (2.0, 1.0));
+    }
+
+    #[test]
+    fn threads_that_come_and_go_are_left_out_and_a_vm_that_does_is_not_measured() {
+        let mut samples = vec![
+            sample(0, &[(8, "CPU 0/KVM", 0, 0), (9, "worker", 0, 0)]),
+            sample(1000, &[(8, "CPU 0/KVM", 500, 0), (10, "worker", 900, 0)]),
+        ];
+        let window = Window::of(&samples).expect("time has passed");
+        assert_eq!(window.cpu(VM).expect("is measured").used, 0.5);
+        let another = ProcessId { started: 2, ..VM };
+        assert_eq!(window.cpu(another), Err("it was not there all the time".to_owned()));
+        samples[1].vms.insert(VM, Err(Unread::Gone));
+        let window = Window::of(&samples).expect("time has passed");
+        assert_eq!(window.cpu(VM), Err("it has ended meanwhile".to_owned()));
+    }
+
+    #[test]
+    fn a_kernel_without_schedstat_measures_no_cpu_time() {
+        let mut samples = [
+            sample(0, &[(8, "CPU 0/KVM", 0, 0)]),
+            sample(1000, &[(8, "CPU 0/KVM", 0, 0)]),
+        ];
+        for sample in &mut samples {
+            if let Some(Ok(threads)) = sample.vms.get_mut(&VM)
+                && let Some(thread) = threads.get_mut(&8)
+            {
+                thread.times = missing("/proc/7/task/8/schedstat");
+            }
+        }
+        let window = Window::of(&samples).expect("time has passed");
+        assert_eq!(
+            window.cpu(VM),
+            Err("this kernel has no /proc/7/task/8/schedstat".to_owned())
+        );
+        assert!(Window::of(&samples[..1]).is_none());
+        // It has the files and counts nothing.
+        let samples = [
+            sample(0, &[(8, "CPU 0/KVM", 0, 0)]),
+            sample(1000, &[(8, "CPU 0/KVM", 0, 0)]),
+        ];
+        let window = Window::of(&samples).expect("time has passed");
+        assert_eq!(window.cpu(VM), Err(NOT_COUNTED.to_owned()));
+    }
+
+    #[test]
+    fn the_host_is_told_with_what_its_kernel_lacks() {
+        let samples = [sample(0, &[]), sample(2000, &[])];
+        let mut gaps = Vec::new();
+        let host = Window::of(&samples).expect("time has passed").host(&mut gaps);
+        assert_eq!(
+            (host.cpus, host.cpu_busy, host.cpu_stolen),
+            (Some(2), Some(0.5), Some(0.1))
+        );
+        assert_eq!(
+            (host.cpu_stall, host.memory_stall, host.io_stall),
+            (Some(0.5), None, Some(0.0))
+        );
+        assert_eq!(host.swapped_in_per_second, Some(1000.0 * 4096.0));
+        let sda = &host.devices[0];
+        assert_eq!(
+            (sda.requests_per_second, sda.await_seconds, sda.utilization),
+            (1000.0, Some(0.005), 0.25)
+        );
+        assert_eq!(gaps.len(), 1);
+        assert_eq!(gaps[0].why, "this kernel has no /proc/pressure/memory");
+    }
+}
