@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
@@ -56,6 +57,9 @@ pub(crate) enum Command {
     Status(StatusArguments),
     /// Show all virtual machines and their disks at work, in the terminal
     Top(TopArguments),
+    /// Say which virtual machines of this host are too large or too small, how many more fit, and whether it is a disk
+    /// that they wait for; nothing is changed
+    Advise(AdviseArguments),
     /// Measure what needs no virtual machine
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -306,6 +310,75 @@ pub(crate) struct TopArguments {
     /// Look so many times, then end
     #[arg(long, short = 'n', value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
+}
+
+#[derive(Args)]
+pub(crate) struct AdviseArguments {
+    /// For how long to look: 500ms, 10s, 5m or 1h; at least 5s to say how many vCPUs a virtual machine needs
+    #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = parse_window)]
+    pub(crate) window: Duration,
+    /// Say only whether one more virtual machine with so much memory would fit, and end with 0 if it does, 1 if not, 3
+    /// if only with over-commit or at a stall above the accepted one, 4 if that cannot be told
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) would_fit: Option<ByteLen>,
+    /// Memory that virtual machines are not to have, besides what others use now
+    #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024))]
+    pub(crate) reserve: ByteLen,
+    /// How much of the host's memory may be active
+    #[arg(long, value_name = "PERCENT", default_value = "80%", value_parser = parse_share)]
+    pub(crate) active_share: f64,
+    /// For which share of the time waiting for memory is accepted
+    #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_share)]
+    pub(crate) stall: f64,
+    /// How long a request to a disk may take on average before the disk is called slow
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = parse_latency)]
+    pub(crate) disk_latency: Duration,
+    /// Ask at this control socket, too; may be given several times. Those of VMs with a file, larder disk serve and
+    /// larder memory attach are found
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Vec<PathBuf>,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+/// From 0 to 1, of `80%`.
+fn parse_share(text: &str) -> Result<f64, String> {
+    let number = text.strip_suffix('%').unwrap_or(text).trim_end();
+    match number.parse::<f64>() {
+        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent / 100.0),
+        _ => Err("give percent from 0% to 100%, as in 80%".to_owned()),
+    }
+}
+
+fn parse_window(text: &str) -> Result<Duration, String> {
+    let window = parse_time(text).filter(|time| (WINDOW_MIN..=WINDOW_MAX).contains(time));
+    window.ok_or_else(|| "give a time from 100ms to 24h, as in 500ms, 10s, 5m or 1h".to_owned())
+}
+
+fn parse_latency(text: &str) -> Result<Duration, String> {
+    let latency = parse_time(text).filter(|time| !time.is_zero() && *time <= LATENCY_MAX);
+    latency.ok_or_else(|| "give a time from 1us to 60s, as in 500us or 20ms".to_owned())
+}
+
+/// A shorter look sees less than a few turns of the scheduler's.
+const WINDOW_MIN: Duration = Duration::from_millis(100);
+const WINDOW_MAX: Duration = Duration::from_secs(24 * 3600);
+const LATENCY_MAX: Duration = Duration::from_secs(60);
+
+/// A whole number and its unit.
+fn parse_time(text: &str) -> Option<Duration> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().ok()?;
+    Some(match unit.trim_start() {
+        "us" => Duration::from_micros(number),
+        "ms" => Duration::from_millis(number),
+        "s" => Duration::from_secs(number),
+        "m" => Duration::from_secs(number.checked_mul(60)?),
+        "h" => Duration::from_secs(number.checked_mul(3600)?),
+        _ => return None,
+    })
 }
 
 fn parse_delay(text: &str) -> Result<f64, String> {

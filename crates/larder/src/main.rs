@@ -1,5 +1,6 @@
 //! The program.
 
+mod advise;
 mod bench_policy;
 mod cli;
 mod disk_cache;
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         Command::Host(arguments) => host::run(arguments),
         Command::Status(arguments) => status::run(arguments),
         Command::Top(arguments) => top::run(arguments),
+        Command::Advise(arguments) => advise::run(&arguments),
         Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),
     };
     match result {

@@ -1,0 +1,133 @@
+//! `larder advise`: what the VMs of this host use, and what follows from it.
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use larder_advise::Procfs;
+use larder_advise::judge::{Advice, Fit, Level, Policy, Practice, judge, percent, size, time};
+use larder_advise::look::Look;
+use larder_advise::measured::{Gap, Host, Measured};
+use larder_block::ByteLen;
+use serde_json::json;
+
+use crate::EXIT_NEGATIVE;
+use crate::cli::{AdviseArguments, Output};
+use crate::output::print;
+
+/// A VM would fit only with over-commit, or at a stall above the accepted one.
+const EXIT_OVERCOMMITTED: u8 = 3;
+
+/// Whether a VM would fit cannot be told.
+const EXIT_UNKNOWN: u8 = 4;
+
+/// Of the JSON that is printed. Fields may be added to it; none is removed or changes its meaning under one number.
+const VERSION: u32 = 1;
+
+pub(crate) fn run(arguments: &AdviseArguments) -> anyhow::Result<ExitCode> {
+    let policy = Policy {
+        reserve: arguments.reserve.get(),
+        active_share: arguments.active_share,
+        stall: arguments.stall,
+        latency_seconds: arguments.disk_latency.as_secs_f64(),
+    };
+    let look = Look {
+        window: arguments.window,
+        controls: arguments.control.clone(),
+        procfs: Procfs::default(),
+    };
+    let measured = look.run().context("nothing can be said of this host")?;
+    let advice = judge(&measured, &policy, arguments.would_fit.map(ByteLen::get));
+    print(&match (arguments.output, &advice.would_fit) {
+        (Output::Json, _) => json_text(&measured, &advice),
+        (Output::Text, Some(would_fit)) => format!("{}\n", would_fit.text),
+        (Output::Text, None) => text(&measured, &advice),
+    })?;
+    Ok(match advice.would_fit.map(|would_fit| would_fit.answer) {
+        None | Some(Fit::Fits) => ExitCode::SUCCESS,
+        Some(Fit::DoesNotFit) => ExitCode::from(EXIT_NEGATIVE),
+        Some(Fit::OnlyOvercommitted) => ExitCode::from(EXIT_OVERCOMMITTED),
+        Some(Fit::CannotTell) => ExitCode::from(EXIT_UNKNOWN),
+    })
+}
+
+fn json_text(measured: &Measured, advice: &Advice) -> String {
+    let all = json!({
+        "version": VERSION,
+        "policy": advice.policy,
+        "findings": advice.findings,
+        "room": advice.room,
+        "would_fit": advice.would_fit,
+        "measured": measured,
+    });
+    format!("{all:#}\n")
+}
+
+fn text(measured: &Measured, advice: &Advice) -> String {
+    let mut text = host_text(&measured.host, measured.window_seconds);
+    if measured.vms.is_empty() {
+        text.push_str("no VM runs here: there is no process of QEMU's (qemu-system-*) that can be seen\n");
+    }
+    for (practice, title) in [
+        (Practice::RightSize, "right-size"),
+        (Practice::OverCommit, "over-commit"),
+        (Practice::Storage, "storage"),
+    ] {
+        let findings: Vec<_> = advice.findings.iter().filter(|it| it.practice == practice).collect();
+        if findings.is_empty() {
+            continue;
+        }
+        text.push_str(&format!("\n{title}\n"));
+        for finding in findings {
+            let whose = finding.vm.as_deref().unwrap_or("host");
+            text.push_str(&format!("{} {whose}: {}\n", mark(finding.level), finding.text));
+        }
+    }
+    if !measured.gaps.is_empty() {
+        text.push_str("\nnot measured\n");
+        for (whose, what, why) in gathered(&measured.gaps) {
+            text.push_str(&format!("  {whose}: {what}: {why}\n"));
+        }
+    }
+    text
+}
+
+/// In front of what is to be looked at.
+fn mark(level: Level) -> &'static str {
+    match level {
+        Level::Warning => "!",
+        Level::Advice => "*",
+        Level::Unknown => "?",
+        Level::Fine => " ",
+    }
+}
+
+fn host_text(host: &Host, seconds: f64) -> String {
+    let or_none = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), percent);
+    let cpus = host.cpus.map_or_else(|| "?".to_owned(), |cpus| cpus.to_string());
+    format!(
+        "in {}: {cpus} CPUs, {} busy; {} of memory, {} available; waited for CPUs {}, memory {}, disks {} of the time\n",
+        time(seconds),
+        or_none(host.cpu_busy),
+        size(host.memory_total),
+        size(host.memory_available),
+        or_none(host.cpu_stall),
+        or_none(host.memory_stall),
+        or_none(host.io_stall)
+    )
+}
+
+/// What was not measured of several VMs for one reason, in one line.
+fn gathered(gaps: &[Gap]) -> Vec<(String, &str, &str)> {
+    let mut all: Vec<(String, &str, &str)> = Vec::new();
+    for gap in gaps {
+        let whose = gap.vm.as_deref().unwrap_or("host");
+        match all
+            .iter_mut()
+            .find(|(_, what, why)| (*what, *why) == (&gap.what, &gap.why))
+        {
+            Some((others, ..)) => others.push_str(&format!(", {whose}")),
+            None => all.push((whose.to_owned(), &gap.what, &gap.why)),
+        }
+    }
+    all
+}
