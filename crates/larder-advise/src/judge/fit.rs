@@ -64,14 +64,17 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
         )
     });
     if !is_promised {
-        let share = room.active_share().unwrap_or(1.0);
-        let active = (bytes as f64 * share) as u64;
+        let share = room.active_share();
+        let active = (bytes as f64 * share.unwrap_or(1.0)) as u64;
+        let like = match share {
+            Some(share) => format!("if it is used like the others ({})", percent(share)),
+            None => "if all of it is used".to_owned(),
+        };
         let is_active = u64::try_from(room.spare_active).is_ok_and(|spare| active <= spare);
         let sum = format!(
-            "{given}; active are {} at most, and {} more would be if it is used like the others ({}), of {} that may be",
+            "{given}; active are {} at most, and {} more would be {like}, of {} that may be",
             size(room.active.saturating_add(room.others)),
             size(active),
-            percent(share),
             size((room.capacity as f64 * policy.active_share) as u64)
         );
         if !is_active {

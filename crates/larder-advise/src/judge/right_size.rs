@@ -165,7 +165,9 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
         size(ram),
         size(touched)
     );
-    let enough = ((touched as f64 / policy.active_share) as u64).div_ceil(RAM_STEP) * RAM_STEP;
+    // With no share all is too little.
+    let enough = (touched as f64 / policy.active_share) as u64;
+    let enough = enough.div_ceil(RAM_STEP).saturating_mul(RAM_STEP);
     let finding = |level, code, text| Some(Finding::of(vm, Practice::RightSize, level, code, text));
     if (enough as f64) <= ram as f64 * (1.0 - RAM_GAIN_MIN) {
         let text = format!(
@@ -383,7 +385,12 @@ mod tests {
                 }),
                 ..Vm::default()
             };
-            assert_eq!(codes(&measured(10.0, vm)), [code], "{resident}");
+            assert_eq!(codes(&measured(10.0, vm.clone())), [code], "{resident}");
+            let none = Policy {
+                active_share: 0.0,
+                ..Policy::default()
+            };
+            assert_eq!(findings(&measured(10.0, vm), &none)[0].code, "memory-touched");
         }
     }
 

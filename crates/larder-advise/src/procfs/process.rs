@@ -52,10 +52,14 @@ impl Procfs {
     pub(crate) fn id(&self, pid: i32) -> Read<ProcessId> {
         let folder = self.folder(pid);
         let text = self.text_of(&folder, "stat")?;
-        // The name may have spaces and parentheses, so what follows begins behind the last one. The 22nd field of all is
-        // the 20th from there.
-        let behind = text.rsplit_once(')').map(|(_, behind)| behind);
-        let started = behind.and_then(|behind| behind.split_whitespace().nth(19)?.parse().ok());
+        // The name may have spaces and parentheses, so what follows begins behind the last one: the state, and as the 20th
+        // field from there, the 22nd of all, when it was started.
+        let behind = text.rsplit_once(')').map_or("", |(_, behind)| behind);
+        if behind.trim_start().starts_with(['Z', 'X']) {
+            // Nobody has waited for it yet.
+            return Err(Unread::Gone);
+        }
+        let started = behind.split_whitespace().nth(19).and_then(|ticks| ticks.parse().ok());
         let started = started.ok_or_else(|| unknown(folder.join("stat"), "when it was started"))?;
         Ok(ProcessId { pid, started })
     }
@@ -238,11 +242,18 @@ mod tests {
 
     #[test]
     fn what_has_ended_is_gone_and_what_a_kernel_lacks_is_missing() {
-        let fixture = Fixture::new(&[("7/task/8/comm", b"CPU 0/KVM\n"), ("7/comm", b"x\n")]);
+        let zombie = BEHIND.replacen('S', "Z", 1);
+        let zombie = format!("5 (a) {zombie}");
+        let fixture = Fixture::new(&[
+            ("7/task/8/comm", b"CPU 0/KVM\n"),
+            ("7/comm", b"x\n"),
+            ("5/stat", zombie.as_bytes()),
+        ]);
         let procfs = &fixture.procfs;
         assert_eq!(procfs.thread_times(7, 9), Err(Unread::Gone));
         assert_eq!(procfs.threads(6), Err(Unread::Gone));
         assert_eq!(procfs.id(6), Err(Unread::Gone));
+        assert_eq!(procfs.id(5), Err(Unread::Gone), "it is not waited for");
         assert_eq!(procfs.command_line(6), Err(Unread::Gone));
         assert_eq!(procfs.threads(7), Ok(vec![8]));
         assert_eq!(
