@@ -7,7 +7,7 @@ use std::process::Command;
 use support::{larder, on_tmpfs, run};
 
 /// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
-const WRONG: [(&str, &str); 36] = [
+const WRONG: [(&str, &str); 42] = [
     (
         "frobnicate",
         "error: unrecognized subcommand 'frobnicate'\n\nUsage: larder <COMMAND>\n\nFor more information, try '--help'.",
@@ -141,6 +141,30 @@ const WRONG: [(&str, &str); 36] = [
     (
         "memory detach --control ok.raw",
         "larder: ok.raw is no socket; give the path that the server was given with --control",
+    ),
+    (
+        "advise --for 10",
+        "error: invalid value '10' for '--for <TIME>': give a time from 100ms to 24h, as in 500ms, 10s, 5m or 1h\n\nFor more information, try '--help'.",
+    ),
+    (
+        "advise --for 99h",
+        "error: invalid value '99h' for '--for <TIME>': give a time from 100ms to 24h, as in 500ms, 10s, 5m or 1h\n\nFor more information, try '--help'.",
+    ),
+    (
+        "advise --would-fit 8GB",
+        "error: invalid value '8GB' for '--would-fit <SIZE>': 'GB' in '8GB' is not a unit of size: use KiB, MiB, GiB or TiB\n\nFor more information, try '--help'.",
+    ),
+    (
+        "advise --active-share 180%",
+        "error: invalid value '180%' for '--active-share <PERCENT>': give percent from 0% to 100%, as in 80%\n\nFor more information, try '--help'.",
+    ),
+    (
+        "advise --stall much",
+        "error: invalid value 'much' for '--stall <PERCENT>': give percent from 0% to 100%, as in 80%\n\nFor more information, try '--help'.",
+    ),
+    (
+        "advise --disk-latency 0ms",
+        "error: invalid value '0ms' for '--disk-latency <TIME>': give a time from 1us to 60s, as in 500us or 20ms\n\nFor more information, try '--help'.",
     ),
     (
         "run -- ls",

@@ -1,0 +1,95 @@
+//! Whether one more VM would fit, told by the exit code. Each looks at a host of its own, a PID namespace, where there are
+//! no other VMs.
+
+use std::process::Command;
+
+use crate::support::{larder, need_root, run};
+use crate::{FAKE, STARTED};
+
+/// `larder advise --for 200ms` with these words, where one VM runs that has these words, or none; exit code, and what was
+/// said.
+fn ask(vm: Option<&str>, words: &str) -> (Option<i32>, String) {
+    need_root("to see no other processes in a PID namespace");
+    let script = r#"
+        if [ -n "$VM" ]; then
+          exec 3< <(exec -a qemu-system-x86_64 "$TEST" fake_qemu --ignored --exact --nocapture -- $VM)
+          while read -r line <&3 && [[ $line != *"$STARTED"* ]]; do :; done
+        fi
+        "$LARDER" advise --for 200ms $WORDS"#;
+    let mut command = Command::new("unshare");
+    command
+        .args(["--fork", "--pid", "--mount-proc", "--kill-child", "bash", "-c", script])
+        .env("VM", vm.unwrap_or_default())
+        .env("WORDS", words)
+        .env("STARTED", STARTED)
+        .env("TEST", std::env::current_exe().expect("this program"))
+        .env("LARDER", larder())
+        .env(FAKE, "idle");
+    run(command)
+}
+
+#[test]
+fn exit_codes_tell_whether_a_vm_fits() {
+    let small = Some("-name web,debug-threads=on -m 64M");
+    let large = Some("-name web,debug-threads=on -m 1024T");
+    let untold = Some("-name web,debug-threads=on -readconfig vm.cfg");
+    // The stall of the host is what it is: all of it is accepted.
+    let cases = [
+        (None, "1MiB", 0, "a VM of 1 MiB: fits: "),
+        (small, "1MiB", 0, "a VM of 1 MiB: fits: "),
+        (None, "8000000TiB", 1, "a VM of 7812 PiB: does not fit: "),
+        (small, "8000000TiB", 1, " does not fit: "),
+        (untold, "8000000TiB", 1, " does not fit: "),
+        (large, "1MiB", 3, "a VM of 1 MiB: fits only with over-commit: "),
+        (untold, "1MiB", 4, "a VM of 1 MiB: cannot be told: "),
+    ];
+    for (vm, size, code, text) in cases {
+        let (ended, said) = ask(vm, &format!("--would-fit {size} --stall 100%"));
+        assert!(
+            ended == Some(code) && said.contains(text),
+            "{vm:?} {size}: {ended:?} {said}"
+        );
+        assert_eq!(said.trim().lines().count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn the_reserve_is_not_for_vms() {
+    let (code, said) = ask(None, "--would-fit 1MiB --reserve 8000000TiB");
+    assert!(
+        code == Some(1) && said.contains("without a reserve of "),
+        "{code:?} {said}"
+    );
+}
+
+#[test]
+fn what_may_be_active_is_what_the_operator_says() {
+    let large = Some("-name web,debug-threads=on -m 1024T");
+    let (code, said) = ask(large, "--would-fit 1MiB --stall 100% --active-share 0%");
+    assert!(
+        code == Some(1) && said.contains("of 0 KiB that may be"),
+        "{code:?} {said}"
+    );
+}
+
+#[test]
+fn programs_are_told_the_same() {
+    let (code, said) = ask(
+        Some("-name web,debug-threads=on -m 1024T"),
+        "--would-fit 1MiB --stall 100% --output json",
+    );
+    let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+    assert_eq!(
+        (code, &told["would_fit"]["answer"]),
+        (Some(3), &"only-overcommitted".into())
+    );
+    assert_eq!(
+        (&told["version"], &told["would_fit"]["size"]),
+        (&1.into(), &(1 << 20).into())
+    );
+    let (code, said) = ask(None, "--output json");
+    let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
+    assert_eq!((code, &told["would_fit"]), (Some(0), &serde_json::Value::Null));
+    let (code, said) = ask(None, "");
+    assert!(code == Some(0) && said.contains("no VM runs here"), "{said}");
+}

@@ -1,0 +1,280 @@
+//! What is seen of VMs, and said of it.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+use larder_bench::campaign::memory::{Attach, Verifier};
+use larder_bench::campaign::process::{Process, mortal};
+use larder_bench::campaign::server::Server;
+
+use crate::support::{image, larder, need_root, on_tmpfs};
+use crate::{STARTED, advise, advise_json, fake, fake_command, findings, found, gap, number, vm};
+
+const READY: &str = "the ready time of each vCPU";
+
+#[test]
+fn vcpus_that_share_one_cpu_are_told_to_be_contended() {
+    let fake = fake("contended", "-name guest=web,debug-threads=on -m 512M -smp 4");
+    let pid = fake.id();
+    let advice = advise_json("--for 1s");
+    let seen = vm(&advice, pid);
+    assert_eq!(
+        (&seen["name"], &seen["ram"], &seen["vcpus_given"]),
+        (&"web".into(), &(512 << 20).into(), &4.into())
+    );
+    let vcpus = seen["cpu"]["vcpus"].as_array().expect("a list");
+    let names: Vec<_> = vcpus
+        .iter()
+        .map(|vcpu| vcpu["thread"].as_str().expect("a name"))
+        .collect();
+    assert_eq!(names, ["CPU 0/TCG", "CPU 1/TCG", "CPU 2/TCG", "CPU 3/TCG"]);
+    // One of them runs at a time, at most, and two wait.
+    let sum = |what: &str| -> f64 { vcpus[..3].iter().map(|vcpu| number(&vcpu[what])).sum() };
+    assert!(sum("busy") <= 1.1 && sum("ready") >= 1.5, "{seen:#}");
+    assert!(
+        number(&vcpus[3]["busy"]) < 0.1 && number(&vcpus[3]["ready"]) < 0.1,
+        "{seen:#}"
+    );
+    let said = findings(&advice, pid);
+    let text = said
+        .iter()
+        .find(|(code, _)| *code == "cpu-contended")
+        .expect("is told")
+        .1;
+    assert!(
+        text.starts_with("its 4 vCPUs ran ") && text.contains(" were ready but had no CPU (ready time: CPU "),
+        "{text}"
+    );
+    assert_eq!(gap(&advice, pid, READY), None);
+    let (code, text) = advise("--for 1s");
+    assert!(
+        code == Some(0) && text.contains(&format!("\n! web (PID {pid}): its 4 vCPUs ran ")),
+        "{text}"
+    );
+}
+
+#[test]
+fn an_idle_vm_is_too_large_if_it_was_looked_at_for_long_enough() {
+    let fake = fake("idle", "-name a)b(c,debug-threads=on -m 8G -smp 1");
+    let pid = fake.id();
+    let codes = |advice: &serde_json::Value| -> Vec<String> {
+        let said = findings(advice, pid);
+        said.iter().map(|(code, _)| (*code).to_owned()).collect()
+    };
+    let short = advise_json("--for 500ms");
+    assert_eq!(vm(&short, pid)["name"], "a)b(c");
+    assert!(codes(&short).contains(&"vcpus-not-judged".to_owned()), "{short:#}");
+    assert_eq!(short["findings"][0]["code"], "window-too-short");
+    let long = advise_json("--for 5s");
+    assert!(!long["findings"].to_string().contains("window-too-short"), "{long:#}");
+    let said = codes(&long);
+    assert!(said.contains(&"memory-too-large".to_owned()), "{long:#}");
+    assert!(
+        ["vcpus-right", "cpu-waits"]
+            .iter()
+            .any(|code| said.contains(&(*code).to_owned())),
+        "{long:#}"
+    );
+}
+
+#[test]
+fn threads_without_names_are_not_told_apart_and_that_is_said() {
+    let fake = fake("unnamed", "-name web -m 512M -smp 2");
+    let pid = fake.id();
+    let advice = advise_json("--for 200ms");
+    let why = gap(&advice, pid, READY).expect("is told");
+    assert!(why.contains("-name debug-threads=on"), "{why}");
+    assert_eq!(vm(&advice, pid)["cpu"]["vcpus"], serde_json::json!([]));
+    assert_eq!(findings(&advice, pid)[0].0, "vcpus-not-told-apart");
+    assert!(gap(&advice, pid, "which of its memory is active").is_some());
+}
+
+#[test]
+fn a_vm_that_ends_meanwhile_is_no_trouble() {
+    let fake = fake("ends", "-name short -m 512M");
+    let pid = fake.id();
+    let advice = advise_json("--for 2s");
+    let why = gap(&advice, pid, "its CPU time and ready time").expect("is told");
+    assert_eq!(why, "it has ended meanwhile");
+    assert_eq!(vm(&advice, pid)["memory"], serde_json::Value::Null);
+}
+
+#[test]
+fn what_the_kernel_lacks_is_said() {
+    need_root("to hide a part of /proc in a mount namespace");
+    let mut command = Command::new("unshare");
+    let script = "mount -t tmpfs none /proc/pressure && exec \"$@\"";
+    command
+        .args(["--mount", "sh", "-c", script, "sh"])
+        .arg(larder())
+        .args(["advise", "--for", "200ms"]);
+    let (code, said) = crate::support::run(command);
+    assert_eq!(code, Some(0), "{said}");
+    for what in [
+        "CPUs: this kernel has no /proc/pressure/cpu",
+        "memory: this kernel has no /proc/pressure/memory",
+    ] {
+        assert!(
+            said.contains(&format!("\n  host: for how long tasks wait for {what}\n")),
+            "{said}"
+        );
+    }
+    assert!(
+        said.contains("waited for CPUs -, memory -, disks - of the time\n"),
+        "{said}"
+    );
+}
+
+/// A disk that a BIOS boots: it keeps the first vCPU busy.
+fn busy_disk(folder: &Path) -> String {
+    let path = folder.join("busy.raw");
+    let mut sector = [0; 512];
+    sector[..2].copy_from_slice(b"\xeb\xfe");
+    sector[510..].copy_from_slice(b"\x55\xaa");
+    let mut file = std::fs::File::create(&path).expect("a file");
+    file.write_all(&sector)
+        .and_then(|()| file.set_len(1 << 20))
+        .expect("is written");
+    path.display().to_string()
+}
+
+#[test]
+fn qemu_is_seen_with_its_vcpus() {
+    let folder = on_tmpfs();
+    let disk = busy_disk(folder.path());
+    let qemu = |name: &str| {
+        let mut command = mortal("qemu-system-x86_64");
+        command.args([
+            "-name",
+            name,
+            "-accel",
+            "tcg,thread=multi",
+            "-smp",
+            "2",
+            "-m",
+            "64",
+            "-nodefaults",
+        ]);
+        command.args(["-display", "none", "-serial", "stdio", "-qmp"]);
+        command.arg(format!(
+            "unix:{},server=on,wait=off",
+            folder.path().join(&name[6..9]).display()
+        ));
+        command.args(["-drive", &format!("file={disk},format=raw,snapshot=on")]);
+        Process::start(command).expect("starts")
+    };
+    let (named, unnamed) = (qemu("guest=one,debug-threads=on"), qemu("guest=two"));
+    let advice = loop {
+        let advice = advise_json("--for 1s");
+        assert!(
+            !named.has_ended() && !unnamed.has_ended(),
+            "{}{}",
+            named.output(),
+            unnamed.output()
+        );
+        // Until it is booted.
+        let all = [named.id(), unnamed.id()].map(|pid| found(&advice, pid).is_some_and(|vm| vm["memory"].is_object()));
+        if all == [true; 2] && vm(&advice, named.id())["cpu"]["vcpus_used"].as_f64() > Some(0.1) {
+            break advice;
+        }
+    };
+    let one = vm(&advice, named.id());
+    assert_eq!((&one["name"], &one["ram"]), (&"one".into(), &(64 << 20).into()));
+    let vcpus = one["cpu"]["vcpus"].as_array().expect("a list");
+    let names: Vec<_> = vcpus.iter().map(|vcpu| &vcpu["thread"]).collect();
+    assert_eq!(names, ["CPU 0/TCG", "CPU 1/TCG"]);
+    assert!(number(&vcpus[0]["busy"]) > number(&vcpus[1]["busy"]), "{one:#}");
+    assert!(number(&one["memory"]["resident"]) > 1e6, "{one:#}");
+    assert!(gap(&advice, unnamed.id(), READY).is_some(), "{advice:#}");
+    assert!(number(&vm(&advice, unnamed.id())["cpu"]["used"]) > 0.0);
+    // Its monitor is still to be had: nobody has connected.
+    let mut monitor = larder_bench::campaign::guest::Monitor::connect(&folder.path().join("one")).expect("connects");
+    monitor.run("query-status", "{}").expect("answers");
+}
+
+#[test]
+fn a_managed_memory_is_judged_by_what_its_pager_tells() {
+    let folder = on_tmpfs();
+    let command = fake_command("memory", "-name guest=small,debug-threads=on -m 64M -smp 2");
+    let mut verifier = Verifier::start(command).expect("a program to manage");
+    let pid = verifier.pid();
+    let attach = Attach::new(larder(), folder.path(), pid, &["--budget", "32MiB"]);
+    let pager = attach.start().expect("it attaches");
+    pager.wait_for_budget().expect("within the budget");
+    // It is found by its process.
+    let advice = advise_json("--for 2s --stall 0%");
+    verifier.works().expect("it works");
+    let managed = &vm(&advice, pid)["managed"];
+    assert_eq!(managed["control"], attach.control().to_str().expect("UTF-8"));
+    assert_eq!(
+        (&managed["budget"], &managed["size"]),
+        (&(32 << 20).into(), &(64 << 20).into())
+    );
+    assert!(
+        number(&managed["faults_per_second"]) > 0.0 && number(&managed["stall"]) > 0.0,
+        "{managed:#}"
+    );
+    let said = findings(&advice, pid);
+    let text = said
+        .iter()
+        .find(|(code, _)| *code == "budget-too-small")
+        .expect("is told")
+        .1;
+    assert!(
+        text.starts_with("with a budget of 32 MiB for 64 MiB (") && text.contains(" faults/s"),
+        "{text}"
+    );
+    assert_eq!(gap(&advice, pid, "which of its memory is active"), None);
+    // 100 % is never more.
+    let advice = advise_json("--for 1s --stall 100%");
+    let codes: Vec<_> = findings(&advice, pid).into_iter().map(|it| it.0).collect();
+    assert!(codes.contains(&"budget-enough"), "{advice:#}");
+    drop(pager);
+}
+
+#[test]
+fn a_disk_that_is_slow_is_told_to_be_what_is_waited_for() {
+    let folder = on_tmpfs();
+    let uri = format!("nbd+unix:///?socket={}", folder.path().join("n").display());
+    let (image, control) = (image(folder.path(), 64 << 20), folder.path().join("c"));
+    let mut server = mortal("env");
+    server
+        .arg(larder())
+        .args(["disk", "serve", "--format", "raw", "--nbd", &uri, "--prefetch", "off"]);
+    server
+        .args(["--throttle", "iops-total=20", "--control"])
+        .arg(&control)
+        .arg(&image);
+    let _server = Server::from_command(server, &folder.path().join("n")).expect("starts");
+    let fake = fake(
+        "idle",
+        &format!("-name slow,debug-threads=on -m 64M -drive file={uri},if=virtio"),
+    );
+    let mut load = mortal("qemu-img");
+    load.args(["bench", "-f", "raw", "-c", "1000000", "-d", "4", "-s", "4096", &uri]);
+    let _load = Process::start(load).expect("starts");
+    let told = loop {
+        let advice = advise_json("--for 2s");
+        let disks = vm(&advice, fake.id())["disks"].as_array().expect("a list").clone();
+        // Until it is under load all the time.
+        if disks.first().is_some_and(|disk| number(&disk["utilization"]) > 0.9) {
+            break advice;
+        }
+    };
+    let disk = &vm(&told, fake.id())["disks"][0];
+    assert!(number(&disk["await_seconds"]) > 0.05, "{disk:#}");
+    let said = findings(&told, fake.id());
+    let storage: Vec<_> = said.iter().filter(|(code, _)| code.starts_with("disk-")).collect();
+    let [(code, text)] = storage[..] else {
+        panic!("{told:#}")
+    };
+    // The one vCPU does nothing; but on a busy host it may have been ready for a moment and had no CPU.
+    assert!(["disk-disguised", "disk-and-cpus"].contains(code), "{told:#}");
+    assert!(text.contains(&format!("its disk {} took ", image.display())), "{text}");
+    // Somebody else is not told of it.
+    let other = crate::fake("idle", "-name other,debug-threads=on -m 64M");
+    let advice = advise_json("--for 200ms");
+    assert_eq!(vm(&advice, other.id())["disks"], serde_json::json!([]));
+    assert!(fake.output().contains(STARTED));
+}
