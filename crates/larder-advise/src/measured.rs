@@ -160,6 +160,8 @@ pub struct VmDisk {
     pub read_p99_seconds: Option<f64>,
     /// The share of the time in which there were any.
     pub utilization: f64,
+    /// Its limits, if it has any: what they make a request wait for is part of the time that it takes.
+    pub limits: Option<String>,
 }
 
 /// What was not measured.

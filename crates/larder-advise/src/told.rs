@@ -82,6 +82,7 @@ fn disk_of(disk: &DiskState, rates: &Rates) -> VmDisk {
         await_seconds: (requests > 0.0).then(|| taken / requests),
         read_p99_seconds: rates.read.p99_seconds,
         utilization: rates.utilization,
+        limits: Some(disk.limits.to_string()).filter(|limits| !limits.is_empty()),
     }
 }
 

@@ -19,6 +19,7 @@ struct Disk<'a> {
     await_seconds: f64,
     requests_per_second: f64,
     utilization: f64,
+    limits: Option<&'a str>,
 }
 
 pub(super) fn findings(measured: &Measured, policy: &Policy) -> Vec<Finding> {
@@ -80,6 +81,7 @@ fn disks<'a>(vm: &'a Vm, measured: &'a Measured) -> Vec<Disk<'a>> {
             await_seconds: disk.await_seconds?,
             requests_per_second: disk.requests_per_second,
             utilization: disk.utilization,
+            limits: disk.limits.as_deref(),
         })
     });
     let devices = measured
@@ -94,6 +96,7 @@ fn disks<'a>(vm: &'a Vm, measured: &'a Measured) -> Vec<Disk<'a>> {
             await_seconds: device.await_seconds?,
             requests_per_second: device.requests_per_second,
             utilization: device.utilization,
+            limits: None,
         })
     });
     let is_used = |disk: &Disk<'_>| disk.requests_per_second >= REQUESTS_PER_SECOND_MIN;
@@ -105,8 +108,12 @@ fn facts(disk: &Disk<'_>) -> String {
         true => format!("its disk {}", disk.name),
         false => format!("{}, on which it has files,", disk.name),
     };
+    let limits = match disk.limits {
+        Some(limits) => format!(" (with what its limits make them wait: {limits})"),
+        None => String::new(),
+    };
     format!(
-        "{what} took {} for each of {:.0} requests/s and was busy {} of the time",
+        "{what} took {}{limits} for each of {:.0} requests/s and was busy {} of the time",
         time(disk.await_seconds),
         disk.requests_per_second,
         percent(disk.utilization)
@@ -205,6 +212,7 @@ mod tests {
                 await_seconds: Some(await_seconds),
                 read_p99_seconds: None,
                 utilization,
+                limits: None,
             }],
             ..Vm::default()
         }

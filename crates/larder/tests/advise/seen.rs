@@ -272,6 +272,10 @@ fn a_disk_that_is_slow_is_told_to_be_what_is_waited_for() {
     // The one vCPU does nothing; but on a busy host it may have been ready for a moment and had no CPU.
     assert!(["disk-disguised", "disk-and-cpus"].contains(code), "{told:#}");
     assert!(text.contains(&format!("its disk {} took ", image.display())), "{text}");
+    assert!(
+        text.contains("(with what its limits make them wait: iops-total=20)"),
+        "{text}"
+    );
     // Somebody else is not told of it.
     let other = crate::fake("idle", "-name other,debug-threads=on -m 64M");
     let advice = advise_json("--for 200ms");
