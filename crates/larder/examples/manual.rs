@@ -47,7 +47,7 @@ struct Page {
     examples: &'static [(&'static str, &'static str)],
 }
 
-const PAGES: [Page; 14] = [
+const PAGES: [Page; 15] = [
     Page {
         command: "larder",
         exit: &USUAL_EXIT,
@@ -236,6 +236,28 @@ const PAGES: [Page; 14] = [
         exit: &USUAL_EXIT,
         files: &[CONTROL],
         examples: &[("larder top --delay 2", "Look every 2 seconds.")],
+    },
+    Page {
+        command: "larder advise",
+        exit: &[
+            ("0", "Success; with --would-fit: it fits."),
+            ("1", "With --would-fit: it does not fit."),
+            ("2", "A wrong command line, or an error."),
+            (
+                "3",
+                "With --would-fit: it fits only with over-commit, or virtual machines wait for memory for longer than is \
+                 accepted.",
+            ),
+            ("4", "With --would-fit: it cannot be told."),
+        ],
+        files: &[CONTROL],
+        examples: &[
+            ("larder advise --for 5m", "Look for five minutes, and say what follows."),
+            (
+                "larder advise --would-fit 8GiB --stall 2%",
+                "Say whether one more virtual machine of 8 GiB fits.",
+            ),
+        ],
     },
     Page {
         command: "larder bench policy",
