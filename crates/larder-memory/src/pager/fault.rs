@@ -111,6 +111,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 if queue == Queue::Working {
                     self.figures.refaults += 1;
                 }
+                // Of a page of one word it is not kept when it went.
+                if matches!(source, Source::Ram | Source::Disk) {
+                    self.figures.returned_after(self.evicted_since(page));
+                }
                 self.figures.brought(source, since.elapsed());
             }
             // It comes again when what the process says of its mappings has been read.
@@ -286,12 +290,16 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// A page that had left: whether it would be here still if there were as much memory again as it has now.
     pub(super) fn queue_of_returned(&self, page: PageIndex) -> Queue {
-        let evicted = self.state.evicted().load(std::sync::atomic::Ordering::Relaxed) as u32;
-        let distance = evicted.wrapping_sub(self.state.proof(page).evicted_at);
-        match distance < self.present {
+        match self.evicted_since(page) < self.present {
             true => Queue::Working,
             false => Queue::Probation,
         }
+    }
+
+    /// How many pages went since `page` did.
+    fn evicted_since(&self, page: PageIndex) -> u32 {
+        let evicted = self.state.evicted().load(std::sync::atomic::Ordering::Relaxed) as u32;
+        evicted.wrapping_sub(self.state.proof(page).evicted_at)
     }
 
     /// The copy of `page` counts no more.

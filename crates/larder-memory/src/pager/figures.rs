@@ -19,6 +19,9 @@ pub enum Source {
     Lost,
 }
 
+/// The last one has all that are further.
+const DISTANCES: usize = 32;
+
 /// Counts since the pager began.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
@@ -42,6 +45,9 @@ pub struct Figures {
     pub writes: Histogram,
     /// Pages that came back so soon that they would have stayed with a little more memory.
     pub refaults: u64,
+    /// Pages that came back from compressed RAM and disks, by how many pages had gone since they had: fewer than 2 to the
+    /// power of the index, and not fewer than half as many. With memory for so many more they would have stayed.
+    pub distances: [u64; DISTANCES],
     /// Pages evicted.
     pub evicted: u64,
     /// Of them, those of which a disk had a copy still.
@@ -61,6 +67,12 @@ pub struct Figures {
 }
 
 impl Figures {
+    /// A page came back before whose coming so many others had gone since it had.
+    pub(super) fn returned_after(&mut self, evicted: u32) {
+        let bits = (u32::BITS - evicted.leading_zeros()) as usize;
+        self.distances[bits.min(DISTANCES - 1)] += 1;
+    }
+
     pub(super) fn brought(&mut self, source: Source, took: Duration) {
         match source {
             Source::Zero => self.zero.add(took),
@@ -69,5 +81,20 @@ impl Figures {
             Source::Disk => self.disk.add(took),
             Source::Lost => self.lost += 1,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances_are_counted_by_powers_of_two() {
+        let mut figures = Figures::default();
+        for evicted in [0, 1, 2, 3, 4, 7, 8, u32::MAX] {
+            figures.returned_after(evicted);
+        }
+        assert_eq!(figures.distances[..6], [1, 1, 2, 2, 1, 0]);
+        assert_eq!(figures.distances[31], 1);
     }
 }

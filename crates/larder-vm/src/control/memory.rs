@@ -41,6 +41,10 @@ pub struct MemoryState {
     pub faults: FaultsState,
     /// Pages that came back so soon that with a little more memory they would not have gone.
     pub refaults: u64,
+    /// Pages that came back from compressed RAM and disks, by how many pages had been evicted since they had. With memory
+    /// for so many more pages they would have stayed.
+    #[serde(default)]
+    pub refault_distances: Vec<RefaultDistance>,
     /// Pages that were evicted.
     pub evicted_pages: u64,
     /// Of them, those of which a disk had a copy already.
@@ -93,6 +97,15 @@ pub struct LostState {
     pub avg300: f64,
     /// All of it since Larder began, in microseconds.
     pub total_us: u64,
+}
+
+/// Pages that came back after fewer than so many others had been evicted, and not fewer than half as many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RefaultDistance {
+    /// So many.
+    pub below_pages: u64,
+    /// How many of them there were.
+    pub count: u64,
 }
 
 /// Compressed pages.
@@ -188,6 +201,15 @@ impl SwapState {
     }
 }
 
+/// Those that there are, by the powers of two that they are below.
+fn distances(counts: &[u64]) -> Vec<RefaultDistance> {
+    let all = counts.iter().enumerate().map(|(power, count)| RefaultDistance {
+        below_pages: 1 << power,
+        count: *count,
+    });
+    all.filter(|distance| distance.count > 0).collect()
+}
+
 impl MemoryState {
     pub(crate) fn new(process: &str, pid: i32, time_ns: u64, status: &Status) -> Self {
         let figures = &status.figures;
@@ -215,6 +237,7 @@ impl MemoryState {
                 write: Latency::new(&figures.writes),
             },
             refaults: figures.refaults,
+            refault_distances: distances(&figures.distances),
             evicted_pages: figures.evicted,
             evicted_clean_pages: figures.evicted_clean,
             evicted_uniform_pages: figures.evicted_uniform,
