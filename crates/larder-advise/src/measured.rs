@@ -145,6 +145,18 @@ pub struct Managed {
     pub stall: f64,
     /// Why the budget is not kept, if it is not.
     pub problem: Option<String>,
+    /// Faults by budget, in the order of budgets: with this one, and what would have been left with larger ones. Of pages
+    /// in compressed RAM and on disks; empty if Larder is too old to tell.
+    pub curve: Vec<AtBudget>,
+}
+
+/// A point of that.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct AtBudget {
+    /// The budget.
+    pub budget: u64,
+    /// Pages per second that come back.
+    pub faults_per_second: f64,
 }
 
 /// A disk that Larder serves to a VM.

@@ -4,9 +4,12 @@ use larder_vm::control::memory::{MemoryProblem, MemoryState, SwapTier};
 use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{DiskState, Latency};
 
-use crate::measured::{Gap, Managed, Vm, VmDisk};
+use crate::measured::{AtBudget, Gap, Managed, Vm, VmDisk};
 use crate::qemu::{Described, printable};
 use crate::servers::{AllTold, Told};
+
+/// The bytes of a page.
+const PAGE: u64 = 4096;
 
 /// Of one VM.
 #[derive(Default)]
@@ -109,7 +112,39 @@ fn between(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) -> Optio
         disk_fault_seconds: disk.mean().map(|mean| mean.as_secs_f64()),
         stall: stalled_ns / elapsed_ns as f64 / f64::from(vcpus.unwrap_or(1).max(1)),
         problem: now.problem.map(|problem| problem_text(problem, now)),
+        curve: curve(before, now, seconds),
     })
+}
+
+/// With memory for as many more pages as had gone since a page did, it would have stayed.
+fn curve(before: &MemoryState, now: &MemoryState, seconds: f64) -> Vec<AtBudget> {
+    let count_before = |below| {
+        let mut all = before.refault_distances.iter();
+        all.find(|old| old.below_pages == below).map_or(0, |old| old.count)
+    };
+    let distances = now.refault_distances.iter();
+    let new: Vec<(u64, u64)> = distances
+        .map(|it| (it.below_pages, it.count.saturating_sub(count_before(it.below_pages))))
+        .collect();
+    if new.is_empty() {
+        return Vec::new();
+    }
+    let left = |pages: u64| {
+        let further = new.iter().filter(|(below, _)| *below > pages).map(|(_, count)| *count);
+        further.sum::<u64>() as f64 / seconds
+    };
+    // From a sixteenth more on, as far as there is memory.
+    let steps = (0..u64::BITS - PAGE.ilog2()).map(|power| 1_u64 << power);
+    let steps = steps
+        .skip_while(|pages| pages * PAGE < now.budget / 16)
+        .take_while(|pages| now.budget.saturating_add(pages * PAGE) < now.size);
+    std::iter::once(0)
+        .chain(steps)
+        .map(|pages| AtBudget {
+            budget: now.budget + pages * PAGE,
+            faults_per_second: left(pages),
+        })
+        .collect()
 }
 
 fn problem_text(problem: MemoryProblem, state: &MemoryState) -> String {
@@ -160,6 +195,48 @@ mod tests {
         // Another pager counts anew.
         assert_eq!(between(&memory(10, 500), &memory(20, 400), None), None);
         assert_eq!(between(&memory(10, 500), &memory(10, 500), None), None);
+    }
+
+    #[test]
+    fn faults_by_budget_are_those_of_pages_that_had_gone_longer_ago() {
+        // A budget of 64 pages of 256, so steps from 4 pages on: 2 and 4 come back after fewer than 4 and 8 others, 10
+        // after fewer than 128 and 30 after more.
+        let at = |seconds, counts: [u64; 4]| {
+            let below = [4, 8, 128, 1024];
+            let distances = below
+                .iter()
+                .zip(counts)
+                .map(|(below, count)| json!({"below_pages": below, "count": count}));
+            let mut state = memory(seconds, 0);
+            (state.size, state.budget) = (256 * PAGE, 64 * PAGE);
+            state.refault_distances = distances
+                .map(|it| serde_json::from_value(it).expect("a distance"))
+                .collect();
+            state
+        };
+        let mut before = at(10, [7, 7, 7, 7]);
+        let now = at(12, [9, 11, 17, 37]);
+        let points = |before: &MemoryState| -> Vec<(u64, f64)> {
+            let curve = curve(before, &now, 2.0);
+            curve
+                .iter()
+                .map(|at| (at.budget / PAGE, at.faults_per_second))
+                .collect()
+        };
+        let expected = [
+            (64, 23.0),
+            (68, 22.0),
+            (72, 20.0),
+            (80, 20.0),
+            (96, 20.0),
+            (128, 20.0),
+            (192, 15.0),
+        ];
+        assert_eq!(points(&before), expected);
+        // It had none yet.
+        before.refault_distances.clear();
+        assert_eq!(points(&before)[0], (64, 37.0));
+        assert_eq!(curve(&before, &memory(12, 0), 2.0), []);
     }
 
     #[test]

@@ -27,6 +27,7 @@ pub(crate) fn run(arguments: &AdviseArguments) -> anyhow::Result<ExitCode> {
     let policy = Policy {
         reserve: arguments.reserve.get(),
         active_share: arguments.active_share,
+        overcommit: arguments.overcommit,
         stall: arguments.stall,
         latency_seconds: arguments.disk_latency.as_secs_f64(),
     };

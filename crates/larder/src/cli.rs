@@ -327,6 +327,9 @@ pub(crate) struct AdviseArguments {
     /// How much of the host's memory may be active
     #[arg(long, value_name = "PERCENT", default_value = "80%", value_parser = parse_share)]
     pub(crate) active_share: f64,
+    /// How much virtual machines may be given in all, of the host's memory
+    #[arg(long, value_name = "PERCENT", default_value = "150%", value_parser = parse_overcommit)]
+    pub(crate) overcommit: f64,
     /// For which share of the time waiting for memory is accepted
     #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_share)]
     pub(crate) stall: f64,
@@ -344,11 +347,19 @@ pub(crate) struct AdviseArguments {
 
 /// From 0 to 1, of `80%`.
 fn parse_share(text: &str) -> Result<f64, String> {
+    let share = parse_percent(text).filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "give percent from 0% to 100%, as in 80%".to_owned())
+}
+
+/// From 1 on.
+fn parse_overcommit(text: &str) -> Result<f64, String> {
+    let share = parse_percent(text).filter(|share| (1.0..=10.0).contains(share));
+    share.ok_or_else(|| "give percent from 100% (no over-commit) to 1000%, as in 150%".to_owned())
+}
+
+fn parse_percent(text: &str) -> Option<f64> {
     let number = text.strip_suffix('%').unwrap_or(text).trim_end();
-    match number.parse::<f64>() {
-        Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent / 100.0),
-        _ => Err("give percent from 0% to 100%, as in 80%".to_owned()),
-    }
+    Some(number.parse::<f64>().ok()? / 100.0)
 }
 
 fn parse_window(text: &str) -> Result<Duration, String> {

@@ -7,7 +7,7 @@ use std::process::Command;
 use support::{larder, on_tmpfs, run};
 
 /// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
-const WRONG: [(&str, &str); 42] = [
+const WRONG: [(&str, &str); 43] = [
     (
         "frobnicate",
         "error: unrecognized subcommand 'frobnicate'\n\nUsage: larder <COMMAND>\n\nFor more information, try '--help'.",
@@ -157,6 +157,10 @@ const WRONG: [(&str, &str); 42] = [
     (
         "advise --active-share 180%",
         "error: invalid value '180%' for '--active-share <PERCENT>': give percent from 0% to 100%, as in 80%\n\nFor more information, try '--help'.",
+    ),
+    (
+        "advise --overcommit 80%",
+        "error: invalid value '80%' for '--overcommit <PERCENT>': give percent from 100% (no over-commit) to 1000%, as in 150%\n\nFor more information, try '--help'.",
     ),
     (
         "advise --stall much",

@@ -71,6 +71,15 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
             None => "if all of it is used".to_owned(),
         };
         let is_active = u64::try_from(room.spare_active).is_ok_and(|spare| active <= spare);
+        let is_given = u64::try_from(room.spare_overcommit).is_ok_and(|spare| bytes <= spare);
+        if !is_given {
+            let most = size((room.capacity as f64 * policy.overcommit) as u64);
+            let over = format!(
+                "{given}; more than {most} in all is not given ({})",
+                percent(policy.overcommit)
+            );
+            return (Fit::DoesNotFit, over);
+        }
         let sum = format!(
             "{given}; active are {} at most, and {} more would be {like}, of {} that may be",
             size(room.active.saturating_add(room.others)),
@@ -138,14 +147,20 @@ mod tests {
         let cases = [
             (1, Fit::Fits),
             (59, Fit::Fits),
-            // A fifth of it would be active, of 71.
+            // 150 GiB may be given.
             (60, Fit::OnlyOvercommitted),
-            (355, Fit::OnlyOvercommitted),
-            (356, Fit::DoesNotFit),
+            (109, Fit::OnlyOvercommitted),
+            (110, Fit::DoesNotFit),
         ];
         for (gib, answer) in cases {
             assert_eq!(fit(gib, &four).0, answer, "{gib}");
         }
+        // 1 + 60 of 80 GiB are active; of 25 GiB 18.75 would be, and of 26 GiB 19.5.
+        let busy = host(vec![vm(40, 30); 2]);
+        assert_eq!(
+            (fit(25, &busy).0, fit(26, &busy).0),
+            (Fit::OnlyOvercommitted, Fit::DoesNotFit)
+        );
         // Nobody is there whose use it could be judged by: all of it counts.
         let empty = host(Vec::new());
         assert_eq!(fit(99, &empty).0, Fit::Fits);

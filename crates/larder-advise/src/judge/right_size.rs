@@ -3,7 +3,7 @@
 
 use super::words::{count, cpus, percent, size, time};
 use super::{CPU_TARGET, Finding, Level, Policy, Practice, READY_HIGH, READY_LOW, WINDOW_SECONDS_MIN};
-use crate::measured::{Host, Managed, Measured, Vcpu, Vm, VmCpu};
+use crate::measured::{AtBudget, Host, Managed, Measured, Vcpu, Vm, VmCpu};
 use crate::qemu::is_all_vcpus;
 
 /// Sizes are advised in steps of this.
@@ -55,17 +55,14 @@ fn of_cpus(vm: &Vm, cpu: &VmCpu, measured: &Measured) -> Option<Finding> {
             false => (Level::Advice, "cpu-waits"),
         };
         let text = format!(
-            "its {have} ran {} of the time and {waited}; {}",
+            "its {have} ran for {} of the time, and {waited}; {}",
             percent(busy),
             remedy(&measured.host)
         );
         return finding(level, code, text);
     }
     if measured.window_seconds < WINDOW_SECONDS_MIN {
-        let text = format!(
-            "its {have} ran {} of the time and were ready but had no CPU {waited}",
-            percent(busy)
-        );
+        let text = format!("its {have} ran for {} of the time, and {waited}", percent(busy));
         return finding(Level::Unknown, "vcpus-not-judged", text);
     }
     let peak_text = format!("{} at most in any {}", cpus(peak), time(measured.slice_seconds));
@@ -104,11 +101,11 @@ fn waited(vcpus: &[Vcpu], worst: &Vcpu) -> String {
     let thread = crate::qemu::printable(&worst.thread);
     match vcpus.len() {
         1 => format!(
-            "{} of it were ready but had no CPU (ready time of {thread})",
+            "for {} of the time was ready but had no CPU (ready time of {thread})",
             percent(mean)
         ),
         _ => format!(
-            "{} of it were ready but had no CPU (ready time: {thread} most, {})",
+            "for {} of the time were ready but had no CPU (ready time: {thread} most, {})",
             percent(mean),
             percent(worst.ready)
         ),
@@ -203,8 +200,9 @@ fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
     }
     if managed.stall > policy.stall {
         let text = format!(
-            "{facts}, more than the {} that are accepted: give it a larger budget",
-            percent(policy.stall)
+            "{facts}, more than the {} that are accepted: give it a larger budget{}",
+            percent(policy.stall),
+            larger(managed, policy)
         );
         return finding(Level::Warning, "budget-too-small", text);
     }
@@ -216,6 +214,34 @@ fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
         );
     }
     finding(Level::Fine, "budget-enough", format!("{facts}: the budget is enough"))
+}
+
+/// What larger budgets would change: the next ones, and the first that would do.
+fn larger(managed: &Managed, policy: &Policy) -> String {
+    let [now, larger @ ..] = managed.curve.as_slice() else {
+        return String::new();
+    };
+    if now.faults_per_second <= 0.0 {
+        return String::new();
+    }
+    let of = |at: &AtBudget| format!("{:.1} with {}", at.faults_per_second, size(at.budget));
+    let next: Vec<String> = larger.iter().take(3).map(of).collect();
+    let would_do = larger.iter().find(|at| {
+        let share = at.faults_per_second / now.faults_per_second;
+        managed.stall * share <= policy.stall
+    });
+    let enough = match would_do {
+        Some(at) => format!("; about {} would do", size(at.budget)),
+        None => "; what it uses is more than can be seen with this one".to_owned(),
+    };
+    match next.is_empty() {
+        true => String::new(),
+        false => format!(
+            " (faults/s from compressed RAM and disks: {}, {}){enough}",
+            of(now),
+            next.join(", ")
+        ),
+    }
 }
 
 #[cfg(test)]
@@ -302,7 +328,7 @@ mod tests {
         assert_eq!(codes(&measured), ["cpu-contended"]);
         let text = &findings(&measured, &Policy::default())[0].text;
         assert!(
-            text.contains("5.0 % of it were ready but had no CPU (ready time: CPU 2/KVM most, 20 %)"),
+            text.contains("for 5.0 % of the time were ready but had no CPU (ready time: CPU 2/KVM most, 20 %)"),
             "{text}"
         );
     }
@@ -329,7 +355,7 @@ mod tests {
     #[test]
     fn sentences_have_their_evidence() {
         let all = findings(&measured(10.0, vm(0.2, 0.3, 0.34)), &Policy::default());
-        let waits = "its 4 vCPUs ran 20 % of the time and 34 % of it were ready but had no CPU (ready time: CPU 3/KVM most, \
+        let waits = "its 4 vCPUs ran for 20 % of the time, and for 34 % of the time were ready but had no CPU (ready time: CPU 3/KVM most, \
                      34 %); the host's 8 CPUs are busy to ";
         let spare =
             "50 %: there are CPUs with time to spare, so look what keeps it from them: pinning, cpusets or quotas";
@@ -341,8 +367,8 @@ mod tests {
         let all = findings(&measured(10.0, vm(0.1, 0.15, 0.004)), &Policy::default());
         assert_eq!(
             all[0].text,
-            "its 4 vCPUs used 0.4 CPUs on average, 0.6 at most in any 1.0 s, and 0.4 % of it were ready but had no CPU (ready \
-             time: CPU 3/KVM most, 0.4 %): 1 vCPU would do, busy to 80 % at most"
+            "its 4 vCPUs used 0.4 CPUs on average, 0.6 at most in any 1.0 s, and for 0.4 % of the time were ready but had no CPU \
+             (ready time: CPU 3/KVM most, 0.4 %): 1 vCPU would do, busy to 80 % at most"
         );
         assert_eq!(all[0].vm.as_deref(), Some("web (PID 7)"));
     }
@@ -392,6 +418,48 @@ mod tests {
             };
             assert_eq!(findings(&measured(10.0, vm), &none)[0].code, "memory-touched");
         }
+    }
+
+    #[test]
+    fn a_larger_budget_is_advised_by_the_faults_that_would_be_left() {
+        let at = |gib: f64, faults_per_second| AtBudget {
+            budget: (gib * GIB as f64) as u64,
+            faults_per_second,
+        };
+        let managed = |curve| Managed {
+            size: 4 * GIB,
+            budget: GIB,
+            used: GIB,
+            stall: 0.20,
+            faults_per_second: 100.0,
+            refaults_per_second: 80.0,
+            curve,
+            ..Managed::default()
+        };
+        let text = |curve| of_budget(&Vm::default(), &managed(curve), &Policy::default()).text;
+        let facts = "with a budget of 1 GiB for 4 GiB (1 GiB used) its vCPUs waited 20 % of the time for pages that had gone \
+                     (100.0 faults/s, 80.0/s of them refaults), more than the 5.0 % that are accepted: give it a larger \
+                     budget";
+        assert_eq!(text(Vec::new()), facts);
+        // A quarter of the faults stall for 5 %.
+        let curve = vec![
+            at(1.0, 100.0),
+            at(1.25, 60.0),
+            at(1.5, 26.0),
+            at(2.0, 25.0),
+            at(3.0, 0.0),
+        ];
+        assert_eq!(
+            text(curve),
+            format!(
+                "{facts} (faults/s from compressed RAM and disks: 100.0 with 1 GiB, 60.0 with 1.2 GiB, 26.0 with 1.5 GiB, \
+                 25.0 with 2 GiB); about 2 GiB would do"
+            )
+        );
+        assert!(
+            text(vec![at(1.0, 100.0), at(2.0, 90.0)])
+                .ends_with("; what it uses is more than can be seen with this one")
+        );
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub struct Room {
     pub spare_committed: i64,
     /// What may become active until the share is reached that is aimed at; less than 0 if it is more already.
     pub spare_active: i64,
+    /// What can be given until over-commit is as much as is accepted; less than 0 if it is more already.
+    pub spare_overcommit: i64,
     /// VMs of which it is not known what they were given, or have in memory.
     pub unknown: Vec<String>,
     /// The worst stall of memory now, if it is measured.
@@ -71,7 +73,8 @@ impl Room {
         let committed = sum(&committed);
         let active = sum(&|vm| active(vm, measured.window_seconds, policy));
         let is_unknown = |vm: &&Vm| vm.ram.is_none() || vm.memory.is_none();
-        let target = (host.memory_total.saturating_sub(policy.reserve) as f64 * policy.active_share) as u64;
+        let target = (capacity as f64 * policy.active_share) as u64;
+        let given_max = (capacity as f64 * policy.overcommit) as u64;
         let stall = memory_stall(measured);
         let mut room = Self {
             capacity,
@@ -80,6 +83,7 @@ impl Room {
             active,
             spare_committed: difference(capacity, others.saturating_add(committed)),
             spare_active: difference(target, others.saturating_add(active)),
+            spare_overcommit: difference(given_max, others.saturating_add(committed)),
             unknown: measured.vms.iter().filter(is_unknown).map(Vm::title).collect(),
             stall,
             typical: typical(measured, policy),
@@ -94,7 +98,9 @@ impl Room {
         let without = times(self.spare_committed, typical.ram);
         let with = self.stall.map(|stall| match stall > policy.stall {
             true => 0,
-            false => times(self.spare_active, typical.active).max(without),
+            false => times(self.spare_active, typical.active)
+                .min(times(self.spare_overcommit, typical.ram))
+                .max(without),
         });
         let by_cpus = match (measured.host.cpus, measured.host.cpu_busy) {
             _ if ready(measured).is_some_and(|ready| ready > READY_LOW) => Some(0),
@@ -281,7 +287,8 @@ fn with(measured: &Measured, policy: &Policy, room: &Room) -> Finding {
     match (room.typical, room.more.and_then(|more| more.with_overcommit)) {
         (Some(typical), Some(number)) => {
             let text = format!(
-                "{facts}, and {waits}: up to {target} {} such as these fit by memory ({}, {} active)",
+                "{facts}, and {waits}: up to {target}, and {} given in all, {} such as these fit by memory ({}, {} active)",
+                percent(policy.overcommit),
                 count(number, "more VM"),
                 size(typical.ram),
                 size(typical.active)
@@ -385,9 +392,10 @@ pub(super) mod tests {
     #[test]
     fn vms_fit_by_what_they_were_given_and_at_80_percent_active_memory() {
         // 100 GiB are for VMs and others, who use 1 GiB. Four VMs of 10 GiB: 59 GiB are left, room for 5.
-        // Active: 1 + 4 * 2 of 80 GiB; of the 71 GiB that are left 35 VMs have 2 each.
+        // Active: 1 + 4 * 2 of 80 GiB; of the 71 GiB that are left 35 VMs have 2 each. But of 150 GiB that may be given
+        // there are 109 left, for 10.
         let four = host(vec![vm(10, 2); 4]);
-        assert_eq!(more(&four), (5, Some(35)));
+        assert_eq!(more(&four), (5, Some(10)));
         let room = room(&four);
         assert_eq!((room.capacity, room.others), (100 * GIB, GIB));
         assert_eq!((room.committed, room.active), (40 * GIB, 8 * GIB));
@@ -401,8 +409,8 @@ pub(super) mod tests {
 
     #[test]
     fn a_budget_is_what_is_committed_while_it_is_kept() {
-        // 99 - 4 * 5 is 79, by 20 each; 80 - 1 - 20 is 59, by 5 each.
-        assert_eq!(more(&host(vec![managed(20, 5, 0.01); 4])), (3, Some(11)));
+        // 99 - 4 * 5 is 79, by 20 each; 80 - 1 - 20 is 59, by 5 each; 150 - 1 - 20 is 129, by 20 each.
+        assert_eq!(more(&host(vec![managed(20, 5, 0.01); 4])), (3, Some(6)));
         let mut failing = managed(20, 5, 0.01);
         if let Some(managed) = &mut failing.managed {
             managed.problem = Some("full".to_owned());
@@ -434,7 +442,7 @@ pub(super) mod tests {
 
     #[test]
     fn no_vm_fits_by_overcommit_above_the_stall_that_is_accepted() {
-        assert_eq!(more(&host(vec![managed(20, 5, 0.05); 4])).1, Some(11));
+        assert_eq!(more(&host(vec![managed(20, 5, 0.05); 4])).1, Some(6));
         assert_eq!(more(&host(vec![managed(20, 5, 0.051); 4])).1, Some(0));
         let mut waits = host(vec![vm(10, 2)]);
         waits.host.memory_stall = Some(0.06);
@@ -494,7 +502,7 @@ pub(super) mod tests {
                  GiB: without over-commit 5 more VMs of 10 GiB fit, 59 GiB are left",
                 "VMs and others have 9 GiB active at most (of 4 VMs all that is in memory is counted, as nothing tells what \
                  of it is active), 9.0 % of what there is, and 0 % of the time is waited for memory (5.0 % accepted): up to \
-                 80 % 35 more VMs such as these fit by memory (10 GiB, 2 GiB active)",
+                 80 %, and 150 % given in all, 10 more VMs such as these fit by memory (10 GiB, 2 GiB active)",
             ]
         );
     }

@@ -125,7 +125,7 @@ fn facts(disk: &Disk<'_>) -> String {
 fn stall(disk: &Disk<'_>, vm: &Vm, measured: &Measured) -> Option<(f64, &'static str)> {
     let served = disk
         .is_served
-        .then_some((disk.utilization, "a request of its guest was under way"));
+        .then_some((disk.utilization, "a request to it was under way"));
     let memory = vm
         .managed
         .as_ref()
@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(
             judged(vm(0.004, 0.045, 0.97), Host::default())[0].1,
             "its disk vda took 45 ms for each of 50 requests/s and was busy 97 % of the time, more than 20 ms, and a request \
-             of its guest was under way 97 % of the time, while no vCPU waited for a CPU more than 0.4 % of it: what looks like \
+             to it was under way 97 % of the time, while no vCPU waited for a CPU more than 0.4 % of it: what looks like \
              a want of CPUs or memory is the disk"
         );
     }

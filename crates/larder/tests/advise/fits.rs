@@ -28,10 +28,21 @@ fn ask(vm: Option<&str>, words: &str) -> (Option<i32>, String) {
     run(command)
 }
 
+/// The words of a VM with twice the memory of the host.
+fn twice_the_host() -> String {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").expect("procfs");
+    let total = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+    let kib: u64 = total.and_then(|kib| kib.parse().ok()).expect("a size");
+    format!("-name web,debug-threads=on -m {}k", kib * 2)
+}
+
 #[test]
 fn exit_codes_tell_whether_a_vm_fits() {
     let small = Some("-name web,debug-threads=on -m 64M");
-    let large = Some("-name web,debug-threads=on -m 1024T");
+    let twice = twice_the_host();
+    let large = Some(twice.as_str());
     let untold = Some("-name web,debug-threads=on -readconfig vm.cfg");
     // The stall of the host is what it is: all of it is accepted.
     let cases = [
@@ -44,13 +55,22 @@ fn exit_codes_tell_whether_a_vm_fits() {
         (untold, "1MiB", 4, "a VM of 1 MiB: cannot be told: "),
     ];
     for (vm, size, code, text) in cases {
-        let (ended, said) = ask(vm, &format!("--would-fit {size} --stall 100%"));
+        let (ended, said) = ask(vm, &format!("--would-fit {size} --stall 100% --overcommit 1000%"));
         assert!(
             ended == Some(code) && said.contains(text),
             "{vm:?} {size}: {ended:?} {said}"
         );
         assert_eq!(said.trim().lines().count(), 1, "{said}");
     }
+}
+
+#[test]
+fn no_more_is_given_than_the_operator_says() {
+    let (code, said) = ask(Some(&twice_the_host()), "--would-fit 1MiB --stall 100%");
+    assert!(
+        code == Some(1) && said.contains(" in all is not given (150 %)"),
+        "{code:?} {said}"
+    );
 }
 
 #[test]
@@ -64,8 +84,10 @@ fn the_reserve_is_not_for_vms() {
 
 #[test]
 fn what_may_be_active_is_what_the_operator_says() {
-    let large = Some("-name web,debug-threads=on -m 1024T");
-    let (code, said) = ask(large, "--would-fit 1MiB --stall 100% --active-share 0%");
+    let (code, said) = ask(
+        Some(&twice_the_host()),
+        "--would-fit 1MiB --stall 100% --active-share 0% --overcommit 1000%",
+    );
     assert!(
         code == Some(1) && said.contains("of 0 KiB that may be"),
         "{code:?} {said}"
@@ -75,8 +97,8 @@ fn what_may_be_active_is_what_the_operator_says() {
 #[test]
 fn programs_are_told_the_same() {
     let (code, said) = ask(
-        Some("-name web,debug-threads=on -m 1024T"),
-        "--would-fit 1MiB --stall 100% --output json",
+        Some(&twice_the_host()),
+        "--would-fit 1MiB --stall 100% --overcommit 1000% --output json",
     );
     let told: serde_json::Value = serde_json::from_str(&said).expect("JSON");
     assert_eq!(

@@ -7,6 +7,7 @@ mod support;
 
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use larder_bench::campaign::process::Process;
@@ -67,15 +68,18 @@ fn fake_qemu() {
     }
 }
 
-/// A thread that is called like that of a vCPU.
+/// A thread that is called like that of a vCPU, and has begun.
 fn vcpu(number: u32, work: impl Fn() + Send + 'static) {
     let thread = std::thread::Builder::new().name(format!("CPU {number}/TCG"));
+    let (begun, wait) = mpsc::channel();
     let started = thread.spawn(move || {
+        begun.send(()).expect("is waited for");
         loop {
             work();
         }
     });
     started.expect("a thread");
+    wait.recv().expect("begins");
 }
 
 /// A process that looks like a QEMU with these words, and does that.

@@ -43,13 +43,13 @@ fn vcpus_that_share_one_cpu_are_told_to_be_contended() {
         .expect("is told")
         .1;
     assert!(
-        text.starts_with("its 4 vCPUs ran ") && text.contains(" were ready but had no CPU (ready time: CPU "),
+        text.starts_with("its 4 vCPUs ran for ") && text.contains(" were ready but had no CPU (ready time: CPU "),
         "{text}"
     );
     assert_eq!(gap(&advice, pid, READY), None);
     let (code, text) = advise("--for 1s");
     assert!(
-        code == Some(0) && text.contains(&format!("\n! web (PID {pid}): its 4 vCPUs ran ")),
+        code == Some(0) && text.contains(&format!("\n! web (PID {pid}): its 4 vCPUs ran for ")),
         "{text}"
     );
 }
@@ -64,16 +64,18 @@ fn an_idle_vm_is_too_large_if_it_was_looked_at_for_long_enough() {
     };
     let short = advise_json("--for 500ms");
     assert_eq!(vm(&short, pid)["name"], "a)b(c");
-    assert!(codes(&short).contains(&"vcpus-not-judged".to_owned()), "{short:#}");
+    // On a busy host its thread may have waited for a CPU before it went to sleep.
+    let is_one_of = |advice, wanted: &[&str]| codes(advice).iter().any(|code| wanted.contains(&code.as_str()));
+    assert!(
+        is_one_of(&short, &["vcpus-not-judged", "cpu-waits", "cpu-contended"]),
+        "{short:#}"
+    );
     assert_eq!(short["findings"][0]["code"], "window-too-short");
     let long = advise_json("--for 5s");
     assert!(!long["findings"].to_string().contains("window-too-short"), "{long:#}");
-    let said = codes(&long);
-    assert!(said.contains(&"memory-too-large".to_owned()), "{long:#}");
+    assert!(is_one_of(&long, &["memory-too-large"]), "{long:#}");
     assert!(
-        ["vcpus-right", "cpu-waits"]
-            .iter()
-            .any(|code| said.contains(&(*code).to_owned())),
+        is_one_of(&long, &["vcpus-right", "cpu-waits", "cpu-contended"]),
         "{long:#}"
     );
 }
@@ -226,6 +228,21 @@ fn a_managed_memory_is_judged_by_what_its_pager_tells() {
         "{text}"
     );
     assert_eq!(gap(&advice, pid, "which of its memory is active"), None);
+    // The more memory, the fewer faults.
+    let curve = managed["curve"].as_array().expect("a list");
+    let faults: Vec<f64> = curve.iter().map(|at| number(&at["faults_per_second"])).collect();
+    assert!(
+        faults.len() > 3 && faults[0] > 0.0 && faults.is_sorted_by(|one, next| one >= next),
+        "{managed:#}"
+    );
+    assert!(
+        text.contains(" (faults/s from compressed RAM and disks: ") && text.contains(" with 32 MiB, "),
+        "{text}"
+    );
+    // Each page that came back was counted once.
+    let state = pager.state().expect("answers");
+    let counted: u64 = state.refault_distances.iter().map(|distance| distance.count).sum();
+    assert_eq!(counted, state.faults.compressed.count + state.faults.disk.count);
     // 100 % is never more.
     let advice = advise_json("--for 1s --stall 100%");
     let codes: Vec<_> = findings(&advice, pid).into_iter().map(|it| it.0).collect();
