@@ -63,7 +63,8 @@ impl Look {
         host.memory_available = memory.available;
         host.swap_total = memory.swap_total;
         host.swap_used = memory.swap_total.saturating_sub(memory.swap_free);
-        gaps.extend(told::silences(&told_now));
+        let (silent, silences): (Vec<String>, Vec<Gap>) = told::silences(&told_now).unzip();
+        gaps.extend(silences);
         let mut vms: Vec<Vm> = found
             .iter()
             .map(|found| self.vm(found, &window, (&told_before, &told_now), &host, &mut gaps))
@@ -74,6 +75,7 @@ impl Look {
             slice_seconds: window.slice_seconds(),
             host,
             vms,
+            silent,
             gaps,
         })
     }
@@ -114,10 +116,15 @@ impl Look {
         for round in 0..=SLICES {
             let next = begun + self.window * round / SLICES;
             std::thread::sleep(next.saturating_duration_since(Instant::now()));
+            // What reading takes is not taken off the time that was asked for.
+            let at = match round {
+                0 => Duration::ZERO,
+                _ => begun.elapsed(),
+            };
             let vms: BTreeMap<ProcessId, Read<Threads>> =
                 found.iter().map(|found| (found.id, self.threads(found.id))).collect();
             samples.push(Sample {
-                at: begun.elapsed(),
+                at,
                 host: self.host(),
                 vms,
             });

@@ -16,6 +16,8 @@ pub struct Measured {
     pub host: Host,
     /// Its VMs, in the order of their names.
     pub vms: Vec<Vm>,
+    /// Control sockets of Larder's where there was no answer, so that VMs may wait for memory without it being known.
+    pub silent: Vec<String>,
     /// What was not measured.
     pub gaps: Vec<Gap>,
 }

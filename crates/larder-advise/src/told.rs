@@ -18,14 +18,16 @@ pub(crate) struct OfVm {
     pub(crate) disks: Vec<VmDisk>,
 }
 
-/// Servers that did not tell all.
-pub(crate) fn silences(now: &AllTold) -> impl Iterator<Item = Gap> {
+/// The sockets of servers that did not tell all, and why.
+pub(crate) fn silences(now: &AllTold) -> impl Iterator<Item = (String, Gap)> {
     now.iter().filter_map(|(path, told)| {
-        Some(Gap {
+        let path = printable(&path.display().to_string());
+        let gap = Gap {
             vm: told.vm.as_deref().map(printable),
-            what: format!("what Larder tells at {}", printable(&path.display().to_string())),
+            what: format!("what Larder tells at {path}"),
             why: told.silence.clone()?,
-        })
+        };
+        Some((path, gap))
     })
 }
 
@@ -174,7 +176,7 @@ mod tests {
             "process": "qemu", "pid": 7, "time_ns": seconds * 1_000_000_000, "size": 4096, "resident": 1024,
             "budget": 2048, "used": 2000, "compressed": {"pages": 0, "used": 0, "limit": 0}, "disks": [],
             "uniform_pages": 0, "lost_pages": 0, "refaults": faults / 2, "evicted_pages": 0, "evicted_clean_pages": 0,
-            "evicted_uniform_pages": 0, "evicted_bytes": 0, "ahead_pages": 0, "streamed_faults": 0, "clean_pages": 0,
+            "evicted_uniform_pages": 0, "evicted_bytes": 0, "ahead_pages": 0, "ahead_zero_pages": 0, "streamed_faults": 0, "clean_pages": 0,
             "saved_pages": 0, "kept_pages": 0, "given_up_pages": 0, "stalled": 0, "problem": null, "detaching": false,
             "faults": {"zero": disk, "uniform": none, "compressed": none, "disk": disk, "write": none},
         });

@@ -89,8 +89,8 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
         if !is_active {
             return (Fit::DoesNotFit, sum);
         }
-        if !room.unknown.is_empty() {
-            return (Fit::CannotTell, unknown(room, &given));
+        if let Some(unknown) = unknown(measured, room, &given) {
+            return (Fit::CannotTell, unknown);
         }
         let why = match (stalls, room.stall) {
             (Some(stalls), _) => format!("{sum}; {stalls}"),
@@ -99,8 +99,8 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
         };
         return (Fit::OnlyOvercommitted, format!("{why}{}", nowhere(measured)));
     }
-    if !room.unknown.is_empty() {
-        return (Fit::CannotTell, unknown(room, &given));
+    if let Some(unknown) = unknown(measured, room, &given) {
+        return (Fit::CannotTell, unknown);
     }
     let left = size(u64::try_from(room.spare_committed).unwrap_or_default() - bytes);
     match stalls {
@@ -109,11 +109,15 @@ fn answer(bytes: u64, measured: &Measured, policy: &Policy, room: &Room) -> (Fit
     }
 }
 
-fn unknown(room: &Room, given: &str) -> String {
-    format!(
-        "{given} at least, but of {} it is not known what was given, or is in memory",
-        room.unknown.join(", ")
-    )
+fn unknown(measured: &Measured, room: &Room, given: &str) -> Option<String> {
+    if !room.unknown.is_empty() {
+        let vms = room.unknown.join(", ");
+        return Some(format!(
+            "{given} at least, but of {vms} it is not known what was given, or is in memory"
+        ));
+    }
+    let silent = measured.silent.join(", ");
+    (!silent.is_empty()).then(|| format!("{given}, but Larder does not answer at {silent}, so VMs may wait for memory"))
 }
 
 /// What is over-committed must go somewhere.
@@ -201,6 +205,17 @@ mod tests {
         assert!(fit(1, &host(vec![unread])).1.contains("of db (PID 9) it is not known"));
         assert_eq!(fit(1, &host(vec![unsized_vm.clone()])).0, Fit::CannotTell);
         assert_eq!(fit(30, &host(vec![unsized_vm])).0, Fit::DoesNotFit);
+    }
+
+    #[test]
+    fn a_larder_that_does_not_answer_makes_it_untold() {
+        let mut measured = host(vec![vm(10, 2)]);
+        measured.silent.push("/run/m.sock".to_owned());
+        assert_eq!(
+            (fit(1, &measured).0, fit(200, &measured).0),
+            (Fit::CannotTell, Fit::DoesNotFit)
+        );
+        assert!(fit(1, &measured).1.contains("Larder does not answer at /run/m.sock"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Whether VMs are as large as what they use: vCPUs by their use and ready time, memory by what was touched or, where Larder
 //! keeps a budget, by what is wanted back.
 
-use super::words::{count, cpus, percent, size, time};
+use super::words::{count, cpus, percent, rate, size, time};
 use super::{CPU_TARGET, Finding, Level, Policy, Practice, READY_HIGH, READY_LOW, WINDOW_SECONDS_MIN};
 use crate::measured::{AtBudget, Host, Managed, Measured, Vcpu, Vm, VmCpu};
 use crate::qemu::is_all_vcpus;
@@ -182,14 +182,14 @@ fn of_memory(vm: &Vm, policy: &Policy) -> Option<Finding> {
 fn of_budget(vm: &Vm, managed: &Managed, policy: &Policy) -> Finding {
     let finding = |level, code, text| Finding::of(vm, Practice::RightSize, level, code, text);
     let facts = format!(
-        "with a budget of {} for {} ({} used) its vCPUs waited {} of the time for pages that had gone ({:.1} faults/s, \
-         {:.1}/s of them refaults)",
+        "with a budget of {} for {} ({} used) its vCPUs waited {} of the time for pages that had gone (faults: {}, of \
+         them refaults {})",
         size(managed.budget),
         size(managed.size),
         size(managed.used),
         percent(managed.stall),
-        managed.faults_per_second,
-        managed.refaults_per_second
+        rate(managed.faults_per_second),
+        rate(managed.refaults_per_second)
     );
     if let Some(problem) = &managed.problem {
         return finding(
@@ -224,7 +224,7 @@ fn larger(managed: &Managed, policy: &Policy) -> String {
     if now.faults_per_second <= 0.0 {
         return String::new();
     }
-    let of = |at: &AtBudget| format!("{:.1} with {}", at.faults_per_second, size(at.budget));
+    let of = |at: &AtBudget| format!("{} with {}", rate(at.faults_per_second), size(at.budget));
     let next: Vec<String> = larger.iter().take(3).map(of).collect();
     let would_do = larger.iter().find(|at| {
         let share = at.faults_per_second / now.faults_per_second;
@@ -237,7 +237,7 @@ fn larger(managed: &Managed, policy: &Policy) -> String {
     match next.is_empty() {
         true => String::new(),
         false => format!(
-            " (faults/s from compressed RAM and disks: {}, {}){enough}",
+            " (from compressed RAM and disks {}; of these there would be {}){enough}",
             of(now),
             next.join(", ")
         ),
@@ -438,7 +438,7 @@ mod tests {
         };
         let text = |curve| of_budget(&Vm::default(), &managed(curve), &Policy::default()).text;
         let facts = "with a budget of 1 GiB for 4 GiB (1 GiB used) its vCPUs waited 20 % of the time for pages that had gone \
-                     (100.0 faults/s, 80.0/s of them refaults), more than the 5.0 % that are accepted: give it a larger \
+                     (faults: 100/s, of them refaults 80/s), more than the 5.0 % that are accepted: give it a larger \
                      budget";
         assert_eq!(text(Vec::new()), facts);
         // A quarter of the faults stall for 5 %.
@@ -452,8 +452,8 @@ mod tests {
         assert_eq!(
             text(curve),
             format!(
-                "{facts} (faults/s from compressed RAM and disks: 100.0 with 1 GiB, 60.0 with 1.2 GiB, 26.0 with 1.5 GiB, \
-                 25.0 with 2 GiB); about 2 GiB would do"
+                "{facts} (from compressed RAM and disks 100/s with 1 GiB; of these there would be 60/s with 1.2 GiB, 26/s with \
+                 1.5 GiB, 25/s with 2 GiB); about 2 GiB would do"
             )
         );
         assert!(

@@ -44,6 +44,14 @@ pub(super) fn count(number: impl Into<u64>, what: &str) -> String {
     }
 }
 
+/// So many a second.
+pub(super) fn rate(per_second: f64) -> String {
+    match per_second {
+        _ if per_second < 9.95 => format!("{per_second:.1}/s"),
+        _ => format!("{per_second:.0}/s"),
+    }
+}
+
 /// CPUs, or what uses them: `0.3`.
 pub(super) fn cpus(used: f64) -> String {
     match used {

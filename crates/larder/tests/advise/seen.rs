@@ -224,7 +224,7 @@ fn a_managed_memory_is_judged_by_what_its_pager_tells() {
         .expect("is told")
         .1;
     assert!(
-        text.starts_with("with a budget of 32 MiB for 64 MiB (") && text.contains(" faults/s"),
+        text.starts_with("with a budget of 32 MiB for 64 MiB (") && text.contains(" (faults: "),
         "{text}"
     );
     assert_eq!(gap(&advice, pid, "which of its memory is active"), None);
@@ -236,7 +236,7 @@ fn a_managed_memory_is_judged_by_what_its_pager_tells() {
         "{managed:#}"
     );
     assert!(
-        text.contains(" (faults/s from compressed RAM and disks: ") && text.contains(" with 32 MiB, "),
+        text.contains(" (from compressed RAM and disks ") && text.contains("/s with 32 MiB; of these there would be "),
         "{text}"
     );
     // Each page that came back was counted once.
@@ -298,4 +298,23 @@ fn a_disk_that_is_slow_is_told_to_be_what_is_waited_for() {
     let advice = advise_json("--for 200ms");
     assert_eq!(vm(&advice, other.id())["disks"], serde_json::json!([]));
     assert!(fake.output().contains(STARTED));
+}
+
+#[test]
+fn a_larder_that_does_not_answer_is_told_of() {
+    let folder = on_tmpfs();
+    let nobody = folder.path().join("nobody").display().to_string();
+    let advice = advise_json(&format!("--for 200ms --control {nobody}"));
+    assert_eq!(advice["measured"]["silent"], serde_json::json!([nobody]));
+    let gaps = advice["measured"]["gaps"].to_string();
+    assert!(
+        gaps.contains(&format!("what Larder tells at {nobody}")) && gaps.contains(&format!("there is no {nobody}"))
+    );
+    let (code, said) = advise(&format!(
+        "--for 200ms --control {nobody} --would-fit 1B --stall 100% --overcommit 1000%"
+    ));
+    assert!(
+        code == Some(4) || (code == Some(1) && said.contains("does not fit")),
+        "{code:?} {said}"
+    );
 }
