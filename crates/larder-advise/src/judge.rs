@@ -6,6 +6,7 @@
 //! No system call is made here, and no clock read: the same numbers have the same sentences.
 
 mod fit;
+mod over_commit;
 mod right_size;
 mod room;
 mod storage;
@@ -138,7 +139,7 @@ pub struct Advice {
 pub fn judge(measured: &Measured, policy: &Policy, size: Option<u64>) -> Advice {
     let mut findings = right_size::findings(measured, policy);
     let room = Room::of(measured, policy);
-    findings.extend(room::findings(measured, policy, &room));
+    findings.extend(over_commit::findings(measured, policy, &room));
     findings.extend(storage::findings(measured, policy));
     Advice {
         policy: *policy,

@@ -3,12 +3,13 @@
 use std::io::Write as _;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use larder_bench::campaign::memory::{Attach, Verifier};
 use larder_bench::campaign::process::{Process, mortal};
 use larder_bench::campaign::server::Server;
 
-use crate::support::{image, larder, need_root, on_tmpfs};
+use crate::support::{LIMIT, image, larder, need_root, on_tmpfs};
 use crate::{STARTED, advise, advise_json, fake, fake_command, findings, found, gap, number, vm};
 
 const READY: &str = "the ready time of each vCPU";
@@ -167,8 +168,10 @@ fn qemu_is_seen_with_its_vcpus() {
         Process::start(command).expect("starts")
     };
     let (named, unnamed) = (qemu("guest=one,debug-threads=on"), qemu("guest=two"));
+    let give_up = Instant::now() + LIMIT;
     let advice = loop {
         let advice = advise_json("--for 1s");
+        assert!(Instant::now() < give_up, "it does not boot: {advice:#}");
         assert!(
             !named.has_ended() && !unnamed.has_ended(),
             "{}{}",
@@ -271,8 +274,10 @@ fn a_disk_that_is_slow_is_told_to_be_what_is_waited_for() {
     let mut load = mortal("qemu-img");
     load.args(["bench", "-f", "raw", "-c", "1000000", "-d", "4", "-s", "4096", &uri]);
     let _load = Process::start(load).expect("starts");
+    let give_up = Instant::now() + LIMIT;
     let told = loop {
         let advice = advise_json("--for 2s");
+        assert!(Instant::now() < give_up, "its disk does nothing: {advice:#}");
         let disks = vm(&advice, fake.id())["disks"].as_array().expect("a list").clone();
         // Until it is under load all the time.
         if disks.first().is_some_and(|disk| number(&disk["utilization"]) > 0.9) {
