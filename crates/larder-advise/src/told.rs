@@ -169,6 +169,7 @@ mod tests {
 
     /// After so many faults of disks, each of 2 ms, in so many seconds.
     fn memory(seconds: u64, faults: u64) -> MemoryState {
+        let lost = json!({"avg10": 0.0, "avg60": 0.0, "avg300": 0.0, "total_us": 0});
         let none = json!({"count": 0, "sum_ns": 0, "max_ns": 0, "buckets": []});
         let disk = json!({"count": faults, "sum_ns": faults * 2_000_000, "max_ns": 2_000_000,
             "buckets": [{"below_ns": 2_097_152, "count": faults}]});
@@ -176,7 +177,7 @@ mod tests {
             "process": "qemu", "pid": 7, "time_ns": seconds * 1_000_000_000, "size": 4096, "resident": 1024,
             "budget": 2048, "used": 2000, "compressed": {"pages": 0, "used": 0, "limit": 0}, "disks": [],
             "uniform_pages": 0, "lost_pages": 0, "refaults": faults / 2, "evicted_pages": 0, "evicted_clean_pages": 0,
-            "evicted_uniform_pages": 0, "evicted_bytes": 0, "ahead_pages": 0, "ahead_zero_pages": 0, "streamed_faults": 0, "clean_pages": 0,
+            "evicted_uniform_pages": 0, "evicted_bytes": 0, "ahead_pages": 0, "ahead_zero_pages": 0, "pressure": {"some": lost, "full": lost}, "streamed_faults": 0, "clean_pages": 0,
             "saved_pages": 0, "kept_pages": 0, "given_up_pages": 0, "stalled": 0, "problem": null, "detaching": false,
             "faults": {"zero": disk, "uniform": none, "compressed": none, "disk": disk, "write": none},
         });
