@@ -341,6 +341,14 @@ impl Segments {
         true
     }
 
+    /// A successor has found that these take space; those in which nothing lives are free.
+    pub fn found_allocated(&mut self, takes_space: impl Fn(SegmentIndex) -> bool) {
+        for segment in self.free.extract_if(.., |segment| takes_space(*segment)) {
+            self.uses[segment.0 as usize] = Use::Warm;
+            self.warm.push(segment);
+        }
+    }
+
     /// The object at `stored` lives no more.
     pub fn remove(&mut self, stored: Stored) {
         let segment = SegmentIndex::of(stored.place);

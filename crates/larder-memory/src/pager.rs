@@ -20,10 +20,10 @@
 //!
 //! # What goes
 //! The process may give pages up (a balloon, free page reporting, virtio-mem): it takes them out of the file and
-//! then says so (`MADV_DONTNEED`), which the kernel tells us. A page that was taken out reads as zeros, and its copy is
-//! dropped. A process that says so of pages that it leaves in the file (which changes nothing in shared memory) keeps
-//! them, and the copies of those around them. Not understood is a process that takes pages out and says nothing
-//! (`fallocate` alone): of pages that are in memory it gets zeros, of those that are not the copy.
+//! then says so (`MADV_DONTNEED`), which the kernel tells us. Such a page reads as zeros from then on, whatever is in memory
+//! or stored of it: in between it may have been put in place, with what it had before. Not understood is a process that
+//! takes pages out and says nothing (`fallocate` alone): of pages that are in memory it gets zeros, of those that are not
+//! the copy. One that says so and leaves them in the file (which by itself changes nothing in shared memory) gets zeros.
 
 mod adopt;
 mod ahead;
@@ -157,6 +157,8 @@ pub struct Pager<G, W> {
     waiting: HashMap<PageIndex, Waiting>,
     /// Those who wait until there is room, in the order of their coming.
     stalled: VecDeque<(PageIndex, Waiting)>,
+    /// Those that were lost, and given up since.
+    to_clear: Vec<PageIndex>,
     decoder: Decoder,
     content: Box<[u8; PAGE]>,
     /// Pages that are put in place together.
@@ -276,6 +278,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             batches: Batches::default(),
             waiting: HashMap::new(),
             stalled: VecDeque::new(),
+            to_clear: Vec::new(),
             decoder: Decoder::new(),
             content: Box::new([0; PAGE]),
             ahead: vec![0; disk::AHEAD_PAGES * PAGE].into_boxed_slice(),

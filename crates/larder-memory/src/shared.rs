@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags};
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -135,6 +135,18 @@ impl SharedMemory {
     pub fn release(&self, offset: usize, len: usize) -> io::Result<()> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(&self.descriptor, how, offset as u64, len as u64)?)
+    }
+
+    /// Whether something of these bytes takes memory.
+    ///
+    /// # Errors
+    /// Of lseek(2).
+    pub fn takes_memory(&self, offset: usize, len: usize) -> io::Result<bool> {
+        match rustix::fs::seek(&self.descriptor, SeekFrom::Data(offset as u64)) {
+            Ok(data) => Ok(data < (offset + len) as u64),
+            Err(Errno::NXIO) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Takes it for this process alone, until that ends; whether nobody else had it.

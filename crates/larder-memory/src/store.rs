@@ -9,7 +9,7 @@ use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, Loop, ReadBuf, 
 use crate::log::{SEGMENT, SegmentIndex};
 
 /// Which request an answer is to.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Ticket(pub u64);
 
 /// What has been done. The memory is given back.

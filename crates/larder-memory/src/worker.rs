@@ -132,6 +132,8 @@ pub enum Done {
         segment: SegmentIndex,
         /// What was alive when it was looked at.
         copied: Vec<Copied>,
+        /// Likewise; it was not copied, as the pages are in memory too. With what their entries said.
+        left_out: Vec<(PageIndex, Word)>,
         /// The lease, with what is still unfilled.
         lease: Lease,
         /// There was room for all.
@@ -145,6 +147,8 @@ pub enum Done {
         next_at: Option<usize>,
         /// What was alive when it was looked at.
         copied: Vec<Copied>,
+        /// Likewise; it was not copied, as the pages are in memory too. With what their entries said.
+        left_out: Vec<(PageIndex, Word)>,
         /// With what is still unfilled.
         into: DiskLease,
     },
@@ -241,13 +245,14 @@ impl Hands {
         // SAFETY: the owner gives one lease at a time, and reads only what was appended before it.
         let bytes = unsafe { Self::leased(&self.compressed, lease) };
         let mut appender = Appender::new(lease.segment, lease.from, bytes, lease.filling);
-        let (copied, next_at) = append_living(&self.state, Tier::Ram, segment, from, SEGMENT_HEADER, &mut appender);
+        let living = append_living(&self.state, Tier::Ram, segment, from, SEGMENT_HEADER, &mut appender);
         lease.from = appender.at();
         Done::Moved {
             segment,
-            copied,
+            copied: living.copied,
+            left_out: living.left_out,
             lease,
-            complete: next_at.is_none(),
+            complete: living.next_at.is_none(),
         }
     }
 
@@ -261,7 +266,7 @@ impl Hands {
     fn demote(&mut self, origin: Origin, at: usize, mut into: DiskLease) -> Done {
         let DiskLease { lease, bytes, .. } = &mut into;
         let mut appender = Appender::new(lease.segment, lease.from, &mut bytes[lease.from..], lease.filling);
-        let (copied, next_at) = match &origin {
+        let living = match &origin {
             Origin::Ram(segment) => append_living(
                 &self.state,
                 Tier::Ram,
@@ -275,8 +280,9 @@ impl Hands {
         lease.from = appender.at();
         Done::Demoted {
             origin,
-            next_at,
-            copied,
+            next_at: living.next_at,
+            copied: living.copied,
+            left_out: living.left_out,
             into,
         }
     }
@@ -323,7 +329,16 @@ impl Hands {
     }
 }
 
-/// Appends those objects of a segment that live, from byte `at` on; and where to go on, if there was no room for all.
+/// What became of the objects of a segment that live.
+#[derive(Default)]
+struct Living {
+    copied: Vec<Copied>,
+    left_out: Vec<(PageIndex, Word)>,
+    /// Where to go on, if there was no room for all.
+    next_at: Option<usize>,
+}
+
+/// Appends those objects of a segment that live, from byte `at` on, but for those of pages that are in memory too.
 fn append_living(
     state: &State,
     tier: Tier,
@@ -331,8 +346,8 @@ fn append_living(
     from: &[u8],
     at: usize,
     appender: &mut Appender<'_>,
-) -> (Vec<Copied>, Option<usize>) {
-    let mut copied = Vec::new();
+) -> Living {
+    let mut living = Living::default();
     for object in objects_from(from, segment.start(), at) {
         if object.page.get() >= state.capacity() {
             continue;
@@ -342,20 +357,25 @@ fn append_living(
         {
             continue;
         }
+        if word.is_clean() {
+            living.left_out.push((object.page, word));
+            continue;
+        }
         let len = usize::from(object.stored.len);
         let within = (object.stored.place.bytes() - segment.start()) as usize;
         if appender.room() < len {
-            return (copied, Some(within));
+            living.next_at = Some(within);
+            break;
         }
         let data = (data_at(object.stored.place) - segment.start()) as usize;
         appender.next_data()[..len].copy_from_slice(&from[data..data + len]);
-        copied.push(Copied {
+        living.copied.push(Copied {
             page: object.page,
             from: word,
             to: appender.append(object.page, len, object.stored.encoding),
         });
     }
-    (copied, None)
+    living
 }
 
 /// Above this length a page is kept as it is: what compression would save is not worth the decoding.

@@ -4,6 +4,7 @@ use super::{Pager, Phase};
 use crate::entry::{Location, Tier, Word};
 use crate::guest::GuestMemory;
 use crate::lists::Queue;
+use crate::log::SEGMENT;
 use crate::state::MESSAGES;
 use crate::units::{PageIndex, PageRun};
 use crate::userfaultfd::{Message, RawMessage};
@@ -24,6 +25,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 }
             }
         }
+        let compressed = &self.compressed;
+        self.ram.found_allocated(|segment| {
+            let takes_memory = compressed.takes_memory(segment.start() as usize, SEGMENT);
+            takes_memory.unwrap_or(true)
+        });
         self.adopt_messages();
         for region in self.regions.clone() {
             for page in (0..region.pages).map(|offset| region.first.plus(offset)) {

@@ -11,7 +11,7 @@ use crate::worker::{Job, Worker};
 
 /// Below the limit so much is kept free for pages that come: a 64th of it, within bounds.
 const RESERVE_SHARE: u64 = 64;
-const RESERVE_BYTES_MIN: u64 = 1 << 20;
+const RESERVE_BYTES_MIN: u64 = SEGMENT as u64;
 const RESERVE_BYTES_MAX: u64 = 32 << 20;
 
 /// How many pages leave at a time without a quarantine: enough that the worker always has some to do.
@@ -33,7 +33,7 @@ const SEGMENTS_KEPT: usize = 2;
 
 /// Compressed RAM is compacted when it takes a fourth more than what lives in it.
 const SLACK_SHARE: u64 = 4;
-const SLACK_BYTES: u64 = 4 << 20;
+const SLACK_BYTES: u64 = 4 * SEGMENT as u64;
 
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn reserve_bytes(&self) -> u64 {
@@ -54,6 +54,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return true;
         }
         self.used_bytes() >= self.options.limit_bytes
+            && !self.is_leaving
             && self.stuck.is_none()
             && self.options.quarantine.is_zero()
             && self.batches.leaving() + self.punching > 0
@@ -72,6 +73,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.fault(page, Cause::Missing, write, since);
             worked = true;
         }
+        worked |= self.clear_lost();
         if !self.is_leaving {
             worked |= self.evict(now);
             worked |= self.go_on_storing(now);

@@ -8,7 +8,7 @@
 //! A full disk makes room by moving what lives in its emptiest segment, or its oldest one to the next disk. What it
 //! holds of pages that are in memory too is dropped then.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use larder_block::{AlignedBuf, IoError};
@@ -151,7 +151,7 @@ pub struct DiskStatus {
 #[derive(Default)]
 pub(super) struct Disks {
     pub(super) all: Vec<Disk>,
-    reads: HashMap<Ticket, Reading>,
+    reads: BTreeMap<Ticket, Reading>,
     again: Vec<(Instant, Reading)>,
     ticket: u64,
     spare: Vec<AlignedBuf>,
@@ -303,8 +303,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     fn fill_disk(&mut self, index: usize, now: Instant) -> bool {
         let ram_is_over = index == 0 && self.ram.used() > self.ram_target();
+        if self.disks.all[index].has_failed() {
+            self.leave_failed(index);
+            return false;
+        }
         let disk = &mut self.disks.all[index];
-        if disk.with_worker.is_some() || disk.has_failed() || disk.failed_until.is_some_and(|until| until > now) {
+        if disk.with_worker.is_some() || disk.failed_until.is_some_and(|until| until > now) {
             return false;
         }
         let has_room = disk.filling.is_some() || disk.log.available() > KEPT_FOR_CLEANING;
@@ -399,23 +403,23 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 if word.with_clean(false) != from.with_clean(false) {
                     continue;
                 }
-                if word.is_clean() {
-                    // It is in memory, and comes here again when it leaves.
-                    self.drop_copy(page);
-                    continue;
-                }
                 let there = Location::In {
                     tier,
                     stored: to,
-                    clean: false,
+                    // It may have come back meanwhile.
+                    clean: word.is_clean(),
                 };
                 self.set_word(page, Word::of(there));
                 self.disks.all[index].log.add(to);
-                self.forget_copy(from);
+                self.forget_copy(word);
             }
             self.disks.all[index].log.seal(segment);
         }
-        for origin in filling.origins {
+        self.moved_out(filling.origins);
+    }
+
+    fn moved_out(&mut self, origins: Vec<Moved>) {
+        for origin in origins {
             match origin {
                 Moved::Ram(segment) => self.ram.left(segment),
                 Moved::Disk(tier, segment) => {
@@ -425,6 +429,33 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 }
             }
         }
+    }
+
+    /// Nothing goes to a disk that has failed: what was to go there stays where it is.
+    fn leave_failed(&mut self, index: usize) {
+        let disk = &mut self.disks.all[index];
+        if disk.with_worker.is_some() {
+            return;
+        }
+        let mut origins = Vec::new();
+        if let Some((into, filling)) = disk.filling.take() {
+            disk.log.spoil(into.lease.segment);
+            origins.extend(filling.origins);
+            self.disks.give_back(into.bytes);
+        }
+        for (origin, _) in std::mem::take(&mut self.disks.all[index].queue) {
+            match origin {
+                Origin::Ram(segment) => origins.push(Moved::Ram(segment)),
+                Origin::Disk(tier, segment, bytes) => {
+                    origins.push(Moved::Disk(tier, segment));
+                    self.disks.give_back(bytes);
+                    if let Some(of) = self.disks.index_of(tier) {
+                        self.disks.all[of].is_cleaning = false;
+                    }
+                }
+            }
+        }
+        self.moved_out(origins);
     }
 
     /// Has a segment read of which what lives is to go elsewhere.

@@ -310,15 +310,23 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Done::Moved {
                 segment,
                 copied,
+                left_out,
                 lease,
                 complete,
-            } => self.moved(segment, copied, lease, complete),
+            } => {
+                self.drop_clean(left_out);
+                self.moved(segment, copied, lease, complete);
+            }
             Done::Demoted {
                 origin,
                 next_at,
                 copied,
+                left_out,
                 into,
-            } => self.demoted(origin, next_at, copied, into),
+            } => {
+                self.drop_clean(left_out);
+                self.demoted(origin, next_at, copied, into);
+            }
             Done::Released(segment) => self.ram.cooled(segment),
         }
     }
@@ -393,6 +401,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.stay(slot, rest.into_iter());
                 self.is_stuck(Stuck::Memory);
             }
+            None if self.is_leaving => self.stay(slot, rest.into_iter()),
             // There was no room for them. They come first in the next segment.
             None => self.batches.slots[usize::from(slot)]
                 .pages
@@ -416,6 +425,15 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if !self.waiting.is_empty() {
             for page in pages {
                 self.answer_waiting(page);
+            }
+        }
+    }
+
+    /// Copies of pages that are in memory too are not moved: the pages come down again when they go.
+    fn drop_clean(&mut self, left_out: Vec<(PageIndex, Word)>) {
+        for (page, word) in left_out {
+            if self.state.word(page) == word {
+                self.drop_copy(page);
             }
         }
     }

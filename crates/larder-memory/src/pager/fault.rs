@@ -7,7 +7,7 @@ use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
 use crate::guest::GuestMemory;
 use crate::lists::Queue;
 use crate::log::data_at;
-use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun, runs};
+use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Cause, Filled, Range};
 use crate::worker::Worker;
 
@@ -345,62 +345,51 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
+    /// Whatever is in memory of these pages, or stored of them, counts no more. What is in memory was put there between
+    /// the hole and the word of it, by us for somebody else or ahead, or the hole is yet to come (`MADV_REMOVE`).
     fn given_up(&mut self, run: PageRun) {
-        let mut there = vec![false; run.count as usize];
-        let looked = self.guest.present(run, &mut |found| {
-            let from = (found.first.get() - run.first.get()) as usize;
-            there[from..from + found.count as usize].fill(true);
-        });
-        if let Err(error) = looked {
-            tracing::warn!("cannot see which pages are in memory: {error}");
-            return;
-        }
-        let is_known = |phase| matches!(phase, Phase::Resident | Phase::Leaving(_));
-        let (mut stayed, mut went) = (0_u32, 0_u32);
-        for (page, is_there) in run.pages().zip(&there) {
-            if is_known(self.phases.get(page)) {
-                match is_there {
-                    // It may have come back after it was taken out.
-                    true if self.state.word(page).is_clean() => {}
-                    true => stayed += 1,
-                    false => went += 1,
-                }
-            }
-        }
-        // Nothing was taken out: nor were those that are not here.
-        let is_taken_out = stayed == 0 || went > 0;
-        let mut came_back = Vec::new();
-        for (page, is_there) in run.pages().zip(there) {
-            let phase = self.phases.get(page);
-            match (is_known(phase), is_there) {
-                (true, false) => {
-                    self.drop_copy(page);
-                    self.vanish(page);
-                    self.figures.removed += 1;
-                }
-                (true, true) if is_taken_out && self.state.word(page).is_clean() => came_back.push(page),
-                (true, true) => self.stays_unprotected(page, phase),
-                (false, _) if is_taken_out && self.state.word(page) != Word::NOWHERE => {
-                    self.drop_copy(page);
-                    self.figures.removed += 1;
-                }
-                (false, _) => {}
-            }
-        }
-        for run in runs(came_back) {
-            if let Err(error) = self.guest.take_out(run) {
-                tracing::warn!("pages that were given up stay as they were: {error}");
-                for page in run.pages() {
-                    self.stays_unprotected(page, Phase::Resident);
-                }
-                continue;
-            }
-            for page in run.pages() {
-                self.drop_copy(page);
-                self.vanish(page);
+        for page in run.pages() {
+            let was_there = matches!(self.phases.get(page), Phase::Resident | Phase::Leaving(_));
+            if was_there || self.state.word(page) != Word::NOWHERE {
                 self.figures.removed += 1;
             }
+            if self.state.word(page) == Word::of(Location::Lost) {
+                // The mark that makes it unreadable does not go by itself.
+                self.to_clear.push(page);
+                continue;
+            }
+            self.drop_copy(page);
+            // What the worker takes out it says when it has.
+            if self.phases.get(page) != Phase::Punching {
+                self.vanish(page);
+            }
         }
+        let mut there: Vec<PageRun> = Vec::new();
+        let looked = self.guest.present(run, &mut |found| there.push(found));
+        let gone = looked.and_then(|()| there.into_iter().try_for_each(|found| self.guest.take_out(found)));
+        if let Err(error) = gone {
+            tracing::warn!("pages that were given up stay as they were: {error}");
+        }
+    }
+
+    /// Has pages that were lost, and given up since, be of zeros; whether there was one.
+    pub(super) fn clear_lost(&mut self) -> bool {
+        let mut worked = false;
+        for page in std::mem::take(&mut self.to_clear) {
+            if self.state.word(page) != Word::of(Location::Lost) {
+                continue;
+            }
+            match self.guest.fill_zero(page) {
+                Filled::Done => {
+                    self.drop_copy(page);
+                    self.settle(page, Queue::Probation);
+                    worked = true;
+                }
+                Filled::Changing | Filled::NoMemory => self.to_clear.push(page),
+                Filled::Present | Filled::Gone => {}
+            }
+        }
+        worked
     }
 
     /// A page stays of which the protection is lifted.

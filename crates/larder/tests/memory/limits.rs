@@ -129,7 +129,8 @@ fn a_budget_that_cannot_be_kept_for_want_of_room_is_told_and_nothing_is_lost() {
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::TiersFull));
     let state = is_told.expect("a problem");
     assert!(
-        state.used > state.budget && state.compressed.used <= 2 * MIB,
+        // One segment more while another is emptied.
+        state.used > state.budget && state.compressed.used <= 3 * MIB,
         "{state:#?}"
     );
     let told = "there is no room left for evicted pages";

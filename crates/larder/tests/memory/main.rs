@@ -2,6 +2,7 @@
 
 mod control;
 mod ended;
+mod given_up;
 mod guest;
 mod kills;
 mod limits;

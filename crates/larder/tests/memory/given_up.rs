@@ -1,0 +1,206 @@
+//! Pages that a process gives up while the pager brings those around them ahead.
+
+use std::fs::File;
+use std::io::{BufRead as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use larder_bench::campaign::Random;
+use larder_bench::campaign::memory::Attach;
+use larder_bench::campaign::process::Process;
+use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use crate::support::{LIMIT, larder, on_tmpfs};
+
+const PAGE: usize = 4096;
+const WORDS: usize = PAGE / 8;
+const PAGES: usize = 8192;
+
+/// Pages that are gone through one after the other, and those among them that are given up meanwhile.
+const WALK: usize = 64;
+const GIVEN_UP: usize = 3;
+
+/// How the program below is told that it is meant.
+const PROGRAM: &str = "LARDER_TEST_GIVES_UP";
+
+/// No test, but a program that gives pages up and expects zeros there, and everywhere else what it wrote.
+#[test]
+#[ignore = "started by other tests"]
+fn gives_up() {
+    if std::env::var_os(PROGRAM).is_none() {
+        return;
+    }
+    let memory = Memory::new();
+    let stop = Arc::new(AtomicBool::new(false));
+    println!("\nready {}", std::process::id());
+    std::thread::spawn({
+        let stop = Arc::clone(&stop);
+        move || {
+            let _ = std::io::stdin().lock().lines().next();
+            stop.store(true, Ordering::Relaxed);
+        }
+    });
+    let mut random = Random::new(5);
+    let mut generations = vec![1_u64; PAGES];
+    let (mut rounds, mut raced) = (0, 0);
+    while !stop.load(Ordering::Relaxed) {
+        let first = random.below((PAGES - WALK) as u64) as usize;
+        let given_up = first + WALK / 2..first + WALK / 2 + GIVEN_UP;
+        memory.take_out(given_up.start, given_up.len());
+        // Whoever brings pages ahead does not know yet.
+        for page in first..given_up.start {
+            memory.verify(page, generations[page]);
+        }
+        raced += memory.present(given_up.start, given_up.len());
+        memory.say_so(given_up.start, given_up.len());
+        for page in given_up.clone() {
+            assert_eq!(memory.page(page)[..], [0; WORDS], "page {page} is not of zeros");
+            generations[page] += 1;
+            memory.write(page, generations[page]);
+        }
+        for page in given_up.end..first + WALK {
+            memory.verify(page, generations[page]);
+        }
+        rounds += 1;
+    }
+    (0..PAGES).for_each(|page| memory.verify(page, generations[page]));
+    println!("\ngone through {rounds} times, {raced} pages were there again");
+    let _ = std::io::stdout().flush();
+}
+
+/// Shared memory that a program has written to.
+struct Memory {
+    file: File,
+    base: *mut u64,
+}
+
+impl Memory {
+    fn new() -> Self {
+        let file = File::from(rustix::fs::memfd_create("given-up", MemfdFlags::CLOEXEC).expect("a memfd"));
+        file.set_len((PAGES * PAGE) as u64).expect("room");
+        let how = ProtFlags::READ | ProtFlags::WRITE;
+        let size = PAGES * PAGE;
+        // SAFETY: a new mapping.
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, how, MapFlags::SHARED, file.as_fd(), 0) };
+        let memory = Self {
+            file,
+            base: base.expect("a mapping").cast(),
+        };
+        (0..PAGES).for_each(|page| memory.write(page, 1));
+        memory
+    }
+
+    fn page(&self, page: usize) -> &[u64] {
+        assert!(page < PAGES);
+        // SAFETY: in the mapping, which nobody else changes.
+        unsafe { std::slice::from_raw_parts(self.base.add(page * WORDS), WORDS) }
+    }
+
+    /// Words that say which page it is, and when it was written; they hardly compress.
+    fn words(page: usize, generation: u64) -> impl Iterator<Item = u64> {
+        let mut random = Random::new(page as u64 * 1_000_003 + generation);
+        (0..WORDS).map(move |_| random.below(u64::MAX))
+    }
+
+    fn write(&self, page: usize, generation: u64) {
+        assert!(page < PAGES);
+        // SAFETY: in the mapping, and nobody else uses it.
+        let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };
+        words
+            .iter_mut()
+            .zip(Self::words(page, generation))
+            .for_each(|(word, is)| *word = is);
+    }
+
+    fn verify(&self, page: usize, generation: u64) {
+        assert!(
+            self.page(page).iter().copied().eq(Self::words(page, generation)),
+            "page {page} is not as it was written"
+        );
+    }
+
+    fn take_out(&self, first: usize, count: usize) {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let (at, len) = ((first * PAGE) as u64, (count * PAGE) as u64);
+        rustix::fs::fallocate(&self.file, how, at, len).expect("a hole");
+    }
+
+    fn say_so(&self, first: usize, count: usize) {
+        // SAFETY: in the mapping; what is there is not used any more.
+        let said =
+            unsafe { rustix::mm::madvise(self.base.add(first * WORDS).cast(), count * PAGE, Advice::LinuxDontNeed) };
+        said.expect("it is told");
+    }
+
+    /// How many of these are in memory.
+    fn present(&self, first: usize, count: usize) -> usize {
+        let mut there = vec![0_u8; count];
+        // SAFETY: in the mapping, and a byte for each page.
+        let looked = unsafe {
+            libc::mincore(
+                self.base.add(first * WORDS).cast(),
+                count * PAGE,
+                there.as_mut_ptr().cast(),
+            )
+        };
+        assert_eq!(looked, 0);
+        there.iter().filter(|byte| **byte & 1 != 0).count()
+    }
+}
+
+fn go_through(meanwhile: impl FnOnce(&Attach)) {
+    let folder = on_tmpfs();
+    let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let swap = disk.path().join("swap");
+    let mut command = std::process::Command::new(std::env::current_exe().expect("this program"));
+    command
+        .args(["--ignored", "--exact", "given_up::gives_up", "--nocapture"])
+        .env(PROGRAM, "1");
+    let mut program = Process::start(command).expect("a program to manage");
+    let said = program.wait_for("ready ", LIMIT).expect("it works");
+    let pid = said
+        .split_once("ready ")
+        .expect("its number")
+        .1
+        .trim()
+        .parse()
+        .expect("a number");
+    let swap = swap.display().to_string();
+    let words = ["--budget", "20MiB", "--swap-cache", &swap, "--swap-size", "128MiB"];
+    meanwhile(&Attach::new(larder(), folder.path(), pid, &words));
+    program.say("stop").expect("it reads");
+    let ended = program.wait(LIMIT).expect("it ends");
+    let said = program.output();
+    assert!(ended.success(), "{ended}: {said}");
+    let raced = said
+        .split_once(" times, ")
+        .and_then(|(_, rest)| rest.split(' ').next()?.parse::<u64>().ok());
+    assert!(raced.is_some_and(|raced| raced > 0), "nothing came between: {said}");
+}
+
+#[test]
+fn pages_brought_ahead_between_being_taken_out_and_given_up_are_of_zeros() {
+    go_through(|attach| {
+        let mut pager = attach.start().expect("it attaches");
+        std::thread::sleep(Duration::from_secs(6));
+        let state = pager.state().expect("it answers");
+        assert!(state.ahead_pages > 0 && state.given_up_pages > 0, "{state:#?}");
+        pager.detach().expect("lets go");
+    });
+}
+
+#[test]
+fn they_are_so_too_if_the_pager_is_killed_in_between() {
+    go_through(|attach| {
+        let mut random = Random::new(9);
+        for _ in 0..20 {
+            let mut pager = attach.start().expect("it attaches");
+            std::thread::sleep(Duration::from_millis(100 + random.below(200)));
+            pager.process.kill();
+        }
+        attach.start().expect("it attaches").detach().expect("lets go");
+    });
+}
