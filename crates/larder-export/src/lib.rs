@@ -5,3 +5,4 @@ pub mod clients;
 pub mod descriptor_store;
 pub mod nbd;
 pub mod vhost_user;
+pub mod view;

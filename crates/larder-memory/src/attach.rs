@@ -1,9 +1,14 @@
 //! Beginning to manage the memory of a process, taking over from a pager that went away, and letting go.
 //!
 //! # What is in the process then
-//! Three descriptors, which it never uses: the userfaultfd, so that it outlives the pager (when the last one is closed,
-//! the kernel lets missing pages read as zeros), and read-only ones of the state and of compressed RAM, so that those
-//! live as long as the memory that they are about.
+//! A few descriptors, which it never uses: the userfaultfd, so that it outlives the pager (when the last one is closed,
+//! the kernel lets missing pages read as zeros); read-only ones of the state and of compressed RAM, so that those
+//! live as long as the memory that they are about; and for each file of its memory one that holds a lock on it, by which
+//! servers of its disks know that it is managed, also while there is no pager ([`larder_export::view`]).
+//!
+//! # Others that have the memory
+//! Larder's own servers of the VM's disks are served as the process itself is ([`crate::views`]). Memory is marked first,
+//! and then it is looked who has it: who maps it later sees the mark, and waits.
 //!
 //! # A pager that is killed, and its successor
 //! The order of steps is such that whatever was done is found: the state is handed over before the userfaultfd is made,
@@ -19,6 +24,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 use std::time::Duration;
 
+use larder_export::view::mark_managed;
 use rustix::process::{Pid, PidfdGetfdFlags, pidfd_getfd};
 
 use crate::entry::{Location, Tier};
@@ -29,9 +35,10 @@ use crate::pager::{self, Pager};
 use crate::shared::SharedMemory;
 use crate::state::{Region, State, StateError, SwapIdentity};
 use crate::store::Store;
-use crate::target::{LeftState, Memory, Place, Target, TargetError};
+use crate::target::{LeftState, Memory, Place, Target, TargetError, marks, others_of};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{self, NEEDED_ALL, Range, Userfaultfd, feature};
+use crate::views::{Looked, View, ViewError};
 use crate::worker::{Hands, Thread};
 
 /// How long a thread of the process may take to stop, and a system call in it.
@@ -67,6 +74,17 @@ pub enum AttachError {
         source: io::Error,
     },
     #[error(
+        "process {pid}: its memory ({name}) is marked as managed already, by a pager of another process that has it: end \
+        that, or its VM",
+        pid = .pid.as_raw_pid()
+    )]
+    Marked { pid: Pid, name: String },
+    #[error(
+        "process {pid} cannot be managed, because others have its memory: {source}; nothing was changed",
+        pid = .pid.as_raw_pid()
+    )]
+    View { pid: Pid, source: ViewError },
+    #[error(
         "process {pid}: its memory at {address:#x} is of another userfaultfd already: another pager's, or of QEMU itself \
         (post-copy migration, background snapshot)",
         pid = .pid.as_raw_pid()
@@ -80,6 +98,15 @@ struct Given {
     pages: i32,
     compressed: i32,
     userfaultfd: i32,
+}
+
+impl Given {
+    /// They, and those by which memory is marked: the state goes last but for these, as without it they mean nothing.
+    fn all(self, pid: Pid) -> Vec<i32> {
+        let mut all = vec![self.userfaultfd, self.compressed, self.pages];
+        all.extend(marks(pid).unwrap_or_default());
+        all
+    }
 }
 
 /// A process whose memory is managed. Faults must be answered from now on.
@@ -154,7 +181,8 @@ impl Found {
                 userfaultfd,
                 given,
             } => take_over(target, options, swaps, state, compressed, userfaultfd, given),
-            Left::Unused(numbers, locked) => {
+            Left::Unused(mut numbers, locked) => {
+                numbers.extend(marks(target.pid()).unwrap_or_default());
                 close(target.pid(), &numbers).map_err(AttachError::Inject)?;
                 drop(locked);
                 begin(target, options, swaps)
@@ -313,6 +341,7 @@ fn take_over(
     for memory in memories {
         attached.add(memory)?;
     }
+    attached.add_views()?;
     Ok(attached)
 }
 
@@ -343,7 +372,14 @@ fn begin(mut target: Target, options: pager::Options, swaps: Vec<Swap>) -> Resul
         .and_then(|bytes| SharedMemory::create(c"larder-compressed", bytes))
         .map_err(failed("make compressed memory"))?;
     let read_only = |memory: &SharedMemory| memory.read_only().map_err(failed("open its state for it"));
-    let descriptors = [read_only(state.memory())?, read_only(&compressed)?, device.into()];
+    let mut descriptors = vec![read_only(state.memory())?, read_only(&compressed)?, device.into()];
+    // From here on no server of its disks begins to use it without us.
+    let mut marked = Vec::new();
+    for memory in &target.memories {
+        if let Some(mark) = mark(pid, memory, &mut marked)? {
+            descriptors.push(mark);
+        }
+    }
     let (given, stood_still) = hand_over(pid, &descriptors).map_err(AttachError::Inject)?;
 
     let taken = take(&target, given.userfaultfd, "take its userfaultfd").and_then(|userfaultfd| {
@@ -373,11 +409,16 @@ fn begin(mut target: Target, options: pager::Options, swaps: Vec<Swap>) -> Resul
         Err(error) => return Err(undo(pid, given, error)),
     };
     for memory in memories {
-        if let Err(error) = attached.add(memory) {
+        if let Err(error) = attached.add_marked(memory) {
             // Nothing has been evicted yet.
             attached.unregister();
             return Err(undo(pid, given, error));
         }
+    }
+    if let Err(error) = attached.add_views() {
+        attached.pager.guest().views().let_go();
+        attached.unregister();
+        return Err(undo(pid, given, error));
     }
     attached.stood_still = Some(stood_still);
     Ok(attached)
@@ -388,11 +429,31 @@ fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
     userfaultfd.enable(NEEDED_ALL | poison)
 }
 
-/// Hands the descriptors to the process, and has it make a userfaultfd of the last one.
-fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3]) -> Result<(Given, Duration), InjectError> {
+/// Marks memory as managed: what is to be handed to the process for that, unless its file was marked already.
+fn mark(pid: Pid, memory: &Memory, marked: &mut Vec<(u64, u64)>) -> Result<Option<OwnedFd>, AttachError> {
+    let file = (memory.place.device, memory.place.inode);
+    if marked.contains(&file) {
+        return Ok(None);
+    }
+    let failed = |source| AttachError::Failed {
+        pid,
+        what: "mark its memory as managed",
+        source,
+    };
+    if !mark_managed(memory.file.as_fd()).map_err(failed)? {
+        let name = memory.name.clone();
+        return Err(AttachError::Marked { pid, name });
+    }
+    marked.push(file);
+    memory.file.as_fd().try_clone_to_owned().map(Some).map_err(failed)
+}
+
+/// Hands the descriptors to the process, and has it make a userfaultfd of the third one, which it need not keep.
+fn hand_over(pid: Pid, descriptors: &[OwnedFd]) -> Result<(Given, Duration), InjectError> {
     with_stopped_thread(pid, INJECT_LIMIT, |thread| {
-        let numbers = thread.give_descriptors(&descriptors.each_ref().map(|it| it.as_fd()))?;
-        let [pages, compressed, device] = numbers[..] else {
+        let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(|it| it.as_fd()).collect();
+        let numbers = thread.give_descriptors(&descriptors)?;
+        let [pages, compressed, device, ..] = numbers[..] else {
             unreachable!("as many as were given");
         };
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
@@ -409,8 +470,9 @@ fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3]) -> Result<(Given, Duration), 
                 })
             }
             Err(error) => {
-                thread.close(pages)?;
-                thread.close(compressed)?;
+                for number in numbers.iter().filter(|number| **number != device) {
+                    thread.close(*number)?;
+                }
                 Err(error)
             }
         }
@@ -427,8 +489,8 @@ fn close(pid: Pid, numbers: &[i32]) -> Result<Duration, InjectError> {
 
 /// What was handed over is taken back, for that error.
 fn undo(pid: Pid, given: Given, error: AttachError) -> AttachError {
-    if let Err(left) = close(pid, &[given.userfaultfd, given.compressed, given.pages]) {
-        tracing::warn!("three descriptors that the process does not need stay open in it: {left}");
+    if let Err(left) = close(pid, &given.all(pid)) {
+        tracing::warn!("descriptors that the process does not need stay open in it: {left}");
     }
     error
 }
@@ -454,13 +516,7 @@ fn register(pid: Pid, userfaultfd: &Userfaultfd, region: &Region) -> Result<(), 
 }
 
 fn place_of(region: &Region) -> Option<Place> {
-    (!region.is_gone()).then(|| Place {
-        address: region.address,
-        offset: region.offset,
-        bytes: region.bytes(),
-        device: region.device,
-        inode: region.inode,
-    })
+    (!region.is_gone()).then(|| Place::of(region))
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -475,7 +531,11 @@ fn assemble(
     given: Given,
 ) -> Result<Attached, AttachError> {
     let pid = target.pid();
-    let process = Process::new(userfaultfd, Arc::clone(&files));
+    let process = Process::new(userfaultfd, Arc::clone(&files)).map_err(|source| AttachError::Failed {
+        pid,
+        what: "wait for several userfaultfds",
+        source,
+    })?;
     let mut present = Vec::new();
     for region in state.regions().iter().filter(|region| !region.is_gone()) {
         look(&process, region, &mut present).map_err(|source| AttachError::Failed {
@@ -534,6 +594,17 @@ impl Attached {
     /// It cannot be registered, or there are too many regions.
     pub fn add(&mut self, memory: Memory) -> Result<(), AttachError> {
         let pid = self.pid;
+        let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
+        let mut marked = regions.map(|region| (region.device, region.inode)).collect();
+        if let Some(mark) = mark(pid, &memory, &mut marked)? {
+            let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| thread.give_descriptors(&[mark.as_fd()]));
+            given.map_err(AttachError::Inject)?;
+        }
+        self.add_marked(memory)
+    }
+
+    fn add_marked(&mut self, memory: Memory) -> Result<(), AttachError> {
+        let pid = self.pid;
         let place = memory.place;
         let region = Region {
             first: PageIndex::new(self.pager.pages()),
@@ -547,6 +618,14 @@ impl Attached {
             .add_region(&region)
             .map_err(|source| AttachError::State { pid, source })?;
         self.files.add(region, memory.file);
+        // Those who have mapped it already are served before anything of it can be evicted.
+        let views = self.pager.guest().views();
+        for of in views.to_look(true) {
+            match Looked::now(of, &self.state.regions()) {
+                Ok(looked) => views.looked(looked),
+                Err(error) => tracing::debug!("a server of the VM's disks has ended: {error}"),
+            }
+        }
         let mut present = Vec::new();
         let registered = register(pid, self.pager.guest().userfaultfd(), &region).and_then(|()| {
             look(self.pager.guest(), &region, &mut present).map_err(|source| AttachError::Failed {
@@ -574,9 +653,61 @@ impl Attached {
         self.pidfd.try_clone()
     }
 
-    /// What tells of faults, for who waits for them.
-    pub fn userfaultfd(&self) -> BorrowedFd<'_> {
-        self.pager.guest().userfaultfd().as_fd()
+    /// Readable when there are faults, in the process or a view.
+    pub fn events(&self) -> BorrowedFd<'_> {
+        self.pager.guest().views().events()
+    }
+
+    /// Which process it is.
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Serves those of Larder's processes that have the memory mapped.
+    fn add_views(&mut self) -> Result<(), AttachError> {
+        let pid = self.pid;
+        let (viewers, obstacles) = others_of(pid, self.pager.regions());
+        if !obstacles.is_empty() {
+            let name = String::new();
+            return Err(TargetError::Obstacles { pid, name, obstacles }.into());
+        }
+        for viewer in viewers {
+            let add = || -> Result<(), ViewError> {
+                let view = View::begin(viewer)?;
+                let failed = |source| ViewError::Failed {
+                    pid: viewer.pid,
+                    what: "register what it has mapped",
+                    source,
+                };
+                let looked = view.look(self.pager.regions()).map_err(failed)?;
+                self.pager.guest().views().add(view, looked, true).map_err(failed)
+            };
+            add().map_err(|source| AttachError::View { pid, source })?;
+        }
+        Ok(())
+    }
+
+    /// Closes in the process the marks of memory that it has unmapped: as long as they are there the host keeps it.
+    pub fn close_marks_of_gone(&self) {
+        let is_of_none = |number: &i32| {
+            let found = std::fs::metadata(format!("/proc/{}/fd/{number}", self.pid.as_raw_pid()));
+            let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
+            found.is_ok_and(|found| {
+                let mut regions = regions;
+                !regions.any(|region| (region.device, region.inode) == (found.dev(), found.ino()))
+            })
+        };
+        let gone: Vec<i32> = marks(self.pid)
+            .unwrap_or_default()
+            .into_iter()
+            .filter(is_of_none)
+            .collect();
+        if gone.is_empty() {
+            return;
+        }
+        if let Err(error) = close(self.pid, &gone) {
+            tracing::warn!("memory that was unplugged is kept by the host: {error}");
+        }
     }
 
     /// Leaves the memory to the kernel. All pages must be back ([`Pager::bring_back`]), or they are lost.
@@ -599,14 +730,10 @@ impl Attached {
     /// Leaves the process as it was: for how long a thread of it stood still at most. All pages must be back.
     ///
     /// # Errors
-    /// What was handed to the process could not be closed in it: it has three descriptors more, which do nothing.
+    /// What was handed to the process could not be closed in it: it has a few descriptors more, which do nothing.
     pub fn let_go(self) -> Result<Duration, InjectError> {
+        self.pager.guest().views().let_go();
         self.unregister();
-        let Given {
-            pages,
-            compressed,
-            userfaultfd,
-        } = self.given;
-        close(self.pid, &[userfaultfd, compressed, pages])
+        close(self.pid, &self.given.all(self.pid))
     }
 }

@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -12,6 +13,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use crate::state::Region;
 use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{Filled, Range, RawMessage, Userfaultfd};
+use crate::views::Views;
 
 /// What the owner of the pages does with them.
 pub trait GuestMemory {
@@ -62,6 +64,21 @@ pub trait GuestMemory {
 
     /// The process has unmapped this region: nothing can be done to its pages any more.
     fn forget(&self, region: &Region);
+
+    /// Whether others do device I/O into this memory, which writes to pages though writes were stopped.
+    fn has_device_io(&self) -> bool {
+        false
+    }
+
+    /// A mark of now, for [`Self::io_has_ended`].
+    fn io_mark(&self) -> u64 {
+        0
+    }
+
+    /// Whether all device I/O of others has ended that had begun when `mark` was made.
+    fn io_has_ended(&self, _mark: u64) -> bool {
+        true
+    }
 }
 
 /// What a thread beside the owner does with pages that the owner has given to it.
@@ -108,6 +125,13 @@ impl Files {
     pub fn remove(&self, first: PageIndex) {
         let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
         all.retain(|mapped| mapped.region.first != first);
+    }
+
+    /// Paths by which this process can reach them.
+    pub fn paths(&self) -> Vec<String> {
+        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let path = |mapped: &Arc<Mapped>| format!("/proc/self/fd/{}", mapped.file.as_raw_fd());
+        all.iter().map(path).collect()
     }
 
     fn of(&self, page: PageIndex) -> Option<Arc<Mapped>> {
@@ -199,16 +223,30 @@ impl Backing for Files {
     }
 }
 
-/// The memory of a process that was attached to.
+/// The memory of a process that was attached to, which others may have mapped, too.
 pub struct Process {
     userfaultfd: Userfaultfd,
     files: Arc<Files>,
+    views: Views,
 }
 
 impl Process {
     /// Memory in `files`, of which `userfaultfd` tells.
-    pub fn new(userfaultfd: Userfaultfd, files: Arc<Files>) -> Self {
-        Self { userfaultfd, files }
+    ///
+    /// # Errors
+    /// No descriptor can be made.
+    pub fn new(userfaultfd: Userfaultfd, files: Arc<Files>) -> io::Result<Self> {
+        let views = Views::new(&userfaultfd)?;
+        Ok(Self {
+            userfaultfd,
+            files,
+            views,
+        })
+    }
+
+    /// Who has it mapped, too.
+    pub fn views(&self) -> &Views {
+        &self.views
     }
 
     /// What tells of it.
@@ -232,26 +270,59 @@ impl Process {
 
 impl GuestMemory for Process {
     fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
-        self.userfaultfd.receive(buffer)
+        // First: so what is told here of a page was so before the process can have given it up, of which it tells below.
+        // That others wait need not outlive us: whoever comes next wakes them.
+        let faults = match self.views.is_empty() {
+            true => Vec::new(),
+            false => self.views.receive(buffer.len() / 2),
+        };
+        let (rest, theirs) = buffer.split_at_mut(buffer.len() - faults.len());
+        let count = self.userfaultfd.receive(rest)?;
+        let mut all = count;
+        for (page, cause, write) in faults {
+            let Some(address) = self.address_of(page) else {
+                continue;
+            };
+            let place = match rest.get_mut(all) {
+                Some(place) => place,
+                None => &mut theirs[all - rest.len()],
+            };
+            *place = RawMessage::of_fault(address, cause, write);
+            all += 1;
+        }
+        Ok(all)
     }
 
     fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled) {
-        match self.address_of(first) {
-            Some(address) => self.userfaultfd.copy(address, content, protect),
-            None => (0, Filled::Gone),
+        let Some(address) = self.address_of(first) else {
+            return (0, Filled::Gone);
+        };
+        let (count, filled) = self.userfaultfd.copy(address, content, protect);
+        if count > 0 {
+            let count = count as u32;
+            self.views.arrived(PageRun { first, count }, protect);
         }
+        (count, filled)
     }
 
     fn fill_zero(&self, page: PageIndex) -> Filled {
-        match self.address_of(page) {
-            Some(address) => self.userfaultfd.zero(address),
-            None => Filled::Gone,
+        let Some(address) = self.address_of(page) else {
+            return Filled::Gone;
+        };
+        let filled = self.userfaultfd.zero(address);
+        if filled == Filled::Done {
+            self.views.arrived(PageRun::one(page), false);
         }
+        filled
     }
 
     fn poison(&self, page: PageIndex) -> Filled {
         match self.address_of(page) {
-            Some(address) => self.userfaultfd.poison(address),
+            Some(address) => {
+                let filled = self.userfaultfd.poison(address);
+                self.views.poison(page);
+                filled
+            }
             None => Filled::Gone,
         }
     }
@@ -259,20 +330,24 @@ impl GuestMemory for Process {
     fn map(&self, page: PageIndex) {
         if let Some(address) = self.address_of(page) {
             self.userfaultfd.map(address);
+            self.views.arrived(PageRun::one(page), false);
         }
     }
 
     fn protect(&self, run: PageRun) -> io::Result<()> {
-        self.each(run, |range| self.userfaultfd.protect(range))
+        self.each(run, |range| self.userfaultfd.protect(range))?;
+        self.views.protect(run)
     }
 
     fn unprotect(&self, run: PageRun) -> io::Result<()> {
-        self.each(run, |range| self.userfaultfd.unprotect(range))
+        self.each(run, |range| self.userfaultfd.unprotect(range))?;
+        self.views.unprotect(run)
     }
 
     fn wake(&self, run: PageRun) {
         // It fails only for a process that has ended, where nobody waits.
         let _ = self.each(run, |range| self.userfaultfd.wake(range));
+        self.views.wake(run);
     }
 
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
@@ -285,5 +360,17 @@ impl GuestMemory for Process {
 
     fn forget(&self, region: &Region) {
         self.files.remove(region.first);
+    }
+
+    fn has_device_io(&self) -> bool {
+        !self.views.is_empty()
+    }
+
+    fn io_mark(&self) -> u64 {
+        self.views.io_mark()
+    }
+
+    fn io_has_ended(&self, mark: u64) -> bool {
+        self.views.io_has_ended(mark)
     }
 }

@@ -16,4 +16,5 @@ pub mod store;
 pub mod target;
 pub mod units;
 pub mod userfaultfd;
+pub mod views;
 pub mod worker;

@@ -1,10 +1,13 @@
 //! The pager on its loop: it is called when there is something to do, and sleeps else.
 
+mod views;
+
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::rc::{Rc, Weak};
+use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -23,6 +26,8 @@ const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 /// How often it is called while pages are in quarantine, and else, though nothing happens.
 const TICK_QUARANTINED: Duration = Duration::from_millis(20);
+/// The same while pages wait for requests of disks to end.
+const TICK_IO: Duration = Duration::from_millis(2);
 const TICK: Duration = Duration::from_millis(500);
 
 /// How many pages are brought back between two looks for faults, when all are to.
@@ -95,6 +100,8 @@ pub struct Service {
     is_detaching: Cell<bool>,
     end: Cell<Option<End>>,
     changed: Signal,
+    /// The views are to be looked at.
+    views: views::Wish,
     guard: RefCell<Option<PollerGuard>>,
 }
 
@@ -104,9 +111,10 @@ impl Service {
     /// # Errors
     /// No descriptor can be made.
     pub fn start(on: &Loop, mut attached: Attached, options: Options) -> io::Result<Rc<Self>> {
-        let userfaultfd = attached.userfaultfd().try_clone_to_owned()?;
+        let events = attached.events().try_clone_to_owned()?;
         let pidfd = attached.pidfd()?;
         let target = attached.target.take();
+        let files = Arc::clone(&attached.files);
         let service = Rc::new(Self {
             attached: RefCell::new(Some(attached)),
             watcher: RefCell::new(None),
@@ -115,12 +123,14 @@ impl Service {
             is_detaching: Cell::new(false),
             end: Cell::new(None),
             changed: Signal::default(),
+            views: views::Wish::default(),
             guard: RefCell::new(None),
         });
         let me = Rc::downgrade(&service);
-        on.spawn(watch(on.clone(), userfaultfd, me.clone()));
+        on.spawn(watch(on.clone(), events, me.clone()));
         on.spawn(watch_process(on.clone(), pidfd, me.clone()));
         on.spawn(tick(on.clone(), me.clone()));
+        on.spawn(views::watch(on.clone(), views::Bell::new(&files), me.clone()));
         if let Some(target) = target {
             on.spawn(look(on.clone(), target, options, me));
         }
@@ -205,7 +215,7 @@ impl Service {
             Ok(stood_still) => Some(stood_still),
             Err(InjectError::Gone { .. }) => None,
             Err(error) => {
-                tracing::warn!("detached, but the process keeps three descriptors that do nothing: {error}");
+                tracing::warn!("detached, but the process keeps descriptors that do nothing: {error}");
                 None
             }
         };
@@ -271,7 +281,7 @@ impl Poller for Service {
 }
 
 /// Turns what the kernel says into turns of the loop: the poller reads it.
-async fn watch(on: Loop, userfaultfd: OwnedFd, service: Weak<Service>) {
+async fn watch(on: Loop, events: OwnedFd, service: Weak<Service>) {
     loop {
         let is_there = poll_fn(|context| {
             let Some(service) = service.upgrade().filter(|service| service.end.get().is_none()) else {
@@ -287,7 +297,7 @@ async fn watch(on: Loop, userfaultfd: OwnedFd, service: Weak<Service>) {
         if !is_there.await {
             return;
         }
-        let mut readable = std::pin::pin!(on.readable(userfaultfd.as_fd()));
+        let mut readable = std::pin::pin!(on.readable(events.as_fd()));
         let is_readable = poll_fn(|context| {
             let Some(service) = service.upgrade().filter(|service| service.end.get().is_none()) else {
                 return Poll::Ready(false);
@@ -325,13 +335,18 @@ async fn tick(on: Loop, service: Weak<Service>) {
         let Some(of) = service.upgrade().filter(|service| service.end.get().is_none()) else {
             return;
         };
-        let is_due = |attached: &mut Attached| {
-            attached.pager.pressure(Instant::now());
-            attached.pager.next_turn().is_some()
-        };
-        let pause = match of.attached.borrow_mut().as_mut().is_some_and(is_due) {
-            true => TICK_QUARANTINED,
-            false => TICK,
+        let pause = match &mut *of.attached.borrow_mut() {
+            None => TICK,
+            Some(Attached { pager, .. }) => {
+                pager.pressure(Instant::now());
+                let views = pager.guest().views();
+                of.views.look_at(views);
+                match (pager.next_turn(), views.is_empty()) {
+                    (None, _) => TICK,
+                    (Some(_), true) => TICK_QUARANTINED,
+                    (Some(_), false) => TICK_IO,
+                }
+            }
         };
         drop(of);
         on.sleep(pause).await;
@@ -366,6 +381,9 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
                     tracing::warn!("{caution}");
                 }
                 let mut attached = service.attached.borrow_mut();
+                if let Some(attached) = attached.as_ref().filter(|_| !changes.gone.is_empty()) {
+                    attached.close_marks_of_gone();
+                }
                 for memory in changes.new {
                     let (name, bytes) = (memory.name.clone(), memory.place.bytes);
                     match attached.as_mut().map(|attached| attached.add(memory)) {

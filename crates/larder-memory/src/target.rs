@@ -29,7 +29,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 
 use rustix::process::Pid;
 
-use crate::state::{COMPRESSED_NAME, PAGES_NAME};
+use crate::state::{COMPRESSED_NAME, PAGES_NAME, Region};
 
 pub use error::{Device, Obstacle, TargetError};
 pub use qmp::{QmpError, pid_of_qmp};
@@ -44,20 +44,15 @@ use process::{Process, failed};
 const PRIVATE_BYTES_MIN: u64 = 128 << 20;
 
 /// What to look for.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Smaller memory is left alone, in bytes: 16 MiB unless told otherwise.
     pub bytes_min: u64,
-    /// Processes that may map the memory, since they ask the pager first: our own back-ends.
-    pub known: Vec<Pid>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self {
-            bytes_min: 16 << 20,
-            known: Vec::new(),
-        }
+        Self { bytes_min: 16 << 20 }
     }
 }
 
@@ -76,6 +71,19 @@ pub struct Place {
     pub inode: u64,
 }
 
+impl Place {
+    /// Where a region is.
+    pub fn of(region: &Region) -> Self {
+        Self {
+            address: region.address,
+            offset: region.offset,
+            bytes: region.bytes(),
+            device: region.device,
+            inode: region.inode,
+        }
+    }
+}
+
 /// Memory of the process.
 #[derive(Debug)]
 pub struct Memory {
@@ -87,6 +95,14 @@ pub struct Memory {
     pub file: File,
 }
 
+/// Descriptors by which the process holds its memory marked as managed ([`larder_export::view`]).
+///
+/// # Errors
+/// It has ended, or may not be looked at.
+pub fn marks(pid: Pid) -> std::io::Result<Vec<i32>> {
+    Ok(Descriptors::read(pid)?.marks())
+}
+
 /// Descriptors that the process holds of a pager that went away.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LeftState {
@@ -96,6 +112,15 @@ pub struct LeftState {
     pub compressed: Option<i32>,
     /// The numbers of userfaultfds that can be of a pager.
     pub unnoted: Vec<i32>,
+}
+
+/// A server of Larder's, which has memory of the process mapped, too.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Viewer {
+    /// Its process.
+    pub pid: Pid,
+    /// The number there of what it says of itself ([`larder_export::view`]).
+    pub descriptor: i32,
 }
 
 /// What has become of the memory since it was last looked at.
@@ -167,7 +192,8 @@ impl Target {
             cautions.extend(opened.left_alone.iter().map(left_alone));
         }
         obstacles.extend(opened.refused);
-        obstacles.extend(others::obstacles(pid, &options.known, &opened.memories, &mut cautions));
+        let others = others::find(pid, &places_of(&opened.memories), &mut cautions);
+        obstacles.extend(others.obstacles);
 
         let name = process::name(pid.as_raw_pid());
         let direct_io = descriptors.direct_io();
@@ -238,8 +264,8 @@ impl Target {
             seen.retain(|place| !gone.iter().any(|why| why.place() == Some(*place)));
             changes.refused = refused;
             changes.cautions.extend(opened.left_alone.iter().map(left_alone));
-            let others = others::obstacles(pid, &options.known, &changes.new, &mut changes.cautions);
-            changes.refused.extend(others);
+            let others = others::find(pid, &places_of(&changes.new), &mut changes.cautions);
+            changes.refused.extend(others.obstacles);
             let is_refused = |memory: &Memory| changes.refused.iter().any(|why| why.place() == Some(memory.place));
             changes.new.retain(|memory| !is_refused(memory));
         }
@@ -248,6 +274,36 @@ impl Target {
         changes.gone = before.into_iter().filter(|place| !self.seen.contains(place)).collect();
         Ok(changes)
     }
+}
+
+/// Who has any of these regions of process `pid` mapped, apart from that: servers of Larder's, and others, whose faults go
+/// unseen. Costs one read of the mappings of all processes.
+pub fn others_of(pid: Pid, regions: &[Region]) -> (Vec<Viewer>, Vec<Obstacle>) {
+    let regions = regions.iter().filter(|region| !region.is_gone());
+    let places: Vec<(Place, &str)> = regions.map(|region| (Place::of(region), "guest memory")).collect();
+    let others = others::find(pid, &places, &mut Vec::new());
+    (others.viewers, others.obstacles)
+}
+
+/// Where process `pid` has any of `region`'s file mapped, shared, that is of the region.
+///
+/// # Errors
+/// It has ended, or may not be looked at.
+pub fn mapped_by(pid: Pid, region: &Region) -> std::io::Result<Vec<Place>> {
+    let place = Place::of(region);
+    let found = maps::read(pid)?;
+    let found = found
+        .iter()
+        .filter(|mapping| mapping.is_shared() && mapping.has_of(&place));
+    Ok(found.map(Mapping::place).collect())
+}
+
+fn places_of(memories: &[Memory]) -> Vec<(Place, &str)> {
+    let place = |memory| {
+        let Memory { place, name, .. }: &Memory = memory;
+        (*place, name.as_str())
+    };
+    memories.iter().map(place).collect()
 }
 
 fn read_maps(pid: Pid) -> Result<Vec<Mapping>, TargetError> {

@@ -50,6 +50,10 @@ pub const NEEDED_ALL: u64 = {
     all
 };
 
+/// Without these a process that has managed memory mapped, too, cannot be served. It is not told what it unmaps, which
+/// would have it wait.
+pub const NEEDED_BY_VIEWS: u64 = feature::PAGEFAULT_FLAG_WP | feature::MISSING_SHMEM | feature::WP_HUGETLBFS_SHMEM;
+
 const API: u64 = 0xaa;
 
 const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
@@ -168,16 +172,32 @@ pub enum Message {
     Other(u8),
 }
 
+const FLAG_WRITE: u64 = 1 << 0;
+const FLAG_WP: u64 = 1 << 1;
+const FLAG_MINOR: u64 = 1 << 2;
+const EVENT_PAGEFAULT: u8 = 0x12;
+
 impl RawMessage {
+    /// What the kernel would say of a fault at `address`, of a thread that is not known.
+    pub fn of_fault(address: u64, cause: Cause, write: bool) -> Self {
+        let cause = match cause {
+            Cause::Missing => 0,
+            Cause::Protected => FLAG_WP,
+            Cause::Minor => FLAG_MINOR,
+        };
+        Self {
+            event: EVENT_PAGEFAULT,
+            reserved: [0; 7],
+            arguments: [cause | if write { FLAG_WRITE } else { 0 }, address, 0],
+        }
+    }
+
     /// What it says, or `None` for a place in a buffer into which nothing was read.
     pub fn decode(&self) -> Option<Message> {
-        const FLAG_WRITE: u64 = 1 << 0;
-        const FLAG_WP: u64 = 1 << 1;
-        const FLAG_MINOR: u64 = 1 << 2;
         let [first, second, third] = self.arguments;
         Some(match self.event {
             0 => return None,
-            0x12 => Message::Fault {
+            EVENT_PAGEFAULT => Message::Fault {
                 write: first & FLAG_WRITE != 0,
                 cause: match (first & FLAG_WP != 0, first & FLAG_MINOR != 0) {
                     (true, _) => Cause::Protected,
@@ -265,11 +285,19 @@ impl Userfaultfd {
     /// # Errors
     /// `EBUSY`: another userfaultfd has it. `EINVAL`: memory of a kind that cannot be managed.
     pub fn register(&self, range: Range) -> io::Result<()> {
-        let mut register = Register {
-            range,
-            mode: REGISTER_MODE_MISSING | REGISTER_MODE_WP | REGISTER_MODE_MINOR,
-            ioctls: 0,
-        };
+        self.register_for(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP | REGISTER_MODE_MINOR)
+    }
+
+    /// The same, but for pages that are in the file and not mapped: they are found there as they are.
+    ///
+    /// # Errors
+    /// As of [`Self::register`].
+    pub fn register_missing(&self, range: Range) -> io::Result<()> {
+        self.register_for(range, REGISTER_MODE_MISSING | REGISTER_MODE_WP)
+    }
+
+    fn register_for(&self, range: Range, mode: u64) -> io::Result<()> {
+        let mut register = Register { range, mode, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut register)
     }
 

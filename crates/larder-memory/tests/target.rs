@@ -138,11 +138,6 @@ fn memory_that_another_process_maps_is_refused() {
         }
         found => panic!("{found}"),
     }
-    let options = Options {
-        known: vec![other.pid()],
-        ..Options::default()
-    };
-    Target::examine(target.pid(), &options).unwrap();
     drop(other);
     examine(target.pid()).unwrap();
 }

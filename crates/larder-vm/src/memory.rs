@@ -49,8 +49,6 @@ pub struct MemoryConfig {
     pub slow: Option<SwapConfig>,
     /// Pages are brought ahead, where the guest goes through memory.
     pub prefetch: bool,
-    /// Processes that may map the memory, too.
-    pub known: Vec<Pid>,
     /// How long the thread looks for faults at most before it sleeps.
     pub poll_max: Duration,
 }
@@ -66,7 +64,6 @@ impl MemoryConfig {
             swap: None,
             slow: None,
             prefetch: true,
-            known: Vec::new(),
             poll_max: POLL_MAX_DEFAULT,
         }
     }
@@ -262,10 +259,7 @@ fn serve(
 ) -> Result<End, MemoryError> {
     let on = Loop::new(config.poll_max).map_err(MemoryError::Uring)?;
     on.block_on(async {
-        let options = Options {
-            known: config.known.clone(),
-            ..Options::default()
-        };
+        let options = Options::default();
         let target = Target::examine(config.pid, &options)?;
         let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
         let (limit_bytes, compressed_bytes) =

@@ -50,6 +50,27 @@ pub enum DiskIo {
     Threads,
     /// By io_uring, past the page cache
     Uring,
+    /// Larder does, past the page cache: whoever starts the guest has a server for [`disk_image`] at [`disk_socket`]
+    #[value(skip)]
+    Larder,
+}
+
+/// The image of a guest's disk.
+pub fn disk_image(images: &Path) -> PathBuf {
+    images.join("disk.raw")
+}
+
+/// Where its server listens, if it has one.
+pub fn disk_socket(images: &Path) -> PathBuf {
+    images.join("disk.sock")
+}
+
+/// Makes the image, empty.
+///
+/// # Errors
+/// It cannot be made.
+pub fn make_disk(images: &Path) -> anyhow::Result<()> {
+    Ok(std::fs::File::create(disk_image(images))?.set_len(DISK)?)
 }
 
 /// What the guest is like.
@@ -122,14 +143,21 @@ impl MemoryGuest {
                 folder.path().join("qmp").display()
             ));
         if let Some(how) = options.disk {
-            let image = images.join("disk.raw");
-            std::fs::File::create(&image)?.set_len(DISK)?;
-            let how = match how {
-                DiskIo::Threads => "aio=threads,cache=writeback",
-                DiskIo::Uring => "aio=io_uring,cache.direct=on",
+            let own = |how: &str| {
+                let image = disk_image(images);
+                let drive = format!("if=virtio,format=raw,file={},{how}", image.display());
+                make_disk(images).map(|()| ["-drive".to_owned(), drive].to_vec())
             };
-            command.arg("-drive");
-            command.arg(format!("if=virtio,format=raw,file={},{how}", image.display()));
+            command.args(match how {
+                DiskIo::Threads => own("aio=threads,cache=writeback")?,
+                DiskIo::Uring => own("aio=io_uring,cache.direct=on")?,
+                DiskIo::Larder => {
+                    let socket = disk_socket(images);
+                    let chardev = format!("socket,id=disk,reconnect=1,path={}", socket.display());
+                    let device = "vhost-user-blk-pci,chardev=disk,num-queues=2".to_owned();
+                    ["-chardev".to_owned(), chardev, "-device".to_owned(), device].to_vec()
+                }
+            });
         }
         if options.sandbox {
             let all = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";

@@ -32,6 +32,7 @@ pub use session::SessionError;
 
 use crate::activity::Activity;
 use crate::clients::Clients;
+use crate::view::View;
 use queue::Shared;
 use session::{End, Leave, Session, not_kept};
 use takeover::{Keeping, Kept};
@@ -125,6 +126,8 @@ pub enum OptionsError {
         block_size: u32,
         rest: u64,
     },
+    #[error("there is no memory for counting what is under way in guest memory: {0}")]
+    View(std::io::ErrorKind),
 }
 
 /// Serves a disk to one front-end at a time; the next one is accepted when the last one's requests are done.
@@ -155,7 +158,7 @@ impl VhostUserServer {
     /// A server for `device`, on the device's own loop. What it is asked for is counted in `activity`.
     ///
     /// # Errors
-    /// The options are out of range.
+    /// The options are out of range, or there is no memory.
     pub fn new(
         on: &Loop,
         device: Rc<dyn BlockDevice>,
@@ -173,6 +176,9 @@ impl VhostUserServer {
                 rest,
             });
         }
+        let under_way = View::own()
+            .map_err(|error| OptionsError::View(error.kind()))?
+            .under_way();
         Ok(Rc::new(Self {
             on: on.clone(),
             shared: Rc::new(Shared {
@@ -184,6 +190,7 @@ impl VhostUserServer {
                 driver_flushes: Cell::new(true),
                 dirty_log: RefCell::new(None),
                 activity: Rc::clone(activity),
+                under_way,
             }),
             queues: options.queues,
             current: RefCell::new(None),

@@ -18,6 +18,7 @@ use super::inflight::InflightQueue;
 use super::memory::{DirtyLog, GuestMemory};
 use super::ring::{Chain, Head, Ring, RingError, RingPosition};
 use crate::activity::Activity;
+use crate::view::{Begun, UnderWay};
 
 /// What all queues of a disk share.
 pub(super) struct Shared {
@@ -35,6 +36,8 @@ pub(super) struct Shared {
     /// Set while the front-end wants to know what we write.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
     pub(super) activity: Rc<Activity>,
+    /// For whoever takes pages out of guest memory.
+    pub(super) under_way: UnderWay,
 }
 
 impl Shared {
@@ -121,6 +124,7 @@ struct Request {
     chain: Chain,
     head: Head,
     note: u16,
+    begun: Begun,
     answered: bool,
 }
 
@@ -146,6 +150,8 @@ async fn serve(mut request: Request) {
     if let Some(error) = &outcome.error {
         shared.activity.report(error);
     }
+    // No device reads or writes its memory any more.
+    shared.under_way.end(request.begun);
     request.answered = true;
     let chain = std::mem::take(&mut request.chain);
     request.queue.give_back(&request, chain, outcome.written);
@@ -232,6 +238,7 @@ impl Queue {
             chain,
             head,
             note,
+            begun: self.shared.under_way.begin(),
             answered: false,
         };
         let start = self.start.borrow();

@@ -26,6 +26,13 @@ use super::receive::{self, Received};
 use super::record::Message;
 use super::ring::{RING_SIZE_MAX, Ring, RingLayout, RingPosition};
 use super::takeover::Kept;
+use crate::view::{self, View};
+
+/// How often it is looked whether the pager has registered our mappings, at first and at last, and after how long it is told
+/// that it has not.
+const PAGER_PAUSE_MIN: Duration = Duration::from_millis(1);
+const PAGER_PAUSE_MAX: Duration = Duration::from_millis(20);
+const PAGER_TELL_AFTER: Duration = Duration::from_secs(5);
 
 /// Protocol features (QEMU `docs/interop/vhost-user.rst`).
 mod protocol {
@@ -351,13 +358,17 @@ impl Session {
             }
             Request::SetMemTable(regions) => {
                 let mut memory = GuestMemory::default();
+                let mut files = Vec::with_capacity(regions.len());
                 for (info, file) in regions {
                     memory = memory.with(info, &file)?;
+                    files.push(file);
                 }
+                self.wait_for_pager(&files).await;
                 self.replace_memory(memory).await;
             }
             Request::AddMemRegion(info, file) => {
                 let memory = self.memory.with(info, &file)?;
+                self.wait_for_pager(&[file]).await;
                 self.replace_memory(memory).await;
             }
             Request::RemMemRegion(info) => {
@@ -675,6 +686,37 @@ impl Session {
             },
         ));
         Ok(())
+    }
+
+    /// Memory in these files was mapped, and not touched yet. Where somebody keeps it within a budget, that is waited for
+    /// who brings pages that are not there.
+    async fn wait_for_pager(&self, files: &[OwnedFd]) {
+        let is_managed = |file: &&OwnedFd| {
+            view::is_managed(file.as_fd()).unwrap_or_else(|error| {
+                tracing::warn!("whether guest memory is managed is not known: {error}");
+                false
+            })
+        };
+        let managed: Vec<&OwnedFd> = files.iter().filter(is_managed).collect();
+        let (Some(first), Ok(view)) = (managed.first(), View::own()) else {
+            return;
+        };
+        let wanted = view.wants(first.as_fd());
+        let (since, mut told, mut pause) = (self.on.now(), false, PAGER_PAUSE_MIN);
+        while !view.has(wanted) && managed.iter().any(is_managed) {
+            if !told && self.on.now().since(since) > PAGER_TELL_AFTER {
+                told = true;
+                tracing::warn!(
+                    "larder memory keeps the guest's memory within a budget, and does not answer: the guest's requests wait \
+                     until it does, or is started again"
+                );
+            }
+            self.on.sleep(pause).await;
+            pause = (pause * 2).min(PAGER_PAUSE_MAX);
+        }
+        if told {
+            tracing::info!("larder memory answers: the guest's requests go on");
+        }
     }
 
     /// Moves every running queue over to a new table of guest memory. One whose ring is no longer in it stops, and

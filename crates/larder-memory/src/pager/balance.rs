@@ -56,7 +56,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.used_bytes() >= self.options.limit_bytes
             && !self.is_leaving
             && self.stuck.is_none()
-            && self.options.quarantine.is_zero()
+            && !self.has_quarantine()
             && self.batches.leaving() + self.punching > 0
     }
 
@@ -103,9 +103,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if self.no_eviction_until.is_some_and(|until| until > now) {
             return false;
         }
-        let (batch, leaving_max) = match self.options.quarantine.is_zero() {
-            true => (BATCH_PAGES, LEAVING_MAX),
-            false => (BATCH_PAGES_QUARANTINED, usize::MAX),
+        let (batch, leaving_max) = match self.has_quarantine() {
+            false => (BATCH_PAGES, LEAVING_MAX),
+            true => (BATCH_PAGES_QUARANTINED, usize::MAX),
         };
         let leaving = self.batches.leaving();
         if self.batches.is_full() || leaving >= leaving_max {

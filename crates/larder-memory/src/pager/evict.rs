@@ -30,6 +30,8 @@ struct Batch {
     pages: Vec<PageIndex>,
     /// When writes to them were stopped.
     protected_at: Option<Instant>,
+    /// See [`GuestMemory::io_has_ended`].
+    io_mark: u64,
     /// Pages of it that the worker stores.
     is_stored: bool,
 }
@@ -65,9 +67,9 @@ impl Batches {
         self.free.is_empty()
     }
 
-    /// When the next one may be stored.
-    fn next_at(&self) -> Option<Instant> {
-        self.slots[usize::from(*self.order.front()?)].protected_at
+    /// The one that is to be stored next.
+    fn next(&self) -> Option<&Batch> {
+        Some(&self.slots[usize::from(*self.order.front()?)])
     }
 }
 
@@ -113,6 +115,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.batches.slots[usize::from(slot)] = Batch {
             pages: protected,
             protected_at: Some(now),
+            io_mark: self.guest.io_mark(),
             is_stored: false,
         };
         self.batches.order.push_back(slot);
@@ -150,8 +153,23 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// When the next pages come out of their quarantine, unless the worker is at others.
     fn next_due(&self) -> Option<Instant> {
-        let at = self.batches.next_at()?;
+        let at = self.batches.next()?.protected_at?;
         (!self.lease_is_out).then(|| at + self.options.quarantine)
+    }
+
+    /// Whether the next pages may be stored: nothing writes to them any more.
+    fn is_due(&self, now: Instant) -> bool {
+        self.next_due().is_some_and(|due| due <= now)
+            && self
+                .batches
+                .next()
+                .is_some_and(|batch| self.guest.io_has_ended(batch.io_mark))
+    }
+
+    /// Whether pages that are to go wait until writes have ended that nobody can stop, so that there is no telling when
+    /// there is room again.
+    pub(super) fn has_quarantine(&self) -> bool {
+        !self.options.quarantine.is_zero() || self.guest.has_device_io()
     }
 
     /// When there is something to do though nothing happens.
@@ -161,7 +179,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Has the worker store what has waited long enough; whether there was anything.
     pub(super) fn go_on_storing(&mut self, now: Instant) -> bool {
-        if self.lease_is_out || self.next_due().is_none_or(|due| due > now) {
+        if !self.is_due(now) {
             return false;
         }
         while let Some(slot) = self.batches.order.front().copied() {

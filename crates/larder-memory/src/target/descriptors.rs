@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::ffi::OsStringExt as _;
 use std::time::Duration;
 
+use larder_export::view::{MARK_AT, VIEW_NAME};
 use rustix::process::Pid;
 
 use super::error::Device;
@@ -72,6 +73,18 @@ impl Descriptors {
             compressed: memfd(COMPRESSED_NAME),
             unnoted: self.userfaultfds().filter(|number| self.is_ours(*number)).collect(),
         })
+    }
+
+    /// What a server of Larder's says of its use of guest memory.
+    pub(super) fn view(&self) -> Option<i32> {
+        self.first(|path| path == format!("/memfd:{VIEW_NAME} (deleted)").as_bytes())
+    }
+
+    /// By which memory is marked as managed.
+    pub(super) fn marks(&self) -> Vec<i32> {
+        let is_mark = |number: &i32| self.info(*number).is_some_and(|info| has_mark(&info));
+        let numbers = self.all.iter().filter(|descriptor| descriptor.path.starts_with(b"/"));
+        numbers.map(|descriptor| descriptor.number).filter(is_mark).collect()
     }
 
     fn userfaultfds(&self) -> impl Iterator<Item = i32> {
@@ -149,6 +162,17 @@ fn agreed(info: &str) -> Option<u64> {
 fn flags(info: &str) -> Option<u32> {
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
     u32::from_str_radix(flags.trim(), 8).ok()
+}
+
+/// Whether the open file holds the lock by which memory is marked: a line such as
+/// `lock:  1: OFDLCK  ADVISORY  WRITE -1 00:01:1037 5492683083379965952 5492683083379965952`.
+fn has_mark(info: &str) -> bool {
+    let locks = info.lines().filter_map(|line| line.strip_prefix("lock:"));
+    let mut locks = locks.filter(|lock| lock.contains("OFDLCK"));
+    locks.any(|lock| {
+        let start = lock.split_whitespace().rev().nth(1);
+        start.and_then(|start| start.parse().ok()) == Some(MARK_AT)
+    })
 }
 
 fn user_buffers(info: &str) -> Option<u64> {

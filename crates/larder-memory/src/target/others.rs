@@ -1,23 +1,32 @@
-//! Other processes that have the target's memory mapped, whose faults would go unseen.
+//! Other processes that have the target's memory mapped. Those of Larder's own that can be served are told from those whose
+//! faults would go unseen.
 
-use std::collections::HashSet;
 use std::fs;
 use std::io;
 
 use rustix::process::{Pid, getpid};
 
+use super::descriptors::Descriptors;
 use super::maps::{self, Mapping};
-use super::{Memory, Obstacle, process};
+use super::{Obstacle, Place, Viewer, process};
 
-/// Who maps any of `memories`, apart from `target`, `known` and this process.
-pub(super) fn obstacles(target: Pid, known: &[Pid], memories: &[Memory], cautions: &mut Vec<String>) -> Vec<Obstacle> {
+/// Who maps some of the target's memory.
+#[derive(Default)]
+pub(super) struct Others {
+    /// Larder's own.
+    pub(super) viewers: Vec<Viewer>,
+    /// All others.
+    pub(super) obstacles: Vec<Obstacle>,
+}
+
+/// Who maps any of `memories`, which are places and their names, apart from `target` and this process.
+pub(super) fn find(target: Pid, memories: &[(Place, &str)], cautions: &mut Vec<String>) -> Others {
+    let mut others = Others::default();
     if memories.is_empty() {
-        return Vec::new();
+        return others;
     }
-    let not_asked: HashSet<Pid> = known.iter().copied().chain([target, getpid()]).collect();
-    let mut found = Vec::new();
     let mut unreadable = Vec::new();
-    for pid in process::all().filter(|pid| !not_asked.contains(pid)) {
+    for pid in process::all().filter(|pid| ![target, getpid()].contains(pid)) {
         let mappings = match mappings(pid) {
             Ok(mappings) => mappings,
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
@@ -27,15 +36,23 @@ pub(super) fn obstacles(target: Pid, known: &[Pid], memories: &[Memory], caution
             // It has ended.
             Err(_) => continue,
         };
-        let mapped = memories
-            .iter()
-            .filter(|memory| mappings.iter().any(|mapping| mapping.has_of(&memory.place)));
-        found.extend(mapped.map(|memory| Obstacle::MappedByOther {
-            place: memory.place,
-            name: memory.name.clone(),
-            pid,
-            by: process::name(pid.as_raw_pid()),
-        }));
+        let is_mapped = |(place, _): &&(Place, &str)| mappings.iter().any(|mapping| mapping.has_of(place));
+        let mapped: Vec<&(Place, &str)> = memories.iter().filter(is_mapped).collect();
+        if mapped.is_empty() {
+            continue;
+        }
+        if let Some(descriptor) = Descriptors::read(pid).ok().and_then(|all| all.view()) {
+            others.viewers.push(Viewer { pid, descriptor });
+            continue;
+        }
+        others
+            .obstacles
+            .extend(mapped.into_iter().map(|(place, name)| Obstacle::MappedByOther {
+                place: *place,
+                name: (*name).to_owned(),
+                pid,
+                by: process::name(pid.as_raw_pid()),
+            }));
     }
     if !unreadable.is_empty() {
         cautions.push(format!(
@@ -44,7 +61,7 @@ pub(super) fn obstacles(target: Pid, known: &[Pid], memories: &[Memory], caution
             listed(&unreadable)
         ));
     }
-    found
+    others
 }
 
 /// The first few, and how many more.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use libc::{
     SYS_clone, SYS_clone3, SYS_ioctl, SYS_kcmp, SYS_mmap, SYS_mprotect, SYS_prctl, SYS_prlimit64, SYS_socket,
-    SYS_tgkill,
+    SYS_socketpair, SYS_tgkill,
 };
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -27,6 +27,8 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_openat, libc::SYS_newfstatat, libc::SYS_statx, libc::SYS_statfs, libc::SYS_fstatfs, libc::SYS_readlinkat,
     libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getcwd, libc::SYS_getdents64, libc::SYS_mkdirat,
     libc::SYS_unlinkat, libc::SYS_renameat, libc::SYS_renameat2,
+    // Guest memory is touched for the pager to see.
+    libc::SYS_utimensat,
     // Sockets that are there. None is bound any more.
     libc::SYS_connect, libc::SYS_accept4, libc::SYS_sendto, libc::SYS_sendmsg, libc::SYS_sendmmsg, libc::SYS_recvfrom,
     libc::SYS_recvmsg, libc::SYS_recvmmsg, libc::SYS_shutdown, libc::SYS_getsockname, libc::SYS_getpeername,
@@ -59,15 +61,16 @@ const ALLOWED_BESIDES: &[libc::c_long] = &[
 const ALLOWED_BESIDES: &[libc::c_long] = &[];
 
 /// All that is asked of a descriptor so: whether it blocks, how much is there, whether it is a terminal, and what a block
-/// device is like.
+/// device is like; and a userfaultfd, by the pager, which hands over the device for that.
 #[rustfmt::skip]
-const IOCTLS: [u64; 8] = [
+const IOCTLS: [u64; 9] = [
     libc::FIONBIO, libc::FIONREAD, libc::TCGETS,
     0x125e, // BLKROGET
     0x1260, // BLKGETSIZE
     0x1268, // BLKSSZGET
     0x127b, // BLKPBSZGET
     0x8008_1272, // BLKGETSIZE64
+    0xaa00, // USERFAULTFD_IOC_NEW
 ];
 
 /// What a thread has, and a process has not.
@@ -133,6 +136,12 @@ fn rules(needs: &Needs) -> Result<Rules, seccompiler::BackendError> {
         .map(|(family, kind)| SeccompRule::new(vec![is(0, family as u64)?, is_masked(1, TYPE_MASK, kind as u64)?]))
         .collect();
     rules.insert(SYS_socket, sockets?);
+    // By which the pager hands over descriptors: connected to itself, and to nothing else.
+    let pair = vec![
+        is(0, libc::AF_UNIX as u64)?,
+        is_masked(1, TYPE_MASK, libc::SOCK_STREAM as u64)?,
+    ];
+    rules.insert(SYS_socketpair, vec![SeccompRule::new(pair)?]);
     Ok(rules)
 }
 

@@ -2,7 +2,8 @@
 
 use larder_bench::campaign::guest::Monitor;
 use larder_bench::campaign::memory::Attach;
-use larder_bench::campaign::memory_guest::{DiskIo, MemoryGuest, Options};
+use larder_bench::campaign::memory_guest::{DiskIo, MemoryGuest, Options, disk_image, disk_socket, make_disk};
+use larder_bench::campaign::server::Server;
 
 use crate::support::{larder, on_disk, on_tmpfs};
 use crate::{Alone, MIB};
@@ -113,4 +114,55 @@ fn disk_io_by_threads_into_memory_that_was_evicted_is_right() {
 #[test]
 fn direct_disk_io_by_io_uring_into_memory_that_was_evicted_is_right() {
     with_a_disk(DiskIo::Uring);
+}
+
+#[test]
+fn io_of_a_disk_that_larder_serves_into_memory_that_was_evicted_is_right() {
+    let (folder, images) = (on_tmpfs(), on_disk());
+    make_disk(images.path()).expect("an image");
+    let serve = || {
+        let (image, socket) = (disk_image(images.path()), disk_socket(images.path()));
+        Server::start(larder(), &image, &socket, &["--format", "raw"]).expect("it serves")
+    };
+    let mut server = serve();
+    let guest = MemoryGuest::start(options(Some(DiskIo::Larder)), images.path()).expect("a guest");
+    let budget = (guest.used().expect("a guest") / 2).to_string();
+    let swap = images.path().join("swap").display().to_string();
+    let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
+    let attach = Attach::new(larder(), folder.path(), guest.pid(), &words);
+    let pager = attach.start().expect("it attaches");
+    pager.wait_for_budget().expect("within the budget");
+    guest.works(0).expect("goes on");
+    assert!(
+        Alone::of(server.process.id()).watched > 0,
+        "the server's faults are told"
+    );
+
+    // Its successor has the memory mapped anew.
+    server.process.kill();
+    let mut server = serve();
+    guest.works(0).expect("goes on");
+    let mut pager = pager;
+    pager.process.kill();
+    let pager = attach.start().expect("it takes the place");
+    guest.works(0).expect("goes on");
+
+    // One that is started while there is no pager waits for that.
+    let mut pager = pager;
+    pager.process.kill();
+    server.process.kill();
+    let server = serve();
+    let mut pager = attach.start().expect("it takes the place");
+    guest.works(1).expect("goes on");
+    let state = pager.wait_for_budget().expect("within the budget");
+    assert!(
+        state.faults.disk.count + state.faults.compressed.count > 0,
+        "{state:#?}"
+    );
+    pager.detach().expect("lets go");
+    let alone = Alone::of(server.process.id());
+    assert_eq!(alone.watched, 0);
+    guest.works(0).expect("goes on");
+    guest.finish().expect("all is as it was written");
+    drop(server);
 }

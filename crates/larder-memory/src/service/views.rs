@@ -1,0 +1,185 @@
+//! Looking for servers of disks that have the memory mapped, too: when one asks for it, and now and then.
+//!
+//! One that is started while the memory is managed waits until it is served ([`larder_export::view`]). It touches the
+//! memory's file, which we are told of; where it may not, it is found because the one before it has ended, or by the
+//! look that is made now and then.
+
+use std::cell::Cell;
+use std::collections::HashSet;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::pin::pin;
+use std::rc::{Rc, Weak};
+use std::time::{Duration, Instant};
+
+use larder_block::Loop;
+use larder_block::signal::{Signal, first_of};
+use rustix::fs::inotify;
+use rustix::process::Pid;
+
+use super::Service;
+use crate::guest::Files;
+use crate::target::{Obstacle, others_of};
+use crate::views::{Looked, View, Views};
+
+/// How often all processes are looked at though nothing asks for it.
+const LOOK_EVERY: Duration = Duration::from_secs(30);
+/// After one has ended its successor is looked for: so often at first and at last, for so long.
+const HUNT_MIN: Duration = Duration::from_millis(50);
+const HUNT_MAX: Duration = Duration::from_secs(2);
+const HUNT_FOR: Duration = Duration::from_secs(60);
+
+/// That views are to be looked at.
+#[derive(Default)]
+pub(super) struct Wish {
+    asked: Cell<bool>,
+    ended: Cell<bool>,
+    raised: Signal,
+}
+
+impl Wish {
+    /// Looks whether one has ended, or asks to be looked at.
+    pub(super) fn look_at(&self, views: &Views) {
+        if views.is_empty() {
+            return;
+        }
+        if views.leave_out_ended() {
+            self.ended.set(true);
+        }
+        if self.ended.get() || !views.to_look(false).is_empty() {
+            self.asked.set(true);
+            self.raised.raise();
+        }
+    }
+}
+
+/// Tells when the memory's files are touched.
+pub(super) struct Bell(Option<OwnedFd>);
+
+impl Bell {
+    /// Of these files.
+    pub(super) fn new(files: &Files) -> Self {
+        let made = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK);
+        let watched = made.map_err(std::io::Error::from).and_then(|bell| {
+            for path in files.paths() {
+                inotify::add_watch(&bell, path, inotify::WatchFlags::ATTRIB)?;
+            }
+            Ok(bell)
+        });
+        if let Err(error) = &watched {
+            tracing::debug!("it is not told when a server of the VM's disks begins: {error}");
+        }
+        Self(watched.ok())
+    }
+
+    async fn rings(&self, on: &Loop) {
+        match &self.0 {
+            Some(bell) if on.readable(bell.as_fd()).await.is_ok() => {
+                let mut read = [0; 4096];
+                while rustix::io::read(bell, &mut read).is_ok_and(|count| count > 0) {}
+            }
+            _ => std::future::pending().await,
+        }
+    }
+}
+
+/// Looks for them as long as the service lives.
+pub(super) async fn watch(on: Loop, bell: Bell, service: Weak<Service>) {
+    let mut told = HashSet::new();
+    let mut hunt: Option<(Instant, Duration)> = None;
+    loop {
+        let pause = hunt.map_or(LOOK_EVERY, |(_, pause)| pause);
+        let Some(of) = service.upgrade().filter(|of| of.end.get().is_none()) else {
+            return;
+        };
+        let asked = async {
+            of.views
+                .raised
+                .when(|| of.views.asked.take() || of.end.get().is_some())
+                .await;
+            false
+        };
+        let timed = async {
+            on.sleep(pause).await;
+            true
+        };
+        let rung = async {
+            bell.rings(&on).await;
+            true
+        };
+        let others = pin!(first_of(timed, rung));
+        let all_processes = first_of(asked, others).await;
+        let is_over = of.end.get().is_some() || of.is_detaching.get();
+        if is_over {
+            return;
+        }
+        if of.views.ended.take() {
+            hunt = Some((Instant::now() + HUNT_FOR, HUNT_MIN));
+        }
+        for (pid, obstacle) in look(&on, &of, all_processes || hunt.is_some()).await {
+            if told.insert(pid) {
+                tracing::error!("{obstacle}. It has begun to while Larder manages it: end it, or detach");
+            }
+        }
+        hunt = hunt.and_then(|(until, pause)| {
+            let goes_on = Instant::now() < until;
+            goes_on.then(|| (until, (pause * 2).min(HUNT_MAX)))
+        });
+    }
+}
+
+/// Looks at those that ask for it, and, if so wanted, at all processes; who has the memory mapped and is not served.
+pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) -> Vec<(Pid, Obstacle)> {
+    let asked = service.attached.borrow().as_ref().map(|attached| {
+        let views = attached.pager.guest().views();
+        let regions = attached.pager.regions().to_vec();
+        (attached.pid(), regions, views.to_look(all_processes), views.pids())
+    });
+    let Some((pid, regions, to_look, known)) = asked else {
+        return Vec::new();
+    };
+    // None of it may keep faults waiting, or wait for a thread that waits for us.
+    let looked = on.run_blocking(move || {
+        let looked: Vec<Looked> = to_look
+            .into_iter()
+            .filter_map(|of| Looked::now(of, &regions).ok())
+            .collect();
+        let mut begun = Vec::new();
+        let mut strangers = Vec::new();
+        if all_processes {
+            let (viewers, obstacles) = others_of(pid, &regions);
+            for viewer in viewers.into_iter().filter(|viewer| !known.contains(&viewer.pid)) {
+                let view = View::begin(viewer).map_err(|error| error.to_string());
+                let view = view.and_then(|view| {
+                    let looked = view.look(&regions).map_err(|error| error.to_string())?;
+                    Ok((view, looked))
+                });
+                begun.push(view);
+            }
+            strangers.extend(obstacles.into_iter().filter_map(|obstacle| match obstacle {
+                Obstacle::MappedByOther { pid, .. } => Some((pid, obstacle)),
+                _ => None,
+            }));
+        }
+        (looked, begun, strangers)
+    });
+    let Ok((looked, begun, strangers)) = looked.await else {
+        return Vec::new();
+    };
+    let attached = service.attached.borrow();
+    let Some(attached) = attached.as_ref() else {
+        return Vec::new();
+    };
+    let views = attached.pager.guest().views();
+    looked.into_iter().for_each(|looked| views.looked(looked));
+    for begun in begun {
+        let added = begun.and_then(|(view, looked)| {
+            let added = views.add(view, looked, true);
+            added.map_err(|error| error.to_string())
+        });
+        if let Err(error) = added {
+            // It waits on, and is found again.
+            tracing::warn!("a server of the VM's disks is not served, and its requests wait: {error}");
+        }
+    }
+    strangers
+}

@@ -1,0 +1,514 @@
+//! Managed memory that others have mapped, too: Larder's own servers of disks, whose requests read and write it.
+//!
+//! Each such process has a userfaultfd of ours, as the managed process has. A page is taken out of the file that all of
+//! them map, so it is gone for all; and it is put in place once, for all. What is to be done in each of them: writes are
+//! stopped and freed, and who waits is woken. Rules:
+//!
+//! - **A page that is leaving, or clean, is write-protected in every view.** A view that comes later is protected as a
+//!   whole before it is used. A protection that is left where it is not needed costs a fault, and nothing else.
+//! - What they say of themselves ([`larder_export::view`]) is believed no further than it can harm them: a wrong count of
+//!   requests keeps pages in memory.
+//! - One that has ended is left out: what it was doing its successor does again, before the guest is told.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use larder_export::view::ViewMemory;
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+
+use crate::inject::{InjectError, with_stopped_thread};
+use crate::state::Region;
+use crate::target::{Viewer, mapped_by};
+use crate::units::{PAGE_BYTES, PageIndex, PageRun};
+use crate::userfaultfd::{self, Cause, Filled, Message, NEEDED_BY_VIEWS, Range, RawMessage, Userfaultfd, feature};
+
+/// How long a thread of the process may take to stop, and a system call in it.
+const INJECT_LIMIT: Duration = Duration::from_secs(2);
+
+/// How many faults of one view are taken at a time.
+const MESSAGES: usize = 16;
+
+/// Why a process that has managed memory mapped cannot be one of those that are known.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ViewError {
+    #[error("{0}")]
+    Inject(#[from] InjectError),
+    #[error("process {pid}, which serves a disk of the VM: {what}: {source}", pid = .pid.as_raw_pid())]
+    Failed {
+        pid: Pid,
+        what: &'static str,
+        source: io::Error,
+    },
+}
+
+/// Pages that a view has at this address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Part {
+    address: u64,
+    run: PageRun,
+}
+
+impl Part {
+    /// Those of `run` that it has.
+    fn of(&self, run: PageRun) -> Option<Range> {
+        let first = run.first.max(self.run.first);
+        let end = run.end().min(self.run.end());
+        (first < end).then(|| Range {
+            start: self.address + u64::from(first.get() - self.run.first.get()) * PAGE_BYTES,
+            len: u64::from(end.get() - first.get()) * PAGE_BYTES,
+        })
+    }
+
+    fn page_at(&self, address: u64) -> Option<PageIndex> {
+        let within = address.checked_sub(self.address)? / PAGE_BYTES;
+        (within < u64::from(self.run.count)).then(|| self.run.first.plus(within as u32))
+    }
+
+    fn range(&self) -> Range {
+        Range {
+            start: self.address,
+            len: self.run.bytes(),
+        }
+    }
+}
+
+/// Another process that has managed memory mapped.
+pub struct View {
+    pid: Pid,
+    pidfd: OwnedFd,
+    memory: ViewMemory,
+    userfaultfd: Userfaultfd,
+    number: u32,
+    parts: Vec<Part>,
+    /// Pages that somebody in it waits for.
+    waiting: BTreeSet<PageIndex>,
+    /// The epoch whose requests are waited for.
+    waits_for: Option<u32>,
+    has_ended: Cell<bool>,
+}
+
+/// A view that is to be looked at, which has asked for so much.
+#[derive(Clone, Copy, Debug)]
+pub struct ToLook {
+    pid: Pid,
+    wanted: u64,
+}
+
+/// What a view has mapped, at a moment after it had asked for so much: what waits was mapped before that was said.
+pub struct Looked {
+    of: ToLook,
+    parts: Vec<Part>,
+}
+
+impl View {
+    /// Has a userfaultfd made in that process, or takes that which an earlier pager has left.
+    ///
+    /// # Errors
+    /// It has ended, or does not let us.
+    pub fn begin(viewer: Viewer) -> Result<Self, ViewError> {
+        let Viewer { pid, descriptor } = viewer;
+        let failed = |what| move |source: io::Error| ViewError::Failed { pid, what, source };
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|errno| failed("hold it")(errno.into()))?;
+        let take = |number, what| {
+            let taken = pidfd_getfd(&pidfd, number, PidfdGetfdFlags::empty());
+            taken.map_err(|errno| failed(what)(errno.into()))
+        };
+        let memory = take(descriptor, "take what it says of itself")?;
+        let memory = ViewMemory::open(memory.as_fd()).map_err(failed("read what it says of itself"))?;
+        let left = memory.userfaultfd_number().filter(|number| {
+            let found = std::fs::read_link(format!("/proc/{pid}/fd/{number}"));
+            found.is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]")
+        });
+        let number = match left {
+            Some(number) => number,
+            None => make_userfaultfd(pid)?,
+        };
+        let userfaultfd = Userfaultfd::new(take(number as i32, "take its userfaultfd")?);
+        userfaultfd::available()
+            .and_then(|available| userfaultfd.enable(NEEDED_BY_VIEWS | available & feature::POISON))
+            .map_err(failed("agree with the kernel on what is told"))?;
+        memory.set_userfaultfd_number(Some(number));
+        Ok(Self {
+            pid,
+            pidfd,
+            memory,
+            userfaultfd,
+            number,
+            parts: Vec::new(),
+            waiting: BTreeSet::new(),
+            waits_for: None,
+            has_ended: Cell::new(false),
+        })
+    }
+
+    /// Which process it is.
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// What it has mapped of `regions`.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn look(&self, regions: &[Region]) -> io::Result<Looked> {
+        Looked::now(self.to_look(), regions)
+    }
+
+    /// To look at it from another thread.
+    fn to_look(&self) -> ToLook {
+        ToLook {
+            pid: self.pid,
+            wanted: self.memory.wanted_and_served().0,
+        }
+    }
+
+    /// Faults in what is new of that are told from now on. With `protect`, writes to it are told, too.
+    fn register(&mut self, looked: Looked, protect: bool) -> io::Result<()> {
+        for part in &looked.parts {
+            if self.parts.contains(part) {
+                continue;
+            }
+            self.userfaultfd.register_missing(part.range())?;
+            if protect {
+                self.userfaultfd.protect(part.range())?;
+            }
+            // Whoever waited for the pager before tries again.
+            self.userfaultfd.wake(part.range())?;
+        }
+        self.parts = looked.parts;
+        self.memory.serve(looked.of.wanted);
+        Ok(())
+    }
+
+    /// Does something with what it has of `run`. What it has unmapped since does not matter.
+    fn each(&self, run: PageRun, what: impl Fn(Range) -> io::Result<()>) -> io::Result<()> {
+        for range in self.parts.iter().filter_map(|part| part.of(run)) {
+            match what(range) {
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => self.has_ended.set(true),
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
+                done => done?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes those pages of `run` out of those that are waited for, and does something with each.
+    fn arrived(&mut self, run: PageRun, what: impl Fn(&Userfaultfd, Range) -> io::Result<()>) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let pages: Vec<PageIndex> = self.waiting.range(run.first..run.end()).copied().collect();
+        for page in pages {
+            self.waiting.remove(&page);
+            let done = self.each(PageRun::one(page), |range| what(&self.userfaultfd, range));
+            if done.is_err() {
+                // Whoever waits asks again.
+                let _ = self.each(PageRun::one(page), |range| self.userfaultfd.wake(range));
+            }
+        }
+    }
+
+    fn receive(&mut self, found: &mut Vec<(PageIndex, Cause, bool)>) {
+        let mut buffer = [RawMessage::default(); MESSAGES];
+        let count = match self.userfaultfd.receive(&mut buffer) {
+            Ok(count) => count,
+            Err(_) => return self.has_ended.set(true),
+        };
+        for raw in &buffer[..count] {
+            if let Some(Message::Fault {
+                address, cause, write, ..
+            }) = raw.decode()
+                && let Some(page) = self.parts.iter().find_map(|part| part.page_at(address))
+            {
+                self.waiting.insert(page);
+                found.push((page, cause, write));
+            }
+        }
+    }
+
+    /// Leaves the process as it was.
+    fn let_go(self) {
+        for part in &self.parts {
+            let range = part.range();
+            // What was unmapped, or has ended, is let go of.
+            let _ = self.userfaultfd.unprotect(range);
+            let _ = self.userfaultfd.unregister(range);
+        }
+        self.memory.set_userfaultfd_number(None);
+        let closed = with_stopped_thread(self.pid, INJECT_LIMIT, |thread| thread.close(self.number as i32));
+        match closed {
+            Ok(_) | Err(InjectError::Gone { .. }) => {}
+            Err(error) => tracing::warn!("a descriptor that does nothing stays open: {error}"),
+        }
+    }
+}
+
+impl Looked {
+    /// Looks at that process. It may take a while: not for the thread that answers faults.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn now(of: ToLook, regions: &[Region]) -> io::Result<Self> {
+        let mut parts = Vec::new();
+        for region in regions.iter().filter(|region| !region.is_gone()) {
+            for place in mapped_by(of.pid, region)? {
+                let from = place.offset.max(region.offset);
+                let end = (place.offset + place.bytes).min(region.offset + region.bytes());
+                parts.push(Part {
+                    address: place.address + (from - place.offset),
+                    run: PageRun {
+                        first: region.first.plus(((from - region.offset) / PAGE_BYTES) as u32),
+                        count: ((end - from) / PAGE_BYTES) as u32,
+                    },
+                });
+            }
+        }
+        Ok(Self { of, parts })
+    }
+}
+
+fn make_userfaultfd(pid: Pid) -> Result<u32, ViewError> {
+    let failed = |source| ViewError::Failed {
+        pid,
+        what: "open /dev/userfaultfd",
+        source,
+    };
+    let device = File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/userfaultfd")
+        .map_err(failed)?;
+    let (number, _) = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
+        let given = thread.give_descriptors(&[device.as_fd()])?;
+        let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
+        let arguments = [given[0] as u64, userfaultfd::IOC_NEW, flags, 0, 0, 0];
+        let made = thread.system_call(libc::SYS_ioctl, arguments);
+        thread.close(given[0])?;
+        made
+    })?;
+    Ok(number as u32)
+}
+
+/// All views of one managed process.
+pub struct Views {
+    all: RefCell<Vec<View>>,
+    /// Readable when one of the userfaultfds is, the managed process's included.
+    events: OwnedFd,
+    grace: Cell<Grace>,
+    /// One has ended.
+    lost: Cell<bool>,
+}
+
+/// Waits for the requests of before, time after time.
+#[derive(Clone, Copy, Default)]
+struct Grace {
+    begun: u64,
+    ended: u64,
+    wanted: u64,
+}
+
+impl Views {
+    /// None yet. `userfaultfd` is that of the managed process.
+    ///
+    /// # Errors
+    /// No descriptor can be made.
+    pub fn new(userfaultfd: &Userfaultfd) -> io::Result<Self> {
+        let events = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(
+            &events,
+            userfaultfd,
+            epoll::EventData::new_u64(0),
+            epoll::EventFlags::IN,
+        )?;
+        Ok(Self {
+            all: RefCell::default(),
+            events,
+            grace: Cell::default(),
+            lost: Cell::new(false),
+        })
+    }
+
+    /// Readable when there is something to receive.
+    pub fn events(&self) -> BorrowedFd<'_> {
+        self.events.as_fd()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.all.borrow().is_empty()
+    }
+
+    /// Which processes they are.
+    pub fn pids(&self) -> Vec<Pid> {
+        self.all.borrow().iter().map(View::pid).collect()
+    }
+
+    /// One more, with what it has mapped. With `protect` pages may be clean, or leaving, already.
+    ///
+    /// # Errors
+    /// It cannot be registered: another userfaultfd tells of its memory, or it has ended.
+    pub fn add(&self, mut view: View, looked: Looked, protect: bool) -> io::Result<()> {
+        view.register(looked, protect)?;
+        let data = epoll::EventData::new_u64(0);
+        epoll::add(&self.events, &view.userfaultfd, data, epoll::EventFlags::IN)?;
+        tracing::info!(
+            pid = view.pid.as_raw_pid(),
+            "a server of the VM's disks has its memory, too"
+        );
+        self.all.borrow_mut().push(view);
+        Ok(())
+    }
+
+    /// Those that wait to be looked at, or all of them.
+    pub fn to_look(&self, all: bool) -> Vec<ToLook> {
+        let views = self.all.borrow();
+        let waits = |view: &&View| {
+            let (wanted, served) = view.memory.wanted_and_served();
+            all || wanted != served
+        };
+        views.iter().filter(waits).map(View::to_look).collect()
+    }
+
+    /// One was looked at.
+    pub fn looked(&self, looked: Looked) {
+        let mut all = self.all.borrow_mut();
+        let Some(view) = all.iter_mut().find(|view| view.pid == looked.of.pid) else {
+            return;
+        };
+        if let Err(error) = view.register(looked, true) {
+            // It asks on, and is looked at again.
+            tracing::warn!(
+                pid = view.pid.as_raw_pid(),
+                "what a server of the VM's disks has mapped cannot be registered: {error}"
+            );
+        }
+    }
+
+    /// Leaves out those that have ended; whether one has since this was asked last.
+    pub fn leave_out_ended(&self) -> bool {
+        let mut lost = self.lost.take();
+        self.all.borrow_mut().retain(|view| {
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            let mut events = [PollFd::from_borrowed_fd(view.pidfd.as_fd(), PollFlags::IN)];
+            let has_ended = view.has_ended.get() || poll(&mut events, Some(&now)).is_ok_and(|count| count > 0);
+            lost |= has_ended;
+            !has_ended
+        });
+        lost
+    }
+
+    /// Faults in them, at most so many: the page, why it is waited for, and whether to write to it.
+    pub fn receive(&self, most: usize) -> Vec<(PageIndex, Cause, bool)> {
+        let mut found = Vec::new();
+        for view in &mut *self.all.borrow_mut() {
+            if found.len() + MESSAGES <= most {
+                view.receive(&mut found);
+            }
+        }
+        found
+    }
+
+    /// Writes to these pages are told and wait from now on.
+    ///
+    /// # Errors
+    /// Mappings are changing, or there is no memory.
+    pub fn protect(&self, run: PageRun) -> io::Result<()> {
+        let all = self.all.borrow();
+        all.iter()
+            .try_for_each(|view| view.each(run, |range| view.userfaultfd.protect(range)))
+    }
+
+    /// Writes are free again; wakes who waits for that.
+    ///
+    /// # Errors
+    /// Mappings are changing.
+    pub fn unprotect(&self, run: PageRun) -> io::Result<()> {
+        let mut all = self.all.borrow_mut();
+        all.iter_mut().try_for_each(|view| {
+            view.each(run, |range| view.userfaultfd.unprotect(range))?;
+            view.waiting.retain(|page| *page < run.first || *page >= run.end());
+            Ok(())
+        })
+    }
+
+    /// These pages are there: who waits for one goes on, and may write to it if it is not protected.
+    pub fn arrived(&self, run: PageRun, protected: bool) {
+        for view in &mut *self.all.borrow_mut() {
+            view.arrived(run, |userfaultfd, range| match protected {
+                true => userfaultfd.wake(range),
+                false => userfaultfd.unprotect(range),
+            });
+        }
+    }
+
+    /// Who waits for these pages tries again.
+    pub fn wake(&self, run: PageRun) {
+        for view in &mut *self.all.borrow_mut() {
+            view.arrived(run, Userfaultfd::wake);
+        }
+    }
+
+    /// Whoever touches this missing page gets a memory error.
+    pub fn poison(&self, page: PageIndex) {
+        for view in &mut *self.all.borrow_mut() {
+            let userfaultfd = &view.userfaultfd;
+            let poisoned = view.each(PageRun::one(page), |range| match userfaultfd.poison(range.start) {
+                Filled::Done | Filled::Present | Filled::Gone => Ok(()),
+                Filled::Changing | Filled::NoMemory => Err(io::ErrorKind::Other.into()),
+            });
+            if poisoned.is_err() {
+                tracing::debug!(?page, "cannot be made unreadable now");
+            }
+            view.arrived(PageRun::one(page), Userfaultfd::wake);
+        }
+    }
+
+    /// A mark of now: see [`Self::io_has_ended`].
+    pub fn io_mark(&self) -> u64 {
+        if self.is_empty() {
+            return 0;
+        }
+        let mut grace = self.grace.get();
+        // One that is under way may have begun too early.
+        grace.wanted = grace.begun + 1;
+        self.grace.set(grace);
+        grace.wanted
+    }
+
+    /// Whether all requests are over that were under way when that mark was made.
+    pub fn io_has_ended(&self, mark: u64) -> bool {
+        let mut grace = self.grace.get();
+        while grace.ended < mark {
+            let mut all = self.all.borrow_mut();
+            if grace.begun > grace.ended {
+                let is_over =
+                    |view: &View| view.has_ended.get() || view.waits_for.is_none_or(|epoch| view.memory.is_over(epoch));
+                if !all.iter().all(is_over) {
+                    break;
+                }
+                grace.ended = grace.begun;
+            } else if grace.wanted > grace.ended {
+                grace.begun += 1;
+                for view in &mut *all {
+                    view.waits_for = Some(view.memory.change_epoch());
+                }
+            } else {
+                break;
+            }
+        }
+        self.grace.set(grace);
+        // Without views nothing was to be waited for.
+        grace.ended >= mark
+    }
+
+    /// Leaves all of them as they were.
+    pub fn let_go(&self) {
+        self.all.take().into_iter().for_each(View::let_go);
+    }
+}
