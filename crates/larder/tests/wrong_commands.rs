@@ -7,7 +7,7 @@ use std::process::Command;
 use support::{larder, on_tmpfs, run};
 
 /// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
-const WRONG: [(&str, &str); 43] = [
+const WRONG: [(&str, &str); 52] = [
     (
         "frobnicate",
         "error: unrecognized subcommand 'frobnicate'\n\nUsage: larder <COMMAND>\n\nFor more information, try '--help'.",
@@ -142,6 +142,27 @@ const WRONG: [(&str, &str); 43] = [
         "memory detach --control ok.raw",
         "larder: ok.raw is no socket; give the path that the server was given with --control",
     ),
+    (
+        "memory status",
+        "error: the following required arguments were not provided:\n  <NAME|--control <PATH>>\n\nUsage: larder memory status <NAME|--control <PATH>>\n\nFor more information, try '--help'.",
+    ),
+    ("memory limit web --control x --budget 1G", "?"),
+    ("memory limit web", "?"),
+    (
+        "memory status .web",
+        "larder: '.web' is no name of a VM: letters, digits, '.', '_' and '-' make one, and it does not begin with '.' or '-'; a path has a '/' in it, as in ./.web",
+    ),
+    (
+        "memory detach ./nosuch",
+        "larder: there is no ./nosuch: give the path that the server was given with --control; a server that has ended has removed it",
+    ),
+    ("memory attach --vm web --budget 1G", "?"),
+    (
+        "memory attach --vm ./nosuch.toml",
+        "larder: ./nosuch.toml: No such file or directory (os error 2); check the path, or write one",
+    ),
+    ("run --memory-swap-size 1G -- ls", "?"),
+    ("run --memory-compressed 1G -- ls", "?"),
     (
         "advise --for 10",
         "error: invalid value '10' for '--for <TIME>': give a time from 100ms to 24h, as in 500ms, 10s, 5m or 1h\n\nFor more information, try '--help'.",
