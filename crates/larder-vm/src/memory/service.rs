@@ -71,7 +71,10 @@ enum Whose {
 /// It.
 pub struct MemoryService {
     whose: Whose,
+    /// What is wished now.
     wish: MemoryWish,
+    /// How memory is managed at the moment, or was last.
+    in_use: MemoryWish,
     poll_max: Duration,
     /// Where it listens while memory is managed.
     control: Option<PathBuf>,
@@ -146,6 +149,7 @@ impl MemoryService {
         let (sender, orders) = mpsc::channel();
         Self {
             whose,
+            in_use: wish.clone(),
             wish,
             poll_max,
             control,
@@ -252,7 +256,10 @@ impl MemoryService {
                 ..self.wish.config(process.pid)
             };
             let pause = match approach.step(&config) {
-                Step::Attached(managed) => return Ok(managed),
+                Step::Attached(managed) => {
+                    self.in_use = self.wish.clone();
+                    return Ok(managed);
+                }
                 Step::Gone => return Err(After::Next),
                 Step::Later(pause) => pause,
             };
@@ -370,15 +377,15 @@ impl MemoryService {
         };
         if let Some(managed) = managed {
             // The usual share depends on the swap cache that there is.
-            let swap = self.wish.swap.clone();
+            let swap = self.in_use.swap.clone();
             let limits = MemoryWish {
                 swap,
                 ..wanted.wish.clone()
             }
             .limits();
             managed.limit_blocking(limits).unwrap_or(Ok(()))?;
-            for key in wanted.wish.fixed_differences(&self.wish) {
-                tracing::warn!("left: {key}: {}", when_changed(key, &self.wish));
+            for key in wanted.wish.fixed_differences(&self.in_use) {
+                tracing::warn!("left: {key}: {}", when_changed(key, &self.in_use));
             }
         }
         **config = read;

@@ -235,7 +235,7 @@ fn memory_is_said_to_be_changed_elsewhere_and_hinders_nothing() {
         (Some(0), "web: all is as its file says already".to_owned())
     );
     // A file without a disk would end the server.
-    vm.write(memory);
+    vm.write(&format!("control = \"control\"\n{memory}"));
     let (code, said) = reload(&vm);
     assert!(code == Some(2) && said.contains("there is no disk"), "{said}");
     assert_eq!(vm.disks().len(), 2);

@@ -123,6 +123,7 @@ fn hint(key: &str) -> String {
 /// A value of [`Said::set`]; a path begins where the file is.
 fn value_beside(folder: &Path, key: &str, text: &str) -> Result<String, String> {
     match key {
+        "swap-cache" | "slow-store" if text.is_empty() => Err("give a path or an NBD URI".to_owned()),
         "swap-cache" | "slow-store" => Ok(match image_of(folder, text)? {
             ImageAddress::Path(path) => path.display().to_string(),
             ImageAddress::Nbd(_) => text.to_owned(),
