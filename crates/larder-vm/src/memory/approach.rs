@@ -9,12 +9,11 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use larder_memory::entry::Tier;
 use larder_memory::state::PAGES_NAME;
 use larder_memory::target::{QmpError, pid_of_qmp};
 use rustix::process::Pid;
 
-use super::{ManagedMemory, MemoryConfig, MemoryError, SwapError};
+use super::{BudgetError, ManagedMemory, MemoryConfig, MemoryError, SwapError};
 use crate::vm::config::QemuAt;
 
 /// The time between two looks at memory that should be the same.
@@ -68,8 +67,8 @@ impl Process {
         Duration::try_from_secs_f64(uptime - self.started as f64 / ticks as f64).ok()
     }
 
-    /// Whether it has been managed, and is to be managed on.
-    fn has_pager_state(&self) -> bool {
+    /// Whether it is managed, or waits to be managed on.
+    pub(super) fn is_waiting(&self) -> bool {
         let name = format!("/memfd:{PAGES_NAME}");
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid.as_raw_pid()));
         let mut links = descriptors
@@ -200,10 +199,11 @@ impl Approach {
         if !self.process.is_alive() {
             return Step::Gone;
         }
-        if !self.process.has_pager_state() && !self.has_settled() {
+        let is_waiting = self.process.is_waiting();
+        if !is_waiting && !self.has_settled() {
             return Step::Later(SETTLING);
         }
-        let error = match start(config) {
+        let error = match start(config, is_waiting) {
             Ok(managed) => return Step::Attached(managed),
             Err(error) => error,
         };
@@ -233,19 +233,30 @@ impl Approach {
     }
 }
 
-/// Attaches. Where pages of the process are on other disks than are wished, those are used: it waits for its memory.
-fn start(config: &MemoryConfig) -> Result<ManagedMemory, MemoryError> {
+/// Attaches. A process that waits for its memory is not left waiting for what is wished wrongly by now: it goes on with the
+/// disks that its pages are on, and with the least budget that will do.
+fn start(config: &MemoryConfig, is_waiting: bool) -> Result<ManagedMemory, MemoryError> {
     let mut config = config.clone();
     loop {
-        match ManagedMemory::start(config.clone()) {
-            Err(MemoryError::Swap(SwapError::Other { given, left, tier })) => {
-                tracing::warn!("{left} is used on, where pages of the process are; {given} is for the next one");
-                match tier {
-                    Tier::Slow => config.slow = None,
-                    _ => config.swap = None,
-                }
-            }
+        let error = match ManagedMemory::start(config.clone()) {
+            Err(error) if is_waiting => error,
             started => return started,
+        };
+        match &error {
+            MemoryError::Swap(SwapError::Gone(_)) => return Err(error),
+            MemoryError::Swap(_) if config.swap.is_some() || config.slow.is_some() => {
+                (config.swap, config.slow) = (None, None);
+                tracing::error!("{error}; meanwhile those disks are used that its pages are on");
+            }
+            MemoryError::Budget(BudgetError::TooSmall { needed, .. }) if *needed > config.budget => {
+                config.budget = *needed;
+                tracing::error!("{error}; meanwhile that is used");
+            }
+            MemoryError::Budget(BudgetError::Compressed { .. }) if config.compressed.is_some() => {
+                config.compressed = None;
+                tracing::error!("{error}; meanwhile it is as usual");
+            }
+            _ => return Err(error),
         }
     }
 }

@@ -268,7 +268,15 @@ impl MemoryService {
                     self.reload_and_tell(None, tell);
                     approach.hurry();
                 }
-                Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => return Err(After::Stop),
+                Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => {
+                    if process.is_waiting() {
+                        tracing::error!(
+                            "process {} is left waiting for its memory, until it is managed again",
+                            process.pid.as_raw_pid()
+                        );
+                    }
+                    return Err(After::Stop);
+                }
                 Ok(Order::Refused(_) | Order::Ended(_)) | Err(RecvTimeoutError::Timeout) => {}
             }
         }

@@ -77,7 +77,7 @@ pub enum SwapError {
     #[error(
         "swap cache {given}: pages of the process are on {left}, where its pager has put them: give that one, or none"
     )]
-    Other { tier: Tier, given: String, left: String },
+    Other { given: String, left: String },
     #[error(
         "swap cache {0}: it is not the one any more that pages of the process are on, or it is damaged: put it back"
     )]
@@ -148,7 +148,7 @@ pub(super) async fn open(
                 && given != left.name
             {
                 let left = left.name.clone();
-                return Err(SwapError::Other { tier, given, left });
+                return Err(SwapError::Other { given, left });
             }
             (address, None)
         }

@@ -250,6 +250,29 @@ fn pages_on_another_swap_cache_than_the_file_names_now_are_found() {
 }
 
 #[test]
+fn who_waits_for_its_memory_does_not_wait_for_a_file_that_asks_for_what_cannot_be() {
+    let vm = Vm::new("hasty");
+    let (mut service, mut verifier) = (vm.serve(), vm.boot());
+    vm.wait_for_budget(&service, &verifier);
+    service.kill();
+    vm.write(&FILE.replace("32MiB", "16MiB\"\nswap-size = \"64MiB\"\nswap-cache = \"/nosuch/swap"));
+    let service = vm.serve();
+    service
+        .wait_for("in the place of another pager", LIMIT)
+        .expect("attaches");
+    for told in ["a budget of 16 MiB is too small: 17 MiB is the least", "/nosuch/swap"] {
+        assert!(service.output().contains(told), "{told}: {}", service.output());
+    }
+    verifier.report().expect("nothing is wrong");
+    vm.write(FILE);
+    service.signal(libc::SIGHUP);
+    vm.wait_until(&service, |state| state.budget == 32 * MIB);
+    verifier.works().expect("it works");
+    ends(service);
+    verifier.stop().expect("all is as it was written");
+}
+
+#[test]
 fn a_pid_file_of_a_qemu_that_has_gone_is_waited_past() {
     let vm = Vm::new("stale");
     let gone = vm.boot();
