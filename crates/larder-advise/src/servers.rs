@@ -1,7 +1,7 @@
 //! The servers of Larder that run on this host, and what they tell on their control sockets.
 //!
 //! VMs with a file are found as `larder status` finds them. `larder memory attach` and `larder disk serve` are found by
-//! their command lines, which have the path of the socket. A question changes nothing.
+//! their command lines, which have the path of the socket, or the VM's name, by which that is known. A question changes nothing.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -130,16 +130,30 @@ fn control_in(words: &[String]) -> Option<(PathBuf, Serves)> {
         [disk, serve] if disk == "disk" && serve == "serve" => Serves::Disk,
         _ => return None,
     };
-    let mut words = words.iter().skip(3);
-    let path = loop {
-        let word = words.next()?;
-        match word.strip_prefix("--control") {
-            Some("") => break words.next()?.as_str(),
-            Some(rest) if let Some(path) = rest.strip_prefix('=') => break path,
+    let words = &words[3..];
+    if let Some(path) = value_of("--control", words) {
+        return Some((path.into(), serves));
+    }
+    let file = value_of("--vm", words).filter(|_| serves == Serves::Memory)?;
+    // A name, or the path of a file of that name.
+    let name = Path::new(file).file_name()?.to_str()?;
+    let name = match file.contains('/') {
+        true => Path::new(name).file_stem()?.to_str()?,
+        false => name,
+    };
+    Some((find::memory_control_of(name), serves))
+}
+
+/// What an option is given.
+fn value_of<'a>(option: &str, words: &'a [String]) -> Option<&'a str> {
+    let mut words = words.iter();
+    loop {
+        match words.next()?.strip_prefix(option) {
+            Some("") => return Some(words.next()?),
+            Some(rest) if let Some(value) = rest.strip_prefix('=') => return Some(value),
             _ => {}
         }
-    };
-    Some((path.into(), serves))
+    }
 }
 
 /// What it says; `None` if there is nobody, which is as it may be.
@@ -197,12 +211,25 @@ mod tests {
             ("larder memory status --control /run/m.sock", None),
             ("larder advise --control /run/m.sock", None),
             ("larder vm web", None),
+            ("larder disk serve a.raw --vm web", None),
             ("larder", None),
         ];
         for (line, expected) in cases {
             let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
             let expected = expected.map(|(path, serves)| (PathBuf::from(path), serves));
             assert_eq!(control_in(&words), expected, "{line}");
+        }
+        for line in [
+            "larder memory attach --vm web.1",
+            "larder memory attach --vm=/etc/larder/vms/web.1.toml",
+        ] {
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            let (path, serves) = control_in(&words).expect("it listens");
+            assert_eq!(
+                (path.file_name(), serves),
+                (Some("web.1.sock".as_ref()), Serves::Memory),
+                "{line}"
+            );
         }
     }
 }

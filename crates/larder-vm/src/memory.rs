@@ -1,6 +1,9 @@
 //! The memory of a VM, kept within a budget on a thread of its own.
 
+pub mod approach;
+pub mod service;
 mod swap;
+pub mod wish;
 
 use std::io;
 use std::rc::Rc;
@@ -23,7 +26,7 @@ use crate::control::memory::MemoryState;
 /// Inquiries that wait for the thread at most; further ones wait where they come from.
 const WAITING_MAX: usize = 16;
 
-pub use swap::{SwapConfig, SwapError};
+pub use swap::{SwapConfig, SwapError, look_at_disk};
 
 /// Below this a budget makes no sense, besides what the pager needs for each page.
 pub const BUDGET_MIN: ByteLen = ByteLen::new(16 << 20);
@@ -90,7 +93,7 @@ pub enum MemoryError {
 }
 
 /// Why a budget cannot be.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum BudgetError {
     #[error("a budget of {budget} is too small: {needed} is the least for memory of {bytes}")]
@@ -114,6 +117,35 @@ pub struct Began {
     pub stood_still: Option<Duration>,
     /// What to know.
     pub cautions: Vec<String>,
+}
+
+impl Began {
+    /// Tells of it in the log.
+    pub fn tell(&self, pid: Pid, budget: ByteLen) {
+        for caution in &self.cautions {
+            tracing::warn!("{caution}");
+        }
+        tracing::info!(
+            process = self.name,
+            pid = pid.as_raw_pid(),
+            size = %self.bytes,
+            %budget,
+            stood_still = self.stood_still.map(tracing::field::debug),
+            "{}",
+            match self.stood_still {
+                Some(_) => "attached",
+                None => "attached, in the place of another pager, which is gone",
+            }
+        );
+    }
+}
+
+/// Tells in the log why it is over.
+pub fn tell_end(end: End) {
+    match end {
+        End::Detached => tracing::info!("detached"),
+        End::ProcessEnded => tracing::info!("the process has ended"),
+    }
 }
 
 /// Memory that is managed.
@@ -199,6 +231,13 @@ impl MemoryInquiry {
         let (reply, answer) = oneshot::channel();
         self.0.send(Inquiry::Limit(limits, reply)).await.ok()?;
         answer.await.ok()
+    }
+
+    /// The same, for a thread that has nothing else to do; whether it was done.
+    pub fn limit_blocking(&self, limits: MemoryLimits) -> Option<Result<(), String>> {
+        let (reply, answer) = oneshot::channel();
+        self.0.blocking_send(Inquiry::Limit(limits, reply)).ok()?;
+        Some(answer.blocking_recv().ok()?.map(|_| ()))
     }
 
     /// Brings everything back into memory, and leaves the process alone; `None` if it is over already.

@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use larder_vm::image::ImageAddress;
+use larder_vm::memory::SwapConfig;
+use larder_vm::memory::wish::MemoryWish;
 use larder_vm::run::drive::Reason;
 use larder_vm::run::plan::{Plan, PlanError, Setting, guest_name, plan};
 use larder_vm::run::shell::command_line;
@@ -24,6 +26,7 @@ fn setting(version: QemuVersion) -> Setting<'static> {
         sockets: Path::new("/run/larder/larder-run-1"),
         ram: Path::new("/dev/shm/larder-vm-1"),
         left: &[],
+        memory: None,
     }
 }
 
@@ -324,6 +327,7 @@ fn a_short_option_for_a_virtio_disk_keeps_its_place_among_the_others() {
     let left = [(ImageAddress::Path("/a".into()), Reason("it is odd".to_owned()))];
     let setting = Setting {
         left: &left,
+        memory: None,
         ..setting(QemuVersion(7, 2))
     };
     let plan = plan(&line, &[], &setting).expect("can be planned");
@@ -535,4 +539,61 @@ proptest! {
         let line: Vec<OsString> = line.into_iter().map(Into::into).collect();
         let _ = plan(&line, &[], &setting(QemuVersion(10, 0)));
     }
+}
+
+#[test]
+fn memory_within_a_budget_is_shared_without_any_disk_and_has_a_pager() {
+    let budget = |size: &str| MemoryWish {
+        swap: Some(SwapConfig {
+            address: "/ssd/swap".parse().expect("a path"),
+            size: Some("4GiB".parse().expect("a size")),
+        }),
+        prefetch: false,
+        ..MemoryWish::new(size.parse().expect("a size"))
+    };
+    let with = |line: &str, wish: &MemoryWish| {
+        let setting = Setting {
+            memory: Some(wish),
+            ..setting(QemuVersion(7, 2))
+        };
+        plan(&words(line), &[], &setting)
+    };
+    let plan = with("qemu-system-x86_64 -m 128 -hda /a", &budget("64MiB")).expect("can be planned");
+    let line = command_line(&plan.qemu);
+    assert_eq!(line, format!("qemu-system-x86_64 -m 128 -hda /a {RAM}"));
+    assert!(is_change(&plan, &["memory: shared as /dev/shm/larder-vm-1"]));
+    assert!(is_change(
+        &plan,
+        &["memory: kept within 64 MiB; larder memory status /run/larder/larder-run-1/memory.sock"]
+    ));
+    let memory = plan.memory.expect("it is managed");
+    assert_eq!(
+        command_line(&memory.attach_arguments("4711")),
+        "memory attach --pid 4711 --wait --budget=67108864 --swap-cache=/ssd/swap --swap-size=4294967296 \
+         --prefetch=off --control /run/larder/larder-run-1/memory.sock"
+    );
+    // Of memory of which nothing is known only the least can be said.
+    let error = with("qemu-system-x86_64 -m 8G", &budget("64MiB")).expect_err("is too small");
+    assert!(
+        error.to_string().contains("68 MiB is the least for memory of 8 GiB"),
+        "{error}"
+    );
+    with(
+        "qemu-system-x86_64 -m 8G -object memory-backend-memfd,id=r,size=8G,share=on -M memory-backend=r",
+        &budget("64MiB"),
+    )
+    .expect("QEMU has the memory");
+    let error = with("qemu-system-x86_64", &budget("1MiB")).expect_err("is too small");
+    assert!(
+        error
+            .to_string()
+            .contains("--memory-budget: a budget of 1 MiB is too small"),
+        "{error}"
+    );
+    assert!(
+        with("qemu-system-x86_64 -version", &budget("64MiB"))
+            .expect("prints")
+            .memory
+            .is_none()
+    );
 }

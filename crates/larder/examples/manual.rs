@@ -81,6 +81,10 @@ const PAGES: [Page; 15] = [
                 "Serve the virtio disks of QEMU's command line.",
             ),
             (
+                "larder run --memory-budget 1GiB -- qemu-system-x86_64 -m 4G",
+                "Give the guest less of the host's memory than it has.",
+            ),
+            (
                 "larder run --disk /srv/data.raw,serial=DATA1,iops=2000 -- qemu-system-x86_64 -m 4G",
                 "One more disk, with a limit.",
             ),

@@ -23,6 +23,7 @@ use larder_vm::image::{
     cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode, parse_prefetch_len,
 };
 use larder_vm::limits::parse_given_limits;
+use larder_vm::memory::wish::QUARANTINE_MS_MAX;
 use larder_vm::wish::DiskWish;
 use larder_vm::wish::keys::parse_disk;
 
@@ -190,15 +191,24 @@ pub(crate) enum MemoryCommand {
 #[derive(Args)]
 pub(crate) struct MemoryAttachArguments {
     /// The process
-    #[arg(long, value_name = "PID", required_unless_present = "qmp", conflicts_with = "qmp")]
+    #[arg(long, value_name = "PID", required_unless_present_any = ["qmp", "vm"], conflicts_with = "qmp")]
     pub(crate) pid: Option<u32>,
     /// The QEMU that listens on this QMP socket
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: Option<PathBuf>,
+    /// The QEMUs of this virtual machine, one after the other, as [memory] in its file says: /etc/larder/vms/NAME.toml, for
+    /// other users than root ~/.config/larder/vms/NAME.toml, or the path of a file, with a / in it. SIGHUP has it read
+    /// again
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["pid", "qmp", "budget", "compressed", "swap_cache", "slow_store",
+          "quarantine_ms", "prefetch", "wait", "control", "pidfile"])]
+    pub(crate) vm: Option<PathBuf>,
+    /// Wait until there is such a process, and all of its memory is there: for one that is only just being started
+    #[arg(long, conflicts_with = "pidfile")]
+    pub(crate) wait: bool,
     /// How much memory may be used for it in all: the pages that are in memory, compressed ones, and what is kept of
     /// each page
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) budget: ByteLen,
+    #[arg(long, value_name = "SIZE", required_unless_present = "vm")]
+    pub(crate) budget: Option<ByteLen>,
     /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache
     #[arg(long, value_name = "SIZE")]
     pub(crate) compressed: Option<ByteLen>,
@@ -217,7 +227,7 @@ pub(crate) struct MemoryAttachArguments {
     pub(crate) slow_size: Option<ByteLen>,
     /// How long a page is left in memory after writes to it were stopped, for device I/O that has begun before to end;
     /// by default 2000 for a process that has files open for direct I/O, else 0
-    #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(..=600_000))]
+    #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(..=QUARANTINE_MS_MAX))]
     pub(crate) quarantine_ms: Option<u64>,
     /// For so many microseconds it is looked for the next fault before sleeping
     #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
@@ -239,11 +249,23 @@ pub(crate) enum Switch {
     Off,
 }
 
+/// Whose memory is asked for.
 #[derive(Args)]
-pub(crate) struct MemoryStatusArguments {
+#[group(required = true, multiple = false)]
+pub(crate) struct MemoryAtArguments {
+    /// The virtual machine's name, whose memory larder memory attach --vm manages; or with a / in it the path of a control
+    /// socket
+    #[arg(value_name = "NAME", value_parser = OsStringValueParser::new())]
+    pub(crate) vm: Option<OsString>,
     /// The path that larder memory attach was given with --control
     #[arg(long, value_name = "PATH")]
-    pub(crate) control: PathBuf,
+    pub(crate) control: Option<PathBuf>,
+}
+
+#[derive(Args)]
+pub(crate) struct MemoryStatusArguments {
+    #[command(flatten)]
+    pub(crate) at: MemoryAtArguments,
     /// For people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
@@ -251,9 +273,8 @@ pub(crate) struct MemoryStatusArguments {
 
 #[derive(Args)]
 pub(crate) struct MemoryLimitArguments {
-    /// The path that larder memory attach was given with --control
-    #[arg(long, value_name = "PATH")]
-    pub(crate) control: PathBuf,
+    #[command(flatten)]
+    pub(crate) at: MemoryAtArguments,
     /// How much memory may be used in all
     #[arg(long, value_name = "SIZE", required_unless_present = "compressed")]
     pub(crate) budget: Option<ByteLen>,
@@ -264,9 +285,8 @@ pub(crate) struct MemoryLimitArguments {
 
 #[derive(Args)]
 pub(crate) struct MemoryDetachArguments {
-    /// The path that larder memory attach was given with --control
-    #[arg(long, value_name = "PATH")]
-    pub(crate) control: PathBuf,
+    #[command(flatten)]
+    pub(crate) at: MemoryAtArguments,
 }
 
 #[derive(Args)]
@@ -408,6 +428,25 @@ pub(crate) struct RunArguments {
     /// doubled
     #[arg(long, value_name = "IMAGE,...", value_parser = parse_disk)]
     pub(crate) disk: Vec<DiskWish>,
+    /// Keep the guest's memory within so much of the host's, as larder memory attach does
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) memory_budget: Option<ByteLen>,
+    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache
+    #[arg(long, value_name = "SIZE", requires = "memory_budget")]
+    pub(crate) memory_compressed: Option<ByteLen>,
+    /// Where pages go that compressed RAM has no room for: a file (made if it is not there, and removed in the end), a
+    /// block device, or an NBD URI
+    #[arg(long, value_name = "FILE", value_parser = image_parser(), requires = "memory_budget")]
+    pub(crate) memory_swap_cache: Option<ImageAddress>,
+    /// How large the swap cache may become; by default all of what is there
+    #[arg(long, value_name = "SIZE", requires = "memory_swap_cache")]
+    pub(crate) memory_swap_size: Option<ByteLen>,
+    /// Where pages go that the swap cache has no room for, likewise
+    #[arg(long, value_name = "FILE", value_parser = image_parser(), requires = "memory_budget")]
+    pub(crate) memory_slow_store: Option<ImageAddress>,
+    /// How large the slow store may become; by default all of what is there
+    #[arg(long, value_name = "SIZE", requires = "memory_slow_store")]
+    pub(crate) memory_slow_size: Option<ByteLen>,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,

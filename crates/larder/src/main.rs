@@ -21,6 +21,7 @@ mod pid_file;
 mod rates;
 mod run;
 mod signals;
+mod starter;
 mod status;
 mod top;
 mod vm;

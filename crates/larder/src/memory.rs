@@ -1,28 +1,36 @@
 //! `larder memory`: a running VM's memory within a budget.
 
+mod service;
+
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
-use larder_memory::service::{DetachError, End};
+use larder_memory::service::DetachError;
 use larder_memory::target::pid_of_qmp;
 use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState, SwapTier};
 use larder_vm::control::state::Latency;
-use larder_vm::control::{ControlServer, Subject, detach_memory, fetch_memory, limit_memory};
-use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig};
+use larder_vm::control::{ControlServer, FetchError, Subject, detach_memory, fetch_memory, limit_memory};
+use larder_vm::image::ImageAddress;
+use larder_vm::memory::wish::MemoryWish;
+use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig, tell_end};
+use larder_vm::vm::config::path_of;
+use larder_vm::vm::find::memory_control_of;
 use rustix::process::Pid;
 
 use crate::EXIT_NEGATIVE;
 use crate::cli::{
-    MemoryAttachArguments, MemoryCommand, MemoryDetachArguments, MemoryLimitArguments, MemoryStatusArguments, Output,
-    Switch,
+    MemoryAtArguments, MemoryAttachArguments, MemoryCommand, MemoryDetachArguments, MemoryLimitArguments,
+    MemoryStatusArguments, Output, Switch,
 };
 use crate::disk_image::{human, percent};
 use crate::output::{Lines, print};
 use crate::pid_file;
+use crate::rates::is_not_served;
 use crate::signals::Signals;
 
 pub(crate) fn run(command: MemoryCommand) -> anyhow::Result<ExitCode> {
@@ -34,38 +42,53 @@ pub(crate) fn run(command: MemoryCommand) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// What is said where that is not told.
+const WHOSE: &str = "whose memory? give --pid PID, --qmp PATH or --vm NAME";
+
+fn pid_of(number: u32) -> anyhow::Result<Pid> {
+    let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
+    pid.context("--pid: no PID")
+}
+
+/// What the options say of the memory.
+fn wish_of(arguments: &MemoryAttachArguments) -> anyhow::Result<MemoryWish> {
+    let disk = |address: &Option<ImageAddress>, size| {
+        let address = address.clone()?;
+        Some(SwapConfig { address, size })
+    };
+    let wish = MemoryWish {
+        compressed: arguments.compressed,
+        swap: disk(&arguments.swap_cache, arguments.swap_size),
+        slow: disk(&arguments.slow_store, arguments.slow_size),
+        quarantine: arguments.quarantine_ms.map(Duration::from_millis),
+        prefetch: arguments.prefetch == Switch::On,
+        ..MemoryWish::new(arguments.budget.context("--budget: how much?")?)
+    };
+    Ok(wish)
+}
+
 fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
+    if let Some(name) = &arguments.vm {
+        return service::of_vm(name, &arguments);
+    }
+    let wish = wish_of(&arguments)?;
+    if arguments.wait {
+        wish.check()?;
+        return service::of_one(arguments, wish);
+    }
     let pid = match (arguments.pid, &arguments.qmp) {
-        (Some(pid), _) => i32::try_from(pid)
-            .ok()
-            .and_then(Pid::from_raw)
-            .context("--pid: no PID")?,
+        (Some(pid), _) => pid_of(pid)?,
         (None, Some(path)) => pid_of_qmp(path)?,
-        (None, None) => bail!("whose memory? give --pid PID or --qmp PATH"),
+        (None, None) => bail!(WHOSE),
     };
     let signals = crate::signals::block()?;
     let pidfile = arguments.pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let config = MemoryConfig {
-        compressed: arguments.compressed,
-        swap: arguments.swap_cache.map(|address| SwapConfig {
-            address,
-            size: arguments.swap_size,
-        }),
-        slow: arguments.slow_store.map(|address| SwapConfig {
-            address,
-            size: arguments.slow_size,
-        }),
-        quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         poll_max: arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros),
-        prefetch: arguments.prefetch == Switch::On,
-        ..MemoryConfig::new(pid, arguments.budget)
+        ..wish.config(pid)
     };
     let managed = ManagedMemory::start(config)?;
     let inquiry = managed.inquiry();
-    let began = managed.began().clone();
-    for caution in &began.cautions {
-        tracing::warn!("{caution}");
-    }
     let started = arguments
         .control
         .as_deref()
@@ -81,27 +104,13 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
             return Err(error);
         }
     };
-    tracing::info!(
-        process = began.name,
-        pid = pid.as_raw_pid(),
-        size = %began.bytes,
-        budget = %arguments.budget,
-        stood_still = began.stood_still.map(tracing::field::debug),
-        "{}",
-        match began.stood_still {
-            Some(_) => "attached",
-            None => "attached, in the place of another pager, which is gone",
-        }
-    );
+    managed.began().tell(pid, wish.budget);
     stop_by(signals, managed.inquiry())?;
     let end = managed.wait()?;
     if let Some(control) = control {
         control.end_after_answers();
     }
-    match end {
-        End::Detached => tracing::info!("detached"),
-        End::ProcessEnded => tracing::info!("the process has ended"),
-    }
+    tell_end(end);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -129,8 +138,52 @@ fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow
     Ok(())
 }
 
+/// Where to ask, and what is said if nobody is there.
+struct At {
+    control: PathBuf,
+    vm: Option<String>,
+}
+
+impl At {
+    fn of(arguments: &MemoryAtArguments) -> anyhow::Result<Self> {
+        let MemoryAtArguments { vm, control } = arguments;
+        let word = vm.as_ref().map(|word| (word, word.to_string_lossy().into_owned()));
+        Ok(match (control, word) {
+            (Some(path), _) => Self {
+                control: path.clone(),
+                vm: None,
+            },
+            (None, Some((word, text))) if text.contains('/') => Self {
+                control: word.into(),
+                vm: None,
+            },
+            (None, Some((word, text))) => {
+                // It is a name, or that is said.
+                path_of(Path::new(word))?;
+                Self {
+                    control: memory_control_of(&text),
+                    vm: Some(text),
+                }
+            }
+            (None, None) => bail!("whose memory? give a virtual machine's NAME, or --control PATH"),
+        })
+    }
+
+    fn explain(&self, error: FetchError) -> anyhow::Error {
+        match &self.vm {
+            Some(vm) if is_not_served(&error) => anyhow!(
+                "the memory of {vm} is not managed: nobody listens on {}; is its QEMU running, and `larder memory attach --vm \
+                 {vm}` (systemctl status larder-memory@{vm})?",
+                self.control.display()
+            ),
+            _ => error.into(),
+        }
+    }
+}
+
 fn status(arguments: &MemoryStatusArguments) -> anyhow::Result<ExitCode> {
-    let (said, state) = fetch_memory(&arguments.control)?;
+    let at = At::of(&arguments.at)?;
+    let (said, state) = fetch_memory(&at.control).map_err(|error| at.explain(error))?;
     print(&match arguments.output {
         Output::Text => text(&state),
         Output::Json => format!("{said:#}\n"),
@@ -139,13 +192,15 @@ fn status(arguments: &MemoryStatusArguments) -> anyhow::Result<ExitCode> {
 }
 
 fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
+    let at = At::of(&arguments.at)?;
     let state = limit_memory(
-        &arguments.control,
+        &at.control,
         MemoryPatch {
             budget: arguments.budget.map(ByteLen::get),
             compressed: arguments.compressed.map(ByteLen::get),
         },
-    )?;
+    )
+    .map_err(|error| at.explain(error))?;
     print(&format!(
         "budget {}, of that up to {} compressed pages; {} are used\n",
         human(state.budget),
@@ -156,11 +211,12 @@ fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
 }
 
 fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
-    let pid = fetch_memory(&arguments.control)?.1.pid;
-    let mut detached = detach_memory(&arguments.control)?.detached;
+    let at = At::of(&arguments.at)?;
+    let pid = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1.pid;
+    let mut detached = detach_memory(&at.control)?.detached;
     while !detached {
         std::thread::sleep(Duration::from_millis(100));
-        match fetch_memory(&arguments.control) {
+        match fetch_memory(&at.control) {
             Ok((_, state)) if state.detaching => {}
             Ok((_, state)) => {
                 print(&format!("process {} is still managed\n", state.pid))?;

@@ -6,9 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use larder_vm::image::ImageAddress;
+use larder_vm::memory::wish::MemoryWish;
+use larder_vm::memory::{SwapConfig, look_at_disk};
 use larder_vm::run::check::{Findings, check};
 use larder_vm::run::hold::Hold;
 use larder_vm::run::lease::{Lease, Places};
+use larder_vm::run::memory::PlannedMemory;
 use larder_vm::run::plan::{Plan, PlannedDisk, Setting, guest_name, plan, program};
 use larder_vm::run::shell::command_line;
 use larder_vm::run::supervise::{ServerProgram, supervise};
@@ -25,6 +29,7 @@ const OURSELVES: &str = "/proc/self/exe";
 const EXIT_NEGATIVE: u8 = 1;
 
 pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
+    let memory = memory_of(&arguments);
     let command = arguments.qemu;
     let guest = guest_name(&command);
     let places = match arguments.dry_run {
@@ -38,6 +43,7 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
             sockets: &places.folder,
             ram: &places.ram,
             left,
+            memory: memory.as_ref(),
         };
         plan(&command, &arguments.disk, &setting)
     };
@@ -57,10 +63,11 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
     if arguments.dry_run {
         return dry_run(&plan, &places, &found);
     }
-    for problem in &found.problems {
-        say(&problem.to_string());
+    let of_memory = memory_problems(&plan);
+    for problem in found.problems.iter().map(ToString::to_string).chain(of_memory.clone()) {
+        say(&problem);
     }
-    if !found.problems.is_empty() {
+    if !found.problems.is_empty() || !of_memory.is_empty() {
         return Ok(ExitCode::from(EXIT_ERROR));
     }
     let _lease = Lease::take(&places, &plan)?;
@@ -71,6 +78,9 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         for line in server_commands(&plan, PlannedDisk::kept_serve_arguments) {
             say(&line);
         }
+        if let Some(memory) = &plan.memory {
+            say(&command_line(&pager_words(memory, "PID")));
+        }
         say(&command_line(&plan.qemu));
     }
     let server = ServerProgram {
@@ -79,6 +89,20 @@ pub(crate) fn run(arguments: RunArguments) -> anyhow::Result<ExitCode> {
         log: (!arguments.verbose && std::env::var_os("LARDER_LOG").is_none()).then(|| "warn".to_owned()),
     };
     Ok(ExitCode::from(supervise(&plan, &found.holds, &server, &say)?))
+}
+
+/// How the guest's memory is to be managed, if it is.
+fn memory_of(arguments: &RunArguments) -> Option<MemoryWish> {
+    let disk = |address: &Option<ImageAddress>, size| {
+        let address = address.clone()?;
+        Some(SwapConfig { address, size })
+    };
+    Some(MemoryWish {
+        compressed: arguments.memory_compressed,
+        swap: disk(&arguments.memory_swap_cache, arguments.memory_swap_size),
+        slow: disk(&arguments.memory_slow_store, arguments.memory_slow_size),
+        ..MemoryWish::new(arguments.memory_budget?)
+    })
 }
 
 /// Prints commands that do by hand what a run does, and tells what would go wrong.
@@ -92,11 +116,12 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
         ));
     }
     let lease = Lease::check(plan).err().map(|error| error.to_string());
-    let problems: Vec<String> = found.problems.iter().map(ToString::to_string).chain(lease).collect();
+    let of_disks = found.problems.iter().map(ToString::to_string);
+    let problems: Vec<String> = of_disks.chain(memory_problems(plan)).chain(lease).collect();
     for problem in &problems {
         say(problem);
     }
-    if let (false, Some(name)) = (plan.disks.is_empty(), places.folder.file_name()) {
+    if let (false, Some(name)) = (needs_nothing(plan), places.folder.file_name()) {
         say(&format!(
             "{} stands for a name that each run chooses anew, so that nobody has taken it before",
             name.display()
@@ -108,7 +133,7 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
             .into_iter()
             .map(|line| format!("{line} &")),
     );
-    lines.push(command_line(&plan.qemu));
+    lines.push(qemu_command(plan));
     print(&format!("{}\n", lines.join("\n")))?;
     Ok(match problems.is_empty() {
         true => ExitCode::SUCCESS,
@@ -118,7 +143,7 @@ fn dry_run(plan: &Plan, places: &Places, found: &Findings) -> anyhow::Result<Exi
 
 /// What a run makes before it starts anything: the sockets' folder, and the RAM's files, for the user alone.
 fn preparations(plan: &Plan, folder: &Path) -> Vec<String> {
-    if plan.disks.is_empty() {
+    if needs_nothing(plan) {
         return Vec::new();
     }
     let words = |words: &[&OsStr]| command_line(&words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
@@ -136,6 +161,35 @@ fn preparations(plan: &Plan, folder: &Path) -> Vec<String> {
         format!("(umask 077; {file})")
     });
     std::iter::once(folder).chain(files).collect()
+}
+
+fn needs_nothing(plan: &Plan) -> bool {
+    plan.disks.is_empty() && plan.memory.is_none()
+}
+
+/// What is in the way of the disks for evicted pages.
+fn memory_problems(plan: &Plan) -> Vec<String> {
+    let wish = plan.memory.as_ref().map(|memory| &memory.wish);
+    let disks = wish.into_iter().flat_map(|wish| [&wish.swap, &wish.slow]).flatten();
+    disks
+        .filter_map(|disk| Some(format!("memory: {}", look_at_disk(disk).err()?)))
+        .collect()
+}
+
+/// QEMU's command. Its pager is started with it, as it must know its number: that of a shell which becomes QEMU.
+fn qemu_command(plan: &Plan) -> String {
+    let qemu = command_line(&plan.qemu);
+    let Some(memory) = &plan.memory else {
+        return qemu;
+    };
+    // The shell is to see the number, and the words as they are.
+    let pager = command_line(&pager_words(memory, "PID")).replacen("--pid PID", "--pid $$", 1);
+    command_line(&["sh".into(), "-c".into(), format!("{pager} & exec {qemu}").into()])
+}
+
+fn pager_words(memory: &PlannedMemory, pid: &str) -> Vec<OsString> {
+    let program = std::env::args_os().next().unwrap_or_else(|| "larder".into());
+    std::iter::once(program).chain(memory.attach_arguments(pid)).collect()
 }
 
 /// The command of each disk's server.

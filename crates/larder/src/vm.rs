@@ -7,7 +7,6 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
@@ -21,11 +20,11 @@ use larder_vm::run::shell::command_line;
 use larder_vm::vm::config::{VmConfig, path_of};
 use larder_vm::vm::look::problems;
 use larder_vm::vm::{Progress, Vm, VmError, check_places};
-use sd_notify::NotifyState;
 
 use crate::cli::VmArguments;
 use crate::output::print;
 use crate::rates::is_not_served;
+use crate::starter::{News, Starter};
 use crate::status::not_served;
 use crate::{EXIT_ERROR, EXIT_NEGATIVE, report, signals};
 
@@ -42,6 +41,9 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         Ok(config) => config,
         Err(error) => return Ok(not_started(&error.into(), !inherited.has_connections())),
     };
+    if config.disks.is_empty() {
+        return Ok(not_started(&VmError::no_disk(&path).into(), true));
+    }
     let signals = signals::block()?;
     let vm = match Vm::start(&path, config.clone(), inherited, arguments.confine) {
         Ok(vm) => vm,
@@ -60,7 +62,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     let to_reload = orders.clone();
     signals.stop_by_or(libc::SIGHUP, move || to_reload.reload(), move || orders.stop())?;
     let starter = Starter::new()?;
-    let ended = vm.run(|progress| starter.tell(progress));
+    let ended = vm.run(|progress| starter.tell(news(progress)));
     starter.end();
     ended?;
     Ok(ExitCode::SUCCESS)
@@ -74,7 +76,7 @@ const EXIT_CONFIG: u8 = 78;
 /// what a guest needs.
 const BEFORE_NEXT: Duration = Duration::from_secs(3);
 
-fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode {
+pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode {
     report(error);
     match (std::env::var_os("NOTIFY_SOCKET"), is_hopeless) {
         (None, _) => ExitCode::from(EXIT_ERROR),
@@ -147,12 +149,22 @@ fn look(config: &VmConfig) -> anyhow::Result<ExitCode> {
     if !problems.is_empty() {
         return Ok(ExitCode::from(EXIT_ERROR));
     }
-    let mut text = format!("{}: {} can be served", config.name, disks(config.disks.len()));
-    text.push_str(match config.disks.len() - wishes.len() {
-        0 => "\n",
-        count if count == config.disks.len() => ", and served already\n",
-        _ => ", and some are already\n",
-    });
+    let mut text = String::new();
+    if !config.disks.is_empty() {
+        text = format!("{}: {} can be served", config.name, disks(config.disks.len()));
+        text.push_str(match config.disks.len() - wishes.len() {
+            0 => "\n",
+            count if count == config.disks.len() => ", and served already\n",
+            _ => ", and some are already\n",
+        });
+    }
+    if let Some(memory) = &config.memory {
+        let budget = memory.wish.budget;
+        text.push_str(&format!(
+            "{}: its memory can be managed, within {budget}\n",
+            config.name
+        ));
+    }
     for image in &found.unchecked {
         text.push_str(&format!(
             "{}: not all of {image} was looked at, because NBD servers are not asked here\n",
@@ -199,51 +211,11 @@ fn manager() -> Option<UnixDatagram> {
         .ok()
 }
 
-/// How long whoever has started this service may take to hear the last word.
-const LAST_WORD: Duration = Duration::from_secs(1);
-
-/// Whoever has started this service, if he wants to know how far it is. A thread tells him: he may not listen.
-struct Starter {
-    news: Sender<Progress>,
-    ended: Receiver<()>,
-}
-
-impl Starter {
-    fn new() -> std::io::Result<Self> {
-        let (news, to_tell) = mpsc::channel();
-        let (end, ended) = mpsc::sync_channel(1);
-        let thread = std::thread::Builder::new().name("larder-notify".to_owned());
-        thread.spawn(move || {
-            to_tell.iter().for_each(notify);
-            let _ = end.send(());
-        })?;
-        Ok(Self { news, ended })
-    }
-
-    fn tell(&self, progress: Progress) {
-        // The thread is there as long as this is.
-        let _ = self.news.send(progress);
-    }
-
-    fn end(self) {
-        drop(self.news);
-        let _ = self.ended.recv_timeout(LAST_WORD);
-    }
-}
-
-fn notify(progress: Progress) {
-    let told = match progress {
-        Progress::Ready(count) => sd_notify::notify(&[
-            NotifyState::Ready,
-            NotifyState::Status(&format!("serving {}", disks(count))),
-        ]),
-        Progress::Reloading => {
-            NotifyState::monotonic_usec_now().and_then(|now| sd_notify::notify(&[NotifyState::Reloading, now]))
-        }
-        Progress::Stopping => sd_notify::notify(&[NotifyState::Stopping]),
-    };
-    if let Err(error) = told {
-        tracing::warn!("$NOTIFY_SOCKET: {error}");
+fn news(progress: Progress) -> News {
+    match progress {
+        Progress::Ready(count) => News::Ready(format!("serving {}", disks(count))),
+        Progress::Reloading => News::Reloading,
+        Progress::Stopping => News::Stopping,
     }
 }
 

@@ -26,6 +26,10 @@ fn the_sample_becomes_the_file_of_a_vm() {
     let said = sample
         .replace("\n#cache", "\ncache")
         .replace("\n#socket", "\nsocket")
+        .replace("\n#[memory]\n#budget", "\n[memory]\nbudget")
+        .replace("\n#swap", "\nswap")
+        .replace("\n#pid-file", "\npid-file")
+        .replace("8GiB", "20MiB")
         .replace("\"kvm\"", "\"root\"")
         .replace("/srv", text(folder.path()))
         .replace("/ssd", text(folder.path()))

@@ -7,7 +7,7 @@ use std::process::Command;
 use support::{larder, on_tmpfs, run};
 
 /// A command line, and all that is said of it on one line or more. `ok.raw` is an image of 1 MiB.
-const WRONG: [(&str, &str); 43] = [
+const WRONG: [(&str, &str); 52] = [
     (
         "frobnicate",
         "error: unrecognized subcommand 'frobnicate'\n\nUsage: larder <COMMAND>\n\nFor more information, try '--help'.",
@@ -111,7 +111,7 @@ const WRONG: [(&str, &str); 43] = [
     ),
     (
         "memory attach",
-        "error: the following required arguments were not provided:\n  --budget <SIZE>\n  --pid <PID>\n\nUsage: larder memory attach --budget <SIZE> --pid <PID>\n\nFor more information, try '--help'.",
+        "error: the following required arguments were not provided:\n  --pid <PID>\n  --budget <SIZE>\n\nUsage: larder memory attach --pid <PID> --budget <SIZE>\n\nFor more information, try '--help'.",
     ),
     (
         "memory attach --pid 1 --budget 12X",
@@ -119,7 +119,7 @@ const WRONG: [(&str, &str); 43] = [
     ),
     (
         "memory attach --pid 1 --qmp x --budget 1G",
-        "error: the argument '--pid <PID>' cannot be used with '--qmp <PATH>'\n\nUsage: larder memory attach --budget <SIZE> --pid <PID>\n\nFor more information, try '--help'.",
+        "error: the argument '--pid <PID>' cannot be used with '--qmp <PATH>'\n\nUsage: larder memory attach --pid <PID> --budget <SIZE>\n\nFor more information, try '--help'.",
     ),
     ("memory attach --pid 0 --budget 1G", "larder: --pid: no PID"),
     (
@@ -141,6 +141,42 @@ const WRONG: [(&str, &str); 43] = [
     (
         "memory detach --control ok.raw",
         "larder: ok.raw is no socket; give the path that the server was given with --control",
+    ),
+    (
+        "memory status",
+        "error: the following required arguments were not provided:\n  <NAME|--control <PATH>>\n\nUsage: larder memory status <NAME|--control <PATH>>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "memory limit web --control x --budget 1G",
+        "error: the argument '[NAME]' cannot be used with '--control <PATH>'\n\nUsage: larder memory limit --budget <SIZE> <NAME|--control <PATH>>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "memory limit web",
+        "error: the following required arguments were not provided:\n  --budget <SIZE>\n\nUsage: larder memory limit --budget <SIZE> <NAME|--control <PATH>>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "memory status .web",
+        "larder: '.web' is no name of a VM: letters, digits, '.', '_' and '-' make one, and it does not begin with '.' or '-'; a path has a '/' in it, as in ./.web",
+    ),
+    (
+        "memory detach ./nosuch",
+        "larder: there is no ./nosuch: give the path that the server was given with --control; a server that has ended has removed it",
+    ),
+    (
+        "memory attach --vm web --budget 1G",
+        "error: the argument '--vm <NAME>' cannot be used with '--budget <SIZE>'\n\nUsage: larder memory attach --vm <NAME>\n\nFor more information, try '--help'.",
+    ),
+    (
+        "memory attach --vm ./nosuch.toml",
+        "larder: ./nosuch.toml: No such file or directory (os error 2); check the path, or write one",
+    ),
+    (
+        "run --memory-swap-size 1G -- ls",
+        "error: the following required arguments were not provided:\n  --memory-budget <SIZE>\n  --memory-swap-cache <FILE>\n\nUsage: larder run --memory-budget <SIZE> --memory-swap-cache <FILE> --memory-swap-size <SIZE> -- <QEMU COMMAND>...\n\nFor more information, try '--help'.",
+    ),
+    (
+        "run --memory-compressed 1G -- ls",
+        "error: the following required arguments were not provided:\n  --memory-budget <SIZE>\n\nUsage: larder run --memory-budget <SIZE> --memory-compressed <SIZE> -- <QEMU COMMAND>...\n\nFor more information, try '--help'.",
     ),
     (
         "advise --for 10",

@@ -59,6 +59,16 @@ impl Subject {
         }
     }
 
+    /// The memory of a VM that is described in `file` as `config` has it.
+    pub fn vm_memory(config: &VmConfig, file: &Path, memory: MemoryInquiry) -> Self {
+        Self {
+            vm: Some(config.name.clone()),
+            uuid: config.uuid.clone(),
+            file: Some(std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
+            ..Self::memory(memory)
+        }
+    }
+
     /// The disks of a VM that is described in `file` as `config` has it, and who reads that again. A process that is
     /// confined ([`crate::confine`]) cannot open anything.
     pub fn vm(config: &VmConfig, file: &Path, disks: Vec<DiskInquiry>, reload: Reload, is_confined: bool) -> Self {

@@ -33,10 +33,10 @@ const VERSION: u32 = 1;
 const HEADER: usize = 4096;
 const CHECKSUM_AT: usize = 12;
 /// The smallest swap cache that makes sense.
-const SIZE_MIN: ByteLen = ByteLen::new(16 << 20);
+pub(super) const SIZE_MIN: ByteLen = ByteLen::new(16 << 20);
 
 /// A disk for evicted pages.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SwapConfig {
     /// A file, a block device, or an NBD export. A file that is not there is made, and removed in the end.
     pub address: ImageAddress,
@@ -64,6 +64,8 @@ pub enum SwapError {
     TooSmall { name: String, size: ByteLen },
     #[error("swap cache {name}: it has {has}, and {size} were asked for")]
     TooLarge { name: String, has: ByteLen, size: ByteLen },
+    #[error("swap cache {name}: it is to have {size}, and there is room for {free}")]
+    NoRoom { name: String, size: ByteLen, free: ByteLen },
     #[error("swap cache {0}: it is neither a file nor a block device")]
     Kind(String),
     #[error(
@@ -264,6 +266,61 @@ fn prepare(path: &Path, size: Option<ByteLen>) -> Result<bool, SwapError> {
     }
 }
 
+/// Whether it could be used; nothing is changed. NBD servers are not asked.
+///
+/// # Errors
+/// It could not.
+pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
+    let ImageAddress::Path(path) = &disk.address else {
+        return Ok(());
+    };
+    let name = path.display().to_string();
+    let found = match path.metadata() {
+        Ok(found) => found,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return look_for_room(&name, path, disk.size),
+        Err(error) => return Err(os(&name, "look at it")(error)),
+    };
+    if found.file_type().is_block_device() {
+        return Ok(());
+    }
+    if !found.is_file() {
+        return Err(SwapError::Kind(name));
+    }
+    let file = File::open(path).map_err(os(&name, "open it"))?;
+    let is_free = match disk.size {
+        Some(_) => is_ours_or_empty(&file),
+        None if found.len() == 0 => return Err(SwapError::NoSize(name)),
+        // It is used as it is.
+        None => {
+            check_size(&name, ByteLen::new(found.len()))?;
+            is_ours_or_of_zeros(&file)
+        }
+    };
+    match is_free.map_err(os(&name, "read it"))? {
+        true => Ok(()),
+        false => Err(SwapError::Foreign(name)),
+    }
+}
+
+/// Whether a file can be made there.
+fn look_for_room(name: &str, path: &Path, size: Option<ByteLen>) -> Result<(), SwapError> {
+    let Some(size) = size else {
+        return Err(SwapError::NoSize(name.to_owned()));
+    };
+    let whole = std::path::absolute(path).map_err(os(name, "look at it"))?;
+    let folder = whole.parent().unwrap_or(Path::new("/"));
+    let room = rustix::fs::statvfs(folder).map_err(|error| os(name, "look at its folder")(error.into()))?;
+    let free = room.f_bavail.saturating_mul(room.f_frsize);
+    match free < size.get() {
+        true => Err(SwapError::NoRoom {
+            name: name.to_owned(),
+            size,
+            free: ByteLen::new(free),
+        }),
+        false => Ok(()),
+    }
+}
+
 fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {
     if size < SIZE_MIN {
         let name = name.to_owned();
@@ -283,6 +340,13 @@ fn is_ours_or_empty(file: &File) -> io::Result<bool> {
             Ok(begin[..8] == *MAGIC)
         }
     }
+}
+
+fn is_ours_or_of_zeros(file: &File) -> io::Result<bool> {
+    use std::os::unix::fs::FileExt as _;
+    let mut begin = vec![0; SEGMENT];
+    file.read_exact_at(&mut begin, 0)?;
+    Ok(begin[..8] == *MAGIC || begin.iter().all(|byte| *byte == 0))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,27 +1,39 @@
 //! The processes that `larder run` starts, none of which outlives it.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
+use super::memory::PlannedMemory;
 use super::plan::{Plan, PlannedDisk};
 use super::supervise::ServerProgram;
 
 /// Starts the server of a disk, apart from the terminal: what is typed there is for QEMU.
 pub(super) fn start_server(program: &ServerProgram, planned: &PlannedDisk) -> io::Result<Child> {
+    let mut words = planned.kept_serve_arguments();
+    // Only from us: nobody else's servers have our locks.
+    words.push("--inherit-locks".into());
+    start_ours(program, words)
+}
+
+/// Starts the pager of QEMU, likewise.
+pub(super) fn start_pager(program: &ServerProgram, planned: &PlannedMemory, qemu: u32) -> io::Result<Child> {
+    start_ours(program, planned.attach_arguments(&qemu.to_string()))
+}
+
+fn start_ours(program: &ServerProgram, words: Vec<OsString>) -> io::Result<Child> {
     let mut command = Command::new(&program.path);
     command
         .arg0("larder")
-        .args(planned.kept_serve_arguments())
-        // Only from us: nobody else's servers have our locks.
-        .arg("--inherit-locks")
+        .args(words)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .process_group(0);
     if let Some(level) = &program.log {
         command.env("LARDER_LOG", level);
     }
-    // SIGTERM: it writes back what it holds.
+    // SIGTERM: it writes back, or brings back, what it holds.
     end_with_parent(&mut command, libc::SIGTERM);
     // SAFETY: two system calls, both allowed between fork and exec, that touch no memory of the parent.
     unsafe {
@@ -82,6 +94,11 @@ pub(super) struct Guarded {
 impl Guarded {
     pub(super) fn new(child: Child) -> Self {
         Self { child, ended: None }
+    }
+
+    /// Its process number.
+    pub(super) fn id(&self) -> u32 {
+        self.child.id()
     }
 
     /// How it ended, if it has.

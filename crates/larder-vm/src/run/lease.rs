@@ -275,6 +275,7 @@ mod tests {
         Plan {
             qemu: Vec::new(),
             disks: Vec::new(),
+            memory: None,
             ram,
             folders,
             changes: Vec::new(),

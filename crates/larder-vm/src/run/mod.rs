@@ -3,7 +3,7 @@
 //! [`plan`] turns the command line into what is to be started; it touches nothing. [`lease`] makes what that needs on
 //! this host, files of RAM and a folder for the sockets, and takes it away again. [`supervise`] starts a server for
 //! each disk and QEMU, keeps the servers alive, and ends when QEMU does. `keeper` stands between QEMU and each server,
-//! so that QEMU never sees one go. [`hold`] keeps the images' locks from one server to the next.
+//! so that QEMU never sees one go. [`memory`] keeps the guest's memory within a budget. [`hold`] keeps the images' locks from one server to the next.
 //!
 //! Invariants:
 //! - An argument that is not about a disk or the RAM reaches QEMU as it is, in its order.
@@ -26,6 +26,7 @@ mod keeper;
 pub mod keyval;
 pub mod lease;
 pub mod machine;
+pub mod memory;
 mod option_names;
 pub mod plan;
 pub mod ram;

@@ -8,11 +8,15 @@ use super::disks::{self, DiskContext};
 use super::drive::Reason;
 use super::keyval::KeyValues;
 use super::machine::Machine;
+use super::memory::PlannedMemory;
 use super::ram::{self, Ram, RamFile};
 use super::rewrite::Rewrite;
+use super::shell::command_line;
 use super::version::QemuVersion;
 use crate::image::{ImageAddress, is_same};
 use crate::listen::same_place;
+use crate::memory::BudgetError;
+use crate::memory::wish::{MemoryWish, WishError};
 use crate::wish::DiskWish;
 
 /// What is to be started.
@@ -22,6 +26,8 @@ pub struct Plan {
     pub qemu: Vec<OsString>,
     /// The disks to serve before it starts.
     pub disks: Vec<PlannedDisk>,
+    /// How its memory is managed once it runs.
+    pub memory: Option<PlannedMemory>,
     /// The files to make before it starts.
     pub ram: Vec<RamFile>,
     /// Paths that must be folders, or the user's files would be written to as RAM.
@@ -110,6 +116,8 @@ pub struct Setting<'a> {
     pub ram: &'a Path,
     /// Images that turned out to be nothing for Larder, and why: their drives stay with QEMU.
     pub left: &'a [(ImageAddress, Reason)],
+    /// How the guest's memory is to be managed, if it is.
+    pub memory: Option<&'a MemoryWish>,
 }
 
 /// Why a command line cannot be run.
@@ -135,6 +143,10 @@ pub enum PlanError {
     SameCache { one: String, other: String, cache: String },
     #[error("{option}: cannot tell the size of the guest's RAM; give a number and K, M, G or T, as in 2G")]
     RamSize { option: String },
+    #[error("--memory-budget: {0}")]
+    Memory(WishError),
+    #[error("--memory-budget: {0}")]
+    Budget(BudgetError),
     #[error("this machine's default size of RAM is not known to Larder; say it with -m")]
     NoRamSize,
 }
@@ -170,13 +182,27 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
     };
     let disks = disks::rewrite(&mut line, extra, &context)?;
     // Memory of its own is all that QEMU needs for its own disks.
-    let ram = match disks.is_empty() {
+    let ram = match disks.is_empty() && setting.memory.is_none() {
         true => Ram::default(),
         false => ram::rewrite(&mut line, &machine, setting.ram)?,
     };
+    let memory = setting.memory.map(|wish| PlannedMemory::new(wish, setting.sockets));
+    if let Some(memory) = &memory {
+        check_budget(&memory.wish, &ram.files)?;
+    }
     let mut changes = std::mem::take(&mut line.changes);
     if disks.is_empty() {
-        changes.push("no disk is served: QEMU is started as the command line says".to_owned());
+        changes.push(match memory {
+            Some(_) => "no disk is served: QEMU has its disks as the command line says".to_owned(),
+            None => "no disk is served: QEMU is started as the command line says".to_owned(),
+        });
+    }
+    if let Some(memory) = &memory {
+        changes.push(format!(
+            "memory: kept within {}; larder memory status {}",
+            memory.wish.budget,
+            command_line(&[memory.control.clone().into()])
+        ));
     }
     changes.extend(warnings);
     let mut qemu = vec![program.clone()];
@@ -184,10 +210,18 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
     Ok(Plan {
         qemu,
         disks,
+        memory,
         ram: ram.files,
         folders: ram.folders,
         changes,
     })
+}
+
+/// Whether the budget makes sense, and is enough for what is known of the RAM.
+fn check_budget(wish: &MemoryWish, ram: &[RamFile]) -> Result<(), PlanError> {
+    wish.check().map_err(PlanError::Memory)?;
+    let bytes = ram.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
+    wish.check_for(bytes).map_err(PlanError::Budget)
 }
 
 /// The control sockets of disks are of one each; only `--disk` has them.
@@ -229,6 +263,7 @@ fn unchanged(command: &[OsString]) -> Plan {
     Plan {
         qemu: command.to_vec(),
         disks: Vec::new(),
+        memory: None,
         ram: Vec::new(),
         folders: Vec::new(),
         changes: Vec::new(),

@@ -1,6 +1,6 @@
 //! The guest's RAM: shared with Larder, in a named file.
 //!
-//! vhost-user needs memory that another process can map. A named file on tmpfs serves that, and later features too:
+//! vhost-user and the pager need memory that another process can map. A named file on tmpfs serves that, and later features too:
 //! QEMU 10 leaves RAM out of a migration only if it is a named file. So anonymous RAM becomes such a file, RAM that is
 //! shared already stays as it is, and a private mapping of a folder's file (huge pages) is shared where it is. A memfd is
 //! shared as well, and may be larger than /dev/shm, but it has no name; users may give one.

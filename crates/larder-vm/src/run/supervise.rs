@@ -1,7 +1,7 @@
 //! The servers and QEMU at work: started, watched, ended together.
 //!
 //! A server that dies is started again; its keeper tells the next one what QEMU had said, and the guest's requests go on
-//! where they were. QEMU's end is the end of everything, and its exit code ours. If this process is killed, QEMU and the
+//! where they were; so does the pager of its memory (`memory`). QEMU's end is the end of everything, and its exit code ours. If this process is killed, QEMU and the
 //! servers get SIGTERM from the kernel.
 
 use std::io;
@@ -16,6 +16,7 @@ use super::backoff::Backoff;
 use super::child::{Guarded, start_qemu, start_server};
 use super::hold::Hold;
 use super::keeper::{Keeper, KeeperError};
+use super::memory::Pager;
 use super::plan::{Plan, PlannedDisk};
 use super::signals::{Received, Signals};
 use crate::image::ImageAddress;
@@ -91,9 +92,12 @@ pub fn supervise(plan: &Plan, holds: &[Hold], program: &ServerProgram, say: Say<
             .unwrap_or_default(),
         source,
     })?;
-    let status = watch(&mut Guarded::new(qemu), &mut servers, &keepers, &signals)?;
+    let mut qemu = Guarded::new(qemu);
+    let memory = plan.memory.as_ref();
+    let mut pager = memory.map(|planned| Pager::start(planned, qemu.id(), program, say));
+    let status = watch(&mut qemu, &mut servers, pager.as_mut(), &keepers, &signals)?;
     drop(keepers);
-    stop(servers, &signals, say)?;
+    stop(servers, pager, &signals, say)?;
     Ok(exit_code(status))
 }
 
@@ -139,6 +143,7 @@ fn wait_until_ready(servers: &mut [Server<'_>], signals: &Signals) -> Result<Opt
 fn watch(
     qemu: &mut Guarded,
     servers: &mut [Server<'_>],
+    mut pager: Option<&mut Pager<'_>>,
     keepers: &[Keeper],
     signals: &Signals,
 ) -> io::Result<ExitStatus> {
@@ -149,7 +154,11 @@ fn watch(
         for server in &mut *servers {
             server.keep_alive()?;
         }
-        let next = servers.iter().filter_map(|server| server.due).min();
+        if let Some(pager) = &mut pager {
+            pager.keep_alive()?;
+        }
+        let of_pager = pager.as_ref().and_then(|pager| pager.due);
+        let next = servers.iter().filter_map(|server| server.due).chain(of_pager).min();
         let timeout = next.map(|due| due.saturating_duration_since(Instant::now()));
         if let Some(Received::End { signal, from_terminal }) = signals.wait(timeout)? {
             keepers.iter().for_each(Keeper::qemu_ends);
@@ -160,8 +169,12 @@ fn watch(
     }
 }
 
-/// Ends the servers; each writes back what it holds. Whoever cannot wait sends another signal.
-fn stop(mut servers: Vec<Server<'_>>, signals: &Signals, say: Say<'_>) -> io::Result<()> {
+/// Ends the servers; each writes back what it holds. Whoever cannot wait sends another signal. The pager has nothing left to
+/// do, and removes what it has made.
+fn stop(mut servers: Vec<Server<'_>>, mut pager: Option<Pager<'_>>, signals: &Signals, say: Say<'_>) -> io::Result<()> {
+    if let Some(pager) = &mut pager {
+        pager.end();
+    }
     for server in &mut servers {
         server.process.signal(Signal::TERM);
     }
@@ -171,24 +184,26 @@ fn stop(mut servers: Vec<Server<'_>>, signals: &Signals, say: Say<'_>) -> io::Re
         let mut waiting_for = None;
         for server in &mut servers {
             if server.process.ended()?.is_none() {
-                waiting_for = Some(&server.planned.disk.image);
+                let who = format!("disk {}", server.planned.disk.image);
+                waiting_for = Some((who, "its server", "what is still to be written"));
             }
         }
-        let Some(image) = waiting_for else {
+        if let Some(pager) = &mut pager
+            && !pager.has_ended()?
+        {
+            waiting_for.get_or_insert_with(|| ("memory".to_owned(), "its pager", "its pager to tidy up"));
+        }
+        let Some((who, process, what)) = waiting_for else {
             return Ok(());
         };
         if begun.elapsed() > STOP_MAX {
             let limit = STOP_MAX.as_secs();
-            say(&format!(
-                "disk {image}: its server did not end within {limit} s; it is killed"
-            ));
+            say(&format!("{who}: {process} did not end within {limit} s; it is killed"));
             return Ok(());
         }
         if begun.elapsed() > STOP_QUIET && !told {
             told = true;
-            say(&format!(
-                "disk {image}: waiting for what is still to be written; a signal ends that"
-            ));
+            say(&format!("{who}: waiting for {what}; a signal ends that"));
         }
         let received = signals.wait(Some(STOP_QUIET))?;
         if matches!(received, Some(Received::End { .. })) && begun.elapsed() >= SAME_STOP {

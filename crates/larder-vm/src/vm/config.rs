@@ -3,6 +3,8 @@
 //! A disk has the keys of `larder run --disk` and a few more, so that there is one way to say what a disk is. All mistakes
 //! of a file are told at once, each with its line and column.
 
+mod memory;
+
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io;
@@ -26,14 +28,17 @@ use crate::runtime_folder::socket_folder;
 use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
 
+pub use memory::{QemuAt, VmMemory};
+
 /// What can be said of the VM itself.
-const VM_KEYS: [&str; 6] = [
+const VM_KEYS: [&str; 7] = [
     "uuid",
     "control",
     "control-mode",
     "control-owner",
     "control-group",
     "disk",
+    "memory",
 ];
 
 /// What can be said of a disk besides [`keys::names`].
@@ -48,6 +53,9 @@ const DISK_KEYS: [&str; 8] = [
     "nbd-insecure",
 ];
 
+/// Where a key belongs that is found elsewhere.
+const OF_MEMORY: &str = "; it says something of the memory: write it below [memory]";
+
 /// A VM: what of it Larder serves, and where.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
@@ -59,8 +67,10 @@ pub struct VmConfig {
     pub control: PathBuf,
     /// Who may connect there.
     pub control_access: Access,
-    /// Its disks.
+    /// Its disks; none where only its memory is Larder's.
     pub disks: Vec<VmDisk>,
+    /// Its memory, if that is managed.
+    pub memory: Option<VmMemory>,
 }
 
 /// A disk of a VM.
@@ -296,6 +306,7 @@ impl Reader<'_> {
             uuid: None,
             control_access: Access::OWNER,
             disks: Vec::new(),
+            memory: None,
         };
         let folder = self.folder();
         let mut disks = None;
@@ -312,10 +323,12 @@ impl Reader<'_> {
                     self.access(key, "control-", value, &mut config.control_access);
                 }
                 "disk" => disks = Some(value),
+                "memory" => config.memory = self.memory(value),
                 _ => {
                     let of_disk = keys::names().chain(DISK_KEYS).any(|name| name == key);
                     let hint = match nearest(key, VM_KEYS.into_iter()) {
                         _ if of_disk => "; it says something of a disk: write it below [[disk]]".to_owned(),
+                        _ if memory::is_key(key) => OF_MEMORY.to_owned(),
                         near if near.is_empty() => format!("; known are {}", VM_KEYS.join(", ")),
                         near => near,
                     };
@@ -329,6 +342,7 @@ impl Reader<'_> {
                 &at,
                 "disk: write [[disk]], with two brackets, above the keys of each disk",
             ),
+            None if memory::is_in(table) => {}
             None => self.mistake(
                 &(self.text.len()..self.text.len()),
                 "there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\"",
@@ -450,6 +464,7 @@ impl Reader<'_> {
                     _ if VM_KEYS.contains(&key) => {
                         "; it says something of the VM: write it above the first [[disk]]".to_owned()
                     }
+                    _ if memory::is_key(key) => OF_MEMORY.to_owned(),
                     near if near.is_empty() => {
                         let of_all = keys::KEYS.into_iter().filter(|key| *key != "control");
                         let known: Vec<&str> = DISK_KEYS.into_iter().chain(of_all).collect();

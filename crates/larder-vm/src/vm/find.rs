@@ -65,6 +65,26 @@ pub fn control_of(name: &str) -> PathBuf {
         .unwrap_or_else(|| config::usual_control(name))
 }
 
+/// Where the process listens that manages the memory of the VM `name` (`larder memory attach --vm`), while there is memory
+/// to manage. It is not among the sockets of the disks: their servers' user may change what is there, and a disk or
+/// another VM may have a name with `memory` in it.
+pub fn memory_control_of(name: &str) -> PathBuf {
+    runtime_folder::memory_folder().join(format!("{name}.sock"))
+}
+
+/// The same, in a folder that is there.
+///
+/// # Errors
+/// The folder cannot be made, or is not this user's alone.
+pub fn make_memory_control(name: &str) -> io::Result<PathBuf> {
+    let folder = runtime_folder::memory_folder();
+    if let Some(above) = folder.parent().filter(|above| *above == runtime_folder()) {
+        runtime_folder::make(above, 0o755)?;
+    }
+    runtime_folder::make(&folder, 0o755)?;
+    Ok(memory_control_of(name))
+}
+
 /// Where the notes are, in the runtime folder.
 const FOLDER: &str = "vms";
 

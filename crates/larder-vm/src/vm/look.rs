@@ -1,12 +1,13 @@
-//! What stands in the way of the sockets and the caches of a VM, found out without making any.
+//! What stands in the way of the sockets and the caches of a VM, and of its memory's disks, found out without making any.
 
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
 use super::config::{self, VmConfig};
 use super::{folder_of, sockets};
-use crate::image::ImageAddress;
+use crate::image::{ImageAddress, is_same};
 use crate::listen::same_place;
+use crate::memory::look_at_disk;
 use crate::runtime_folder::socket_folder;
 
 /// What would keep the VM's server from starting.
@@ -22,7 +23,27 @@ pub fn problems(config: &VmConfig) -> Vec<String> {
         let problem = of_cache(config, file, size)?;
         Some(format!("disk {}: {problem}", disk.name))
     });
-    of_sockets.chain(of_caches).collect()
+    of_sockets.chain(of_caches).chain(of_memory(config)).collect()
+}
+
+/// What would keep the VM's memory from being managed.
+fn of_memory(config: &VmConfig) -> Vec<String> {
+    let Some(memory) = &config.memory else {
+        return Vec::new();
+    };
+    let disks = [&memory.wish.swap, &memory.wish.slow].into_iter().flatten();
+    let of_disk = |disk: &crate::memory::SwapConfig| {
+        let taken = config.disks.iter().find_map(|of| match &of.wish.disk_cache.file {
+            _ if is_same(&of.wish.image, &disk.address) => Some((&of.name, "image")),
+            Some(cache) if is_same(cache, &disk.address) => Some((&of.name, "cache")),
+            _ => None,
+        });
+        match taken {
+            Some((name, what)) => Some(format!("memory: {} is the {what} of disk {name}", disk.address)),
+            None => look_at_disk(disk).err().map(|error| format!("memory: {error}")),
+        }
+    };
+    disks.filter_map(of_disk).collect()
 }
 
 fn of_socket(path: &Path) -> Option<String> {

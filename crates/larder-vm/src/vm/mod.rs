@@ -44,6 +44,11 @@ pub enum VmError {
     #[error("{one} and {other} are the same path; give each its own")]
     SamePlace { one: String, other: String },
     #[error(
+        "{}: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\". Memory alone is managed by `larder memory attach --vm`",
+        file.display()
+    )]
+    NoDisk { file: PathBuf },
+    #[error(
         "{}: this service has a {} of its own (PrivateTmp=), where nobody finds a socket; give it a path in {}, as it has by itself",
         path.display(), folder.display(), runtime_folder().display()
     )]
@@ -53,6 +58,13 @@ pub enum VmError {
         path.display(), known.join(", ")
     )]
     NotOurs { path: PathBuf, known: Vec<String> },
+}
+
+impl VmError {
+    /// There is nothing to serve.
+    pub fn no_disk(file: &Path) -> Self {
+        Self::NoDisk { file: file.to_owned() }
+    }
 }
 
 /// A VM that is served.
@@ -126,6 +138,9 @@ impl Vm {
     /// # Errors
     /// See [`VmError`]; nothing is served then.
     pub fn start(file: &Path, config: VmConfig, inherited: Inherited, is_confined: bool) -> Result<Self, VmError> {
+        if config.disks.is_empty() {
+            return Err(VmError::no_disk(file));
+        }
         check_places(&config, &inherited)?;
         // Where sockets are of which nothing is said. If it cannot be made, those cannot be either, and say so.
         let _ = runtime_folder::make(&runtime_folder(), 0o755);

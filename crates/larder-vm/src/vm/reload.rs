@@ -12,7 +12,7 @@ use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
 use super::config::{VmConfig, VmDisk};
-use super::{Order, Vm, at_work, check_places};
+use super::{Order, Vm, VmError, at_work, check_places};
 use crate::control::ReloadReply;
 use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState};
 use crate::control::wishes::Reloaded;
@@ -77,6 +77,9 @@ impl Vm {
 
     fn reload(&mut self, text: Option<String>, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
         let wanted = self.wanted(text)?;
+        if wanted.disks.is_empty() {
+            return Err(VmError::no_disk(&self.file).to_string());
+        }
         check_places(&wanted, &self.inherited).map_err(|error| error.to_string())?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let mut change = Change {
@@ -86,6 +89,11 @@ impl Vm {
         };
         if (&wanted.control, wanted.control_access) != (&self.config.control, self.config.control_access) {
             change.left("", "the control socket");
+        }
+        if wanted.memory != self.config.memory {
+            change.left("", &memory_elsewhere(&wanted.name));
+            // That is all that this process does about it.
+            self.config.memory.clone_from(&wanted.memory);
         }
         self.remove_disks(&wanted, &mut change, before);
         for wish in &wanted.disks {
@@ -169,6 +177,13 @@ impl Vm {
             .disks
             .sort_by_key(|disk| place(&disk.name).unwrap_or(usize::MAX));
     }
+}
+
+/// Memory is not managed by the process that serves the disks.
+fn memory_elsewhere(vm: &str) -> String {
+    format!(
+        "memory: not by this server; `systemctl reload larder-memory@{vm}`, or SIGHUP to `larder memory attach --vm`, has its budget changed"
+    )
 }
 
 fn is_used(state: &DiskState) -> bool {

@@ -255,7 +255,7 @@ impl DiskWish {
 }
 
 /// An option with a value that may look like one itself.
-fn joined(option: &str, value: &OsStr) -> OsString {
+pub(crate) fn joined(option: &str, value: impl AsRef<OsStr>) -> OsString {
     let mut argument = OsString::from(option);
     argument.push(value);
     argument

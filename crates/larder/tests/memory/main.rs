@@ -7,6 +7,7 @@ mod guest;
 mod kills;
 mod limits;
 mod refused;
+mod service;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -2,6 +2,7 @@
 
 mod guest;
 mod locks;
+mod memory;
 mod qcow2;
 #[path = "../support/mod.rs"]
 mod support;

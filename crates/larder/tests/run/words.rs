@@ -50,6 +50,21 @@ fn what_cannot_run_is_refused_before_anything_starts() {
             "--disk /a: prefetch does not go with share",
         ),
         (
+            &["--memory-budget", "17MiB"],
+            &["-m", "1G"],
+            "--memory-budget: a budget of 17 MiB is too small: 23 MiB is the least for memory of 1 GiB",
+        ),
+        (
+            &[
+                "--memory-budget",
+                "1G",
+                "--memory-swap-cache",
+                image.to_str().expect("UTF-8"),
+            ],
+            &[],
+            "memory: swap cache /",
+        ),
+        (
             &["--disk", &control(&image), "--disk", &control(&other)],
             &[],
             "have the same control=",
@@ -306,6 +321,54 @@ fn the_commands_of_a_dry_run_do_what_a_run_does() {
         said.contains("dev: vhost-user-blk-pci") && said.contains("SERVER 0"),
         "{said}"
     );
+}
+
+#[test]
+fn a_dry_run_has_the_pager_of_a_budget_and_a_shell_does_the_same() {
+    let place = Place::new("budget");
+    let options = ["--dry-run", "--memory-budget", "64MiB"];
+    let arguments = ["-nodefaults", "-display", "none", "-S", "-monitor", "stdio"];
+    let Output { status, stdout, stderr } = output(&place, &options, qemu(), &arguments);
+    let said = text(&stderr);
+    assert!(
+        status.success() && said.contains("larder: memory: kept within 64 MiB; "),
+        "{said}"
+    );
+    let printed = text(&stdout);
+    let [folder, ram, run] = printed.lines().collect::<Vec<_>>()[..] else {
+        panic!("three commands were expected: {printed}");
+    };
+    let folder = folder
+        .split("mkdir -p -m 700 ")
+        .nth(1)
+        .and_then(|text| text.split(')').next());
+    let folder = folder.expect("the sockets have a folder");
+    let ram = ram.rsplit(' ').next().expect("a path").trim_end_matches(')');
+    let attach = format!(" memory attach --pid $$ --wait --budget=67108864 --control {folder}/memory.sock & exec ");
+    assert!(run.starts_with("sh -c '") && run.contains(&attach), "{run}");
+    // QEMU ends when nobody can ask for its memory any more.
+    let script = format!(
+        "{printed}code=$?; rm {ram}; for i in $(seq 600); do [ -e {folder}/memory.sock ] || break; sleep 0.1; done; rmdir {folder} && exit $code"
+    );
+    let mut shell = Command::new("timeout")
+        .args(["100", "sh", "-c", &script])
+        .env("XDG_RUNTIME_DIR", place.path("runtime"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a shell");
+    let mut errors = BufReader::new(shell.stderr.take().expect("is piped")).lines();
+    let attached = errors
+        .by_ref()
+        .map_while(Result::ok)
+        .find(|line| line.contains(" attached"));
+    assert!(attached.is_some(), "it has not attached");
+    let mut monitor = shell.stdin.take().expect("is piped");
+    writeln!(monitor, "quit").expect("QEMU reads");
+    let rest: Vec<String> = errors.map_while(Result::ok).collect();
+    let ended = shell.wait_with_output().expect("ends");
+    assert_eq!(ended.status.code(), Some(0), "{rest:?}");
 }
 
 #[test]

@@ -217,3 +217,27 @@ fn a_hangup_has_the_file_read_again_and_whoever_started_it_is_told() {
     data_io(&vm, &["write -P 5 0 1M", "read -P 5 0 1M"]);
     ends(process);
 }
+
+#[test]
+fn memory_is_said_to_be_changed_elsewhere_and_hinders_nothing() {
+    let vm = two();
+    let process = vm.start();
+    let memory = "\n[memory]\nbudget = \"1GiB\"\npid-file = \"pid\"\n";
+    vm.write(&format!("{}{memory}", TWO.replace("iops-total = 1000000\n", "")));
+    let (code, said) = reload(&vm);
+    let elsewhere = "left    memory: not by this server; `systemctl reload larder-memory@web`";
+    assert!(
+        code == Some(1) && said.contains(elsewhere) && said.contains("changed disk data: limits: none"),
+        "{said}"
+    );
+    assert_eq!(
+        reload(&vm),
+        (Some(0), "web: all is as its file says already".to_owned())
+    );
+    // A file without a disk would end the server.
+    vm.write(&format!("control = \"control\"\n{memory}"));
+    let (code, said) = reload(&vm);
+    assert!(code == Some(2) && said.contains("there is no disk"), "{said}");
+    assert_eq!(vm.disks().len(), 2);
+    ends(process);
+}

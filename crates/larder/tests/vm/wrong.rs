@@ -3,7 +3,7 @@
 use super::{Vm, run, two};
 
 /// A file, and all that is said of it; `FILE` stands for its path.
-const WRONG: [(&str, &str); 22] = [
+const WRONG: [(&str, &str); 40] = [
     (
         "",
         "FILE:1:1: there is no disk; add one: a line [[disk]], and below it image = \"/path/of/the/image\"",
@@ -50,8 +50,80 @@ const WRONG: [(&str, &str); 22] = [
         "FILE:3:1: control: the VM has one control socket for all its disks; write this above the first [[disk]]",
     ),
     (
+        "colour = \"red\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:1: unknown key 'colour'; known are uuid, control, control-mode, control-owner, control-group, disk, memory",
+    ),
+    (
         "memory = \"4GiB\"\n[[disk]]\nimage = \"/a\"",
-        "FILE:1:1: unknown key 'memory'; known are uuid, control, control-mode, control-owner, control-group, disk",
+        "FILE:1:10: memory: write a line [memory], and its keys below it, as in budget = \"1GiB\"",
+    ),
+    (
+        "budget = \"4GiB\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:1: unknown key 'budget'; it says something of the memory: write it below [memory]",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\nswap-size = \"1GiB\"",
+        "FILE:3:1: unknown key 'swap-size'; it says something of the memory: write it below [memory]",
+    ),
+    (
+        "[memory]\nqmp = \"/q\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:1: memory: there is no budget; add one, as in budget = \"1GiB\"",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:1: memory: how is QEMU found? Add qmp = \"/path/of/its/QMP/socket\", or pid-file = \"/path/of/its/pid/file\"",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\npid-file = \"/p\"\n[[disk]]\nimage = \"/a\"",
+        "FILE:1:1: memory: QEMU is found by qmp or by pid-file: leave one of them out",
+    ),
+    (
+        "[[disk]]\nimage = \"/a\"\n[memory]\nqmp = \"/q\"\nbudget = \"1GX\"",
+        "FILE:5:10: budget = 1GX: 'GX' in '1GX' is not a unit of size: use KiB, MiB, GiB or TiB",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nswapcache = \"/s\"",
+        "FILE:4:1: unknown key 'swapcache' (did you mean 'swap-cache'?)",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nimage = \"/a\"",
+        "FILE:4:1: unknown key 'image'; the memory has budget, compressed, swap-cache, swap-size, slow-store, slow-size, quarantine-ms, prefetch, qmp, pid-file",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nuuid = \"x\"",
+        "FILE:4:1: unknown key 'uuid'; it says something of the VM: write it above [memory]",
+    ),
+    (
+        "[memory]\nbudget = 1000000\nqmp = \"/q\"",
+        "FILE:1:1: memory: a budget of 1000000 B is too small: 16 MiB is the least, and 26 bytes for each page of the memory",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\ncompressed = \"1GiB\"\nqmp = \"/q\"",
+        "FILE:1:1: memory: 1 GiB of compressed pages in a budget of 1 GiB leave nothing for the guest",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nswap-size = \"1GiB\"",
+        "FILE:1:1: memory: swap-size says nothing without swap-cache; give that too, or leave it out",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nslow-store = \"/s\"\nslow-size = \"1MiB\"",
+        "FILE:1:1: memory: a slow store of 1 MiB is too small; 16 MiB is the least",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nswap-cache = \"/s\"\nslow-store = \"/s\"",
+        "FILE:1:1: memory: the swap cache and the slow store are both /s; give each its own, or leave the slow store out",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nquarantine-ms = 600001",
+        "FILE:4:17: quarantine-ms = 600001: give milliseconds, 600000 at most",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nprefetch = \"8MiB\"",
+        "FILE:4:12: prefetch = 8MiB: give on or off, or true or false",
+    ),
+    (
+        "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nswap-cache = \"\"",
+        "FILE:4:14: swap-cache: give a path or an NBD URI",
     ),
     (
         "[[disk]]\nimage = \"/a\"\nqueues = 65",
@@ -105,6 +177,73 @@ fn a_file_that_cannot_be_is_refused_with_the_place_and_what_is_right() {
             assert_eq!((code, said.as_str()), (Some(2), wanted.as_str()), "{file}");
         }
     }
+}
+
+#[test]
+fn memory_is_checked_with_the_disks_and_nobody_serves_it() {
+    let vm = two();
+    let memory = |more: &str| format!("{}\n[memory]\nbudget = \"1GiB\"\nqmp = \"qmp\"\n{more}", super::TWO);
+    let check = |vm: &Vm| run(vm.command(&["--check"]));
+    vm.write(&memory(
+        "swap-cache = \"IMAGES/swap\"\nswap-size = \"32MiB\"\nprefetch = false",
+    ));
+    let right = "web: 2 disks can be served\nweb: its memory can be managed, within 1 GiB";
+    assert_eq!(check(&vm), (Some(0), right.to_owned()));
+    for (more, wanted) in [
+        (
+            "swap-cache = \"IMAGES/swap\"",
+            "memory: swap cache IMAGES/swap: it does not exist; say with --swap-size how large",
+        ),
+        (
+            "swap-cache = \"IMAGES/data.raw\"",
+            "memory: IMAGES/data.raw is the image of disk data",
+        ),
+        (
+            "slow-store = \"IMAGES/system.cache\"",
+            "memory: IMAGES/system.cache is the cache of disk vda",
+        ),
+        (
+            "swap-cache = \"IMAGES/swap\"\nswap-size = \"900TiB\"",
+            "memory: swap cache IMAGES/swap: it is to have 900 TiB, and",
+        ),
+        (
+            "swap-cache = \"IMAGES/no/swap\"\nswap-size = \"32MiB\"",
+            "memory: swap cache IMAGES/no/swap: look at its folder: ",
+        ),
+        (
+            "swap-cache = \"IMAGES/other\"\nswap-size = \"32MiB\"",
+            "memory: swap cache IMAGES/other: it has something on it",
+        ),
+    ] {
+        std::fs::write(vm.images.path().join("other"), [7; 8192]).expect("writes");
+        vm.write(&memory(more));
+        let (code, said) = check(&vm);
+        let wanted = wanted.replace("IMAGES", super::text(vm.images.path()));
+        assert!(code == Some(2) && said.contains(&wanted), "{more}: {said}");
+    }
+    assert!(!vm.images.path().join("swap").exists(), "a check has made something");
+    // Memory alone can be right, but there is nothing to serve then.
+    vm.write("[memory]\nbudget = \"1GiB\"\npid-file = \"pid\"");
+    let alone = "web: its memory can be managed, within 1 GiB";
+    assert_eq!(check(&vm), (Some(0), alone.to_owned()));
+    let (code, said) = run(vm.command(&[]));
+    assert!(
+        code == Some(2) && said.contains("web.toml: there is no disk; add one"),
+        "{said}"
+    );
+}
+
+#[test]
+fn memory_is_managed_only_where_a_file_says_how() {
+    let vm = two();
+    let mut command = std::process::Command::new(crate::support::larder());
+    command.args(["memory", "attach", "--vm"]).arg(vm.file());
+    let (code, said) = run(command);
+    let wanted = format!(
+        "larder: {}: it says nothing of memory: add [memory]",
+        super::text(&vm.file())
+    );
+    assert!(code == Some(2) && said.starts_with(&wanted), "{said}");
 }
 
 #[test]

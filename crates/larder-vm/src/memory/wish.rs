@@ -1,0 +1,252 @@
+//! What a user may wish of a VM's memory: the options of `larder memory attach`, those of `larder run --memory-...`, and
+//! the keys of `[memory]` in a VM's file, so that there is one way to say it, and one check.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use larder_block::{ByteLen, SizeError};
+use rustix::process::Pid;
+
+use super::swap::SIZE_MIN;
+use super::{BUDGET_MIN, BudgetError, MemoryConfig, MemoryLimits, SwapConfig, check_budget, compressed_default};
+use crate::image::{ImageAddress, ImageAddressError, is_same};
+use crate::run::keyval::parse_bool;
+use crate::wish::joined;
+use crate::wish::keys::Problem;
+
+/// The longest quarantine, in milliseconds.
+pub const QUARANTINE_MS_MAX: u64 = 600_000;
+
+/// What can be said of memory.
+pub(crate) const KEYS: [&str; 8] = [
+    "budget",
+    "compressed",
+    "swap-cache",
+    "swap-size",
+    "slow-store",
+    "slow-size",
+    "quarantine-ms",
+    "prefetch",
+];
+
+/// How memory is to be managed, whoever's it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryWish {
+    /// See [`MemoryConfig::budget`], and so on.
+    pub budget: ByteLen,
+    /// `None`: the usual share of the budget.
+    pub compressed: Option<ByteLen>,
+    /// Where pages go that compressed RAM has no room for.
+    pub swap: Option<SwapConfig>,
+    /// Where pages go that the swap cache has no room for.
+    pub slow: Option<SwapConfig>,
+    /// `None`: what the process needs.
+    pub quarantine: Option<Duration>,
+    /// Pages are brought ahead.
+    pub prefetch: bool,
+}
+
+/// What makes no sense, whatever process it is said of.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum WishError {
+    #[error("a budget of {0} is too small: {BUDGET_MIN} is the least, and 26 bytes for each page of the memory")]
+    Budget(ByteLen),
+    #[error(transparent)]
+    Compressed(BudgetError),
+    #[error("{what} of {size} is too small; {SIZE_MIN} is the least")]
+    Size { what: &'static str, size: ByteLen },
+    #[error("the swap cache and the slow store are both {0}; give each its own, or leave the slow store out")]
+    Same(ImageAddress),
+}
+
+impl MemoryWish {
+    /// The usual, within a budget.
+    pub fn new(budget: ByteLen) -> Self {
+        Self {
+            budget,
+            compressed: None,
+            swap: None,
+            slow: None,
+            quarantine: None,
+            prefetch: true,
+        }
+    }
+
+    /// Whether it makes sense for some memory.
+    ///
+    /// # Errors
+    /// It does for none.
+    pub fn check(&self) -> Result<(), WishError> {
+        match self.check_for(0) {
+            Ok(()) => {}
+            Err(BudgetError::TooSmall { .. }) => return Err(WishError::Budget(self.budget)),
+            Err(error) => return Err(WishError::Compressed(error)),
+        }
+        for (what, disk) in [("a swap cache", &self.swap), ("a slow store", &self.slow)] {
+            let size = disk.as_ref().and_then(|disk| disk.size);
+            if let Some(size) = size.filter(|size| *size < SIZE_MIN) {
+                return Err(WishError::Size { what, size });
+            }
+        }
+        if let (Some(swap), Some(slow)) = (&self.swap, &self.slow)
+            && is_same(&swap.address, &slow.address)
+        {
+            return Err(WishError::Same(slow.address.clone()));
+        }
+        Ok(())
+    }
+
+    /// Whether the budget is enough for so many bytes of memory.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn check_for(&self, bytes: u64) -> Result<(), BudgetError> {
+        check_budget(bytes, self.budget, self.compressed, self.swap.is_some()).map(|_| ())
+    }
+
+    /// The same for the memory of this process.
+    pub fn config(&self, pid: Pid) -> MemoryConfig {
+        MemoryConfig {
+            compressed: self.compressed,
+            swap: self.swap.clone(),
+            slow: self.slow.clone(),
+            quarantine: self.quarantine,
+            prefetch: self.prefetch,
+            ..MemoryConfig::new(pid, self.budget)
+        }
+    }
+
+    /// What of it can be changed while memory is managed, all of it said.
+    pub fn limits(&self) -> MemoryLimits {
+        let usual = compressed_default(self.budget.get(), self.swap.is_some());
+        MemoryLimits {
+            budget: Some(self.budget),
+            compressed: Some(self.compressed.unwrap_or(ByteLen::new(usual))),
+        }
+    }
+
+    /// The keys of what is otherwise than in `other`, and cannot be changed while memory is managed.
+    pub fn fixed_differences(&self, other: &Self) -> Vec<&'static str> {
+        // All fields are named, so that none is forgotten.
+        let Self {
+            budget: _,
+            compressed: _,
+            swap,
+            slow,
+            quarantine,
+            prefetch,
+        } = self;
+        let place = |disk: &Option<SwapConfig>| disk.as_ref().map(|disk| disk.address.clone());
+        let size = |disk: &Option<SwapConfig>| disk.as_ref().and_then(|disk| disk.size);
+        let all = [
+            ("swap-cache", place(swap) != place(&other.swap)),
+            ("swap-size", size(swap) != size(&other.swap)),
+            ("slow-store", place(slow) != place(&other.slow)),
+            ("slow-size", size(slow) != size(&other.slow)),
+            ("quarantine-ms", *quarantine != other.quarantine),
+            ("prefetch", *prefetch != other.prefetch),
+        ];
+        let differing = all.into_iter().filter(|(_, differs)| *differs);
+        differing.map(|(key, _)| key).collect()
+    }
+
+    /// The same as options of `larder memory attach`, sizes in bytes: those for people are rounded.
+    pub fn attach_arguments(&self) -> Vec<OsString> {
+        let bytes = |option: &str, size: ByteLen| joined(option, size.get().to_string());
+        let mut words = vec![bytes("--budget=", self.budget)];
+        words.extend(self.compressed.map(|size| bytes("--compressed=", size)));
+        let disks = [
+            ("--swap-cache=", "--swap-size=", &self.swap),
+            ("--slow-store=", "--slow-size=", &self.slow),
+        ];
+        for (place, size, disk) in disks {
+            let Some(disk) = disk else { continue };
+            words.push(match &disk.address {
+                ImageAddress::Path(path) => joined(place, path),
+                ImageAddress::Nbd(uri) => joined(place, uri.to_string()),
+            });
+            words.extend(disk.size.map(|of| bytes(size, of)));
+        }
+        let quarantine = self.quarantine.map(|time| time.as_millis().to_string());
+        words.extend(quarantine.map(|time| joined("--quarantine-ms=", time)));
+        words.extend((!self.prefetch).then(|| "--prefetch=off".into()));
+        words
+    }
+}
+
+/// A wish that is being said key by key.
+#[derive(Debug, Default)]
+pub(crate) struct Said {
+    budget: Option<ByteLen>,
+    compressed: Option<ByteLen>,
+    swap: (Option<ImageAddress>, Option<ByteLen>),
+    slow: (Option<ImageAddress>, Option<ByteLen>),
+    quarantine: Option<Duration>,
+    prefetch: Option<bool>,
+}
+
+impl Said {
+    /// Says `value`, by `key`: one of [`KEYS`].
+    pub(crate) fn set(&mut self, key: &str, value: &str) -> Result<(), Problem> {
+        let wanted = |what: String| Problem::Wanted(what);
+        let size = || {
+            let size = value.parse::<ByteLen>();
+            size.map_err(|error: SizeError| wanted(error.to_string()))
+        };
+        let disk = || match value {
+            "" => Err(wanted("give a path or an NBD URI".to_owned())),
+            value => value
+                .parse::<ImageAddress>()
+                .map_err(|error: ImageAddressError| wanted(error.to_string())),
+        };
+        match key {
+            "budget" => self.budget = Some(size()?),
+            "compressed" => self.compressed = Some(size()?),
+            "swap-cache" => self.swap.0 = Some(disk()?),
+            "swap-size" => self.swap.1 = Some(size()?),
+            "slow-store" => self.slow.0 = Some(disk()?),
+            "slow-size" => self.slow.1 = Some(size()?),
+            "quarantine-ms" => {
+                let time = value.parse().ok().filter(|time| *time <= QUARANTINE_MS_MAX);
+                let time = time.ok_or_else(|| wanted(format!("give milliseconds, {QUARANTINE_MS_MAX} at most")))?;
+                self.quarantine = Some(Duration::from_millis(time));
+            }
+            "prefetch" => {
+                let switch = parse_bool(value);
+                self.prefetch = Some(switch.ok_or_else(|| wanted("give on or off, or true or false".to_owned()))?);
+            }
+            _ => return Err(Problem::UnknownKey),
+        }
+        Ok(())
+    }
+
+    /// All that was said.
+    ///
+    /// # Errors
+    /// It makes no sense together.
+    pub(crate) fn wish(self) -> Result<MemoryWish, String> {
+        let Some(budget) = self.budget else {
+            return Err("there is no budget; add one, as in budget = \"1GiB\"".to_owned());
+        };
+        let disk = |(address, size): (Option<ImageAddress>, Option<ByteLen>), size_key, key| match (address, size) {
+            (None, Some(_)) => Err(format!(
+                "{size_key} says nothing without {key}; give that too, or leave it out"
+            )),
+            (None, None) => Ok(None),
+            (Some(address), size) => Ok(Some(SwapConfig { address, size })),
+        };
+        let wish = MemoryWish {
+            compressed: self.compressed,
+            swap: disk(self.swap, "swap-size", "swap-cache")?,
+            slow: disk(self.slow, "slow-size", "slow-store")?,
+            quarantine: self.quarantine,
+            prefetch: self.prefetch.unwrap_or(true),
+            ..MemoryWish::new(budget)
+        };
+        match wish.check() {
+            Ok(()) => Ok(wish),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}

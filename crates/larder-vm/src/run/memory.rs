@@ -1,0 +1,138 @@
+//! The guest's memory within a budget: `larder memory attach` as a child beside QEMU, started again when it dies.
+//!
+//! It is a process of its own because it has rights over QEMU that the servers of the disks must not have. A guest whose
+//! pager dies stands still as soon as it touches a page that is not in memory, and goes on with the next one.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use rustix::process::Signal;
+
+use super::backoff::Backoff;
+use super::child::{Guarded, start_pager};
+use super::supervise::{Say, ServerProgram};
+use crate::memory::wish::MemoryWish;
+
+/// How the guest's memory is managed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedMemory {
+    /// What the user wishes.
+    pub wish: MemoryWish,
+    /// Where its pager listens.
+    pub control: PathBuf,
+}
+
+impl PlannedMemory {
+    /// In the folder of the sockets.
+    pub(super) fn new(wish: &MemoryWish, sockets: &Path) -> Self {
+        Self {
+            wish: wish.clone(),
+            control: sockets.join("memory.sock"),
+        }
+    }
+
+    /// The arguments with which this program manages the memory of the process `pid`, which is only just being started.
+    pub fn attach_arguments(&self, pid: &str) -> Vec<OsString> {
+        let mut words: Vec<OsString> = ["memory", "attach", "--pid", pid, "--wait"]
+            .map(OsString::from)
+            .to_vec();
+        words.extend(self.wish.attach_arguments());
+        words.extend(["--control".into(), self.control.clone().into()]);
+        words
+    }
+}
+
+/// The pager of a running QEMU.
+pub(super) struct Pager<'a> {
+    planned: &'a PlannedMemory,
+    /// QEMU's process number.
+    pid: u32,
+    program: &'a ServerProgram,
+    say: Say<'a>,
+    /// None where it could not be started.
+    process: Option<Guarded>,
+    started: Instant,
+    backoff: Backoff,
+    /// When to start it again, if it is down.
+    pub(super) due: Option<Instant>,
+    /// It has done what it should: QEMU has ended, or somebody had it let go.
+    is_over: bool,
+}
+
+impl<'a> Pager<'a> {
+    /// Starts it for QEMU's process `pid`. If that cannot be, it is tried again.
+    pub(super) fn start(planned: &'a PlannedMemory, pid: u32, program: &'a ServerProgram, say: Say<'a>) -> Self {
+        let mut pager = Self {
+            planned,
+            pid,
+            program,
+            say,
+            process: None,
+            started: Instant::now(),
+            backoff: Backoff::default(),
+            due: Some(Instant::now()),
+            is_over: false,
+        };
+        pager.start_again();
+        pager
+    }
+
+    /// Notices its death, and starts it again when that is due.
+    pub(super) fn keep_alive(&mut self) -> io::Result<()> {
+        if self.is_over {
+            return Ok(());
+        }
+        if self.due.is_none() {
+            let Some(status) = self.process.as_mut().map(Guarded::ended).transpose()?.flatten() else {
+                return Ok(());
+            };
+            if status.success() {
+                self.is_over = true;
+                return Ok(());
+            }
+            let delay = self.backoff.died(self.started.elapsed());
+            (self.say)(&format!(
+                "memory: its pager died ({status}) and is started again; the guest waits for it"
+            ));
+            self.due = Some(Instant::now() + delay);
+        }
+        if self.due.is_some_and(|due| due <= Instant::now()) {
+            self.start_again();
+        }
+        Ok(())
+    }
+
+    fn start_again(&mut self) {
+        self.started = Instant::now();
+        match start_pager(self.program, self.planned, self.pid) {
+            Ok(child) => {
+                self.process = Some(Guarded::new(child));
+                self.due = None;
+            }
+            Err(error) => {
+                (self.say)(&format!("memory: cannot start its pager: {error}; it is tried again"));
+                self.due = Some(Instant::now() + self.backoff.died(std::time::Duration::ZERO));
+            }
+        }
+    }
+
+    /// QEMU has ended, and it ends, too.
+    pub(super) fn end(&mut self) {
+        self.is_over = true;
+        self.due = None;
+        // It notices that by itself, but for one that has not attached yet.
+        if let Some(process) = &mut self.process {
+            process.signal(Signal::TERM);
+        }
+    }
+
+    /// Whether it has ended.
+    pub(super) fn has_ended(&mut self) -> io::Result<bool> {
+        match &mut self.process {
+            Some(process) => Ok(process.ended()?.is_some()),
+            None => Ok(true),
+        }
+    }
+}

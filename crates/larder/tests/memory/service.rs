@@ -1,0 +1,342 @@
+//! `larder memory attach --vm`: the memory of a VM's QEMUs, one after the other, as the VM's file says; and `--wait`.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+use larder_bench::campaign::memory::Verifier;
+use larder_bench::campaign::process::{Process, mortal};
+use larder_vm::control::fetch_memory;
+use larder_vm::control::memory::MemoryState;
+use larder_vm::vm::find::memory_control_of;
+use tempfile::TempDir;
+
+use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
+use crate::{Alone, MIB, verifier_command};
+
+/// A VM of a name that no other has, with a program in the place of its QEMU.
+struct Vm {
+    name: String,
+    folder: TempDir,
+}
+
+const FILE: &str = "[memory]\nbudget = \"32MiB\"\npid-file = \"qemu.pid\"\n";
+
+impl Vm {
+    fn new(name: &str) -> Self {
+        let vm = Self {
+            name: format!("test-{name}-{}", std::process::id()),
+            folder: on_tmpfs(),
+        };
+        vm.write(FILE);
+        vm
+    }
+
+    fn file(&self) -> PathBuf {
+        self.folder.path().join(format!("{}.toml", self.name))
+    }
+
+    fn write(&self, text: &str) {
+        std::fs::write(self.file(), text).expect("writes the file");
+    }
+
+    /// QEMU is started, as far as anybody can see.
+    fn boot(&self) -> Verifier {
+        let verifier = Verifier::start(verifier_command("mixed")).expect("a program to manage");
+        let written = self.folder.path().join("qemu.pid.new");
+        std::fs::write(&written, format!("{}\n", verifier.pid())).expect("writes");
+        std::fs::rename(written, self.folder.path().join("qemu.pid")).expect("renames");
+        verifier
+    }
+
+    fn command(&self) -> Command {
+        let mut command = mortal("env");
+        command
+            .arg(larder())
+            .args(["memory", "attach", "--vm"])
+            .arg(self.file());
+        command
+    }
+
+    fn serve(&self) -> Process {
+        Process::start(self.command()).expect("starts")
+    }
+
+    fn state(&self) -> Option<MemoryState> {
+        Some(fetch_memory(&memory_control_of(&self.name)).ok()?.1)
+    }
+
+    /// Waits until the memory is so.
+    fn wait_until(&self, service: &Process, is_so: impl Fn(&MemoryState) -> bool) -> MemoryState {
+        let give_up = Instant::now() + LIMIT;
+        loop {
+            match self.state() {
+                Some(state) if is_so(&state) => return state,
+                state => assert!(Instant::now() < give_up, "{state:#?}: {}", service.output()),
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    }
+
+    fn wait_for_budget(&self, service: &Process, verifier: &Verifier) -> MemoryState {
+        self.wait_until(service, |state| {
+            state.pid as u32 == verifier.pid() && state.used <= state.budget + state.budget / 16
+        })
+    }
+
+    /// `larder memory` with these words and the VM's name.
+    fn ask(&self, words: &str) -> (Option<i32>, String) {
+        let mut command = Command::new(larder());
+        command.arg("memory").args(words.split(' ')).arg(&self.name);
+        run(command)
+    }
+}
+
+fn ends(mut service: Process) {
+    service.signal(libc::SIGTERM);
+    let ended = service.wait(LIMIT).expect("ends");
+    assert!(ended.success(), "{}", service.output());
+}
+
+#[test]
+fn qemus_of_a_vm_are_managed_one_after_the_other_and_through_kills() {
+    let vm = Vm::new("lives");
+    let service = vm.serve();
+    let (code, said) = vm.ask("status");
+    let wanted = format!("the memory of {} is not managed: nobody listens on ", vm.name);
+    assert!(code == Some(2) && said.contains(&wanted), "{said}");
+
+    let mut first = vm.boot();
+    let state = vm.wait_for_budget(&service, &first);
+    assert_eq!(state.budget, 32 * MIB);
+    first.works().expect("it works");
+    let (code, said) = vm.ask("status");
+    assert!(
+        code == Some(0) && said.contains("budget:           32 MiB, used "),
+        "{said}"
+    );
+    // Who starts another one changes nothing.
+    let second_service = vm.serve();
+    second_service
+        .wait_for("is managed by another larder already", LIMIT)
+        .expect("is refused");
+    ends(second_service);
+    first.works().expect("it works");
+    first.stop().expect("all is as it was written");
+
+    let mut second = vm.boot();
+    vm.wait_for_budget(&service, &second);
+    second.works().expect("it works");
+    let mut service = service;
+    service.kill();
+    // The guest stands still by now, and its next pager takes it over at once.
+    let service = vm.serve();
+    service
+        .wait_for("in the place of another pager", LIMIT)
+        .expect("attaches");
+    second.works().expect("it works");
+    vm.wait_for_budget(&service, &second);
+    let before_end = Alone::of(second.pid()).watched;
+    assert!(before_end > 0);
+    ends(service);
+    assert_eq!(Alone::of(second.pid()).watched, 0);
+    assert!(!memory_control_of(&vm.name).exists(), "the control socket is left");
+    second.stop().expect("all is as it was written");
+}
+
+#[test]
+fn a_changed_file_changes_the_budget_and_what_cannot_change_is_told() {
+    let vm = Vm::new("reload");
+    let (service, mut verifier) = (vm.serve(), vm.boot());
+    vm.wait_for_budget(&service, &verifier);
+    vm.write(&FILE.replace(
+        "32MiB",
+        "40MiB\"\ncompressed = \"9MiB\"\nquarantine-ms = 3\nprefetch = \"off",
+    ));
+    service.signal(libc::SIGHUP);
+    let state = vm.wait_until(&service, |state| state.budget == 40 * MIB);
+    assert_eq!(state.compressed.limit, 9 * MIB);
+    for left in [
+        "left: quarantine-ms: as before until",
+        "left: prefetch: as before until",
+    ] {
+        service.wait_for(left, LIMIT).expect("is told");
+    }
+    // What is wrong changes nothing, and neither does what cannot be.
+    for (wrong, why) in [
+        ("budget = \"1MiB", ": memory: a budget of 1 MiB is too small"),
+        (
+            "budget = \"16MiB",
+            "a budget of 16 MiB is too small: 17 MiB is the least for memory of 64 MiB",
+        ),
+        ("bugdet = \"40MiB", "unknown key 'bugdet' (did you mean 'budget'?)"),
+    ] {
+        let told = service.lines();
+        vm.write(&FILE.replace("budget = \"32MiB", wrong));
+        service.signal(libc::SIGHUP);
+        let said = service
+            .wait_for_after(told, "nothing has changed: ", LIMIT)
+            .expect("is told");
+        assert!(said.contains(why), "{said}");
+    }
+    assert_eq!(vm.state().expect("answers").budget, 40 * MIB);
+    // What somebody has changed by other means is as the file says again.
+    let (code, said) = vm.ask("limit --budget 36MiB");
+    assert!(code == Some(0) && said.starts_with("budget 36 MiB, "), "{said}");
+    vm.write(FILE);
+    service.signal(libc::SIGHUP);
+    let state = vm.wait_until(&service, |state| state.budget == 32 * MIB);
+    assert_eq!(state.compressed.limit, 16 * MIB);
+    verifier.works().expect("it works");
+    ends(service);
+    verifier.stop().expect("all is as it was written");
+}
+
+#[test]
+fn who_is_let_go_of_is_left_alone_until_it_is_wished_otherwise() {
+    let vm = Vm::new("let-go");
+    let (service, mut verifier) = (vm.serve(), vm.boot());
+    vm.wait_for_budget(&service, &verifier);
+    let (code, said) = vm.ask("detach");
+    let alone = format!("process {} is alone again", verifier.pid());
+    assert_eq!((code, said.trim_end()), (Some(0), alone.as_str()));
+    verifier.works().expect("it works");
+    // It has looked again since; what it does not do cannot be waited for.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert_eq!((Alone::of(verifier.pid()).watched, vm.state().is_none()), (0, true));
+    service.signal(libc::SIGHUP);
+    vm.wait_for_budget(&service, &verifier);
+    verifier.works().expect("it works");
+    ends(service);
+    verifier.stop().expect("all is as it was written");
+}
+
+#[test]
+fn pages_on_another_swap_cache_than_the_file_names_now_are_found() {
+    let (vm, disk) = (Vm::new("swap"), on_disk());
+    let swap = |name: &str| {
+        let path = disk.path().join(name).display().to_string();
+        format!("{FILE}compressed = \"2MiB\"\nswap-cache = \"{path}\"\nswap-size = \"128MiB\"\n")
+    };
+    vm.write(&swap("one"));
+    let (mut service, mut verifier) = (vm.serve(), vm.boot());
+    vm.wait_until(&service, |state| state.disks.iter().any(|disk| disk.pages > 0));
+    vm.write(&swap("two"));
+    let told = service.lines();
+    service.signal(libc::SIGHUP);
+    let left = service
+        .wait_for_after(told, "left: swap-cache: ", LIMIT)
+        .expect("is told");
+    assert!(left.contains("until QEMU is started again"), "{left}");
+    service.kill();
+    let service = vm.serve();
+    service
+        .wait_for("in the place of another pager", LIMIT)
+        .expect("attaches");
+    verifier.works().expect("it works");
+    let state = vm.state().expect("answers");
+    assert!(state.disks.iter().all(|disk| disk.name.ends_with("/one")), "{state:#?}");
+    verifier.stop().expect("all is as it was written");
+    let next = vm.boot();
+    let state = vm.wait_until(&service, |state| state.pid as u32 == next.pid());
+    assert!(state.disks.iter().all(|disk| disk.name.ends_with("/two")), "{state:#?}");
+    ends(service);
+    next.stop().expect("all is as it was written");
+    assert_eq!(
+        std::fs::read_dir(disk.path()).expect("a folder").count(),
+        0,
+        "files are left"
+    );
+}
+
+#[test]
+fn who_waits_for_its_memory_does_not_wait_for_a_file_that_asks_for_what_cannot_be() {
+    let vm = Vm::new("hasty");
+    let (mut service, mut verifier) = (vm.serve(), vm.boot());
+    vm.wait_for_budget(&service, &verifier);
+    service.kill();
+    vm.write(&FILE.replace("32MiB", "16MiB\"\nswap-size = \"64MiB\"\nswap-cache = \"/nosuch/swap"));
+    let service = vm.serve();
+    service
+        .wait_for("in the place of another pager", LIMIT)
+        .expect("attaches");
+    for told in ["a budget of 16 MiB is too small: 17 MiB is the least", "/nosuch/swap"] {
+        assert!(service.output().contains(told), "{told}: {}", service.output());
+    }
+    verifier.report().expect("nothing is wrong");
+    vm.write(FILE);
+    service.signal(libc::SIGHUP);
+    vm.wait_until(&service, |state| state.budget == 32 * MIB);
+    verifier.works().expect("it works");
+    ends(service);
+    verifier.stop().expect("all is as it was written");
+}
+
+#[test]
+fn a_pid_file_of_a_qemu_that_has_gone_is_waited_past() {
+    let vm = Vm::new("stale");
+    let gone = vm.boot();
+    gone.stop().expect("all is as it was written");
+    let service = vm.serve();
+    let next = vm.boot();
+    vm.wait_for_budget(&service, &next);
+    // Nor is another process taken for it that has its number now.
+    let path = vm.folder.path().join("qemu.pid");
+    let long_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(365 * 86400);
+    let file = std::fs::File::options().write(true).open(path).expect("opens");
+    ends(service);
+    file.set_modified(long_ago).expect("it is ours");
+    let service = vm.serve();
+    service
+        .wait_for("was started after it was written, so it is another one", LIMIT)
+        .expect("is told");
+    assert!(vm.state().is_none());
+    ends(service);
+    next.stop().expect("all is as it was written");
+}
+
+#[test]
+fn a_qemu_that_is_only_just_started_is_waited_for() {
+    let folder = on_tmpfs();
+    let (qmp, control) = (folder.path().join("qmp"), folder.path().join("control"));
+    let mut command = mortal("env");
+    command
+        .arg(larder())
+        .args(["memory", "attach", "--wait", "--budget", "64MiB", "--qmp"]);
+    command.arg(&qmp).arg("--control").arg(&control);
+    let mut pager = Process::start(command).expect("starts");
+    let mut qemu = mortal("qemu-system-x86_64");
+    qemu.args("-accel tcg -m 128 -nodefaults -display none -S -qmp".split(' '));
+    qemu.arg(format!("unix:{},server=on,wait=off", qmp.display()));
+    qemu.args(["-object", "memory-backend-memfd,id=m,size=128M,share=on,prealloc=on"]);
+    qemu.args(["-machine", "q35,memory-backend=m"]);
+    let mut qemu = Process::start(qemu).expect("starts");
+    pager.wait_for(" attached", LIMIT).expect("attaches");
+    assert_eq!(fetch_memory(&control).expect("answers").1.pid as u32, qemu.id());
+    assert!(!pager.output().contains("ERROR"), "{}", pager.output());
+    qemu.kill();
+    let ended = pager.wait(LIMIT).expect("ends");
+    assert!(
+        ended.success() && pager.output().contains("the process has ended"),
+        "{}",
+        pager.output()
+    );
+    assert!(!control.exists(), "the control socket is left");
+}
+
+#[test]
+fn what_cannot_be_managed_is_told_while_it_is_waited_for() {
+    let mut cat = Process::start(Command::new("cat")).expect("starts");
+    let mut command = mortal("env");
+    command
+        .arg(larder())
+        .args(["memory", "attach", "--wait", "--budget", "64MiB", "--pid"]);
+    command.arg(cat.id().to_string());
+    let mut pager = Process::start(command).expect("starts");
+    pager.wait_for("its memory cannot be managed", LIMIT).expect("is told");
+    pager
+        .wait_for("is this the process that runs the VM?; it is tried again", LIMIT)
+        .expect("is told");
+    cat.kill();
+    assert!(pager.wait(LIMIT).expect("ends").success(), "{}", pager.output());
+}
