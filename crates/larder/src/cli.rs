@@ -225,6 +225,10 @@ pub(crate) struct MemoryAttachArguments {
     /// Whether pages are brought besides those that are wanted, where the process goes through its memory
     #[arg(long, value_name = "on|off", default_value = "on")]
     pub(crate) prefetch: Switch,
+    /// Whether what goes to the swap cache and the slow store is encrypted, with a key that is only in memory and ends with
+    /// the process
+    #[arg(long, value_name = "on|off", default_value = "off")]
+    pub(crate) encrypt: Switch,
     /// Where to listen for larder memory status, limit and detach
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,

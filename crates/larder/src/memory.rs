@@ -9,7 +9,7 @@ use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_memory::service::{DetachError, End};
 use larder_memory::target::pid_of_qmp;
-use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState, SwapTier};
+use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState, SwapState, SwapTier};
 use larder_vm::control::state::Latency;
 use larder_vm::control::{ControlServer, Subject, detach_memory, fetch_memory, limit_memory};
 use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig};
@@ -43,6 +43,9 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         (None, Some(path)) => pid_of_qmp(path)?,
         (None, None) => bail!("whose memory? give --pid PID or --qmp PATH"),
     };
+    if arguments.encrypt == Switch::On && arguments.swap_cache.is_none() && arguments.slow_store.is_none() {
+        bail!("--encrypt on: there is nothing to encrypt without --swap-cache or --slow-store");
+    }
     let signals = crate::signals::block()?;
     let pidfile = arguments.pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let config = MemoryConfig {
@@ -58,6 +61,7 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         poll_max: arguments.poll_us.map_or(POLL_MAX_DEFAULT, Duration::from_micros),
         prefetch: arguments.prefetch == Switch::On,
+        encrypt: arguments.encrypt == Switch::On,
         ..MemoryConfig::new(pid, arguments.budget)
     };
     let managed = ManagedMemory::start(config)?;
@@ -208,12 +212,17 @@ fn text(state: &MemoryState) -> String {
                 SwapTier::SlowStore => "slow store",
             },
             format!(
-                "{} in {} of at most {} ({}){}",
+                "{} in {} of at most {} ({}{}){}",
                 human(disk.pages * 4096),
                 human(disk.live),
                 human(disk.limit),
                 disk.name,
-                if disk.failed { ", cannot be written to" } else { "" }
+                if disk.encrypted { ", encrypted" } else { "" },
+                match disk {
+                    SwapState { failed: true, .. } => ", cannot be written to",
+                    SwapState { unreachable: true, .. } => ", cannot be reached: who wants a page of it waits",
+                    _ => "",
+                }
             ),
         );
     }
