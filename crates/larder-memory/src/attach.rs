@@ -167,14 +167,15 @@ impl Found {
         matches!(self.left, Left::Managed { .. })
     }
 
-    /// Attaches to the process. `swaps` are in the order of their tiers; all of [`Self::swap`] are among them.
+    /// Attaches to the process. `swaps` are in the order of their tiers; all of [`Self::swap`] are among them. What goes
+    /// there is enciphered if `encrypt`, or, where another pager was there before, if it was so.
     ///
     /// # Errors
     /// See [`AttachError`]. Nothing is managed then, or as much as before.
-    pub fn attach(self, options: pager::Options, swaps: Vec<Swap>) -> Result<Attached, AttachError> {
+    pub fn attach(self, options: pager::Options, swaps: Vec<Swap>, encrypt: bool) -> Result<Attached, AttachError> {
         let target = self.target;
         match self.left {
-            Left::Nothing => begin(target, options, swaps),
+            Left::Nothing => begin(target, options, swaps, encrypt),
             Left::Managed {
                 state,
                 compressed,
@@ -185,7 +186,7 @@ impl Found {
                 numbers.extend(marks(target.pid()).unwrap_or_default());
                 close(target.pid(), &numbers).map_err(AttachError::Inject)?;
                 drop(locked);
-                begin(target, options, swaps)
+                begin(target, options, swaps, encrypt)
             }
         }
     }
@@ -345,7 +346,12 @@ fn take_over(
     Ok(attached)
 }
 
-fn begin(mut target: Target, options: pager::Options, swaps: Vec<Swap>) -> Result<Attached, AttachError> {
+fn begin(
+    mut target: Target,
+    options: pager::Options,
+    swaps: Vec<Swap>,
+    encrypt: bool,
+) -> Result<Attached, AttachError> {
     let pid = target.pid();
     let failed = |what| move |source| AttachError::Failed { pid, what, source };
     let device = File::options()
@@ -364,6 +370,9 @@ fn begin(mut target: Target, options: pager::Options, swaps: Vec<Swap>) -> Resul
         .unwrap_or(u32::MAX);
     let state = State::create(capacity, target.started()).map_err(failed("make its state"))?;
     lock(pid, &state)?;
+    if encrypt {
+        state.make_key().map_err(failed("make a key"))?;
+    }
     let stores = note_swaps(pid, &state, swaps)?;
     // As much as all that could ever be evicted: memory that is not used costs nothing.
     let bytes = (u64::from(capacity) * PAGE_BYTES).next_multiple_of(SEGMENT as u64) + SEGMENT as u64;
@@ -645,6 +654,11 @@ impl Attached {
         registered
     }
 
+    /// Whether what goes to disks is enciphered.
+    pub fn is_encrypted(&self) -> bool {
+        self.state.is_encrypted()
+    }
+
     /// A descriptor of the process.
     ///
     /// # Errors
@@ -734,6 +748,9 @@ impl Attached {
     pub fn let_go(self) -> Result<Duration, InjectError> {
         self.pager.guest().views().let_go();
         self.unregister();
-        close(self.pid, &self.given.all(self.pid))
+        let closed = close(self.pid, &self.given.all(self.pid))?;
+        // Not before: a successor would go on with it.
+        self.state.wipe_key();
+        Ok(closed)
     }
 }

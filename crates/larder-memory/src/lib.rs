@@ -2,6 +2,7 @@
 //! SSD, and brought back when it is touched.
 
 pub mod attach;
+pub mod crypt;
 pub mod entry;
 pub mod guest;
 pub mod inject;

@@ -17,6 +17,9 @@ use larder_codec::Codec;
 /// Bytes of a segment: long enough that a disk is written at its full rate.
 pub const SEGMENT: usize = 1 << 20;
 
+/// How many segments a log may have: places are of 44 bits.
+pub const SEGMENTS_MAX: u32 = 1 << 24;
+
 /// Bytes before the first object of a segment.
 pub const SEGMENT_HEADER: usize = 16;
 const OBJECT_HEADER: usize = 8;

@@ -41,10 +41,11 @@ use std::time::{Duration, Instant};
 
 use larder_codec::Decoder;
 
+use crate::crypt::Cipher;
 use crate::entry::{Location, Tier, Word};
 use crate::guest::GuestMemory;
 use crate::lists::{Lists, Queue};
-use crate::log::{SEGMENT, Segments};
+use crate::log::{SEGMENT, Segments, object_bytes};
 use crate::pressure::{Meter, Pressure};
 use crate::shared::SharedMemory;
 use crate::state::{Region, State};
@@ -161,6 +162,10 @@ pub struct Pager<G, W> {
     to_clear: Vec<PageIndex>,
     decoder: Decoder,
     content: Box<[u8; PAGE]>,
+    /// For what is on disks, if that is enciphered.
+    cipher: Option<Cipher>,
+    /// An object of a disk, deciphered.
+    deciphered: Box<[u8]>,
     /// Pages that are put in place together.
     ahead: Box<[u8]>,
     figures: Figures,
@@ -270,6 +275,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             options,
             streams: Streams::default(),
             zero_streams: Streams::default(),
+            cipher: state.cipher(),
             state,
             compressed,
             regions,
@@ -281,6 +287,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             to_clear: Vec::new(),
             decoder: Decoder::new(),
             content: Box::new([0; PAGE]),
+            deciphered: vec![0; object_bytes(PAGE as u16)].into_boxed_slice(),
             ahead: vec![0; disk::AHEAD_PAGES * PAGE].into_boxed_slice(),
             figures: Figures::default(),
             pressure,

@@ -66,6 +66,9 @@ impl SharedMemory {
                 0,
             )?
         };
+        // What of the guest is in it, and keys, belong in no core dump.
+        // SAFETY: the mapping just made; its content is not changed.
+        let _ = unsafe { rustix::mm::madvise(base, bytes, rustix::mm::Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Self {
             descriptor,

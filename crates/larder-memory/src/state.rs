@@ -6,7 +6,8 @@
 //!
 //! ```text
 //! "larder-pages"
-//!      0  header        magic "LARDMEM\0", version, CRC32C, how many regions, numbers of descriptors
+//!      0  header        magic "LARDMEM\0", version, features, CRC32C, how many regions, numbers of descriptors
+//!    128  key           64 bytes, if what goes to disks is enciphered: the only place where it is
 //!    512  swap cache    what it is: 768 bytes, see below; 2048  slow store likewise
 //!   4 KiB messages      64 of the kernel's messages of 32 bytes, as they were read; zeros where none is
 //!   8 KiB regions       960 of 64 bytes
@@ -22,6 +23,9 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use zeroize::Zeroizing;
+
+use crate::crypt::{Cipher, KEY_BYTES};
 use crate::entry::{Proof, Tier, Word};
 use crate::shared::SharedMemory;
 use crate::units::{PAGE_BYTES, PageIndex};
@@ -40,11 +44,13 @@ pub const MESSAGES: usize = 64;
 /// How many regions there can be. QEMU has at most 509 memory slots.
 pub const REGIONS_MAX: usize = 960;
 
+const HEADER_FEATURES: usize = 24;
 const HEADER_CHECKED: usize = 64;
 const HEADER_CHECKSUM: usize = 64;
 const HEADER_REGIONS: usize = 72;
 const HEADER_USERFAULTFD: usize = 80;
 const HEADER_EVICTED: usize = 88;
+const KEY_AT: usize = 128;
 const SWAPS_AT: [usize; 2] = [512, 2048];
 const SWAP_NAME_AT: usize = 32;
 /// Bytes that the name of a swap cache can have.
@@ -54,6 +60,9 @@ const REGIONS_AT: usize = 8 << 10;
 const REGION_BYTES: usize = 64;
 const ENTRIES_AT: usize = 72 << 10;
 const ENTRY_BYTES: usize = 16;
+
+/// What is on disks is enciphered.
+const ENCRYPTED: u64 = 1;
 
 /// Memory of the managed process that is one mapping of one file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -111,6 +120,11 @@ pub enum StateError {
         "the state that an earlier pager has left has format version {0}, this program knows version {VERSION}: go on with the larder that attached"
     )]
     Version(u32),
+    /// With something that this version does not know.
+    #[error(
+        "the state that an earlier pager has left has features {0:#x} that this program does not know: go on with the larder that attached"
+    )]
+    Features(u64),
     /// For its name there is no room.
     #[error("the name of a swap cache can have {0} bytes")]
     SwapName(usize),
@@ -166,6 +180,10 @@ impl State {
         if memory.word(16).load(Ordering::Relaxed) != started {
             return Err(StateError::Damaged("it is of another process"));
         }
+        let unknown = memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & !ENCRYPTED;
+        if unknown != 0 {
+            return Err(StateError::Features(unknown));
+        }
         let state = Self { memory, capacity };
         let mut next = 0;
         for region in state.regions() {
@@ -189,6 +207,54 @@ impl State {
             chunk.copy_from_slice(&memory.word(offset * 8).load(Ordering::Relaxed).to_le_bytes());
         }
         crc32c::crc32c(&bytes)
+    }
+
+    /// From now on what goes to disks is enciphered, with a key that is made here and is nowhere else. Before anybody
+    /// else has the state.
+    ///
+    /// # Errors
+    /// The kernel has nothing random.
+    pub fn make_key(&self) -> io::Result<()> {
+        let mut key = Zeroizing::new([0; KEY_BYTES]);
+        // SAFETY: the kernel writes as many bytes as it is told to, to memory of ours.
+        let made = unsafe { libc::getrandom(key.as_mut_ptr().cast(), KEY_BYTES, 0) };
+        if made != KEY_BYTES as isize {
+            return Err(io::Error::last_os_error());
+        }
+        let (words, _) = key.as_chunks::<8>();
+        for (index, word) in words.iter().enumerate() {
+            let at = self.memory.word(KEY_AT + index * 8);
+            at.store(u64::from_le_bytes(*word), Ordering::Relaxed);
+        }
+        self.memory.word(HEADER_FEATURES).store(ENCRYPTED, Ordering::Relaxed);
+        self.memory
+            .half_word(HEADER_CHECKSUM)
+            .store(Self::header_checksum(&self.memory), Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether what goes to disks is enciphered.
+    pub fn is_encrypted(&self) -> bool {
+        self.memory.word(HEADER_FEATURES).load(Ordering::Relaxed) & ENCRYPTED != 0
+    }
+
+    /// What enciphers it. A key that is damaged is not noticed here, but by the checksum of every page.
+    pub fn cipher(&self) -> Option<Cipher> {
+        let mut key = Zeroizing::new([0; KEY_BYTES]);
+        let (words, _) = key.as_chunks_mut::<8>();
+        for (index, word) in words.iter_mut().enumerate() {
+            *word = self
+                .memory
+                .word(KEY_AT + index * 8)
+                .load(Ordering::Relaxed)
+                .to_le_bytes();
+        }
+        self.is_encrypted().then(|| Cipher::new(&key))
+    }
+
+    /// Wipes the key: nothing is stored any more, and nobody takes over.
+    pub fn wipe_key(&self) {
+        (0..KEY_BYTES / 8).for_each(|index| self.memory.word(KEY_AT + index * 8).store(0, Ordering::Relaxed));
     }
 
     /// The memory itself, to be handed to the process and to be locked.
@@ -428,6 +494,41 @@ mod tests {
         assert_eq!(again.word(page), word);
         assert_eq!(again.proof(page), proof);
         assert_eq!(again.word(PageIndex::new(0)), Word::NOWHERE);
+    }
+
+    #[test]
+    fn a_successor_deciphers_with_the_key_of_the_first_one_and_every_state_has_its_own() {
+        let block = |state: &State| {
+            let mut block = [0; crate::crypt::BLOCK];
+            state.cipher().unwrap().encrypt(Tier::Ssd, 0, &mut block);
+            block
+        };
+        let state = State::create(10, 77).unwrap();
+        assert!(!state.is_encrypted() && state.cipher().is_none());
+        state.make_key().unwrap();
+        let again = SharedMemory::open(state.memory().read_only().unwrap().as_fd()).unwrap();
+        let again = State::open(again, 77).unwrap();
+        assert!(again.is_encrypted());
+        assert_eq!(block(&again), block(&state));
+        let other = State::create(10, 77).unwrap();
+        other.make_key().unwrap();
+        assert_ne!(block(&other), block(&state));
+        state.wipe_key();
+        assert_ne!(block(&again), block(&other));
+        assert_eq!(again.memory.word(KEY_AT + KEY_BYTES - 8).load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_state_with_unknown_features_is_refused() {
+        let state = State::create(10, 77).unwrap();
+        state.memory().word(HEADER_FEATURES).store(2, Ordering::Relaxed);
+        let checksum = State::header_checksum(state.memory());
+        state
+            .memory()
+            .half_word(HEADER_CHECKSUM)
+            .store(checksum, Ordering::Relaxed);
+        let again = SharedMemory::open(state.memory().as_fd()).unwrap();
+        assert!(matches!(State::open(again, 77), Err(StateError::Features(2))));
     }
 
     #[test]

@@ -40,6 +40,19 @@ use files::Opened;
 use maps::Mapping;
 use process::{Process, failed};
 
+/// Reads `bytes` as a table of mappings and as one of sockets, for fuzzing.
+#[doc(hidden)]
+pub fn read_tables(bytes: &[u8]) {
+    for mapping in maps::parse(bytes) {
+        let (name, place) = (mapping.name(), mapping.place());
+        assert!(place.bytes > 0 && place.offset.checked_add(place.bytes).is_some() && !name.contains('\u{1b}'));
+        assert!(mapping.has_of(&place));
+    }
+    for at in qmp::listening(bytes).values() {
+        assert!(!at.is_empty());
+    }
+}
+
 /// Private memory of less is nothing to speak of beside shared memory: malloc(3)'s arenas have up to 64 MiB.
 const PRIVATE_BYTES_MIN: u64 = 128 << 20;
 

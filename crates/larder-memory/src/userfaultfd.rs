@@ -192,6 +192,18 @@ impl RawMessage {
         }
     }
 
+    /// Of the bytes of a `struct uffd_msg`.
+    pub fn from_bytes(bytes: [u8; 32]) -> Self {
+        let (words, _) = bytes.as_chunks::<8>();
+        let [first, arguments @ ..] = [0, 1, 2, 3].map(|index| u64::from_le_bytes(words[index]));
+        let [event, reserved @ ..] = first.to_le_bytes();
+        Self {
+            event,
+            reserved,
+            arguments,
+        }
+    }
+
     /// What it says, or `None` for a place in a buffer into which nothing was read.
     pub fn decode(&self) -> Option<Message> {
         let [first, second, third] = self.arguments;

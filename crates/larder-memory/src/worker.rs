@@ -11,6 +11,7 @@ use std::time::Instant;
 use larder_block::AlignedBuf;
 use larder_codec::{Choice, Encoder, Goal, uniform_word};
 
+use crate::crypt::Cipher;
 use crate::entry::{Encoding, Location, Stored, Tier, Word, checksum};
 use crate::guest::Backing;
 use crate::log::{Appender, SEGMENT, SEGMENT_HEADER, SegmentIndex, data_at, objects_from};
@@ -77,8 +78,17 @@ pub enum Job {
 pub enum Origin {
     /// Of compressed RAM.
     Ram(SegmentIndex),
-    /// Of a disk, with what was read there.
-    Disk(Tier, SegmentIndex, AlignedBuf),
+    /// Of a disk.
+    Disk {
+        /// Which.
+        tier: Tier,
+        /// Which of it.
+        segment: SegmentIndex,
+        /// What was read there.
+        bytes: AlignedBuf,
+        /// It is enciphered still.
+        is_encrypted: bool,
+    },
 }
 
 /// Memory that is to be written to a disk as a segment, and its unfilled rest, which the worker may fill.
@@ -151,6 +161,8 @@ pub enum Done {
         left_out: Vec<(PageIndex, Word)>,
         /// With what is still unfilled.
         into: DiskLease,
+        /// There is no room for more: it is as it is to be on the disk.
+        is_full: bool,
     },
     /// See [`Job::Release`].
     Released(SegmentIndex),
@@ -181,6 +193,7 @@ pub struct Hands {
     backing: Arc<dyn Backing>,
     state: Arc<State>,
     compressed: Arc<SharedMemory>,
+    cipher: Option<Cipher>,
     encoder: Encoder,
     choice: Choice,
     read: Box<[u8]>,
@@ -194,6 +207,7 @@ impl Hands {
     pub fn new(backing: Arc<dyn Backing>, state: Arc<State>, compressed: Arc<SharedMemory>) -> Self {
         Self {
             backing,
+            cipher: state.cipher(),
             state,
             compressed,
             encoder: Encoder::new(),
@@ -263,8 +277,19 @@ impl Hands {
         unsafe { std::slice::from_raw_parts(from.as_ptr(), SEGMENT) }
     }
 
-    fn demote(&mut self, origin: Origin, at: usize, mut into: DiskLease) -> Done {
-        let DiskLease { lease, bytes, .. } = &mut into;
+    fn demote(&mut self, mut origin: Origin, at: usize, mut into: DiskLease) -> Done {
+        if let Origin::Disk {
+            tier,
+            segment,
+            bytes,
+            is_encrypted,
+        } = &mut origin
+            && std::mem::take(is_encrypted)
+            && let Some(cipher) = &self.cipher
+        {
+            cipher.decrypt(*tier, segment.start(), bytes);
+        }
+        let DiskLease { tier: to, lease, bytes } = &mut into;
         let mut appender = Appender::new(lease.segment, lease.from, &mut bytes[lease.from..], lease.filling);
         let living = match &origin {
             Origin::Ram(segment) => append_living(
@@ -275,15 +300,23 @@ impl Hands {
                 at,
                 &mut appender,
             ),
-            Origin::Disk(tier, segment, read) => append_living(&self.state, *tier, *segment, read, at, &mut appender),
+            Origin::Disk {
+                tier, segment, bytes, ..
+            } => append_living(&self.state, *tier, *segment, bytes, at, &mut appender),
         };
         lease.from = appender.at();
+        let is_full = living.next_at.is_some() || lease.from + 2 * PAGE >= SEGMENT;
+        if is_full && let Some(cipher) = &self.cipher {
+            // All of it, with what is left of others behind what was filled.
+            cipher.encrypt(*to, lease.segment.start(), bytes);
+        }
         Done::Demoted {
             origin,
             next_at: living.next_at,
             copied: living.copied,
             left_out: living.left_out,
             into,
+            is_full,
         }
     }
 

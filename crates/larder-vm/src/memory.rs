@@ -13,20 +13,34 @@ use std::time::Duration;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::signal::first_of;
 use larder_block::{ByteLen, Loop};
-use larder_memory::attach::{AttachError, Found};
+use larder_memory::attach::{AttachError, Attached, Found};
 use larder_memory::entry::Tier;
 use larder_memory::pager;
 use larder_memory::service::{DetachError, End, Service};
 use larder_memory::target::{Options, Target, TargetError};
-use rustix::process::Pid;
+use rustix::process::{DumpableBehavior, Pid, set_dumpable_behavior};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::control::memory::MemoryState;
+use crate::control::memory::{MemoryPatch, MemoryState};
 
 /// Inquiries that wait for the thread at most; further ones wait where they come from.
 const WAITING_MAX: usize = 16;
 
 pub use swap::{SwapConfig, SwapError, look_at_disk};
+
+/// Reads `data` as the beginning of a disk for pages, and as what `PATCH /v1/memory` is told, for fuzzing.
+#[doc(hidden)]
+pub fn read_any(data: &[u8]) {
+    swap::read_any(data);
+    if let Ok(patch) = serde_json::from_slice::<MemoryPatch>(data) {
+        let limits = patch.limits();
+        let bytes = 1 << 30;
+        let budget = limits.budget.unwrap_or(BUDGET_MIN);
+        if let Ok((limit, compressed)) = check_budget(bytes, budget, limits.compressed, true) {
+            assert!(limit == budget.get() && compressed < limit);
+        }
+    }
+}
 
 /// Below this a budget makes no sense, besides what the pager needs for each page.
 pub const BUDGET_MIN: ByteLen = ByteLen::new(16 << 20);
@@ -52,6 +66,8 @@ pub struct MemoryConfig {
     pub slow: Option<SwapConfig>,
     /// Pages are brought ahead, where the guest goes through memory.
     pub prefetch: bool,
+    /// What goes to the disks is encrypted, with a key that ends with the process.
+    pub encrypt: bool,
     /// How long the thread looks for faults at most before it sleeps.
     pub poll_max: Duration,
 }
@@ -67,6 +83,7 @@ impl MemoryConfig {
             swap: None,
             slow: None,
             prefetch: true,
+            encrypt: false,
             poll_max: POLL_MAX_DEFAULT,
         }
     }
@@ -84,6 +101,8 @@ pub enum MemoryError {
     Swap(#[from] SwapError),
     #[error(transparent)]
     Budget(#[from] BudgetError),
+    #[error(transparent)]
+    Wish(#[from] wish::WishError),
     #[error("cannot start the thread that answers for the memory: {0}")]
     Thread(io::Error),
     #[error("cannot set up io_uring: {0}")]
@@ -327,7 +346,9 @@ fn serve(
                 workers,
             },
             swaps,
+            config.encrypt,
         )?;
+        is_encrypted(&attached, config);
         let began = Began {
             name: name.clone(),
             bytes: ByteLen::new(bytes),
@@ -354,6 +375,21 @@ fn serve(
         }
         Ok(end)
     })
+}
+
+/// Sees to it that the key leaves this process's memory by no core dump, and tells if it is another one's choice that holds.
+fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
+    let is_encrypted = attached.is_encrypted();
+    if is_encrypted && let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
+        tracing::warn!("should this process die, its core dump may have the key of what is on the disks: {error}");
+    }
+    let has_disks = config.swap.is_some() || config.slow.is_some();
+    if has_disks && is_encrypted != config.encrypt {
+        tracing::warn!(
+            "what goes to the disks is {}, as the pager before had it; to change that, detach and attach again",
+            if is_encrypted { "encrypted" } else { "not encrypted" }
+        );
+    }
 }
 
 /// Memory that is managed, as those who ask see it.
@@ -408,5 +444,21 @@ impl Managed {
         self.service.set_limit(limit, compressed);
         tracing::info!(budget = %ByteLen::new(limit), compressed = %ByteLen::new(compressed), "limits from now on");
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_header_or_limits_or_neither(start: bool, data: Vec<u8>, budget: u64, compressed: u64) {
+            read_any(&data);
+            let start: &[u8] = if start { b"LRDRSWAP\x01\0\0\0" } else { b"LRDRSWAP" };
+            read_any(&[start, &data].concat());
+            read_any(format!("{{\"budget\":{budget},\"compressed\":{compressed}}}").as_bytes());
+        }
     }
 }

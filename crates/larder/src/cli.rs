@@ -200,7 +200,7 @@ pub(crate) struct MemoryAttachArguments {
     /// other users than root ~/.config/larder/vms/NAME.toml, or the path of a file, with a / in it. SIGHUP has it read
     /// again
     #[arg(long, value_name = "NAME", conflicts_with_all = ["pid", "qmp", "budget", "compressed", "swap_cache", "slow_store",
-          "quarantine_ms", "prefetch", "wait", "control", "pidfile"])]
+          "quarantine_ms", "prefetch", "encrypt", "wait", "control", "pidfile"])]
     pub(crate) vm: Option<PathBuf>,
     /// Wait until there is such a process, and all of its memory is there: for one that is only just being started
     #[arg(long, conflicts_with = "pidfile")]
@@ -235,6 +235,10 @@ pub(crate) struct MemoryAttachArguments {
     /// Whether pages are brought besides those that are wanted, where the process goes through its memory
     #[arg(long, value_name = "on|off", default_value = "on")]
     pub(crate) prefetch: Switch,
+    /// Whether what goes to the swap cache and the slow store is encrypted, with a key that is only in memory and ends with
+    /// the process
+    #[arg(long, value_name = "on|off", default_value = "off")]
+    pub(crate) encrypt: Switch,
     /// Where to listen for larder memory status, limit and detach
     #[arg(long, value_name = "PATH")]
     pub(crate) control: Option<PathBuf>,
@@ -447,6 +451,10 @@ pub(crate) struct RunArguments {
     /// How large the slow store may become; by default all of what is there
     #[arg(long, value_name = "SIZE", requires = "memory_slow_store")]
     pub(crate) memory_slow_size: Option<ByteLen>,
+    /// Whether what goes to the swap cache and the slow store is encrypted, with a key that is only in memory and ends with
+    /// QEMU
+    #[arg(long, value_name = "on|off", default_value = "off", requires = "memory_budget")]
+    pub(crate) memory_encrypt: Switch,
     /// Check the images and print the commands that would be started, ready to paste, and start nothing
     #[arg(long)]
     pub(crate) dry_run: bool,

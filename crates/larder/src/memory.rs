@@ -12,7 +12,7 @@ use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_memory::service::DetachError;
 use larder_memory::target::pid_of_qmp;
-use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState, SwapTier};
+use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState, SwapState, SwapTier};
 use larder_vm::control::state::Latency;
 use larder_vm::control::{ControlServer, FetchError, Subject, detach_memory, fetch_memory, limit_memory};
 use larder_vm::image::ImageAddress;
@@ -62,6 +62,7 @@ fn wish_of(arguments: &MemoryAttachArguments) -> anyhow::Result<MemoryWish> {
         slow: disk(&arguments.slow_store, arguments.slow_size),
         quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         prefetch: arguments.prefetch == Switch::On,
+        encrypt: arguments.encrypt == Switch::On,
         ..MemoryWish::new(arguments.budget.context("--budget: how much?")?)
     };
     Ok(wish)
@@ -72,6 +73,9 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
         return service::of_vm(name, &arguments);
     }
     let wish = wish_of(&arguments)?;
+    if wish.encrypt && wish.swap.is_none() && wish.slow.is_none() {
+        bail!("--encrypt on: there is nothing to encrypt without --swap-cache or --slow-store");
+    }
     if arguments.wait {
         wish.check()?;
         return service::of_one(arguments, wish);
@@ -264,12 +268,17 @@ fn text(state: &MemoryState) -> String {
                 SwapTier::SlowStore => "slow store",
             },
             format!(
-                "{} in {} of at most {} ({}){}",
+                "{} in {} of at most {} ({}{}){}",
                 human(disk.pages * 4096),
                 human(disk.live),
                 human(disk.limit),
                 disk.name,
-                if disk.failed { ", cannot be written to" } else { "" }
+                if disk.encrypted { ", encrypted" } else { "" },
+                match disk {
+                    SwapState { failed: true, .. } => ", cannot be written to",
+                    SwapState { unreachable: true, .. } => ", cannot be reached: who wants a page of it waits",
+                    _ => "",
+                }
             ),
         );
     }

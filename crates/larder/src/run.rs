@@ -19,7 +19,7 @@ use larder_vm::run::supervise::{ServerProgram, supervise};
 use larder_vm::run::version::QemuVersion;
 
 use crate::EXIT_ERROR;
-use crate::cli::RunArguments;
+use crate::cli::{RunArguments, Switch};
 use crate::output::print;
 
 /// This program, even if its file has been replaced since: a restarted server is of the version that the others are.
@@ -101,6 +101,7 @@ fn memory_of(arguments: &RunArguments) -> Option<MemoryWish> {
         compressed: arguments.memory_compressed,
         swap: disk(&arguments.memory_swap_cache, arguments.memory_swap_size),
         slow: disk(&arguments.memory_slow_store, arguments.memory_slow_size),
+        encrypt: arguments.memory_encrypt == Switch::On,
         ..MemoryWish::new(arguments.memory_budget?)
     })
 }

@@ -12,7 +12,7 @@ use super::process::{Process, mortal};
 
 /// What it does, round after round, until a line comes on the console: it writes and verifies files in its memory, looks
 /// whether one that was written in the beginning is as it was, and does the same with its disk, if it has one, through
-/// memory that was free; then it is idle for a moment.
+/// memory that was free; then it is idle for a moment. Once it has had memory plugged in it fills some of it, too.
 const ROUNDS: &str = r#"
 fill="--minimal --buffer_compress_percentage=90 --refill_buffers --output=/fio"
 check="--verify=crc32c --verify_fatal=1"
@@ -22,6 +22,7 @@ mkdir /w
 mount -t tmpfs -o size=90% w /w
 fio $fill --name=old --filename=/w/old --rw=write --bs=64k --size=OLDm || failed
 sha256sum /w/old >/old.sum
+read -r _ first _ </proc/meminfo
 round=0
 while [ ! -e /stop ]; do
   round=$((round + 1))
@@ -34,6 +35,14 @@ while [ ! -e /stop ]; do
     echo 1 >/proc/sys/vm/drop_caches
     fio $fill $on --rw=read || failed
     fio $fill $on --rw=randwrite --direct=1 --ioengine=libaio --iodepth=16 --offset=16m || failed
+  fi
+  read -r _ total _ </proc/meminfo
+  if [ ! -e /grown ] && [ "$total" -gt $((first + 65536)) ]; then
+    mount -o remount,size=90% /w
+    fio $fill --name=grown --filename=/w/grown --rw=write --bs=64k --size=96m || failed
+    sha256sum /w/grown >>/old.sum
+    touch /grown
+    echo GROWN
   fi
   echo "ROUND $round"
   sleep 0.2
@@ -127,7 +136,7 @@ impl MemoryGuest {
                 "-smp",
                 "2",
                 "-m",
-                &format!("{}M", options.mib),
+                &format!("{}M,slots=2,maxmem=4G", options.mib),
             ])
             .args(["-object", &memory, "-machine", "q35,memory-backend=m"])
             .args(["-nodefaults", "-display", "none", "-serial", "stdio"])
@@ -136,7 +145,10 @@ impl MemoryGuest {
             .arg("-initrd")
             .arg(&initrd)
             // On a busy host the kernel may find its timer missing.
-            .args(["-append", "console=ttyS0 quiet panic=0 no_timer_check"])
+            .args([
+                "-append",
+                "console=ttyS0 quiet panic=0 no_timer_check memhp_default_state=online_movable",
+            ])
             .arg("-qmp")
             .arg(format!(
                 "unix:{},server=on,wait=off",

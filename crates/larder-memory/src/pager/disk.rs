@@ -5,13 +5,19 @@
 //! is written as a whole. Only then do the entries lead there, and only if the page has not been wanted back meanwhile;
 //! until then the copy above counts. So nothing of what is being written is missed when this process is killed.
 //!
+//! # A disk that fails
+//! Writes that fail lose nothing, as the copy above counts; after a few the disk is not written to any more. A page that
+//! cannot be read, after a few tries, is lost. A disk that cannot be reached (an NBD server that is away) is another thing:
+//! it may come back, and has what it had. So its pages are waited for as long as that takes, which is told.
+//!
+//! # Room
 //! A full disk makes room by moving what lives in its emptiest segment, or its oldest one to the next disk. What it
 //! holds of pages that are in memory too is dropped then.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use larder_block::{AlignedBuf, IoError};
+use larder_block::{AlignedBuf, Failure, IoError};
 
 use super::{Pager, Phase, Stuck, Waiting};
 use crate::entry::{Location, Stored, Tier, Word};
@@ -34,6 +40,8 @@ const WORTH_CLEANING: u32 = (SEGMENT - SEGMENT / 8) as u32;
 /// How often a read that fails is made, and how long after.
 const READS_MAX: u32 = 4;
 const READ_AGAIN_AFTER: Duration = Duration::from_millis(200);
+/// The same while the disk cannot be reached, without an end.
+const REACH_AGAIN_AFTER: Duration = Duration::from_millis(500);
 /// After a write that fails nothing is written for so long.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// After so many of them the disk is not written to any more.
@@ -91,6 +99,8 @@ pub(super) struct Disk {
     /// A segment of it is being read, or copied, to make room.
     is_cleaning: bool,
     failures: u32,
+    /// What was tried last could not reach it.
+    is_unreachable: bool,
     failed_until: Option<Instant>,
     /// Bytes written and read since the beginning.
     pub(super) written_bytes: u64,
@@ -109,6 +119,7 @@ impl Disk {
             writes: HashMap::new(),
             is_cleaning: false,
             failures: 0,
+            is_unreachable: false,
             failed_until: None,
             written_bytes: 0,
             read_bytes: 0,
@@ -123,6 +134,27 @@ impl Disk {
     /// It is not written to any more.
     pub(super) fn has_failed(&self) -> bool {
         self.failures >= WRITE_FAILURES_MAX
+    }
+
+    /// It is not written to now.
+    fn rests(&self, now: Instant) -> bool {
+        self.has_failed() || self.failed_until.is_some_and(|until| until > now)
+    }
+
+    /// Whether a request failed because the disk cannot be reached. What changes is told.
+    fn is_out_of_reach(&mut self, failed: Option<&IoError>) -> bool {
+        let is_unreachable = failed.is_some_and(|error| error.failure() == Failure::Unreachable);
+        if is_unreachable != self.is_unreachable {
+            self.is_unreachable = is_unreachable;
+            let name = self.store.name();
+            match is_unreachable {
+                true => {
+                    tracing::error!("{name} cannot be reached: whoever wants a page that is there waits until it can")
+                }
+                false => tracing::info!("{name} can be reached again"),
+            }
+        }
+        is_unreachable
     }
 }
 
@@ -145,6 +177,10 @@ pub struct DiskStatus {
     pub read_bytes: u64,
     /// It cannot be written to, and is not any more.
     pub failed: bool,
+    /// It cannot be reached now: whoever wants a page that is there waits.
+    pub unreachable: bool,
+    /// What is there is enciphered.
+    pub encrypted: bool,
 }
 
 /// All tiers on disks, the fastest first.
@@ -244,6 +280,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                         self.written_to_disk(index, segment, failed);
                     }
                     Finished::Read { ticket, bytes, failed } => {
+                        self.disks.all[index].is_out_of_reach(failed.as_ref());
                         if let Some(reading) = self.disks.reads.remove(&ticket) {
                             match failed {
                                 None => self.read_from_disk(reading, bytes),
@@ -290,7 +327,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let mut worked = false;
         for index in 0..self.disks.all.len() {
             worked |= self.fill_disk(index, now);
-            worked |= self.clean_disk(index);
+            worked |= self.clean_disk(index, now);
         }
         worked
     }
@@ -318,7 +355,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             disk.queue.extend(oldest.map(|segment| (Origin::Ram(segment), from)));
         }
         // What makes room here has the last free segments for itself.
-        let may = |origin: &Origin| has_room || matches!(origin, Origin::Disk(tier, ..) if *tier == disk.tier);
+        let may = |origin: &Origin| has_room || matches!(origin, Origin::Disk { tier, .. } if *tier == disk.tier);
         let Some(next) = disk.queue.iter().position(|(origin, _)| may(origin)) else {
             return false;
         };
@@ -349,7 +386,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         true
     }
 
-    pub(super) fn demoted(&mut self, origin: Origin, next_at: Option<usize>, copied: Vec<Copied>, into: DiskLease) {
+    pub(super) fn demoted(
+        &mut self,
+        origin: Origin,
+        next_at: Option<usize>,
+        copied: Vec<Copied>,
+        into: DiskLease,
+        is_full: bool,
+    ) {
         let Some(index) = self.disks.index_of(into.tier) else {
             unreachable!("a job of a disk that there is");
         };
@@ -360,7 +404,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             Some(at) => disk.queue.push_front((origin, at)),
             None => match origin {
                 Origin::Ram(segment) => filling.origins.push(Moved::Ram(segment)),
-                Origin::Disk(tier, segment, bytes) => {
+                Origin::Disk {
+                    tier, segment, bytes, ..
+                } => {
                     filling.origins.push(Moved::Disk(tier, segment));
                     self.disks.give_back(bytes);
                     // The next one may fill up what is not full.
@@ -371,7 +417,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             },
         }
         let disk = &mut self.disks.all[index];
-        if next_at.is_none() && into.lease.from + 2 * PAGE < SEGMENT {
+        if !is_full {
             disk.filling = Some((into, filling));
             return;
         }
@@ -387,7 +433,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return;
         };
         let tier = disk.tier;
-        if let Some(error) = failed {
+        if disk.is_out_of_reach(failed.as_ref()) {
+            // Nothing is wrong with it: the same is tried again.
+            disk.log.untake(segment);
+            disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
+        } else if let Some(error) = failed {
             disk.log.spoil(segment);
             disk.failures += 1;
             disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
@@ -446,7 +496,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         for (origin, _) in std::mem::take(&mut self.disks.all[index].queue) {
             match origin {
                 Origin::Ram(segment) => origins.push(Moved::Ram(segment)),
-                Origin::Disk(tier, segment, bytes) => {
+                Origin::Disk {
+                    tier, segment, bytes, ..
+                } => {
                     origins.push(Moved::Disk(tier, segment));
                     self.disks.give_back(bytes);
                     if let Some(of) = self.disks.index_of(tier) {
@@ -459,10 +511,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     /// Has a segment read of which what lives is to go elsewhere.
-    fn clean_disk(&mut self, index: usize) -> bool {
+    fn clean_disk(&mut self, index: usize, now: Instant) -> bool {
         let has_next = self.disks.all.get(index + 1).is_some_and(|next| !next.has_failed());
         let disk = &mut self.disks.all[index];
-        if disk.is_cleaning || disk.has_failed() || !disk.is_short() {
+        if disk.is_cleaning || disk.rests(now) || !disk.is_short() {
             return false;
         }
         // Half a segment of dead space is worth more than another place.
@@ -527,7 +579,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             }) {
                 self.phases.set(page, Phase::Reading);
                 self.reading += 1;
-                end = stored.place.bytes() + object_bytes(stored.len) as u64;
+                // Entries that are damaged may lead to places that overlap.
+                end = end.max(stored.place.bytes() + object_bytes(stored.len) as u64);
                 together.push((page, word));
             }
             self.read_range(disk, from, end, together);
@@ -552,13 +605,20 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 
     fn read_failed(&mut self, mut reading: Reading, error: &IoError) {
+        let is_unreachable = self.disks.all[reading.disk].is_unreachable;
+        if is_unreachable && let Wanted::Pages(_) = reading.what {
+            self.disks.again.push((self.now + REACH_AGAIN_AFTER, reading));
+            return;
+        }
         reading.tries += 1;
-        if reading.tries < READS_MAX {
+        if reading.tries < READS_MAX && !is_unreachable {
             tracing::warn!("{error}: it is tried again");
             self.disks.again.push((self.now + READ_AGAIN_AFTER, reading));
             return;
         }
-        tracing::error!("{error}");
+        if !is_unreachable {
+            tracing::error!("{error}");
+        }
         match reading.what {
             Wanted::Segment(segment, _) => {
                 let disk = &mut self.disks.all[reading.disk];
@@ -601,7 +661,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         } = reading;
         let pages = match what {
             Wanted::Segment(segment, to) => {
-                let origin = Origin::Disk(self.disks.all[disk].tier, segment, bytes);
+                let origin = Origin::Disk {
+                    tier: self.disks.all[disk].tier,
+                    segment,
+                    bytes,
+                    is_encrypted: self.cipher.is_some(),
+                };
                 self.disks.all[to].queue.push_back((origin, crate::log::SEGMENT_HEADER));
                 return;
             }
@@ -624,11 +689,24 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// evicted.
     fn decode_read(&mut self, page: PageIndex, word: Word, start: u64, read: &[u8]) -> bool {
         self.is_read(page);
-        let Some(Location::In { stored, .. }) = word.decode() else {
+        let Some(Location::In { tier, stored, .. }) = word.decode() else {
             return false;
         };
         let at = (data_at(stored.place) - start) as usize;
-        self.decode(page, stored, &read[at..at + usize::from(stored.len)])
+        let data = at..at + usize::from(stored.len);
+        let Some(cipher) = &self.cipher else {
+            return self.decode(page, stored, &read[data]);
+        };
+        // Objects begin and end where blocks of the cipher do.
+        let object = (stored.place.bytes() - start) as usize;
+        let enciphered = &read[object..object + object_bytes(stored.len)];
+        let mut deciphered = std::mem::take(&mut self.deciphered);
+        let whole = &mut deciphered[..enciphered.len()];
+        whole.copy_from_slice(enciphered);
+        cipher.decrypt(tier, stored.place.bytes(), whole);
+        let is_sound = self.decode(page, stored, &whole[data.start - object..data.end - object]);
+        self.deciphered = deciphered;
+        is_sound
     }
 
     /// Puts a page in place that was read, and that somebody waits for.
@@ -719,7 +797,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.disks
             .all
             .first()
-            .is_some_and(|disk| !disk.has_failed() && disk.log.available() > KEPT_FOR_CLEANING)
+            .is_some_and(|disk| !disk.rests(self.now) && disk.log.available() > KEPT_FOR_CLEANING)
     }
 
     /// What is at a disk that there is not, or not at it, is found when this process begins.
@@ -741,6 +819,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             written_bytes: disk.written_bytes,
             read_bytes: disk.read_bytes,
             failed: disk.has_failed(),
+            unreachable: disk.is_unreachable,
+            encrypted: self.cipher.is_some(),
         };
         self.disks.all.iter().map(of).collect()
     }
@@ -748,7 +828,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Why nothing more goes down.
     pub(super) fn why_full(&self) -> Stuck {
         match self.disks.all.first() {
-            Some(disk) if disk.has_failed() => Stuck::DiskFailed,
+            Some(disk) if disk.rests(self.now) => Stuck::DiskFailed,
             _ => Stuck::TiersFull,
         }
     }

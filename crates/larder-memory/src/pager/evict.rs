@@ -341,9 +341,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 copied,
                 left_out,
                 into,
+                is_full,
             } => {
                 self.drop_clean(left_out);
-                self.demoted(origin, next_at, copied, into);
+                self.demoted(origin, next_at, copied, into, is_full);
             }
             Done::Released(segment) => self.ram.cooled(segment),
         }

@@ -153,7 +153,7 @@ fn is_qemu(pid: Pid) -> bool {
 }
 
 /// The sockets of `/proc/net/unix` that listen, and where (unix(7), proc_pid_net(5)). Those without a file are left out.
-fn listening(table: &[u8]) -> BTreeMap<u64, Vec<u8>> {
+pub(super) fn listening(table: &[u8]) -> BTreeMap<u64, Vec<u8>> {
     /// `__SO_ACCEPTCON` of linux/net.h.
     const LISTENS: u64 = 1 << 16;
     let lines = table.split(|byte| *byte == b'\n').skip(1);

@@ -140,6 +140,12 @@ pub struct SwapState {
     pub read_bytes: u64,
     /// Writes have failed, and no more are made.
     pub failed: bool,
+    /// It cannot be reached now (an NBD server that is away): who wants a page that is there waits until it can.
+    #[serde(default)]
+    pub unreachable: bool,
+    /// What is there is encrypted, with a key that ends with the process.
+    #[serde(default)]
+    pub encrypted: bool,
 }
 
 /// What a disk for evicted pages is for.
@@ -197,6 +203,8 @@ impl SwapState {
             written_bytes: disk.written_bytes,
             read_bytes: disk.read_bytes,
             failed: disk.failed,
+            unreachable: disk.unreachable,
+            encrypted: disk.encrypted,
         }
     }
 }

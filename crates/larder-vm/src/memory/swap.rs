@@ -14,6 +14,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::time::Duration;
 
 use larder_block::backend::file::{FileDevice, FileOptions};
 use larder_block::{
@@ -21,7 +22,7 @@ use larder_block::{
 };
 use larder_memory::attach::Swap;
 use larder_memory::entry::Tier;
-use larder_memory::log::SEGMENT;
+use larder_memory::log::{SEGMENT, SEGMENTS_MAX};
 use larder_memory::state::SwapIdentity;
 use larder_memory::store::DeviceStore;
 use rustix::fs::FallocateFlags;
@@ -32,6 +33,8 @@ const MAGIC: &[u8; 8] = b"LRDRSWAP";
 const VERSION: u32 = 1;
 const HEADER: usize = 4096;
 const CHECKSUM_AT: usize = 12;
+/// For so long requests wait for an NBD server that is away before they fail, and are made again and again.
+const RECONNECT: Duration = Duration::from_secs(5);
 /// The smallest swap cache that makes sense.
 pub(super) const SIZE_MIN: ByteLen = ByteLen::new(16 << 20);
 
@@ -167,7 +170,7 @@ pub(super) async fn open(
             Ok(device) => Ok(device),
             Err(error) => Err(error.into()),
         },
-        ImageAddress::Nbd(uri) => match open_export(on, uri, &ImageOptions::default()).await {
+        ImageAddress::Nbd(uri) => match open_export(on, uri, &nbd_options()).await {
             Ok(device) => Ok(device),
             Err(error) => Err(error),
         },
@@ -200,6 +203,13 @@ pub(super) async fn open(
     }))
 }
 
+/// That a server is away is to be known soon, as pages then stay in memory.
+fn nbd_options() -> ImageOptions {
+    let mut options = ImageOptions::default();
+    options.nbd.reconnect = RECONNECT;
+    options
+}
+
 /// What it is called, whatever folder this process is in.
 fn name_of(address: &ImageAddress) -> Result<String, SwapError> {
     match address {
@@ -216,7 +226,8 @@ fn name_of(address: &ImageAddress) -> Result<String, SwapError> {
 
 fn segments_of(device: &Rc<dyn BlockDevice>) -> u32 {
     let log = device.geometry().size.get().saturating_sub(SEGMENT as u64);
-    u32::try_from(log / SEGMENT as u64).unwrap_or(u32::MAX)
+    // Of more, entries could not say where in it a page is.
+    u32::try_from(log / SEGMENT as u64).map_or(SEGMENTS_MAX, |segments| segments.min(SEGMENTS_MAX))
 }
 
 /// Makes a file that is not there, and gives one that is of Larder's or empty its size; whether it is a file.
@@ -365,27 +376,48 @@ async fn read_header(name: &str, device: &Rc<dyn BlockDevice>) -> Result<Header,
         .read(ByteOffset::ZERO, ReadBuf::new(&mut bytes))
         .await
         .map_err(|error| SwapError::Io(error.to_string()))?;
-    let (header, _) = bytes.split_at_mut(HEADER);
-    if header[..8] != *MAGIC {
-        return Ok(match bytes.iter().all(|byte| *byte == 0) {
-            true => Header::Nothing,
-            false => Header::Foreign,
-        });
-    }
-    let half = |at: usize, bytes: &[u8]| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    let version = half(8, header);
-    if version != VERSION {
+    Header::parse(&mut bytes).map_err(|version| {
         let name = name.to_owned();
-        return Err(SwapError::Version { name, version });
+        SwapError::Version { name, version }
+    })
+}
+
+impl Header {
+    /// Of what is before the log, at least [`HEADER`] bytes; its version if that is not known.
+    fn parse(bytes: &mut [u8]) -> Result<Self, u32> {
+        if bytes[..8] != *MAGIC {
+            return Ok(match bytes.iter().all(|byte| *byte == 0) {
+                true => Self::Nothing,
+                false => Self::Foreign,
+            });
+        }
+        let header = &mut bytes[..HEADER];
+        let half =
+            |at: usize, header: &[u8]| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let version = half(8, header);
+        if version != VERSION {
+            return Err(version);
+        }
+        let checksum = half(CHECKSUM_AT, header);
+        header[CHECKSUM_AT..CHECKSUM_AT + 4].fill(0);
+        let mut uuid = [0; 16];
+        if crc32c::crc32c(header) == checksum {
+            uuid.copy_from_slice(&header[16..32]);
+        }
+        // A damaged one is of no disk that anybody knows, and may be used anew.
+        Ok(Self::Ours(uuid))
     }
-    let checksum = half(CHECKSUM_AT, header);
-    header[CHECKSUM_AT..CHECKSUM_AT + 4].fill(0);
-    let mut uuid = [0; 16];
-    if crc32c::crc32c(header) == checksum {
-        uuid.copy_from_slice(&header[16..32]);
-    }
-    // A damaged one is of no disk that anybody knows, and may be used anew.
-    Ok(Header::Ours(uuid))
+}
+
+/// Reads `data` as the beginning of a disk.
+pub(super) fn read_any(data: &[u8]) {
+    let mut bytes = vec![0; HEADER];
+    let len = data.len().min(HEADER);
+    bytes[..len].copy_from_slice(&data[..len]);
+    let is_empty = bytes.iter().all(|byte| *byte == 0);
+    let found = Header::parse(&mut bytes);
+    assert_eq!(found == Ok(Header::Nothing), is_empty);
+    assert_eq!(found == Ok(Header::Foreign), !is_empty && !data.starts_with(MAGIC));
 }
 
 /// Claims the disk.

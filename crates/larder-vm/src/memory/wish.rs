@@ -18,7 +18,7 @@ use crate::wish::keys::Problem;
 pub const QUARANTINE_MS_MAX: u64 = 600_000;
 
 /// What can be said of memory.
-pub(crate) const KEYS: [&str; 8] = [
+pub(crate) const KEYS: [&str; 9] = [
     "budget",
     "compressed",
     "swap-cache",
@@ -27,6 +27,7 @@ pub(crate) const KEYS: [&str; 8] = [
     "slow-size",
     "quarantine-ms",
     "prefetch",
+    "encrypt",
 ];
 
 /// How memory is to be managed, whoever's it is.
@@ -44,6 +45,8 @@ pub struct MemoryWish {
     pub quarantine: Option<Duration>,
     /// Pages are brought ahead.
     pub prefetch: bool,
+    /// What goes to the disks is encrypted.
+    pub encrypt: bool,
 }
 
 /// What makes no sense, whatever process it is said of.
@@ -58,6 +61,8 @@ pub enum WishError {
     Size { what: &'static str, size: ByteLen },
     #[error("the swap cache and the slow store are both {0}; give each its own, or leave the slow store out")]
     Same(ImageAddress),
+    #[error("there is nothing to encrypt without a swap cache or a slow store; give one, or leave encrypt out")]
+    Encrypt,
 }
 
 impl MemoryWish {
@@ -70,6 +75,7 @@ impl MemoryWish {
             slow: None,
             quarantine: None,
             prefetch: true,
+            encrypt: false,
         }
     }
 
@@ -94,6 +100,9 @@ impl MemoryWish {
         {
             return Err(WishError::Same(slow.address.clone()));
         }
+        if self.encrypt && self.swap.is_none() && self.slow.is_none() {
+            return Err(WishError::Encrypt);
+        }
         Ok(())
     }
 
@@ -113,6 +122,7 @@ impl MemoryWish {
             slow: self.slow.clone(),
             quarantine: self.quarantine,
             prefetch: self.prefetch,
+            encrypt: self.encrypt,
             ..MemoryConfig::new(pid, self.budget)
         }
     }
@@ -136,6 +146,7 @@ impl MemoryWish {
             slow,
             quarantine,
             prefetch,
+            encrypt,
         } = self;
         let place = |disk: &Option<SwapConfig>| disk.as_ref().map(|disk| disk.address.clone());
         let size = |disk: &Option<SwapConfig>| disk.as_ref().and_then(|disk| disk.size);
@@ -146,6 +157,7 @@ impl MemoryWish {
             ("slow-size", size(slow) != size(&other.slow)),
             ("quarantine-ms", *quarantine != other.quarantine),
             ("prefetch", *prefetch != other.prefetch),
+            ("encrypt", *encrypt != other.encrypt),
         ];
         let differing = all.into_iter().filter(|(_, differs)| *differs);
         differing.map(|(key, _)| key).collect()
@@ -171,6 +183,7 @@ impl MemoryWish {
         let quarantine = self.quarantine.map(|time| time.as_millis().to_string());
         words.extend(quarantine.map(|time| joined("--quarantine-ms=", time)));
         words.extend((!self.prefetch).then(|| "--prefetch=off".into()));
+        words.extend(self.encrypt.then(|| "--encrypt=on".into()));
         words
     }
 }
@@ -184,6 +197,7 @@ pub(crate) struct Said {
     slow: (Option<ImageAddress>, Option<ByteLen>),
     quarantine: Option<Duration>,
     prefetch: Option<bool>,
+    encrypt: Option<bool>,
 }
 
 impl Said {
@@ -200,6 +214,7 @@ impl Said {
                 .parse::<ImageAddress>()
                 .map_err(|error: ImageAddressError| wanted(error.to_string())),
         };
+        let switch = || parse_bool(value).ok_or_else(|| wanted("give on or off, or true or false".to_owned()));
         match key {
             "budget" => self.budget = Some(size()?),
             "compressed" => self.compressed = Some(size()?),
@@ -212,10 +227,8 @@ impl Said {
                 let time = time.ok_or_else(|| wanted(format!("give milliseconds, {QUARANTINE_MS_MAX} at most")))?;
                 self.quarantine = Some(Duration::from_millis(time));
             }
-            "prefetch" => {
-                let switch = parse_bool(value);
-                self.prefetch = Some(switch.ok_or_else(|| wanted("give on or off, or true or false".to_owned()))?);
-            }
+            "prefetch" => self.prefetch = Some(switch()?),
+            "encrypt" => self.encrypt = Some(switch()?),
             _ => return Err(Problem::UnknownKey),
         }
         Ok(())
@@ -242,6 +255,7 @@ impl Said {
             slow: disk(self.slow, "slow-size", "slow-store")?,
             quarantine: self.quarantine,
             prefetch: self.prefetch.unwrap_or(true),
+            encrypt: self.encrypt.unwrap_or(false),
             ..MemoryWish::new(budget)
         };
         match wish.check() {

@@ -76,6 +76,44 @@ fn a_guest_works_with_less_memory_than_it_uses_and_gives_up_some_and_is_reset() 
     guest.finish().expect("all is as it was written");
 }
 
+#[test]
+fn memory_that_is_plugged_in_is_used_and_managed_like_the_rest() {
+    const MORE_MIB: u64 = 128;
+    let (folder, images) = (on_tmpfs(), on_disk());
+    let guest = MemoryGuest::start(options(None), images.path()).expect("a guest");
+    let budget = (guest.used().expect("a guest") / 5 * 4).to_string();
+    let swap = images.path().join("swap").display().to_string();
+    let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
+    let attach = Attach::new(larder(), folder.path(), guest.pid(), &words);
+    let mut pager = attach.start().expect("it attaches");
+    pager.wait_for_budget().expect("within the budget");
+    let mut monitor = guest.monitor().expect("a monitor");
+    let bytes = MORE_MIB * MIB;
+    let backend =
+        format!("{{\"qom-type\": \"memory-backend-memfd\", \"id\": \"more\", \"size\": {bytes}, \"share\": true}}");
+    monitor.run("object-add", &backend).expect("memory");
+    let module = "{\"driver\": \"pc-dimm\", \"id\": \"dimm\", \"memdev\": \"more\"}";
+    monitor.run("device_add", module).expect("a memory module");
+    let limit = crate::support::LIMIT;
+    pager
+        .process
+        .wait_for("memory was plugged in", limit)
+        .expect("it is told");
+    guest.process.wait_for("GROWN", limit).expect("it has more memory");
+    guest.works(0).expect("goes on");
+    let state = pager.wait_for_budget().expect("within the budget");
+    assert_eq!(state.size, (MEMORY_MIB + MORE_MIB) * MIB);
+    // A successor finds it, too.
+    pager.process.kill();
+    let mut pager = attach.start().expect("it takes the place");
+    guest.works(0).expect("goes on");
+    assert_eq!(pager.state().expect("answers").size, state.size);
+    pager.detach().expect("lets go");
+    assert_eq!(Alone::of(guest.pid()).watched, 0);
+    drop(monitor);
+    guest.finish().expect("all is as it was written");
+}
+
 /// By its monitor's socket; kills amid.
 fn with_a_disk(io: DiskIo) {
     let (folder, images) = (on_tmpfs(), on_disk());

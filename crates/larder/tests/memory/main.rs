@@ -1,9 +1,12 @@
 //! `larder memory`: programs that work on their memory and verify it, and a guest, with less memory than they use.
 
 mod control;
+mod encrypted;
 mod ended;
+mod failures;
 mod given_up;
 mod guest;
+mod holder;
 mod kills;
 mod limits;
 mod refused;

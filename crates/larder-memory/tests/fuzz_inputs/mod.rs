@@ -1,0 +1,40 @@
+//! What is done with any bytes: by the fuzzer (`fuzz/`), and by a test with random ones. Each function must return,
+//! whatever it is given.
+#![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
+
+pub mod adopted;
+pub mod guest;
+pub mod log;
+pub mod state;
+pub mod stored;
+pub mod told;
+
+/// Takes an input apart from its start on. Behind its end everything is 0.
+pub struct Input<'a>(pub &'a [u8]);
+
+impl<'a> Input<'a> {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn byte(&mut self) -> u8 {
+        self.bytes(1).first().copied().unwrap_or(0)
+    }
+
+    pub fn word(&mut self) -> u16 {
+        u16::from_le_bytes([self.byte(), self.byte()])
+    }
+
+    pub fn long(&mut self) -> u64 {
+        let mut bytes = [0; 8];
+        let got = self.bytes(8);
+        bytes[..got.len()].copy_from_slice(got);
+        u64::from_le_bytes(bytes)
+    }
+
+    pub fn bytes(&mut self, count: usize) -> &'a [u8] {
+        let (first, rest) = self.0.split_at(count.min(self.0.len()));
+        self.0 = rest;
+        first
+    }
+}

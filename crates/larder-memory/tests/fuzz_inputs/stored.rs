@@ -1,0 +1,176 @@
+//! A pager whose copies of pages are damaged, in compressed RAM, on a disk, enciphered or not: a page that it brings back is
+//! what it was, or cannot be read.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use larder_codec::{Codec, Encoder, PAGE};
+use larder_memory::entry::{Encoding, Location, Proof, Stored, Tier, Word, checksum};
+use larder_memory::log::{Appender, SEGMENT, SegmentIndex};
+use larder_memory::pager::{Options, Pager};
+use larder_memory::shared::SharedMemory;
+use larder_memory::state::{Region, State};
+use larder_memory::units::PageIndex;
+use larder_memory::worker::Hands;
+
+use super::Input;
+use super::guest::{AtOnce, Disk, Guest, Page};
+
+/// Pages of the memory; a part of them is stored in each tier.
+pub const PAGES: u32 = 48;
+/// Where the process has it.
+pub const ADDRESS: u64 = 0x7000_0000_0000;
+
+pub fn options() -> Options {
+    Options {
+        limit_bytes: 64 << 20,
+        compressed_bytes: 16 << 20,
+        quarantine: Duration::ZERO,
+        first_thread: Some(1),
+        prefetch: true,
+        workers: 2,
+    }
+}
+
+/// What a page was when it was evicted.
+fn content(page: u32) -> [u8; PAGE] {
+    let mut state = u64::from(page) + 1;
+    std::array::from_fn(|at| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        // Every third is such that it cannot be compressed.
+        if page.is_multiple_of(3) || at % 8 < 3 {
+            (state >> 33) as u8
+        } else {
+            page as u8
+        }
+    })
+}
+
+/// Appends a page, by the codec that its number gives.
+fn append(encoder: &mut Encoder, appender: &mut Appender<'_>, page: u32) -> Stored {
+    let content = content(page);
+    let into = appender.next_data();
+    let codecs: Vec<Codec> = (0..16).filter_map(|number| Codec::try_from(number).ok()).collect();
+    let codec = codecs[page as usize % codecs.len()];
+    let index = PageIndex::new(page);
+    match encoder.encode(codec, &content, &mut into[..PAGE - 1]) {
+        Some(len) => appender.append(index, len, Encoding::Codec(codec)),
+        None => {
+            into[..PAGE].copy_from_slice(&content);
+            appender.append(index, PAGE, Encoding::Raw)
+        }
+    }
+}
+
+/// A fault on a page, as the kernel tells of it.
+pub fn fault(address: u64, write: bool) -> [u8; 32] {
+    let mut message = [0; 32];
+    message[0] = 0x12;
+    message[8] = u8::from(write);
+    message[16..24].copy_from_slice(&address.to_le_bytes());
+    message
+}
+
+/// Damages copies as `data` says, then has every page brought back.
+pub fn run(data: &[u8]) {
+    let mut input = Input(data);
+    let is_encrypted = input.byte() & 1 != 0;
+    let state = State::create(PAGES + 16, 1).expect("a state");
+    if is_encrypted {
+        state.make_key().expect("a key");
+    }
+    let region = Region {
+        first: PageIndex::new(0),
+        pages: PAGES,
+        address: ADDRESS,
+        offset: 0,
+        device: 1,
+        inode: 1,
+    };
+    state.add_region(&region).expect("room");
+    let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT).expect("memory");
+    let mut encoder = Encoder::new();
+    let mut disk = vec![0; 4 * SEGMENT];
+    let mut stored = Vec::new();
+    {
+        // SAFETY: in the mapping, and nobody else uses it yet.
+        let ram = unsafe { std::slice::from_raw_parts_mut(compressed.at(0, SEGMENT).as_ptr(), SEGMENT) };
+        let segment = SegmentIndex::new(0);
+        let mut in_ram = Appender::new(segment, 0, ram, 1);
+        let mut on_disk = Appender::new(segment, 0, &mut disk[..SEGMENT], 1);
+        for page in 0..PAGES {
+            let tier = if page % 2 == 0 { Tier::Ram } else { Tier::Ssd };
+            let appender = if tier == Tier::Ram { &mut in_ram } else { &mut on_disk };
+            stored.push((tier, append(&mut encoder, appender, page)));
+        }
+    }
+    if let Some(cipher) = state.cipher() {
+        cipher.encrypt(Tier::Ssd, 0, &mut disk[..SEGMENT]);
+    }
+    for (page, (tier, stored)) in (0..PAGES).zip(&stored) {
+        let word = Word::of(Location::In {
+            tier: *tier,
+            stored: *stored,
+            clean: false,
+        });
+        let (checksum, page) = (checksum(PageIndex::new(page), &content(page)), PageIndex::new(page));
+        state.store(
+            page,
+            word,
+            Proof {
+                checksum,
+                evicted_at: 0,
+            }
+            .word(),
+        );
+    }
+    // What is damaged: bytes of what is stored, and entries.
+    let mut is_entry_changed = [false; PAGES as usize];
+    while input.0.len() > 4 && input.byte() & 7 != 0 {
+        let (what, value) = (input.byte(), input.byte());
+        let (tier, place) = stored[usize::from(what) % stored.len()];
+        let at = place.place.bytes() as usize + usize::from(input.word()) % (usize::from(place.len) + 8);
+        match (tier, value) {
+            (_, 0) => {
+                let page = u32::from(what) % PAGES;
+                let word = Word(state.word(PageIndex::new(page)).0 ^ 1 << (input.byte() % 64));
+                state.replace(PageIndex::new(page), word);
+                is_entry_changed[page as usize] = true;
+            }
+            (Tier::Ram, value) => {
+                // SAFETY: in the mapping, and nobody else uses it yet.
+                unsafe { *compressed.at(at, 1).as_ptr() ^= value };
+            }
+            (_, value) => disk[at] ^= value,
+        }
+    }
+    let guest = Guest::new(PAGES);
+    let (state, compressed) = (Arc::new(state), Arc::new(compressed));
+    let hands = Hands::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
+    let store = Disk::new(Rc::new(RefCell::new(disk)));
+    let mut pager = Pager::new(
+        guest.clone(),
+        AtOnce::new(hands),
+        state,
+        compressed,
+        vec![(Tier::Ssd, Box::new(store) as _)],
+        &[],
+        options(),
+    );
+    let first = input.byte();
+    for page in 0..PAGES {
+        let page = (page + u32::from(first)) % PAGES;
+        if guest.page(page) == Page::Missing {
+            guest.tell(fault(ADDRESS + u64::from(page) * PAGE as u64, page % 5 == 0));
+        }
+        while pager.turn(Instant::now()).expect("it goes on") {}
+        let is_right = match guest.page(page) {
+            Page::There(found) => *found == content(page) || is_entry_changed[page as usize],
+            Page::Poisoned => true,
+            Page::Missing => false,
+        };
+        assert!(is_right, "page {page} is not what it was, nor unreadable");
+    }
+}

@@ -1,0 +1,193 @@
+//! A program that has memory of which every page is known, cannot be compressed, and can be found on a disk; and that tells
+//! which of them are as they were written, without being killed by those that cannot be read.
+
+use std::fs::File;
+use std::io::{BufRead as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+
+use larder_bench::campaign::Random;
+use larder_bench::campaign::memory::Attach;
+use larder_bench::campaign::process::Process;
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::support::{LIMIT, larder};
+
+pub(crate) const PAGE: usize = 4096;
+const WORDS: usize = PAGE / 8;
+/// 48 MiB of them.
+pub(crate) const PAGES: usize = 12 << 10;
+
+/// What a check finds if all is well.
+pub(crate) const NONE: [usize; 0] = [];
+
+/// What every page begins with; its number follows.
+pub(crate) const MARK: &[u8; 24] = b"LARDER KNOWN PLAINTEXT #";
+
+/// How the program below is told that it is meant.
+const PROGRAM: &str = "LARDER_TEST_HOLDS";
+
+fn words(page: usize) -> impl Iterator<Item = u64> {
+    let (mark, _) = MARK.as_chunks::<8>();
+    let mark = mark.iter().map(|word| u64::from_le_bytes(*word));
+    let mut random = Random::new(page as u64 + 1);
+    mark.chain([page as u64])
+        .chain(std::iter::repeat_with(move || random.below(u64::MAX)))
+        .take(WORDS)
+}
+
+/// No test, but the program.
+#[test]
+#[ignore = "started by other tests"]
+fn holds() {
+    if std::env::var_os(PROGRAM).is_none() {
+        return;
+    }
+    let file = File::from(rustix::fs::memfd_create("held", MemfdFlags::CLOEXEC).expect("a memfd"));
+    file.set_len((PAGES * PAGE) as u64).expect("room");
+    let how = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, at an address that the kernel chooses.
+    let base = unsafe {
+        let size = PAGES * PAGE;
+        rustix::mm::mmap(std::ptr::null_mut(), size, how, MapFlags::SHARED, file.as_fd(), 0)
+    };
+    let base: *mut u64 = base.expect("a mapping").cast();
+    for page in 0..PAGES {
+        // SAFETY: in the mapping, which nobody else uses.
+        let into = unsafe { std::slice::from_raw_parts_mut(base.add(page * WORDS), WORDS) };
+        into.iter_mut().zip(words(page)).for_each(|(word, is)| *word = is);
+    }
+    let copied = File::from(rustix::fs::memfd_create("copied", MemfdFlags::CLOEXEC).expect("a memfd"));
+    println!("\nready {}", std::process::id());
+    for line in std::io::stdin().lock().lines() {
+        let line = line.expect("what to do");
+        if line == "stop" {
+            break;
+        }
+        if let Some(page) = line.strip_prefix("touch ") {
+            let page: usize = page.parse().expect("a number");
+            assert!(page < PAGES);
+            // SAFETY: in the mapping. It may be the end of this process, which is what is asked for.
+            let word = unsafe { base.add(page * WORDS).read_volatile() };
+            println!("\ntouched {word:#x}");
+            continue;
+        }
+        let (mut lost, mut wrong) = (Vec::new(), 0);
+        let mut content = vec![0; PAGE];
+        for page in 0..PAGES {
+            // The kernel reads it for us: a page that cannot be read is an error then, and no signal.
+            // SAFETY: the kernel reads memory of ours, and fails where it cannot.
+            let written = unsafe { libc::pwrite(as_raw(&copied), base.add(page * WORDS).cast(), PAGE, 0) };
+            if written != PAGE as isize {
+                let error = std::io::Error::last_os_error();
+                assert_eq!(error.raw_os_error(), Some(libc::EFAULT), "{error}");
+                lost.push(page.to_string());
+                continue;
+            }
+            copied.read_exact_at(&mut content, 0).expect("what was copied");
+            let (found, _) = content.as_chunks::<8>();
+            let is = found.iter().map(|word| u64::from_le_bytes(*word)).eq(words(page));
+            wrong += usize::from(!is);
+        }
+        println!("\nchecked wrong={wrong} lost={}", lost.join(","));
+        std::io::stdout().flush().expect("it is heard");
+    }
+}
+
+fn as_raw(file: &File) -> i32 {
+    std::os::fd::AsRawFd::as_raw_fd(file)
+}
+
+/// A running one.
+pub(crate) struct Holder {
+    pub(crate) process: Process,
+    pid: u32,
+}
+
+impl Holder {
+    pub(crate) fn start() -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.args(["--ignored", "--exact", "holder::holds", "--nocapture"]);
+        command.env(PROGRAM, "1");
+        let process = Process::start(command).expect("a program to manage");
+        let said = process.wait_for("ready ", LIMIT).expect("it works");
+        let pid = said.split_once("ready ").expect("its number").1.trim().parse();
+        let pid = pid.expect("a number");
+        Self { process, pid }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// A pager for it with less memory than it has.
+    pub(crate) fn attach(&self, folder: &Path, words: &[&str]) -> Attach {
+        Attach::new(
+            larder(),
+            folder,
+            self.pid,
+            &[&["--budget", "20MiB", "--compressed", "2MiB"], words].concat(),
+        )
+    }
+
+    /// Has it look at every page, and does not wait for it.
+    pub(crate) fn begin_check(&mut self) -> usize {
+        let told = self.process.lines();
+        self.process.say("check").expect("it reads");
+        told
+    }
+
+    /// What it has found: the pages that cannot be read. None may be another than it was written.
+    pub(crate) fn end_check(&mut self, told: usize) -> Vec<usize> {
+        let line = self
+            .process
+            .wait_for_after(told, "checked ", LIMIT)
+            .expect("it goes on");
+        let (_, found) = line.split_once("wrong=").expect("what was found");
+        let (wrong, lost) = found.split_once(" lost=").expect("what was found");
+        assert_eq!(wrong, "0", "pages are not as they were written");
+        let lost = lost.trim().split(',').filter(|page| !page.is_empty());
+        lost.map(|page| page.parse().expect("a number")).collect()
+    }
+
+    pub(crate) fn check(&mut self) -> Vec<usize> {
+        let told = self.begin_check();
+        self.end_check(told)
+    }
+
+    /// Has it touch a page that cannot be read, and so ends it.
+    pub(crate) fn touch(mut self, page: usize) -> ExitStatus {
+        self.process.say(&format!("touch {page}")).expect("it reads");
+        self.process.wait(LIMIT).expect("it ends")
+    }
+
+    pub(crate) fn stop(mut self) {
+        self.process.say("stop").expect("it reads");
+        let ended = self.process.wait(LIMIT).expect("it ends");
+        assert!(ended.success(), "{ended}: {}", self.process.output());
+    }
+
+    /// The memory that it holds for the pager with this name.
+    pub(crate) fn memfd(&self, name: &str) -> PathBuf {
+        let all = std::fs::read_dir(format!("/proc/{}/fd", self.pid)).expect("procfs");
+        let mut all = all.flatten().map(|entry| entry.path());
+        let is_it = |path: &PathBuf| {
+            std::fs::read_link(path).is_ok_and(|link| link.to_string_lossy().starts_with(&format!("/memfd:{name} ")))
+        };
+        all.find(is_it).expect("a pager has attached")
+    }
+}
+
+/// Where in a file objects of pages are that can be read by anybody: page, and where its content begins.
+pub(crate) fn readable(path: &Path) -> Vec<(usize, u64)> {
+    let bytes = std::fs::read(path).expect("a file");
+    let (words, _) = bytes.as_chunks::<8>();
+    let (mark, _) = MARK.as_chunks::<8>();
+    let marks = words.windows(4).enumerate().filter(|(_, found)| found[..3] == *mark);
+    marks
+        .map(|(index, found)| (u64::from_le_bytes(found[3]) as usize, index as u64 * 8))
+        .collect()
+}

@@ -1,0 +1,7 @@
+//! Segments, entries and encoded pages of memory.
+#![no_main]
+
+#[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]
+mod fuzz_inputs;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_inputs::log::run(data));

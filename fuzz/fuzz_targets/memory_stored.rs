@@ -1,0 +1,7 @@
+//! Damaged copies of pages, which a pager brings back.
+#![no_main]
+
+#[path = "../../crates/larder-memory/tests/fuzz_inputs/mod.rs"]
+mod fuzz_inputs;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| fuzz_inputs::stored::run(data));
