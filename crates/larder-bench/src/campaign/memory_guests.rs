@@ -268,8 +268,9 @@ impl Watched {
         let waited = self.progress.elapsed();
         ensure!(
             waited < patience,
-            "the guest has hung for {waited:.0?}: {:#?}\n{}",
-            self.last,
+            "the guest has hung for {waited:.0?}; {} wait for pages, the problem is {:?}; its console: {}",
+            self.last.stalled,
+            self.last.problem,
             console()
         );
         self.used_most = self.used_most.max(self.last.used);
