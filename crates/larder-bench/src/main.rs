@@ -29,6 +29,7 @@ enum Command {
     Restart(campaign::restarts::Arguments),
     Memory(memory::Arguments),
     MemoryAttach(campaign::memory_attach::Arguments),
+    MemoryGuests(campaign::memory_guests::Arguments),
     MemoryKills(campaign::memory_kills::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
@@ -85,6 +86,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::MemoryAttach(arguments) => {
             campaign::memory_attach::main(&arguments)?;
+            true
+        }
+        Command::MemoryGuests(arguments) => {
+            campaign::memory_guests::main(&arguments)?;
             true
         }
         Command::MemoryKills(arguments) => {

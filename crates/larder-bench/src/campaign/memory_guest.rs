@@ -49,6 +49,12 @@ while [ ! -e /stop ]; do
 done
 "#;
 
+/// What it says at the end of its first one.
+pub const FIRST_ROUND: &str = "ROUND 1";
+
+/// Its processors.
+pub const PROCESSORS: u32 = 2;
+
 /// The disk's size in bytes.
 const DISK: u64 = 32 << 20;
 
@@ -122,6 +128,16 @@ impl MemoryGuest {
     /// # Errors
     /// The test bed is not set up, or it does not get that far.
     pub fn start(options: Options, images: &Path) -> anyhow::Result<Self> {
+        let guest = Self::boot(options, images)?;
+        guest.process.wait_for(FIRST_ROUND, LIMIT)?;
+        Ok(guest)
+    }
+
+    /// Boots one, with its disk in `images`.
+    ///
+    /// # Errors
+    /// The test bed is not set up.
+    pub fn boot(options: Options, images: &Path) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let script = ROUNDS
             .replace("OLD", &options.old_mib.to_string())
@@ -134,7 +150,7 @@ impl MemoryGuest {
                 "-accel",
                 &accelerator()?,
                 "-smp",
-                "2",
+                &PROCESSORS.to_string(),
                 "-m",
                 &format!("{}M,slots=2,maxmem=4G", options.mib),
             ])
@@ -175,12 +191,10 @@ impl MemoryGuest {
             let all = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
             command.args(["-sandbox", all]);
         }
-        let guest = Self {
+        Ok(Self {
             process: Process::start(command)?,
             folder,
-        };
-        guest.process.wait_for("ROUND 1", LIMIT)?;
-        Ok(guest)
+        })
     }
 
     /// QEMU's process number.
@@ -242,15 +256,23 @@ impl MemoryGuest {
     ///
     /// # Errors
     /// It found something wrong, or does not end.
-    pub fn finish(mut self) -> anyhow::Result<usize> {
+    pub fn finish(self) -> anyhow::Result<usize> {
+        self.finish_within(LIMIT)
+    }
+
+    /// Likewise, where that may take so long.
+    ///
+    /// # Errors
+    /// As in [`MemoryGuest::finish`].
+    pub fn finish_within(mut self, limit: Duration) -> anyhow::Result<usize> {
         self.process.say("stop")?;
-        let end = self.process.wait_for("LARDER-GUEST-EXIT", LIMIT)?;
+        let end = self.process.wait_for("LARDER-GUEST-EXIT", limit)?;
         ensure!(
             end.trim() == "LARDER-GUEST-EXIT 0",
             "the guest: {}",
             self.process.output()
         );
-        let ended = self.process.wait(LIMIT)?;
+        let ended = self.process.wait(limit)?;
         ensure!(ended.success(), "QEMU: {ended}: {}", self.process.output());
         Ok(self.rounds())
     }

@@ -17,6 +17,7 @@ pub mod guest_kills;
 pub mod memory;
 pub mod memory_attach;
 pub mod memory_guest;
+pub mod memory_guests;
 pub mod memory_kills;
 pub mod pauses;
 pub mod process;

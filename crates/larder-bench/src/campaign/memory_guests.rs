@@ -1,0 +1,394 @@
+//! Several guests that work on their memory and verify it share a budget that is less than they use, for as long as one
+//! likes, while balloons take memory from some of them and give it back. No guest may find anything that it has not
+//! written, and none may stand still.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use clap::Args;
+use larder_block::ByteLen;
+use larder_vm::control::memory::MemoryState;
+use larder_vm::control::state::Latency;
+
+use super::guest::Monitor;
+use super::memory::{Attach, Pager};
+use super::memory_guest::{FIRST_ROUND, MemoryGuest, Options, PROCESSORS};
+
+/// Keep the memory of several guests within a budget while they work on it and verify it
+#[derive(Args)]
+pub struct Arguments {
+    /// How many guests
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+    count: u32,
+    /// The memory of each, in MiB
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(256..))]
+    mib: u64,
+    /// What all of them may use together; each has an equal part of it
+    #[arg(long, default_value = "2GiB")]
+    budget: ByteLen,
+    /// For how long, from when all of them are within it
+    #[arg(long, default_value_t = 30.0)]
+    minutes: f64,
+    /// How many of them have a balloon that inflates and deflates all the while
+    #[arg(long, default_value_t = 2)]
+    balloons: u32,
+    /// After how many seconds without progress a guest has hung; by default 60 for each processor of a guest that a
+    /// processor of this machine runs
+    #[arg(long)]
+    patience: Option<u64>,
+    /// Folder of the swap caches
+    #[arg(long, default_value = ".")]
+    folder: PathBuf,
+    /// The larder to attach with; by default the one beside this program
+    #[arg(long)]
+    larder: Option<PathBuf>,
+}
+
+const MIB: u64 = 1 << 20;
+
+/// How often guests are looked at.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// For how long a balloon stays as it is once it is as large as it should be.
+const REST: Duration = Duration::from_secs(10);
+
+/// The part of the guest's memory that a balloon takes.
+const BALLOON: u64 = 8;
+
+/// By how much a balloon may miss its size, as a part of the guest's memory: the guest counts in pages of its own.
+const NEAR: u64 = 256;
+
+/// By how much more than its budget a guest may use when it is said to be kept, as a part of it: while pages wait for
+/// direct I/O into them to end, what goes lags behind what comes.
+const OVER: u64 = 16;
+
+/// What the guests are like: they fill nearly all that a balloon leaves them. What is not of the files is the system's.
+fn options(mib: u64) -> Options {
+    Options {
+        mib,
+        old_mib: mib / 3,
+        new_mib: mib / 5,
+        ..Options::default()
+    }
+}
+
+/// A balloon that goes to and fro between two sizes.
+struct Balloon {
+    monitor: Monitor,
+    /// Bytes of memory that the guest is to have now: its own, or less.
+    target: u64,
+    /// Since when it is to.
+    since: Instant,
+    /// Since when it has.
+    reached: Option<Instant>,
+    /// How often it has come to have what it should.
+    turns: u32,
+}
+
+/// A guest, and what was seen of it.
+struct Watched {
+    guest: MemoryGuest,
+    pager: Pager,
+    memory: u64,
+    balloon: Option<Balloon>,
+    rounds: usize,
+    /// When it ended its last round.
+    progress: Instant,
+    longest_round: Duration,
+    /// The most memory that was used for it, by what Larder says.
+    used_most: u64,
+    /// The same, by what the kernel says of the files in memory.
+    files_most: u64,
+    last: MemoryState,
+    problem: Option<String>,
+}
+
+/// Runs it and prints what came of it.
+///
+/// # Errors
+/// Something was not as it was written, a guest or a pager stood still or ended, or something is missing.
+pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
+    let larder = super::larder_beside(arguments.larder.as_deref())?;
+    let folder = tempfile::tempdir_in(&arguments.folder).context("a folder for the swap caches")?;
+    let folder = folder.path().canonicalize()?;
+    let processors = std::thread::available_parallelism()?.get() as u64;
+    let load = u64::from(arguments.count * PROCESSORS).div_ceil(processors);
+    let patience = Duration::from_secs(arguments.patience.unwrap_or(60 * load));
+    let options = options(arguments.mib);
+    let boot = |_| MemoryGuest::boot(options, &folder);
+    let guests = (0..arguments.count).map(boot).collect::<anyhow::Result<Vec<_>>>()?;
+    for guest in &guests {
+        guest.process.wait_for(FIRST_ROUND, patience)?;
+    }
+    eprintln!("{} guests work; patience {patience:.0?}", guests.len());
+    let budget = arguments.budget.get() / u64::from(arguments.count);
+    let mut all = Vec::new();
+    for (number, guest) in guests.into_iter().enumerate() {
+        let has_balloon = number < arguments.balloons as usize;
+        all.push(Watched::attach(
+            guest,
+            arguments.mib * MIB,
+            &larder,
+            &folder.join(number.to_string()),
+            budget,
+            has_balloon,
+        )?);
+    }
+    within_budget(&mut all, patience)?;
+    let seconds = arguments.minutes * 60.0;
+    let (started, mut told) = (Instant::now(), Instant::now());
+    while started.elapsed().as_secs_f64() < seconds && all.iter().any(|one| one.problem.is_none()) {
+        std::thread::sleep(LOOK);
+        for one in &mut all {
+            one.look(patience);
+        }
+        if told.elapsed() > Duration::from_secs(60) {
+            told = Instant::now();
+            let rounds: Vec<usize> = all.iter().map(|one| one.rounds).collect();
+            eprintln!("{:.0?}: rounds {rounds:?}", started.elapsed());
+        }
+    }
+    let took = started.elapsed();
+    // What was left undone when the time was over tells nothing: the last state that was seen is what is shown.
+    println!(
+        "\n{} guests of {} MiB in {}, {} with balloons, for {took:.0?}\n",
+        all.len(),
+        arguments.mib,
+        arguments.budget,
+        arguments.balloons
+    );
+    print(&all);
+    end(all, patience)
+}
+
+/// Waits until what is used for each is within its budget. From then on that is looked at.
+fn within_budget(all: &mut [Watched], patience: Duration) -> anyhow::Result<()> {
+    let give_up = Instant::now() + patience;
+    for one in all.iter_mut() {
+        while one.last.used > one.last.budget + one.last.budget / OVER {
+            ensure!(Instant::now() < give_up, "a budget is not kept: {:#?}", one.last);
+            std::thread::sleep(LOOK / 10);
+            one.last = one.pager.state()?;
+        }
+    }
+    for one in all {
+        (one.rounds, one.progress) = (one.guest.rounds(), Instant::now());
+        (one.used_most, one.files_most) = (0, 0);
+    }
+    Ok(())
+}
+
+/// Detaches from all, and has all guests end, as many as are well.
+fn end(all: Vec<Watched>, patience: Duration) -> anyhow::Result<()> {
+    let ended: Vec<anyhow::Result<usize>> = std::thread::scope(|scope| {
+        let each = all.into_iter().map(|one| scope.spawn(move || one.end(patience)));
+        let each: Vec<_> = each.collect();
+        let joined = each.into_iter().map(|one| one.join());
+        joined
+            .map(|ended| ended.unwrap_or_else(|_| bail!("a thread has panicked")))
+            .collect()
+    });
+    let mut failed = 0;
+    for (number, ended) in ended.iter().enumerate() {
+        if let Err(error) = ended {
+            failed += 1;
+            println!("\nguest {number}: {error:#}");
+        }
+    }
+    ensure!(failed == 0, "{failed} of {} guests were not well", ended.len());
+    let rounds: usize = ended.into_iter().filter_map(Result::ok).sum();
+    println!("\nall were detached from, and ended well: {rounds} rounds without a mismatch");
+    Ok(())
+}
+
+impl Watched {
+    fn attach(
+        guest: MemoryGuest,
+        memory: u64,
+        larder: &Path,
+        folder: &Path,
+        budget: u64,
+        has_balloon: bool,
+    ) -> anyhow::Result<Self> {
+        std::fs::create_dir(folder)?;
+        let (swap, size, budget) = (folder.join("swap"), (memory * 2).to_string(), budget.to_string());
+        let swap = swap.display().to_string();
+        let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", &size];
+        let pager = Attach::new(larder, folder, guest.pid(), &words).start()?;
+        let balloon = match has_balloon {
+            false => None,
+            true => Some(Balloon {
+                monitor: guest.monitor()?,
+                target: memory,
+                since: Instant::now(),
+                reached: Some(Instant::now()),
+                turns: 0,
+            }),
+        };
+        Ok(Self {
+            last: pager.state()?,
+            pager,
+            memory,
+            balloon,
+            rounds: guest.rounds(),
+            guest,
+            progress: Instant::now(),
+            longest_round: Duration::ZERO,
+            used_most: 0,
+            files_most: 0,
+            problem: None,
+        })
+    }
+
+    /// Looks at it, if all was well so far.
+    fn look(&mut self, patience: Duration) {
+        if self.problem.is_none()
+            && let Err(error) = self.see(patience)
+        {
+            let said = format!("{error:#}");
+            eprintln!("{said}");
+            self.problem = Some(said);
+        }
+    }
+
+    fn see(&mut self, patience: Duration) -> anyhow::Result<()> {
+        let console = || self.guest.process.output();
+        ensure!(
+            !self.guest.process.has_ended() && self.mismatches() == 0,
+            "the guest: {}",
+            console()
+        );
+        let rounds = self.guest.rounds();
+        if rounds > self.rounds {
+            self.longest_round = self.longest_round.max(self.progress.elapsed());
+            (self.rounds, self.progress) = (rounds, Instant::now());
+        }
+        self.last = self.pager.state()?;
+        let waited = self.progress.elapsed();
+        ensure!(
+            waited < patience,
+            "the guest has hung for {waited:.0?}; {} wait for pages, the problem is {:?}; its console: {}",
+            self.last.stalled,
+            self.last.problem,
+            console()
+        );
+        self.used_most = self.used_most.max(self.last.used);
+        self.files_most = self.files_most.max(files_in_memory(self.guest.pid())?);
+        if let Some(balloon) = &mut self.balloon {
+            balloon.turn(self.memory, patience)?;
+        }
+        Ok(())
+    }
+
+    /// Lines in which the guest says that something is not as it was written; its script ends then.
+    fn mismatches(&self) -> usize {
+        let console = self.guest.process.output();
+        let tells = |line: &&str| {
+            line.starts_with("verify:") || line.contains(": FAILED") || line.starts_with("LARDER-GUEST-EXIT")
+        };
+        console.lines().filter(tells).count()
+    }
+
+    /// Has the pager detach and the guest end; the guest's rounds.
+    fn end(mut self, patience: Duration) -> anyhow::Result<usize> {
+        if let Some(problem) = self.problem {
+            bail!(problem);
+        }
+        self.pager.detach()?;
+        self.guest.finish_within(patience)
+    }
+}
+
+impl Balloon {
+    /// Sees to it that it goes on.
+    fn turn(&mut self, memory: u64, patience: Duration) -> anyhow::Result<()> {
+        match self.reached {
+            Some(reached) if reached.elapsed() < REST => return Ok(()),
+            Some(_) => {
+                let small = memory - memory / BALLOON;
+                self.target = if self.target == memory { small } else { memory };
+                self.monitor
+                    .run("balloon", &format!("{{\"value\": {}}}", self.target))?;
+                (self.since, self.reached) = (Instant::now(), None);
+            }
+            None => {}
+        }
+        let line = self.monitor.run("query-balloon", "{}")?;
+        let answer: serde_json::Value = serde_json::from_str(&line)?;
+        let actual = answer["return"]["actual"].as_u64();
+        let actual = actual.with_context(|| format!("what does this mean: {line}"))?;
+        if actual.abs_diff(self.target) <= memory / NEAR {
+            self.reached = Some(Instant::now());
+            self.turns += 1;
+        }
+        let (waited, target) = (self.since.elapsed(), self.target);
+        ensure!(
+            waited < patience,
+            "the balloon leaves {actual} bytes instead of {target} after {waited:.0?}"
+        );
+        Ok(())
+    }
+}
+
+/// The bytes of all files in memory that a process has open: its RAM, compressed pages, and what is kept of each.
+fn files_in_memory(pid: u32) -> anyhow::Result<u64> {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut files = std::collections::BTreeMap::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        // One that was closed meanwhile is none.
+        let Ok(leads_to) = std::fs::read_link(&path) else {
+            continue;
+        };
+        if leads_to.to_string_lossy().starts_with("/memfd:")
+            && let Ok(file) = std::fs::metadata(&path)
+        {
+            files.insert(file.ino(), file.blocks() * 512);
+        }
+    }
+    Ok(files.values().sum())
+}
+
+/// A row for each.
+fn print(all: &[Watched]) {
+    println!(
+        "| guest | rounds | longest, s | pages evicted | refaults | from compressed RAM: faults, P50, P99 in µs | from disk | \
+         zeros | writes | stall some, s (avg300) | stall full, s (avg300) | stood still at attach | used at most, % of the \
+         budget: told, files in memory | given up, pages | balloon, turns | mismatches |"
+    );
+    println!("|{}", " --- |".repeat(16));
+    for (number, one) in all.iter().enumerate() {
+        let (state, budget) = (&one.last, one.last.budget as f64);
+        let faults = &state.faults;
+        let lost = |lost: &larder_vm::control::memory::LostState| {
+            format!("{:.1} ({:.1} %)", lost.total_us as f64 / 1e6, lost.avg300)
+        };
+        println!(
+            "| {number} | {} | {:.0} | {} | {} | {} | {} | {} | {} | {} | {} | {:.1?} | {:.1}, {:.1} | {} | {} | {} |",
+            one.rounds,
+            one.longest_round.as_secs_f64(),
+            state.evicted_pages,
+            state.refaults,
+            latency(&faults.compressed),
+            latency(&faults.disk),
+            latency(&faults.zero),
+            latency(&faults.write),
+            lost(&state.pressure.some),
+            lost(&state.pressure.full),
+            one.pager.stood_still.unwrap_or_default(),
+            one.used_most as f64 * 100.0 / budget,
+            one.files_most as f64 * 100.0 / budget,
+            state.given_up_pages,
+            one.balloon
+                .as_ref()
+                .map_or("none".to_owned(), |balloon| balloon.turns.to_string()),
+            one.mismatches(),
+        );
+    }
+}
+
+fn latency(of: &Latency) -> String {
+    let us = |share| of.quantile(share).unwrap_or_default().as_secs_f64() * 1e6;
+    format!("{}, {:.0}, {:.0}", of.count, us(0.5), us(0.99))
+}
