@@ -45,6 +45,14 @@ pub fn socket_folder() -> PathBuf {
     }
 }
 
+/// Where the sockets are of the processes that manage the memory of VMs: a folder of its own, `/run/larder-memory` for root.
+pub(crate) fn memory_folder() -> PathBuf {
+    match geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {
+        true => PathBuf::from(OF_MEMORY),
+        false => runtime_folder().join("memory"),
+    }
+}
+
 /// Those that are the host's and not an ordinary user's, as far as they are there, and whose they are: root's, or that
 /// user's whom root lets run services.
 pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {
@@ -52,8 +60,20 @@ pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {
     [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter_map(whose)
 }
 
+/// The folders of such sockets that concern this user: his own, and for the user of the host's services root's.
+pub(crate) fn memory_folders() -> Vec<PathBuf> {
+    let mut all = vec![memory_folder()];
+    if runtime_folder() == Path::new(OF_SYSTEM) && !geteuid().is_root() {
+        all.push(PathBuf::from(OF_MEMORY));
+    }
+    all
+}
+
 /// Root's, or that of the services.
 const OF_SYSTEM: &str = "/run/larder";
+
+/// Of the processes that manage memory, which are root's.
+const OF_MEMORY: &str = "/run/larder-memory";
 
 /// Root's where that one is the services'.
 const OF_ROOT_BESIDE: &str = "/run/larder-root";
