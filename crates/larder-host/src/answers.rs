@@ -220,17 +220,23 @@ async fn tell_vm(fleet: Arc<Fleet>, name: String, client: Follower) {
     let mut watcher = fleet.watch();
     fleet.refresh().await;
     let (events, mut happens) = mpsc::channel(EVENTS_MAX);
-    let mut following: Option<Following> = None;
+    let mut following: Vec<Following> = Vec::new();
     loop {
         let vm = of_vm(&fleet, &name);
-        let text = vm
-            .as_ref()
-            .map_or_else(|| "{\"vm\":null,\"disks\":[]}".to_owned(), |vm| vm.text());
+        let text = vm.as_ref().map_or_else(
+            || "{\"vm\":null,\"disks\":[],\"memory\":null}".to_owned(),
+            |vm| vm.text(),
+        );
         if !client.hears("vm", &text).await {
             return;
         }
-        if let Some(vm) = vm.filter(|vm| following.as_ref().is_none_or(|it| it.path != vm.path)) {
-            following = begin_following(&fleet, vm.path, events.clone());
+        if let Some(vm) = vm {
+            following.retain(|it| vm.paths.contains(&it.path));
+            for path in vm.paths {
+                if !following.iter().any(|it| it.path == path) {
+                    following.extend(begin_following(&fleet, path, events.clone()));
+                }
+            }
         }
         loop {
             tokio::select! {

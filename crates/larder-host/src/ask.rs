@@ -3,10 +3,10 @@
 use std::io;
 use std::path::Path;
 
-use http_body_util::{BodyExt, Empty, Limited};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1;
-use hyper::header::HOST;
+use hyper::header::{CONTENT_TYPE, HOST};
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use larder_vm::control::is_hung_up;
@@ -58,7 +58,7 @@ impl From<hyper::Error> for AskError {
 
 /// A connection for one question. It ends with this.
 pub(crate) struct Connection {
-    sender: http1::SendRequest<Empty<Bytes>>,
+    sender: http1::SendRequest<Full<Bytes>>,
     /// The process that has made the socket a listening one.
     pub(crate) listener: Option<i32>,
     driver: AbortHandle,
@@ -88,7 +88,17 @@ impl Connection {
             request = request.header("last-event-id", last);
         }
         let request = request
-            .body(Empty::new())
+            .body(Full::default())
+            .map_err(|error| AskError::Foreign(error.to_string()))?;
+        Ok(self.sender.send_request(request).await?)
+    }
+
+    /// The same of `PATCH resource` with a body of JSON.
+    async fn patch(&mut self, resource: &str, body: String) -> Result<Response<Incoming>, AskError> {
+        let request = Request::patch(resource)
+            .header(HOST, "localhost")
+            .header(CONTENT_TYPE, "application/json")
+            .body(Full::from(body))
             .map_err(|error| AskError::Foreign(error.to_string()))?;
         Ok(self.sender.send_request(request).await?)
     }
@@ -110,6 +120,17 @@ pub(crate) struct Told {
 pub(crate) async fn ask(path: &Path, resource: &str) -> Result<Told, AskError> {
     let mut connection = Connection::open(path).await?;
     let response = connection.get(resource, None).await?;
+    whole(response, &connection).await
+}
+
+/// What a server answers to `PATCH resource`.
+pub(crate) async fn patch(path: &Path, resource: &str, body: String) -> Result<Told, AskError> {
+    let mut connection = Connection::open(path).await?;
+    let response = connection.patch(resource, body).await?;
+    whole(response, &connection).await
+}
+
+async fn whole(response: Response<Incoming>, connection: &Connection) -> Result<Told, AskError> {
     let status = response.status();
     let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
     let body = body.map_err(|error| match error.downcast::<hyper::Error>() {

@@ -33,6 +33,8 @@ pub(crate) fn asset(path: &str) -> Option<Asset> {
         "/assets/dom.js" => asset!(SCRIPT, "dom.js"),
         "/assets/fleet.js" => asset!(SCRIPT, "fleet.js"),
         "/assets/vm.js" => asset!(SCRIPT, "vm.js"),
+        "/assets/memory.js" => asset!(SCRIPT, "memory.js"),
+        "/assets/parts.js" => asset!(SCRIPT, "parts.js"),
         "/assets/plot.js" => asset!(SCRIPT, "plot.js"),
         "/assets/units.js" => asset!(SCRIPT, "units.js"),
         "/assets/vendor/uPlot.esm.js" => asset!(SCRIPT, "vendor/uPlot.esm.js"),

@@ -39,6 +39,8 @@ impl SocketId {
 pub(crate) struct Place {
     /// The VM whose file says that this is its control socket.
     pub(crate) vm: Option<VmName>,
+    /// The VM whose memory is managed there, and nothing else, as its folder says.
+    pub(crate) memory_of: Option<String>,
     /// The socket, if one is there.
     pub(crate) socket: Option<SocketId>,
 }
@@ -62,6 +64,8 @@ pub(crate) struct Found {
 /// Looks for VMs; remembers the files that have not changed.
 pub(crate) struct Finder {
     sockets: Vec<PathBuf>,
+    /// Folders of sockets of processes that manage memory.
+    memories: Vec<PathBuf>,
     files: PathBuf,
     read: HashMap<PathBuf, (Stamp, Option<VmConfig>)>,
     has_told: bool,
@@ -70,10 +74,11 @@ pub(crate) struct Finder {
 type Stamp = (u64, u64, Option<SystemTime>);
 
 impl Finder {
-    /// Looks for sockets in some folders, for files of VMs in another one.
-    pub(crate) fn new(sockets: Vec<PathBuf>, files: PathBuf) -> Self {
+    /// Looks for sockets in some folders, for those of memory in others, for files of VMs in another one.
+    pub(crate) fn new(sockets: Vec<PathBuf>, memories: Vec<PathBuf>, files: PathBuf) -> Self {
         Self {
             sockets,
+            memories,
             files,
             read: HashMap::new(),
             has_told: false,
@@ -89,6 +94,7 @@ impl Finder {
                 .of_disks
                 .extend(config.disks.iter().filter_map(|disk| disk.socket.clone()));
             let place = Place {
+                memory_of: None,
                 socket: SocketId::at(&config.control),
                 vm: Some(VmName {
                     name: config.name.clone(),
@@ -101,12 +107,31 @@ impl Finder {
             let socket = SocketId::at(&noted.control);
             let name = noted.name;
             let vm = Some(VmName { name, uuid: None });
-            found.places.entry(noted.control).or_insert(Place { vm, socket });
+            found.places.entry(noted.control).or_insert(Place {
+                vm,
+                memory_of: None,
+                socket,
+            });
+        }
+        for path in self.memories.iter().flat_map(|folder| paths(folder, "sock")) {
+            let socket = SocketId::at(&path);
+            let memory_of = Some(path.file_stem().unwrap_or_default().to_string_lossy().into_owned());
+            if socket.is_some() {
+                found.places.entry(path).or_insert(Place {
+                    vm: None,
+                    memory_of,
+                    socket,
+                });
+            }
         }
         for path in self.sockets.iter().flat_map(|folder| paths(folder, "sock")) {
             let socket = SocketId::at(&path);
             if socket.is_some() && !found.of_disks.contains(&path) {
-                found.places.entry(path).or_insert(Place { vm: None, socket });
+                found.places.entry(path).or_insert(Place {
+                    vm: None,
+                    memory_of: None,
+                    socket,
+                });
             }
         }
         if found.places.len() > PLACES_MAX {
@@ -162,20 +187,27 @@ mod tests {
         let _sockets =
             ["web.sock", "web-vda.sock", "db.sock"].map(|name| UnixListener::bind(path(name)).expect("binds"));
         fs::write(path("plain.sock"), "").expect("writes");
+        let memories = path("memory");
+        fs::create_dir(&memories).expect("a folder");
+        let _memory = UnixListener::bind(memories.join("web.sock")).expect("binds");
         let file = |name: &str| {
             format!("control = \"{name}.sock\"\n[[disk]]\nimage = \"/dev/null\"\nsocket = \"{name}-vda.sock\"\n")
         };
         fs::write(path("web.toml"), file("web")).expect("writes");
         fs::write(path("off.toml"), file("off")).expect("writes");
         fs::write(path("wrong.toml"), "disk = 7").expect("writes");
-        let mut finder = Finder::new(vec![folder.path().to_owned()], folder.path().to_owned());
+        let mut finder = Finder::new(
+            vec![folder.path().to_owned()],
+            vec![memories.clone()],
+            folder.path().to_owned(),
+        );
         for _ in 0..2 {
             let found = finder.find();
             let told = found.places.iter().map(|(path, place)| {
                 let name = path.file_name().expect("a name").to_string_lossy().into_owned();
                 (
                     name,
-                    place.vm.as_ref().map(|vm| vm.name.clone()),
+                    place.vm.as_ref().map(|vm| vm.name.clone()).or(place.memory_of.clone()),
                     place.socket.is_some(),
                 )
             });
@@ -185,6 +217,7 @@ mod tests {
                 told,
                 [
                     ("db.sock".to_owned(), None, true),
+                    ("web.sock".to_owned(), of("web"), true),
                     ("off.sock".to_owned(), of("off"), false),
                     ("web.sock".to_owned(), of("web"), true),
                 ]

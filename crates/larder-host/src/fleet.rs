@@ -5,12 +5,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use hyper::StatusCode;
+use larder_vm::control::memory::MemoryState;
 use larder_vm::control::state::{Disks, Failure, ServerState};
 use serde::de::DeserializeOwned;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::{sleep, sleep_until, timeout};
 
 use crate::ask::{AskError, Told, ask};
+use crate::balancing::Balance;
 use crate::find::{Finder, Found};
 use crate::vm::{Health, Sample, Vm};
 
@@ -18,7 +21,7 @@ use crate::vm::{Health, Sample, Vm};
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// What was seen so lately is new enough for whoever asks.
-const FRESH: Duration = Duration::from_millis(900);
+pub(crate) const FRESH: Duration = Duration::from_millis(900);
 
 /// A VM that does not answer for so long is stuck.
 const STUCK_AFTER: Duration = Duration::from_secs(2);
@@ -53,6 +56,8 @@ pub(crate) struct Fleet {
     last_look: tokio::sync::Mutex<Option<Instant>>,
     questions: Arc<Semaphore>,
     answered: Notify,
+    /// What was done with their budgets.
+    balance: Mutex<Balance>,
 }
 
 /// Somebody who watches; VMs are looked at as long as there is one.
@@ -85,6 +90,7 @@ impl Fleet {
             last_look: tokio::sync::Mutex::default(),
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             answered: Notify::new(),
+            balance: Mutex::default(),
         }
     }
 
@@ -111,8 +117,13 @@ impl Fleet {
 
     /// Sees to it that what is known of all VMs is fresh, but for those that are stuck.
     pub(crate) async fn refresh(self: &Arc<Self>) {
+        self.refresh_after(FRESH).await;
+    }
+
+    /// The same, where what is older than `age` is not fresh.
+    pub(crate) async fn refresh_after(self: &Arc<Self>, age: Duration) {
         let mut last = self.last_look.lock().await;
-        if last.is_none_or(|last| last.elapsed() > FRESH) {
+        if last.is_none_or(|last| last.elapsed() > age) {
             self.look(&mut last).await;
         }
         let settled = self.settled();
@@ -193,8 +204,8 @@ impl Fleet {
             if let Some(vm) = vms.get_mut(&path) {
                 vm.asked = None;
                 match answer {
-                    Ok(Answer::Disks(disks)) => {
-                        let sample = Sample::new(disks, vm.sample.as_deref());
+                    Ok(Answer::Told(disks, memory)) => {
+                        let sample = Sample::new(disks, memory.map(|memory| *memory), vm.sample.as_deref());
                         vm.is_up(sample);
                     }
                     Ok(Answer::Failure(error)) => vm.is(Health::Stuck, error),
@@ -220,13 +231,13 @@ impl Fleet {
     }
 
     async fn exchange(&self, path: &Path) -> Result<Answer, AskError> {
-        let (is_known, listener) = {
+        let (is_known, listener, has_memory) = {
             let mut vms = self.vms();
             let vm = vms.get_mut(path).ok_or(AskError::Gone)?;
             if vm.answers >= ANSWERS_MAX {
-                (vm.answers, vm.listener) = (0, None);
+                (vm.answers, vm.listener, vm.has_memory) = (0, None, None);
             }
-            (vm.server.is_some(), vm.listener)
+            (vm.server.is_some(), vm.listener, vm.has_memory)
         };
         if !is_known || listener.is_none() {
             self.ask_server(path).await?;
@@ -235,9 +246,25 @@ impl Fleet {
         if told.listener.is_some() && listener.is_some() && told.listener != listener {
             self.ask_server(path).await?;
         }
-        match told.status.is_success() {
-            true => Ok(Answer::Disks(understand(&told)?)),
-            false => Ok(Answer::Failure(understand::<Failure>(&told)?.error)),
+        if !told.status.is_success() {
+            return Ok(Answer::Failure(understand::<Failure>(&told)?.error));
+        }
+        let disks = understand(&told)?;
+        if has_memory == Some(false) {
+            return Ok(Answer::Told(disks, None));
+        }
+        let told = ask_repeatedly(path, "/v1/memory").await?;
+        let is_there = !matches!(told.status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED);
+        if let Some(vm) = self.vms().get_mut(path) {
+            vm.has_memory = Some(is_there);
+        }
+        match (is_there, told.status.is_success()) {
+            (false, _) => Ok(Answer::Told(disks, None)),
+            (true, true) => {
+                let state: MemoryState = understand(&told)?;
+                Ok(Answer::Told(disks, Some(Box::new(state))))
+            }
+            (true, false) => Ok(Answer::Failure(understand::<Failure>(&told)?.error)),
         }
     }
 
@@ -248,12 +275,16 @@ impl Fleet {
         if let Some(vm) = self.vms().get_mut(path) {
             let before = vm.server.as_ref().map(|server| (server.pid, server.started_ms));
             if before.is_some_and(|before| before != (server.pid, server.started_ms)) {
-                vm.sample = None;
+                (vm.sample, vm.has_memory) = (None, None);
             }
             vm.server = Some(server);
             vm.listener = told.listener;
         }
         Ok(())
+    }
+
+    pub(crate) fn balance(&self) -> MutexGuard<'_, Balance> {
+        self.balance.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn vms(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Vm>> {
@@ -262,7 +293,8 @@ impl Fleet {
 }
 
 enum Answer {
-    Disks(Disks),
+    /// The disks, and the memory, if there is any.
+    Told(Disks, Option<Box<MemoryState>>),
     /// Why there is none, for people.
     Failure(String),
 }

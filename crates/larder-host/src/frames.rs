@@ -7,9 +7,11 @@ use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{CacheHealth, DiskState, ExportsState, LimitsState, MissRatio};
 use serde::Serialize;
 
+use crate::balancing::Moved;
 use crate::fleet::Fleet;
-use crate::metrics::names_of;
-use crate::vm::{Health, Sample, Vm};
+use crate::joined::{Joined, joined};
+use crate::memory_frames::{MemoryFrame, MemoryTotals};
+use crate::vm::{Health, Sample};
 
 /// Points of a miss-ratio curve that are told.
 const CURVE_POINTS_MAX: usize = 256;
@@ -29,6 +31,8 @@ struct VmRow {
     disks: usize,
     size: u64,
     totals: Option<Totals>,
+    /// Of the VM's memory, if that is managed.
+    memory: Option<MemoryTotals>,
 }
 
 /// What a VM is, and how.
@@ -38,6 +42,8 @@ struct About {
     health: Health,
     why: Option<String>,
     socket: String,
+    /// Of the process that manages the memory, if it is another one.
+    memory_socket: Option<String>,
     uuid: Option<String>,
     version: Option<String>,
     pid: Option<u32>,
@@ -81,7 +87,10 @@ struct OtherRow {
 #[derive(Serialize)]
 struct VmFrame<'a> {
     vm: About,
+    /// Whether the server of its disks answers.
+    disks_up: bool,
     disks: Vec<DiskFrame<'a>>,
+    memory: Option<MemoryFrame<'a>>,
 }
 
 #[derive(Serialize)]
@@ -132,18 +141,22 @@ struct CacheFrame<'a> {
 }
 
 impl About {
-    fn new(vm: &Vm, name: String) -> Self {
-        let server = vm.server.as_ref();
+    fn new(vm: &Joined<'_>) -> Self {
+        let head = vm.head();
+        let server = head.server.as_ref();
+        let times = [Some(vm.main), vm.beside].into_iter().flatten();
+        let times = times.filter_map(|vm| vm.sample.as_ref()).map(|sample| sample.time_ms);
         Self {
-            name,
-            health: vm.health,
-            why: vm.why.clone(),
-            socket: vm.path.display().to_string(),
-            uuid: vm.uuid().map(str::to_owned),
+            name: vm.name.clone(),
+            health: vm.health(),
+            why: vm.why(),
+            socket: head.path.display().to_string(),
+            memory_socket: vm.beside.map(|beside| beside.path.display().to_string()),
+            uuid: head.uuid().map(str::to_owned),
             version: server.map(|server| server.version.clone()),
             pid: server.map(|server| server.pid),
             started_ms: server.map(|server| server.started_ms),
-            time_ms: vm.sample.as_ref().map(|sample| sample.time_ms),
+            time_ms: times.max(),
         }
     }
 }
@@ -194,21 +207,28 @@ impl Totals {
 /// All VMs now.
 pub(crate) fn of_fleet(fleet: &Fleet) -> String {
     let vms = fleet.vms();
-    let (known, others): (Vec<&Vm>, Vec<&Vm>) = vms.values().partition(|vm| vm.is_vm());
-    let names = names_of(known.iter().map(|vm| vm.name()));
-    let rows = known.iter().zip(names).map(|(vm, name)| {
-        let sample = vm.sample.as_ref();
+    let all = joined(&vms);
+    let rows = all.iter().map(|vm| {
+        let sample = vm.main.sample.as_ref();
         VmRow {
-            about: About::new(vm, name),
+            about: About::new(vm),
             disks: sample.map_or(0, |sample| sample.disks.len()),
             size: sample.map_or(0, |sample| {
                 let sizes = sample.disks.iter().map(|disk| disk.state.size);
                 sizes.fold(0, u64::saturating_add)
             }),
-            totals: vm.now().map(|sample| Totals::new(sample)),
+            totals: vm
+                .disks_now()
+                .filter(|sample| !sample.disks.is_empty() || sample.memory.is_none())
+                .map(|sample| Totals::new(sample)),
+            memory: vm
+                .memory_now()
+                .and_then(|sample| sample.memory.as_ref())
+                .map(MemoryTotals::new),
         }
     });
-    let others = others.iter().filter(|vm| vm.health != Health::New).map(|vm| OtherRow {
+    let others = vms.values().filter(|vm| !vm.is_vm() && vm.health != Health::New);
+    let others = others.map(|vm| OtherRow {
         socket: vm.path.display().to_string(),
         health: vm.health,
         why: vm.why.clone(),
@@ -220,27 +240,33 @@ pub(crate) fn of_fleet(fleet: &Fleet) -> String {
     serde_json::to_string(&frame).unwrap_or_default()
 }
 
-/// What the page of a VM needs: its socket, and what is told of it now.
+/// What the page of a VM needs: its sockets, and what is told of it now.
 pub(crate) struct OfVm {
-    pub(crate) path: PathBuf,
-    pub(crate) is_up: bool,
+    pub(crate) paths: Vec<PathBuf>,
+    /// Whether those who serve its disks answer.
+    is_up: bool,
     about: About,
     sample: Option<Arc<Sample>>,
+    of_memory: Option<Arc<Sample>>,
+    moved: Moved,
 }
 
 /// The VM of that name.
 pub(crate) fn of_vm(fleet: &Fleet, name: &str) -> Option<OfVm> {
     let vms = fleet.vms();
-    let known: Vec<&Vm> = vms.values().filter(|vm| vm.is_vm()).collect();
-    let place = names_of(known.iter().map(|vm| vm.name()))
-        .iter()
-        .position(|it| it == name)?;
-    let vm = known.get(place)?;
+    let all = joined(&vms);
+    let vm = all.iter().find(|vm| vm.name == name)?;
     Some(OfVm {
-        path: vm.path.clone(),
-        is_up: vm.health == Health::Up,
-        about: About::new(vm, name.to_owned()),
-        sample: vm.sample.clone(),
+        paths: [Some(vm.main), vm.beside]
+            .into_iter()
+            .flatten()
+            .map(|vm| vm.path.clone())
+            .collect(),
+        is_up: vm.main.health == Health::Up,
+        about: About::new(vm),
+        sample: vm.main.sample.clone(),
+        of_memory: vm.memory_now().cloned(),
+        moved: fleet.balance().moved(name),
     })
 }
 
@@ -288,7 +314,13 @@ impl OfVm {
         });
         let frame = VmFrame {
             vm: self.about.clone(),
+            disks_up: self.is_up,
             disks: disks.collect(),
+            memory: self
+                .of_memory
+                .as_ref()
+                .and_then(|sample| sample.memory.as_ref())
+                .map(|memory| MemoryFrame::new(memory, &self.moved)),
         };
         serde_json::to_string(&frame).unwrap_or_default()
     }

@@ -1,7 +1,8 @@
 //! All VMs of a host, looked at from outside: Prometheus' metrics, and a dashboard for browsers.
 //!
 //! Each VM's process tells of itself on its control socket ([`larder_vm::control`]); this crate finds those sockets, asks,
-//! and tells on. It changes nothing and is on no way of the data: killing it harms nothing. `docs/metrics.md` and
+//! and tells on. It is on no way of the data: killing it harms nothing. It changes nothing but the budgets of VMs' memory, if
+//! it is told to, and of those VMs that allow it ([`balance`]). `docs/metrics.md` and
 //! `docs/guide/watching.md` describe it for users.
 //!
 //! Invariants:
@@ -14,15 +15,21 @@ mod answers;
 mod ask;
 mod assets;
 mod auth;
+mod balance;
+mod balancing;
 mod events;
 mod find;
 mod fleet;
 mod frames;
+mod joined;
 mod listen;
+mod memory_frames;
 mod metrics;
 mod server;
 mod vm;
 
 pub use auth::{Token, TokenError};
+pub use balance::Policy;
+pub use balancing::BalanceConfig;
 pub use listen::{HostConfig, HostError, LISTEN_DEFAULT};
 pub use server::Host;

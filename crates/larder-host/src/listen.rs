@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use larder_block::tls::{ServerTls, TlsError};
 
 use crate::auth::{Token, TokenError};
+use crate::balancing::BalanceConfig;
 
 /// Where is listened unless something else is said. 9177 is libvirt exporters'.
 pub const LISTEN_DEFAULT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9178);
@@ -20,6 +21,8 @@ pub struct HostConfig {
     pub tls_certificates: Option<PathBuf>,
     /// The file with the token that clients must know.
     pub token_file: Option<PathBuf>,
+    /// How budgets of VMs' memory are moved, if they are.
+    pub balance: Option<BalanceConfig>,
 }
 
 /// Why nothing is served.
@@ -36,6 +39,8 @@ pub enum HostError {
     Token(#[from] TokenError),
     #[error("cannot listen on {listen}: {source}")]
     Listen { listen: SocketAddr, source: io::Error },
+    #[error("--balance-memory: it cannot be told what the host has free: /proc/meminfo: {0}")]
+    Memory(io::Error),
     #[error("{0}")]
     Start(io::Error),
 }

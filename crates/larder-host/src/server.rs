@@ -19,6 +19,7 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 
 use crate::answers::answer;
+use crate::balancing::{self, BalanceConfig, available};
 use crate::find::Finder;
 use crate::fleet::Fleet;
 use crate::listen::{Access, HostConfig, HostError};
@@ -46,6 +47,7 @@ pub struct Host {
     runtime: Runtime,
     listener: TcpListener,
     site: Arc<Site>,
+    balance: Option<BalanceConfig>,
     stop: Arc<Notify>,
 }
 
@@ -75,6 +77,9 @@ impl Host {
     /// See [`HostError`].
     pub fn new(config: &HostConfig) -> Result<Self, HostError> {
         let access = config.access()?;
+        if config.balance.is_some() {
+            available().map_err(HostError::Memory)?;
+        }
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -92,11 +97,16 @@ impl Host {
             runtime,
             listener,
             site: Arc::new(Site {
-                fleet: Arc::new(Fleet::new(Finder::new(find::folders(), config::folder()))),
+                fleet: Arc::new(Fleet::new(Finder::new(
+                    find::folders(),
+                    find::memory_folders(),
+                    config::folder(),
+                ))),
                 access,
                 listen,
                 streams: Arc::new(Semaphore::new(STREAMS_MAX)),
             }),
+            balance: config.balance,
             stop: Arc::default(),
         })
     }
@@ -122,12 +132,21 @@ impl Host {
             runtime,
             listener,
             site,
+            balance,
             stop,
         } = self;
+        let fleet = Arc::clone(&site.fleet);
+        let balancing = async {
+            match balance {
+                Some(balance) => balancing::run(fleet, balance).await,
+                None => std::future::pending().await,
+            }
+        };
         runtime.block_on(async {
             tokio::select! {
                 () = accept(listener, Arc::clone(&site)) => {}
                 () = Arc::clone(&site.fleet).run() => {}
+                () = balancing => {}
                 () = stop.notified() => {}
             }
         });

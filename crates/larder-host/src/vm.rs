@@ -5,8 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use larder_vm::control::memory::MemoryState;
+use larder_vm::control::memory_rates::MemoryRates;
 use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{DiskState, Disks, ServerState};
+use larder_vm::vm::find::OF_MEMORY;
 use serde::Serialize;
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
@@ -55,13 +58,22 @@ impl Health {
     ];
 }
 
-/// What all disks of a VM said at a time.
+/// What all disks of a VM, and its memory, said at a time.
 #[derive(Debug)]
 pub(crate) struct Sample {
     /// In milliseconds since 1970 (UTC).
     pub(crate) time_ms: u64,
     /// Each has a name that no other one has.
     pub(crate) disks: Vec<NamedDisk>,
+    /// The memory that the process manages, if it does.
+    pub(crate) memory: Option<Memory>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) state: MemoryState,
+    /// What it did since the last sample.
+    pub(crate) rates: Option<MemoryRates>,
 }
 
 #[derive(Debug)]
@@ -73,7 +85,7 @@ pub(crate) struct NamedDisk {
 }
 
 impl Sample {
-    pub(crate) fn new(told: Disks, before: Option<&Self>) -> Self {
+    pub(crate) fn new(told: Disks, memory: Option<MemoryState>, before: Option<&Self>) -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut names = HashSet::new();
         let mut disks = Vec::with_capacity(told.disks.len().min(DISKS_MAX));
@@ -86,17 +98,27 @@ impl Sample {
             let rates = before.and_then(|before| Rates::between(&before.state, &state));
             disks.push(NamedDisk { name, state, rates });
         }
+        let memory = memory.map(|state| {
+            let before = before.and_then(|before| before.memory.as_ref());
+            let rates = before.and_then(|before| MemoryRates::between(&before.state, &state));
+            Memory { state, rates }
+        });
         Self {
             time_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
             disks,
+            memory,
         }
     }
 
     /// Whether a disk's clock has gone back, as in a server that was started anew.
     pub(crate) fn is_of_another_server_than(&self, before: &Self) -> bool {
         let clocks: HashMap<&str, u64> = before.clocks().collect();
-        self.clocks()
-            .any(|(name, time)| clocks.get(name).is_some_and(|before| time < *before))
+        let of_memory = |sample: &Self| sample.memory.as_ref().map(|memory| memory.state.time_ns);
+        let has_gone_back = |(before, now): (u64, u64)| now < before;
+        of_memory(before).zip(of_memory(self)).is_some_and(has_gone_back)
+            || self
+                .clocks()
+                .any(|(name, time)| clocks.get(name).is_some_and(|before| time < *before))
     }
 
     fn clocks(&self) -> impl Iterator<Item = (&str, u64)> {
@@ -125,6 +147,12 @@ pub(crate) struct Vm {
     pub(crate) health: Health,
     /// What is to be said of that, for people.
     pub(crate) why: Option<String>,
+    /// The VM whose memory is managed there, as its folder says.
+    pub(crate) memory_of: Option<String>,
+    /// Whether the server manages memory; not known before it was asked.
+    pub(crate) has_memory: Option<bool>,
+    /// It does, and serves no disks, as far as is known.
+    pub(crate) is_of_memory: bool,
     /// What its server has said of itself.
     pub(crate) server: Option<ServerState>,
     /// The process that listened then.
@@ -148,6 +176,9 @@ impl Vm {
             socket: None,
             health: Health::New,
             why: None,
+            memory_of: None,
+            has_memory: None,
+            is_of_memory: false,
             server: None,
             listener: None,
             sample: None,
@@ -163,11 +194,21 @@ impl Vm {
         self.named.is_some() || self.server.is_some()
     }
 
-    /// What it is called: libvirt's name of the domain where it is a VM's.
+    /// What it is called: libvirt's name of the domain where it is a VM's. The process that manages a VM's memory is called
+    /// as the VM.
     pub(crate) fn name(&self) -> String {
         let told = self.server.as_ref().and_then(|server| server.vm.clone());
-        let named = || self.named.as_ref().map(|named| named.name.clone());
-        let file = || self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let named = || {
+            let named = self.named.as_ref().map(|named| named.name.clone());
+            named.or_else(|| self.memory_of.clone())
+        };
+        let file = || {
+            let stem = self.path.file_stem().unwrap_or_default().to_string_lossy();
+            let of_vm = stem
+                .strip_suffix(OF_MEMORY)
+                .filter(|name| self.is_of_memory && !name.is_empty());
+            of_vm.unwrap_or(&stem).to_owned()
+        };
         shortened(told.or_else(named).unwrap_or_else(file))
     }
 
@@ -179,6 +220,8 @@ impl Vm {
     /// Takes up what was found there now.
     pub(crate) fn is_found(&mut self, place: Place) {
         self.named = place.vm;
+        self.memory_of = place.memory_of;
+        self.is_of_memory |= self.memory_of.is_some();
         if self.socket == place.socket {
             return;
         }
@@ -187,6 +230,7 @@ impl Vm {
         if place.socket.is_some() {
             (self.health, self.why) = (Health::New, None);
             self.listener = None;
+            self.has_memory = None;
         }
     }
 
@@ -222,6 +266,7 @@ impl Vm {
         {
             self.listener = None;
         }
+        self.is_of_memory = sample.memory.is_some() && sample.disks.is_empty();
         self.sample = Some(Arc::new(sample));
         self.answers += 1;
         self.seen = Some(Instant::now());
@@ -244,7 +289,7 @@ impl Vm {
         self.forget_disks();
     }
 
-    /// What a server that is gone has said of its disks is true no more.
+    /// What a server that is gone has said is true no more.
     fn forget_disks(&mut self) {
         self.sample = None;
     }

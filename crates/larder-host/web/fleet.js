@@ -2,7 +2,7 @@
 
 import { badge, el, show, text } from './dom.js';
 import { sparkline } from './plot.js';
-import { bandwidth, bytes, count, percent, seconds } from './units.js';
+import { NONE, bandwidth, bytes, count, percent, seconds } from './units.js';
 
 const HISTORY = 120;
 
@@ -20,6 +20,8 @@ const COLUMNS = [
   ['p99', 'p99', (vm) => vm.totals?.p99 ?? null, seconds],
   ['hit', 'Cache hits', (vm) => vm.totals?.cache_hit_ratio ?? null, percent],
   ['dirty', 'Dirty', (vm) => vm.totals?.cache?.dirty ?? null, bytes],
+  ['memory', 'Memory', (vm) => vm.memory?.used ?? null, bytes],
+  ['lost', 'Lost, 60 s', (vm) => vm.memory?.some_60s ?? null, percent],
   ['errors', 'Errors', (vm) => vm.totals?.errors ?? null, count],
 ];
 
@@ -28,6 +30,14 @@ function compare(a, b, by, sign) {
   if (x === null || y === null) return x === y ? a.name.localeCompare(b.name) : x === null ? 1 : -1;
   const order = typeof x === 'string' ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
   return order === 0 ? a.name.localeCompare(b.name) : sign * order;
+}
+
+/** What is wrong with a VM that is up. */
+function trouble({ totals, memory }) {
+  if (totals?.cache?.failed) return 'its cache has failed';
+  if (memory?.lost_pages) return 'pages of its memory are lost';
+  if (memory?.failed) return 'a disk of its memory has failed';
+  return memory?.problem ? `its memory: ${memory.problem}` : '';
 }
 
 function makeRow(vm) {
@@ -49,8 +59,7 @@ function makeRow(vm) {
     element: row,
     update(vm) {
       state.set(vm.health, vm.why);
-      const failed = vm.totals?.cache?.failed ? 'its cache has failed' : '';
-      text(why, vm.health === 'up' ? failed : vm.why || '');
+      text(why, vm.health === 'up' ? trouble(vm) : vm.why || '');
       for (const [key, , by, tell] of COLUMNS) {
         if (tell) text(cells.get(key), tell(by(vm)));
       }
@@ -64,7 +73,7 @@ function makeRow(vm) {
 }
 
 function makeTotals() {
-  const names = ['VMs up', 'IOPS', 'Read', 'Written', 'Worst p99', 'Dirty in caches', 'Needs attention'];
+  const names = ['VMs up', 'IOPS', 'Read', 'Written', 'Worst p99', 'Dirty in caches', 'Memory', 'Needs attention'];
   const values = new Map(names.map((name) => [name, el('dd')]));
   const element = el('dl', { class: 'totals' });
   for (const [name, value] of values) element.append(el('div', {}, el('dt', {}, name), value));
@@ -74,13 +83,15 @@ function makeTotals() {
       const up = vms.filter((vm) => vm.totals);
       const sum = (of) => up.reduce((all, vm) => add(all, of(vm)), 0);
       const longest = up.map((vm) => vm.totals.p99).filter((time) => time !== null);
-      const bad = vms.filter((vm) => ['stuck', 'killed'].includes(vm.health) || vm.totals?.cache?.failed);
+      const bad = vms.filter((vm) => ['stuck', 'killed'].includes(vm.health) || trouble(vm));
+      const memories = vms.map((vm) => vm.memory).filter(Boolean);
       text(values.get('VMs up'), `${vms.filter((vm) => vm.health === 'up').length} of ${vms.length}`);
       text(values.get('IOPS'), count(sum(iops)));
       text(values.get('Read'), bandwidth(sum((vm) => vm.totals.read_bytes_s)));
       text(values.get('Written'), bandwidth(sum((vm) => vm.totals.write_bytes_s)));
       text(values.get('Worst p99'), seconds(longest.length ? Math.max(...longest) : null));
       text(values.get('Dirty in caches'), bytes(sum((vm) => vm.totals.cache?.dirty || 0)));
+      text(values.get('Memory'), memories.length ? bytes(memories.reduce((all, it) => all + it.used, 0)) : NONE);
       text(values.get('Needs attention'), bad.length ? `${bad.length} VM${bad.length > 1 ? 's' : ''}` : 'nothing');
       values.get('Needs attention').classList.toggle('bad', bad.length > 0);
     },

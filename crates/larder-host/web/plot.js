@@ -97,6 +97,8 @@ function yScale(kind) {
   switch (kind) {
     case 'ratio':
       return { scale: { range: [0, 1] }, splits: () => [0, 0.25, 0.5, 0.75, 1] };
+    case 'share':
+      return { scale: { range: (_, __, high) => [0, Math.min(1, Math.max(0.02, (high || 0) * 1.08))] } };
     case 'time':
       return {
         scale: {
@@ -153,7 +155,7 @@ const line = ([name, colourName, isDashed]) => ({
   spanGaps: false,
 });
 
-/** What happens over time; `kind` is count, bytes, time or ratio. */
+/** What happens over time; `kind` is count, bytes, time, share or ratio. */
 export function timePlot(title, series, kind, tell) {
   const shape = figure(title, series, tell);
   const y = yScale(kind);

@@ -1,12 +1,12 @@
-// One VM: its disks over time, and what has happened.
+// One VM: its disks and its memory over time, and what has happened.
 
 import { badge, el, show, text } from './dom.js';
-import { curvePlot, timePlot } from './plot.js';
+import { memoryPart } from './memory.js';
+import { facts, timeline } from './parts.js';
+import { curvePlot } from './plot.js';
 import { NONE, age, bandwidth, bytes, clock, count, percent, seconds } from './units.js';
 
-const SAMPLES_MAX = 1800;
 const EVENTS_MAX = 200;
-const SHOWN_MIN = 60;
 const SPANS = [[120, '2 min'], [300, '5 min'], [900, '15 min'], [1800, '30 min']];
 
 /** A plot: title, kind, how values are told, and series: name, colour, how it is taken, and whether it is dashed. */
@@ -59,40 +59,15 @@ const limitsText = (limits) => Object.entries(limits).map(([name, value]) => `${
 
 const MODES = { wt: 'write-through', wb: 'write-back', wa: 'write-around', pt: 'pass-through' };
 
-function facts(names) {
-  const values = new Map(names.map((name) => [name, el('dd')]));
-  const element = el('dl', { class: 'facts' });
-  for (const [name, value] of values) element.append(el('div', {}, el('dt', {}, name), value));
-  return { element, set: (name, value) => text(values.get(name), value) };
-}
-
 function diskPart(name, spanOf) {
   const about = facts(['Image', 'Size', 'Served', 'Limits', 'In flight', 'Errors', 'Cache', 'Written to the cache']);
-  const plots = [...PLOTS, CACHE_PLOT].map(([title, kind, tell, series]) => ({
-    series,
-    plot: timePlot(title, series.map(([label, colour, , isDashed]) => [label, colour, isDashed]), kind, tell),
-  }));
-  const cachePlot = plots.at(-1).plot;
+  const past = timeline([...PLOTS, CACHE_PLOT], spanOf);
+  const cachePlot = past.plots.at(-1);
   const curve = curvePlot('Miss ratio by size', ['would miss (LRU)', '--cache'], percent, bytes, 'now');
   const noCache = el('p', { class: 'hint' }, 'This disk has no cache. With cache = "/ssd/NAME.cache" in its file, what is read often is kept on a fast device.');
   const noCurve = el('p', { class: 'hint' }, 'The miss-ratio curve comes once the cache has seen enough reads.');
-  const grid = el('div', { class: 'plots' }, ...plots.map(({ plot }) => plot.element), curve.element);
+  const grid = el('div', { class: 'plots' }, ...past.plots.map((plot) => plot.element), curve.element);
   const element = el('section', { class: 'disk', 'aria-label': `Disk ${name}`, 'data-disk': name }, el('h2', {}, name), about.element, grid, noCache, noCurve);
-  const times = [];
-  const samples = [];
-
-  function draw() {
-    // What is young has no empty half hour before it.
-    const length = Math.min(spanOf(), Math.max(SHOWN_MIN, times.at(-1) - times[0]));
-    const range = [times.at(-1) - length, times.at(-1)];
-    const first = Math.max(0, times.findIndex((time) => time >= range[0]) - 1);
-    const shownTimes = times.slice(first);
-    const shown = samples.slice(first);
-    for (const { plot, series } of plots) {
-      const at = (take) => shown.map(([rates, disk]) => (rates ? take(rates, disk) ?? null : null));
-      plot.set([shownTimes, ...series.map(([, , take]) => at(take))], range);
-    }
-  }
 
   return {
     element,
@@ -112,27 +87,19 @@ function diskPart(name, spanOf) {
       show(curve.element, hasCurve);
       show(noCache, !cache);
       show(noCurve, Boolean(cache) && !hasCurve);
-      if (times.length && time <= times.at(-1)) return;
-      times.push(time);
-      samples.push([disk.rates, { cache: cache && { occupancy: cache.occupancy, dirty: cache.dirty } }]);
-      if (times.length > SAMPLES_MAX) {
-        times.shift();
-        samples.shift();
-      }
-      draw();
+      if (!past.add(time, disk.rates, { cache: cache && { occupancy: cache.occupancy, dirty: cache.dirty } })) return;
       if (hasCurve) curve.set([cache.miss_ratios.map((it) => it.capacity), cache.miss_ratios.map((it) => it.miss_ratio)], cache.capacity);
     },
-    draw: () => times.length && draw(),
-    /** Nothing is known from now on. */
-    gap() {
-      if (!times.length || samples.at(-1)[0] === null) return;
-      // By the host's clock, which need not be the browser's.
-      times.push(times.at(-1) + 0.001);
-      samples.push([null, {}]);
-      draw();
+    draw: past.draw,
+    gap: past.gap,
+    redraw() {
+      past.redraw();
+      curve.redraw();
     },
-    redraw: () => [...plots.map((it) => it.plot), curve].forEach((plot) => plot.redraw()),
-    close: () => [...plots.map((it) => it.plot), curve].forEach((plot) => plot.close()),
+    close() {
+      past.close();
+      curve.close();
+    },
   };
 }
 
@@ -164,34 +131,56 @@ export function vmPage(name) {
     spans.append(el('button', { type: 'button', 'aria-pressed': String(length === span), click: (event) => choose(length, event.currentTarget) }, words));
   }
   const parts = el('div');
+  const ofMemory = el('div');
+  let memory = null;
   const wait = el('p', { class: 'empty' }, 'Asking the VM…');
   const events = eventList();
   show(why, false);
   const element = el('article', {},
     el('nav', { 'aria-label': 'Where this is' }, el('a', { href: '#/' }, '← All VMs')),
-    el('div', { class: 'title' }, el('h1', {}, name), state.element, spans), why, about.element, wait, parts, events.element);
+    el('div', { class: 'title' }, el('h1', {}, name), state.element, spans), why, about.element, wait, parts, ofMemory, events.element);
 
   function choose(length, button) {
     span = length;
     for (const other of spans.children) other.setAttribute('aria-pressed', String(other === button));
     disks.forEach((disk) => disk.draw());
+    memory?.draw();
   }
 
-  function hear({ vm, disks: told }) {
+  function gap() {
+    disks.forEach((disk) => disk.gap());
+    memory?.gap();
+  }
+
+  function hearMemory(told, time) {
+    if (!told) {
+      memory?.gap();
+      return;
+    }
+    if (!memory) {
+      memory = memoryPart(() => span);
+      ofMemory.append(memory.element);
+    }
+    memory.set(told, time);
+  }
+
+  function hear({ vm, disks_up: areDisksUp, disks: told, memory: toldMemory }) {
     const health = vm?.health || 'stopped';
     state.set(health, vm?.why);
     const words = vm ? vm.why : 'There is no VM of this name now. Its page goes on when it is started.';
     show(why, Boolean(words) && health !== 'up');
     text(why, words || '');
-    show(wait, !told.length && health === 'up');
+    show(wait, !told.length && !toldMemory && health === 'up');
     if (vm) {
       about.set('UUID', vm.uuid || 'none');
       about.set('Process', vm.pid === null ? NONE : String(vm.pid));
       about.set('Up for', vm.started_ms !== null && health === 'up' ? age(vm.started_ms, vm.time_ms) : NONE);
       about.set('Larder', vm.version || NONE);
-      about.set('Socket', vm.socket);
+      about.set('Socket', [vm.socket, vm.memory_socket].filter(Boolean).join(', '));
     }
-    if (health !== 'up') {
+    // Where one of its processes answers no more, the other one's figures go on.
+    hearMemory(toldMemory, (vm?.time_ms || 0) / 1000);
+    if (!areDisksUp) {
       disks.forEach((disk) => disk.gap());
       return;
     }
@@ -217,8 +206,14 @@ export function vmPage(name) {
     url: `/api/vm/${encodeURIComponent(name)}`,
     element,
     hears: { vm: hear, log: events.add },
-    lost: () => disks.forEach((disk) => disk.gap()),
-    redraw: () => disks.forEach((disk) => disk.redraw()),
-    close: () => disks.forEach((disk) => disk.close()),
+    lost: gap,
+    redraw() {
+      disks.forEach((disk) => disk.redraw());
+      memory?.redraw();
+    },
+    close() {
+      disks.forEach((disk) => disk.close());
+      memory?.close();
+    },
   };
 }

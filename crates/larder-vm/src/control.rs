@@ -11,6 +11,7 @@ mod answers;
 mod client;
 pub mod events;
 pub mod memory;
+pub mod memory_rates;
 mod openapi;
 pub mod rates;
 pub mod response;

@@ -1,10 +1,12 @@
 //! The memory of a VM, kept within a budget on a thread of its own.
 
 pub mod approach;
+pub mod range;
 pub mod service;
 mod swap;
 pub mod wish;
 
+use std::cell::Cell;
 use std::io;
 use std::rc::Rc;
 use std::sync::mpsc as thread_mpsc;
@@ -22,6 +24,7 @@ use rustix::process::{DumpableBehavior, Pid, set_dumpable_behavior};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::control::memory::{MemoryPatch, MemoryState};
+use range::{BudgetRange, RangeError};
 
 /// Inquiries that wait for the thread at most; further ones wait where they come from.
 const WAITING_MAX: usize = 16;
@@ -57,6 +60,8 @@ pub struct MemoryConfig {
     pub budget: ByteLen,
     /// How much of that may be compressed pages; by default half, or a 16th with a swap cache.
     pub compressed: Option<ByteLen>,
+    /// Where the budget may be moved to.
+    pub range: BudgetRange,
     /// How long pages wait for device I/O to end; by default [`QUARANTINE_DEFAULT`] for a process that has files open for
     /// direct I/O, else not at all.
     pub quarantine: Option<Duration>,
@@ -79,6 +84,7 @@ impl MemoryConfig {
             pid,
             budget,
             compressed: None,
+            range: BudgetRange::default(),
             quarantine: None,
             swap: None,
             slow: None,
@@ -123,6 +129,8 @@ pub enum BudgetError {
     },
     #[error("{compressed} of compressed pages in a budget of {budget} leave nothing for the guest")]
     Compressed { compressed: ByteLen, budget: ByteLen },
+    #[error(transparent)]
+    Range(#[from] RangeError),
 }
 
 /// What was found when it began.
@@ -191,6 +199,8 @@ pub struct MemoryLimits {
     pub budget: Option<ByteLen>,
     /// See [`MemoryConfig::compressed`].
     pub compressed: Option<ByteLen>,
+    /// See [`MemoryConfig::range`].
+    pub range: Option<BudgetRange>,
 }
 
 impl ManagedMemory {
@@ -283,6 +293,11 @@ fn compressed_default(budget: u64, has_swap_cache: bool) -> u64 {
     }
 }
 
+/// What is kept of each page of memory of `bytes`.
+fn overhead(bytes: u64) -> u64 {
+    bytes / larder_memory::units::PAGE_BYTES * pager::OVERHEAD_BYTES
+}
+
 /// Checks a budget for memory of `bytes`; the limits.
 fn check_budget(
     bytes: u64,
@@ -290,8 +305,8 @@ fn check_budget(
     compressed: Option<ByteLen>,
     has_swap_cache: bool,
 ) -> Result<(u64, u64), BudgetError> {
-    let overhead = bytes / larder_memory::units::PAGE_BYTES * pager::OVERHEAD_BYTES;
-    let needed = BUDGET_MIN.get() + overhead;
+    let overhead = overhead(bytes);
+    let needed = range::least(bytes);
     if budget.get() < needed {
         return Err(BudgetError::TooSmall {
             budget,
@@ -322,6 +337,7 @@ fn serve(
         let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
         let (limit_bytes, compressed_bytes) =
             check_budget(bytes, config.budget, config.compressed, config.swap.is_some())?;
+        config.range.check(bytes, limit_bytes).map_err(BudgetError::from)?;
         let (name, cautions) = (target.name.clone(), target.cautions.clone());
         let quarantine = config.quarantine.unwrap_or(match target.direct_io {
             true => QUARANTINE_DEFAULT,
@@ -360,6 +376,7 @@ fn serve(
         let _ = report.send(began);
         let managed = Rc::new(Managed {
             config: config.clone(),
+            range: Cell::new(config.range),
             name,
             service: Rc::clone(&service),
         });
@@ -395,6 +412,7 @@ fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
 /// Memory that is managed, as those who ask see it.
 struct Managed {
     config: MemoryConfig,
+    range: Cell<BudgetRange>,
     name: String,
     service: Rc<Service>,
 }
@@ -426,7 +444,8 @@ impl Managed {
     fn state(&self, on: &Loop) -> Option<MemoryState> {
         let status = self.service.status()?;
         let pid = self.config.pid.as_raw_pid();
-        Some(MemoryState::new(&self.name, pid, on.now().as_nanos(), &status))
+        let (time_ns, range) = (on.now().as_nanos(), self.range.get());
+        Some(MemoryState::new(&self.name, pid, time_ns, &range, &status))
     }
 
     fn limit(&self, limits: MemoryLimits) -> Result<(), BudgetError> {
@@ -441,6 +460,9 @@ impl Managed {
             .compressed
             .or((!is_usual).then(|| ByteLen::new(status.compressed_limit_bytes)));
         let (limit, compressed) = check_budget(status.bytes, budget, compressed, has_swap_cache)?;
+        let range = limits.range.unwrap_or(self.range.get());
+        range.check(status.bytes, limit)?;
+        self.range.set(range);
         self.service.set_limit(limit, compressed);
         tracing::info!(budget = %ByteLen::new(limit), compressed = %ByteLen::new(compressed), "limits from now on");
         Ok(())

@@ -60,6 +60,15 @@ pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {
     [OF_SYSTEM, OF_ROOT_BESIDE].into_iter().filter_map(whose)
 }
 
+/// The folders of such sockets that concern this user: his own, and for the user of the host's services root's.
+pub(crate) fn memory_folders() -> Vec<PathBuf> {
+    let mut all = vec![memory_folder()];
+    if runtime_folder() == Path::new(OF_SYSTEM) && !geteuid().is_root() {
+        all.push(PathBuf::from(OF_MEMORY));
+    }
+    all
+}
+
 /// Root's, or that of the services.
 const OF_SYSTEM: &str = "/run/larder";
 

@@ -23,6 +23,7 @@ use larder_vm::image::{
     cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode, parse_prefetch_len,
 };
 use larder_vm::limits::parse_given_limits;
+use larder_vm::memory::range::BudgetRange;
 use larder_vm::memory::wish::QUARANTINE_MS_MAX;
 use larder_vm::wish::DiskWish;
 use larder_vm::wish::keys::parse_disk;
@@ -200,7 +201,8 @@ pub(crate) struct MemoryAttachArguments {
     /// other users than root ~/.config/larder/vms/NAME.toml, or the path of a file, with a / in it. SIGHUP has it read
     /// again
     #[arg(long, value_name = "NAME", conflicts_with_all = ["pid", "qmp", "budget", "compressed", "swap_cache", "slow_store",
-          "quarantine_ms", "prefetch", "encrypt", "wait", "control", "pidfile"])]
+          "quarantine_ms", "prefetch", "encrypt", "wait", "control", "pidfile", "budget_min", "budget_low", "budget_high",
+          "budget_max"])]
     pub(crate) vm: Option<PathBuf>,
     /// Wait until there is such a process, and all of its memory is there: for one that is only just being started
     #[arg(long, conflicts_with = "pidfile")]
@@ -209,6 +211,8 @@ pub(crate) struct MemoryAttachArguments {
     /// each page
     #[arg(long, value_name = "SIZE", required_unless_present = "vm")]
     pub(crate) budget: Option<ByteLen>,
+    #[command(flatten)]
+    pub(crate) range: BudgetRangeArguments,
     /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache
     #[arg(long, value_name = "SIZE")]
     pub(crate) compressed: Option<ByteLen>,
@@ -247,6 +251,37 @@ pub(crate) struct MemoryAttachArguments {
     pub(crate) pidfile: Option<PathBuf>,
 }
 
+/// Where larder host --balance-memory may move a budget to.
+#[derive(Args)]
+pub(crate) struct BudgetRangeArguments {
+    /// Below this larder host --balance-memory never moves the budget. Without any of these four it moves it nowhere; what
+    /// of them is not said is as wide as can be
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) budget_min: Option<ByteLen>,
+    /// Below this only while the host runs short of memory and all other virtual machines are at theirs
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) budget_low: Option<ByteLen>,
+    /// Above this only with memory that nobody else has use for
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) budget_high: Option<ByteLen>,
+    /// Above this never
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) budget_max: Option<ByteLen>,
+}
+
+impl BudgetRangeArguments {
+    /// The bounds that were said, in the place of those that there were.
+    pub(crate) fn over(&self, before: BudgetRange) -> BudgetRange {
+        let bytes = |said: Option<ByteLen>, before: Option<u64>| said.map(ByteLen::get).or(before);
+        BudgetRange {
+            min: bytes(self.budget_min, before.min),
+            low: bytes(self.budget_low, before.low),
+            high: bytes(self.budget_high, before.high),
+            max: bytes(self.budget_max, before.max),
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Switch {
     On,
@@ -280,11 +315,17 @@ pub(crate) struct MemoryLimitArguments {
     #[command(flatten)]
     pub(crate) at: MemoryAtArguments,
     /// How much memory may be used in all
-    #[arg(long, value_name = "SIZE", required_unless_present = "compressed")]
+    #[arg(long, value_name = "SIZE", required_unless_present_any = ["compressed", "budget_fixed", "budget_min",
+          "budget_low", "budget_high", "budget_max"])]
     pub(crate) budget: Option<ByteLen>,
     /// How much of it may be compressed pages
     #[arg(long, value_name = "SIZE")]
     pub(crate) compressed: Option<ByteLen>,
+    #[command(flatten)]
+    pub(crate) range: BudgetRangeArguments,
+    /// The budget is moved no more: its bounds are taken away
+    #[arg(long, conflicts_with_all = ["budget_min", "budget_low", "budget_high", "budget_max"])]
+    pub(crate) budget_fixed: bool,
 }
 
 #[derive(Args)]
@@ -304,6 +345,19 @@ pub(crate) struct HostArguments {
     /// Only for whoever knows the first line of this file, which other users must not be able to read
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
+    /// Move the budgets of virtual machines whose memory is managed with bounds (larder memory attach --budget-min and the
+    /// like) to where they are needed
+    #[arg(long)]
+    pub(crate) balance_memory: bool,
+    /// How much of the host's memory is to stay free
+    #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024), requires = "balance_memory")]
+    pub(crate) memory_reserve: ByteLen,
+    /// For which share of the time a virtual machine may wait for memory before it gets more
+    #[arg(long, value_name = "PERCENT", default_value = "1%", value_parser = parse_share, requires = "balance_memory")]
+    pub(crate) memory_stall: f64,
+    /// From one look at the virtual machines to the next
+    #[arg(long, value_name = "TIME", default_value = "6s", value_parser = parse_period, requires = "balance_memory")]
+    pub(crate) memory_period: Duration,
 }
 
 #[derive(Args)]
@@ -395,6 +449,13 @@ fn parse_latency(text: &str) -> Result<Duration, String> {
     let latency = parse_time(text).filter(|time| !time.is_zero() && *time <= LATENCY_MAX);
     latency.ok_or_else(|| "give a time from 1us to 60s, as in 500us or 20ms".to_owned())
 }
+
+fn parse_period(text: &str) -> Result<Duration, String> {
+    let period = parse_time(text).filter(|time| (WINDOW_MIN..=PERIOD_MAX).contains(time));
+    period.ok_or_else(|| "give a time from 100ms to 10m, as in 6s".to_owned())
+}
+
+const PERIOD_MAX: Duration = Duration::from_secs(600);
 
 /// A shorter look sees less than a few turns of the scheduler's.
 const WINDOW_MIN: Duration = Duration::from_millis(100);

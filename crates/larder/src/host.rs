@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use larder_host::{Host, HostConfig};
+use larder_host::{BalanceConfig, Host, HostConfig, Policy};
 
 use crate::cli::HostArguments;
 use crate::signals;
@@ -13,6 +13,13 @@ pub(crate) fn run(arguments: HostArguments) -> anyhow::Result<ExitCode> {
         listen: arguments.listen,
         tls_certificates: arguments.tls_certificates,
         token_file: arguments.token_file,
+        balance: arguments.balance_memory.then_some(BalanceConfig {
+            policy: Policy {
+                reserve: arguments.memory_reserve.get(),
+                stall: arguments.memory_stall,
+            },
+            period: arguments.memory_period,
+        }),
     })?;
     tracing::info!(
         dashboard = host.url(),

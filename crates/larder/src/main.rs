@@ -15,6 +15,7 @@ mod disk_tune;
 mod host;
 mod libvirt;
 mod log;
+mod memories;
 mod memory;
 mod output;
 mod pid_file;

@@ -12,7 +12,7 @@ use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_memory::service::DetachError;
 use larder_memory::target::pid_of_qmp;
-use larder_vm::control::memory::{MemoryPatch, MemoryProblem, MemoryState, SwapState, SwapTier};
+use larder_vm::control::memory::{BudgetRange, MemoryPatch, MemoryState, SwapState, SwapTier};
 use larder_vm::control::state::Latency;
 use larder_vm::control::{ControlServer, FetchError, Subject, detach_memory, fetch_memory, limit_memory};
 use larder_vm::image::ImageAddress;
@@ -63,6 +63,7 @@ fn wish_of(arguments: &MemoryAttachArguments) -> anyhow::Result<MemoryWish> {
         quarantine: arguments.quarantine_ms.map(Duration::from_millis),
         prefetch: arguments.prefetch == Switch::On,
         encrypt: arguments.encrypt == Switch::On,
+        range: arguments.range.over(BudgetRange::default()),
         ..MemoryWish::new(arguments.budget.context("--budget: how much?")?)
     };
     Ok(wish)
@@ -197,19 +198,30 @@ fn status(arguments: &MemoryStatusArguments) -> anyhow::Result<ExitCode> {
 
 fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
     let at = At::of(&arguments.at)?;
+    let range = match (arguments.budget_fixed, arguments.range.over(BudgetRange::default())) {
+        (true, _) => Some(BudgetRange::default()),
+        (false, none) if !none.is_some() => None,
+        // Bounds of which nothing is said stay.
+        (false, _) => {
+            let before = fetch_memory(&at.control).map_err(|error| at.explain(error))?;
+            Some(arguments.range.over(before.1.range.unwrap_or_default()))
+        }
+    };
     let state = limit_memory(
         &at.control,
         MemoryPatch {
             budget: arguments.budget.map(ByteLen::get),
             compressed: arguments.compressed.map(ByteLen::get),
+            range,
         },
     )
     .map_err(|error| at.explain(error))?;
     print(&format!(
-        "budget {}, of that up to {} compressed pages; {} are used\n",
+        "budget {}, of that up to {} compressed pages; {} are used{}\n",
         human(state.budget),
         human(state.compressed.limit),
-        human(state.used)
+        human(state.used),
+        range_text(&state).map_or_else(String::new, |range| format!("; the budget moves: {range}"))
     ))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -234,7 +246,20 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn text(state: &MemoryState) -> String {
+/// Where the budget may be moved to; nothing if it may not.
+fn range_text(state: &MemoryState) -> Option<String> {
+    let bounds = state.range?.bounds(state.size);
+    let all = [
+        ("min", bounds.min),
+        ("low", bounds.low),
+        ("high", bounds.high),
+        ("max", bounds.max),
+    ];
+    Some(all.map(|(name, bytes)| format!("{name} {}", human(bytes))).join(", "))
+}
+
+/// All that is told of memory, for people.
+pub(crate) fn text(state: &MemoryState) -> String {
     let mut said = Lines::default();
     said.line("process", format!("{} ({})", state.process, state.pid));
     said.line("memory", human(state.size));
@@ -251,11 +276,17 @@ fn text(state: &MemoryState) -> String {
             percent(state.used, state.budget)
         ),
     );
+    if let Some(range) = range_text(state) {
+        said.line("  moves", range);
+    }
     let compressed = &state.compressed;
+    let ratio = state
+        .compression_ratio()
+        .map_or_else(String::new, |ratio| format!(", {ratio:.2} to 1"));
     said.line(
         "compressed",
         format!(
-            "{} in {} of at most {}",
+            "{} in {} of at most {}{ratio}",
             human(compressed.pages * 4096),
             human(compressed.used),
             human(compressed.limit)
@@ -279,6 +310,14 @@ fn text(state: &MemoryState) -> String {
                     SwapState { unreachable: true, .. } => ", cannot be reached: who wants a page of it waits",
                     _ => "",
                 }
+            ),
+        );
+        said.line(
+            "  written",
+            format!(
+                "{} so far, {} a day",
+                human(disk.written_bytes),
+                human(per_day(disk.written_bytes, state.time_ns))
             ),
         );
     }
@@ -320,24 +359,17 @@ fn text(state: &MemoryState) -> String {
         );
     }
     if let Some(problem) = state.problem {
-        said.line(
-            "problem",
-            match problem {
-                MemoryProblem::TiersFull => "there is no room for more evicted pages: the budget is not kept",
-                MemoryProblem::Memory => "pages cannot be evicted: the budget is not kept; the log has the reason",
-                MemoryProblem::DiskFailed => {
-                    "there is no room for more evicted pages, as the disk for them fails: the budget is not kept"
-                }
-                MemoryProblem::Incompressible => {
-                    "what is in memory cannot be compressed, and there is no swap cache: the budget is not kept"
-                }
-            },
-        );
+        said.line("problem", format!("{}: the budget is not kept", problem.words()));
     }
     if state.detaching {
         said.line("state", "detaching");
     }
     said.into_text()
+}
+
+/// What was written in so long, by the day.
+fn per_day(bytes: u64, time_ns: u64) -> u64 {
+    (bytes as f64 * 86_400e9 / time_ns.max(1) as f64) as u64
 }
 
 fn latency_text(latency: &Latency) -> String {

@@ -51,6 +51,12 @@ impl Attach {
         self
     }
 
+    /// With its control socket at that path.
+    pub fn at(mut self, control: &Path) -> Self {
+        self.control = control.to_owned();
+        self
+    }
+
     /// The path of the control socket.
     pub fn control(&self) -> &Path {
         &self.control
@@ -219,6 +225,14 @@ impl Verifier {
         let report = parse(&line).with_context(|| format!("what does this mean: {line}"))?;
         ensure!(report.mismatches == 0, "the memory is wrong: {}", self.process.output());
         Ok(report)
+    }
+
+    /// Has it work on so much of its memory only, in %.
+    ///
+    /// # Errors
+    /// It has ended.
+    pub fn works_on(&mut self, percent: u64) -> anyhow::Result<()> {
+        self.process.say(&format!("hot {percent}"))
     }
 
     /// Waits until it has done some more accesses.

@@ -190,7 +190,7 @@ impl Report {
         if kill.is_multiple_of(kills.burst_every) {
             let patch = MemoryPatch {
                 budget: Some(budget / 4 * 3),
-                compressed: None,
+                ..MemoryPatch::default()
             };
             limit_memory(attach.control(), patch)?;
             std::thread::sleep(Duration::from_micros(random.below(20_000)));

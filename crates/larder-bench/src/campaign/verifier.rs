@@ -18,7 +18,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::Random;
 
-/// Work on memory, and tell what is not as it was written; "report" and "stop" on standard input
+/// Work on memory, and tell what is not as it was written; "report", "stop" and "hot PERCENT" (from now on only that much of
+/// the memory is worked on) on standard input
 #[derive(Args, Clone, Debug)]
 pub struct Arguments {
     /// How much memory, in MiB
@@ -53,6 +54,8 @@ struct Findings {
     accesses: AtomicU64,
     mismatches: AtomicU64,
     stop: AtomicBool,
+    /// Only so much of the memory is worked on, in %; 0: all of it.
+    only: AtomicU64,
     stalls: Mutex<Vec<Duration>>,
 }
 
@@ -103,8 +106,13 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
     ready.wait();
     println!("\nready {}", std::process::id());
     for line in std::io::stdin().lock().lines() {
-        if line? == "stop" {
+        let line = line?;
+        if line == "stop" {
             break;
+        }
+        if let Some(percent) = line.strip_prefix("hot ").and_then(|percent| percent.parse().ok()) {
+            findings.only.store(percent, Ordering::Relaxed);
+            continue;
         }
         let stalls = std::mem::take(&mut *findings.stalls.lock().unwrap_or_else(PoisonError::into_inner));
         println!(
@@ -235,7 +243,12 @@ impl Worker {
 
     fn work(&mut self) -> anyhow::Result<()> {
         while !self.findings.stop.load(Ordering::Relaxed) {
+            let only = self.findings.only.load(Ordering::Relaxed);
             let page = match self.random.below(10) {
+                _ if only > 0 => {
+                    let pages = self.generations.len() as u64;
+                    self.random.below((pages * only / 100).clamp(1, pages))
+                }
                 0..8 => self.random.below(self.hot),
                 _ => self.random.below(self.generations.len() as u64),
             } as usize;

@@ -2,9 +2,9 @@
 
 use larder_vm::control::state::{CacheHealth, DiskState};
 
-use super::VmMetrics;
 use super::labelled::{cache_info, cache_reads, disk_info, miss_ratios, prefetch_reads, prefetch_streams, vm_info};
 use super::write::Put;
+use super::{HostMetrics, MemoryMetrics, VmMetrics};
 use crate::vm::Health;
 
 /// How a family is to be read.
@@ -30,10 +30,10 @@ impl Kind {
 /// What is told once for each what.
 #[derive(Clone, Copy)]
 pub(super) enum Of {
-    /// For all: sockets by how they are.
-    Host(fn(&[(&'static str, u64)], &mut Put<'_>)),
+    Host(fn(&HostMetrics, &mut Put<'_>)),
     Vm(fn(&VmMetrics, &mut Put<'_>)),
     Disk(fn(&DiskState, &mut Put<'_>)),
+    Memory(fn(&MemoryMetrics<'_>, &mut Put<'_>)),
 }
 
 /// A name, what it means, and how its values are told.
@@ -47,7 +47,13 @@ pub(super) struct Family {
     pub(super) of: Of,
 }
 
-const fn family(name: &'static str, kind: Kind, unit: Option<&'static str>, help: &'static str, of: Of) -> Family {
+pub(super) const fn family(
+    name: &'static str,
+    kind: Kind,
+    unit: Option<&'static str>,
+    help: &'static str,
+    of: Of,
+) -> Family {
     Family {
         name,
         kind,
@@ -71,8 +77,8 @@ pub(super) const FAMILIES: &[Family] = &[
         Kind::Gauge,
         None,
         "Sockets where VMs are, were or may be, by how they are",
-        Of::Host(|sockets, put| {
-            sockets
+        Of::Host(|host, put| {
+            host.sockets
                 .iter()
                 .for_each(|(state, count)| put.value_of(&[("state", state)], count))
         }),
@@ -81,14 +87,14 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_vm_up",
         Kind::Gauge,
         None,
-        "Whether the VM's server answers (1), or was killed or is stuck (0)",
+        "Whether the VM's server answers, and that of its memory (1), or one was killed or is stuck (0)",
         Of::Vm(|vm, put| put.flag(vm.health == Health::Up)),
     ),
     family(
         "larder_vm_stuck",
         Kind::Gauge,
         None,
-        "Whether the VM's server is there but does not answer in time, or a disk of it does not",
+        "Whether the VM's server, or that of its memory, is there but does not answer in time, or a disk does not",
         Of::Vm(|vm, put| put.flag(vm.health == Health::Stuck)),
     ),
     family("larder_vm", Kind::Info, None, "What the VM is", Of::Vm(vm_info)),

@@ -3,6 +3,7 @@
 
 mod families;
 mod labelled;
+mod memory;
 mod write;
 
 use std::collections::HashMap;
@@ -11,8 +12,10 @@ use std::sync::Arc;
 use hyper::header::{ACCEPT, HeaderMap};
 use larder_vm::control::state::ServerState;
 
+use crate::balancing::{HostMemory, Moved};
 use crate::fleet::Fleet;
-use crate::vm::{Health, NamedDisk, Sample};
+use crate::joined::joined;
+use crate::vm::{Health, Memory, NamedDisk, Sample};
 use families::{FAMILIES, Of};
 use write::{Labels, Writer};
 
@@ -49,28 +52,57 @@ struct VmMetrics {
     uuid: Option<String>,
     health: Health,
     server: Option<ServerState>,
-    /// If its server answers.
+    /// If the server of its disks answers.
     sample: Option<Arc<Sample>>,
+    /// If the process that manages its memory answers: what it said.
+    of_memory: Option<Arc<Sample>>,
+    moved: Moved,
+}
+
+impl VmMetrics {
+    fn memory(&self) -> Option<&Memory> {
+        self.of_memory.as_ref()?.memory.as_ref()
+    }
+}
+
+/// Memory as it is told.
+struct MemoryMetrics<'a> {
+    memory: &'a Memory,
+    moved: &'a Moved,
+}
+
+/// What is told of the host.
+struct HostMetrics {
+    /// Sockets by how they are.
+    sockets: Vec<(&'static str, u64)>,
+    /// Its memory, while budgets are moved.
+    memory: Option<HostMemory>,
 }
 
 /// All VMs as they are told: those that have a server, or whose server was killed.
-fn seen(fleet: &Fleet) -> (Vec<VmMetrics>, Vec<(&'static str, u64)>) {
+fn seen(fleet: &Fleet) -> (Vec<VmMetrics>, HostMetrics) {
     let vms = fleet.vms();
+    let balance = fleet.balance();
     let sockets = Health::ALL.map(|(health, name)| {
         let count = vms.values().filter(|vm| vm.health == health).count();
         (name, count as u64)
     });
-    let names = names_of(vms.values().filter(|vm| vm.is_vm()).map(|vm| vm.name()));
-    let of_vms = vms.values().filter(|vm| vm.is_vm()).zip(names);
-    let told = of_vms.filter(|(vm, _)| matches!(vm.health, Health::Up | Health::Stuck | Health::Killed));
-    let all = told.map(|(vm, domain)| VmMetrics {
-        domain,
-        uuid: vm.uuid().map(str::to_owned),
-        health: vm.health,
-        server: vm.server.clone(),
-        sample: vm.now().cloned(),
+    let all = joined(&vms).into_iter();
+    let told = all.filter(|vm| matches!(vm.health(), Health::Up | Health::Stuck | Health::Killed));
+    let all = told.map(|vm| VmMetrics {
+        uuid: vm.head().uuid().map(str::to_owned),
+        health: vm.health(),
+        server: vm.head().server.clone(),
+        sample: vm.disks_now().cloned(),
+        of_memory: vm.memory_now().cloned(),
+        moved: balance.moved(&vm.name),
+        domain: vm.name,
     });
-    (all.collect(), sockets.into())
+    let host = HostMetrics {
+        sockets: sockets.into(),
+        memory: balance.host,
+    };
+    (all.collect(), host)
 }
 
 /// Names of which no two are the same: the second `web` is `web#2`.
@@ -89,7 +121,7 @@ pub(crate) fn names_of(names: impl Iterator<Item = String>) -> Vec<String> {
 
 /// All that is known now.
 pub(crate) fn render(fleet: &Fleet, format: Format) -> String {
-    let (vms, sockets) = seen(fleet);
+    let (vms, host) = seen(fleet);
     let mut writer = Writer::new(format);
     let of_vms: Vec<(Labels, &VmMetrics)> = vms
         .iter()
@@ -102,14 +134,20 @@ pub(crate) fn render(fleet: &Fleet, format: Format) -> String {
             of_disks.push((labels, disk));
         }
     }
-    for family in FAMILIES {
+    for family in FAMILIES.iter().chain(memory::FAMILIES) {
         let mut put = writer.family(family);
         match family.of {
-            Of::Host(tell) => tell(&sockets, &mut put),
+            Of::Host(tell) => tell(&host, &mut put),
             Of::Vm(tell) => of_vms.iter().for_each(|(labels, vm)| tell(vm, put.of(labels))),
             Of::Disk(tell) => of_disks
                 .iter()
                 .for_each(|(labels, disk)| tell(&disk.state, put.of(labels))),
+            Of::Memory(tell) => of_vms.iter().for_each(|(labels, vm)| {
+                if let Some(memory) = vm.memory() {
+                    let moved = &vm.moved;
+                    tell(&MemoryMetrics { memory, moved }, put.of(labels));
+                }
+            }),
         }
     }
     writer.end()

@@ -119,6 +119,15 @@ impl<'a> Put<'a> {
     }
 
     pub(super) fn histogram(&mut self, times: &Latency) {
+        self.histogram_of(&[], times);
+    }
+
+    pub(super) fn histogram_of(&mut self, labels: &[(&str, &str)], times: &Latency) {
+        let more = Labels::new(labels).0;
+        let with = |bound: &str| match more.is_empty() {
+            true => bound.to_owned(),
+            false => format!("{more},{bound}"),
+        };
         let mut buckets = times.buckets.iter().peekable();
         let mut below = 0;
         for bound in BOUNDS_NS.map(|bits| 1_u64 << bits) {
@@ -126,12 +135,12 @@ impl<'a> Put<'a> {
                 below += bucket.count;
             }
             let bound = bound as f64 / 1e9;
-            self.line("_bucket", &format!("le=\"{bound}\""), below);
+            self.line("_bucket", &with(&format!("le=\"{bound}\"")), below);
         }
         let all = below + buckets.map(|bucket| bucket.count).sum::<u64>();
-        self.line("_bucket", "le=\"+Inf\"", all);
-        self.line("_count", "", all);
-        self.line("_sum", "", times.sum_ns as f64 / 1e9);
+        self.line("_bucket", &with("le=\"+Inf\""), all);
+        self.line("_count", &more, all);
+        self.line("_sum", &more, times.sum_ns as f64 / 1e9);
     }
 
     fn line(&mut self, suffix: &str, more: &str, value: impl Display) {

@@ -11,6 +11,7 @@ use utoipa::ToSchema;
 
 use super::state::Latency;
 use crate::memory::MemoryLimits;
+pub use crate::memory::range::BudgetRange;
 
 /// The answer to `GET /v1/memory`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -27,6 +28,10 @@ pub struct MemoryState {
     pub resident: u64,
     /// How much memory may be used for it in all.
     pub budget: u64,
+    /// Where the budget may be moved to by whoever shares the host's memory among VMs (`larder host --balance-memory`);
+    /// `null`: nowhere.
+    #[serde(default)]
+    pub range: Option<BudgetRange>,
     /// What is: resident pages, compressed ones, and what is kept of each page.
     pub used: u64,
     /// Compressed pages.
@@ -209,6 +214,41 @@ impl SwapState {
     }
 }
 
+impl MemoryProblem {
+    /// All that there are.
+    pub const ALL: [Self; 4] = [Self::TiersFull, Self::Memory, Self::Incompressible, Self::DiskFailed];
+
+    /// As a word of the JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::TiersFull => "tiers-full",
+            Self::Memory => "memory",
+            Self::Incompressible => "incompressible",
+            Self::DiskFailed => "disk-failed",
+        }
+    }
+
+    /// For people.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::TiersFull => "there is no room for more evicted pages",
+            Self::Memory => "pages cannot be evicted (the log has the reason)",
+            Self::Incompressible => "what is in memory cannot be compressed, and there is no swap cache",
+            Self::DiskFailed => "there is no room for more evicted pages, as the disk for them fails",
+        }
+    }
+}
+
+impl SwapTier {
+    /// As a word of the JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SwapCache => "swap-cache",
+            Self::SlowStore => "slow-store",
+        }
+    }
+}
+
 /// Those that there are, by the powers of two that they are below.
 fn distances(counts: &[u64]) -> Vec<RefaultDistance> {
     let all = counts.iter().enumerate().map(|(power, count)| RefaultDistance {
@@ -219,7 +259,13 @@ fn distances(counts: &[u64]) -> Vec<RefaultDistance> {
 }
 
 impl MemoryState {
-    pub(crate) fn new(process: &str, pid: i32, time_ns: u64, status: &Status) -> Self {
+    /// How many times as large pages are as what compressed ones take; `None` without such pages.
+    pub fn compression_ratio(&self) -> Option<f64> {
+        let bytes = self.compressed.pages as f64 * larder_memory::units::PAGE_BYTES as f64;
+        (self.compressed.pages > 0 && self.compressed.used > 0).then(|| bytes / self.compressed.used as f64)
+    }
+
+    pub(crate) fn new(process: &str, pid: i32, time_ns: u64, range: &BudgetRange, status: &Status) -> Self {
         let figures = &status.figures;
         Self {
             process: process.to_owned(),
@@ -228,6 +274,7 @@ impl MemoryState {
             size: status.bytes,
             resident: status.present_bytes,
             budget: status.limit_bytes,
+            range: (*range != BudgetRange::default()).then_some(*range),
             used: status.used_bytes,
             compressed: CompressedState {
                 pages: status.stored.ram.into(),
@@ -295,6 +342,9 @@ pub struct MemoryPatch {
     /// How much of that may be compressed pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compressed: Option<u64>,
+    /// All bounds that the budget is to have; without any (`{}`) it is moved no more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub range: Option<BudgetRange>,
 }
 
 impl MemoryPatch {
@@ -303,6 +353,7 @@ impl MemoryPatch {
         MemoryLimits {
             budget: self.budget.map(ByteLen::new),
             compressed: self.compressed.map(ByteLen::new),
+            range: self.range,
         }
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use larder_block::{ByteLen, SizeError};
 use rustix::process::Pid;
 
+use super::range::{BudgetRange, RangeError};
 use super::swap::SIZE_MIN;
 use super::{BUDGET_MIN, BudgetError, MemoryConfig, MemoryLimits, SwapConfig, check_budget, compressed_default};
 use crate::image::{ImageAddress, ImageAddressError, is_same};
@@ -18,8 +19,12 @@ use crate::wish::keys::Problem;
 pub const QUARANTINE_MS_MAX: u64 = 600_000;
 
 /// What can be said of memory.
-pub(crate) const KEYS: [&str; 9] = [
+pub(crate) const KEYS: [&str; 13] = [
     "budget",
+    "budget-min",
+    "budget-low",
+    "budget-high",
+    "budget-max",
     "compressed",
     "swap-cache",
     "swap-size",
@@ -35,6 +40,8 @@ pub(crate) const KEYS: [&str; 9] = [
 pub struct MemoryWish {
     /// See [`MemoryConfig::budget`], and so on.
     pub budget: ByteLen,
+    /// Where it may be moved to.
+    pub range: BudgetRange,
     /// `None`: the usual share of the budget.
     pub compressed: Option<ByteLen>,
     /// Where pages go that compressed RAM has no room for.
@@ -57,6 +64,8 @@ pub enum WishError {
     Budget(ByteLen),
     #[error(transparent)]
     Compressed(BudgetError),
+    #[error(transparent)]
+    Range(#[from] RangeError),
     #[error("{what} of {size} is too small; {SIZE_MIN} is the least")]
     Size { what: &'static str, size: ByteLen },
     #[error("the swap cache and the slow store are both {0}; give each its own, or leave the slow store out")]
@@ -70,6 +79,7 @@ impl MemoryWish {
     pub fn new(budget: ByteLen) -> Self {
         Self {
             budget,
+            range: BudgetRange::default(),
             compressed: None,
             swap: None,
             slow: None,
@@ -89,6 +99,7 @@ impl MemoryWish {
             Err(BudgetError::TooSmall { .. }) => return Err(WishError::Budget(self.budget)),
             Err(error) => return Err(WishError::Compressed(error)),
         }
+        self.range.check(0, self.budget.get())?;
         for (what, disk) in [("a swap cache", &self.swap), ("a slow store", &self.slow)] {
             let size = disk.as_ref().and_then(|disk| disk.size);
             if let Some(size) = size.filter(|size| *size < SIZE_MIN) {
@@ -117,6 +128,7 @@ impl MemoryWish {
     /// The same for the memory of this process.
     pub fn config(&self, pid: Pid) -> MemoryConfig {
         MemoryConfig {
+            range: self.range,
             compressed: self.compressed,
             swap: self.swap.clone(),
             slow: self.slow.clone(),
@@ -133,6 +145,7 @@ impl MemoryWish {
         MemoryLimits {
             budget: Some(self.budget),
             compressed: Some(self.compressed.unwrap_or(ByteLen::new(usual))),
+            range: Some(self.range),
         }
     }
 
@@ -141,6 +154,7 @@ impl MemoryWish {
         // All fields are named, so that none is forgotten.
         let Self {
             budget: _,
+            range: _,
             compressed: _,
             swap,
             slow,
@@ -167,6 +181,15 @@ impl MemoryWish {
     pub fn attach_arguments(&self) -> Vec<OsString> {
         let bytes = |option: &str, size: ByteLen| joined(option, size.get().to_string());
         let mut words = vec![bytes("--budget=", self.budget)];
+        let bounds = [
+            ("--budget-min=", self.range.min),
+            ("--budget-low=", self.range.low),
+            ("--budget-high=", self.range.high),
+            ("--budget-max=", self.range.max),
+        ];
+        for (option, bound) in bounds {
+            words.extend(bound.map(|bound| bytes(option, ByteLen::new(bound))));
+        }
         words.extend(self.compressed.map(|size| bytes("--compressed=", size)));
         let disks = [
             ("--swap-cache=", "--swap-size=", &self.swap),
@@ -192,6 +215,7 @@ impl MemoryWish {
 #[derive(Debug, Default)]
 pub(crate) struct Said {
     budget: Option<ByteLen>,
+    range: BudgetRange,
     compressed: Option<ByteLen>,
     swap: (Option<ImageAddress>, Option<ByteLen>),
     slow: (Option<ImageAddress>, Option<ByteLen>),
@@ -217,6 +241,10 @@ impl Said {
         let switch = || parse_bool(value).ok_or_else(|| wanted("give on or off, or true or false".to_owned()));
         match key {
             "budget" => self.budget = Some(size()?),
+            "budget-min" => self.range.min = Some(size()?.get()),
+            "budget-low" => self.range.low = Some(size()?.get()),
+            "budget-high" => self.range.high = Some(size()?.get()),
+            "budget-max" => self.range.max = Some(size()?.get()),
             "compressed" => self.compressed = Some(size()?),
             "swap-cache" => self.swap.0 = Some(disk()?),
             "swap-size" => self.swap.1 = Some(size()?),
@@ -250,6 +278,7 @@ impl Said {
             (Some(address), size) => Ok(Some(SwapConfig { address, size })),
         };
         let wish = MemoryWish {
+            range: self.range,
             compressed: self.compressed,
             swap: disk(self.swap, "swap-size", "swap-cache")?,
             slow: disk(self.slow, "slow-size", "slow-store")?,

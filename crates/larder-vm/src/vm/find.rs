@@ -5,7 +5,7 @@
 //! leaves it behind, and the next one of that name replaces it.
 
 use std::io;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{FileTypeExt, symlink};
 use std::path::{Path, PathBuf};
 
 use super::config::{self, VmConfig};
@@ -96,6 +96,50 @@ pub(super) fn folder() -> PathBuf {
 pub fn folders() -> Vec<PathBuf> {
     let mut all = vec![runtime_folder::socket_folder(), runtime_folder()];
     all.dedup();
+    all
+}
+
+/// The folders of the sockets of processes that manage memory and nothing else, which concern this user.
+pub fn memory_folders() -> Vec<PathBuf> {
+    runtime_folder::memory_folders()
+}
+
+/// What the name of such a socket ends with where it is among others.
+pub const OF_MEMORY: &str = "-memory";
+
+/// The processes that manage the memory of a VM each, by the VM's name: the sockets `NAME.sock` in their own folders, and
+/// `NAME-memory.sock` among those of the VMs. A socket of a disk, as the files of `vms` or these paths say, is none.
+pub fn memories(of_disks: &[PathBuf]) -> Vec<Found> {
+    let is_socket = |path: &Path| std::fs::metadata(path).is_ok_and(|it| it.file_type().is_socket());
+    let sockets = |folder: &Path| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        let paths = entries.map(|entry| entry.path());
+        let paths = paths.filter(|path| path.extension().is_some_and(|it| it == "sock") && is_socket(path));
+        paths.collect::<Vec<PathBuf>>()
+    };
+    let found = |name: &str, control: PathBuf| Found {
+        name: name.to_owned(),
+        control,
+        mistake: None,
+    };
+    let name_of = |path: &Path| path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let mut all: Vec<Found> = Vec::new();
+    for path in memory_folders().iter().flat_map(|folder| sockets(folder)) {
+        all.push(found(&name_of(&path), path));
+    }
+    let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
+    let configs = files.filter_map(|entry| VmConfig::read(&entry.path()).ok());
+    let disks = configs.flat_map(|config| config.disks).filter_map(|disk| disk.socket);
+    let of_disks: Vec<PathBuf> = disks.chain(of_disks.iter().cloned()).collect();
+    for path in folders().iter().flat_map(|folder| sockets(folder)) {
+        let name = name_of(&path);
+        if let Some(name) = name.strip_suffix(OF_MEMORY).filter(|name| !name.is_empty())
+            && !of_disks.contains(&path)
+        {
+            all.push(found(name, path));
+        }
+    }
+    all.sort();
     all
 }
 

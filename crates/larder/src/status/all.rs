@@ -1,4 +1,4 @@
-//! All VMs of the host, a line for each disk.
+//! All VMs of the host, a line for each disk, and one for each whose memory is managed.
 
 use std::process::ExitCode;
 
@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
 use crate::disk_image::human;
+use crate::memories;
 use crate::output::{Table, print};
 use crate::rates::is_not_served;
 
@@ -20,16 +21,20 @@ type Asked = Result<(ServerState, Value, Disks), FetchError>;
 pub(super) fn run(output: Output) -> anyhow::Result<ExitCode> {
     let vms = find::vms();
     let asked = ask_all(&vms);
+    let disks = asked.iter().flatten().flat_map(|(_, _, disks)| &disks.disks);
+    let memories = memories::ask_all(&vms, disks);
     let text = match output {
-        Output::Json => json_text(&vms, &asked),
-        Output::Text if vms.is_empty() => no_vm(),
-        Output::Text => text(&vms, &asked),
+        Output::Json => json_text(&vms, &asked, &memories),
+        Output::Text if vms.is_empty() && memories.is_empty() => no_vm(),
+        Output::Text => text(&vms, &asked, &memories),
     };
     print(&text)?;
-    let are_all_well = vms.iter().zip(&asked).all(|(vm, asked)| match asked {
-        Ok(_) => true,
-        Err(error) => is_not_served(error) && vm.mistake.is_none(),
-    });
+    let do_all_answer = memories.iter().all(|(_, asked)| asked.is_ok());
+    let are_all_well = do_all_answer
+        && vms.iter().zip(&asked).all(|(vm, asked)| match asked {
+            Ok(_) => true,
+            Err(error) => is_not_served(error) && vm.mistake.is_none(),
+        });
     Ok(match are_all_well {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(EXIT_NEGATIVE),
@@ -63,7 +68,7 @@ fn ask_all(vms: &[Found]) -> Vec<Asked> {
     })
 }
 
-fn text(vms: &[Found], asked: &[Asked]) -> String {
+fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked]) -> String {
     let mut table = Table::new(["vm", "disk", "size", "used by", "cache", "image"]);
     let mut troubles = String::new();
     for (vm, asked) in vms.iter().zip(asked) {
@@ -96,11 +101,24 @@ fn text(vms: &[Found], asked: &[Asked]) -> String {
             }
         }
     }
-    let table = table.into_text();
-    match troubles.as_str() {
-        "" => table,
-        troubles => format!("{table}\n{troubles}"),
+    let mut told = Vec::new();
+    for (vm, asked) in memories {
+        match asked {
+            Ok((_, state)) => told.push((vm.clone(), state.clone())),
+            Err(error) => troubles.push_str(&format!("{vm}: its memory: {error}\n")),
+        }
     }
+    let mut parts = Vec::new();
+    if !vms.is_empty() {
+        parts.push(table.into_text());
+    }
+    if !told.is_empty() {
+        parts.push(memories::state_table(&told));
+    }
+    if !troubles.is_empty() {
+        parts.push(troubles);
+    }
+    parts.join("\n")
 }
 
 fn disk_row(vm: String, place: usize, disk: &DiskState) -> [String; 6] {
@@ -136,19 +154,37 @@ fn cache_text(cache: &CacheState) -> String {
     }
 }
 
-fn json_text(vms: &[Found], asked: &[Asked]) -> String {
+fn json_text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked]) -> String {
+    let memory_of = |name: &str| {
+        let mut all = memories.iter();
+        let asked = all.find(|(vm, _)| vm == name).map(|(_, asked)| asked);
+        asked
+            .and_then(|asked| asked.as_ref().ok())
+            .map(|(said, _)| said.clone())
+    };
     let all = vms.iter().zip(asked).map(|(vm, asked)| {
         let control = vm.control.display().to_string();
         match asked {
             Ok((server, said, _)) => json!({
-                "name": vm.name, "control": control, "server": server, "disks": said["disks"], "error": null,
+                "name": vm.name, "control": control, "server": server, "disks": said["disks"],
+                "memory": memory_of(&vm.name), "error": null,
             }),
             Err(error) => json!({
                 "name": vm.name, "control": control, "server": null, "disks": [],
-                "error": vm.mistake.clone().unwrap_or_else(|| error.to_string()),
+                "memory": memory_of(&vm.name), "error": vm.mistake.clone().unwrap_or_else(|| error.to_string()),
             }),
         }
     });
-    let all: Vec<Value> = all.collect();
+    let alone = memories
+        .iter()
+        .filter(|(name, _)| !vms.iter().any(|vm| vm.name == *name));
+    let alone = alone.map(|(name, asked)| {
+        let (memory, error) = match asked {
+            Ok((said, _)) => (Some(said), None),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        json!({"name": name, "control": null, "server": null, "disks": [], "memory": memory, "error": error})
+    });
+    let all: Vec<Value> = all.chain(alone).collect();
     format!("{:#}\n", json!({"vms": all}))
 }

@@ -10,13 +10,17 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
+use larder_vm::control::state::Disks;
 use larder_vm::control::{FetchError, fetch_disks};
 use larder_vm::vm::config::{OF_HOST, VmConfig, folder, path_of};
 use larder_vm::vm::find::{self, Found};
 
+use serde_json::json;
+
 use crate::cli::{Output, StatusArguments};
 use crate::output::print;
 use crate::rates::is_not_served;
+use crate::{memories, memory};
 
 /// The longest interval.
 const INTERVAL_MAX: Duration = Duration::from_secs(24 * 3600);
@@ -33,12 +37,36 @@ pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
         (vm, Some(every)) => rates::run(vm.as_ref(), every, wish.count, output),
         (None, None) => all::run(output),
         (Some(vm), None) => {
-            let (said, disks) = fetch_disks(&vm.control).map_err(|error| explain(error, &vm))?;
-            match output {
-                Output::Text => print(&detail::text(&disks))?,
-                Output::Json => print(&format!("{said:#}\n"))?,
-            }
+            one(&vm, output)?;
             Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// Tells of one VM: its disks, and its memory, if that is managed.
+fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
+    let asked = fetch_disks(&vm.control);
+    let disks = asked.as_ref().map_or(&[][..], |(_, disks)| &disks.disks[..]);
+    let memory = memories::ask_one(vm, disks);
+    let (mut said, disks) = match (asked, &memory) {
+        (Ok(told), _) => told,
+        // Only its memory is Larder's.
+        (Err(error), Some(_)) if is_not_served(&error) => (json!({"disks": []}), Disks { disks: Vec::new() }),
+        (Err(error), _) => return Err(explain(error, vm)),
+    };
+    let memory = memory.transpose()?;
+    match output {
+        Output::Text => {
+            let of_memory = memory.map(|(_, state)| memory::text(&state));
+            let of_disks = (!disks.disks.is_empty()).then(|| detail::text(&disks));
+            let parts: Vec<String> = [of_disks, of_memory].into_iter().flatten().collect();
+            print(&parts.join("\n"))
+        }
+        Output::Json => {
+            if let (Some(fields), Some((memory, _))) = (said.as_object_mut(), memory) {
+                fields.insert("memory".to_owned(), memory);
+            }
+            print(&format!("{said:#}\n"))
         }
     }
 }

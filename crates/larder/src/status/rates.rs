@@ -1,29 +1,42 @@
-//! What disks do in an interval, again and again, with the words of iostat.
+//! What disks and memory do in an interval, again and again, with the words of iostat.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use larder_vm::control::fetch_disks;
+use larder_vm::control::memory::MemoryState;
 use larder_vm::control::state::DiskState;
 use larder_vm::vm::find::{self, Found};
 use serde_json::json;
 
 use super::explain;
 use crate::cli::Output;
+use crate::memories::{self, MemorySampler, VmMemoryRates, rates_table};
 use crate::output::print;
-use crate::rates::{Sampler, ask_all, table};
+use crate::rates::{Sampler, ask_all, is_not_served, table};
 
 /// Tells of one VM, or of all that there are, `every` so often, `count` times.
 pub(crate) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, output: Output) -> anyhow::Result<ExitCode> {
     let mut sampler = Sampler::default();
+    let mut memory_sampler = MemorySampler::default();
     let begun = Instant::now();
     let mut round = 0;
     loop {
-        let rates = sampler.sample(ask(vm)?).rates;
+        let (served, memories) = ask(vm)?;
+        let rates = sampler.sample(served).rates;
+        let memories = memory_sampler.sample(memories).into_iter();
+        let memories: Vec<VmMemoryRates> = memories.map(VmMemoryRates::from).collect();
+        let mut tables = Vec::new();
+        if !rates.is_empty() || memories.is_empty() {
+            tables.push(table(&rates));
+        }
+        if !memories.is_empty() {
+            tables.push(rates_table(&memories));
+        }
         match output {
-            Output::Text if round > 0 => print(&format!("\n{}", table(&rates)))?,
-            Output::Text => print(&table(&rates))?,
-            Output::Json => print(&format!("{}\n", json!({"disks": rates})))?,
+            Output::Text if round > 0 => print(&format!("\n{}", tables.join("\n")))?,
+            Output::Text => print(&tables.join("\n"))?,
+            Output::Json => print(&format!("{}\n", json!({"disks": rates, "memories": memories})))?,
         }
         round += 1;
         if count.is_some_and(|count| round >= count) {
@@ -35,18 +48,38 @@ pub(crate) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, outpu
     }
 }
 
-/// The disks of one VM, or of all that are served. That one is not there, or any more, is an error if it was asked for.
-fn ask(vm: Option<&Found>) -> anyhow::Result<Vec<(String, Vec<DiskState>)>> {
+/// Disks by their VMs, and memory likewise.
+type Told = (Vec<(String, Vec<DiskState>)>, Vec<(String, MemoryState)>);
+
+/// The disks and the memory of one VM, or of all that are served. That one is not there, or any more, is an error if it was
+/// asked for.
+fn ask(vm: Option<&Found>) -> anyhow::Result<Told> {
     if let Some(vm) = vm {
-        let (_, disks) = fetch_disks(&vm.control).map_err(|error| explain(error, vm))?;
-        return Ok(vec![(vm.name.clone(), disks.disks)]);
+        let asked = fetch_disks(&vm.control);
+        let disks = asked.as_ref().map_or(&[][..], |(_, disks)| &disks.disks[..]);
+        let memory = memories::ask_one(vm, disks).transpose()?;
+        let disks = match (asked, &memory) {
+            (Ok((_, disks)), _) => vec![(vm.name.clone(), disks.disks)],
+            (Err(error), Some(_)) if is_not_served(&error) => Vec::new(),
+            (Err(error), _) => return Err(explain(error, vm)),
+        };
+        let memory = memory.map(|(_, state)| (vm.name.clone(), state));
+        return Ok((disks, memory.into_iter().collect()));
     }
     let mut all = Vec::new();
-    for (vm, asked) in ask_all(&find::vms()) {
+    let vms = find::vms();
+    for (vm, asked) in ask_all(&vms) {
         match asked {
             Ok(disks) => all.push((vm, disks)),
             Err(error) => eprintln!("larder: {vm}: {error}"),
         }
     }
-    Ok(all)
+    let mut memories = Vec::new();
+    for (vm, asked) in memories::ask_all(&vms, all.iter().flat_map(|(_, disks)| disks)) {
+        match asked {
+            Ok((_, state)) => memories.push((vm, state)),
+            Err(error) => eprintln!("larder: {vm}: its memory: {error}"),
+        }
+    }
+    Ok((all, memories))
 }

@@ -10,8 +10,10 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::{Line, Text};
 use ratatui::widgets::{Cell, Clear, Paragraph, Row as TableRow, Table};
 
+use super::draw_memory;
 use super::view::{Page, Row, Totals, View};
 use crate::disk_image::human;
+use crate::memories::trouble;
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -19,7 +21,7 @@ const MIB: f64 = (1 << 20) as f64;
 const BAR_MAX: usize = 40;
 
 const HELP: &str = "\
- 1 VMs   2 all disks   3 the chosen disk, its latencies and its caches
+ 1 VMs   2 all disks   3 the chosen disk, its latencies and its caches   4 memory
  Enter   more of what is chosen          Esc    back
  Up, Down, PageUp, PageDown, Home, End   choose
  s       sort by another column          Space  look now
@@ -32,13 +34,16 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
     frame.render_widget(Paragraph::new(heading(view)).style(bold), head);
     match view.disk() {
         Some(place) => frame.render_widget(Paragraph::new(disk_text(view, place)), body),
+        None if matches!(view.page, Page::Memory(_)) => {
+            frame.render_widget(Paragraph::new(draw_memory::text(view)), body);
+        }
         None if matches!(view.page, Page::Disk(..)) => {
             frame.render_widget(Paragraph::new("This disk is not served any more; Esc goes back."), body);
         }
         None => table(frame, view, body),
     }
     let keys = format!(
-        "1 VMs  2 disks  3 disk  Enter more  Esc back  s sort ({})  h help  q quit",
+        "1 VMs  2 disks  3 disk  4 memory  Enter more  Esc back  s sort ({})  h help  q quit",
         view.order.name()
     );
     frame.render_widget(
@@ -65,11 +70,16 @@ fn heading(view: &View) -> String {
     }
     let mut vms: Vec<&str> = sample.rates.iter().map(|rates| rates.vm.as_str()).collect();
     vms.dedup();
+    let alone = view.seen.memories.iter().map(|memory| memory.vm.as_str());
+    let alone: Vec<&str> = alone.filter(|vm| !vms.contains(vm)).collect();
+    vms.extend(alone);
     let what = match &view.page {
         Page::Vms => String::new(),
         Page::Disks(None) => "  all disks".to_owned(),
         Page::Disks(Some(vm)) => format!("  {vm}"),
         Page::Disk(vm, disk) => format!("  {vm} {disk}"),
+        Page::Memories => "  memory".to_owned(),
+        Page::Memory(vm) => format!("  memory of {vm}"),
     };
     let troubles = match view.seen.troubles.len() {
         0 => String::new(),
@@ -89,7 +99,11 @@ fn heading(view: &View) -> String {
 fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
     let rows = view.rows();
     if rows.is_empty() {
-        let text = "No VM is served. `larder vm NAME` serves one; so does `larder libvirt attach DOMAIN`, from its next start on.";
+        let text = if view.page == Page::Memories {
+            "No VM's memory is managed. `larder memory attach` does that."
+        } else {
+            "No VM is served. `larder vm NAME` serves one; so does `larder libvirt attach DOMAIN`, from its next start on."
+        };
         frame.render_widget(Paragraph::new(text), area);
         return;
     }
@@ -99,8 +113,20 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
     if view.chosen >= view.top + view.room {
         view.top = view.chosen + 1 - view.room.max(1);
     }
+    if view.page == Page::Memories {
+        let shown: Vec<(bool, Row)> = rows
+            .into_iter()
+            .enumerate()
+            .skip(view.top)
+            .take(view.room)
+            .map(|(place, row)| (place == view.chosen, row))
+            .collect();
+        draw_memory::table(frame, view, &shown, area);
+        return;
+    }
     let header = [
-        "vm", "disk", "r/s", "rMiB/s", "w/s", "wMiB/s", "await", "aqu-sz", "%util", "%hit", "dirty", "",
+        "vm", "disk", "r/s", "rMiB/s", "w/s", "wMiB/s", "await", "aqu-sz", "%util", "%hit", "dirty", "memory", "%lost",
+        "",
     ];
     let shown = rows.iter().enumerate().skip(view.top).take(view.room);
     let lines = shown.map(|(place, row)| {
@@ -110,28 +136,28 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
         };
         TableRow::new(cells(view, row).map(Cell::from)).style(style)
     });
-    let widths = [14, 8, 8, 8, 8, 8, 9, 7, 6, 6, 9, 30].map(Constraint::Max);
+    let widths = [14, 8, 8, 8, 8, 8, 9, 7, 6, 6, 9, 9, 6, 30].map(Constraint::Max);
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let header = TableRow::new(header.map(|name| Cell::from(aligned(name)))).style(bold);
     frame.render_widget(Table::new(lines, widths).header(header), area);
 }
 
 /// A number's name is above the number.
-fn aligned(name: &'static str) -> Text<'static> {
+pub(super) fn aligned(name: &'static str) -> Text<'static> {
     match name {
         "vm" | "disk" | "" => Text::from(name),
         name => Text::from(name).right_aligned(),
     }
 }
 
-fn cells(view: &View, row: &Row) -> [Text<'static>; 12] {
+fn cells(view: &View, row: &Row) -> [Text<'static>; 14] {
     let (vm, disk) = view.name_of(row);
     let totals = view.totals(row);
     if let Row::Trouble(place) = row {
         let why = Text::from(view.seen.troubles[*place].1.clone());
-        let mut cells: [Text<'static>; 12] = Default::default();
+        let mut cells: [Text<'static>; 14] = Default::default();
         cells[0] = Text::from(vm);
-        cells[11] = why;
+        cells[13] = why;
         return cells;
     }
     let number = |text: String| Text::from(text).right_aligned();
@@ -139,8 +165,12 @@ fn cells(view: &View, row: &Row) -> [Text<'static>; 12] {
         Row::Disk(place) => view.seen.sample.rates[*place].rates.cache_hits,
         _ => None,
     };
+    let memory = match row {
+        Row::Vm(vm) => view.memory_of(vm),
+        _ => None,
+    };
     let note = match (totals.failed, totals.errors > 0.0) {
-        (0, false) => String::new(),
+        (0, false) => memory.map_or_else(String::new, |memory| trouble(&memory.state)),
         (0, true) => format!("{:.0} errors/s", totals.errors),
         _ => "cache has failed".to_owned(),
     };
@@ -162,6 +192,8 @@ fn cells(view: &View, row: &Row) -> [Text<'static>; 12] {
             0 => "-".to_owned(),
             dirty => human(dirty),
         }),
+        number(memory.map_or_else(|| "-".to_owned(), |memory| human(memory.state.used))),
+        number(memory.map_or_else(|| "-".to_owned(), |memory| format!("{:.1}", memory.rates.some * 100.0))),
         Text::from(note),
     ]
 }

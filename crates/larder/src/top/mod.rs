@@ -1,6 +1,7 @@
-//! `larder top`: the VMs of this host and their disks at work, in a terminal.
+//! `larder top`: the VMs of this host, their disks and their memory at work, in a terminal.
 
 mod draw;
+mod draw_memory;
 mod view;
 
 use std::io::IsTerminal;
@@ -14,6 +15,7 @@ use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 
 use crate::cli::{Output, TopArguments};
+use crate::memories::{self, MemorySampler, MemorySeen};
 use crate::rates::{Sample, Sampler, ask_all};
 use crate::status::rates;
 use view::{Key, View};
@@ -25,6 +27,8 @@ const KEY_TIME: Duration = Duration::from_millis(50);
 #[derive(Default)]
 struct Seen {
     sample: Sample,
+    /// The memory of VMs, as far as it is managed.
+    memories: Vec<MemorySeen>,
     /// VMs that give no answer, and what is said of that.
     troubles: Vec<(String, String)>,
 }
@@ -52,15 +56,25 @@ pub(crate) fn run(arguments: TopArguments) -> anyhow::Result<ExitCode> {
 /// Looks `every` so often, and whenever more is wanted at once, as long as somebody wants to see it.
 fn look_again_and_again(every: Duration, sender: &Sender<Seen>, wanted: &Receiver<()>) {
     let mut sampler = Sampler::default();
+    let mut memory_sampler = MemorySampler::default();
     loop {
         let mut seen = Seen::default();
         let mut served = Vec::new();
-        for (vm, asked) in ask_all(&find::vms()) {
+        let vms = find::vms();
+        for (vm, asked) in ask_all(&vms) {
             match asked {
                 Ok(disks) => served.push((vm, disks)),
                 Err(error) => seen.troubles.push((vm, error.to_string())),
             }
         }
+        let mut memories = Vec::new();
+        for (vm, asked) in memories::ask_all(&vms, served.iter().flat_map(|(_, disks)| disks)) {
+            match asked {
+                Ok((_, state)) => memories.push((vm, state)),
+                Err(error) => seen.troubles.push((vm, format!("its memory: {error}"))),
+            }
+        }
+        seen.memories = memory_sampler.sample(memories);
         seen.sample = sampler.sample(served);
         if sender.send(seen).is_err() {
             return;
@@ -122,6 +136,7 @@ fn show(
             KeyCode::Char('1') => Key::Vms,
             KeyCode::Char('2') => Key::Disks,
             KeyCode::Char('3') => Key::Disk,
+            KeyCode::Char('4') => Key::Memories,
             KeyCode::Char('s') => Key::Sort,
             KeyCode::Char('h' | '?') | KeyCode::F(1) => Key::Help,
             _ => continue,

@@ -4,6 +4,7 @@ use larder_vm::control::rates::Rates;
 use larder_vm::control::state::DiskState;
 
 use super::Seen;
+use crate::memories::MemorySeen;
 
 /// What a user wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +20,7 @@ pub(super) enum Key {
     Vms,
     Disks,
     Disk,
+    Memories,
     Sort,
     Help,
 }
@@ -33,6 +35,10 @@ pub(super) enum Page {
     Disks(Option<String>),
     /// One disk: its VM, and its name there.
     Disk(String, String),
+    /// The memory of all VMs.
+    Memories,
+    /// That of one VM.
+    Memory(String),
 }
 
 /// What rows are sorted by, the largest first but for names.
@@ -132,6 +138,8 @@ impl Totals {
 pub(super) enum Row {
     Vm(String),
     Disk(usize),
+    /// The memory of a VM, likewise.
+    Memory(usize),
     /// A VM that gives no answer.
     Trouble(usize),
 }
@@ -169,6 +177,7 @@ impl View {
                 let rates = &self.seen.sample.rates[*place];
                 (rates.vm.clone(), rates.disk.clone())
             }
+            Row::Memory(place) => (self.seen.memories[*place].vm.clone(), String::new()),
             Row::Trouble(place) => (self.seen.troubles[*place].0.clone(), String::new()),
         }
     }
@@ -180,7 +189,7 @@ impl View {
             let is_in = match row {
                 Row::Vm(vm) => rates.vm == *vm,
                 Row::Disk(of) => place == *of,
-                Row::Trouble(_) => false,
+                Row::Memory(_) | Row::Trouble(_) => false,
             };
             if is_in {
                 totals.add(&rates.rates, disk);
@@ -196,6 +205,11 @@ impl View {
             Page::Vms => {
                 let mut vms: Vec<&str> = rates.iter().map(|rates| rates.vm.as_str()).collect();
                 vms.dedup();
+                for memory in &self.seen.memories {
+                    if !vms.contains(&memory.vm.as_str()) {
+                        vms.push(&memory.vm);
+                    }
+                }
                 let troubles = (0..self.seen.troubles.len()).map(Row::Trouble);
                 vms.into_iter()
                     .map(|vm| Row::Vm(vm.to_owned()))
@@ -206,15 +220,25 @@ impl View {
                 let is_in = |place: &usize| vm.as_ref().is_none_or(|vm| rates[*place].vm == *vm);
                 (0..rates.len()).filter(is_in).map(Row::Disk).collect()
             }
-            Page::Disk(..) => Vec::new(),
+            Page::Memories => (0..self.seen.memories.len()).map(Row::Memory).collect(),
+            Page::Disk(..) | Page::Memory(_) => Vec::new(),
         };
         if self.order == Order::Name {
             rows.sort_by_key(|row| self.name_of(row));
         } else {
-            let weight = |row: &Row| self.order.weight(&self.totals(row));
+            let weight = |row: &Row| match row {
+                // Of memory it is the time that is lost.
+                Row::Memory(place) => self.seen.memories[*place].rates.some,
+                row => self.order.weight(&self.totals(row)),
+            };
             rows.sort_by(|one, other| weight(other).total_cmp(&weight(one)));
         }
         rows
+    }
+
+    /// The memory of the VM `vm`, if it is managed.
+    pub(super) fn memory_of(&self, vm: &str) -> Option<&MemorySeen> {
+        self.seen.memories.iter().find(|memory| memory.vm == vm)
     }
 
     /// The place of the disk that is looked at, if it is still there.
@@ -243,6 +267,7 @@ impl View {
             Key::Help => self.helps = true,
             Key::Vms => self.go(Page::Vms),
             Key::Disks => self.go(Page::Disks(None)),
+            Key::Memories => self.go(Page::Memories),
             Key::Enter | Key::Disk => self.enter(key == Key::Disk),
             Key::Back => match self.page.clone() {
                 Page::Disk(vm, disk) => {
@@ -253,7 +278,11 @@ impl View {
                     self.go(Page::Vms);
                     self.choose(&vm, "");
                 }
-                Page::Disks(None) | Page::Vms => self.go(Page::Vms),
+                Page::Memory(vm) => {
+                    self.go(Page::Memories);
+                    self.choose(&vm, "");
+                }
+                Page::Disks(None) | Page::Vms | Page::Memories => self.go(Page::Vms),
             },
         }
     }
@@ -272,7 +301,10 @@ impl View {
                     self.go(Page::Disk(vm, disk));
                 }
             }
+            // A VM without disks has memory.
+            Row::Vm(_) if !self.seen.sample.rates.iter().any(|rates| rates.vm == vm) => self.go(Page::Memory(vm)),
             Row::Vm(_) => self.go(Page::Disks(Some(vm))),
+            Row::Memory(_) => self.go(Page::Memory(vm)),
             Row::Trouble(_) => {}
         }
     }

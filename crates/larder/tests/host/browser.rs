@@ -258,6 +258,76 @@ fn agree(browser: &Browser, host: &super::Host, user: &User, name: &str, kind: &
 }
 
 #[test]
+fn memory_is_shown_as_the_pager_tells_it() {
+    let user = User::new();
+    let _web = user.vm("web");
+    let memory = user.memory_with_all("web");
+    let host = user.host(&[]);
+    let browser = Browser::start();
+    browser.look(1280, false);
+    browser.open(&host.url("/"));
+    browser.wait(
+        "its memory",
+        "return document.querySelector('[data-key=memory]')?.textContent.includes('MiB');",
+    );
+    browser.picture(&pictures().join("fleet-memory.png"));
+    browser.open(&host.url("/#/vm/web"));
+    let plot = |title: &str| {
+        format!("[...document.querySelectorAll('#memory figure')].find((it) => it.dataset.title === '{title}')")
+    };
+    let enough = format!(
+        "const data = {}?.larder(); return data && data[1].filter((it) => it !== null).length >= 8;",
+        plot("Memory")
+    );
+    browser.wait("eight looks", &enough);
+    let plots = browser.run(PLOTS);
+    for (title, place) in [
+        ("Memory", 1),
+        ("Memory", 2),
+        ("Memory", 3),
+        ("Memory", 4),
+        ("Time lost by waiting for memory", 1),
+        ("Faults per second", 1),
+        ("Faults per second", 2),
+        ("Fault latency", 1),
+        ("Fault latency", 4),
+        ("Pages per second", 1),
+        ("Pages per second", 2),
+        ("To and from its disks", 1),
+        ("To and from its disks", 2),
+    ] {
+        let values = series(&plots, title, place);
+        assert!(
+            values.iter().any(|(_, value)| *value > 0.0),
+            "{title} {place}: {values:?}"
+        );
+    }
+    for (width, is_dark) in [(1280, false), (1280, true), (390, false)] {
+        browser.look(width, is_dark);
+        let theme = if is_dark { "dark" } else { "light" };
+        browser.picture(&pictures().join(format!("memory-{width}-{theme}.png")));
+        assert_eq!(overflow(&browser), 0, "at {width}");
+    }
+    // What it says once nothing changes any more is what the pager says.
+    let state = memory.stand_still();
+    let last = |title: &str, place: usize| {
+        let last = format!("const it = {}.larder()[{place}]; return it.at(-1);", plot(title));
+        browser.run(&last).as_u64()
+    };
+    super::until("the last figures", || {
+        (last("Memory", 1) == Some(state.used) && last("Memory", 3) == Some(state.compressed.used)).then_some(())
+    });
+    assert_eq!(last("Memory", 2), Some(state.resident));
+    assert_eq!(last("Memory", 4), Some(state.budget));
+    let facts = browser.run("return document.querySelector('#memory .facts').textContent;");
+    let facts = facts.as_str().expect("text");
+    for words in ["24 MiB", "min 20 MiB", "web.swap", " a day", " to 1"] {
+        assert!(facts.contains(words), "no {words} in {facts}");
+    }
+    assert_eq!(browser.complaints(), Vec::<Value>::new());
+}
+
+#[test]
 fn a_page_goes_on_when_its_vm_or_the_host_s_process_is_back() {
     let user = User::new();
     let mut web = user.vm("web");

@@ -2,7 +2,9 @@
 //! user, who has folders of his own.
 
 mod access;
+mod balance;
 mod browser;
+mod memory;
 mod metrics;
 mod packaged;
 mod places;

@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use larder_bench::campaign::process::Process;
 use serde_json::Value;
 
+use super::memory::Managed;
 use super::support::{LIMIT, on_tmpfs, tool};
 use super::{Host, User, fio, free_port, text, until, value_in};
 use std::io::Write;
@@ -22,8 +23,9 @@ pub(super) fn names(metrics: &str) -> (BTreeSet<String>, BTreeMap<String, String
 }
 
 /// A VM with all that there can be, which has done something.
-pub(super) fn busy(user: &User) -> (Process, Host) {
+pub(super) fn busy(user: &User) -> ((Process, Managed), Host) {
     let vm = user.cached_vm("web");
+    let memory = user.memory_with_all("web");
     let uri = user.nbd("web");
     for commands in [
         ["write 0 8M", "flush"],
@@ -38,8 +40,12 @@ pub(super) fn busy(user: &User) -> (Process, Host) {
             .collect();
         tool("qemu-io", &all);
     }
-    let host = user.host(&[]);
-    (vm, host)
+    let host = user.host(&["--balance-memory", "--memory-reserve", "1MiB"]);
+    // Its first look at the host's memory.
+    until("what the host has free", || {
+        host.value("larder_host_memory_available_bytes")
+    });
+    ((vm, memory), host)
 }
 
 #[test]

@@ -1,0 +1,251 @@
+//! Moves the budgets of VMs, as [`crate::balance`] decides: looks at all VMs again and again, and tells their pagers.
+//!
+//! Killed at any moment it leaves each budget as it is. What it remembers of VMs is gone then, and found out anew.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use larder_block::ByteLen;
+use larder_vm::control::memory::{MemoryPatch, MemoryState};
+use larder_vm::control::state::Failure;
+use serde_json::json;
+use tokio::time::{sleep_until, timeout};
+
+use crate::ask::{AskError, patch};
+use crate::balance::{Balancer, Move, Policy, Seen};
+use crate::fleet::{FRESH, Fleet};
+use crate::joined::joined;
+
+/// How long a pager may take to set its budget.
+const PATCH_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// VMs that have moved and are gone are remembered in the figures, so many at most.
+const MOVED_MAX: usize = 4096;
+
+/// How budgets are moved.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BalanceConfig {
+    /// What is kept to.
+    pub policy: Policy,
+    /// From one look to the next.
+    pub period: Duration,
+}
+
+/// What has been done, to be told.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Balance {
+    /// By the VM's name.
+    moved: HashMap<String, Moved>,
+    /// Nothing, unless budgets are moved.
+    pub(crate) host: Option<HostMemory>,
+}
+
+/// The host's memory, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostMemory {
+    pub(crate) available: u64,
+    pub(crate) reserve: u64,
+}
+
+/// Moves of a VM's budget.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Moved {
+    pub(crate) up: u64,
+    pub(crate) down: u64,
+    pub(crate) last: Option<LastMove>,
+}
+
+/// The last one.
+#[derive(Clone, Debug, serde::Serialize)]
+pub(crate) struct LastMove {
+    /// In milliseconds since 1970 (UTC).
+    pub(crate) time_ms: u64,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    /// For people.
+    pub(crate) why: String,
+}
+
+impl Balance {
+    pub(crate) fn moved(&self, name: &str) -> Moved {
+        self.moved.get(name).cloned().unwrap_or_default()
+    }
+
+    fn has_moved(&mut self, it: &Move) {
+        if self.moved.len() >= MOVED_MAX && !self.moved.contains_key(&it.name) {
+            return;
+        }
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let moved = self.moved.entry(it.name.clone()).or_default();
+        match it.to > it.from {
+            true => moved.up += 1,
+            false => moved.down += 1,
+        }
+        moved.last = Some(LastMove {
+            time_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+            from: it.from,
+            to: it.to,
+            why: it.why.words().to_owned(),
+        });
+    }
+}
+
+/// A VM as it was at the last look.
+struct Before {
+    path: PathBuf,
+    seen: Seen,
+    time_ns: u64,
+    stalled_us: u64,
+    pid: i32,
+}
+
+/// Moves budgets again and again; dropped to end.
+pub(crate) async fn run(fleet: Arc<Fleet>, config: BalanceConfig) {
+    let mut balancer = Balancer::new(config.policy);
+    let mut before: HashMap<String, Before> = HashMap::new();
+    let mut is_told = false;
+    loop {
+        let next = Instant::now() + config.period;
+        match available() {
+            Ok(available) => {
+                is_told = false;
+                fleet.balance().host = Some(HostMemory {
+                    available,
+                    reserve: config.policy.reserve,
+                });
+                fleet.refresh_after((config.period / 2).min(FRESH)).await;
+                let seen = look(&fleet, &mut before);
+                for it in balancer.decide(available, &seen) {
+                    if let Err(why) = carry_out(&fleet, &it, &before).await {
+                        tracing::warn!(vm = it.name, "the budget stays {}: {why}", ByteLen::new(it.from));
+                        balancer.is_refused(&it.name);
+                    }
+                }
+            }
+            Err(error) if !std::mem::replace(&mut is_told, true) => {
+                tracing::warn!("no budget is moved, as it is not known what the host has free: /proc/meminfo: {error}");
+            }
+            Err(_) => {}
+        }
+        sleep_until(next.into()).await;
+    }
+}
+
+/// What is seen of all VMs whose memory is managed, and of those that were seen before and give no answer.
+fn look(fleet: &Fleet, before: &mut HashMap<String, Before>) -> Vec<Seen> {
+    let vms = fleet.vms();
+    let mut now = HashMap::new();
+    for vm in joined(&vms) {
+        let Some(of_memory) = vm.of_memory() else { continue };
+        let old = before.remove(&vm.name);
+        let state = vm
+            .memory_now()
+            .and_then(|sample| sample.memory.as_ref())
+            .map(|memory| &memory.state);
+        let it = match (state, old) {
+            (Some(state), old) => Before::new(&vm.name, of_memory.path.clone(), state, old),
+            (None, Some(mut old)) if of_memory.socket.is_some() => {
+                old.seen.answers = false;
+                old
+            }
+            (None, _) => continue,
+        };
+        now.insert(vm.name, it);
+    }
+    *before = now;
+    before.values().map(|it| it.seen.clone()).collect()
+}
+
+impl Before {
+    fn new(name: &str, path: PathBuf, state: &MemoryState, old: Option<Self>) -> Self {
+        let stalled_us = state.pressure.some.total_us;
+        let is_same = |old: &Self| old.path == path && old.pid == state.pid && old.seen.answers;
+        let stall = old.as_ref().filter(|old| is_same(old)).and_then(|old| {
+            let time_us = state.time_ns.checked_sub(old.time_ns)? as f64 / 1e3;
+            let stalled = stalled_us.checked_sub(old.stalled_us)? as f64;
+            (time_us > 0.0).then(|| (stalled / time_us).min(1.0))
+        });
+        Self {
+            path,
+            seen: Seen {
+                name: name.to_owned(),
+                answers: true,
+                bounds: state
+                    .range
+                    .map(|range| range.bounds(state.size))
+                    .filter(|_| !state.detaching),
+                size: state.size,
+                budget: state.budget,
+                used: state.used,
+                stall,
+                is_stuck: state.problem.is_some(),
+            },
+            time_ns: state.time_ns,
+            stalled_us,
+            pid: state.pid,
+        }
+    }
+}
+
+/// Tells the pager; why the budget stays as it is.
+async fn carry_out(fleet: &Fleet, it: &Move, vms: &HashMap<String, Before>) -> Result<(), String> {
+    let path = &vms.get(&it.name).ok_or("it is gone")?.path;
+    let body = json!(MemoryPatch {
+        budget: Some(it.to),
+        ..MemoryPatch::default()
+    });
+    let told = timeout(PATCH_TIME_MAX, patch(path, "/v1/memory", body.to_string())).await;
+    let told = told.map_err(|_| "no answer in time".to_owned())?;
+    let told = told.map_err(|error: AskError| error.to_string())?;
+    if !told.status.is_success() {
+        let failure: Result<Failure, _> = serde_json::from_slice(&told.body);
+        return Err(failure.map_or_else(|_| told.status.to_string(), |failure| failure.error));
+    }
+    fleet.balance().has_moved(it);
+    tracing::info!(
+        vm = it.name,
+        from = %ByteLen::new(it.from),
+        to = %ByteLen::new(it.to),
+        stall = format!("{:.2} %", it.stall * 100.0),
+        "budget moved: {}",
+        it.why.words()
+    );
+    Ok(())
+}
+
+/// What the host can still give, in bytes.
+///
+/// # Errors
+/// It is not told.
+pub(crate) fn available() -> io::Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    available_in(&text).ok_or_else(|| io::Error::other("there is no MemAvailable in it"))
+}
+
+fn available_in(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn meminfo_is_understood() {
+        let text = "MemTotal:       16307956 kB\nMemAvailable:   12345678 kB\n";
+        assert_eq!(available_in(text), Some(12_345_678 * 1024));
+        for none in [
+            "",
+            "MemAvailable: much",
+            "MemAvailable: 99999999999999999999 kB",
+            "MemAvailable: 1 GB",
+        ] {
+            assert_eq!(available_in(none), None, "{none}");
+        }
+    }
+}

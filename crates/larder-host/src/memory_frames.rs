@@ -1,0 +1,166 @@
+//! What a browser is told of memory each second. Bytes, seconds and shares, as in [`larder_vm::control::memory_rates`].
+
+use larder_vm::control::memory::{MemoryProblem, SwapState};
+use larder_vm::control::memory_rates::MemoryRates;
+use larder_vm::memory::range::Bounds;
+use serde::Serialize;
+
+use crate::balancing::{LastMove, Moved};
+use crate::vm::Memory;
+
+/// Of a VM among others.
+#[derive(Serialize)]
+pub(crate) struct MemoryTotals {
+    size: u64,
+    budget: u64,
+    used: u64,
+    /// Of the time since the last look, in which somebody waited.
+    some: Option<f64>,
+    /// Of the last minute.
+    some_60s: f64,
+    lost_pages: u64,
+    failed: usize,
+    problem: Option<&'static str>,
+}
+
+/// Of one VM.
+#[derive(Serialize)]
+pub(crate) struct MemoryFrame<'a> {
+    process: &'a str,
+    pid: i32,
+    size: u64,
+    resident: u64,
+    budget: u64,
+    bounds: Option<BoundsFrame>,
+    used: u64,
+    compressed: CompressedFrame,
+    disks: Vec<DiskFrame<'a>>,
+    uniform_pages: u64,
+    lost_pages: u64,
+    refaults: u64,
+    evicted_pages: u64,
+    stalled: u64,
+    some: LostFrame,
+    full: LostFrame,
+    problem: Option<&'static str>,
+    detaching: bool,
+    rates: Option<&'a MemoryRates>,
+    moves: MovesFrame<'a>,
+}
+
+#[derive(Serialize)]
+struct BoundsFrame {
+    min: u64,
+    low: u64,
+    high: u64,
+    max: u64,
+}
+
+#[derive(Serialize)]
+struct CompressedFrame {
+    pages: u64,
+    used: u64,
+    limit: u64,
+    ratio: Option<f64>,
+}
+
+#[derive(Serialize)]
+struct DiskFrame<'a> {
+    tier: &'static str,
+    file: &'a str,
+    live: u64,
+    limit: u64,
+    written: u64,
+    /// At the rate since the pager attached.
+    written_per_day: f64,
+    failed: bool,
+}
+
+/// Shares of the time.
+#[derive(Serialize)]
+struct LostFrame {
+    avg10: f64,
+    avg60: f64,
+    avg300: f64,
+    total: f64,
+}
+
+#[derive(Serialize)]
+struct MovesFrame<'a> {
+    up: u64,
+    down: u64,
+    last: Option<&'a LastMove>,
+}
+
+fn failed(disks: &[SwapState]) -> usize {
+    disks.iter().filter(|disk| disk.failed).count()
+}
+
+impl MemoryTotals {
+    pub(crate) fn new(memory: &Memory) -> Self {
+        let state = &memory.state;
+        Self {
+            size: state.size,
+            budget: state.budget,
+            used: state.used,
+            some: memory.rates.as_ref().map(|rates| rates.some),
+            some_60s: state.pressure.some.avg60 / 100.0,
+            lost_pages: state.lost_pages,
+            failed: failed(&state.disks),
+            problem: state.problem.map(MemoryProblem::words),
+        }
+    }
+}
+
+impl<'a> MemoryFrame<'a> {
+    pub(crate) fn new(memory: &'a Memory, moved: &'a Moved) -> Self {
+        let state = &memory.state;
+        let bounds = state.range.map(|range| range.bounds(state.size));
+        let lost = |lost: &larder_vm::control::memory::LostState| LostFrame {
+            avg10: lost.avg10 / 100.0,
+            avg60: lost.avg60 / 100.0,
+            avg300: lost.avg300 / 100.0,
+            total: lost.total_us as f64 / 1e6,
+        };
+        let disk = |disk: &'a SwapState| DiskFrame {
+            tier: disk.tier.name(),
+            file: &disk.name,
+            live: disk.live,
+            limit: disk.limit,
+            written: disk.written_bytes,
+            written_per_day: disk.written_bytes as f64 * 86_400e9 / state.time_ns.max(1) as f64,
+            failed: disk.failed,
+        };
+        Self {
+            process: &state.process,
+            pid: state.pid,
+            size: state.size,
+            resident: state.resident,
+            budget: state.budget,
+            bounds: bounds.map(|Bounds { min, low, high, max }| BoundsFrame { min, low, high, max }),
+            used: state.used,
+            compressed: CompressedFrame {
+                pages: state.compressed.pages,
+                used: state.compressed.used,
+                limit: state.compressed.limit,
+                ratio: state.compression_ratio(),
+            },
+            disks: state.disks.iter().map(disk).collect(),
+            uniform_pages: state.uniform_pages,
+            lost_pages: state.lost_pages,
+            refaults: state.refaults,
+            evicted_pages: state.evicted_pages,
+            stalled: state.stalled,
+            some: lost(&state.pressure.some),
+            full: lost(&state.pressure.full),
+            problem: state.problem.map(MemoryProblem::words),
+            detaching: state.detaching,
+            rates: memory.rates.as_ref(),
+            moves: MovesFrame {
+                up: moved.up,
+                down: moved.down,
+                last: moved.last.as_ref(),
+            },
+        }
+    }
+}

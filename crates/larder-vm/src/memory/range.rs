@@ -1,0 +1,188 @@
+//! Where a budget may be moved to, by whoever shares the host's memory among VMs.
+//!
+//! The bounds are those of the kernel's cgroups (`memory.min`, `low`, `high`, `max`): below `min` a budget never goes, below
+//! `low` only while the host runs short and all others are at their `low`; above `high` only with memory that nobody else has
+//! use for, above `max` never.
+
+use larder_block::ByteLen;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::{BUDGET_MIN, overhead};
+
+/// Bounds of a budget, in bytes; all `None`: it is not moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BudgetRange {
+    /// Never below; the least that there can be, unless it is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub min: Option<u64>,
+    /// Below only while the host runs short and all others are at theirs; `min`, unless it is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub low: Option<u64>,
+    /// Above only with memory that nobody else has use for; `max`, unless it is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub high: Option<u64>,
+    /// Never above; all of the memory, and what is kept of each page, unless it is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max: Option<u64>,
+}
+
+/// The bounds that follow, all of them said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// See [`BudgetRange::min`], and so on.
+    pub min: u64,
+    /// As above.
+    pub low: u64,
+    /// As above.
+    pub high: u64,
+    /// As above.
+    pub max: u64,
+}
+
+/// Why a range cannot be.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum RangeError {
+    #[error("a budget's {lower_name} of {lower} is above its {upper_name} of {upper}; they rise: min, low, high, max")]
+    Order {
+        lower_name: &'static str,
+        lower: ByteLen,
+        upper_name: &'static str,
+        upper: ByteLen,
+    },
+    #[error("a budget's min of {min} is too small: {needed} is the least for memory of {bytes}")]
+    TooSmall {
+        min: ByteLen,
+        needed: ByteLen,
+        bytes: ByteLen,
+    },
+    #[error("a budget of {budget} is below its min of {min}")]
+    Below { budget: ByteLen, min: ByteLen },
+    #[error("a budget of {budget} is above its max of {max}")]
+    Above { budget: ByteLen, max: ByteLen },
+}
+
+/// The least budget for memory of `bytes`.
+pub(super) fn least(bytes: u64) -> u64 {
+    BUDGET_MIN.get() + overhead(bytes)
+}
+
+impl BudgetRange {
+    /// Whether a budget may be moved.
+    pub fn is_some(&self) -> bool {
+        *self != Self::default()
+    }
+
+    /// All bounds for memory of `bytes`.
+    pub fn bounds(&self, bytes: u64) -> Bounds {
+        let all = bytes.saturating_add(least(bytes));
+        let said = [self.low, self.high].into_iter().flatten().max();
+        let max = self.max.unwrap_or(all.max(said.unwrap_or_default()));
+        // Memory that was plugged in may need more than a bound was made for.
+        let min = self.min.unwrap_or_default().max(least(bytes)).min(max);
+        let low = self.low.unwrap_or(min).clamp(min, max);
+        let high = self.high.unwrap_or(max).clamp(low, max);
+        Bounds { min, low, high, max }
+    }
+
+    /// Whether the bounds make sense for memory of `bytes` with that budget.
+    ///
+    /// # Errors
+    /// They do not.
+    pub fn check(&self, bytes: u64, budget: u64) -> Result<(), RangeError> {
+        let said = [
+            ("min", self.min),
+            ("low", self.low),
+            ("high", self.high),
+            ("max", self.max),
+        ];
+        let said: Vec<(&'static str, u64)> = said
+            .into_iter()
+            .filter_map(|(name, bound)| Some((name, bound?)))
+            .collect();
+        for pair in said.windows(2) {
+            let ((lower_name, lower), (upper_name, upper)) = (pair[0], pair[1]);
+            if lower > upper {
+                return Err(RangeError::Order {
+                    lower_name,
+                    lower: ByteLen::new(lower),
+                    upper_name,
+                    upper: ByteLen::new(upper),
+                });
+            }
+        }
+        let needed = least(bytes);
+        if let Some(min) = self.min.filter(|min| *min < needed) {
+            return Err(RangeError::TooSmall {
+                min: ByteLen::new(min),
+                needed: ByteLen::new(needed.next_multiple_of(1 << 20)),
+                bytes: ByteLen::new(bytes),
+            });
+        }
+        match (self.min, self.max) {
+            (Some(min), _) if budget < min => Err(RangeError::Below {
+                budget: ByteLen::new(budget),
+                min: ByteLen::new(min),
+            }),
+            (_, Some(max)) if budget > max => Err(RangeError::Above {
+                budget: ByteLen::new(budget),
+                max: ByteLen::new(max),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn range(all: [u64; 4]) -> BudgetRange {
+        let [min, low, high, max] = all.map(|mib| (mib > 0).then_some(mib * MIB));
+        BudgetRange { min, low, high, max }
+    }
+
+    #[test]
+    fn bounds_that_are_not_said_follow_those_that_are() {
+        let of = |all: [u64; 4]| {
+            let Bounds { min, low, high, max } = range(all).bounds(64 * MIB);
+            [min, low, high, max].map(|bytes| bytes / MIB)
+        };
+        assert_eq!(of([20, 30, 40, 50]), [20, 30, 40, 50]);
+        assert_eq!(of([0, 30, 0, 0]), [16, 30, 80, 80]);
+        assert_eq!(of([20, 0, 40, 0]), [20, 20, 40, 80]);
+        assert_eq!(of([0, 0, 0, 50]), [16, 16, 50, 50]);
+        assert_eq!(of([0, 0, 500, 0]), [16, 16, 500, 500]);
+        assert_eq!(of([0, 0, 10, 0]), [16, 16, 16, 80]);
+        for all in [[20, 0, 0, 0], [0, 0, 17, 0], [0, 1, 2, 3], [0, 90, 0, 0], [0, 0, 0, 1]] {
+            let Bounds { min, low, high, max } = range(all).bounds(64 * MIB);
+            assert!(min <= low && low <= high && high <= max, "{all:?}");
+        }
+    }
+
+    #[test]
+    fn bounds_rise_and_the_budget_is_among_them() {
+        let said = |all: [u64; 4], budget: u64| match range(all).check(64 * MIB, budget * MIB) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        };
+        for good in [[0; 4], [20, 30, 40, 50], [20, 0, 0, 20], [0, 0, 20, 0], [0, 30, 30, 0]] {
+            assert_eq!(said(good, 20), "", "{good:?}");
+        }
+        for (bad, budget, why) in [
+            ([30, 20, 0, 0], 30, "min of 30 MiB is above its low of 20 MiB"),
+            ([30, 0, 0, 20], 30, "min of 30 MiB is above its max of 20 MiB"),
+            ([0, 40, 30, 0], 30, "low of 40 MiB is above its high of 30 MiB"),
+            ([10, 0, 0, 0], 30, "min of 10 MiB is too small: 17 MiB is the least"),
+            ([40, 0, 0, 0], 30, "a budget of 30 MiB is below its min of 40 MiB"),
+            ([0, 0, 0, 20], 30, "a budget of 30 MiB is above its max of 20 MiB"),
+        ] {
+            let said = said(bad, budget);
+            assert!(said.contains(why), "{bad:?}: {said}");
+        }
+    }
+}

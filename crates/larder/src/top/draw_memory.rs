@@ -1,0 +1,82 @@
+//! The memory of VMs as it is drawn.
+
+use larder_vm::control::memory_rates::FaultRates;
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Rect};
+use ratatui::style::{Modifier, Style};
+use ratatui::text::{Line, Text};
+use ratatui::widgets::{Cell, Row as TableRow, Table};
+
+use super::draw::aligned;
+use super::view::{Page, Row, View};
+use crate::disk_image::human;
+use crate::memories::{MemorySeen, trouble};
+use crate::memory;
+
+const MIB: f64 = (1 << 20) as f64;
+
+const COLUMNS: [&str; 12] = [
+    "vm",
+    "memory",
+    "budget",
+    "used",
+    "comp/s",
+    "disk/s",
+    "c_await",
+    "d_await",
+    "refault/s",
+    "wMiB/s",
+    "%some",
+    "",
+];
+
+/// A line for each VM whose memory is managed; whether it is chosen stands beside it.
+pub(super) fn table(frame: &mut Frame<'_>, view: &View, rows: &[(bool, Row)], area: Rect) {
+    let lines = rows.iter().filter_map(|(is_chosen, row)| {
+        let Row::Memory(place) = row else { return None };
+        let style = match is_chosen {
+            true => Style::new().add_modifier(Modifier::REVERSED),
+            false => Style::new(),
+        };
+        Some(TableRow::new(cells(&view.seen.memories[*place]).map(Cell::from)).style(style))
+    });
+    let widths = [14, 9, 9, 9, 8, 8, 9, 9, 9, 8, 6, 30].map(Constraint::Max);
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    let header = TableRow::new(COLUMNS.map(|name| Cell::from(aligned(name)))).style(bold);
+    frame.render_widget(Table::new(lines, widths).header(header), area);
+}
+
+fn cells(seen: &MemorySeen) -> [Text<'static>; 12] {
+    let (state, rates) = (&seen.state, &seen.rates);
+    let number = |text: String| Text::from(text).right_aligned();
+    let wait = |of: &FaultRates| match of.await_seconds {
+        Some(seconds) => format!("{:.0} us", seconds * 1e6),
+        None => "-".to_owned(),
+    };
+    [
+        Text::from(seen.vm.clone()),
+        number(human(state.size)),
+        number(human(state.budget)),
+        number(human(state.used)),
+        number(format!("{:.0}", rates.compressed.per_second)),
+        number(format!("{:.0}", rates.disk.per_second)),
+        number(wait(&rates.compressed)),
+        number(wait(&rates.disk)),
+        number(format!("{:.0}", rates.refaults)),
+        number(format!("{:.1}", (rates.swap_written + rates.slow_written) / MIB)),
+        number(format!("{:.1}", rates.some * 100.0)),
+        Text::from(trouble(state)),
+    ]
+}
+
+/// All of the memory that is looked at.
+pub(super) fn text(view: &View) -> Vec<Line<'static>> {
+    let Page::Memory(vm) = &view.page else {
+        return Vec::new();
+    };
+    let text = match view.memory_of(vm) {
+        Some(seen) => memory::text(&seen.state),
+        None => "This memory is not managed any more; Esc goes back.".to_owned(),
+    };
+    text.lines().map(|line| Line::from(line.to_owned())).collect()
+}

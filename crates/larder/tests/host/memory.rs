@@ -1,0 +1,293 @@
+//! VMs whose memory is managed: told with their disks, as their control sockets tell it.
+
+use std::process::Command;
+
+use larder_bench::campaign::memory::{Attach, Pager, Verifier};
+use larder_bench::campaign::verifier;
+use larder_vm::control::memory::MemoryState;
+use serde_json::Value;
+
+use super::support::{larder, need_root, run};
+use super::{User, text, until, value_in};
+
+/// How the program below is told what to do.
+const VERIFIER: &str = "LARDER_TEST_VERIFIER";
+
+/// No test, but the program whose memory is managed.
+#[test]
+#[ignore = "started by other tests"]
+fn verified() {
+    if std::env::var_os(VERIFIER).is_none() {
+        return;
+    }
+    let arguments = verifier::Arguments {
+        mib: MEMORY_MIB as usize,
+        threads: 2,
+        hot: 25,
+        compressible: true,
+        incompressible: false,
+        seed: u64::from(std::process::id()),
+    };
+    verifier::main(&arguments).expect("all is as it was written");
+}
+
+/// The program's memory, in MiB.
+pub(super) const MEMORY_MIB: u64 = 64;
+
+/// A process that works on its memory, and the pager.
+pub(super) struct Managed {
+    pub(super) verifier: Verifier,
+    pub(super) pager: Pager,
+}
+
+impl User {
+    /// Memory that is managed for the VM `name`, whose socket this user may use.
+    pub(super) fn memory(&self, name: &str, words: &[&str]) -> Managed {
+        need_root("to manage the memory of a process");
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.args(["--ignored", "--exact", "memory::verified", "--nocapture"]);
+        command.env(VERIFIER, "yes");
+        let verifier = Verifier::start(command).expect("a program to manage");
+        let socket = self.socket(&format!("{name}-memory.sock"));
+        let attach = Attach::new(larder(), self.folder.path(), verifier.pid(), words).at(&socket);
+        let pager = attach.start().expect("it attaches");
+        self.own(&socket);
+        Managed { verifier, pager }
+    }
+
+    /// The same with all tiers, each of which has something.
+    pub(super) fn memory_with_all(&self, name: &str) -> Managed {
+        let swap = self.images.path().join(format!("{name}.swap"));
+        let words = [
+            "--budget",
+            "24MiB",
+            "--compressed",
+            "2MiB",
+            "--budget-min",
+            "20MiB",
+            "--budget-max",
+            "24MiB",
+        ];
+        let swap = ["--swap-cache", text(&swap), "--swap-size", "256MiB"];
+        let managed = self.memory(name, &[&words[..], &swap].concat());
+        let has_all = |state: &MemoryState| {
+            let faults = [&state.faults.compressed, &state.faults.disk];
+            state.compressed.pages > 0
+                && state.disks[0].written_bytes > 0
+                && state.disks[0].read_bytes > 0
+                && faults.iter().all(|faults| faults.count > 0)
+                && state.refaults > 0
+        };
+        managed.pager.wait_until(has_all).expect("something is in all tiers");
+        managed
+    }
+}
+
+impl Managed {
+    /// The memory, which stands still from now on, as its own control socket tells it.
+    pub(super) fn stand_still(&self) -> MemoryState {
+        self.verifier.process.signal(libc::SIGSTOP);
+        let mut before = self.pager.state().expect("answers");
+        until("it stands still", || {
+            let mut now = self.pager.state().expect("answers");
+            let is_same = {
+                (before.time_ns, before.pressure) = (now.time_ns, now.pressure.clone());
+                before == now
+            };
+            std::mem::swap(&mut before, &mut now);
+            is_same.then_some(())
+        });
+        before
+    }
+}
+
+/// The VM of that name in a frame of all.
+fn of_fleet(frame: &Value, name: &str) -> Vec<Value> {
+    let vms = frame["vms"].as_array().expect("a list").iter();
+    vms.filter(|vm| vm["name"] == name).cloned().collect()
+}
+
+#[test]
+fn a_vm_s_memory_is_told_with_its_disks_whoever_manages_it() {
+    let user = User::new();
+    let _web = user.vm("web");
+    let mut memory = user.memory("web", &["--budget", "40MiB"]);
+    let _alone = user.memory("db", &["--budget", "40MiB"]);
+    let host = user.host(&[]);
+    host.vm_when("web", |vm| vm["memory"].is_object() && vm["totals"].is_object());
+    host.vm_when("db", |vm| vm["memory"].is_object() && vm["disks"] == 0);
+    let frame = host.follow("/api/fleet").next("fleet");
+    for name in ["web", "db"] {
+        let rows = of_fleet(&frame, name);
+        assert_eq!(rows.len(), 1, "{name}: {frame}");
+        assert_eq!(rows[0]["health"], "up");
+    }
+    assert_eq!(frame["vms"].as_array().map(Vec::len), Some(2), "{frame}");
+    let page = host.follow("/api/vm/web").next("vm");
+    let state = memory.pager.state().expect("answers");
+    assert_eq!(page["disks"].as_array().map(Vec::len), Some(1), "{page}");
+    assert_eq!(page["memory"]["budget"], state.budget, "{page}");
+    assert_eq!(page["memory"]["pid"], state.pid, "{page}");
+    assert!(
+        page["vm"]["memory_socket"]
+            .as_str()
+            .is_some_and(|path| path.ends_with("web-memory.sock")),
+        "{page}"
+    );
+
+    // The guest waits for memory now.
+    memory.pager.process.kill();
+    let killed = host.vm_when("web", |vm| vm["health"] == "killed");
+    assert!(
+        killed["why"]
+            .as_str()
+            .is_some_and(|why| why.starts_with("its memory: ")),
+        "{killed}"
+    );
+    assert!(killed["totals"].is_object() && killed["memory"].is_null(), "{killed}");
+    let metrics = host.metrics();
+    assert_eq!(value_in(&metrics, r#"larder_vm_up{domain="web"}"#), Some(0.0));
+    assert_eq!(value_in(&metrics, r#"larder_memory_used_bytes{domain="web"}"#), None);
+    assert!(value_in(&metrics, r#"larder_disk_size_bytes{domain="web",target_device="vda"}"#).is_some());
+    let page = host.follow("/api/vm/web").next("vm");
+    assert!(page["disks_up"] == true && page["memory"].is_null(), "{page}");
+}
+
+#[test]
+fn every_metric_of_memory_is_what_the_control_socket_tells() {
+    let user = User::new();
+    let memory = user.memory_with_all("web");
+    let host = user.host(&[]);
+    let state = memory.stand_still();
+    let metrics = host.metrics();
+    let value = |name: &str, more: &str| {
+        let comma = if more.is_empty() { "" } else { "," };
+        value_in(
+            &metrics,
+            &format!("larder_memory_{name}{{domain=\"web\"{comma}{more}}}"),
+        )
+    };
+    let disk = &state.disks[0];
+    let of_disk = r#"tier="swap-cache""#;
+    for (name, more, told) in [
+        ("size_bytes", "", state.size),
+        ("resident_bytes", "", state.resident),
+        ("budget_bytes", "", 24 << 20),
+        ("budget_bound_bytes", r#"bound="min""#, 20 << 20),
+        ("budget_bound_bytes", r#"bound="high""#, 24 << 20),
+        ("used_bytes", "", state.used),
+        ("compressed_pages", "", state.compressed.pages),
+        ("compressed_bytes", "", state.compressed.used),
+        ("compressed_limit_bytes", "", 2 << 20),
+        ("disk_pages", of_disk, disk.pages),
+        ("disk_live_bytes", of_disk, disk.live),
+        ("disk_used_bytes", of_disk, disk.used),
+        ("disk_limit_bytes", of_disk, disk.limit),
+        ("disk_written_bytes_total", of_disk, disk.written_bytes),
+        ("disk_read_bytes_total", of_disk, disk.read_bytes),
+        (
+            "fault_duration_seconds_count",
+            r#"source="compressed""#,
+            state.faults.compressed.count,
+        ),
+        (
+            "fault_duration_seconds_count",
+            r#"source="disk""#,
+            state.faults.disk.count,
+        ),
+        ("refaults_total", "", state.refaults),
+        ("evicted_pages_total", "", state.evicted_pages),
+        ("evicted_bytes_total", "", state.evicted_bytes),
+    ] {
+        assert!(told > 0, "{name} is 0");
+        assert_eq!(value(name, more), Some(told as f64), "{name} {more}");
+    }
+    for (name, more, told) in [
+        ("lost_pages", "", 0.0),
+        ("disk_working", of_disk, 1.0),
+        ("detaching", "", 0.0),
+        ("problem", r#"reason="tiers-full""#, 0.0),
+        ("budget_moves_total", r#"direction="up""#, 0.0),
+        (
+            "compression_ratio",
+            "",
+            state.compression_ratio().expect("there are some"),
+        ),
+    ] {
+        assert_eq!(value(name, more), Some(told), "{name} {more}");
+    }
+    // Who is stopped waits for nothing, or for one page all the time.
+    let some = value("stall_seconds_total", r#"kind="some""#).expect("is told");
+    assert!(some > 0.0 && some <= state.time_ns as f64 / 1e9 + 10.0, "{some}");
+    let sum = value("fault_duration_seconds_sum", r#"source="disk""#).expect("is told");
+    let told = state.faults.disk.sum_ns as f64 / 1e9;
+    assert!((sum - told).abs() < 1e-9, "{sum} {told}");
+}
+
+#[test]
+fn status_tells_of_memory() {
+    let user = User::new();
+    let _web = user.vm("web");
+    let memory = user.memory_with_all("web");
+    let mut alone = user.memory("db", &["--budget", "40MiB", "--budget-low", "20MiB"]);
+    let (code, said) = run(user.larder(&["status"]));
+    let line = |said: &str, words: &[&str]| {
+        let is_it = |line: &&str| words.iter().all(|word| line.split_whitespace().any(|it| it == *word));
+        said.lines().any(|line| is_it(&line))
+    };
+    assert_eq!(code, Some(0), "{said}");
+    for words in [
+        &["vm", "memory", "budget", "compressed"][..],
+        &["web", "vda", "64", "nobody"],
+        &["web", "64", "24", "works"],
+        &["db", "64", "40", "works"],
+    ] {
+        assert!(line(&said, words), "no {words:?} in {said}");
+    }
+    let (_, said) = run(user.larder(&["status", "web"]));
+    for part in [
+        "web.raw",
+        "guest's reads",
+        "budget:           24 MiB, used ",
+        "swap cache:",
+        "  written:",
+        " a day",
+    ] {
+        assert!(said.contains(part), "no {part} in {said}");
+    }
+    let (_, said) = run(user.larder(&["status", "db"]));
+    assert!(
+        said.contains("moves:") && said.contains("low 20 MiB") && !said.contains("image"),
+        "{said}"
+    );
+    let (_, said) = run(user.larder(&["status", "web", "--output", "json"]));
+    let told: Value = serde_json::from_str(&said).expect("JSON");
+    assert_eq!(told["memory"]["budget"], 24 << 20, "{told}");
+    assert_eq!(told["disks"].as_array().map(Vec::len), Some(1));
+    let (_, said) = run(user.larder(&["status", "--output", "json"]));
+    let told: Value = serde_json::from_str(&said).expect("JSON");
+    let names: Vec<&Value> = told["vms"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|vm| &vm["name"])
+        .collect();
+    assert_eq!(names, ["web", "db"], "{told}");
+    assert_eq!(told["vms"][1]["memory"]["budget"], 40 << 20, "{told}");
+    let (code, said) = run(user.larder(&["status", "0.1", "2"]));
+    assert!(code == Some(0) && said.matches("%some").count() == 2, "{said}");
+    let (_, said) = run(user.larder(&["status", "web", "0.1", "1", "--output", "json"]));
+    let told: Value = serde_json::from_str(&said).expect("JSON");
+    assert!(
+        told["memories"][0]["evicted"].as_f64().is_some_and(|rate| rate > 0.0),
+        "{told}"
+    );
+    // Who was killed keeps a guest waiting.
+    alone.pager.process.kill();
+    let (code, said) = run(user.larder(&["status"]));
+    assert!(
+        code == Some(1) && said.contains("db: its memory: nobody listens"),
+        "{said}"
+    );
+    drop(memory);
+}
