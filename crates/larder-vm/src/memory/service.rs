@@ -290,8 +290,9 @@ impl MemoryService {
         tell: &impl Fn(Progress),
     ) -> Result<After, ServiceError> {
         let inquiry = managed.inquiry();
-        managed.began().tell(process.pid, self.wish.budget);
+        // Whoever reads in the log that it is attached can ask for it.
         let control = self.listen(inquiry.clone());
+        managed.began().tell(process.pid, self.wish.budget);
         self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
         let orderer = self.orderer.clone();
         std::thread::spawn(move || {
