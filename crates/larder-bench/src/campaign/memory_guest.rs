@@ -101,6 +101,8 @@ pub struct Options {
     pub disk: Option<DiskIo>,
     /// QEMU locks itself in.
     pub sandbox: bool,
+    /// Memory can be plugged in, for which the guest keeps some 64 MiB besides.
+    pub pluggable: bool,
 }
 
 impl Default for Options {
@@ -111,6 +113,7 @@ impl Default for Options {
             new_mib: 32,
             disk: None,
             sandbox: false,
+            pluggable: false,
         }
     }
 }
@@ -145,6 +148,7 @@ impl MemoryGuest {
         let initrd = initramfs(&[&script, NO_ERRORS].concat(), folder.path())?;
         let mut command = mortal("qemu-system-x86_64");
         let memory = format!("memory-backend-memfd,id=m,size={}M,share=on", options.mib);
+        let slots = if options.pluggable { ",slots=2,maxmem=4G" } else { "" };
         command
             .args([
                 "-accel",
@@ -152,7 +156,7 @@ impl MemoryGuest {
                 "-smp",
                 &PROCESSORS.to_string(),
                 "-m",
-                &format!("{}M,slots=2,maxmem=4G", options.mib),
+                &format!("{}M{slots}", options.mib),
             ])
             .args(["-object", &memory, "-machine", "q35,memory-backend=m"])
             .args(["-nodefaults", "-display", "none", "-serial", "stdio"])

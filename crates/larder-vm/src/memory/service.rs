@@ -290,8 +290,9 @@ impl MemoryService {
         tell: &impl Fn(Progress),
     ) -> Result<After, ServiceError> {
         let inquiry = managed.inquiry();
-        managed.began().tell(process.pid, self.wish.budget);
+        // Whoever reads in the log that it is attached can ask for it.
         let control = self.listen(inquiry.clone());
+        managed.began().tell(process.pid, self.wish.budget);
         self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
         let orderer = self.orderer.clone();
         std::thread::spawn(move || {
@@ -393,26 +394,13 @@ impl MemoryService {
             .limits();
             managed.limit_blocking(limits).unwrap_or(Ok(()))?;
             for key in wanted.wish.fixed_differences(&self.in_use) {
-                tracing::warn!("left: {key}: {}", when_changed(key, &self.in_use));
+                // It brings everything back first, so that pages may go elsewhere.
+                tracing::warn!("left: {key}: as before until this service is started again, which the guest survives");
             }
         }
         **config = read;
         *qemu = wanted.qemu;
         self.wish = wanted.wish;
         Ok(())
-    }
-}
-
-/// When something takes effect that cannot be changed while memory is managed as `now`.
-fn when_changed(key: &str, now: &MemoryWish) -> &'static str {
-    let has_disk = match key {
-        "swap-cache" | "swap-size" => now.swap.is_some(),
-        "slow-store" | "slow-size" => now.slow.is_some(),
-        _ => false,
-    };
-    match has_disk {
-        // Pages may be on it.
-        true => "as before until QEMU is started again",
-        false => "as before until this service is started again, which the guest survives",
     }
 }

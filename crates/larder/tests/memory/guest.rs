@@ -17,6 +17,7 @@ fn options(disk: Option<DiskIo>) -> Options {
         new_mib: 8,
         disk,
         sandbox: disk.is_none(),
+        pluggable: false,
     }
 }
 
@@ -80,7 +81,11 @@ fn a_guest_works_with_less_memory_than_it_uses_and_gives_up_some_and_is_reset() 
 fn memory_that_is_plugged_in_is_used_and_managed_like_the_rest() {
     const MORE_MIB: u64 = 128;
     let (folder, images) = (on_tmpfs(), on_disk());
-    let guest = MemoryGuest::start(options(None), images.path()).expect("a guest");
+    let options = Options {
+        pluggable: true,
+        ..options(None)
+    };
+    let guest = MemoryGuest::start(options, images.path()).expect("a guest");
     let budget = (guest.used().expect("a guest") / 5 * 4).to_string();
     let swap = images.path().join("swap").display().to_string();
     let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];

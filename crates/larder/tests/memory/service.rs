@@ -227,7 +227,7 @@ fn pages_on_another_swap_cache_than_the_file_names_now_are_found() {
     let left = service
         .wait_for_after(told, "left: swap-cache: ", LIMIT)
         .expect("is told");
-    assert!(left.contains("until QEMU is started again"), "{left}");
+    assert!(left.contains("until this service is started again"), "{left}");
     service.kill();
     let service = vm.serve();
     service
