@@ -19,7 +19,8 @@
 //!
 //! # Why it does not oscillate
 //! Between calm and short there is a gap, in which nothing is done. Memory whose loss made a VM short is given back, and then
-//! that VM is left alone, for twice as long each time that this happens again, and less is taken next time. What is taken
+//! that VM is left alone, for twice as long each time that this happens again, and less is taken next time, until much more was
+//! taken without harm. So its budget comes to rest where its loss is in the gap. What is taken
 //! must be out of memory before more is. A VM is left alone for a while also after it was given memory for another reason.
 
 use std::collections::HashMap;
@@ -121,7 +122,10 @@ const BLAME_LOOKS: u32 = 1;
 
 /// Looks for which nothing is taken after memory was given.
 const HOLD_MIN: u32 = 4;
-const HOLD_MAX: u32 = 256;
+const HOLD_MAX: u32 = 128;
+
+/// So many times what was given back has to be taken in vain no more before less caution is needed.
+const OWED_TIMES: u64 = 4;
 
 /// Looks for which a VM that has refused a budget is left alone.
 const REFUSED_LOOKS: u32 = 16;
@@ -146,6 +150,8 @@ struct History {
     take: f64,
     /// What was taken last of what it may have used, and how many looks ago.
     taken: Option<(u64, u32)>,
+    /// What is to be taken without harm yet before it is left alone for less long, and more is taken at a time.
+    owed: u64,
 }
 
 impl Default for History {
@@ -156,6 +162,7 @@ impl Default for History {
             hold_next: HOLD_MIN,
             take: TAKE_FIRST,
             taken: None,
+            owed: 0,
         }
     }
 }
@@ -277,16 +284,20 @@ impl Balancer {
             history.calm = 0;
             if let Some((bytes, _)) = history.taken.take() {
                 give_back = Some(bytes);
+                history.owed = bytes.saturating_mul(OWED_TIMES);
                 history.hold_next = (history.hold_next * 2).min(HOLD_MAX);
                 history.take = (history.take / 2.0).max(TAKE_MIN);
             }
             history.hold = history.hold.max(history.hold_next);
         } else if stall < self.policy.stall * CALM_PART || self.policy.stall == 0.0 {
             history.calm += 1;
-            if taken.is_some() && history.taken.is_none() {
-                // It did not need that.
-                history.hold_next = (history.hold_next / 2).max(HOLD_MIN);
-                history.take = (history.take * 2.0).min(TAKE_MAX);
+            // It did not need that.
+            if let (Some((bytes, _)), None) = (taken, history.taken) {
+                history.owed = history.owed.saturating_sub(bytes);
+                if history.owed == 0 {
+                    history.hold_next = (history.hold_next / 2).max(HOLD_MIN);
+                    history.take = (history.take * 2.0).min(TAKE_MAX);
+                }
             }
         } else {
             history.calm = 0;

@@ -89,6 +89,8 @@ struct VmFrame<'a> {
     vm: About,
     /// Whether the server of its disks answers.
     disks_up: bool,
+    /// When they said what is told of them.
+    disks_time_ms: Option<u64>,
     disks: Vec<DiskFrame<'a>>,
     memory: Option<MemoryFrame<'a>>,
 }
@@ -315,12 +317,12 @@ impl OfVm {
         let frame = VmFrame {
             vm: self.about.clone(),
             disks_up: self.is_up,
+            disks_time_ms: self.sample.as_ref().map(|sample| sample.time_ms),
             disks: disks.collect(),
             memory: self
                 .of_memory
                 .as_ref()
-                .and_then(|sample| sample.memory.as_ref())
-                .map(|memory| MemoryFrame::new(memory, &self.moved)),
+                .and_then(|sample| MemoryFrame::new(sample, &self.moved)),
         };
         serde_json::to_string(&frame).unwrap_or_default()
     }

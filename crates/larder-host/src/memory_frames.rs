@@ -6,7 +6,7 @@ use larder_vm::memory::range::Bounds;
 use serde::Serialize;
 
 use crate::balancing::{LastMove, Moved};
-use crate::vm::Memory;
+use crate::vm::{Memory, Sample};
 
 /// Of a VM among others.
 #[derive(Serialize)]
@@ -26,6 +26,8 @@ pub(crate) struct MemoryTotals {
 /// Of one VM.
 #[derive(Serialize)]
 pub(crate) struct MemoryFrame<'a> {
+    /// When it was so, in milliseconds since 1970 (UTC).
+    time_ms: u64,
     process: &'a str,
     pid: i32,
     size: u64,
@@ -113,7 +115,8 @@ impl MemoryTotals {
 }
 
 impl<'a> MemoryFrame<'a> {
-    pub(crate) fn new(memory: &'a Memory, moved: &'a Moved) -> Self {
+    pub(crate) fn new(sample: &'a Sample, moved: &'a Moved) -> Option<Self> {
+        let memory = sample.memory.as_ref()?;
         let state = &memory.state;
         let bounds = state.range.map(|range| range.bounds(state.size));
         let lost = |lost: &larder_vm::control::memory::LostState| LostFrame {
@@ -131,7 +134,8 @@ impl<'a> MemoryFrame<'a> {
             written_per_day: disk.written_bytes as f64 * 86_400e9 / state.time_ns.max(1) as f64,
             failed: disk.failed,
         };
-        Self {
+        Some(Self {
+            time_ms: sample.time_ms,
             process: &state.process,
             pid: state.pid,
             size: state.size,
@@ -161,6 +165,6 @@ impl<'a> MemoryFrame<'a> {
                 down: moved.down,
                 last: moved.last.as_ref(),
             },
-        }
+        })
     }
 }

@@ -74,13 +74,13 @@ export function memoryPart(spanOf) {
   const element = el('section', { class: 'disk', id: 'memory', 'aria-label': 'Memory' }, el('h2', {}, 'Memory'), problem, about.element, grid);
   return {
     element,
-    set(it, time) {
+    set(it) {
       about.set('Process', `${it.process} (${it.pid})${it.detaching ? ', all is being brought back' : ''}`);
       about.set('Size', bytes(it.size));
       about.set('Used', `${bytes(it.used)}, resident ${bytes(it.resident)}`);
       about.set('Budget', bytes(it.budget));
       about.set('Budget moves', boundsText(it.bounds));
-      about.set('Moved', moveText(it.moves, time * 1000));
+      about.set('Moved', moveText(it.moves, it.time_ms));
       about.set('Compressed', compressedText(it.compressed));
       for (const [tier, name] of Object.entries(TIERS)) about.set(name, diskText(it.disks.find((disk) => disk.tier === tier)));
       about.set('Lost, some', lostText(it.some));
@@ -91,7 +91,7 @@ export function memoryPart(spanOf) {
       text(problem, it.problem ? `The budget is not kept: ${it.problem}.` : '');
       show(problem, Boolean(it.problem));
       element.classList.toggle('failed', it.lost_pages > 0 || it.disks.some((disk) => disk.failed));
-      past.add(time, it.rates, { used: it.used, resident: it.resident, budget: it.budget, compressed: it.compressed });
+      past.add(it.time_ms / 1000, it.rates, { used: it.used, resident: it.resident, budget: it.budget, compressed: it.compressed });
     },
     draw: past.draw,
     gap: past.gap,

@@ -152,7 +152,7 @@ export function vmPage(name) {
     memory?.gap();
   }
 
-  function hearMemory(told, time) {
+  function hearMemory(told) {
     if (!told) {
       memory?.gap();
       return;
@@ -161,10 +161,10 @@ export function vmPage(name) {
       memory = memoryPart(() => span);
       ofMemory.append(memory.element);
     }
-    memory.set(told, time);
+    memory.set(told);
   }
 
-  function hear({ vm, disks_up: areDisksUp, disks: told, memory: toldMemory }) {
+  function hear({ vm, disks_up: areDisksUp, disks_time_ms: disksTime, disks: told, memory: toldMemory }) {
     const health = vm?.health || 'stopped';
     state.set(health, vm?.why);
     const words = vm ? vm.why : 'There is no VM of this name now. Its page goes on when it is started.';
@@ -179,7 +179,7 @@ export function vmPage(name) {
       about.set('Socket', [vm.socket, vm.memory_socket].filter(Boolean).join(', '));
     }
     // Where one of its processes answers no more, the other one's figures go on.
-    hearMemory(toldMemory, (vm?.time_ms || 0) / 1000);
+    hearMemory(toldMemory);
     if (!areDisksUp) {
       disks.forEach((disk) => disk.gap());
       return;
@@ -197,7 +197,7 @@ export function vmPage(name) {
         disks.set(disk.name, part);
         parts.append(part.element);
       }
-      disks.get(disk.name).set(disk, vm.time_ms / 1000);
+      disks.get(disk.name).set(disk, disksTime / 1000);
     }
   }
 

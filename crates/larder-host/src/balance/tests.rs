@@ -186,7 +186,7 @@ fn budgets_come_to_what_vms_need() {
         let has = vm.budget as f64 / needed;
         assert!((0.98..1.10).contains(&has), "{place}: {has} of what it needs");
         let turns = sim.turns(place, 1000);
-        assert!(turns <= 12, "{place}: {turns} turns");
+        assert!(turns <= 2, "{place}: {turns} turns");
     }
 }
 

@@ -291,3 +291,63 @@ fn status_tells_of_memory() {
     );
     drop(memory);
 }
+
+/// `larder top` of that user in a terminal, which is tmux.
+struct Top(String);
+
+impl Top {
+    fn start(user: &User) -> Self {
+        let command = user.larder(&["top"]);
+        let words = |text: &std::ffi::OsStr| format!("'{}' ", text.to_str().expect("UTF-8"));
+        let envs = command.get_envs().filter_map(|(name, value)| {
+            let (name, value) = (name.to_str()?, value?.to_str()?);
+            Some(format!("'{name}={value}' "))
+        });
+        let mut line = String::from("env ");
+        line.extend(envs);
+        line.push_str(&words(command.get_program()));
+        line.extend(command.get_args().map(words));
+        let top = Self(format!("larder-memory-{}", std::process::id()));
+        top.tmux(&["new-session", "-d", "-x", "160", "-y", "40", &line]);
+        top
+    }
+
+    fn tmux(&self, arguments: &[&str]) -> String {
+        let mut tmux = Command::new("tmux");
+        tmux.env("LC_ALL", "C.UTF-8").args(["-L", &self.0]).args(arguments);
+        run(tmux).1
+    }
+
+    fn shows(&self, parts: &[&str]) {
+        until(&format!("{parts:?}"), || {
+            let screen = self.tmux(&["capture-pane", "-p"]);
+            parts.iter().all(|part| screen.contains(part)).then_some(())
+        });
+    }
+}
+
+impl Drop for Top {
+    fn drop(&mut self) {
+        self.tmux(&["kill-server"]);
+    }
+}
+
+#[test]
+fn top_shows_memory() {
+    let user = User::new();
+    let _web = user.vm("web");
+    let _memory = user.memory_with_all("web");
+    let _alone = user.memory("db", &["--budget", "40MiB"]);
+    let top = Top::start(&user);
+    top.shows(&["larder top: 2 VMs", "web", "db", "memory", "%lost", "MiB"]);
+    top.tmux(&["send-keys", "4"]);
+    top.shows(&["comp/s", "refault/s", "%some", "24 MiB", "40 MiB"]);
+    // The first by name.
+    top.tmux(&["send-keys", "Enter"]);
+    top.shows(&["memory of db", "budget:           40 MiB, used "]);
+    top.tmux(&["send-keys", "Escape"]);
+    top.tmux(&["send-keys", "Down"]);
+    top.tmux(&["send-keys", "Enter"]);
+    top.shows(&["memory of web", "swap cache:", "lost, some:", "web.swap"]);
+    top.tmux(&["send-keys", "q"]);
+}

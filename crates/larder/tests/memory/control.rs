@@ -52,6 +52,20 @@ fn the_control_socket_tells_and_sets_and_detaches() {
             "leave nothing for the guest",
         ),
         ("{\"budget\": 41943040, \"compressed\": 0}", 200, ""),
+        ("{\"range\": {\"least\": 1}}", 400, "least"),
+        ("{\"range\": {\"min\": [1]}}", 400, "list"),
+        (
+            "{\"range\": {\"min\": 31457280, \"low\": 20971520}}",
+            409,
+            "min of 30 MiB is above its low of 20 MiB",
+        ),
+        (
+            "{\"range\": {\"min\": 50331648}}",
+            409,
+            "a budget of 40 MiB is below its min of 48 MiB",
+        ),
+        ("{\"range\": {\"min\": 20971520}}", 200, "{\"min\":20971520}"),
+        ("{\"range\": {}}", 200, "\"range\":null"),
         ("{}", 200, ""),
     ] {
         let (status, said) = patch(&fixture, body);
