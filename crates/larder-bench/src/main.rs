@@ -24,6 +24,7 @@ struct Cli {
 enum Command {
     /// Every experiment that `docs/benchmarks.md` has a table of
     All,
+    ActMemory(memory::act::Arguments),
     Cache(cache::Arguments),
     Kill(campaign::Arguments),
     Restart(campaign::restarts::Arguments),
@@ -70,6 +71,10 @@ fn main() -> anyhow::Result<ExitCode> {
                 }
                 println!();
             }
+            true
+        }
+        Command::ActMemory(arguments) => {
+            memory::act::main(&arguments)?;
             true
         }
         Command::Cache(arguments) => {

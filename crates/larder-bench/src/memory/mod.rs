@@ -3,7 +3,9 @@
 //! It is root's: it makes a control group, a swap file and settings of zswap for itself, all of which are undone when it
 //! ends, however it does. See `docs/benchmarks.md`.
 
+pub(crate) mod act;
 mod cgroup;
+mod density;
 mod faults;
 mod larder;
 mod pager;
@@ -15,9 +17,11 @@ mod undo;
 mod working_set;
 mod workload;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use anyhow::bail;
 use clap::{Args, ValueEnum};
+use larder_block::ByteLen;
 
 use pager::Variant;
 
@@ -63,6 +67,28 @@ pub(crate) struct Arguments {
     /// The larder to measure; by default the one beside this program
     #[arg(long, value_name = "FILE")]
     larder: Option<PathBuf>,
+    /// Of density: the memory of each VM, in MiB
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(32..))]
+    density_mib: u64,
+    /// Of density: what may really be used for all of them
+    #[arg(long, default_value = "1GiB")]
+    density_ram: ByteLen,
+    /// Of density: how many VMs there are at first, and at most, in fours
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(4..))]
+    density_from: u32,
+    /// See above
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(4..))]
+    density_most: u32,
+    /// Of density: for what share of the time VMs may wait for pages, in %
+    #[arg(long, default_value_t = 5.0)]
+    density_stall: f64,
+    /// Of density: for how many seconds VMs are looked at, after as many in which they are not
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..))]
+    density_seconds: u64,
+    /// Of density: the parts that a VM which is idle, web, and scan has with Larder of what is left when each has the least
+    /// budget
+    #[arg(long, value_delimiter = ',', num_args = 3, default_values_t = [1, 4, 1])]
+    density_weights: Vec<u64>,
     /// Where a plot goes, as SVG
     #[arg(long)]
     plot: Option<PathBuf>,
@@ -77,6 +103,8 @@ enum Part {
     Faults,
     /// TPC-H queries in DuckDB, by how much more memory they use than they may
     Tpch,
+    /// How many VMs there may be for each GiB of memory before they wait for it too much
+    Density,
 }
 
 const MIB: u64 = 1 << 20;
@@ -86,7 +114,20 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         match part {
             Part::Faults => faults::run(arguments)?,
             Part::Tpch => tpch::run(arguments)?,
+            Part::Density => density::run(arguments)?,
         }
     }
     Ok(())
+}
+
+/// Hundredths of the machine's memory that zswap's pool may take under this limit in bytes, as few as there are.
+fn pool_percent(arguments: &Arguments, limit: u64) -> anyhow::Result<u64> {
+    let hundredth = (cgroup::named(Path::new("/proc/meminfo"), "MemTotal")? << 10) / 100;
+    let percent = (limit as f64 * arguments.zswap_pool / hundredth as f64)
+        .round()
+        .max(1.0) as u64;
+    if percent * hundredth > limit / 2 {
+        bail!("a hundredth of this machine's memory, the least that zswap's pool has, is half of {limit} bytes");
+    }
+    Ok(percent)
 }

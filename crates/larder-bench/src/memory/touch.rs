@@ -26,7 +26,7 @@ const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 
 /// Shared memory.
-struct Memory {
+pub(super) struct Memory {
     base: *mut u64,
     pages: usize,
     _file: OwnedFd,
@@ -36,7 +36,7 @@ struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
-    fn new(name: &str, pages: usize) -> anyhow::Result<Self> {
+    pub(super) fn new(name: &str, pages: usize) -> anyhow::Result<Self> {
         let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
         rustix::fs::ftruncate(&file, (pages * PAGE) as u64)?;
         let how = ProtFlags::READ | ProtFlags::WRITE;
@@ -58,14 +58,29 @@ impl Memory {
         })
     }
 
+    /// How many pages there are.
+    pub(super) fn pages(&self) -> usize {
+        self.pages
+    }
+
     /// A page that compresses to about half: its number, then words of which every other one is random.
     fn write(&self, page: usize, random: &mut Random) {
+        self.write_words(page, random, 2);
+    }
+
+    /// A page as a VM may have it: of eight two are nearly all zeros, four compress to about a third, and two not at all.
+    pub(super) fn write_as_vm(&self, page: usize, random: &mut Random) {
+        self.write_words(page, random, [WORDS, WORDS, 3, 3, 3, 3, 1, 1][page / 64 % 8]);
+    }
+
+    /// A page: its number, then words of which every so manieth is random.
+    fn write_words(&self, page: usize, random: &mut Random, every: usize) {
         // SAFETY: in the mapping.
         let words = unsafe { std::slice::from_raw_parts_mut(self.base.add(page * WORDS), WORDS) };
         for (index, word) in words.iter_mut().enumerate() {
             *word = match index {
                 0 => page as u64,
-                _ if index % 2 == 0 => random.below(u64::MAX),
+                _ if index % every == 0 => random.below(u64::MAX),
                 _ => 0,
             };
         }
@@ -77,6 +92,19 @@ impl Memory {
         // SAFETY: in the mapping.
         let word = unsafe { self.base.add(page * WORDS).read_volatile() };
         (word, started.elapsed())
+    }
+
+    /// Likewise, of a touch that writes to the page, or not.
+    pub(super) fn touch_to(&self, page: usize, write: bool) -> (u64, Duration) {
+        let started = Instant::now();
+        // SAFETY: in the mapping.
+        unsafe {
+            let at = self.base.add(page * WORDS);
+            if write {
+                at.add(WORDS - 1).write_volatile(1);
+            }
+            (at.read_volatile(), started.elapsed())
+        }
     }
 
     /// Which pages are not in memory (mincore(2)).

@@ -11,14 +11,14 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use clap::ValueEnum as _;
 
-use super::cgroup::{Cgroup, named};
+use super::cgroup::Cgroup;
 use super::larder::Larder;
 use super::pager::{Done, Kernel, Nobody, Pager, Variant};
 use super::plot::{self, Line, Panel};
 use super::swap::{SwapFile, Zswap};
 use super::working_set;
 use super::workload::{Kit, Pass, Resident, Workload};
-use super::{Arguments, MIB};
+use super::{Arguments, MIB, pool_percent};
 use crate::figures::median;
 use crate::prefetch::place::Place;
 
@@ -193,7 +193,10 @@ impl<'a> Experiment<'a> {
             (Variant::None, _) | (_, None) => Box::new(nobody),
             (Variant::Swap, Some(_)) => Box::new(Kernel::new(Arc::clone(&cgroup), None)),
             (Variant::Zswap, Some(level)) => {
-                let zswap = Zswap::on(self.compressor.unwrap_or_default(), self.pool_percent(level.limit)?)?;
+                let zswap = Zswap::on(
+                    self.compressor.unwrap_or_default(),
+                    pool_percent(self.arguments, level.limit)?,
+                )?;
                 Box::new(Kernel::new(Arc::clone(&cgroup), Some(zswap)))
             }
             (Variant::Larder | Variant::Slow, Some(_)) => {
@@ -218,18 +221,6 @@ impl<'a> Experiment<'a> {
             cold,
             warm: warm.collect::<anyhow::Result<_>>()?,
         })
-    }
-
-    /// Hundredths of the machine's memory that zswap's pool may take, as few as there are.
-    fn pool_percent(&self, limit: u64) -> anyhow::Result<u64> {
-        let hundredth = (named(Path::new("/proc/meminfo"), "MemTotal")? << 10) / 100;
-        let percent = (limit as f64 * self.arguments.zswap_pool / hundredth as f64)
-            .round()
-            .max(1.0) as u64;
-        if percent * hundredth > limit / 2 {
-            bail!("a hundredth of this machine's memory, the least that zswap's pool has, is half of {limit} bytes");
-        }
-        Ok(percent)
     }
 
     fn print(&self, rows: &[Row], working_set: Option<u64>) -> anyhow::Result<()> {

@@ -1,0 +1,240 @@
+//! A program that uses its memory as a VM of some kind does, and tells how long it waited for that: what
+//! `memory --part density` measures.
+//!
+//! Its work comes by the clock, whatever became of what came before: a VM that is slow is not asked for less. The clock of
+//! its work stands while it waits for a page, and that is what is told as stalled: what a touch takes beyond that of a page
+//! that is in memory.
+
+use std::io::{BufRead as _, Write as _};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure};
+use clap::{Args, ValueEnum};
+
+use super::touch::Memory;
+use crate::campaign::Random;
+
+/// Use memory as a VM does, until told to stop on standard input; "report" there has it tell how long it waited for memory
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Arguments {
+    /// How much memory, in MiB
+    #[arg(long, default_value_t = 256)]
+    mib: usize,
+    /// What sort of VM
+    #[arg(long = "as", value_enum)]
+    kind: Kind,
+    /// Where what it does at random comes from
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+/// What VMs are like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Kind {
+    /// Its system's daemons wake now and then: 50 times a second 4 pages of 8 MiB, once a second 16 pages of a fourth of all
+    Idle,
+    /// It answers 100 requests a second, each of which works for a fifth of a millisecond and touches 16 pages of all: how
+    /// often each is touched falls with its rank (Zipf, exponent 1); one touch in ten writes
+    Web,
+    /// It reads through a fourth of its memory, the next fourth each time, every 10 seconds: a backup, a scan for viruses
+    Scan,
+}
+
+impl Kind {
+    /// All, with how many of four VMs are such.
+    pub(super) const MIX: [(Self, usize); 3] = [(Self::Idle, 2), (Self::Web, 1), (Self::Scan, 1)];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Web => "web",
+            Self::Scan => "scan",
+        }
+    }
+
+    /// How often it has something to do.
+    pub(super) fn every(self) -> Duration {
+        match self {
+            Self::Idle => Duration::from_millis(20),
+            Self::Web => Duration::from_millis(10),
+            Self::Scan => Duration::from_secs(10),
+        }
+    }
+}
+
+/// Pages that daemons use all the time.
+const HOT_PAGES: u64 = (8 << 20) / 4096;
+const REQUEST_PAGES: u32 = 16;
+const REQUEST_WORKS: Duration = Duration::from_micros(200);
+/// What a touch takes at most of a page that is in memory, its first touch by this process included.
+const NO_WAIT: Duration = Duration::from_micros(2);
+
+/// What it has done since it was last asked.
+#[derive(Default)]
+struct Told {
+    touches: u64,
+    stalled: Duration,
+    longest: Duration,
+    /// How often it came to its work, and how late at most.
+    turns: u64,
+    latest: Duration,
+}
+
+/// One of so many ranks, from 0 on, by Zipf's law with exponent 1: the logarithm of what it is from 1 on is even.
+fn rank(random: &mut Random, ranks: u64) -> u64 {
+    let share = random.below(1 << 32) as f64 / (1_u64 << 32) as f64;
+    ((ranks as f64).powf(share) as u64).clamp(1, ranks) - 1
+}
+
+struct Actor {
+    kind: Kind,
+    memory: Memory,
+    random: Random,
+    told: Told,
+    turn: u64,
+}
+
+pub(crate) fn main(arguments: &Arguments) -> anyhow::Result<()> {
+    let memory = Memory::new("acted", (arguments.mib << 20) / 4096)?;
+    let mut random = Random::new(arguments.seed);
+    println!("\nbegins {}", std::process::id());
+    let lines = lines();
+    // So that who keeps its memory is there before it has any.
+    ensure!(lines.recv()? == "fill", "what it is told first is to fill its memory");
+    (0..memory.pages()).for_each(|page| memory.write_as_vm(page, &mut random));
+    println!("\nready");
+    std::io::stdout().flush()?;
+    let mut actor = Actor {
+        kind: arguments.kind,
+        memory,
+        turn: random.below(1000),
+        random,
+        told: Told::default(),
+    };
+    actor.act(&lines)
+}
+
+/// What is said on standard input.
+fn lines() -> Receiver<String> {
+    let (send, lines) = channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            let Ok(line) = line else { break };
+            if send.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    lines
+}
+
+impl Actor {
+    fn act(&mut self, lines: &Receiver<String>) -> anyhow::Result<()> {
+        let every = self.kind.every();
+        // Not all at once.
+        let phase = self.random.below(every.as_micros() as u64);
+        let mut next = Instant::now() + Duration::from_micros(phase);
+        let mut since = Instant::now();
+        loop {
+            let now = Instant::now();
+            match lines.recv_timeout(next.saturating_duration_since(now)) {
+                Ok(line) => match line.as_str() {
+                    "report" => {
+                        self.report(since.elapsed())?;
+                        since = Instant::now();
+                    }
+                    _ => bail!("{line}: report"),
+                },
+                Err(RecvTimeoutError::Timeout) => {
+                    self.told.turns += 1;
+                    self.told.latest = self.told.latest.max(next.elapsed());
+                    self.work();
+                    self.turn += 1;
+                    next += every;
+                    // What it could not do for want of time it leaves: so do clients that wait for answers.
+                    next = next.max(Instant::now());
+                }
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    fn report(&mut self, took: Duration) -> anyhow::Result<()> {
+        let Told {
+            touches,
+            stalled,
+            longest,
+            turns,
+            latest,
+        } = std::mem::take(&mut self.told);
+        println!(
+            "\nacted touches={touches} stalled_us={} longest_us={} turns={turns} latest_us={} took_us={}",
+            stalled.as_micros(),
+            longest.as_micros(),
+            latest.as_micros(),
+            took.as_micros()
+        );
+        Ok(std::io::stdout().flush()?)
+    }
+
+    fn work(&mut self) {
+        let pages = self.memory.pages() as u64;
+        match self.kind {
+            Kind::Idle => {
+                (0..4).for_each(|_| self.touch_one_of(0, HOT_PAGES));
+                if self.turn.is_multiple_of(50) {
+                    (0..16).for_each(|_| self.touch_one_of(0, pages / 4));
+                }
+            }
+            Kind::Web => {
+                let worked = Instant::now();
+                while worked.elapsed() < REQUEST_WORKS {
+                    std::hint::spin_loop();
+                }
+                for _ in 0..REQUEST_PAGES {
+                    let rank = rank(&mut self.random, pages);
+                    // Ranks lie anywhere, but the same page's is always the same.
+                    let page = rank.wrapping_mul(0x9e37_79b1) % pages;
+                    let writes = self.random.below(10) == 0;
+                    self.touch(page as usize, writes);
+                }
+            }
+            Kind::Scan => {
+                let quarter = pages / 4;
+                let from = self.turn % 4 * quarter;
+                (from..from + quarter).for_each(|page| self.touch(page as usize, false));
+            }
+        }
+    }
+
+    fn touch_one_of(&mut self, from: u64, pages: u64) {
+        let page = from + self.random.below(pages);
+        let writes = self.random.below(10) == 0;
+        self.touch(page as usize, writes);
+    }
+
+    fn touch(&mut self, page: usize, writes: bool) {
+        let (word, took) = self.memory.touch_to(page, writes);
+        assert_eq!(word, page as u64, "a page is not as it was written");
+        self.told.touches += 1;
+        self.told.stalled += took.saturating_sub(NO_WAIT);
+        self.told.longest = self.told.longest.max(took);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_of_what_is_wanted_often_and_of_a_long_tail() {
+        let (mut random, mut counts) = (Random::new(3), vec![0_u32; 1 << 16]);
+        for _ in 0..1 << 16 {
+            counts[rank(&mut random, 1 << 16) as usize] += 1;
+        }
+        // Of ranks up to 2^n are n parts of 16.
+        let of_first = |ranks: usize| counts[..ranks].iter().sum::<u32>() / (1 << 12);
+        assert_eq!([1 << 4, 1 << 8, 1 << 16].map(of_first), [4, 8, 16]);
+    }
+}

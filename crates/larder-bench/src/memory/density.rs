@@ -1,0 +1,459 @@
+//! The part `density`: how many VMs there may be for each GiB of memory before they wait for it too much.
+//!
+//! VMs are programs here that use their memory as VMs of three kinds do ([`Kind`]), so that two processors carry many of
+//! them. There are more and more of them, in a fixed mix, while the memory that is really used for all of them, their
+//! pagers' own included, stays the same. A number of VMs fits if no kind of them waits for pages for more than a share of
+//! the time: the program measures that by itself, in the same way whoever keeps its memory.
+//!
+//! The kernel has all of them in one control group with that limit, and so chooses among all their pages. Larder has a
+//! process and a budget for each; a VM's kind decides what part of all it has.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use larder_vm::control::memory::MemoryPatch;
+use larder_vm::control::{fetch_memory, limit_memory};
+
+use super::act::Kind;
+use super::cgroup::Cgroup;
+use super::pager::{Kernel, Pager, Variant};
+use super::swap::{SwapFile, Zswap};
+use super::{Arguments, MIB, pool_percent};
+use crate::campaign::larder_beside;
+use crate::campaign::memory::{Attach, Pager as Attached};
+use crate::campaign::process::{Process, mortal};
+use crate::prefetch::place::Place;
+
+/// For whatever may take long.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// How often memory is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// What of all memory is left for what grows a little, as a part of it.
+const OVER: u64 = 100;
+/// What of all memory budgets do not have at first, as a part of it.
+const BEGIN_SHARE: u64 = 4;
+/// How often budgets are set at least: what is not managed is known better each time.
+const SETTLE_TIMES: u32 = 3;
+/// The least budget of a VM: Larder takes no smaller one for its size.
+const LEAST: u64 = 18 * MIB;
+
+/// A number of VMs, and how they did.
+struct Point {
+    vms: usize,
+    /// For each kind: the share of the time that its VMs waited for pages, on average, and for how long at most.
+    kinds: Vec<(Kind, f64, Duration)>,
+    /// What the machine's processors did, as a share of what they can.
+    busy: f64,
+    /// Work that came, as a share of what should have.
+    done: f64,
+    used_most: u64,
+}
+
+impl Point {
+    fn worst(&self) -> f64 {
+        self.kinds.iter().map(|(_, stalled, _)| *stalled).fold(0.0, f64::max)
+    }
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        bail!("control groups and swap files are root's: run this as root");
+    }
+    let experiment = Experiment {
+        arguments,
+        place: Place::new(&arguments.folder)?,
+        compressor: match arguments.variants.contains(&Variant::Zswap) {
+            true => Zswap::compressor(&arguments.compressors)?,
+            false => "",
+        },
+    };
+    let size = arguments.density_mib * MIB * u64::from(arguments.density_most);
+    let is_kernel = |variant: &Variant| matches!(variant, Variant::Swap | Variant::Zswap);
+    // Gone before the place that it is in.
+    let _swap = match arguments.variants.iter().any(is_kernel) {
+        false => None,
+        true => Some(SwapFile::new(&experiment.place, size)?),
+    };
+    let mut rows = Vec::new();
+    for variant in arguments.variants.iter().copied() {
+        if !matches!(variant, Variant::None | Variant::Slow) {
+            rows.push((variant, experiment.search(variant)?));
+        }
+    }
+    if arguments.variants.contains(&Variant::None) {
+        // As many as were the most that fit: so it is seen what they wait for besides memory.
+        let fitting = rows
+            .iter()
+            .flat_map(|(_, points)| points)
+            .filter(|point| experiment.fits(point));
+        let most = fitting.map(|point| point.vms).max().unwrap_or(Kind::MIX_OF);
+        rows.push((
+            Variant::None,
+            experiment.measure(Variant::None, most)?.into_iter().collect(),
+        ));
+    }
+    experiment.print(&rows);
+    Ok(())
+}
+
+struct Experiment<'a> {
+    arguments: &'a Arguments,
+    place: Place,
+    compressor: &'a str,
+}
+
+/// VMs at work.
+struct Vms {
+    keeper: Keeper,
+    all: Vec<(Kind, Process)>,
+    /// The last one to go: it can be removed when nobody is in it.
+    cgroup: Arc<Cgroup>,
+}
+
+/// Who keeps their memory.
+enum Keeper {
+    Nobody,
+    Kernel(Arc<Kernel>),
+    Larder(Vec<(Attached, PathBuf)>),
+}
+
+impl Experiment<'_> {
+    /// More and more VMs, until they wait too much; then what lies between, to a mix.
+    fn search(&self, variant: Variant) -> anyhow::Result<Vec<Point>> {
+        let mix = Kind::MIX_OF;
+        let most = self.arguments.density_most as usize / mix;
+        let mut points: Vec<Point> = Vec::new();
+        let (mut fits, mut fails) = (0, most + 1);
+        let mut mixes = (self.arguments.density_from as usize / mix).clamp(1, most);
+        while fails - fits > 1 {
+            let point = self.measure(variant, mixes * mix)?;
+            match point.as_ref().is_some_and(|point| self.fits(point)) {
+                true => fits = mixes,
+                false => fails = mixes,
+            }
+            points.extend(point);
+            mixes = match fails > most {
+                true => (mixes * 2).min(most),
+                false => (fits + fails) / 2,
+            };
+        }
+        points.sort_by_key(|point| point.vms);
+        Ok(points)
+    }
+
+    fn fits(&self, point: &Point) -> bool {
+        point.worst() < self.arguments.density_stall / 100.0
+    }
+
+    /// How so many VMs do; nothing, if there is no room for them at all.
+    fn measure(&self, variant: Variant, vms: usize) -> anyhow::Result<Option<Point>> {
+        let Some(mut vms) = self.start(variant, vms)? else {
+            eprintln!("{}: {vms} VMs: there is no room for their budgets", variant.name());
+            return Ok(None);
+        };
+        let over = Arc::new(AtomicBool::new(false));
+        let used = {
+            let (over, kernel) = (Arc::clone(&over), vms.kernel());
+            let cgroup = Arc::clone(&vms.cgroup);
+            // It has the kernel's limit follow zswap's pool, too.
+            thread::spawn(move || {
+                let mut most = 0;
+                while !over.load(Ordering::Relaxed) {
+                    most = most.max(match &kernel {
+                        Some(kernel) => kernel.used()?,
+                        None => cgroup.used()?,
+                    });
+                    thread::sleep(LOOK_EVERY);
+                }
+                anyhow::Ok(most)
+            })
+        };
+        // What they need often comes back to memory first.
+        let look = Duration::from_secs(self.arguments.density_seconds);
+        thread::sleep(look);
+        vms.report()?;
+        let before = processors()?;
+        thread::sleep(look);
+        let reports = vms.report()?;
+        let after = processors()?;
+        over.store(true, Ordering::Relaxed);
+        let Ok(used) = used.join() else {
+            bail!("looking at memory failed")
+        };
+        let used_most = used?;
+        let point = Point::new(reports, &vms, (before, after), used_most);
+        eprintln!("{}: {}", variant.name(), point.line());
+        Ok(Some(point))
+    }
+
+    fn start(&self, variant: Variant, count: usize) -> anyhow::Result<Option<Vms>> {
+        let cgroup = Arc::new(Cgroup::new("vms")?);
+        let limit = self.arguments.density_ram.get();
+        let keeper = match variant {
+            Variant::None | Variant::Slow => Keeper::Nobody,
+            Variant::Swap => Keeper::Kernel(Arc::new(Kernel::new(Arc::clone(&cgroup), None))),
+            Variant::Zswap => {
+                let zswap = Zswap::on(self.compressor, pool_percent(self.arguments, limit)?)?;
+                Keeper::Kernel(Arc::new(Kernel::new(Arc::clone(&cgroup), Some(zswap))))
+            }
+            Variant::Larder => Keeper::Larder(Vec::new()),
+        };
+        let mut vms = Vms {
+            keeper,
+            all: Vec::new(),
+            cgroup,
+        };
+        if let Keeper::Kernel(kernel) = &vms.keeper {
+            kernel.limit(limit)?;
+        }
+        if matches!(vms.keeper, Keeper::Larder(_)) && LEAST * count as u64 > limit {
+            return Ok(None);
+        }
+        for (number, kind) in Kind::mixed().take(count).enumerate() {
+            self.start_one(&mut vms, number, kind, count)?;
+        }
+        if let Keeper::Larder(pagers) = &vms.keeper
+            && !self.settle(pagers, &vms)?
+        {
+            return Ok(None);
+        }
+        Ok(Some(vms))
+    }
+
+    /// Starts one, and has it fill its memory once somebody keeps that.
+    fn start_one(&self, vms: &mut Vms, number: usize, kind: Kind, count: usize) -> anyhow::Result<()> {
+        let mut command = mortal("sh");
+        command.args(["-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#]);
+        command.arg(vms.cgroup.path()).arg(std::env::current_exe()?);
+        command.args(["act-memory", "--as", kind.name(), "--seed", &(number + 1).to_string()]);
+        command.args(["--mib", &self.arguments.density_mib.to_string()]);
+        let mut process = Process::start(command)?;
+        process.wait_for("begins", PATIENCE)?;
+        if let Keeper::Larder(pagers) = &mut vms.keeper {
+            let folder = self.place.unused("vm");
+            std::fs::create_dir(&folder)?;
+            // Less than it will have: what is not managed is not known yet.
+            let all = self.arguments.density_ram.get() / BEGIN_SHARE * (BEGIN_SHARE - 1);
+            let budget = self.budget(kind, all, count).to_string();
+            let (swap, size) = (folder.join("swap"), (self.arguments.density_mib * MIB * 2).to_string());
+            let swap = swap.display().to_string();
+            let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", &size];
+            let group = vms.cgroup.path().display().to_string();
+            let attach = Attach::new(
+                &larder_beside(self.arguments.larder.as_deref())?,
+                &folder,
+                process.id(),
+                &words,
+            );
+            let attach = attach.by(&["sh", "-c", r#"echo $$ >"$0/cgroup.procs" && exec "$@""#, &group]);
+            pagers.push((attach.start()?, attach.control().to_owned()));
+        }
+        process.say("fill")?;
+        let give_up = Instant::now() + PATIENCE;
+        while process.wait_for("ready", LOOK_EVERY).is_err() {
+            if let Some(kernel) = vms.kernel() {
+                kernel.used()?;
+            }
+            ensure!(
+                Instant::now() < give_up && !process.has_ended(),
+                "a VM: {}",
+                process.output()
+            );
+        }
+        vms.all.push((kind, process));
+        Ok(())
+    }
+
+    /// What a VM of this kind has of `all` bytes for so many: the least that there is, and of the rest a part by its kind.
+    fn budget(&self, kind: Kind, all: u64, count: usize) -> u64 {
+        let weight = |kind: Kind| {
+            let index = Kind::MIX.iter().position(|(of, _)| *of == kind);
+            index
+                .and_then(|index| self.arguments.density_weights.get(index))
+                .copied()
+                .unwrap_or(1)
+        };
+        let sum: u64 = Kind::mixed().take(count).map(weight).sum();
+        LEAST + all.saturating_sub(LEAST * count as u64) / sum.max(1) * weight(kind)
+    }
+
+    /// Gives each its part of what is left beside what is not managed: the VMs' and the pagers' own memory.
+    /// False if that is too little.
+    fn settle(&self, pagers: &[(Attached, PathBuf)], vms: &Vms) -> anyhow::Result<bool> {
+        let all = self.arguments.density_ram.get();
+        let give_up = Instant::now() + PATIENCE;
+        let mut times_set = 0;
+        loop {
+            let (mut managed, mut is_kept) = (0, true);
+            for (_, control) in pagers {
+                let (_, state) = fetch_memory(control).context("asking Larder")?;
+                managed += state.used;
+                is_kept &= state.used <= state.budget;
+            }
+            let used = vms.cgroup.used()?;
+            if is_kept && used <= all && times_set == SETTLE_TIMES {
+                return Ok(true);
+            }
+            if is_kept {
+                let besides = used.saturating_sub(managed);
+                let left = (all - all / OVER).saturating_sub(besides);
+                if left < LEAST * vms.all.len() as u64 {
+                    return Ok(false);
+                }
+                for ((_, control), (kind, _)) in pagers.iter().zip(&vms.all) {
+                    let patch = MemoryPatch {
+                        budget: Some(self.budget(*kind, left, vms.all.len())),
+                        compressed: None,
+                    };
+                    limit_memory(control, patch)?;
+                }
+                times_set = SETTLE_TIMES.min(times_set + 1);
+            }
+            ensure!(
+                Instant::now() < give_up,
+                "{used} bytes are in use of {all} after {PATIENCE:?}"
+            );
+            thread::sleep(LOOK_EVERY * 50);
+        }
+    }
+
+    fn print(&self, rows: &[(Variant, Vec<Point>)]) {
+        let arguments = self.arguments;
+        println!(
+            "\nVMs of {} MiB, of four two idle, one web, one scan; {} for all; a number fits if no kind waits for pages for \
+             {} % of the time; {} s each.\n",
+            arguments.density_mib, arguments.density_ram, arguments.density_stall, arguments.density_seconds
+        );
+        println!(
+            "| | VMs | fit | VMs / GiB | waiting, %: idle, web, scan | longest wait, ms | work done, % | processors, % busy | \
+             used at most, MiB |"
+        );
+        println!("|{}", " --- |".repeat(9));
+        let gib = arguments.density_ram.get() as f64 / (1 << 30) as f64;
+        for (variant, points) in rows {
+            for point in points {
+                let fits = if self.fits(point) { "yes" } else { "no" };
+                println!(
+                    "| {} | {} | {fits} | {:.0} | {} |",
+                    variant.name(),
+                    point.vms,
+                    point.vms as f64 / gib,
+                    point.cells()
+                );
+            }
+        }
+    }
+}
+
+impl Kind {
+    /// How many VMs a mix has.
+    const MIX_OF: usize = 4;
+
+    /// The kinds of all VMs, one mix after the other.
+    fn mixed() -> impl Iterator<Item = Self> {
+        Self::MIX
+            .into_iter()
+            .flat_map(|(kind, count)| std::iter::repeat_n(kind, count))
+            .cycle()
+    }
+}
+
+/// What a VM tells of the time since it was last asked.
+struct Report {
+    stalled: f64,
+    longest: Duration,
+    /// Seconds, and how often it came to its work.
+    took: f64,
+    turns: f64,
+}
+
+impl Vms {
+    fn kernel(&self) -> Option<Arc<Kernel>> {
+        match &self.keeper {
+            Keeper::Kernel(kernel) => Some(Arc::clone(kernel)),
+            Keeper::Nobody | Keeper::Larder(_) => None,
+        }
+    }
+
+    fn report(&mut self) -> anyhow::Result<Vec<Report>> {
+        let mut reports = Vec::new();
+        for (_, process) in &mut self.all {
+            let before = process.lines();
+            process.say("report")?;
+            let line = process.wait_for_after(before, "acted ", PATIENCE)?;
+            let number = |name: &str| -> anyhow::Result<f64> {
+                let found = line
+                    .split_whitespace()
+                    .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+                Ok(found.with_context(|| format!("{name} in: {line}"))?.parse()?)
+            };
+            let took = number("took_us")? / 1e6;
+            reports.push(Report {
+                stalled: number("stalled_us")? / 1e6 / took,
+                longest: Duration::from_secs_f64(number("longest_us")? / 1e6),
+                took,
+                turns: number("turns")?,
+            });
+        }
+        Ok(reports)
+    }
+}
+
+impl Point {
+    fn new(reports: Vec<Report>, vms: &Vms, (before, after): ([u64; 2], [u64; 2]), used_most: u64) -> Self {
+        let of = |kind: Kind| {
+            let all = reports.iter().zip(&vms.all).filter(move |(_, (of, _))| *of == kind);
+            let (stalled, longest): (Vec<f64>, Vec<Duration>) =
+                all.map(|(report, _)| (report.stalled, report.longest)).unzip();
+            let mean = stalled.iter().sum::<f64>() / stalled.len().max(1) as f64;
+            (kind, mean, longest.into_iter().max().unwrap_or_default())
+        };
+        let due = |(report, (kind, _)): (&Report, &(Kind, Process))| report.took / kind.every().as_secs_f64();
+        let due: f64 = reports.iter().zip(&vms.all).map(due).sum();
+        let [busy, all] = [0, 1].map(|index| (after[index] - before[index]) as f64);
+        Self {
+            vms: vms.all.len(),
+            kinds: Kind::MIX.iter().map(|(kind, _)| of(*kind)).collect(),
+            busy: busy / all,
+            done: reports.iter().map(|report| report.turns).sum::<f64>() / due,
+            used_most,
+        }
+    }
+
+    fn cells(&self) -> String {
+        let each =
+            |figure: fn(&(Kind, f64, Duration)) -> String| self.kinds.iter().map(figure).collect::<Vec<_>>().join(", ");
+        format!(
+            "{} | {} | {:.0} | {:.0} | {:.0}",
+            each(|(_, stalled, _)| format!("{:.2}", stalled * 100.0)),
+            each(|(_, _, longest)| format!("{:.0}", longest.as_secs_f64() * 1e3)),
+            self.done * 100.0,
+            self.busy * 100.0,
+            self.used_most as f64 / MIB as f64
+        )
+    }
+
+    fn line(&self) -> String {
+        format!("{} VMs | {}", self.vms, self.cells())
+    }
+}
+
+/// What the machine's processors have been busy, and all of their time, in ticks.
+fn processors() -> anyhow::Result<[u64; 2]> {
+    let text = std::fs::read_to_string("/proc/stat")?;
+    let line = text.lines().next().context("/proc/stat is empty")?;
+    let ticks: Vec<u64> = line
+        .split_whitespace()
+        .skip(1)
+        .take(8)
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    let all: u64 = ticks.iter().sum();
+    // Idle, and waiting for disks.
+    let idle: u64 = ticks.iter().skip(3).take(2).sum();
+    Ok([all - idle, all])
+}
