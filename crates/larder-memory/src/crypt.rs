@@ -92,7 +92,7 @@ impl Cipher {
 
 /// Times x in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1.
 fn next_tweak(tweak: u128) -> u128 {
-    tweak << 1 ^ (tweak >> 127) * 0x87
+    (tweak << 1) ^ ((tweak >> 127) * 0x87)
 }
 
 fn mask(blocks: &mut [Block], tweaks: &[u128; AT_A_TIME]) {
