@@ -307,7 +307,7 @@ impl Experiment<'_> {
                 for ((_, control), (kind, _)) in pagers.iter().zip(&vms.all) {
                     let patch = MemoryPatch {
                         budget: Some(self.budget(*kind, left, vms.all.len())),
-                        compressed: None,
+                        ..MemoryPatch::default()
                     };
                     limit_memory(control, patch)?;
                 }
