@@ -51,7 +51,7 @@ pub(crate) struct Seen {
     pub(crate) budget: u64,
     /// What of that is used, in bytes.
     pub(crate) used: u64,
-    /// For which share of the time since the last look it waited; `None`: it was not seen then.
+    /// For which share of the time since the last look it waited for want of memory; `None`: it was not seen then.
     pub(crate) stall: Option<f64>,
     /// It cannot send pages away, or has just refused.
     pub(crate) is_stuck: bool,
@@ -342,7 +342,11 @@ impl Balancer {
     /// Gives to those who are short; what they lack yet.
     fn give(&self, mut spare: u64, parties: &mut [Party<'_>]) -> u64 {
         let mut lacking = 0;
-        let mut order: Vec<&mut Party<'_>> = parties.iter_mut().filter(|party| self.is_short(party)).collect();
+        let mut order: Vec<&mut Party<'_>> = parties
+            .iter_mut()
+            // Who has not used up what he has needs something else.
+            .filter(|party| self.is_short(party) && party.idle() == 0)
+            .collect();
         // Who is below `low` first, then who has lost the most.
         order.sort_by(|one, other| {
             let is_low = |party: &Party<'_>| party.seen.budget < party.bounds.low;

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use larder_block::ByteLen;
-use larder_vm::control::memory::{MemoryPatch, MemoryState};
-use larder_vm::control::state::Failure;
+use larder_vm::control::memory::{FaultsState, MemoryPatch, MemoryState};
+use larder_vm::control::state::{Failure, Latency};
 use serde_json::json;
 use tokio::time::{sleep_until, timeout};
 
@@ -99,7 +99,43 @@ struct Before {
     seen: Seen,
     time_ns: u64,
     stalled_us: u64,
+    waits: Waits,
     pid: i32,
+}
+
+/// How long faults took together, in nanoseconds.
+#[derive(Clone, Copy)]
+struct Waits {
+    /// Those that there would be fewer of with a larger budget.
+    for_want: u64,
+    all: u64,
+}
+
+impl Waits {
+    fn new(faults: &FaultsState) -> Self {
+        let FaultsState {
+            zero,
+            uniform,
+            compressed,
+            disk,
+            write,
+        } = faults;
+        let sum = |all: &[&Latency]| all.iter().map(|it| it.sum_ns).fold(0, u64::saturating_add);
+        // Pages that were never there, or were given up, come as they do with any budget.
+        let for_want = sum(&[uniform, compressed, disk, write]);
+        Self {
+            for_want,
+            all: for_want.saturating_add(zero.sum_ns),
+        }
+    }
+
+    /// Of the time in which somebody waited, which share was for want of memory; `None`: this is no later one.
+    fn share_since(self, before: Self) -> Option<f64> {
+        let all = self.all.checked_sub(before.all)?;
+        let for_want = self.for_want.checked_sub(before.for_want)?;
+        // Who waits and has got nothing yet waits for a disk, or for room.
+        Some(if all == 0 { 1.0 } else { for_want as f64 / all as f64 })
+    }
 }
 
 /// Moves budgets again and again; dropped to end.
@@ -162,11 +198,13 @@ fn look(fleet: &Fleet, before: &mut HashMap<String, Before>) -> Vec<Seen> {
 impl Before {
     fn new(name: &str, path: PathBuf, state: &MemoryState, old: Option<Self>) -> Self {
         let stalled_us = state.pressure.some.total_us;
+        let waits = Waits::new(&state.faults);
         let is_same = |old: &Self| old.path == path && old.pid == state.pid && old.seen.answers;
         let stall = old.as_ref().filter(|old| is_same(old)).and_then(|old| {
             let time_us = state.time_ns.checked_sub(old.time_ns)? as f64 / 1e3;
             let stalled = stalled_us.checked_sub(old.stalled_us)? as f64;
-            (time_us > 0.0).then(|| (stalled / time_us).min(1.0))
+            let share = waits.share_since(old.waits)?;
+            (time_us > 0.0).then(|| (stalled * share / time_us).min(1.0))
         });
         Self {
             path,
@@ -185,6 +223,7 @@ impl Before {
             },
             time_ns: state.time_ns,
             stalled_us,
+            waits,
             pid: state.pid,
         }
     }
@@ -234,6 +273,28 @@ fn available_in(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn waiting_for_pages_that_were_never_there_is_no_want() {
+        let of = |sum_ns| Latency {
+            sum_ns,
+            ..Latency::default()
+        };
+        let waits = |zero, disk| {
+            Waits::new(&FaultsState {
+                zero: of(zero),
+                uniform: of(0),
+                compressed: of(100),
+                disk: of(disk),
+                write: of(0),
+            })
+        };
+        let before = waits(1000, 500);
+        assert_eq!(waits(4000, 1500).share_since(before), Some(0.25));
+        assert_eq!(waits(4000, 500).share_since(before), Some(0.0));
+        assert_eq!(before.share_since(before), Some(1.0));
+        assert_eq!(waits(0, 0).share_since(before), None);
+    }
 
     #[test]
     fn meminfo_is_understood() {

@@ -136,7 +136,9 @@ fn table(frame: &mut Frame<'_>, view: &mut View, area: Rect) {
         };
         TableRow::new(cells(view, row).map(Cell::from)).style(style)
     });
-    let widths = [14, 8, 8, 8, 8, 8, 9, 7, 6, 6, 9, 9, 6, 30].map(Constraint::Max);
+    // What is said at the end has what room is left.
+    let mut widths = [14, 8, 8, 8, 8, 8, 9, 7, 6, 6, 9, 9, 6, 0].map(Constraint::Max);
+    widths[13] = Constraint::Fill(1);
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let header = TableRow::new(header.map(|name| Cell::from(aligned(name)))).style(bold);
     frame.render_widget(Table::new(lines, widths).header(header), area);

@@ -40,7 +40,8 @@ pub(super) fn table(frame: &mut Frame<'_>, view: &View, rows: &[(bool, Row)], ar
         };
         Some(TableRow::new(cells(&view.seen.memories[*place]).map(Cell::from)).style(style))
     });
-    let widths = [14, 9, 9, 9, 8, 8, 9, 9, 9, 8, 6, 30].map(Constraint::Max);
+    let mut widths = [14, 9, 9, 9, 8, 8, 9, 9, 9, 8, 6, 0].map(Constraint::Max);
+    widths[11] = Constraint::Fill(1);
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let header = TableRow::new(COLUMNS.map(|name| Cell::from(aligned(name)))).style(bold);
     frame.render_widget(Table::new(lines, widths).header(header), area);

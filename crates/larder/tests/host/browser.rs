@@ -321,7 +321,7 @@ fn memory_is_shown_as_the_pager_tells_it() {
     assert_eq!(last("Memory", 4), Some(state.budget));
     let facts = browser.run("return document.querySelector('#memory .facts').textContent;");
     let facts = facts.as_str().expect("text");
-    for words in ["24 MiB", "min 20 MiB", "web.swap", " a day", " to 1"] {
+    for words in ["Budget24.0 MiB", "min 20.0 MiB", "web.swap", " a day", " to 1"] {
         assert!(facts.contains(words), "no {words} in {facts}");
     }
     assert_eq!(browser.complaints(), Vec::<Value>::new());

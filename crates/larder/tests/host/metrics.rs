@@ -45,6 +45,8 @@ pub(super) fn busy(user: &User) -> ((Process, Managed), Host) {
     until("what the host has free", || {
         host.value("larder_host_memory_available_bytes")
     });
+    // What may be a disk's socket is asked once the VM has said which are.
+    until("the memory", || host.value("larder_memory_used_bytes{domain=\"web\"}"));
     ((vm, memory), host)
 }
 
