@@ -346,7 +346,9 @@ impl Segments {
 
     /// A successor has found that these take space; those in which nothing lives are free.
     pub fn found_allocated(&mut self, takes_space: impl Fn(SegmentIndex) -> bool) {
-        for segment in self.free.extract_if(.., |segment| takes_space(*segment)) {
+        let found: Vec<SegmentIndex> = self.free.iter().copied().filter(|free| takes_space(*free)).collect();
+        for segment in found {
+            self.free.remove(&segment);
             self.uses[segment.0 as usize] = Use::Warm;
             self.warm.push(segment);
         }

@@ -361,7 +361,6 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
         if service.upgrade().is_none_or(|service| is_over(&service)) {
             return;
         }
-        let options = options.clone();
         // Reading of mappings may wait for a thread that waits for us.
         let looked = on.run_blocking(move || {
             let changes = target.memories_now(&options);

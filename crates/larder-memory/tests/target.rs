@@ -107,10 +107,7 @@ fn a_qemu_with_private_memory_is_told_how_to_share_it() {
 fn a_process_without_memory_to_speak_of_is_no_vm() {
     let mut helper = Helper::new(&["memfd small 8"]);
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::NoMemory { .. }));
-    let small = Options {
-        bytes_min: 8 * MIB,
-        ..Options::default()
-    };
+    let small = Options { bytes_min: 8 * MIB };
     assert_eq!(Target::examine(helper.pid(), &small).unwrap().memories.len(), 1);
     helper.tell("private 64");
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::Private { place, .. } if place.bytes >= 64 * MIB));

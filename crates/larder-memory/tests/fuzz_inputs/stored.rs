@@ -163,7 +163,7 @@ pub fn run(data: &[u8]) {
     for page in 0..PAGES {
         let page = (page + u32::from(first)) % PAGES;
         if guest.page(page) == Page::Missing {
-            guest.tell(fault(ADDRESS + u64::from(page) * PAGE as u64, page % 5 == 0));
+            guest.tell(fault(ADDRESS + u64::from(page) * PAGE as u64, page.is_multiple_of(5)));
         }
         while pager.turn(Instant::now()).expect("it goes on") {}
         let is_right = match guest.page(page) {

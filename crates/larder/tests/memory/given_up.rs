@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead as _, Write as _};
+use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,9 +52,7 @@ fn gives_up() {
         let given_up = first + WALK / 2..first + WALK / 2 + GIVEN_UP;
         memory.take_out(given_up.start, given_up.len());
         // Whoever brings pages ahead does not know yet.
-        for page in first..given_up.start {
-            memory.verify(page, generations[page]);
-        }
+        memory.verify_all(first..given_up.start, &generations);
         raced += memory.present(given_up.start, given_up.len());
         memory.say_so(given_up.start, given_up.len());
         for page in given_up.clone() {
@@ -61,12 +60,10 @@ fn gives_up() {
             generations[page] += 1;
             memory.write(page, generations[page]);
         }
-        for page in given_up.end..first + WALK {
-            memory.verify(page, generations[page]);
-        }
+        memory.verify_all(given_up.end..first + WALK, &generations);
         rounds += 1;
     }
-    (0..PAGES).for_each(|page| memory.verify(page, generations[page]));
+    memory.verify_all(0..PAGES, &generations);
     println!("\ngone through {rounds} times, {raced} pages were there again");
     let _ = std::io::stdout().flush();
 }
@@ -115,11 +112,13 @@ impl Memory {
             .for_each(|(word, is)| *word = is);
     }
 
-    fn verify(&self, page: usize, generation: u64) {
-        assert!(
-            self.page(page).iter().copied().eq(Self::words(page, generation)),
-            "page {page} is not as it was written"
-        );
+    fn verify_all(&self, pages: Range<usize>, generations: &[u64]) {
+        for (page, generation) in pages.clone().zip(&generations[pages]) {
+            assert!(
+                self.page(page).iter().copied().eq(Self::words(page, *generation)),
+                "page {page} is not as it was written"
+            );
+        }
     }
 
     fn take_out(&self, first: usize, count: usize) {
