@@ -28,6 +28,7 @@
 mod adopt;
 mod ahead;
 mod balance;
+mod check;
 mod detach;
 mod disk;
 mod evict;
