@@ -30,7 +30,7 @@ fn every_stack_keeps_the_contract_through_faults_and_crashes() {
 }
 
 /// The same for each kind of memory.
-const MEMORY_SEEDS: u64 = 400;
+const MEMORY_SEEDS: u64 = 300;
 
 #[test]
 fn memory_is_what_was_written_to_it_through_faults_and_kills_of_its_pager() {

@@ -166,6 +166,10 @@ impl Oracle {
     pub(super) fn let_go(&mut self) {
         for truth in &mut self.pages {
             truth.is_unheard = truth.is_given_up;
+            // The next pager does not know what this one has lost: see the limits in docs/memory.md.
+            if truth.damage == Damage::Real {
+                truth.may.push(0);
+            }
         }
     }
 
