@@ -2,8 +2,9 @@
 
 use std::rc::Rc;
 
+use larder_bench::simulate::memory::MEMORIES;
 use larder_bench::simulate::stack::{Disk, Opened, Outcome, STACKS, Stack, find};
-use larder_bench::simulate::{Summary, simulate};
+use larder_bench::simulate::{Subject, Summary, simulate};
 use larder_block::backend::simulated::{Random, SimulatedDevice};
 use larder_block::{
     AlignedBuf, BlockDevice, BoxFuture, ByteLen, ByteOffset, ByteRange, Extent, Geometry, Io, IoResult, Loop, ReadBuf,
@@ -19,13 +20,56 @@ fn every_stack_keeps_the_contract_through_faults_and_crashes() {
         for stack in STACKS {
             scope.spawn(|| {
                 for seed in 0..SEEDS {
-                    if let Err(finding) = simulate(*stack, seed) {
+                    if let Err(finding) = simulate(Subject::Stack(*stack), seed) {
                         panic!("{finding}");
                     }
                 }
             });
         }
     });
+}
+
+/// The same for each kind of memory.
+const MEMORY_SEEDS: u64 = 300;
+
+#[test]
+fn memory_is_what_was_written_to_it_through_faults_and_kills_of_its_pager() {
+    for memory in MEMORIES {
+        let mut total = Summary::default();
+        for seed in 0..MEMORY_SEEDS {
+            match simulate(Subject::Memory(memory), seed) {
+                Ok(summary) => {
+                    total.stops += summary.stops;
+                    total.pages_out += summary.pages_out;
+                    total.pages_lost += summary.pages_lost;
+                }
+                Err(finding) => panic!("{finding}"),
+            }
+        }
+        let name = memory.name();
+        assert!(total.stops > MEMORY_SEEDS, "{name}: {total:?}");
+        assert!(total.pages_out > 100 * MEMORY_SEEDS, "{name}: {total:?}");
+        assert!(total.pages_lost > 0, "{name}: {total:?}");
+    }
+}
+
+#[test]
+fn a_seed_of_memory_always_does_the_same() {
+    for memory in MEMORIES {
+        let run = |seed| {
+            let Summary {
+                requests,
+                stops,
+                pages_out,
+                virtual_time,
+                ..
+            } = simulate(Subject::Memory(memory), seed).expect("keeps its promises");
+            (requests, stops, pages_out, virtual_time)
+        };
+        for seed in 1000..1020 {
+            assert_eq!(run(seed), run(seed), "seed {seed}");
+        }
+    }
 }
 
 #[test]
@@ -37,7 +81,7 @@ fn a_seed_always_does_the_same() {
             stops,
             virtual_time,
             ..
-        } = simulate(stack, seed).expect("keeps its promises");
+        } = simulate(Subject::Stack(stack), seed).expect("keeps its promises");
         (requests, stops, virtual_time)
     };
     for seed in 0..50 {
@@ -160,7 +204,7 @@ fn a_layer_that_breaks_a_promise_is_found() {
     ];
     for (lie, expected) in LIES {
         let found: Vec<String> = (0..200)
-            .filter_map(|seed| simulate(lie, seed).err())
+            .filter_map(|seed| simulate(Subject::Stack(lie), seed).err())
             .map(|found| found.broken)
             .collect();
         let hits = found.iter().filter(|broken| broken.contains(expected)).count();
@@ -276,7 +320,7 @@ impl BlockDevice for HeadedDevice {
 #[test]
 fn a_stack_is_formatted_once_and_opened_after_stops_at_any_moment() {
     for seed in 0..SEEDS {
-        if let Err(finding) = simulate(&Headed, seed) {
+        if let Err(finding) = simulate(Subject::Stack(&Headed), seed) {
             panic!("{finding}");
         }
     }

@@ -29,7 +29,7 @@ use rustix::process::{Pid, PidfdGetfdFlags, pidfd_getfd};
 
 use crate::entry::{Location, Tier};
 use crate::guest::{Files, GuestMemory as _, Process};
-use crate::inject::{InjectError, with_stopped_thread};
+use crate::inject::{InjectError, StoppedThread, with_stopped_thread};
 use crate::log::SEGMENT;
 use crate::pager::{self, Pager};
 use crate::shared::SharedMemory;
@@ -74,11 +74,10 @@ pub enum AttachError {
         source: io::Error,
     },
     #[error(
-        "process {pid}: its memory ({name}) is marked as managed already, by a pager of another process that has it: end \
-        that, or its VM",
+        "process {pid}: its memory is marked as managed already, for another process that has it: end that",
         pid = .pid.as_raw_pid()
     )]
-    Marked { pid: Pid, name: String },
+    Marked { pid: Pid },
     #[error(
         "process {pid} cannot be managed, because others have its memory: {source}; nothing was changed",
         pid = .pid.as_raw_pid()
@@ -381,15 +380,8 @@ fn begin(
         .and_then(|bytes| SharedMemory::create(c"larder-compressed", bytes))
         .map_err(failed("make compressed memory"))?;
     let read_only = |memory: &SharedMemory| memory.read_only().map_err(failed("open its state for it"));
-    let mut descriptors = vec![read_only(state.memory())?, read_only(&compressed)?, device.into()];
-    // From here on no server of its disks begins to use it without us.
-    let mut marked = Vec::new();
-    for memory in &target.memories {
-        if let Some(mark) = mark(pid, memory, &mut marked)? {
-            descriptors.push(mark);
-        }
-    }
-    let (given, stood_still) = hand_over(pid, &descriptors).map_err(AttachError::Inject)?;
+    let descriptors = [read_only(state.memory())?, read_only(&compressed)?, device.into()];
+    let (given, stood_still) = hand_over(pid, &descriptors, &to_mark(&target.memories, &[]))?;
 
     let taken = take(&target, given.userfaultfd, "take its userfaultfd").and_then(|userfaultfd| {
         let userfaultfd = Userfaultfd::new(userfaultfd);
@@ -438,33 +430,62 @@ fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
     userfaultfd.enable(NEEDED_ALL | poison)
 }
 
-/// Marks memory as managed: what is to be handed to the process for that, unless its file was marked already.
-fn mark(pid: Pid, memory: &Memory, marked: &mut Vec<(u64, u64)>) -> Result<Option<OwnedFd>, AttachError> {
-    let file = (memory.place.device, memory.place.inode);
-    if marked.contains(&file) {
-        return Ok(None);
+/// The files of memory, each once, that are not among `marked`.
+fn to_mark<'a>(memories: &'a [Memory], marked: &[(u64, u64)]) -> Vec<BorrowedFd<'a>> {
+    let mut marked = marked.to_vec();
+    let mut files = Vec::new();
+    for memory in memories {
+        let file = (memory.place.device, memory.place.inode);
+        if !marked.contains(&file) {
+            marked.push(file);
+            files.push(memory.file.as_fd());
+        }
     }
-    let failed = |source| AttachError::Failed {
-        pid,
-        what: "mark its memory as managed",
-        source,
-    };
-    if !mark_managed(memory.file.as_fd()).map_err(failed)? {
-        let name = memory.name.clone();
-        return Err(AttachError::Marked { pid, name });
-    }
-    marked.push(file);
-    memory.file.as_fd().try_clone_to_owned().map(Some).map_err(failed)
+    files
 }
 
-/// Hands the descriptors to the process, and has it make a userfaultfd of the third one, which it need not keep.
-fn hand_over(pid: Pid, descriptors: &[OwnedFd]) -> Result<(Given, Duration), InjectError> {
-    with_stopped_thread(pid, INJECT_LIMIT, |thread| {
-        let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(|it| it.as_fd()).collect();
-        let numbers = thread.give_descriptors(&descriptors)?;
-        let [pages, compressed, device, ..] = numbers[..] else {
+/// Has the process hold these files, and marks them as managed. Marked before they are there they would stay so, with nobody
+/// to be found who holds them, if we were killed while they are on their way.
+fn hand_marks(thread: &mut StoppedThread, files: &[BorrowedFd<'_>]) -> Result<io::Result<()>, InjectError> {
+    let numbers = thread.give_descriptors(files)?;
+    let marked = files.iter().try_for_each(|file| match mark_managed(*file)? {
+        true => Ok(()),
+        false => Err(io::ErrorKind::ResourceBusy.into()),
+    });
+    if marked.is_err() {
+        for number in numbers {
+            thread.close(number)?;
+        }
+    }
+    Ok(marked)
+}
+
+fn not_marked(pid: Pid, source: io::Error) -> AttachError {
+    match source.kind() {
+        io::ErrorKind::ResourceBusy => AttachError::Marked { pid },
+        _ => AttachError::Failed {
+            pid,
+            what: "mark its memory as managed",
+            source,
+        },
+    }
+}
+
+/// Hands the descriptors to the process, and has it make a userfaultfd of the last one; its memory, which is in `files`, is
+/// marked first.
+fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3], files: &[BorrowedFd<'_>]) -> Result<(Given, Duration), AttachError> {
+    let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
+        let numbers = thread.give_descriptors(&descriptors.each_ref().map(|it| it.as_fd()))?;
+        let [pages, compressed, device] = numbers[..] else {
             unreachable!("as many as were given");
         };
+        // From here on no server of its disks begins to use it without us.
+        if let Err(error) = hand_marks(thread, files)? {
+            for number in numbers {
+                thread.close(number)?;
+            }
+            return Ok(Err(error));
+        }
         let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
         let arguments = [device as u64, userfaultfd::IOC_NEW, flags, 0, 0, 0];
         let made = thread.system_call(libc::SYS_ioctl, arguments);
@@ -472,20 +493,25 @@ fn hand_over(pid: Pid, descriptors: &[OwnedFd]) -> Result<(Given, Duration), Inj
         match made {
             Ok(userfaultfd) => {
                 closed?;
-                Ok(Given {
+                Ok(Ok(Given {
                     pages,
                     compressed,
                     userfaultfd: userfaultfd as i32,
-                })
+                }))
             }
             Err(error) => {
-                for number in numbers.iter().filter(|number| **number != device) {
-                    thread.close(*number)?;
+                for number in [pages, compressed].into_iter().chain(marks(pid).unwrap_or_default()) {
+                    thread.close(number)?;
                 }
                 Err(error)
             }
         }
-    })
+    });
+    match given {
+        Ok((Ok(given), stood_still)) => Ok((given, stood_still)),
+        Ok((Err(error), _)) => Err(not_marked(pid, error)),
+        Err(error) => Err(AttachError::Inject(error)),
+    }
 }
 
 /// Closes descriptors in the process.
@@ -604,10 +630,12 @@ impl Attached {
     pub fn add(&mut self, memory: Memory) -> Result<(), AttachError> {
         let pid = self.pid;
         let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
-        let mut marked = regions.map(|region| (region.device, region.inode)).collect();
-        if let Some(mark) = mark(pid, &memory, &mut marked)? {
-            let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| thread.give_descriptors(&[mark.as_fd()]));
-            given.map_err(AttachError::Inject)?;
+        let marked: Vec<(u64, u64)> = regions.map(|region| (region.device, region.inode)).collect();
+        let files = to_mark(std::slice::from_ref(&memory), &marked);
+        if !files.is_empty() {
+            let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| hand_marks(thread, &files));
+            let (marked, _) = given.map_err(AttachError::Inject)?;
+            marked.map_err(|error| not_marked(pid, error))?;
         }
         self.add_marked(memory)
     }

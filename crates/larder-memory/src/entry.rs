@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! word 0   bits  0-3    where: 0 nowhere, 1 uniform, 2 compressed RAM, 3 swap cache, 4 slow store, 5 lost
-//!          bit   4      clean: the page is in the process's memory too, write-protected and equal to the copy
+//!          bit   4      clean: the page is in the process's memory too, write-protected and equal to the copy;
+//!                       of a lost page: it was given up since, and is of zeros
 //!          bits  8-11   codec
 //!          bits 12-23   length of the stored bytes, less one
 //!          bits 24-63   place, in units of 16 bytes

@@ -12,7 +12,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 
 use crate::state::Region;
 use crate::units::{PAGE, PAGE_BYTES, PageIndex, PageRun};
-use crate::userfaultfd::{Filled, Range, RawMessage, Userfaultfd};
+use crate::userfaultfd::{Filled, Message, Range, RawMessage, Userfaultfd};
 use crate::views::Views;
 
 /// What the owner of the pages does with them.
@@ -287,7 +287,14 @@ impl GuestMemory for Process {
                 Some(place) => place,
                 None => &mut theirs[all - rest.len()],
             };
-            *place = RawMessage::of_fault(address, cause, write);
+            // Of a thread of another process.
+            let thread = 0;
+            *place = RawMessage::from(Message::Fault {
+                address,
+                write,
+                cause,
+                thread,
+            });
             all += 1;
         }
         Ok(all)

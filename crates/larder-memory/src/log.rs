@@ -242,6 +242,40 @@ impl Segments {
         }
     }
 
+    /// In which segment an object is.
+    pub(crate) fn index_of(stored: Stored) -> usize {
+        SegmentIndex::of(stored.place).0 as usize
+    }
+
+    /// How many bytes of it the object takes.
+    pub(crate) fn bytes_of(stored: Stored) -> u64 {
+        object_bytes(stored.len) as u64
+    }
+
+    /// Whether so many bytes of each segment live as is counted, and no segment is free of which something does.
+    ///
+    /// # Errors
+    /// What is not so.
+    pub(crate) fn check(&self, live: &[u64]) -> Result<(), String> {
+        for (index, live) in live.iter().enumerate() {
+            let (counted, is_used_as) = (self.live[index], self.uses[index]);
+            if u64::from(counted) != *live {
+                return Err(format!(
+                    "segment {index}: {counted} bytes are counted as alive, {live} are"
+                ));
+            }
+            if *live > 0 && !matches!(is_used_as, Use::Open | Use::Sealed | Use::Leaving) {
+                return Err(format!(
+                    "segment {index}: {live} bytes live in it, and it is {is_used_as:?}"
+                ));
+            }
+        }
+        match live.iter().sum::<u64>() == self.live_total {
+            true => Ok(()),
+            false => Err(format!("{} bytes are counted as alive in all", self.live_total)),
+        }
+    }
+
     /// How many have something in them.
     pub fn used(&self) -> u32 {
         self.allocated() - self.warm.len() as u32 - self.cooling

@@ -28,6 +28,7 @@
 mod adopt;
 mod ahead;
 mod balance;
+mod check;
 mod detach;
 mod disk;
 mod evict;
@@ -158,6 +159,8 @@ pub struct Pager<G, W> {
     waiting: HashMap<PageIndex, Waiting>,
     /// Those who wait until there is room, in the order of their coming.
     stalled: VecDeque<(PageIndex, Waiting)>,
+    /// Those of which the protection was lifted for somebody a moment ago, and when.
+    let_write: Vec<(PageIndex, Instant)>,
     /// Those that were lost, and given up since.
     to_clear: Vec<PageIndex>,
     decoder: Decoder,
@@ -284,6 +287,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             batches: Batches::default(),
             waiting: HashMap::new(),
             stalled: VecDeque::new(),
+            let_write: Vec::new(),
             to_clear: Vec::new(),
             decoder: Decoder::new(),
             content: Box::new([0; PAGE]),
@@ -379,11 +383,18 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Handles messages, and clears each.
     fn handle(&mut self, messages: &mut [RawMessage]) {
-        let is_fault = |raw: &RawMessage| matches!(raw.decode(), Some(Message::Fault { .. }));
-        // What was given up must be known before anybody finds there what was.
+        // Whoever has given pages up goes on as soon as that was read, and may use them again: what is brought for others
+        // must not bring what was there, or put there what is then taken out.
+        for raw in messages.iter_mut() {
+            match raw.decode() {
+                Some(Message::Removed(range)) => self.removed(range, false),
+                Some(Message::Unmapped(range)) => self.removed(range, true),
+                _ => continue,
+            }
+            *raw = RawMessage::default();
+        }
         if let Some(first) = self.options.first_thread
             && messages.len() > 1
-            && messages.iter().all(is_fault)
         {
             for raw in messages.iter_mut() {
                 if let Some(Message::Fault {
@@ -401,12 +412,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         for raw in messages {
             match raw.decode() {
-                None => {}
+                // Heard above.
+                None | Some(Message::Removed(_) | Message::Unmapped(_)) => {}
                 Some(Message::Fault {
                     address, cause, write, ..
                 }) => self.fault_at(address, cause, write),
-                Some(Message::Removed(range)) => self.removed(range, false),
-                Some(Message::Unmapped(range)) => self.removed(range, true),
                 Some(Message::Other(event)) => tracing::warn!("the kernel tells event {event:#x}, which is not known"),
             }
             *raw = RawMessage::default();

@@ -137,6 +137,7 @@ pub enum StateError {
 pub struct State {
     memory: SharedMemory,
     capacity: u32,
+    observer: Option<fn()>,
 }
 
 impl State {
@@ -155,7 +156,11 @@ impl State {
         memory
             .half_word(HEADER_CHECKSUM)
             .store(Self::header_checksum(&memory), Ordering::Release);
-        Ok(Self { memory, capacity })
+        Ok(Self {
+            memory,
+            capacity,
+            observer: None,
+        })
     }
 
     /// That which another pager has left in `memory`, of the process that started at `started`.
@@ -184,7 +189,11 @@ impl State {
         if unknown != 0 {
             return Err(StateError::Features(unknown));
         }
-        let state = Self { memory, capacity };
+        let state = Self {
+            memory,
+            capacity,
+            observer: None,
+        };
         let mut next = 0;
         for region in state.regions() {
             let fits = region.pages > 0
@@ -255,6 +264,17 @@ impl State {
     /// Wipes the key: nothing is stored any more, and nobody takes over.
     pub fn wipe_key(&self) {
         (0..KEY_BYTES / 8).for_each(|index| self.memory.word(KEY_AT + index * 8).store(0, Ordering::Relaxed));
+    }
+
+    /// Has `observer` called before each change of an entry or a region: a simulator stops the pager there.
+    pub fn set_observer(&mut self, observer: fn()) {
+        self.observer = Some(observer);
+    }
+
+    fn before_change(&self) {
+        if let Some(observer) = self.observer {
+            observer();
+        }
     }
 
     /// The memory itself, to be handed to the process and to be locked.
@@ -383,6 +403,7 @@ impl State {
         for (index, word) in words.into_iter().enumerate() {
             self.memory.word(at + index * 8).store(word, Ordering::Relaxed);
         }
+        self.before_change();
         self.memory
             .half_word(HEADER_REGIONS)
             .store(regions.len() as u32 + 1, Ordering::Release);
@@ -392,6 +413,7 @@ impl State {
     /// The process has unmapped the region whose first page is `first`.
     pub fn forget_region(&self, first: PageIndex) {
         if let Some(index) = self.regions().iter().position(|region| region.first == first) {
+            self.before_change();
             self.memory
                 .word(REGIONS_AT + index * REGION_BYTES + 8)
                 .store(0, Ordering::Release);
@@ -422,12 +444,15 @@ impl State {
     pub fn store(&self, page: PageIndex, word: Word, second: u64) {
         let at = self.entry_at(page);
         debug_assert_eq!(self.word(page), Word::NOWHERE);
+        self.before_change();
         self.memory.word(at + 8).store(second, Ordering::Relaxed);
+        self.before_change();
         self.memory.word(at).store(word.0, Ordering::Release);
     }
 
     /// Says when `page`, of whose copy the checksum is the same as before, was evicted again.
     pub fn set_evicted_at(&self, page: PageIndex, proof: Proof) {
+        self.before_change();
         self.memory
             .word(self.entry_at(page) + 8)
             .store(proof.word(), Ordering::Relaxed);
@@ -435,6 +460,7 @@ impl State {
 
     /// Says where `page` is now, the content being the same; or that it is nowhere.
     pub fn replace(&self, page: PageIndex, word: Word) {
+        self.before_change();
         self.memory.word(self.entry_at(page)).store(word.0, Ordering::Release);
     }
 

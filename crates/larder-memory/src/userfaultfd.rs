@@ -172,26 +172,14 @@ pub enum Message {
     Other(u8),
 }
 
+const EVENT_FAULT: u8 = 0x12;
+const EVENT_REMOVE: u8 = 0x15;
+const EVENT_UNMAP: u8 = 0x16;
 const FLAG_WRITE: u64 = 1 << 0;
 const FLAG_WP: u64 = 1 << 1;
 const FLAG_MINOR: u64 = 1 << 2;
-const EVENT_PAGEFAULT: u8 = 0x12;
 
 impl RawMessage {
-    /// What the kernel would say of a fault at `address`, of a thread that is not known.
-    pub fn of_fault(address: u64, cause: Cause, write: bool) -> Self {
-        let cause = match cause {
-            Cause::Missing => 0,
-            Cause::Protected => FLAG_WP,
-            Cause::Minor => FLAG_MINOR,
-        };
-        Self {
-            event: EVENT_PAGEFAULT,
-            reserved: [0; 7],
-            arguments: [cause | if write { FLAG_WRITE } else { 0 }, address, 0],
-        }
-    }
-
     /// Of the bytes of a `struct uffd_msg`.
     pub fn from_bytes(bytes: [u8; 32]) -> Self {
         let (words, _) = bytes.as_chunks::<8>();
@@ -209,7 +197,7 @@ impl RawMessage {
         let [first, second, third] = self.arguments;
         Some(match self.event {
             0 => return None,
-            EVENT_PAGEFAULT => Message::Fault {
+            EVENT_FAULT => Message::Fault {
                 write: first & FLAG_WRITE != 0,
                 cause: match (first & FLAG_WP != 0, first & FLAG_MINOR != 0) {
                     (true, _) => Cause::Protected,
@@ -219,10 +207,40 @@ impl RawMessage {
                 address: second & !(PAGE_BYTES - 1),
                 thread: third as u32,
             },
-            0x15 => Message::Removed(Range::between(first, second)),
-            0x16 => Message::Unmapped(Range::between(first, second)),
+            EVENT_REMOVE => Message::Removed(Range::between(first, second)),
+            EVENT_UNMAP => Message::Unmapped(Range::between(first, second)),
             other => Message::Other(other),
         })
+    }
+}
+
+impl From<Message> for RawMessage {
+    /// As the kernel would say it.
+    fn from(message: Message) -> Self {
+        let raw = |event, arguments| Self {
+            event,
+            arguments,
+            ..Self::default()
+        };
+        match message {
+            Message::Fault {
+                address,
+                write,
+                cause,
+                thread,
+            } => {
+                let cause = match cause {
+                    Cause::Missing => 0,
+                    Cause::Protected => FLAG_WP,
+                    Cause::Minor => FLAG_MINOR,
+                };
+                let write = if write { FLAG_WRITE } else { 0 };
+                raw(EVENT_FAULT, [cause | write, address, u64::from(thread)])
+            }
+            Message::Removed(range) => raw(EVENT_REMOVE, [range.start, range.end(), 0]),
+            Message::Unmapped(range) => raw(EVENT_UNMAP, [range.start, range.end(), 0]),
+            Message::Other(event) => raw(event, [0; 3]),
+        }
     }
 }
 
@@ -496,3 +514,28 @@ pub fn available() -> io::Result<u64> {
 }
 
 const _: () = assert!(size_of::<RawMessage>() == 32);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_says_what_it_was_made_of() {
+        let range = Range {
+            start: 0x7000_0000_0000,
+            len: 0x3000,
+        };
+        let mut messages = vec![Message::Removed(range), Message::Unmapped(range), Message::Other(0x13)];
+        for cause in [Cause::Missing, Cause::Protected, Cause::Minor] {
+            messages.extend([false, true].map(|write| Message::Fault {
+                address: 0x7000_0000_1000,
+                write,
+                cause,
+                thread: 7,
+            }));
+        }
+        for message in messages {
+            assert_eq!(RawMessage::from(message).decode(), Some(message));
+        }
+    }
+}

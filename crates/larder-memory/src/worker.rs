@@ -196,6 +196,8 @@ pub struct Hands {
     cipher: Option<Cipher>,
     encoder: Encoder,
     choice: Choice,
+    /// By which it is told which codec is how fast.
+    clock: fn() -> Instant,
     read: Box<[u8]>,
 }
 
@@ -212,8 +214,15 @@ impl Hands {
             compressed,
             encoder: Encoder::new(),
             choice: Choice::new(Goal::Speed),
+            clock: Instant::now,
             read: vec![0; READ_PAGES * PAGE].into_boxed_slice(),
         }
+    }
+
+    /// Has the time told by `clock`: where that is simulated, so are the codecs that are chosen.
+    #[must_use]
+    pub fn with_clock(self, clock: fn() -> Instant) -> Self {
+        Self { clock, ..self }
     }
 
     /// Does `job`.
@@ -340,7 +349,8 @@ impl Hands {
                 }
                 let (contents, _) = into.as_chunks::<PAGE>();
                 for (page, content) in now.pages().zip(contents) {
-                    match store_page(&mut self.encoder, &mut self.choice, &mut appender, page, content, raw) {
+                    let choice = &mut self.choice;
+                    match store_page(&mut self.encoder, choice, self.clock, &mut appender, page, content, raw) {
                         Some(outcome) => outcomes.push(outcome),
                         None => break 'pages,
                     }
@@ -418,6 +428,7 @@ const WORTH_BYTES: usize = PAGE * 7 / 8;
 fn store_page(
     encoder: &mut Encoder,
     choice: &mut Choice,
+    clock: fn() -> Instant,
     appender: &mut Appender<'_>,
     page: PageIndex,
     content: &[u8; PAGE],
@@ -428,13 +439,13 @@ fn store_page(
     }
     let room = appender.room();
     if let Some(codec) = choice.pick() {
-        let started = Instant::now();
+        let started = clock();
         let out = appender.next_data();
         let limit = out.len().min(WORTH_BYTES);
         let len = encoder.encode(codec, content, &mut out[..limit]);
         // Where the room was less than what is worth it, that it did not fit says nothing of the codec.
         if len.is_some() || room >= WORTH_BYTES {
-            choice.record(codec, len, started.elapsed().as_nanos() as u64);
+            choice.record(codec, len, (clock() - started).as_nanos() as u64);
         }
         if let Some(len) = len {
             let stored = appender.append(page, len, Encoding::Codec(codec));

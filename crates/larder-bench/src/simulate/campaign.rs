@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::seed::{Run, Summary};
-use super::stack::{self, STACKS, Stack};
+use super::memory::{self, MEMORIES, Memory};
+use super::seed::{self, Summary};
+use super::stack::{STACKS, Stack};
 
 /// Findings after which a campaign ends.
 const FINDINGS_MAX: usize = 5;
@@ -17,7 +18,8 @@ const FINDINGS_MAX: usize = 5;
 /// How often progress is shown.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Random work on stacks of layers over simulated disks that fail and stop, checked against the block contract
+/// Random work on stacks of layers over simulated disks that fail and stop, and on memory whose pager is killed, checked
+/// against what was promised
 #[derive(Args, Debug)]
 pub struct Arguments {
     /// How many seeds
@@ -30,7 +32,7 @@ pub struct Arguments {
     #[arg(long)]
     jobs: Option<usize>,
     /// Only this stack; otherwise each seed takes the next one
-    #[arg(long, value_parser = clap::builder::PossibleValuesParser::new(STACKS.iter().map(|stack| stack.name())))]
+    #[arg(long, value_parser = clap::builder::PossibleValuesParser::new(Subject::all().map(Subject::name)))]
     stack: Option<String>,
     /// Print what happened even if all promises were kept
     #[arg(long)]
@@ -71,30 +73,94 @@ thread_local! {
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs one seed on one stack.
+/// What is simulated.
+#[derive(Clone, Copy)]
+pub enum Subject {
+    /// A stack of layers over disks.
+    Stack(&'static dyn Stack),
+    /// Memory and its pager.
+    Memory(&'static Memory),
+}
+
+impl Subject {
+    /// All that there is.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let stacks = STACKS.iter().copied().map(Self::Stack);
+        stacks.chain(MEMORIES.into_iter().map(Self::Memory))
+    }
+
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stack(stack) => stack.name(),
+            Self::Memory(memory) => memory.name(),
+        }
+    }
+
+    fn run(self, seed: u64, is_logged: bool) -> Run {
+        match self {
+            Self::Stack(stack) => Run::Stack(Box::new(seed::Run::new(stack, seed))),
+            Self::Memory(memory) => Run::Memory(Box::new(memory.run(seed, is_logged))),
+        }
+    }
+}
+
+/// A run of one seed, which can be asked for its log even if it panicked.
+enum Run {
+    Stack(Box<seed::Run<'static>>),
+    Memory(Box<memory::Run>),
+}
+
+impl Run {
+    fn run(&mut self) -> Result<Summary, String> {
+        match self {
+            Self::Stack(run) => run.run(),
+            Self::Memory(run) => run.run(),
+        }
+    }
+
+    fn log(&self) -> String {
+        match self {
+            Self::Stack(run) => run.log(),
+            Self::Memory(run) => run.log(),
+        }
+    }
+}
+
+/// Runs one seed.
 ///
 /// # Errors
 /// The promise that was broken, with the log.
-pub fn simulate(stack: &'static dyn Stack, seed: u64) -> Result<Summary, Box<Finding>> {
-    simulate_with_log(stack, seed).0
+pub fn simulate(subject: Subject, seed: u64) -> Result<Summary, Box<Finding>> {
+    let found = simulate_with_log(subject, seed, false).0;
+    match (subject, found) {
+        // To write all down takes long. It is done if it is of use: a seed always does the same.
+        (Subject::Memory(_), Err(found)) => Err(simulate_with_log(subject, seed, true).0.err().unwrap_or(found)),
+        (_, found) => found,
+    }
 }
 
-fn simulate_with_log(stack: &'static dyn Stack, seed: u64) -> (Result<Summary, Box<Finding>>, Run<'static>) {
-    let mut run = Run::new(stack, seed);
+fn simulate_with_log(subject: Subject, seed: u64, is_logged: bool) -> (Result<Summary, Box<Finding>>, String) {
+    let mut run = subject.run(seed, is_logged);
     let result = catch_unwind(AssertUnwindSafe(|| run.run()));
     let result = result.unwrap_or_else(|panic| {
         let message = PANIC.take().or_else(|| panic.downcast_ref::<String>().cloned());
         Err(format!("panicked: {}", message.unwrap_or_default()))
     });
+    let log = if result.is_err() || is_logged {
+        run.log()
+    } else {
+        String::new()
+    };
     let result = result.map_err(|broken| {
         Box::new(Finding {
-            stack: stack.name(),
+            stack: subject.name(),
             seed,
             broken,
-            log: run.log(),
+            log: log.clone(),
         })
     });
-    (result, run)
+    (result, log)
 }
 
 /// A campaign; whether all promises were kept.
@@ -102,9 +168,9 @@ fn simulate_with_log(stack: &'static dyn Stack, seed: u64) -> (Result<Summary, B
 /// # Errors
 /// The arguments make no sense.
 pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
-    let stacks = match &arguments.stack {
-        None => STACKS.to_vec(),
-        Some(name) => vec![stack::find(name).ok_or_else(|| anyhow::anyhow!("no stack is called {name}"))?],
+    let stacks: Vec<Subject> = match &arguments.stack {
+        None => Subject::all().collect(),
+        Some(name) => Subject::all().filter(|subject| subject.name() == name).collect(),
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let campaign = Campaign {
@@ -129,7 +195,7 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<bool> {
 }
 
 struct Campaign {
-    stacks: Vec<&'static dyn Stack>,
+    stacks: Vec<Subject>,
     start: u64,
     seeds: u64,
     log: bool,
@@ -148,10 +214,14 @@ impl Campaign {
             }
             let seed = self.start.wrapping_add(index);
             let stack = self.stacks[(seed % self.stacks.len() as u64) as usize];
-            let (result, run) = simulate_with_log(stack, seed);
-            if self.log {
-                println!("{}", run.log());
-            }
+            let result = match self.log {
+                true => {
+                    let (result, log) = simulate_with_log(stack, seed, true);
+                    println!("{log}");
+                    result
+                }
+                false => simulate(stack, seed),
+            };
             match result {
                 Ok(summary) => self.add(summary),
                 Err(finding) => {
@@ -171,6 +241,8 @@ impl Campaign {
         *seeds += 1;
         total.requests += summary.requests;
         total.stops += summary.stops;
+        total.pages_out += summary.pages_out;
+        total.pages_lost += summary.pages_lost;
         (0..2).for_each(|kind| total.moves[kind] += summary.moves[kind]);
         total.virtual_time += summary.virtual_time;
     }
@@ -191,12 +263,15 @@ impl Campaign {
     fn report(&self, elapsed: Duration) -> bool {
         let (seeds, total) = *lock(&self.total);
         println!(
-            "{seeds} seeds kept all promises, {} did not; {} requests, {} stops, {} L1 and {} refcount tables moved, {:.0} s of virtual time in {:.1} s",
+            "{seeds} seeds kept all promises, {} did not; {} requests, {} stops, {} L1 and {} refcount tables moved, {} pages of memory \
+            taken out and {} lost, {:.0} s of virtual time in {:.1} s",
             self.findings(),
             total.requests,
             total.stops,
             total.moves[0],
             total.moves[1],
+            total.pages_out,
+            total.pages_lost,
             total.virtual_time.as_secs_f64(),
             elapsed.as_secs_f64(),
         );

@@ -1,10 +1,11 @@
 //! The simulator: random work on stacks of layers over simulated disks that fail and stop, checked against the promises
-//! of [`larder_block::device`]. See `docs/simulator.md`.
+//! of [`larder_block::device`], and on memory whose pager is killed. See `docs/simulator.md`.
 
 mod cached;
 mod campaign;
 mod life;
 mod log;
+pub mod memory;
 mod oracle;
 mod qcow2_image;
 mod qcow2_stack;
@@ -14,5 +15,5 @@ pub mod stack;
 mod stamp;
 mod worker;
 
-pub use campaign::{Arguments, Finding, run, simulate};
+pub use campaign::{Arguments, Finding, Subject, run, simulate};
 pub use seed::Summary;

@@ -24,8 +24,12 @@ const HANG_MAX: Duration = Duration::from_secs(60);
 pub struct Summary {
     /// Requests made.
     pub requests: u64,
-    /// Times that the stack was stopped.
+    /// Times that the stack was stopped, or the pager killed.
     pub stops: u64,
+    /// Pages of memory that were taken out.
+    pub pages_out: u64,
+    /// Of them, those that could not be read back, as what was stored was damaged.
+    pub pages_lost: u64,
     /// Lives in which a table of either kind of [`Stack::tables`] has moved, but for the first life of a seed.
     pub moves: [u64; 2],
     /// Time that passed on the virtual clock.

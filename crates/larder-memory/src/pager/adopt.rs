@@ -53,7 +53,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             return;
         }
         let is_there = self.phases.get(page) == Phase::Resident;
-        if is_there && !word.is_clean() {
+        let is_lost = word.decode() == Some(Location::Lost);
+        if is_lost && !is_there && word.is_clean() {
+            // Given up since, and unreadable still.
+            self.stored.change(Word::NOWHERE, word);
+            self.to_clear.push(page);
+            return;
+        }
+        if is_there && (is_lost || !word.is_clean()) {
             // It came back, or had not gone yet; it may have been written to since.
             self.state.replace(page, Word::NOWHERE);
             return;

@@ -16,6 +16,8 @@ use crate::worker::{BatchIndex, Copied, Done, Job, Lease, Outcome, Worker};
 const STORE_PAGES: usize = 64;
 /// After so long it is tried again to stop writes.
 const NO_EVICTION_FOR: Duration = Duration::from_millis(10);
+/// A page of which the protection was lifted for somebody stays so long at least: longer than a thread takes to wake up.
+const LET_WRITE_FOR: Duration = Duration::from_millis(1);
 /// After so many pages in a row that cannot be compressed no more are tried for a while.
 const KEPT_MAX: u32 = 4096;
 /// With a disk compressed RAM has at least so many segments.
@@ -79,6 +81,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn begin_eviction(&mut self, count: usize, now: Instant) -> usize {
         let Some(slot) = self.batches.free.pop() else { return 0 };
         let mut pages: Vec<PageIndex> = std::iter::from_fn(|| self.lists.pop()).take(count).collect();
+        // Who was let write to a page gets to do so before it goes again.
+        self.let_write
+            .retain(|(_, since)| now.saturating_duration_since(*since) < LET_WRITE_FOR);
+        let let_write: Vec<PageIndex> = pages.extract_if(.., |page| self.is_let_write(*page)).collect();
+        for page in let_write {
+            self.lists.push(Queue::Working, page);
+        }
         pages.sort_unstable();
         let clean = pages.extract_if(.., |page| self.state.word(*page).is_clean());
         let clean: Vec<PageIndex> = clean.collect();
@@ -120,6 +129,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         };
         self.batches.order.push_back(slot);
         count + gone
+    }
+
+    fn is_let_write(&self, page: PageIndex) -> bool {
+        self.let_write.iter().any(|(of, _)| *of == page)
     }
 
     /// Pages that are write-protected and equal to their copies on a disk.
@@ -179,10 +192,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Has the worker store what has waited long enough; whether there was anything.
     pub(super) fn go_on_storing(&mut self, now: Instant) -> bool {
-        if !self.is_due(now) {
-            return false;
-        }
-        while let Some(slot) = self.batches.order.front().copied() {
+        // Asked of each: when nothing is left of one eviction, the next one may still be in its quarantine.
+        while self.is_due(now)
+            && let Some(slot) = self.batches.order.front().copied()
+        {
             let batch = &mut self.batches.slots[usize::from(slot)];
             let mut pages = Vec::with_capacity(STORE_PAGES);
             let mut gone = 0;

@@ -68,6 +68,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         if matches!(self.phases.get(page), Phase::Leaving(_)) {
             self.figures.saved += 1;
             self.settle(page, Queue::Working);
+            self.let_write.push((page, self.now));
         }
         if self.guest.unprotect(PageRun::one(page)).is_err() {
             // Mappings are changing. It is asked again.
@@ -132,6 +133,8 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let word = self.state.word(page);
         let (source, queue, filled) = match word.decode() {
             Some(Location::Nowhere) => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
+            // It was given up since it was lost.
+            Some(Location::Lost) if word.is_clean() => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
             Some(Location::Uniform { .. }) => {
                 let filled = match self.state.second_word(page) {
                     0 => self.guest.fill_zero(page),
@@ -353,8 +356,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             if was_there || self.state.word(page) != Word::NOWHERE {
                 self.figures.removed += 1;
             }
-            if self.state.word(page) == Word::of(Location::Lost) {
-                // The mark that makes it unreadable does not go by itself.
+            if self.state.word(page).decode() == Some(Location::Lost) {
+                // The mark that makes it unreadable does not go by itself. A successor goes on with it.
+                self.set_word(page, Word::of(Location::Lost).with_clean(true));
                 self.to_clear.push(page);
                 continue;
             }
@@ -376,7 +380,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn clear_lost(&mut self) -> bool {
         let mut worked = false;
         for page in std::mem::take(&mut self.to_clear) {
-            if self.state.word(page) != Word::of(Location::Lost) {
+            if self.state.word(page).decode() != Some(Location::Lost) {
                 continue;
             }
             match self.guest.fill_zero(page) {

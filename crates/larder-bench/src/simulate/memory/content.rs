@@ -1,0 +1,59 @@
+//! What is in a page: it follows from the number of the write that it is of, so a page tells who wrote it.
+
+use larder_memory::units::PAGE;
+
+/// Words of a page.
+pub(super) const WORDS: usize = PAGE / 8;
+
+/// What a page holds.
+pub(super) type Words = [u64; WORDS];
+
+/// The number of a write; 0: zeros.
+pub(super) type Stamp = u64;
+
+/// How well a page can be compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    /// Not at all.
+    Random,
+    /// To a fraction.
+    Structured,
+    /// It is one word.
+    Uniform,
+}
+
+const KINDS: [Kind; 3] = [Kind::Random, Kind::Structured, Kind::Uniform];
+
+/// The stamp of write number `number`, whose content is of this kind.
+pub(super) fn stamp(number: u64, kind: Kind) -> Stamp {
+    number * 4 + 1 + kind as u64
+}
+
+fn mixed(stamp: Stamp, index: usize) -> u64 {
+    let mixed = (stamp << 10 | index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ mixed >> 32
+}
+
+fn word(stamp: Stamp, index: usize) -> u64 {
+    if stamp == 0 {
+        return 0;
+    }
+    match KINDS[((stamp - 1) % 4) as usize] {
+        Kind::Random => mixed(stamp, index),
+        Kind::Structured if index.is_multiple_of(8) => mixed(stamp, index),
+        Kind::Structured | Kind::Uniform => stamp,
+    }
+}
+
+/// What the write with this stamp writes.
+pub(super) fn words(stamp: Stamp) -> Words {
+    std::array::from_fn(|index| word(stamp, index))
+}
+
+/// Whether a page holds what that write wrote.
+pub(super) fn is(words: &Words, stamp: Stamp) -> bool {
+    words
+        .iter()
+        .enumerate()
+        .all(|(index, held)| *held == word(stamp, index))
+}

@@ -1,0 +1,220 @@
+//! The pager's view of the simulated host.
+
+use std::io;
+use std::rc::Rc;
+use std::task::Waker;
+
+use larder_memory::guest::{Backing, GuestMemory};
+use larder_memory::state::Region;
+use larder_memory::units::{PAGE, PageIndex, PageRun, runs};
+use larder_memory::userfaultfd::{Filled, RawMessage};
+use larder_memory::worker::{Done, Job, Worker};
+
+use super::content::{WORDS, Words};
+use super::world::{World, with_current};
+
+fn words_of(bytes: &[u8]) -> Words {
+    let (chunks, _) = bytes.as_chunks::<8>();
+    std::array::from_fn(|index| u64::from_ne_bytes(chunks[index]))
+}
+
+/// The memory.
+pub(super) struct Guest(pub(super) Rc<World>);
+
+impl Guest {
+    /// A call, which takes effect though the pager is killed when it returns, or does not.
+    fn call<T>(&self, what: impl FnOnce(&World) -> T) -> T {
+        self.0.call();
+        let result = what(&self.0);
+        self.0.point();
+        result
+    }
+}
+
+impl GuestMemory for Guest {
+    fn receive(&self, buffer: &mut [RawMessage]) -> io::Result<usize> {
+        Ok(self.call(|world| {
+            let count = world.kernel.borrow_mut().receive(buffer);
+            for message in &buffer[..count] {
+                world.log(|| format!("pager hears {:x?}", message.decode()));
+            }
+            count
+        }))
+    }
+
+    fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled) {
+        self.call(|world| {
+            // Large copies are cut short at times.
+            let pages = content.len() / PAGE;
+            let most = if pages > 1 && world.chance(100) {
+                world.between(1, pages as u64) as usize
+            } else {
+                pages
+            };
+            for (index, page) in content.chunks(PAGE).take(most).enumerate() {
+                let at = first.plus(index as u32);
+                let filled = world.kernel.borrow_mut().copy(at, words_of(page), protect);
+                world.log(|| format!("pager fills {at:?}, protected: {protect}: {filled:?}"));
+                if filled != Filled::Done {
+                    return if index > 0 { (index, Filled::Done) } else { (0, filled) };
+                }
+            }
+            (most, Filled::Done)
+        })
+    }
+
+    fn fill_zero(&self, page: PageIndex) -> Filled {
+        self.call(|world| {
+            let filled = world.kernel.borrow_mut().copy(page, [0; WORDS], false);
+            world.log(|| format!("pager fills {page:?} with zeros: {filled:?}"));
+            filled
+        })
+    }
+
+    fn poison(&self, page: PageIndex) -> Filled {
+        self.call(|world| {
+            let mut kernel = world.kernel.borrow_mut();
+            kernel.protect(PageRun::one(page), false);
+            let filled = kernel.poison(page);
+            world.log(|| format!("pager poisons {page:?}: {filled:?}"));
+            filled
+        })
+    }
+
+    fn map(&self, page: PageIndex) {
+        self.call(|world| {
+            world.log(|| format!("pager maps {page:?}"));
+            world.kernel.borrow_mut().continue_(page);
+        });
+    }
+
+    fn protect(&self, run: PageRun) -> io::Result<()> {
+        self.call(|world| {
+            // As long as mappings change nothing is.
+            let done = world.kernel.borrow_mut().protect(run, true);
+            world.log(|| format!("pager protects {run:?}: {done}"));
+            done.then_some(()).ok_or_else(|| io::ErrorKind::WouldBlock.into())
+        })
+    }
+
+    fn unprotect(&self, run: PageRun) -> io::Result<()> {
+        self.call(|world| {
+            let done = world.kernel.borrow_mut().protect(run, false);
+            world.log(|| format!("pager unprotects {run:?}: {done}"));
+            done.then_some(()).ok_or_else(|| io::ErrorKind::WouldBlock.into())
+        })
+    }
+
+    fn wake(&self, run: PageRun) {
+        self.call(|world| {
+            world.log(|| format!("pager wakes {run:?}"));
+            world.kernel.borrow_mut().wake(run);
+        });
+    }
+
+    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+        self.call(|world| present(world, run, found));
+        Ok(())
+    }
+
+    fn take_out(&self, run: PageRun) -> io::Result<()> {
+        self.call(|world| {
+            world.log(|| format!("pager takes out {run:?}"));
+            punch(world, run);
+        });
+        Ok(())
+    }
+
+    fn forget(&self, region: &Region) {
+        self.call(|world| {
+            world.kernel.borrow_mut().forget(region.first);
+        });
+    }
+}
+
+/// Which of these pages are in memory.
+pub(super) fn present(world: &World, run: PageRun, found: &mut dyn FnMut(PageRun)) {
+    let kernel = world.kernel.borrow();
+    let there = run
+        .pages()
+        .filter(|page| !kernel.area(*page).is_forgotten && kernel.is_present(*page));
+    let there: Vec<PageIndex> = there.collect();
+    drop(kernel);
+    runs(there).for_each(found);
+}
+
+fn punch(world: &World, run: PageRun) {
+    let mut kernel = world.kernel.borrow_mut();
+    for page in run.pages() {
+        if !kernel.area(page).is_forgotten {
+            kernel.punch(page);
+        }
+    }
+}
+
+/// The files, for the worker. They are those of this thread's world.
+pub(super) struct Files;
+
+impl Backing for Files {
+    fn read(&self, run: PageRun, into: &mut [u8]) -> io::Result<()> {
+        with_current(|world| {
+            world.call();
+            if world.chance(world.shape.worker_failures_per_mille) {
+                return Err(io::Error::other("simulated"));
+            }
+            for (page, into) in run.pages().zip(into.chunks_mut(PAGE)) {
+                if !world.kernel.borrow().area(page).is_forgotten {
+                    let words = world.kernel.borrow().read(page);
+                    for (into, word) in into.chunks_mut(8).zip(words) {
+                        into.copy_from_slice(&word.to_ne_bytes());
+                    }
+                }
+                // The process goes on between two pages.
+                if world.chance(20) {
+                    world.call();
+                }
+            }
+            Ok(())
+        })
+        .unwrap_or(Ok(()))
+    }
+
+    fn punch(&self, run: PageRun) -> io::Result<()> {
+        with_current(|world| {
+            world.call();
+            if world.chance(world.shape.worker_failures_per_mille) {
+                return Err(io::Error::other("simulated"));
+            }
+            // It takes a page at a time, and the process goes on meanwhile.
+            for page in run.pages() {
+                world.log(|| format!("worker takes out {page:?}"));
+                punch(world, PageRun::one(page));
+                if world.chance(50) {
+                    world.call();
+                }
+            }
+            Ok(())
+        })
+        .unwrap_or(Ok(()))
+    }
+
+    fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
+        with_current(|world| present(world, run, found));
+        Ok(())
+    }
+}
+
+/// The worker's thread.
+pub(super) struct Helper(pub(super) Rc<World>);
+
+impl Worker for Helper {
+    fn give(&self, job: Job) {
+        self.0.call();
+        self.0.jobs.borrow_mut().push_back(job);
+    }
+
+    fn take(&self, _: Option<&Waker>) -> Option<Done> {
+        self.0.point();
+        self.0.done.borrow_mut().pop_front()
+    }
+}

@@ -1,0 +1,404 @@
+//! The kernel of the simulated host: the pages of shared files, how the process has them mapped, and userfaultfd, as Linux
+//! has them (mm/userfaultfd.c, fs/userfaultfd.c, mm/shmem.c, mm/memory.c).
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+
+use larder_memory::state::Region;
+use larder_memory::units::{PAGE_BYTES, PageIndex, PageRun};
+use larder_memory::userfaultfd::{Cause, Filled, Message, Range, RawMessage};
+
+use super::content::{WORDS, Words};
+
+/// A page of physical memory. Who does device I/O holds it though it was taken out of its file.
+pub(super) type Frame = Rc<RefCell<Words>>;
+
+/// How the process has a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Pte {
+    None,
+    Mapped {
+        protected: bool,
+    },
+    /// Nothing is mapped; when something is, it is protected.
+    Protected,
+    /// Whoever touches it gets SIGBUS.
+    Poison,
+}
+
+struct Page {
+    frame: Option<Frame>,
+    pte: Pte,
+}
+
+/// A mapping of a file.
+pub(super) struct Area {
+    pub(super) region: Region,
+    /// Faults there are told.
+    pub(super) is_registered: bool,
+    /// It is there.
+    pub(super) is_mapped: bool,
+    /// The pager has been told that it is not, and has closed its file.
+    pub(super) is_forgotten: bool,
+}
+
+/// A thread that waits for a page.
+struct Waiter {
+    thread: usize,
+    page: PageIndex,
+    write: bool,
+    cause: Cause,
+    is_read: bool,
+}
+
+struct Event {
+    message: Message,
+    thread: usize,
+}
+
+/// What became of an access.
+pub(super) enum Access {
+    Done(Frame),
+    Waits,
+    MemoryError,
+}
+
+pub(super) struct Kernel {
+    pages: Vec<Page>,
+    pub(super) areas: Vec<Area>,
+    waiters: Vec<Waiter>,
+    events: VecDeque<Event>,
+    /// Those who wait for an event to be read, and those of whom it was read and who have not gone on.
+    changing: usize,
+    /// Threads whose event was read.
+    heard: Vec<usize>,
+    /// There is no memory.
+    pub(super) is_short: bool,
+}
+
+impl Kernel {
+    pub(super) fn new() -> Self {
+        Self {
+            pages: Vec::new(),
+            areas: Vec::new(),
+            waiters: Vec::new(),
+            events: VecDeque::new(),
+            changing: 0,
+            heard: Vec::new(),
+            is_short: false,
+        }
+    }
+
+    pub(super) fn pages(&self) -> u32 {
+        self.pages.len() as u32
+    }
+
+    /// A mapping more, of pages after all others.
+    pub(super) fn map(&mut self, pages: u32) -> Region {
+        let region = Region {
+            first: PageIndex::new(self.pages()),
+            pages,
+            address: (self.areas.len() as u64 + 1) << 32,
+            offset: (self.areas.len() as u64 % 3) * PAGE_BYTES,
+            device: 1,
+            inode: self.areas.len() as u64 + 1,
+        };
+        self.pages.extend((0..pages).map(|_| Page {
+            frame: None,
+            pte: Pte::None,
+        }));
+        self.areas.push(Area {
+            region,
+            is_registered: false,
+            is_mapped: true,
+            is_forgotten: false,
+        });
+        region
+    }
+
+    pub(super) fn area(&self, page: PageIndex) -> &Area {
+        let area = self.areas.iter().find(|area| area.region.contains(page));
+        area.expect("every page is of an area")
+    }
+
+    fn page(&mut self, page: PageIndex) -> &mut Page {
+        &mut self.pages[page.as_usize()]
+    }
+
+    pub(super) fn is_present(&self, page: PageIndex) -> bool {
+        self.pages[page.as_usize()].frame.is_some()
+    }
+
+    /// Pages in memory whose areas are mapped.
+    pub(super) fn present_pages(&self) -> u32 {
+        let mapped = self.areas.iter().filter(|area| area.is_mapped);
+        mapped
+            .flat_map(|area| (0..area.region.pages).filter(|offset| self.is_present(area.region.first.plus(*offset))))
+            .count() as u32
+    }
+
+    // What the process does.
+
+    pub(super) fn access(&mut self, thread: usize, page: PageIndex, write: bool) -> Access {
+        let is_registered = self.area(page).is_registered;
+        let of = self.page(page);
+        let cause = match (of.pte, &of.frame) {
+            (Pte::Poison, _) => return Access::MemoryError,
+            (Pte::Mapped { protected }, Some(frame)) if !(protected && write && is_registered) => {
+                return Access::Done(Rc::clone(frame));
+            }
+            (Pte::Mapped { .. }, Some(_)) => Cause::Protected,
+            (Pte::Mapped { .. }, None) => unreachable!("what is taken out is not mapped"),
+            (Pte::None | Pte::Protected, Some(_)) => Cause::Minor,
+            (Pte::None | Pte::Protected, None) => Cause::Missing,
+        };
+        if !is_registered {
+            of.pte = Pte::Mapped { protected: false };
+            let frame = of.frame.get_or_insert_with(|| Rc::new(RefCell::new([0; WORDS])));
+            return Access::Done(Rc::clone(frame));
+        }
+        self.waiters.push(Waiter {
+            thread,
+            page,
+            write,
+            cause,
+            is_read: false,
+        });
+        Access::Waits
+    }
+
+    pub(super) fn is_waiting(&self, thread: usize) -> bool {
+        self.waiters.iter().any(|waiter| waiter.thread == thread)
+    }
+
+    pub(super) fn waits_in(&self, region: &Region) -> bool {
+        self.waiters.iter().any(|waiter| region.contains(waiter.page))
+    }
+
+    fn zap(&mut self, page: PageIndex) {
+        let of = self.page(page);
+        of.pte = match of.pte {
+            Pte::Mapped { protected: true } => Pte::Protected,
+            Pte::Mapped { protected: false } => Pte::None,
+            other => other,
+        };
+    }
+
+    /// Takes a page out of its file.
+    pub(super) fn punch(&mut self, page: PageIndex) {
+        self.zap(page);
+        self.page(page).frame = None;
+    }
+
+    /// The host takes away what maps a page.
+    pub(super) fn reclaim(&mut self, page: PageIndex) {
+        self.zap(page);
+    }
+
+    fn range_of(&self, run: PageRun) -> Range {
+        let region = self.area(run.first).region;
+        Range {
+            start: region.address_of(run.first),
+            len: run.bytes(),
+        }
+    }
+
+    /// `MADV_DONTNEED` begins: that is told, and waits for being heard. Whether it waits.
+    pub(super) fn dontneed_begins(&mut self, thread: usize, run: PageRun) -> bool {
+        if !self.area(run.first).is_registered {
+            return false;
+        }
+        self.changing += 1;
+        let message = Message::Removed(self.range_of(run));
+        self.events.push_back(Event { message, thread });
+        true
+    }
+
+    /// It goes on when it was heard; whether it was.
+    pub(super) fn event_was_heard(&mut self, thread: usize) -> bool {
+        let Some(index) = self.heard.iter().position(|heard| *heard == thread) else {
+            return false;
+        };
+        self.heard.swap_remove(index);
+        self.changing -= 1;
+        true
+    }
+
+    /// Nobody hears events any more.
+    pub(super) fn dontneed_ends(&mut self, run: PageRun, drops_poison: bool) {
+        for page in run.pages() {
+            self.zap(page);
+            let of = self.page(page);
+            if drops_poison && of.pte == Pte::Poison {
+                of.pte = Pte::None;
+            }
+        }
+    }
+
+    pub(super) fn unmap(&mut self, thread: usize, area: usize) -> bool {
+        let region = self.areas[area].region;
+        self.areas[area].is_mapped = false;
+        let run = PageRun {
+            first: region.first,
+            count: region.pages,
+        };
+        for page in run.pages() {
+            self.page(page).pte = Pte::None;
+        }
+        if !self.areas[area].is_registered {
+            return false;
+        }
+        self.changing += 1;
+        self.events.push_back(Event {
+            message: Message::Unmapped(self.range_of(run)),
+            thread,
+        });
+        true
+    }
+
+    // What the pager does.
+
+    /// Faults there are told from now on.
+    pub(super) fn register(&mut self, first: PageIndex) {
+        let area = self.areas.iter_mut().find(|area| area.region.first == first);
+        area.expect("it was mapped").is_registered = true;
+    }
+
+    /// The pager has closed the file of an area.
+    pub(super) fn forget(&mut self, first: PageIndex) {
+        let area = self.areas.iter_mut().find(|area| area.region.first == first);
+        area.expect("it was mapped").is_forgotten = true;
+    }
+
+    /// All memory is the kernel's alone again.
+    pub(super) fn unregister_all(&mut self) {
+        for page in &mut self.pages {
+            page.pte = match page.pte {
+                Pte::Mapped { .. } => Pte::Mapped { protected: false },
+                Pte::Protected => Pte::None,
+                other => other,
+            };
+        }
+        for area in &mut self.areas {
+            area.is_registered = false;
+        }
+        self.waiters.clear();
+        self.heard.extend(self.events.drain(..).map(|event| event.thread));
+    }
+
+    pub(super) fn receive(&mut self, buffer: &mut [RawMessage]) -> usize {
+        let mut count = 0;
+        for waiter in self.waiters.iter_mut().filter(|waiter| !waiter.is_read) {
+            if count == buffer.len() {
+                return count;
+            }
+            waiter.is_read = true;
+            let area = self.areas.iter().find(|area| area.region.contains(waiter.page));
+            let message = Message::Fault {
+                address: area.map_or(0, |area| area.region.address_of(waiter.page)),
+                write: waiter.write,
+                cause: waiter.cause,
+                thread: waiter.thread as u32 + 100,
+            };
+            buffer[count] = message.into();
+            count += 1;
+        }
+        while count < buffer.len()
+            && let Some(event) = self.events.pop_front()
+        {
+            buffer[count] = event.message.into();
+            self.heard.push(event.thread);
+            count += 1;
+        }
+        count
+    }
+
+    pub(super) fn has_news(&self) -> bool {
+        self.waiters.iter().any(|waiter| !waiter.is_read) || !self.events.is_empty()
+    }
+
+    pub(super) fn wake(&mut self, run: PageRun) {
+        self.waiters
+            .retain(|waiter| waiter.page < run.first || waiter.page >= run.end());
+    }
+
+    fn cannot(&self, page: PageIndex) -> Option<Filled> {
+        let area = self.area(page);
+        if !area.is_mapped || !area.is_registered {
+            return Some(Filled::Gone);
+        }
+        (self.changing > 0).then_some(Filled::Changing)
+    }
+
+    /// UFFDIO_COPY and UFFDIO_ZEROPAGE of one page.
+    pub(super) fn copy(&mut self, page: PageIndex, words: Words, protected: bool) -> Filled {
+        if let Some(why) = self.cannot(page) {
+            return why;
+        }
+        if self.is_short {
+            return Filled::NoMemory;
+        }
+        let of = self.page(page);
+        if of.frame.is_some() {
+            return Filled::Present;
+        }
+        of.frame = Some(Rc::new(RefCell::new(words)));
+        of.pte = Pte::Mapped { protected };
+        self.wake(PageRun::one(page));
+        Filled::Done
+    }
+
+    /// UFFDIO_CONTINUE; those who wait are woken in any case.
+    pub(super) fn continue_(&mut self, page: PageIndex) {
+        if self.cannot(page).is_none() {
+            let of = self.page(page);
+            if of.frame.is_some() && !matches!(of.pte, Pte::Mapped { .. }) {
+                of.pte = Pte::Mapped { protected: false };
+            }
+        }
+        self.wake(PageRun::one(page));
+    }
+
+    /// UFFDIO_WRITEPROTECT; whether it could be.
+    pub(super) fn protect(&mut self, run: PageRun, protected: bool) -> bool {
+        if run.pages().any(|page| self.cannot(page).is_some()) {
+            return false;
+        }
+        for page in run.pages() {
+            let of = self.page(page);
+            of.pte = match (of.pte, protected) {
+                (Pte::Mapped { .. }, protected) => Pte::Mapped { protected },
+                (Pte::None, true) => Pte::Protected,
+                (Pte::Protected, false) => Pte::None,
+                (other, _) => other,
+            };
+        }
+        if !protected {
+            self.wake(run);
+        }
+        true
+    }
+
+    /// UFFDIO_POISON.
+    pub(super) fn poison(&mut self, page: PageIndex) -> Filled {
+        if let Some(why) = self.cannot(page) {
+            return why;
+        }
+        let of = self.page(page);
+        if of.pte != Pte::None {
+            return Filled::Present;
+        }
+        of.pte = Pte::Poison;
+        self.wake(PageRun::one(page));
+        Filled::Done
+    }
+
+    /// What is in the file; zeros where nothing is.
+    pub(super) fn read(&self, page: PageIndex) -> Words {
+        match &self.pages[page.as_usize()].frame {
+            Some(frame) => *frame.borrow(),
+            None => [0; WORDS],
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! The process: threads that read and write pages, go through memory, give pages up, unmap memory, and begin device I/O.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use larder_memory::units::{PageIndex, PageRun};
+
+use super::content::{self, Stamp};
+use super::kernel::{Access, Frame};
+use super::oracle::Oracle;
+use super::shape::Shape;
+use super::world::World;
+
+/// Pages that are given up together at most.
+const GIVE_UP_PAGES: u64 = 24;
+/// Device I/O takes so long at most. It must end before the quarantine of a page does.
+const IO_MAX: Duration = Duration::from_millis(40);
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum What {
+    Read,
+    Write(Stamp),
+    /// Device I/O, which writes this.
+    Device(Stamp),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// It will say so.
+    Punched,
+    /// It has, and is not heard yet.
+    Said,
+    /// It was heard.
+    Heard,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Doing {
+    Nothing,
+    Access(PageIndex, What),
+    GivingUp(PageRun, Stage),
+    Unmapping,
+}
+
+/// Pages one after the other.
+#[derive(Clone, Copy)]
+struct Walk {
+    next: PageIndex,
+    left: u64,
+    up: bool,
+    write: bool,
+}
+
+struct Thread {
+    doing: Doing,
+    walk: Option<Walk>,
+}
+
+struct DeviceIo {
+    page: PageIndex,
+    frame: Frame,
+    stamp: Stamp,
+    ends: Duration,
+}
+
+pub(super) struct Process {
+    threads: Vec<Thread>,
+    pub(super) oracle: Oracle,
+    io: Vec<DeviceIo>,
+    /// Nothing new is begun.
+    pub(super) is_quiet: bool,
+    pub(super) accesses: u64,
+}
+
+impl Process {
+    pub(super) fn new(shape: &Shape) -> Self {
+        let threads = (0..shape.threads).map(|_| Thread {
+            doing: Doing::Nothing,
+            walk: None,
+        });
+        Self {
+            threads: threads.collect(),
+            oracle: Oracle::default(),
+            io: Vec::new(),
+            is_quiet: false,
+            accesses: 0,
+        }
+    }
+
+    /// Whether somebody is at something.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.io.is_empty() || self.threads.iter().any(|thread| thread.doing != Doing::Nothing)
+    }
+
+    /// What those are at who are, for people.
+    pub(super) fn waiting(&self) -> String {
+        let busy = self.threads.iter().enumerate();
+        let busy = busy.filter(|(_, thread)| thread.doing != Doing::Nothing);
+        let busy: Vec<String> = busy
+            .map(|(index, thread)| format!("thread {index}: {:?}", thread.doing))
+            .collect();
+        busy.join(", ")
+    }
+
+    /// Some thread does something.
+    pub(super) fn step(world: &Rc<World>) {
+        let threads = world.shape.threads as u64;
+        Self::step_of(world, world.below(threads) as usize);
+    }
+
+    /// Each thread does something.
+    pub(super) fn step_all(world: &Rc<World>) {
+        (0..world.shape.threads).for_each(|thread| Self::step_of(world, thread));
+    }
+
+    fn step_of(world: &Rc<World>, index: usize) {
+        let doing = world.process.borrow().threads[index].doing;
+        let next = match doing {
+            Doing::Nothing if world.process.borrow().is_quiet => return,
+            Doing::Nothing => begin(world, index),
+            Doing::Access(..) if world.kernel.borrow().is_waiting(index) => return,
+            Doing::Access(page, what) => access(world, index, page, what),
+            Doing::GivingUp(run, stage) => go_on_giving_up(world, index, run, stage),
+            Doing::Unmapping => match world.kernel.borrow_mut().event_was_heard(index) {
+                true => Doing::Nothing,
+                false => doing,
+            },
+        };
+        world.process.borrow_mut().threads[index].doing = next;
+    }
+
+    /// Has the first thread access `page`, and nobody anything else.
+    pub(super) fn read_first(world: &Rc<World>, page: PageIndex) {
+        world.process.borrow_mut().threads[0].doing = Doing::Access(page, What::Read);
+    }
+
+    /// Device I/O that ends until then does.
+    pub(super) fn end_device_io(&mut self, world: &World, until: Duration) {
+        self.io.retain(|io| {
+            if io.ends > until {
+                return true;
+            }
+            world.log(|| format!("device has written {} to {:?}", io.stamp, io.page));
+            *io.frame.borrow_mut() = content::words(io.stamp);
+            self.oracle.io_ends(io.page);
+            false
+        });
+    }
+}
+
+fn stamp(world: &World) -> Stamp {
+    let kind = world.pick(&world.shape.kinds);
+    world.process.borrow_mut().oracle.stamp(kind)
+}
+
+/// A page that can be touched.
+fn some_page(world: &World) -> PageIndex {
+    let mapped: Vec<_> = {
+        let kernel = world.kernel.borrow();
+        let areas = kernel.areas.iter().filter(|area| area.is_mapped);
+        areas.map(|area| area.region).collect()
+    };
+    let region = world.pick(&mapped);
+    let pages = u64::from(region.pages);
+    // Some are wanted more often than others.
+    let offset = match world.chance(500) {
+        true => world.below(pages),
+        false => world.below(pages.div_ceil(6)),
+    };
+    region.first.plus(offset as u32)
+}
+
+fn begin(world: &Rc<World>, index: usize) -> Doing {
+    let walk = world.process.borrow_mut().threads[index].walk.take();
+    if let Some(walk) = walk {
+        return go_on_walking(world, index, walk);
+    }
+    if world.chance(world.shape.give_ups_per_mille) {
+        return begin_giving_up(world);
+    }
+    if world.chance(1) {
+        return begin_unmapping(world, index);
+    }
+    let page = some_page(world);
+    if world.chance(40) {
+        let walk = Walk {
+            next: page,
+            left: world.between(4, 64),
+            up: world.chance(700),
+            write: world.chance(200),
+        };
+        return go_on_walking(world, index, walk);
+    }
+    let is_quiet = world.process.borrow().oracle.is_quiet(page);
+    if !world.shape.quarantine.is_zero() && is_quiet && world.chance(50) {
+        let stamp = stamp(world);
+        return access(world, index, page, What::Device(stamp));
+    }
+    let what = match world.chance(world.shape.writes_per_mille) {
+        true => What::Write(stamp(world)),
+        false => What::Read,
+    };
+    access(world, index, page, what)
+}
+
+fn go_on_walking(world: &Rc<World>, index: usize, walk: Walk) -> Doing {
+    let page = walk.next;
+    let region = {
+        let kernel = world.kernel.borrow();
+        let area = kernel.area(page);
+        if !area.is_mapped {
+            return Doing::Nothing;
+        }
+        area.region
+    };
+    let next = match walk.up {
+        true => Some(page.plus(1)),
+        false => page.get().checked_sub(1).map(PageIndex::new),
+    };
+    if let Some(next) = next.filter(|next| region.contains(*next) && walk.left > 1) {
+        let left = walk.left - 1;
+        world.process.borrow_mut().threads[index].walk = Some(Walk { next, left, ..walk });
+    }
+    let what = match walk.write {
+        true => What::Write(stamp(world)),
+        false => What::Read,
+    };
+    access(world, index, page, what)
+}
+
+/// Accesses a page, or waits for it.
+fn access(world: &Rc<World>, index: usize, page: PageIndex, what: What) -> Doing {
+    // A driver does not touch what its device writes to.
+    if world.process.borrow().oracle.is_in_io(page) {
+        return Doing::Access(page, what);
+    }
+    let is_quiet = world.process.borrow().oracle.is_quiet(page);
+    if !world.kernel.borrow().area(page).is_mapped || matches!(what, What::Device(_)) && !is_quiet {
+        return Doing::Nothing;
+    }
+    let accessed = world.kernel.borrow_mut().access(index, page, what != What::Read);
+    let mut process = world.process.borrow_mut();
+    let process = &mut *process;
+    match accessed {
+        Access::Waits => {
+            world.log(|| format!("thread {index}: {what:?} of {page:?} waits"));
+            return Doing::Access(page, what);
+        }
+        Access::MemoryError => {
+            world.log(|| format!("thread {index}: {what:?} of {page:?}: memory error"));
+            if let Err(why) = process.oracle.memory_error(page) {
+                world.fail(why);
+            }
+        }
+        Access::Done(frame) => {
+            process.accesses += 1;
+            match what {
+                What::Read => match process.oracle.read(page, &frame.borrow()) {
+                    Ok(stamp) => world.log(|| format!("thread {index}: reads {stamp} of {page:?}")),
+                    Err(why) => world.fail(why),
+                },
+                What::Write(stamp) => {
+                    world.log(|| format!("thread {index}: writes {stamp} to {page:?}"));
+                    *frame.borrow_mut() = content::words(stamp);
+                    process.oracle.written(page, stamp);
+                }
+                What::Device(stamp) => {
+                    let ends = world.now() + Duration::from_micros(world.between(1, IO_MAX.as_micros() as u64));
+                    world.log(|| format!("thread {index}: a device writes {stamp} to {page:?} until {ends:?}"));
+                    process.oracle.io_begins(page, stamp);
+                    process.io.push(DeviceIo {
+                        page,
+                        frame,
+                        stamp,
+                        ends,
+                    });
+                }
+            }
+        }
+    }
+    Doing::Nothing
+}
+
+fn begin_giving_up(world: &World) -> Doing {
+    let first = some_page(world);
+    let region = world.kernel.borrow().area(first).region;
+    let room = u64::from(region.pages - (first.get() - region.first.get()));
+    let run = PageRun {
+        first,
+        count: world.between(1, GIVE_UP_PAGES.min(room)) as u32,
+    };
+    let mut process = world.process.borrow_mut();
+    if !run.pages().all(|page| process.oracle.is_quiet(page)) {
+        return Doing::Nothing;
+    }
+    world.log(|| format!("process punches {run:?}"));
+    for page in run.pages() {
+        world.kernel.borrow_mut().punch(page);
+        process.oracle.give_up_begins(page);
+    }
+    Doing::GivingUp(run, Stage::Punched)
+}
+
+fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> Doing {
+    let mut kernel = world.kernel.borrow_mut();
+    match stage {
+        Stage::Punched => {
+            let waits = kernel.dontneed_begins(index, run);
+            world.log(|| format!("thread {index}: says that {run:?} is given up"));
+            Doing::GivingUp(run, if waits { Stage::Said } else { Stage::Heard })
+        }
+        Stage::Said => match kernel.event_was_heard(index) {
+            true => Doing::GivingUp(run, Stage::Heard),
+            false => Doing::GivingUp(run, stage),
+        },
+        Stage::Heard => {
+            kernel.dontneed_ends(run, world.shape.drops_poison);
+            let mut process = world.process.borrow_mut();
+            run.pages().for_each(|page| process.oracle.give_up_ends(page));
+            world.log(|| format!("thread {index}: has given up {run:?}"));
+            Doing::Nothing
+        }
+    }
+}
+
+/// Unmaps a region that nobody is at.
+fn begin_unmapping(world: &World, index: usize) -> Doing {
+    let mut kernel = world.kernel.borrow_mut();
+    let process = world.process.borrow();
+    let mapped: Vec<usize> = (0..kernel.areas.len())
+        .filter(|area| kernel.areas[*area].is_mapped && kernel.areas[*area].is_registered)
+        .collect();
+    if mapped.len() < 2 {
+        return Doing::Nothing;
+    }
+    let area = world.pick(&mapped);
+    let region = kernel.areas[area].region;
+    let is_used = |thread: &Thread| match thread.doing {
+        Doing::Access(page, _) => region.contains(page),
+        Doing::GivingUp(run, _) => region.contains(run.first),
+        Doing::Nothing | Doing::Unmapping => false,
+    };
+    if process.threads.iter().any(is_used)
+        || process.io.iter().any(|io| region.contains(io.page))
+        || kernel.waits_in(&region)
+    {
+        return Doing::Nothing;
+    }
+    world.log(|| format!("thread {index}: unmaps the region of {:?}", region.first));
+    match kernel.unmap(index, area) {
+        true => Doing::Unmapping,
+        false => Doing::Nothing,
+    }
+}

@@ -1,0 +1,601 @@
+//! One seed: a process whose memory a pager manages, which is killed, and another that goes on, until at last all of it is
+//! read.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use larder_block::backend::simulated::Random;
+use larder_memory::entry::Tier;
+use larder_memory::log::SEGMENT;
+use larder_memory::pager::{Options, Pager};
+use larder_memory::shared::SharedMemory;
+use larder_memory::state::{Region, State};
+use larder_memory::store::Store;
+use larder_memory::units::{PAGE_BYTES, PageIndex, PageRun};
+use larder_memory::worker::Hands;
+
+use super::super::seed::Summary;
+use super::guest::{Files, Guest, Helper, present};
+use super::process::Process;
+use super::shape::{CAPACITY, Shape, Variant};
+use super::store::{Disk, Medium, stored_in};
+use super::world::{Killed, World, frozen_clock, set_current, with_current};
+
+/// When the process began, as its state has it.
+const STARTED: u64 = 7;
+
+/// So many steps in a row without the clock moving are no rest any more.
+const RESTLESS: u32 = 30_000;
+/// Time that the pager has to come to rest: longer than it waits for anything, to try it again.
+const REST_ROUNDS: u32 = 150;
+const REST_STEP: Duration = Duration::from_millis(200);
+
+/// A run of one seed.
+pub(crate) struct Run {
+    world: Rc<World>,
+    media: Vec<Rc<RefCell<Medium>>>,
+    compressed: Option<Arc<SharedMemory>>,
+    state: Option<Arc<State>>,
+    options: Options,
+    is_detaching: bool,
+    summary: Summary,
+}
+
+type Outcome = Result<(), String>;
+
+/// How a life ended.
+enum End {
+    Killed,
+    LetGo,
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        // The pager has the world, which has it.
+        self.forget_pager();
+        set_current(None);
+    }
+}
+
+impl Run {
+    /// The run of `seed`; what happens is written down if `is_logged`.
+    pub(crate) fn new(variant: Variant, seed: u64, is_logged: bool) -> Self {
+        let mut random = Random::new(seed);
+        let shape = Shape::new(variant, &mut random);
+        let media = shape.disks.iter().map(|(tier, segments)| Medium::new(*tier, *segments));
+        let options = Options {
+            limit_bytes: 0,
+            compressed_bytes: 0,
+            quarantine: shape.quarantine,
+            first_thread: shape.has_first_thread.then_some(100),
+            prefetch: shape.prefetch,
+            workers: shape.threads,
+        };
+        Self {
+            media: media.collect(),
+            options,
+            world: World::new(shape, random, is_logged),
+            compressed: None,
+            state: None,
+            is_detaching: false,
+            summary: Summary::default(),
+        }
+    }
+
+    /// What has happened, for people.
+    pub(crate) fn log(&self) -> String {
+        self.world.logged()
+    }
+
+    /// Runs it.
+    ///
+    /// # Errors
+    /// The promise that was broken.
+    pub(crate) fn run(&mut self) -> Result<Summary, String> {
+        set_current(Some(&self.world));
+        let world = Rc::clone(&self.world);
+        world.log(|| format!("{:?}", world.shape));
+        let pages = world.shape.regions.clone();
+        pages.into_iter().for_each(|pages| self.map(pages));
+        for _ in 0..world.between(0, 300) {
+            Process::step(&world);
+        }
+        let lives = world.shape.lives;
+        for life in 1..=lives {
+            world.log(|| format!("--- life {life}"));
+            world.kill_in(0);
+            if life < lives && world.chance(600) {
+                let most = world.pick(&[20, 200, 2000, 10_000]);
+                world.kill_in(world.between(1, most));
+            }
+            let end = catch_unwind(AssertUnwindSafe(|| self.live(life == lives)));
+            let end = match end {
+                Ok(end) => end?,
+                Err(thrown) if thrown.is::<Killed>() => End::Killed,
+                Err(thrown) => {
+                    self.forget_pager();
+                    resume_unwind(thrown)
+                }
+            };
+            world.kill_in(0);
+            self.check_unbroken()?;
+            match end {
+                End::Killed => self.killed(),
+                End::LetGo => self.let_go()?,
+            }
+            for _ in 0..world.between(0, 20) {
+                Process::step(&world);
+            }
+            self.check_unbroken()?;
+        }
+        self.forget_pager();
+        self.summary.requests = world.process.borrow().accesses;
+        self.summary.virtual_time = world.now();
+        Ok(self.summary)
+    }
+
+    fn check_unbroken(&self) -> Outcome {
+        self.world.broken().map_or(Ok(()), Err)
+    }
+
+    fn map(&self, pages: u32) {
+        let region = self.world.kernel.borrow_mut().map(pages);
+        self.world.log(|| format!("process maps {region:?}"));
+        self.world.process.borrow_mut().oracle.grow(pages);
+    }
+
+    fn forget_pager(&mut self) {
+        if let Some(pager) = self.world.pager.take() {
+            let figures = pager.figures();
+            self.summary.pages_out += figures.evicted;
+            self.summary.pages_lost += figures.lost;
+        }
+        self.world.hands.take();
+        self.world.jobs.take();
+        self.world.done.take();
+        self.is_detaching = false;
+    }
+
+    fn killed(&mut self) {
+        self.world.log(|| "--- the pager is gone".to_owned());
+        self.summary.stops += 1;
+        self.world.set_meanwhile(0);
+        self.forget_pager();
+        for medium in &self.media {
+            Disk::forget(&self.world, medium);
+        }
+    }
+
+    /// The pager has let go of the process, which is on its own.
+    fn let_go(&mut self) -> Outcome {
+        self.world.log(|| "--- the pager has let go".to_owned());
+        self.world.set_meanwhile(0);
+        self.forget_pager();
+        self.state = None;
+        self.compressed = None;
+        self.world.memory.take();
+        self.world.process.borrow_mut().oracle.let_go();
+        self.world.kernel.borrow_mut().unregister_all();
+        for medium in &self.media {
+            Disk::forget(&self.world, medium);
+        }
+        self.read_all()
+    }
+
+    fn begin(&mut self) -> Outcome {
+        let world = Rc::clone(&self.world);
+        let failed = |error: std::io::Error| format!("the simulator itself: {error}");
+        let mut state = match self.state.take() {
+            Some(state) => {
+                let memory = SharedMemory::open(std::os::fd::AsFd::as_fd(state.memory())).map_err(failed)?;
+                State::open(memory, STARTED).map_err(|error| error.to_string())?
+            }
+            None => State::create(CAPACITY, STARTED).map_err(failed)?,
+        };
+        state.set_observer(|| {
+            with_current(|world| world.point());
+        });
+        let state = Arc::new(state);
+        self.state = Some(Arc::clone(&state));
+        let compressed = match &self.compressed {
+            Some(compressed) => Arc::clone(compressed),
+            None => {
+                let bytes = CAPACITY as usize * PAGE_BYTES as usize + SEGMENT;
+                Arc::new(SharedMemory::create(c"larder-compressed", bytes).map_err(failed)?)
+            }
+        };
+        self.compressed = Some(Arc::clone(&compressed));
+        *world.memory.borrow_mut() = Some((Arc::clone(&state), Arc::clone(&compressed)));
+        world.set_meanwhile(world.shape.meanwhile_per_mille);
+        self.set_limits();
+        let known = state.regions();
+        for region in &known {
+            let is_mapped = world.kernel.borrow().area(region.first).is_mapped;
+            if is_mapped {
+                world.kernel.borrow_mut().register(region.first);
+            } else if !region.is_gone() {
+                state.forget_region(region.first);
+                world.kernel.borrow_mut().forget(region.first);
+            }
+            world.call();
+        }
+        let mut there = Vec::new();
+        for region in state.regions().iter().filter(|region| !region.is_gone()) {
+            world.call();
+            let run = PageRun {
+                first: region.first,
+                count: region.pages,
+            };
+            present(&world, run, &mut |run| there.push(run));
+        }
+        world.call();
+        let hands = Hands::new(Arc::new(Files), Arc::clone(&state), Arc::clone(&compressed));
+        *world.hands.borrow_mut() = Some(hands.with_clock(frozen_clock));
+        let stores = self.media.iter().map(|medium| {
+            let tier: Tier = medium.borrow().tier();
+            (tier, Box::new(Disk::new(&world, medium)) as Box<dyn Store>)
+        });
+        let pager = Pager::new(
+            Guest(Rc::clone(&world)),
+            Helper(Rc::clone(&world)),
+            state,
+            compressed,
+            stores.collect(),
+            &there,
+            self.options.clone(),
+        );
+        *world.pager.borrow_mut() = Some(pager);
+        self.add_regions()
+    }
+
+    /// What the process has and the state does not know.
+    fn add_regions(&self) -> Outcome {
+        let world = &self.world;
+        let Some(state) = &self.state else { return Ok(()) };
+        let known = state.regions().len();
+        let all: Vec<_> = world.kernel.borrow().areas.iter().map(|area| area.region).collect();
+        for region in all.into_iter().skip(known) {
+            state.add_region(&region).map_err(|error| error.to_string())?;
+            world.call();
+            let is_mapped = world.kernel.borrow().area(region.first).is_mapped;
+            if !is_mapped {
+                // Only so that pages have the same numbers for all pagers.
+                world.kernel.borrow_mut().forget(region.first);
+                state.forget_region(region.first);
+                if let Some(pager) = &mut *world.pager.borrow_mut() {
+                    pager.add_region(Region { address: 0, ..region }, &[]);
+                }
+                continue;
+            }
+            world.kernel.borrow_mut().register(region.first);
+            let run = PageRun {
+                first: region.first,
+                count: region.pages,
+            };
+            let mut there = Vec::new();
+            present(world, run, &mut |run| there.push(run));
+            world.call();
+            if let Some(pager) = &mut *world.pager.borrow_mut() {
+                pager.add_region(region, &there);
+            }
+        }
+        Ok(())
+    }
+
+    fn set_limits(&mut self) {
+        const MIB: u64 = 1 << 20;
+        let world = &self.world;
+        let most = if world.shape.disks.is_empty() { 7 } else { 20 } * MIB;
+        self.options.limit_bytes = match world.below(4) {
+            0 => world.between(0, MIB),
+            1 => world.between(MIB, 4 * MIB),
+            _ => world.between(MIB, most),
+        };
+        self.options.compressed_bytes = world.between(1, 6) * MIB;
+        world.log(|| format!("limits: {:?}", self.options));
+    }
+
+    fn live(&mut self, is_last: bool) -> Result<End, String> {
+        self.begin()?;
+        let world = Rc::clone(&self.world);
+        for _ in 0..world.between(20, 1500) {
+            self.check_unbroken()?;
+            if let Some(end) = self.step()? {
+                return Ok(end);
+            }
+        }
+        if !is_last && world.chance(700) {
+            return Ok(End::Killed);
+        }
+        self.come_to_rest()?;
+        self.read_all()?;
+        if !is_last {
+            return Ok(End::Killed);
+        }
+        self.come_to_rest()?;
+        self.detach()
+    }
+
+    fn step(&mut self) -> Result<Option<End>, String> {
+        let world = Rc::clone(&self.world);
+        match world.below(100) {
+            0..58 => Process::step(&world),
+            58..76 => return Ok(self.turn()),
+            76..86 => world.work(),
+            86..93 => {
+                if !self.media.is_empty() {
+                    Disk::answer_one(&world, &self.media[world.below(self.media.len() as u64) as usize]);
+                }
+            }
+            93..96 => world.pass(Duration::from_micros(world.between(1, 20_000))),
+            96 => self.seldom()?,
+            _ => self.misfortune(),
+        }
+        Ok(None)
+    }
+
+    /// The pager has a turn, and brings things back if it is to let go.
+    fn turn(&mut self) -> Option<End> {
+        let world = &self.world;
+        world.turn();
+        if self.is_detaching
+            && let Some(pager) = &mut *world.pager.borrow_mut()
+            && pager.bring_back(world.between(1, 128) as u32)
+        {
+            return Some(End::LetGo);
+        }
+        None
+    }
+
+    fn seldom(&mut self) -> Outcome {
+        let world = Rc::clone(&self.world);
+        match world.below(12) {
+            0..4 => {
+                self.set_limits();
+                if let Some(pager) = &mut *world.pager.borrow_mut() {
+                    pager.set_limit(self.options.limit_bytes, self.options.compressed_bytes);
+                }
+            }
+            4 if world.kernel.borrow().areas.len() < 5 => {
+                self.map(world.between(1, 64) as u32);
+                for _ in 0..world.between(0, 5) {
+                    Process::step(&world);
+                }
+                self.add_regions()?;
+            }
+            5 if world.chance(300) => self.is_detaching = self.begin_detach(),
+            6 if self.is_detaching => {
+                if let Some(pager) = &mut *world.pager.borrow_mut() {
+                    pager.cancel_detach();
+                }
+                self.is_detaching = false;
+            }
+            7 if world.shape.write_failures_per_mille > 0 && world.chance(100) => {
+                if let Some(medium) = self.media.first() {
+                    world.log(|| "a disk can be written to no more".to_owned());
+                    medium.borrow_mut().is_dead = true;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn begin_detach(&self) -> bool {
+        self.world.log(|| "detach".to_owned());
+        if let Some(pager) = &mut *self.world.pager.borrow_mut() {
+            pager.begin_detach();
+        }
+        true
+    }
+
+    fn misfortune(&self) {
+        let world = &self.world;
+        if world.chance(300) {
+            let page = PageIndex::new(world.below(u64::from(world.kernel.borrow().pages())) as u32);
+            world.kernel.borrow_mut().reclaim(page);
+        }
+        if world.chance(world.shape.shortage_per_mille * 3) {
+            let is_short = world.kernel.borrow().is_short;
+            world.kernel.borrow_mut().is_short = !is_short;
+        }
+        if world.chance(world.shape.damage_per_mille * 3) {
+            self.damage();
+        }
+    }
+
+    /// A bit of what is stored of a page flips.
+    fn damage(&self) {
+        let world = &self.world;
+        let tier = world.pick(&[Tier::Ram, Tier::Ssd, Tier::Slow]);
+        let stored = stored_in(world, tier);
+        if stored.is_empty() {
+            return;
+        }
+        let (page, at, len) = stored[world.below(stored.len() as u64) as usize];
+        let (at, bit) = (at + world.below(len), world.below(8) as u8);
+        let medium = self.media.iter().find(|medium| medium.borrow().tier() == tier);
+        let is_done = match (medium, &self.compressed) {
+            (Some(medium), _) => medium.borrow_mut().rot(at, bit),
+            (None, Some(compressed)) => {
+                let shift = at % 8 * 8 + u64::from(bit);
+                let word = compressed.word((at - at % 8) as usize);
+                word.fetch_xor(1 << shift, std::sync::atomic::Ordering::Relaxed);
+                true
+            }
+            (None, None) => false,
+        };
+        if is_done {
+            world.log(|| format!("bit {bit} of byte {at} of {tier:?} flips, of {page:?}"));
+            world.process.borrow_mut().oracle.damaged(page);
+        }
+    }
+
+    /// All that can be done now is.
+    fn exhaust(&mut self) -> Outcome {
+        let world = Rc::clone(&self.world);
+        for _ in 0..RESTLESS {
+            Process::step_all(&world);
+            let was_busy = world.worker_is_busy();
+            world.work();
+            for medium in &self.media {
+                Disk::answer_one(&world, medium);
+            }
+            let worked = world.turn_worked();
+            self.check_unbroken()?;
+            if !worked
+                && !was_busy
+                && !world.worker_is_busy()
+                && self.media.iter().all(|medium| medium.borrow().is_idle())
+            {
+                Process::step_all(&world);
+                if !world.kernel.borrow().has_news() {
+                    return Ok(());
+                }
+            }
+        }
+        Err(format!(
+            "the pager does not come to rest; {}",
+            world.process.borrow().waiting()
+        ))
+    }
+
+    /// Nothing new is begun and nothing fails any more, until nobody is at anything.
+    fn come_to_rest(&mut self) -> Outcome {
+        let world = Rc::clone(&self.world);
+        world.log(|| "comes to rest".to_owned());
+        world.process.borrow_mut().is_quiet = true;
+        world.kernel.borrow_mut().is_short = false;
+        let mut idle = 0;
+        for _ in 0..REST_ROUNDS {
+            self.exhaust()?;
+            let is_due = {
+                let pager = world.pager.borrow();
+                pager.as_ref().is_some_and(|pager| pager.next_turn().is_some())
+            };
+            idle = if is_due || world.process.borrow().is_busy() {
+                0
+            } else {
+                idle + 1
+            };
+            if idle > 1 && self.keeps_limit() || idle > 80 {
+                break;
+            }
+            world.pass(REST_STEP);
+        }
+        if world.process.borrow().is_busy() {
+            return Err(format!("waits for ever: {}", world.process.borrow().waiting()));
+        }
+        world.process.borrow_mut().oracle.settled();
+        self.check()?;
+        world.process.borrow_mut().is_quiet = false;
+        Ok(())
+    }
+
+    fn keeps_limit(&self) -> bool {
+        let pager = self.world.pager.borrow();
+        let Some(pager) = &*pager else { return true };
+        pager.used_bytes() <= pager.limit_bytes()
+            || pager.stuck().is_some()
+            || pager.present_pages() == 0
+            || self.is_detaching
+    }
+
+    /// Counts are right, and the limit is kept, when nothing is under way.
+    fn check(&self) -> Outcome {
+        let world = &self.world;
+        let pager = world.pager.borrow();
+        let Some(pager) = &*pager else { return Ok(()) };
+        pager.check()?;
+        let present = world.kernel.borrow().present_pages();
+        // What could not be taken out is found when it is touched.
+        if world.shape.worker_failures_per_mille == 0 && present != pager.present_pages() {
+            return Err(format!(
+                "{present} pages are in memory, the pager counts {}",
+                pager.present_pages()
+            ));
+        }
+        if world.shape.worker_failures_per_mille == 0 && !self.keeps_limit() {
+            return Err(format!(
+                "{} bytes are used of {}, {} pages are in memory, and nothing is in the way; {:?}",
+                pager.used_bytes(),
+                pager.limit_bytes(),
+                pager.present_pages(),
+                pager.stored_pages(),
+            ));
+        }
+        world.log(|| {
+            format!(
+                "{:?}, {present} pages in memory, stuck: {:?}",
+                pager.stored_pages(),
+                pager.stuck()
+            )
+        });
+        Ok(())
+    }
+
+    /// All memory is read.
+    fn read_all(&mut self) -> Outcome {
+        let world = Rc::clone(&self.world);
+        world.log(|| "all is read".to_owned());
+        let was_quiet = std::mem::replace(&mut world.process.borrow_mut().is_quiet, true);
+        // Those who are at something end it first.
+        for _ in 0..REST_ROUNDS {
+            if !world.process.borrow().is_busy() {
+                break;
+            }
+            self.exhaust()?;
+            world.pass(REST_STEP);
+        }
+        if world.process.borrow().is_busy() {
+            return Err(format!("waits for ever: {}", world.process.borrow().waiting()));
+        }
+        let pages = world.kernel.borrow().pages();
+        for page in (0..pages).map(PageIndex::new) {
+            if !world.kernel.borrow().area(page).is_mapped {
+                continue;
+            }
+            Process::read_first(&world, page);
+            Process::step_all(&world);
+            let mut rounds = 0;
+            while world.process.borrow().is_busy() {
+                self.exhaust()?;
+                if world.process.borrow().is_busy() {
+                    world.pass(REST_STEP);
+                }
+                rounds += 1;
+                if rounds > REST_ROUNDS {
+                    return Err(format!("waits for ever: {}", world.process.borrow().waiting()));
+                }
+            }
+            self.check_unbroken()?;
+        }
+        world.process.borrow_mut().is_quiet = was_quiet;
+        Ok(())
+    }
+
+    /// The pager lets go at the end.
+    fn detach(&mut self) -> Result<End, String> {
+        let world = Rc::clone(&self.world);
+        world.process.borrow_mut().is_quiet = true;
+        if !self.is_detaching {
+            self.is_detaching = self.begin_detach();
+        }
+        for _ in 0..5000 {
+            Process::step_all(&world);
+            world.work();
+            self.media.iter().for_each(|medium| Disk::answer_one(&world, medium));
+            if let Some(end) = self.turn() {
+                return Ok(end);
+            }
+            if world.chance(100) {
+                world.pass(REST_STEP);
+            }
+            self.check_unbroken()?;
+        }
+        Err("what is stored does not come back".to_owned())
+    }
+}

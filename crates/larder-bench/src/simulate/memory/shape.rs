@@ -1,0 +1,112 @@
+//! What a seed is made of.
+
+use std::time::Duration;
+
+use larder_block::backend::simulated::Random;
+use larder_memory::entry::Tier;
+
+use super::content::Kind;
+
+/// Which hosts are simulated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Variant {
+    /// Compressed RAM alone.
+    Ram,
+    /// And a swap cache below.
+    Ssd,
+    /// And a slow store below that.
+    Tiers,
+    /// Any of them, with device I/O that bypasses the page tables.
+    Io,
+}
+
+/// The sizes of everything, and how often what goes wrong.
+#[derive(Clone, Debug)]
+pub(super) struct Shape {
+    /// Pages at the beginning, in each of the regions.
+    pub(super) regions: Vec<u32>,
+    /// Disks, and how many segments each has.
+    pub(super) disks: Vec<(Tier, u32)>,
+    pub(super) threads: usize,
+    pub(super) lives: u32,
+    pub(super) quarantine: Duration,
+    pub(super) prefetch: bool,
+    /// Faults of the first thread go first.
+    pub(super) has_first_thread: bool,
+    /// What is written, each as often as it is here.
+    pub(super) kinds: Vec<Kind>,
+    /// Of 1000 accesses those that write.
+    pub(super) writes_per_mille: u32,
+    /// Of 1000 things that a thread does, those that give pages up.
+    pub(super) give_ups_per_mille: u32,
+    /// `MADV_DONTNEED` takes the mark of a page that is unreadable with it.
+    pub(super) drops_poison: bool,
+    /// Of 1000 calls of the pager those in which others act.
+    pub(super) meanwhile_per_mille: u32,
+    /// Of 1000 requests to disks those that fail.
+    pub(super) read_failures_per_mille: u32,
+    pub(super) write_failures_per_mille: u32,
+    /// Of 1000 calls of the worker to the host those that fail.
+    pub(super) worker_failures_per_mille: u32,
+    /// Of 1000 steps those in which a stored copy is damaged.
+    pub(super) damage_per_mille: u32,
+    /// Of 1000 steps those in which memory runs short, or comes back.
+    pub(super) shortage_per_mille: u32,
+}
+
+/// Pages of which a state knows.
+pub(super) const CAPACITY: u32 = 4096;
+
+impl Shape {
+    pub(super) fn new(variant: Variant, random: &mut Random) -> Self {
+        let pages = random.pick(&[64, 128, 256, 384, 512, 768]) as u32;
+        let regions = match random.below(3) {
+            0 => vec![pages],
+            1 => vec![pages / 2, pages / 2],
+            _ => vec![pages / 8, pages - pages / 8],
+        };
+        let depth = match variant {
+            Variant::Ram => 0,
+            Variant::Ssd => 1,
+            Variant::Tiers => 2,
+            Variant::Io => random.below(3) as usize,
+        };
+        let mut disks: Vec<(Tier, u32)> = Vec::new();
+        for tier in [Tier::Ssd, Tier::Slow].into_iter().take(depth) {
+            disks.push((tier, random.between(3, 7) as u32));
+        }
+        let kinds = match random.below(4) {
+            0 => vec![Kind::Random],
+            1 => vec![Kind::Structured, Kind::Structured, Kind::Uniform],
+            _ => vec![Kind::Random, Kind::Random, Kind::Structured, Kind::Uniform],
+        };
+        let is_bad = |random: &mut Random, of: u64| random.below(of) == 0;
+        let fails = is_bad(random, 4);
+        Self {
+            regions,
+            disks,
+            threads: random.between(1, 6) as usize,
+            lives: random.between(1, 6) as u32,
+            quarantine: match variant {
+                Variant::Io => Duration::from_millis(50),
+                _ => Duration::ZERO,
+            },
+            prefetch: random.chance(700),
+            has_first_thread: random.chance(500),
+            kinds,
+            writes_per_mille: random.pick(&[100, 300, 500, 800]),
+            give_ups_per_mille: random.pick(&[0, 10, 40, 100]),
+            drops_poison: random.chance(500),
+            meanwhile_per_mille: random.pick(&[0, 50, 200, 400]),
+            read_failures_per_mille: if fails { random.pick(&[20, 300, 1000]) } else { 0 },
+            write_failures_per_mille: if fails || is_bad(random, 4) {
+                random.pick(&[50, 400, 1000])
+            } else {
+                0
+            },
+            worker_failures_per_mille: if is_bad(random, 10) { 30 } else { 0 },
+            damage_per_mille: if is_bad(random, 4) { 10 } else { 0 },
+            shortage_per_mille: if is_bad(random, 4) { 20 } else { 0 },
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! What all parts of a simulated host share: chance, time, the moment at which the pager is killed, and the log.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use larder_block::backend::simulated::Random;
+use larder_memory::pager::Pager;
+use larder_memory::shared::SharedMemory;
+use larder_memory::state::State;
+use larder_memory::worker::{Done, Hands, Job};
+use std::sync::Arc;
+
+use super::guest::{Guest, Helper};
+use super::kernel::Kernel;
+use super::process::Process;
+use super::shape::Shape;
+
+/// What unwinds through a pager that is killed.
+pub(super) struct Killed;
+
+/// The simulated host.
+pub(super) struct World {
+    pub(super) shape: Shape,
+    random: RefCell<Random>,
+    /// When virtual time began. Only differences to it count.
+    base: Instant,
+    now: Cell<Duration>,
+    /// After so many calls of the pager, and changes of its state, it is killed; 0: it is not.
+    kill_in: Cell<u64>,
+    /// Others act while the pager makes a call, of 1000 calls in so many.
+    meanwhile_per_mille: Cell<u32>,
+    /// How deep calls are in each other.
+    depth: Cell<u32>,
+    pub(super) kernel: RefCell<Kernel>,
+    pub(super) process: RefCell<Process>,
+    pub(super) pager: RefCell<Option<Pager<Guest, Helper>>>,
+    pub(super) memory: RefCell<Option<(Arc<State>, Arc<SharedMemory>)>>,
+    pub(super) hands: RefCell<Option<Hands>>,
+    pub(super) jobs: RefCell<VecDeque<Job>>,
+    pub(super) done: RefCell<VecDeque<Done>>,
+    broken: RefCell<Option<String>>,
+    is_logged: bool,
+    log: RefCell<Vec<String>>,
+}
+
+thread_local! {
+    /// The world of this thread, for those who cannot hold it.
+    static CURRENT: RefCell<Option<Rc<World>>> = const { RefCell::new(None) };
+    static START: Instant = Instant::now();
+}
+
+/// Does something with this thread's world.
+pub(super) fn with_current<T>(what: impl FnOnce(&Rc<World>) -> T) -> Option<T> {
+    let world = CURRENT.with_borrow(Clone::clone)?;
+    Some(what(&world))
+}
+
+/// Makes `world` this thread's.
+pub(super) fn set_current(world: Option<&Rc<World>>) {
+    CURRENT.set(world.cloned());
+}
+
+/// A moment that is always the same, for what must not depend on how fast this host is.
+pub(super) fn frozen_clock() -> Instant {
+    START.with(|start| *start)
+}
+
+impl World {
+    pub(super) fn new(shape: Shape, random: Random, is_logged: bool) -> Rc<Self> {
+        Rc::new(Self {
+            kernel: RefCell::new(Kernel::new()),
+            process: RefCell::new(Process::new(&shape)),
+            shape,
+            random: RefCell::new(random),
+            base: Instant::now(),
+            now: Cell::new(Duration::from_secs(1)),
+            kill_in: Cell::new(0),
+            meanwhile_per_mille: Cell::new(0),
+            depth: Cell::new(0),
+            pager: RefCell::new(None),
+            memory: RefCell::new(None),
+            hands: RefCell::new(None),
+            jobs: RefCell::default(),
+            done: RefCell::default(),
+            broken: RefCell::new(None),
+            is_logged,
+            log: RefCell::default(),
+        })
+    }
+
+    pub(super) fn below(&self, bound: u64) -> u64 {
+        self.random.borrow_mut().below(bound)
+    }
+
+    pub(super) fn between(&self, least: u64, most: u64) -> u64 {
+        self.random.borrow_mut().between(least, most)
+    }
+
+    pub(super) fn chance(&self, per_mille: u32) -> bool {
+        self.random.borrow_mut().chance(per_mille)
+    }
+
+    pub(super) fn pick<T: Copy>(&self, choices: &[T]) -> T {
+        self.random.borrow_mut().pick(choices)
+    }
+
+    pub(super) fn now(&self) -> Duration {
+        self.now.get()
+    }
+
+    pub(super) fn instant(&self) -> Instant {
+        self.base + self.now.get()
+    }
+
+    /// Time passes; device I/O that ends meanwhile does.
+    pub(super) fn pass(&self, time: Duration) {
+        let until = self.now.get() + time;
+        self.process.borrow_mut().end_device_io(self, until);
+        self.now.set(until);
+    }
+
+    pub(super) fn log(&self, what: impl FnOnce() -> String) {
+        if self.is_logged {
+            let line = format!("{:>9.3} ms  {}", self.now.get().as_secs_f64() * 1e3, what());
+            self.log.borrow_mut().push(line);
+        }
+    }
+
+    pub(super) fn logged(&self) -> String {
+        self.log.borrow().join("\n")
+    }
+
+    /// A promise was broken.
+    pub(super) fn fail(&self, why: String) {
+        self.log(|| format!("!!! {why}"));
+        self.broken.borrow_mut().get_or_insert(why);
+    }
+
+    pub(super) fn broken(&self) -> Option<String> {
+        self.broken.borrow().clone()
+    }
+
+    /// The pager is killed after so many more steps; 0: not at all.
+    pub(super) fn kill_in(&self, steps: u64) {
+        self.kill_in.set(steps);
+    }
+
+    pub(super) fn set_meanwhile(&self, per_mille: u32) {
+        self.meanwhile_per_mille.set(per_mille);
+    }
+
+    /// The pager, or its worker, is at a point where it may be killed.
+    pub(super) fn point(&self) {
+        match self.kill_in.get() {
+            0 => {}
+            1 => {
+                self.kill_in.set(0);
+                self.log(|| "--- killed inside a step".to_owned());
+                std::panic::resume_unwind(Box::new(Killed));
+            }
+            left => self.kill_in.set(left - 1),
+        }
+    }
+
+    /// A call of the pager, or its worker: it may be killed here, and others act.
+    pub(super) fn call(self: &Rc<Self>) {
+        self.point();
+        if self.depth.get() < 2 && self.chance(self.meanwhile_per_mille.get()) {
+            self.depth.set(self.depth.get() + 1);
+            let _back = Back(self);
+            for _ in 0..self.between(1, 3) {
+                match self.below(8) {
+                    0 => self.work(),
+                    1 => self.turn(),
+                    _ => Process::step(self),
+                }
+            }
+        }
+    }
+
+    /// The worker does a job, if it has one and is not at one.
+    pub(super) fn work(self: &Rc<Self>) {
+        let Ok(mut hands) = self.hands.try_borrow_mut() else {
+            return;
+        };
+        let Some(hands) = &mut *hands else { return };
+        let Some(job) = self.jobs.borrow_mut().pop_front() else {
+            return;
+        };
+        self.point();
+        let done = hands.work(job);
+        self.point();
+        self.done.borrow_mut().push_back(done);
+    }
+
+    /// The pager has a turn, unless it is in one; whether it did anything.
+    pub(super) fn turn(self: &Rc<Self>) {
+        self.turn_worked();
+    }
+
+    pub(super) fn turn_worked(self: &Rc<Self>) -> bool {
+        let Ok(mut pager) = self.pager.try_borrow_mut() else {
+            return false;
+        };
+        let Some(pager) = &mut *pager else { return false };
+        match pager.turn(self.instant()) {
+            Ok(worked) => worked,
+            Err(error) => {
+                self.fail(format!("the pager gives up: {error}"));
+                false
+            }
+        }
+    }
+
+    /// Whether the worker has something to do, or has done it and nobody has heard.
+    pub(super) fn worker_is_busy(&self) -> bool {
+        !self.jobs.borrow().is_empty() || !self.done.borrow().is_empty()
+    }
+}
+
+/// Goes back up when a kill unwinds, too.
+struct Back<'a>(&'a World);
+
+impl Drop for Back<'_> {
+    fn drop(&mut self) {
+        self.0.depth.set(self.0.depth.get() - 1);
+    }
+}

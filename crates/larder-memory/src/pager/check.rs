@@ -1,0 +1,62 @@
+//! Counts what is counted, again: for simulators and tests.
+
+use super::{Pager, Phase, StoredPages};
+use crate::entry::{Location, Tier, Word};
+use crate::guest::GuestMemory;
+use crate::log::Segments;
+use crate::units::PageIndex;
+use crate::worker::Worker;
+
+impl<G: GuestMemory, W: Worker> Pager<G, W> {
+    /// Whether all that it keeps counts of is as the entries and the phases of pages say. Takes time for every page.
+    ///
+    /// # Errors
+    /// What is not.
+    pub fn check(&self) -> Result<(), String> {
+        let mut stored = StoredPages::default();
+        let mut logs: Vec<Vec<u64>> = vec![vec![0; self.ram.count() as usize]];
+        logs.extend(self.disks.all.iter().map(|disk| vec![0; disk.log.count() as usize]));
+        let (mut present, mut punching, mut reading) = (0, 0, 0);
+        for page in (0..self.pages()).map(PageIndex::new) {
+            let word = self.state.word(page);
+            stored.change(Word::NOWHERE, word);
+            let phase = self.phases.get(page);
+            match phase {
+                Phase::Absent => {}
+                Phase::Reading => reading += 1,
+                Phase::Punching => (present, punching) = (present + 1, punching + 1),
+                Phase::Resident | Phase::Leaving(_) => present += 1,
+            }
+            let has_copy = !matches!(word.decode(), Some(Location::Nowhere | Location::Lost));
+            if has_copy && word.is_clean() && phase != Phase::Resident {
+                return Err(format!("{page:?} is {phase:?}, and its copy said to be in memory too"));
+            }
+            if has_copy && !word.is_clean() && matches!(phase, Phase::Resident | Phase::Leaving(_)) {
+                return Err(format!("{page:?} is {phase:?}, and its entry {:#x}", word.0));
+            }
+            if let Some(Location::In { tier, stored, .. }) = word.decode() {
+                let log = match tier {
+                    Tier::Ram => Some(0),
+                    Tier::Ssd | Tier::Slow => self.disks.index_of(tier).map(|disk| disk + 1),
+                };
+                let log = log.ok_or_else(|| format!("{page:?} is in {tier:?}, which there is not"))?;
+                logs[log][Segments::index_of(stored)] += Segments::bytes_of(stored);
+            }
+        }
+        same("pages stored", &self.stored, &stored)?;
+        same("pages in memory", &self.present, &present)?;
+        same("pages being read", &self.reading, &reading)?;
+        if punching > self.punching {
+            return Err(format!("{punching} pages are taken out, {} counted", self.punching));
+        }
+        let all = std::iter::once(&self.ram).chain(self.disks.all.iter().map(|disk| &disk.log));
+        all.zip(&logs).try_for_each(|(log, live)| log.check(live))
+    }
+}
+
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: &T, found: &T) -> Result<(), String> {
+    match counted == found {
+        true => Ok(()),
+        false => Err(format!("{what}: counted {counted:?}, found {found:?}")),
+    }
+}
