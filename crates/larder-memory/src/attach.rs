@@ -63,6 +63,12 @@ pub enum AttachError {
         pid = .pid.as_raw_pid()
     )]
     Foreign { pid: Pid, what: &'static str },
+    #[error(
+        "process {pid}: {pages} pages of its memory were lost when it was managed before, and cannot be read: it goes on without \
+        Larder, and can be managed again when it was restarted",
+        pid = .pid.as_raw_pid()
+    )]
+    Lost { pid: Pid, pages: u32 },
     #[error("nothing was changed: {0}")]
     Inject(InjectError),
     #[error("cannot open /dev/userfaultfd: {0}: be root, or be given the right to it; it takes Linux 6.1")]
@@ -240,6 +246,10 @@ fn open_left(target: &Target, left: &LeftState) -> Result<Left, AttachError> {
         .as_ref()
         .is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]");
     if !is_there && is_all_back(&state) {
+        // Nothing else tells them from pages that were never touched.
+        if let pages @ 1.. = state.lost_pages() {
+            return Err(AttachError::Lost { pid, pages });
+        }
         // That pager was killed as it let go.
         return Ok(Left::Unused(numbers().collect(), state));
     }
@@ -776,7 +786,16 @@ impl Attached {
     pub fn let_go(self) -> Result<Duration, InjectError> {
         self.pager.guest().views().let_go();
         self.unregister();
-        let closed = close(self.pid, &self.given.all(self.pid))?;
+        let mut numbers = self.given.all(self.pid);
+        let lost = self.state.lost_pages();
+        if lost > 0 {
+            tracing::warn!(
+                "{lost} pages that were lost stay unreadable; process {} keeps the list of them, and cannot be managed again",
+                self.pid
+            );
+            numbers.retain(|number| *number != self.given.pages);
+        }
+        let closed = close(self.pid, &numbers)?;
         // Not before: a successor would go on with it.
         self.state.wipe_key();
         Ok(closed)

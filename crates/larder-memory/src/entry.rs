@@ -162,6 +162,11 @@ impl Word {
         Self(if clean { self.0 | CLEAN } else { self.0 & !CLEAN })
     }
 
+    /// Whether the page could not be read back.
+    pub fn is_lost(self) -> bool {
+        matches!(self.decode(), Some(Location::Lost))
+    }
+
     /// Whether the page is in the process's memory too.
     pub fn is_clean(self) -> bool {
         self.0 & CLEAN != 0

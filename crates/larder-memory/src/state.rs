@@ -464,6 +464,14 @@ impl State {
         self.memory.word(self.entry_at(page)).store(word.0, Ordering::Release);
     }
 
+    /// How many pages of regions that are there cannot be read any more.
+    pub fn lost_pages(&self) -> u32 {
+        let regions = self.regions();
+        let regions = regions.iter().filter(|region| !region.is_gone());
+        let pages = regions.flat_map(|region| (0..region.pages).map(|offset| region.first.plus(offset)));
+        pages.filter(|page| self.word(*page).is_lost()).count() as u32
+    }
+
     /// Where the kernel's messages are read into.
     pub fn messages(&self) -> NonNull<[RawMessage]> {
         let base = self.memory.at(MESSAGES_AT, MESSAGES * size_of::<RawMessage>());

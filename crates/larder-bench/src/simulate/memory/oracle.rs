@@ -25,8 +25,6 @@ struct Truth {
     /// What was written to it since that began.
     written: Option<Stamp>,
     damage: Damage,
-    /// It was unreadable when a pager let go of the process: no later one knows of it.
-    was_left_lost: bool,
     /// A device writes this to it.
     io: Option<Stamp>,
 }
@@ -47,7 +45,6 @@ impl Oracle {
             is_unheard: false,
             written: None,
             damage: Damage::None,
-            was_left_lost: false,
             io: None,
         }));
     }
@@ -123,7 +120,6 @@ impl Oracle {
     pub(super) fn memory_error(&self, page: PageIndex) -> Result<(), String> {
         let truth = &self.pages[page.as_usize()];
         match truth.damage {
-            Damage::None if truth.was_left_lost => Ok(()),
             Damage::None => Err(format!(
                 "{page:?} cannot be read, though nothing that was stored of it was damaged"
             )),
@@ -171,11 +167,6 @@ impl Oracle {
     pub(super) fn let_go(&mut self) {
         for truth in &mut self.pages {
             truth.is_unheard = truth.is_given_up;
-            // The next pager does not know what this one has lost: see the limits in docs/memory.md.
-            truth.was_left_lost |= truth.damage != Damage::None;
-            if truth.damage == Damage::Real {
-                truth.may.push(0);
-            }
         }
     }
 

@@ -124,7 +124,14 @@ impl Run {
             self.check_unbroken()?;
             match end {
                 End::Killed => self.killed(),
-                End::LetGo => self.let_go()?,
+                End::LetGo => {
+                    let lost = self.state.as_ref().map_or(0, |state| state.lost_pages());
+                    self.let_go()?;
+                    // Such a process is not managed again (`larder_memory::attach`).
+                    if lost > 0 {
+                        break;
+                    }
+                }
             }
             for _ in 0..world.between(0, 20) {
                 Process::step(&world);
