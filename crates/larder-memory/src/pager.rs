@@ -163,6 +163,8 @@ pub struct Pager<G, W> {
     let_write: Vec<(PageIndex, Instant)>,
     /// Those that were lost, and given up since.
     to_clear: Vec<PageIndex>,
+    /// One that was lost could not be made unreadable.
+    is_unmarked: bool,
     decoder: Decoder,
     content: Box<[u8; PAGE]>,
     /// For what is on disks, if that is enciphered.
@@ -289,6 +291,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             stalled: VecDeque::new(),
             let_write: Vec::new(),
             to_clear: Vec::new(),
+            is_unmarked: false,
             decoder: Decoder::new(),
             content: Box::new([0; PAGE]),
             deciphered: vec![0; object_bytes(PAGE as u16)].into_boxed_slice(),

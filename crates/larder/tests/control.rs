@@ -598,6 +598,12 @@ fn who_is_hung_up_on_asks_again_and_says_so_in_the_end() {
             let _ = client.read(&mut [0; 1024]).expect("a request");
             let answer = "HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{\"disks\":[]}";
             client.write_all(answer.as_bytes()).expect("takes it");
+            // It is asked for memory, too.
+            let (mut client, _) = listener.accept().expect("a client");
+            let _ = client.read(&mut [0; 1024]).expect("a request");
+            let none = r#"{"error":"there is no /v1/memory"}"#;
+            let answer = format!("HTTP/1.1 404 Not Found\r\ncontent-length: {}\r\n\r\n{none}", none.len());
+            client.write_all(answer.as_bytes()).expect("takes it");
         });
         let (code, said) = status(&path, &["--output", "json"]);
         assert!(code == Some(0) && said.contains("disks"), "{said}");

@@ -25,6 +25,8 @@ const BATCH_PAGES_QUARANTINED: usize = 8192;
 
 /// After so long it is tried again to evict pages, when that has failed.
 const TRY_AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// The same when there was no room for them.
+const TRY_FULL_AFTER: Duration = Duration::from_millis(100);
 /// The same when none could be compressed.
 const TRY_INCOMPRESSIBLE_AFTER: Duration = Duration::from_secs(10);
 
@@ -162,9 +164,12 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn is_stuck_no_more(&mut self) -> bool {
         let Some((why, since)) = self.stuck else { return true };
         let is_over = match why {
-            // There is room for a segment's worth again.
             Stuck::TiersFull | Stuck::DiskFailed => {
-                self.disks_have_room() || self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes
+                // What can be moved together is, but not from segments that are nearly full: then there is none to be had, and
+                // trying at once would stop writes and free them again without an end.
+                let may_have = self.disks_have_room()
+                    || self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes;
+                self.has_room_in_ram() || may_have && self.now - since > TRY_FULL_AFTER
             }
             Stuck::Memory => self.now - since > TRY_AGAIN_AFTER,
             Stuck::Incompressible => self.now - since > TRY_INCOMPRESSIBLE_AFTER,

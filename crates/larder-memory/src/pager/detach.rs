@@ -60,6 +60,9 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         // What was given up and stored again, or could not be put in place, comes in the next round.
         self.brought_back = 0;
+        if std::mem::take(&mut self.is_unmarked) {
+            return false;
+        }
         self.stored_bytes() == 0 && self.stalled.is_empty() && self.waiting.is_empty()
     }
 }

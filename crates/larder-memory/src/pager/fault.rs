@@ -275,8 +275,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.figures.lost += 1;
         }
         match self.guest.poison(page) {
-            // Who waits tries again.
-            Filled::Done | Filled::Present | Filled::Changing | Filled::NoMemory => {
+            Filled::Done | Filled::Present => self.guest.wake(PageRun::one(page)),
+            // Who waits tries again, and so does who lets go of the process, if nobody waits.
+            Filled::Changing | Filled::NoMemory => {
+                self.is_unmarked = true;
                 self.guest.wake(PageRun::one(page));
             }
             Filled::Gone => tracing::error!(

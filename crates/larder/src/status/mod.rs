@@ -47,7 +47,10 @@ pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
 fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
     let asked = fetch_disks(&vm.control);
     let disks = asked.as_ref().map_or(&[][..], |(_, disks)| &disks.disks[..]);
-    let memory = memories::ask_one(vm, disks);
+    let memory = match &asked {
+        Err(error) if !is_not_served(error) => None,
+        _ => memories::ask_one(vm, disks),
+    };
     let (mut said, disks) = match (asked, &memory) {
         (Ok(told), _) => told,
         // Only its memory is Larder's.

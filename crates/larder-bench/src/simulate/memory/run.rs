@@ -277,6 +277,8 @@ impl Run {
                 }
                 continue;
             }
+            // It has no turn before it knows of the region: both are done on its thread.
+            let mut pager = world.pager.borrow_mut();
             world.kernel.borrow_mut().register(region.first);
             let run = PageRun {
                 first: region.first,
@@ -285,7 +287,7 @@ impl Run {
             let mut there = Vec::new();
             present(world, run, &mut |run| there.push(run));
             world.call();
-            if let Some(pager) = &mut *world.pager.borrow_mut() {
+            if let Some(pager) = &mut *pager {
                 pager.add_region(region, &there);
             }
         }
