@@ -68,7 +68,7 @@ pub enum InjectError {
     },
     /// A strange call might be the end of it.
     #[error("process {pid}, thread {tid}: {program} filters its system calls (seccomp), and may be killed for one that \
-        it does not expect: this is done to QEMU only, whose filter is known. Start it without the filter",
+        it does not expect: this is done to QEMU and to Larder's own only, whose filters are known. Start it without the filter",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]
     Filtered {
         /// The process.

@@ -87,6 +87,67 @@ fn a_guest_works_within_its_budget_and_does_not_notice_that_its_pager_is_killed(
     );
 }
 
+/// The same for a disk: past the guest's page cache, and through it.
+const DISK_ROUNDS: &str = r#"
+    (read line; touch /tmp/enough) </dev/console &
+    mkdir /w
+    mount -t tmpfs -o size=90% w /w
+    for part in 1 2 3 4 5 6 7 8; do dd if=/dev/urandom of=/w/old$part bs=1M count=10 2>/dev/null; done
+    sha256sum /w/old* >/tmp/sums
+    on="--minimal --name=disk --filename=/dev/vda --bs=64k --size=24m --refill_buffers --verify=crc32c --verify_fatal=1"
+    while [ ! -e /tmp/enough ]; do
+      fio $on --rw=randwrite --direct=1 --ioengine=libaio --iodepth=16 >/tmp/fio 2>&1 || { cat /tmp/fio; exit 1; }
+      fio $on --rw=write --do_verify=0 --end_fsync=1 >/tmp/fio 2>&1 || { cat /tmp/fio; exit 2; }
+      echo 1 >/proc/sys/vm/drop_caches
+      fio $on --rw=read >/tmp/fio 2>&1 || { cat /tmp/fio; exit 3; }
+      sha256sum -c /tmp/sums >/tmp/fio || { cat /tmp/fio; exit 4; }
+      echo VERIFIED
+    done
+    dmesg | grep -i 'I/O error' && exit 5
+    exit 0"#;
+
+#[test]
+fn a_guest_whose_disk_larder_serves_works_within_its_budget_whichever_of_both_is_killed() {
+    let place = Place::new("both");
+    let (image, swap) = (place.image("disk.raw", 32), place.path("swap"));
+    let options = [
+        "--memory-budget",
+        "96MiB",
+        "--memory-swap-cache",
+        swap.to_str().expect("UTF-8"),
+        "--memory-swap-size",
+        "512MiB",
+    ];
+    let drives = ["-drive", &super::drive(&image, "")];
+    let mut guest = Guest::boot(&place, qemu(), &options, &drives, DISK_ROUNDS);
+    let told = guest.line("larder: memory: kept within 96 MiB; larder memory status ");
+    let control = told.rsplit(' ').next().expect("a path").to_owned();
+    guest.line("VERIFIED");
+    for killed in ["disk serve", "memory attach", "disk serve"] {
+        let child = guest.child_when(killed, |_| true);
+        signal(child, Signal::KILL);
+        guest.wait_until_gone(&[child]);
+        guest.line("VERIFIED");
+        guest.line("VERIFIED");
+    }
+    // Both at once: neither waits for the other without an end.
+    let both = ["memory attach", "disk serve"].map(|word| guest.child_when(word, |_| true));
+    both.iter().for_each(|child| signal(*child, Signal::KILL));
+    guest.wait_until_gone(&both);
+    guest.line("VERIFIED");
+    guest.line("VERIFIED");
+    let managed = state(&control);
+    assert!(managed["evicted_pages"].as_u64() > Some(0), "{managed}");
+    guest.type_line("enough");
+    assert_eq!(guest.line("LARDER-GUEST-EXIT"), "LARDER-GUEST-EXIT 0");
+    assert_eq!(guest.end().0, 0);
+    assert!(
+        place.leftovers().is_empty() && !swap.exists(),
+        "{:?}",
+        place.leftovers()
+    );
+}
+
 #[test]
 fn who_is_let_go_of_runs_on_alone() {
     let place = Place::new("letgo");
