@@ -263,6 +263,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Whoever touches `page` gets a memory error: its copy is not what was evicted.
     pub(super) fn lose(&mut self, page: PageIndex, word: Word, why: &str) {
+        // It could not be taken out, say: then nothing is lost.
+        let mut is_there = false;
+        let looked = self.guest.present(PageRun::one(page), &mut |_| is_there = true);
+        if looked.is_ok() && is_there {
+            self.was_there(page, Queue::Probation);
+            return;
+        }
         let lost = Word::of(Location::Lost);
         if word != lost {
             let address = self.address_of(page);
