@@ -136,9 +136,11 @@ fn of_pid_file(path: &Path) -> Result<Option<Process>, String> {
     let number = std::str::from_utf8(text)
         .ok()
         .filter(|_| bytes.len() <= PID_FILE_BYTES_MAX);
-    let pid = number.and_then(|text| text.parse().ok()).and_then(Pid::from_raw);
-    let pid = pid
-        .filter(|pid| pid.as_raw_pid() > 0)
+    let number = number
+        .and_then(|text| text.parse().ok())
+        .filter(|number: &i32| *number > 0);
+    let pid = number
+        .and_then(Pid::from_raw)
         .ok_or("there is no process number in it")?;
     let Some(process) = Process::alive(pid) else {
         return Ok(None);

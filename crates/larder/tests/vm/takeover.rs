@@ -211,11 +211,7 @@ fn without_notes_of_requests_in_flight_only_a_stop_leaves_the_connection() {
     }
     service.restart(libc::SIGKILL).expect("starts again");
     becomes("it has to connect again", || is_closed(&guest));
-    assert!(
-        service.process.output().contains("INFLIGHT_SHMFD"),
-        "{}",
-        service.process.output()
-    );
+    service.process.wait_for("INFLIGHT_SHMFD", LIMIT).expect("it says why");
     works(&mut without_notes(&vm), 8);
 }
 

@@ -87,7 +87,7 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nimage = \"/a\"",
-        "FILE:4:1: unknown key 'image'; the memory has budget, compressed, swap-cache, swap-size, slow-store, slow-size, quarantine-ms, prefetch, qmp, pid-file",
+        "FILE:4:1: unknown key 'image'; the memory has budget, budget-min, budget-low, budget-high, budget-max, compressed, swap-cache, swap-size, slow-store, slow-size, quarantine-ms, prefetch, encrypt, qmp, pid-file",
     ),
     (
         "[memory]\nbudget = \"1GiB\"\nqmp = \"/q\"\nuuid = \"x\"",
