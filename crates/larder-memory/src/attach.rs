@@ -106,10 +106,12 @@ struct Given {
 }
 
 impl Given {
-    /// They, and those by which memory is marked: the state goes last but for these, as without it they mean nothing.
+    /// They, and those by which memory is marked, in the order in which they are to be closed: without the userfaultfd nothing
+    /// is managed any more, and without the state nobody would look for the rest.
     fn all(self, pid: Pid) -> Vec<i32> {
-        let mut all = vec![self.userfaultfd, self.compressed, self.pages];
+        let mut all = vec![self.userfaultfd];
         all.extend(marks(pid).unwrap_or_default());
+        all.extend([self.compressed, self.pages]);
         all
     }
 }
@@ -187,9 +189,11 @@ impl Found {
                 userfaultfd,
                 given,
             } => take_over(target, options, swaps, state, compressed, userfaultfd, given),
-            Left::Unused(mut numbers, locked) => {
-                numbers.extend(marks(target.pid()).unwrap_or_default());
-                close(target.pid(), &numbers).map_err(AttachError::Inject)?;
+            Left::Unused(numbers, locked) => {
+                // The state goes last: without it nobody would look for the rest.
+                let mut all = marks(target.pid()).unwrap_or_default();
+                all.extend(numbers);
+                close(target.pid(), &all).map_err(AttachError::Inject)?;
                 drop(locked);
                 begin(target, options, swaps, encrypt)
             }
@@ -230,13 +234,11 @@ fn open_left(target: &Target, left: &LeftState) -> Result<Left, AttachError> {
     let pages = left_memory(target, left.pages, "a state")?;
     let state = State::open(pages, target.started()).map_err(|source| AttachError::State { pid, source })?;
     lock(pid, &state)?;
-    let numbers = || [Some(left.pages), left.compressed].into_iter().flatten();
+    let numbers = || [left.compressed, Some(left.pages)].into_iter().flatten();
     let Some(userfaultfd) = state.userfaultfd_number() else {
         // It may have been killed between making one and noting its number.
-        return Ok(Left::Unused(
-            numbers().chain(left.unnoted.iter().copied()).collect(),
-            state,
-        ));
+        let numbers = left.unnoted.iter().copied().chain(numbers());
+        return Ok(Left::Unused(numbers.collect(), state));
     };
     let foreign = |what| AttachError::Foreign { pid, what };
     let userfaultfd_number = i32::try_from(userfaultfd).map_err(|_| foreign("a userfaultfd"))?;
@@ -440,6 +442,15 @@ fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
     userfaultfd.enable(NEEDED_ALL | poison)
 }
 
+/// By which descriptors the process holds which files marked.
+fn marked_files(pid: Pid) -> Vec<(i32, (u64, u64))> {
+    let file_of = |number: i32| {
+        let found = std::fs::metadata(format!("/proc/{}/fd/{number}", pid.as_raw_pid())).ok()?;
+        Some((number, (found.dev(), found.ino())))
+    };
+    marks(pid).unwrap_or_default().into_iter().filter_map(file_of).collect()
+}
+
 /// The files of memory, each once, that are not among `marked`.
 fn to_mark<'a>(memories: &'a [Memory], marked: &[(u64, u64)]) -> Vec<BorrowedFd<'a>> {
     let mut marked = marked.to_vec();
@@ -491,7 +502,7 @@ fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3], files: &[BorrowedFd<'_>]) -> 
         };
         // From here on no server of its disks begins to use it without us.
         if let Err(error) = hand_marks(thread, files)? {
-            for number in numbers {
+            for number in numbers.into_iter().rev() {
                 thread.close(number)?;
             }
             return Ok(Err(error));
@@ -510,7 +521,7 @@ fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3], files: &[BorrowedFd<'_>]) -> 
                 }))
             }
             Err(error) => {
-                for number in [pages, compressed].into_iter().chain(marks(pid).unwrap_or_default()) {
+                for number in marks(pid).unwrap_or_default().into_iter().chain([compressed, pages]) {
                     thread.close(number)?;
                 }
                 Err(error)
@@ -639,8 +650,8 @@ impl Attached {
     /// It cannot be registered, or there are too many regions.
     pub fn add(&mut self, memory: Memory) -> Result<(), AttachError> {
         let pid = self.pid;
-        let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
-        let marked: Vec<(u64, u64)> = regions.map(|region| (region.device, region.inode)).collect();
+        // A pager that was killed may have marked it, and not noted it.
+        let marked: Vec<(u64, u64)> = marked_files(pid).into_iter().map(|(_, file)| file).collect();
         let files = to_mark(std::slice::from_ref(&memory), &marked);
         if !files.is_empty() {
             let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| hand_marks(thread, &files));
@@ -741,18 +752,12 @@ impl Attached {
 
     /// Closes in the process the marks of memory that it has unmapped: as long as they are there the host keeps it.
     pub fn close_marks_of_gone(&self) {
-        let is_of_none = |number: &i32| {
-            let found = std::fs::metadata(format!("/proc/{}/fd/{number}", self.pid.as_raw_pid()));
-            let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
-            found.is_ok_and(|found| {
-                let mut regions = regions;
-                !regions.any(|region| (region.device, region.inode) == (found.dev(), found.ino()))
-            })
-        };
-        let gone: Vec<i32> = marks(self.pid)
-            .unwrap_or_default()
-            .into_iter()
-            .filter(is_of_none)
+        let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
+        let files: Vec<(u64, u64)> = regions.map(|region| (region.device, region.inode)).collect();
+        let marked = marked_files(self.pid).into_iter();
+        let gone: Vec<i32> = marked
+            .filter(|(_, file)| !files.contains(file))
+            .map(|(number, _)| number)
             .collect();
         if gone.is_empty() {
             return;
