@@ -42,7 +42,7 @@ use crate::views::{Looked, View, ViewError};
 use crate::worker::{Hands, Thread};
 
 /// How long a thread of the process may take to stop, and a system call in it.
-const INJECT_LIMIT: Duration = Duration::from_secs(2);
+pub(crate) const INJECT_LIMIT: Duration = Duration::from_secs(2);
 
 /// For memory that is plugged in later there are entries, which take no memory before: 64 GiB of it.
 const PAGES_TO_COME: u32 = 16 << 20;
@@ -365,11 +365,7 @@ fn begin(
 ) -> Result<Attached, AttachError> {
     let pid = target.pid();
     let failed = |what| move |source| AttachError::Failed { pid, what, source };
-    let device = File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/userfaultfd")
-        .map_err(AttachError::NoDevice)?;
+    let device = userfaultfd::device().map_err(AttachError::NoDevice)?;
     let pages: u64 = target
         .memories
         .iter()
@@ -507,9 +503,7 @@ fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3], files: &[BorrowedFd<'_>]) -> 
             }
             return Ok(Err(error));
         }
-        let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
-        let arguments = [device as u64, userfaultfd::IOC_NEW, flags, 0, 0, 0];
-        let made = thread.system_call(libc::SYS_ioctl, arguments);
+        let made = userfaultfd::make_in(thread, device);
         let closed = thread.close(device);
         match made {
             Ok(userfaultfd) => {
@@ -517,7 +511,7 @@ fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3], files: &[BorrowedFd<'_>]) -> 
                 Ok(Ok(Given {
                     pages,
                     compressed,
-                    userfaultfd: userfaultfd as i32,
+                    userfaultfd,
                 }))
             }
             Err(error) => {
@@ -731,7 +725,10 @@ impl Attached {
         let pid = self.pid;
         let (viewers, obstacles) = others_of(pid, self.pager.regions());
         if !obstacles.is_empty() {
-            let name = String::new();
+            let name = self
+                .target
+                .as_ref()
+                .map_or_else(String::new, |target| target.name.clone());
             return Err(TargetError::Obstacles { pid, name, obstacles }.into());
         }
         for viewer in viewers {

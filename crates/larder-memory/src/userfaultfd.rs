@@ -4,9 +4,11 @@
 //! All addresses are of the process whose memory it is, which is not ours: no call here can touch memory of this
 //! process but the buffers that are passed.
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
+use crate::inject::{InjectError, StoppedThread};
 use crate::units::{PAGE, PAGE_BYTES};
 
 /// Features, as `UFFD_FEATURE_*`.
@@ -74,7 +76,25 @@ const UFFDIO_CONTINUE: libc::c_ulong = request(READ_WRITE, 0x07, size_of::<Range
 const UFFDIO_POISON: libc::c_ulong = request(READ_WRITE, 0x08, size_of::<RangeMode>());
 
 /// Makes a userfaultfd of the caller of that ioctl on /dev/userfaultfd (`USERFAULTFD_IOC_NEW`, Linux 6.1).
-pub const IOC_NEW: u64 = 0xaa00;
+const IOC_NEW: u64 = 0xaa00;
+
+/// What userfaultfds of other processes are made of, which takes rights that they need not have.
+///
+/// # Errors
+/// Of open(2).
+pub fn device() -> io::Result<File> {
+    File::options().read(true).write(true).open("/dev/userfaultfd")
+}
+
+/// Has a process make one of `device`, which it was given by that number; the number of what it has made.
+///
+/// # Errors
+/// It may not, or has ended.
+pub fn make_in(thread: &mut StoppedThread, device: RawFd) -> Result<RawFd, InjectError> {
+    let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
+    let made = thread.system_call(libc::SYS_ioctl, [device as u64, IOC_NEW, flags, 0, 0, 0]);
+    Ok(made? as RawFd)
+}
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;

@@ -12,23 +12,19 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::time::Duration;
 
 use larder_export::view::ViewMemory;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
+use crate::attach::INJECT_LIMIT;
 use crate::inject::{InjectError, with_stopped_thread};
 use crate::state::Region;
 use crate::target::{Viewer, mapped_by};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{self, Cause, Filled, Message, NEEDED_BY_VIEWS, Range, RawMessage, Userfaultfd, feature};
-
-/// How long a thread of the process may take to stop, and a system call in it.
-const INJECT_LIMIT: Duration = Duration::from_secs(2);
 
 /// How many faults of one view are taken at a time.
 const MESSAGES: usize = 16;
@@ -279,16 +275,10 @@ fn make_userfaultfd(pid: Pid) -> Result<u32, ViewError> {
         what: "open /dev/userfaultfd",
         source,
     };
-    let device = File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/userfaultfd")
-        .map_err(failed)?;
+    let device = userfaultfd::device().map_err(failed)?;
     let (number, _) = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
         let given = thread.give_descriptors(&[device.as_fd()])?;
-        let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
-        let arguments = [given[0] as u64, userfaultfd::IOC_NEW, flags, 0, 0, 0];
-        let made = thread.system_call(libc::SYS_ioctl, arguments);
+        let made = userfaultfd::make_in(thread, given[0]);
         thread.close(given[0])?;
         made
     })?;
