@@ -17,25 +17,27 @@
 //!
 //! A living pager holds a lock on its state (flock(2)), which ends with it: two of them never manage one process.
 
-use std::fs::File;
+mod handed;
+mod left;
+
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use larder_export::view::mark_managed;
-use rustix::process::{Pid, PidfdGetfdFlags, pidfd_getfd};
+use rustix::process::Pid;
 
-use crate::entry::{Location, Tier};
+use self::handed::{Given, close, hand_marks, hand_over, marked_files, not_marked, to_mark, undo};
+use self::left::{Left, lock, open_left, take};
+use crate::entry::Tier;
 use crate::guest::{Files, GuestMemory as _, Process};
-use crate::inject::{InjectError, StoppedThread, with_stopped_thread};
+use crate::inject::{InjectError, with_stopped_thread};
 use crate::log::SEGMENT;
 use crate::pager::{self, Pager};
 use crate::shared::SharedMemory;
 use crate::state::{Region, State, StateError, SwapIdentity};
 use crate::store::Store;
-use crate::target::{LeftState, Memory, Place, Target, TargetError, marks, others_of};
+use crate::target::{Memory, Place, Target, TargetError, marks, others_of};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{self, NEEDED_ALL, Range, Userfaultfd, feature};
 use crate::views::{Looked, View, ViewError};
@@ -95,25 +97,6 @@ pub enum AttachError {
         pid = .pid.as_raw_pid()
     )]
     Busy { pid: Pid, address: u64 },
-}
-
-/// Descriptors in the process, by their numbers there.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Given {
-    pages: i32,
-    compressed: i32,
-    userfaultfd: i32,
-}
-
-impl Given {
-    /// They, and those by which memory is marked, in the order in which they are to be closed: without the userfaultfd nothing
-    /// is managed any more, and without the state nobody would look for the rest.
-    fn all(self, pid: Pid) -> Vec<i32> {
-        let mut all = vec![self.userfaultfd];
-        all.extend(marks(pid).unwrap_or_default());
-        all.extend([self.compressed, self.pages]);
-        all
-    }
 }
 
 /// A process whose memory is managed. Faults must be answered from now on.
@@ -215,111 +198,6 @@ fn note_swaps(pid: Pid, state: &State, swaps: Vec<Swap>) -> Result<Stores, Attac
 }
 
 type Stores = Vec<(Tier, Box<dyn Store>)>;
-
-/// What a pager that went away has left.
-enum Left {
-    Nothing,
-    Managed {
-        state: Arc<State>,
-        compressed: Arc<SharedMemory>,
-        userfaultfd: Userfaultfd,
-        given: Given,
-    },
-    /// It had not begun to manage anything. These are to be closed.
-    Unused(Vec<i32>, State),
-}
-
-fn open_left(target: &Target, left: &LeftState) -> Result<Left, AttachError> {
-    let pid = target.pid();
-    let pages = left_memory(target, left.pages, "a state")?;
-    let state = State::open(pages, target.started()).map_err(|source| AttachError::State { pid, source })?;
-    lock(pid, &state)?;
-    let numbers = || [left.compressed, Some(left.pages)].into_iter().flatten();
-    let Some(userfaultfd) = state.userfaultfd_number() else {
-        // It may have been killed between making one and noting its number.
-        let numbers = left.unnoted.iter().copied().chain(numbers());
-        return Ok(Left::Unused(numbers.collect(), state));
-    };
-    let foreign = |what| AttachError::Foreign { pid, what };
-    let userfaultfd_number = i32::try_from(userfaultfd).map_err(|_| foreign("a userfaultfd"))?;
-    let path = format!("/proc/{}/fd/{userfaultfd_number}", pid.as_raw_pid());
-    let found = std::fs::read_link(path);
-    let is_there = found
-        .as_ref()
-        .is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]");
-    if !is_there && is_all_back(&state) {
-        // Nothing else tells them from pages that were never touched.
-        if let pages @ 1.. = state.lost_pages() {
-            return Err(AttachError::Lost { pid, pages });
-        }
-        // That pager was killed as it let go.
-        return Ok(Left::Unused(numbers().collect(), state));
-    }
-    if found.is_ok() && !is_there {
-        return Err(foreign("a userfaultfd"));
-    }
-    let compressed_number = left.compressed.ok_or(foreign("compressed memory"))?;
-    let compressed = left_memory(target, compressed_number, "compressed memory")?;
-    let userfaultfd = take(target, userfaultfd_number, "take its userfaultfd")?;
-    Ok(Left::Managed {
-        state: Arc::new(state),
-        compressed: Arc::new(compressed),
-        userfaultfd: Userfaultfd::new(userfaultfd),
-        given: Given {
-            pages: left.pages,
-            compressed: compressed_number,
-            userfaultfd: userfaultfd_number,
-        },
-    })
-}
-
-/// Whether nothing is stored that is not in memory.
-fn is_all_back(state: &State) -> bool {
-    let regions = state.regions();
-    let regions = regions.iter().filter(|region| !region.is_gone());
-    let mut pages = regions.flat_map(|region| (0..region.pages).map(|offset| region.first.plus(offset)));
-    pages.all(|page| match state.word(page).decode() {
-        Some(Location::Nowhere | Location::Lost) => true,
-        Some(Location::Uniform { clean } | Location::In { clean, .. }) => clean,
-        None => false,
-    })
-}
-
-/// Opens memory that the process holds for us. Its own it cannot be: only who may write to the state decides what is in
-/// the process's memory.
-fn left_memory(target: &Target, number: i32, what: &'static str) -> Result<SharedMemory, AttachError> {
-    let pid = target.pid();
-    let file = File::from(take(target, number, "take what a pager has left")?);
-    let failed = |source| AttachError::Failed {
-        pid,
-        what: "open what a pager has left",
-        source,
-    };
-    if file.metadata().map_err(failed)?.uid() != rustix::process::geteuid().as_raw() {
-        return Err(AttachError::Foreign { pid, what });
-    }
-    SharedMemory::open(file.as_fd()).map_err(failed)
-}
-
-fn take(target: &Target, number: i32, what: &'static str) -> Result<OwnedFd, AttachError> {
-    pidfd_getfd(target.pidfd(), number, PidfdGetfdFlags::empty()).map_err(|errno| AttachError::Failed {
-        pid: target.pid(),
-        what,
-        source: errno.into(),
-    })
-}
-
-fn lock(pid: Pid, state: &State) -> Result<(), AttachError> {
-    match state.memory().try_lock() {
-        Ok(true) => Ok(()),
-        Ok(false) => Err(AttachError::Managed { pid }),
-        Err(source) => Err(AttachError::Failed {
-            pid,
-            what: "lock its state",
-            source,
-        }),
-    }
-}
 
 fn take_over(
     mut target: Target,
@@ -436,113 +314,6 @@ fn begin(
 fn enable(userfaultfd: &Userfaultfd) -> io::Result<()> {
     let poison = userfaultfd::available()? & feature::POISON;
     userfaultfd.enable(NEEDED_ALL | poison)
-}
-
-/// By which descriptors the process holds which files marked.
-fn marked_files(pid: Pid) -> Vec<(i32, (u64, u64))> {
-    let file_of = |number: i32| {
-        let found = std::fs::metadata(format!("/proc/{}/fd/{number}", pid.as_raw_pid())).ok()?;
-        Some((number, (found.dev(), found.ino())))
-    };
-    marks(pid).unwrap_or_default().into_iter().filter_map(file_of).collect()
-}
-
-/// The files of memory, each once, that are not among `marked`.
-fn to_mark<'a>(memories: &'a [Memory], marked: &[(u64, u64)]) -> Vec<BorrowedFd<'a>> {
-    let mut marked = marked.to_vec();
-    let mut files = Vec::new();
-    for memory in memories {
-        let file = (memory.place.device, memory.place.inode);
-        if !marked.contains(&file) {
-            marked.push(file);
-            files.push(memory.file.as_fd());
-        }
-    }
-    files
-}
-
-/// Has the process hold these files, and marks them as managed. Marked before they are there they would stay so, with nobody
-/// to be found who holds them, if we were killed while they are on their way.
-fn hand_marks(thread: &mut StoppedThread, files: &[BorrowedFd<'_>]) -> Result<io::Result<()>, InjectError> {
-    let numbers = thread.give_descriptors(files)?;
-    let marked = files.iter().try_for_each(|file| match mark_managed(*file)? {
-        true => Ok(()),
-        false => Err(io::ErrorKind::ResourceBusy.into()),
-    });
-    if marked.is_err() {
-        for number in numbers {
-            thread.close(number)?;
-        }
-    }
-    Ok(marked)
-}
-
-fn not_marked(pid: Pid, source: io::Error) -> AttachError {
-    match source.kind() {
-        io::ErrorKind::ResourceBusy => AttachError::Marked { pid },
-        _ => AttachError::Failed {
-            pid,
-            what: "mark its memory as managed",
-            source,
-        },
-    }
-}
-
-/// Hands the descriptors to the process, and has it make a userfaultfd of the last one; its memory, which is in `files`, is
-/// marked first.
-fn hand_over(pid: Pid, descriptors: &[OwnedFd; 3], files: &[BorrowedFd<'_>]) -> Result<(Given, Duration), AttachError> {
-    let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
-        let numbers = thread.give_descriptors(&descriptors.each_ref().map(|it| it.as_fd()))?;
-        let [pages, compressed, device] = numbers[..] else {
-            unreachable!("as many as were given");
-        };
-        // From here on no server of its disks begins to use it without us.
-        if let Err(error) = hand_marks(thread, files)? {
-            for number in numbers.into_iter().rev() {
-                thread.close(number)?;
-            }
-            return Ok(Err(error));
-        }
-        let made = userfaultfd::make_in(thread, device);
-        let closed = thread.close(device);
-        match made {
-            Ok(userfaultfd) => {
-                closed?;
-                Ok(Ok(Given {
-                    pages,
-                    compressed,
-                    userfaultfd,
-                }))
-            }
-            Err(error) => {
-                for number in marks(pid).unwrap_or_default().into_iter().chain([compressed, pages]) {
-                    thread.close(number)?;
-                }
-                Err(error)
-            }
-        }
-    });
-    match given {
-        Ok((Ok(given), stood_still)) => Ok((given, stood_still)),
-        Ok((Err(error), _)) => Err(not_marked(pid, error)),
-        Err(error) => Err(AttachError::Inject(error)),
-    }
-}
-
-/// Closes descriptors in the process.
-fn close(pid: Pid, numbers: &[i32]) -> Result<Duration, InjectError> {
-    let closed = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
-        numbers.iter().try_for_each(|number| thread.close(*number))
-    });
-    closed.map(|((), stood_still)| stood_still)
-}
-
-/// What was handed over is taken back, for that error.
-fn undo(pid: Pid, given: Given, error: AttachError) -> AttachError {
-    if let Err(left) = close(pid, &given.all(pid)) {
-        tracing::warn!("descriptors that the process does not need stay open in it: {left}");
-    }
-    error
 }
 
 fn register(pid: Pid, userfaultfd: &Userfaultfd, region: &Region) -> Result<(), AttachError> {

@@ -14,19 +14,19 @@
 //! A full disk makes room by moving what lives in its emptiest segment, or its oldest one to the next disk. What it
 //! holds of pages that are in memory too is dropped then.
 
+mod read;
+
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use larder_block::{AlignedBuf, Failure, IoError};
 
-use super::{Pager, Phase, Stuck, Waiting};
+use super::{Pager, Stuck};
 use crate::entry::{Location, Stored, Tier, Word};
 use crate::guest::GuestMemory;
-use crate::lists::Queue;
-use crate::log::{SEGMENT, SegmentIndex, Segments, data_at, object_bytes};
+use crate::log::{SEGMENT, SegmentIndex, Segments, data_at};
 use crate::store::{Finished, Store, Ticket};
-use crate::units::{PAGE, PageIndex};
-use crate::userfaultfd::Filled;
+use crate::units::PageIndex;
 use crate::worker::{Copied, DiskLease, Job, Lease, Origin, Worker};
 
 /// How many segments are written at a time.
@@ -37,11 +37,6 @@ const KEPT_FOR_CLEANING: u32 = 2;
 const FREE_SHARE: u32 = 32;
 /// From a segment in which more than this lives there is little to gain.
 const WORTH_CLEANING: u32 = (SEGMENT - SEGMENT / 8) as u32;
-/// How often a read that fails is made, and how long after.
-const READS_MAX: u32 = 4;
-const READ_AGAIN_AFTER: Duration = Duration::from_millis(200);
-/// The same while the disk cannot be reached, without an end.
-const REACH_AGAIN_AFTER: Duration = Duration::from_millis(500);
 /// After a write that fails nothing is written for so long.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(1);
 /// After so many of them the disk is not written to any more.
@@ -49,10 +44,6 @@ const WRITE_FAILURES_MAX: u32 = 8;
 
 /// How many pages are put in place in one call, of those that nobody wants yet.
 pub(super) const AHEAD_PAGES: usize = 32;
-
-/// What is read in one go at most, in bytes, and what may lie between things that are wanted of it.
-const READ_MAX: u64 = 256 << 10;
-const GAP_MAX: u64 = 16 << 10;
 
 /// What becomes a segment of a disk.
 #[derive(Default)]
@@ -538,258 +529,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             what: Wanted::Segment(segment, to),
         });
         true
-    }
-
-    /// Has an absent page read whose entry says `word`; who waits for it is answered then.
-    pub(super) fn begin_read(&mut self, page: PageIndex, word: Word, stored: Stored, disk: usize) {
-        self.phases.set(page, Phase::Reading);
-        self.reading += 1;
-        if let Some(pages) = self.disks.reading_of(disk, stored) {
-            pages.push((page, word));
-            return;
-        }
-        let from = stored.place.bytes();
-        let end = from + object_bytes(stored.len) as u64;
-        self.read_range(disk, from, end, vec![(page, word)]);
-    }
-
-    /// Has absent pages read that nobody waits for.
-    pub(super) fn read_ahead(&mut self, mut pages: Vec<(PageIndex, Word, Tier, Stored)>) {
-        pages.sort_unstable_by_key(|(_, _, tier, stored)| (*tier as u8, stored.place));
-        let mut pages = pages.into_iter().peekable();
-        while let Some((page, word, tier, stored)) = pages.next() {
-            let Some(disk) = self.disks.index_of(tier) else {
-                continue;
-            };
-            self.phases.set(page, Phase::Reading);
-            self.reading += 1;
-            if let Some(others) = self.disks.reading_of(disk, stored) {
-                others.push((page, word));
-                continue;
-            }
-            let from = stored.place.bytes();
-            let mut end = from + object_bytes(stored.len) as u64;
-            let mut together = vec![(page, word)];
-            let segment = SegmentIndex::of(stored.place);
-            while let Some((page, word, _, stored)) = pages.next_if(|(_, _, of, next)| {
-                *of == tier
-                    && SegmentIndex::of(next.place) == segment
-                    && next.place.bytes() <= end + GAP_MAX
-                    && next.place.bytes() + object_bytes(next.len) as u64 <= from + READ_MAX
-            }) {
-                self.phases.set(page, Phase::Reading);
-                self.reading += 1;
-                // Entries that are damaged may lead to places that overlap.
-                end = end.max(stored.place.bytes() + object_bytes(stored.len) as u64);
-                together.push((page, word));
-            }
-            self.read_range(disk, from, end, together);
-        }
-    }
-
-    /// Reads a part of a segment.
-    fn read_range(&mut self, disk: usize, from: u64, end: u64, pages: Vec<(PageIndex, Word)>) {
-        let of = &mut self.disks.all[disk];
-        let block = of.store.block_bytes() as u64;
-        let segment_end = (from / SEGMENT as u64 + 1) * SEGMENT as u64;
-        let start = from / block * block;
-        let end = end.next_multiple_of(block).min(segment_end);
-        of.read_bytes += end - start;
-        self.disks.begin(Reading {
-            disk,
-            start,
-            len: (end - start) as usize,
-            tries: 0,
-            what: Wanted::Pages(pages),
-        });
-    }
-
-    fn read_failed(&mut self, mut reading: Reading, error: &IoError) {
-        let is_unreachable = self.disks.all[reading.disk].is_unreachable;
-        if is_unreachable && let Wanted::Pages(_) = reading.what {
-            self.disks.again.push((self.now + REACH_AGAIN_AFTER, reading));
-            return;
-        }
-        reading.tries += 1;
-        if reading.tries < READS_MAX && !is_unreachable {
-            tracing::warn!("{error}: it is tried again");
-            self.disks.again.push((self.now + READ_AGAIN_AFTER, reading));
-            return;
-        }
-        if !is_unreachable {
-            tracing::error!("{error}");
-        }
-        match reading.what {
-            Wanted::Segment(segment, _) => {
-                let disk = &mut self.disks.all[reading.disk];
-                disk.log.left(segment);
-                disk.is_cleaning = false;
-                disk.failed_until = Some(self.now + WRITE_AGAIN_AFTER);
-            }
-            Wanted::Pages(pages) => {
-                for (page, word) in pages {
-                    if self.is_read_no_more(page, word) {
-                        continue;
-                    }
-                    self.is_read(page);
-                    // Otherwise nobody wants it now, and it may be there when somebody does.
-                    if self.waiting.remove(&page).is_some() || self.is_leaving {
-                        self.lose(page, word, "it cannot be read from the disk");
-                    }
-                }
-            }
-        }
-    }
-
-    /// Whether a page that was read is not to be put in place: it was given up, or is elsewhere now. Who waits for it is
-    /// answered.
-    fn is_read_no_more(&mut self, page: PageIndex, word: Word) -> bool {
-        if self.phases.get(page) != Phase::Reading {
-            return true;
-        }
-        if self.state.word(page) == word {
-            return false;
-        }
-        self.is_read(page);
-        self.answer_waiting(page);
-        true
-    }
-
-    fn read_from_disk(&mut self, reading: Reading, bytes: AlignedBuf) {
-        let Reading {
-            disk, start, len, what, ..
-        } = reading;
-        let pages = match what {
-            Wanted::Segment(segment, to) => {
-                let origin = Origin::Disk {
-                    tier: self.disks.all[disk].tier,
-                    segment,
-                    bytes,
-                    is_encrypted: self.cipher.is_some(),
-                };
-                self.disks.all[to].queue.push_back((origin, crate::log::SEGMENT_HEADER));
-                return;
-            }
-            Wanted::Pages(pages) => pages,
-        };
-        let read = &bytes[..len];
-        let (wanted, mut ahead): (Vec<_>, Vec<_>) =
-            pages.into_iter().partition(|(page, _)| self.waiting.contains_key(page));
-        for (page, word) in wanted {
-            if !self.is_read_no_more(page, word) {
-                self.put_read(page, word, start, read);
-            }
-        }
-        ahead.sort_unstable_by_key(|(page, _)| *page);
-        self.put_ahead(ahead, start, read);
-        self.disks.give_back(bytes);
-    }
-
-    /// Decodes a page of which `read`, from byte `start` of the disk on, has what `word` says; whether it is what was
-    /// evicted.
-    fn decode_read(&mut self, page: PageIndex, word: Word, start: u64, read: &[u8]) -> bool {
-        self.is_read(page);
-        let Some(Location::In { tier, stored, .. }) = word.decode() else {
-            return false;
-        };
-        let at = (data_at(stored.place) - start) as usize;
-        let data = at..at + usize::from(stored.len);
-        let Some(cipher) = &self.cipher else {
-            return self.decode(page, stored, &read[data]);
-        };
-        // Objects begin and end where blocks of the cipher do.
-        let object = (stored.place.bytes() - start) as usize;
-        let enciphered = &read[object..object + object_bytes(stored.len)];
-        let mut deciphered = std::mem::take(&mut self.deciphered);
-        let whole = &mut deciphered[..enciphered.len()];
-        whole.copy_from_slice(enciphered);
-        cipher.decrypt(tier, stored.place.bytes(), whole);
-        let is_sound = self.decode(page, stored, &whole[data.start - object..data.end - object]);
-        self.deciphered = deciphered;
-        is_sound
-    }
-
-    /// Puts a page in place that was read, and that somebody waits for.
-    fn put_read(&mut self, page: PageIndex, word: Word, start: u64, read: &[u8]) {
-        let is_sound = self.decode_read(page, word, start, read);
-        let Some(Waiting { since, write }) = self.waiting.remove(&page) else {
-            return;
-        };
-        if !is_sound {
-            self.lose(page, word, "its stored copy is damaged");
-            return;
-        }
-        let put = self.fill_from_disk(page, word, write);
-        self.answer(page, put, since, write);
-    }
-
-    /// Puts pages in place that were read, in rising order, as far as there is room. What is not comes when it is wanted.
-    fn put_ahead(&mut self, pages: Vec<(PageIndex, Word)>, start: u64, read: &[u8]) {
-        let mut run: Vec<(PageIndex, Word)> = Vec::new();
-        for (page, word) in pages {
-            if self.is_read_no_more(page, word) {
-                continue;
-            }
-            if !self.decode_read(page, word, start, read) {
-                if self.is_leaving {
-                    self.lose(page, word, "its stored copy is damaged");
-                }
-                continue;
-            }
-            self.figures.ahead += 1;
-            if !self.is_leaving && (self.streams.is_marker(page) || !self.has_room_ahead()) {
-                self.streams.keep(page, word, &self.content);
-                continue;
-            }
-            self.add_ahead(&mut run, page, word);
-        }
-        self.fill_ahead(&run);
-    }
-
-    /// Adds a page, which was read to `content`, to those that are to be put in place together; puts them there first, if it
-    /// does not follow them.
-    pub(super) fn add_ahead(&mut self, run: &mut Vec<(PageIndex, Word)>, page: PageIndex, word: Word) {
-        let goes_on = run.last().is_none_or(|(last, _)| last.plus(1) == page);
-        if !goes_on || run.len() == AHEAD_PAGES {
-            self.fill_ahead(run);
-            run.clear();
-        }
-        let at = run.len() * PAGE;
-        self.ahead[at..at + PAGE].copy_from_slice(&*self.content);
-        run.push((page, word));
-    }
-
-    /// Puts pages that follow one another in place, whose contents are in `ahead`: as [`Self::fill_from_disk`] does one.
-    pub(super) fn fill_ahead(&mut self, run: &[(PageIndex, Word)]) {
-        for (page, word) in run {
-            self.set_word(*page, word.with_clean(true));
-        }
-        let mut done = 0;
-        while let Some((page, _)) = run.get(done) {
-            let (filled, then) = self.guest.fill(*page, &self.ahead[done * PAGE..run.len() * PAGE], true);
-            for (page, _) in &run[done..done + filled] {
-                let queue = self.queue_of_returned(*page);
-                self.settle(*page, queue);
-            }
-            done += filled;
-            match then {
-                Filled::Done if filled > 0 => {}
-                Filled::Present => {
-                    self.was_there(run[done].0, Queue::Probation);
-                    done += 1;
-                }
-                _ => break,
-            }
-        }
-        for (page, word) in &run[done..] {
-            self.set_word(*page, *word);
-        }
-    }
-
-    /// `page` is not being read any more.
-    fn is_read(&mut self, page: PageIndex) {
-        self.phases.set(page, Phase::Absent);
-        self.reading -= 1;
     }
 
     /// Whether the disks have room again.

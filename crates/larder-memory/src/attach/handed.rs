@@ -1,0 +1,144 @@
+//! What the process is given: a few descriptors, closed in it in the end. Those of its memory's files mark it as managed.
+
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::time::Duration;
+
+use larder_export::view::mark_managed;
+use rustix::process::Pid;
+
+use super::{AttachError, INJECT_LIMIT};
+use crate::inject::{InjectError, StoppedThread, with_stopped_thread};
+use crate::target::{Memory, marks};
+use crate::userfaultfd;
+
+/// Descriptors in the process, by their numbers there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Given {
+    pub(super) pages: i32,
+    pub(super) compressed: i32,
+    pub(super) userfaultfd: i32,
+}
+
+impl Given {
+    /// They, and those by which memory is marked, in the order in which they are to be closed: without the userfaultfd nothing
+    /// is managed any more, and without the state nobody would look for the rest.
+    pub(super) fn all(self, pid: Pid) -> Vec<i32> {
+        let mut all = vec![self.userfaultfd];
+        all.extend(marks(pid).unwrap_or_default());
+        all.extend([self.compressed, self.pages]);
+        all
+    }
+}
+
+/// By which descriptors the process holds which files marked.
+pub(super) fn marked_files(pid: Pid) -> Vec<(i32, (u64, u64))> {
+    let file_of = |number: i32| {
+        let found = std::fs::metadata(format!("/proc/{}/fd/{number}", pid.as_raw_pid())).ok()?;
+        Some((number, (found.dev(), found.ino())))
+    };
+    marks(pid).unwrap_or_default().into_iter().filter_map(file_of).collect()
+}
+
+/// The files of memory, each once, that are not among `marked`.
+pub(super) fn to_mark<'a>(memories: &'a [Memory], marked: &[(u64, u64)]) -> Vec<BorrowedFd<'a>> {
+    let mut marked = marked.to_vec();
+    let mut files = Vec::new();
+    for memory in memories {
+        let file = (memory.place.device, memory.place.inode);
+        if !marked.contains(&file) {
+            marked.push(file);
+            files.push(memory.file.as_fd());
+        }
+    }
+    files
+}
+
+/// Has the process hold these files, and marks them as managed. Marked before they are there they would stay so, with nobody
+/// to be found who holds them, if we were killed while they are on their way.
+pub(super) fn hand_marks(thread: &mut StoppedThread, files: &[BorrowedFd<'_>]) -> Result<io::Result<()>, InjectError> {
+    let numbers = thread.give_descriptors(files)?;
+    let marked = files.iter().try_for_each(|file| match mark_managed(*file)? {
+        true => Ok(()),
+        false => Err(io::ErrorKind::ResourceBusy.into()),
+    });
+    if marked.is_err() {
+        for number in numbers {
+            thread.close(number)?;
+        }
+    }
+    Ok(marked)
+}
+
+pub(super) fn not_marked(pid: Pid, source: io::Error) -> AttachError {
+    match source.kind() {
+        io::ErrorKind::ResourceBusy => AttachError::Marked { pid },
+        _ => AttachError::Failed {
+            pid,
+            what: "mark its memory as managed",
+            source,
+        },
+    }
+}
+
+/// Hands the descriptors to the process, and has it make a userfaultfd of the last one; its memory, which is in `files`, is
+/// marked first.
+pub(super) fn hand_over(
+    pid: Pid,
+    descriptors: &[OwnedFd; 3],
+    files: &[BorrowedFd<'_>],
+) -> Result<(Given, Duration), AttachError> {
+    let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
+        let numbers = thread.give_descriptors(&descriptors.each_ref().map(|it| it.as_fd()))?;
+        let [pages, compressed, device] = numbers[..] else {
+            unreachable!("as many as were given");
+        };
+        // From here on no server of its disks begins to use it without us.
+        if let Err(error) = hand_marks(thread, files)? {
+            for number in numbers.into_iter().rev() {
+                thread.close(number)?;
+            }
+            return Ok(Err(error));
+        }
+        let made = userfaultfd::make_in(thread, device);
+        let closed = thread.close(device);
+        match made {
+            Ok(userfaultfd) => {
+                closed?;
+                Ok(Ok(Given {
+                    pages,
+                    compressed,
+                    userfaultfd,
+                }))
+            }
+            Err(error) => {
+                for number in marks(pid).unwrap_or_default().into_iter().chain([compressed, pages]) {
+                    thread.close(number)?;
+                }
+                Err(error)
+            }
+        }
+    });
+    match given {
+        Ok((Ok(given), stood_still)) => Ok((given, stood_still)),
+        Ok((Err(error), _)) => Err(not_marked(pid, error)),
+        Err(error) => Err(AttachError::Inject(error)),
+    }
+}
+
+/// Closes descriptors in the process.
+pub(super) fn close(pid: Pid, numbers: &[i32]) -> Result<Duration, InjectError> {
+    let closed = with_stopped_thread(pid, INJECT_LIMIT, |thread| {
+        numbers.iter().try_for_each(|number| thread.close(*number))
+    });
+    closed.map(|((), stood_still)| stood_still)
+}
+
+/// What was handed over is taken back, for that error.
+pub(super) fn undo(pid: Pid, given: Given, error: AttachError) -> AttachError {
+    if let Err(left) = close(pid, &given.all(pid)) {
+        tracing::warn!("descriptors that the process does not need stay open in it: {left}");
+    }
+    error
+}

@@ -1,0 +1,121 @@
+//! What a pager that went away has left in the process.
+
+use std::fs::File;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
+use std::sync::Arc;
+
+use rustix::process::{Pid, PidfdGetfdFlags, pidfd_getfd};
+
+use super::AttachError;
+use super::handed::Given;
+use crate::entry::Location;
+use crate::shared::SharedMemory;
+use crate::state::State;
+use crate::target::{LeftState, Target};
+use crate::userfaultfd::Userfaultfd;
+
+/// What a pager that went away has left.
+pub(super) enum Left {
+    Nothing,
+    Managed {
+        state: Arc<State>,
+        compressed: Arc<SharedMemory>,
+        userfaultfd: Userfaultfd,
+        given: Given,
+    },
+    /// It had not begun to manage anything. These are to be closed.
+    Unused(Vec<i32>, State),
+}
+
+pub(super) fn open_left(target: &Target, left: &LeftState) -> Result<Left, AttachError> {
+    let pid = target.pid();
+    let pages = left_memory(target, left.pages, "a state")?;
+    let state = State::open(pages, target.started()).map_err(|source| AttachError::State { pid, source })?;
+    lock(pid, &state)?;
+    let numbers = || [left.compressed, Some(left.pages)].into_iter().flatten();
+    let Some(userfaultfd) = state.userfaultfd_number() else {
+        // It may have been killed between making one and noting its number.
+        let numbers = left.unnoted.iter().copied().chain(numbers());
+        return Ok(Left::Unused(numbers.collect(), state));
+    };
+    let foreign = |what| AttachError::Foreign { pid, what };
+    let userfaultfd_number = i32::try_from(userfaultfd).map_err(|_| foreign("a userfaultfd"))?;
+    let path = format!("/proc/{}/fd/{userfaultfd_number}", pid.as_raw_pid());
+    let found = std::fs::read_link(path);
+    let is_there = found
+        .as_ref()
+        .is_ok_and(|is| is.as_os_str() == "anon_inode:[userfaultfd]");
+    if !is_there && is_all_back(&state) {
+        // Nothing else tells them from pages that were never touched.
+        if let pages @ 1.. = state.lost_pages() {
+            return Err(AttachError::Lost { pid, pages });
+        }
+        // That pager was killed as it let go.
+        return Ok(Left::Unused(numbers().collect(), state));
+    }
+    if found.is_ok() && !is_there {
+        return Err(foreign("a userfaultfd"));
+    }
+    let compressed_number = left.compressed.ok_or(foreign("compressed memory"))?;
+    let compressed = left_memory(target, compressed_number, "compressed memory")?;
+    let userfaultfd = take(target, userfaultfd_number, "take its userfaultfd")?;
+    Ok(Left::Managed {
+        state: Arc::new(state),
+        compressed: Arc::new(compressed),
+        userfaultfd: Userfaultfd::new(userfaultfd),
+        given: Given {
+            pages: left.pages,
+            compressed: compressed_number,
+            userfaultfd: userfaultfd_number,
+        },
+    })
+}
+
+/// Whether nothing is stored that is not in memory.
+pub(super) fn is_all_back(state: &State) -> bool {
+    let regions = state.regions();
+    let regions = regions.iter().filter(|region| !region.is_gone());
+    let mut pages = regions.flat_map(|region| (0..region.pages).map(|offset| region.first.plus(offset)));
+    pages.all(|page| match state.word(page).decode() {
+        Some(Location::Nowhere | Location::Lost) => true,
+        Some(Location::Uniform { clean } | Location::In { clean, .. }) => clean,
+        None => false,
+    })
+}
+
+/// Opens memory that the process holds for us. Its own it cannot be: only who may write to the state decides what is in
+/// the process's memory.
+pub(super) fn left_memory(target: &Target, number: i32, what: &'static str) -> Result<SharedMemory, AttachError> {
+    let pid = target.pid();
+    let file = File::from(take(target, number, "take what a pager has left")?);
+    let failed = |source| AttachError::Failed {
+        pid,
+        what: "open what a pager has left",
+        source,
+    };
+    if file.metadata().map_err(failed)?.uid() != rustix::process::geteuid().as_raw() {
+        return Err(AttachError::Foreign { pid, what });
+    }
+    SharedMemory::open(file.as_fd()).map_err(failed)
+}
+
+pub(super) fn take(target: &Target, number: i32, what: &'static str) -> Result<OwnedFd, AttachError> {
+    pidfd_getfd(target.pidfd(), number, PidfdGetfdFlags::empty()).map_err(|errno| AttachError::Failed {
+        pid: target.pid(),
+        what,
+        source: errno.into(),
+    })
+}
+
+pub(super) fn lock(pid: Pid, state: &State) -> Result<(), AttachError> {
+    match state.memory().try_lock() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(AttachError::Managed { pid }),
+        Err(source) => Err(AttachError::Failed {
+            pid,
+            what: "lock its state",
+            source,
+        }),
+    }
+}
