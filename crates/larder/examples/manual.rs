@@ -7,7 +7,7 @@
 //! What a page says besides (examples, files, exit codes) is in [`PAGES`].
 
 #[allow(dead_code)]
-#[path = "../src/cli.rs"]
+#[path = "../src/cli/mod.rs"]
 mod cli;
 
 use std::io;

@@ -11,7 +11,8 @@ use larder_block::ByteLen;
 use serde_json::json;
 
 use crate::EXIT_NEGATIVE;
-use crate::cli::{AdviseArguments, Output};
+use crate::cli::Output;
+use crate::cli::watch::AdviseArguments;
 use crate::output::print;
 
 /// A VM would fit only with over-commit, or at a stall above the accepted one.

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use larder_host::{BalanceConfig, Host, HostConfig, Policy};
 
-use crate::cli::HostArguments;
+use crate::cli::watch::HostArguments;
 use crate::signals;
 
 pub(crate) fn run(arguments: HostArguments) -> anyhow::Result<ExitCode> {

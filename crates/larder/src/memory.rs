@@ -23,9 +23,10 @@ use larder_vm::vm::find::memory_control_of;
 use rustix::process::Pid;
 
 use crate::EXIT_NEGATIVE;
-use crate::cli::{
+use crate::cli::Output;
+use crate::cli::memory::{
     MemoryAtArguments, MemoryAttachArguments, MemoryCommand, MemoryDetachArguments, MemoryLimitArguments,
-    MemoryStatusArguments, Output, Switch,
+    MemoryStatusArguments, Switch,
 };
 use crate::disk_image::{human, percent};
 use crate::output::{Lines, print};

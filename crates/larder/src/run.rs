@@ -19,7 +19,8 @@ use larder_vm::run::supervise::{ServerProgram, supervise};
 use larder_vm::run::version::QemuVersion;
 
 use crate::EXIT_ERROR;
-use crate::cli::{RunArguments, Switch};
+use crate::cli::RunArguments;
+use crate::cli::memory::Switch;
 use crate::output::print;
 
 /// This program, even if its file has been replaced since: a restarted server is of the version that the others are.

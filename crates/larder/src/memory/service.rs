@@ -12,7 +12,7 @@ use larder_vm::memory::wish::MemoryWish;
 use larder_vm::vm::config::{QemuAt, path_of};
 
 use super::pid_of;
-use crate::cli::MemoryAttachArguments;
+use crate::cli::memory::MemoryAttachArguments;
 use crate::signals;
 use crate::starter::{News, Starter};
 use crate::vm::not_started;

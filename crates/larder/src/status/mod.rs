@@ -17,7 +17,8 @@ use larder_vm::vm::find::{self, Found};
 
 use serde_json::json;
 
-use crate::cli::{Output, StatusArguments};
+use crate::cli::Output;
+use crate::cli::watch::StatusArguments;
 use crate::output::print;
 use crate::rates::is_not_served;
 use crate::{memories, memory};

@@ -14,7 +14,8 @@ use larder_vm::vm::find;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 
-use crate::cli::{Output, TopArguments};
+use crate::cli::Output;
+use crate::cli::watch::TopArguments;
 use crate::memories::{self, MemorySampler, MemorySeen};
 use crate::rates::{Sample, Sampler, ask_all};
 use crate::status::rates;

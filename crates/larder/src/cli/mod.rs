@@ -1,10 +1,11 @@
 //! The command line.
 
+pub(crate) mod memory;
+pub(crate) mod watch;
+
 use std::ffi::OsString;
-use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
@@ -15,7 +16,6 @@ use larder_block::filter::throttle::Limits;
 use larder_block::nbd::NbdUri;
 use larder_cache::Mode;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
-use larder_host::LISTEN_DEFAULT;
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
 use larder_vm::disk::{POLL_US_MAX, RECONNECT_SECONDS_MAX};
 use larder_vm::image::{
@@ -23,10 +23,11 @@ use larder_vm::image::{
     cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode, parse_prefetch_len,
 };
 use larder_vm::limits::parse_given_limits;
-use larder_vm::memory::range::BudgetRange;
-use larder_vm::memory::wish::QUARANTINE_MS_MAX;
 use larder_vm::wish::DiskWish;
 use larder_vm::wish::keys::parse_disk;
+
+use self::memory::{MemoryCommand, Switch};
+use self::watch::{AdviseArguments, HostArguments, StatusArguments, TopArguments};
 
 /// Keeps what a QEMU virtual machine needs next close at hand.
 #[derive(Parser)]
@@ -174,314 +175,6 @@ pub(crate) struct LibvirtHookArguments {
     /// Of no use here
     #[arg(value_name = "EXTRA", allow_hyphen_values = true)]
     pub(crate) extra: Vec<OsString>,
-}
-
-#[derive(Subcommand)]
-pub(crate) enum MemoryCommand {
-    /// Keep the memory of a running QEMU, or of any process that has it in shared memory, within a budget, until
-    /// SIGTERM, or until it ends: what is cold is compressed, and comes back when it is touched
-    Attach(Box<MemoryAttachArguments>),
-    /// Say how the memory is
-    Status(MemoryStatusArguments),
-    /// Set another budget
-    Limit(MemoryLimitArguments),
-    /// Bring everything back into memory, and leave the process as it was
-    Detach(MemoryDetachArguments),
-}
-
-#[derive(Args)]
-pub(crate) struct MemoryAttachArguments {
-    /// The process
-    #[arg(long, value_name = "PID", required_unless_present_any = ["qmp", "vm"], conflicts_with = "qmp")]
-    pub(crate) pid: Option<u32>,
-    /// The QEMU that listens on this QMP socket
-    #[arg(long, value_name = "PATH")]
-    pub(crate) qmp: Option<PathBuf>,
-    /// The QEMUs of this virtual machine, one after the other, as [memory] in its file says: /etc/larder/vms/NAME.toml, for
-    /// other users than root ~/.config/larder/vms/NAME.toml, or the path of a file, with a / in it. SIGHUP has it read
-    /// again
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["pid", "qmp", "budget", "compressed", "swap_cache", "slow_store",
-          "quarantine_ms", "prefetch", "encrypt", "wait", "control", "pidfile", "budget_min", "budget_low", "budget_high",
-          "budget_max"])]
-    pub(crate) vm: Option<PathBuf>,
-    /// Wait until there is such a process, and all of its memory is there: for one that is only just being started
-    #[arg(long, conflicts_with = "pidfile")]
-    pub(crate) wait: bool,
-    /// How much memory may be used for it in all: the pages that are in memory, compressed ones, and what is kept of
-    /// each page
-    #[arg(long, value_name = "SIZE", required_unless_present = "vm")]
-    pub(crate) budget: Option<ByteLen>,
-    #[command(flatten)]
-    pub(crate) range: BudgetRangeArguments,
-    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) compressed: Option<ByteLen>,
-    /// Where pages go that compressed RAM has no room for: a file (made if it is not there, and removed in the end), a
-    /// block device, or an NBD URI
-    #[arg(long, value_name = "FILE", value_parser = image_parser())]
-    pub(crate) swap_cache: Option<ImageAddress>,
-    /// How large the swap cache may become; by default all of what is there
-    #[arg(long, value_name = "SIZE", requires = "swap_cache")]
-    pub(crate) swap_size: Option<ByteLen>,
-    /// Where pages go that the swap cache has no room for, likewise
-    #[arg(long, value_name = "FILE", value_parser = image_parser())]
-    pub(crate) slow_store: Option<ImageAddress>,
-    /// How large the slow store may become; by default all of what is there
-    #[arg(long, value_name = "SIZE", requires = "slow_store")]
-    pub(crate) slow_size: Option<ByteLen>,
-    /// How long a page is left in memory after writes to it were stopped, for device I/O that has begun before to end;
-    /// by default 2000 for a process that has files open for direct I/O, else 0
-    #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(..=QUARANTINE_MS_MAX))]
-    pub(crate) quarantine_ms: Option<u64>,
-    /// For so many microseconds it is looked for the next fault before sleeping
-    #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u64).range(..=POLL_US_MAX))]
-    pub(crate) poll_us: Option<u64>,
-    /// Whether pages are brought besides those that are wanted, where the process goes through its memory
-    #[arg(long, value_name = "on|off", default_value = "on")]
-    pub(crate) prefetch: Switch,
-    /// Whether what goes to the swap cache and the slow store is encrypted, with a key that is only in memory and ends with
-    /// the process
-    #[arg(long, value_name = "on|off", default_value = "off")]
-    pub(crate) encrypt: Switch,
-    /// Where to listen for larder memory status, limit and detach
-    #[arg(long, value_name = "PATH")]
-    pub(crate) control: Option<PathBuf>,
-    /// Write the number of this process to this file once it is attached
-    #[arg(long, value_name = "FILE")]
-    pub(crate) pidfile: Option<PathBuf>,
-}
-
-/// Where larder host --balance-memory may move a budget to.
-#[derive(Args)]
-pub(crate) struct BudgetRangeArguments {
-    /// Below this larder host --balance-memory never moves the budget. Without any of these four it moves it nowhere; what
-    /// of them is not said is as wide as can be
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) budget_min: Option<ByteLen>,
-    /// Below this only while the host runs short of memory and all other virtual machines are at theirs
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) budget_low: Option<ByteLen>,
-    /// Above this only with memory that nobody else has use for
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) budget_high: Option<ByteLen>,
-    /// Above this never
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) budget_max: Option<ByteLen>,
-}
-
-impl BudgetRangeArguments {
-    /// The bounds that were said, in the place of those that there were.
-    pub(crate) fn over(&self, before: BudgetRange) -> BudgetRange {
-        let bytes = |said: Option<ByteLen>, before: Option<u64>| said.map(ByteLen::get).or(before);
-        BudgetRange {
-            min: bytes(self.budget_min, before.min),
-            low: bytes(self.budget_low, before.low),
-            high: bytes(self.budget_high, before.high),
-            max: bytes(self.budget_max, before.max),
-        }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Switch {
-    On,
-    Off,
-}
-
-/// Whose memory is asked for.
-#[derive(Args)]
-#[group(required = true, multiple = false)]
-pub(crate) struct MemoryAtArguments {
-    /// The virtual machine's name, whose memory larder memory attach --vm manages; or with a / in it the path of a control
-    /// socket
-    #[arg(value_name = "NAME", value_parser = OsStringValueParser::new())]
-    pub(crate) vm: Option<OsString>,
-    /// The path that larder memory attach was given with --control
-    #[arg(long, value_name = "PATH")]
-    pub(crate) control: Option<PathBuf>,
-}
-
-#[derive(Args)]
-pub(crate) struct MemoryStatusArguments {
-    #[command(flatten)]
-    pub(crate) at: MemoryAtArguments,
-    /// For people or for programs
-    #[arg(long, default_value = "text")]
-    pub(crate) output: Output,
-}
-
-#[derive(Args)]
-pub(crate) struct MemoryLimitArguments {
-    #[command(flatten)]
-    pub(crate) at: MemoryAtArguments,
-    /// How much memory may be used in all
-    #[arg(long, value_name = "SIZE", required_unless_present_any = ["compressed", "budget_fixed", "budget_min",
-          "budget_low", "budget_high", "budget_max"])]
-    pub(crate) budget: Option<ByteLen>,
-    /// How much of it may be compressed pages
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) compressed: Option<ByteLen>,
-    #[command(flatten)]
-    pub(crate) range: BudgetRangeArguments,
-    /// The budget is moved no more: its bounds are taken away
-    #[arg(long, conflicts_with_all = ["budget_min", "budget_low", "budget_high", "budget_max"])]
-    pub(crate) budget_fixed: bool,
-}
-
-#[derive(Args)]
-pub(crate) struct MemoryDetachArguments {
-    #[command(flatten)]
-    pub(crate) at: MemoryAtArguments,
-}
-
-#[derive(Args)]
-pub(crate) struct HostArguments {
-    /// Where to listen: an address with a port. Beyond this host only with --tls-certificates and --token-file
-    #[arg(long, value_name = "ADDRESS:PORT", default_value_t = LISTEN_DEFAULT)]
-    pub(crate) listen: SocketAddr,
-    /// Speak TLS, with server-cert.pem and server-key.pem from this folder
-    #[arg(long, value_name = "DIR")]
-    pub(crate) tls_certificates: Option<PathBuf>,
-    /// Only for whoever knows the first line of this file, which other users must not be able to read
-    #[arg(long, value_name = "FILE")]
-    pub(crate) token_file: Option<PathBuf>,
-    /// Move the budgets of virtual machines whose memory is managed with bounds (larder memory attach --budget-min and the
-    /// like) to where they are needed
-    #[arg(long)]
-    pub(crate) balance_memory: bool,
-    /// How much of the host's memory is to stay free
-    #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024), requires = "balance_memory")]
-    pub(crate) memory_reserve: ByteLen,
-    /// For which share of the time a virtual machine may wait for memory before it gets more
-    #[arg(long, value_name = "PERCENT", default_value = "1%", value_parser = parse_share, requires = "balance_memory")]
-    pub(crate) memory_stall: f64,
-    /// From one look at the virtual machines to the next
-    #[arg(long, value_name = "TIME", default_value = "6s", value_parser = parse_period, requires = "balance_memory")]
-    pub(crate) memory_period: Duration,
-}
-
-#[derive(Args)]
-pub(crate) struct StatusArguments {
-    /// The virtual machine's name, or with a / in it the path of a control socket; without it all virtual machines
-    #[arg(value_parser = OsStringValueParser::new())]
-    pub(crate) vm: Option<OsString>,
-    /// Every so many seconds what was done since the last time, first since the start of the server
-    #[arg(value_parser = OsStringValueParser::new())]
-    pub(crate) interval: Option<OsString>,
-    /// So many times
-    #[arg(value_parser = OsStringValueParser::new())]
-    pub(crate) count: Option<OsString>,
-    /// For people, or for programs: of one virtual machine as the control socket answers GET /v1/disks; with an
-    /// interval a line each time
-    #[arg(long, default_value = "text")]
-    pub(crate) output: Output,
-}
-
-#[derive(Args)]
-pub(crate) struct TopArguments {
-    /// Print what is done, as `larder status` at intervals, instead of showing it
-    #[arg(long, short)]
-    pub(crate) batch: bool,
-    /// Seconds between two looks
-    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_delay)]
-    pub(crate) delay: f64,
-    /// Look so many times, then end
-    #[arg(long, short = 'n', value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) count: Option<u64>,
-}
-
-#[derive(Args)]
-pub(crate) struct AdviseArguments {
-    /// For how long to look: 500ms, 10s, 5m or 1h; at least 5s to say how many vCPUs a virtual machine needs
-    #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = parse_window)]
-    pub(crate) window: Duration,
-    /// Say only whether one more virtual machine with so much memory would fit, and end with 0 if it does, 1 if not, 3
-    /// if only with over-commit or at a stall above the accepted one, 4 if that cannot be told
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) would_fit: Option<ByteLen>,
-    /// Memory that virtual machines are not to have, besides what others use now
-    #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024))]
-    pub(crate) reserve: ByteLen,
-    /// How much of the host's memory may be active
-    #[arg(long, value_name = "PERCENT", default_value = "80%", value_parser = parse_share)]
-    pub(crate) active_share: f64,
-    /// How much virtual machines may be given in all, of the host's memory
-    #[arg(long, value_name = "PERCENT", default_value = "150%", value_parser = parse_overcommit)]
-    pub(crate) overcommit: f64,
-    /// For which share of the time waiting for memory is accepted
-    #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_share)]
-    pub(crate) stall: f64,
-    /// How long a request to a disk may take on average before the disk is called slow
-    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = parse_latency)]
-    pub(crate) disk_latency: Duration,
-    /// Ask at this control socket, too; may be given several times. Those of VMs with a file, larder disk serve and
-    /// larder memory attach are found
-    #[arg(long, value_name = "PATH")]
-    pub(crate) control: Vec<PathBuf>,
-    /// For people or for programs
-    #[arg(long, default_value = "text")]
-    pub(crate) output: Output,
-}
-
-/// From 0 to 1, of `80%`.
-fn parse_share(text: &str) -> Result<f64, String> {
-    let share = parse_percent(text).filter(|share| (0.0..=1.0).contains(share));
-    share.ok_or_else(|| "give percent from 0% to 100%, as in 80%".to_owned())
-}
-
-/// From 1 on.
-fn parse_overcommit(text: &str) -> Result<f64, String> {
-    let share = parse_percent(text).filter(|share| (1.0..=10.0).contains(share));
-    share.ok_or_else(|| "give percent from 100% (no over-commit) to 1000%, as in 150%".to_owned())
-}
-
-fn parse_percent(text: &str) -> Option<f64> {
-    let number = text.strip_suffix('%').unwrap_or(text).trim_end();
-    Some(number.parse::<f64>().ok()? / 100.0)
-}
-
-fn parse_window(text: &str) -> Result<Duration, String> {
-    let window = parse_time(text).filter(|time| (WINDOW_MIN..=WINDOW_MAX).contains(time));
-    window.ok_or_else(|| "give a time from 100ms to 24h, as in 500ms, 10s, 5m or 1h".to_owned())
-}
-
-fn parse_latency(text: &str) -> Result<Duration, String> {
-    let latency = parse_time(text).filter(|time| !time.is_zero() && *time <= LATENCY_MAX);
-    latency.ok_or_else(|| "give a time from 1us to 60s, as in 500us or 20ms".to_owned())
-}
-
-fn parse_period(text: &str) -> Result<Duration, String> {
-    let period = parse_time(text).filter(|time| (WINDOW_MIN..=PERIOD_MAX).contains(time));
-    period.ok_or_else(|| "give a time from 100ms to 10m, as in 6s".to_owned())
-}
-
-const PERIOD_MAX: Duration = Duration::from_secs(600);
-
-/// A shorter look sees less than a few turns of the scheduler's.
-const WINDOW_MIN: Duration = Duration::from_millis(100);
-const WINDOW_MAX: Duration = Duration::from_secs(24 * 3600);
-const LATENCY_MAX: Duration = Duration::from_secs(60);
-
-/// A whole number and its unit.
-fn parse_time(text: &str) -> Option<Duration> {
-    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-    let (number, unit) = text.split_at(digits);
-    let number: u64 = number.parse().ok()?;
-    Some(match unit.trim_start() {
-        "us" => Duration::from_micros(number),
-        "ms" => Duration::from_millis(number),
-        "s" => Duration::from_secs(number),
-        "m" => Duration::from_secs(number.checked_mul(60)?),
-        "h" => Duration::from_secs(number.checked_mul(3600)?),
-        _ => return None,
-    })
-}
-
-fn parse_delay(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(seconds),
-        _ => Err("give seconds from 0.1 to 86400".to_owned()),
-    }
 }
 
 #[derive(Args)]

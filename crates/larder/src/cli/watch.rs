@@ -1,0 +1,163 @@
+//! Options of `larder host`, `status`, `top` and `advise`.
+
+use std::ffi::OsString;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::OsStringValueParser;
+use larder_block::ByteLen;
+use larder_host::LISTEN_DEFAULT;
+
+use super::Output;
+
+#[derive(Args)]
+pub(crate) struct HostArguments {
+    /// Where to listen: an address with a port. Beyond this host only with --tls-certificates and --token-file
+    #[arg(long, value_name = "ADDRESS:PORT", default_value_t = LISTEN_DEFAULT)]
+    pub(crate) listen: SocketAddr,
+    /// Speak TLS, with server-cert.pem and server-key.pem from this folder
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_certificates: Option<PathBuf>,
+    /// Only for whoever knows the first line of this file, which other users must not be able to read
+    #[arg(long, value_name = "FILE")]
+    pub(crate) token_file: Option<PathBuf>,
+    /// Move the budgets of virtual machines whose memory is managed with bounds (larder memory attach --budget-min and the
+    /// like) to where they are needed
+    #[arg(long)]
+    pub(crate) balance_memory: bool,
+    /// How much of the host's memory is to stay free
+    #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024), requires = "balance_memory")]
+    pub(crate) memory_reserve: ByteLen,
+    /// For which share of the time a virtual machine may wait for memory before it gets more
+    #[arg(long, value_name = "PERCENT", default_value = "1%", value_parser = parse_share, requires = "balance_memory")]
+    pub(crate) memory_stall: f64,
+    /// From one look at the virtual machines to the next
+    #[arg(long, value_name = "TIME", default_value = "6s", value_parser = parse_period, requires = "balance_memory")]
+    pub(crate) memory_period: Duration,
+}
+
+#[derive(Args)]
+pub(crate) struct StatusArguments {
+    /// The virtual machine's name, or with a / in it the path of a control socket; without it all virtual machines
+    #[arg(value_parser = OsStringValueParser::new())]
+    pub(crate) vm: Option<OsString>,
+    /// Every so many seconds what was done since the last time, first since the start of the server
+    #[arg(value_parser = OsStringValueParser::new())]
+    pub(crate) interval: Option<OsString>,
+    /// So many times
+    #[arg(value_parser = OsStringValueParser::new())]
+    pub(crate) count: Option<OsString>,
+    /// For people, or for programs: of one virtual machine as the control socket answers GET /v1/disks; with an
+    /// interval a line each time
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+#[derive(Args)]
+pub(crate) struct TopArguments {
+    /// Print what is done, as `larder status` at intervals, instead of showing it
+    #[arg(long, short)]
+    pub(crate) batch: bool,
+    /// Seconds between two looks
+    #[arg(long, short, value_name = "SECONDS", default_value = "1", value_parser = parse_delay)]
+    pub(crate) delay: f64,
+    /// Look so many times, then end
+    #[arg(long, short = 'n', value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) count: Option<u64>,
+}
+
+#[derive(Args)]
+pub(crate) struct AdviseArguments {
+    /// For how long to look: 500ms, 10s, 5m or 1h; at least 5s to say how many vCPUs a virtual machine needs
+    #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = parse_window)]
+    pub(crate) window: Duration,
+    /// Say only whether one more virtual machine with so much memory would fit, and end with 0 if it does, 1 if not, 3
+    /// if only with over-commit or at a stall above the accepted one, 4 if that cannot be told
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) would_fit: Option<ByteLen>,
+    /// Memory that virtual machines are not to have, besides what others use now
+    #[arg(long, value_name = "SIZE", default_value_t = ByteLen::mib(1024))]
+    pub(crate) reserve: ByteLen,
+    /// How much of the host's memory may be active
+    #[arg(long, value_name = "PERCENT", default_value = "80%", value_parser = parse_share)]
+    pub(crate) active_share: f64,
+    /// How much virtual machines may be given in all, of the host's memory
+    #[arg(long, value_name = "PERCENT", default_value = "150%", value_parser = parse_overcommit)]
+    pub(crate) overcommit: f64,
+    /// For which share of the time waiting for memory is accepted
+    #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_share)]
+    pub(crate) stall: f64,
+    /// How long a request to a disk may take on average before the disk is called slow
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = parse_latency)]
+    pub(crate) disk_latency: Duration,
+    /// Ask at this control socket, too; may be given several times. Those of VMs with a file, larder disk serve and
+    /// larder memory attach are found
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Vec<PathBuf>,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+/// From 0 to 1, of `80%`.
+fn parse_share(text: &str) -> Result<f64, String> {
+    let share = parse_percent(text).filter(|share| (0.0..=1.0).contains(share));
+    share.ok_or_else(|| "give percent from 0% to 100%, as in 80%".to_owned())
+}
+
+/// From 1 on.
+fn parse_overcommit(text: &str) -> Result<f64, String> {
+    let share = parse_percent(text).filter(|share| (1.0..=10.0).contains(share));
+    share.ok_or_else(|| "give percent from 100% (no over-commit) to 1000%, as in 150%".to_owned())
+}
+
+fn parse_percent(text: &str) -> Option<f64> {
+    let number = text.strip_suffix('%').unwrap_or(text).trim_end();
+    Some(number.parse::<f64>().ok()? / 100.0)
+}
+
+fn parse_window(text: &str) -> Result<Duration, String> {
+    let window = parse_time(text).filter(|time| (WINDOW_MIN..=WINDOW_MAX).contains(time));
+    window.ok_or_else(|| "give a time from 100ms to 24h, as in 500ms, 10s, 5m or 1h".to_owned())
+}
+
+fn parse_latency(text: &str) -> Result<Duration, String> {
+    let latency = parse_time(text).filter(|time| !time.is_zero() && *time <= LATENCY_MAX);
+    latency.ok_or_else(|| "give a time from 1us to 60s, as in 500us or 20ms".to_owned())
+}
+
+fn parse_period(text: &str) -> Result<Duration, String> {
+    let period = parse_time(text).filter(|time| (WINDOW_MIN..=PERIOD_MAX).contains(time));
+    period.ok_or_else(|| "give a time from 100ms to 10m, as in 6s".to_owned())
+}
+
+const PERIOD_MAX: Duration = Duration::from_secs(600);
+
+/// A shorter look sees less than a few turns of the scheduler's.
+const WINDOW_MIN: Duration = Duration::from_millis(100);
+const WINDOW_MAX: Duration = Duration::from_secs(24 * 3600);
+const LATENCY_MAX: Duration = Duration::from_secs(60);
+
+/// A whole number and its unit.
+fn parse_time(text: &str) -> Option<Duration> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().ok()?;
+    Some(match unit.trim_start() {
+        "us" => Duration::from_micros(number),
+        "ms" => Duration::from_millis(number),
+        "s" => Duration::from_secs(number),
+        "m" => Duration::from_secs(number.checked_mul(60)?),
+        "h" => Duration::from_secs(number.checked_mul(3600)?),
+        _ => return None,
+    })
+}
+
+fn parse_delay(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(seconds),
+        _ => Err("give seconds from 0.1 to 86400".to_owned()),
+    }
+}
