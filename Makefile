@@ -31,8 +31,9 @@ build: packages ## build all, optimised, into target/release
 deb: packages ## build the Debian package into target/
 	@packaging/deb.sh
 
-demo: setup build ## boot a Debian guest without and with Larder, side by side
+demo: setup build ## boot a Debian guest without and with Larder, side by side; give another one less memory
 	@demo/run.sh
+	@demo/memory.sh
 
 test: setup ## run every test
 	$(CARGO_TEST)

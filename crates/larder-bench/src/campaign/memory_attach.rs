@@ -13,6 +13,9 @@ use super::memory_guest::{DiskIo, MemoryGuest, Options};
 use super::memory_kills::{Load, VERIFIER_BUDGET, VERIFIER_MIB, verifier};
 use super::pauses::Pauses;
 
+/// A quarantine and what an eviction takes on a busy machine.
+const PAGES_GO_WITHIN: Duration = Duration::from_secs(30);
+
 /// Attach to a process that works on its memory, and detach, over and over
 #[derive(Args)]
 pub struct Arguments {
@@ -112,12 +115,20 @@ impl Report {
         let mut pager = attach.start()?;
         self.attaches.push(started.elapsed());
         self.pauses.push(pager.stood_still.context("there was no other pager")?);
-        // Some have evicted nothing by then, some as much as they should.
-        std::thread::sleep(Duration::from_micros(match random.below(4) {
-            0 => 0,
-            1 => random.below(20_000),
-            _ => random.below(500_000),
-        }));
+        // Some have evicted nothing by then, some as much as they should. Where the process has disks open for direct I/O
+        // the first pages go when their quarantine is over.
+        let (waits_for_pages, micros) = match random.below(4) {
+            0 => (false, 0),
+            1 => (false, 20_000),
+            2 => (false, 500_000),
+            _ => (true, 100_000),
+        };
+        let give_up = started + PAGES_GO_WITHIN;
+        while waits_for_pages && pager.state()?.evicted_pages == 0 {
+            ensure!(Instant::now() < give_up, "no page went within {PAGES_GO_WITHIN:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        std::thread::sleep(Duration::from_micros(random.below(micros + 1)));
         self.evicted += pager.state()?.evicted_pages;
         let asked = Instant::now();
         pager.detach()?;
