@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use crate::judge::size;
 use crate::measured::{Gap, Host, Measured, Vm, VmMemory, unnamed};
 use crate::procfs::host::{DeviceNumber, Resource};
 use crate::procfs::process::ProcessId;
@@ -213,7 +214,7 @@ impl Look {
         if let Some(max) = described.ram_max {
             note(
                 "memory that it was given since it was started",
-                format!("only QEMU knows; it may have up to {max} bytes"),
+                format!("only QEMU knows; it may have up to {}", size(max)),
             );
         }
         let told = told::of(&vm, described, *owner, before, now);

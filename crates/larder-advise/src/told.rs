@@ -1,6 +1,6 @@
 //! What the servers of Larder tell of a VM, between two answers.
 
-use larder_vm::control::memory::{MemoryProblem, MemoryState, SwapTier};
+use larder_vm::control::memory::{LostState, MemoryProblem, MemoryState, SwapTier};
 use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{DiskState, Latency};
 
@@ -103,6 +103,20 @@ fn between(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) -> Optio
     let waited = |latency: &Latency| latency.sum_ns as f64;
     let stalled_ns: f64 = [&uniform, &compressed, &disk, &write].map(waited).iter().sum();
     let faults = uniform.count + compressed.count + disk.count;
+    // A wait is in these figures once it is over, and then all of it, also what of it was before: what somebody, and what
+    // everybody, has lost in this time bounds it.
+    let vcpus = f64::from(vcpus.unwrap_or(1).max(1));
+    let lost = |now: &LostState, before: &LostState| {
+        let lost_us = now.total_us.saturating_sub(before.total_us);
+        (lost_us as f64 * 1e3 / elapsed_ns as f64).min(1.0)
+    };
+    let some = lost(&now.pressure.some, &before.pressure.some);
+    let full = lost(&now.pressure.full, &before.pressure.full);
+    let under_way = if now.stalled > 0 { some / vcpus } else { 0.0 };
+    let stall = (stalled_ns / elapsed_ns as f64 / vcpus)
+        .min(some)
+        .max(full)
+        .max(under_way);
     Some(Managed {
         control: String::new(),
         size: now.size,
@@ -112,7 +126,7 @@ fn between(before: &MemoryState, now: &MemoryState, vcpus: Option<u32>) -> Optio
         faults_per_second: faults as f64 / seconds,
         refaults_per_second: now.refaults.checked_sub(before.refaults)? as f64 / seconds,
         disk_fault_seconds: disk.mean().map(|mean| mean.as_secs_f64()),
-        stall: stalled_ns / elapsed_ns as f64 / f64::from(vcpus.unwrap_or(1).max(1)),
+        stall,
         problem: now.problem.map(|problem| problem_text(problem, now)),
         curve: curve(before, now, seconds),
     })
@@ -169,7 +183,8 @@ mod tests {
 
     /// After so many faults of disks, each of 2 ms, in so many seconds.
     fn memory(seconds: u64, faults: u64) -> MemoryState {
-        let lost = json!({"avg10": 0.0, "avg60": 0.0, "avg300": 0.0, "total_us": 0});
+        let lost = |ms: u64| json!({"avg10": 0.0, "avg60": 0.0, "avg300": 0.0, "total_us": ms * 1000});
+        let (some, full) = (lost(faults * 2), lost(0));
         let none = json!({"count": 0, "sum_ns": 0, "max_ns": 0, "buckets": []});
         let disk = json!({"count": faults, "sum_ns": faults * 2_000_000, "max_ns": 2_000_000,
             "buckets": [{"below_ns": 2_097_152, "count": faults}]});
@@ -177,7 +192,7 @@ mod tests {
             "process": "qemu", "pid": 7, "time_ns": seconds * 1_000_000_000, "size": 4096, "resident": 1024,
             "budget": 2048, "used": 2000, "compressed": {"pages": 0, "used": 0, "limit": 0}, "disks": [],
             "uniform_pages": 0, "lost_pages": 0, "refaults": faults / 2, "evicted_pages": 0, "evicted_clean_pages": 0,
-            "evicted_uniform_pages": 0, "evicted_bytes": 0, "ahead_pages": 0, "ahead_zero_pages": 0, "pressure": {"some": lost, "full": lost}, "streamed_faults": 0, "clean_pages": 0,
+            "evicted_uniform_pages": 0, "evicted_bytes": 0, "ahead_pages": 0, "ahead_zero_pages": 0, "pressure": {"some": some, "full": full}, "streamed_faults": 0, "clean_pages": 0,
             "saved_pages": 0, "kept_pages": 0, "given_up_pages": 0, "stalled": 0, "problem": null, "detaching": false,
             "faults": {"zero": disk, "uniform": none, "compressed": none, "disk": disk, "write": none},
         });
@@ -195,6 +210,20 @@ mod tests {
         );
         let one = between(&memory(10, 500), &memory(20, 1500), None).expect("time has passed");
         assert_eq!(one.stall, 0.2);
+        // Both vCPUs wait since two seconds ago for a page of a disk that is away.
+        let (before, mut now) = (memory(10, 0), memory(14, 0));
+        (now.pressure.some.total_us, now.pressure.full.total_us, now.stalled) = (3_000_000, 2_000_000, 2);
+        assert_eq!(between(&before, &now, Some(2)).map(|managed| managed.stall), Some(0.5));
+        // One of them waits, the other has nothing to do with it.
+        now.pressure.full.total_us = 0;
+        assert_eq!(
+            between(&before, &now, Some(2)).map(|managed| managed.stall),
+            Some(0.375)
+        );
+        // A page for which somebody had waited for 10 s came after the first of these 4 s.
+        let mut now = memory(14, 5000);
+        now.pressure.some.total_us = 1_000_000;
+        assert_eq!(between(&before, &now, Some(1)).map(|managed| managed.stall), Some(0.25));
         // Another pager counts anew.
         assert_eq!(between(&memory(10, 500), &memory(20, 400), None), None);
         assert_eq!(between(&memory(10, 500), &memory(10, 500), None), None);

@@ -56,6 +56,7 @@ use crate::userfaultfd::{Message, RawMessage};
 use crate::worker::{Job, Lease, Worker};
 
 pub use disk::DiskStatus;
+pub use evict::COMPRESSED_BYTES_MIN;
 pub use figures::{Figures, Source};
 
 use ahead::Streams;
@@ -178,7 +179,7 @@ pub struct Pager<G, W> {
     stored: StoredPages,
     /// Why nothing is evicted, since when; told once until it is over.
     stuck: Option<(Stuck, Instant)>,
-    told_stuck: Option<Stuck>,
+    told_stuck: Option<(Stuck, Instant)>,
     /// There was no memory for a page, or writes could not be stopped: nothing of it is tried again before.
     no_memory_until: Option<Instant>,
     no_eviction_until: Option<Instant>,

@@ -60,7 +60,7 @@ pub enum DetachError {
 /// How the memory is now.
 #[derive(Clone, Debug)]
 pub struct Status {
-    /// All of the memory, in bytes.
+    /// All of the memory that there is now, in bytes.
     pub bytes: u64,
     /// What of it is in memory, in bytes.
     pub present_bytes: u64,
@@ -149,7 +149,10 @@ impl Service {
         let pager = &mut attached.as_mut()?.pager;
         let pressure = pager.pressure(Instant::now());
         Some(Status {
-            bytes: u64::from(pager.pages()) * PAGE_BYTES,
+            bytes: {
+                let regions = pager.regions().iter().filter(|region| !region.is_gone());
+                regions.map(|region| region.bytes()).sum()
+            },
             present_bytes: u64::from(pager.present_pages()) * PAGE_BYTES,
             used_bytes: pager.used_bytes(),
             limit_bytes: pager.limit_bytes(),
@@ -197,6 +200,7 @@ impl Service {
             pager.begin_detach();
         }
         self.is_detaching.set(true);
+        tracing::info!("detaching: everything is brought back");
         let attached = loop {
             {
                 let mut attached = self.attached.borrow_mut();
@@ -381,6 +385,7 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
                 }
                 let mut attached = service.attached.borrow_mut();
                 if let Some(attached) = attached.as_ref().filter(|_| !changes.gone.is_empty()) {
+                    tracing::info!(count = changes.gone.len(), "memory was unplugged");
                     attached.close_marks_of_gone();
                 }
                 for memory in changes.new {

@@ -32,6 +32,7 @@ use rustix::process::Pid;
 use crate::state::{COMPRESSED_NAME, PAGES_NAME, Region};
 
 pub use error::{Device, Obstacle, TargetError};
+pub use process::is_alive;
 pub use qmp::{QmpError, pid_of_qmp};
 
 use descriptors::Descriptors;

@@ -131,6 +131,8 @@ pub enum BudgetError {
     Compressed { compressed: ByteLen, budget: ByteLen },
     #[error(transparent)]
     Range(#[from] RangeError),
+    #[error("everything is being brought back, as it is detached from: limits mean nothing any more")]
+    Detaching,
 }
 
 /// What was found when it began.
@@ -343,27 +345,54 @@ fn serve(
             true => QUARANTINE_DEFAULT,
             false => Duration::ZERO,
         });
-        let workers = target.workers();
+        let (workers, started) = (target.workers(), target.started());
         let found = Found::find(target)?;
+        swap::check_both(config.swap.as_ref(), config.slow.as_ref())?;
+        let owner = swap::Owner {
+            pid: config.pid.as_raw_pid().unsigned_abs(),
+            started,
+        };
+        let was_managed = found.was_managed();
         let (mut swaps, mut leaving) = (Vec::new(), Vec::new());
+        let mut failed = None;
         for (tier, disk) in [(Tier::Ssd, &config.swap), (Tier::Slow, &config.slow)] {
-            if let Some(opened) = swap::open(&on, tier, disk.as_ref(), found.swap(tier)).await? {
-                swaps.push(opened.swap);
-                leaving.push(opened.rest);
+            match swap::open(&on, tier, owner, disk.as_ref(), found.swap(tier)).await {
+                Ok(None) => {}
+                Ok(Some(opened)) => {
+                    swaps.push(opened.swap);
+                    leaving.push((opened.rest, opened.is_new && !was_managed));
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
             }
         }
-        let attached = found.attach(
-            pager::Options {
-                limit_bytes,
-                compressed_bytes,
-                quarantine,
-                first_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
-                prefetch: config.prefetch,
-                workers,
-            },
-            swaps,
-            config.encrypt,
-        )?;
+        let pager_options = pager::Options {
+            limit_bytes,
+            compressed_bytes,
+            quarantine,
+            first_thread: u32::try_from(config.pid.as_raw_pid()).ok(),
+            prefetch: config.prefetch,
+            workers,
+        };
+        let attached = match failed {
+            Some(error) => Err(MemoryError::from(error)),
+            None => found
+                .attach(pager_options, swaps, config.encrypt)
+                .map_err(MemoryError::from),
+        };
+        let attached = match attached {
+            Ok(attached) => attached,
+            Err(error) => {
+                for (disk, is_unused) in leaving {
+                    if is_unused {
+                        disk.leave().await;
+                    }
+                }
+                return Err(error);
+            }
+        };
         is_encrypted(&attached, config);
         let began = Began {
             name: name.clone(),
@@ -387,7 +416,7 @@ fn serve(
             std::future::pending().await
         };
         let end = first_of(answering, service.ended()).await;
-        for disk in leaving {
+        for (disk, _) in leaving {
             disk.leave().await;
         }
         Ok(end)
@@ -452,6 +481,9 @@ impl Managed {
         let Some(status) = self.service.status() else {
             return Ok(());
         };
+        if status.detaching {
+            return Err(BudgetError::Detaching);
+        }
         let budget = limits.budget.unwrap_or(ByteLen::new(status.limit_bytes));
         // What was the usual share stays it.
         let has_swap_cache = self.config.swap.is_some();

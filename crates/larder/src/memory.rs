@@ -356,7 +356,13 @@ pub(crate) fn text(state: &MemoryState) -> String {
     if state.stalled > 0 {
         said.line(
             "stalled",
-            format!("{} threads wait for a page that cannot be had now", state.stalled),
+            format!(
+                "{} for a page that cannot be had now",
+                match state.stalled {
+                    1 => "a thread waits".to_owned(),
+                    threads => format!("{threads} threads wait"),
+                }
+            ),
         );
     }
     if let Some(problem) = state.problem {

@@ -25,7 +25,7 @@ use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
 pub use held::{Displaced, HeldFile};
-pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role};
+pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim};
 
 use super::image_lock;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};

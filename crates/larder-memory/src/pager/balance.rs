@@ -30,6 +30,10 @@ const TRY_FULL_AFTER: Duration = Duration::from_millis(100);
 /// The same when none could be compressed.
 const TRY_INCOMPRESSIBLE_AFTER: Duration = Duration::from_secs(10);
 
+/// Memory is said to stay over its limit if it is so much over it, and after so long again.
+const TOLD_OVER: u64 = 1 << 20;
+const TELL_AGAIN_AFTER: Duration = Duration::from_secs(600);
+
 /// Free segments that are kept for the next pages.
 const SEGMENTS_KEPT: usize = 2;
 
@@ -92,7 +96,6 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         let excess = self.excess_pages();
         if excess == 0 {
             self.stuck = None;
-            self.told_stuck = None;
             return false;
         }
         let enough = (self.reserve_bytes() / BATCH_SHARE / PAGE_BYTES) as usize;
@@ -140,18 +143,23 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         true
     }
 
-    /// Nothing can be evicted. It is told once.
+    /// Nothing can be evicted. It is told if that means anything, and not again soon for the same reason.
     pub(super) fn is_stuck(&mut self, why: Stuck) {
-        let is_new = self.stuck.is_none_or(|(before, _)| before != why) && self.told_stuck != Some(why);
+        let is_new = self.stuck.is_none_or(|(before, _)| before != why);
         self.stuck = Some((why, self.now));
-        if is_new {
-            self.told_stuck = Some(why);
-            let over = self.used_bytes().saturating_sub(self.options.limit_bytes);
+        let was_told = |(told, at): (Stuck, Instant)| told == why && self.now - at < TELL_AGAIN_AFTER;
+        let over = self.used_bytes().saturating_sub(self.options.limit_bytes);
+        if is_new && over >= TOLD_OVER && !self.told_stuck.is_some_and(was_told) {
+            self.told_stuck = Some((why, self.now));
             tracing::warn!(
                 "{}: memory stays {} MiB over its limit",
                 match why {
-                    Stuck::TiersFull => "there is no room left for evicted pages",
-                    Stuck::DiskFailed => "there is no room left for evicted pages, as the disk for them fails",
+                    Stuck::TiersFull => {
+                        "there is no room left for evicted pages (a larger swap cache or budget would help)"
+                    }
+                    Stuck::DiskFailed => {
+                        "there is no room left for evicted pages, as the disk for them fails or cannot be reached"
+                    }
                     Stuck::Memory => "pages cannot be evicted",
                     Stuck::Incompressible => "what is in memory cannot be compressed, and there is no swap cache",
                 },

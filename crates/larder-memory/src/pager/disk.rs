@@ -567,7 +567,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Why nothing more goes down.
     pub(super) fn why_full(&self) -> Stuck {
         match self.disks.all.first() {
-            Some(disk) if disk.rests(self.now) => Stuck::DiskFailed,
+            Some(disk) if disk.rests(self.now) || disk.is_unreachable => Stuck::DiskFailed,
             _ => Stuck::TiersFull,
         }
     }

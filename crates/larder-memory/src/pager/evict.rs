@@ -22,6 +22,8 @@ const LET_WRITE_FOR: Duration = Duration::from_millis(1);
 const KEPT_MAX: u32 = 4096;
 /// With a disk compressed RAM has at least so many segments.
 const SEGMENTS_MIN: u32 = 6;
+/// The same in bytes.
+pub const COMPRESSED_BYTES_MIN: u64 = SEGMENTS_MIN as u64 * crate::log::SEGMENT as u64;
 /// How many evictions there are at a time.
 const BATCHES: usize = 64;
 

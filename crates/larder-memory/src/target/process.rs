@@ -55,6 +55,11 @@ impl Process {
     }
 }
 
+/// Whether the process `pid` that was started then ([`super::Target::started`]) lives.
+pub fn is_alive(pid: Pid, started: u64) -> bool {
+    stat(pid).is_ok_and(|stat| stat.started == started && !matches!(stat.state, b'Z' | b'X'))
+}
+
 fn has_ended(pid: Pid, pidfd: &OwnedFd) -> Result<bool, TargetError> {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     let mut events = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];

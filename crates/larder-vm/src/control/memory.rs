@@ -3,7 +3,7 @@
 
 use larder_block::ByteLen;
 use larder_memory::entry::Tier;
-use larder_memory::pager::{DiskStatus, Stuck};
+use larder_memory::pager::{COMPRESSED_BYTES_MIN, DiskStatus, Stuck};
 use larder_memory::pressure::Lost;
 use larder_memory::service::Status;
 use serde::{Deserialize, Serialize};
@@ -279,7 +279,11 @@ impl MemoryState {
             compressed: CompressedState {
                 pages: status.stored.ram.into(),
                 used: status.compressed_bytes,
-                limit: status.compressed_limit_bytes,
+                // What goes to a disk passes through a few segments, whatever the limit is.
+                limit: match status.disks.is_empty() {
+                    true => status.compressed_limit_bytes,
+                    false => status.compressed_limit_bytes.max(COMPRESSED_BYTES_MIN),
+                },
             },
             disks: status.disks.iter().map(|disk| SwapState::new(disk, status)).collect(),
             uniform_pages: status.stored.uniform.into(),

@@ -9,6 +9,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use larder_memory::attach::AttachError;
 use larder_memory::state::PAGES_NAME;
 use larder_memory::target::{QmpError, pid_of_qmp};
 use rustix::process::Pid;
@@ -177,6 +178,7 @@ pub struct Approach {
     pause: Duration,
     /// What was in the way last, and whether that was told.
     obstacle: Option<(String, bool)>,
+    is_of_another: bool,
 }
 
 impl Approach {
@@ -188,7 +190,13 @@ impl Approach {
             seen: Vec::new(),
             pause: PAUSE,
             obstacle: None,
+            is_of_another: false,
         }
+    }
+
+    /// Whether another pager manages it, as the last try has found.
+    pub fn is_of_another(&self) -> bool {
+        self.is_of_another
     }
 
     /// Something has changed: it is tried again soon.
@@ -212,11 +220,12 @@ impl Approach {
         if !self.process.is_alive() {
             return Step::Gone;
         }
+        self.is_of_another = matches!(error, MemoryError::Attach(AttachError::Managed { .. }));
         let why = error.to_string();
         match &mut self.obstacle {
             Some((last, told)) if *last == why => {
                 if !std::mem::replace(told, true) {
-                    tracing::error!("{why}; it is tried again");
+                    tracing::error!("{why} (it is tried again)");
                 }
             }
             // It may be about to go.

@@ -269,7 +269,7 @@ impl MemoryService {
                     approach.hurry();
                 }
                 Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => {
-                    if process.is_waiting() {
+                    if process.is_waiting() && !approach.is_of_another() {
                         tracing::error!(
                             "process {} is left waiting for its memory, until it is managed again",
                             process.pid.as_raw_pid()

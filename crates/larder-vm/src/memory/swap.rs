@@ -4,19 +4,20 @@
 //! byte 0    magic "LRDRSWAP"
 //!      8    version, u32                   12   CRC32C of the 4 KiB with zeros here, u32
 //!      16   identity, 16 bytes             32   segments, u32
+//!      40   the process whose pages are here: its PID, u32; 48  when it was started, u64 (field 22 of /proc/PID/stat)
 //!      1 MiB  the log (larder_memory::log), as many segments of 1 MiB
 //! ```
 //! All numbers are little-endian. What is in the log only the state in the managed process tells: when that ends, it is
 //! worth nothing.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::file::{FileDevice, FileOptions};
+use larder_block::backend::file::{FileDevice, FileOptions, OpenError, claim};
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
@@ -25,7 +26,9 @@ use larder_memory::entry::Tier;
 use larder_memory::log::{SEGMENT, SEGMENTS_MAX};
 use larder_memory::state::SwapIdentity;
 use larder_memory::store::DeviceStore;
+use larder_memory::target::is_alive;
 use rustix::fs::FallocateFlags;
+use rustix::process::Pid;
 
 use crate::image::{ImageAddress, ImageError, ImageOptions, open_export};
 
@@ -33,6 +36,9 @@ const MAGIC: &[u8; 8] = b"LRDRSWAP";
 const VERSION: u32 = 1;
 const HEADER: usize = 4096;
 const CHECKSUM_AT: usize = 12;
+const OWNER_AT: usize = 40;
+/// How often a file is made that another pager removes as it ends.
+const TRIES_MAX: u32 = 3;
 /// For so long requests wait for an NBD server that is away before they fail, and are made again and again.
 const RECONNECT: Duration = Duration::from_secs(5);
 /// The smallest swap cache that makes sense.
@@ -61,12 +67,18 @@ pub enum SwapError {
     },
     #[error("swap cache {0}")]
     Io(String),
-    #[error("swap cache {0}: it does not exist; say with --swap-size how large it may become")]
+    #[error("swap cache {0}: it does not exist; say how large it may become (--swap-size, swap-size in a VM's file)")]
     NoSize(String),
     #[error("swap cache {name}: {size} is too small; {SIZE_MIN} is the least")]
     TooSmall { name: String, size: ByteLen },
     #[error("swap cache {name}: it has {has}, and {size} were asked for")]
     TooLarge { name: String, has: ByteLen, size: ByteLen },
+    #[error(
+        "swap cache {name}: pages of process {pid} are on it, whose pager has ended: start that one again (larder memory attach --pid {pid}), or give another path"
+    )]
+    Used { name: String, pid: u32 },
+    #[error("{0} is given as the swap cache and as the slow store")]
+    Twice(String),
     #[error("swap cache {name}: it is to have {size}, and there is room for {free}")]
     NoRoom { name: String, size: ByteLen, free: ByteLen },
     #[error("swap cache {0}: it is neither a file nor a block device")]
@@ -85,6 +97,8 @@ pub enum SwapError {
         "swap cache {0}: it is not the one any more that pages of the process are on, or it is damaged: put it back"
     )]
     Gone(String),
+    #[error("swap cache {0}: pages of the process are on it, and there is no such file any more: put it back")]
+    Missing(String),
     #[error("swap cache {0}: a path with other bytes than UTF-8 cannot be noted")]
     Name(String),
 }
@@ -95,6 +109,8 @@ pub(super) struct Opened {
     pub(super) swap: Swap,
     /// To leave it behind.
     pub(super) rest: Leaving,
+    /// It has no pages yet.
+    pub(super) is_new: bool,
 }
 
 /// How a disk is left when its pages are not needed any more.
@@ -132,6 +148,21 @@ fn os(name: &str, what: &'static str) -> impl Fn(io::Error) -> SwapError {
     }
 }
 
+/// Whether both are disks of their own.
+///
+/// # Errors
+/// They are the same.
+pub(super) fn check_both(swap: Option<&SwapConfig>, slow: Option<&SwapConfig>) -> Result<(), SwapError> {
+    let (Some(swap), Some(slow)) = (swap, slow) else {
+        return Ok(());
+    };
+    let name = name_of(&swap.address)?;
+    match name == name_of(&slow.address)? {
+        true => Err(SwapError::Twice(name)),
+        false => Ok(()),
+    }
+}
+
 /// Opens the disk of this tier: the one that has pages already, if there is one.
 ///
 /// # Errors
@@ -139,6 +170,7 @@ fn os(name: &str, what: &'static str) -> impl Fn(io::Error) -> SwapError {
 pub(super) async fn open(
     on: &Loop,
     tier: Tier,
+    owner: Owner,
     config: Option<&SwapConfig>,
     left: Option<SwapIdentity>,
 ) -> Result<Option<Opened>, SwapError> {
@@ -153,44 +185,30 @@ pub(super) async fn open(
                 let left = left.name.clone();
                 return Err(SwapError::Other { given, left });
             }
+            if let ImageAddress::Path(path) = &address
+                && !path.exists()
+            {
+                return Err(SwapError::Missing(left.name.clone()));
+            }
             (address, None)
         }
     };
-    let mut file = None;
-    if let ImageAddress::Path(path) = &address {
-        let is_file = match left.is_some() {
-            true => path.is_file(),
-            false => prepare(path, size)?,
-        };
-        file = is_file.then(|| path.clone());
-    }
+    let is_new = left.is_none();
+    let (device, file) = open_device(on, &address, size, is_new).await?;
     let name = name_of(&address)?;
-    let device: Result<Rc<dyn BlockDevice>, ImageError> = match &address {
-        ImageAddress::Path(path) => match FileDevice::open(on, path, FileOptions::default()).await {
-            Ok(device) => Ok(device),
-            Err(error) => Err(error.into()),
-        },
-        ImageAddress::Nbd(uri) => match open_export(on, uri, &nbd_options()).await {
-            Ok(device) => Ok(device),
-            Err(error) => Err(error),
-        },
-    };
-    let device = device.map_err(|source| SwapError::Image {
-        name: name.clone(),
-        source,
-    })?;
     let found = read_header(&name, &device).await?;
     let identity = match left {
         Some(left) => match found {
-            Header::Ours(uuid) if uuid == left.uuid && segments_of(&device) >= left.segments => left,
+            Header::Ours { uuid, .. } if uuid == left.uuid && segments_of(&device) >= left.segments => left,
             _ => return Err(SwapError::Gone(name)),
         },
-        None => {
-            if found == Header::Foreign {
-                return Err(SwapError::Foreign(name));
+        None => match found {
+            Header::Foreign => return Err(SwapError::Foreign(name)),
+            Header::Ours { of, .. } if of.pid != owner.pid && of.is_alive() => {
+                return Err(SwapError::Used { name, pid: of.pid });
             }
-            begin(&name, &device, size).await?
-        }
+            Header::Ours { .. } | Header::Nothing => begin(&name, &device, size, owner).await?,
+        },
     };
     let store = DeviceStore::new(on, Rc::clone(&device), identity.segments);
     Ok(Some(Opened {
@@ -200,7 +218,45 @@ pub(super) async fn open(
             store: Box::new(store),
         },
         rest: Leaving { device, file },
+        is_new,
     }))
+}
+
+/// Opens what is there, or makes the file; and its path, if it is a file.
+async fn open_device(
+    on: &Loop,
+    address: &ImageAddress,
+    size: Option<ByteLen>,
+    is_new: bool,
+) -> Result<(Rc<dyn BlockDevice>, Option<PathBuf>), SwapError> {
+    let image = |source| SwapError::Image {
+        name: address.to_string(),
+        source,
+    };
+    let path = match address {
+        ImageAddress::Path(path) => path,
+        ImageAddress::Nbd(uri) => {
+            let device = open_export(on, uri, &nbd_options()).await.map_err(image)?;
+            return Ok((device, None));
+        }
+    };
+    let mut tries = 0;
+    loop {
+        let is_file = match is_new {
+            false => path.is_file(),
+            true => prepare(on, path, size).await?,
+        };
+        match FileDevice::open(on, path, FileOptions::default()).await {
+            Ok(device) => return Ok((device, is_file.then(|| path.clone()))),
+            // Another pager had it until now, and has removed it in the end.
+            Err(OpenError::Open { source, .. })
+                if is_new && is_file && source.kind() == io::ErrorKind::NotFound && tries < TRIES_MAX =>
+            {
+                tries += 1;
+            }
+            Err(error) => return Err(image(error.into())),
+        }
+    }
 }
 
 /// That a server is away is to be known soon, as pages then stay in memory.
@@ -214,7 +270,8 @@ fn nbd_options() -> ImageOptions {
 fn name_of(address: &ImageAddress) -> Result<String, SwapError> {
     match address {
         ImageAddress::Path(path) => {
-            let whole = path.canonicalize().unwrap_or_else(|_| path.clone());
+            let whole = path.canonicalize().or_else(|_| std::path::absolute(path));
+            let whole = whole.unwrap_or_else(|_| path.clone());
             match whole.to_str() {
                 Some(name) => Ok(name.to_owned()),
                 None => Err(SwapError::Name(path.display().to_string())),
@@ -230,50 +287,59 @@ fn segments_of(device: &Rc<dyn BlockDevice>) -> u32 {
     u32::try_from(log / SEGMENT as u64).map_or(SEGMENTS_MAX, |segments| segments.min(SEGMENTS_MAX))
 }
 
-/// Makes a file that is not there, and gives one that is of Larder's or empty its size; whether it is a file.
-fn prepare(path: &Path, size: Option<ByteLen>) -> Result<bool, SwapError> {
+/// Makes a file that is not there, and gives one that is of Larder's or empty its size; whether it is a file. Nothing is
+/// changed of one that another process uses.
+async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<bool, SwapError> {
     let name = path.display().to_string();
-    let kind = match path.metadata() {
+    let found = match path.metadata() {
         Ok(metadata) => Some(metadata),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(os(&name, "look at it")(error)),
     };
-    if kind.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
+    if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
         return Ok(false);
     }
-    if kind.as_ref().is_some_and(|found| !found.is_file()) {
+    if found.as_ref().is_some_and(|found| !found.is_file()) {
         return Err(SwapError::Kind(name));
     }
     let Some(size) = size else {
         // A file that is there has its size.
-        return match kind.is_some_and(|found| found.len() > 0) {
+        return match found.is_some_and(|found| found.len() > 0) {
             true => Ok(true),
             false => Err(SwapError::NoSize(name)),
         };
     };
     check_size(&name, size)?;
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
-        .map_err(os(&name, "make it"))?;
+    let whole = size.get().saturating_add(SEGMENT as u64) / SEGMENT as u64 * SEGMENT as u64;
+    look_for_room(&name, path, whole)?;
+    let file = claim(on, path).await.map_err(|error| SwapError::Image {
+        name: name.clone(),
+        source: error.into(),
+    })?;
+    let before = file.metadata().map_err(os(&name, "look at it"))?.len();
     if !is_ours_or_empty(&file).map_err(os(&name, "read it"))? {
         return Err(SwapError::Foreign(name));
     }
-    let whole = size.get() / SEGMENT as u64 * SEGMENT as u64 + SEGMENT as u64;
-    file.set_len(whole).map_err(os(&name, "give it its size"))?;
-    // Where there is no room for it, that is said now. A file system that cannot promise it does not.
-    match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, whole) {
-        Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(true),
-        Err(error) => {
-            if kind.is_none() {
-                let _ = std::fs::remove_file(path);
-            }
-            Err(os(&name, "find room for it")(error.into()))
+    let sized = give_size(&name, &file, whole);
+    if sized.is_err() {
+        // What it has taken is given back.
+        let undone = match found {
+            None => std::fs::remove_file(path),
+            Some(_) => file.set_len(before),
+        };
+        if let Err(error) = undone {
+            tracing::warn!("swap cache {name}: it stays larger than it was: {error}");
         }
+    }
+    sized.map(|()| true)
+}
+
+fn give_size(name: &str, file: &File, whole: u64) -> Result<(), SwapError> {
+    file.set_len(whole).map_err(os(name, "give it its size"))?;
+    // Where there is no room for it, that is said now. A file system that cannot promise it does not.
+    match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, whole) {
+        Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(()),
+        Err(error) => Err(os(name, "find room for it")(error.into())),
     }
 }
 
@@ -288,7 +354,12 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
     let name = path.display().to_string();
     let found = match path.metadata() {
         Ok(found) => found,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return look_for_room(&name, path, disk.size),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let Some(size) = disk.size else {
+                return Err(SwapError::NoSize(name));
+            };
+            return look_for_room(&name, path, size.get());
+        }
         Err(error) => return Err(os(&name, "look at it")(error)),
     };
     if found.file_type().is_block_device() {
@@ -299,7 +370,10 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
     }
     let file = File::open(path).map_err(os(&name, "open it"))?;
     let is_free = match disk.size {
-        Some(_) => is_ours_or_empty(&file),
+        Some(size) => {
+            look_for_room(&name, path, size.get())?;
+            is_ours_or_empty(&file)
+        }
         None if found.len() == 0 => return Err(SwapError::NoSize(name)),
         // It is used as it is.
         None => {
@@ -313,20 +387,18 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
     }
 }
 
-/// Whether a file can be made there.
-fn look_for_room(name: &str, path: &Path, size: Option<ByteLen>) -> Result<(), SwapError> {
-    let Some(size) = size else {
-        return Err(SwapError::NoSize(name.to_owned()));
-    };
-    let whole = std::path::absolute(path).map_err(os(name, "look at it"))?;
-    let folder = whole.parent().unwrap_or(Path::new("/"));
+/// Whether the file can have so many bytes, with those that it has.
+fn look_for_room(name: &str, path: &Path, whole: u64) -> Result<(), SwapError> {
+    let path = std::path::absolute(path).map_err(os(name, "look at it"))?;
+    let folder = path.parent().unwrap_or(Path::new("/"));
     let room = rustix::fs::statvfs(folder).map_err(|error| os(name, "look at its folder")(error.into()))?;
-    let free = room.f_bavail.saturating_mul(room.f_frsize);
-    match free < size.get() {
+    let has = path.metadata().map_or(0, |found| found.blocks() * 512);
+    let free = room.f_bavail.saturating_mul(room.f_frsize).saturating_add(has);
+    match free < whole {
         true => Err(SwapError::NoRoom {
             name: name.to_owned(),
-            size,
-            free: ByteLen::new(free),
+            size: ByteLen::new(whole),
+            free: ByteLen::new(free / SEGMENT as u64 * SEGMENT as u64),
         }),
         false => Ok(()),
     }
@@ -340,16 +412,21 @@ fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {
     Ok(())
 }
 
+/// Whether the file is of Larder's, or has nothing in it: one that was given its size and nothing else is of holes.
 fn is_ours_or_empty(file: &File) -> io::Result<bool> {
     use std::os::unix::fs::FileExt as _;
-    let mut begin = [0; HEADER];
-    match file.metadata()?.len() {
-        0 => Ok(true),
-        len if len < HEADER as u64 => Ok(false),
-        _ => {
-            file.read_exact_at(&mut begin, 0)?;
-            Ok(begin[..8] == *MAGIC)
-        }
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)) {
+        Err(rustix::io::Errno::NXIO) => return Ok(true),
+        Ok(_) => {}
+        Err(rustix::io::Errno::INVAL) if file.metadata()?.len() == 0 => return Ok(true),
+        Err(rustix::io::Errno::INVAL) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let mut begin = [0; MAGIC.len()];
+    match file.read_exact_at(&mut begin, 0) {
+        Ok(()) => Ok(begin == *MAGIC),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
@@ -363,8 +440,24 @@ fn is_ours_or_of_zeros(file: &File) -> io::Result<bool> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Header {
     Nothing,
-    Ours([u8; 16]),
+    Ours { uuid: [u8; 16], of: Owner },
     Foreign,
+}
+
+/// The process whose pages are on a disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Owner {
+    /// Its PID.
+    pub(super) pid: u32,
+    /// See [`larder_memory::target::Target::started`].
+    pub(super) started: u64,
+}
+
+impl Owner {
+    fn is_alive(self) -> bool {
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        pid.is_some_and(|pid| is_alive(pid, self.started))
+    }
 }
 
 /// What is on the disk. All that is before the log must be empty, or ours.
@@ -400,12 +493,19 @@ impl Header {
         }
         let checksum = half(CHECKSUM_AT, header);
         header[CHECKSUM_AT..CHECKSUM_AT + 4].fill(0);
-        let mut uuid = [0; 16];
+        let (mut uuid, mut started) = ([0; 16], [0; 8]);
+        let mut pid = 0;
         if crc32c::crc32c(header) == checksum {
             uuid.copy_from_slice(&header[16..32]);
+            pid = half(OWNER_AT, header);
+            started.copy_from_slice(&header[OWNER_AT + 8..OWNER_AT + 16]);
         }
         // A damaged one is of no disk that anybody knows, and may be used anew.
-        Ok(Self::Ours(uuid))
+        let of = Owner {
+            pid,
+            started: u64::from_le_bytes(started),
+        };
+        Ok(Self::Ours { uuid, of })
     }
 }
 
@@ -421,7 +521,12 @@ pub(super) fn read_any(data: &[u8]) {
 }
 
 /// Claims the disk.
-async fn begin(name: &str, device: &Rc<dyn BlockDevice>, size: Option<ByteLen>) -> Result<SwapIdentity, SwapError> {
+async fn begin(
+    name: &str,
+    device: &Rc<dyn BlockDevice>,
+    size: Option<ByteLen>,
+    owner: Owner,
+) -> Result<SwapIdentity, SwapError> {
     let has = segments_of(device);
     let segments = match size {
         None => has,
@@ -442,6 +547,8 @@ async fn begin(name: &str, device: &Rc<dyn BlockDevice>, size: Option<ByteLen>) 
     header[8..12].copy_from_slice(&VERSION.to_le_bytes());
     header[16..32].copy_from_slice(&uuid);
     header[32..36].copy_from_slice(&segments.to_le_bytes());
+    header[OWNER_AT..OWNER_AT + 4].copy_from_slice(&owner.pid.to_le_bytes());
+    header[OWNER_AT + 8..OWNER_AT + 16].copy_from_slice(&owner.started.to_le_bytes());
     let checksum = crc32c::crc32c(&header);
     header[CHECKSUM_AT..CHECKSUM_AT + 4].copy_from_slice(&checksum.to_le_bytes());
     let io = |error: IoError| SwapError::Io(error.to_string());

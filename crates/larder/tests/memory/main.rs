@@ -13,6 +13,7 @@ mod refused;
 mod service;
 #[path = "../support/mod.rs"]
 mod support;
+mod swap_file;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

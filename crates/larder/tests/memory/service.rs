@@ -335,7 +335,7 @@ fn what_cannot_be_managed_is_told_while_it_is_waited_for() {
     let mut pager = Process::start(command).expect("starts");
     pager.wait_for("its memory cannot be managed", LIMIT).expect("is told");
     pager
-        .wait_for("is this the process that runs the VM?; it is tried again", LIMIT)
+        .wait_for("is this the process that runs the VM? (it is tried again)", LIMIT)
         .expect("is told");
     cat.kill();
     assert!(pager.wait(LIMIT).expect("ends").success(), "{}", pager.output());

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Duration;
@@ -113,38 +113,14 @@ impl FileDevice {
                 source,
             }
         };
-        let file = std::fs::OpenOptions::new()
-            .read(true)
-            .write(!options.read_only)
-            // O_NONBLOCK: opening a FIFO by mistake must not wait for its other end.
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-            .open(path)
-            .map_err(|source| match source.kind() {
-                io::ErrorKind::IsADirectory => OpenError::WrongKind {
-                    path: path.to_owned(),
-                    kind: "directory",
-                },
-                _ => OpenError::Open {
-                    path: path.to_owned(),
-                    source,
-                    read_only: options.read_only,
-                },
-            })?;
-        let kind = kind_of(&file, path)?;
-        let flags = rustix::fs::fcntl_getfl(&file)
-            .map_err(io::Error::from)
-            .map_err(os("reading its flags"))?;
-        rustix::fs::fcntl_setfl(&file, flags & !rustix::fs::OFlags::NONBLOCK)
-            .map_err(io::Error::from)
-            .map_err(os("setting its flags"))?;
-        if kind == Kind::Block && !options.read_only && is_read_only_device(&file) {
-            return Err(OpenError::Open {
-                path: path.to_owned(),
-                source: io::Error::from_raw_os_error(libc::EROFS),
-                read_only: false,
-            });
-        }
-        lock_patiently(on, &file, path, &options).await?;
+        let (file, kind) = loop {
+            let (file, kind) = open_unlocked(path, options.read_only)?;
+            lock_patiently(on, &file, path, &options).await?;
+            // Whoever had it before may have removed or replaced it meanwhile: then this one would be lost when we end.
+            if leads_to(path, &file) {
+                break (file, kind);
+            }
+        };
 
         let mut size = size_of(&file).map_err(os("finding its size"))?;
         if size == 0 {
@@ -206,6 +182,85 @@ impl FileDevice {
         });
         on.spawn(watch(on.clone(), Rc::downgrade(&device)));
         Ok(device)
+    }
+}
+
+/// Opens `path`, and says what it is.
+fn open_unlocked(path: &Path, read_only: bool) -> Result<(File, Kind), OpenError> {
+    let os = |what| {
+        move |source: io::Error| OpenError::Os {
+            path: path.to_owned(),
+            what,
+            source,
+        }
+    };
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .write(!read_only)
+        // O_NONBLOCK: opening a FIFO by mistake must not wait for its other end.
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)
+        .map_err(|source| match source.kind() {
+            io::ErrorKind::IsADirectory => OpenError::WrongKind {
+                path: path.to_owned(),
+                kind: "directory",
+            },
+            _ => OpenError::Open {
+                path: path.to_owned(),
+                source,
+                read_only,
+            },
+        })?;
+    let kind = kind_of(&file, path)?;
+    let flags = rustix::fs::fcntl_getfl(&file)
+        .map_err(io::Error::from)
+        .map_err(os("reading its flags"))?;
+    rustix::fs::fcntl_setfl(&file, flags & !rustix::fs::OFlags::NONBLOCK)
+        .map_err(io::Error::from)
+        .map_err(os("setting its flags"))?;
+    if kind == Kind::Block && !read_only && is_read_only_device(&file) {
+        return Err(OpenError::Open {
+            path: path.to_owned(),
+            source: io::Error::from_raw_os_error(libc::EROFS),
+            read_only: false,
+        });
+    }
+    Ok((file, kind))
+}
+
+/// Opens the regular file at `path`, and makes it if there is none, for its size to be changed before it is a disk: nobody
+/// else uses it until the file is closed.
+///
+/// # Errors
+/// See [`OpenError`].
+pub async fn claim(on: &Loop, path: &Path) -> Result<File, OpenError> {
+    let failed = |source| OpenError::Open {
+        path: path.to_owned(),
+        source,
+        read_only: false,
+    };
+    loop {
+        let mut options = std::fs::OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = options
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+            .open(path)
+            .map_err(failed)?;
+        kind_of(&file, path)?;
+        lock_patiently(on, &file, path, &FileOptions::default()).await?;
+        if leads_to(path, &file) {
+            return Ok(file);
+        }
+    }
+}
+
+/// Whether what is at `path` now is `file`, as far as can be seen. One that is opened by its number (`/proc/self/fd/5`) is,
+/// also if it was removed.
+fn leads_to(path: &Path, file: &File) -> bool {
+    match (path.metadata(), file.metadata()) {
+        (Ok(there), Ok(file)) => (there.dev(), there.ino()) == (file.dev(), file.ino()),
+        (Err(error), _) => error.kind() != io::ErrorKind::NotFound,
+        (_, Err(_)) => true,
     }
 }
 
