@@ -13,6 +13,7 @@ mod refused;
 mod service;
 #[path = "../support/mod.rs"]
 mod support;
+mod views;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
