@@ -323,7 +323,19 @@ impl Segments {
 
     /// A free segment, to be filled, and the number of its filling.
     pub fn take(&mut self) -> Option<(SegmentIndex, u64)> {
-        let segment = self.warm.pop().or_else(|| self.free.pop_first())?;
+        self.take_but(|_| false)
+    }
+
+    /// The same, but none of which `is_used` says so.
+    pub fn take_but(&mut self, is_used: impl Fn(SegmentIndex) -> bool) -> Option<(SegmentIndex, u64)> {
+        let segment = match self.warm.iter().rposition(|segment| !is_used(*segment)) {
+            Some(index) => self.warm.remove(index),
+            None => {
+                let free = self.free.iter().copied().find(|segment| !is_used(*segment))?;
+                self.free.remove(&free);
+                free
+            }
+        };
         self.taken_last += 1;
         self.taken[segment.0 as usize] = self.taken_last;
         self.uses[segment.0 as usize] = Use::Open;
@@ -529,5 +541,20 @@ mod tests {
         bytes[6] = 0;
         assert!(object_at(&bytes, 0, 0).is_some());
         assert_eq!(object_at(&bytes, 0, 60), None);
+    }
+
+    #[test]
+    fn a_segment_that_is_in_use_is_not_taken_though_it_is_free() {
+        let mut log = Segments::new(3);
+        let first = log.take().unwrap().0;
+        log.seal(first);
+        let taken = log
+            .take_but(|segment| segment == first || segment.get() == 1)
+            .unwrap()
+            .0;
+        assert_eq!(taken, SegmentIndex::new(2));
+        assert_eq!(log.take_but(|segment| segment == first || segment.get() == 1), None);
+        assert_eq!(log.available(), 2);
+        assert_eq!(log.take().unwrap().0, first);
     }
 }

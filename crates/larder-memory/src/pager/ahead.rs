@@ -232,3 +232,20 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.no_memory_until.is_none() && self.used_bytes() < self.options.limit_bytes
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_of_a_page_is_good_only_as_long_as_its_entry_says_the_same() {
+        let (page, content) = (PageIndex::new(7), [3; PAGE]);
+        let mut streams = Streams::default();
+        streams.keep(page, Word(0x13), &content);
+        assert!(streams.has(page, Word(0x13)) && !streams.has(page, Word(0x23)));
+        assert_eq!(streams.take(page, Word(0x13)).as_deref(), Some(&content));
+        streams.keep(page, Word(0x13), &content);
+        assert_eq!(streams.take(page, Word(0x23)), None);
+        assert_eq!(streams.bytes(), 0, "it will never be good again");
+    }
+}

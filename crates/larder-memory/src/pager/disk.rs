@@ -12,7 +12,9 @@
 //!
 //! # Room
 //! A full disk makes room by moving what lives in its emptiest segment, or its oldest one to the next disk. What it
-//! holds of pages that are in memory too is dropped then.
+//! holds of pages that are in memory too is dropped then. A segment of which something is still being read is not written
+//! to, though nothing lives there any more: a page that is stored there afterwards may have to be read, too, and one read
+//! is made for all who want what it brings.
 
 mod read;
 
@@ -356,7 +358,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 if disk.writes.len() >= WRITES_MAX {
                     return false;
                 }
-                let Some((segment, number)) = disk.log.take() else {
+                // What is read of a segment from before it was free must not be taken for what is there then.
+                let reads = self.disks.reads.values();
+                let reads = reads.chain(self.disks.again.iter().map(|(_, reading)| reading));
+                let is_read = |segment: SegmentIndex| {
+                    let mut reads = reads.clone().filter(|reading| reading.disk == index);
+                    reads.any(|reading| reading.start / SEGMENT as u64 == u64::from(segment.get()))
+                };
+                let Some((segment, number)) = disk.log.take_but(is_read) else {
                     return false;
                 };
                 let (tier, bytes) = (disk.tier, self.disks.buffer(SEGMENT));

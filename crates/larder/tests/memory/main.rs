@@ -14,6 +14,7 @@ mod service;
 #[path = "../support/mod.rs"]
 mod support;
 mod swap_file;
+mod views;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -7,11 +7,11 @@ use std::task::Waker;
 use larder_memory::guest::{Backing, GuestMemory};
 use larder_memory::state::Region;
 use larder_memory::units::{PAGE, PageIndex, PageRun, runs};
-use larder_memory::userfaultfd::{Filled, RawMessage};
+use larder_memory::userfaultfd::{Filled, Message, RawMessage};
 use larder_memory::worker::{Done, Job, Worker};
 
 use super::content::{WORDS, Words};
-use super::world::{World, with_current};
+use super::world::{Moment, World, with_current};
 
 fn words_of(bytes: &[u8]) -> Words {
     let (chunks, _) = bytes.as_chunks::<8>();
@@ -36,6 +36,9 @@ impl GuestMemory for Guest {
         Ok(self.call(|world| {
             let count = world.kernel.borrow_mut().receive(buffer);
             for message in &buffer[..count] {
+                if let Some(Message::Removed(_) | Message::Unmapped(_)) = message.decode() {
+                    world.comes(Moment::ToldOfRemoval);
+                }
                 world.log(|| format!("pager hears {:x?}", message.decode()));
             }
             count
@@ -45,6 +48,7 @@ impl GuestMemory for Guest {
     fn fill(&self, first: PageIndex, content: &[u8], protect: bool) -> (usize, Filled) {
         self.call(|world| {
             // Large copies are cut short at times.
+            world.comes(Moment::Filled);
             let pages = content.len() / PAGE;
             let most = if pages > 1 && world.chance(100) {
                 world.between(1, pages as u64) as usize
@@ -215,6 +219,10 @@ impl Worker for Helper {
 
     fn take(&self, _: Option<&Waker>) -> Option<Done> {
         self.0.point();
-        self.0.done.borrow_mut().pop_front()
+        let done = self.0.done.borrow_mut().pop_front();
+        if done.is_some() {
+            self.0.comes(Moment::ToldOfWork);
+        }
+        done
     }
 }

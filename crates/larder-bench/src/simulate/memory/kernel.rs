@@ -172,6 +172,12 @@ impl Kernel {
         self.waiters.iter().any(|waiter| waiter.thread == thread)
     }
 
+    /// One of the pages that somebody waits for, as `pick` has it of so many.
+    pub(super) fn some_waited_for(&self, pick: impl FnOnce(u64) -> u64) -> Option<PageIndex> {
+        let count = self.waiters.len() as u64;
+        (count > 0).then(|| self.waiters[pick(count) as usize].page)
+    }
+
     pub(super) fn waits_in(&self, region: &Region) -> bool {
         self.waiters.iter().any(|waiter| region.contains(waiter.page))
     }

@@ -102,6 +102,16 @@ impl Process {
         busy.join(", ")
     }
 
+    /// Writes to many pages, before there is a pager.
+    pub(super) fn fill(world: &Rc<World>) {
+        let pages = world.kernel.borrow().pages();
+        for page in (0..pages).map(PageIndex::new) {
+            if world.chance(world.shape.filled_per_mille) {
+                access(world, 0, page, What::Write(stamp(world)));
+            }
+        }
+    }
+
     /// Some thread does something.
     pub(super) fn step(world: &Rc<World>) {
         let threads = world.shape.threads as u64;
@@ -282,7 +292,12 @@ fn access(world: &Rc<World>, index: usize, page: PageIndex, what: What) -> Doing
 }
 
 fn begin_giving_up(world: &World) -> Doing {
-    let first = some_page(world);
+    // What others wait for at times.
+    let wanted = world.kernel.borrow().some_waited_for(|count| world.below(count));
+    let first = match wanted.filter(|_| world.chance(500)) {
+        Some(wanted) => wanted,
+        None => some_page(world),
+    };
     let region = world.kernel.borrow().area(first).region;
     let room = u64::from(region.pages - (first.get() - region.first.get()));
     let run = PageRun {
@@ -317,6 +332,15 @@ fn go_on_giving_up(world: &World, index: usize, run: PageRun, stage: Stage) -> D
             kernel.dontneed_ends(run, world.shape.drops_poison);
             let mut process = world.process.borrow_mut();
             run.pages().for_each(|page| process.oracle.give_up_ends(page));
+            // What was freed is soon used for something else.
+            if world.chance(500) {
+                process.threads[index].walk = Some(Walk {
+                    next: run.first,
+                    left: u64::from(run.count),
+                    up: true,
+                    write: true,
+                });
+            }
             world.log(|| format!("thread {index}: has given up {run:?}"));
             Doing::Nothing
         }

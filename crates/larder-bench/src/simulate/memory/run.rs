@@ -22,7 +22,7 @@ use super::guest::{Files, Guest, Helper, present};
 use super::process::Process;
 use super::shape::{CAPACITY, Shape, Variant};
 use super::store::{Disk, Medium, stored_in};
-use super::world::{Killed, World, frozen_clock, set_current, with_current};
+use super::world::{Killed, MOMENTS, World, frozen_clock, set_current, with_current};
 
 /// When the process began, as its state has it.
 const STARTED: u64 = 7;
@@ -100,6 +100,7 @@ impl Run {
         world.log(|| format!("{:?}", world.shape));
         let pages = world.shape.regions.clone();
         pages.into_iter().for_each(|pages| self.map(pages));
+        Process::fill(&world);
         for _ in 0..world.between(0, 300) {
             Process::step(&world);
         }
@@ -107,9 +108,8 @@ impl Run {
         for life in 1..=lives {
             world.log(|| format!("--- life {life}"));
             world.kill_in(0);
-            if life < lives && world.chance(600) {
-                let most = world.pick(&[20, 200, 2000, 10_000]);
-                world.kill_in(world.between(1, most));
+            if life < lives {
+                self.plan_kill();
             }
             let end = catch_unwind(AssertUnwindSafe(|| self.live(life == lives)));
             let end = match end {
@@ -142,6 +142,22 @@ impl Run {
         self.summary.requests = world.process.borrow().accesses;
         self.summary.virtual_time = world.now();
         Ok(self.summary)
+    }
+
+    /// Some are killed in the middle of a step: of any, or of one in which there is much to lose.
+    fn plan_kill(&self) {
+        let world = &self.world;
+        match world.below(10) {
+            0..3 => {
+                let most = world.pick(&[20, 200, 2000, 10_000]);
+                world.kill_in(world.between(1, most));
+            }
+            3..8 => {
+                let (moment, count) = (world.pick(&MOMENTS), world.between(1, 40));
+                world.kill_after(moment, count, world.between(1, 12));
+            }
+            _ => {}
+        }
     }
 
     fn check_unbroken(&self) -> Outcome {
@@ -310,7 +326,7 @@ impl Run {
     fn live(&mut self, is_last: bool) -> Result<End, String> {
         self.begin()?;
         let world = Rc::clone(&self.world);
-        for _ in 0..world.between(20, 1500) {
+        for _ in 0..world.between(20, world.shape.steps) {
             self.check_unbroken()?;
             if let Some(end) = self.step()? {
                 return Ok(end);

@@ -29,6 +29,10 @@ pub(super) struct Shape {
     pub(super) disks: Vec<(Tier, u32)>,
     pub(super) threads: usize,
     pub(super) lives: u32,
+    /// Steps of each life at most.
+    pub(super) steps: u64,
+    /// Of 1000 pages those that are written to before the first pager comes.
+    pub(super) filled_per_mille: u32,
     pub(super) quarantine: Duration,
     pub(super) prefetch: bool,
     /// Faults of the first thread go first.
@@ -59,7 +63,12 @@ pub(super) const CAPACITY: u32 = 4096;
 
 impl Shape {
     pub(super) fn new(variant: Variant, random: &mut Random) -> Self {
-        let pages = random.pick(&[64, 128, 256, 384, 512, 768]) as u32;
+        // Only what is much more than compressed RAM has room for goes on to disks, and back.
+        let is_large = variant != Variant::Ram && random.chance(400);
+        let pages = match is_large {
+            true => random.pick(&[1536, 2048, 2560]),
+            false => random.pick(&[64, 128, 256, 384, 512, 768]),
+        } as u32;
         let regions = match random.below(3) {
             0 => vec![pages],
             1 => vec![pages / 2, pages / 2],
@@ -87,6 +96,14 @@ impl Shape {
             disks,
             threads: random.between(1, 6) as usize,
             lives: random.between(1, 6) as u32,
+            steps: match is_large {
+                true => random.pick(&[1500, 20_000]),
+                false => 1500,
+            },
+            filled_per_mille: match is_large {
+                true => random.pick(&[700, 1000]),
+                false => random.pick(&[0, 0, 500, 1000]),
+            } as u32,
             quarantine: match variant {
                 Variant::Io => Duration::from_millis(50),
                 _ => Duration::ZERO,
@@ -95,7 +112,7 @@ impl Shape {
             has_first_thread: random.chance(500),
             kinds,
             writes_per_mille: random.pick(&[100, 300, 500, 800]),
-            give_ups_per_mille: random.pick(&[0, 10, 40, 100]),
+            give_ups_per_mille: random.pick(&[0, 10, 40, 100, 200]),
             drops_poison: random.chance(500),
             meanwhile_per_mille: random.pick(&[0, 50, 200, 400]),
             read_failures_per_mille: if fails { random.pick(&[20, 300, 1000]) } else { 0 },

@@ -10,7 +10,7 @@ use larder_memory::log::{SEGMENT, SegmentIndex, data_at};
 use larder_memory::store::{Finished, Store, Ticket};
 use larder_memory::units::PageIndex;
 
-use super::world::World;
+use super::world::{Moment, World};
 
 /// What outlives a pager.
 pub(super) struct Medium {
@@ -250,11 +250,23 @@ impl Store for Disk {
         if !is_in {
             self.world.fail(format!("{len} bytes at {start} cannot be read"));
         }
+        let is_written = medium.pending.iter().any(|request| match request {
+            Request::Write(segment, _) => u64::from(segment.get()) == start / SEGMENT as u64,
+            Request::Read(..) => false,
+        });
+        if is_written {
+            self.world
+                .fail(format!("{len} bytes at {start} are read while they are written"));
+        }
         medium.pending.push(Request::Read(start, len, bytes, ticket));
     }
 
     fn take(&self) -> Option<Finished> {
         self.world.point();
-        self.medium.borrow_mut().finished.pop_front()
+        let finished = self.medium.borrow_mut().finished.pop_front();
+        if finished.is_some() {
+            self.world.comes(Moment::ToldOfDisk);
+        }
+        finished
     }
 }

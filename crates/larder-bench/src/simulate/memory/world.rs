@@ -20,6 +20,33 @@ use super::shape::Shape;
 /// What unwinds through a pager that is killed.
 pub(super) struct Killed;
 
+/// What a pager has just learnt or done when it is killed: what such a moment is there to be lost, another seldom has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Moment {
+    /// It was told that pages were given up or unmapped: nobody says so again.
+    ToldOfRemoval,
+    /// A page that was missing is in place.
+    Filled,
+    /// It has learnt what the worker has done.
+    ToldOfWork,
+    /// It has learnt what a disk has done.
+    ToldOfDisk,
+}
+
+pub(super) const MOMENTS: [Moment; 4] = [
+    Moment::ToldOfRemoval,
+    Moment::Filled,
+    Moment::ToldOfWork,
+    Moment::ToldOfDisk,
+];
+
+/// After so many moments of a kind the pager is killed, and after so many steps then.
+struct KillAfter {
+    moment: Moment,
+    count: u64,
+    steps: u64,
+}
+
 /// The simulated host.
 pub(super) struct World {
     pub(super) shape: Shape,
@@ -29,6 +56,7 @@ pub(super) struct World {
     now: Cell<Duration>,
     /// After so many calls of the pager, and changes of its state, it is killed; 0: it is not.
     kill_in: Cell<u64>,
+    kill_after: Cell<Option<KillAfter>>,
     /// Others act while the pager makes a call, of 1000 calls in so many.
     meanwhile_per_mille: Cell<u32>,
     /// How deep calls are in each other.
@@ -77,6 +105,7 @@ impl World {
             base: Instant::now(),
             now: Cell::new(Duration::from_secs(1)),
             kill_in: Cell::new(0),
+            kill_after: Cell::new(None),
             meanwhile_per_mille: Cell::new(0),
             depth: Cell::new(0),
             pager: RefCell::new(None),
@@ -145,6 +174,26 @@ impl World {
     /// The pager is killed after so many more steps; 0: not at all.
     pub(super) fn kill_in(&self, steps: u64) {
         self.kill_in.set(steps);
+        self.kill_after.set(None);
+    }
+
+    /// The pager is killed so many steps after the moment of this kind with this number has come.
+    pub(super) fn kill_after(&self, moment: Moment, count: u64, steps: u64) {
+        self.kill_after.set(Some(KillAfter { moment, count, steps }));
+    }
+
+    /// A moment has come.
+    pub(super) fn comes(&self, moment: Moment) {
+        let Some(mut kill) = self.kill_after.take() else { return };
+        if kill.moment == moment {
+            kill.count -= 1;
+            if kill.count == 0 {
+                self.log(|| format!("--- to be killed {} steps after this: {moment:?}", kill.steps));
+                self.kill_in.set(kill.steps);
+                return;
+            }
+        }
+        self.kill_after.set(Some(kill));
     }
 
     pub(super) fn set_meanwhile(&self, per_mille: u32) {
