@@ -437,8 +437,13 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Whoever has waited for `page` to be out of memory gets it.
     pub(super) fn answer_waiting(&mut self, page: PageIndex) {
-        if let Some(waiting) = self.waiting.remove(&page) {
-            self.bring(page, waiting.since, waiting.write);
+        let Some(Waiting { since, write }) = self.waiting.remove(&page) else {
+            return;
+        };
+        match self.phases.get(page) {
+            Phase::Absent => self.bring(page, since, write),
+            // It has been brought with another one since it went, or is on its way.
+            _ => self.fault(page, Cause::Missing, write, since),
         }
     }
 }

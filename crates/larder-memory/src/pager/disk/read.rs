@@ -27,6 +27,7 @@ const GAP_MAX: u64 = 16 << 10;
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// Has an absent page read whose entry says `word`; who waits for it is answered then.
     pub(in crate::pager) fn begin_read(&mut self, page: PageIndex, word: Word, stored: Stored, disk: usize) {
+        debug_assert_eq!(self.phases.get(page), Phase::Absent);
         self.phases.set(page, Phase::Reading);
         self.reading += 1;
         if let Some(pages) = self.disks.reading_of(disk, stored) {
