@@ -24,7 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const OVER: u64 = 200;
 
 /// What the disks may hold.
-const DISK: &str = "8GiB";
+const DISK: &str = "4GiB";
+const DISK_BYTES: u64 = 4 << 30;
 
 /// `larder memory attach`, in a control group of its own.
 pub(super) struct Larder {
@@ -33,6 +34,7 @@ pub(super) struct Larder {
     cgroup: Arc<Cgroup>,
     control: PathBuf,
     compressed: Option<f64>,
+    disk: PathBuf,
     start: Start,
     process: std::sync::Mutex<Option<Process>>,
     _nbd: Option<Process>,
@@ -61,7 +63,7 @@ impl Larder {
         if slow {
             let socket = place.unused("nbd");
             let file = std::fs::File::create_new(&disk)?;
-            file.set_len(8 << 30)?;
+            file.set_len(DISK_BYTES)?;
             let mut command = mortal("nbdkit");
             command.args(["--foreground", "--threads", "32", "--unix"]).arg(&socket);
             command.args(["--filter=delay", "file"]).arg(&disk).arg("cache=none");
@@ -85,6 +87,7 @@ impl Larder {
             own: Cgroup::new("larder")?,
             control,
             compressed: arguments.compressed,
+            disk,
             start: Start(start),
             process: std::sync::Mutex::default(),
             _nbd: nbd,
@@ -117,6 +120,16 @@ impl Larder {
             *started = Some(process);
         }
         Ok(())
+    }
+}
+
+impl Drop for Larder {
+    fn drop(&mut self) {
+        if let Ok(mut process) = self.process.lock() {
+            // Killed before it could remove it.
+            process.take();
+        }
+        let _ = std::fs::remove_file(&self.disk);
     }
 }
 
