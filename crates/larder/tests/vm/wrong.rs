@@ -192,7 +192,7 @@ fn memory_is_checked_with_the_disks_and_nobody_serves_it() {
     for (more, wanted) in [
         (
             "swap-cache = \"IMAGES/swap\"",
-            "memory: swap cache IMAGES/swap: it does not exist; say with --swap-size how large",
+            "memory: swap cache IMAGES/swap: it does not exist; say how large it may become (--swap-size, swap-size in a VM's file)",
         ),
         (
             "swap-cache = \"IMAGES/data.raw\"",
