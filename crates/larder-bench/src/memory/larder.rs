@@ -23,8 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// The part of the limit that is left for what grows a little.
 const OVER: u64 = 200;
 
-/// What the disks may hold.
-const DISK: &str = "4GiB";
+/// What the disks may hold, in bytes.
 const DISK_BYTES: u64 = 4 << 30;
 
 /// `larder memory attach`, in a control group of its own.
@@ -79,7 +78,7 @@ impl Larder {
             ]);
         } else {
             start.extend(["--swap-cache".to_owned(), disk.display().to_string()]);
-            start.extend(["--swap-size".to_owned(), DISK.to_owned()]);
+            start.extend(["--swap-size".to_owned(), DISK_BYTES.to_string()]);
         }
         Ok(Self {
             program: larder_beside(arguments.larder.as_deref())?,

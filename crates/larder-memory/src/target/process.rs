@@ -48,9 +48,9 @@ impl Process {
     pub(super) fn check(&self) -> Result<(), TargetError> {
         let pid = self.pid;
         let ended = has_ended(pid, &self.pidfd)?;
-        match stat(pid) {
-            Ok(stat) if !ended && stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => Ok(()),
-            _ => Err(TargetError::Ended { pid }),
+        match !ended && is_alive(pid, self.started) {
+            true => Ok(()),
+            false => Err(TargetError::Ended { pid }),
         }
     }
 }
