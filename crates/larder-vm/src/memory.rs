@@ -58,7 +58,7 @@ pub struct MemoryConfig {
     pub pid: Pid,
     /// How much memory may be used for it in all.
     pub budget: ByteLen,
-    /// How much of that may be compressed pages; by default half, or a 16th with a swap cache.
+    /// How much of that may be compressed pages; by default half, or a 16th with a swap cache or a slow store.
     pub compressed: Option<ByteLen>,
     /// Where the budget may be moved to.
     pub range: BudgetRange,
@@ -78,6 +78,11 @@ pub struct MemoryConfig {
 }
 
 impl MemoryConfig {
+    /// Whether pages go further than to compressed RAM.
+    fn has_disk(&self) -> bool {
+        self.swap.is_some() || self.slow.is_some()
+    }
+
     /// The usual.
     pub fn new(pid: Pid, budget: ByteLen) -> Self {
         Self {
@@ -286,10 +291,10 @@ impl MemoryInquiry {
     }
 }
 
-/// What may be compressed pages, unless told otherwise. Beside a swap cache, which is fast, they are for what is wanted back
-/// soon: memory does more for the guest as it is.
-fn compressed_default(budget: u64, has_swap_cache: bool) -> u64 {
-    match has_swap_cache {
+/// What may be compressed pages, unless told otherwise. Before a disk they are for what is wanted back soon: memory does more
+/// for the guest as it is, even where the disk takes milliseconds.
+fn compressed_default(budget: u64, has_disk: bool) -> u64 {
+    match has_disk {
         true => budget / 16,
         false => budget / 2,
     }
@@ -305,7 +310,7 @@ fn check_budget(
     bytes: u64,
     budget: ByteLen,
     compressed: Option<ByteLen>,
-    has_swap_cache: bool,
+    has_disk: bool,
 ) -> Result<(u64, u64), BudgetError> {
     let overhead = overhead(bytes);
     let needed = range::least(bytes);
@@ -316,7 +321,7 @@ fn check_budget(
             bytes: ByteLen::new(bytes),
         });
     }
-    let compressed = compressed.map_or(compressed_default(budget.get(), has_swap_cache), ByteLen::get);
+    let compressed = compressed.map_or(compressed_default(budget.get(), has_disk), ByteLen::get);
     // Some pages have to be in memory for anything to go on.
     if compressed > budget.get() - overhead - BUDGET_MIN.get() / 4 {
         return Err(BudgetError::Compressed {
@@ -337,8 +342,7 @@ fn serve(
         let options = Options::default();
         let target = Target::examine(config.pid, &options)?;
         let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
-        let (limit_bytes, compressed_bytes) =
-            check_budget(bytes, config.budget, config.compressed, config.swap.is_some())?;
+        let (limit_bytes, compressed_bytes) = check_budget(bytes, config.budget, config.compressed, config.has_disk())?;
         config.range.check(bytes, limit_bytes).map_err(BudgetError::from)?;
         let (name, cautions) = (target.name.clone(), target.cautions.clone());
         let quarantine = config.quarantine.unwrap_or(match target.direct_io {
@@ -429,7 +433,7 @@ fn is_encrypted(attached: &Attached, config: &MemoryConfig) {
     if is_encrypted && let Err(error) = set_dumpable_behavior(DumpableBehavior::NotDumpable) {
         tracing::warn!("should this process die, its core dump may have the key of what is on the disks: {error}");
     }
-    let has_disks = config.swap.is_some() || config.slow.is_some();
+    let has_disks = config.has_disk();
     if has_disks && is_encrypted != config.encrypt {
         tracing::warn!(
             "what goes to the disks is {}, as the pager before had it; to change that, detach and attach again",
@@ -486,12 +490,12 @@ impl Managed {
         }
         let budget = limits.budget.unwrap_or(ByteLen::new(status.limit_bytes));
         // What was the usual share stays it.
-        let has_swap_cache = self.config.swap.is_some();
-        let is_usual = status.compressed_limit_bytes == compressed_default(status.limit_bytes, has_swap_cache);
+        let has_disk = self.config.has_disk();
+        let is_usual = status.compressed_limit_bytes == compressed_default(status.limit_bytes, has_disk);
         let compressed = limits
             .compressed
             .or((!is_usual).then(|| ByteLen::new(status.compressed_limit_bytes)));
-        let (limit, compressed) = check_budget(status.bytes, budget, compressed, has_swap_cache)?;
+        let (limit, compressed) = check_budget(status.bytes, budget, compressed, has_disk)?;
         let range = limits.range.unwrap_or(self.range.get());
         range.check(status.bytes, limit)?;
         self.range.set(range);

@@ -64,6 +64,11 @@ impl Cgroup {
         }
     }
 
+    /// How many of its processes the kernel has killed because there was no memory for them.
+    pub(super) fn killed(&self) -> anyhow::Result<u64> {
+        named(&self.path.join("memory.oom_control"), "oom_kill ")
+    }
+
     /// Faults of its processes that had to wait for a device, or for zswap.
     pub(super) fn major_faults(&self) -> anyhow::Result<u64> {
         named(&self.path.join("memory.stat"), "pgmajfault")

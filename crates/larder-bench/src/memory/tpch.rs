@@ -60,13 +60,11 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
     // Variants take turns at each level, so that what the machine does meanwhile is much the same for them.
     rows.sort_by_key(|row| row.level.map_or(0, |level| level.percent));
-    for _ in 0..arguments.rounds {
-        for row in &mut rows {
-            let run = experiment.measure(row)?;
-            row.runs.push(run);
-        }
-    }
+    let measured = experiment.measure_all(&mut rows);
+    // What there is, if something went wrong.
+    rows.retain(|row| !row.runs.is_empty());
     experiment.print(&rows, working_set)?;
+    measured?;
     if let Some(path) = &arguments.plot {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder)?;
@@ -105,8 +103,18 @@ struct Row {
 struct Run {
     /// Seconds of a pass before there was a limit.
     unlimited: f64,
-    cold: Pass,
-    warm: Vec<Pass>,
+    /// Passes under the limit, the cold one first. Fewer if the kernel has killed the program for want of memory.
+    passes: Vec<Pass>,
+}
+
+impl Run {
+    fn cold(&self) -> Option<&Pass> {
+        self.passes.first()
+    }
+
+    fn warm(&self) -> &[Pass] {
+        self.passes.get(1..).unwrap_or_default()
+    }
 }
 
 /// What the program does without a limit.
@@ -178,6 +186,16 @@ impl<'a> Experiment<'a> {
         working_set::measure(&mut workload, &pager, peak)
     }
 
+    fn measure_all(&mut self, rows: &mut [Row]) -> anyhow::Result<()> {
+        for _ in 0..self.arguments.rounds {
+            for row in &mut *rows {
+                let run = self.measure(row)?;
+                row.runs.push(run);
+            }
+        }
+        Ok(())
+    }
+
     fn measure(&mut self, row: &Row) -> anyhow::Result<Run> {
         let what = row.name();
         // The last one to go: it can be removed when nobody is in it.
@@ -214,13 +232,19 @@ impl<'a> Experiment<'a> {
         if let Some(level) = row.level {
             pager.limit(level.limit)?;
         }
-        let cold = self.pass(&mut workload, &*pager, &format!("{what}, cold"))?;
-        let warm = (1..self.arguments.passes).map(|_| self.pass(&mut workload, &*pager, &format!("{what}, warm")));
-        Ok(Run {
-            unlimited,
-            cold,
-            warm: warm.collect::<anyhow::Result<_>>()?,
-        })
+        let mut passes = Vec::new();
+        for number in 0..self.arguments.passes {
+            let what = format!("{what}, {}", if number == 0 { "cold" } else { "warm" });
+            match self.pass(&mut workload, &*pager, &what) {
+                Ok(pass) => passes.push(pass),
+                Err(_) if cgroup.killed()? > 0 => {
+                    eprintln!("{what}: the kernel has killed the program for want of memory");
+                    break;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Run { unlimited, passes })
     }
 
     fn print(&self, rows: &[Row], working_set: Option<u64>) -> anyhow::Result<()> {
@@ -242,13 +266,13 @@ impl<'a> Experiment<'a> {
             }
         );
         println!(
-            "| level, % | of the working set, % | limit, MiB | | unlimited, s | cold, s | warm, s | cold / unlimited | \
+            "| level, % | of the working set, % | limit, MiB | | unlimited, s | cold, s | warm, s: median (each) | cold / unlimited | \
              warm / unlimited | used, MiB: mean, most | faults, cold | faults, warm | from disk, MiB: cold, warm | to disk, \
              MiB: cold, warm | from zswap, MiB: cold, warm |"
         );
         println!("|{}", " --- |".repeat(15));
         for row in rows {
-            row.print(working_set);
+            row.print(working_set, self.arguments.passes);
         }
         Ok(())
     }
@@ -270,12 +294,13 @@ impl Row {
         }
     }
 
+    /// Of the cold passes; not a number if there was none to its end.
     fn cold(&self, figure: impl Fn(&Pass) -> f64) -> f64 {
-        median(&self.runs.iter().map(|run| figure(&run.cold)).collect::<Vec<_>>())
+        median(&self.runs.iter().filter_map(Run::cold).map(figure).collect::<Vec<_>>())
     }
 
     fn warm(&self, figure: impl Fn(&Pass) -> f64) -> f64 {
-        let of_run = |run: &Run| median(&run.warm.iter().map(&figure).collect::<Vec<_>>());
+        let of_run = |run: &Run| median(&run.warm().iter().map(&figure).collect::<Vec<_>>());
         median(&self.runs.iter().map(of_run).collect::<Vec<_>>())
     }
 
@@ -291,14 +316,14 @@ impl Row {
     }
 
     fn cold_slower(&self) -> f64 {
-        self.slower(|run| run.cold.seconds)
+        self.slower(|run| run.cold().map_or(f64::NAN, |pass| pass.seconds))
     }
 
     fn warm_slower(&self) -> f64 {
-        self.slower(|run| median(&run.warm.iter().map(|pass| pass.seconds).collect::<Vec<_>>()))
+        self.slower(|run| median(&run.warm().iter().map(|pass| pass.seconds).collect::<Vec<_>>()))
     }
 
-    fn print(&self, working_set: Option<u64>) {
+    fn print(&self, working_set: Option<u64>, passes: u32) {
         let level = match self.level {
             Some(Level { percent, limit }) => {
                 let of_set =
@@ -307,22 +332,33 @@ impl Row {
             }
             None => "| |".to_owned(),
         };
+        let or_killed = |figure: f64| match figure.is_nan() {
+            true => "killed".to_owned(),
+            false => format!("{figure:.2}"),
+        };
+        // What the median is of: whether it gets better or worse with each pass is seen there.
+        let each = self.runs.iter().map(|run| {
+            let ended = run.warm().iter().map(|pass| format!("{:.2}", pass.seconds));
+            let killed = (run.passes.len() < passes as usize).then(|| "killed".to_owned());
+            ended.chain(killed).collect::<Vec<_>>().join(", ")
+        });
         let both = |figure: fn(&Done) -> u64| {
             let mib = |pass: &Pass| figure(&pass.done) as f64 / MIB as f64;
             format!("{:.0}, {:.0}", self.cold(mib), self.warm(mib))
         };
         let faults = |pass: &Pass| pass.done.faults as f64;
-        let passes = || self.runs.iter().flat_map(|run| run.warm.iter().chain([&run.cold]));
+        let all = || self.runs.iter().flat_map(|run| &run.passes);
         println!(
-            "| {level} | {} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.0}, {} | {:.0} | {:.0} | {} | {} | {} |",
+            "| {level} | {} | {:.2} | {} | {} ({}) | {} | {} | {:.0}, {} | {:.0} | {:.0} | {} | {} | {} |",
             self.variant.name(),
             median(&self.runs.iter().map(|run| run.unlimited).collect::<Vec<_>>()),
-            self.cold(|pass| pass.seconds),
-            self.warm(|pass| pass.seconds),
-            self.cold_slower(),
-            self.warm_slower(),
+            or_killed(self.cold(|pass| pass.seconds)),
+            or_killed(self.warm(|pass| pass.seconds)),
+            each.collect::<Vec<_>>().join("; "),
+            or_killed(self.cold_slower()),
+            or_killed(self.warm_slower()),
             self.warm(|pass| pass.used_mean as f64 / MIB as f64),
-            passes().map(|pass| pass.used_most).max().unwrap_or(0) / MIB,
+            all().map(|pass| pass.used_most).max().unwrap_or(0) / MIB,
             self.cold(faults),
             self.warm(faults),
             both(|done| done.read),
@@ -361,6 +397,7 @@ fn panels(rows: &[Row]) -> [Panel; 3] {
         let of = |variant: Variant| {
             let rows = rows.iter().filter(move |row| row.variant == variant);
             let points = rows.filter_map(|row| Some((f64::from(row.level?.percent), figure(row))));
+            let points = points.filter(|(_, value)| value.is_finite());
             Line {
                 name: variant.name(),
                 colour: colour(variant),

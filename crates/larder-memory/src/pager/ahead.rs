@@ -1,4 +1,5 @@
-//! What to bring besides what is wanted: the pages behind it, if somebody goes through memory.
+//! What to bring besides what is wanted: the pages behind it, if somebody goes through memory, or else those around it that
+//! were evicted with it.
 //!
 //! Two faults near each other begin a stream, upwards or downwards (compressed columns of databases are read from behind
 //! as often as not). A fault that goes on where its pages were brought last has more of them brought with it, up to a
@@ -9,8 +10,13 @@
 //! moment ago, and nobody has said so yet: `given_up` takes it out again.
 //!
 //! Pages that nobody has ever written to come in streams, too: zeros are put in place behind the one that is wanted.
+//!
+//! Around a page that is wanted out of order its neighbours come from the disk, if they were evicted with it: they lie
+//! together there, and are read for little more. Whether they are of any use the kernel does not tell, so now and then one
+//! of them is kept beside instead: it is wanted soon, or it was read in vain. While too many of those are in vain no
+//! neighbours come but these.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::{Pager, Phase};
 use crate::entry::{Location, Stored, Tier, Word};
@@ -27,6 +33,20 @@ const FIRST: u32 = 8;
 const MOST: u32 = 32;
 /// A stream goes on if it leaves out fewer pages than this.
 const GAP: u32 = 16;
+/// Pages around one that is wanted out of order.
+const NEIGHBOURS: u32 = 16;
+/// So many bytes apart on a disk pages were evicted together.
+const TOGETHER: u64 = 64 << 10;
+/// Of the neighbours that one fault brings one is kept beside so often: one of so many times.
+const SAMPLE_EVERY: u32 = 4;
+/// The same while neighbours are of no use.
+const SAMPLE_USELESS_EVERY: u32 = 32;
+/// Neighbours are of use if more than one of so many that were kept beside is wanted.
+const USED_SHARE: u32 = 3;
+/// Until this many were kept beside they are.
+const SAMPLES_MIN: u32 = 32;
+/// After so many what was seen counts half.
+const SAMPLES_HALVED: u32 = 256;
 /// How many pages are kept beside at most.
 const KEPT_MAX: usize = 256;
 
@@ -71,6 +91,60 @@ pub(super) struct Streams {
     kept: VecDeque<PageIndex>,
     /// With what their entries said.
     contents: HashMap<PageIndex, (Word, Box<[u8; PAGE]>)>,
+    neighbours: Neighbours,
+}
+
+/// Whether what lies around a page is of use.
+#[derive(Default)]
+struct Neighbours {
+    /// Faults that have brought some, or could have.
+    faults: u32,
+    /// Those that are to be kept beside, or are.
+    samples: HashSet<PageIndex>,
+    /// How many of those were wanted, and how many were not.
+    used: u32,
+    in_vain: u32,
+}
+
+impl Neighbours {
+    fn are_of_use(&self) -> bool {
+        let seen = self.used + self.in_vain;
+        seen < SAMPLES_MIN || self.used * USED_SHARE > seen
+    }
+
+    /// Whether one is to be kept beside this time.
+    fn are_to_be_sampled(&mut self) -> bool {
+        self.faults = self.faults.wrapping_add(1);
+        let every = match self.are_of_use() {
+            true => SAMPLE_EVERY,
+            false => SAMPLE_USELESS_EVERY,
+        };
+        self.faults.is_multiple_of(every)
+    }
+
+    /// Keeps `page` beside, when it comes.
+    fn sample(&mut self, page: PageIndex) {
+        // Of some that never came nobody has told.
+        if self.samples.len() == KEPT_MAX {
+            self.samples.clear();
+        }
+        self.samples.insert(page);
+    }
+
+    /// What was kept beside is not any more.
+    fn learn(&mut self, page: PageIndex, is_used: bool) {
+        if !self.samples.remove(&page) {
+            return;
+        }
+        match is_used {
+            true => self.used += 1,
+            false => self.in_vain += 1,
+        }
+        if self.used + self.in_vain >= SAMPLES_HALVED {
+            self.used /= 2;
+            self.in_vain /= 2;
+        }
+    }
 }
 
 impl Streams {
@@ -118,9 +192,9 @@ impl Streams {
         (count > 0).then_some(PageRun { first, count })
     }
 
-    /// Whether a stream is to be told when `page` is wanted.
+    /// Whether it is to be told when `page` is wanted: to a stream, or because neighbours are.
     pub(super) fn is_marker(&self, page: PageIndex) -> bool {
-        self.all.iter().any(|stream| stream.middle == Some(page.get()))
+        self.all.iter().any(|stream| stream.middle == Some(page.get())) || self.neighbours.samples.contains(&page)
     }
 
     /// Keeps a page until it is wanted.
@@ -129,6 +203,7 @@ impl Streams {
             && let Some(oldest) = self.kept.pop_front()
         {
             self.contents.remove(&oldest);
+            self.neighbours.learn(oldest, false);
         }
         if self.contents.insert(page, (word, Box::new(*content))).is_none() {
             self.kept.push_back(page);
@@ -146,6 +221,7 @@ impl Streams {
         if let Some(index) = self.kept.iter().position(|other| *other == page) {
             self.kept.remove(index);
         }
+        self.neighbours.learn(page, of == word);
         (of == word).then_some(content)
     }
 
@@ -159,7 +235,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// `page` has been wanted, and was brought, or is being read: what is behind it is brought, too, if that is worth it.
     pub(super) fn follow(&mut self, page: PageIndex) {
         let Some(run) = self.streams.of(page) else {
-            return;
+            return self.bring_neighbours(page);
         };
         self.figures.streamed += 1;
         let Some(region) = self.regions.iter().find(|region| region.contains(run.first)) else {
@@ -198,6 +274,43 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.read_ahead(on_disk);
     }
 
+    /// `page` has been wanted, of no stream: if it is being read, those around it are, too, that were evicted with it.
+    fn bring_neighbours(&mut self, page: PageIndex) {
+        if self.phases.get(page) != Phase::Reading || !self.has_room_ahead() {
+            return;
+        }
+        let Some(region) = self.regions.iter().find(|region| region.contains(page)) else {
+            return;
+        };
+        let is_sampled = self.streams.neighbours.are_to_be_sampled();
+        let are_of_use = self.streams.neighbours.are_of_use();
+        if !is_sampled && !are_of_use {
+            return;
+        }
+        let wanted = self.state.word(page);
+        let first = page.get() / NEIGHBOURS * NEIGHBOURS;
+        let end = (first + NEIGHBOURS).min(region.first.get() + region.pages);
+        let mut pages: Vec<(PageIndex, Word, Tier, Stored)> = Vec::new();
+        for page in (first.max(region.first.get())..end).map(PageIndex::new) {
+            let word = self.state.word(page);
+            if self.phases.get(page) == Phase::Absent
+                && !self.streams.has(page, word)
+                && let Some((tier, stored)) = evicted_together(wanted, word)
+            {
+                pages.push((page, word, tier, stored));
+            }
+        }
+        if is_sampled && !pages.is_empty() {
+            let sample = pages.swap_remove(page.as_usize() % pages.len());
+            self.streams.neighbours.sample(sample.0);
+            if !are_of_use {
+                pages.clear();
+            }
+            pages.push(sample);
+        }
+        self.read_ahead(pages);
+    }
+
     /// `page`, of zeros that nobody has written to, has been wanted, and was put in place: so are those behind it, if that
     /// is worth it.
     pub(super) fn follow_zero(&mut self, page: PageIndex) {
@@ -233,6 +346,22 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     }
 }
 
+/// Where the copy is to which `other` leads, if it and that of `one` were made one soon after the other: they lie together
+/// on a disk.
+fn evicted_together(one: Word, other: Word) -> Option<(Tier, Stored)> {
+    let Some(Location::In {
+        tier: of, stored: near, ..
+    }) = one.decode()
+    else {
+        return None;
+    };
+    let Some(Location::In { tier, stored, .. }) = other.decode() else {
+        return None;
+    };
+    let apart = near.place.bytes().abs_diff(stored.place.bytes());
+    (tier == of && tier != Tier::Ram && apart <= TOGETHER).then_some((tier, stored))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -247,5 +376,25 @@ mod tests {
         streams.keep(page, Word(0x13), &content);
         assert_eq!(streams.take(page, Word(0x23)), None);
         assert_eq!(streams.bytes(), 0, "it will never be good again");
+    }
+
+    #[test]
+    fn neighbours_that_nobody_wants_stop_coming_and_are_tried_again() {
+        let mut neighbours = Neighbours::default();
+        let mut see = |is_used: bool, times: u32| {
+            for index in 0..times {
+                neighbours.sample(PageIndex::new(index));
+                neighbours.learn(PageIndex::new(index), is_used);
+            }
+            let sampled = (0..SAMPLE_USELESS_EVERY)
+                .filter(|_| neighbours.are_to_be_sampled())
+                .count();
+            (neighbours.are_of_use(), sampled)
+        };
+        assert_eq!(see(false, SAMPLES_MIN - 1), (true, 8));
+        assert_eq!(see(false, 1), (false, 1));
+        assert_eq!(see(true, SAMPLES_MIN), (true, 8));
+        assert_eq!(see(false, 100 * SAMPLES_HALVED), (false, 1));
+        assert_eq!(see(true, SAMPLES_HALVED), (true, 8), "it was long ago");
     }
 }

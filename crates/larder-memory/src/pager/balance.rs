@@ -10,7 +10,7 @@ use crate::userfaultfd::Cause;
 use crate::worker::{Job, Worker};
 
 /// Below the limit so much is kept free for pages that come: a 64th of it, within bounds.
-const RESERVE_SHARE: u64 = 64;
+const RESERVE_SHARE: u64 = 256;
 const RESERVE_BYTES_MIN: u64 = SEGMENT as u64;
 const RESERVE_BYTES_MAX: u64 = 32 << 20;
 

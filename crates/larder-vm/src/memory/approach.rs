@@ -255,7 +255,7 @@ fn start(config: &MemoryConfig, is_waiting: bool) -> Result<ManagedMemory, Memor
         };
         match &error {
             MemoryError::Swap(SwapError::Gone(_)) => return Err(error),
-            MemoryError::Swap(_) if config.swap.is_some() || config.slow.is_some() => {
+            MemoryError::Swap(_) if config.has_disk() => {
                 (config.swap, config.slow) = (None, None);
                 tracing::error!("{error}; meanwhile those disks are used that its pages are on");
             }

@@ -210,6 +210,12 @@ pub(super) async fn open(
             Header::Ours { .. } | Header::Nothing => begin(&name, &device, size, owner).await?,
         },
     };
+    if is_new && file.as_deref().is_some_and(is_in_memory) {
+        tracing::warn!(
+            "swap cache {}: it is on tmpfs, which is memory itself: what goes there saves nothing; give a path on a disk",
+            identity.name
+        );
+    }
     let store = DeviceStore::new(on, Rc::clone(&device), identity.segments);
     Ok(Some(Opened {
         swap: Swap {
@@ -402,6 +408,12 @@ fn look_for_room(name: &str, path: &Path, whole: u64) -> Result<(), SwapError> {
         }),
         false => Ok(()),
     }
+}
+
+/// Whether a file takes memory instead of room on a disk.
+fn is_in_memory(path: &Path) -> bool {
+    const TMPFS_MAGIC: u64 = 0x0102_1994;
+    rustix::fs::statfs(path).is_ok_and(|found| found.f_type as u64 == TMPFS_MAGIC)
 }
 
 fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {

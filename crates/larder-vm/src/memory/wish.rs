@@ -111,10 +111,15 @@ impl MemoryWish {
         {
             return Err(WishError::Same(slow.address.clone()));
         }
-        if self.encrypt && self.swap.is_none() && self.slow.is_none() {
+        if self.encrypt && !self.has_disk() {
             return Err(WishError::Encrypt);
         }
         Ok(())
+    }
+
+    /// Whether pages go further than to compressed RAM.
+    fn has_disk(&self) -> bool {
+        self.swap.is_some() || self.slow.is_some()
     }
 
     /// Whether the budget is enough for so many bytes of memory.
@@ -122,7 +127,7 @@ impl MemoryWish {
     /// # Errors
     /// It is not.
     pub fn check_for(&self, bytes: u64) -> Result<(), BudgetError> {
-        check_budget(bytes, self.budget, self.compressed, self.swap.is_some()).map(|_| ())
+        check_budget(bytes, self.budget, self.compressed, self.has_disk()).map(|_| ())
     }
 
     /// The same for the memory of this process.
@@ -141,7 +146,7 @@ impl MemoryWish {
 
     /// What of it can be changed while memory is managed, all of it said.
     pub fn limits(&self) -> MemoryLimits {
-        let usual = compressed_default(self.budget.get(), self.swap.is_some());
+        let usual = compressed_default(self.budget.get(), self.has_disk());
         MemoryLimits {
             budget: Some(self.budget),
             compressed: Some(self.compressed.unwrap_or(ByteLen::new(usual))),

@@ -50,7 +50,7 @@ pub(crate) struct MemoryAttachArguments {
     pub(crate) budget: Option<ByteLen>,
     #[command(flatten)]
     pub(crate) range: BudgetRangeArguments,
-    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache
+    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache or a slow store
     #[arg(long, value_name = "SIZE")]
     pub(crate) compressed: Option<ByteLen>,
     /// Where pages go that compressed RAM has no room for: a file (made if it is not there, and removed in the end), a

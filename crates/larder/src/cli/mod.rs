@@ -189,7 +189,7 @@ pub(crate) struct RunArguments {
     /// Keep the guest's memory within so much of the host's, as larder memory attach does
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory_budget: Option<ByteLen>,
-    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache
+    /// How much of the budget may be compressed pages; by default half, or a 16th with a swap cache or a slow store
     #[arg(long, value_name = "SIZE", requires = "memory_budget")]
     pub(crate) memory_compressed: Option<ByteLen>,
     /// Where pages go that compressed RAM has no room for: a file (made if it is not there, and removed in the end), a
