@@ -9,8 +9,9 @@ use crate::units::PAGE_BYTES;
 use crate::userfaultfd::Cause;
 use crate::worker::{Job, Worker};
 
-/// Below the limit so much is kept free for pages that come: a 64th of it, within bounds.
-const RESERVE_SHARE: u64 = 256;
+/// Below the limit so much is kept free for pages that come: this part of it, within bounds. More of it is memory that is not
+/// used; with less whoever takes much memory at once waits for pages to go.
+const RESERVE_SHARE: u64 = 128;
 const RESERVE_BYTES_MIN: u64 = SEGMENT as u64;
 const RESERVE_BYTES_MAX: u64 = 32 << 20;
 
