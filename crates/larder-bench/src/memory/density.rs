@@ -121,6 +121,19 @@ enum Keeper {
     Larder(Vec<(Attached, PathBuf)>),
 }
 
+impl Drop for Vms {
+    fn drop(&mut self) {
+        let Keeper::Larder(pagers) = &mut self.keeper else { return };
+        for (pager, control) in pagers.drain(..) {
+            // Killed before it could remove what it has on the disk.
+            drop(pager);
+            if let Some(folder) = control.parent() {
+                let _ = std::fs::remove_dir_all(folder);
+            }
+        }
+    }
+}
+
 impl Experiment<'_> {
     /// More and more VMs, until they wait too much; then what lies between, to a mix.
     fn search(&self, variant: Variant) -> anyhow::Result<Vec<Point>> {
