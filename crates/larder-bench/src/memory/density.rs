@@ -123,7 +123,9 @@ enum Keeper {
 
 impl Drop for Vms {
     fn drop(&mut self) {
-        let Keeper::Larder(pagers) = &mut self.keeper else { return };
+        let Keeper::Larder(pagers) = &mut self.keeper else {
+            return;
+        };
         for (pager, control) in pagers.drain(..) {
             // Killed before it could remove what it has on the disk.
             drop(pager);
