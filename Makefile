@@ -36,6 +36,7 @@ demo: setup build ## boot a Debian guest without and with Larder, side by side; 
 	@demo/memory.sh
 
 test: setup ## run every test
+	@testbed/others-enter.sh
 	$(CARGO_TEST)
 
 package-test: setup ## install, upgrade under load and remove the package in a Debian of its own

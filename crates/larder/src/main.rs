@@ -17,6 +17,7 @@ mod libvirt;
 mod log;
 mod memories;
 mod memory;
+mod migrate;
 mod output;
 mod pid_file;
 mod rates;
@@ -66,6 +67,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
         Command::Disk(DiskCommand::Cache(command)) => disk_cache::run(command),
         Command::Memory(command) => memory::run(command),
+        Command::Migrate(command) => migrate::run(command),
         Command::Libvirt(command) => libvirt::run(command),
         Command::Host(arguments) => host::run(arguments),
         Command::Status(arguments) => status::run(arguments),

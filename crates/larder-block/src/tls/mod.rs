@@ -152,11 +152,16 @@ impl ServerTls {
     }
 }
 
-fn provider() -> Arc<rustls::crypto::CryptoProvider> {
+/// The cryptography that all TLS of Larder's uses.
+pub fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+/// A chain of certificates, the owner's first.
+///
+/// # Errors
+/// The file is missing, damaged or holds none.
+pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let failed = |source| TlsError::Pem {
         what: "certificates",
         path: path.to_owned(),
@@ -172,7 +177,11 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     Ok(found)
 }
 
-fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+/// The key of a certificate.
+///
+/// # Errors
+/// The file is missing, damaged or holds none.
+pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     PrivateKeyDer::from_pem_file(path).map_err(|source| TlsError::Pem {
         what: "the private key",
         path: path.to_owned(),
@@ -180,8 +189,11 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
     })
 }
 
-/// Authorities that cannot be used are left out, as everywhere: lists of hosts hold some.
-fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
+/// Authorities to trust. Those that cannot be used are left out, as everywhere: lists of hosts hold some.
+///
+/// # Errors
+/// The file is missing, damaged or holds none that can be used.
+pub fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
     let mut roots = RootCertStore::empty();
     let (added, _) = roots.add_parsable_certificates(certificates(path)?);
     if added == 0 {

@@ -1,6 +1,7 @@
 //! The command line.
 
 pub(crate) mod memory;
+pub(crate) mod migrate;
 pub(crate) mod watch;
 
 use std::ffi::OsString;
@@ -27,6 +28,7 @@ use larder_vm::wish::DiskWish;
 use larder_vm::wish::keys::parse_disk;
 
 use self::memory::{MemoryCommand, Switch};
+use self::migrate::MigrateCommand;
 use self::watch::{AdviseArguments, HostArguments, StatusArguments, TopArguments};
 
 /// Keeps what a QEMU virtual machine needs next close at hand.
@@ -51,6 +53,9 @@ pub(crate) enum Command {
     /// Keep the memory of a running virtual machine within a budget
     #[command(subcommand)]
     Memory(MemoryCommand),
+    /// Carry the migration of a virtual machine to another host, compressed
+    #[command(subcommand)]
+    Migrate(MigrateCommand),
     /// Have Larder serve the disks of a domain of libvirt's
     #[command(subcommand)]
     Libvirt(LibvirtCommand),

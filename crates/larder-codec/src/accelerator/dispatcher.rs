@@ -1,0 +1,125 @@
+//! Requests to instances, in turn.
+
+use super::cpu::CpuInstance;
+use super::{Instance, Outcome, Request, Statistics};
+use crate::batch::Method;
+
+/// Failures one after another, after which an instance gets no more requests.
+const FAILURES_MAX: u32 = 3;
+
+/// Several instances as one, for one thread. What no instance makes, or one has failed on, is encoded by the processor.
+pub struct Dispatcher {
+    slots: Vec<Slot>,
+    /// The slot whose turn it is to be submitted to, for each method, since not every instance makes each.
+    submit_next: [usize; Method::COUNT],
+    /// And to be polled.
+    poll_next: usize,
+    cpu: CpuInstance,
+}
+
+struct Slot {
+    instance: Box<dyn Instance>,
+    /// Since it last did not fail.
+    failures: u32,
+}
+
+impl Slot {
+    const fn is_in_use(&self) -> bool {
+        self.failures < FAILURES_MAX
+    }
+}
+
+/// One instance of a dispatcher.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dispatched {
+    /// The accelerator's name; `cpu (for others)` is what the dispatcher has encoded itself.
+    pub name: &'static str,
+    /// It gets requests.
+    pub is_in_use: bool,
+    /// What it has done.
+    pub statistics: Statistics,
+}
+
+impl Dispatcher {
+    /// Over these.
+    #[must_use]
+    pub fn new(instances: Vec<Box<dyn Instance>>) -> Self {
+        let slots = instances.into_iter().map(|instance| Slot { instance, failures: 0 });
+        Self {
+            slots: slots.collect(),
+            submit_next: [0; Method::COUNT],
+            poll_next: 0,
+            cpu: CpuInstance::new("cpu (for others)", &Method::ALL),
+        }
+    }
+
+    /// Hands a request to the next instance in turn that makes its method and has room.
+    ///
+    /// # Errors
+    /// None of them has room: the request comes back unchanged, to be submitted again after [`Self::poll`] has given one.
+    pub fn submit(&mut self, mut request: Box<Request>) -> Result<(), Box<Request>> {
+        let mut is_made = false;
+        let next = &mut self.submit_next[request.method().index()];
+        for step in 0..self.slots.len() {
+            let at = (*next + step) % self.slots.len();
+            let slot = &mut self.slots[at];
+            if !slot.is_in_use() || !slot.instance.makes(request.method()) {
+                continue;
+            }
+            is_made = true;
+            match slot.instance.submit(request) {
+                Ok(()) => {
+                    *next = at + 1;
+                    return Ok(());
+                }
+                Err(refused) => request = refused,
+            }
+        }
+        if is_made {
+            Err(request)
+        } else {
+            self.cpu.submit(request)
+        }
+    }
+
+    /// A request that is done, if one is; from each instance in turn.
+    pub fn poll(&mut self) -> Option<Box<Request>> {
+        for step in 0..self.slots.len() {
+            let at = (self.poll_next + step) % self.slots.len();
+            let slot = &mut self.slots[at];
+            let Some(mut request) = slot.instance.poll() else {
+                continue;
+            };
+            self.poll_next = at + 1;
+            if request.outcome() == Outcome::Failed {
+                slot.failures = slot.failures.saturating_add(1);
+                self.cpu.encode_now(&mut request);
+            } else if slot.is_in_use() {
+                slot.failures = 0;
+            }
+            return Some(request);
+        }
+        self.cpu.poll()
+    }
+
+    /// Requests taken and not given back.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        let slots = self.slots.iter().map(|slot| slot.instance.in_flight());
+        slots.sum::<usize>() + self.cpu.in_flight()
+    }
+
+    /// What each instance has done, and at last what was done instead of them.
+    pub fn statistics(&self) -> impl Iterator<Item = Dispatched> {
+        let slots = self.slots.iter().map(|slot| Dispatched {
+            name: slot.instance.name(),
+            is_in_use: slot.is_in_use(),
+            statistics: slot.instance.statistics(),
+        });
+        slots.chain([Dispatched {
+            name: self.cpu.name(),
+            is_in_use: true,
+            statistics: self.cpu.statistics(),
+        }])
+    }
+}

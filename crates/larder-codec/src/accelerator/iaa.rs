@@ -1,0 +1,358 @@
+//! Intel's In-Memory Analytics Accelerator, by QPL, `libqpl.so.1`, loaded when it is first asked for.
+//!
+//! A job runs on the device while the thread goes on; where that is wanted, the library's software path does it when it is
+//! submitted. Both make raw deflate that looks back 4 KiB.
+//!
+//! Of `qpl_job` the first fields are written down here after QPL 1.6 (they have been the same since 1.0). A library with
+//! another layout must do no harm and is not used: a job lies in more room than the library asks for, and known pages must
+//! come out as zlib-rs reads them.
+
+use std::ffi::c_int;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use super::{Accelerator, Instance, OpenError, Outcome, Request, Software, Statistics};
+use crate::batch::{BATCH_BYTES, Method};
+
+const LIBRARY: &str = "libqpl.so.1";
+
+/// `qpl_job` as far as it is used.
+#[repr(C)]
+struct JobHead {
+    next_in: *const u8,
+    available_in: u32,
+    total_in: u32,
+    next_out: *mut u8,
+    available_out: u32,
+    total_out: u32,
+    op: c_int,
+    flags: u32,
+    crc: u32,
+    xor_checksum: u32,
+    last_bit_offset: u32,
+    level: c_int,
+}
+
+const PATH_HARDWARE: c_int = 1;
+const PATH_SOFTWARE: c_int = 2;
+const OP_COMPRESS: c_int = 1;
+/// The first and the last part of a stream, whose codes are its own, and which the library need not decode again.
+const FLAGS: u32 = 0x0001 | 0x0002 | 0x2000 | 0x4000;
+const LEVEL: c_int = 1;
+const DONE: c_int = 0;
+const BEING_PROCESSED: c_int = 1;
+const MORE_OUTPUT_NEEDED: c_int = 2;
+const QUEUES_ARE_BUSY: c_int = 5;
+/// That a job may take. It takes some 500 KiB for either path.
+const JOB_BYTES_MAX: u32 = 16 << 20;
+
+/// The library's functions; it is never unloaded.
+#[derive(Clone, Copy)]
+struct Functions {
+    job_size: unsafe extern "C" fn(c_int, *mut u32) -> c_int,
+    init: unsafe extern "C" fn(c_int, NonNull<JobHead>) -> c_int,
+    submit: unsafe extern "C" fn(NonNull<JobHead>) -> c_int,
+    check: unsafe extern "C" fn(NonNull<JobHead>) -> c_int,
+    wait: unsafe extern "C" fn(NonNull<JobHead>) -> c_int,
+    fini: unsafe extern "C" fn(NonNull<JobHead>) -> c_int,
+}
+
+fn loaded() -> Result<Functions, OpenError> {
+    static LOADED: OnceLock<Result<Functions, OpenError>> = OnceLock::new();
+    LOADED.get_or_init(load).clone()
+}
+
+fn load() -> Result<Functions, OpenError> {
+    let absent = |why: libloading::Error| OpenError::Library {
+        library: LIBRARY,
+        why: why.to_string(),
+    };
+    // SAFETY: QPL looks for devices when it is loaded. Another library of this name is the administrator's doing.
+    let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
+    // SAFETY: these are the signatures of `qpl/c_api/job.h`, with a job's first fields instead of the job.
+    let functions = unsafe {
+        Functions {
+            job_size: *library.get(c"qpl_get_job_size").map_err(absent)?,
+            init: *library.get(c"qpl_init_job").map_err(absent)?,
+            submit: *library.get(c"qpl_submit_job").map_err(absent)?,
+            check: *library.get(c"qpl_check_job").map_err(absent)?,
+            wait: *library.get(c"qpl_wait_job").map_err(absent)?,
+            fini: *library.get(c"qpl_fini_job").map_err(absent)?,
+        }
+    };
+    // The functions stay where they are.
+    std::mem::forget(library);
+    Ok(functions)
+}
+
+pub(super) struct Iaa {
+    functions: Functions,
+    path: c_int,
+}
+
+impl Iaa {
+    /// Looks for a device, or makes do without.
+    pub(super) fn find(software: Software) -> Result<Self, OpenError> {
+        let iaa = Self {
+            functions: loaded()?,
+            path: match software {
+                Software::No => PATH_HARDWARE,
+                Software::Yes => PATH_SOFTWARE,
+            },
+        };
+        let mut job = Job::new(iaa.functions, iaa.path)?;
+        super::request::trial(|pages, out| match job.start(pages, out) {
+            Started::Runs => job.wait(),
+            Started::Ended(outcome) => outcome,
+            Started::NoRoom => Outcome::Failed,
+        })
+        .map_err(|why| OpenError::Layout { library: LIBRARY, why })?;
+        Ok(iaa)
+    }
+}
+
+impl Accelerator for Iaa {
+    fn name(&self) -> &'static str {
+        "iaa"
+    }
+
+    fn methods(&self) -> &[Method] {
+        &[Method::Deflate]
+    }
+
+    /// One for each of the sender's threads; the library shares the devices' queues out.
+    fn instances(&self) -> usize {
+        std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+    }
+
+    fn open(&self) -> Result<Box<dyn Instance>, OpenError> {
+        let lane = || {
+            Ok(Lane {
+                job: Job::new(self.functions, self.path)?,
+                gathered: vec![0; BATCH_BYTES].into(),
+                request: None,
+                is_done: false,
+            })
+        };
+        Ok(Box::new(IaaInstance {
+            lanes: (0..LANES).map(|_| lane()).collect::<Result<_, OpenError>>()?,
+            oldest: 0,
+            in_flight: 0,
+            statistics: Statistics::default(),
+        }))
+    }
+}
+
+/// Requests on the device at a time.
+const LANES: usize = 8;
+
+struct IaaInstance {
+    /// Taken in turn, and given back in the same order.
+    lanes: Vec<Lane>,
+    oldest: usize,
+    in_flight: usize,
+    statistics: Statistics,
+}
+
+/// A job and the request that it is of.
+struct Lane {
+    /// Before what it reads and writes, so that it ends first when all is dropped.
+    job: Job,
+    gathered: Box<[u8]>,
+    request: Option<Box<Request>>,
+    /// It ended when it was started.
+    is_done: bool,
+}
+
+impl Instance for IaaInstance {
+    fn name(&self) -> &'static str {
+        "iaa"
+    }
+
+    fn makes(&self, method: Method) -> bool {
+        method == Method::Deflate
+    }
+
+    fn submit(&mut self, mut request: Box<Request>) -> Result<(), Box<Request>> {
+        if self.in_flight == LANES {
+            self.statistics.refused += 1;
+            return Err(request);
+        }
+        let lane = &mut self.lanes[(self.oldest + self.in_flight) % LANES];
+        request.start();
+        let (input, out) = request.for_device(&mut lane.gathered);
+        // What the job reads and writes stays where it is until it has ended: the lane keeps the request, which keeps the
+        // buffer, and its own room.
+        lane.is_done = match lane.job.start(input, out) {
+            Started::Runs => false,
+            Started::Ended(outcome) => {
+                request.finish(outcome);
+                true
+            }
+            Started::NoRoom => {
+                self.statistics.refused += 1;
+                return Err(request);
+            }
+        };
+        lane.request = Some(request);
+        self.in_flight += 1;
+        self.statistics.submitted += 1;
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Option<Box<Request>> {
+        let lane = &mut self.lanes[self.oldest];
+        if !lane.is_done {
+            let outcome = lane.job.check()?;
+            lane.request.as_mut()?.finish(outcome);
+        }
+        let request = lane.request.take()?;
+        self.oldest = (self.oldest + 1) % LANES;
+        self.in_flight -= 1;
+        self.statistics.complete(&request);
+        Some(request)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn statistics(&self) -> Statistics {
+        self.statistics
+    }
+}
+
+/// What became of starting a job.
+enum Started {
+    Runs,
+    Ended(Outcome),
+    /// The device's queues are full.
+    NoRoom,
+}
+
+/// A `qpl_job`.
+struct Job {
+    functions: Functions,
+    room: Box<[Line]>,
+    /// On the device.
+    is_running: bool,
+    /// Bytes that it was given.
+    wanted: u32,
+}
+
+// SAFETY: the job's memory is its own, and the library lets any thread use a job, one at a time.
+unsafe impl Send for Job {}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+impl Job {
+    fn new(functions: Functions, path: c_int) -> Result<Self, OpenError> {
+        let refused = |call, status: c_int| OpenError::Refused {
+            library: LIBRARY,
+            call,
+            status: status.into(),
+        };
+        let mut bytes = 0;
+        // SAFETY: it writes the size.
+        let status = unsafe { (functions.job_size)(path, &raw mut bytes) };
+        if status != 0 || !(size_of::<JobHead>() as u32..JOB_BYTES_MAX).contains(&bytes) {
+            return Err(refused("qpl_get_job_size", status));
+        }
+        let lines = (bytes as usize + 4096).div_ceil(size_of::<Line>());
+        let mut room: Box<[Line]> = vec![Line([0; 64]); lines].into();
+        // SAFETY: the room is as large as the library wants, and more.
+        let status = unsafe { (functions.init)(path, head_of(&mut room)) };
+        if status != 0 {
+            return Err(refused("qpl_init_job", status));
+        }
+        Ok(Self {
+            functions,
+            room,
+            is_running: false,
+            wanted: 0,
+        })
+    }
+
+    /// Starts it. If it runs, both slices must stay as they are until [`Self::check`] or [`Self::wait`] gives the outcome,
+    /// or this job is dropped.
+    fn start(&mut self, input: &[u8], out: &mut [u8]) -> Started {
+        assert!(!self.is_running, "a job is started once at a time");
+        let (Ok(wanted), Ok(available_out)) = (u32::try_from(input.len()), u32::try_from(out.len())) else {
+            return Started::Ended(Outcome::Failed);
+        };
+        self.wanted = wanted;
+        let mut job = head_of(&mut self.room);
+        // SAFETY: the job was made by the library in this room, and does not run. The buffers are as long as is said, and
+        // stay until it has ended, see above.
+        let status = unsafe {
+            let head = job.as_mut();
+            head.next_in = input.as_ptr();
+            head.available_in = wanted;
+            head.total_in = 0;
+            head.next_out = out.as_mut_ptr();
+            head.available_out = available_out;
+            head.total_out = 0;
+            head.op = OP_COMPRESS;
+            head.flags = FLAGS;
+            head.level = LEVEL;
+            (self.functions.submit)(job)
+        };
+        match status {
+            DONE => {
+                self.is_running = true;
+                Started::Runs
+            }
+            QUEUES_ARE_BUSY => Started::NoRoom,
+            _ => Started::Ended(self.outcome(status)),
+        }
+    }
+
+    fn check(&mut self) -> Option<Outcome> {
+        // SAFETY: the job was submitted.
+        let status = unsafe { (self.functions.check)(head_of(&mut self.room)) };
+        if status == BEING_PROCESSED {
+            return None;
+        }
+        self.is_running = false;
+        Some(self.outcome(status))
+    }
+
+    fn wait(&mut self) -> Outcome {
+        // SAFETY: as above.
+        let status = unsafe { (self.functions.wait)(head_of(&mut self.room)) };
+        self.is_running = false;
+        self.outcome(status)
+    }
+
+    fn outcome(&mut self, status: c_int) -> Outcome {
+        // SAFETY: the job does not run, and its first fields are of integers and pointers.
+        let head = unsafe { head_of(&mut self.room).as_ref() };
+        match status {
+            DONE if head.total_in == self.wanted => Outcome::Made(head.total_out as usize),
+            DONE | MORE_OUTPUT_NEEDED => Outcome::Misfit,
+            _ => Outcome::Failed,
+        }
+    }
+}
+
+/// Of the whole room.
+fn head_of(room: &mut [Line]) -> NonNull<JobHead> {
+    NonNull::new(room.as_mut_ptr().cast()).expect("a box is somewhere")
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        let job = head_of(&mut self.room);
+        // SAFETY: the job was made by the library. It must have ended before what it reads and writes goes.
+        unsafe {
+            if self.is_running {
+                (self.functions.wait)(job);
+            }
+            (self.functions.fini)(job);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Raw deflate streams: by igzip where its library is there, else by zlib-rs.
+//!
+//! Of batches of 64 pages igzip decodes, in MB/s of one core, text 969, JSON 2392, heaps 760, base64 850, mixed pages 911,
+//! where zlib-rs 0.6 decodes 569, 1521, 595, 523 and 786; only pages that are nearly all zeros take it longer, 3501
+//! against 9831.
+
+use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, Status};
+
+use crate::isal::{self, Deflate, Inflate};
+
+pub(super) enum Encoder {
+    Igzip(Deflate),
+    /// Its fastest level. A tenth to a third as fast as igzip.
+    Zlib(Compress),
+}
+
+impl Encoder {
+    pub(super) fn new() -> Self {
+        match isal::loaded() {
+            Ok(isal) => Self::Igzip(Deflate::new(isal)),
+            Err(_) => Self::Zlib(Compress::new(Compression::fast(), false)),
+        }
+    }
+
+    pub(super) const fn is_igzip(&self) -> bool {
+        matches!(self, Self::Igzip(_))
+    }
+
+    /// See [`super::Encoder::encode`].
+    pub(super) fn encode(&mut self, input: &[u8], out: &mut [u8]) -> Option<usize> {
+        match self {
+            Self::Igzip(igzip) => igzip.encode(input, out),
+            Self::Zlib(zlib) => {
+                zlib.reset();
+                let status = zlib.compress(input, out, FlushCompress::Finish).ok()?;
+                (status == Status::StreamEnd).then(|| zlib.total_out() as usize)
+            }
+        }
+    }
+}
+
+pub(super) enum Decoder {
+    Igzip(Inflate),
+    Zlib(Decompress),
+}
+
+impl Decoder {
+    pub(super) fn new() -> Self {
+        match isal::loaded() {
+            Ok(isal) => Self::Igzip(Inflate::new(isal)),
+            Err(_) => Self::Zlib(Decompress::new(false)),
+        }
+    }
+
+    /// Bytes of `out` that `data` made, or why it is no stream of at most that length.
+    pub(super) fn decode(&mut self, data: &[u8], out: &mut [u8]) -> Result<usize, &'static str> {
+        match self {
+            Self::Igzip(igzip) => igzip.decode(data, out),
+            Self::Zlib(zlib) => {
+                zlib.reset(false);
+                match zlib.decompress(data, out, FlushDecompress::Finish) {
+                    Ok(Status::StreamEnd) if zlib.total_in() == data.len() as u64 => Ok(zlib.total_out() as usize),
+                    Ok(Status::StreamEnd) => Err("the stream ends before the bytes do"),
+                    Ok(Status::Ok | Status::BufError) => {
+                        Err("the stream does not end where the bytes and the pages do")
+                    }
+                    Err(_) => Err("it is no stream"),
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PAGE;
+    use crate::measure::Kind;
+
+    const PAGES: usize = 16;
+
+    fn encoders() -> [Encoder; 2] {
+        let igzip = Encoder::new();
+        assert!(igzip.is_igzip(), "libisal.so.2 is not installed, or cannot be used");
+        [igzip, Encoder::Zlib(Compress::new(Compression::fast(), false))]
+    }
+
+    fn decoders() -> [Decoder; 2] {
+        [Decoder::new(), Decoder::Zlib(Decompress::new(false))]
+    }
+
+    #[test]
+    fn what_one_library_makes_the_other_reads() {
+        for kind in Kind::ALL {
+            let batch = kind.memory(PAGES * PAGE, 3);
+            for mut encoder in encoders() {
+                let mut out = vec![0; batch.len() + batch.len() / 8];
+                let len = encoder.encode(&batch, &mut out).expect("there is room");
+                for mut decoder in decoders() {
+                    let mut back = vec![0x5a; batch.len()];
+                    assert_eq!(decoder.decode(&out[..len], &mut back), Ok(batch.len()));
+                    assert!(back == batch, "{}", kind.name());
+                    assert!(decoder.decode(&out[..len - 1], &mut back).is_err());
+                    assert!(decoder.decode(&out[..len + 1], &mut back).is_err());
+                    assert!(decoder.decode(&out[..len], &mut back[..PAGE]).is_err());
+                }
+            }
+        }
+    }
+}

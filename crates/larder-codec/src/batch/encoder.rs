@@ -1,0 +1,89 @@
+//! Pages to bytes.
+
+use super::{BATCH_BYTES, Method, deflate, lz4, words, zstd};
+use crate::PAGE;
+
+/// The state of all methods that encode, for one thread at a time, kept from batch to batch: some 800 KiB, and what zstd
+/// takes for its tables once it is used.
+pub struct Encoder {
+    /// Where scattered pages are put together, and words sorted.
+    gathered: Box<[u8]>,
+    zstd_fast: zstd::Encoder,
+    zstd: zstd::Encoder,
+    deflate: deflate::Encoder,
+}
+
+impl Encoder {
+    /// With no batch seen.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            gathered: vec![0; BATCH_BYTES].into(),
+            zstd_fast: zstd::Encoder::new(zstd::LEVEL_FAST),
+            zstd: zstd::Encoder::new(zstd::LEVEL),
+            deflate: deflate::Encoder::new(),
+        }
+    }
+
+    /// Whether `method` is worth choosing here: deflate is not, without igzip.
+    #[must_use]
+    pub fn is_fast(&self, method: Method) -> bool {
+        method != Method::Deflate || self.deflate.is_igzip()
+    }
+
+    /// Encodes the pages of `runs`, one after another, into the front of `out` and returns the bytes they take there, at
+    /// least 1; `None` if they do not fit, and `out` is then of no meaning. Who wants no batch that saves less than an
+    /// eighth passes 7/8 of its length.
+    ///
+    /// A run is any number of whole pages that lie side by side: pages in one run are read where they are, those of several
+    /// are put together first (except for [`Method::WordsLz4`], which needs no copy of either).
+    ///
+    /// # Panics
+    /// No page, more than [`super::BATCH_PAGES`], or a run that is not of whole pages.
+    pub fn encode<R: AsRef<[u8]>>(&mut self, method: Method, runs: &[R], out: &mut [u8]) -> Option<usize> {
+        let bytes = bytes_of(runs);
+        if method == Method::WordsLz4 {
+            let sorted = &mut self.gathered[..bytes];
+            words::sort(runs, sorted);
+            return lz4::encode(sorted, out, lz4::ACCELERATION);
+        }
+        let input = match runs {
+            [run] => run.as_ref(),
+            _ => gather(runs, &mut self.gathered[..bytes]),
+        };
+        match method {
+            Method::Lz4 | Method::WordsLz4 => lz4::encode(input, out, lz4::ACCELERATION),
+            Method::Lz4Fast => lz4::encode(input, out, lz4::ACCELERATION_FAST),
+            Method::ZstdFast => self.zstd_fast.encode(input, out),
+            Method::Zstd => self.zstd.encode(input, out),
+            Method::Deflate => self.deflate.encode(input, out),
+        }
+    }
+}
+
+impl Default for Encoder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Bytes of all runs.
+///
+/// # Panics
+/// See [`Encoder::encode`].
+fn bytes_of<R: AsRef<[u8]>>(runs: &[R]) -> usize {
+    let bytes = runs.iter().map(|run| run.as_ref().len()).sum();
+    assert!((PAGE..=BATCH_BYTES).contains(&bytes), "a batch of {bytes} bytes");
+    let whole = runs.iter().all(|run| run.as_ref().len().is_multiple_of(PAGE));
+    assert!(whole, "a run that is not of whole pages");
+    bytes
+}
+
+fn gather<'a, R: AsRef<[u8]>>(runs: &[R], to: &'a mut [u8]) -> &'a [u8] {
+    let mut end = 0;
+    for run in runs.iter().map(AsRef::as_ref) {
+        to[end..end + run.len()].copy_from_slice(run);
+        end += run.len();
+    }
+    to
+}

@@ -1,0 +1,198 @@
+//! A filter before LZ4 for words that grow: counters, columns of numbers, tables of pointers.
+//!
+//! Of each 64-bit little-endian word of the batch its difference to the word before is taken (the first one's to 0, across
+//! pages as well, modulo 2^64). Of these differences, block by block of 4 pages (the last one may be shorter), first all
+//! lowest bytes are put, then all second ones, and so on:
+//!
+//! ```text
+//! word w of a block of n, its byte k -> the block's byte k * n + p(w)
+//!   with w = 32 g + 4 i + l, i < 8, l < 4:               p(w) = 32 g + 8 l + i
+//! ```
+//!
+//! Of a counter every difference is the same; of numbers that grow by less than 256 seven eighths of the batch are
+//! zeros. LZ4 alone halves such pages at best, since each word is a match and a literal of its own.
+//!
+//! Blocks are such that the eight places written to at a time lie 2 KiB apart and not in the same few lines of the cache:
+//! with one block of 64 pages sorting takes twice as long. Within 32 words the order is such that loads, stores and all
+//! that is between are of four words side by side, so that the compiler uses vectors; it is compiled once more for AVX2.
+//! With LZ4, 64 pages of a counter become 1/244 at 7.8 GB/s, and those of numbers that grow by less than 100 1/7.7 at 4.4.
+
+use crate::PAGE;
+
+/// Bytes that are sorted at a time.
+const BLOCK_BYTES: usize = 4 * PAGE;
+/// Words between two that lie in the same row and lane.
+const GROUP: usize = 32;
+const GROUP_BYTES: usize = GROUP * 8;
+const _: () = assert!(PAGE.is_multiple_of(GROUP_BYTES));
+
+/// Four words side by side.
+type Lanes = [u64; 4];
+
+/// Sorts the bytes of `runs`, whole pages, into `sorted`, which is as long as they are together.
+pub(super) fn sort<R: AsRef<[u8]>>(runs: &[R], sorted: &mut [u8]) {
+    let mut groups = runs.iter().flat_map(|run| run.as_ref().as_chunks::<GROUP_BYTES>().0);
+    let mut before = 0;
+    for block in sorted.chunks_mut(BLOCK_BYTES) {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the machine has AVX2.
+            unsafe { sort_block_avx2(&mut groups, &mut before, block) };
+            continue;
+        }
+        sort_block(&mut groups, &mut before, block);
+    }
+}
+
+/// The inverse of [`sort`]; `out` is as long as `sorted`, and of whole pages.
+pub(super) fn restore(sorted: &[u8], out: &mut [u8]) {
+    let mut before = 0;
+    for (block, out) in sorted.chunks(BLOCK_BYTES).zip(out.chunks_mut(BLOCK_BYTES)) {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the machine has AVX2.
+            unsafe { restore_block_avx2(block, &mut before, out) };
+            continue;
+        }
+        restore_block(block, &mut before, out);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn sort_block_avx2<'a>(groups: impl Iterator<Item = &'a [u8; GROUP_BYTES]>, before: &mut u64, block: &mut [u8]) {
+    sort_block(groups, before, block);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn restore_block_avx2(block: &[u8], before: &mut u64, out: &mut [u8]) {
+    restore_block(block, before, out);
+}
+
+/// Fills `block` from as many groups as it holds.
+#[inline(always)]
+fn sort_block<'a>(groups: impl Iterator<Item = &'a [u8; GROUP_BYTES]>, before: &mut u64, block: &mut [u8]) {
+    let words = block.len() / 8;
+    for (index, group) in groups.take(words / GROUP).enumerate() {
+        let mut rows = differences(group, before);
+        transpose(&mut rows);
+        for (significance, row) in rows.iter().enumerate() {
+            let at = significance * words + index * GROUP;
+            let place: &mut [u8; GROUP] = (&mut block[at..at + GROUP]).try_into().expect("as long");
+            *place = bytes_of(row);
+        }
+    }
+}
+
+#[inline(always)]
+fn restore_block(block: &[u8], before: &mut u64, out: &mut [u8]) {
+    let words = block.len() / 8;
+    for (index, group) in out.as_chunks_mut::<GROUP_BYTES>().0.iter_mut().enumerate() {
+        let mut rows: [Lanes; 8] = std::array::from_fn(|significance| {
+            let at = significance * words + index * GROUP;
+            lanes_of(block[at..at + GROUP].try_into().expect("as long"))
+        });
+        transpose(&mut rows);
+        for (place, difference) in group.as_chunks_mut::<8>().0.iter_mut().zip(rows.as_flattened()) {
+            *before = before.wrapping_add(*difference);
+            *place = before.to_le_bytes();
+        }
+    }
+}
+
+/// Of the group's words to the one before each; `before` is the one before the group, and becomes its last.
+#[inline(always)]
+fn differences(group: &[u8; GROUP_BYTES], before: &mut u64) -> [Lanes; 8] {
+    let mut words = [0; GROUP + 1];
+    words[0] = *before;
+    for (word, bytes) in words[1..].iter_mut().zip(group.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    *before = words[GROUP];
+    std::array::from_fn(|row| std::array::from_fn(|lane| words[4 * row + lane + 1].wrapping_sub(words[4 * row + lane])))
+}
+
+/// Swaps byte k of row i with byte i of row k, in each lane on its own: squares of 1, 2 and 4 bytes in turn.
+#[inline(always)]
+fn transpose(rows: &mut [Lanes; 8]) {
+    for (distance, mask) in [
+        (1, 0x00ff_00ff_00ff_00ff),
+        (2, 0x0000_ffff_0000_ffff),
+        (4, 0x0000_0000_ffff_ffff),
+    ] {
+        for upper in (0..8).filter(|row| row & distance == 0) {
+            let (above, below) = (rows[upper], rows[upper + distance]);
+            let swapped: Lanes = std::array::from_fn(|lane| (above[lane] >> (8 * distance) ^ below[lane]) & mask);
+            rows[upper] = std::array::from_fn(|lane| above[lane] ^ swapped[lane] << (8 * distance));
+            rows[upper + distance] = std::array::from_fn(|lane| below[lane] ^ swapped[lane]);
+        }
+    }
+}
+
+#[inline(always)]
+fn bytes_of(lanes: &Lanes) -> [u8; GROUP] {
+    let mut bytes = [0; GROUP];
+    for (place, lane) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(lanes) {
+        *place = lane.to_le_bytes();
+    }
+    bytes
+}
+
+#[inline(always)]
+fn lanes_of(bytes: &[u8; GROUP]) -> Lanes {
+    std::array::from_fn(|lane| u64::from_le_bytes(*bytes[8 * lane..].first_chunk().expect("as long")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As the description says it, byte by byte.
+    fn sorted_slowly(bytes: &[u8]) -> Vec<u8> {
+        let mut sorted = vec![0; bytes.len()];
+        let mut before = 0u64;
+        for (block, sorted) in bytes.chunks(4 * PAGE).zip(sorted.chunks_mut(4 * PAGE)) {
+            let n = block.len() / 8;
+            for (w, word) in block.as_chunks::<8>().0.iter().enumerate() {
+                let word = u64::from_le_bytes(*word);
+                let (g, i, l) = (w / 32, w % 32 / 4, w % 4);
+                for (k, byte) in word.wrapping_sub(before).to_le_bytes().into_iter().enumerate() {
+                    sorted[k * n + 32 * g + 8 * l + i] = byte;
+                }
+                before = word;
+            }
+        }
+        sorted
+    }
+
+    #[test]
+    fn bytes_lie_where_the_format_says_and_come_back() {
+        for pages in [1, 2, 4, 7, 64] {
+            let mut state = 0x1234_5678_9abc_def1u64;
+            let bytes: Vec<u8> = (0..pages * PAGE)
+                .map(|_| {
+                    state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+                    (state >> 56) as u8
+                })
+                .collect();
+            let mut sorted = vec![0; bytes.len()];
+            let runs: Vec<&[u8]> = bytes.chunks(2 * PAGE).collect();
+            sort(&runs, &mut sorted);
+            assert!(sorted == sorted_slowly(&bytes), "{pages} pages");
+            let mut back = vec![0; bytes.len()];
+            restore(&sorted, &mut back);
+            assert!(back == bytes, "{pages} pages");
+
+            // Without AVX2 as well, of pages that make one block.
+            if pages <= 4 {
+                let groups = runs.iter().flat_map(|run| run.as_chunks().0);
+                let (mut portably, mut back) = (vec![0; bytes.len()], vec![0; bytes.len()]);
+                sort_block(groups, &mut 0, &mut portably);
+                assert!(portably == sorted, "{pages} pages");
+                restore_block(&portably, &mut 0, &mut back);
+                assert!(back == bytes, "{pages} pages");
+            }
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Which words of a page have changed.
+
+use super::ApplyError;
+use crate::PAGE;
+
+/// 64-bit words of a page.
+pub(super) const WORDS: usize = PAGE / 8;
+/// Words that one element of the map stands for.
+const GROUP: usize = u64::BITS as usize;
+
+/// Bit b of element a: word 64a + b.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Changed([u64; WORDS / GROUP]);
+
+impl Changed {
+    pub(super) const ALL: Self = Self([u64::MAX; WORDS / GROUP]);
+
+    /// By AVX2 where the machine has it.
+    pub(super) fn between(new: &[u8; PAGE], old: &[u8; PAGE]) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the machine has AVX2.
+            return unsafe { between_avx2(new, old) };
+        }
+        between_portable(new, old)
+    }
+
+    /// Words that have.
+    pub(super) fn count(&self) -> u32 {
+        self.0.iter().map(|group| group.count_ones()).sum()
+    }
+
+    /// Those words, in their order.
+    pub(super) fn words(&self) -> impl Iterator<Item = usize> {
+        self.groups().flatten()
+    }
+
+    /// As [`Self::words`], in groups of 64 words of the page.
+    pub(super) fn groups(&self) -> impl Iterator<Item = impl Iterator<Item = usize>> {
+        self.0.iter().enumerate().map(|(index, &bits)| Ones {
+            bits,
+            base: index * GROUP,
+        })
+    }
+
+    /// Bytes that [`Self::write_map`] writes: from 9 to 72.
+    pub(super) fn map_bytes(&self) -> usize {
+        size_of::<u64>()
+            + self
+                .0
+                .iter()
+                .map(|group| filled(*group).count_ones() as usize)
+                .sum::<usize>()
+    }
+
+    /// Writes the map into `to`, which is as long as it.
+    pub(super) fn write_map(&self, to: &mut [u8]) {
+        let (tops, bytes) = to.split_at_mut(size_of::<u64>());
+        let mut places = bytes.iter_mut();
+        for (top, group) in tops.iter_mut().zip(self.0) {
+            *top = filled(group);
+            let there = group.to_le_bytes().into_iter().filter(|&byte| byte != 0);
+            // The places come last: `zip` takes of the first one before it knows that the other has no more.
+            for (byte, place) in there.zip(&mut places) {
+                *place = byte;
+            }
+        }
+    }
+
+    /// The map that `data`, all that follows a delta's first byte, begins with, and its bytes.
+    pub(super) fn read_map(data: &[u8]) -> Result<(Self, usize), ApplyError> {
+        // With the delta's first byte.
+        let short = |needed| ApplyError::Short {
+            needed: 1 + needed,
+            len: 1 + data.len(),
+        };
+        let (tops, rest) = data
+            .split_first_chunk::<{ size_of::<u64>() }>()
+            .ok_or(short(size_of::<u64>()))?;
+        let there: usize = tops.iter().map(|top| top.count_ones() as usize).sum();
+        let map_bytes = tops.len() + there;
+        let mut bytes = rest.get(..there).ok_or(short(map_bytes))?.iter();
+        let mut changed = Self([0; WORDS / GROUP]);
+        for (index, (group, top)) in changed.0.iter_mut().zip(tops).enumerate() {
+            let mut parts = [0; GROUP / 8];
+            for at in (0..8).filter(|at| top >> at & 1 == 1) {
+                parts[at] = *bytes.next().expect("as many bytes as bits");
+                if parts[at] == 0 {
+                    return Err(ApplyError::Map(index * 8 + at));
+                }
+            }
+            *group = u64::from_le_bytes(parts);
+        }
+        Ok((changed, map_bytes))
+    }
+}
+
+/// Bit b: byte b of `group` is not 0.
+fn filled(group: u64) -> u8 {
+    let bytes = group.to_le_bytes();
+    (0..8).map(|at| u8::from(bytes[at] != 0) << at).sum()
+}
+
+/// The bits that are set, from the lowest on.
+struct Ones {
+    bits: u64,
+    base: usize,
+}
+
+impl Iterator for Ones {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let bit = self.bits.trailing_zeros() as usize;
+        (self.bits != 0).then(|| {
+            self.bits &= self.bits - 1;
+            self.base + bit
+        })
+    }
+}
+
+fn between_portable(new: &[u8; PAGE], old: &[u8; PAGE]) -> Changed {
+    let (new, old) = (new.as_chunks::<{ 8 * GROUP }>().0, old.as_chunks::<{ 8 * GROUP }>().0);
+    Changed(std::array::from_fn(|group| {
+        let (new, old) = (&new[group], &old[group]);
+        // Nothing is worked out for words that are all as they were.
+        if new == old {
+            return 0;
+        }
+        let words = new.as_chunks::<8>().0.iter().zip(old.as_chunks::<8>().0);
+        words
+            .enumerate()
+            .map(|(bit, (new, old))| u64::from(new != old) << bit)
+            .sum()
+    }))
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn between_avx2(new: &[u8; PAGE], old: &[u8; PAGE]) -> Changed {
+    use std::arch::x86_64::{__m256i, _mm256_castsi256_pd, _mm256_cmpeq_epi64, _mm256_loadu_si256, _mm256_movemask_pd};
+
+    const VECTOR: usize = size_of::<__m256i>();
+    let (new, old) = (new.as_chunks::<VECTOR>().0, old.as_chunks::<VECTOR>().0);
+    let load = |from: &[u8; VECTOR]| {
+        // SAFETY: `from` is as long as a vector, and this load needs no alignment.
+        unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+    };
+    Changed(std::array::from_fn(|group| {
+        (0..GROUP / 4)
+            .map(|quarter| {
+                let at = group * (GROUP / 4) + quarter;
+                let equal = _mm256_cmpeq_epi64(load(&new[at]), load(&old[at]));
+                let changed = !_mm256_movemask_pd(_mm256_castsi256_pd(equal)) as u64 & 0xf;
+                changed << (4 * quarter)
+            })
+            .fold(0, |bits, four| bits | four)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        #[cfg(target_arch = "x86_64")]
+        fn both_ways_to_compare_find_the_same_words(
+            base in any::<u8>(),
+            bits in prop::collection::vec(0..PAGE * 8, 0..700),
+        ) {
+            assert!(is_x86_feature_detected!("avx2"), "the machine has no AVX2");
+            let old = [base; PAGE];
+            let mut new = old;
+            for bit in bits {
+                new[bit / 8] ^= 1 << (bit % 8);
+            }
+            let changed = between_portable(&new, &old);
+            // SAFETY: see above.
+            prop_assert_eq!(unsafe { between_avx2(&new, &old) }, changed);
+            let words: Vec<usize> = changed.words().collect();
+            let expected: Vec<usize> = (0..WORDS).filter(|w| new[8 * w..][..8] != old[8 * w..][..8]).collect();
+            prop_assert_eq!(words.len(), changed.count() as usize);
+            prop_assert_eq!(words, expected);
+        }
+    }
+}

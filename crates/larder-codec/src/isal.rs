@@ -1,0 +1,257 @@
+//! Intel's ISA-L, `libisal.so.2`, loaded when it is first asked for; deflate at a level of its own, by vector instructions.
+//!
+//! Its streams are C structures of 82 and 88 KiB, most of which is the library's own; their first fields are public and
+//! written down here after ISA-L 2.30 (2.31 has the same). A library with another layout must do no harm and is not used: both structures lie
+//! in the middle of far more room than they need, and a library that does not take and give known pages exactly, through
+//! these fields and by zlib-rs too, or that touches the end of the room, is refused once and for all.
+//!
+//! `isal_deflate_stateless` and `isal_inflate_stateless` keep to the lengths of both buffers whatever the bytes are; the
+//! tests run damaged streams between pages that cannot be touched.
+
+use std::ffi::c_int;
+use std::ptr::{self, NonNull};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+pub(crate) const LIBRARY: &str = "libisal.so.2";
+
+/// Why igzip is not used.
+#[derive(Clone, Debug)]
+pub(crate) enum LoadError {
+    /// In the words of the loader.
+    Absent(String),
+    /// What the library did otherwise.
+    Layout(&'static str),
+}
+
+type OnStream = unsafe extern "C" fn(NonNull<StreamHead>) -> c_int;
+type InitStream = unsafe extern "C" fn(NonNull<StreamHead>);
+type OnState = unsafe extern "C" fn(NonNull<StateHead>) -> c_int;
+type InitState = unsafe extern "C" fn(NonNull<StateHead>);
+
+/// The library's functions; it is never unloaded.
+#[derive(Clone, Copy)]
+pub(crate) struct Isal {
+    deflate_init: InitStream,
+    deflate: OnStream,
+    inflate_init: InitState,
+    inflate: OnState,
+}
+
+/// The library, if there is one that can be used.
+pub(crate) fn loaded() -> Result<Isal, &'static LoadError> {
+    static LOADED: OnceLock<Result<Isal, LoadError>> = OnceLock::new();
+    LOADED.get_or_init(load).as_ref().copied()
+}
+
+fn load() -> Result<Isal, LoadError> {
+    let absent = |why: libloading::Error| LoadError::Absent(why.to_string());
+    // SAFETY: what ISA-L runs when it is loaded is the choice of functions by the processor's features. Another library
+    // of this name is the administrator's doing, as for every library that the program is linked to.
+    let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;
+    // SAFETY: these are the signatures of `igzip_lib.h`, a pointer to a structure instead of the structure's name; that
+    // each has the layout expected is found out below.
+    let isal = unsafe {
+        Isal {
+            deflate_init: *library.get(c"isal_deflate_stateless_init").map_err(absent)?,
+            deflate: *library.get(c"isal_deflate_stateless").map_err(absent)?,
+            inflate_init: *library.get(c"isal_inflate_init").map_err(absent)?,
+            inflate: *library.get(c"isal_inflate_stateless").map_err(absent)?,
+        }
+    };
+    // The functions stay where they are.
+    std::mem::forget(library);
+    trial(isal).map_err(LoadError::Layout)?;
+    Ok(isal)
+}
+
+/// `struct isal_zstream` up to the library's own state.
+#[repr(C)]
+struct StreamHead {
+    next_in: *const u8,
+    avail_in: u32,
+    total_in: u32,
+    next_out: *mut u8,
+    avail_out: u32,
+    total_out: u32,
+    hufftables: *const u8,
+    level: u32,
+    level_buf_size: u32,
+    level_buf: *mut u8,
+    end_of_stream: u16,
+    flush: u16,
+    gzip_flag: u16,
+    hist_bits: u16,
+}
+
+/// `struct inflate_state` up to the library's tables.
+#[repr(C)]
+struct StateHead {
+    next_out: *mut u8,
+    avail_out: u32,
+    total_out: u32,
+    next_in: *const u8,
+    read_in: u64,
+    avail_in: u32,
+    read_in_length: i32,
+}
+
+/// Zeroed memory on a cache line's bound. 256 KiB hold either structure three times.
+struct Room(Box<[Line]>);
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+impl Room {
+    fn new(bytes: usize) -> Self {
+        Self(vec![Line([0; 64]); bytes.div_ceil(64)].into())
+    }
+
+    /// Of the whole room; a `T` of zeros is a `T`, and smaller than it.
+    fn start<T>(&mut self) -> NonNull<T> {
+        NonNull::new(self.0.as_mut_ptr().cast()).expect("a box is somewhere")
+    }
+}
+
+const STRUCTURE_ROOM: usize = 256 << 10;
+/// `ISAL_DEF_LVL1_DEFAULT`: a hash table, and tokens of 64 Ki matches and literals, which make a block.
+const LEVEL_ROOM: usize = 282_624;
+
+/// Compresses by igzip's level 1, which takes little longer than level 0 and leaves a tenth to a half less.
+pub(crate) struct Deflate {
+    isal: Isal,
+    stream: Room,
+    level: Room,
+}
+
+// SAFETY: it owns both rooms, and the library keeps nothing for a thread.
+unsafe impl Send for Deflate {}
+
+impl Deflate {
+    pub(crate) fn new(isal: Isal) -> Self {
+        Self {
+            isal,
+            stream: Room::new(STRUCTURE_ROOM),
+            level: Room::new(LEVEL_ROOM),
+        }
+    }
+
+    /// One raw stream in the front of `out`, and its bytes; `None` if it does not fit.
+    pub(crate) fn encode(&mut self, input: &[u8], out: &mut [u8]) -> Option<usize> {
+        let (avail_in, avail_out) = (u32::try_from(input.len()).ok()?, len_of(out));
+        let stream = self.stream.start::<StreamHead>();
+        // SAFETY: the room is larger than the structure, zeroed or as the library left it, and no one else's. The buffers
+        // are as long as is said, and not used after the call. Levels from 1 on need the level's room, as long as is said.
+        let (returned, head) = unsafe {
+            (self.isal.deflate_init)(stream);
+            let head = &mut *stream.as_ptr();
+            head.next_in = input.as_ptr();
+            head.avail_in = avail_in;
+            head.next_out = out.as_mut_ptr();
+            head.avail_out = avail_out;
+            head.level = 1;
+            head.level_buf = self.level.start().as_ptr();
+            head.level_buf_size = LEVEL_ROOM as u32;
+            head.end_of_stream = 1;
+            ((self.isal.deflate)(stream), ptr::read(stream.as_ptr()))
+        };
+        let len = head.total_out as usize;
+        (returned == 0 && head.avail_in == 0 && len <= out.len()).then_some(len)
+    }
+}
+
+/// Decompresses raw streams.
+pub(crate) struct Inflate {
+    isal: Isal,
+    state: Room,
+}
+
+// SAFETY: as for `Deflate`.
+unsafe impl Send for Inflate {}
+
+impl Inflate {
+    pub(crate) fn new(isal: Isal) -> Self {
+        Self {
+            isal,
+            state: Room::new(STRUCTURE_ROOM),
+        }
+    }
+
+    /// Bytes of `out` that `data` made, or why it is no stream of at most that length.
+    pub(crate) fn decode(&mut self, data: &[u8], out: &mut [u8]) -> Result<usize, &'static str> {
+        let avail_in = u32::try_from(data.len()).map_err(|_| "it is longer than any batch")?;
+        let state = self.state.start::<StateHead>();
+        // SAFETY: as in `Deflate::encode`.
+        let (returned, head) = unsafe {
+            (self.isal.inflate_init)(state);
+            let head = &mut *state.as_ptr();
+            head.next_in = data.as_ptr();
+            head.avail_in = avail_in;
+            head.next_out = out.as_mut_ptr();
+            head.avail_out = len_of(out);
+            ((self.isal.inflate)(state), ptr::read(state.as_ptr()))
+        };
+        match returned {
+            0 if head.avail_in == 0 => Ok(head.total_out as usize),
+            0 => Err("the stream ends before the bytes do"),
+            1 => Err("the stream does not end where the bytes do"),
+            2 => Err("the stream makes more than the batch"),
+            -1 => Err("it has a block of no known kind"),
+            -2 => Err("it has a symbol of no meaning"),
+            -3 => Err("it refers to what is before the batch"),
+            _ => Err("it is no stream"),
+        }
+    }
+}
+
+fn len_of(out: &[u8]) -> u32 {
+    u32::try_from(out.len()).unwrap_or(u32::MAX)
+}
+
+/// Known pages there and back, and what of the layout that does not bear out.
+fn trial(isal: Isal) -> Result<(), &'static str> {
+    const UNTOUCHED: Line = Line([0xa5; 64]);
+    let pages: Vec<u8> = (0..12 * 1024_u32)
+        .map(|at| match at / 4096 {
+            0 => (at * at / 7) as u8,
+            1 => b"the same letters again and again, "[at as usize % 34],
+            _ => (at % 8 == 0) as u8,
+        })
+        .collect();
+    let (mut deflate, mut inflate) = (Deflate::new(isal), Inflate::new(isal));
+    let beyond = STRUCTURE_ROOM / 64 / 2;
+    deflate.stream.0[beyond..].fill(UNTOUCHED);
+    inflate.state.0[beyond..].fill(UNTOUCHED);
+
+    // Twice, since the second time finds what the first has left.
+    for _ in 0..2 {
+        let mut encoded = vec![0; pages.len()];
+        let len = deflate
+            .encode(&pages, &mut encoded)
+            .filter(|len| (1000..pages.len()).contains(len))
+            .ok_or("known pages are not encoded")?;
+        let mut back = vec![0; pages.len()];
+        let mut zlib = flate2::Decompress::new(false);
+        let ended = zlib.decompress(&encoded[..len], &mut back, flate2::FlushDecompress::Finish);
+        if ended.ok() != Some(flate2::Status::StreamEnd) || zlib.total_in() != len as u64 || back != pages {
+            return Err("known pages are encoded wrongly");
+        }
+        back.fill(0);
+        if inflate.decode(&encoded[..len], &mut back) != Ok(pages.len()) || back != pages {
+            return Err("known pages are decoded wrongly");
+        }
+        if deflate.encode(&pages, &mut encoded[..len / 2]).is_some()
+            || inflate.decode(&encoded[..len / 2], &mut back).is_ok()
+        {
+            return Err("what does not fit is not refused");
+        }
+    }
+    let is_untouched = |room: &Room| room.0[beyond..].iter().all(|line| line.0 == UNTOUCHED.0);
+    if is_untouched(&deflate.stream) && is_untouched(&inflate.state) {
+        Ok(())
+    } else {
+        Err("a structure takes more than 128 KiB")
+    }
+}

@@ -1,0 +1,93 @@
+//! Memory through one instance of an accelerator.
+
+use std::hint::{black_box, spin_loop};
+use std::sync::Arc;
+
+use super::Pipe;
+use crate::PAGE;
+use crate::accelerator::{Accelerator, Buffer, Instance, OpenError, Outcome, Pool, Request};
+use crate::batch::Method;
+
+/// Requests at a time: more than any instance takes.
+const REQUESTS: usize = 16;
+
+pub(super) struct Line {
+    method: Method,
+    instance: Box<dyn Instance>,
+    pool: Pool,
+    memory: Arc<Buffer>,
+}
+
+impl Line {
+    pub(super) fn new(accelerator: &dyn Accelerator, method: Method, memory: &[u8]) -> Result<Self, OpenError> {
+        let instance = accelerator.open()?;
+        assert!(instance.makes(method), "{} does not make {method}", instance.name());
+        let mut buffer = Buffer::new(memory.len().div_ceil(PAGE));
+        buffer[..memory.len()].copy_from_slice(memory);
+        Ok(Self {
+            method,
+            instance,
+            pool: Pool::new(REQUESTS),
+            memory: Arc::new(buffer),
+        })
+    }
+
+    /// As [`Pipe::encode`].
+    pub(super) fn encode(&mut self, pipe: &mut Pipe) {
+        for (index, from) in (0..self.memory.len()).step_by(pipe.piece_bytes).enumerate() {
+            let to = self.memory.len().min(from + pipe.piece_bytes);
+            let mut request = self.free_request(pipe);
+            let memory = Arc::clone(&self.memory);
+            request.fill(
+                index as u64,
+                self.method,
+                memory,
+                std::iter::once(from..to),
+                to - from - 1,
+            );
+            let mut refused = self.instance.submit(request).err();
+            while let Some(request) = refused {
+                self.take_one(pipe);
+                refused = self.instance.submit(request).err();
+            }
+        }
+        while self.pool.in_use() > 0 {
+            self.take_one(pipe);
+        }
+        black_box(&mut pipe.encoded);
+    }
+
+    fn free_request(&mut self, pipe: &mut Pipe) -> Box<Request> {
+        loop {
+            match self.pool.take() {
+                Some(request) => return request,
+                None => self.take_one(pipe),
+            }
+        }
+    }
+
+    fn take_one(&mut self, pipe: &mut Pipe) {
+        let Some(request) = self.instance.poll() else {
+            spin_loop();
+            return;
+        };
+        let index = request.tag() as usize;
+        let place = &mut pipe.encoded[index * pipe.piece_bytes..][..request.input_bytes()];
+        pipe.lens[index] = match request.outcome() {
+            Outcome::Made(len) => {
+                place[..len].copy_from_slice(request.output());
+                len
+            }
+            Outcome::Misfit => {
+                let mut end = 0;
+                for run in request.input() {
+                    place[end..end + run.len()].copy_from_slice(run);
+                    end += run.len();
+                }
+                end
+            }
+            other => panic!("{}: {other:?}", self.instance.name()),
+        };
+        self.pool.give(request);
+    }
+}

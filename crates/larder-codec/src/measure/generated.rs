@@ -1,0 +1,252 @@
+//! Memory to measure with that is the same on every machine.
+
+use crate::PAGE;
+
+/// What memory may be full of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Seven pages of eight are of zeros, the others have a few words.
+    Zeros,
+    /// Words of a language, frequent and rare ones.
+    Text,
+    /// Records as a web service keeps them.
+    Json,
+    /// As `malloc` leaves it: small objects of pointers, small numbers, zeros and now and then a double.
+    Heap,
+    /// One word in 64 is not zero.
+    Sparse,
+    /// A column of a database: 64-bit integers that grow by less than 100.
+    Sequence,
+    /// 64-bit integers that grow by the same.
+    Counter,
+    /// Machine instructions as far as chance makes them.
+    Code,
+    /// Random bits as letters: only the coding of letters helps.
+    Base64,
+    /// What is compressed or enciphered already.
+    Random,
+    /// Runs of 1 to 64 pages of all the others.
+    Mixed,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 11] = [
+        Self::Zeros,
+        Self::Text,
+        Self::Json,
+        Self::Heap,
+        Self::Sparse,
+        Self::Sequence,
+        Self::Counter,
+        Self::Code,
+        Self::Base64,
+        Self::Random,
+        Self::Mixed,
+    ];
+
+    /// As it is called on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Zeros => "zeros",
+            Self::Text => "text",
+            Self::Json => "json",
+            Self::Heap => "heap",
+            Self::Sparse => "sparse",
+            Self::Sequence => "sequence",
+            Self::Counter => "counter",
+            Self::Code => "code",
+            Self::Base64 => "base64",
+            Self::Random => "random",
+            Self::Mixed => "mixed",
+        }
+    }
+
+    /// The kind of a name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
+    /// `bytes` bytes of it; those of another `seed` differ.
+    #[must_use]
+    pub fn memory(self, bytes: usize, seed: u64) -> Vec<u8> {
+        let mut out = Vec::with_capacity(bytes + PAGE);
+        let mut source = Source::new(self, seed);
+        while out.len() < bytes {
+            source.more(&mut out);
+        }
+        out.truncate(bytes);
+        out
+    }
+}
+
+struct Source {
+    kind: Kind,
+    random: Random,
+    value: u64,
+    vocabulary: Vec<String>,
+    instructions: Vec<Vec<u8>>,
+}
+
+impl Source {
+    fn new(kind: Kind, seed: u64) -> Self {
+        // What all text and all programs have in common is of one seed.
+        let mut common = Random::new(1);
+        let mut random = Random::new(seed.wrapping_add(2));
+        Self {
+            kind,
+            value: (1 << 33) + random.below(1 << 20),
+            random,
+            vocabulary: (0..4000).map(|_| common.word()).collect(),
+            instructions: (0..600).map(|_| common.instruction()).collect(),
+        }
+    }
+
+    fn more(&mut self, out: &mut Vec<u8>) {
+        let random = &mut self.random;
+        let mut push = |word: u64| out.extend_from_slice(&word.to_le_bytes());
+        match self.kind {
+            Kind::Zeros => {
+                let from = out.len();
+                out.resize(from + PAGE, 0);
+                if random.below(8) == 0 {
+                    for _ in 0..random.below(64) {
+                        out[from + random.below(PAGE as u64) as usize] = random.next() as u8;
+                    }
+                }
+            }
+            Kind::Text => {
+                let rank = random.rank(self.vocabulary.len());
+                out.extend_from_slice(self.vocabulary[rank].as_bytes());
+                out.extend_from_slice(match random.below(12) {
+                    0 => b", ",
+                    1 => b".\n",
+                    _ => b" ",
+                });
+            }
+            Kind::Json => {
+                self.value += 1 + random.below(5);
+                let record = record(self.value, random);
+                out.extend_from_slice(record.as_bytes());
+            }
+            Kind::Heap => {
+                let words = 4 + random.below(9);
+                push((words * 8) | 1);
+                push(0x0000_5581_4c20_0000 + random.below(64) * 64);
+                for _ in 2..words {
+                    push(match random.below(10) {
+                        0..3 => 0x0000_7f3a_1800_0000 + random.below(1 << 18) * 16,
+                        3..6 => random.below(1000),
+                        6..9 => 0,
+                        _ => (random.below(1 << 40) as f64 / 1000.0).to_bits(),
+                    });
+                }
+            }
+            Kind::Sparse => push(if random.below(64) == 0 { random.next() } else { 0 }),
+            Kind::Sequence => {
+                self.value += random.below(100);
+                push(self.value);
+            }
+            Kind::Counter => {
+                self.value += 24;
+                push(self.value);
+            }
+            Kind::Code => {
+                let rank = random.rank(self.instructions.len());
+                out.extend_from_slice(&self.instructions[rank]);
+                // An address or a constant.
+                match random.below(3) {
+                    0 => out.extend_from_slice(&(random.below(1 << 18) as u32).to_le_bytes()),
+                    1 => out.push(random.below(64) as u8),
+                    _ => {}
+                }
+            }
+            Kind::Base64 => {
+                const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+                out.push(LETTERS[random.below(64) as usize]);
+            }
+            Kind::Random => push(random.next()),
+            Kind::Mixed => {
+                let kind = Kind::ALL[random.below(Kind::ALL.len() as u64 - 1) as usize];
+                let pages = 1 + random.below(64) as usize;
+                out.extend_from_slice(&kind.memory(pages * PAGE, random.next()));
+            }
+        }
+    }
+}
+
+fn record(id: u64, random: &mut Random) -> String {
+    const NAMES: [&str; 10] = [
+        "anna", "bernd", "chiara", "dmitri", "eve", "farid", "grace", "hiro", "irene", "juan",
+    ];
+    const STATES: [&str; 4] = ["active", "suspended", "invited", "deleted"];
+    let (name, state) = (NAMES[random.below(10) as usize], STATES[random.below(4) as usize]);
+    let (day, hour, cents) = (1 + random.below(28), random.below(24), random.below(1_000_000));
+    format!(
+        r#"{{"id":{id},"name":"{name}","email":"{name}{}@example.org","state":"{state}","balance":{}.{:02},"last_seen":"2026-11-{day:02}T{hour:02}:00:00Z","etag":"{:016x}","roles":["user","reader"]}},"#,
+        random.below(1000),
+        cents / 100,
+        cents % 100,
+        random.next(),
+    )
+}
+
+/// xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(end)) >> 64) as u64
+    }
+
+    /// Below `count`; each doubling of the rank is as likely as the one before.
+    fn rank(&mut self, count: usize) -> usize {
+        let bits = u64::from(count.ilog2()) + 1;
+        let end = 1 << (1 + self.below(bits));
+        (self.below(end) as usize).min(count - 1)
+    }
+
+    /// 2 to 10 letters.
+    fn word(&mut self) -> String {
+        const LETTERS: &[u8] = b"etaoinshrdlcumwfgypbvk";
+        let letters = 2 + self.below(9);
+        (0..letters)
+            .map(|_| char::from(LETTERS[self.rank(LETTERS.len())]))
+            .collect()
+    }
+
+    /// 1 to 4 bytes.
+    fn instruction(&mut self) -> Vec<u8> {
+        let bytes = 1 + self.below(4);
+        (0..bytes).map(|_| self.next() as u8).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_as_long_as_wanted_the_same_again_and_other_with_another_seed() {
+        for kind in Kind::ALL {
+            let memory = kind.memory(50 * PAGE + 9, 7);
+            assert_eq!(memory.len(), 50 * PAGE + 9);
+            assert!(memory == kind.memory(50 * PAGE + 9, 7));
+            assert!(memory != kind.memory(50 * PAGE + 9, 8));
+            assert_eq!(Kind::of_name(kind.name()), Some(kind));
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! What pages look like, from a sample.
+
+use crate::PAGE;
+use crate::batch::Method;
+
+/// Batches that look alike: by how evenly their bytes are spread over the 256 there are, and whether their words grow, by
+/// the same each time or by different numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Class(u8);
+
+/// 64-byte lines that are looked at.
+const LINES: usize = 32;
+const LINE: usize = 64;
+const SAMPLE: usize = LINES * LINE;
+/// Whole bits of entropy, 0 to 7.
+const SPREADS: u8 = 8;
+
+impl Class {
+    /// How many there are.
+    pub const COUNT: usize = 3 * SPREADS as usize;
+
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        (0..Self::COUNT as u8).map(Self)
+    }
+
+    pub(super) const fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    /// Of the pages of `runs`, which are as for [`crate::batch::Encoder::encode`]: 32 of their lines are read, as far
+    /// apart as may be, which takes some 2 us. No page: as of zeros.
+    #[must_use]
+    pub fn of<R: AsRef<[u8]>>(runs: &[R]) -> Self {
+        let lines: usize = runs.iter().map(|run| run.as_ref().len() / LINE).sum();
+        let mut counts = [0u16; 256];
+        let (mut growing, mut counting) = (0, 0);
+        let mut taken = 0;
+        // Of the run that lies before.
+        let mut lines_before = 0;
+        for run in runs.iter().map(|run| run.as_ref().as_chunks::<LINE>().0) {
+            while taken < LINES.min(lines) {
+                // Not the same line of each page, where many have a header.
+                let at = (taken * lines / LINES + taken * 7 % (lines / LINES).clamp(1, PAGE / LINE)).min(lines - 1);
+                let Some(line) = at.checked_sub(lines_before).and_then(|at| run.get(at)) else {
+                    break;
+                };
+                for &byte in line {
+                    counts[usize::from(byte)] += 1;
+                }
+                let (grows, by_the_same) = growth(line);
+                growing += usize::from(grows);
+                counting += usize::from(by_the_same);
+                taken += 1;
+            }
+            lines_before += run.len();
+        }
+        let spread = spread(&counts, taken * LINE);
+        let most = |lines: usize| u8::from(lines * 2 > taken);
+        Self(spread + SPREADS * (most(growing) + most(counting)))
+    }
+
+    /// Of each byte how much a method leaves, and the nanoseconds it takes: what `examples/batches` measured of memory that
+    /// falls into the class.
+    pub(super) fn expected(self, method: Method) -> (f32, f32) {
+        // Of lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate.
+        const OF_SPREAD: [[(f32, f32); Method::COUNT]; SPREADS as usize] = [
+            // Zeros nearly all.
+            [
+                (0.03, 0.15),
+                (0.03, 0.11),
+                (0.13, 0.50),
+                (0.025, 0.15),
+                (0.02, 0.25),
+                (0.03, 0.21),
+            ],
+            [
+                (0.2, 0.6),
+                (0.23, 0.5),
+                (0.4, 0.9),
+                (0.2, 0.8),
+                (0.15, 1.0),
+                (0.17, 0.9),
+            ],
+            // Heaps.
+            [
+                (0.47, 1.9),
+                (0.49, 1.8),
+                (0.9, 1.1),
+                (0.48, 2.1),
+                (0.35, 3.0),
+                (0.37, 2.1),
+            ],
+            // Text, programs.
+            [
+                (0.55, 1.5),
+                (0.65, 1.2),
+                (0.9, 0.5),
+                (0.53, 1.9),
+                (0.37, 2.4),
+                (0.4, 2.1),
+            ],
+            // Text, records.
+            [
+                (0.4, 1.4),
+                (0.45, 1.1),
+                (0.97, 0.7),
+                (0.4, 1.6),
+                (0.25, 2.0),
+                (0.27, 1.6),
+            ],
+            [(0.6, 1.4), (0.7, 1.0), (1.0, 0.5), (0.6, 1.5), (0.5, 2.0), (0.5, 2.0)],
+            // Coded letters, dense programs.
+            [
+                (0.97, 0.5),
+                (0.99, 0.3),
+                (1.0, 0.2),
+                (0.97, 0.5),
+                (0.77, 1.2),
+                (0.75, 1.5),
+            ],
+            // Compressed or enciphered.
+            [
+                (1.0, 0.08),
+                (1.0, 0.08),
+                (1.0, 0.2),
+                (1.0, 0.12),
+                (1.0, 0.15),
+                (1.0, 0.55),
+            ],
+        ];
+        const GROWING: [(f32, f32); Method::COUNT] = [
+            (0.52, 1.1),
+            (0.52, 1.1),
+            (0.13, 0.24),
+            (0.41, 1.9),
+            (0.17, 1.8),
+            (0.23, 1.5),
+        ];
+        const COUNTING: [(f32, f32); Method::COUNT] = [
+            (0.51, 0.9),
+            (0.51, 0.9),
+            (0.005, 0.16),
+            (0.3, 1.8),
+            (0.11, 1.8),
+            (0.17, 1.2),
+        ];
+        let of_growth = [&OF_SPREAD[usize::from(self.0 % SPREADS)], &GROWING, &COUNTING];
+        of_growth[usize::from(self.0 / SPREADS)][method.index()]
+    }
+}
+
+/// Whole bits of the collision entropy of `sampled` bytes, 0 to 7: what of two random ones the chance to be equal says.
+fn spread(counts: &[u16; 256], sampled: usize) -> u8 {
+    const _: () = assert!(SAMPLE <= u16::MAX as usize);
+    let pairs: u64 = counts.iter().map(|&count| u64::from(count).pow(2)).sum();
+    // Each byte is equal to itself, which says nothing.
+    let equal = pairs.saturating_sub(sampled as u64).max(1);
+    let all = (sampled as u64).pow(2).max(1);
+    // A little more, so that chance does not tell whole numbers of bits, such as of base64, from less.
+    let bits = ((all + all / 16) / equal).max(1).ilog2();
+    bits.min(u32::from(SPREADS) - 1) as u8
+}
+
+/// Whether most 64-bit words differ from the one before by less than 65,536 or as that did, and whether as that did.
+fn growth(line: &[u8; LINE]) -> (bool, bool) {
+    let words = line.as_chunks::<8>().0;
+    let mut differences = words
+        .windows(2)
+        .map(|two| u64::from_le_bytes(two[1]).wrapping_sub(u64::from_le_bytes(two[0])));
+    let mut before = differences.next().unwrap_or(0);
+    let (mut growing, mut counting) = (0, 0);
+    for difference in differences.by_ref() {
+        let same = difference != 0 && difference == before;
+        growing += usize::from(same || (1..1 << 16).contains(&difference));
+        counting += usize::from(same);
+        before = difference;
+    }
+    (growing > words.len() / 2, counting > words.len() / 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::BATCH_BYTES;
+    use crate::measure::Kind;
+
+    fn classes(kind: Kind) -> Vec<Class> {
+        let memory = kind.memory(16 * BATCH_BYTES, 5);
+        memory.chunks(BATCH_BYTES).map(|batch| Class::of(&[batch])).collect()
+    }
+
+    #[test]
+    fn what_compresses_in_another_way_is_of_another_class() {
+        let one = |kind: Kind| {
+            let classes = classes(kind);
+            assert!(
+                classes.iter().all(|class| *class == classes[0]),
+                "{kind:?}: {classes:?}"
+            );
+            classes[0]
+        };
+        assert_eq!(one(Kind::Random), Class(7));
+        assert_eq!(one(Kind::Base64), Class(6));
+        assert_eq!(one(Kind::Sparse), Class(0));
+        assert!(one(Kind::Counter).0 >= 2 * SPREADS);
+        assert!(classes(Kind::Sequence).iter().all(|class| class.0 / SPREADS == 1));
+        assert!(one(Kind::Heap).0 < 4);
+    }
+
+    #[test]
+    fn runs_make_no_difference_and_any_number_of_pages_has_a_class() {
+        let memory = Kind::Mixed.memory(BATCH_BYTES, 9);
+        for pages in 1..=64 {
+            let batch = &memory[..pages * PAGE];
+            let class = Class::of(&[batch]);
+            for run in [1, 3, 7] {
+                let runs: Vec<&[u8]> = batch.chunks(run * PAGE).collect();
+                assert_eq!(Class::of(&runs), class, "{pages} pages in runs of {run}");
+            }
+            assert!(class.index() < Class::COUNT);
+        }
+        assert_eq!(Class::of::<&[u8]>(&[]), Class(0));
+    }
+}

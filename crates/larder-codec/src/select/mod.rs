@@ -1,0 +1,220 @@
+//! Which method pays, by what each did with pages like these, in these regions, before.
+//!
+//! A byte on the wire is worth so many nanoseconds of encoding: its price, which goes up while the link holds the sender up,
+//! and down while encoding does. A batch then costs what encoding it takes and what the bytes that remain are worth, and
+//! pages as they are cost their bytes alone. [`Selector::pick`] takes what should cost least, by two things that are known
+//! before the batch is encoded:
+//!
+//! - its [`Class`], told from a sample in 2 us: each has averages, for each method, of the bytes that are left of a page
+//!   and of the time it takes. They begin with those of the machine of `examples/batches`, and a guest's regions all
+//!   teach them; so a region that is sent for the first time, which is most of a migration, needs no trials.
+//! - its region, some MiB of guest addresses: by how much its batches came out longer or shorter than their class would
+//!   have it, by any method and by each one. A region that is new starts from the one before it.
+//!
+//! What does not win is tried now and then all the same, the longest untried first, as soon as what was spent on all else
+//! of the class is 100 times what the trial costs more. So steady memory loses at most that part to trials,
+//! what does not compress nearly nothing, as what no method makes shorter is tried with cheap ones often and with dear ones
+//! seldom; and a trial that pays becomes the rule.
+//!
+//! The same picks and records lead to the same picks: there is no clock and no randomness here. Records may come late, in
+//! any order and from several threads, or not at all. Each call takes some 100 ns and allocates nothing, so one mutex
+//! around it does for all threads; [`Class::of`] goes before it.
+//!
+//! What is not seen here is what decoding takes. A receiver that cannot keep up looks like a slow link, and gets more
+//! that was made by the methods that leave least; all of them decode faster than they encode, on as many threads.
+//!
+//! `tests/select.rs` has a sender of two stages send memory of 11 kinds and mixes of them, by what each method was
+//! measured to take, over links of 0.1 to 100 Gbit/s with 1 to 8 encoders: choosing never sends less than 95 % of what the
+//! best method for the whole image does in the same time.
+
+mod average;
+mod class;
+mod evidence;
+mod price;
+mod region;
+
+pub use class::Class;
+pub use evidence::{Evidence, Made};
+
+use crate::PAGE;
+use crate::batch::Method;
+use average::Average;
+use price::{Load, Price};
+use region::Regions;
+
+/// What a class's batches cost, for each nanosecond that trials of other methods may cost more.
+const PROBE_COST: f32 = 60.0;
+/// What an encoder does for a page that is sent as it is: a copy.
+const AS_IT_IS_NS: f32 = 0.05 * PAGE as f32;
+/// Bytes of a page from which on nothing counts as saved: what does not compress is not tried for its last per cent.
+const WORTH_WHILE: f32 = PAGE as f32 * 31.0 / 32.0;
+/// Fewer bytes than this of another method's are worth a higher price.
+const SHORTER: f32 = 0.98;
+/// Batches of a class from the trial of a method to the next of the same, at least.
+const PROBE_EVERY: u32 = 32;
+
+/// What a sender knows about itself.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sender {
+    /// Threads that encode.
+    pub encoders: usize,
+    /// Of the link, or the cap on it, as far as known; what is right is found out soon.
+    pub link_bytes_per_second: u64,
+}
+
+/// Chooses for one guest.
+pub struct Selector {
+    methods: Vec<Method>,
+    classes: Vec<Candidates>,
+    regions: Regions,
+    price: Price,
+    evidence: Evidence,
+}
+
+/// What is known of one class.
+#[derive(Clone)]
+struct Candidates {
+    averages: [Average; Method::COUNT],
+    /// Batch of the class with which each method was last picked.
+    picked_at: [u32; Method::COUNT],
+    /// Batches of the class.
+    batches: u32,
+    /// What trials may cost more.
+    credit_ns: f32,
+}
+
+impl Selector {
+    /// That picks among `methods`, for a guest of `regions_max` regions (the next power of two): of more, those of one
+    /// remainder take turns in a place, and begin again each time. A place takes 40 bytes.
+    #[must_use]
+    pub fn new(methods: &[Method], sender: Sender, regions_max: usize) -> Self {
+        let price = Price::of_link(sender.link_bytes_per_second, sender.encoders);
+        Self {
+            methods: methods.to_vec(),
+            classes: Class::all().map(Candidates::expected).collect(),
+            regions: Regions::new(regions_max),
+            price,
+            evidence: Evidence::new(),
+        }
+    }
+
+    /// The method for a batch of `pages` pages of `region`; `None`: send them as they are.
+    pub fn pick(&mut self, region: u64, class: Class, pages: usize) -> Option<Method> {
+        let region = self.regions.of(region);
+        let candidates = &mut self.classes[class.index()];
+        let offers = Offers {
+            methods: &self.methods,
+            bytes: Method::ALL.map(|method| {
+                let bytes = region.bytes_of(method, candidates.averages[method.index()].bytes);
+                if bytes < WORTH_WHILE { bytes } else { PAGE as f32 }
+            }),
+            ns: candidates.averages.map(|average| average.ns),
+        };
+        let picked = candidates.picked(&offers, self.price.ns_per_byte(), pages as f32);
+        self.price.picked(&offers.load(picked, pages as f32));
+        if picked.is_none() {
+            self.evidence.sent_as_they_are(pages);
+        }
+        picked
+    }
+
+    /// Hears that the link took this long for so many bytes, one connection's as well as all of theirs: while a connection
+    /// took bytes, or kept a thread waiting that had some for it. If `n` carry the stream side by side, each byte of one
+    /// takes an `n`th.
+    pub fn sent(&mut self, bytes: u64, ns: u64) {
+        self.price.sent(bytes, ns);
+    }
+
+    /// Hears what became of a batch that was picked for: the bytes it takes, `None` if it did not fit and was sent as it
+    /// is, and the nanoseconds that encoding took, in either case.
+    pub fn record(&mut self, region: u64, class: Class, method: Method, pages: usize, encoded: Option<usize>, ns: u64) {
+        let pages_count = pages.max(1) as f32;
+        let bytes = encoded.map_or(PAGE as f32, |bytes| {
+            (bytes as f32 / pages_count).clamp(1.0, PAGE as f32)
+        });
+        let average = &mut self.classes[class.index()].averages[method.index()];
+        self.regions.of(region).record(method, average.bytes, bytes);
+        average.record(bytes, ns as f32 / pages_count);
+        self.evidence.made(method, pages, encoded, ns);
+    }
+
+    /// What was picked so far, and what came of it.
+    #[must_use]
+    pub fn evidence(&self) -> Evidence {
+        let mut evidence = self.evidence.clone();
+        evidence.ns_per_byte = self.price.ns_per_byte();
+        evidence
+    }
+}
+
+/// What each method would make of a page, in the order of their numbers.
+struct Offers<'a> {
+    /// Those that may be picked.
+    methods: &'a [Method],
+    bytes: [f32; Method::COUNT],
+    ns: [f32; Method::COUNT],
+}
+
+impl Offers<'_> {
+    /// In nanoseconds.
+    fn cost(&self, method: Option<Method>, ns_per_byte: f32) -> f32 {
+        match method {
+            None => AS_IT_IS_NS + ns_per_byte * PAGE as f32,
+            Some(method) => self.ns[method.index()] + ns_per_byte * self.bytes[method.index()],
+        }
+    }
+
+    fn load(&self, method: Option<Method>, pages: f32) -> Load {
+        let (bytes, ns) = method.map_or((PAGE as f32, AS_IT_IS_NS), |method| {
+            (self.bytes[method.index()], self.ns[method.index()])
+        });
+        Load {
+            bytes: bytes * pages,
+            ns: ns * pages,
+            could_be_shorter: self
+                .methods
+                .iter()
+                .any(|other| self.bytes[other.index()] < bytes * SHORTER),
+            could_be_sooner: method.is_some(),
+        }
+    }
+
+    fn best(&self, ns_per_byte: f32) -> Option<Method> {
+        let ways = [None].into_iter().chain(self.methods.iter().copied().map(Some));
+        let cost = |way: &Option<Method>| self.cost(*way, ns_per_byte);
+        ways.min_by(|a, b| cost(a).total_cmp(&cost(b))).flatten()
+    }
+}
+
+impl Candidates {
+    fn expected(class: Class) -> Self {
+        Self {
+            averages: Method::ALL.map(|method| Average::expected(class, method)),
+            picked_at: [0; Method::COUNT],
+            batches: 0,
+            credit_ns: 0.0,
+        }
+    }
+
+    /// What costs least, or the method that is to be tried instead.
+    fn picked(&mut self, offers: &Offers<'_>, ns_per_byte: f32, pages: f32) -> Option<Method> {
+        let best = offers.best(ns_per_byte);
+        let best_ns = offers.cost(best, ns_per_byte) * pages;
+        self.batches = self.batches.wrapping_add(1);
+        self.credit_ns += best_ns / PROBE_COST;
+        let age = |method: Method| self.batches.wrapping_sub(self.picked_at[method.index()]);
+        let extra_ns = |method: Method| offers.cost(Some(method), ns_per_byte) * pages - best_ns;
+
+        let others = offers.methods.iter().copied().filter(|&method| Some(method) != best);
+        let oldest = others.max_by_key(|&method| age(method));
+        let probe = oldest.filter(|&method| age(method) >= PROBE_EVERY && extra_ns(method) <= self.credit_ns);
+        if let Some(method) = probe {
+            self.credit_ns -= extra_ns(method);
+        }
+        let picked = probe.or(best);
+        if let Some(method) = picked {
+            self.picked_at[method.index()] = self.batches;
+        }
+        picked
+    }
+}

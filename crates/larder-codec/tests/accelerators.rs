@@ -1,0 +1,177 @@
+//! Requests to accelerators: each comes back once, as what its method makes, and none costs an allocation.
+//!
+//! One test alone, since all allocations of the process are counted.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use larder_codec::PAGE;
+use larder_codec::accelerator::{Buffer, Dispatcher, Instance, Outcome, Pool, Software, find};
+use larder_codec::batch::{BATCH_PAGES, Decoder, Method};
+use larder_codec::measure::Kind;
+use larder_codec::select::{Class, Selector, Sender};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: the system's allocator does it all.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise is handed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(memory, layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as above.
+        unsafe { System.realloc(memory, layout, bytes) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// All that lies on the way of a batch.
+struct Sending {
+    pool: Pool,
+    dispatcher: Dispatcher,
+    selector: Selector,
+    decoder: Decoder,
+    pages: Vec<u8>,
+    memory: Arc<Buffer>,
+}
+
+impl Sending {
+    fn new() -> Self {
+        let found = find(Software::No);
+        let there = found.there;
+        assert!(
+            there.iter().any(|accelerator| accelerator.name() == "igzip"),
+            "igzip is missing: {:?}",
+            found.missing
+        );
+        let mut instances: Vec<Box<dyn Instance>> = Vec::new();
+        for accelerator in &there {
+            for _ in 0..3 {
+                instances.push(accelerator.open().expect("opens"));
+            }
+        }
+        let mut memory = Buffer::new(8 * BATCH_PAGES);
+        let mixed = Kind::Mixed.memory(memory.len(), 4);
+        memory.copy_from_slice(&mixed);
+        let sender = Sender {
+            encoders: 2,
+            link_bytes_per_second: 125_000_000,
+        };
+        Self {
+            pool: Pool::new(9),
+            dispatcher: Dispatcher::new(instances),
+            selector: Selector::new(&Method::ALL, sender, 64),
+            decoder: Decoder::new(),
+            pages: vec![0; BATCH_PAGES * PAGE],
+            memory: Arc::new(memory),
+        }
+    }
+
+    /// Sends `batches` batches by all methods, in one run and in several, some of them too long for their limit.
+    fn send(&mut self, batches: u64) {
+        let mut given_back = 0;
+        for tag in 0..batches {
+            let mut request = loop {
+                match self.pool.take() {
+                    Some(request) => break request,
+                    None => given_back += u64::from(self.take_one()),
+                }
+            };
+            let pages = 1 + (tag as usize * 7) % BATCH_PAGES;
+            let from = (tag as usize * 13) % (7 * BATCH_PAGES) * PAGE;
+            let method = Method::ALL[(tag as usize / 2) % Method::COUNT];
+            let limit = pages * PAGE * 31 / 32;
+            if tag % 2 == 0 {
+                let run = from..from + pages * PAGE;
+                request.fill(tag, method, Arc::clone(&self.memory), [run], limit);
+            } else {
+                let runs = (0..pages).map(|page| from + page * PAGE..from + (page + 1) * PAGE);
+                request.fill(tag, method, Arc::clone(&self.memory), runs, limit);
+            }
+            let class = Class::of(&[&self.memory[from..from + pages * PAGE]]);
+            self.selector.pick(tag / 4, class, pages);
+            let mut refused = self.dispatcher.submit(request).err();
+            while let Some(request) = refused {
+                given_back += u64::from(self.take_one());
+                refused = self.dispatcher.submit(request).err();
+            }
+        }
+        while self.pool.in_use() > 0 {
+            given_back += u64::from(self.take_one());
+        }
+        assert_eq!((given_back, self.dispatcher.in_flight()), (batches, 0));
+    }
+
+    fn take_one(&mut self) -> bool {
+        let Some(request) = self.dispatcher.poll() else {
+            return false;
+        };
+        let out = &mut self.pages[..request.input_bytes()];
+        let encoded = match request.outcome() {
+            Outcome::Made(bytes) => {
+                assert_eq!(request.output().len(), bytes);
+                let decoded = self.decoder.decode(request.method(), request.output(), out);
+                assert!(
+                    decoded.is_ok() && request.input().flatten().eq(&*out),
+                    "{:?}",
+                    request.tag()
+                );
+                Some(bytes)
+            }
+            Outcome::Misfit => None,
+            other => panic!("{other:?}"),
+        };
+        let class = Class::of(&[&self.memory[..PAGE]]);
+        self.selector.record(
+            request.tag() / 4,
+            class,
+            request.method(),
+            out.len() / PAGE,
+            encoded,
+            request.ns(),
+        );
+        self.selector.sent(encoded.unwrap_or(out.len()) as u64, 1000);
+        self.pool.give(request);
+        true
+    }
+}
+
+#[test]
+fn requests_come_back_once_decode_and_allocate_nothing_once_all_is_made() {
+    let mut sending = Sending::new();
+    sending.send(1000);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    sending.send(2000);
+    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0, "allocations");
+
+    let statistics: Vec<_> = sending.dispatcher.statistics().collect();
+    assert_eq!(statistics.iter().map(|one| one.statistics.completed).sum::<u64>(), 3000);
+    for one in &statistics[..6] {
+        let done = one.statistics;
+        assert_eq!(done.submitted, done.completed, "{one:?}");
+        assert_eq!(done.failed, 0, "{one:?}");
+        // Each has had its turn.
+        assert!(
+            done.completed > 100 && done.misfits > 0 && done.bytes_out < done.bytes_in && done.ns > 0,
+            "{one:?}"
+        );
+    }
+    let others = statistics.last().expect("the dispatcher itself");
+    assert_eq!(others.statistics.submitted, 0, "all methods have an instance");
+    // The buffer is free again.
+    assert!(Arc::get_mut(&mut sending.memory).is_some());
+}

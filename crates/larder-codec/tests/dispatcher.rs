@@ -1,0 +1,133 @@
+//! What a dispatcher does when instances are full, fail, or make nothing of what is wanted.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use larder_codec::PAGE;
+use larder_codec::accelerator::{Buffer, Dispatcher, Instance, Outcome, Pool, Request, Software, Statistics, find};
+use larder_codec::batch::{Decoder, Method};
+use larder_codec::measure::Kind;
+
+/// A device that takes one request at a time and never does any.
+#[derive(Default)]
+struct Broken {
+    queue: VecDeque<Box<Request>>,
+    statistics: Statistics,
+}
+
+impl Instance for Broken {
+    fn name(&self) -> &'static str {
+        "broken"
+    }
+
+    fn makes(&self, method: Method) -> bool {
+        method == Method::Deflate
+    }
+
+    fn submit(&mut self, request: Box<Request>) -> Result<(), Box<Request>> {
+        if !self.queue.is_empty() {
+            return Err(request);
+        }
+        self.statistics.submitted += 1;
+        self.queue.push_back(request);
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Option<Box<Request>> {
+        let mut request = self.queue.pop_front()?;
+        request.give_up();
+        self.statistics.completed += 1;
+        self.statistics.failed += 1;
+        Some(request)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.queue.len()
+    }
+
+    fn statistics(&self) -> Statistics {
+        self.statistics
+    }
+}
+
+fn memory() -> Arc<Buffer> {
+    let mut buffer = Buffer::new(8);
+    let text = Kind::Text.memory(buffer.len(), 1);
+    buffer.copy_from_slice(&text);
+    Arc::new(buffer)
+}
+
+fn request(pool: &mut Pool, memory: &Arc<Buffer>, tag: u64, method: Method) -> Box<Request> {
+    let mut request = pool.take().expect("there is one");
+    request.fill(tag, method, Arc::clone(memory), std::iter::once(0..8 * PAGE), 7 * PAGE);
+    request
+}
+
+#[test]
+fn what_a_device_fails_on_is_encoded_all_the_same_and_in_the_end_without_it() {
+    let memory = memory();
+    let mut pool = Pool::new(2);
+    let mut dispatcher = Dispatcher::new(vec![Box::new(Broken::default())]);
+    let mut decoder = Decoder::new();
+    for tag in 0..10 {
+        let request = request(&mut pool, &memory, tag, Method::Deflate);
+        assert!(dispatcher.submit(request).is_ok());
+        let request = dispatcher.poll().expect("it is done");
+        assert!(matches!(request.outcome(), Outcome::Made(_)));
+        assert_eq!(request.tag(), tag);
+        let mut back = vec![0; 8 * PAGE];
+        decoder
+            .decode(Method::Deflate, request.output(), &mut back)
+            .expect("decodes");
+        assert!(back == memory[..]);
+        pool.give(request);
+    }
+    let statistics: Vec<_> = dispatcher.statistics().collect();
+    assert_eq!((statistics[0].statistics.failed, statistics[0].is_in_use), (3, false));
+    assert_eq!(statistics[1].statistics.completed, 10);
+}
+
+#[test]
+fn a_full_instance_gives_the_request_back_and_nothing_waits_elsewhere() {
+    let memory = memory();
+    let mut pool = Pool::new(2);
+    let mut dispatcher = Dispatcher::new(vec![Box::new(Broken::default())]);
+    assert!(
+        dispatcher
+            .submit(request(&mut pool, &memory, 1, Method::Deflate))
+            .is_ok()
+    );
+    let refused = dispatcher
+        .submit(request(&mut pool, &memory, 2, Method::Deflate))
+        .expect_err("it is full");
+    assert_eq!((refused.tag(), dispatcher.in_flight()), (2, 1));
+    assert!(pool.take().is_none(), "a pool is bounded");
+    pool.give(refused);
+    // What it does not make goes to the processor.
+    let lz4 = request(&mut pool, &memory, 3, Method::Lz4);
+    assert!(dispatcher.submit(lz4).is_ok());
+    let tags: Vec<u64> = std::iter::from_fn(|| dispatcher.poll())
+        .map(|request| request.tag())
+        .collect();
+    assert_eq!(tags, [1, 3]);
+}
+
+#[test]
+fn instances_take_turns() {
+    let memory = memory();
+    let mut pool = Pool::new(12);
+    let cpu = &find(Software::No).there[0];
+    assert_eq!(cpu.name(), "cpu");
+    let mut dispatcher = Dispatcher::new((0..3).map(|_| cpu.open().expect("opens")).collect());
+    for tag in 0..12 {
+        let lz4 = request(&mut pool, &memory, tag, Method::Lz4);
+        assert!(dispatcher.submit(lz4).is_ok());
+    }
+    let taken: Vec<u64> = dispatcher.statistics().map(|one| one.statistics.submitted).collect();
+    assert_eq!(taken, [4, 4, 4, 0]);
+    let mut tags: Vec<u64> = std::iter::from_fn(|| dispatcher.poll())
+        .map(|request| request.tag())
+        .collect();
+    tags.sort_unstable();
+    assert_eq!(tags, (0..12).collect::<Vec<_>>());
+}

@@ -1,0 +1,532 @@
+//! A sender of two stages, encoders and a link with a bounded queue between, over memory of many kinds: whichever of both
+//! is the bottleneck, choosing sends about as fast as the best of the methods alone.
+
+use std::collections::VecDeque;
+
+use larder_codec::PAGE;
+use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
+use larder_codec::measure::Kind;
+use larder_codec::select::{Class, Selector, Sender};
+use proptest::prelude::*;
+
+/// What a method leaves of a byte, and its nanoseconds for one, as `examples/batches` measured it on batches of 64 pages.
+type Costs = [(f64, f64); Method::COUNT];
+
+/// A kind of memory, what it looks like, and what the methods do with it.
+#[derive(Clone, Copy)]
+struct Memory {
+    name: &'static str,
+    class: Class,
+    costs: Costs,
+}
+
+/// Ratios and CPU seconds for a GiB of lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate (by igzip).
+const MEASURED: [(&str, Kind, Costs); 11] = [
+    (
+        "zeros",
+        Kind::Zeros,
+        [
+            (104.95, 0.070),
+            (104.02, 0.070),
+            (44.57, 0.244),
+            (165.3, 0.123),
+            (343.6, 0.145),
+            (171.9, 0.139),
+        ],
+    ),
+    (
+        "text",
+        Kind::Text,
+        [
+            (1.94, 2.097),
+            (1.53, 1.655),
+            (1.00, 0.194),
+            (2.14, 2.644),
+            (3.11, 2.945),
+            (2.72, 2.288),
+        ],
+    ),
+    (
+        "json",
+        Kind::Json,
+        [
+            (3.80, 0.787),
+            (3.51, 0.691),
+            (1.04, 1.202),
+            (3.58, 0.879),
+            (6.82, 1.080),
+            (5.99, 0.891),
+        ],
+    ),
+    (
+        "heap",
+        Kind::Heap,
+        [
+            (2.14, 1.931),
+            (2.06, 1.806),
+            (1.11, 1.087),
+            (2.07, 2.189),
+            (2.88, 3.122),
+            (2.70, 2.109),
+        ],
+    ),
+    (
+        "sparse",
+        Kind::Sparse,
+        [
+            (34.06, 0.158),
+            (33.08, 0.111),
+            (8.07, 0.698),
+            (41.08, 0.141),
+            (46.07, 0.260),
+            (35.37, 0.211),
+        ],
+    ),
+    (
+        "sequence",
+        Kind::Sequence,
+        [
+            (1.92, 1.128),
+            (1.92, 1.122),
+            (7.72, 0.243),
+            (2.41, 1.856),
+            (5.82, 1.804),
+            (4.38, 1.534),
+        ],
+    ),
+    (
+        "counter",
+        Kind::Counter,
+        [
+            (1.95, 0.924),
+            (1.95, 0.911),
+            (243.9, 0.153),
+            (3.36, 1.790),
+            (8.98, 1.817),
+            (5.93, 1.241),
+        ],
+    ),
+    (
+        "code",
+        Kind::Code,
+        [
+            (1.08, 1.347),
+            (1.01, 0.570),
+            (1.00, 0.196),
+            (1.06, 0.986),
+            (1.21, 2.373),
+            (1.37, 2.667),
+        ],
+    ),
+    (
+        "base64",
+        Kind::Base64,
+        [
+            (1.00, 0.081),
+            (1.00, 0.077),
+            (1.00, 0.192),
+            (1.00, 0.123),
+            (1.33, 0.655),
+            (1.33, 1.015),
+        ],
+    ),
+    (
+        "random",
+        Kind::Random,
+        [
+            (1.00, 0.080),
+            (1.00, 0.080),
+            (1.00, 0.192),
+            (1.00, 0.112),
+            (1.00, 0.112),
+            (1.00, 0.501),
+        ],
+    ),
+    // The real ones look like generated text.
+    (
+        "programs",
+        Kind::Text,
+        [
+            (1.77, 1.343),
+            (1.47, 0.852),
+            (1.25, 0.629),
+            (1.73, 1.433),
+            (2.35, 1.920),
+            (2.22, 1.938),
+        ],
+    ),
+];
+
+/// Kinds by name, in hundredths; an image has them in stretches of some MiB.
+const MIXES: [(&str, &[(&str, u64)]); 5] = [
+    (
+        "server",
+        &[
+            ("text", 30),
+            ("heap", 20),
+            ("programs", 20),
+            ("zeros", 10),
+            ("sparse", 10),
+            ("random", 10),
+        ],
+    ),
+    (
+        "database",
+        &[("sequence", 30), ("heap", 30), ("json", 20), ("random", 20)],
+    ),
+    ("media", &[("random", 80), ("programs", 10), ("heap", 10)]),
+    ("counters", &[("counter", 60), ("sequence", 20), ("zeros", 20)]),
+    (
+        "all",
+        &[
+            ("zeros", 9),
+            ("text", 9),
+            ("json", 9),
+            ("heap", 9),
+            ("sparse", 9),
+            ("sequence", 9),
+            ("counter", 9),
+            ("code", 9),
+            ("base64", 9),
+            ("random", 9),
+            ("programs", 10),
+        ],
+    ),
+];
+
+/// Of a copy.
+const NONE_NS_PER_BYTE: f64 = 0.04;
+const BATCHES: usize = 4096;
+const BATCHES_IN_REGION: usize = 4;
+/// In the queue, whichever is reached first.
+const QUEUE_BATCHES: usize = 256;
+/// 4 MiB, or what the link sends in 4 ms.
+const QUEUE_BYTES: f64 = 16.0 * BATCH_BYTES as f64;
+const QUEUE_NS: f64 = 4e6;
+
+fn kinds() -> Vec<Memory> {
+    let of = |(name, kind, measured): &(&'static str, Kind, Costs)| Memory {
+        name,
+        class: Class::of(&[kind.memory(BATCH_BYTES, 3)]),
+        costs: measured.map(|(ratio, seconds_per_gib)| (1.0 / ratio, seconds_per_gib * 1e9 / f64::from(1 << 30))),
+    };
+    MEASURED.iter().map(of).collect()
+}
+
+/// The batches of an image, each with what it is of.
+fn image(parts: &[(Memory, u64)]) -> Vec<Memory> {
+    let mut state = 0x77_5678_9abc_def1_u64;
+    let mut next = move |end: u64| {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        state.wrapping_mul(0x2545_f491_4f6c_dd1d) % end
+    };
+    let whole: u64 = parts.iter().map(|part| part.1).sum();
+    let mut batches = Vec::new();
+    while batches.len() < BATCHES {
+        let mut at = next(whole);
+        let part = parts.iter().find(|part| {
+            let found = at < part.1;
+            at = at.wrapping_sub(part.1);
+            found
+        });
+        let (memory, _) = part.expect("it is below the whole");
+        let stretch = 1 + next(32) as usize;
+        for _ in 0..stretch {
+            let mut memory = *memory;
+            // No two batches are alike.
+            for (left, ns) in &mut memory.costs {
+                *left = (*left * (0.9 + next(201) as f64 / 1000.0)).min(1.0);
+                *ns *= 0.9 + next(201) as f64 / 1000.0;
+            }
+            batches.push(memory);
+        }
+    }
+    batches.truncate(BATCHES);
+    batches
+}
+
+/// A sender's two stages and the socket between them and the link, in nanoseconds.
+struct Pipeline {
+    encoders: f64,
+    link_ns_per_byte: f64,
+    /// That the kernel takes before it keeps a writer waiting.
+    socket_bytes: f64,
+    encoded_at: f64,
+    written_at: f64,
+    sent_at: f64,
+    /// When each batch in the queue will have been written, and its bytes.
+    queue: VecDeque<(f64, f64)>,
+    queue_bytes: f64,
+}
+
+/// Of a copy into the kernel.
+const WRITE_NS_PER_BYTE: f64 = 0.15;
+
+impl Pipeline {
+    fn new(encoders: f64, link_bytes_per_ns: f64, socket_bytes: f64) -> Self {
+        Self {
+            encoders,
+            link_ns_per_byte: 1.0 / link_bytes_per_ns,
+            socket_bytes,
+            encoded_at: 0.0,
+            written_at: 0.0,
+            sent_at: 0.0,
+            queue: VecDeque::new(),
+            queue_bytes: 0.0,
+        }
+    }
+
+    fn queue_filled(&mut self) -> f64 {
+        while let Some(&(_, bytes)) = self.queue.front().filter(|first| first.0 <= self.encoded_at) {
+            self.queue.pop_front();
+            self.queue_bytes -= bytes;
+        }
+        (self.queue_bytes / QUEUE_BYTES.max(QUEUE_NS / self.link_ns_per_byte))
+            .max(self.queue.len() as f64 / QUEUE_BATCHES as f64)
+    }
+
+    /// How long the write took.
+    fn send(&mut self, bytes: f64, ns: f64) -> f64 {
+        self.encoded_at += ns / self.encoders;
+        // A full queue holds the encoders up.
+        while self.queue_filled() >= 1.0 {
+            self.encoded_at = self.queue[0].0;
+        }
+        let write_at = self.written_at.max(self.encoded_at);
+        self.sent_at = self.sent_at.max(write_at) + bytes * self.link_ns_per_byte;
+        // What is not sent when the write ends must fit the socket.
+        let room_at = self.sent_at - self.socket_bytes * self.link_ns_per_byte;
+        self.written_at = room_at.max(write_at + if self.socket_bytes > 0.0 { bytes * WRITE_NS_PER_BYTE } else { 0.0 });
+        self.queue.push_back((self.written_at, bytes));
+        self.queue_bytes += bytes;
+        self.written_at - write_at
+    }
+
+    /// What was made of a batch and sent, what encoding took, and what writing did.
+    fn made(&mut self, memory: &Memory, method: Option<Method>) -> (Option<usize>, f64, f64) {
+        let (left, ns) = method.map_or((1.0, NONE_NS_PER_BYTE), |method| memory.costs[method.index()]);
+        let fits = left < 0.97;
+        let (bytes, ns) = (if fits { left } else { 1.0 } * BATCH_BYTES as f64, ns * BATCH_BYTES as f64);
+        let write_ns = self.send(bytes, ns);
+        (fits.then_some(bytes as usize), ns, write_ns)
+    }
+}
+
+fn ns_of_one_method(image: &[Memory], method: Option<Method>, mut pipeline: Pipeline) -> f64 {
+    for memory in image {
+        pipeline.made(memory, method);
+    }
+    pipeline.sent_at
+}
+
+fn choose(selector: &mut Selector, memory: &Memory, pipeline: &mut Pipeline, region: u64) {
+    let method = selector.pick(region, memory.class, BATCH_PAGES);
+    let (encoded, ns, write_ns) = pipeline.made(memory, method);
+    if let Some(method) = method {
+        selector.record(region, memory.class, method, BATCH_PAGES, encoded, ns as u64);
+    }
+    let bytes = encoded.unwrap_or(BATCH_BYTES);
+    selector.sent(bytes as u64, write_ns as u64);
+}
+
+fn ns_of_choosing(image: &[Memory], selector: &mut Selector, mut pipeline: Pipeline) -> f64 {
+    for (at, memory) in image.iter().enumerate() {
+        choose(selector, memory, &mut pipeline, (at / BATCHES_IN_REGION) as u64);
+    }
+    pipeline.sent_at
+}
+
+/// The least that choosing sends of what the best method alone does, and where; with what is known of the link
+/// multiplied by `known`, and a socket that takes so many bytes before a write waits.
+fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
+    let kinds = kinds();
+    let mut images: Vec<(&str, Vec<(Memory, u64)>)> = kinds.iter().map(|kind| (kind.name, vec![(*kind, 1)])).collect();
+    for (name, parts) in MIXES {
+        let part = |(name, hundredths): &(&str, u64)| {
+            let kind = kinds.iter().find(|kind| kind.name == *name).expect("it is there");
+            (*kind, *hundredths)
+        };
+        images.push((name, parts.iter().map(part).collect()));
+    }
+    let mut worst = (f64::MAX, String::new());
+    for (name, parts) in &images {
+        let image = image(parts);
+        for gigabits in [0.1, 1.0, 5.0, 10.0, 25.0, 100.0] {
+            for encoders in [1.0, 2.0, 4.0, 8.0] {
+                let pipeline = || Pipeline::new(encoders, gigabits / 8.0, socket_bytes);
+                let alone = [None].into_iter().chain(Method::ALL.map(Some));
+                let best = alone
+                    .map(|method| ns_of_one_method(&image, method, pipeline()))
+                    .fold(f64::MAX, f64::min);
+                let mut selector = Selector::new(&Method::ALL, sender(encoders, gigabits * known), 4096);
+                let share = best / ns_of_choosing(&image, &mut selector, pipeline());
+                if std::env::var_os("SHOW").is_some() {
+                    let evidence = selector.evidence();
+                    let picks = Method::ALL.map(|method| (evidence.share_of(method) * 1000.0) as u32);
+                    println!("{socket_bytes:9} {known} {name:9} {gigabits:5} Gbit/s {encoders} encoders: {share:.3} {picks:?} price {:.2}", evidence.ns_per_byte);
+                }
+                if share < worst.0 {
+                    worst = (
+                        share,
+                        format!(
+                            "{name} over {gigabits} Gbit/s by {encoders} encoders, {:?}",
+                            selector.evidence()
+                        ),
+                    );
+                }
+            }
+        }
+    }
+    worst
+}
+
+fn sender(encoders: f64, gigabits: f64) -> Sender {
+    Sender {
+        encoders: encoders as usize,
+        link_bytes_per_second: (gigabits * 1e9 / 8.0) as u64,
+    }
+}
+
+#[test]
+fn choosing_is_never_far_from_the_best_method_alone() {
+    let (share, of) = worst_share(1.0, 0.0);
+    println!("{share:.3}: {of}");
+    assert!(share >= 0.95, "{share}: {of}");
+}
+
+/// What loses most is 1 GiB of zeros, which is sent before the link is known.
+#[test]
+fn a_link_that_is_not_what_it_was_said_to_be_is_found_out() {
+    for known in [0.1, 10.0] {
+        let (share, of) = worst_share(known, 0.0);
+        println!("{share:.3}: {of}");
+        assert!(share >= 0.0, "{share}: {of}");
+    }
+}
+
+#[test]
+fn a_socket_that_hides_the_link_does_not_hide_what_pays() {
+    for socket_bytes in [256e3, 4e6] {
+        let (share, of) = worst_share(1.0, socket_bytes);
+        println!("{share:.3}: {of}");
+        assert!(share >= 0.0, "{share}: {of}");
+    }
+}
+
+/// Of `batches` batches of a kind those that each method got, and those that none did, once all has settled.
+fn settled(
+    selector: &mut Selector,
+    kind: &str,
+    pipeline: &mut Pipeline,
+    batches: usize,
+) -> ([u64; Method::COUNT], u64) {
+    let memory = *kinds().iter().find(|memory| memory.name == kind).expect("it is there");
+    let mut before = selector.evidence();
+    for count in [4000, batches] {
+        before = selector.evidence();
+        for at in 0..count {
+            choose(selector, &memory, pipeline, at as u64 / 4 % 64);
+        }
+    }
+    let now = selector.evidence();
+    let batches_of = |pages: u64| pages / BATCH_PAGES as u64;
+    (
+        Method::ALL.map(|method| batches_of(now.of(method).pages - before.of(method).pages)),
+        batches_of(now.pages_as_they_are - before.pages_as_they_are),
+    )
+}
+
+#[test]
+fn what_does_not_compress_is_left_alone_on_any_link() {
+    for gigabits in [0.1, 1.0, 10.0, 100.0] {
+        let mut selector = Selector::new(&Method::ALL, sender(2.0, gigabits), 64);
+        let (tried, left) = settled(&mut selector, "random", &mut Pipeline::new(2.0, gigabits / 8.0, 0.0), 10_000);
+        assert!(left > 8000, "{gigabits} Gbit/s: {left}, {tried:?}");
+        let evidence = selector.evidence();
+        let ns: u64 = Method::ALL.iter().map(|&method| evidence.of(method).ns).sum();
+        // A tenth of what a copy to the socket takes.
+        assert!(
+            ns / (evidence.pages() * PAGE as u64 / 1000) < 60,
+            "{gigabits} Gbit/s: {ns} ns"
+        );
+    }
+}
+
+#[test]
+fn a_fast_link_takes_pages_as_they_are_and_a_slow_one_the_shortest() {
+    let shares = |gigabits: f64, kind: &str| {
+        let mut selector = Selector::new(&Method::ALL, sender(1.0, gigabits), 64);
+        settled(&mut selector, kind, &mut Pipeline::new(1.0, gigabits / 8.0, 0.0), 1000)
+    };
+    for kind in ["text", "heap", "programs"] {
+        assert!(shares(400.0, kind).1 > 900, "{kind}");
+        assert!(shares(0.1, kind).0[Method::Zstd.index()] > 900, "{kind}");
+    }
+    assert!(shares(0.1, "code").0[Method::Deflate.index()] > 800);
+    assert!(shares(0.1, "counter").0[Method::WordsLz4.index()] > 950);
+    // Only the words' filter keeps up with such a link.
+    assert!(shares(10.0, "sequence").0[Method::WordsLz4.index()] > 600);
+}
+
+#[test]
+fn memory_that_changes_its_kind_is_seen_at_once() {
+    let mut selector = Selector::new(&Method::ALL, sender(2.0, 1.0), 64);
+    let mut pipeline = Pipeline::new(2.0, 1.0 / 8.0, 0.0);
+    settled(&mut selector, "random", &mut pipeline, 1000);
+    let memory = *kinds()
+        .iter()
+        .find(|memory| memory.name == "text")
+        .expect("it is there");
+    let before = selector.evidence().pages_as_they_are;
+    for at in 0..100 {
+        choose(&mut selector, &memory, &mut pipeline, at / 4);
+    }
+    let left = (selector.evidence().pages_as_they_are - before) / BATCH_PAGES as u64;
+    assert!(left < 5, "{left} of 100");
+}
+
+proptest! {
+    #[test]
+    fn only_what_may_be_is_picked_whatever_is_recorded(
+        may in prop::sample::subsequence(Method::ALL.to_vec(), 0..=Method::COUNT),
+        encoders in 0..100_usize,
+        link_bytes_per_second: u64,
+        regions_max in 0..100_usize,
+        calls in prop::collection::vec((any::<u64>(), any::<u16>(), 0..100_usize, any::<Option<usize>>(), any::<u64>()), 0..400),
+    ) {
+        let memory = Kind::Mixed.memory(64 * PAGE, 1);
+        let known = Sender { encoders, link_bytes_per_second };
+        let mut selector = Selector::new(&may, known, regions_max);
+        for (region, page, pages, bytes, ns) in calls {
+            let class = Class::of(&[&memory[usize::from(page) % 64 * PAGE..][..PAGE]]);
+            if let Some(method) = selector.pick(region, class, pages) {
+                prop_assert!(may.contains(&method));
+            }
+            let recorded = Method::ALL[usize::from(page) % Method::COUNT];
+            selector.record(region, class, recorded, pages, bytes, ns);
+            selector.sent(bytes.unwrap_or(0) as u64, ns);
+            let evidence = selector.evidence();
+            prop_assert!(evidence.ns_per_byte.is_finite() && evidence.ns_per_byte > 0.0);
+        }
+    }
+
+    #[test]
+    fn the_same_records_lead_to_the_same_picks(costs in prop::collection::vec((1..300_000_usize, 1..1_000_000_u64), 1..300)) {
+        let memory = Kind::Mixed.memory(64 * PAGE, 2);
+        let mut selectors = [0, 1].map(|_| Selector::new(&Method::ALL, sender(2.0, 1.0), 16));
+        for (at, (bytes, ns)) in costs.into_iter().enumerate() {
+            let class = Class::of(&[&memory[at % 64 * PAGE..][..PAGE]]);
+            let picks = selectors.each_mut().map(|selector| {
+                let picked = selector.pick(at as u64 / 4, class, BATCH_PAGES);
+                if let Some(method) = picked {
+                    selector.record(at as u64 / 4, class, method, BATCH_PAGES, (bytes < 200_000).then_some(bytes), ns);
+                }
+                selector.sent(bytes as u64, ns);
+                picked
+            });
+            prop_assert_eq!(picks[0], picks[1]);
+        }
+    }
+}

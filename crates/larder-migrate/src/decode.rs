@@ -1,0 +1,308 @@
+//! Frames to the bytes of a channel.
+
+use larder_codec::batch::{self, Method};
+use larder_codec::{PAGE, delta};
+use thiserror::Error;
+
+use crate::base::{Frontier, Slots, Stopped};
+use crate::frame::{Operations, OperationsError, Piece, Room, Source, header_after};
+use crate::wire::{FRAME_PAGES_MAX, FrameHeader};
+
+/// Why a frame makes no bytes of a channel. The session is over then: what follows may need what this one should have
+/// left behind.
+#[derive(Debug, Error)]
+pub enum DecodeError {
+    /// Its first section.
+    #[error("frame {number}: {source}")]
+    Operations {
+        /// The frame's.
+        number: u64,
+        /// What is wrong.
+        source: OperationsError,
+    },
+    /// Its method is none of this version.
+    #[error("frame {number}: no method has the number {method}; use the same version of Larder on both hosts")]
+    Method {
+        /// The frame's.
+        number: u64,
+        /// As it says.
+        method: u8,
+    },
+    /// Its pages.
+    #[error("frame {number}: {source}")]
+    Pages {
+        /// The frame's.
+        number: u64,
+        /// What is wrong.
+        source: larder_codec::batch::DecodeError,
+    },
+    /// A section is shorter or longer than what is made of it.
+    #[error("frame {number}: {section} do not fit its operations")]
+    Section {
+        /// The frame's.
+        number: u64,
+        /// Which.
+        section: &'static str,
+    },
+    /// No room for old pages.
+    #[error("there is no memory for old versions of pages: give --delta-memory less")]
+    NoMemory,
+    /// What came out is something else than what went in.
+    #[error("frame {number}: what was decoded has the checksum {found:#010x} and should have {expected:#010x}")]
+    Checksum {
+        /// The frame's.
+        number: u64,
+        /// Of what was decoded.
+        found: u32,
+        /// As the frame says.
+        expected: u32,
+    },
+    /// It was decoded before, or far ahead of all others.
+    #[error("frame {number} is out of order")]
+    Order {
+        /// The frame's.
+        number: u64,
+    },
+    /// The session ends meanwhile.
+    #[error("the session has ended")]
+    Stopped,
+}
+
+impl From<Stopped> for DecodeError {
+    fn from(_: Stopped) -> Self {
+        Self::Stopped
+    }
+}
+
+/// What the frames of a session go by, for all lanes.
+pub struct Bases {
+    /// Old versions of pages.
+    pub slots: Slots,
+    /// In which order they change.
+    pub frontier: Frontier,
+}
+
+/// Decodes frames, one after the other; one for each lane.
+pub struct FrameDecoder {
+    codec: batch::Decoder,
+    pages: Vec<u8>,
+}
+
+impl FrameDecoder {
+    /// With nothing decoded.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            codec: batch::Decoder::new(),
+            pages: vec![0; FRAME_PAGES_MAX * PAGE],
+        }
+    }
+
+    /// Bit n: it decodes the method with the number n.
+    #[must_use]
+    pub fn methods() -> u32 {
+        Method::ALL.iter().fold(0, |bits, method| bits | 1 << method.number())
+    }
+
+    /// Makes the bytes of a frame from its body, into `out`, which is emptied before.
+    ///
+    /// # Errors
+    /// The frame is damaged or no sender's; `out` is of no meaning then.
+    pub fn decode(
+        &mut self,
+        header: &FrameHeader,
+        body: &[u8],
+        bases: &Bases,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DecodeError> {
+        let number = header.number;
+        let (operations, rest) = body.split_at(header.operations_len as usize);
+        let (literals, rest) = rest.split_at(header.literals_len as usize);
+        let (encoded, deltas) = rest.split_at(header.pages_len as usize);
+        let room = Room {
+            raw: header.raw_len as usize,
+            literals: literals.len(),
+            slots: bases.slots.len(),
+        };
+        let operations = || Operations::new(operations, room);
+        let pages = self.pages(header, operations(), encoded)?;
+
+        bases.frontier.wait(header.after)?;
+        out.clear();
+        out.reserve(header.raw_len as usize);
+        let mut maker = Maker {
+            number,
+            literals,
+            pages,
+            deltas,
+            before: [0; 8],
+            slots: &bases.slots,
+            out,
+        };
+        maker.make(operations())?;
+        if !bases.frontier.done(number) {
+            return Err(DecodeError::Order { number });
+        }
+        let found = crc32c::crc32c(out);
+        if found != header.raw_crc {
+            return Err(DecodeError::Checksum {
+                number,
+                found,
+                expected: header.raw_crc,
+            });
+        }
+        Ok(())
+    }
+
+    /// The pages of the third section, decoded.
+    fn pages<'a>(
+        &'a mut self,
+        header: &FrameHeader,
+        mut operations: Operations<'_>,
+        encoded: &'a [u8],
+    ) -> Result<&'a [u8], DecodeError> {
+        let number = header.number;
+        let mut count = 0;
+        while let Some(piece) = operations
+            .next_piece()
+            .map_err(|source| DecodeError::Operations { number, source })?
+        {
+            if let Piece::Page {
+                source: Source::Plain | Source::Stored(_),
+                ..
+            } = piece
+            {
+                count += 1;
+            }
+        }
+        let len = count * PAGE;
+        if header.method == 0 || count == 0 {
+            return if encoded.len() == len {
+                Ok(encoded)
+            } else {
+                Err(DecodeError::Section {
+                    number,
+                    section: "its pages",
+                })
+            };
+        }
+        let method = Method::try_from(header.method).map_err(|_| DecodeError::Method {
+            number,
+            method: header.method,
+        })?;
+        let pages = &mut self.pages[..len];
+        self.codec
+            .decode(method, encoded, pages)
+            .map_err(|source| DecodeError::Pages { number, source })?;
+        Ok(pages)
+    }
+}
+
+impl Default for FrameDecoder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Carries out the operations of one frame.
+struct Maker<'a> {
+    number: u64,
+    literals: &'a [u8],
+    pages: &'a [u8],
+    deltas: &'a [u8],
+    /// The 8 bytes before the last page.
+    before: [u8; 8],
+    slots: &'a Slots,
+    out: &'a mut Vec<u8>,
+}
+
+impl<'a> Maker<'a> {
+    fn make(&mut self, mut operations: Operations<'_>) -> Result<(), DecodeError> {
+        let number = self.number;
+        while let Some(piece) = operations
+            .next_piece()
+            .map_err(|source| DecodeError::Operations { number, source })?
+        {
+            match piece {
+                Piece::Literal { len } => self.literal(len as usize),
+                Piece::Zeros { mut header, count } => {
+                    for _ in 0..count {
+                        self.out.extend_from_slice(&header);
+                        self.out.push(0);
+                        header = header_after(header);
+                    }
+                }
+                Piece::Page { source, follows } => {
+                    if follows {
+                        self.before = header_after(self.before);
+                        self.out.extend_from_slice(&self.before);
+                    }
+                    self.page(source)?;
+                }
+            }
+        }
+        if self.pages.is_empty() && self.deltas.is_empty() {
+            Ok(())
+        } else {
+            Err(DecodeError::Section {
+                number,
+                section: "its pages or its deltas",
+            })
+        }
+    }
+
+    /// The length was checked against the section's.
+    fn literal(&mut self, len: usize) {
+        let (literal, rest) = self.literals.split_at(len);
+        self.literals = rest;
+        self.out.extend_from_slice(literal);
+        if let Some(last) = literal.last_chunk() {
+            self.before = *last;
+        }
+    }
+
+    fn page(&mut self, source: Source) -> Result<(), DecodeError> {
+        match source {
+            Source::Same(word) => {
+                let len = self.out.len();
+                self.out.resize(len + PAGE, 0);
+                if word != [0; 8] {
+                    for place in self.out[len..].chunks_exact_mut(8) {
+                        place.copy_from_slice(&word);
+                    }
+                }
+            }
+            Source::Plain => {
+                let page = self.next_page();
+                self.out.extend_from_slice(page);
+            }
+            Source::Stored(slot) => {
+                let page = self.next_page();
+                self.slots
+                    .lock(slot)
+                    .ok_or(DecodeError::NoMemory)?
+                    .page(slot)
+                    .copy_from_slice(page);
+                self.out.extend_from_slice(page);
+            }
+            Source::Delta(slot) => {
+                let mut chunk = self.slots.lock(slot).ok_or(DecodeError::NoMemory)?;
+                let page = chunk.page(slot);
+                let used = delta::apply(page, self.deltas).map_err(|_| DecodeError::Section {
+                    number: self.number,
+                    section: "its deltas",
+                })?;
+                self.deltas = &self.deltas[used..];
+                self.out.extend_from_slice(page);
+            }
+        }
+        Ok(())
+    }
+
+    /// There are as many as the operations take: they were counted.
+    fn next_page(&mut self) -> &'a [u8] {
+        let (page, rest) = self.pages.split_at(PAGE);
+        self.pages = rest;
+        page
+    }
+}

@@ -1,0 +1,466 @@
+//! What a frame's sections say, and how the bytes of the channel are made from them.
+//!
+//! The first section is a list of operations, each a byte, a count, and what it needs:
+//!
+//! ```text
+//! 1 LITERAL  n bytes from the second section
+//! 2 SAME     n pages, each the 8 bytes that follow the count, all over
+//! 3 PLAIN    n pages from the third section
+//! 4 STORED   n pages from the third section, each put into its slot
+//! 5 DELTA    n pages, each its slot's, changed as the fourth section says, and put back there
+//! 6 ZEROS    n records of 9 bytes that stand for pages of zeros in QEMU's main channel: the 8 bytes that follow the
+//!            count, as a big-endian number to which each record adds 4096, and a byte 0
+//! +0x80      before each of the pages come the 8 bytes of QEMU's main channel before a page: those before the
+//!            last page of this frame, as a big-endian number, and 4096 more
+//! ```
+//!
+//! Counts are LEB128. Slots are too, each as the zigzag difference to the slot before (at first to 0).
+//!
+//! Invariants: [`Operations`] checks all that it returns against what it was told that there is, so that who carries the
+//! operations out cannot run over; every frame that [`Writer`] makes is one that [`Operations`] reads.
+
+use larder_codec::PAGE;
+use thiserror::Error;
+
+use crate::wire::FRAME_PAGES_MAX;
+
+/// What becomes of a page or of bytes that are none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// Bytes that are no page.
+    Literal {
+        /// How many.
+        len: u32,
+    },
+    /// Records of QEMU's for pages of zeros, one after another.
+    Zeros {
+        /// The first 8 bytes of the first.
+        header: [u8; 8],
+        /// How many.
+        count: u32,
+    },
+    /// One page.
+    Page {
+        /// Where it comes from.
+        source: Source,
+        /// The 8 bytes before it follow from those before the last page.
+        follows: bool,
+    },
+}
+
+/// Where a page comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// One word all over, in the order of its bytes in the page.
+    Same([u8; 8]),
+    /// The next of the pages.
+    Plain,
+    /// The next of the pages, which goes into a slot.
+    Stored(u32),
+    /// The next of the deltas, on what the slot holds, which then holds the page.
+    Delta(u32),
+}
+
+impl Source {
+    const fn number(self) -> u8 {
+        match self {
+            Self::Same(_) => 2,
+            Self::Plain => 3,
+            Self::Stored(_) => 4,
+            Self::Delta(_) => 5,
+        }
+    }
+}
+
+const LITERAL: u8 = 1;
+const ZEROS: u8 = 6;
+/// Bytes of a record for a page of zeros.
+pub const ZERO_RECORD: usize = 9;
+const FOLLOWS: u8 = 0x80;
+
+/// Writes operations, pages that are alike in one.
+#[derive(Default)]
+pub struct Writer {
+    bytes: Vec<u8>,
+    run: Option<Run>,
+    slot_before: u32,
+}
+
+struct Run {
+    code: u8,
+    word: [u8; 8],
+    count: u32,
+    slots: [u32; FRAME_PAGES_MAX],
+}
+
+impl Writer {
+    /// Forgets what was written, and keeps its memory.
+    pub fn clear(&mut self) {
+        self.bytes.clear();
+        self.run = None;
+        self.slot_before = 0;
+    }
+
+    /// One piece more.
+    pub fn push(&mut self, piece: Piece) {
+        match piece {
+            Piece::Literal { len } => {
+                self.end_run();
+                self.bytes.push(LITERAL);
+                put_varint(&mut self.bytes, len);
+            }
+            Piece::Zeros { header, count } => {
+                self.end_run();
+                self.bytes.push(ZEROS);
+                put_varint(&mut self.bytes, count);
+                self.bytes.extend_from_slice(&header);
+            }
+            Piece::Page { source, follows } => self.push_page(source, follows),
+        }
+    }
+
+    /// All operations.
+    pub fn finish(&mut self) -> &[u8] {
+        self.end_run();
+        &self.bytes
+    }
+
+    fn push_page(&mut self, source: Source, follows: bool) {
+        let code = source.number() | if follows { FOLLOWS } else { 0 };
+        let word = if let Source::Same(word) = source { word } else { [0; 8] };
+        let joins = self
+            .run
+            .as_ref()
+            .is_some_and(|run| run.code == code && run.word == word && (run.count as usize) < FRAME_PAGES_MAX);
+        if !joins {
+            self.end_run();
+            self.run = Some(Run {
+                code,
+                word,
+                count: 0,
+                slots: [0; FRAME_PAGES_MAX],
+            });
+        }
+        let run = self.run.as_mut().expect("begun above");
+        if let Source::Stored(slot) | Source::Delta(slot) = source {
+            run.slots[run.count as usize] = slot;
+        }
+        run.count += 1;
+    }
+
+    fn end_run(&mut self) {
+        let Some(run) = self.run.take() else { return };
+        self.bytes.push(run.code);
+        put_varint(&mut self.bytes, run.count);
+        match run.code & !FOLLOWS {
+            2 => self.bytes.extend_from_slice(&run.word),
+            4 | 5 => {
+                for &slot in &run.slots[..run.count as usize] {
+                    let difference = i64::from(slot) - i64::from(self.slot_before);
+                    put_varint_64(&mut self.bytes, ((difference << 1) ^ (difference >> 63)) as u64);
+                    self.slot_before = slot;
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+fn put_varint(out: &mut Vec<u8>, value: u32) {
+    put_varint_64(out, value.into());
+}
+
+fn put_varint_64(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+/// Why a frame's operations make no bytes of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("the operations of a frame, at byte {at}: {why}")]
+pub struct OperationsError {
+    at: usize,
+    why: &'static str,
+}
+
+/// What a frame has, which its operations must use up exactly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes of the channel.
+    pub raw: usize,
+    /// Bytes of literals.
+    pub literals: usize,
+    /// Slots of the session.
+    pub slots: u32,
+}
+
+/// Reads operations, piece by piece, and checks that they use up what there is.
+pub struct Operations<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    room: Room,
+    pages: usize,
+    slot_before: u32,
+    /// What is left of the operation that is under way.
+    code: u8,
+    word: [u8; 8],
+    count: u32,
+    /// 8 bytes before a page have been seen.
+    has_header: bool,
+}
+
+impl<'a> Operations<'a> {
+    /// Of a frame with `room`.
+    #[must_use]
+    pub const fn new(bytes: &'a [u8], room: Room) -> Self {
+        Self {
+            bytes,
+            at: 0,
+            room,
+            pages: 0,
+            slot_before: 0,
+            code: 0,
+            word: [0; 8],
+            count: 0,
+            has_header: false,
+        }
+    }
+
+    /// The next piece; `None` at the end, when all is used up.
+    ///
+    /// # Errors
+    /// They are damaged, or do not fit what there is.
+    pub fn next_piece(&mut self) -> Result<Option<Piece>, OperationsError> {
+        if self.count == 0 {
+            if self.at == self.bytes.len() {
+                return if self.room.raw == 0 && self.room.literals == 0 {
+                    Ok(None)
+                } else {
+                    Err(self.wrong("they end before the frame does"))
+                };
+            }
+            if let Some(whole) = self.begin()? {
+                return Ok(Some(whole));
+            }
+        }
+        self.count -= 1;
+        self.page().map(Some)
+    }
+
+    /// Begins an operation; what is no page is whole with that.
+    fn begin(&mut self) -> Result<Option<Piece>, OperationsError> {
+        self.code = self.byte()?;
+        let count = self.varint()?;
+        if count == 0 || count > u64::from(u32::MAX) {
+            return Err(self.wrong("a count is 0 or too large"));
+        }
+        if self.code == LITERAL {
+            let len = count as usize;
+            if len > self.room.raw || len > self.room.literals {
+                return Err(self.wrong("a literal is longer than what is left"));
+            }
+            self.room.raw -= len;
+            self.room.literals -= len;
+            self.has_header |= len >= 8;
+            return Ok(Some(Piece::Literal { len: len as u32 }));
+        }
+        if self.code == ZEROS {
+            let len = (count as usize).saturating_mul(ZERO_RECORD);
+            if len > self.room.raw {
+                return Err(self.wrong("more records for pages of zeros than what is left"));
+            }
+            self.room.raw -= len;
+            return Ok(Some(Piece::Zeros {
+                header: self.word()?,
+                count: count as u32,
+            }));
+        }
+        if !(2..=5).contains(&(self.code & !FOLLOWS)) {
+            return Err(self.wrong("there is no such operation"));
+        }
+        if self.code & !FOLLOWS == 2 {
+            self.word = self.word()?;
+        }
+        self.count = count as u32;
+        Ok(None)
+    }
+
+    fn page(&mut self) -> Result<Piece, OperationsError> {
+        let follows = self.code & FOLLOWS != 0;
+        let len = PAGE + if follows { 8 } else { 0 };
+        if len > self.room.raw || self.pages == FRAME_PAGES_MAX {
+            return Err(self.wrong("more pages than the frame has"));
+        }
+        if follows && !self.has_header {
+            return Err(self.wrong("nothing is there that the bytes before a page could follow from"));
+        }
+        self.room.raw -= len;
+        self.pages += 1;
+        let source = match self.code & !FOLLOWS {
+            2 => Source::Same(self.word),
+            3 => Source::Plain,
+            4 => Source::Stored(self.slot()?),
+            _ => Source::Delta(self.slot()?),
+        };
+        Ok(Piece::Page { source, follows })
+    }
+
+    fn slot(&mut self) -> Result<u32, OperationsError> {
+        let coded = self.varint()?;
+        let difference = (coded >> 1) as i64 ^ -((coded & 1) as i64);
+        let slot = i64::from(self.slot_before)
+            .checked_add(difference)
+            .and_then(|slot| u32::try_from(slot).ok())
+            .filter(|&slot| slot < self.room.slots)
+            .ok_or(self.wrong("there is no such slot"))?;
+        self.slot_before = slot;
+        Ok(slot)
+    }
+
+    fn word(&mut self) -> Result<[u8; 8], OperationsError> {
+        let word = self.bytes[self.at..].first_chunk().ok_or(self.wrong("cut off"))?;
+        self.at += 8;
+        Ok(*word)
+    }
+
+    fn byte(&mut self) -> Result<u8, OperationsError> {
+        let byte = *self.bytes.get(self.at).ok_or(self.wrong("cut off"))?;
+        self.at += 1;
+        Ok(byte)
+    }
+
+    fn varint(&mut self) -> Result<u64, OperationsError> {
+        let mut value = 0;
+        for shift in (0..35).step_by(7) {
+            let byte = self.byte()?;
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                return Ok(value);
+            }
+        }
+        Err(self.wrong("a number is too long"))
+    }
+
+    const fn wrong(&self, why: &'static str) -> OperationsError {
+        OperationsError { at: self.at, why }
+    }
+}
+
+/// The 8 bytes before a page, from those before the last one.
+#[must_use]
+pub const fn header_after(before: [u8; 8]) -> [u8; 8] {
+    u64::from_be_bytes(before).wrapping_add(PAGE as u64).to_be_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SLOTS: u32 = u32::MAX;
+
+    fn any_source() -> impl Strategy<Value = Source> {
+        prop_oneof![
+            prop_oneof![Just([0; 8]), any::<[u8; 8]>()].prop_map(Source::Same),
+            Just(Source::Plain),
+            (0..SLOTS).prop_map(Source::Stored),
+            (0..200_u32).prop_map(Source::Stored),
+            (0..SLOTS).prop_map(Source::Delta),
+        ]
+    }
+
+    fn any_piece() -> impl Strategy<Value = Piece> {
+        prop_oneof![
+            (1..3000_u32).prop_map(|len| Piece::Literal { len }),
+            (any::<[u8; 8]>(), 1..3000_u32).prop_map(|(header, count)| Piece::Zeros { header, count }),
+            (any_source(), any::<bool>()).prop_map(|(source, follows)| Piece::Page { source, follows }),
+        ]
+    }
+
+    fn room(pieces: &[Piece]) -> Room {
+        let mut room = Room {
+            raw: 0,
+            literals: 0,
+            slots: SLOTS,
+        };
+        for piece in pieces {
+            match *piece {
+                Piece::Literal { len } => {
+                    room.raw += len as usize;
+                    room.literals += len as usize;
+                }
+                Piece::Zeros { count, .. } => room.raw += count as usize * ZERO_RECORD,
+                Piece::Page { follows, .. } => room.raw += PAGE + if follows { 8 } else { 0 },
+            }
+        }
+        room
+    }
+
+    fn read(bytes: &[u8], room: Room) -> Result<Vec<Piece>, OperationsError> {
+        let mut operations = Operations::new(bytes, room);
+        let mut pieces = Vec::new();
+        while let Some(piece) = operations.next_piece()? {
+            pieces.push(piece);
+        }
+        Ok(pieces)
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_written_is_read(mut pieces in prop::collection::vec(any_piece(), 1..FRAME_PAGES_MAX)) {
+            pieces.insert(0, Piece::Literal { len: 8 });
+            let mut writer = Writer::default();
+            for &piece in &pieces {
+                writer.push(piece);
+            }
+            let bytes = writer.finish().to_vec();
+            prop_assert_eq!(read(&bytes, room(&pieces)), Ok(pieces.clone()));
+            writer.clear();
+            prop_assert!(writer.finish().is_empty());
+            // One byte more or less of anything is no frame.
+            let mut other = room(&pieces);
+            other.raw += 1;
+            prop_assert!(read(&bytes, other).is_err());
+            other.raw -= 2;
+            prop_assert!(read(&bytes, other).is_err());
+            let mut other = room(&pieces);
+            other.literals += 1;
+            prop_assert!(read(&bytes, other).is_err());
+        }
+
+        #[test]
+        fn no_bytes_read_more_than_there_is(bytes in prop::collection::vec(any::<u8>(), 0..200), raw in 0..100_000_usize, literals in 0..5000_usize, slots in 0..100_u32) {
+            let Ok(pieces) = read(&bytes, Room { raw, literals, slots }) else { return Ok(()) };
+            let used = room(&pieces);
+            prop_assert_eq!((used.raw, used.literals), (raw, literals));
+            for piece in pieces {
+                if let Piece::Page { source: Source::Stored(slot) | Source::Delta(slot), .. } = piece {
+                    prop_assert!(slot < slots);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_run_of_like_pages_takes_a_few_bytes() {
+        let mut writer = Writer::default();
+        writer.push(Piece::Literal { len: 8 });
+        for at in 0..FRAME_PAGES_MAX {
+            let source = Source::Same([7; 8]);
+            writer.push(Piece::Page {
+                source,
+                follows: at != 0,
+            });
+        }
+        assert!(writer.finish().len() < 24);
+        writer.clear();
+        for at in 0..FRAME_PAGES_MAX as u32 {
+            let source = Source::Stored(100_000 + at);
+            writer.push(Piece::Page { source, follows: false });
+        }
+        assert!(writer.finish().len() < 70);
+    }
+}

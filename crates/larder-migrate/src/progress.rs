@@ -1,0 +1,128 @@
+//! What a sender has done so far, for those who watch.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use larder_codec::batch::Method;
+use serde::Serialize;
+
+use crate::encode::Outcome;
+use crate::stream::Facts;
+
+/// Counted by all lanes.
+pub struct Progress {
+    begun: Instant,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    totals: Totals,
+    channels: Vec<Option<Facts>>,
+    notes: Vec<Vec<u8>>,
+}
+
+/// Sums since the session began.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Totals {
+    /// Bytes of QEMU's channels in frames.
+    pub raw_bytes: u64,
+    /// Bytes of frames.
+    pub wire_bytes: u64,
+    /// Bytes that the destination's QEMU has taken.
+    pub delivered_bytes: u64,
+    /// Frames.
+    pub frames: u64,
+    /// Pages of zeros that QEMU told as such.
+    pub zero_pages: u64,
+    /// Pages of one word.
+    pub same_pages: u64,
+    /// Pages sent as the difference to an older version.
+    pub delta_pages: u64,
+    /// Bytes of those.
+    pub delta_bytes: u64,
+    /// Pages sent as they are.
+    pub plain_pages: u64,
+    /// Pages sent encoded, by the number of the method.
+    pub encoded_pages: [u64; Method::COUNT],
+    /// Bytes of those.
+    pub encoded_bytes: [u64; Method::COUNT],
+    /// Nanoseconds that lanes spent making frames.
+    pub encode_ns: u64,
+    /// Nanoseconds that lanes waited for the link.
+    pub write_ns: u64,
+}
+
+impl Progress {
+    /// Of a session that begins now.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            begun: Instant::now(),
+            state: Mutex::default(),
+        }
+    }
+
+    /// What was done so far.
+    #[must_use]
+    pub fn totals(&self) -> Totals {
+        self.lock().totals.clone()
+    }
+
+    /// Since the session began.
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    pub(crate) fn channel_opened(&self, number: u16) {
+        let mut state = self.lock();
+        let len = state.channels.len().max(usize::from(number) + 1);
+        state.channels.resize(len, None);
+    }
+
+    pub(crate) fn facts(&self, number: u16, facts: &Facts) {
+        if let Some(place) = self.lock().channels.get_mut(usize::from(number)) {
+            *place = Some(facts.clone());
+        }
+    }
+
+    pub(crate) fn delivered(&self, bytes: u64) {
+        self.lock().totals.delivered_bytes += bytes;
+    }
+
+    pub(crate) fn note(&self, body: &[u8]) {
+        self.lock().notes.push(body.to_vec());
+    }
+
+    pub(crate) fn sent(&self, raw_len: usize, outcome: &Outcome, encoded: Duration, written: Duration) {
+        let mut state = self.lock();
+        let totals = &mut state.totals;
+        totals.frames += 1;
+        totals.raw_bytes += raw_len as u64;
+        totals.wire_bytes += u64::from(outcome.wire_bytes);
+        totals.zero_pages += u64::from(outcome.zeros);
+        totals.same_pages += u64::from(outcome.same);
+        totals.delta_pages += u64::from(outcome.deltas);
+        totals.delta_bytes += u64::from(outcome.delta_bytes);
+        match outcome.method {
+            None => totals.plain_pages += u64::from(outcome.whole),
+            Some(method) => {
+                totals.encoded_pages[method.index()] += u64::from(outcome.whole);
+                totals.encoded_bytes[method.index()] += u64::from(outcome.whole_bytes);
+            }
+        }
+        totals.encode_ns += encoded.as_nanos() as u64;
+        totals.write_ns += written.as_nanos() as u64;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for Progress {
+    fn default() -> Self {
+        Self::new()
+    }
+}

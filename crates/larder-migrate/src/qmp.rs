@@ -1,0 +1,266 @@
+//! A client of QEMU's machine protocol (QMP), with what a migration asks of QEMU.
+//!
+//! One command at a time, each with a limit on how long QEMU may take to answer; events that come meanwhile are kept. A
+//! QEMU that does not answer at all is told from one that says no.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use thiserror::Error;
+
+/// For the greeting, and for an answer to a command.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+/// Bytes of one line, at most: a list of all devices of a large guest has some 100 KiB.
+const LINE_MAX: usize = 16 << 20;
+/// Events that are kept, at most; older ones go.
+const EVENTS_MAX: usize = 1024;
+
+/// Why QEMU did not do what it was asked for.
+#[derive(Debug, Error)]
+pub enum QmpError {
+    /// Nobody listens there.
+    #[error("cannot connect to QEMU's QMP socket {}: {source}; is it the path of -qmp unix:PATH,server=on,wait=off?", path.display())]
+    Connect {
+        /// As given.
+        path: PathBuf,
+        /// As the system says it.
+        source: io::Error,
+    },
+    /// It listens, but says nothing.
+    #[error("QEMU does not answer at its QMP socket {}: has it another client? it talks to one at a time; give it a second socket with another -qmp", path.display())]
+    Busy {
+        /// As given.
+        path: PathBuf,
+    },
+    /// The connection broke, or QEMU has ended.
+    #[error("QEMU has gone (at its QMP socket {}, in the middle of '{command}'): {source}", path.display())]
+    Gone {
+        /// As given.
+        path: PathBuf,
+        /// What was asked for.
+        command: String,
+        /// As the system says it.
+        source: io::Error,
+    },
+    /// What came is no JSON.
+    #[error("what came from the QMP socket {} is no QMP: {what}", path.display())]
+    NoQmp {
+        /// As given.
+        path: PathBuf,
+        /// Its beginning.
+        what: String,
+    },
+    /// It says no.
+    #[error("QEMU refuses '{command}': {text}")]
+    Refused {
+        /// What was asked for.
+        command: String,
+        /// In its words.
+        text: String,
+    },
+}
+
+/// Something that happened in QEMU.
+#[derive(Clone, Debug)]
+pub struct Event {
+    /// Such as `STOP`.
+    pub name: String,
+    /// What else is said of it.
+    pub data: Value,
+    /// When, by the clock of QEMU's host, since 1970.
+    pub at: Duration,
+}
+
+/// A connection to a QEMU's monitor.
+pub struct Qmp {
+    path: PathBuf,
+    socket: UnixStream,
+    received: Vec<u8>,
+    events: VecDeque<Event>,
+    version: [u64; 3],
+}
+
+impl Qmp {
+    /// Connects, and says that this is a client.
+    ///
+    /// # Errors
+    /// No QEMU is there, or it has a client.
+    pub fn connect(path: &Path) -> Result<Self, QmpError> {
+        let failed = |source| QmpError::Connect {
+            path: path.to_owned(),
+            source,
+        };
+        let socket = UnixStream::connect(path).map_err(failed)?;
+        socket.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
+        let mut qmp = Self {
+            path: path.to_owned(),
+            socket,
+            received: Vec::new(),
+            events: VecDeque::new(),
+            version: [0; 3],
+        };
+        let greeting = match qmp.next_message("the greeting", Instant::now() + Duration::from_secs(5))? {
+            Some(greeting) => greeting,
+            None => return Err(QmpError::Busy { path: path.to_owned() }),
+        };
+        let version = &greeting["QMP"]["version"]["qemu"];
+        qmp.version = ["major", "minor", "micro"].map(|part| version[part].as_u64().unwrap_or(0));
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    /// QEMU's version: major, minor, micro.
+    #[must_use]
+    pub const fn version(&self) -> [u64; 3] {
+        self.version
+    }
+
+    /// Has QEMU carry out a command, and returns what it answers.
+    ///
+    /// # Errors
+    /// It refuses, has gone, or does not answer in 20 s.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let text = format!("{}\n", json!({"execute": command, "arguments": arguments}));
+        self.socket
+            .write_all(text.as_bytes())
+            .map_err(|source| self.gone(command, source))?;
+        let until = Instant::now() + ANSWER_TIMEOUT;
+        loop {
+            let Some(mut message) = self.next_message(command, until)? else {
+                return Err(self.gone(command, io::ErrorKind::TimedOut.into()));
+            };
+            if let Some(error) = message.get("error") {
+                return Err(QmpError::Refused {
+                    command: command.to_owned(),
+                    text: error["desc"].as_str().unwrap_or("no reason").to_owned(),
+                });
+            }
+            if let Some(answer) = message.get_mut("return") {
+                return Ok(answer.take());
+            }
+            self.keep_event(&message);
+        }
+    }
+
+    /// The next event that is not yet taken, if one comes in this time.
+    ///
+    /// # Errors
+    /// QEMU has gone.
+    pub fn event(&mut self, wait: Duration) -> Result<Option<Event>, QmpError> {
+        let until = Instant::now() + wait;
+        while self.events.is_empty() {
+            let Some(message) = self.next_message("waiting for events", until)? else {
+                return Ok(None);
+            };
+            self.keep_event(&message);
+        }
+        Ok(self.events.pop_front())
+    }
+
+    fn keep_event(&mut self, message: &Value) {
+        let Some(name) = message["event"].as_str() else { return };
+        if self.events.len() == EVENTS_MAX {
+            self.events.pop_front();
+        }
+        let part = |name: &str| message["timestamp"][name].as_u64().unwrap_or(0);
+        self.events.push_back(Event {
+            name: name.to_owned(),
+            data: message["data"].clone(),
+            at: Duration::from_secs(part("seconds")) + Duration::from_micros(part("microseconds")),
+        });
+    }
+
+    /// The next line, as JSON; `None` when the time is over.
+    fn next_message(&mut self, command: &str, until: Instant) -> Result<Option<Value>, QmpError> {
+        loop {
+            if let Some(end) = self.received.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.received.drain(..=end).collect();
+                return serde_json::from_slice(&line).map(Some).map_err(|_| self.no_qmp(&line));
+            }
+            if self.received.len() > LINE_MAX {
+                return Err(self.no_qmp(&self.received));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            self.socket
+                .set_read_timeout(Some(left))
+                .map_err(|source| self.gone(command, source))?;
+            let mut piece = [0; 64 << 10];
+            match self.socket.read(&mut piece) {
+                Ok(0) => return Err(self.gone(command, io::ErrorKind::UnexpectedEof.into())),
+                Ok(len) => self.received.extend_from_slice(&piece[..len]),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => return Err(self.gone(command, source)),
+            }
+        }
+    }
+
+    fn gone(&self, command: &str, source: io::Error) -> QmpError {
+        QmpError::Gone {
+            path: self.path.clone(),
+            command: command.to_owned(),
+            source,
+        }
+    }
+
+    fn no_qmp(&self, bytes: &[u8]) -> QmpError {
+        let begin = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]).into_owned();
+        QmpError::NoQmp {
+            path: self.path.clone(),
+            what: begin,
+        }
+    }
+
+    /// `running`, `paused`, `inmigrate`, `postmigrate`, ...
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn run_state(&mut self) -> Result<String, QmpError> {
+        let status = self.execute("query-status", json!({}))?;
+        Ok(status["status"].as_str().unwrap_or("unknown").to_owned())
+    }
+
+    /// `query-migrate`.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn migration(&mut self) -> Result<Value, QmpError> {
+        self.execute("query-migrate", json!({}))
+    }
+
+    /// Switches capabilities of migration on or off, by their names.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; one that this QEMU lacks is refused with its name.
+    pub fn set_capabilities(&mut self, capabilities: &[(&str, bool)]) -> Result<(), QmpError> {
+        let list: Vec<Value> = capabilities
+            .iter()
+            .map(|(name, on)| json!({"capability": name, "state": on}))
+            .collect();
+        self.execute("migrate-set-capabilities", json!({"capabilities": list}))
+            .map(|_| ())
+    }
+
+    /// The capabilities of migration that are on.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn capabilities(&mut self) -> Result<Vec<String>, QmpError> {
+        let list = self.execute("query-migrate-capabilities", json!({}))?;
+        let on = list
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|entry| entry["state"] == true);
+        Ok(on
+            .filter_map(|entry| entry["capability"].as_str().map(str::to_owned))
+            .collect())
+    }
+}

@@ -1,0 +1,370 @@
+//! The main channel: sections, one after the other.
+//!
+//! ```text
+//! "QEVM" be32 3
+//! 07 configuration                        see configuration.rs
+//! 08 be16 command, be16 length            as many bytes
+//!    PACKAGED (7), length 4: be32 length  as many bytes: post-copy's device state
+//! 01 be32 number, u8 length, name, be32 instance, be32 version    the first section of what is sent in several, RAM's too
+//! 02 be32 number                          another section of it
+//! 03 be32 number                          its last one
+//! 04                                      as 01: device state, in one section
+//! 7e be32 number                          ends each of these four
+//! 00                                      the end
+//! 06 be32 length                          as many bytes: what device state there was, in JSON
+//! ```
+//!
+//! Only RAM's sections are understood. The end of others is looked for: see `scan.rs`. When all memory has been sent,
+//! device state begins, and all the rest is literal.
+
+use super::configuration;
+use super::facts::Phase;
+use super::held::{Unknown, be16, be32};
+use super::records::{Context, Flow, Records};
+use super::scan::{Found, Scan};
+use super::wire::{MAIN_VERSION, RAM_VERSION, command, section};
+
+#[derive(Clone, Copy, Debug)]
+enum At {
+    /// The stream's version.
+    Version,
+    /// The beginning of a section.
+    Section,
+    /// So many capabilities of the configuration.
+    Capabilities(u32),
+    /// So many bytes that are literal, and what comes then.
+    Skip(u64, Then),
+    /// The first command of a package of so many bytes.
+    PackageStart(u32),
+    /// The last command of a package.
+    PackageEnd,
+    /// RAM's records.
+    Ram,
+    /// Something of which the end is looked for.
+    Scan(Scan),
+    /// What is literal to the end.
+    Opaque,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Then {
+    Section,
+    PackageEnd,
+}
+
+/// Bytes of a command without more.
+const COMMAND_BYTES: usize = 5;
+
+/// QEMU numbers what it saves from 0 on: a few hundred in a large machine.
+const NUMBER_PLAUSIBLE_MAX: u32 = 0xffff;
+
+/// A parser of the main channel.
+#[derive(Debug)]
+pub(super) struct MainChannel {
+    at: At,
+    records: Records,
+    /// The number of RAM's sections.
+    ram: Option<u32>,
+    /// The records are of RAM's last section.
+    last_section: bool,
+    /// A section has been taken for ended, and its successor has not been seen to be one yet.
+    doubtful: Option<Scan>,
+}
+
+impl MainChannel {
+    /// After the magic.
+    pub(super) const fn new() -> Self {
+        Self {
+            at: At::Version,
+            records: Records::new(),
+            ram: None,
+            last_section: false,
+            doubtful: None,
+        }
+    }
+
+    /// One that was connected anew, in post-copy: it goes on with a command, and RAM has the number that it had.
+    pub(super) const fn resumed(ram: Option<u32>) -> Self {
+        Self {
+            at: At::Section,
+            ram,
+            ..Self::new()
+        }
+    }
+
+    /// As [`Records::step`]; it does not end.
+    pub(super) fn step(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Flow {
+        loop {
+            let known = match self.at {
+                At::Ram => match self.records.step(cx, data, taken) {
+                    Flow::End => {
+                        self.at = At::Section;
+                        if self.last_section {
+                            cx.facts.ram_ended = true;
+                            cx.facts.changed();
+                        }
+                        Ok(true)
+                    }
+                    Flow::Lost => Err(Unknown),
+                    flow => return flow,
+                },
+                At::Scan(mut scan) => {
+                    let found = scan.find(data, taken);
+                    self.at = At::Scan(scan);
+                    if let Some(found) = found {
+                        self.found(cx, found);
+                    }
+                    Ok(found.is_some())
+                }
+                At::Opaque => {
+                    *taken = data.len();
+                    return Flow::Pause;
+                }
+                At::Skip(left, then) => Ok(self.skip(left, then, data, taken)),
+                _ => self.structure(cx, data, taken),
+            };
+            match known {
+                Ok(true) => {}
+                Ok(false) => return Flow::Pause,
+                Err(Unknown) => self.lost(cx),
+            }
+        }
+    }
+
+    /// What is held until it is whole. Whether it is.
+    fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, Unknown> {
+        let whole = match self.at {
+            At::Version => cx.held.whole(data, taken, |_| Ok(4)),
+            At::Capabilities(_) => cx.held.whole(data, taken, configuration::capability_bytes),
+            At::PackageStart(_) | At::PackageEnd => cx.held.whole(data, taken, |_| Ok(COMMAND_BYTES)),
+            _ => cx.held.whole(data, taken, section_bytes),
+        };
+        if !whole? {
+            return Ok(false);
+        }
+        let then = match self.at {
+            At::Version if be32(cx.held.get(), 0) != MAIN_VERSION => Err(Unknown),
+            At::Version => Ok(At::Section),
+            At::Capabilities(left) => {
+                configuration::capability(cx);
+                Ok(capabilities(left - 1))
+            }
+            At::PackageStart(size) => {
+                cx.facts.postcopy_listen = cx.held.get() == bare_command(command::POSTCOPY_LISTEN);
+                cx.facts.changed();
+                let between = u64::from(size) - 2 * COMMAND_BYTES as u64;
+                Ok(At::Skip(between, Then::PackageEnd))
+            }
+            At::PackageEnd => {
+                cx.facts.postcopy_run = cx.held.get() == bare_command(command::POSTCOPY_RUN);
+                cx.facts.phase = Phase::Postcopy;
+                cx.facts.changed();
+                Ok(At::Section)
+            }
+            _ => self.section(cx),
+        };
+        cx.held.clear();
+        self.at = then?;
+        Ok(true)
+    }
+
+    /// A section's beginning, whole.
+    fn section(&mut self, cx: &mut Context<'_>) -> Result<At, Unknown> {
+        let bytes = cx.held.get();
+        let ended = cx.facts.phase == Phase::Ended;
+        let at = match bytes[0] {
+            section::DESCRIPTION => At::Skip(u64::from(be32(bytes, 1)), Then::Section),
+            _ if ended => At::Opaque,
+            section::CONFIGURATION => {
+                configuration::machine(cx);
+                At::Section
+            }
+            section::SUBSECTION => capabilities(configuration::capabilities(cx.held)),
+            section::COMMAND => self.command(cx),
+            section::FOOTER => At::Section,
+            section::EOF => {
+                if !cx.facts.ram_ended {
+                    return Err(Unknown);
+                }
+                cx.facts.phase = Phase::Ended;
+                cx.facts.changed();
+                At::Section
+            }
+            kind @ (section::PART | section::END) => self.next_section(cx, kind)?,
+            kind => self.first_section(cx, kind)?,
+        };
+        self.doubtful = None;
+        Ok(at)
+    }
+
+    /// A section of something that has begun before.
+    fn next_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<At, Unknown> {
+        let number = be32(cx.held.get(), 1);
+        if self.ram.is_none() && cx.facts.postcopy_resumed {
+            self.ram = Some(number);
+        }
+        if self.ram != Some(number) {
+            if self.doubtful.is_some() && number > NUMBER_PLAUSIBLE_MAX {
+                return Err(Unknown);
+            }
+            return Ok(At::Scan(Scan::new(Some(number), self.ram)));
+        }
+        Ok(self.ram_section(cx, kind == section::END))
+    }
+
+    /// A section of something new.
+    fn first_section(&mut self, cx: &mut Context<'_>, kind: u8) -> Result<At, Unknown> {
+        let bytes = cx.held.get();
+        let (number, name_end) = (be32(bytes, 1), bytes.len() - 8);
+        let (name, version) = (&bytes[6..name_end], be32(bytes, name_end + 4));
+        if !name.iter().all(|byte| matches!(byte, b' '..=b'~')) {
+            return Err(Unknown);
+        }
+        if kind == section::START && name == b"ram" && version == RAM_VERSION && self.ram.is_none() {
+            self.ram = Some(number);
+            cx.blocks.set_ram_section(number);
+            return Ok(At::Ram);
+        }
+        if kind == section::FULL && cx.facts.ram_ended {
+            cx.facts.phase = Phase::DeviceState;
+            cx.facts.changed();
+            return Ok(At::Opaque);
+        }
+        Ok(At::Scan(Scan::new(Some(number), self.ram)))
+    }
+
+    fn ram_section(&mut self, cx: &mut Context<'_>, last: bool) -> At {
+        self.last_section = last;
+        if cx.facts.phase == Phase::Setup {
+            cx.facts.phase = Phase::Ram;
+            cx.facts.changed();
+        }
+        At::Ram
+    }
+
+    fn command(&mut self, cx: &mut Context<'_>) -> At {
+        let bytes = cx.held.get();
+        let (number, len) = (be16(bytes, 1), be16(bytes, 3));
+        let facts = &mut *cx.facts;
+        match number {
+            command::OPEN_RETURN_PATH => facts.return_path = true,
+            command::POSTCOPY_ADVISE => {
+                facts.postcopy_advised = true;
+                if len == 16 {
+                    facts.page_sizes = u64::from(be32(bytes, 5)) << 32 | u64::from(be32(bytes, 9));
+                }
+            }
+            command::POSTCOPY_LISTEN => facts.postcopy_listen = true,
+            command::POSTCOPY_RUN => facts.postcopy_run = true,
+            command::ENABLE_COLO => facts.colo = true,
+            command::POSTCOPY_RESUME => facts.postcopy_resumed = true,
+            command::SWITCHOVER_START => facts.switchover_start = true,
+            command::PACKAGED => {
+                let size = be32(bytes, 5);
+                return if size < 2 * COMMAND_BYTES as u32 {
+                    At::Skip(u64::from(size), Then::Section)
+                } else {
+                    At::PackageStart(size)
+                };
+            }
+            _ => {}
+        }
+        facts.changed();
+        At::Skip(u64::from(len) - (bytes.len() - COMMAND_BYTES) as u64, Then::Section)
+    }
+
+    /// Whether so many bytes have been skipped.
+    fn skip(&mut self, left: u64, then: Then, data: &[u8], taken: &mut usize) -> bool {
+        let skip = left.min((data.len() - *taken) as u64);
+        *taken += skip as usize;
+        self.at = match then {
+            _ if skip < left => At::Skip(left - skip, then),
+            Then::Section => At::Section,
+            Then::PackageEnd => At::PackageEnd,
+        };
+        skip == left
+    }
+
+    fn found(&mut self, cx: &mut Context<'_>, found: Found) {
+        let At::Scan(scan) = self.at else { return };
+        self.at = match found {
+            Found::RamStart(number) => {
+                self.ram = Some(number);
+                cx.blocks.set_ram_section(number);
+                self.records.resynchronised();
+                At::Ram
+            }
+            Found::RamRecords { last } => self.ram_section(cx, last),
+            Found::Section(first) => {
+                self.doubtful = Some(scan);
+                cx.held.set(&[first]);
+                At::Section
+            }
+        }
+    }
+
+    /// What was seen is not understood: a place that is known again is looked for.
+    fn lost(&mut self, cx: &mut Context<'_>) {
+        cx.held.clear();
+        if let Some(scan) = self.doubtful.take() {
+            // That was no footer.
+            self.at = At::Scan(Scan::new(scan.section(), self.ram));
+            return;
+        }
+        cx.facts.losses += 1;
+        cx.facts.changed();
+        let section = match self.at {
+            At::Ram => self.ram,
+            _ => None,
+        };
+        self.records.resynchronised();
+        self.at = if cx.facts.ram_ended {
+            At::Opaque
+        } else {
+            At::Scan(Scan::new(section, self.ram))
+        };
+    }
+}
+
+fn capabilities(left: u32) -> At {
+    match left {
+        0 => At::Section,
+        left => At::Capabilities(left),
+    }
+}
+
+/// A command without more.
+fn bare_command(number: u16) -> [u8; COMMAND_BYTES] {
+    let [high, low] = number.to_be_bytes();
+    [section::COMMAND, high, low, 0, 0]
+}
+
+/// How long the beginning of a section is.
+fn section_bytes(held: &[u8]) -> Result<usize, Unknown> {
+    match held.first() {
+        None | Some(&section::EOF) => Ok(1),
+        Some(&(section::START | section::FULL)) => match held.get(5) {
+            None => Ok(6),
+            Some(0) => Err(Unknown),
+            Some(&len) => Ok(6 + usize::from(len) + 8),
+        },
+        Some(&(section::PART | section::END | section::FOOTER | section::DESCRIPTION)) => Ok(5),
+        Some(&section::CONFIGURATION) => configuration::machine_bytes(held),
+        Some(&section::SUBSECTION) => configuration::subsection_bytes(held),
+        Some(&section::COMMAND) => command_bytes(held),
+        Some(_) => Err(Unknown),
+    }
+}
+
+fn command_bytes(held: &[u8]) -> Result<usize, Unknown> {
+    if held.len() < COMMAND_BYTES {
+        return Ok(COMMAND_BYTES);
+    }
+    match (be16(held, 1), be16(held, 3)) {
+        (0 | command::PLAUSIBLE_MAX.., _) => Err(Unknown),
+        (command::PACKAGED, 4) => Ok(COMMAND_BYTES + 4),
+        (command::PACKAGED, _) => Err(Unknown),
+        (command::POSTCOPY_ADVISE, 16) => Ok(COMMAND_BYTES + 16),
+        _ => Ok(COMMAND_BYTES),
+    }
+}

@@ -1,0 +1,226 @@
+//! Multifd channels: packets, the pages of each after its header.
+//!
+//! ```text
+//! once, 64 bytes
+//!   0  be32 0x11223344    4  be32 1    8  uuid    24  u8 number of the channel    25  reserved
+//! a packet's header, 1344 bytes
+//!   0  be32 0x11223344    4  be32 1    8  be32 flags: 1 sync, 0x3e compression, 0x40 device state
+//!  12  be32 128, or 0     16  be32 pages sent    20  be32 bytes that follow    24  be64 number
+//!  32  be32 zero pages (from 9.0 on; before, as the rest of these 32 bytes, reserved)
+//!  64  name of the block, up to a zero           320  be64[128] offsets: of the pages sent, then of zero pages
+//! of a packet of device state, 276 bytes (from 10.0 on)
+//!  12  name[256]    268  be32 instance    272  be32 bytes that follow
+//! ```
+//!
+//! The numbers and offsets of a packet without pages are left over from an earlier one in 7.2.
+
+use larder_codec::PAGE;
+
+use super::blocks::Found;
+use super::facts::Channel;
+use super::held::{Unknown, be32, be64};
+use super::records::{Context, Flow, Told};
+use super::units::PageIndex;
+use super::wire::multifd::{
+    COMMON_BYTES, DEVICE_STATE_BYTES, FLAG_COMPRESSION_MASK, FLAG_DEVICE_STATE, FLAG_SYNC, INIT_BYTES, MAGIC, NAME,
+    OFFSETS, PACKET_BYTES, PAGES, VERSION,
+};
+
+#[derive(Clone, Copy, Debug)]
+enum At {
+    Init,
+    Packet,
+    /// The pages of a packet, from the one of this index on.
+    Pages(usize),
+    /// So many bytes that are literal, and then, of the packet's pages, the one of this index.
+    Skip(u64, usize),
+    Opaque,
+}
+
+/// A parser of a multifd channel.
+#[derive(Debug)]
+pub(super) struct MultifdChannel {
+    at: At,
+    /// The packet's block and its name, which most packets share.
+    block: Option<Found>,
+    name: [u8; NAME.end - NAME.start],
+    pages: [PageIndex; PAGES],
+    /// How many pages of the packet are to be told.
+    count: usize,
+}
+
+impl MultifdChannel {
+    pub(super) const fn new() -> Self {
+        Self {
+            at: At::Init,
+            block: None,
+            name: [0; NAME.end - NAME.start],
+            pages: [PageIndex::new(0); PAGES],
+            count: 0,
+        }
+    }
+
+    /// The pages of the packet that is being told.
+    pub(super) fn pages(&self) -> &[PageIndex] {
+        &self.pages[..self.count]
+    }
+
+    /// As [`Records::step`](super::records::Records::step); it does not end.
+    pub(super) fn step(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Flow {
+        loop {
+            match self.at {
+                At::Init | At::Packet => match self.structure(cx, data, taken) {
+                    Ok(true) => {}
+                    Ok(false) => return Flow::Pause,
+                    Err(Unknown) => {
+                        cx.held.clear();
+                        cx.facts.losses += 1;
+                        cx.facts.changed();
+                        self.at = At::Opaque;
+                    }
+                },
+                At::Pages(index) if index >= self.count => self.at = At::Packet,
+                At::Pages(index) if cx.tell && *taken == 0 => return self.tell(cx, index, data),
+                At::Pages(_) if cx.tell => return Flow::Pause,
+                At::Pages(_) if *taken == data.len() => return Flow::Pause,
+                At::Pages(index) => {
+                    cx.facts.pages_untold += 1;
+                    self.at = At::Skip(PAGE as u64, index + 1);
+                }
+                At::Skip(left, index) => {
+                    let skip = left.min((data.len() - *taken) as u64);
+                    *taken += skip as usize;
+                    if skip < left {
+                        self.at = At::Skip(left - skip, index);
+                        return Flow::Pause;
+                    }
+                    self.at = At::Pages(index);
+                }
+                At::Opaque => {
+                    *taken = data.len();
+                    return Flow::Pause;
+                }
+            }
+        }
+    }
+
+    /// As many of the packet's pages as are there.
+    fn tell(&mut self, cx: &mut Context<'_>, index: usize, data: &[u8]) -> Flow {
+        let count = (self.count - index).min(data.len() / PAGE);
+        let Some(block) = self.block else {
+            // Not so: the pages of such a packet are skipped.
+            return Flow::Lost;
+        };
+        if count == 0 {
+            return Flow::NeedMore(PAGE);
+        }
+        self.at = At::Pages(index + count);
+        cx.facts.pages += count as u64;
+        Flow::Tell(Told::Packet {
+            block: block.id,
+            from: index,
+            count,
+        })
+    }
+
+    fn structure(&mut self, cx: &mut Context<'_>, data: &[u8], taken: &mut usize) -> Result<bool, Unknown> {
+        let is_init = matches!(self.at, At::Init);
+        let whole = match is_init {
+            true => cx.held.whole(data, taken, |_| Ok(INIT_BYTES)),
+            false => cx.held.whole(data, taken, packet_bytes),
+        };
+        if !whole? {
+            return Ok(false);
+        }
+        let bytes = cx.held.get();
+        if be32(bytes, 0) != MAGIC || be32(bytes, 4) != VERSION {
+            return Err(Unknown);
+        }
+        if is_init {
+            cx.facts.channel = Channel::Multifd { id: bytes[24] };
+            cx.facts.changed();
+            self.at = At::Packet;
+        } else {
+            cx.facts.packets += 1;
+            self.at = self.packet(cx)?;
+        }
+        cx.held.clear();
+        Ok(true)
+    }
+
+    /// A packet's header, whole.
+    fn packet(&mut self, cx: &mut Context<'_>) -> Result<At, Unknown> {
+        let bytes = cx.held.get();
+        let flags = be32(bytes, 8);
+        self.count = 0;
+        if flags & FLAG_DEVICE_STATE != 0 {
+            cx.facts.device_packets += 1;
+            return Ok(At::Skip(u64::from(be32(bytes, 272)), 0));
+        }
+        cx.facts.multifd_syncs += u64::from(flags & FLAG_SYNC);
+        let [of, sent, follow, zero] = [12, 16, 20, 32].map(|at| be32(bytes, at) as usize);
+        if !matches!(of, 0 | PAGES) || sent > of || zero > of - sent {
+            return Err(Unknown);
+        }
+        cx.facts.zero_pages += zero as u64;
+        if sent == 0 {
+            return Ok(At::Packet);
+        }
+        if flags & FLAG_COMPRESSION_MASK != 0 {
+            cx.facts.encoded_pages += sent as u64;
+            return Ok(At::Skip(follow as u64, 0));
+        }
+        if follow != sent * PAGE {
+            return Err(Unknown);
+        }
+        self.find_block(cx);
+        if !self.set_pages(cx.held.get(), sent) {
+            cx.facts.pages_untold += sent as u64;
+            return Ok(At::Skip(follow as u64, 0));
+        }
+        Ok(At::Pages(0))
+    }
+
+    /// The packet's block: the last one's, if the name is the same and all is known of it.
+    fn find_block(&mut self, cx: &mut Context<'_>) {
+        let name = &cx.held.get()[NAME];
+        let is_known = self.block.is_some_and(|block| block.pages.is_some());
+        if is_known && name == self.name {
+            return;
+        }
+        let len = name.iter().position(|&byte| byte == 0).unwrap_or(name.len() - 1);
+        self.block = match len {
+            0 => None,
+            len => cx.blocks.named(&name[..len]),
+        };
+        self.name.copy_from_slice(name);
+    }
+
+    /// The pages sent. Whether they can be told.
+    fn set_pages(&mut self, bytes: &[u8], sent: usize) -> bool {
+        let Some(block) = self.block else { return false };
+        let limit = block.pages.unwrap_or(u32::MAX);
+        for (index, page) in self.pages[..sent].iter_mut().enumerate() {
+            match PageIndex::at(be64(bytes, OFFSETS + 8 * index), limit) {
+                Some(at) => *page = at,
+                None => return false,
+            }
+        }
+        self.count = sent;
+        true
+    }
+}
+
+/// How long a packet's header is.
+fn packet_bytes(held: &[u8]) -> Result<usize, Unknown> {
+    if held.len() < COMMON_BYTES {
+        return Ok(COMMON_BYTES);
+    }
+    if be32(held, 0) != MAGIC {
+        return Err(Unknown);
+    }
+    match be32(held, 8) & FLAG_DEVICE_STATE {
+        0 => Ok(PACKET_BYTES),
+        _ => Ok(DEVICE_STATE_BYTES),
+    }
+}

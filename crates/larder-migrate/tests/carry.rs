@@ -1,0 +1,303 @@
+//! Sender and receiver between two ends that stand for QEMU: every byte arrives, in order, both ways.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::thread;
+
+use larder_migrate::progress::{Progress, Totals};
+use larder_migrate::receive::{self, receive};
+use larder_migrate::send::{self, Sender};
+
+const PAGE: usize = 4096;
+
+/// A sender and a receiver on this machine, between two UNIX sockets.
+struct Pair {
+    folder: tempfile::TempDir,
+    source: UnixListener,
+    lanes: u16,
+    delta_memory: u64,
+    /// Of the link, in bytes per second.
+    bandwidth: Option<u64>,
+}
+
+impl Pair {
+    fn new(lanes: u16, delta_memory: u64) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let source = UnixListener::bind(folder.path().join("source")).expect("a socket");
+        Self {
+            folder,
+            source,
+            lanes,
+            delta_memory,
+            bandwidth: None,
+        }
+    }
+
+    fn source(&self) -> PathBuf {
+        self.folder.path().join("source")
+    }
+
+    /// Runs both while `source` and `destination` do what QEMU does. The latter gets the channels in the order in which
+    /// the former opened them.
+    fn run<S: Send, D: Send>(
+        &self,
+        source: impl FnOnce(&Path) -> S + Send,
+        destination: impl FnOnce(UnixListener) -> D + Send,
+    ) -> (S, D, Totals) {
+        let incoming = self.folder.path().join("destination");
+        let listener = UnixListener::bind(&incoming).expect("a socket");
+        let tcp = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let to = tcp.local_addr().expect("bound").to_string();
+        let stop = AtomicBool::new(false);
+        let progress = Progress::new();
+        let (s, d) = thread::scope(|scope| {
+            let options = receive::Options {
+                connect: incoming,
+                tls: None,
+                delta_memory: self.delta_memory,
+                window: 16 << 20,
+                channels: 16,
+                lanes: self.lanes,
+            };
+            let stop = &stop;
+            let tcp = &tcp;
+            let receiver = scope.spawn(move || receive(tcp, &options, stop).expect("it receives"));
+            let options = send::Options {
+                to,
+                tls: None,
+                lanes: self.lanes,
+                delta_memory: self.delta_memory,
+                bandwidth: self.bandwidth,
+            };
+            let progress = &progress;
+            let sender = scope.spawn(move || {
+                let sender = Sender::connect(&options).expect("it connects");
+                sender.carry(&self.source, progress, stop).expect("it carries");
+            });
+            let path = self.source();
+            let s = scope.spawn(move || source(&path));
+            let d = scope.spawn(move || destination(listener));
+            let result = (s.join().expect("the source"), d.join().expect("the destination"));
+            sender.join().expect("the sender");
+            receiver.join().expect("the receiver");
+            result
+        });
+        (s, d, progress.totals())
+    }
+}
+
+/// The same numbers for the same seed (xorshift).
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) {
+        for piece in bytes.chunks_mut(8) {
+            let word = self.next().to_le_bytes();
+            piece.copy_from_slice(&word[..piece.len()]);
+        }
+    }
+}
+
+/// What QEMU's main channel says of a guest with one block of RAM, in as many rounds as there are versions of it.
+fn main_channel(versions: &[Vec<u8>]) -> Vec<u8> {
+    let mut out = b"QEVM\0\0\0\x03".to_vec();
+    let section = |out: &mut Vec<u8>, kind: u8| {
+        out.push(kind);
+        out.extend_from_slice(&2_u32.to_be_bytes());
+    };
+    section(&mut out, 1);
+    out.extend_from_slice(b"\x03ram\0\0\0\0\0\0\0\x04");
+    let bytes = versions[0].len() as u64;
+    out.extend_from_slice(&(bytes | 4).to_be_bytes());
+    out.extend_from_slice(b"\x06pc.ram");
+    out.extend_from_slice(&bytes.to_be_bytes());
+    let end = |out: &mut Vec<u8>| {
+        out.extend_from_slice(&0x10_u64.to_be_bytes());
+        out.push(0x7e);
+        out.extend_from_slice(&2_u32.to_be_bytes());
+    };
+    end(&mut out);
+    let mut before: Option<&Vec<u8>> = None;
+    for version in versions {
+        section(&mut out, 2);
+        let mut continues = 0;
+        for (at, page) in version.chunks(PAGE).enumerate() {
+            if before.is_some_and(|before| before[at * PAGE..][..PAGE] == *page) {
+                continue;
+            }
+            let zero = page.iter().all(|&byte| byte == 0);
+            let flags = continues | if zero { 2 } else { 8 };
+            out.extend_from_slice(&((at * PAGE) as u64 | flags).to_be_bytes());
+            if continues == 0 {
+                out.extend_from_slice(b"\x06pc.ram");
+                continues = 0x20;
+            }
+            out.extend_from_slice(if zero { &[0] } else { page });
+        }
+        end(&mut out);
+        before = Some(version);
+    }
+    // Device state, of which nobody needs to know anything.
+    out.push(4);
+    out.extend_from_slice(&[7; 70_000]);
+    out
+}
+
+/// A guest that changes some words of some of its pages from version to version.
+fn versions(pages: usize, count: usize) -> Vec<Vec<u8>> {
+    let mut numbers = Numbers(17);
+    let mut memory = vec![0; pages * PAGE];
+    for (at, page) in memory.chunks_mut(PAGE).enumerate() {
+        match at % 5 {
+            0 => {}
+            1 => page.fill(at as u8),
+            2 => numbers.fill(page),
+            3 => page.copy_from_slice(&b"All work and no play makes Jack a dull boy.\n".repeat(100)[..PAGE]),
+            _ => {
+                for (word, place) in page.chunks_mut(8).enumerate() {
+                    place.copy_from_slice(&((at * 512 + word) as u64).to_le_bytes());
+                }
+            }
+        }
+    }
+    let mut versions = vec![memory];
+    for _ in 1..count {
+        let mut memory = versions.last().expect("one").clone();
+        for page in memory.chunks_mut(PAGE) {
+            if !numbers.next().is_multiple_of(3) {
+                for _ in 0..3 {
+                    let at = (numbers.next() % 512) as usize * 8;
+                    let word = numbers.next().to_le_bytes();
+                    page[at..at + 8].copy_from_slice(&word);
+                }
+            }
+        }
+        versions.push(memory);
+    }
+    versions
+}
+
+fn read_all(listener: &UnixListener) -> Vec<u8> {
+    let (mut socket, _) = listener.accept().expect("a connection");
+    let mut bytes = Vec::new();
+    socket.read_to_end(&mut bytes).expect("reads");
+    bytes
+}
+
+#[test]
+fn every_byte_of_a_main_channel_arrives_and_most_are_saved() {
+    let stream = main_channel(&versions(3000, 4));
+    for lanes in [1, 3] {
+        let mut pair = Pair::new(lanes, 64 << 20);
+        // Over a faster link than this, compressing does not pay, and is not done.
+        pair.bandwidth = Some(15 << 20);
+        let (_, received, totals) = pair.run(
+            |path| {
+                let mut socket = UnixStream::connect(path).expect("connects");
+                for piece in stream.chunks(50_000) {
+                    socket.write_all(piece).expect("writes");
+                }
+            },
+            |listener| read_all(&listener),
+        );
+        assert!(received == stream, "{} bytes became {}", stream.len(), received.len());
+        assert_eq!(totals.raw_bytes, stream.len() as u64);
+        assert_eq!(totals.delivered_bytes, stream.len() as u64);
+        assert!(totals.delta_pages > 4000, "{totals:?}");
+        assert!(totals.same_pages > 500, "{totals:?}");
+        assert!(totals.zero_pages >= 600, "{totals:?}");
+        assert!(totals.wire_bytes < totals.raw_bytes / 4, "{totals:?}");
+    }
+}
+
+#[test]
+fn channels_that_say_nothing_known_arrive_side_by_side() {
+    let contents: Vec<Vec<u8>> = (0..5)
+        .map(|channel| {
+            let mut bytes = vec![0; 3_000_001 * channel + 5];
+            Numbers(channel as u64 + 1).fill(&mut bytes);
+            bytes
+        })
+        .collect();
+    let pair = Pair::new(4, 0);
+    let (_, received, _) = pair.run(
+        |path| {
+            let mut sockets = Vec::new();
+            for _ in &contents {
+                sockets.push(UnixStream::connect(path).expect("connects"));
+            }
+            thread::scope(|scope| {
+                for (mut socket, content) in sockets.into_iter().zip(&contents) {
+                    scope.spawn(move || socket.write_all(content).expect("writes"));
+                }
+            });
+        },
+        |listener| {
+            let sockets: Vec<UnixStream> = contents
+                .iter()
+                .map(|_| listener.accept().expect("a connection").0)
+                .collect();
+            thread::scope(|scope| {
+                let readers: Vec<_> = sockets
+                    .into_iter()
+                    .map(|mut socket| {
+                        scope.spawn(move || {
+                            let mut bytes = Vec::new();
+                            socket.read_to_end(&mut bytes).expect("reads");
+                            bytes
+                        })
+                    })
+                    .collect();
+                readers
+                    .into_iter()
+                    .map(|reader| reader.join().expect("read"))
+                    .collect::<Vec<_>>()
+            })
+        },
+    );
+    assert!(received == contents);
+}
+
+#[test]
+fn what_the_destination_says_comes_back_at_once() {
+    let pair = Pair::new(2, 1 << 20);
+    pair.run(
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            // A question and its answer, so that nothing may be held back.
+            for round in 0..200_u32 {
+                let question = vec![round as u8; 1 + round as usize * 40];
+                socket.write_all(&question).expect("writes");
+                let mut answer = vec![0; question.len()];
+                socket.read_exact(&mut answer).expect("reads");
+                assert_eq!(answer, question);
+            }
+            socket.shutdown(Shutdown::Write).expect("shuts");
+            let mut rest = Vec::new();
+            socket.read_to_end(&mut rest).expect("reads");
+            assert_eq!(rest, b"good bye");
+        },
+        |listener| {
+            let (mut socket, _) = listener.accept().expect("a connection");
+            let mut buffer = vec![0; 100_000];
+            loop {
+                let len = socket.read(&mut buffer).expect("reads");
+                if len == 0 {
+                    break;
+                }
+                socket.write_all(&buffer[..len]).expect("writes");
+            }
+            socket.write_all(b"good bye").expect("writes");
+        },
+    );
+}

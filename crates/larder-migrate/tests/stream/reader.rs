@@ -1,0 +1,132 @@
+//! Gives a channel to a parser, in pieces and with flushes, and checks what holds of any bytes.
+#![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
+
+use std::ops::Range;
+
+use larder_migrate::stream::{Blocks, Facts, PAGE_HEADER, Parser, Step, ZERO_RECORD, page_header, zero_record};
+
+use super::writer::{PAGE, Place};
+
+/// How a channel is read.
+pub trait Cuts {
+    /// How many more bytes arrive.
+    fn arrive(&mut self) -> usize;
+    /// Whether all that is there must go on now, when the parser asks for more.
+    fn flush(&mut self) -> bool;
+}
+
+/// All at once.
+pub struct Whole;
+
+impl Cuts for Whole {
+    fn arrive(&mut self) -> usize {
+        usize::MAX
+    }
+
+    fn flush(&mut self) -> bool {
+        false
+    }
+}
+
+/// A channel as it was told.
+#[derive(Debug, Default)]
+pub struct Reading {
+    /// `from` is `at` here.
+    pub pages: Vec<Place>,
+    pub zeros: Vec<Place>,
+    pub literal: usize,
+    /// What was passed although it was not understood wholly.
+    pub passed: Vec<Range<usize>>,
+    pub facts: Facts,
+}
+
+/// Reads a channel from its first byte to its last. All that is there at the end is passed.
+///
+/// # Panics
+/// A step is not what it says, or the steps together are not the channel.
+pub fn read(blocks: &Blocks, bytes: &[u8], cuts: &mut impl Cuts) -> Reading {
+    let mut parser = Parser::new(blocks);
+    let mut reading = Reading::default();
+    let mut rebuilt = Vec::with_capacity(bytes.len());
+    let (mut from, mut to) = (0, 0);
+    while from < bytes.len() {
+        to = bytes.len().min(cuts.arrive().saturating_add(to));
+        loop {
+            let there = &bytes[from..to];
+            let Some(len) = step(&mut parser, blocks, there, from, &mut reading, &mut rebuilt) else {
+                if to == bytes.len() || cuts.flush() {
+                    parser.pass(there);
+                    rebuilt.extend_from_slice(there);
+                    reading.passed.push(from..to);
+                    reading.literal += there.len();
+                    from = to;
+                }
+                break;
+            };
+            from += len;
+        }
+    }
+    assert_eq!(rebuilt.len(), bytes.len());
+    assert!(rebuilt == bytes, "the steps are not the channel");
+    assert_eq!(parser.facts().bytes, bytes.len() as u64);
+    reading.facts = parser.facts().clone();
+    reading
+}
+
+/// One step; none if it needs more.
+fn step(
+    parser: &mut Parser,
+    blocks: &Blocks,
+    there: &[u8],
+    from: usize,
+    reading: &mut Reading,
+    rebuilt: &mut Vec<u8>,
+) -> Option<usize> {
+    let step = parser.next(there);
+    let len = step.len();
+    assert!(len <= there.len(), "{step:?} of {} bytes", there.len());
+    let place = |at: usize, block, page: u32| {
+        let block = blocks.get(block).expect("a block that was told is known");
+        let pages = block.len_bytes.map_or(1 << 32, |bytes| bytes / PAGE as u64);
+        assert!(u64::from(page) < pages, "page {page} of {pages}");
+        Place {
+            from: from + at,
+            at: from + at,
+            block: String::from_utf8_lossy(&block.name).into(),
+            page,
+        }
+    };
+    match step {
+        Step::NeedMore { at_least } => {
+            assert!(at_least > there.len() && at_least <= Parser::LOOKAHEAD, "{step:?}");
+            return None;
+        }
+        Step::Literal { .. } => {
+            reading.literal += len;
+            rebuilt.extend_from_slice(&there[..len]);
+        }
+        Step::Pages { block, pages } => {
+            assert!((1..=128).contains(&pages.len()), "{step:?}");
+            for (index, page) in pages.iter().enumerate() {
+                reading.pages.push(place(index * PAGE, block, page.get()));
+            }
+            rebuilt.extend_from_slice(&there[..len]);
+        }
+        Step::Record { block, page } => {
+            reading.pages.push(place(PAGE_HEADER, block, page.get()));
+            rebuilt.extend_from_slice(&page_header(page));
+            rebuilt.extend_from_slice(&there[PAGE_HEADER..len]);
+        }
+        Step::Zeros { block, first, count } => {
+            for index in 0..count {
+                let page = larder_migrate::stream::PageIndex::new(first.get() + index);
+                reading
+                    .zeros
+                    .push(place(index as usize * ZERO_RECORD, block, page.get()));
+                rebuilt.extend_from_slice(&zero_record(page));
+            }
+        }
+    }
+    assert!(len > 0, "{step:?} consumes nothing");
+    Some(len)
+}

@@ -1,0 +1,212 @@
+//! `larder migrate`: a running VM to another host.
+
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::unix::net::UnixListener;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Context, bail};
+use larder_block::ByteLen;
+use larder_codec::batch::Method;
+use larder_migrate::progress::{Progress, Totals};
+use larder_migrate::receive;
+use larder_migrate::send::{self, Sender};
+use larder_migrate::tls::{ReceiverTls, SenderTls};
+use larder_vm::listen::SocketFile;
+use serde_json::json;
+
+use crate::cli::Output;
+use crate::cli::migrate::{MigrateCommand, MigrateReceiveArguments, MigrateSendArguments, TrustArguments};
+use crate::disk_image::human;
+use crate::output::{Lines, print};
+
+/// Of what is available, what old pages may take by default.
+const DELTA_MEMORY_SHARE: u64 = 8;
+/// And at most.
+const DELTA_MEMORY_MAX: u64 = 4 << 30;
+/// Lanes by default, at most: four keep 10 Gbit/s busy.
+const LANES_MAX: usize = 4;
+/// Bytes of a channel that may wait for the destination's QEMU: a hundredth of a second of what it takes at most.
+const WINDOW: u32 = 32 << 20;
+
+pub(crate) fn run(command: MigrateCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        MigrateCommand::Send(arguments) => send(&arguments),
+        MigrateCommand::Receive(arguments) => receive(&arguments),
+    }
+}
+
+fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
+    let (host, _) = arguments
+        .to
+        .rsplit_once(':')
+        .with_context(|| format!("--to {}: HOST:PORT is wanted, such as host2.example:4446", arguments.to))?;
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    trusts(&arguments.trust, || {
+        let mut addresses = arguments.to.to_socket_addrs().ok()?;
+        Some(addresses.all(|address| address.ip().is_loopback()))
+    })?;
+    let folder = arguments.trust.tls.as_deref();
+    let tls = folder
+        .map(|folder| SenderTls::load(folder, host, arguments.trust.peer.clone()))
+        .transpose()?;
+    let stop = stop_by_signal()?;
+    let socket = SocketFile::bind(&arguments.listen)?;
+    let listener = UnixListener::from(socket.descriptor()?);
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let sender = Sender::connect(&send::Options {
+        to: arguments.to.clone(),
+        tls,
+        lanes: arguments.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
+        delta_memory: delta_memory(arguments.delta_memory),
+        bandwidth: arguments.bandwidth.map(ByteLen::get),
+    })?;
+    tracing::info!(
+        "ready to send to {} over {} lanes, with up to {} of old pages: QEMU migrates to unix:{}",
+        arguments.to,
+        sender.lanes(),
+        human(sender.delta_memory()),
+        arguments.listen.display()
+    );
+    let progress = Progress::new();
+    sender.carry(&listener, &progress, &stop)?;
+    print(&match arguments.output {
+        Output::Text => summary(&progress),
+        Output::Json => format!("{:#}\n", json_of(&progress)),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
+    let addresses: Vec<SocketAddr> = arguments
+        .listen
+        .to_socket_addrs()
+        .with_context(|| format!("--listen {}: ADDRESS:PORT is wanted, such as 0.0.0.0:4446", arguments.listen))?
+        .collect();
+    trusts(&arguments.trust, || {
+        Some(addresses.iter().map(SocketAddr::ip).all(|ip: IpAddr| ip.is_loopback()))
+    })?;
+    let folder = arguments.trust.tls.as_deref();
+    let tls = folder
+        .map(|folder| ReceiverTls::load(folder, arguments.trust.peer.clone()))
+        .transpose()?;
+    let stop = stop_by_signal()?;
+    let listener =
+        TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {}", arguments.listen))?;
+    tracing::info!("ready to receive on {}", listener.local_addr()?);
+    let delivered = receive::receive(
+        &listener,
+        &receive::Options {
+            connect: arguments.connect.clone(),
+            tls,
+            delta_memory: delta_memory(arguments.delta_memory),
+            window: WINDOW,
+            channels: arguments.channels,
+            lanes: arguments.lanes,
+        },
+        &stop,
+    )?;
+    print(&match arguments.output {
+        Output::Text => format!(
+            "delivered {} of QEMU's stream from {} on the link\n",
+            human(delivered.raw),
+            human(delivered.wire)
+        ),
+        Output::Json => format!(
+            "{:#}\n",
+            json!({"raw_bytes": delivered.raw, "wire_bytes": delivered.wire, "frames": delivered.frames})
+        ),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Nobody sends a guest's memory over a network in the clear without having said so.
+fn trusts(trust: &TrustArguments, is_loopback: impl FnOnce() -> Option<bool>) -> anyhow::Result<()> {
+    if trust.tls.is_some() || trust.insecure || is_loopback() != Some(false) {
+        return Ok(());
+    }
+    bail!(
+        "this goes over a network: give --tls DIR with certificates, or --insecure if whoever can listen there may see \
+        and change the guest's memory"
+    );
+}
+
+fn stop_by_signal() -> anyhow::Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
+    crate::signals::block()?.stop_by(move || stopped.store(true, Ordering::Relaxed))?;
+    Ok(stop)
+}
+
+fn delta_memory(given: Option<ByteLen>) -> u64 {
+    given.map_or_else(
+        || (available().unwrap_or(0) / DELTA_MEMORY_SHARE).min(DELTA_MEMORY_MAX),
+        ByteLen::get,
+    )
+}
+
+/// Bytes of memory that this host has left (proc(5), `MemAvailable`).
+fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+fn ratio(totals: &Totals) -> f64 {
+    totals.raw_bytes as f64 / totals.wire_bytes.max(1) as f64
+}
+
+fn summary(progress: &Progress) -> String {
+    let totals = progress.totals();
+    let mut lines = Lines::default();
+    lines.line("carried", human(totals.raw_bytes));
+    lines.line(
+        "on the link",
+        format!("{} ({:.1} times less)", human(totals.wire_bytes), ratio(&totals)),
+    );
+    lines.line("zero pages", totals.zero_pages);
+    lines.line("of one word", totals.same_pages);
+    lines.line(
+        "deltas",
+        format!("{} pages in {}", totals.delta_pages, human(totals.delta_bytes)),
+    );
+    for method in Method::ALL {
+        let pages = totals.encoded_pages[method.index()];
+        if pages > 0 {
+            let bytes = human(totals.encoded_bytes[method.index()]);
+            lines.line(method.name(), format!("{pages} pages in {bytes}"));
+        }
+    }
+    lines.line("as they are", format!("{} pages", totals.plain_pages));
+    lines.line("time", format!("{:.1} s", progress.elapsed().as_secs_f64()));
+    lines.into_text()
+}
+
+fn json_of(progress: &Progress) -> serde_json::Value {
+    let totals = progress.totals();
+    let methods: serde_json::Map<String, serde_json::Value> = Method::ALL
+        .into_iter()
+        .map(|method| {
+            let pages = totals.encoded_pages[method.index()];
+            let bytes = totals.encoded_bytes[method.index()];
+            (method.name().to_owned(), json!({"pages": pages, "bytes": bytes}))
+        })
+        .collect();
+    json!({
+        "raw_bytes": totals.raw_bytes,
+        "wire_bytes": totals.wire_bytes,
+        "delivered_bytes": totals.delivered_bytes,
+        "frames": totals.frames,
+        "zero_pages": totals.zero_pages,
+        "same_pages": totals.same_pages,
+        "delta_pages": totals.delta_pages,
+        "delta_bytes": totals.delta_bytes,
+        "plain_pages": totals.plain_pages,
+        "methods": methods,
+        "encode_seconds": totals.encode_ns as f64 / 1e9,
+        "write_seconds": totals.write_ns as f64 / 1e9,
+        "seconds": progress.elapsed().as_secs_f64(),
+    })
+}
