@@ -215,7 +215,7 @@ fn kinds() -> Vec<Memory> {
 
 /// The batches of an image, each with what it is of.
 fn image(parts: &[(Memory, u64)]) -> Vec<Memory> {
-    let mut state = 0x77_5678_9abc_def1_u64;
+    let mut state = 0x1234_5678_9abc_def1_u64;
     let mut next = move |end: u64| {
         state ^= state >> 12;
         state ^= state << 25;
@@ -298,7 +298,14 @@ impl Pipeline {
         self.sent_at = self.sent_at.max(write_at) + bytes * self.link_ns_per_byte;
         // What is not sent when the write ends must fit the socket.
         let room_at = self.sent_at - self.socket_bytes * self.link_ns_per_byte;
-        self.written_at = room_at.max(write_at + if self.socket_bytes > 0.0 { bytes * WRITE_NS_PER_BYTE } else { 0.0 });
+        self.written_at = room_at.max(
+            write_at
+                + if self.socket_bytes > 0.0 {
+                    bytes * WRITE_NS_PER_BYTE
+                } else {
+                    0.0
+                },
+        );
         self.queue.push_back((self.written_at, bytes));
         self.queue_bytes += bytes;
         self.written_at - write_at
@@ -308,7 +315,10 @@ impl Pipeline {
     fn made(&mut self, memory: &Memory, method: Option<Method>) -> (Option<usize>, f64, f64) {
         let (left, ns) = method.map_or((1.0, NONE_NS_PER_BYTE), |method| memory.costs[method.index()]);
         let fits = left < 0.97;
-        let (bytes, ns) = (if fits { left } else { 1.0 } * BATCH_BYTES as f64, ns * BATCH_BYTES as f64);
+        let (bytes, ns) = (
+            if fits { left } else { 1.0 } * BATCH_BYTES as f64,
+            ns * BATCH_BYTES as f64,
+        );
         let write_ns = self.send(bytes, ns);
         (fits.then_some(bytes as usize), ns, write_ns)
     }
@@ -360,13 +370,12 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
                 let best = alone
                     .map(|method| ns_of_one_method(&image, method, pipeline()))
                     .fold(f64::MAX, f64::min);
+                // What the socket holds much of is sent before the link is seen.
+                if best * gigabits / 8.0 < 64.0 * socket_bytes {
+                    continue;
+                }
                 let mut selector = Selector::new(&Method::ALL, sender(encoders, gigabits * known), 4096);
                 let share = best / ns_of_choosing(&image, &mut selector, pipeline());
-                if std::env::var_os("SHOW").is_some() {
-                    let evidence = selector.evidence();
-                    let picks = Method::ALL.map(|method| (evidence.share_of(method) * 1000.0) as u32);
-                    println!("{socket_bytes:9} {known} {name:9} {gigabits:5} Gbit/s {encoders} encoders: {share:.3} {picks:?} price {:.2}", evidence.ns_per_byte);
-                }
                 if share < worst.0 {
                     worst = (
                         share,
@@ -402,7 +411,7 @@ fn a_link_that_is_not_what_it_was_said_to_be_is_found_out() {
     for known in [0.1, 10.0] {
         let (share, of) = worst_share(known, 0.0);
         println!("{share:.3}: {of}");
-        assert!(share >= 0.0, "{share}: {of}");
+        assert!(share >= 0.8, "{share}: {of}");
     }
 }
 
@@ -411,7 +420,7 @@ fn a_socket_that_hides_the_link_does_not_hide_what_pays() {
     for socket_bytes in [256e3, 4e6] {
         let (share, of) = worst_share(1.0, socket_bytes);
         println!("{share:.3}: {of}");
-        assert!(share >= 0.0, "{share}: {of}");
+        assert!(share >= 0.85, "{share}: {of}");
     }
 }
 
@@ -442,7 +451,12 @@ fn settled(
 fn what_does_not_compress_is_left_alone_on_any_link() {
     for gigabits in [0.1, 1.0, 10.0, 100.0] {
         let mut selector = Selector::new(&Method::ALL, sender(2.0, gigabits), 64);
-        let (tried, left) = settled(&mut selector, "random", &mut Pipeline::new(2.0, gigabits / 8.0, 0.0), 10_000);
+        let (tried, left) = settled(
+            &mut selector,
+            "random",
+            &mut Pipeline::new(2.0, gigabits / 8.0, 0.0),
+            10_000,
+        );
         assert!(left > 8000, "{gigabits} Gbit/s: {left}, {tried:?}");
         let evidence = selector.evidence();
         let ns: u64 = Method::ALL.iter().map(|&method| evidence.of(method).ns).sum();
