@@ -28,6 +28,7 @@ packages=(
   gnutls-bin openssl                                       # certificates for TLS tests
   prometheus chromium chromium-driver                      # what looks at larder host
   valgrind python3 python3-venv                            # instruction counts; lint tools
+  libisal2                                                 # deflate for migration
   mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of
   cpio zstd kmod util-linux xz-utils procps shellcheck socat tmux
 )

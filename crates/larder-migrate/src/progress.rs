@@ -19,7 +19,6 @@ pub struct Progress {
 struct State {
     totals: Totals,
     channels: Vec<Option<Facts>>,
-    notes: Vec<Vec<u8>>,
 }
 
 /// Sums since the session began.
@@ -89,10 +88,6 @@ impl Progress {
 
     pub(crate) fn delivered(&self, bytes: u64) {
         self.lock().totals.delivered_bytes += bytes;
-    }
-
-    pub(crate) fn note(&self, body: &[u8]) {
-        self.lock().notes.push(body.to_vec());
     }
 
     pub(crate) fn sent(&self, raw_len: usize, outcome: &Outcome, encoded: Duration, written: Duration) {

@@ -33,6 +33,7 @@ use crate::base::{Frontier, Slots};
 use crate::control::{Control, ControlError, Mailbox};
 use crate::decode::{Bases, DecodeError, FrameDecoder};
 use crate::link::{Link, LinkError};
+use crate::notes::Notes;
 use crate::session::{Ending, Shut};
 use crate::tls::ReceiverTls;
 use crate::wire::{
@@ -106,15 +107,24 @@ pub struct Delivered {
     pub frames: u64,
 }
 
+/// Hears of the notes of a session, which begins with its first and ends when [`Notes::receive`] says so. It runs in a
+/// thread of its own.
+pub type Agent<'a> = dyn Fn(Notes) + Sync + 'a;
+
 /// Waits for a sender at `listener` and delivers what it carries until both QEMUs have closed all channels.
 ///
 /// # Errors
 /// Something broke, and QEMU's sockets were shut.
-pub fn receive(listener: &TcpListener, options: &Options, stop: &AtomicBool) -> Result<Delivered, ReceiveError> {
+pub fn receive(
+    listener: &TcpListener,
+    options: &Options,
+    stop: &AtomicBool,
+    agent: Option<&Agent<'_>>,
+) -> Result<Delivered, ReceiveError> {
     listener
         .set_nonblocking(true)
         .map_err(ReceiveError::io("the socket for senders"))?;
-    let session = Session::new(options)?;
+    let session = Session::new(options, agent)?;
     let (greeted, arrivals) = mpsc::sync_channel(GREETING_MAX);
     thread::scope(|scope| {
         let session = &session;
@@ -130,8 +140,10 @@ pub fn receive(listener: &TcpListener, options: &Options, stop: &AtomicBool) -> 
 
 struct Session<'a> {
     options: &'a Options,
+    agent: Option<&'a Agent<'a>>,
     id: SessionId,
-    mailbox: Mailbox,
+    notes: Notes,
+    mailbox: Arc<Mailbox>,
     queues: Mutex<BTreeMap<u16, Arc<Queue>>>,
     bases: Mutex<Option<Arc<Bases>>>,
     delivered: Mutex<Delivered>,
@@ -147,15 +159,19 @@ struct Arrival {
 }
 
 impl<'a> Session<'a> {
-    fn new(options: &'a Options) -> Result<Self, ReceiveError> {
+    fn new(options: &'a Options, agent: Option<&'a Agent<'a>>) -> Result<Self, ReceiveError> {
         let mut id = [0; 16];
         ring::rand::SystemRandom::new()
             .fill(&mut id)
             .map_err(|_| ReceiveError::io("random numbers")(io::Error::other("the system has none")))?;
+        let mailbox = Mailbox::new().map_err(ReceiveError::io("setting up the control connection"))?;
+        let mailbox = Arc::new(mailbox);
         Ok(Self {
             options,
+            agent,
             id,
-            mailbox: Mailbox::new().map_err(ReceiveError::io("setting up the control connection"))?,
+            notes: Notes::new(Arc::clone(&mailbox)),
+            mailbox,
             queues: Mutex::default(),
             bases: Mutex::default(),
             delivered: Mutex::default(),
@@ -178,6 +194,7 @@ impl<'a> Session<'a> {
 
     /// Lets everybody go home.
     fn end(&self) {
+        self.notes.end();
         self.over.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.over_event, &1_u64.to_ne_bytes());
         if let Some(bases) = &*lock(&self.bases) {
@@ -334,6 +351,9 @@ impl<'a> Session<'a> {
         *lock(&self.bases) = Some(bases);
         let handle = link.handle().map_err(ReceiveError::io("the control connection"))?;
         self.ending.shut_later(Shut::Link(handle));
+        if let Some(agent) = self.agent {
+            scope.spawn(move || agent(self.notes.clone()));
+        }
         scope.spawn(move || {
             let result = Control::new(link, &self.mailbox)
                 .map_err(ReceiveError::io("the control connection"))
@@ -373,7 +393,8 @@ impl<'a> Session<'a> {
                 self.mailbox.close();
                 Ok(())
             }
-            Kind::Note => Ok(()),
+            Kind::Note if self.notes.deliver(message.body.clone()) => Ok(()),
+            Kind::Note => Err(ReceiveError::Message("more notes than anybody reads".to_owned())),
             Kind::Delivered | Kind::Return | Kind::Closed | Kind::Alive => unexpected(),
         }
     }

@@ -40,6 +40,7 @@ use crate::control::{Control, ControlError, Mailbox};
 use crate::decode::Bases;
 use crate::encode::{Failed, FrameEncoder, Order};
 use crate::link::{Link, LinkError};
+use crate::notes::Notes;
 use crate::pace::Pace;
 use crate::progress::Progress;
 use crate::session::{Ending, Shut};
@@ -101,8 +102,19 @@ impl SendError {
     }
 }
 
+/// How a session is steered from outside.
+#[derive(Default)]
+pub struct Steering {
+    /// It ends, as a failure.
+    pub stop: AtomicBool,
+    /// It does not end in order, though all channels are closed: there are still notes to exchange.
+    pub hold: AtomicBool,
+}
+
 /// A sender that is connected to its receiver.
 pub struct Sender {
+    mailbox: Arc<Mailbox>,
+    notes: Notes,
     control: Link,
     lanes: Vec<Link>,
     welcome: Welcome,
@@ -133,7 +145,11 @@ impl Sender {
             lane.ready().map_err(SendError::io("setting up a lane"))?;
             lanes.push(lane);
         }
+        let mailbox = Mailbox::new().map_err(SendError::io("setting up the control connection"))?;
+        let mailbox = Arc::new(mailbox);
         Ok(Self {
+            notes: Notes::new(Arc::clone(&mailbox)),
+            mailbox,
             control,
             lanes,
             welcome,
@@ -153,14 +169,21 @@ impl Sender {
         self.welcome.delta_memory
     }
 
-    /// Carries the channels that QEMU opens at `listener` until both QEMUs have closed all of them. `stop` ends it as a
-    /// failure.
+    /// For whoever moves the VM; what is sent before [`Self::carry`] goes with it.
+    #[must_use]
+    pub fn notes(&self) -> Notes {
+        self.notes.clone()
+    }
+
+    /// Carries the channels that QEMU opens at `listener` until both QEMUs have closed all of them.
     ///
     /// # Errors
     /// Something broke, and QEMU's sockets were shut; both QEMUs know that they are not done, but for one that has all that
     /// it waits for.
-    pub fn carry(self, listener: &UnixListener, progress: &Progress, stop: &AtomicBool) -> Result<(), SendError> {
+    pub fn carry(self, listener: &UnixListener, progress: &Progress, steering: &Steering) -> Result<(), SendError> {
         let Self {
+            mailbox,
+            notes,
             control,
             lanes,
             welcome,
@@ -169,7 +192,8 @@ impl Sender {
         let delta_memory = welcome.delta_memory;
         let session = Session {
             poller: Poller::new().map_err(SendError::io("setting up epoll"))?,
-            mailbox: Mailbox::new().map_err(SendError::io("setting up the control connection"))?,
+            mailbox,
+            notes,
             channels: Mutex::default(),
             blocks: Blocks::new(),
             order: Order::new(
@@ -183,15 +207,18 @@ impl Sender {
             welcome,
             pace,
             progress,
+            steering,
+            end_sent: AtomicBool::new(false),
             ending: Ending::new(),
         };
-        session.run(control, lanes, listener, stop)
+        session.run(control, lanes, listener)
     }
 }
 
 struct Session<'a> {
     poller: Poller,
-    mailbox: Mailbox,
+    mailbox: Arc<Mailbox>,
+    notes: Notes,
     channels: Mutex<Channels>,
     blocks: Blocks,
     order: Order,
@@ -200,6 +227,8 @@ struct Session<'a> {
     welcome: Welcome,
     pace: Pace,
     progress: &'a Progress,
+    steering: &'a Steering,
+    end_sent: AtomicBool,
     ending: Ending<SendError>,
 }
 
@@ -241,7 +270,7 @@ impl Channel {
 }
 
 impl Session<'_> {
-    fn run(self, control: Link, lanes: Vec<Link>, listener: &UnixListener, stop: &AtomicBool) -> Result<(), SendError> {
+    fn run(self, control: Link, lanes: Vec<Link>, listener: &UnixListener) -> Result<(), SendError> {
         self.ending.shut_later(Shut::Link(
             control.handle().map_err(SendError::io("the control connection"))?,
         ));
@@ -261,6 +290,7 @@ impl Session<'_> {
                 if let Err(error) = result {
                     session.fail(error);
                 }
+                session.notes.end();
                 session.poller.stop();
             });
             for lane in lanes {
@@ -270,7 +300,7 @@ impl Session<'_> {
                     }
                 });
             }
-            if let Err(error) = session.accept(listener, stop) {
+            if let Err(error) = session.accept(listener) {
                 session.fail(error);
             }
             let _ = spawned.join();
@@ -290,13 +320,18 @@ impl Session<'_> {
     }
 
     /// Takes in QEMU's connections until the session ends.
-    fn accept(&self, listener: &UnixListener, stop: &AtomicBool) -> Result<(), SendError> {
+    fn accept(&self, listener: &UnixListener) -> Result<(), SendError> {
+        // One that was held from the beginning may end without a channel; another has its first one coming.
+        let waits_for_channel = !self.steering.hold.load(Ordering::Relaxed);
         loop {
             if self.poller.is_stopped() {
                 return Ok(());
             }
-            if stop.load(Ordering::Relaxed) {
+            if self.steering.stop.load(Ordering::Relaxed) {
                 return Err(SendError::Stopped);
+            }
+            if !waits_for_channel {
+                self.end_if_done();
             }
             match listener.accept() {
                 Ok((socket, _)) => self.open(socket)?,
@@ -358,8 +393,11 @@ impl Session<'_> {
                 return Ok(());
             }
             Kind::Note => {
-                self.progress.note(&message.body);
-                return Ok(());
+                return if self.notes.deliver(message.body) {
+                    Ok(())
+                } else {
+                    Err(SendError::Message("more notes than anybody reads".to_owned()))
+                };
             }
             _ => {}
         }
@@ -433,7 +471,14 @@ impl Session<'_> {
     fn channel_done(&self) {
         let mut channels = lock(&self.channels);
         channels.open -= 1;
-        if channels.open == 0 {
+        drop(channels);
+        self.end_if_done();
+    }
+
+    /// Ends the session in order if all channels are closed and nobody holds it.
+    fn end_if_done(&self) {
+        let open = lock(&self.channels).open;
+        if open == 0 && !self.steering.hold.load(Ordering::Relaxed) && !self.end_sent.swap(true, Ordering::Relaxed) {
             self.mailbox.send(&Message::new(Kind::End, 0, 0));
         }
     }

@@ -9,7 +9,7 @@ use std::thread;
 
 use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::receive::{self, receive};
-use larder_migrate::send::{self, Sender};
+use larder_migrate::send::{self, Sender, Steering};
 
 const PAGE: usize = 4096;
 
@@ -64,7 +64,7 @@ impl Pair {
             };
             let stop = &stop;
             let tcp = &tcp;
-            let receiver = scope.spawn(move || receive(tcp, &options, stop).expect("it receives"));
+            let receiver = scope.spawn(move || receive(tcp, &options, stop, None).expect("it receives"));
             let options = send::Options {
                 to,
                 tls: None,
@@ -75,7 +75,9 @@ impl Pair {
             let progress = &progress;
             let sender = scope.spawn(move || {
                 let sender = Sender::connect(&options).expect("it connects");
-                sender.carry(&self.source, progress, stop).expect("it carries");
+                sender
+                    .carry(&self.source, progress, &Steering::default())
+                    .expect("it carries");
             });
             let path = self.source();
             let s = scope.spawn(move || source(&path));

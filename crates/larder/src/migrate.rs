@@ -11,7 +11,7 @@ use larder_block::ByteLen;
 use larder_codec::batch::Method;
 use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::receive;
-use larder_migrate::send::{self, Sender};
+use larder_migrate::send::{self, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
 use serde_json::json;
@@ -51,7 +51,9 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
     let tls = folder
         .map(|folder| SenderTls::load(folder, host, arguments.trust.peer.clone()))
         .transpose()?;
-    let stop = stop_by_signal()?;
+    let steering = Arc::new(Steering::default());
+    let stopped = Arc::clone(&steering);
+    crate::signals::block()?.stop_by(move || stopped.stop.store(true, Ordering::Relaxed))?;
     let socket = SocketFile::bind(&arguments.listen)?;
     let listener = UnixListener::from(socket.descriptor()?);
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
@@ -70,7 +72,7 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
         arguments.listen.display()
     );
     let progress = Progress::new();
-    sender.carry(&listener, &progress, &stop)?;
+    sender.carry(&listener, &progress, &steering)?;
     print(&match arguments.output {
         Output::Text => summary(&progress),
         Output::Json => format!("{:#}\n", json_of(&progress)),
@@ -82,7 +84,12 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let addresses: Vec<SocketAddr> = arguments
         .listen
         .to_socket_addrs()
-        .with_context(|| format!("--listen {}: ADDRESS:PORT is wanted, such as 0.0.0.0:4446", arguments.listen))?
+        .with_context(|| {
+            format!(
+                "--listen {}: ADDRESS:PORT is wanted, such as 0.0.0.0:4446",
+                arguments.listen
+            )
+        })?
         .collect();
     trusts(&arguments.trust, || {
         Some(addresses.iter().map(SocketAddr::ip).all(|ip: IpAddr| ip.is_loopback()))
@@ -106,6 +113,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
             lanes: arguments.lanes,
         },
         &stop,
+        None,
     )?;
     print(&match arguments.output {
         Output::Text => format!(
