@@ -3,10 +3,13 @@
 #
 #   vmlinuz        Debian 12's cloud kernel, taken out of its package.
 #   guest.cpio.gz  An initramfs that is a whole guest: busybox, fio, blkdiscard,
-#                  lsblk, mkfs.ext4, e2fsck. Virtio disks are /dev/vda, vdb, ...
-#   debian12.ext4  A Debian 12 root file system with systemd and fio (2 GiB, sparse).
+#                  lsblk, mkfs.ext4, e2fsck, guest-load. Virtio disks are /dev/vda, vdb, ...
+#   debian12.ext4  A Debian 12 root file system with systemd, fio and guest-load
+#                  (2 GiB, sparse).
 #   boot.cpio.gz   An initramfs that boots it: mounts root= (default /dev/vda)
 #                  and starts systemd up to multi-user.target.
+#
+# guest-load changes its memory and checks it: guest/load.rs.
 #
 # Both initramfs run a script handed to them: append an uncompressed newc cpio
 # that holds the file /test.sh (concatenated archives are one initramfs; both
@@ -22,8 +25,8 @@
 #     -append 'console=ttyS0 quiet panic=-1' -drive file=disk.raw,if=virtio,format=raw
 #
 # --check only tells, by exit code, whether they are there and up to date.
-# Needs root. The root file system is mmdebstrap's, which makes what debootstrap
-# would, four times faster.
+# Needs root, and rustc: $RUSTC, if root does not find it. The root file system is
+# mmdebstrap's, which makes what debootstrap would, four times faster.
 set -euo pipefail
 # shellcheck source=testbed/lib.sh
 . "$(dirname -- "$0")/lib.sh"
@@ -33,10 +36,11 @@ artefacts=(vmlinuz guest.cpio.gz boot.cpio.gz debian12.ext4)
 if is_fresh "$out_dir/guest.stamp" "$want" "${artefacts[@]/#/$out_dir/}"; then exit 0; fi
 [ "${1:-}" != --check ] || exit 1
 [ "$(id -u)" -eq 0 ] || die "making a root file system needs root"
+command -v "${RUSTC:-rustc}" >/dev/null || die "there is no rustc: it compiles guest/load.rs"
 
 # Virtio as a module each, and what they need; ext4 is built in.
 modules=(virtio_pci virtio_blk virtio_scsi virtio_balloon virtio_console virtio_rng qemu_fw_cfg)
-programs=(dash fio lsblk blkdiscard blockdev fallocate mkfs.ext4 e2fsck)
+programs=(dash fio lsblk blkdiscard blockdev fallocate mkfs.ext4 e2fsck guest-load)
 
 # What an interrupted build left; setup.sh lets only one run at a time.
 rm -rf --one-file-system -- "$out_dir"/guest.??????
@@ -119,6 +123,8 @@ pack() {
 
 unpack_kernel
 debian_root "$guest_suite" "$root" systemd,systemd-sysv,udev,kmod,fio,e2fsprogs,procps,util-linux
+# Of this machine's C library, which is the guest's: setup.sh wants the same release.
+"${RUSTC:-rustc}" --edition 2024 -O -C strip=symbols -C panic=abort -o "$root/usr/bin/guest-load" "$testbed_dir/guest/load.rs"
 
 base_initramfs "$work/boot"
 install -m 755 "$testbed_dir/guest/init-boot" "$work/boot/init"

@@ -79,11 +79,17 @@ if [ ${#stale[@]} -gt 0 ] && ! apt-cache show linux-image-cloud-amd64 >/dev/null
   as_root apt-get update -qq
 fi
 
+# Rust is this user's, as a rule: root finds the compiler by its path only.
+rustc=
+if [ ${#stale[@]} -gt 0 ]; then
+  rustc=$(rustc --print sysroot)/bin/rustc || die "there is no rustc: install a Rust toolchain"
+fi
+
 # The builds share nothing and mostly unpack: side by side.
 declare -A builds=()
 for part in "${stale[@]}"; do
   say "building $part (target/testbed/log/$part)"
-  as_root "$testbed_dir/build-$part.sh" >"$out_dir/log/$part" 2>&1 9>&- &
+  as_root env RUSTC="$rustc" "$testbed_dir/build-$part.sh" >"$out_dir/log/$part" 2>&1 9>&- &
   builds[$part]=$!
 done
 failed=()

@@ -14,6 +14,7 @@ pub mod decode;
 pub mod encode;
 pub mod frame;
 pub mod link;
+pub mod moving;
 pub mod notes;
 pub mod pace;
 pub mod progress;

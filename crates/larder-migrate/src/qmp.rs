@@ -113,6 +113,13 @@ impl Qmp {
         Ok(qmp)
     }
 
+    /// The user that QEMU runs as, or whoever made its socket.
+    #[must_use]
+    pub fn user(&self) -> u32 {
+        rustix::net::sockopt::socket_peercred(&self.socket)
+            .map_or_else(|_| rustix::process::geteuid().as_raw(), |peer| peer.uid.as_raw())
+    }
+
     /// QEMU's version: major, minor, micro.
     #[must_use]
     pub const fn version(&self) -> [u64; 3] {

@@ -67,7 +67,7 @@ fn main() -> ExitCode {
         Command::Disk(DiskCommand::Resize(arguments)) => disk_resize::run(arguments),
         Command::Disk(DiskCommand::Cache(command)) => disk_cache::run(command),
         Command::Memory(command) => memory::run(command),
-        Command::Migrate(command) => migrate::run(command),
+        Command::Migrate(arguments) => migrate::run(*arguments),
         Command::Libvirt(command) => libvirt::run(command),
         Command::Host(arguments) => host::run(arguments),
         Command::Status(arguments) => status::run(arguments),

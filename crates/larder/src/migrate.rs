@@ -1,5 +1,7 @@
 //! `larder migrate`: a running VM to another host.
 
+mod whole;
+
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
@@ -9,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
 use larder_codec::batch::Method;
+use larder_migrate::moving::destination::Destination;
 use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::receive;
 use larder_migrate::send::{self, Sender, Steering};
@@ -17,10 +20,14 @@ use larder_vm::listen::SocketFile;
 use serde_json::json;
 
 use crate::cli::Output;
-use crate::cli::migrate::{MigrateCommand, MigrateReceiveArguments, MigrateSendArguments, TrustArguments};
+use crate::cli::migrate::{
+    MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments, SendingArguments, TrustArguments,
+};
 use crate::disk_image::human;
 use crate::output::{Lines, print};
 
+/// Where a receiver waits unless it is said.
+const PORT: u16 = 4446;
 /// Of what is available, what old pages may take by default.
 const DELTA_MEMORY_SHARE: u64 = 8;
 /// And at most.
@@ -30,43 +37,57 @@ const LANES_MAX: usize = 4;
 /// Bytes of a channel that may wait for the destination's QEMU: a hundredth of a second of what it takes at most.
 const WINDOW: u32 = 32 << 20;
 
-pub(crate) fn run(command: MigrateCommand) -> anyhow::Result<ExitCode> {
-    match command {
-        MigrateCommand::Send(arguments) => send(&arguments),
-        MigrateCommand::Receive(arguments) => receive(&arguments),
+pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
+    match arguments.command {
+        None => whole::run(&arguments.whole),
+        Some(MigrateCommand::Send(arguments)) => send(&arguments),
+        Some(MigrateCommand::Receive(arguments)) => receive(&arguments),
     }
 }
 
-fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
-    let (host, _) = arguments
-        .to
-        .rsplit_once(':')
-        .with_context(|| format!("--to {}: HOST:PORT is wanted, such as host2.example:4446", arguments.to))?;
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    trusts(&arguments.trust, || {
-        let mut addresses = arguments.to.to_socket_addrs().ok()?;
+/// `HOST`, `HOST:PORT`, `ADDRESS` or `[ADDRESS]:PORT`, with the port, and the host alone.
+fn with_port(to: &str) -> (String, &str) {
+    let bare = to.trim_start_matches('[').trim_end_matches(']');
+    match to.rsplit_once(':') {
+        _ if bare.parse::<IpAddr>().is_ok_and(|address| address.is_ipv6()) => (format!("[{bare}]:{PORT}"), bare),
+        Some((host, _)) => (to.to_owned(), host.trim_start_matches('[').trim_end_matches(']')),
+        None => (format!("{to}:{PORT}"), to),
+    }
+}
+
+/// What a sender is to do, once it is clear that it may.
+fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyhow::Result<send::Options> {
+    let (to, host) = with_port(to);
+    trusts(trust, || {
+        let mut addresses = to.to_socket_addrs().ok()?;
         Some(addresses.all(|address| address.ip().is_loopback()))
     })?;
-    let folder = arguments.trust.tls.as_deref();
-    let tls = folder
-        .map(|folder| SenderTls::load(folder, host, arguments.trust.peer.clone()))
+    let tls = trust
+        .tls
+        .as_deref()
+        .map(|folder| SenderTls::load(folder, host, trust.peer.clone()))
         .transpose()?;
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    Ok(send::Options {
+        to,
+        tls,
+        lanes: sending.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
+        delta_memory: delta_memory(sending.delta_memory),
+        bandwidth: sending.bandwidth.map(ByteLen::get),
+    })
+}
+
+fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
+    let options = sending(&arguments.to, &arguments.trust, &arguments.sending)?;
     let steering = Arc::new(Steering::default());
     let stopped = Arc::clone(&steering);
     crate::signals::block()?.stop_by(move || stopped.stop.store(true, Ordering::Relaxed))?;
     let socket = SocketFile::bind(&arguments.listen)?;
     let listener = UnixListener::from(socket.descriptor()?);
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let sender = Sender::connect(&send::Options {
-        to: arguments.to.clone(),
-        tls,
-        lanes: arguments.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
-        delta_memory: delta_memory(arguments.delta_memory),
-        bandwidth: arguments.bandwidth.map(ByteLen::get),
-    })?;
+    let sender = Sender::connect(&options)?;
     tracing::info!(
         "ready to send to {} over {} lanes, with up to {} of old pages: QEMU migrates to unix:{}",
-        arguments.to,
+        options.to,
         sender.lanes(),
         human(sender.delta_memory()),
         arguments.listen.display()
@@ -81,15 +102,10 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
 }
 
 fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
-    let addresses: Vec<SocketAddr> = arguments
-        .listen
+    let (listen, _) = with_port(&arguments.listen);
+    let addresses: Vec<SocketAddr> = listen
         .to_socket_addrs()
-        .with_context(|| {
-            format!(
-                "--listen {}: ADDRESS:PORT is wanted, such as 0.0.0.0:4446",
-                arguments.listen
-            )
-        })?
+        .with_context(|| format!("--listen {listen}: ADDRESS:PORT is wanted, such as 0.0.0.0:{PORT}"))?
         .collect();
     trusts(&arguments.trust, || {
         Some(addresses.iter().map(SocketAddr::ip).all(|ip: IpAddr| ip.is_loopback()))
@@ -99,22 +115,31 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         .map(|folder| ReceiverTls::load(folder, arguments.trust.peer.clone()))
         .transpose()?;
     let stop = stop_by_signal()?;
-    let listener =
-        TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {}", arguments.listen))?;
+    let destination = arguments
+        .qmp
+        .as_deref()
+        .map(Destination::new)
+        .transpose()
+        .map_err(anyhow::Error::msg)?;
+    let connect = match (&destination, &arguments.connect) {
+        (Some(destination), _) => destination.incoming(),
+        (None, Some(path)) => path.clone(),
+        (None, None) => bail!("where does QEMU wait? give --qmp or --connect"),
+    };
+    let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
     tracing::info!("ready to receive on {}", listener.local_addr()?);
-    let delivered = receive::receive(
-        &listener,
-        &receive::Options {
-            connect: arguments.connect.clone(),
-            tls,
-            delta_memory: delta_memory(arguments.delta_memory),
-            window: WINDOW,
-            channels: arguments.channels,
-            lanes: arguments.lanes,
-        },
-        &stop,
-        None,
-    )?;
+    let options = receive::Options {
+        connect,
+        tls,
+        delta_memory: delta_memory(arguments.delta_memory),
+        window: WINDOW,
+        channels: arguments.channels,
+        lanes: arguments.lanes,
+    };
+    let delivered = match destination {
+        Some(destination) => return whole::receive(&listener, &options, &stop, &destination, arguments.output),
+        None => receive::receive(&listener, &options, &stop, None)?,
+    };
     print(&match arguments.output {
         Output::Text => format!(
             "delivered {} of QEMU's stream from {} on the link\n",

@@ -197,6 +197,7 @@ impl Guest {
 pub struct Monitor {
     stream: UnixStream,
     reader: BufReader<UnixStream>,
+    events: Vec<String>,
 }
 
 impl Monitor {
@@ -210,6 +211,7 @@ impl Monitor {
         let mut this = Self {
             reader: BufReader::new(stream.try_clone()?),
             stream,
+            events: Vec::new(),
         };
         this.line()?;
         this.run("qmp_capabilities", "{}")?;
@@ -241,7 +243,13 @@ impl Monitor {
             if line.starts_with("{\"error\"") {
                 bail!("QEMU refuses {command}: {line}");
             }
+            self.events.push(line);
         }
+    }
+
+    /// The events, in JSON, that came while commands were run.
+    pub fn take_events(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.events)
     }
 
     /// Waits for an event.

@@ -8,11 +8,76 @@ use larder_migrate::tls::Pin;
 
 use super::Output;
 
+#[derive(Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct MigrateArguments {
+    #[command(subcommand)]
+    pub(crate) command: Option<MigrateCommand>,
+    #[command(flatten)]
+    pub(crate) whole: MoveArguments,
+}
+
+/// The whole move.
+#[derive(Args)]
+pub(crate) struct MoveArguments {
+    /// The virtual machine, whose file says how QEMU is found: qmp in its [memory]; or with a / in it the path of a file
+    #[arg(value_name = "VM", required_unless_present = "qmp", conflicts_with = "qmp")]
+    pub(crate) vm: Option<PathBuf>,
+    /// The QMP socket of the QEMU that has the virtual machine
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qmp: Option<PathBuf>,
+    /// The host where larder migrate receive --qmp waits
+    #[arg(long, value_name = "HOST[:PORT]", required = true)]
+    pub(crate) to: Option<String>,
+    #[command(flatten)]
+    pub(crate) trust: TrustArguments,
+    #[command(flatten)]
+    pub(crate) sending: SendingArguments,
+    /// QEMU's channels for pages besides its main channel (multifd-channels); 0 for none. One channel gives some 0.8 GB of
+    /// memory in a second. With --postcopy there are none, since QEMU cannot do both
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(0..=64))]
+    pub(crate) channels: u8,
+    /// How long the guest may stand still in the end, in milliseconds
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=2_000_000))]
+    pub(crate) downtime: u64,
+    /// Give up after so many seconds; the virtual machine goes on here then
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) timeout: Option<u64>,
+    /// If it would not end otherwise, let the guest run at the destination before all of its memory is there. Should the
+    /// link or a host fail meanwhile, the guest waits for it to come back
+    #[arg(long)]
+    pub(crate) postcopy: bool,
+    /// Let QEMU slow the guest down, more and more, if it would not end otherwise (auto-converge)
+    #[arg(long)]
+    pub(crate) throttle: bool,
+    /// Do not end the QEMU here once the virtual machine runs at the destination
+    #[arg(long)]
+    pub(crate) keep: bool,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+/// What a sender may use.
+#[derive(Args)]
+pub(crate) struct SendingArguments {
+    /// Connections between the hosts, and threads that compress, at most; by default as many as there are CPUs, up to 4
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) lanes: Option<u16>,
+    /// Memory for old versions of pages, on each of the hosts, at most; by default an 8th of what is available, up to 4 GiB
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) delta_memory: Option<ByteLen>,
+    /// Send no more than so many bytes in a second
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) bandwidth: Option<ByteLen>,
+}
+
 #[derive(Subcommand)]
 pub(crate) enum MigrateCommand {
-    /// Carry the migration of a QEMU to a receiver on another host, compressed: it migrates to unix:PATH
+    /// Carry the migration of a QEMU to a receiver on another host, compressed, and nothing else: QEMU migrates to unix:PATH,
+    /// and whoever had it do so looks after both QEMUs
     Send(MigrateSendArguments),
-    /// Take in what a sender carries, and hand it to the QEMU that waits with -incoming unix:PATH
+    /// Take in a virtual machine, or what a sender carries, and hand it to the QEMU that waits
     Receive(MigrateReceiveArguments),
 }
 
@@ -41,15 +106,8 @@ pub(crate) struct MigrateSendArguments {
     pub(crate) to: String,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
-    /// Connections between the hosts, and threads that compress, at most; by default as many as there are CPUs, up to 4
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub(crate) lanes: Option<u16>,
-    /// Memory for old versions of pages, on each of the hosts, at most; by default an 8th of what is available, up to 4 GiB
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) delta_memory: Option<ByteLen>,
-    /// Send no more than so many bytes in a second
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) bandwidth: Option<ByteLen>,
+    #[command(flatten)]
+    pub(crate) sending: SendingArguments,
     /// For people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
@@ -60,9 +118,13 @@ pub(crate) struct MigrateReceiveArguments {
     /// Where to wait for a sender
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) listen: String,
-    /// Where QEMU waits: what it was given with -incoming unix:PATH
-    #[arg(long, value_name = "PATH")]
-    pub(crate) connect: PathBuf,
+    /// The QMP socket of a QEMU that was started with -incoming defer, and with what else the source's has: what
+    /// larder migrate VM sends runs in it
+    #[arg(long, value_name = "PATH", required_unless_present = "connect")]
+    pub(crate) qmp: Option<PathBuf>,
+    /// What QEMU was given with -incoming unix:PATH, to carry and do nothing else
+    #[arg(long, value_name = "PATH", conflicts_with = "qmp")]
+    pub(crate) connect: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     /// Connections and threads that decompress, at most

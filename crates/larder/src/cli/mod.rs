@@ -28,7 +28,7 @@ use larder_vm::wish::DiskWish;
 use larder_vm::wish::keys::parse_disk;
 
 use self::memory::{MemoryCommand, Switch};
-use self::migrate::MigrateCommand;
+use self::migrate::MigrateArguments;
 use self::watch::{AdviseArguments, HostArguments, StatusArguments, TopArguments};
 
 /// Keeps what a QEMU virtual machine needs next close at hand.
@@ -53,9 +53,8 @@ pub(crate) enum Command {
     /// Keep the memory of a running virtual machine within a budget
     #[command(subcommand)]
     Memory(MemoryCommand),
-    /// Carry the migration of a virtual machine to another host, compressed
-    #[command(subcommand)]
-    Migrate(MigrateCommand),
+    /// Move a running virtual machine to another host, its memory compressed on the way
+    Migrate(Box<MigrateArguments>),
     /// Have Larder serve the disks of a domain of libvirt's
     #[command(subcommand)]
     Libvirt(LibvirtCommand),

@@ -1,0 +1,128 @@
+//! A relay between QEMU and Larder, which notes what goes by, so that what one side said can be compared with what the
+//! other one heard.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use anyhow::Context;
+
+/// Bytes of a channel, one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Digest {
+    /// How many.
+    pub bytes: u64,
+    /// FNV-1a, of 64 bits, of them.
+    pub hash: u64,
+}
+
+impl Default for Digest {
+    fn default() -> Self {
+        Self {
+            bytes: 0,
+            hash: 0xcbf2_9ce4_8422_2325,
+        }
+    }
+}
+
+impl Digest {
+    fn take(&mut self, bytes: &[u8]) {
+        self.bytes += bytes.len() as u64;
+        for &byte in bytes {
+            self.hash = (self.hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+}
+
+/// What went over a channel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// From the source to the destination.
+    pub there: Digest,
+    /// And back.
+    pub back: Digest,
+}
+
+type Channel = [JoinHandle<Digest>; 2];
+
+/// A socket whose connections go on to another one.
+pub struct Tap {
+    listener: Arc<UnixListener>,
+    accepting: JoinHandle<Vec<Channel>>,
+}
+
+impl Tap {
+    /// Listens at `path`; whoever connects is connected with `to`.
+    ///
+    /// # Errors
+    /// It cannot listen.
+    pub fn start(path: &Path, to: &Path) -> anyhow::Result<Self> {
+        let listener = Arc::new(UnixListener::bind(path)?);
+        let to = to.to_owned();
+        let taken = Arc::clone(&listener);
+        let accepting = std::thread::spawn(move || accept(&taken, &to));
+        Ok(Self { listener, accepting })
+    }
+
+    /// Waits until all connections have ended; what went over them, in the order in which they were made.
+    ///
+    /// # Errors
+    /// A thread of it has failed.
+    pub fn finish(self) -> anyhow::Result<Vec<Carried>> {
+        rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both)?;
+        let channels = self.accepting.join().ok().context("the tap has failed")?;
+        let digest = |pump: JoinHandle<Digest>| pump.join().ok().context("the tap has failed");
+        channels
+            .into_iter()
+            .map(|[there, back]| {
+                Ok(Carried {
+                    there: digest(there)?,
+                    back: digest(back)?,
+                })
+            })
+            .collect()
+    }
+}
+
+fn accept(listener: &UnixListener, to: &PathBuf) -> Vec<Channel> {
+    let mut channels = Vec::new();
+    // It is shut in the end.
+    while let Ok((from, _)) = listener.accept() {
+        // Where nobody listens, the connection ends, as it would have been refused.
+        let Ok(to) = UnixStream::connect(to) else { continue };
+        let (from, to) = (Arc::new(from), Arc::new(to));
+        let pump = |from: &Arc<UnixStream>, to: &Arc<UnixStream>| {
+            let (from, to) = (Arc::clone(from), Arc::clone(to));
+            std::thread::spawn(move || pump(&from, &to))
+        };
+        channels.push([pump(&from, &to), pump(&to, &from)]);
+    }
+    channels
+}
+
+fn pump(mut from: &UnixStream, mut to: &UnixStream) -> Digest {
+    let mut digest = Digest::default();
+    let mut buffer = vec![0; 256 << 10];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(len) => {
+                digest.take(&buffer[..len]);
+                if to.write_all(&buffer[..len]).is_err() {
+                    // Nobody takes it any more: nor can it be said.
+                    let _ = from.shutdown(Shutdown::Read);
+                    break;
+                }
+            }
+            Err(_) => {
+                let _ = to.shutdown(Shutdown::Both);
+                break;
+            }
+        }
+    }
+    let _ = to.shutdown(Shutdown::Write);
+    digest
+}

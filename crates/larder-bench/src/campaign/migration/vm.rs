@@ -1,0 +1,356 @@
+//! A guest that changes its memory and checks it, under a QEMU that can be moved.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, bail, ensure};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::super::guest::{Monitor, accelerator, initramfs, project, test_bed};
+use super::super::process::{Process, mortal};
+use super::{LIMIT, LOOK};
+
+/// Whose QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Release {
+    /// QEMU 7.2, of the host.
+    Debian12,
+    /// QEMU 10, of the test bed's chroot. Entering it needs root.
+    Debian13,
+}
+
+impl Release {
+    fn command(self) -> anyhow::Result<Command> {
+        const QEMU: &str = "qemu-system-x86_64";
+        if self == Self::Debian12 {
+            return Ok(mortal(QEMU));
+        }
+        ensure!(
+            rustix::process::geteuid().is_root(),
+            "this needs root: entering the Debian 13 chroot"
+        );
+        test_bed("debian13.stamp")?;
+        let enter = project().join("testbed/debian13.sh");
+        let mut command = mortal(enter.to_str().context("the project's path is no UTF-8")?);
+        command.arg(QEMU);
+        Ok(command)
+    }
+}
+
+/// What the guest does: `guest-load` of the test bed, with these options.
+#[derive(Clone, Debug)]
+pub struct Load {
+    /// `constant`, `sequence`, `random`, `partial` or `mixed`.
+    pub kind: &'static str,
+    /// How much memory it changes, in MiB.
+    pub mib: u64,
+    /// How fast, in 10^6 bytes per second; 0: as fast as it can.
+    pub rate: u64,
+    /// Of so many pages one is checked before it is changed.
+    pub check: u64,
+}
+
+impl Default for Load {
+    fn default() -> Self {
+        Self {
+            kind: "mixed",
+            mib: 32,
+            rate: 10,
+            check: 1,
+        }
+    }
+}
+
+/// What source and destination have in common.
+pub struct Machine {
+    release: Release,
+    memory_kib: u64,
+    folder: TempDir,
+    initrd: PathBuf,
+}
+
+impl Machine {
+    /// With so much memory in MiB, less what QEMU before 9.0 needs to see the writes of an emulated guest: it loses some
+    /// where memory is a multiple of 64 pages.
+    ///
+    /// # Errors
+    /// The test bed is not set up.
+    pub fn new(release: Release, memory_mib: u64, load: &Load) -> anyhow::Result<Self> {
+        let Load { kind, mib, rate, check } = load;
+        let script = format!("exec guest-load {kind} --size {mib} --rate {rate} --check {check}\n");
+        let folder = tempfile::tempdir()?;
+        let initrd = initramfs(&script, folder.path())?;
+        Ok(Self {
+            release,
+            memory_kib: (memory_mib << 10) - 8,
+            folder,
+            initrd,
+        })
+    }
+
+    /// Where its files, and sockets between its QEMUs, may lie.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Boots the guest, and waits until it works.
+    ///
+    /// # Errors
+    /// It does not get that far.
+    pub fn boot(&self) -> anyhow::Result<Vm> {
+        let vm = self.start(&[])?;
+        vm.wait_for_console("TICK", 1)?;
+        Ok(vm)
+    }
+
+    /// A QEMU that waits to be told where its guest comes from.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn incoming(&self) -> anyhow::Result<Vm> {
+        self.start(&["-incoming", "defer"])
+    }
+
+    fn start(&self, words: &[&str]) -> anyhow::Result<Vm> {
+        let folder = tempfile::tempdir_in(self.folder.path())?;
+        let (console, qmp) = (folder.path().join("console"), folder.path().join("qmp"));
+        let mut command = self.release.command()?;
+        command
+            .args([
+                "-accel",
+                &accelerator()?,
+                "-smp",
+                "1",
+                "-m",
+                &format!("{}k", self.memory_kib),
+            ])
+            .args(["-nodefaults", "-display", "none", "-no-reboot", "-kernel"])
+            .arg(test_bed("vmlinuz")?.canonicalize()?)
+            .arg("-initrd")
+            .arg(&self.initrd)
+            // On a busy host the kernel may find its timer missing.
+            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check", "-serial"])
+            .arg(format!("file:{}", console.display()))
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", qmp.display()))
+            .args(words);
+        let process = Process::start(command)?;
+        let give_up = Instant::now() + LIMIT;
+        while !qmp.exists() || !console.exists() {
+            ensure!(!process.has_ended(), "QEMU: {}", process.output());
+            ensure!(Instant::now() < give_up, "QEMU does not start: {}", process.output());
+            std::thread::sleep(LOOK);
+        }
+        Ok(Vm {
+            monitor: Monitor::connect(&qmp)?,
+            process,
+            console,
+            _folder: folder,
+        })
+    }
+}
+
+/// How a guest is moved: capabilities and parameters of migration, the same on both sides.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Settings {
+    /// Channels for pages besides the main one; 0: all goes over that.
+    pub multifd: u8,
+    /// It may switch to post-copy.
+    pub postcopy: bool,
+    /// Pages that are waited for have a channel of their own then.
+    pub preempt: bool,
+    /// The source waits before it lets go of the guest.
+    pub pause_before_switchover: bool,
+    /// Nothing comes back from the destination.
+    pub no_return_path: bool,
+}
+
+/// A QEMU, and its guest, if that is here.
+pub struct Vm {
+    /// It.
+    pub process: Process,
+    monitor: Monitor,
+    console: PathBuf,
+    _folder: TempDir,
+}
+
+impl Vm {
+    /// QEMU's monitor.
+    pub fn monitor(&mut self) -> &mut Monitor {
+        &mut self.monitor
+    }
+
+    /// Runs a command; what QEMU answers.
+    ///
+    /// # Errors
+    /// It refuses, or has ended.
+    pub fn ask(&mut self, command: &str, arguments: &Value) -> anyhow::Result<Value> {
+        let line = self.monitor.run(command, &arguments.to_string());
+        let line = line.with_context(|| format!("QEMU said {}", self.process.output()))?;
+        let mut answer: Value = serde_json::from_str(&line)?;
+        Ok(answer["return"].take())
+    }
+
+    /// Prepares it, as source or destination.
+    ///
+    /// # Errors
+    /// QEMU refuses.
+    pub fn prepare(&mut self, settings: &Settings) -> anyhow::Result<()> {
+        let capabilities = [
+            ("return-path", !settings.no_return_path),
+            ("events", true),
+            ("multifd", settings.multifd > 0),
+            ("postcopy-ram", settings.postcopy),
+            ("postcopy-preempt", settings.preempt),
+            ("pause-before-switchover", settings.pause_before_switchover),
+        ];
+        let list: Vec<Value> = capabilities
+            .into_iter()
+            .map(|(name, on)| json!({"capability": name, "state": on}))
+            .collect();
+        self.ask("migrate-set-capabilities", &json!({"capabilities": list}))?;
+        self.ask(
+            "migrate-set-parameters",
+            &json!({
+                // As fast as the link: it is Larder that knows how fast that may be.
+                "max-bandwidth": 100_u64 << 30,
+                "multifd-channels": settings.multifd.max(1),
+            }),
+        )?;
+        Ok(())
+    }
+
+    /// Has it wait for its guest at a socket.
+    ///
+    /// # Errors
+    /// QEMU refuses.
+    pub fn listen(&mut self, socket: &Path) -> anyhow::Result<()> {
+        let uri = format!("unix:{}", socket.display());
+        self.ask("migrate-incoming", &json!({"uri": uri})).map(drop)
+    }
+
+    /// Has it begin to send its guest to a socket.
+    ///
+    /// # Errors
+    /// QEMU refuses.
+    pub fn migrate(&mut self, socket: &Path) -> anyhow::Result<()> {
+        let uri = format!("unix:{}", socket.display());
+        self.ask("migrate", &json!({"uri": uri})).map(drop)
+    }
+
+    /// What its migration is at: `active`, `completed`, `failed`, ...
+    ///
+    /// # Errors
+    /// QEMU has ended.
+    pub fn migration(&mut self) -> anyhow::Result<String> {
+        let info = self.ask("query-migrate", &json!({}))?;
+        Ok(info["status"].as_str().unwrap_or("none").to_owned())
+    }
+
+    /// Waits until its migration is at one of these; which.
+    ///
+    /// # Errors
+    /// QEMU ends, or it gets to another end, or to none.
+    pub fn wait_for_migration(&mut self, wanted: &[&str]) -> anyhow::Result<String> {
+        let give_up = Instant::now() + LIMIT;
+        loop {
+            let is = self.migration()?;
+            if wanted.contains(&is.as_str()) {
+                return Ok(is);
+            }
+            if ["completed", "failed", "cancelled"].contains(&is.as_str()) || Instant::now() > give_up {
+                let said = self.process.output();
+                bail!("the migration is {is}, not {wanted:?}; QEMU said {said}");
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Whether its processors run: `running`, `paused`, `inmigrate`, `postmigrate`, `finish-migrate`, ...
+    ///
+    /// # Errors
+    /// QEMU has ended.
+    pub fn run_state(&mut self) -> anyhow::Result<String> {
+        let info = self.ask("query-status", &json!({}))?;
+        Ok(info["status"].as_str().unwrap_or("none").to_owned())
+    }
+
+    /// What its console has shown so far.
+    pub fn console(&self) -> String {
+        let bytes = fs::read(&self.console).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Waits until its console has shown a word in `count` lines more.
+    ///
+    /// # Errors
+    /// It does not come, or the guest has found something wrong.
+    pub fn wait_for_console(&self, word: &str, count: usize) -> anyhow::Result<()> {
+        // The line that is being written may have been counted already.
+        let goal = self.console().matches(word).count() + count;
+        let give_up = Instant::now() + LIMIT;
+        loop {
+            let console = self.console();
+            ensure!(
+                !["MISMATCH", "LARDER-GUEST-EXIT", "Kernel panic"]
+                    .iter()
+                    .any(|bad| console.contains(bad)),
+                "the guest has ended: {console}"
+            );
+            if console.matches(word).count() >= goal {
+                return Ok(());
+            }
+            let said = self.process.output();
+            ensure!(!self.process.has_ended(), "QEMU has ended: {said}");
+            ensure!(Instant::now() < give_up, "the guest stands still: {console}\n{said}");
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Waits until the guest has gone on for a while, here.
+    ///
+    /// # Errors
+    /// It stands still, or has found something wrong.
+    pub fn works(&self) -> anyhow::Result<()> {
+        self.wait_for_console("TICK", 3)
+    }
+
+    /// Waits until the guest has checked all its memory, here, once more: every page was written anew, and is right, after
+    /// this was called.
+    ///
+    /// # Errors
+    /// It stands still, or has found something wrong.
+    pub fn verifies(&self) -> anyhow::Result<()> {
+        // One round is under way.
+        self.wait_for_console("ROUND", 2)
+    }
+}
+
+/// Checks what the consoles of one guest's QEMUs have shown, one after the other: it has counted on without a gap, and found
+/// nothing wrong. How far it has counted.
+///
+/// # Errors
+/// It has not.
+pub fn counted(consoles: &[String]) -> anyhow::Result<u64> {
+    // A line may have begun on one and ended on the next.
+    let text = consoles.concat();
+    ensure!(!text.contains("MISMATCH"), "the guest's memory is wrong: {text}");
+    let mut next = 0;
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    for line in whole.lines().filter(|line| line.contains("TICK")) {
+        let number = line
+            .trim()
+            .strip_prefix("TICK ")
+            .and_then(|rest| rest.split(' ').next());
+        let number: u64 = number
+            .and_then(|number| number.parse().ok())
+            .with_context(|| format!("'{line}' in {text}"))?;
+        ensure!(number == next, "{number} follows {next} less one: {text}");
+        next += 1;
+    }
+    ensure!(next > 0, "the guest has not begun: {text}");
+    Ok(next)
+}

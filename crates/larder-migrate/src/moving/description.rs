@@ -1,0 +1,161 @@
+//! A QEMU and its VM, as far as they must be alike on both hosts.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::qmp::{Qmp, QmpError};
+
+/// What a QEMU says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Description {
+    /// Major, minor, micro.
+    pub qemu: [u64; 3],
+    /// Such as `pc-i440fx-7.2`.
+    pub machine: String,
+    /// Bytes of RAM: with what it began, and plugged in since.
+    pub memory_bytes: [u64; 2],
+    /// Virtual processors that are there.
+    pub processors: u64,
+    /// PCI devices: place, vendor and device.
+    pub pci: Vec<String>,
+    /// As QEMU knows it; zeros without `-uuid`.
+    pub uuid: String,
+    /// As QEMU knows it.
+    pub name: Option<String>,
+    /// The host's clock, in milliseconds since 1970.
+    pub clock_ms: u64,
+    /// Bytes of memory that the host has left.
+    pub available_bytes: Option<u64>,
+}
+
+/// Clocks that are further apart make the guest's time jump.
+const CLOCK_MS_MAX: u64 = 500;
+
+impl Description {
+    /// Asks QEMU.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn of(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let nothing = || json!({});
+        let machine = qmp.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
+        let machine = machine
+            .as_str()
+            .unwrap_or("unknown")
+            .trim_end_matches("-machine")
+            .to_owned();
+        let memory = qmp.execute("query-memory-size-summary", nothing())?;
+        let processors = qmp.execute("query-cpus-fast", nothing())?;
+        let pci = qmp.execute("query-pci", nothing())?;
+        let uuid = qmp.execute("query-uuid", nothing())?;
+        let name = qmp.execute("query-name", nothing())?;
+        let clock = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Ok(Self {
+            qemu: qmp.version(),
+            machine,
+            memory_bytes: ["base-memory", "plugged-memory"].map(|part| memory[part].as_u64().unwrap_or(0)),
+            processors: processors.as_array().map_or(0, Vec::len) as u64,
+            pci: pci_devices(&pci),
+            uuid: uuid["UUID"].as_str().unwrap_or_default().to_owned(),
+            name: name["name"].as_str().map(str::to_owned),
+            clock_ms: clock.as_millis() as u64,
+            available_bytes: available(),
+        })
+    }
+
+    /// Why a VM of this description cannot become one of `there`.
+    #[must_use]
+    pub fn differences(&self, there: &Self) -> Vec<String> {
+        let mut found = Vec::new();
+        let mut differ = |what: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
+            found.push(format!("{what}: {here} at the source, {there} at the destination"));
+        };
+        if self.machine != there.machine {
+            differ("machine type", &self.machine, &there.machine);
+        }
+        if self.memory_bytes[0] != there.memory_bytes[0] {
+            differ("bytes of memory (-m)", &self.memory_bytes[0], &there.memory_bytes[0]);
+        }
+        if self.memory_bytes[1] != there.memory_bytes[1] {
+            differ(
+                "bytes of memory plugged in",
+                &self.memory_bytes[1],
+                &there.memory_bytes[1],
+            );
+        }
+        if self.processors != there.processors {
+            differ("processors (-smp)", &self.processors, &there.processors);
+        }
+        for (devices, others, place) in [
+            (&self.pci, &there.pci, "destination"),
+            (&there.pci, &self.pci, "source"),
+        ] {
+            for device in devices.iter().filter(|device| !others.contains(device)) {
+                found.push(format!("PCI device {device} is missing at the {place}"));
+            }
+        }
+        found
+    }
+
+    /// What is worth a word, though it does not hinder.
+    #[must_use]
+    pub fn warnings(&self, there: &Self) -> Vec<String> {
+        let mut found = Vec::new();
+        if self.qemu > there.qemu {
+            let text = |version: [u64; 3]| version.map(|part| part.to_string()).join(".");
+            found.push(format!(
+                "QEMU {} at the destination is older than {} at the source",
+                text(there.qemu),
+                text(self.qemu)
+            ));
+        }
+        let apart = self.clock_ms.abs_diff(there.clock_ms);
+        if apart > CLOCK_MS_MAX {
+            found.push(format!(
+                "the hosts' clocks are {:.1} s apart, and the guest's will jump: keep them by NTP",
+                apart as f64 / 1000.0
+            ));
+        }
+        let needed: u64 = self.memory_bytes.iter().sum();
+        if let Some(left) = there.available_bytes.filter(|&left| left < needed) {
+            found.push(format!(
+                "the destination has {} MiB of memory left, and the guest has {} MiB",
+                left >> 20,
+                needed >> 20
+            ));
+        }
+        found
+    }
+}
+
+/// Place, vendor and device of each, those behind bridges too.
+fn pci_devices(buses: &Value) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut buses: Vec<&Value> = buses.as_array().into_iter().flatten().collect();
+    while let Some(bus) = buses.pop() {
+        for device in bus["devices"].as_array().into_iter().flatten() {
+            let number = |value: &Value| value.as_u64().unwrap_or(0);
+            found.push(format!(
+                "{:02x}:{:02x}.{:x} {:04x}:{:04x}",
+                number(&device["bus"]),
+                number(&device["slot"]),
+                number(&device["function"]),
+                number(&device["id"]["vendor"]),
+                number(&device["id"]["device"])
+            ));
+            buses.push(&device["pci_bridge"]);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// proc(5), `MemAvailable`.
+fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    kib.checked_mul(1024)
+}

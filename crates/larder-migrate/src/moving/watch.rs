@@ -1,0 +1,190 @@
+//! How a migration goes: what there is to show, and whether it will end.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::progress::{Progress, Totals};
+use crate::qmp::{Qmp, QmpError};
+
+/// Rates are averages over this long.
+const RATE_OVER: Duration = Duration::from_secs(1);
+/// Rounds that bring nothing before it is said that none will.
+const ROUNDS_WITHOUT_GAIN: u32 = 3;
+
+/// A moment of a migration.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Report {
+    /// Since QEMU began, in seconds.
+    pub seconds: f64,
+    /// As QEMU says it.
+    pub status: String,
+    /// From 1; the first sends all memory.
+    pub round: u64,
+    /// Bytes of memory that are still to be sent in this round.
+    pub remaining_bytes: u64,
+    /// Bytes of memory in all.
+    pub total_bytes: u64,
+    /// Bytes of memory that the guest changes in a second, as QEMU saw it in the round before.
+    pub dirty_bytes_per_s: u64,
+    /// Bytes of QEMU's stream that are sent in a second.
+    pub stream_bytes_per_s: u64,
+    /// Bytes on the link in a second.
+    pub wire_bytes_per_s: u64,
+    /// Of lanes at work, on an average: encoding, and waiting for the link.
+    pub encoding: f64,
+    /// See [`Self::encoding`].
+    pub waiting: f64,
+    /// In seconds, if it goes on so.
+    pub expected_seconds: Option<f64>,
+    /// As QEMU expects it, in milliseconds.
+    pub expected_downtime_ms: Option<u64>,
+    /// Why it will not end at this rate, and what can be done.
+    pub verdict: Option<String>,
+    /// All that was sent so far.
+    pub totals: Totals,
+}
+
+/// Looks at a migration again and again.
+pub struct Watch {
+    downtime_ms: u64,
+    stopped: Option<Instant>,
+    samples: Vec<(Duration, Totals)>,
+    round: u64,
+    /// Remaining at the beginning of the best round so far.
+    least: u64,
+    without_gain: u32,
+    verdict: Option<String>,
+}
+
+impl Watch {
+    /// Of one that has begun.
+    #[must_use]
+    pub const fn new(downtime_ms: u64) -> Self {
+        Self {
+            downtime_ms,
+            stopped: None,
+            samples: Vec::new(),
+            round: 0,
+            least: u64::MAX,
+            without_gain: 0,
+            verdict: None,
+        }
+    }
+
+    /// Waits for events, until one comes or the time is over.
+    ///
+    /// # Errors
+    /// QEMU has gone.
+    pub fn hear(&mut self, qmp: &mut Qmp, wait: Duration) -> Result<(), QmpError> {
+        if let Some(event) = qmp.event(wait)?
+            && event.name == "STOP"
+        {
+            self.stopped = Some(Instant::now());
+        }
+        Ok(())
+    }
+
+    /// When the guest stopped, as far as that was heard.
+    ///
+    /// # Errors
+    /// QEMU has gone.
+    pub fn stopped_at(&mut self, qmp: &mut Qmp) -> Result<Option<Instant>, QmpError> {
+        while self.stopped.is_none() {
+            match qmp.event(Duration::ZERO)? {
+                None => break,
+                Some(event) if event.name == "STOP" => {
+                    let ago = std::time::SystemTime::now()
+                        .duration_since(std::time::UNIX_EPOCH)
+                        .unwrap_or_default()
+                        .saturating_sub(event.at);
+                    self.stopped = Instant::now().checked_sub(ago);
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(self.stopped)
+    }
+
+    /// Why it will not end at this rate; `None` while that is not known.
+    #[must_use]
+    pub fn verdict(&self) -> Option<String> {
+        self.verdict.clone()
+    }
+
+    /// What there is to say now.
+    pub fn report(&mut self, migration: &Value, progress: &Progress, elapsed: Duration) -> Report {
+        let ram = &migration["ram"];
+        let number = |name: &str| ram[name].as_u64().unwrap_or(0);
+        let page = number("page-size").max(4096);
+        let totals = progress.totals();
+        self.samples.push((elapsed, totals.clone()));
+        self.samples.retain(|(at, _)| elapsed.saturating_sub(*at) <= RATE_OVER);
+        let (since, first) = &self.samples[0];
+        let seconds = (elapsed - *since).as_secs_f64();
+        let per_second = |now: u64, then: u64| {
+            if seconds > 0.0 {
+                ((now - then) as f64 / seconds) as u64
+            } else {
+                0
+            }
+        };
+        let mut report = Report {
+            seconds: elapsed.as_secs_f64(),
+            status: migration["status"].as_str().unwrap_or("none").to_owned(),
+            round: number("dirty-sync-count"),
+            remaining_bytes: number("remaining"),
+            total_bytes: number("total"),
+            dirty_bytes_per_s: number("dirty-pages-rate") * page,
+            stream_bytes_per_s: per_second(totals.raw_bytes, first.raw_bytes),
+            wire_bytes_per_s: per_second(totals.wire_bytes, first.wire_bytes),
+            encoding: per_second(totals.encode_ns, first.encode_ns) as f64 / 1e9,
+            waiting: per_second(totals.write_ns, first.write_ns) as f64 / 1e9,
+            expected_seconds: None,
+            expected_downtime_ms: migration["expected-downtime"].as_u64(),
+            verdict: None,
+            totals,
+        };
+        let gains = report.stream_bytes_per_s.saturating_sub(report.dirty_bytes_per_s);
+        if gains > 0 && report.status == "active" {
+            report.expected_seconds = Some(report.remaining_bytes as f64 / gains as f64);
+        }
+        self.judge(&report);
+        report.verdict.clone_from(&self.verdict);
+        report
+    }
+
+    /// At the beginning of each round what is left is compared with the rounds before.
+    fn judge(&mut self, report: &Report) {
+        if report.round == self.round || report.status != "active" {
+            return;
+        }
+        self.round = report.round;
+        if report.round < 2 || report.stream_bytes_per_s == 0 {
+            return;
+        }
+        let allowed = report.stream_bytes_per_s / 1000 * self.downtime_ms;
+        if report.remaining_bytes < self.least / 10 * 9 || report.remaining_bytes <= allowed {
+            self.least = self.least.min(report.remaining_bytes);
+            self.without_gain = 0;
+            self.verdict = None;
+            return;
+        }
+        self.without_gain += 1;
+        if self.without_gain < ROUNDS_WITHOUT_GAIN {
+            return;
+        }
+        let mb = |bytes: u64| bytes / 1_000_000;
+        let needed = self.least.saturating_mul(1000) / report.stream_bytes_per_s;
+        self.verdict = Some(format!(
+            "it will not end at this rate: the guest changes {} MB in a second, and {} MB of its memory go over ({} MB on \
+            the link); you can allow a downtime of some {} ms, post-copy, throttling, or a faster link",
+            mb(report.dirty_bytes_per_s),
+            mb(report.stream_bytes_per_s),
+            mb(report.wire_bytes_per_s),
+            needed.next_multiple_of(100)
+        ));
+    }
+}

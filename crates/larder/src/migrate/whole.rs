@@ -1,0 +1,210 @@
+//! `larder migrate VM --to HOST` and `larder migrate receive --qmp`: the whole move.
+
+use std::io::{IsTerminal, Write};
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use larder_migrate::moving::destination::{Destination, State};
+use larder_migrate::moving::source::{self, Done, MoveError};
+use larder_migrate::moving::watch::Report;
+use larder_migrate::progress::Progress;
+use larder_migrate::receive;
+use larder_vm::vm::config::{QemuAt, VmConfig, path_of};
+use serde_json::json;
+
+use super::{json_of, ratio, sending, stop_by_signal, summary};
+use crate::EXIT_NEGATIVE;
+use crate::cli::Output;
+use crate::cli::migrate::MoveArguments;
+use crate::disk_image::human;
+use crate::output::{Lines, print};
+
+/// Between two lines of how it goes.
+const SHOW_EVERY: Duration = Duration::from_secs(1);
+
+pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
+    let to = arguments.to.as_deref().context("--to: to which host?")?;
+    let options = source::Options {
+        qmp: qmp_of(arguments)?,
+        send: sending(to, &arguments.trust, &arguments.sending)?,
+        multifd_channels: arguments.channels,
+        downtime_ms: arguments.downtime,
+        timeout: arguments.timeout.map(Duration::from_secs),
+        postcopy: arguments.postcopy,
+        throttle: arguments.throttle,
+        keep: arguments.keep,
+    };
+    let cancel = stop_by_signal()?;
+    let progress = Arc::new(Progress::new());
+    let mut shown = Shown::default();
+    let result = source::run(&options, &progress, &cancel, &mut |report| shown.show(report));
+    shown.end();
+    let error = match result {
+        Ok(done) => {
+            print(&match arguments.output {
+                Output::Text => told(&done, &progress),
+                Output::Json => format!("{:#}\n", json!({"moved": done, "sent": json_of(&progress)})),
+            })?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        Err(error) => error,
+    };
+    if matches!(arguments.output, Output::Json) {
+        let place = match &error {
+            MoveError::Preflight(_) | MoveError::Here { .. } | MoveError::Cancelled => "here",
+            MoveError::InDoubt { .. } => "in doubt",
+            MoveError::Broken { .. } => "between",
+            MoveError::Qmp(_) | MoveError::Unsettled(_) => "unknown",
+        };
+        print(&format!(
+            "{:#}\n",
+            json!({"failed": error.to_string(), "vm": place, "sent": json_of(&progress)})
+        ))?;
+    }
+    match error {
+        // It works, and the answer is no.
+        MoveError::Here { .. } | MoveError::Cancelled | MoveError::Preflight(_) => {
+            crate::report(&error.into());
+            Ok(ExitCode::from(EXIT_NEGATIVE))
+        }
+        error => Err(error.into()),
+    }
+}
+
+/// Where the VM's QEMU listens.
+fn qmp_of(arguments: &MoveArguments) -> anyhow::Result<PathBuf> {
+    if let Some(path) = &arguments.qmp {
+        return Ok(path.clone());
+    }
+    let Some(name) = &arguments.vm else {
+        bail!("which virtual machine? name it, or give --qmp");
+    };
+    let path = path_of(name)?;
+    match VmConfig::read(&path)?.memory.map(|memory| memory.qemu) {
+        Some(QemuAt::Qmp(path)) => Ok(path),
+        _ => bail!(
+            "{}: it does not say qmp = \"/path/of/its/QMP/socket\" in [memory]; give --qmp instead of a name",
+            path.display()
+        ),
+    }
+}
+
+/// How it goes, in a line that is written over on a terminal, or in one line after the other.
+#[derive(Default)]
+struct Shown {
+    last: Option<Instant>,
+    open_line: bool,
+    verdict: Option<String>,
+}
+
+impl Shown {
+    fn show(&mut self, report: &Report) {
+        if report.verdict.is_some() && report.verdict != self.verdict {
+            self.end();
+            tracing::warn!("{}", report.verdict.as_deref().unwrap_or_default());
+            self.verdict.clone_from(&report.verdict);
+        }
+        if report.total_bytes == 0 || self.last.is_some_and(|last| last.elapsed() < SHOW_EVERY) {
+            return;
+        }
+        self.last = Some(Instant::now());
+        let rate = |bytes: u64| format!("{}/s", human(bytes));
+        let mut text = format!(
+            "{:.0} s, round {}: {} of {} left; the guest changes {}, {} go over in {} ({:.1}x, {:.1} CPUs)",
+            report.seconds,
+            report.round,
+            human(report.remaining_bytes),
+            human(report.total_bytes),
+            rate(report.dirty_bytes_per_s),
+            rate(report.stream_bytes_per_s),
+            rate(report.wire_bytes_per_s),
+            ratio(&report.totals),
+            report.encoding,
+        );
+        if let Some(seconds) = report.expected_seconds {
+            text = format!("{text}; {seconds:.0} s to go");
+        }
+        let mut stderr = std::io::stderr().lock();
+        // Nobody may be looking.
+        let _ = if stderr.is_terminal() {
+            self.open_line = true;
+            write!(stderr, "\r\x1b[K{text}").and_then(|()| stderr.flush())
+        } else {
+            writeln!(stderr, "{text}")
+        };
+    }
+
+    fn end(&mut self) {
+        if std::mem::take(&mut self.open_line) {
+            let _ = writeln!(std::io::stderr());
+        }
+    }
+}
+
+fn told(done: &Done, progress: &Progress) -> String {
+    let mut lines = Lines::default();
+    lines.line("moved", format!("in {:.1} s, {} rounds", done.seconds, done.rounds));
+    if let Some(downtime) = done.downtime_ms {
+        lines.line("stood still", format!("{downtime} ms"));
+    }
+    if done.postcopy {
+        lines.line("by", "post-copy");
+    }
+    format!("{}{}", lines.into_text(), summary(progress))
+}
+
+/// Takes in one VM, over as many sessions as its source needs.
+pub(super) fn receive(
+    listener: &TcpListener,
+    options: &receive::Options,
+    stop: &AtomicBool,
+    destination: &Destination,
+    output: Output,
+) -> anyhow::Result<ExitCode> {
+    let mut delivered = receive::Delivered::default();
+    loop {
+        let result = receive::receive(listener, options, stop, Some(&|notes| destination.answer(&notes)));
+        if let Ok(session) = &result {
+            delivered.raw += session.raw;
+            delivered.wire += session.wire;
+        }
+        match destination.look() {
+            State::Running if destination.is_done() => break,
+            State::Failed => {
+                let reason = result.err().map_or_else(String::new, |error| format!(" ({error})"));
+                bail!("the virtual machine did not come, and its source has it still{reason}");
+            }
+            state => {
+                if stop.load(Ordering::Relaxed) {
+                    if state != State::Running {
+                        destination.give_up();
+                    }
+                    bail!(
+                        "stopped; the QEMU here {}",
+                        if state == State::Running {
+                            "has the virtual machine"
+                        } else {
+                            "was ended"
+                        }
+                    );
+                }
+                if let Err(error) = result {
+                    tracing::warn!("{error}; waiting for the source to come again");
+                }
+            }
+        }
+    }
+    print(&match output {
+        Output::Text => format!("the virtual machine runs here; {} came for it\n", human(delivered.wire)),
+        Output::Json => format!(
+            "{:#}\n",
+            json!({"running": true, "raw_bytes": delivered.raw, "wire_bytes": delivered.wire})
+        ),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
