@@ -179,6 +179,8 @@ pub struct Pager<G, W> {
     stored: StoredPages,
     /// Why nothing is evicted, since when; told once until it is over.
     stuck: Option<(Stuck, Instant)>,
+    /// Tries since that brought nothing.
+    stuck_tries: u32,
     told_stuck: Option<(Stuck, Instant)>,
     /// There was no memory for a page, or writes could not be stopped: nothing of it is tried again before.
     no_memory_until: Option<Instant>,
@@ -301,6 +303,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             pressure,
             stored: StoredPages::default(),
             stuck: None,
+            stuck_tries: 0,
             told_stuck: None,
             no_memory_until: None,
             no_eviction_until: None,
@@ -333,7 +336,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub fn set_limit(&mut self, limit_bytes: u64, compressed_bytes: u64) {
         self.options.limit_bytes = limit_bytes;
         self.options.compressed_bytes = compressed_bytes;
-        self.stuck = None;
+        self.is_stuck_no_more();
         self.kept_in_row = 0;
     }
 

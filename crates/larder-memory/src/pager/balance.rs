@@ -31,6 +31,10 @@ const TRY_FULL_AFTER: Duration = Duration::from_millis(100);
 /// The same when none could be compressed.
 const TRY_INCOMPRESSIBLE_AFTER: Duration = Duration::from_secs(10);
 
+/// After each try that brought nothing twice as long, up to this.
+const TRY_AGAIN_MAX: Duration = Duration::from_secs(10);
+const STUCK_TRIES_MAX: u32 = 10;
+
 /// Memory is said to stay over its limit if it is so much over it, and after so long again.
 const TOLD_OVER: u64 = 1 << 20;
 const TELL_AGAIN_AFTER: Duration = Duration::from_secs(600);
@@ -96,14 +100,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn evict(&mut self, now: Instant) -> bool {
         let excess = self.excess_pages();
         if excess == 0 {
-            self.stuck = None;
+            self.is_stuck_no_more();
             return false;
         }
         let enough = (self.reserve_bytes() / BATCH_SHARE / PAGE_BYTES) as usize;
         if excess < enough.min(BATCH_PAGES) && self.used_bytes() < self.options.limit_bytes {
             return false;
         }
-        if self.stuck.is_some() && !self.is_stuck_no_more() {
+        if self.stuck.is_some() && !self.may_try_again() {
             return false;
         }
         if self.no_eviction_until.is_some_and(|until| until > now) {
@@ -169,23 +173,31 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
     }
 
-    /// Whether to try again.
-    fn is_stuck_no_more(&mut self) -> bool {
+    /// Whether to try again. It counts as stuck until a page has gone, and a try that brings nothing makes the next one
+    /// later: each stops the process' writes to many pages for nothing.
+    fn may_try_again(&mut self) -> bool {
         let Some((why, since)) = self.stuck else { return true };
-        let is_over = match why {
+        let later = |after: Duration| (after * (1 << self.stuck_tries)).min(TRY_AGAIN_MAX);
+        let may = match why {
             Stuck::TiersFull | Stuck::DiskFailed => {
-                // What can be moved together is, but not from segments that are nearly full: then there is none to be had, and
-                // trying at once would stop writes and free them again without an end.
+                // What can be moved together is, but not from segments that are nearly full: then there is none to be had.
                 let may_have = self.disks_have_room()
                     || self.ram.live_bytes() + 2 * SEGMENT as u64 <= self.options.compressed_bytes;
-                self.has_room_in_ram() || may_have && self.now - since > TRY_FULL_AFTER
+                self.has_room_in_ram() || may_have && self.now - since > later(TRY_FULL_AFTER)
             }
-            Stuck::Memory => self.now - since > TRY_AGAIN_AFTER,
+            Stuck::Memory => self.now - since > later(TRY_AGAIN_AFTER),
             Stuck::Incompressible => self.now - since > TRY_INCOMPRESSIBLE_AFTER,
         };
-        if is_over {
-            self.stuck = None;
+        if may {
+            self.stuck = Some((why, self.now));
+            self.stuck_tries = (self.stuck_tries + 1).min(STUCK_TRIES_MAX);
         }
-        is_over
+        may
+    }
+
+    /// Pages have gone.
+    pub(super) fn is_stuck_no_more(&mut self) {
+        self.stuck = None;
+        self.stuck_tries = 0;
     }
 }

@@ -155,6 +155,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.state.evicted().store(number, Ordering::Relaxed);
         self.figures.evicted += pages.len() as u64;
         self.figures.evicted_clean += pages.len() as u64;
+        self.is_stuck_no_more();
         self.punch(slot, pages);
     }
 
@@ -423,6 +424,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             self.unprotect(run);
         }
         if !going.is_empty() {
+            self.is_stuck_no_more();
             self.punch(slot, going);
         }
         if self.kept_in_row >= KEPT_MAX.min(self.present) {
