@@ -7,5 +7,5 @@ set -euo pipefail
 
 [ "$(id -u)" -eq 0 ] || exit 0
 cd /
-setpriv --reuid 65534 --regid 65534 --clear-groups --bounding-set=-all --inh-caps=-all -- /usr/bin/test -x "$repo_dir" ||
+setpriv --reuid 65534 --regid 65534 --clear-groups --bounding-set=-all -- /usr/bin/test -x "$repo_dir" ||
   die "some tests run programs as another user, who cannot enter $repo_dir: move the project, to /srv for instance, or let others pass through the folders above it (chmod o+x)"

@@ -32,7 +32,9 @@ fn moves(release: Release, settings: &Settings) {
     if settings.postcopy {
         // Memory that is there already may be needed from here on.
         source.wait_for_migration(&["active"]).expect("it goes on");
-        source.ask("migrate-start-postcopy", &serde_json::json!({})).expect("it may");
+        source
+            .ask("migrate-start-postcopy", &serde_json::json!({}))
+            .expect("it may");
     }
     source.wait_for_migration(&["completed"]).expect("the guest is moved");
     destination.verifies().expect("its memory is right");
@@ -48,7 +50,10 @@ fn moves(release: Release, settings: &Settings) {
     assert_eq!(sent.len(), 1 + more, "channels");
     assert!(sent[0].back.bytes > 0, "nothing came back");
     counted(&[source.console(), destination.console()]).expect("it has counted on");
-    assert_byte_counts(&sender.process.output(), sent.iter().map(|channel| channel.there.bytes).sum());
+    assert_byte_counts(
+        &sender.process.output(),
+        sent.iter().map(|channel| channel.there.bytes).sum(),
+    );
     let _ = Path::new("");
 }
 
