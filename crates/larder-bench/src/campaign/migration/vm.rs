@@ -153,6 +153,14 @@ impl Machine {
     }
 }
 
+/// What a guest's console shows when it does not go on.
+const ENDS: [&str; 4] = [
+    "MISMATCH",
+    "LARDER-GUEST-EXIT",
+    "Kernel panic",
+    "Initramfs unpacking failed",
+];
+
 /// How a guest is moved: capabilities and parameters of migration, the same on both sides.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Settings {
@@ -295,9 +303,7 @@ impl Vm {
         loop {
             let console = self.console();
             ensure!(
-                !["MISMATCH", "LARDER-GUEST-EXIT", "Kernel panic"]
-                    .iter()
-                    .any(|bad| console.contains(bad)),
+                !ENDS.iter().any(|end| console.contains(end)),
                 "the guest has ended: {console}"
             );
             if console.matches(word).count() >= goal {
