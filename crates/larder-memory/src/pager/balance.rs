@@ -100,7 +100,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     fn evict(&mut self, now: Instant) -> bool {
         let excess = self.excess_pages();
         if excess == 0 {
-            self.is_stuck_no_more();
+            // Those on their way may have to stay yet.
+            if self.batches.leaving() + self.punching == 0 {
+                self.is_stuck_no_more();
+            }
             return false;
         }
         let enough = (self.reserve_bytes() / BATCH_SHARE / PAGE_BYTES) as usize;

@@ -309,16 +309,16 @@ fn memory_is_shown_as_the_pager_tells_it() {
         assert_eq!(overflow(&browser), 0, "at {width}");
     }
     // What it says once nothing changes any more is what the pager says.
-    let state = memory.stand_still();
+    memory.stop();
     let last = |title: &str, place: usize| {
         let last = format!("const it = {}.larder()[{place}]; return it.at(-1);", plot(title));
         browser.run(&last).as_u64()
     };
     super::until("the last figures", || {
-        (last("Memory", 1) == Some(state.used) && last("Memory", 3) == Some(state.compressed.used)).then_some(())
+        let state = memory.pager.state().expect("answers");
+        let told = [state.used, state.resident, state.compressed.used, state.budget];
+        (1..).zip(told).all(|(at, told)| last("Memory", at) == Some(told)).then_some(())
     });
-    assert_eq!(last("Memory", 2), Some(state.resident));
-    assert_eq!(last("Memory", 4), Some(state.budget));
     let facts = browser.run("return document.querySelector('#memory .facts').textContent;");
     let facts = facts.as_str().expect("text");
     for words in ["Budget24.0 MiB", "min 20.0 MiB", "web.swap", " a day", " to 1"] {
