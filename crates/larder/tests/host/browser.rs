@@ -317,7 +317,10 @@ fn memory_is_shown_as_the_pager_tells_it() {
     super::until("the last figures", || {
         let state = memory.pager.state().expect("answers");
         let told = [state.used, state.resident, state.compressed.used, state.budget];
-        (1..).zip(told).all(|(at, told)| last("Memory", at) == Some(told)).then_some(())
+        (1..)
+            .zip(told)
+            .all(|(at, told)| last("Memory", at) == Some(told))
+            .then_some(())
     });
     let facts = browser.run("return document.querySelector('#memory .facts').textContent;");
     let facts = facts.as_str().expect("text");

@@ -1,0 +1,252 @@
+//! What breaks while a session is under way: whoever is left ends soon, as a failure that says why, and neither QEMU takes
+//! what it has for the whole.
+
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+
+use crate::ends::{Between, Received, main_channel, was_closed, write};
+use crate::support::{LIMIT, pattern};
+
+/// How far a session has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// No QEMU has connected.
+    Idle,
+    /// The first bytes have arrived.
+    Begun,
+    /// Frames are on their way on all lanes.
+    Middle,
+    /// The destination's QEMU takes nothing, and as much waits for it as may.
+    Full,
+    /// All has arrived, but no QEMU has closed anything.
+    Last,
+}
+
+const STAGES: [Stage; 5] = [Stage::Idle, Stage::Begun, Stage::Middle, Stage::Full, Stage::Last];
+
+/// Bytes that may wait for the destination's QEMU.
+const WINDOW: u64 = 32 << 20;
+
+/// A session at a stage.
+struct Session {
+    stage: Stage,
+    between: Between,
+    stream: Vec<u8>,
+    qemu: Option<Qemu>,
+}
+
+/// What stands for QEMU on both sides.
+struct Qemu {
+    source: UnixStream,
+    destination: UnixStream,
+    received: Option<Received>,
+}
+
+impl Session {
+    fn at(stage: Stage) -> Self {
+        let mut session = Self {
+            stage,
+            between: Between::start(),
+            stream: match stage {
+                // It cannot become less on the link, and is more than the window.
+                Stage::Full => pattern(1, 48 << 20),
+                _ => main_channel(2000),
+            },
+            qemu: None,
+        };
+        if stage != Stage::Idle {
+            session.begin();
+        }
+        session
+    }
+
+    fn begin(&mut self) {
+        let Self {
+            stage,
+            between,
+            stream,
+            qemu,
+        } = self;
+        let len = if *stage == Stage::Begun { 100 } else { stream.len() };
+        if *stage == Stage::Middle {
+            between.relay.hold_at(2_000_000);
+        }
+        let source = between.source();
+        // It lasts as long as the socket is open.
+        write(source.try_clone().expect("a socket"), stream[..len].to_vec());
+        let destination = between.destination();
+        let received = (*stage != Stage::Full).then(|| Received::from(destination.try_clone().expect("a socket")));
+        match (*stage, &received) {
+            (Stage::Middle, _) => between.relay.wait_until_held(LIMIT).expect("it carries so much"),
+            (Stage::Full, _) => between
+                .relay
+                .wait_until_full(WINDOW - (600 << 10), LIMIT)
+                .expect("so much"),
+            (_, Some(received)) => received.wait_for(len),
+            _ => {}
+        }
+        *qemu = Some(Qemu {
+            source,
+            destination,
+            received,
+        });
+    }
+
+    /// Both sides end as failures, and both QEMUs' ends are closed. What sender and receiver said.
+    fn fails(mut self) -> [String; 2] {
+        let said = self.between.fail();
+        let Some(qemu) = self.qemu else { return said };
+        assert!(was_closed(&qemu.source), "{:?}", self.stage);
+        let received = qemu.received.unwrap_or_else(|| Received::from(qemu.destination)).end();
+        assert!(
+            self.stream.starts_with(&received),
+            "{:?}: other bytes arrived",
+            self.stage
+        );
+        let all = received.len() == self.stream.len();
+        assert_eq!(
+            all,
+            self.stage == Stage::Last,
+            "{:?}: {} bytes",
+            self.stage,
+            received.len()
+        );
+        said
+    }
+}
+
+/// At each of these stages something breaks, and both sides (or the one that is left) say one of these texts.
+fn breaks(stages: &[Stage], breaks: impl Fn(&mut Session), sender: &[&str], receiver: &[&str]) {
+    for &stage in stages {
+        let mut session = Session::at(stage);
+        breaks(&mut session);
+        let said = session.fails();
+        for (said, texts) in said.iter().zip([sender, receiver]) {
+            let told = texts.is_empty() || texts.iter().any(|text| said.contains(text));
+            assert!(told, "{stage:?}: not {texts:?}, but:\n{said}");
+        }
+    }
+}
+
+const CUT_OFF: &str = "or something in between cut it off";
+const NETWORK: &str = "nothing was heard from the other side for 10 s: its host or the network is down";
+
+#[test]
+fn a_sender_that_is_killed_is_missed_at_once() {
+    breaks(
+        &STAGES,
+        |session| session.between.sender.process.kill(),
+        &[],
+        &[CUT_OFF],
+    );
+}
+
+#[test]
+fn a_receiver_that_is_killed_is_missed_at_once() {
+    let lane = "the connection to the receiver: ";
+    breaks(
+        &STAGES,
+        |session| session.between.receiver.process.kill(),
+        &[CUT_OFF, lane],
+        &[],
+    );
+}
+
+#[test]
+fn connections_that_are_cut_are_noticed_at_both_ends() {
+    let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
+    breaks(&STAGES, |session| session.between.relay.cut(), &texts, &texts);
+    breaks(&STAGES, |session| session.between.relay.cut_one(0), &texts, &texts);
+}
+
+#[test]
+fn one_lane_that_is_cut_is_noticed_even_where_nothing_goes_over_it() {
+    let texts = [CUT_OFF, "the connection to the receiver: ", "reading a frame: "];
+    for lane in [1, 2] {
+        breaks(&STAGES, |session| session.between.relay.cut_one(lane), &texts, &texts);
+    }
+}
+
+#[test]
+fn a_network_that_carries_nothing_any_more_is_given_up() {
+    std::thread::scope(|scope| {
+        for stage in STAGES {
+            scope.spawn(move || {
+                breaks(
+                    &[stage],
+                    |session| session.between.relay.stall(),
+                    &[NETWORK],
+                    &[NETWORK],
+                )
+            });
+        }
+    });
+}
+
+#[test]
+fn a_destination_that_ends_in_the_middle_is_no_success() {
+    let text = "the migration did not end well: the destination's QEMU has closed its end, or has ended";
+    let ends = |session: &mut Session| {
+        session.between.relay.release();
+        let qemu = session.qemu.as_mut().expect("begun");
+        qemu.destination.shutdown(Shutdown::Both).expect("a socket");
+        // The source goes on until it is told.
+        write(
+            qemu.source.try_clone().expect("a socket"),
+            session.stream[100..].to_vec(),
+        );
+    };
+    breaks(&[Stage::Begun, Stage::Middle], ends, &[text], &[text]);
+}
+
+#[test]
+fn a_destination_that_ends_when_the_window_is_full_is_noticed() {
+    let mut session = Session::at(Stage::Full);
+    let qemu = session.qemu.take().expect("begun");
+    drop(qemu.destination);
+    assert!(was_closed(&qemu.source));
+    // These bytes are of no migration, and nothing can be said of how it has ended.
+    session.between.succeed();
+}
+
+#[test]
+fn a_source_that_ends_in_the_middle_is_no_success() {
+    let text = "the migration did not end well: the source's QEMU has cancelled it, given it up, or ended";
+    let ends = |session: &mut Session| {
+        let qemu = session.qemu.as_mut().expect("begun");
+        qemu.source.shutdown(Shutdown::Both).expect("a socket");
+        session.between.relay.release();
+        // The destination hears of it, and ends too.
+        let received = qemu.received.take().expect("begun").end();
+        assert!(session.stream.starts_with(&received) && received.len() < session.stream.len());
+        qemu.destination.shutdown(Shutdown::Both).expect("a socket");
+        qemu.received = Some(Received::of(received));
+    };
+    breaks(&[Stage::Begun, Stage::Middle], ends, &[text], &[text]);
+}
+
+#[test]
+fn who_is_asked_to_end_says_so_to_the_other_side() {
+    let stopped = ["larder: stopped"];
+    let by = ["larder: the sender: stopped"];
+    let term = |session: &mut Session| session.between.sender.process.signal(libc::SIGTERM);
+    breaks(&STAGES, term, &stopped, &by);
+    let by = ["larder: the receiver: stopped"];
+    let term = |session: &mut Session| session.between.receiver.process.signal(libc::SIGTERM);
+    breaks(&STAGES, term, &by, &stopped);
+}
+
+#[test]
+fn a_destination_where_no_qemu_waits_is_told_at_both_ends() {
+    let mut between = Between::start();
+    std::fs::remove_file(between.path("qemu")).expect("a socket");
+    let source = between.source();
+    let [sender, receiver] = between.fail();
+    let text = format!(
+        "cannot connect to QEMU at {}: No such file or directory (os error 2); is it started with '-incoming unix:",
+        between.path("qemu").display()
+    );
+    assert!(receiver.contains(&format!("larder: {text}")), "{receiver}");
+    assert!(sender.contains(&format!("larder: the receiver: {text}")), "{sender}");
+    assert!(was_closed(&source));
+}

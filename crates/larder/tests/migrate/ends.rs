@@ -1,0 +1,282 @@
+//! A sender and a receiver between two ends that a test holds itself, and that stand for QEMU's.
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use larder_bench::campaign::migration::larder::{Side, send_command};
+use larder_bench::campaign::migration::relay::{Relay, Tamper, Way};
+use tempfile::TempDir;
+
+use crate::support::{LIMIT, larder, on_tmpfs, pattern, run};
+
+const PAGE: usize = 4096;
+
+/// What QEMU's main channel says of a guest of so many pages, whose memory goes over once: header, memory, a device, end.
+/// Nothing comes back, as it does not ask for it.
+pub(crate) fn main_channel(pages: usize) -> Vec<u8> {
+    let mut out = b"QEVM\0\0\0\x03".to_vec();
+    let section = |out: &mut Vec<u8>, kind: u8| out.extend_from_slice(&[kind, 0, 0, 0, 2]);
+    let records_end = |out: &mut Vec<u8>| {
+        out.extend_from_slice(&0x10_u64.to_be_bytes());
+        out.extend_from_slice(&[0x7e, 0, 0, 0, 2]);
+    };
+    section(&mut out, 1);
+    out.extend_from_slice(b"\x03ram\0\0\0\0\0\0\0\x04");
+    let bytes = (pages * PAGE) as u64;
+    out.extend_from_slice(&(bytes | 4).to_be_bytes());
+    out.extend_from_slice(b"\x06pc.ram");
+    out.extend_from_slice(&bytes.to_be_bytes());
+    records_end(&mut out);
+    for (number, kind) in [(0..pages / 2, 2), (pages / 2..pages, 3)] {
+        section(&mut out, kind);
+        for page in number.clone() {
+            let first = page == number.start;
+            let zero = page % 5 == 0;
+            let flags = if zero { 2 } else { 8 } | if first { 0 } else { 0x20 };
+            out.extend_from_slice(&((page * PAGE) as u64 | flags).to_be_bytes());
+            if first {
+                out.extend_from_slice(b"\x06pc.ram");
+            }
+            match page % 5 {
+                0 => out.push(0),
+                1 => out.extend_from_slice(&[page as u8; PAGE]),
+                _ => out.extend_from_slice(&pattern(page as u64, PAGE)),
+            }
+        }
+        records_end(&mut out);
+    }
+    out.extend_from_slice(b"\x04\0\0\0\x03\x05timer\0\0\0\0\0\0\0\x02");
+    out.extend_from_slice(&pattern(7, 20_000));
+    out.extend_from_slice(&[0x7e, 0, 0, 0, 3, 0]);
+    out
+}
+
+/// A receiver that waits for its sender, and a place where QEMU would wait.
+pub(crate) struct Waiting {
+    folder: TempDir,
+    incoming: UnixListener,
+    pub(crate) receiver: Side,
+}
+
+impl Waiting {
+    /// With further words for it.
+    pub(crate) fn start(words: &[&str]) -> Self {
+        let folder = on_tmpfs();
+        let incoming = UnixListener::bind(folder.path().join("qemu")).expect("a socket");
+        incoming.set_nonblocking(true).expect("a socket");
+        let receiver = Side::receiver(larder(), &folder.path().join("qemu"), words).expect("it listens");
+        Self {
+            folder,
+            incoming,
+            receiver,
+        }
+    }
+
+    /// Whether QEMU was left alone.
+    pub(crate) fn is_untouched(&self) -> bool {
+        self.incoming.accept().is_err()
+    }
+
+    /// The connection that QEMU gets.
+    pub(crate) fn qemu(&self) -> UnixStream {
+        connected(&self.incoming, &self.receiver).expect("the receiver connects")
+    }
+
+    /// What a sender with these words says, which must be refused.
+    pub(crate) fn refuses(&self, words: &[&str]) -> String {
+        let to = self.receiver.address().to_string();
+        let (code, said) = run(send_command(larder(), &self.folder.path().join("refused"), &to, words));
+        assert_eq!(code, Some(2), "{said}");
+        assert!(!said.contains("ready to send"), "{said}");
+        said
+    }
+
+    /// Gets its sender, with two lanes and further words, through a relay.
+    pub(crate) fn joined(self, words: &[&str]) -> Between {
+        self.joined_by(words, |_, _| None)
+    }
+
+    /// Likewise, with a relay that changes what goes by.
+    pub(crate) fn joined_by(
+        self,
+        words: &[&str],
+        tamper: impl Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync + 'static,
+    ) -> Between {
+        let relay = Relay::tampering(self.receiver.address(), tamper).expect("a port");
+        let words = [&["--lanes", "2"], words].concat();
+        let sender = Side::sender(larder(), &self.folder.path().join("sender"), relay.address(), &words);
+        Between {
+            folder: self.folder,
+            incoming: self.incoming,
+            receiver: self.receiver,
+            relay,
+            sender: sender.expect("it connects"),
+        }
+    }
+}
+
+/// The connection that a receiver makes to QEMU; none if it ends before.
+fn connected(incoming: &UnixListener, receiver: &Side) -> Option<UnixStream> {
+    let give_up = Instant::now() + LIMIT;
+    loop {
+        // In this order: it may have connected and ended.
+        let has_ended = receiver.process.has_ended();
+        match incoming.accept() {
+            Ok((socket, _)) => {
+                socket.set_nonblocking(false).expect("a socket");
+                return Some(socket);
+            }
+            Err(_) if has_ended => return None,
+            Err(_) => {}
+        }
+        assert!(Instant::now() < give_up, "the receiver does not connect");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Both sides of Larder, a relay between them, and places for QEMU's ends.
+pub(crate) struct Between {
+    folder: TempDir,
+    incoming: UnixListener,
+    pub(crate) receiver: Side,
+    pub(crate) relay: Relay,
+    pub(crate) sender: Side,
+}
+
+impl Between {
+    pub(crate) fn start() -> Self {
+        Waiting::start(&[]).joined(&[])
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A connection of the source's QEMU.
+    pub(crate) fn source(&self) -> UnixStream {
+        UnixStream::connect(self.path("sender")).expect("the sender listens")
+    }
+
+    /// The same; none if the sender has ended before.
+    pub(crate) fn source_unless_over(&self) -> Option<UnixStream> {
+        UnixStream::connect(self.path("sender")).ok()
+    }
+
+    /// The connection that the destination's QEMU gets.
+    pub(crate) fn destination(&self) -> UnixStream {
+        self.destination_unless_over().expect("the receiver connects")
+    }
+
+    /// The same; none if the receiver ends before.
+    pub(crate) fn destination_unless_over(&self) -> Option<UnixStream> {
+        connected(&self.incoming, &self.receiver)
+    }
+
+    /// Waits for the end of both sides, which must be a failure; what sender and receiver said.
+    pub(crate) fn fail(&mut self) -> [String; 2] {
+        [&mut self.sender, &mut self.receiver].map(|side| {
+            let (code, said) = side.end().expect("it ends");
+            // One that was killed has no code.
+            assert!(code.is_none_or(|code| code == 2), "{code:?} {said}");
+            said
+        })
+    }
+
+    /// Waits for the end of both sides, which must be a success.
+    pub(crate) fn succeed(&mut self) {
+        for side in [&mut self.sender, &mut self.receiver] {
+            let (code, said) = side.end().expect("it ends");
+            assert_eq!(code, Some(0), "{said}");
+        }
+    }
+}
+
+/// Writes all of a channel, in a thread, as far as that goes; the socket stays open.
+pub(crate) fn write(mut socket: UnixStream, bytes: Vec<u8>) -> JoinHandle<UnixStream> {
+    std::thread::spawn(move || {
+        // It may be that the connection is to break.
+        let _ = socket.write_all(&bytes);
+        socket
+    })
+}
+
+/// What has come of a channel, read in a thread.
+pub(crate) struct Received {
+    state: Arc<(Mutex<Vec<u8>>, Condvar)>,
+    thread: JoinHandle<()>,
+}
+
+impl Received {
+    pub(crate) fn from(mut socket: UnixStream) -> Self {
+        let state = Arc::new((Mutex::new(Vec::new()), Condvar::new()));
+        let shared = Arc::clone(&state);
+        let thread = std::thread::spawn(move || {
+            let mut piece = vec![0; 256 << 10];
+            // However it ends.
+            while let Ok(len @ 1..) = socket.read(&mut piece) {
+                shared.0.lock().expect("whole").extend_from_slice(&piece[..len]);
+                shared.1.notify_all();
+            }
+        });
+        Self { state, thread }
+    }
+
+    /// These, and no more.
+    pub(crate) fn of(bytes: Vec<u8>) -> Self {
+        Self {
+            state: Arc::new((Mutex::new(bytes), Condvar::new())),
+            thread: std::thread::spawn(|| {}),
+        }
+    }
+
+    /// Waits until so many bytes have come.
+    pub(crate) fn wait_for(&self, count: usize) {
+        let bytes = self.state.0.lock().expect("whole");
+        let waited = self
+            .state
+            .1
+            .wait_timeout_while(bytes, LIMIT, |bytes| bytes.len() < count);
+        let (bytes, timeout) = waited.expect("whole");
+        assert!(!timeout.timed_out(), "{} of {count} bytes came", bytes.len());
+    }
+
+    /// Waits for the end; all that came.
+    pub(crate) fn end(self) -> Vec<u8> {
+        self.thread.join().expect("read");
+        std::mem::take(&mut self.state.0.lock().expect("whole"))
+    }
+}
+
+/// Waits until a socket of QEMU's was closed by Larder, in whichever way.
+pub(crate) fn was_closed(mut socket: &UnixStream) -> bool {
+    socket.set_read_timeout(Some(LIMIT)).expect("a socket");
+    match socket.read(&mut [0]) {
+        Ok(len) => len == 0,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+/// Carries a whole channel, and lets everything end in order.
+pub(crate) fn carries(between: &mut Between, pages: usize) {
+    let stream = main_channel(pages);
+    let writer = write(between.source(), stream.clone());
+    carries_on(between, &stream, || writer.join().expect("written"));
+}
+
+/// The same once `written` gives the socket back that it was written to.
+pub(crate) fn carries_on(between: &mut Between, stream: &[u8], written: impl FnOnce() -> UnixStream) {
+    let destination = between.destination();
+    let received = Received::from(destination.try_clone().expect("a socket"));
+    let source = written();
+    source.shutdown(Shutdown::Write).expect("a socket");
+    let received = received.end();
+    assert!(received == stream, "{} bytes became {}", stream.len(), received.len());
+    drop(destination);
+    assert!(was_closed(&source));
+    between.succeed();
+}

@@ -1,0 +1,19 @@
+//! `larder migrate send` and `larder migrate receive`: between two real QEMUs, and between ends that stand for them where
+//! each byte and each moment counts.
+
+mod bandwidth;
+mod cuts;
+mod damaged;
+mod ends;
+mod guests;
+mod hostile;
+mod moves;
+mod strangers;
+#[path = "../support/mod.rs"]
+mod support;
+mod tls;
+mod wire;
+mod wrong;
+
+/// Memory of the guests in MiB. Their file system has 90 MiB, and may take half.
+const MEMORY_MIB: u64 = 288;

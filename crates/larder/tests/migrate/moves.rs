@@ -1,0 +1,112 @@
+//! Guests that work on their memory and check it, moved from one QEMU to another.
+
+use larder_bench::campaign::migration::larder::Side;
+use larder_bench::campaign::migration::tap::Tap;
+use larder_bench::campaign::migration::vm::{Load, Machine, Release, Settings, counted};
+use serde_json::{Value, json};
+
+use crate::MEMORY_MIB;
+use crate::support::larder;
+
+/// Moves a guest that does such work, by post-copy after a while if the settings allow that, with further words for the
+/// sender, and checks that it works on with what it had, and that either QEMU heard what the other one said. What the sender
+/// tells in the end.
+fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&str]) -> Value {
+    let load = Load {
+        kind,
+        ..Load::default()
+    };
+    let machine = Machine::new(release, MEMORY_MIB, &load).expect("the test bed is set up");
+    let mut source = machine.boot().expect("the guest boots");
+    let mut destination = machine.incoming().expect("QEMU starts");
+    let path = |name: &str| machine.folder().join(name);
+    for vm in [&mut source, &mut destination] {
+        vm.prepare(settings).expect("QEMU takes it");
+    }
+    destination.listen(&path("qemu")).expect("QEMU waits");
+    let there = Tap::start(&path("receiver"), &path("qemu")).expect("listens");
+    let mut receiver = Side::receiver(larder(), &path("receiver"), &[]).expect("it listens");
+    let words = [&["--lanes", "3", "--output", "json"], words].concat();
+    let mut sender = Side::sender(larder(), &path("sender"), receiver.address(), &words).expect("it connects");
+    let here = Tap::start(&path("source"), &path("sender")).expect("listens");
+    source.migrate(&path("source")).expect("QEMU begins");
+    if settings.postcopy {
+        source.wait_for_migration(&["active"]).expect("it goes on");
+        source.ask("migrate-start-postcopy", &json!({})).expect("it may");
+    }
+    source.wait_for_migration(&["completed"]).expect("the guest is moved");
+    let by_postcopy = source.monitor().take_events().concat().contains("postcopy-active");
+    assert_eq!(by_postcopy, settings.postcopy);
+    destination.verifies().expect("its memory is right");
+    assert_eq!(source.run_state().expect("answers"), "postmigrate");
+    assert_eq!(destination.run_state().expect("answers"), "running");
+    for side in [&mut sender, &mut receiver] {
+        let (code, said) = side.end().expect("ends");
+        assert_eq!(code, Some(0), "{said}");
+    }
+    let (sent, received) = (here.finish().expect("its bytes"), there.finish().expect("its bytes"));
+    assert_eq!(sent, received);
+    let more = usize::from(settings.multifd) + usize::from(settings.preempt);
+    assert_eq!(sent.len(), 1 + more, "channels");
+    assert!(sent[0].back.bytes > 0, "nothing came back");
+    counted(&[source.console(), destination.console()]).expect("it has counted on");
+    let said = sender.process.output();
+    let told = said.find('{').map_or("", |begin| &said[begin..]);
+    let told: Value = serde_json::from_str(told).expect("JSON");
+    let bytes: u64 = sent.iter().map(|channel| channel.there.bytes).sum();
+    assert_eq!(told["raw_bytes"], bytes);
+    assert!(told["wire_bytes"].as_u64() < Some(bytes), "{said}");
+    told
+}
+
+/// A link over which it pays to encode.
+const SLOW: [&str; 2] = ["--bandwidth", "48MiB"];
+
+#[test]
+fn a_guest_of_qemu_7_moves_over_one_channel() {
+    moves(Release::Debian12, "mixed", &Settings::default(), &[]);
+}
+
+#[test]
+fn a_guest_of_qemu_7_moves_over_two_channels_for_pages() {
+    let settings = Settings {
+        multifd: 2,
+        ..Settings::default()
+    };
+    let told = moves(Release::Debian12, "sequence", &settings, &SLOW);
+    assert!(told["delta_pages"].as_u64() > Some(0), "{told}");
+}
+
+#[test]
+fn a_guest_of_qemu_7_moves_by_post_copy() {
+    let settings = Settings {
+        postcopy: true,
+        ..Settings::default()
+    };
+    moves(Release::Debian12, "random", &settings, &[]);
+}
+
+#[test]
+fn a_guest_of_qemu_10_moves_over_one_channel() {
+    let told = moves(Release::Debian13, "partial", &Settings::default(), &SLOW);
+    assert!(told["delta_pages"].as_u64() > Some(0), "{told}");
+}
+
+#[test]
+fn a_guest_of_qemu_10_moves_over_two_channels_for_pages() {
+    let settings = Settings {
+        multifd: 2,
+        ..Settings::default()
+    };
+    moves(Release::Debian13, "mixed", &settings, &SLOW);
+}
+
+#[test]
+fn a_guest_of_qemu_10_moves_by_post_copy_with_a_channel_for_urgent_pages() {
+    let settings = Settings {
+        postcopy: true,
+        preempt: true,
+        ..Settings::default()
+    };
+    moves(Release::Debian13, "constant", &settings, &[]);
+}
