@@ -32,6 +32,7 @@ enum Command {
     MemoryAttach(campaign::memory_attach::Arguments),
     MemoryGuests(campaign::memory_guests::Arguments),
     MemoryKills(campaign::memory_kills::Arguments),
+    MigrateKills(campaign::migrate_kills::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
     Simulate(simulate::Arguments),
@@ -99,6 +100,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::MemoryKills(arguments) => {
             campaign::memory_kills::main(&arguments)?;
+            true
+        }
+        Command::MigrateKills(arguments) => {
+            campaign::migrate_kills::main(&arguments)?;
             true
         }
         Command::Prefetch(arguments) => {

@@ -4,7 +4,7 @@ use larder_codec::{PAGE, uniform_word};
 
 use crate::base::PageKey;
 use crate::stream::{BlockId, PAGE_HEADER, PageIndex, Parser, Step, ZERO_RECORD, zero_record};
-use crate::wire::{FRAME_PAGES_MAX, FRAME_RAW_MAX};
+use crate::wire::{FRAME_OPERATIONS_MAX, FRAME_PAGES_MAX, FRAME_RAW_MAX};
 
 /// What was found in the bytes of a channel, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +30,15 @@ pub enum Found {
     },
 }
 
+/// Records for pages of zeros that lie side by side; fewer are shorter as they are.
+const ZEROS_MIN: u32 = 2;
+/// What is found in a batch at most, but for a packet of pages more: with [`OPERATION_LEN_MAX`] for each, a frame has room
+/// for them.
+const FOUND_MAX: usize = 4096;
+/// Bytes of an operation: a number, a count, and a word.
+const OPERATION_LEN_MAX: usize = 1 + 5 + 8;
+const _: () = assert!((FOUND_MAX + 2 * FRAME_PAGES_MAX) * OPERATION_LEN_MAX <= FRAME_OPERATIONS_MAX);
+
 /// Bytes of one channel that go into one frame.
 pub struct Batch {
     bytes: Vec<u8>,
@@ -38,6 +47,7 @@ pub struct Batch {
     len: usize,
     found: Vec<Found>,
     pages: usize,
+    zeros: u32,
 }
 
 impl Batch {
@@ -50,6 +60,7 @@ impl Batch {
             len: 0,
             found: Vec::new(),
             pages: 0,
+            zeros: 0,
         }
     }
 
@@ -57,6 +68,7 @@ impl Batch {
     pub fn begin(&mut self, left_over: &mut Vec<u8>) {
         self.found.clear();
         self.pages = 0;
+        self.zeros = 0;
         self.len = 0;
         self.filled = left_over.len();
         self.bytes[..self.filled].copy_from_slice(left_over);
@@ -77,13 +89,17 @@ impl Batch {
     /// Whether all that fits a frame is there.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        self.pages == FRAME_PAGES_MAX || self.filled == self.bytes.len()
+        !self.fits_more() || self.filled == self.bytes.len()
+    }
+
+    const fn fits_more(&self) -> bool {
+        self.pages < FRAME_PAGES_MAX && self.found.len() < FOUND_MAX
     }
 
     /// Looks through what was read since, as far as it is understood and fits the frame. Returns whether something is left
     /// that needs more bytes to be understood.
     pub fn look(&mut self, parser: &mut Parser) -> bool {
-        while self.len < self.filled && self.pages < FRAME_PAGES_MAX {
+        while self.len < self.filled && self.fits_more() {
             // So much holds no more pages than the frame has room for, with 8 bytes before each or without.
             let room = (FRAME_PAGES_MAX - self.pages) * PAGE + PAGE_HEADER;
             let end = self.filled.min(self.len + room);
@@ -98,10 +114,17 @@ impl Batch {
                 }
                 Step::NeedMore { .. } => return true,
                 Step::Literal { .. } => self.pages += add_literal(&mut self.found, data),
-                Step::Zeros { first, count, .. } => self.found.push(Found::Zeros {
-                    header: page_header_of(&zero_record(first)),
-                    count,
-                }),
+                Step::Zeros { first, count, .. } => {
+                    self.zeros += count;
+                    if count < ZEROS_MIN {
+                        add_literal(&mut self.found, data);
+                    } else {
+                        self.found.push(Found::Zeros {
+                            header: page_header_of(&zero_record(first)),
+                            count,
+                        });
+                    }
+                }
                 Step::Record { block, page } => {
                     self.pages += add_literal(&mut self.found, &data[..PAGE_HEADER]);
                     self.pages += 1;
@@ -125,7 +148,7 @@ impl Batch {
 
     /// All that was read becomes part of this frame, understood or not, as far as it fits.
     pub fn flush(&mut self, parser: &mut Parser) {
-        if self.pages == FRAME_PAGES_MAX {
+        if !self.fits_more() {
             return;
         }
         let rest = &self.bytes[self.len..self.filled];
@@ -146,6 +169,12 @@ impl Batch {
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
+    }
+
+    /// Pages of zeros that QEMU tells as such.
+    #[must_use]
+    pub const fn zeros(&self) -> u32 {
+        self.zeros
     }
 
     /// What they are.

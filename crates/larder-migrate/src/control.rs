@@ -2,6 +2,9 @@
 //!
 //! One thread, [`Control::run`], owns the connection; everybody else leaves messages with [`Mailbox::send`]. The session
 //! ends with an error if the other side is not heard for [`SILENCE_MAX`]: a host that is gone, or a link that is.
+//!
+//! It is the last connection to go. Whoever fails leaves the reason with the mailbox and closes that; then both sides may
+//! still hear one another's reasons for [`LAST_WORDS`], until either closes its end.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,15 +15,21 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::time::Timespec;
 use thiserror::Error;
 
-use crate::link::Link;
+use crate::link::{self, Link};
 use crate::wire::{BODY_MAX, Kind, Message, WireError};
 
 /// Between two signs of life.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// Without any message, after which the other side counts as gone.
 pub const SILENCE_MAX: Duration = Duration::from_secs(10);
+/// How long a closed mailbox may take to be emptied, and the other side to say its last and close its end.
+pub(crate) const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Bytes that may wait to be sent before [`Mailbox::send_when_room`] waits.
 const WAITING_MAX: usize = 1 << 20;
+/// Bytes that are read at a time.
+const READ_LEN: usize = 64 << 10;
+/// Reads before the other things are seen to again, however much the other side says.
+const READS_MAX: usize = 16;
 
 /// Why a control connection ended.
 #[derive(Debug, Error)]
@@ -29,7 +38,9 @@ pub enum ControlError {
     #[error(transparent)]
     Wire(#[from] WireError),
     /// The other side has closed it.
-    #[error("the other side has closed the connection")]
+    #[error(
+        "the other side has closed the connection without a reason: its larder was ended, or something in between cut it off"
+    )]
     Closed,
     /// Nothing was heard.
     #[error("nothing was heard from the other side for {} s: its host or the network is down", SILENCE_MAX.as_secs())]
@@ -54,6 +65,13 @@ struct Waiting {
     closed: bool,
 }
 
+impl ControlError {
+    /// It tells that the connection broke, and not why.
+    pub(crate) fn is_symptom(&self) -> bool {
+        matches!(self, Self::Wire(WireError::Io { .. }) | Self::Closed | Self::Silent)
+    }
+}
+
 impl Mailbox {
     /// An empty one.
     ///
@@ -76,7 +94,7 @@ impl Mailbox {
     /// The same, but waits while too much waits: for what a QEMU says, of which there is no end.
     pub fn send_when_room(&self, message: &Message) {
         let mut waiting = self.lock();
-        while waiting.bytes.len() > WAITING_MAX && !waiting.closed {
+        while waiting.bytes.len() > WAITING_MAX && !waiting.closing && !waiting.closed {
             waiting = self.room.wait(waiting).unwrap_or_else(PoisonError::into_inner);
         }
         self.append(&mut waiting, message);
@@ -85,6 +103,7 @@ impl Mailbox {
     /// Lets the connection end once all that waits is sent.
     pub fn close(&self) {
         self.lock().closing = true;
+        self.room.notify_all();
         self.wake();
     }
 
@@ -108,19 +127,34 @@ impl Mailbox {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn end(&self) {
+    /// The connection has ended; whether it was to.
+    fn end(&self) -> bool {
         let mut waiting = self.lock();
         waiting.closed = true;
         waiting.bytes.clear();
         self.room.notify_all();
+        waiting.closing
     }
+}
+
+/// What was found in the mailbox.
+struct Collected {
+    /// Nothing more will be left in it.
+    is_closing: bool,
+    /// Something is still in it.
+    has_more: bool,
 }
 
 /// One side's end of the connection.
 pub struct Control<'a> {
     link: Link,
     mailbox: &'a Mailbox,
+    /// What was read last.
+    piece: Box<[u8]>,
+    /// What is no whole message yet.
     received: Vec<u8>,
+    /// What came was no message: nothing that follows can be one.
+    is_deaf: bool,
     sending: Vec<u8>,
     sent: usize,
 }
@@ -130,66 +164,99 @@ impl<'a> Control<'a> {
     ///
     /// # Errors
     /// The socket is of no use.
-    pub fn new(link: Link, mailbox: &'a Mailbox) -> io::Result<Self> {
+    pub fn new(mut link: Link, mailbox: &'a Mailbox) -> io::Result<Self> {
         link.ready_nonblocking()?;
         Ok(Self {
             link,
             mailbox,
+            piece: vec![0; READ_LEN].into(),
             received: Vec::new(),
+            is_deaf: false,
             sending: Vec::new(),
             sent: 0,
         })
     }
 
     /// Sends and receives until the mailbox is closed, the other side closes, or something breaks. `take` hears each
-    /// message but signs of life; what it returns as an error ends the connection.
+    /// message but signs of life, also those that come when the mailbox is closed already; and of what is none, once.
     ///
     /// # Errors
     /// Anything but that the mailbox was closed.
-    pub fn run<E: From<ControlError>>(mut self, mut take: impl FnMut(Message) -> Result<(), E>) -> Result<(), E> {
+    pub fn run(mut self, mut take: impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
         let result = self.exchange(&mut take);
-        self.mailbox.end();
-        result
+        if self.collect().is_closing {
+            // The other side has said its last, and may still hear this one's.
+            let _ = self.write();
+        }
+        // However it ends once it was closed: there was nothing more to come.
+        if self.mailbox.end() { Ok(()) } else { result }
     }
 
-    fn exchange<E: From<ControlError>>(&mut self, take: &mut impl FnMut(Message) -> Result<(), E>) -> Result<(), E> {
+    fn exchange(&mut self, take: &mut impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
+        let mut closing_since = None;
         let mut heard = Instant::now();
         let mut alive_at = heard;
+        let mut said_all = false;
+        let mut has_more = false;
         loop {
-            let closing = self.collect();
-            self.write()?;
-            let all_sent = self.sending.is_empty() && !self.link.wants_write();
-            if closing && all_sent {
-                return Ok(());
+            let collected = self.collect();
+            let closing = collected.is_closing;
+            if let Err(error) = self.write() {
+                // Perhaps it has said why it does not listen any more.
+                let _ = self.read(take);
+                return Err(error);
             }
+            let all_sent = self.sending.is_empty() && !collected.has_more && !self.link.wants_write();
             let now = Instant::now();
-            if now >= alive_at {
+            if closing {
+                let since = *closing_since.get_or_insert(now);
+                if all_sent && !said_all {
+                    said_all = true;
+                    self.link.say_end();
+                    let _ = self.link.flush();
+                }
+                if said_all && !self.link.wants_write() {
+                    self.link.shut_write();
+                }
+                if now.duration_since(since) > LAST_WORDS {
+                    return Ok(());
+                }
+            } else if now >= alive_at {
                 self.mailbox.send(&Message::new(Kind::Alive, 0, 0));
                 alive_at = now + ALIVE_EVERY;
                 continue;
             }
-            if now.duration_since(heard) > SILENCE_MAX {
-                return Err(ControlError::Silent.into());
-            }
-            self.wait(!all_sent, alive_at - now)?;
-            if self.read(take)? {
+            let timeout = match (has_more, closing) {
+                (true, _) => Duration::ZERO,
+                (false, true) => ALIVE_EVERY,
+                (false, false) => alive_at - now,
+            };
+            self.wait(!all_sent || self.link.wants_write(), timeout)?;
+            let any;
+            (any, has_more) = self.read(take)?;
+            // Only what has not come by now counts: this side may have been stopped itself.
+            if any {
                 heard = Instant::now();
+            } else if heard.elapsed() > SILENCE_MAX {
+                return Err(ControlError::Silent);
             }
         }
     }
 
-    /// Takes what was left in the mailbox; returns whether it is closing and empty.
-    fn collect(&mut self) -> bool {
+    /// Takes what was left in the mailbox, unless there is still something to send.
+    fn collect(&mut self) -> Collected {
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.mailbox.wake, &mut count);
-        if !self.sending.is_empty() {
-            return false;
-        }
         let mut waiting = self.mailbox.lock();
-        std::mem::swap(&mut self.sending, &mut waiting.bytes);
-        self.sent = 0;
-        self.mailbox.room.notify_all();
-        waiting.closing
+        if self.sending.is_empty() {
+            std::mem::swap(&mut self.sending, &mut waiting.bytes);
+            self.sent = 0;
+            self.mailbox.room.notify_all();
+        }
+        Collected {
+            is_closing: waiting.closing,
+            has_more: !waiting.bytes.is_empty(),
+        }
     }
 
     fn write(&mut self) -> Result<(), ControlError> {
@@ -200,14 +267,14 @@ impl<'a> Control<'a> {
                 Ok(written) => self.sent += written,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(WireError::io(WHAT)(error).into()),
+                Err(error) => return Err(broken(WHAT, error)),
             }
         }
         self.sending.clear();
         self.sent = 0;
         match self.link.flush() {
             Err(error) if !matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
-                Err(WireError::io(WHAT)(error).into())
+                Err(broken(WHAT, error))
             }
             _ => Ok(()),
         }
@@ -229,40 +296,53 @@ impl<'a> Control<'a> {
         }
     }
 
-    /// Reads all that has come; returns whether anything has.
-    fn read<E: From<ControlError>>(&mut self, take: &mut impl FnMut(Message) -> Result<(), E>) -> Result<bool, E> {
-        const PIECE: usize = 64 << 10;
+    /// Reads what has come; returns whether a whole message was among it, and whether there is more. A message that pretends
+    /// to be long, and of which no end comes, is as good as silence.
+    fn read(&mut self, take: &mut impl FnMut(Result<Message, ControlError>)) -> Result<(bool, bool), ControlError> {
         let mut any = false;
-        loop {
-            let len = self.received.len();
-            self.received.resize(len + PIECE, 0);
-            let result = self.link.read(&mut self.received[len..]);
-            self.received.truncate(len + *result.as_ref().unwrap_or(&0));
-            match result {
-                Ok(0) => return Err(ControlError::Closed.into()),
-                Ok(_) => {
-                    any = true;
-                    self.take_whole(take)?;
+        for _ in 0..READS_MAX {
+            match self.link.read(&mut self.piece) {
+                Ok(0) => return Err(ControlError::Closed),
+                Ok(len) => {
+                    self.received.extend_from_slice(&self.piece[..len]);
+                    match self.take_whole(take) {
+                        Ok(whole) => any |= whole,
+                        Err(error) => {
+                            self.is_deaf = true;
+                            take(Err(error));
+                        }
+                    }
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(any),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok((any, false)),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    return Err(ControlError::from(WireError::io("reading from the control connection")(error)).into());
-                }
+                Err(error) => return Err(broken("reading from the control connection", error)),
             }
         }
+        Ok((any, true))
     }
 
-    fn take_whole<E: From<ControlError>>(&mut self, take: &mut impl FnMut(Message) -> Result<(), E>) -> Result<(), E> {
+    fn take_whole(&mut self, take: &mut impl FnMut(Result<Message, ControlError>)) -> Result<bool, ControlError> {
+        if self.is_deaf {
+            self.received.clear();
+            return Ok(false);
+        }
         let mut at = 0;
-        while let Some((message, len)) = Message::parse(&self.received[at..]).map_err(ControlError::from)? {
+        while let Some((message, len)) = Message::parse(&self.received[at..])? {
             at += len;
             if message.kind != Kind::Alive {
-                take(message)?;
+                take(Ok(message));
             }
         }
         self.received.drain(..at);
         debug_assert!(self.received.len() < Message::HEADER_LEN + BODY_MAX);
-        Ok(())
+        Ok(at > 0)
+    }
+}
+
+fn broken(what: &'static str, error: io::Error) -> ControlError {
+    if link::is_end(&error) {
+        ControlError::Closed
+    } else {
+        WireError::io(what)(error).into()
     }
 }

@@ -191,6 +191,12 @@ impl FrameEncoder {
         }
     }
 
+    /// Whether a method is worth choosing here.
+    #[must_use]
+    pub fn is_fast(&self, method: Method) -> bool {
+        self.codec.is_fast(method)
+    }
+
     /// Makes the frame of a batch that has its place; [`Self::slices`] are its bytes.
     ///
     /// # Errors
@@ -208,7 +214,10 @@ impl FrameEncoder {
             .frontier
             .wait(ordered.after)
             .map_err(|Stopped| Failed::Stopped)?;
-        let mut outcome = Outcome::default();
+        let mut outcome = Outcome {
+            zeros: batch.zeros(),
+            ..Outcome::default()
+        };
         self.region = OPAQUE_REGION | u64::from(channel);
         self.sort(batch, ordered, &order.bases.slots, &mut outcome)?;
         order.bases.frontier.done(ordered.number);
@@ -282,7 +291,6 @@ impl FrameEncoder {
                 }
                 Found::Zeros { header, count } => {
                     at += count as usize * ZERO_RECORD;
-                    outcome.zeros += count;
                     self.writer.push(Piece::Zeros { header, count });
                 }
                 Found::Page { key, same } => {

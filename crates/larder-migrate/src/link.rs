@@ -1,20 +1,30 @@
 //! A connection between the two hosts, plain or encrypted.
 //!
-//! Sockets are blocking while a connection is set up, with [`SETUP_TIMEOUT`] for each step, and as the user of a link
-//! sets them afterwards. Everything else about TCP that matters here is set in `set_up`.
+//! Sockets are blocking while a connection is set up, with [`SETUP_TIMEOUT`] for all of that, however slowly the other
+//! side speaks, and as the user of a link sets them afterwards. Everything else about TCP that matters here is set in
+//! `set_up`.
 
 use std::io::{self, IoSlice, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::net::sockopt;
 use rustls::{ClientConnection, ServerConnection, StreamOwned};
 use thiserror::Error;
 
 use crate::tls::{ReceiverTls, SenderTls, WrongPeer};
 
-/// For connecting, and for each step of the greetings.
+/// For connecting, and then for the TLS handshake and the greetings together.
 pub const SETUP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// After which the kernel gives up a connection whose other side does not confirm what was sent, or does not answer when
+/// nothing is. Long before, the control connection notices; lanes then end with it.
+const DEAD_AFTER: Duration = Duration::from_secs(30);
+/// Nothing was sent for so long before the other side is asked whether it is there.
+const ASK_AFTER: Duration = Duration::from_secs(10);
+/// Between two such questions.
+const ASK_EVERY: Duration = Duration::from_secs(5);
 
 /// Unsent bytes that the kernel takes for a connection before it makes the writer wait. Little, since what lies there is
 /// time that QEMU does not know of; enough to keep a link busy while a thread is woken.
@@ -47,6 +57,15 @@ pub enum LinkError {
     /// The two do not trust one another.
     #[error("the TLS handshake failed: {0}")]
     Handshake(io::Error),
+    /// The receiver broke it off.
+    #[error("the TLS handshake failed: {0}; has the receiver --tls?")]
+    BrokenOff(io::Error),
+    /// What came to the receiver is no TLS.
+    #[error("the TLS handshake failed: it does not speak TLS; has the sender --tls?")]
+    NoTls,
+    /// Which is noticed once the handshake is over.
+    #[error("the receiver does not accept this one's certificate (client-cert.pem): {0:?}")]
+    Refused(rustls::AlertDescription),
     /// TLS cannot begin.
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
@@ -58,11 +77,71 @@ pub enum LinkError {
 /// One connection.
 pub enum Link {
     /// In the clear.
-    Plain(TcpStream),
+    Plain(Socket),
     /// Encrypted, of a sender's.
-    Sender(Box<StreamOwned<ClientConnection, TcpStream>>),
+    Sender(Box<StreamOwned<ClientConnection, Socket>>),
     /// Encrypted, of a receiver's.
-    Receiver(Box<StreamOwned<ServerConnection, TcpStream>>),
+    Receiver(Box<StreamOwned<ServerConnection, Socket>>),
+}
+
+/// The socket of a link. While that is set up, nothing waits beyond a deadline.
+pub struct Socket {
+    stream: TcpStream,
+    deadline: Option<Instant>,
+}
+
+impl Socket {
+    fn new(stream: TcpStream, setup: Duration) -> Result<Self, LinkError> {
+        set_up(&stream).map_err(LinkError::Socket)?;
+        Ok(Self {
+            stream,
+            deadline: Some(Instant::now() + setup),
+        })
+    }
+
+    /// Does it in the time that is left.
+    fn in_time(
+        &mut self,
+        limit: fn(&TcpStream, Option<Duration>) -> io::Result<()>,
+        does: impl FnOnce(&mut TcpStream) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        let Some(deadline) = self.deadline else {
+            return does(&mut self.stream);
+        };
+        let late = || {
+            let text = format!("the other side has not done its part in {} s", SETUP_TIMEOUT.as_secs());
+            io::Error::new(io::ErrorKind::TimedOut, text)
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(late());
+        }
+        limit(&self.stream, Some(left))?;
+        does(&mut self.stream).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => late(),
+            _ => error,
+        })
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.in_time(TcpStream::set_read_timeout, |stream| stream.read(buffer))
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.in_time(TcpStream::set_write_timeout, |stream| stream.write(buffer))
+    }
+
+    fn write_vectored(&mut self, buffers: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.in_time(TcpStream::set_write_timeout, |stream| stream.write_vectored(buffers))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Does the same with whatever a link is.
@@ -105,43 +184,62 @@ impl Link {
         })
     }
 
-    fn of_sender(mut socket: TcpStream, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
-        set_up(&socket).map_err(LinkError::Socket)?;
+    fn of_sender(socket: TcpStream, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
+        let mut socket = Socket::new(socket, SETUP_TIMEOUT)?;
         let Some(tls) = tls else {
             return Ok(Self::Plain(socket));
         };
         let mut session = ClientConnection::new(tls.config(), tls.server())?;
         while session.is_handshaking() || session.wants_write() {
-            session.complete_io(&mut socket).map_err(LinkError::Handshake)?;
+            session.complete_io(&mut socket).map_err(|error| match error.kind() {
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => LinkError::BrokenOff(error),
+                _ => LinkError::Handshake(error),
+            })?;
         }
         tls.check(session.peer_certificates())?;
         session.set_buffer_limit(Some(ENCRYPTED_MAX));
         Ok(Self::Sender(Box::new(StreamOwned::new(session, socket))))
     }
 
-    /// Takes in a connection.
+    /// Takes in a connection. Who it is from is to be checked, by [`Self::check`].
     ///
     /// # Errors
-    /// The certificates are not accepted, or the other side breaks off.
-    pub fn accept(mut socket: TcpStream, tls: Option<&ReceiverTls>) -> Result<Self, LinkError> {
-        set_up(&socket).map_err(LinkError::Socket)?;
+    /// The certificate is of none of the authorities, or the other side breaks off.
+    pub fn accept(socket: TcpStream, tls: Option<&ReceiverTls>) -> Result<Self, LinkError> {
+        let mut socket = Socket::new(socket, SETUP_TIMEOUT)?;
         let Some(tls) = tls else {
             return Ok(Self::Plain(socket));
         };
         let mut session = ServerConnection::new(tls.config())?;
         while session.is_handshaking() || session.wants_write() {
-            session.complete_io(&mut socket).map_err(LinkError::Handshake)?;
+            if let Err(error) = session.complete_io(&mut socket) {
+                drain(&mut socket);
+                return Err(match error.get_ref().and_then(|error| error.downcast_ref()) {
+                    Some(rustls::Error::InvalidMessage(_)) => LinkError::NoTls,
+                    _ => LinkError::Handshake(error),
+                });
+            }
         }
-        tls.check(session.peer_certificates())?;
         session.set_buffer_limit(Some(ENCRYPTED_MAX));
         Ok(Self::Receiver(Box::new(StreamOwned::new(session, socket))))
     }
 
+    /// Whether a sender is one of those that a receiver is pinned to.
+    ///
+    /// # Errors
+    /// It is not.
+    pub fn check(&self, tls: Option<&ReceiverTls>) -> Result<(), WrongPeer> {
+        match (self, tls) {
+            (Self::Receiver(stream), Some(tls)) => tls.check(stream.conn.peer_certificates()),
+            _ => Ok(()),
+        }
+    }
+
     const fn socket(&self) -> &TcpStream {
         match self {
-            Self::Plain(socket) => socket,
-            Self::Sender(stream) => &stream.sock,
-            Self::Receiver(stream) => &stream.sock,
+            Self::Plain(socket) => &socket.stream,
+            Self::Sender(stream) => &stream.sock.stream,
+            Self::Receiver(stream) => &stream.sock.stream,
         }
     }
 
@@ -149,17 +247,39 @@ impl Link {
     ///
     /// # Errors
     /// The socket is of no use.
-    pub fn ready(&self) -> io::Result<()> {
-        self.socket().set_read_timeout(None)?;
-        self.socket().set_write_timeout(None)
+    pub fn ready(&mut self) -> io::Result<()> {
+        let socket = match self {
+            Self::Plain(socket) => socket,
+            Self::Sender(stream) => &mut stream.sock,
+            Self::Receiver(stream) => &mut stream.sock,
+        };
+        socket.deadline = None;
+        socket.stream.set_read_timeout(None)?;
+        socket.stream.set_write_timeout(None)
     }
 
     /// As [`Self::ready`], but no call waits.
     ///
     /// # Errors
     /// The socket is of no use.
-    pub fn ready_nonblocking(&self) -> io::Result<()> {
+    pub fn ready_nonblocking(&mut self) -> io::Result<()> {
+        self.ready()?;
         self.socket().set_nonblocking(true)
+    }
+
+    /// Has TLS say that nothing more will be written, for [`Self::flush`] to send: the end of a connection that nobody cut.
+    pub fn say_end(&mut self) {
+        match self {
+            Self::Plain(_) => {}
+            Self::Sender(stream) => stream.conn.send_close_notify(),
+            Self::Receiver(stream) => stream.conn.send_close_notify(),
+        }
+    }
+
+    /// Nothing more will be written; what is on its way still arrives, and what comes can be read.
+    pub fn shut_write(&self) {
+        // It fails if the other side has closed it, which the next read shows.
+        let _ = self.socket().shutdown(Shutdown::Write);
     }
 
     /// Another handle of the socket, to shut it down from another thread.
@@ -224,10 +344,36 @@ impl AsFd for Link {
     }
 }
 
+/// Whether a connection is broken because the other side has closed it: in the middle of something, as TLS sees it, with
+/// something unread, or for what is written now.
+pub(crate) fn is_end(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+    )
+}
+
+/// Lets the other side read why it is refused: what it has sent and nobody reads would have the kernel reset the
+/// connection, and throw that away.
+fn drain(socket: &mut Socket) {
+    const BYTES_MAX: usize = 64 << 10;
+    let _ = socket.stream.shutdown(Shutdown::Write);
+    let mut piece = [0; 4096];
+    let mut left = BYTES_MAX;
+    while let Ok(len @ 1..) = socket.read(&mut piece) {
+        match left.checked_sub(len) {
+            Some(less) => left = less,
+            None => return,
+        }
+    }
+}
+
 fn set_up(socket: &TcpStream) -> io::Result<()> {
     socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(SETUP_TIMEOUT))?;
-    socket.set_write_timeout(Some(SETUP_TIMEOUT))?;
+    sockopt::set_tcp_user_timeout(socket, DEAD_AFTER.as_millis() as u32)?;
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, ASK_AFTER)?;
+    sockopt::set_tcp_keepintvl(socket, ASK_EVERY)?;
     set_unsent_max(socket, UNSENT_MAX)
 }
 
@@ -247,5 +393,50 @@ fn set_unsent_max(socket: &TcpStream, bytes: u32) -> io::Result<()> {
         Ok(())
     } else {
         Err(io::Error::last_os_error())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn pair() -> [TcpStream; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let here = TcpStream::connect(listener.local_addr().expect("bound")).expect("connects");
+        [here, listener.accept().expect("it does").0]
+    }
+
+    #[test]
+    fn the_kernel_gives_up_a_peer_that_is_gone() {
+        let [here, there] = pair();
+        let links = [Link::of_sender(here, None), Link::accept(there, None)];
+        for link in links.map(|link| link.expect("a link")) {
+            assert_eq!(sockopt::tcp_user_timeout(&link).expect("is set"), 30_000);
+            assert!(sockopt::socket_keepalive(&link).expect("is set"));
+            assert_eq!(sockopt::tcp_keepidle(&link).expect("is set"), ASK_AFTER);
+            assert_eq!(sockopt::tcp_keepintvl(&link).expect("is set"), ASK_EVERY);
+        }
+    }
+
+    #[test]
+    fn who_speaks_too_slowly_is_not_waited_for_longer_than_who_is_silent() {
+        let [here, mut there] = pair();
+        let mut socket = Socket::new(here, Duration::from_millis(300)).expect("a socket");
+        let begun = Instant::now();
+        let error = loop {
+            // A byte each time: none of the reads is late.
+            there.write_all(&[1]).expect("writes");
+            std::thread::sleep(Duration::from_millis(20));
+            if let Err(error) = socket.read(&mut [0]) {
+                break error;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "it waits for ever");
+        };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        let mut link = Link::Plain(socket);
+        link.ready().expect("a socket");
+        assert_eq!(link.read(&mut [0]).expect("there is time again"), 1);
     }
 }

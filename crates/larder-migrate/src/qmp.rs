@@ -1,7 +1,8 @@
 //! A client of QEMU's machine protocol (QMP), with what a migration asks of QEMU.
 //!
 //! One command at a time, each with a limit on how long QEMU may take to answer; events that come meanwhile are kept. A
-//! QEMU that does not answer at all is told from one that says no.
+//! QEMU that says no is told from one that has gone, and that from one that has not answered yet: it may carry out the
+//! command still. Commands have numbers, so that such a late answer is not taken for that of another.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -9,13 +10,16 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-/// For the greeting, and for an answer to a command.
+/// For the answer to a command.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 /// Bytes of one line, at most: a list of all devices of a large guest has some 100 KiB.
 const LINE_MAX: usize = 16 << 20;
+/// Commands that QEMU has not answered, at most: no more are sent before it has.
+const LATE_MAX: u64 = 32;
 /// Events that are kept, at most; older ones go.
 const EVENTS_MAX: usize = 1024;
 
@@ -45,6 +49,16 @@ pub enum QmpError {
         command: String,
         /// As the system says it.
         source: io::Error,
+    },
+    /// It lives, and has not answered yet.
+    #[error("QEMU has not answered '{command}' in {} s (at its QMP socket {})", limit.as_secs(), path.display())]
+    Late {
+        /// As given.
+        path: PathBuf,
+        /// What was asked for; it may be carried out yet.
+        command: String,
+        /// How long it had.
+        limit: Duration,
     },
     /// What came is no JSON.
     #[error("what came from the QMP socket {} is no QMP: {what}", path.display())]
@@ -82,6 +96,53 @@ pub struct Qmp {
     received: Vec<u8>,
     events: VecDeque<Event>,
     version: [u64; 3],
+    /// Commands so far.
+    commands: u64,
+    /// Answers so far.
+    answers: u64,
+    /// Some may be carried out while others wait.
+    out_of_band: bool,
+    process: Option<Process>,
+}
+
+/// A process, which is not another one with its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// Its number.
+    pub pid: i32,
+    /// When it began, in ticks since the host did (proc(5), `starttime`).
+    pub started: u64,
+}
+
+impl Process {
+    /// The one that has this number now.
+    #[must_use]
+    pub fn with(pid: i32) -> Option<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name before may have any letters.
+        let (_, rest) = stat.rsplit_once(')')?;
+        let mut fields = rest.split_whitespace();
+        // A process that has ended, and was not yet asked how.
+        if fields.next()? == "Z" {
+            return None;
+        }
+        let started = fields.nth(18)?.parse().ok()?;
+        Some(Self { pid, started })
+    }
+
+    /// Whether it has not ended.
+    #[must_use]
+    pub fn lives(self) -> bool {
+        Self::with(self.pid) == Some(self)
+    }
+}
+
+impl QmpError {
+    /// QEMU will not answer any more.
+    #[must_use]
+    pub const fn is_gone(&self) -> bool {
+        matches!(self, Self::Gone { .. } | Self::Connect { .. })
+    }
 }
 
 impl Qmp {
@@ -96,12 +157,17 @@ impl Qmp {
         };
         let socket = UnixStream::connect(path).map_err(failed)?;
         socket.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
+        let peer = rustix::net::sockopt::socket_peercred(&socket).ok();
         let mut qmp = Self {
             path: path.to_owned(),
             socket,
             received: Vec::new(),
             events: VecDeque::new(),
             version: [0; 3],
+            commands: 0,
+            answers: 0,
+            out_of_band: false,
+            process: peer.and_then(|peer| Process::with(peer.pid.as_raw_nonzero().get())),
         };
         let greeting = match qmp.next_message("the greeting", Instant::now() + Duration::from_secs(5))? {
             Some(greeting) => greeting,
@@ -109,8 +175,23 @@ impl Qmp {
         };
         let version = &greeting["QMP"]["version"]["qemu"];
         qmp.version = ["major", "minor", "micro"].map(|part| version[part].as_u64().unwrap_or(0));
-        qmp.execute("qmp_capabilities", json!({}))?;
+        let offered = greeting["QMP"]["capabilities"].as_array();
+        qmp.out_of_band = offered.is_some_and(|offered| offered.iter().any(|it| it == "oob"));
+        let enable = if qmp.out_of_band { json!(["oob"]) } else { json!([]) };
+        qmp.execute("qmp_capabilities", json!({"enable": enable}))?;
         Ok(qmp)
+    }
+
+    /// As given to [`Self::connect`].
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The process that listens at the socket: QEMU, or who has made the socket for it.
+    #[must_use]
+    pub const fn process(&self) -> Option<Process> {
+        self.process
     }
 
     /// The user that QEMU runs as, or whoever made its socket.
@@ -131,15 +212,55 @@ impl Qmp {
     /// # Errors
     /// It refuses, has gone, or does not answer in 20 s.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        let text = format!("{}\n", json!({"execute": command, "arguments": arguments}));
-        self.socket
-            .write_all(text.as_bytes())
-            .map_err(|source| self.gone(command, source))?;
-        let until = Instant::now() + ANSWER_TIMEOUT;
+        self.execute_within(command, arguments, ANSWER_TIMEOUT)
+    }
+
+    /// The same, with a limit of its own.
+    ///
+    /// # Errors
+    /// It refuses, has gone, or does not answer in this time.
+    pub fn execute_within(&mut self, command: &str, arguments: Value, limit: Duration) -> Result<Value, QmpError> {
+        self.say("execute", command, &arguments, limit)
+    }
+
+    /// Has QEMU carry out one of the few commands that need not wait for those before it, if this QEMU can: while it waits
+    /// for memory of its guest that the other host has, it carries out no others.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn execute_out_of_band(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let how = if self.out_of_band { "exec-oob" } else { "execute" };
+        self.say(how, command, &arguments, ANSWER_TIMEOUT)
+    }
+
+    fn say(&mut self, how: &str, command: &str, arguments: &Value, limit: Duration) -> Result<Value, QmpError> {
+        let until = Instant::now() + limit;
+        let mut number = None;
         loop {
+            if number.is_none() && self.commands - self.answers < LATE_MAX {
+                self.commands += 1;
+                number = Some(self.commands);
+                let text = format!("{}\n", json!({how: command, "arguments": arguments, "id": number}));
+                self.socket
+                    .write_all(text.as_bytes())
+                    .map_err(|source| self.gone(command, source))?;
+            }
             let Some(mut message) = self.next_message(command, until)? else {
-                return Err(self.gone(command, io::ErrorKind::TimedOut.into()));
+                return Err(QmpError::Late {
+                    path: self.path.clone(),
+                    command: command.to_owned(),
+                    limit,
+                });
             };
+            if message.get("event").is_some() {
+                self.keep_event(&message);
+                continue;
+            }
+            self.answers = (self.answers + 1).min(self.commands);
+            // That to a command before, which was late. What cannot even be parsed is answered without a number.
+            if number.is_none() || message.get("id").is_some_and(|id| id.as_u64() != number) {
+                continue;
+            }
             if let Some(error) = message.get("error") {
                 return Err(QmpError::Refused {
                     command: command.to_owned(),
@@ -149,7 +270,6 @@ impl Qmp {
             if let Some(answer) = message.get_mut("return") {
                 return Ok(answer.take());
             }
-            self.keep_event(&message);
         }
     }
 
@@ -173,11 +293,16 @@ impl Qmp {
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
         }
-        let part = |name: &str| message["timestamp"][name].as_u64().unwrap_or(0);
+        let part = |name: &str| {
+            message["timestamp"][name]
+                .as_u64()
+                .and_then(|part| u32::try_from(part).ok())
+        };
         self.events.push_back(Event {
             name: name.to_owned(),
             data: message["data"].clone(),
-            at: Duration::from_secs(part("seconds")) + Duration::from_micros(part("microseconds")),
+            at: Duration::from_secs(part("seconds").unwrap_or(0).into())
+                + Duration::from_micros(part("microseconds").unwrap_or(0).into()),
         });
     }
 
@@ -242,32 +367,28 @@ impl Qmp {
         self.execute("query-migrate", json!({}))
     }
 
+    /// The capabilities of migration that this QEMU knows, and whether they are on.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn capabilities(&mut self) -> Result<Vec<(String, bool)>, QmpError> {
+        let list = self.execute("query-migrate-capabilities", json!({}))?;
+        let entries = list.as_array().into_iter().flatten();
+        Ok(entries
+            .filter_map(|entry| Some((entry["capability"].as_str()?.to_owned(), entry["state"] == true)))
+            .collect())
+    }
+
     /// Switches capabilities of migration on or off, by their names.
     ///
     /// # Errors
     /// As [`Self::execute`]; one that this QEMU lacks is refused with its name.
-    pub fn set_capabilities(&mut self, capabilities: &[(&str, bool)]) -> Result<(), QmpError> {
+    pub fn set_capabilities(&mut self, capabilities: &[(String, bool)]) -> Result<(), QmpError> {
         let list: Vec<Value> = capabilities
             .iter()
             .map(|(name, on)| json!({"capability": name, "state": on}))
             .collect();
         self.execute("migrate-set-capabilities", json!({"capabilities": list}))
             .map(|_| ())
-    }
-
-    /// The capabilities of migration that are on.
-    ///
-    /// # Errors
-    /// As [`Self::execute`].
-    pub fn capabilities(&mut self) -> Result<Vec<String>, QmpError> {
-        let list = self.execute("query-migrate-capabilities", json!({}))?;
-        let on = list
-            .as_array()
-            .into_iter()
-            .flatten()
-            .filter(|entry| entry["state"] == true);
-        Ok(on
-            .filter_map(|entry| entry["capability"].as_str().map(str::to_owned))
-            .collect())
     }
 }

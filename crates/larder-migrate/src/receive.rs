@@ -12,36 +12,42 @@
 //! - QEMU gets a channel's bytes in their order, each once, and nothing after a gap.
 //! - Only a channel that its sender has closed, and of which all was delivered, ends in order; all else is a connection
 //!   that is shut in the middle, or a QEMU that has all that it needs.
+//! - Strangers at its port, however many and however silent, keep neither a sender out nor the end from coming.
 //! - Memory is bounded by the window times the channels, and the old pages, whatever the peer says.
+
+mod greetings;
+mod qemu;
+mod queue;
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
-use std::thread;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{self, Scope};
+use std::time::Duration;
 
 use ring::rand::SecureRandom as _;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::time::Timespec;
 use thiserror::Error;
 
+use self::greetings::Greetings;
+use self::queue::{Next, Queue};
 use crate::base::{Frontier, Slots};
 use crate::control::{Control, ControlError, Mailbox};
 use crate::decode::{Bases, DecodeError, FrameDecoder};
-use crate::link::{Link, LinkError};
+use crate::link::{self, Link, LinkError};
 use crate::notes::Notes;
-use crate::session::{Ending, Shut};
+use crate::session::{self, Ending, Shut, Weight};
 use crate::tls::ReceiverTls;
 use crate::wire::{
-    CHANNELS_MAX, FRAME_RAW_MAX, FrameHeader, Hello, Kind, LANES_MAX, Message, Role, SessionId, Welcome, WireError,
+    CHANNEL_FRAMES_MAX, CHANNELS_MAX, FRAME_RAW_MAX, FrameHeader, Hello, Kind, LANES_MAX, Message, Role, SessionId,
+    Welcome, WireError,
 };
-
-/// Connections that may be in the middle of their greeting.
-const GREETING_MAX: usize = 16;
 
 /// What a receiver offers.
 pub struct Options {
@@ -73,6 +79,8 @@ pub enum ReceiveError {
     Decode(#[from] DecodeError),
     #[error("the sender: {0}")]
     Sender(String),
+    #[error("refused: {0}")]
+    Refused(&'static str),
     #[error("the sender sent {0}, which no sender sends")]
     Message(String),
     #[error("the sender sent bytes {begin} to {end} of channel {channel}, of which it may send up to {most} now")]
@@ -82,10 +90,20 @@ pub enum ReceiveError {
         end: u64,
         most: u64,
     },
+    #[error("the sender sent more than {CHANNEL_FRAMES_MAX} frames of channel {channel} before QEMU took any")]
+    Frames { channel: u16 },
+    #[error("a thread panicked ({what}), which is a bug of Larder's: please report it, with what was said before this")]
+    Panicked { what: &'static str },
     #[error("{what}: {source}")]
     Io { what: &'static str, source: io::Error },
+    #[error(
+        "the sender has closed a connection in the middle: its larder was ended, or something in between cut it off"
+    )]
+    Lane,
     #[error("cannot connect to QEMU at {}: {source}; is it started with '-incoming unix:{}', and waiting?", path.display(), path.display())]
     Qemu { path: PathBuf, source: io::Error },
+    #[error("the path of QEMU's socket, {}, is {} bytes long; the kernel takes at most 107: start QEMU with a shorter one, for example in /run", .0.display(), .0.as_os_str().len())]
+    Path(PathBuf),
     #[error("stopped")]
     Stopped,
 }
@@ -93,6 +111,15 @@ pub enum ReceiveError {
 impl ReceiveError {
     const fn io(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::Io { what, source }
+    }
+
+    fn weight(&self) -> Weight {
+        match self {
+            Self::Sender(_) => Weight::Told,
+            Self::Control(error) if error.is_symptom() => Weight::Symptom,
+            Self::Wire(WireError::Io { .. }) | Self::Lane => Weight::Symptom,
+            _ => Weight::Cause,
+        }
     }
 }
 
@@ -121,21 +148,26 @@ pub fn receive(
     stop: &AtomicBool,
     agent: Option<&Agent<'_>>,
 ) -> Result<Delivered, ReceiveError> {
+    if SocketAddr::from_pathname(&options.connect).is_err() {
+        return Err(ReceiveError::Path(options.connect.clone()));
+    }
     listener
         .set_nonblocking(true)
         .map_err(ReceiveError::io("the socket for senders"))?;
     let session = Session::new(options, agent)?;
-    let (greeted, arrivals) = mpsc::sync_channel(GREETING_MAX);
     thread::scope(|scope| {
         let session = &session;
-        let result = session.take_in(scope, listener, stop, &greeted, &arrivals);
-        if let Err(error) = result {
-            session.fail(error);
-        }
-        drop(arrivals);
+        session.part("taking in connections", || session.take_in(scope, listener, stop));
+        lock(&session.greetings).shut();
     });
     let delivered = *lock(&session.delivered);
     session.ending.into_error().map_or(Ok(delivered), Err)
+}
+
+/// A connection that is part of the session.
+enum Greeted {
+    Control(Link),
+    Lane(Link, Arc<Bases>),
 }
 
 struct Session<'a> {
@@ -144,18 +176,23 @@ struct Session<'a> {
     id: SessionId,
     notes: Notes,
     mailbox: Arc<Mailbox>,
+    greetings: Mutex<Greetings>,
+    claim: Mutex<Claim>,
     queues: Mutex<BTreeMap<u16, Arc<Queue>>>,
-    bases: Mutex<Option<Arc<Bases>>>,
     delivered: Mutex<Delivered>,
     ending: Ending<ReceiveError>,
+    /// The sender has said that nothing will follow.
+    ended: AtomicBool,
     over: AtomicBool,
     over_event: OwnedFd,
 }
 
-/// A connection whose greeting is read.
-struct Arrival {
-    link: Link,
-    hello: Hello,
+/// What a sender has of the session.
+#[derive(Default)]
+struct Claim {
+    /// Since there is a control connection.
+    bases: Option<Arc<Bases>>,
+    lanes: u16,
 }
 
 impl<'a> Session<'a> {
@@ -172,32 +209,63 @@ impl<'a> Session<'a> {
             id,
             notes: Notes::new(Arc::clone(&mailbox)),
             mailbox,
+            greetings: Mutex::default(),
+            claim: Mutex::default(),
             queues: Mutex::default(),
-            bases: Mutex::default(),
             delivered: Mutex::default(),
             ending: Ending::new(),
+            ended: AtomicBool::new(false),
             over: AtomicBool::new(false),
             over_event: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .map_err(|error| ReceiveError::io("setting up an eventfd")(error.into()))?,
         })
     }
 
-    fn fail(&self, error: ReceiveError) {
-        if !matches!(error, ReceiveError::Control(_)) {
-            self.mailbox
-                .send(&Message::with_body(Kind::Failed, 0, error.to_string().as_bytes()));
+    /// Has a thread do its part of the session, which fails if that does.
+    fn spawn<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        what: &'static str,
+        does: impl FnOnce() -> Result<(), ReceiveError> + Send + 'scope,
+    ) {
+        let thread = thread::Builder::new().name("larder-receive".to_owned());
+        if let Err(source) = thread.spawn_scoped(scope, move || self.part(what, does)) {
+            self.fail(ReceiveError::Io {
+                what: "starting a thread",
+                source,
+            });
         }
-        self.mailbox.close();
-        self.ending.fail(error);
+    }
+
+    fn part(&self, what: &'static str, does: impl FnOnce() -> Result<(), ReceiveError>) {
+        match session::part(does, || ReceiveError::Panicked { what }) {
+            // What nobody takes any more may still be on its way when all is over.
+            Err(error) if self.ended.load(Ordering::Acquire) && !matches!(error, ReceiveError::Panicked { .. }) => {}
+            Err(error) => self.fail(error),
+            Ok(()) => {}
+        }
+    }
+
+    fn fail(&self, error: ReceiveError) {
+        let weight = error.weight();
+        self.ending.fail(error, weight, |error| {
+            // The sender knows what it has said itself.
+            if weight != Weight::Told {
+                let told = error.to_string();
+                self.mailbox.send(&Message::with_body(Kind::Failed, 0, told.as_bytes()));
+            }
+            self.mailbox.close();
+        });
         self.end();
     }
 
-    /// Lets everybody go home.
+    /// Lets everybody go home, whatever has become of the sender's host meanwhile.
     fn end(&self) {
+        self.ending.shut();
         self.notes.end();
         self.over.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.over_event, &1_u64.to_ne_bytes());
-        if let Some(bases) = &*lock(&self.bases) {
+        if let Some(bases) = &lock(&self.claim).bases {
             bases.frontier.stop();
         }
         for queue in lock(&self.queues).values() {
@@ -205,26 +273,27 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Accepts connections until the session is over. Each is greeted in a thread of its own, so that a stranger who says
-    /// nothing keeps nobody waiting.
-    fn take_in<'scope, 'env>(
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Waits for so long; whether the session goes on.
+    fn pause(&self, time: Duration) -> bool {
+        let timeout = Timespec::try_from(time).ok();
+        let _ = poll(&mut [PollFd::new(&self.over_event, PollFlags::IN)], timeout.as_ref());
+        !self.is_over()
+    }
+
+    /// Accepts connections until the session is over. Each has a thread of its own from its beginning, so that a stranger
+    /// who says nothing keeps nobody waiting.
+    fn take_in<'scope>(
         &'scope self,
-        scope: &'scope thread::Scope<'scope, 'env>,
+        scope: &'scope Scope<'scope, '_>,
         listener: &TcpListener,
         stop: &AtomicBool,
-        greeted: &mpsc::SyncSender<Option<Arrival>>,
-        arrivals: &mpsc::Receiver<Option<Arrival>>,
     ) -> Result<(), ReceiveError> {
-        let mut greeting = 0;
-        let mut lanes = 0;
         loop {
-            while let Ok(arrival) = arrivals.try_recv() {
-                greeting -= 1;
-                if let Some(arrival) = arrival {
-                    self.arrived(scope, arrival, &mut lanes)?;
-                }
-            }
-            if self.over.load(Ordering::Acquire) {
+            if self.is_over() {
                 return Ok(());
             }
             if stop.load(Ordering::Relaxed) {
@@ -232,154 +301,180 @@ impl<'a> Session<'a> {
             }
             match listener.accept() {
                 Ok((socket, peer)) => {
-                    if greeting == GREETING_MAX {
-                        tracing::warn!("{peer}: too many connections have not said what they are; closing this one");
-                        continue;
-                    }
-                    greeting += 1;
-                    let greeted = greeted.clone();
-                    scope.spawn(move || {
-                        let arrival = self.greet(socket);
-                        if let Err(error) = &arrival {
-                            tracing::warn!("{peer}: {error}");
+                    let handle = socket.try_clone().map_err(ReceiveError::io("taking in a connection"))?;
+                    let number = lock(&self.greetings).begin(handle);
+                    self.spawn(scope, "a connection", move || {
+                        let greeted = self.greet(socket);
+                        lock(&self.greetings).end(number);
+                        match greeted {
+                            Ok(Greeted::Control(link)) => self.control(scope, link),
+                            Ok(Greeted::Lane(link, bases)) => self.lane(link, &bases),
+                            // It is nobody's who has anything to do with the session.
+                            Err(error) => {
+                                tracing::warn!("{peer}: {error}");
+                                Ok(())
+                            }
                         }
-                        let _ = greeted.send(arrival.ok());
                     });
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait_for(listener, greeting > 0)?,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => {
-                    return Err(ReceiveError::Io {
-                        what: "waiting for a sender",
-                        source,
-                    });
-                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => self.wait_for(listener)?,
+                    // It has gone before it was taken in.
+                    io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
+                    _ => return Err(ReceiveError::io("waiting for a sender")(error)),
+                },
             }
         }
     }
 
-    fn greet(&self, socket: TcpStream) -> Result<Arrival, ReceiveError> {
-        socket
-            .set_nonblocking(false)
-            .map_err(ReceiveError::io("taking in a connection"))?;
-        let mut link = Link::accept(socket, self.options.tls.as_ref())?;
-        let hello = Hello::read(&mut link)?;
-        Ok(Arrival { link, hello })
-    }
-
-    fn wait_for(&self, listener: &TcpListener, soon: bool) -> Result<(), ReceiveError> {
+    fn wait_for(&self, listener: &TcpListener) -> Result<(), ReceiveError> {
         let mut fds = [
             PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
             PollFd::new(&self.over_event, PollFlags::IN),
         ];
         let timeout = Timespec {
             tv_sec: 0,
-            tv_nsec: if soon { 2_000_000 } else { 100_000_000 },
+            tv_nsec: 100_000_000,
         };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(ReceiveError::Io {
-                what: "waiting for a sender",
-                source: error.into(),
-            }),
+            Err(error) => Err(ReceiveError::io("waiting for a sender")(error.into())),
         }
     }
 
-    fn arrived<'scope, 'env>(
-        &'scope self,
-        scope: &'scope thread::Scope<'scope, 'env>,
-        arrival: Arrival,
-        lanes: &mut u16,
-    ) -> Result<(), ReceiveError> {
-        let Arrival { mut link, hello } = arrival;
-        let opened = lock(&self.bases).clone();
-        match (hello.role, opened) {
-            (Role::Control, None) => self.begin(scope, link, &hello),
-            (Role::Control, Some(_)) => {
-                let _ = Welcome::refuse(&mut link, "it is in the middle of a migration");
-                Ok(())
-            }
-            (Role::Lane(session), Some(bases)) if session == self.id && *lanes < self.lanes(&hello) => {
-                *lanes += 1;
-                let welcome = self.welcome(&hello, &bases);
-                let handle = link.handle().map_err(ReceiveError::io("a lane"))?;
-                self.ending.shut_later(Shut::Link(handle));
-                let ready = welcome
-                    .write(&mut link)
-                    .map_err(ReceiveError::from)
-                    .and_then(|()| link.ready().map_err(ReceiveError::io("a lane")));
-                scope.spawn(move || {
-                    if let Err(error) = ready.and_then(|()| self.lane(link, &bases)) {
-                        self.fail(error);
-                    }
-                });
-                Ok(())
-            }
-            (Role::Lane(_), _) => {
-                let _ = Welcome::refuse(&mut link, "there is no such session here, or it has all its lanes");
-                Ok(())
-            }
+    /// Greets whoever has connected; those who are no part of the session are told so.
+    fn greet(&self, socket: TcpStream) -> Result<Greeted, ReceiveError> {
+        socket
+            .set_nonblocking(false)
+            .map_err(ReceiveError::io("taking in a connection"))?;
+        let mut link = Link::accept(socket, self.options.tls.as_ref())?;
+        let hello = Hello::read(&mut link)?;
+        if let Err(error) = link.check(self.options.tls.as_ref()) {
+            let _ = Welcome::refuse(&mut link, &error.to_string());
+            return Err(LinkError::from(error).into());
         }
+        let bases = self.claim(&hello).or_else(|reason| {
+            Welcome::refuse(&mut link, reason)?;
+            Err(ReceiveError::Refused(reason))
+        })?;
+        self.welcome(&hello, bases, link)
+            .inspect_err(|_| self.give_back(&hello))
+    }
+
+    /// What a connection with this greeting may have of the session; or why nothing.
+    fn claim(&self, hello: &Hello) -> Result<Arc<Bases>, &'static str> {
+        const NO_LANE: &str = "there is no such session here, or it has all its lanes";
+        let mut claim = lock(&self.claim);
+        if self.is_over() {
+            return Err("it has ended");
+        }
+        match (hello.role, &claim.bases) {
+            (Role::Control, None) => {
+                let bases = Arc::new(Bases {
+                    slots: Slots::new(hello.delta_memory.min(self.options.delta_memory)),
+                    frontier: Frontier::new(),
+                });
+                claim.bases = Some(Arc::clone(&bases));
+                Ok(bases)
+            }
+            (Role::Control, Some(_)) => Err("it is in the middle of a migration"),
+            (Role::Lane(session), Some(bases)) if session == self.id && claim.lanes < self.lanes(hello) => {
+                let bases = Arc::clone(bases);
+                claim.lanes += 1;
+                Ok(bases)
+            }
+            (Role::Lane(_), _) => Err(NO_LANE),
+        }
+    }
+
+    /// One that had a claim has gone before it was told.
+    fn give_back(&self, hello: &Hello) {
+        let mut claim = lock(&self.claim);
+        match hello.role {
+            Role::Control => claim.bases = None,
+            Role::Lane(_) => claim.lanes -= 1,
+        }
+    }
+
+    fn welcome(&self, hello: &Hello, bases: Arc<Bases>, mut link: Link) -> Result<Greeted, ReceiveError> {
+        let welcome = Welcome {
+            session: self.id,
+            delta_memory: u64::from(bases.slots.len()) * larder_codec::PAGE as u64,
+            window: self.window(),
+            lanes: self.lanes(hello),
+            channels: self.channels(),
+            methods: FrameDecoder::methods(),
+        };
+        welcome.write(&mut link)?;
+        if hello.role == Role::Control {
+            return Ok(Greeted::Control(link));
+        }
+        link.ready().map_err(ReceiveError::io("setting up a lane"))?;
+        let handle = link.handle().map_err(ReceiveError::io("setting up a lane"))?;
+        self.ending.shut_later(Shut::Link(handle));
+        Ok(Greeted::Lane(link, bases))
     }
 
     fn lanes(&self, hello: &Hello) -> u16 {
         hello.lanes.clamp(1, self.options.lanes.clamp(1, LANES_MAX))
     }
 
-    fn welcome(&self, hello: &Hello, bases: &Bases) -> Welcome {
-        Welcome {
-            session: self.id,
-            delta_memory: u64::from(bases.slots.len()) * larder_codec::PAGE as u64,
-            window: self.options.window.max(2 * FRAME_RAW_MAX as u32),
-            lanes: self.lanes(hello),
-            channels: self.options.channels.clamp(1, CHANNELS_MAX),
-            methods: FrameDecoder::methods(),
-        }
+    fn channels(&self) -> u16 {
+        self.options.channels.clamp(1, CHANNELS_MAX)
     }
 
-    fn begin<'scope, 'env>(
-        &'scope self,
-        scope: &'scope thread::Scope<'scope, 'env>,
-        mut link: Link,
-        hello: &Hello,
-    ) -> Result<(), ReceiveError> {
-        let bases = Arc::new(Bases {
-            slots: Slots::new(hello.delta_memory.min(self.options.delta_memory)),
-            frontier: Frontier::new(),
-        });
-        self.welcome(hello, &bases).write(&mut link)?;
-        *lock(&self.bases) = Some(bases);
-        let handle = link.handle().map_err(ReceiveError::io("the control connection"))?;
-        self.ending.shut_later(Shut::Link(handle));
+    fn window(&self) -> u32 {
+        self.options.window.max(2 * FRAME_RAW_MAX as u32)
+    }
+
+    /// Goes on with the control connection, with which the session begins and ends.
+    fn control<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, link: Link) -> Result<(), ReceiveError> {
         if let Some(agent) = self.agent {
-            scope.spawn(move || agent(self.notes.clone()));
+            self.spawn(scope, "moving the VM", move || {
+                agent(self.notes.clone());
+                Ok(())
+            });
         }
-        scope.spawn(move || {
-            let result = Control::new(link, &self.mailbox)
-                .map_err(ReceiveError::io("the control connection"))
-                .and_then(|control| control.run(|message| self.hear(scope, message)));
-            match result {
-                Ok(()) => self.end(),
-                Err(error) => self.fail(error),
-            }
-        });
-        Ok(())
+        let (opened, to_open) = mpsc::channel();
+        self.spawn(scope, "connecting to QEMU", move || self.open_all(scope, &to_open));
+        let result = Control::new(link, &self.mailbox)
+            .map_err(ReceiveError::io("the control connection"))
+            .and_then(|control| Ok(control.run(|message| self.take(&opened, message))?));
+        if result.is_ok() {
+            self.end();
+        }
+        result
+    }
+
+    /// What comes from the sender, to the end of the control connection.
+    fn take(&self, opened: &mpsc::Sender<Arc<Queue>>, message: Result<Message, ControlError>) {
+        let is_reason = matches!(&message, Ok(message) if message.kind == Kind::Failed);
+        if self.ending.has_failed() && !is_reason {
+            return;
+        }
+        let heard = message
+            .map_err(ReceiveError::from)
+            .and_then(|message| self.hear(opened, message));
+        if let Err(error) = heard {
+            self.fail(error);
+        }
     }
 
     /// A message of the sender's.
-    fn hear<'scope, 'env>(
-        &'scope self,
-        scope: &'scope thread::Scope<'scope, 'env>,
-        message: Message,
-    ) -> Result<(), ReceiveError> {
+    fn hear(&self, opened: &mpsc::Sender<Arc<Queue>>, message: Message) -> Result<(), ReceiveError> {
         let unexpected = || Err(ReceiveError::Message(format!("{message:?}")));
+        if self.ended.load(Ordering::Relaxed) && message.kind != Kind::Failed {
+            return unexpected();
+        }
         match message.kind {
             Kind::Open => {
                 let queue = self.queue(message.channel)?;
-                if lock(&queue.state).opened {
+                if !queue.open() {
                     return unexpected();
                 }
-                self.open(scope, &queue)
+                // It fails when the session is over.
+                let _ = opened.send(queue);
+                Ok(())
             }
             Kind::Close => self.queue(message.channel)?.close(message.value),
             Kind::Failed => Err(ReceiveError::Sender(message.text())),
@@ -389,6 +484,7 @@ impl<'a> Session<'a> {
                         "the end of all, while channel {number} is open"
                     )));
                 }
+                self.ended.store(true, Ordering::Release);
                 self.mailbox.send(&Message::new(Kind::End, 0, 0));
                 self.mailbox.close();
                 Ok(())
@@ -401,41 +497,49 @@ impl<'a> Session<'a> {
 
     /// The queue of a channel, which a frame may need before the channel is opened.
     fn queue(&self, number: u16) -> Result<Arc<Queue>, ReceiveError> {
-        if number >= self.options.channels.clamp(1, CHANNELS_MAX) {
+        if number >= self.channels() {
             return Err(ReceiveError::Message(format!("something of channel {number}")));
         }
         let mut queues = lock(&self.queues);
         let queue = queues
             .entry(number)
-            .or_insert_with(|| Arc::new(Queue::new(number, self.options.window.max(2 * FRAME_RAW_MAX as u32))));
+            .or_insert_with(|| Arc::new(Queue::new(number, self.window())));
         Ok(Arc::clone(queue))
     }
 
-    /// Connects to QEMU, in the order in which the other QEMU has connected: 7.2 takes the first one for the main channel.
-    fn open<'scope, 'env>(
+    /// Connects to QEMU for each channel, in the order in which the other QEMU has connected: 7.2 takes the first one for the
+    /// main channel. QEMU may let this wait, which the control connection must not.
+    fn open_all<'scope>(
         &'scope self,
-        scope: &'scope thread::Scope<'scope, 'env>,
-        queue: &Arc<Queue>,
+        scope: &'scope Scope<'scope, '_>,
+        to_open: &mpsc::Receiver<Arc<Queue>>,
     ) -> Result<(), ReceiveError> {
-        let path: &Path = &self.options.connect;
-        let failed = |source| ReceiveError::Qemu {
-            path: path.to_owned(),
-            source,
-        };
-        let socket = UnixStream::connect(path).map_err(failed)?;
-        let reader = socket.try_clone().map_err(failed)?;
-        self.ending.shut_later(Shut::Qemu(socket.try_clone().map_err(failed)?));
-        lock(&queue.state).opened = true;
-        let writer = Arc::clone(queue);
-        scope.spawn(move || self.write(&writer, &socket));
-        let queue = Arc::clone(queue);
-        scope.spawn(move || self.bring_back(&queue, reader));
+        let path = &self.options.connect;
+        for queue in to_open {
+            let connected = qemu::connect(path, |time| self.pause(time)).map_err(|source| ReceiveError::Qemu {
+                path: path.clone(),
+                source,
+            })?;
+            let Some(socket) = connected else { return Ok(()) };
+            let socket = Arc::new(socket);
+            self.ending.shut_later(Shut::Qemu(Arc::clone(&socket)));
+            let (writer, written) = (Arc::clone(&queue), Arc::clone(&socket));
+            self.spawn(scope, "writing to QEMU", move || {
+                self.write(&writer, &written);
+                Ok(())
+            });
+            self.spawn(scope, "reading from QEMU", move || {
+                self.bring_back(&queue, &socket);
+                Ok(())
+            });
+        }
         Ok(())
     }
 
     /// Hands QEMU the bytes of a channel.
     fn write(&self, queue: &Queue, mut socket: &UnixStream) {
-        while let Some(next) = queue.next() {
+        let tell = |bytes| self.mailbox.send(&Message::new(Kind::Delivered, queue.number, bytes));
+        while let Some(next) = queue.next(tell) {
             let Next::Bytes(bytes) = next else {
                 // All is delivered; QEMU may still have something to say.
                 let _ = socket.shutdown(Shutdown::Write);
@@ -443,20 +547,19 @@ impl<'a> Session<'a> {
             };
             if socket.write_all(&bytes).is_err() {
                 // QEMU has ended or closed it, with bytes before it that it did not want.
-                self.mailbox.send(&Message::new(Kind::Closed, queue.number, 1));
                 let _ = socket.shutdown(Shutdown::Both);
                 queue.refuse();
+                self.mailbox.send(&Message::new(Kind::Closed, queue.number, 1));
                 return;
             }
             let raw = bytes.len() as u64;
-            let total = queue.taken(bytes);
             lock(&self.delivered).raw += raw;
-            self.mailbox.send(&Message::new(Kind::Delivered, queue.number, total));
+            queue.taken(bytes);
         }
     }
 
     /// Brings what QEMU says to the sender.
-    fn bring_back(&self, queue: &Queue, mut socket: UnixStream) {
+    fn bring_back(&self, queue: &Queue, mut socket: &UnixStream) {
         let mut buffer = vec![0; 32 << 10];
         loop {
             match socket.read(&mut buffer) {
@@ -468,207 +571,44 @@ impl<'a> Session<'a> {
                 Err(_) => break,
             }
         }
-        lock(&queue.state).closed = true;
+        queue.closed();
         self.mailbox.send(&Message::new(Kind::Closed, queue.number, 0));
     }
 
-    /// Reads and decodes the frames of one connection until the sender closes it.
+    /// Reads and decodes the frames of one connection until the sender closes it, which it may once all has ended.
     fn lane(&self, mut link: Link, bases: &Bases) -> Result<(), ReceiveError> {
-        const WHAT: &str = "reading a frame";
+        let broken = |error| {
+            if link::is_end(&error) {
+                ReceiveError::Lane
+            } else {
+                WireError::io("reading a frame")(error).into()
+            }
+        };
         let mut decoder = FrameDecoder::new();
         let mut body = Vec::new();
         let mut before: Option<u64> = None;
         let mut header = [0; FrameHeader::LEN];
         loop {
-            if !read_header(&mut link, &mut header).map_err(WireError::io(WHAT))? {
-                // The control connection says whether that was the end.
-                return Ok(());
-            }
+            link.read_exact(&mut header).map_err(broken)?;
             let header = FrameHeader::from_bytes(&header)?;
             if before.is_some_and(|before| header.number <= before) {
                 return Err(DecodeError::Order { number: header.number }.into());
             }
             before = Some(header.number);
-            body.resize(header.body_len(), 0);
-            link.read_exact(&mut body).map_err(WireError::io(WHAT))?;
+            let len = header.body_len();
+            if body.len() < len {
+                body.resize(len, 0);
+            }
+            let body = &mut body[..len];
+            link.read_exact(body).map_err(broken)?;
             let queue = self.queue(header.channel)?;
             let mut out = queue.buffer(&header)?;
-            decoder.decode(&header, &body, bases, &mut out)?;
+            decoder.decode(&header, body, bases, &mut out)?;
             queue.put(header.offset, out)?;
             let mut delivered = lock(&self.delivered);
             delivered.wire += (FrameHeader::LEN + header.body_len()) as u64;
             delivered.frames += 1;
         }
-    }
-}
-
-/// Reads a frame's header; `false` at the end of the connection.
-fn read_header(link: &mut Link, header: &mut [u8; FrameHeader::LEN]) -> io::Result<bool> {
-    let mut filled = 0;
-    while filled < header.len() {
-        match link.read(&mut header[filled..]) {
-            Ok(0) if filled == 0 => return Ok(false),
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(len) => filled += len,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(true)
-}
-
-/// The bytes of a channel, in pieces that may come in any order.
-struct Queue {
-    number: u16,
-    window: u64,
-    state: Mutex<QueueState>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct QueueState {
-    /// By the offset of their first byte, none of which is below `next`.
-    pieces: BTreeMap<u64, Vec<u8>>,
-    /// The offset of the next byte for the writer.
-    next: u64,
-    /// Bytes that QEMU took.
-    taken: u64,
-    /// Bytes in all, once the sender has closed the channel.
-    total: Option<u64>,
-    /// Buffers to use again.
-    spare: Vec<Vec<u8>>,
-    opened: bool,
-    stopped: bool,
-    /// QEMU takes nothing more; what comes is dropped.
-    refused: bool,
-    /// QEMU has closed it.
-    closed: bool,
-}
-
-enum Next {
-    Bytes(Vec<u8>),
-    End,
-}
-
-impl Queue {
-    /// Buffers that are kept for use again.
-    const SPARE_MAX: usize = 16;
-
-    fn new(number: u16, window: u32) -> Self {
-        Self {
-            number,
-            window: window.into(),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        }
-    }
-
-    /// An empty buffer for a frame, which must lie within the window.
-    fn buffer(&self, header: &FrameHeader) -> Result<Vec<u8>, ReceiveError> {
-        let mut state = lock(&self.state);
-        let end = header.offset + u64::from(header.raw_len);
-        let most = (state.taken + self.window).min(state.total.unwrap_or(u64::MAX));
-        if header.offset < state.next || end > most {
-            return Err(ReceiveError::Window {
-                channel: self.number,
-                begin: header.offset,
-                end,
-                most,
-            });
-        }
-        Ok(state.spare.pop().unwrap_or_default())
-    }
-
-    fn put(&self, offset: u64, bytes: Vec<u8>) -> Result<(), ReceiveError> {
-        let mut state = lock(&self.state);
-        if state.refused {
-            return Ok(());
-        }
-        let end = offset + bytes.len() as u64;
-        let fits_before = state
-            .pieces
-            .range(..=offset)
-            .next_back()
-            .is_none_or(|(at, piece)| at + piece.len() as u64 <= offset);
-        let fits_after = state.pieces.range(offset..).next().is_none_or(|(at, _)| end <= *at);
-        if offset < state.next || !fits_before || !fits_after {
-            return Err(ReceiveError::Window {
-                channel: self.number,
-                begin: offset,
-                end,
-                most: state.next,
-            });
-        }
-        state.pieces.insert(offset, bytes);
-        if offset == state.next {
-            self.changed.notify_all();
-        }
-        Ok(())
-    }
-
-    /// Waits for what comes next; `None` when the session is over.
-    fn next(&self) -> Option<Next> {
-        let mut state = lock(&self.state);
-        loop {
-            if state.stopped {
-                return None;
-            }
-            let next = state.next;
-            if let Some(bytes) = state.pieces.remove(&next) {
-                state.next += bytes.len() as u64;
-                return Some(Next::Bytes(bytes));
-            }
-            if state.total == Some(next) {
-                return Some(Next::End);
-            }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// QEMU took these bytes; returns how many in all.
-    fn taken(&self, bytes: Vec<u8>) -> u64 {
-        let mut state = lock(&self.state);
-        state.taken += bytes.len() as u64;
-        if state.spare.len() < Self::SPARE_MAX {
-            state.spare.push(bytes);
-        }
-        state.taken
-    }
-
-    /// The sender has closed the channel after so many bytes.
-    fn close(&self, total: u64) -> Result<(), ReceiveError> {
-        let mut state = lock(&self.state);
-        let last = state
-            .pieces
-            .last_key_value()
-            .map_or(state.next, |(at, piece)| at + piece.len() as u64);
-        if state.total.is_some() || total < last {
-            return Err(ReceiveError::Message(format!(
-                "the end of channel {} at {total} bytes, of which {last} have come, or a second end",
-                self.number
-            )));
-        }
-        state.total = Some(total);
-        self.changed.notify_all();
-        Ok(())
-    }
-
-    /// Its number, if something is still to be delivered or QEMU has not closed it.
-    fn is_open(&self) -> Option<u16> {
-        let state = lock(&self.state);
-        let delivered = state.refused || state.total == Some(state.taken);
-        (!delivered || !state.closed).then_some(self.number)
-    }
-
-    fn refuse(&self) {
-        let mut state = lock(&self.state);
-        state.refused = true;
-        state.pieces.clear();
-    }
-
-    fn stop(&self) {
-        lock(&self.state).stopped = true;
-        self.changed.notify_all();
     }
 }
 

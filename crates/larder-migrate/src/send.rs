@@ -15,43 +15,51 @@
 //! - A channel's bytes are read by one lane at a time, and its batches are given their places in their order.
 //! - A frame that has its place is sent, or the session fails.
 //! - Of each channel at most the receiver's window is on its way; the receiver has room for all of it.
+//! - What the thread of the control connection does waits for nothing: a QEMU that does not read what comes back keeps
+//!   nobody from hearing that this side is alive.
 //! - A session that fails shuts QEMU's sockets, which then sees a broken connection, and its guest runs on.
+//! - A session of which QEMU's channels have ended well, but QEMU's migration has not, is a failure too.
 
-use std::collections::VecDeque;
+mod channel;
+mod poller;
+mod returns;
+
 use std::io::{self, IoSlice, Write as _};
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
-use larder_codec::batch::{self, Method};
+use larder_codec::batch::Method;
 use larder_codec::select::{self, Selector};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, epoll, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{RecvFlags, recv};
 use rustix::time::Timespec;
 use thiserror::Error;
 
+use self::channel::{Channel, Reading};
+use self::poller::Poller;
+use self::returns::{Back, Returns};
 use crate::base::{Frontier, Slots};
 use crate::batch::Batch;
-use crate::control::{Control, ControlError, Mailbox};
+use crate::control::{Control, ControlError, LAST_WORDS, Mailbox};
 use crate::decode::Bases;
 use crate::encode::{Failed, FrameEncoder, Order};
-use crate::link::{Link, LinkError};
+use crate::link::{self, Link, LinkError};
 use crate::notes::Notes;
 use crate::pace::Pace;
 use crate::progress::Progress;
-use crate::session::{Ending, Shut};
-use crate::stream::{Blocks, Parser};
+use crate::session::{self, Ending, Shut, Weight};
+use crate::stream::Blocks;
 use crate::tls::SenderTls;
-use crate::wire::{FRAME_RAW_MAX, Hello, Kind, Message, Role, Welcome, WireError};
+use crate::wire::{FRAME_PAGES_MAX, Hello, Kind, Message, Role, Welcome, WireError};
 
 /// How long a reader waits for the rest of a page that has begun to arrive.
 const REST_TIMEOUT: Duration = Duration::from_millis(1);
-/// How long QEMU may take to read what comes back from the destination.
-const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often it does so for a frame, while others wait to hear what was read.
+const RESTS_MAX: u32 = 64;
 
 /// Bytes per second that a link is taken to carry until it is known: 10 Gbit/s.
 const LINK_EXPECTED: u64 = 1_250_000_000;
@@ -86,17 +94,45 @@ pub enum SendError {
     Receiver(String),
     #[error("the receiver sent '{0}', which no receiver sends")]
     Message(String),
+    #[error(
+        "the receiver has closed a connection in the middle: its larder was ended, or something in between cut it off"
+    )]
+    Lane,
     #[error("{what}: {source}")]
     Io { what: &'static str, source: io::Error },
+    #[error(
+        "the source's QEMU does not read what the destination's says on channel {channel}: look whether it hangs, or was \
+        stopped"
+    )]
+    Return { channel: u16 },
+    #[error("a thread panicked ({what}), which is a bug of Larder's: please report it, with what was said before this")]
+    Panicked { what: &'static str },
     #[error("QEMU opened more than {most} channels: give the receiver a larger --channels")]
     Channels { most: u16 },
     #[error("there is no memory for old versions of pages: give --delta-memory less")]
     NoMemory,
+    #[error(
+        "the migration did not end well: {0}, and nothing says that the destination has all of the guest; ask both QEMUs \
+        (info migrate)"
+    )]
+    BrokenOff(&'static str),
     #[error("stopped")]
     Stopped,
 }
 
+/// What a lane does with its connection.
+const LANE: &str = "the connection to the receiver";
+
 impl SendError {
+    fn weight(&self) -> Weight {
+        match self {
+            Self::Receiver(_) => Weight::Told,
+            Self::Control(error) if error.is_symptom() => Weight::Symptom,
+            Self::Io { what: LANE, .. } | Self::Lane => Weight::Symptom,
+            _ => Weight::Cause,
+        }
+    }
+
     const fn io(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::Io { what, source }
     }
@@ -135,7 +171,8 @@ impl Sender {
             lanes: options.lanes,
         };
         hello.write(&mut control)?;
-        let welcome = Welcome::read(&mut control)?;
+        let welcome = Welcome::read(&mut control).map_err(refused)?;
+        welcome.answers(&hello)?;
         hello.role = Role::Lane(welcome.session);
         let mut lanes = Vec::new();
         for _ in 0..welcome.lanes.min(options.lanes) {
@@ -190,6 +227,8 @@ impl Sender {
             pace,
         } = self;
         let delta_memory = welcome.delta_memory;
+        let lanes: Vec<_> = lanes.into_iter().map(|lane| (lane, FrameEncoder::new())).collect();
+        let selector = selector(&welcome, lanes.iter().map(|(_, encoder)| encoder));
         let session = Session {
             poller: Poller::new().map_err(SendError::io("setting up epoll"))?,
             mailbox,
@@ -201,7 +240,7 @@ impl Sender {
                     slots: Slots::new(delta_memory),
                     frontier: Frontier::new(),
                 },
-                selector(&welcome, lanes.len()),
+                selector,
             ),
             lanes: lanes.len(),
             welcome,
@@ -209,6 +248,7 @@ impl Sender {
             progress,
             steering,
             end_sent: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             ending: Ending::new(),
         };
         session.run(control, lanes, listener)
@@ -229,6 +269,8 @@ struct Session<'a> {
     progress: &'a Progress,
     steering: &'a Steering,
     end_sent: AtomicBool,
+    /// The receiver has said so too.
+    ended: AtomicBool,
     ending: Ending<SendError>,
 }
 
@@ -240,41 +282,9 @@ struct Channels {
     open: usize,
 }
 
-/// One connection of QEMU's.
-struct Channel {
-    number: u16,
-    socket: UnixStream,
-    reading: Mutex<Reading>,
-    /// Bytes that the destination's QEMU has taken.
-    delivered: AtomicU64,
-}
-
-struct Reading {
-    parser: Parser,
-    /// Read, but not yet part of a frame.
-    left_over: Vec<u8>,
-    /// Bytes that are part of frames.
-    offset: u64,
-    /// Nobody reads until more is delivered.
-    paused: bool,
-    /// QEMU has closed it, and the receiver was told.
-    ended: bool,
-    /// The destination's QEMU has closed it.
-    closed: bool,
-}
-
-impl Channel {
-    fn reading(&self) -> MutexGuard<'_, Reading> {
-        self.reading.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Session<'_> {
-    fn run(self, control: Link, lanes: Vec<Link>, listener: &UnixListener) -> Result<(), SendError> {
-        self.ending.shut_later(Shut::Link(
-            control.handle().map_err(SendError::io("the control connection"))?,
-        ));
-        for lane in &lanes {
+    fn run(self, control: Link, lanes: Vec<(Link, FrameEncoder)>, listener: &UnixListener) -> Result<(), SendError> {
+        for (lane, _) in &lanes {
             let handle = lane.handle().map_err(SendError::io("a lane"))?;
             self.ending.shut_later(Shut::Link(handle));
         }
@@ -283,40 +293,82 @@ impl Session<'_> {
             .map_err(SendError::io("the socket for QEMU"))?;
         thread::scope(|scope| {
             let session = &self;
-            let spawned = scope.spawn(move || {
-                let result = Control::new(control, &session.mailbox)
-                    .map_err(SendError::io("the control connection"))
-                    .and_then(|control| control.run(|message| session.hear(message)));
-                if let Err(error) = result {
-                    session.fail(error);
-                }
-                session.notes.end();
-                session.poller.stop();
+            let (returns, returning) = Returns::new();
+            session.spawn(scope, "what comes back", move || session.bring_back(&returning));
+            session.spawn(scope, "the control connection", move || {
+                session.control(control, &returns)
             });
-            for lane in lanes {
-                scope.spawn(move || {
-                    if let Err(error) = session.lane(lane) {
-                        session.fail(error);
-                    }
+            let (running, all_ended) = mpsc::channel::<()>();
+            for (lane, encoder) in lanes {
+                let running = running.clone();
+                session.spawn(scope, "a lane", move || {
+                    let _until_it_ends = running;
+                    session.lane(lane, encoder)
                 });
             }
-            if let Err(error) = session.accept(listener) {
-                session.fail(error);
-            }
-            let _ = spawned.join();
+            drop(running);
+            session.part("taking in QEMU's connections", || session.accept(listener));
+            session.notes.end();
+            // All is over, and lanes that wait for nobody say so to the receiver.
+            let _ = all_ended.recv_timeout(LAST_WORDS);
+            session.ending.shut();
         });
         self.ending.into_error().map_or(Ok(()), Err)
     }
 
-    fn fail(&self, error: SendError) {
-        if !matches!(error, SendError::Control(_)) {
-            self.mailbox
-                .send(&Message::with_body(Kind::Failed, 0, error.to_string().as_bytes()));
+    /// Has a thread do its part of the session, which fails if that does.
+    fn spawn<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        what: &'static str,
+        does: impl FnOnce() -> Result<(), SendError> + Send + 'scope,
+    ) {
+        let thread = thread::Builder::new().name("larder-send".to_owned());
+        if let Err(source) = thread.spawn_scoped(scope, move || self.part(what, does)) {
+            self.fail(SendError::Io {
+                what: "starting a thread",
+                source,
+            });
         }
-        self.mailbox.close();
-        self.ending.fail(error);
+    }
+
+    fn part(&self, what: &'static str, does: impl FnOnce() -> Result<(), SendError>) {
+        match session::part(does, || SendError::Panicked { what }) {
+            // What nobody takes any more may still be on its way when all is over.
+            Err(error) if self.ended.load(Ordering::Acquire) && !matches!(error, SendError::Panicked { .. }) => {}
+            Err(error) => self.fail(error),
+            Ok(()) => {}
+        }
+    }
+
+    fn fail(&self, error: SendError) {
+        let weight = error.weight();
+        self.ending.fail(error, weight, |error| {
+            // The receiver knows what it has said itself.
+            if weight != Weight::Told {
+                let told = error.to_string();
+                self.mailbox.send(&Message::with_body(Kind::Failed, 0, told.as_bytes()));
+            }
+            self.mailbox.close();
+        });
+        self.ending.shut();
+        self.stop();
+    }
+
+    /// Lets everybody go home.
+    fn stop(&self) {
         self.order.bases.frontier.stop();
         self.poller.stop();
+    }
+
+    fn control(&self, link: Link, returns: &Returns) -> Result<(), SendError> {
+        let result = Control::new(link, &self.mailbox)
+            .map_err(SendError::io("the control connection"))
+            .and_then(|control| Ok(control.run(|message| self.take(message, returns))?));
+        if result.is_ok() {
+            self.stop();
+        }
+        result
     }
 
     /// Takes in QEMU's connections until the session ends.
@@ -335,7 +387,10 @@ impl Session<'_> {
             }
             match listener.accept() {
                 Ok((socket, _)) => self.open(socket)?,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.poller.wait_for(listener)?,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self
+                    .poller
+                    .wait_for(listener)
+                    .map_err(SendError::io("waiting for QEMU"))?,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(source) => {
                     return Err(SendError::Io {
@@ -349,9 +404,9 @@ impl Session<'_> {
 
     fn open(&self, socket: UnixStream) -> Result<(), SendError> {
         let failed = SendError::io("taking in a connection of QEMU's");
-        socket.set_nonblocking(false).map_err(&failed)?;
-        socket.set_write_timeout(Some(RETURN_TIMEOUT)).map_err(&failed)?;
-        self.ending.shut_later(Shut::Qemu(socket.try_clone().map_err(&failed)?));
+        returns::set_up(&socket).map_err(&failed)?;
+        let socket = Arc::new(socket);
+        self.ending.shut_later(Shut::Qemu(Arc::clone(&socket)));
         let mut channels = lock(&self.channels);
         let number = channels.all.len() as u16;
         if number >= self.welcome.channels {
@@ -359,19 +414,7 @@ impl Session<'_> {
                 most: self.welcome.channels,
             });
         }
-        let channel = Arc::new(Channel {
-            number,
-            socket,
-            reading: Mutex::new(Reading {
-                parser: Parser::new(&self.blocks),
-                left_over: Vec::new(),
-                offset: 0,
-                paused: false,
-                ended: false,
-                closed: false,
-            }),
-            delivered: AtomicU64::new(0),
-        });
+        let channel = Arc::new(Channel::new(number, socket, &self.blocks));
         channels.all.push(Arc::clone(&channel));
         channels.open += 1;
         self.progress.channel_opened(number);
@@ -383,12 +426,27 @@ impl Session<'_> {
         lock(&self.channels).all.get(usize::from(number)).map(Arc::clone)
     }
 
+    /// What comes from the receiver, to the end of the control connection.
+    fn take(&self, message: Result<Message, ControlError>, returns: &Returns) {
+        let is_reason = matches!(&message, Ok(message) if message.kind == Kind::Failed);
+        if self.ending.has_failed() && !is_reason {
+            return;
+        }
+        let heard = message
+            .map_err(SendError::from)
+            .and_then(|message| self.hear(message, returns));
+        if let Err(error) = heard {
+            self.fail(error);
+        }
+    }
+
     /// A message of the receiver's.
-    fn hear(&self, message: Message) -> Result<(), SendError> {
+    fn hear(&self, message: Message, returns: &Returns) -> Result<(), SendError> {
         let unexpected = |message: &Message| SendError::Message(format!("{message:?}"));
         match message.kind {
             Kind::Failed => return Err(SendError::Receiver(message.text())),
-            Kind::End => {
+            Kind::End if self.end_sent.load(Ordering::Relaxed) => {
+                self.ended.store(true, Ordering::Release);
                 self.mailbox.close();
                 return Ok(());
             }
@@ -404,58 +462,62 @@ impl Session<'_> {
         let channel = self.channel(message.channel).ok_or_else(|| unexpected(&message))?;
         match message.kind {
             Kind::Delivered => self.delivered(&channel, message.value),
-            Kind::Return => match (&channel.socket).write_all(&message.body) {
-                Ok(()) => Ok(()),
-                // QEMU has closed it, which the reader sees.
-                Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
-                    Ok(())
-                }
-                Err(source) => Err(SendError::Io {
-                    what: "QEMU does not take what comes back from the destination",
-                    source,
-                }),
-            },
+            Kind::Return => returns.put(channel, Back::Bytes(message.body)),
             Kind::Closed => {
-                // A QEMU that still has something to say must not take it for said.
-                let how = if message.value == 0 {
-                    Shutdown::Write
-                } else {
-                    Shutdown::Both
-                };
-                let _ = channel.socket.shutdown(how);
-                let mut reading = channel.reading();
-                let was_closed = std::mem::replace(&mut reading.closed, true);
-                let done = reading.ended && !was_closed;
-                drop(reading);
-                if done {
-                    self.channel_done();
-                }
-                Ok(())
+                let refused = message.value != 0;
+                returns.put(channel, Back::Closed { refused })
             }
             _ => Err(unexpected(&message)),
         }
     }
 
-    fn delivered(&self, channel: &Channel, bytes: u64) -> Result<(), SendError> {
-        let mut reading = channel.reading();
-        if bytes > reading.offset || bytes < channel.delivered.load(Ordering::Relaxed) {
-            return Err(SendError::Message(format!(
-                "that {bytes} bytes of channel {} were delivered, of which {} were sent",
-                channel.number, reading.offset
-            )));
-        }
-        let before = channel.delivered.swap(bytes, Ordering::Relaxed);
-        self.progress.delivered(bytes - before);
-        if reading.paused && !self.must_pause(channel, &reading) {
-            reading.paused = false;
-            self.again(channel, &reading)?;
+    /// Hands the source's QEMU what the destination's has said, and last that it has closed a channel.
+    fn bring_back(&self, returning: &returns::Returning) -> Result<(), SendError> {
+        while let Some((channel, back)) = returning.next() {
+            match back {
+                Back::Bytes(bytes) => {
+                    lock(&channel.returned).take(&bytes);
+                    returning.write(&channel, &bytes)?;
+                }
+                Back::Closed { refused } => self.closed(&channel, refused),
+            }
         }
         Ok(())
     }
 
-    fn must_pause(&self, channel: &Channel, reading: &Reading) -> bool {
-        let under_way = reading.offset - channel.delivered.load(Ordering::Relaxed);
-        under_way + FRAME_RAW_MAX as u64 > u64::from(self.welcome.window)
+    /// The destination's QEMU has closed a channel, perhaps with bytes of it that it does not take.
+    fn closed(&self, channel: &Channel, refused: bool) {
+        // A QEMU that still has something to say must not take it for said.
+        let how = if refused { Shutdown::Both } else { Shutdown::Write };
+        let _ = channel.socket.shutdown(how);
+        let mut reading = channel.reading();
+        reading.closed_first |= !reading.ended;
+        reading.closed = true;
+        reading.refused |= refused;
+        if refused && !reading.ended {
+            // Nobody would read on where as much is on its way as may be.
+            reading.ended = true;
+            self.mailbox
+                .send(&Message::new(Kind::Close, channel.number, reading.offset));
+        }
+        self.end_if_channel_is_done(reading);
+    }
+
+    fn delivered(&self, channel: &Channel, bytes: u64) -> Result<(), SendError> {
+        let mut reading = channel.reading();
+        let Some(more) = reading.delivered(bytes) else {
+            return Err(SendError::Message(format!(
+                "that {bytes} bytes of channel {} were delivered, of which {} were sent",
+                channel.number, reading.offset
+            )));
+        };
+        self.progress.delivered(more);
+        if reading.paused && !reading.must_pause(self.welcome.window) {
+            reading.paused = false;
+            self.again(channel, &reading)?;
+        }
+        self.end_if_channel_is_done(reading);
+        Ok(())
     }
 
     /// Lets the next lane have the channel.
@@ -468,33 +530,46 @@ impl Session<'_> {
         again.map_err(SendError::io("waiting for QEMU"))
     }
 
-    fn channel_done(&self) {
-        let mut channels = lock(&self.channels);
-        channels.open -= 1;
-        drop(channels);
-        self.end_if_done();
+    fn end_if_channel_is_done(&self, mut reading: MutexGuard<'_, Reading>) {
+        let is_done = reading.is_done_now();
+        drop(reading);
+        if is_done {
+            lock(&self.channels).open -= 1;
+            self.end_if_done();
+        }
     }
 
     /// Ends the session in order if all channels are closed and nobody holds it.
     fn end_if_done(&self) {
-        let open = lock(&self.channels).open;
-        if open == 0 && !self.steering.hold.load(Ordering::Relaxed) && !self.end_sent.swap(true, Ordering::Relaxed) {
-            self.mailbox.send(&Message::new(Kind::End, 0, 0));
+        let channels = lock(&self.channels);
+        if channels.open > 0
+            || self.steering.hold.load(Ordering::Relaxed)
+            || self.end_sent.swap(true, Ordering::Relaxed)
+        {
+            return;
+        }
+        let all = channels.all.clone();
+        drop(channels);
+        match all.iter().find_map(|channel| channel.broke_off()) {
+            Some(why) => self.fail(SendError::BrokenOff(why)),
+            None => self.mailbox.send(&Message::new(Kind::End, 0, 0)),
         }
     }
 
-    fn lane(&self, mut link: Link) -> Result<(), SendError> {
+    fn lane(&self, mut link: Link, mut encoder: FrameEncoder) -> Result<(), SendError> {
         let mut batch = Batch::new();
-        let mut encoder = FrameEncoder::new();
         let mut places = Vec::new();
         while let Some(number) = self.poller.next().map_err(SendError::io("waiting for QEMU"))? {
             let Some(channel) = self.channel(number) else { continue };
             let mut reading = channel.reading();
+            if reading.ended {
+                continue;
+            }
             let ended = read(&channel.socket, &mut reading, &mut batch)?;
             let offset = reading.offset;
             let len = batch.bytes().len();
             let ordered = (len > 0).then(|| {
-                reading.offset += len as u64;
+                reading.framed(len);
                 self.order.order(&batch, true, std::mem::take(&mut places))
             });
             self.progress.facts(number, reading.parser.facts());
@@ -511,18 +586,31 @@ impl Session<'_> {
             places = ordered.into_places();
             let encoded = Instant::now();
             let pause = self.pace.take(outcome.wire_bytes.into(), encoded);
-            if !pause.is_zero() {
-                thread::sleep(pause);
+            if !self
+                .poller
+                .sleep(pause)
+                .map_err(SendError::io("waiting for the next frame's time"))?
+            {
+                break;
             }
             // Most slices: a header, three sections, and each page by itself.
-            let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(4 + crate::wire::FRAME_PAGES_MAX);
+            let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(4 + FRAME_PAGES_MAX);
             encoder.slices(&batch, &mut slices);
-            link.write_all_vectored(&mut slices)
-                .map_err(SendError::io("the connection to the receiver"))?;
+            link.write_all_vectored(&mut slices).map_err(|error| {
+                if link::is_end(&error) {
+                    SendError::Lane
+                } else {
+                    SendError::io(LANE)(error)
+                }
+            })?;
             let sending = encoded.elapsed();
             self.order.sent(outcome.wire_bytes.into(), sending, self.lanes);
             self.progress.sent(len, &outcome, encoded - begun, sending);
         }
+        link.say_end();
+        // Whoever is not there any more need not hear it.
+        let _ = link.flush();
+        link.shut_write();
         Ok(())
     }
 
@@ -532,14 +620,10 @@ impl Session<'_> {
             reading.ended = true;
             self.mailbox
                 .send(&Message::new(Kind::Close, channel.number, reading.offset));
-            let done = reading.closed;
-            drop(reading);
-            if done {
-                self.channel_done();
-            }
+            self.end_if_channel_is_done(reading);
             return Ok(());
         }
-        if self.must_pause(channel, &reading) {
+        if reading.must_pause(self.welcome.window) {
             reading.paused = true;
             return Ok(());
         }
@@ -547,11 +631,22 @@ impl Session<'_> {
     }
 }
 
+/// With TLS 1.3 a sender learns only after its handshake what the receiver thinks of its certificate.
+fn refused(error: WireError) -> SendError {
+    if let WireError::Io { source, .. } = &error
+        && let Some(rustls::Error::AlertReceived(alert)) = source.get_ref().and_then(|error| error.downcast_ref())
+    {
+        return LinkError::Refused(*alert).into();
+    }
+    error.into()
+}
+
 /// Reads what there is, up to a frame; returns whether QEMU has closed the channel. What has arrived of a page waits for
 /// its rest, but not for long.
 fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result<bool, SendError> {
     batch.begin(&mut reading.left_over);
     let mut ended = false;
+    let mut rests = 0;
     let mut waited = false;
     loop {
         let incomplete = batch.look(&mut reading.parser);
@@ -568,8 +663,9 @@ fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result
                 waited = false;
             }
             Err(rustix::io::Errno::INTR) => {}
-            Err(rustix::io::Errno::AGAIN) if incomplete && !waited => {
+            Err(rustix::io::Errno::AGAIN) if incomplete && !waited && rests < RESTS_MAX => {
                 waited = true;
+                rests += 1;
                 let timeout = Timespec::try_from(REST_TIMEOUT).expect("a millisecond");
                 let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout));
             }
@@ -591,11 +687,13 @@ fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result
 }
 
 /// Among what both sides do fast.
-fn selector(welcome: &Welcome, lanes: usize) -> Selector {
-    let encoder = batch::Encoder::new();
+fn selector<'a>(welcome: &Welcome, mut encoders: impl ExactSizeIterator<Item = &'a FrameEncoder>) -> Selector {
+    let lanes = encoders.len();
+    let fast = encoders.next();
     let methods: Vec<Method> = Method::ALL
         .into_iter()
-        .filter(|method| encoder.is_fast(*method) && welcome.methods & 1 << method.number() != 0)
+        .filter(|method| fast.is_some_and(|encoder| encoder.is_fast(*method)))
+        .filter(|method| welcome.methods & 1 << method.number() != 0)
         .collect();
     let sender = select::Sender {
         encoders: lanes,
@@ -606,122 +704,4 @@ fn selector(welcome: &Welcome, lanes: usize) -> Selector {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Which channel is next, for lanes that wait.
-struct Poller {
-    epoll: OwnedFd,
-    /// Counts the channels in `left_over`.
-    left_over_event: OwnedFd,
-    /// Channels of which something was read and is not yet part of a frame.
-    left_over: Mutex<VecDeque<u16>>,
-    stop_event: OwnedFd,
-    stopped: AtomicBool,
-}
-
-impl Poller {
-    const LEFT_OVER: u64 = 1 << 32;
-    const STOP: u64 = 1 << 33;
-
-    fn new() -> io::Result<Self> {
-        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-        let poller = Self {
-            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
-            left_over_event: eventfd(0, flags | EventfdFlags::SEMAPHORE)?,
-            left_over: Mutex::default(),
-            stop_event: eventfd(0, flags)?,
-            stopped: AtomicBool::new(false),
-        };
-        for (fd, data) in [
-            (&poller.left_over_event, Self::LEFT_OVER),
-            (&poller.stop_event, Self::STOP),
-        ] {
-            epoll::add(
-                &poller.epoll,
-                fd,
-                epoll::EventData::new_u64(data),
-                epoll::EventFlags::IN,
-            )?;
-        }
-        Ok(poller)
-    }
-
-    fn add(&self, channel: &Channel) -> io::Result<()> {
-        let data = epoll::EventData::new_u64(channel.number.into());
-        Ok(epoll::add(&self.epoll, &channel.socket, data, Self::once())?)
-    }
-
-    fn arm(&self, channel: &Channel) -> io::Result<()> {
-        let data = epoll::EventData::new_u64(channel.number.into());
-        Ok(epoll::modify(&self.epoll, &channel.socket, data, Self::once())?)
-    }
-
-    fn once() -> epoll::EventFlags {
-        epoll::EventFlags::IN | epoll::EventFlags::ONESHOT
-    }
-
-    fn has_left_over(&self, number: u16) -> io::Result<()> {
-        lock(&self.left_over).push_back(number);
-        rustix::io::write(&self.left_over_event, &1_u64.to_ne_bytes())?;
-        Ok(())
-    }
-
-    /// A channel to read, which nobody else gets until it is armed; `None` at the end of the session.
-    fn next(&self) -> io::Result<Option<u16>> {
-        loop {
-            if self.is_stopped() {
-                return Ok(None);
-            }
-            let mut events = [epoll::Event {
-                flags: epoll::EventFlags::empty(),
-                data: epoll::EventData::new_u64(0),
-            }];
-            match epoll::wait(&self.epoll, &mut events[..], None) {
-                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
-                Ok(_) => {}
-                Err(error) => return Err(error.into()),
-            }
-            match events[0].data.u64() {
-                Self::STOP => return Ok(None),
-                Self::LEFT_OVER => {
-                    // Several may be woken for one.
-                    let mut count = [0; 8];
-                    if rustix::io::read(&self.left_over_event, &mut count).is_ok()
-                        && let Some(number) = lock(&self.left_over).pop_front()
-                    {
-                        return Ok(Some(number));
-                    }
-                }
-                number => return Ok(Some(number as u16)),
-            }
-        }
-    }
-
-    /// Waits until QEMU connects or the session ends, for a while.
-    fn wait_for(&self, listener: &UnixListener) -> Result<(), SendError> {
-        let mut fds = [
-            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
-            PollFd::new(&self.stop_event, PollFlags::IN),
-        ];
-        let timeout = Timespec {
-            tv_sec: 0,
-            tv_nsec: 100_000_000,
-        };
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(SendError::Io {
-                what: "waiting for QEMU",
-                source: error.into(),
-            }),
-        }
-    }
-
-    fn stop(&self) {
-        self.stopped.store(true, Ordering::Release);
-        let _ = rustix::io::write(&self.stop_event, &1_u64.to_ne_bytes());
-    }
-
-    fn is_stopped(&self) -> bool {
-        self.stopped.load(Ordering::Acquire)
-    }
 }

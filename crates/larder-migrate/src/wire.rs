@@ -31,6 +31,9 @@ pub const BODY_MAX: usize = 64 << 10;
 pub const CHANNELS_MAX: u16 = 256;
 /// Lanes of a session, at most, whatever a receiver offers.
 pub const LANES_MAX: u16 = 64;
+/// Frames of a channel that may have been sent and not yet been taken by QEMU, at most: many small ones would take more
+/// memory than the window says.
+pub const CHANNEL_FRAMES_MAX: usize = 1024;
 
 const HELLO_MAGIC: [u8; 8] = *b"LARDMIG\x01";
 const WELCOME_MAGIC: [u8; 8] = *b"LARDMIG\x02";
@@ -58,6 +61,12 @@ pub enum WireError {
         what: &'static str,
         /// Its first bytes.
         found: [u8; 8],
+    },
+    /// It expects to be spoken to by TLS.
+    #[error("{what}: it speaks TLS: give --tls here as well")]
+    Tls {
+        /// What was being read.
+        what: &'static str,
     },
     /// It is a Larder of another time.
     #[error(
@@ -96,7 +105,15 @@ pub enum WireError {
 
 impl WireError {
     pub(crate) const fn io(what: &'static str) -> impl Fn(io::Error) -> Self {
-        move |source| Self::Io { what, source }
+        move |source| {
+            let source = match source.kind() {
+                io::ErrorKind::UnexpectedEof => {
+                    io::Error::new(source.kind(), "the other side has closed the connection")
+                }
+                _ => source,
+            };
+            Self::Io { what, source }
+        }
     }
 }
 
@@ -292,6 +309,22 @@ impl Welcome {
         Ok(welcome)
     }
 
+    /// Whether it is an answer to this greeting.
+    ///
+    /// # Errors
+    /// It has the sender keep more old pages than that was ready to.
+    pub fn answers(&self, hello: &Hello) -> Result<(), WireError> {
+        if self.delta_memory <= hello.delta_memory {
+            return Ok(());
+        }
+        Err(WireError::Field {
+            what: Self::WHAT,
+            field: "the delta memory",
+            value: self.delta_memory,
+            allowed: "at most what this side asked for (--delta-memory)",
+        })
+    }
+
     fn begin() -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         bytes[..8].copy_from_slice(&WELCOME_MAGIC);
@@ -308,7 +341,12 @@ fn read_greeting<const LEN: usize>(
 ) -> Result<[u8; LEN], WireError> {
     let mut bytes = [0; LEN];
     let (found, rest) = bytes.split_at_mut(8);
-    from.read_exact(found).map_err(WireError::io(what))?;
+    let read = from.read_exact(found);
+    // One that wants TLS closes the connection after an alert of 7 bytes; one that speaks it begins with its hello.
+    if matches!(found[..2], [0x15 | 0x16, 3]) {
+        return Err(WireError::Tls { what });
+    }
+    read.map_err(WireError::io(what))?;
     if *found != magic {
         let found = (&*found).try_into().expect("8 bytes");
         return Err(WireError::Magic { what, found });

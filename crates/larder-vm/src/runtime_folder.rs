@@ -53,6 +53,19 @@ pub(crate) fn memory_folder() -> PathBuf {
     }
 }
 
+/// Where those that move VMs keep what one that comes after them must know; it is made if it is not there.
+///
+/// # Errors
+/// It cannot be made, or is not this user's alone.
+pub fn migration_folder() -> io::Result<PathBuf> {
+    let above = runtime_folder();
+    let named = |path: &Path, error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    make(&above, 0o755).map_err(|error| named(&above, error))?;
+    let folder = above.join("migrations");
+    make(&folder, 0o700).map_err(|error| named(&folder, error))?;
+    Ok(folder)
+}
+
 /// Those that are the host's and not an ordinary user's, as far as they are there, and whose they are: root's, or that
 /// user's whom root lets run services.
 pub(crate) fn of_the_host() -> impl Iterator<Item = (PathBuf, u32)> {

@@ -17,6 +17,7 @@ use larder_migrate::receive;
 use larder_migrate::send::{self, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
+use larder_vm::runtime_folder::migration_folder;
 use serde_json::json;
 
 use crate::cli::Output;
@@ -115,12 +116,13 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         .map(|folder| ReceiverTls::load(folder, arguments.trust.peer.clone()))
         .transpose()?;
     let stop = stop_by_signal()?;
-    let destination = arguments
-        .qmp
-        .as_deref()
-        .map(Destination::new)
-        .transpose()
-        .map_err(anyhow::Error::msg)?;
+    let destination = match &arguments.qmp {
+        Some(qmp) => {
+            let records = migration_folder().context("no record of the move can be kept")?;
+            Some(Destination::new(qmp, &records).map_err(anyhow::Error::msg)?)
+        }
+        None => None,
+    };
     let connect = match (&destination, &arguments.connect) {
         (Some(destination), _) => destination.incoming(),
         (None, Some(path)) => path.clone(),

@@ -206,8 +206,16 @@ impl Monitor {
     /// # Errors
     /// QEMU has ended.
     pub fn connect(path: &Path) -> anyhow::Result<Self> {
+        Self::patient(path, LIMIT)
+    }
+
+    /// The same, with a limit for answers.
+    ///
+    /// # Errors
+    /// QEMU has ended, or does not answer in time.
+    pub fn patient(path: &Path, limit: Duration) -> anyhow::Result<Self> {
         let stream = UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))?;
-        stream.set_read_timeout(Some(LIMIT))?;
+        stream.set_read_timeout(Some(limit))?;
         let mut this = Self {
             reader: BufReader::new(stream.try_clone()?),
             stream,

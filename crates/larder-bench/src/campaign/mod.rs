@@ -19,6 +19,7 @@ pub mod memory_attach;
 pub mod memory_guest;
 pub mod memory_guests;
 pub mod memory_kills;
+pub mod migrate_kills;
 pub mod migration;
 pub mod pauses;
 pub mod process;

@@ -72,6 +72,9 @@ impl Description {
         let mut differ = |what: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
             found.push(format!("{what}: {here} at the source, {there} at the destination"));
         };
+        if self.uuid != there.uuid {
+            differ("UUID (-uuid)", &self.uuid, &there.uuid);
+        }
         if self.machine != there.machine {
             differ("machine type", &self.machine, &there.machine);
         }

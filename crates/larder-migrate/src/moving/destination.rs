@@ -1,31 +1,48 @@
 //! The destination's mover: gets QEMU ready, and lets it run when the source says so.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::Description;
 use super::folder::Folder;
-use super::messages::{ToDestination, ToSource, VERSION};
+use super::messages::{Tell, ToDestination, ToSource, VERSION};
+use super::record::{Arriving, MoveId, Phase, Place};
+use super::settings::{CHANNELS_MAX, Role, Settings};
 use crate::notes::{Notes, Received};
 use crate::qmp::{Qmp, QmpError};
 
 /// How long QEMU may take to have loaded all that it was sent before it is let run.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long it may take to let the VM run: it opens its images for writing.
+const RUN_TIMEOUT: Duration = Duration::from_secs(60);
+/// For a question while QEMU may be busy with something else.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two looks at QEMU.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// How far a VM has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
-    /// QEMU waits for a VM.
+    /// QEMU waits for one.
     Waiting,
     /// One is coming, or has come and may not run yet.
     Coming,
-    /// It runs here.
-    Running,
-    /// It will not: QEMU has gone, or was told to.
-    Failed,
+    /// It was let run here.
+    Running {
+        /// All of its memory is here; else post-copy goes on.
+        whole: bool,
+    },
+    /// It was let run here, and QEMU has ended since.
+    Ended,
+    /// It was never let run here, and never will be.
+    Never {
+        /// Why.
+        reason: String,
+    },
 }
 
 /// The mover of one QEMU, over as many sessions as it takes.
@@ -33,35 +50,65 @@ pub struct Destination {
     qmp_path: PathBuf,
     /// Where QEMU is to wait.
     incoming: Folder,
+    user: u32,
+    in_session: AtomicBool,
     inner: Mutex<Inner>,
 }
 
 struct Inner {
     qmp: Qmp,
-    state: State,
+    place: Place,
+    arriving: Option<Arriving>,
+    /// What QEMU waits with.
+    settings: Option<Settings>,
+    /// The last answer.
+    told: Option<ToSource>,
+}
+
+/// Why a VM cannot be let run.
+enum NotLoaded {
+    /// It never can.
+    Never(String),
+    /// Not in this time.
+    Late(String),
 }
 
 impl Destination {
-    /// Of the QEMU at `qmp`, which was started with `-incoming defer`. A VM that it has
-    /// already loaded, for a mover that has died since, counts as coming.
+    /// Of the QEMU at `qmp`, which was started with `-incoming defer`; or of one that a mover before this one was at, of
+    /// which there is a record in the folder `records`.
     ///
     /// # Errors
     /// It does not answer, or waits for nothing; the text says what to do.
-    pub fn new(qmp: &Path) -> Result<Self, String> {
+    pub fn new(qmp: &Path, records: &Path) -> Result<Self, String> {
         let mut connection = Qmp::connect(qmp).map_err(|error| error.to_string())?;
-        let state = state_of(&mut connection).map_err(|error| error.to_string())?;
-        let Some(state) = state else {
+        let place = Place::new(records, "to", &connection);
+        let mut arriving: Option<Arriving> = place.load().map_err(|error| error.to_string())?;
+        let waits = is_waiting(&mut connection).map_err(|error| error.to_string())?;
+        // It was not told to wait before the mover ended.
+        if waits && arriving.take_if(|it| it.phase == Phase::Coming).is_some() {
+            place.remove();
+        }
+        if !waits && arriving.is_none() {
             return Err(format!(
-                "the QEMU at {} has a VM already: start one with '-incoming defer', with the same options as the source's",
+                "the QEMU at {} has a VM already, or takes one in that larder migrate knows nothing of: start one with \
+                '-incoming defer', with the same options as the source's",
                 qmp.display()
             ));
-        };
-        let incoming =
-            Folder::new(connection.user()).map_err(|error| format!("a folder for QEMU's socket: {error}"))?;
+        }
+        let user = connection.user();
+        let incoming = Folder::for_listener(user).map_err(|error| format!("a folder for QEMU's socket: {error}"))?;
         Ok(Self {
             qmp_path: qmp.to_owned(),
             incoming,
-            inner: Mutex::new(Inner { qmp: connection, state }),
+            user,
+            in_session: AtomicBool::new(false),
+            inner: Mutex::new(Inner {
+                qmp: connection,
+                place,
+                arriving,
+                settings: None,
+                told: None,
+            }),
         })
     }
 
@@ -70,201 +117,142 @@ impl Destination {
         self.incoming.socket()
     }
 
-    /// How far it is.
-    pub fn state(&self) -> State {
-        self.lock().state
-    }
-
     /// The user that QEMU runs as.
-    pub fn user(&self) -> u32 {
-        self.lock().qmp.user()
+    pub const fn user(&self) -> u32 {
+        self.user
     }
 
-    /// Whether a VM that was coming still may come: its QEMU lives and has not failed.
-    pub fn look(&self) -> State {
-        let mut inner = self.lock();
-        if inner.state == State::Coming {
-            let lives = inner
-                .qmp
-                .migration()
-                .is_ok_and(|migration| migration["status"] != "failed");
-            if !lives {
-                inner.state = State::Failed;
-            }
+    /// How far it is, if QEMU is not just asked for something else.
+    pub fn look(&self) -> Option<State> {
+        match self.inner.try_lock() {
+            Ok(mut inner) => Some(inner.look()),
+            Err(TryLockError::Poisoned(inner)) => Some(inner.into_inner().look()),
+            Err(TryLockError::WouldBlock) => None,
         }
-        inner.state
     }
 
-    /// Ends QEMU, if the VM does not run in it: nobody will ask for it any more.
-    pub fn give_up(&self) {
-        let mut inner = self.lock();
-        if inner.state != State::Running {
-            inner.state = State::Failed;
-            let _ = inner.qmp.execute("quit", json!({}));
-        }
+    /// The same, after what else QEMU is asked for.
+    pub fn look_now(&self) -> State {
+        self.lock().look()
+    }
+
+    /// Whether a source is here.
+    pub fn is_in_session(&self) -> bool {
+        self.in_session.load(Ordering::Relaxed)
+    }
+
+    /// The last that the source was told, if anything.
+    pub fn told(&self) -> Option<ToSource> {
+        self.lock().told.clone()
     }
 
     /// Answers the notes of a session until it is over.
     pub fn answer(&self, notes: &Notes) {
+        self.in_session.store(true, Ordering::Relaxed);
         loop {
             match notes.receive(Duration::from_secs(1)) {
-                Received::Over => return,
+                Received::Over => break,
                 Received::Nothing => {}
                 Received::Note(note) => {
-                    let answer = match serde_json::from_slice(&note) {
-                        Ok(told) => self.heard(told),
-                        Err(error) => ToSource::Refused {
-                            reasons: vec![format!(
-                                "the source's Larder says what this one does not understand ({error}): use the same version"
-                            )],
-                        },
-                    };
+                    let answer = self.heard(&note);
                     tracing::debug!("{answer:?}");
                     notes.send(&serde_json::to_vec(&answer).expect("plain data"));
                 }
             }
         }
+        self.in_session.store(false, Ordering::Relaxed);
     }
 
-    fn heard(&self, told: ToDestination) -> ToSource {
-        let version = told.version();
-        if version != VERSION {
-            return ToSource::Refused {
-                reasons: vec![format!(
-                    "the source's mover has version {version}, this one {VERSION}: use the same version of Larder"
-                )],
-            };
-        }
-        match told {
-            ToDestination::Prepare {
-                vm,
-                capabilities,
-                parameters,
-                ..
-            } => self
-                .prepare(&vm, &capabilities, parameters)
-                .unwrap_or_else(|reasons| ToSource::Refused { reasons }),
-            ToDestination::Go { uuid, run, .. } => self.go(&uuid, run),
-            ToDestination::Recover { .. } => self.recover().unwrap_or_else(|error| ToSource::Refused {
-                reasons: vec![error.to_string()],
-            }),
-        }
+    /// What to answer to a note.
+    pub(super) fn heard(&self, note: &[u8]) -> ToSource {
+        let mut inner = self.lock();
+        let answer = match parse(note) {
+            Ok(ToDestination { id, tell, .. }) => match tell {
+                Tell::Prepare { vm, settings } => self
+                    .prepare(&mut inner, id, &vm, settings)
+                    .unwrap_or_else(|reasons| ToSource::Refused { reasons }),
+                Tell::Go { run, postcopy } => inner.go(&id, run, postcopy),
+                Tell::Recover => self.recover(&mut inner, &id),
+            },
+            Err(reason) => refused(reason),
+        };
+        inner.told = Some(answer.clone());
+        answer
     }
 
     fn prepare(
         &self,
+        inner: &mut Inner,
+        id: MoveId,
         vm: &Description,
-        capabilities: &[(String, bool)],
-        parameters: Value,
+        settings: Settings,
     ) -> Result<ToSource, Vec<String>> {
         let said = |error: QmpError| vec![error.to_string()];
-        let mut inner = self.lock();
-        if inner.state != State::Waiting {
+        if settings.multifd_channels > CHANNELS_MAX {
             return Err(vec![format!(
-                "the QEMU at {} does not wait for a VM: start a new one",
+                "{} channels for pages, and {CHANNELS_MAX} at most",
+                settings.multifd_channels
+            )]);
+        }
+        // It waits for one that has not begun to come: its source has thought better of it.
+        let waits_still = inner.waits_with(settings).map_err(said)?;
+        if inner.arriving.is_some() && !waits_still {
+            return Err(vec![format!(
+                "the QEMU at {} does not wait for a VM, or for one that is sent otherwise: start a new one",
                 self.qmp_path.display()
             )]);
         }
-        let qmp = &mut inner.qmp;
-        let here = Description::of(qmp).map_err(said)?;
+        let here = Description::of(&mut inner.qmp).map_err(said)?;
         let differences = vm.differences(&here);
         if !differences.is_empty() {
             return Err(differences);
         }
-        let mut capabilities: Vec<(&str, bool)> = capabilities.iter().map(|(name, on)| (name.as_str(), *on)).collect();
-        // Its images stay the source's until it runs: a source that takes the VM back could not open them otherwise.
-        capabilities.push(("late-block-activate", true));
-        qmp.set_capabilities(&capabilities).map_err(said)?;
-        qmp.execute("migrate-set-parameters", parameters).map_err(said)?;
-        // While it waits, this only takes back that it would run once all has come.
-        qmp.execute("stop", json!({})).map_err(said)?;
-        let uri = format!("unix:{}", self.incoming.socket().display());
-        qmp.execute("migrate-incoming", json!({"uri": uri})).map_err(said)?;
-        inner.state = State::Coming;
+        let coming = Arriving {
+            id,
+            phase: Phase::Coming,
+        };
+        if !waits_still {
+            settings.apply(&mut inner.qmp, Role::Destination).map_err(said)?;
+            // While it waits, this only takes back that it would run once all has come.
+            inner.qmp.execute("stop", json!({})).map_err(said)?;
+        }
+        inner.save(coming).map_err(|error| vec![error])?;
+        if !waits_still {
+            let uri = format!("unix:{}", self.incoming.socket().display());
+            let waits = inner.qmp.execute("migrate-incoming", json!({"uri": uri}));
+            if let Err(error) = waits {
+                inner.forget();
+                return Err(said(error));
+            }
+            inner.settings = Some(settings);
+        }
         Ok(ToSource::Prepared {
             warnings: vm.warnings(&here),
-            vm: here,
         })
     }
 
-    /// Has QEMU wait for the rest of a VM that runs here already.
-    fn recover(&self) -> Result<ToSource, QmpError> {
-        let mut inner = self.lock();
-        let here = Description::of(&mut inner.qmp)?;
+    /// Has QEMU wait for the rest of a VM that is here already. Where it waits for memory, it can be asked for nothing else.
+    fn recover(&self, inner: &mut Inner, id: &MoveId) -> ToSource {
+        if !inner.is_of(id) {
+            return refused(self.knows_nothing());
+        }
         // What is left of the socket before.
         let _ = std::fs::remove_file(self.incoming.socket());
         let uri = format!("unix:{}", self.incoming.socket().display());
-        inner.qmp.execute("migrate-recover", json!({"uri": uri}))?;
-        Ok(ToSource::Prepared {
-            vm: here,
-            warnings: Vec::new(),
-        })
-    }
-
-    /// Whether the VM is here as a whole, or cannot become so any more.
-    pub fn is_done(&self) -> bool {
-        let mut inner = self.lock();
-        match inner.state {
-            State::Failed => true,
-            State::Running => inner.qmp.migration().map_or(true, |migration| {
-                migration["status"].as_str().is_none_or(|status| status == "completed")
-            }),
-            State::Waiting | State::Coming => false,
+        match inner.qmp.execute_out_of_band("migrate-recover", json!({"uri": uri})) {
+            Ok(_) => ToSource::Prepared { warnings: Vec::new() },
+            Err(error) => match inner.look() {
+                State::Running { whole: true } => ToSource::Running { whole: true },
+                _ => refused(error.to_string()),
+            },
         }
     }
 
-    /// Lets the VM run, if all of it is here; says so, too, if it runs already.
-    fn go(&self, uuid: &str, run: bool) -> ToSource {
-        let mut inner = self.lock();
-        match self.let_run(&mut inner, uuid, run) {
-            Ok(()) => {
-                inner.state = State::Running;
-                ToSource::Running
-            }
-            Err(reason) => {
-                // It must never run from here on, whatever was wrong.
-                inner.state = State::Failed;
-                let _ = inner.qmp.execute("quit", json!({}));
-                ToSource::NotRunning { reason }
-            }
-        }
-    }
-
-    fn let_run(&self, inner: &mut Inner, uuid: &str, run: bool) -> Result<(), String> {
-        if inner.state == State::Running {
-            return Ok(());
-        }
-        let until = Instant::now() + LOAD_TIMEOUT;
-        let qmp = &mut inner.qmp;
-        let text = |error: QmpError| error.to_string();
-        let here = qmp.execute("query-uuid", json!({})).map_err(text)?;
-        if here["UUID"].as_str() != Some(uuid) {
-            return Err(format!("the QEMU here has another VM, with the UUID {}", here["UUID"]));
-        }
-        loop {
-            let state = qmp.run_state().map_err(text)?;
-            let migration = qmp.migration().map_err(text)?;
-            match (state.as_str(), migration["status"].as_str().unwrap_or("none")) {
-                ("running", _) => return Ok(()),
-                ("paused" | "prelaunch", "completed" | "postcopy-active") => {
-                    if !run {
-                        return Ok(());
-                    }
-                    qmp.execute("cont", json!({})).map_err(text)?;
-                }
-                (_, "failed") => return Err(format!("the QEMU here failed to load it: {}", migration["error-desc"])),
-                // The last of it is still on its way to QEMU's devices.
-                _ => {}
-            }
-            if Instant::now() > until {
-                return Err(format!(
-                    "the QEMU here is '{state}' (migration: {}) and did not come to run in {} s",
-                    migration["status"],
-                    LOAD_TIMEOUT.as_secs()
-                ));
-            }
-            let _ = qmp.event(Duration::from_millis(5)).map_err(text)?;
-        }
+    fn knows_nothing(&self) -> String {
+        format!(
+            "the receiver for the QEMU at {} knows nothing of this move: is it the right host?",
+            self.qmp_path.display()
+        )
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -272,16 +260,211 @@ impl Destination {
     }
 }
 
-/// `None` for a QEMU that was not started to take a VM in, or has long had it.
-fn state_of(qmp: &mut Qmp) -> Result<Option<State>, QmpError> {
-    let migration = qmp.migration()?;
-    let state = qmp.run_state()?;
-    Ok(match (state.as_str(), migration["status"].as_str()) {
-        ("inmigrate", None | Some("none")) => Some(State::Waiting),
-        ("inmigrate", Some(_)) => Some(State::Coming),
-        // Loaded, and not yet let run: for a mover that has died since.
-        ("paused" | "prelaunch", Some("completed" | "postcopy-active")) => Some(State::Coming),
-        ("running", Some("postcopy-active" | "postcopy-paused")) => Some(State::Running),
-        _ => None,
+impl Inner {
+    fn is_of(&self, id: &MoveId) -> bool {
+        self.arriving.as_ref().is_some_and(|arriving| arriving.id == *id)
+    }
+
+    /// Whether QEMU waits for a VM that is sent so, and nothing of it has come.
+    fn waits_with(&mut self, settings: Settings) -> Result<bool, QmpError> {
+        let is_coming = self.arriving.as_ref().is_some_and(|it| it.phase == Phase::Coming);
+        if !is_coming || self.settings != Some(settings) {
+            return Ok(false);
+        }
+        Ok(self.qmp.migration()?["status"] == "setup")
+    }
+
+    /// On disk first, then here: what is answered must not be forgotten.
+    fn save(&mut self, arriving: Arriving) -> Result<(), String> {
+        self.place
+            .save(&arriving)
+            .map_err(|error| format!("a record of the move cannot be kept: {error}"))?;
+        self.arriving = Some(arriving);
+        Ok(())
+    }
+
+    fn enter(&mut self, phase: Phase) -> Result<(), String> {
+        let Some(Arriving { id, .. }) = self.arriving.clone() else {
+            return Err("there is no move".to_owned());
+        };
+        self.save(Arriving { id, phase })
+    }
+
+    fn forget(&mut self) {
+        self.arriving = None;
+        self.place.remove();
+    }
+
+    fn look(&mut self) -> State {
+        let migration = self
+            .qmp
+            .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
+            .map(|migration| status_of(&migration).to_owned());
+        let is_gone = migration.as_ref().is_err_and(QmpError::is_gone);
+        match self.arriving.as_ref().map(|arriving| &arriving.phase) {
+            Some(Phase::Never { reason }) => State::Never { reason: reason.clone() },
+            Some(Phase::LetRun) if is_gone => State::Ended,
+            Some(Phase::LetRun) => State::Running {
+                whole: migration.is_ok_and(|status| status == "completed"),
+            },
+            Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
+                let reason = match migration {
+                    Err(error) => error.to_string(),
+                    Ok(_) => "the QEMU here failed to load it".to_owned(),
+                };
+                self.never(reason)
+            }
+            None if is_gone => State::Never {
+                reason: "the QEMU here has ended".to_owned(),
+            },
+            Some(Phase::Coming) => State::Coming,
+            None => State::Waiting,
+        }
+    }
+
+    /// It never runs here from now on, whatever comes.
+    fn never(&mut self, reason: String) -> State {
+        match self.enter(Phase::Never { reason: reason.clone() }) {
+            Ok(()) => {
+                // At best it has ended already.
+                let _ = self.qmp.execute_within("quit", json!({}), LOOK_TIMEOUT);
+                State::Never { reason }
+            }
+            Err(error) => {
+                tracing::error!("{error}");
+                State::Coming
+            }
+        }
+    }
+
+    /// Lets the VM run, if all of it is here; says so, too, if it was let run before.
+    fn go(&mut self, id: &MoveId, run: bool, postcopy: bool) -> ToSource {
+        if !self.is_of(id) {
+            return refused("the receiver there knows nothing of this move: is it the right host?".to_owned());
+        }
+        match self.look() {
+            State::Never { reason } => return ToSource::NotRunning { reason },
+            State::Running { whole } => return self.go_again(run, whole),
+            State::Ended => {
+                return ToSource::Unknown {
+                    reason: "the QEMU there was told to run it, and has ended".to_owned(),
+                };
+            }
+            State::Waiting | State::Coming => {}
+        }
+        if let Err(error) = wait_until_loaded(&mut self.qmp) {
+            return match error {
+                NotLoaded::Late(reason) if postcopy => refused(reason),
+                NotLoaded::Never(reason) | NotLoaded::Late(reason) => self.not_running(reason),
+            };
+        }
+        // It may run from here on.
+        if let Err(error) = self.enter(Phase::LetRun) {
+            return refused(error);
+        }
+        if run && let Err(error) = self.qmp.execute_within("cont", json!({}), RUN_TIMEOUT) {
+            return match error {
+                // It was not, then, and is still to be had.
+                QmpError::Refused { .. } if postcopy => match self.enter(Phase::Coming) {
+                    Ok(()) => refused(error.to_string()),
+                    Err(error) => refused(error),
+                },
+                QmpError::Refused { .. } => self.not_running(error.to_string()),
+                error => ToSource::Unknown {
+                    reason: error.to_string(),
+                },
+            };
+        }
+        ToSource::Running { whole: !postcopy }
+    }
+
+    /// It was let run before, and perhaps the mover ended in between.
+    fn go_again(&mut self, run: bool, whole: bool) -> ToSource {
+        let unknown = |error: QmpError| ToSource::Unknown {
+            reason: error.to_string(),
+        };
+        match self.qmp.run_state() {
+            Ok(state) if run && matches!(state.as_str(), "paused" | "prelaunch") => {
+                match self.qmp.execute_within("cont", json!({}), RUN_TIMEOUT) {
+                    Ok(_) => ToSource::Running { whole },
+                    Err(error) => unknown(error),
+                }
+            }
+            Ok(_) => ToSource::Running { whole },
+            Err(error) => unknown(error),
+        }
+    }
+
+    fn not_running(&mut self, reason: String) -> ToSource {
+        match self.never(reason) {
+            State::Never { reason } => ToSource::NotRunning { reason },
+            _ => refused("that it does not run there could not be recorded".to_owned()),
+        }
+    }
+}
+
+fn refused(reason: String) -> ToSource {
+    ToSource::Refused { reasons: vec![reason] }
+}
+
+fn parse(note: &[u8]) -> Result<ToDestination, String> {
+    let value: Value = serde_json::from_slice(note).map_err(|error| format!("a note that is no JSON ({error})"))?;
+    let version = &value["version"];
+    if *version != VERSION {
+        return Err(format!(
+            "the source's mover has version {version}, this one {VERSION}: use the same version of Larder"
+        ));
+    }
+    serde_json::from_value(value).map_err(|error| {
+        format!("the source's Larder says what this one does not understand ({error}): use the same version")
     })
+}
+
+/// Its migration's, or `none`.
+fn status_of(migration: &Value) -> &str {
+    migration["status"].as_str().unwrap_or("none")
+}
+
+/// Until QEMU has all of the VM but what post-copy brings, and only its processors stand still.
+fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
+    let until = Instant::now() + LOAD_TIMEOUT;
+    loop {
+        let looked = qmp
+            .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
+            .and_then(|migration| Ok((migration, qmp.execute_within("query-status", json!({}), LOOK_TIMEOUT)?)));
+        let is = match looked {
+            Ok((migration, run)) => {
+                let state = run["status"].as_str().unwrap_or("unknown");
+                match (state, status_of(&migration)) {
+                    (_, "failed" | "cancelled") => {
+                        let reason = migration["error-desc"].as_str().unwrap_or("it says no more");
+                        return Err(NotLoaded::Never(format!("the QEMU here failed to load it: {reason}")));
+                    }
+                    // The last of it is still on its way to QEMU's devices.
+                    ("inmigrate", _) => {}
+                    (_, "completed" | "postcopy-active" | "postcopy-paused" | "postcopy-recover") => return Ok(()),
+                    _ => {}
+                }
+                format!("'{state}' (migration: {})", status_of(&migration))
+            }
+            Err(error) if error.is_gone() => return Err(NotLoaded::Never(error.to_string())),
+            Err(error) => error.to_string(),
+        };
+        if Instant::now() > until {
+            return Err(NotLoaded::Late(format!(
+                "the QEMU here has not loaded it in {} s: it is {is}",
+                LOAD_TIMEOUT.as_secs()
+            )));
+        }
+        match qmp.event(LOOK_EVERY) {
+            Ok(_) => {}
+            Err(error) => return Err(NotLoaded::Never(error.to_string())),
+        }
+    }
+}
+
+/// Whether QEMU was started to take a VM in, and was told nothing yet.
+fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    let migration = qmp.migration()?;
+    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none")
 }

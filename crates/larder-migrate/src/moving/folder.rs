@@ -1,8 +1,11 @@
 //! A folder for a socket that only this process and one QEMU use.
 
 use std::io;
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::fs::{PermissionsExt, chown, lchown};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
+
+use rustix::process::geteuid;
 
 /// Removed when it is dropped.
 pub struct Folder {
@@ -10,21 +13,38 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// A new one, for QEMU's user alone: root reaches it, too, and who is neither runs QEMU himself.
+    /// A new one, of QEMU's user, who is to listen there; root reaches it, too, and who is neither runs QEMU himself.
     ///
     /// # Errors
     /// It cannot be made, or not be given to that user.
-    pub fn new(user: u32) -> io::Result<Self> {
-        let mut random = [0; 8];
-        ring::rand::SecureRandom::fill(&ring::rand::SystemRandom::new(), &mut random)
-            .map_err(|_| io::Error::other("there are no random numbers"))?;
-        let path = std::env::temp_dir().join(format!("larder-{:016x}", u64::from_ne_bytes(random)));
-        std::fs::create_dir(&path)?;
-        let folder = Self { path };
-        std::fs::set_permissions(&folder.path, PermissionsExt::from_mode(0o700))?;
-        if user != rustix::process::geteuid().as_raw() {
+    pub fn for_listener(user: u32) -> io::Result<Self> {
+        let folder = Self::new(0o700)?;
+        if user != geteuid().as_raw() {
             chown(&folder.path, Some(user), None)?;
         }
+        Ok(folder)
+    }
+
+    /// A new one of this process', with a socket that QEMU's user may connect to.
+    ///
+    /// # Errors
+    /// It cannot be made, or the socket not be given to that user.
+    pub fn with_listener(user: u32) -> io::Result<(Self, UnixListener)> {
+        // Others may go to what they know to be there, and nobody else can put anything there.
+        let folder = Self::new(0o711)?;
+        let listener = UnixListener::bind(folder.socket())?;
+        std::fs::set_permissions(folder.socket(), PermissionsExt::from_mode(0o600))?;
+        if user != geteuid().as_raw() {
+            lchown(folder.socket(), Some(user), None)?;
+        }
+        Ok((folder, listener))
+    }
+
+    fn new(mode: u32) -> io::Result<Self> {
+        let path = std::env::temp_dir().join(format!("larder-{}", super::random_hex::<8>()?));
+        std::fs::create_dir(&path)?;
+        let folder = Self { path };
+        std::fs::set_permissions(&folder.path, PermissionsExt::from_mode(mode))?;
         Ok(folder)
     }
 

@@ -1,74 +1,74 @@
 //! What the two movers tell one another, as JSON in notes.
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use super::Description;
+use super::record::MoveId;
+use super::settings::Settings;
 
 /// The version of what is told here.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
-/// To the destination.
+/// To the destination. Each is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", tag = "tell")]
-pub enum ToDestination {
-    /// A VM would come: get ready for it.
-    Prepare {
-        /// [`VERSION`].
-        version: u32,
-        /// The source's QEMU and its VM.
-        vm: Description,
-        /// Capabilities of migration, by QEMU's names.
-        capabilities: Vec<(String, bool)>,
-        /// Parameters of migration, by QEMU's names.
-        parameters: Value,
-    },
-    /// All has come; the source is stopped and will stay so: run it.
-    Go {
-        /// [`VERSION`].
-        version: u32,
-        /// The UUID of the VM, as QEMU knows it.
-        uuid: String,
-        /// Whether its processors run; else it stays stopped, as it was at the source.
-        run: bool,
-    },
-    /// The link broke in the middle of post-copy: wait for the rest over a new session.
-    Recover {
-        /// [`VERSION`].
-        version: u32,
-    },
+#[serde(rename_all = "kebab-case")]
+pub struct ToDestination {
+    /// [`VERSION`].
+    pub version: u32,
+    /// Of which move.
+    pub id: MoveId,
+    /// What.
+    pub tell: Tell,
 }
 
-impl ToDestination {
-    /// The version of the mover that says it.
-    #[must_use]
-    pub const fn version(&self) -> u32 {
-        match self {
-            Self::Prepare { version, .. } | Self::Go { version, .. } | Self::Recover { version } => *version,
-        }
-    }
+/// What the source wants.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tell {
+    /// A VM would come: get ready for it.
+    Prepare {
+        /// The source's QEMU and its VM.
+        vm: Box<Description>,
+        /// What both must be set to.
+        settings: Settings,
+    },
+    /// All has come, or post-copy has begun; the source is stopped and will stay so: run it.
+    Go {
+        /// Whether its processors run; else it stays stopped, as it was at the source.
+        run: bool,
+        /// The source has switched over to post-copy, and can never have it back.
+        postcopy: bool,
+    },
+    /// The link broke in the middle of post-copy: wait for the rest over this session.
+    Recover,
 }
 
 /// To the source.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "tell")]
 pub enum ToSource {
     /// QEMU waits.
     Prepared {
-        /// The destination's QEMU.
-        vm: Description,
         /// What the user should know.
         warnings: Vec<String>,
     },
-    /// It cannot come, and nothing was changed.
+    /// Not so, and nothing was changed.
     Refused {
         /// All reasons that were found.
         reasons: Vec<String>,
     },
-    /// It runs here.
-    Running,
-    /// It does not run here, and never will.
+    /// It is the destination's, and was let run.
+    Running {
+        /// All of its memory is there; else post-copy goes on.
+        whole: bool,
+    },
+    /// It was not let run there, and never will be.
     NotRunning {
+        /// Why.
+        reason: String,
+    },
+    /// It was to be let run there, and whether it did is not known.
+    Unknown {
         /// Why.
         reason: String,
     },

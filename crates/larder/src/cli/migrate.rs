@@ -27,8 +27,12 @@ pub(crate) struct MoveArguments {
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: Option<PathBuf>,
     /// The host where larder migrate receive --qmp waits
-    #[arg(long, value_name = "HOST[:PORT]", required = true)]
+    #[arg(long, value_name = "HOST[:PORT]", required_unless_present = "take_back")]
     pub(crate) to: Option<String>,
+    /// Let a virtual machine that was handed over run here again. Only if the QEMU at the destination has ended and will not
+    /// run it: nobody asks there
+    #[arg(long, conflicts_with_all = ["to", "tls", "peer", "insecure", "postcopy", "keep", "timeout"])]
+    pub(crate) take_back: bool,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     #[command(flatten)]

@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use larder_migrate::moving::destination::{Destination, State};
+use larder_migrate::moving::messages::ToSource;
 use larder_migrate::moving::source::{self, Done, MoveError};
 use larder_migrate::moving::watch::Report;
 use larder_migrate::progress::Progress;
-use larder_migrate::receive;
+use larder_migrate::receive::{self, ReceiveError};
+use larder_vm::runtime_folder::migration_folder;
 use larder_vm::vm::config::{QemuAt, VmConfig, path_of};
 use serde_json::json;
 
@@ -24,13 +26,24 @@ use crate::cli::migrate::MoveArguments;
 use crate::disk_image::human;
 use crate::output::{Lines, print};
 
+/// How long a receiver stays, whose VM's fate its source may not have heard of. One that is started later answers, too.
+const ASKED_MAX: Duration = Duration::from_secs(300);
+/// Between two looks whether to stop, and at QEMU.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+const LOOK_AT_QEMU_EVERY: Duration = Duration::from_secs(1);
 /// Between two lines of how it goes.
 const SHOW_EVERY: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
+    let qmp = qmp_of(arguments)?;
+    let records = migration_folder().context("no record of the move can be kept")?;
+    if arguments.take_back {
+        return take_back(&qmp, &records, arguments.output);
+    }
     let to = arguments.to.as_deref().context("--to: to which host?")?;
     let options = source::Options {
-        qmp: qmp_of(arguments)?,
+        qmp,
+        records,
         send: sending(to, &arguments.trust, &arguments.sending)?,
         multifd_channels: arguments.channels,
         downtime_ms: arguments.downtime,
@@ -59,6 +72,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
             MoveError::Preflight(_) | MoveError::Here { .. } | MoveError::Cancelled => "here",
             MoveError::InDoubt { .. } => "in doubt",
             MoveError::Broken { .. } => "between",
+            MoveError::Lost { .. } => "lost",
             MoveError::Qmp(_) | MoveError::Unsettled(_) => "unknown",
         };
         print(&format!(
@@ -73,6 +87,23 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::from(EXIT_NEGATIVE))
         }
         error => Err(error.into()),
+    }
+}
+
+fn take_back(qmp: &Path, records: &Path, output: Output) -> anyhow::Result<ExitCode> {
+    match source::take_back(qmp, records) {
+        Ok(()) => {
+            print(&match output {
+                Output::Text => "the virtual machine goes on here\n".to_owned(),
+                Output::Json => format!("{:#}\n", json!({"vm": "here"})),
+            })?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(error @ MoveError::Preflight(_)) => {
+            crate::report(&error.into());
+            Ok(ExitCode::from(EXIT_NEGATIVE))
+        }
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -167,37 +198,60 @@ pub(super) fn receive(
     output: Output,
 ) -> anyhow::Result<ExitCode> {
     let mut delivered = receive::Delivered::default();
-    loop {
-        let result = receive::receive(listener, options, stop, Some(&|notes| destination.answer(&notes)));
+    // Since when it is clear what becomes of the VM, but perhaps not to its source.
+    let mut settled = None;
+    let (state, result) = loop {
+        let result = one_session(listener, options, stop, destination, settled);
         if let Ok(session) = &result {
             delivered.raw += session.raw;
             delivered.wire += session.wire;
         }
-        match destination.look() {
-            State::Running if destination.is_done() => break,
-            State::Failed => {
-                let reason = result.err().map_or_else(String::new, |error| format!(" ({error})"));
-                bail!("the virtual machine did not come, and its source has it still{reason}");
-            }
-            state => {
+        let state = destination.look_now();
+        let was_told = match state {
+            State::Running { whole: true } => true,
+            State::Never { .. } => matches!(destination.told(), Some(ToSource::NotRunning { .. })),
+            State::Ended => break (state, result),
+            State::Waiting | State::Coming | State::Running { whole: false } => {
+                settled = None;
                 if stop.load(Ordering::Relaxed) {
-                    if state != State::Running {
-                        destination.give_up();
-                    }
-                    bail!(
-                        "stopped; the QEMU here {}",
-                        if state == State::Running {
-                            "has the virtual machine"
-                        } else {
-                            "was ended"
-                        }
-                    );
+                    break (state, result);
                 }
                 if let Err(error) = result {
                     tracing::warn!("{error}; waiting for the source to come again");
                 }
+                continue;
             }
+        };
+        let since = *settled.get_or_insert_with(Instant::now);
+        if result.is_ok() || !was_told || since.elapsed() > ASKED_MAX || stop.load(Ordering::Relaxed) {
+            break (state, result);
         }
+        tracing::warn!(
+            "the virtual machine {} here, and its source may not have heard so: waiting {} s for it to ask",
+            if state == (State::Running { whole: true }) {
+                "runs"
+            } else {
+                "does not run"
+            },
+            ASKED_MAX.as_secs()
+        );
+    };
+    let qemu = "the QEMU here was left alone";
+    match state {
+        State::Running { whole: true } => {}
+        State::Running { whole: false } => {
+            bail!("stopped in the middle of post-copy; {qemu}, and waits for memory: start this again at once")
+        }
+        State::Ended => bail!("the virtual machine was let run here, and its QEMU has ended since"),
+        State::Never { reason } => {
+            let why = result.err().map_or_else(String::new, |error| format!(" ({error})"));
+            bail!("the virtual machine did not come, and its source has it still: {reason}{why}");
+        }
+        State::Waiting => bail!("stopped; {qemu}, and waits for a virtual machine"),
+        State::Coming => bail!(
+            "stopped; {qemu}, and has or had a virtual machine coming, whose source takes it back, or, if all has arrived, \
+            asks for it until this is started again"
+        ),
     }
     print(&match output {
         Output::Text => format!("the virtual machine runs here; {} came for it\n", human(delivered.wire)),
@@ -207,4 +261,39 @@ pub(super) fn receive(
         ),
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Waits for a source, and takes in what it carries, until it has ended, or nobody is to be waited for any more.
+fn one_session(
+    listener: &TcpListener,
+    options: &receive::Options,
+    stop: &AtomicBool,
+    destination: &Destination,
+    settled: Option<Instant>,
+) -> Result<receive::Delivered, ReceiveError> {
+    let (ended, stop_session) = (AtomicBool::new(false), AtomicBool::new(false));
+    let is_in_vain = || match settled {
+        Some(since) => since.elapsed() > ASKED_MAX,
+        // Nobody else would see that QEMU has ended.
+        None => matches!(destination.look(), Some(State::Never { .. } | State::Ended)),
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut looked = Instant::now();
+            while !ended.load(Ordering::Relaxed) {
+                let is_time = looked.elapsed() > LOOK_AT_QEMU_EVERY && !destination.is_in_session();
+                if is_time {
+                    looked = Instant::now();
+                }
+                if stop.load(Ordering::Relaxed) || is_time && is_in_vain() {
+                    stop_session.store(true, Ordering::Relaxed);
+                }
+                std::thread::sleep(LOOK_EVERY);
+            }
+        });
+        let agent = |notes| destination.answer(&notes);
+        let result = receive::receive(listener, options, &stop_session, Some(&agent));
+        ended.store(true, Ordering::Relaxed);
+        result
+    })
 }

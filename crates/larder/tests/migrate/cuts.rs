@@ -187,9 +187,9 @@ fn a_network_that_carries_nothing_any_more_is_given_up() {
 fn a_destination_that_ends_in_the_middle_is_no_success() {
     let text = "the migration did not end well: the destination's QEMU has closed its end, or has ended";
     let ends = |session: &mut Session| {
-        session.between.relay.release();
         let qemu = session.qemu.as_mut().expect("begun");
         qemu.destination.shutdown(Shutdown::Both).expect("a socket");
+        session.between.relay.release();
         // The source goes on until it is told.
         write(
             qemu.source.try_clone().expect("a socket"),

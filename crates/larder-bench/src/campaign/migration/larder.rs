@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context;
+use serde_json::Value;
 
 use super::super::process::{Process, mortal};
 use super::LIMIT;
@@ -41,19 +42,54 @@ pub fn send_command(larder: &Path, listen: &Path, to: &str, words: &[&str]) -> C
     command
 }
 
+/// `larder migrate --qmp`, the whole move, to a receiver at `to`.
+pub fn move_command(larder: &Path, qmp: &Path, to: &str, words: &[&str]) -> Command {
+    let mut command = mortal(larder.to_str().expect("UTF-8"));
+    command
+        .args(["migrate", "--to", to, "--output", "json", "--qmp"])
+        .arg(qmp)
+        .args(words);
+    command
+}
+
+/// `larder migrate receive` for the whole move to the QEMU with this monitor.
+pub fn receive_whole_command(larder: &Path, listen: &str, qmp: &Path, words: &[&str]) -> Command {
+    let mut command = mortal(larder.to_str().expect("UTF-8"));
+    command
+        .args(["migrate", "receive", "--listen", listen, "--qmp"])
+        .arg(qmp)
+        .args(words);
+    command
+}
+
+/// What `larder migrate` says in the end with `--output json`; `None` if it was killed, or never came to that.
+pub fn verdict(said: &str) -> Option<Value> {
+    // It says other things besides, perhaps between two lines of this.
+    let lines = said.lines().filter(|line| line.starts_with([' ', '{', '}']));
+    serde_json::from_str(&lines.collect::<String>()).ok()
+}
+
 impl Side {
-    /// Starts a receiver on a port of its own, and waits until it listens.
+    /// Runs either command of a receiver, and waits until it listens.
     ///
     /// # Errors
     /// It does not, with what it said.
-    pub fn receiver(larder: &Path, connect: &Path, words: &[&str]) -> anyhow::Result<Self> {
-        let process = Process::start(receive_command(larder, "127.0.0.1:0", connect, words))?;
+    pub fn listening(command: Command) -> anyhow::Result<Self> {
+        let process = Process::start(command)?;
         let said = process.wait_for("ready to receive on ", LIMIT)?;
         let address = said.rsplit(' ').next().and_then(|word| word.parse().ok());
         Ok(Self {
             process,
             address: Some(address.with_context(|| format!("no address in '{said}'"))?),
         })
+    }
+
+    /// Starts a receiver on a port of its own, and waits until it listens.
+    ///
+    /// # Errors
+    /// It does not, with what it said.
+    pub fn receiver(larder: &Path, connect: &Path, words: &[&str]) -> anyhow::Result<Self> {
+        Self::listening(receive_command(larder, "127.0.0.1:0", connect, words))
     }
 
     /// Starts a sender, and waits until it is connected and QEMU may migrate.

@@ -1,8 +1,8 @@
 //! A TCP relay between sender and receiver, by which a test makes the network fail.
 //!
 //! The first connection is the control connection, all others are lanes ([`docs/migration-wire.md`]). What a relay may do
-//! to the bytes from the sender is up to a [`Tamper`] for each connection; it can hold back what the lanes carry at a given
-//! place, so that something is done there and not about there.
+//! to the bytes is up to a [`Tamper`] for each connection and way; it can hold back what the lanes carry at a given place,
+//! so that something is done there and not about there.
 //!
 //! [`docs/migration-wire.md`]: ../../../../../docs/migration-wire.md
 
@@ -14,15 +14,26 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-/// What becomes of a connection's bytes.
+use super::LOOK;
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From the sender to the receiver.
+    There,
+    /// And back.
+    Back,
+}
+
+/// What becomes of a connection's bytes, one way.
 pub trait Tamper: Send {
-    /// Takes what the sender has sent, and appends to `out` what the receiver is to get. `false`: the connection ends after
+    /// Takes what one side has sent, and appends to `out` what the other one is to get. `false`: the connection ends after
     /// that.
     fn pass(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> bool;
 }
 
-/// Makes the [`Tamper`] of a connection, by its number; none: it is left alone.
-pub type Tampers = dyn Fn(usize) -> Option<Box<dyn Tamper>> + Send + Sync;
+/// Makes the [`Tamper`] of a connection, by its number and the way; none: it is left alone.
+pub type Tampers = dyn Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync;
 
 /// A running relay; its connections are cut when it is dropped.
 pub struct Relay {
@@ -60,16 +71,16 @@ impl Relay {
     /// # Errors
     /// There is no port.
     pub fn start(to: SocketAddr) -> anyhow::Result<Self> {
-        Self::tampering(to, |_| None)
+        Self::tampering(to, |_, _| None)
     }
 
-    /// Likewise, and changes what is sent.
+    /// Likewise, and changes what goes by.
     ///
     /// # Errors
     /// There is no port.
     pub fn tampering(
         to: SocketAddr,
-        tamper: impl Fn(usize) -> Option<Box<dyn Tamper>> + Send + Sync + 'static,
+        tamper: impl Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync + 'static,
     ) -> anyhow::Result<Self> {
         let listener = Arc::new(TcpListener::bind("127.0.0.1:0")?);
         let address = listener.local_addr()?;
@@ -119,6 +130,28 @@ impl Relay {
             ensure!(!left.is_zero(), "{} bytes have come, no more", state.carried);
             let waited = self.shared.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+
+    /// Waits until the lanes have carried so many bytes at least, and no more come.
+    ///
+    /// # Errors
+    /// They do not.
+    pub fn wait_until_full(&self, bytes: u64, limit: Duration) -> anyhow::Result<()> {
+        const LOOKS: u32 = 10;
+        let give_up = Instant::now() + limit;
+        let (mut before, mut same) = (0, 0);
+        while same < LOOKS {
+            let carried = self.carried();
+            ensure!(Instant::now() < give_up, "{carried} bytes have come");
+            same = if carried >= bytes && carried == before {
+                same + 1
+            } else {
+                0
+            };
+            before = carried;
+            std::thread::sleep(LOOK);
         }
         Ok(())
     }
@@ -191,22 +224,19 @@ impl Shared {
                 state.connections.push([Arc::clone(&from), Arc::clone(&to)]);
                 state.connections.len() - 1
             };
-            let there = (
-                (self.tamper)(number),
-                Arc::clone(self),
-                Arc::clone(&from),
-                Arc::clone(&to),
-            );
-            std::thread::spawn(move || {
-                let (tamper, relay, from, to) = there;
-                relay.pump(&from, &to, number > 0, tamper);
-            });
-            let relay = Arc::clone(self);
-            std::thread::spawn(move || relay.pump(&to, &from, false, None));
+            self.spawn(number, Way::There, [&from, &to]);
+            self.spawn(number, Way::Back, [&to, &from]);
         }
     }
 
-    fn pump(&self, mut from: &TcpStream, mut to: &TcpStream, counts: bool, mut tamper: Option<Box<dyn Tamper>>) {
+    fn spawn(self: &Arc<Self>, number: usize, way: Way, [from, to]: [&Arc<TcpStream>; 2]) {
+        let (relay, from, to) = (Arc::clone(self), Arc::clone(from), Arc::clone(to));
+        let tamper = (self.tamper)(number, way);
+        let counts = number > 0 && way == Way::There;
+        std::thread::spawn(move || relay.pump(&from, &to, counts, tamper));
+    }
+
+    fn pump(&self, mut from: &TcpStream, to: &TcpStream, counts: bool, mut tamper: Option<Box<dyn Tamper>>) {
         let mut buffer = vec![0; 64 << 10];
         let mut changed = Vec::new();
         while let Ok(len @ 1..) = from.read(&mut buffer) {
@@ -225,7 +255,12 @@ impl Shared {
                 break;
             }
         }
-        let _ = (&mut to).flush();
+        // Nor is it told that nothing more will come.
+        let mut state = self.lock();
+        while state.stalled && !state.over {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(state);
         let _ = to.shutdown(Shutdown::Write);
     }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
@@ -117,6 +117,8 @@ impl Machine {
     fn start(&self, words: &[&str]) -> anyhow::Result<Vm> {
         let folder = tempfile::tempdir_in(self.folder.path())?;
         let (console, qmp) = (folder.path().join("console"), folder.path().join("qmp"));
+        let [others, watched] = ["qmp-others", "qmp-watched"].map(|name| folder.path().join(name));
+        let monitor = |path: &Path| format!("unix:{},server=on,wait=off", path.display());
         let mut command = self.release.command()?;
         command
             .args([
@@ -134,18 +136,32 @@ impl Machine {
             // On a busy host the kernel may find its timer missing.
             .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check", "-serial"])
             .arg(format!("file:{}", console.display()))
-            .arg("-qmp")
-            .arg(format!("unix:{},server=on,wait=off", qmp.display()))
+            .args([
+                "-qmp",
+                &monitor(&qmp),
+                "-qmp",
+                &monitor(&others),
+                "-qmp",
+                &monitor(&watched),
+            ])
             .args(words);
         let process = Process::start(command)?;
         let give_up = Instant::now() + LIMIT;
-        while !qmp.exists() || !console.exists() {
+        // Its sockets are there a moment before it listens.
+        let monitor = loop {
+            if [&console, &others, &watched].iter().all(|path| path.exists())
+                && let Ok(monitor) = Monitor::connect(&qmp)
+            {
+                break monitor;
+            }
             ensure!(!process.has_ended(), "QEMU: {}", process.output());
             ensure!(Instant::now() < give_up, "QEMU does not start: {}", process.output());
             std::thread::sleep(LOOK);
-        }
+        };
         Ok(Vm {
-            monitor: Monitor::connect(&qmp)?,
+            monitor,
+            others,
+            watched,
             process,
             console,
             _folder: folder,
@@ -181,6 +197,8 @@ pub struct Vm {
     /// It.
     pub process: Process,
     monitor: Monitor,
+    others: PathBuf,
+    watched: PathBuf,
     console: PathBuf,
     _folder: TempDir,
 }
@@ -189,6 +207,19 @@ impl Vm {
     /// QEMU's monitor.
     pub fn monitor(&mut self) -> &mut Monitor {
         &mut self.monitor
+    }
+
+    /// The socket of a monitor for somebody else: QEMU talks to one at a time on each.
+    pub fn qmp_for_others(&self) -> &Path {
+        &self.others
+    }
+
+    /// A monitor for another thread.
+    ///
+    /// # Errors
+    /// QEMU has ended, or another thread has it.
+    pub fn second_monitor(&self) -> anyhow::Result<Monitor> {
+        Monitor::patient(&self.watched, Duration::from_secs(1))
     }
 
     /// Runs a command; what QEMU answers.

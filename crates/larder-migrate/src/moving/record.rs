@@ -1,0 +1,128 @@
+//! What a mover keeps of a move until the host restarts, so that one that is started after a crash knows where the VM may run.
+//!
+//! One file for each QEMU and role, in a folder that is this user's alone. It is believed only for the very process it was
+//! written for; a host that has restarted has none of these processes, nor the folder.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::qmp::{Process, Qmp};
+
+/// The number of a move, which no other has: 16 bytes, in hexadecimal digits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MoveId(String);
+
+impl MoveId {
+    /// One that nobody can guess.
+    ///
+    /// # Errors
+    /// The system has no random numbers.
+    pub fn new() -> io::Result<Self> {
+        super::random_hex::<16>().map(Self)
+    }
+}
+
+/// The source's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Leaving {
+    /// Which move.
+    pub id: MoveId,
+    /// Whether the VM's processors ran; else it stays stopped.
+    pub run: bool,
+    /// Where to.
+    pub to: String,
+}
+
+/// The destination's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Arriving {
+    /// Which move.
+    pub id: MoveId,
+    /// How far it is.
+    pub phase: Phase,
+}
+
+/// What has become of a VM at its destination.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "is")]
+pub enum Phase {
+    /// QEMU was never told to let it run.
+    Coming,
+    /// QEMU was told so, or is about to be.
+    LetRun,
+    /// QEMU was never told so, and never will be.
+    Never {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// The place of a record.
+pub struct Place {
+    path: PathBuf,
+    qemu: Option<Process>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Kept<T> {
+    qemu: Option<Process>,
+    record: T,
+}
+
+impl Place {
+    /// In a folder, of a QEMU, in a role.
+    #[must_use]
+    pub fn new(folder: &Path, role: &str, qmp: &Qmp) -> Self {
+        let socket = fs::canonicalize(qmp.path()).unwrap_or_else(|_| qmp.path().to_owned());
+        let digest = ring::digest::digest(&ring::digest::SHA256, socket.as_os_str().as_encoded_bytes());
+        let name = super::hex(&digest.as_ref()[..8]);
+        Self {
+            path: folder.join(format!("{role}-{name}.json")),
+            qemu: qmp.process(),
+        }
+    }
+
+    /// What was kept of this QEMU; `None` if nothing was.
+    ///
+    /// # Errors
+    /// It cannot be read, or not be understood.
+    pub fn load<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
+        let bytes = match fs::read(&self.path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(self.named(&error)),
+        };
+        let kept: Kept<T> = serde_json::from_slice(&bytes).map_err(|error| self.named(&error.into()))?;
+        Ok((kept.qemu == self.qemu).then_some(kept.record))
+    }
+
+    /// Keeps it. Either this or what was there before is there afterwards, wherever this process ends.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn save<T: Serialize>(&self, record: T) -> io::Result<()> {
+        let kept = Kept {
+            qemu: self.qemu,
+            record,
+        };
+        let new = self.path.with_extension("new");
+        fs::write(&new, serde_json::to_vec(&kept).expect("plain data")).map_err(|error| self.named(&error))?;
+        fs::rename(&new, &self.path).map_err(|error| self.named(&error))
+    }
+
+    /// Keeps nothing any more.
+    pub fn remove(&self) {
+        let _ = fs::remove_file(&self.path);
+    }
+
+    fn named(&self, error: &io::Error) -> io::Error {
+        io::Error::new(error.kind(), format!("{}: {error}", self.path.display()))
+    }
+}

@@ -1,0 +1,311 @@
+//! The destination's mover.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::fake::Qemu;
+use crate::moving::Description;
+use crate::moving::destination::{Destination, State};
+use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
+use crate::moving::record::MoveId;
+use crate::moving::settings::Settings;
+use crate::qmp::Qmp;
+
+const SETTINGS: Settings = Settings {
+    multifd_channels: 2,
+    postcopy: false,
+};
+
+struct Bed {
+    folder: TempDir,
+    qemu: Arc<Qemu>,
+    destination: Destination,
+    id: MoveId,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let qemu = Arc::new(Qemu::destination(folder.path()));
+        let destination = Destination::new(&qemu.qmp, folder.path()).expect("it waits");
+        assert_eq!(destination.look(), Some(State::Waiting));
+        Self {
+            id: MoveId::new().expect("random numbers"),
+            folder,
+            qemu,
+            destination,
+        }
+    }
+
+    /// Prepared for a move, and all that would come has come.
+    fn loaded() -> Self {
+        let bed = Self::new();
+        assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
+        assert_eq!(bed.destination.look(), Some(State::Coming));
+        (bed.qemu.is().run, bed.qemu.is().migration) = ("paused", "completed");
+        bed
+    }
+
+    /// A mover that comes after this one.
+    fn restart(&mut self) {
+        self.destination = Destination::new(&self.qemu.qmp, self.folder.path()).expect("it knows of the move");
+    }
+
+    fn tell(&self, id: &MoveId, tell: Tell) -> ToSource {
+        let told = ToDestination {
+            version: VERSION,
+            id: id.clone(),
+            tell,
+        };
+        let note = serde_json::to_vec(&told).expect("plain data");
+        self.destination.heard(&note)
+    }
+
+    fn prepare(&self, id: &MoveId) -> ToSource {
+        let vm = Description::of(&mut Qmp::connect(&self.qemu.qmp).expect("lives")).expect("answers");
+        let settings = SETTINGS;
+        self.tell(
+            id,
+            Tell::Prepare {
+                vm: Box::new(vm),
+                settings,
+            },
+        )
+    }
+
+    fn go(&self) -> ToSource {
+        self.tell(
+            &self.id,
+            Tell::Go {
+                run: true,
+                postcopy: false,
+            },
+        )
+    }
+
+    fn go_postcopy(&self) -> ToSource {
+        self.tell(
+            &self.id,
+            Tell::Go {
+                run: true,
+                postcopy: true,
+            },
+        )
+    }
+}
+
+fn reason(answer: ToSource) -> String {
+    match answer {
+        ToSource::Refused { reasons } => reasons.join("; "),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_vm_is_let_run_once_and_is_said_to_run_as_often_as_asked() {
+    let mut bed = Bed::loaded();
+    assert_eq!(bed.qemu.is().parameters["tls-creds"], "");
+    assert_eq!(bed.qemu.is().parameters["multifd-channels"], 2);
+    assert!(bed.qemu.is().capabilities["late-block-activate"]);
+    assert!(!bed.qemu.is().capabilities["xbzrle"]);
+    for _ in 0..2 {
+        assert_eq!(bed.go(), ToSource::Running { whole: true });
+        bed.restart();
+    }
+    // Whatever became of it since is its user's business.
+    bed.qemu.is().run = "io-error";
+    assert_eq!(bed.go(), ToSource::Running { whole: true });
+    assert_eq!((bed.qemu.has_heard("cont"), bed.qemu.has_heard("quit")), (1, 0));
+    assert_eq!(bed.destination.look(), Some(State::Running { whole: true }));
+}
+
+#[test]
+fn a_vm_that_stood_still_does_not_run() {
+    let bed = Bed::loaded();
+    let told = bed.tell(
+        &bed.id,
+        Tell::Go {
+            run: false,
+            postcopy: false,
+        },
+    );
+    assert_eq!(told, ToSource::Running { whole: true });
+    assert_eq!(bed.qemu.has_heard("cont"), 0);
+}
+
+#[test]
+fn whoever_knows_another_move_changes_nothing() {
+    let mut bed = Bed::loaded();
+    let other = MoveId::new().expect("random numbers");
+    for _ in 0..2 {
+        for tell in [
+            Tell::Go {
+                run: true,
+                postcopy: false,
+            },
+            Tell::Recover,
+        ] {
+            assert!(reason(bed.tell(&other, tell)).contains("right host"));
+        }
+        assert!(reason(bed.prepare(&other)).contains("does not wait"));
+        bed.restart();
+    }
+    for command in ["cont", "quit", "migrate-recover"] {
+        assert_eq!(bed.qemu.has_heard(command), 0, "{command}");
+    }
+    assert_eq!(bed.go(), ToSource::Running { whole: true });
+}
+
+#[test]
+fn a_qemu_that_was_not_let_run_never_runs() {
+    let mut bed = Bed::loaded();
+    bed.qemu.is().refuses.extend(["cont", "quit"]);
+    let ToSource::NotRunning { reason } = bed.go() else {
+        panic!("it runs");
+    };
+    assert!(reason.contains("it does not want to"), "{reason}");
+    // Now it would.
+    bed.qemu.is().refuses.clear();
+    for _ in 0..2 {
+        assert!(matches!(bed.go(), ToSource::NotRunning { .. }));
+        assert!(matches!(bed.destination.look(), Some(State::Never { .. })));
+        bed.restart();
+    }
+    assert_eq!((bed.qemu.has_heard("cont"), bed.qemu.has_heard("quit")), (1, 1));
+}
+
+#[test]
+fn of_a_qemu_that_has_ended_when_it_was_let_run_nothing_is_said() {
+    let bed = Bed::loaded();
+    bed.qemu.is().dies_at = Some("cont");
+    for _ in 0..2 {
+        assert!(matches!(bed.go(), ToSource::Unknown { .. }));
+    }
+    assert_eq!(bed.destination.look(), Some(State::Ended));
+}
+
+#[test]
+fn a_qemu_that_has_ended_or_failed_before_it_was_let_run_is_known_not_to() {
+    let bed = Bed::loaded();
+    bed.qemu.is().dies_at = Some("query-migrate");
+    assert!(matches!(bed.go(), ToSource::NotRunning { .. }));
+    let bed = Bed::loaded();
+    (bed.qemu.is().run, bed.qemu.is().migration) = ("inmigrate", "failed");
+    assert!(matches!(bed.go(), ToSource::NotRunning { .. }));
+    assert_eq!(bed.qemu.has_heard("cont"), 0);
+}
+
+#[test]
+fn what_is_still_loading_is_waited_for() {
+    let bed = Bed::loaded();
+    (bed.qemu.is().run, bed.qemu.is().migration) = ("inmigrate", "active");
+    let qemu = Arc::clone(&bed.qemu);
+    let later = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        assert_eq!(qemu.has_heard("cont"), 0);
+        (qemu.is().run, qemu.is().migration) = ("paused", "completed");
+    });
+    assert_eq!(bed.go(), ToSource::Running { whole: true });
+    later.join().expect("no panic");
+}
+
+#[test]
+fn a_vm_is_not_let_run_if_that_cannot_be_recorded() {
+    let bed = Bed::loaded();
+    std::fs::remove_dir_all(bed.folder.path()).expect("removes it");
+    assert!(reason(bed.go()).contains("record"));
+    assert_eq!((bed.qemu.has_heard("cont"), bed.qemu.has_heard("quit")), (0, 0));
+}
+
+#[test]
+fn half_of_a_vm_is_never_ended() {
+    let mut bed = Bed::loaded();
+    (bed.qemu.is().run, bed.qemu.is().migration) = ("paused", "postcopy-paused");
+    bed.qemu.is().refuses.insert("cont");
+    assert!(reason(bed.go_postcopy()).contains("it does not want to"));
+    bed.qemu.is().refuses.clear();
+    bed.restart();
+    assert_eq!(bed.go_postcopy(), ToSource::Running { whole: false });
+    assert_eq!(
+        bed.tell(&bed.id, Tell::Recover),
+        ToSource::Prepared { warnings: Vec::new() }
+    );
+    assert_eq!(bed.qemu.has_heard("migrate-recover"), 1);
+    assert_eq!(bed.destination.look(), Some(State::Running { whole: false }));
+    // All has come, and only the source has not heard so.
+    bed.qemu.is().migration = "completed";
+    bed.qemu.is().refuses.insert("migrate-recover");
+    assert_eq!(bed.tell(&bed.id, Tell::Recover), ToSource::Running { whole: true });
+    assert_eq!(bed.go_postcopy(), ToSource::Running { whole: true });
+    assert_eq!(bed.qemu.has_heard("quit"), 0);
+}
+
+#[test]
+fn a_qemu_that_waits_still_takes_another_move() {
+    let bed = Bed::new();
+    assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
+    let other = MoveId::new().expect("random numbers");
+    assert!(matches!(bed.prepare(&other), ToSource::Prepared { .. }));
+    assert_eq!(bed.qemu.has_heard("migrate-incoming"), 1);
+    assert!(reason(bed.go()).contains("right host"));
+    bed.qemu.is().migration = "active";
+    assert!(reason(bed.prepare(&bed.id)).contains("start a new one"));
+}
+
+#[test]
+fn a_vm_with_another_uuid_is_refused() {
+    let bed = Bed::new();
+    let mut vm = Description::of(&mut Qmp::connect(&bed.qemu.qmp).expect("lives")).expect("answers");
+    vm.uuid = "00000000-0000-0000-0000-000000000000".to_owned();
+    let settings = SETTINGS;
+    let answer = bed.tell(
+        &bed.id,
+        Tell::Prepare {
+            vm: Box::new(vm),
+            settings,
+        },
+    );
+    assert!(reason(answer).contains("UUID"));
+    assert_eq!(bed.qemu.has_heard("migrate-incoming"), 0);
+}
+
+#[test]
+fn a_qemu_of_which_nothing_is_known_is_left_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let qemu = Qemu::destination(folder.path());
+    (qemu.is().run, qemu.is().migration) = ("running", "completed");
+    let said = |path: &Path| Destination::new(path, folder.path()).err().expect("it has a VM");
+    assert!(said(&qemu.qmp).contains("-incoming defer"));
+    assert!(said(&folder.path().join("nobody")).contains("nobody"));
+}
+
+#[test]
+fn notes_that_are_not_understood_change_nothing() {
+    let bed = Bed::loaded();
+    let id = serde_json::to_value(&bed.id).expect("plain data");
+    for (note, word) in [
+        (b"\xff".to_vec(), "no JSON"),
+        (
+            json!({"version": 1, "tell": "go"}).to_string().into_bytes(),
+            "version 1",
+        ),
+        (
+            json!({"version": VERSION, "id": id, "tell": "explode"})
+                .to_string()
+                .into_bytes(),
+            "explode",
+        ),
+        (
+            json!({"version": VERSION, "id": [], "tell": "recover"})
+                .to_string()
+                .into_bytes(),
+            "does not understand",
+        ),
+    ] {
+        assert!(reason(bed.destination.heard(&note)).contains(word));
+    }
+    assert_eq!(bed.go(), ToSource::Running { whole: true });
+}

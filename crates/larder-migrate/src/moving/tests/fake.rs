@@ -1,0 +1,275 @@
+//! What stands for a QEMU.
+
+use std::collections::{BTreeMap, HashSet};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+/// Runs when a command comes, before it is carried out.
+pub(super) type Hook = Box<dyn FnMut() + Send>;
+
+/// All that there is to know of it, and to change.
+pub(super) struct Fake {
+    pub(super) run: &'static str,
+    pub(super) migration: &'static str,
+    pub(super) uuid: &'static str,
+    /// Commands that were carried out or refused, in order.
+    pub(super) heard: Vec<String>,
+    pub(super) capabilities: BTreeMap<String, bool>,
+    pub(super) parameters: BTreeMap<String, Value>,
+    pub(super) refuses: HashSet<&'static str>,
+    /// It ends in the middle of this.
+    pub(super) dies_at: Option<&'static str>,
+    pub(super) hooks: BTreeMap<&'static str, Hook>,
+    /// What its migration comes to when all was sent, or has come.
+    pub(super) comes_to: (&'static str, &'static str),
+    is_dead: bool,
+    /// Of a migration.
+    stream: Option<UnixStream>,
+}
+
+/// One that runs.
+pub(super) struct Qemu {
+    pub(super) qmp: PathBuf,
+    fake: Arc<Mutex<Fake>>,
+}
+
+impl Qemu {
+    fn start(folder: &Path, name: &str, run: &'static str, comes_to: (&'static str, &'static str)) -> Self {
+        let qmp = folder.join(name);
+        let known = [
+            "return-path",
+            "multifd",
+            "events",
+            "postcopy-ram",
+            "xbzrle",
+            "late-block-activate",
+        ];
+        let fake = Fake {
+            run,
+            migration: "none",
+            uuid: "9a8b7c6d-0000-1111-2222-333344445555",
+            heard: Vec::new(),
+            capabilities: known.map(|name| (name.to_owned(), name == "xbzrle")).into(),
+            parameters: [
+                ("downtime-limit", json!(20)),
+                ("multifd-channels", json!(8)),
+                ("tls-creds", json!("tls0")),
+            ]
+            .map(|(name, value)| (name.to_owned(), value))
+            .into(),
+            refuses: HashSet::new(),
+            dies_at: None,
+            hooks: BTreeMap::new(),
+            comes_to,
+            is_dead: false,
+            stream: None,
+        };
+        let fake = Arc::new(Mutex::new(fake));
+        let listener = UnixListener::bind(&qmp).expect("binds");
+        let shared = Arc::clone(&fake);
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || serve(&client.expect("accepts"), &shared));
+            }
+        });
+        Self { qmp, fake }
+    }
+
+    /// With a VM that runs.
+    pub(super) fn source(folder: &Path) -> Self {
+        Self::start(folder, "source", "running", ("postmigrate", "completed"))
+    }
+
+    /// That waits for one.
+    pub(super) fn destination(folder: &Path) -> Self {
+        Self::start(folder, "destination", "inmigrate", ("paused", "completed"))
+    }
+
+    pub(super) fn is(&self) -> MutexGuard<'_, Fake> {
+        self.fake.lock().expect("no panic")
+    }
+
+    pub(super) fn hook(&self, command: &'static str, hook: impl FnMut() + Send + 'static) {
+        self.is().hooks.insert(command, Box::new(hook));
+    }
+
+    pub(super) fn has_heard(&self, command: &str) -> usize {
+        self.is().heard.iter().filter(|heard| *heard == command).count()
+    }
+
+    pub(super) fn wait_until(&self, what: impl Fn(&Fake) -> bool) {
+        let give_up = Instant::now() + Duration::from_secs(30);
+        while !what(&self.is()) {
+            assert!(
+                Instant::now() < give_up,
+                "it does not come to that: {:?}",
+                self.is().heard
+            );
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+fn serve(client: &UnixStream, shared: &Arc<Mutex<Fake>>) {
+    let mut answer = client;
+    if shared.lock().expect("no panic").is_dead {
+        return;
+    }
+    let version = json!({"qemu": {"major": 10, "minor": 0, "micro": 3}});
+    let mut say = |value: Value| writeln!(answer, "{value}").is_ok();
+    say(json!({"QMP": {"version": version, "capabilities": ["oob"]}}));
+    for line in BufReader::new(client).lines() {
+        let Ok(line) = line else { return };
+        let asked: Value = serde_json::from_str(&line).expect("JSON");
+        let command = asked["execute"]
+            .as_str()
+            .or(asked["exec-oob"].as_str())
+            .expect("a command")
+            .to_owned();
+        // It may look at this QEMU, and change it.
+        let hook = shared.lock().expect("no panic").hooks.remove(command.as_str());
+        if let Some(mut hook) = hook {
+            hook();
+        }
+        let result = carry_out(shared, &command, &asked["arguments"]);
+        if shared.lock().expect("no panic").is_dead {
+            return;
+        }
+        // What happened meanwhile, and an answer to something long ago.
+        say(json!({"event": "NOTHING", "timestamp": {"seconds": u64::MAX, "microseconds": 7}}));
+        say(json!({"id": 0, "error": {"desc": "a late answer"}}));
+        let known = match result {
+            Ok(value) => say(json!({"return": value, "id": asked["id"]})),
+            Err(text) => say(json!({"error": {"class": "GenericError", "desc": text}, "id": asked["id"]})),
+        };
+        if !known {
+            return;
+        }
+    }
+}
+
+fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Result<Value, String> {
+    let mut fake = shared.lock().expect("no panic");
+    fake.heard.push(command.to_owned());
+    if fake.refuses.contains(command) {
+        return Err("it does not want to".to_owned());
+    }
+    if fake.dies_at == Some(command) || command == "quit" {
+        fake.is_dead = true;
+        if let Some(socket) = fake.stream.take() {
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+        return Ok(Value::Null);
+    }
+    Ok(match command {
+        "query-status" => json!({"status": fake.run}),
+        "query-migrate" if fake.migration == "none" => json!({}),
+        "query-migrate" => json!({"status": fake.migration}),
+        "query-uuid" => json!({"UUID": fake.uuid}),
+        "qom-get" => json!("pc-i440fx-10.0-machine"),
+        "query-memory-size-summary" => json!({"base-memory": 1 << 30}),
+        "query-migrate-capabilities" => fake
+            .capabilities
+            .iter()
+            .map(|(name, on)| json!({"capability": name, "state": on}))
+            .collect(),
+        "migrate-set-capabilities" => {
+            for entry in arguments["capabilities"].as_array().expect("a list") {
+                let name = entry["capability"].as_str().expect("a name").to_owned();
+                let on = entry["state"] == true;
+                *fake.capabilities.get_mut(&name).ok_or("it knows no such thing")? = on;
+            }
+            json!({})
+        }
+        "query-migrate-parameters" => json!(fake.parameters),
+        "migrate-set-parameters" => {
+            let changes = arguments.as_object().expect("an object").clone();
+            fake.parameters.extend(changes);
+            json!({})
+        }
+        "stop" => json!({}),
+        "cont" => {
+            fake.run = "running";
+            json!({})
+        }
+        "migrate_cancel" => {
+            if fake.migration == "active" {
+                fake.migration = "cancelled";
+                fake.run = "running";
+            }
+            json!({})
+        }
+        "migrate" => {
+            let resumes = arguments["resume"] == true;
+            fake.migration = if resumes { "postcopy-recover" } else { "active" };
+            let socket = path(arguments);
+            let shared = Arc::clone(shared);
+            let socket = UnixStream::connect(socket).map_err(|error| error.to_string())?;
+            thread::spawn(move || send(socket, &shared));
+            json!({})
+        }
+        "migrate-incoming" | "migrate-recover" => {
+            let resumes = command == "migrate-recover";
+            fake.migration = if resumes { "postcopy-recover" } else { "setup" };
+            let listener = UnixListener::bind(path(arguments)).map_err(|error| error.to_string())?;
+            let shared = Arc::clone(shared);
+            thread::spawn(move || take_in(&listener, &shared));
+            json!({})
+        }
+        _ => json!({}),
+    })
+}
+
+fn path(arguments: &Value) -> PathBuf {
+    let uri = arguments["uri"].as_str().expect("an URI");
+    uri.strip_prefix("unix:").expect("a path").into()
+}
+
+/// A stream, of which Larder understands nothing, and which it carries all the same.
+fn send(mut socket: UnixStream, shared: &Mutex<Fake>) {
+    shared.lock().expect("no panic").stream = socket.try_clone().ok();
+    let sent = socket.write_all(&[7; 100_000]);
+    // The destination says that it has it.
+    let done = sent.and_then(|()| socket.read_exact(&mut [0]));
+    let mut fake = shared.lock().expect("no panic");
+    fake.stream = None;
+    if matches!(fake.migration, "active" | "postcopy-recover") {
+        (fake.run, fake.migration) = match done {
+            Ok(()) => fake.comes_to,
+            Err(_) => ("running", "failed"),
+        };
+    }
+}
+
+fn take_in(listener: &UnixListener, shared: &Mutex<Fake>) {
+    let (mut socket, _) = listener.accept().expect("accepts");
+    shared.lock().expect("no panic").stream = socket.try_clone().ok();
+    let done = socket.read_exact(&mut vec![0; 100_000]);
+    let mut fake = shared.lock().expect("no panic");
+    if done.is_err() {
+        // As QEMU does.
+        fake.is_dead = true;
+        return;
+    }
+    (fake.run, fake.migration) = fake.comes_to;
+    let says_so = match fake.comes_to.1 {
+        "failed" => {
+            fake.stream = None;
+            return;
+        }
+        other => other != "active",
+    };
+    drop(fake);
+    if says_so {
+        let _ = socket.write_all(&[1]);
+    }
+    let _ = socket.read(&mut [0]);
+    shared.lock().expect("no panic").stream = None;
+}

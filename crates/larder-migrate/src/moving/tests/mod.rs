@@ -1,0 +1,5 @@
+//! Both movers, with ends in place of QEMU that do as they are told, each wrong thing at its moment.
+
+mod destination;
+mod fake;
+mod moves;

@@ -1,0 +1,464 @@
+//! Whole moves: both movers, with a connection between them that is cut.
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::fake::Qemu;
+use crate::moving::Description;
+use crate::moving::destination::{Destination, State};
+use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
+use crate::moving::record::{Leaving, MoveId, Place};
+use crate::moving::settings::Settings;
+use crate::moving::source::{self, Done, MoveError, Options};
+use crate::progress::Progress;
+use crate::qmp::Qmp;
+use crate::{receive, send};
+
+struct Bed {
+    folder: TempDir,
+    source: Arc<Qemu>,
+    destination: Arc<Qemu>,
+    mover: Arc<Destination>,
+    options: Options,
+    cancel: AtomicBool,
+    /// Ends the receiver's session; another one begins.
+    cut: Arc<AtomicBool>,
+    over: Arc<AtomicBool>,
+    receiver: Option<JoinHandle<()>>,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let records = folder.path().join("records");
+        std::fs::create_dir(&records).expect("a folder");
+        let source = Arc::new(Qemu::source(folder.path()));
+        let destination = Arc::new(Qemu::destination(folder.path()));
+        let mover = Arc::new(Destination::new(&destination.qmp, &records).expect("it waits"));
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let to = listener.local_addr().expect("has one").to_string();
+        let (cut, over) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let receiver = thread::spawn({
+            let (mover, cut, over) = (Arc::clone(&mover), Arc::clone(&cut), Arc::clone(&over));
+            move || {
+                while !over.load(Ordering::Relaxed) {
+                    let options = receive::Options {
+                        connect: mover.incoming(),
+                        tls: None,
+                        delta_memory: 1 << 20,
+                        window: 1 << 20,
+                        channels: 4,
+                        lanes: 2,
+                    };
+                    let _ = receive::receive(&listener, &options, &cut, Some(&|notes| mover.answer(&notes)));
+                    cut.store(false, Ordering::Relaxed);
+                }
+            }
+        });
+        Self {
+            options: Options {
+                qmp: source.qmp.clone(),
+                records,
+                send: send::Options {
+                    to,
+                    tls: None,
+                    lanes: 1,
+                    delta_memory: 1 << 20,
+                    bandwidth: None,
+                },
+                multifd_channels: 0,
+                downtime_ms: 300,
+                timeout: None,
+                postcopy: false,
+                throttle: false,
+                keep: false,
+            },
+            folder,
+            source,
+            destination,
+            mover,
+            cancel: AtomicBool::new(false),
+            cut,
+            over,
+            receiver: Some(receiver),
+        }
+    }
+
+    fn run(&self) -> Result<Done, MoveError> {
+        let progress = Arc::new(Progress::new());
+        source::run(&self.options, &progress, &self.cancel, &mut |_| {})
+    }
+
+    fn place(&self) -> Place {
+        let qmp = Qmp::connect(&self.source.qmp).expect("lives");
+        Place::new(&self.options.records, "from", &qmp)
+    }
+
+    fn record(&self) -> Option<Leaving> {
+        self.place().load().expect("can be read")
+    }
+
+    /// As a mover leaves it that ended when all had arrived.
+    fn mover_has_died(&self, run: bool) {
+        let vm = Description::of(&mut Qmp::connect(&self.source.qmp).expect("lives")).expect("answers");
+        let id = MoveId::new().expect("random numbers");
+        let prepare = ToDestination {
+            version: VERSION,
+            id: id.clone(),
+            tell: Tell::Prepare {
+                vm: Box::new(vm),
+                settings: Settings {
+                    multifd_channels: 0,
+                    postcopy: false,
+                },
+            },
+        };
+        let note = serde_json::to_vec(&prepare).expect("plain data");
+        assert!(matches!(self.mover.heard(&note), ToSource::Prepared { .. }));
+        let to = self.options.send.to.clone();
+        self.place().save(&Leaving { id, run, to }).expect("writes");
+        (self.source.is().run, self.source.is().migration) = ("postmigrate", "completed");
+        (self.destination.is().run, self.destination.is().migration) = ("paused", "completed");
+    }
+
+    /// The VM is at the source, as it was, and the destination will not have it.
+    fn is_here(&self) {
+        assert_eq!(self.source.is().run, "running");
+        assert_eq!(self.destination.has_heard("cont"), 0);
+        assert_eq!(self.source.has_heard("quit"), 0);
+        assert_eq!(self.source.is().parameters["tls-creds"], "tls0");
+        assert_eq!(self.source.is().parameters["downtime-limit"], 20);
+        assert!(self.source.is().capabilities["xbzrle"]);
+        assert_eq!(self.record(), None);
+    }
+
+    /// The VM is at the destination alone.
+    fn is_there(&self) {
+        assert_eq!(self.destination.is().run, "running");
+        assert_eq!((self.source.has_heard("cont"), self.source.has_heard("quit")), (0, 1));
+        assert_eq!(self.destination.has_heard("quit"), 0);
+        assert_eq!(files(&self.options.records, "from"), 0);
+    }
+
+    /// Ends the session in the middle of a command to the destination's QEMU.
+    fn cut_at(&self, command: &'static str, also: impl Fn() + Send + 'static) {
+        let cut = Arc::clone(&self.cut);
+        self.destination.hook(command, move || {
+            also();
+            cut.store(true, Ordering::Relaxed);
+            // Until the session has ended, so that the answer is lost.
+            thread::sleep(Duration::from_millis(500));
+        });
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        while !self.receiver.as_ref().is_none_or(JoinHandle::is_finished) {
+            self.cut.store(true, Ordering::Relaxed);
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn files(folder: &PathBuf, begin: &str) -> usize {
+    let entries = std::fs::read_dir(folder).expect("lists");
+    entries
+        .filter(|entry| {
+            entry
+                .as_ref()
+                .expect("lists")
+                .file_name()
+                .to_string_lossy()
+                .starts_with(begin)
+        })
+        .count()
+}
+
+#[test]
+fn a_vm_moves() {
+    let bed = Bed::new();
+    let done = bed.run().expect("moves");
+    assert!(!done.postcopy && !done.resumed);
+    bed.is_there();
+    assert_eq!(bed.destination.has_heard("cont"), 1);
+    assert_eq!(bed.mover.look_now(), State::Running { whole: true });
+}
+
+#[test]
+fn a_vm_that_stood_still_moves_and_stands_still() {
+    let bed = Bed::new();
+    bed.source.is().run = "paused";
+    bed.run().expect("moves");
+    assert_eq!(bed.destination.has_heard("cont"), 0);
+    assert_eq!(bed.source.has_heard("quit"), 1);
+}
+
+#[test]
+fn a_vm_that_the_destination_cannot_run_goes_on_here() {
+    let bed = Bed::new();
+    bed.destination.is().refuses.insert("cont");
+    match bed.run() {
+        Err(MoveError::Here { reason }) => assert!(reason.contains("it does not want to"), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(bed.source.is().run, "running");
+    assert_eq!(bed.source.has_heard("quit"), 0);
+    assert_eq!(bed.destination.has_heard("quit"), 1);
+    assert_eq!(bed.record(), None);
+    assert!(bed.source.is().capabilities["xbzrle"]);
+}
+
+#[test]
+fn a_vm_that_fails_to_load_goes_on_here() {
+    let bed = Bed::new();
+    bed.destination.is().comes_to = ("inmigrate", "failed");
+    assert!(matches!(bed.run(), Err(MoveError::Here { .. })));
+    bed.is_here();
+}
+
+#[test]
+fn a_qemu_that_refuses_to_migrate_goes_on_as_it_was() {
+    for command in ["migrate", "migrate-set-parameters", "migrate-set-capabilities"] {
+        let bed = Bed::new();
+        bed.source.is().refuses.insert(command);
+        match bed.run() {
+            Err(MoveError::Here { reason }) => assert!(reason.contains(command), "{reason}"),
+            other => panic!("{other:?}"),
+        }
+        bed.source.is().refuses.clear();
+        bed.source
+            .is()
+            .parameters
+            .entry("tls-creds".to_owned())
+            .and_modify(|was| {
+                if command == "migrate-set-parameters" {
+                    assert_eq!(*was, "tls0");
+                }
+            });
+        assert_eq!(bed.source.is().run, "running");
+        assert!(bed.source.is().capabilities["xbzrle"], "{command}");
+        // And it can be tried again, with the same QEMU there.
+        bed.run().expect("moves");
+        bed.is_there();
+    }
+}
+
+#[test]
+fn what_does_not_end_is_given_up() {
+    let mut bed = Bed::new();
+    bed.destination.is().comes_to = ("inmigrate", "active");
+    bed.options.timeout = Some(Duration::from_millis(300));
+    match bed.run() {
+        Err(MoveError::Here { reason }) => assert!(reason.contains("did not end"), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+    bed.is_here();
+}
+
+#[test]
+fn what_the_user_cancels_is_given_up() {
+    let bed = Bed::new();
+    bed.destination.is().comes_to = ("inmigrate", "active");
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            bed.source.wait_until(|fake| fake.migration == "active");
+            bed.cancel.store(true, Ordering::Relaxed);
+        });
+        assert!(matches!(bed.run(), Err(MoveError::Cancelled)));
+    });
+    bed.is_here();
+}
+
+#[test]
+fn a_connection_that_is_cut_before_the_end_leaves_the_vm_here() {
+    let bed = Bed::new();
+    bed.destination.is().comes_to = ("inmigrate", "active");
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            bed.destination.wait_until(|fake| fake.migration == "active");
+            bed.cut.store(true, Ordering::Relaxed);
+        });
+        assert!(matches!(bed.run(), Err(MoveError::Here { .. })));
+    });
+    bed.is_here();
+}
+
+#[test]
+fn an_answer_that_is_lost_is_asked_for_again() {
+    let bed = Bed::new();
+    bed.cut_at("cont", || {});
+    bed.run().expect("moves");
+    bed.is_there();
+    assert_eq!(bed.destination.has_heard("cont"), 1);
+}
+
+#[test]
+fn an_answer_that_was_no_and_is_lost_is_still_no() {
+    let bed = Bed::new();
+    bed.destination.is().refuses.insert("cont");
+    bed.cut_at("cont", || {});
+    assert!(matches!(bed.run(), Err(MoveError::Here { .. })));
+    assert_eq!(bed.source.is().run, "running");
+    assert_eq!(bed.destination.has_heard("cont"), 1);
+}
+
+#[test]
+fn a_qemu_that_ends_when_it_is_let_run_leaves_the_choice_to_the_user() {
+    let bed = Bed::new();
+    bed.destination.is().dies_at = Some("cont");
+    let text = match bed.run() {
+        Err(error @ MoveError::InDoubt { .. }) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    assert!(text.contains("--take-back"), "{text}");
+    assert_eq!(bed.source.is().run, "postmigrate");
+    assert_eq!(bed.source.has_heard("cont"), 0);
+    source::take_back(&bed.options.qmp, &bed.options.records).expect("it is here");
+    assert_eq!(bed.source.is().run, "running");
+    // Once.
+    let again = source::take_back(&bed.options.qmp, &bed.options.records);
+    assert!(matches!(again, Err(MoveError::Preflight(_))));
+}
+
+#[test]
+fn a_mover_goes_on_where_another_has_died() {
+    for run in [true, false] {
+        let bed = Bed::new();
+        bed.mover_has_died(run);
+        let done = bed.run().expect("moves");
+        assert!(done.resumed && !done.postcopy);
+        assert_eq!(bed.destination.has_heard("cont"), usize::from(run));
+        assert_eq!(bed.source.has_heard("quit"), 1);
+    }
+}
+
+#[test]
+fn a_migration_of_somebody_else_is_left_alone() {
+    let bed = Bed::new();
+    (bed.source.is().run, bed.source.is().migration) = ("postmigrate", "completed");
+    assert!(matches!(bed.run(), Err(MoveError::Preflight(_))));
+    let back = source::take_back(&bed.options.qmp, &bed.options.records);
+    assert!(matches!(back, Err(MoveError::Preflight(_))));
+    for command in ["cont", "quit", "migrate"] {
+        assert_eq!(bed.source.has_heard(command), 0, "{command}");
+    }
+    let other = Bed::new();
+    other.mover_has_died(true);
+    let record = other.record().expect("is there");
+    // Another process has it.
+    std::fs::write(
+        std::fs::read_dir(&other.options.records)
+            .expect("lists")
+            .map(|it| it.expect("lists").path())
+            .find(|path| path.to_string_lossy().contains("from"))
+            .expect("is there"),
+        serde_json::json!({"qemu": {"pid": 1, "started": 1}, "record": record}).to_string(),
+    )
+    .expect("writes");
+    assert!(matches!(other.run(), Err(MoveError::Preflight(_))));
+    assert_eq!(other.destination.has_heard("cont"), 0);
+    let _ = &other.folder;
+}
+
+fn post_copy() -> Bed {
+    let mut bed = Bed::new();
+    bed.options.postcopy = true;
+    bed.source.is().comes_to = ("finish-migrate", "postcopy-active");
+    bed.destination.is().comes_to = ("paused", "postcopy-active");
+    bed
+}
+
+/// What QEMUs do when their connection is cut in post-copy, and what they come to over another one.
+fn breaks(bed: &Bed) -> impl Fn() + Send + use<> {
+    let (source, destination) = (Arc::clone(&bed.source), Arc::clone(&bed.destination));
+    move || {
+        source.is().migration = "postcopy-paused";
+        source.is().comes_to = ("postmigrate", "completed");
+        destination.is().migration = "postcopy-paused";
+        destination.is().comes_to = ("running", "completed");
+    }
+}
+
+#[test]
+fn post_copy_goes_on_over_another_connection() {
+    let bed = post_copy();
+    let done = thread::scope(|scope| {
+        scope.spawn(|| {
+            bed.destination.wait_until(|fake| fake.run == "running");
+            breaks(&bed)();
+            bed.cut.store(true, Ordering::Relaxed);
+        });
+        bed.run()
+    });
+    let done = done.expect("moves");
+    assert!(done.postcopy);
+    bed.is_there();
+    assert_eq!(bed.destination.has_heard("migrate-recover"), 1);
+    assert_eq!(bed.destination.has_heard("cont"), 1);
+}
+
+#[test]
+fn post_copy_that_is_cut_at_its_beginning_goes_on_over_another_connection() {
+    let bed = post_copy();
+    bed.cut_at("cont", breaks(&bed));
+    assert!(bed.run().expect("moves").postcopy);
+    bed.is_there();
+    assert_eq!(bed.destination.has_heard("cont"), 1);
+}
+
+#[test]
+fn post_copy_whose_mover_has_died_is_let_run_and_goes_on() {
+    let bed = post_copy();
+    bed.mover_has_died(true);
+    breaks(&bed)();
+    (bed.source.is().run, bed.destination.is().run) = ("finish-migrate", "paused");
+    let done = bed.run().expect("moves");
+    assert!(done.postcopy && done.resumed);
+    bed.is_there();
+    assert_eq!(bed.destination.has_heard("cont"), 1);
+}
+
+#[test]
+fn half_of_a_vm_that_cannot_run_yet_is_tried_again_and_not_ended() {
+    let bed = post_copy();
+    bed.destination.is().refuses.insert("cont");
+    assert!(matches!(bed.run(), Err(MoveError::InDoubt { .. })));
+    assert_eq!(bed.destination.has_heard("quit") + bed.source.has_heard("quit"), 0);
+    assert_eq!(bed.source.has_heard("cont"), 0);
+    bed.destination.is().refuses.clear();
+    breaks(&bed)();
+    assert!(bed.run().expect("moves").resumed);
+    bed.is_there();
+}
+
+#[test]
+fn a_source_that_fails_after_it_has_handed_over_is_stopped_and_the_destination_asked() {
+    for whole in [true, false] {
+        let bed = post_copy();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                bed.destination.wait_until(|fake| fake.run == "running");
+                if whole {
+                    bed.destination.is().migration = "completed";
+                }
+                (bed.source.is().run, bed.source.is().migration) = ("running", "failed");
+            });
+            match bed.run() {
+                Ok(done) => assert!(whole && done.postcopy),
+                Err(MoveError::Broken { .. }) => assert!(!whole),
+                other => panic!("{other:?}"),
+            }
+        });
+        assert_eq!((bed.source.has_heard("stop"), bed.source.has_heard("cont")), (1, 0));
+        assert_eq!(bed.source.has_heard("quit"), usize::from(whole));
+        assert_eq!(bed.destination.has_heard("quit"), 0);
+    }
+}

@@ -1,0 +1,156 @@
+//! Which channel of QEMU's a lane reads next.
+//!
+//! A channel belongs to whoever got it from [`Poller::next`] until that one arms it, or says that something is left over of
+//! what it has read.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, epoll, eventfd, poll};
+use rustix::time::Timespec;
+
+use super::channel::Channel;
+use super::lock;
+
+/// Which channel is next, for lanes that wait.
+pub(super) struct Poller {
+    epoll: OwnedFd,
+    /// Counts the channels in `left_over`.
+    left_over_event: OwnedFd,
+    /// Channels of which something was read and is not yet part of a frame.
+    left_over: Mutex<VecDeque<u16>>,
+    stop_event: OwnedFd,
+    stopped: AtomicBool,
+}
+
+impl Poller {
+    const LEFT_OVER: u64 = 1 << 32;
+    const STOP: u64 = 1 << 33;
+    /// Between two looks at whether the user wants an end.
+    const LOOK_EVERY: Duration = Duration::from_millis(100);
+    /// Without a look at the clock.
+    const SLEEP_MAX: Duration = Duration::from_secs(60);
+
+    pub(super) fn new() -> io::Result<Self> {
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let poller = Self {
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            left_over_event: eventfd(0, flags | EventfdFlags::SEMAPHORE)?,
+            left_over: Mutex::default(),
+            stop_event: eventfd(0, flags)?,
+            stopped: AtomicBool::new(false),
+        };
+        for (fd, data) in [
+            (&poller.left_over_event, Self::LEFT_OVER),
+            (&poller.stop_event, Self::STOP),
+        ] {
+            epoll::add(
+                &poller.epoll,
+                fd,
+                epoll::EventData::new_u64(data),
+                epoll::EventFlags::IN,
+            )?;
+        }
+        Ok(poller)
+    }
+
+    pub(super) fn add(&self, channel: &Channel) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(channel.number.into());
+        Ok(epoll::add(&self.epoll, &channel.socket, data, Self::once())?)
+    }
+
+    pub(super) fn arm(&self, channel: &Channel) -> io::Result<()> {
+        let data = epoll::EventData::new_u64(channel.number.into());
+        Ok(epoll::modify(&self.epoll, &channel.socket, data, Self::once())?)
+    }
+
+    fn once() -> epoll::EventFlags {
+        epoll::EventFlags::IN | epoll::EventFlags::ONESHOT
+    }
+
+    pub(super) fn has_left_over(&self, number: u16) -> io::Result<()> {
+        lock(&self.left_over).push_back(number);
+        rustix::io::write(&self.left_over_event, &1_u64.to_ne_bytes())?;
+        Ok(())
+    }
+
+    /// A channel to read, which nobody else gets until it is armed; `None` at the end of the session.
+    pub(super) fn next(&self) -> io::Result<Option<u16>> {
+        loop {
+            if self.is_stopped() {
+                return Ok(None);
+            }
+            let mut events = [epoll::Event {
+                flags: epoll::EventFlags::empty(),
+                data: epoll::EventData::new_u64(0),
+            }];
+            match epoll::wait(&self.epoll, &mut events[..], None) {
+                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+                Ok(_) => {}
+                Err(error) => return Err(error.into()),
+            }
+            match events[0].data.u64() {
+                Self::STOP => return Ok(None),
+                Self::LEFT_OVER => {
+                    // Several may be woken for one.
+                    let mut count = [0; 8];
+                    if rustix::io::read(&self.left_over_event, &mut count).is_ok()
+                        && let Some(number) = lock(&self.left_over).pop_front()
+                    {
+                        return Ok(Some(number));
+                    }
+                }
+                number => return Ok(Some(number as u16)),
+            }
+        }
+    }
+
+    /// Waits until QEMU connects or the session ends, for a while.
+    pub(super) fn wait_for(&self, listener: &UnixListener) -> io::Result<()> {
+        let mut fds = [
+            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
+            PollFd::new(&self.stop_event, PollFlags::IN),
+        ];
+        wait(&mut fds, Self::LOOK_EVERY)
+    }
+
+    /// Waits so long; `false` if the session ends meanwhile.
+    pub(super) fn sleep(&self, pause: Duration) -> io::Result<bool> {
+        let begun = Instant::now();
+        loop {
+            if self.is_stopped() {
+                return Ok(false);
+            }
+            let left = pause.saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                return Ok(true);
+            }
+            wait(
+                &mut [PollFd::new(&self.stop_event, PollFlags::IN)],
+                left.min(Self::SLEEP_MAX),
+            )?;
+        }
+    }
+
+    pub(super) fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.stop_event, &1_u64.to_ne_bytes());
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+}
+
+fn wait(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<()> {
+    let timeout = Timespec::try_from(timeout).map_err(io::Error::other)?;
+    match poll(fds, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,320 @@
+//! How sessions end, and what does not end them.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::{Barrier, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use larder_migrate::notes::{Notes, Received};
+use larder_migrate::progress::Totals;
+use larder_migrate::receive::receive;
+use larder_migrate::send::{SendError, Sender};
+use larder_migrate::wire::{CHANNEL_FRAMES_MAX, FRAME_RAW_MAX};
+
+use crate::pair::{LIMIT, Pair, watch};
+use crate::{Numbers, read_all};
+
+/// Writes this, then waits for the end of the connection, in whichever way.
+fn write(path: &Path, bytes: &[u8]) {
+    let mut socket = UnixStream::connect(path).expect("connects");
+    socket.write_all(bytes).expect("writes");
+    let _ = socket.read(&mut [0]);
+}
+
+fn pairs() -> impl Iterator<Item = Pair> {
+    (0..12).map(|at| {
+        let pair = Pair::new(3, 1 << 20);
+        if at % 3 == 0 { pair.encrypted() } else { pair }
+    })
+}
+
+#[test]
+fn over_tls_every_byte_arrives_and_all_ends_in_order() {
+    let mut bytes = vec![0; 5_000_001];
+    Numbers(5).fill(&mut bytes);
+    let pair = Pair::new(3, 1 << 20).encrypted();
+    let (_, received, _) = pair.run(
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            socket.write_all(&bytes).expect("writes");
+        },
+        read_all,
+    );
+    assert!(received == bytes);
+}
+
+#[test]
+fn the_receiver_hears_why_a_sender_ends() {
+    for pair in pairs() {
+        let ended = pair.end(
+            |path| write(path, b"the beginning"),
+            |listener| {
+                let (mut socket, _) = listener.accept().expect("a connection");
+                socket.read_exact(&mut [0; 13]).expect("reads");
+                pair.steering.stop.store(true, Ordering::Relaxed);
+                let _ = socket.read(&mut [0]);
+            },
+        );
+        assert_eq!(ended.errors(), ["stopped", "the sender: stopped"]);
+    }
+}
+
+#[test]
+fn the_sender_hears_why_a_receiver_ends() {
+    for pair in pairs() {
+        let ended = pair.end(
+            |path| write(path, b"the beginning"),
+            |listener| {
+                let (mut socket, _) = listener.accept().expect("a connection");
+                socket.read_exact(&mut [0; 13]).expect("reads");
+                pair.stop.store(true, Ordering::Relaxed);
+                let _ = socket.read(&mut [0]);
+            },
+        );
+        assert_eq!(ended.errors(), ["the receiver: stopped", "stopped"]);
+    }
+    for pair in pairs() {
+        std::fs::remove_file(pair.connect()).expect("it is there");
+        // There is more on its way when it ends.
+        let ended = pair.end(
+            |path| {
+                let mut socket = UnixStream::connect(path).expect("connects");
+                while socket.write_all(&[7; 100_000]).is_ok() {}
+            },
+            |_| {},
+        );
+        let [sender, receiver] = ended.errors();
+        assert!(receiver.starts_with("cannot connect to QEMU at "), "{receiver}");
+        assert_eq!(sender, format!("the receiver: {receiver}"));
+    }
+}
+
+#[test]
+fn a_receiver_whose_sender_is_gone_ends_and_says_so() {
+    for pair in pairs() {
+        let _watched = watch();
+        let ended = thread::scope(|scope| {
+            let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
+            // As if it were killed: nothing is said.
+            drop(Sender::connect(&pair.sender()).expect("it connects"));
+            receiver.join().expect("it ends")
+        });
+        let error = ended.expect_err("nothing has come").to_string();
+        assert!(
+            error.ends_with("its larder was ended, or something in between cut it off"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_thread_that_panics_ends_the_session_on_both_sides() {
+    let pair = Pair::new(2, 0);
+    let ended = pair.end_with(
+        Some(&|notes: Notes| {
+            let _ = notes.receive(LIMIT);
+            panic!("as a test");
+        }),
+        |sender| sender.notes().send(b"panic"),
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            let _ = socket.read(&mut [0]);
+        },
+        |_| {},
+    );
+    let [sender, receiver] = ended.errors();
+    assert!(receiver.starts_with("a thread panicked (moving the VM)"), "{receiver}");
+    assert_eq!(sender, format!("the receiver: {receiver}"));
+}
+
+#[test]
+fn a_channel_that_is_closed_while_it_waits_for_room_ends() {
+    let mut pair = Pair::new(2, 0);
+    pair.window = 2 * FRAME_RAW_MAX as u32;
+    let ended = pair.end(
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            let error = socket.write_all(&[9; 8 << 20]).expect_err("nobody reads all that");
+            assert_eq!(error.kind(), ErrorKind::BrokenPipe);
+        },
+        |listener| {
+            let (socket, _) = listener.accept().expect("a connection");
+            let full = u64::from(pair.window) - FRAME_RAW_MAX as u64;
+            pair.wait_until(|totals| totals.raw_bytes.saturating_sub(totals.delivered_bytes) > full);
+            drop(socket);
+        },
+    );
+    // Of a channel that says nothing known, nobody knows whether its QEMU has all that it wants.
+    ended.sender.expect("it carries");
+    ended.receiver.expect("it receives");
+}
+
+#[test]
+fn a_sender_that_waits_for_its_bandwidth_can_be_stopped() {
+    let mut pair = Pair::new(1, 0);
+    pair.bandwidth = Some(1000);
+    let mut bytes = vec![0; 2 * FRAME_RAW_MAX + 100_000];
+    Numbers(8).fill(&mut bytes);
+    let written = Barrier::new(2);
+    let ended = pair.end(
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            // When it is, the second frame is in the making, whose time comes in minutes.
+            socket.write_all(&bytes).expect("writes");
+            written.wait();
+            let _ = socket.read(&mut [0]);
+        },
+        |listener| {
+            let (mut socket, _) = listener.accept().expect("a connection");
+            written.wait();
+            pair.wait_until(|totals| totals.frames == 1);
+            pair.steering.stop.store(true, Ordering::Relaxed);
+            let _ = socket.read_to_end(&mut Vec::new());
+        },
+    );
+    assert!(matches!(ended.sender, Err(SendError::Stopped)), "{:?}", ended.sender);
+    assert_eq!(ended.errors()[1], "the sender: stopped");
+}
+
+#[test]
+fn a_qemu_that_takes_up_no_connection_holds_up_nothing_else() {
+    let pair = Pair::new(2, 0);
+    rustix::net::listen(&pair.incoming, 0).expect("a shorter queue");
+    // As many as there is room for; the kernel has one more wait than it was told.
+    let filler = UnixStream::connect(pair.connect()).expect("there is room");
+    let notes = OnceLock::new();
+    let heard = Barrier::new(2);
+    let ended = pair.end_with(
+        Some(&|notes: Notes| {
+            assert_eq!(notes.receive(LIMIT), Received::Note(b"after it was opened".to_vec()));
+            heard.wait();
+        }),
+        |sender| drop(notes.set(sender.notes())),
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            socket.write_all(b"all of it").expect("writes");
+            pair.wait_until(|totals| totals.frames == 1);
+            notes.wait().send(b"after it was opened");
+        },
+        |listener| {
+            heard.wait();
+            drop(listener.accept().expect("the one that was there first"));
+            read_all(listener)
+        },
+    );
+    drop(filler);
+    assert_eq!(ended.destination, b"all of it");
+    ended.sender.expect("it carries");
+    ended.receiver.expect("it receives");
+}
+
+#[test]
+fn a_receiver_can_be_stopped_while_qemu_takes_up_no_connection() {
+    let pair = Pair::new(2, 0);
+    rustix::net::listen(&pair.incoming, 0).expect("a shorter queue");
+    let filler = UnixStream::connect(pair.connect()).expect("there is room");
+    let ended = pair.end(
+        |path| write(path, b"all of it"),
+        |_| {
+            pair.wait_until(|totals| totals.frames == 1);
+            pair.stop.store(true, Ordering::Relaxed);
+        },
+    );
+    drop(filler);
+    assert_eq!(ended.errors(), ["the receiver: stopped", "stopped"]);
+}
+
+#[test]
+fn a_qemu_that_does_not_read_what_comes_back_holds_up_nothing_else() {
+    const LEN: usize = 4 << 20;
+    let pair = Pair::new(2, 0);
+    let notes = OnceLock::new();
+    let written = Barrier::new(2);
+    let ended = pair.end_with(
+        Some(&|notes: Notes| {
+            written.wait();
+            notes.send(b"after all that");
+            while notes.receive(LIMIT) != Received::Over {}
+        }),
+        |sender| drop(notes.set(sender.notes())),
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            let notes = notes.wait();
+            assert_eq!(notes.receive(LIMIT), Received::Note(b"after all that".to_vec()));
+            let mut bytes = Vec::new();
+            socket.read_to_end(&mut bytes).expect("reads");
+            bytes
+        },
+        |listener| {
+            let (mut socket, _) = listener.accept().expect("a connection");
+            let mut bytes = vec![0; LEN];
+            Numbers(3).fill(&mut bytes);
+            socket.write_all(&bytes).expect("writes");
+            written.wait();
+            bytes
+        },
+    );
+    assert!(
+        ended.source == ended.destination,
+        "{} of {LEN} bytes",
+        ended.source.len()
+    );
+    ended.sender.expect("it carries");
+    ended.receiver.expect("it receives");
+}
+
+#[test]
+fn no_more_frames_wait_for_qemu_than_may() {
+    let bytes: Vec<u8> = (0..4 * CHANNEL_FRAMES_MAX).map(|at| at as u8).collect();
+    let pair = Pair::new(3, 0);
+    let full = Barrier::new(2);
+    let ended = pair.end(
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            let under_way = |totals: &Totals| totals.raw_bytes.saturating_sub(totals.delivered_bytes);
+            let mut rest = bytes.chunks(1);
+            // A frame for each byte, until there may be no more.
+            for (at, byte) in (1..).zip(&mut rest) {
+                socket.write_all(byte).expect("writes");
+                pair.wait_until(|totals| totals.raw_bytes >= at || under_way(totals) >= CHANNEL_FRAMES_MAX as u64);
+                if under_way(&pair.progress.totals()) >= CHANNEL_FRAMES_MAX as u64 {
+                    break;
+                }
+            }
+            assert!(rest.len() > 0, "nothing has to wait");
+            // What more there is waits here, and does not go into frames one by one, however much time there is for that.
+            socket.set_nonblocking(true).expect("a socket");
+            let mut unread = Vec::new();
+            for byte in &mut rest {
+                let before = pair.progress.totals().raw_bytes;
+                if socket.write(byte).is_err() {
+                    unread.push(byte);
+                    break;
+                }
+                let begun = Instant::now();
+                while begun.elapsed() < Duration::from_millis(1) && pair.progress.totals().raw_bytes == before {
+                    thread::yield_now();
+                }
+            }
+            socket.set_nonblocking(false).expect("a socket");
+            full.wait();
+            unread
+                .into_iter()
+                .chain(rest)
+                .for_each(|byte| socket.write_all(byte).expect("writes"));
+        },
+        |listener| {
+            let (mut socket, _) = listener.accept().expect("a connection");
+            full.wait();
+            let mut received = Vec::new();
+            socket.read_to_end(&mut received).expect("reads");
+            received
+        },
+    );
+    assert!(ended.destination == bytes);
+    ended.sender.expect("it carries");
+    ended.receiver.expect("it receives");
+}

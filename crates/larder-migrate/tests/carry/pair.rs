@@ -1,0 +1,220 @@
+//! A sender and a receiver on this machine, between two UNIX sockets at which a test does what QEMU does.
+
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use larder_migrate::progress::{Progress, Totals};
+use larder_migrate::receive::{self, Agent, Delivered, ReceiveError, receive};
+use larder_migrate::send::{self, SendError, Sender, Steering};
+use larder_migrate::tls::{ReceiverTls, SenderTls};
+
+/// After which something hangs that should not.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+pub(crate) struct Pair {
+    folder: tempfile::TempDir,
+    source: UnixListener,
+    /// Where the destination's QEMU waits.
+    pub(crate) incoming: UnixListener,
+    pub(crate) lanes: u16,
+    pub(crate) delta_memory: u64,
+    pub(crate) window: u32,
+    /// Of the link, in bytes per second.
+    pub(crate) bandwidth: Option<u64>,
+    pub(crate) tls: Option<(SenderTls, ReceiverTls)>,
+    pub(crate) tcp: TcpListener,
+    pub(crate) steering: Steering,
+    /// Stops the receiver.
+    pub(crate) stop: AtomicBool,
+    pub(crate) progress: Progress,
+}
+
+/// What has become of all four.
+pub(crate) struct Ended<S, D> {
+    pub(crate) source: S,
+    pub(crate) destination: D,
+    pub(crate) sender: Result<(), SendError>,
+    pub(crate) receiver: Result<Delivered, ReceiveError>,
+}
+
+impl<S, D> Ended<S, D> {
+    /// What the two say that went wrong.
+    pub(crate) fn errors(self) -> [String; 2] {
+        let sender = self.sender.err().map_or_else(String::new, |error| error.to_string());
+        let receiver = self.receiver.err().map_or_else(String::new, |error| error.to_string());
+        [sender, receiver]
+    }
+}
+
+impl Pair {
+    pub(crate) fn new(lanes: u16, delta_memory: u64) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let listen = |name: &str| UnixListener::bind(folder.path().join(name)).expect("a socket");
+        Self {
+            source: listen("source"),
+            incoming: listen("destination"),
+            folder,
+            lanes,
+            delta_memory,
+            window: 16 << 20,
+            bandwidth: None,
+            tls: None,
+            tcp: TcpListener::bind("127.0.0.1:0").expect("a port"),
+            steering: Steering::default(),
+            stop: AtomicBool::new(false),
+            progress: Progress::new(),
+        }
+    }
+
+    /// The same over TLS.
+    pub(crate) fn encrypted(mut self) -> Self {
+        let folder = self.folder.path();
+        certificates(folder);
+        let sender = SenderTls::load(folder, "127.0.0.1", Vec::new()).expect("certificates");
+        let receiver = ReceiverTls::load(folder, Vec::new()).expect("certificates");
+        self.tls = Some((sender, receiver));
+        self
+    }
+
+    pub(crate) fn connect(&self) -> PathBuf {
+        self.folder.path().join("destination")
+    }
+
+    pub(crate) fn receiver(&self) -> receive::Options {
+        receive::Options {
+            connect: self.connect(),
+            tls: self.tls.as_ref().map(|(_, receiver)| receiver.clone()),
+            delta_memory: self.delta_memory,
+            window: self.window,
+            channels: 16,
+            lanes: self.lanes,
+        }
+    }
+
+    pub(crate) fn sender(&self) -> send::Options {
+        send::Options {
+            to: self.tcp.local_addr().expect("bound").to_string(),
+            tls: self.tls.as_ref().map(|(sender, _)| sender.clone()),
+            lanes: self.lanes,
+            delta_memory: self.delta_memory,
+            bandwidth: self.bandwidth,
+        }
+    }
+
+    /// Runs both while `source` and `destination` do what QEMU does, to the end, whichever that is. The latter gets the
+    /// channels in the order in which the former opened them.
+    pub(crate) fn end<S: Send, D: Send>(
+        &self,
+        source: impl FnOnce(&Path) -> S + Send,
+        destination: impl FnOnce(&UnixListener) -> D + Send,
+    ) -> Ended<S, D> {
+        self.end_with(None, |_| {}, source, destination)
+    }
+
+    /// The same with those who move the VM.
+    pub(crate) fn end_with<S: Send, D: Send>(
+        &self,
+        agent: Option<&Agent<'_>>,
+        connected: impl FnOnce(&Sender) + Send,
+        source: impl FnOnce(&Path) -> S + Send,
+        destination: impl FnOnce(&UnixListener) -> D + Send,
+    ) -> Ended<S, D> {
+        let _watched = watch();
+        thread::scope(|scope| {
+            let receiver = scope.spawn(|| receive(&self.tcp, &self.receiver(), &self.stop, agent));
+            let sender = scope.spawn(|| {
+                let sender = Sender::connect(&self.sender()).expect("it connects");
+                connected(&sender);
+                sender.carry(&self.source, &self.progress, &self.steering)
+            });
+            let path = self.folder.path().join("source");
+            let source = scope.spawn(move || source(&path));
+            let destination = scope.spawn(|| destination(&self.incoming));
+            Ended {
+                source: source.join().expect("the source"),
+                destination: destination.join().expect("the destination"),
+                sender: sender.join().expect("the sender"),
+                receiver: receiver.join().expect("the receiver"),
+            }
+        })
+    }
+
+    /// Runs both to an end that is a success.
+    pub(crate) fn run<S: Send, D: Send>(
+        &self,
+        source: impl FnOnce(&Path) -> S + Send,
+        destination: impl FnOnce(&UnixListener) -> D + Send,
+    ) -> (S, D, Totals) {
+        let ended = self.end(source, destination);
+        ended.sender.expect("it carries");
+        ended.receiver.expect("it receives");
+        (ended.source, ended.destination, self.progress.totals())
+    }
+
+    /// Waits until the sender has done so much.
+    pub(crate) fn wait_until(&self, done: impl Fn(&Totals) -> bool) {
+        while !done(&self.progress.totals()) {
+            thread::yield_now();
+        }
+    }
+}
+
+/// Ends all tests when what it is kept for takes longer than [`LIMIT`]: threads that hang cannot be ended otherwise.
+pub(crate) fn watch() -> mpsc::Sender<()> {
+    let (watched, ended) = mpsc::channel();
+    let name = thread::current().name().unwrap_or("a test").to_owned();
+    thread::spawn(move || {
+        if ended.recv_timeout(LIMIT) == Err(mpsc::RecvTimeoutError::Timeout) {
+            eprintln!("{name} hangs");
+            std::process::abort();
+        }
+    });
+    watched
+}
+
+/// An authority, and certificates from it for a receiver on this machine and a sender.
+fn certificates(folder: &Path) {
+    certificate(
+        folder,
+        "ca",
+        &["basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign"],
+    );
+    for (name, usage) in [("server", "serverAuth"), ("client", "clientAuth")] {
+        let usage = format!("extendedKeyUsage={usage}");
+        let extensions = [
+            "basicConstraints=critical,CA:FALSE",
+            "subjectAltName=IP:127.0.0.1",
+            &usage,
+        ];
+        certificate(folder, name, &extensions);
+    }
+}
+
+fn certificate(folder: &Path, name: &str, extensions: &[&str]) {
+    let mut command = Command::new("openssl");
+    command
+        .current_dir(folder)
+        .args(["req", "-x509", "-nodes", "-days", "2"]);
+    command.args(["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]);
+    command.args(["-subj", &format!("/CN=larder test {name}")]);
+    command.args([
+        "-keyout",
+        &format!("{name}-key.pem"),
+        "-out",
+        &format!("{name}-cert.pem"),
+    ]);
+    if name != "ca" {
+        command.args(["-CA", "ca-cert.pem", "-CAkey", "ca-key.pem"]);
+    }
+    for extension in extensions {
+        command.args(["-addext", extension]);
+    }
+    let output = command.output().expect("openssl; testbed/setup.sh installs it");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

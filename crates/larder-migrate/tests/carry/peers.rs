@@ -1,0 +1,233 @@
+//! Peers that are no Larder, or a bad one.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use larder_migrate::progress::Progress;
+use larder_migrate::receive::{ReceiveError, receive};
+use larder_migrate::send::{self, SendError, Sender, Steering};
+use larder_migrate::wire::{CHANNEL_FRAMES_MAX, FrameHeader, Hello, Kind, Message, Role, Welcome, WireError};
+
+use crate::pair::{Pair, watch};
+
+fn greeting(role: Role) -> Hello {
+    Hello {
+        role,
+        delta_memory: 0,
+        lanes: 2,
+    }
+}
+
+/// A sender made of sockets: its control connection and two lanes.
+struct Raw {
+    control: TcpStream,
+    lanes: [TcpStream; 2],
+}
+
+impl Raw {
+    fn connect(pair: &Pair) -> Self {
+        let (control, welcome) = Self::greet(pair, Role::Control).expect("it is welcome");
+        let lane = || Self::greet(pair, Role::Lane(welcome.session)).expect("it is welcome").0;
+        Self {
+            control,
+            lanes: [lane(), lane()],
+        }
+    }
+
+    fn greet(pair: &Pair, role: Role) -> Result<(TcpStream, Welcome), WireError> {
+        let mut socket = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
+        greeting(role).write(&mut socket)?;
+        let welcome = Welcome::read(&mut socket)?;
+        Ok((socket, welcome))
+    }
+}
+
+fn say(mut to: &TcpStream, message: &Message) -> std::io::Result<()> {
+    let mut bytes = Vec::new();
+    message.append_to(&mut bytes);
+    to.write_all(&bytes)
+}
+
+/// The next message that is no sign of life; none at the end.
+fn hear(mut from: &TcpStream) -> Option<Message> {
+    let mut bytes = Vec::new();
+    loop {
+        match Message::parse(&bytes).expect("a message") {
+            Some((message, _)) if message.kind != Kind::Alive => return Some(message),
+            Some((_, len)) => drop(bytes.drain(..len)),
+            None => {
+                let mut byte = [0];
+                if !matches!(from.read(&mut byte), Ok(1)) {
+                    return None;
+                }
+                bytes.push(byte[0]);
+            }
+        }
+    }
+}
+
+/// A frame of this one byte.
+fn frame(number: u64, offset: u64, byte: u8) -> Vec<u8> {
+    let header = FrameHeader {
+        channel: 0,
+        method: 0,
+        number,
+        after: 0,
+        offset,
+        raw_len: 1,
+        operations_len: 2,
+        literals_len: 1,
+        pages_len: 0,
+        deltas_len: 0,
+        raw_crc: crc32c::crc32c(&[byte]),
+    };
+    [&header.to_bytes()[..], &[1, 1, byte]].concat()
+}
+
+#[test]
+fn who_goes_before_being_welcomed_does_not_end_the_receiver() {
+    let _watched = watch();
+    let pair = Pair::new(2, 0);
+    {
+        let mut socket = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
+        greeting(Role::Control).write(&mut socket).expect("there is room");
+        // Its end is a reset, which the receiver's answer meets.
+        rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO)).expect("a socket");
+    }
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
+        let control = loop {
+            match Raw::greet(&pair, Role::Control) {
+                Ok((control, _)) => break control,
+                // Until it is known that the first one has gone.
+                Err(WireError::Refused(_)) => thread::yield_now(),
+                Err(error) => panic!("{error}"),
+            }
+        };
+        say(&control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
+        assert_eq!(hear(&control).map(|message| message.kind), Some(Kind::End));
+        drop(control);
+        receiver.join().expect("it ends").expect("in order");
+    });
+}
+
+#[test]
+fn lanes_that_stay_and_strangers_who_say_nothing_do_not_keep_a_session_from_its_end() {
+    let _watched = watch();
+    let pair = Pair::new(2, 0);
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
+        let raw = Raw::connect(&pair);
+        let stranger = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
+        say(&raw.control, &Message::new(Kind::End, 0, 0)).expect("it takes it");
+        let answer = hear(&raw.control).map(|message| message.kind);
+        assert_eq!(answer, Some(Kind::End));
+        drop(raw.control);
+        receiver.join().expect("it ends").expect("in order");
+        drop((raw.lanes, stranger));
+    });
+}
+
+#[test]
+fn a_sender_that_never_stops_talking_does_not_keep_a_receiver_from_stopping() {
+    let _watched = watch();
+    let pair = Pair::new(2, 0);
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
+        let raw = Raw::connect(&pair);
+        let mut many = Vec::new();
+        (0..10_000).for_each(|_| Message::new(Kind::Alive, 0, 0).append_to(&mut many));
+        let mut control = raw.control.try_clone().expect("a socket");
+        scope.spawn(move || while control.write_all(&many).is_ok() {});
+        pair.stop.store(true, Ordering::Relaxed);
+        let ended = receiver.join().expect("it ends");
+        assert!(matches!(ended, Err(ReceiveError::Stopped)), "{ended:?}");
+    });
+}
+
+#[test]
+fn more_small_frames_than_may_wait_are_refused() {
+    let _watched = watch();
+    let pair = Pair::new(2, 0);
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
+        let raw = Raw::connect(&pair);
+        // Each behind a gap, so that QEMU gets none.
+        for number in 0..=CHANNEL_FRAMES_MAX as u64 {
+            let bytes = frame(number, 2 * number + 1, 7);
+            (&raw.lanes[0]).write_all(&bytes).expect("it takes it");
+        }
+        let ended = receiver.join().expect("it ends");
+        assert!(matches!(ended, Err(ReceiveError::Frames { channel: 0 })), "{ended:?}");
+        let told = hear(&raw.control).expect("it says why");
+        assert_eq!(told.kind, Kind::Failed);
+        assert_eq!(told.text(), ended.expect_err("it failed").to_string());
+    });
+}
+
+/// What becomes of a sender whose receiver answers a greeting with this, and then says that.
+fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
+    let _watched = watch();
+    let folder = tempfile::tempdir().expect("a folder");
+    let qemu = std::os::unix::net::UnixListener::bind(folder.path().join("qemu")).expect("a socket");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let options = send::Options {
+        to: listener.local_addr().expect("bound").to_string(),
+        tls: None,
+        lanes: 1,
+        delta_memory: 1 << 20,
+        bandwidth: None,
+    };
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut sockets = Vec::new();
+            while let Ok((mut socket, _)) = listener.accept() {
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+                Hello::read(&mut socket).expect("a greeting");
+                welcome.write(&mut socket).expect("it takes it");
+                sockets.push(socket);
+                if sockets.len() == 2 {
+                    for message in says {
+                        say(&sockets[0], message).expect("it takes it");
+                    }
+                }
+            }
+        });
+        let result =
+            Sender::connect(&options).and_then(|sender| sender.carry(&qemu, &Progress::new(), &Steering::default()));
+        is_over.store(true, Ordering::Relaxed);
+        // Wakes it up.
+        let _ = TcpStream::connect(&options.to);
+        result
+    })
+}
+
+fn welcome(delta_memory: u64) -> Welcome {
+    Welcome {
+        session: [3; 16],
+        delta_memory,
+        window: 16 << 20,
+        lanes: 1,
+        channels: 4,
+        methods: 0,
+    }
+}
+
+#[test]
+fn a_receiver_that_wants_more_memory_than_it_was_offered_is_refused() {
+    let error = with_receiver(&welcome((1 << 20) + 1), &[]).expect_err("too much");
+    let text = "the answer of the receiver: the delta memory is 1048577, and may be at most what this side asked for";
+    assert!(error.to_string().starts_with(text), "{error}");
+}
+
+#[test]
+fn an_end_that_nobody_asked_for_is_no_end() {
+    let error = with_receiver(&welcome(0), &[Message::new(Kind::End, 0, 0)]).expect_err("nothing has ended");
+    assert!(error.to_string().ends_with("which no receiver sends"), "{error}");
+}
