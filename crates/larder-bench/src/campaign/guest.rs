@@ -226,6 +226,14 @@ impl Monitor {
         Ok(this)
     }
 
+    /// Changes the limit for answers. After one that did not come in time, no more can be asked.
+    ///
+    /// # Errors
+    /// The system does not take it.
+    pub fn set_patience(&self, limit: Duration) -> anyhow::Result<()> {
+        Ok(self.stream.set_read_timeout(Some(limit))?)
+    }
+
     fn line(&mut self) -> anyhow::Result<String> {
         let mut line = String::new();
         if self.reader.read_line(&mut line)? == 0 {

@@ -41,8 +41,12 @@ pub struct Arguments {
 const MEMORY_MIB: u64 = 320;
 /// How long a move may take on a busy machine, with all that is done about what broke.
 const LIMIT: Duration = Duration::from_secs(180);
-/// Moves take some 2 s; some things happen after they have ended.
-const MOMENTS_MS: u64 = 3_000;
+/// How long a mover asks a destination that is dead before it is told to stop.
+const ASKS_IN_VAIN_FOR: Duration = Duration::from_secs(30);
+/// An answer of QEMU's that takes longer will not come.
+const HUNG_AFTER: Duration = Duration::from_secs(10);
+/// Moves take some 2 s, at the rate of which `words` tells; some things happen after they have ended.
+const MOMENTS_MS: u64 = 2_500;
 /// So long around the moment when the source stops.
 const MOMENTS_OF_HAND_OVER_US: u64 = 60_000;
 
@@ -184,12 +188,15 @@ pub fn campaign(
 }
 
 fn words(random: &mut Random) -> Vec<&'static str> {
-    match random.below(4) {
-        0 => vec!["--channels", "0"],
-        1 => vec!["--channels", "3", "--lanes", "3"],
+    // So that it lasts.
+    let slow = ["--bandwidth", "64MiB"];
+    let how: &[&str] = match random.below(4) {
+        0 => &["--channels", "0"],
+        1 => &["--channels", "3", "--lanes", "3"],
         // With so little downtime it does not converge.
-        _ => vec!["--postcopy", "--downtime", "1"],
-    }
+        _ => &["--postcopy", "--downtime", "1"],
+    };
+    [&slow, how].concat()
 }
 
 impl Report {
@@ -244,14 +251,18 @@ impl<'a> Move<'a> {
     }
 
     fn break_and_mend(&mut self, fault: Fault, random: &mut Random) -> anyhow::Result<Place> {
-        let mut monitors = [self.source.second_monitor()?, self.destination.second_monitor()?];
+        let mut monitors = [&*self.source, &*self.destination].map(|vm| vm.second_monitor().ok());
         let watched = Watched::default();
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut run = |of: usize| match monitors[of].run("query-status", "{}") {
-                    Ok(line) if line.contains("\"running\": true") => RUNS,
-                    // Nor does one that has ended.
-                    Ok(_) | Err(_) => STANDS,
+                let mut run = |of: usize| match monitors[of].as_mut().map(|of| of.run("query-status", "{}")) {
+                    Some(Ok(line)) if line.contains("\"running\": true") => RUNS,
+                    Some(Ok(_)) | None => STANDS,
+                    Some(Err(_)) => {
+                        // It has ended, or hangs.
+                        monitors[of] = None;
+                        STANDS
+                    }
                 };
                 let mut before = STANDS;
                 while !watched.over.load(Ordering::Relaxed) {
@@ -351,21 +362,15 @@ impl<'a> Move<'a> {
         loop {
             let left = give_up.saturating_duration_since(Instant::now());
             ensure!(!left.is_zero(), "it does not come to an end");
-            let destination_is_dead = self.destination.process.has_ended();
-            let limit = if destination_is_dead {
-                left.min(Duration::from_secs(30))
-            } else {
-                left
-            };
-            if self.mover.wait(limit).is_err() {
-                self.hear_mover();
-                self.log.push(format!("receiver: {}", self.receiver.process.output()));
-                ensure!(destination_is_dead, "the mover hangs");
+            if self.mover.wait(left.min(ASKS_IN_VAIN_FOR)).is_err() && self.destination.process.has_ended() {
                 // It asks somebody who will never answer.
                 self.mover.signal(libc::SIGTERM);
                 self.mover
                     .wait(Duration::from_secs(30))
                     .context("the mover does not stop")?;
+            }
+            if !self.mover.has_ended() {
+                continue;
             }
             self.hear_mover();
             self.log.push(format!("receiver: {}", self.receiver.process.output()));
@@ -393,10 +398,17 @@ impl<'a> Move<'a> {
                     }
                     return Ok(Place::Lost);
                 }
+                // It was killed when it had just ended the source's QEMU.
+                _ if source_is_dead && fault == Fault::KillMover && self.runs_there()? => {
+                    return Ok(Place::Destination);
+                }
                 _ if source_is_dead => bail!("the source's QEMU has ended"),
                 Some("here") => {
                     ensure!(self.runs_here()?, "it is said to be here, and does not run");
-                    ensure!(destination_is_dead || !self.runs_there()?, "it runs there, too");
+                    // QEMU 7.2 with multifd hangs at times when what it takes in breaks off, and answers nobody.
+                    self.destination.monitor().set_patience(HUNG_AFTER)?;
+                    let runs_there = !destination_is_dead && self.runs_there().unwrap_or(false);
+                    ensure!(!runs_there, "it runs there, too");
                     return Ok(Place::Source);
                 }
                 // It was told to stop, or ends with a QEMU that will not come back.

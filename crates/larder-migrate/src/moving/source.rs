@@ -31,6 +31,8 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(60);
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 /// Between two questions whether the VM runs at the destination.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// How long it asks if QEMU has ended here.
+const ASK_WITHOUT_SOURCE: Duration = Duration::from_secs(60);
 /// How long QEMU may take to see that its sockets are shut, in post-copy; QEMU 7.2 does not where all is sent.
 const CUT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often it is told to see it.
@@ -109,7 +111,9 @@ pub enum MoveError {
         reason: String,
     },
     /// The source's QEMU has ended before all had gone.
-    #[error("the VM was lost: its QEMU here has ended in the middle of the move ({reason})")]
+    #[error(
+        "the QEMU here has ended in the middle of the move, and the VM with it unless it runs at the destination: {reason}"
+    )]
     Lost {
         /// Why.
         reason: String,
@@ -595,7 +599,14 @@ impl<'a> Mover<'a> {
         course.told = true;
         let mut lost = "cancelled".to_owned();
         let mut said: Option<Instant> = None;
+        let begun = Instant::now();
         while !self.is_cancelled() {
+            // There is nobody here who could have it back.
+            if self.is_gone && begun.elapsed() > ASK_WITHOUT_SOURCE {
+                return Err(MoveError::Lost {
+                    reason: format!("and the destination does not say whether it has everything: {lost}"),
+                });
+            }
             lost = match self.connect() {
                 Ok(carrier) => match carrier.ask(&course.go(), self.cancel, ANSWER_PATIENCE) {
                     Ok(answer) => {

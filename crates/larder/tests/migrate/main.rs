@@ -12,6 +12,7 @@ mod strangers;
 #[path = "../support/mod.rs"]
 mod support;
 mod tls;
+mod whole;
 mod wire;
 mod wrong;
 
