@@ -3,6 +3,7 @@
 mod cache;
 mod figures;
 mod memory;
+mod migrate;
 mod prefetch;
 mod qcow2;
 mod vhost_user;
@@ -32,6 +33,7 @@ enum Command {
     MemoryAttach(campaign::memory_attach::Arguments),
     MemoryGuests(campaign::memory_guests::Arguments),
     MemoryKills(campaign::memory_kills::Arguments),
+    Migrate(migrate::Arguments),
     MigrateKills(campaign::migrate_kills::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
@@ -100,6 +102,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::MemoryKills(arguments) => {
             campaign::memory_kills::main(&arguments)?;
+            true
+        }
+        Command::Migrate(arguments) => {
+            migrate::run(&arguments)?;
             true
         }
         Command::MigrateKills(arguments) => {

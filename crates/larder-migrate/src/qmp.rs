@@ -130,6 +130,13 @@ impl Process {
         Some(Self { pid, started })
     }
 
+    /// The user that it runs as.
+    fn user(self) -> Option<u32> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        line.split_whitespace().nth(1)?.parse().ok()
+    }
+
     /// Whether it has not ended.
     #[must_use]
     pub fn lives(self) -> bool {
@@ -141,7 +148,7 @@ impl QmpError {
     /// QEMU will not answer any more.
     #[must_use]
     pub const fn is_gone(&self) -> bool {
-        matches!(self, Self::Gone { .. } | Self::Connect { .. })
+        matches!(self, Self::Gone { .. } | Self::Connect { .. } | Self::NoQmp { .. })
     }
 }
 
@@ -194,11 +201,12 @@ impl Qmp {
         self.process
     }
 
-    /// The user that QEMU runs as, or whoever made its socket.
+    /// The user that QEMU runs as, who need not be the one that it began as, and made its socket as.
     #[must_use]
     pub fn user(&self) -> u32 {
-        rustix::net::sockopt::socket_peercred(&self.socket)
-            .map_or_else(|_| rustix::process::geteuid().as_raw(), |peer| peer.uid.as_raw())
+        let runs_as = self.process.and_then(Process::user);
+        let made_by = || rustix::net::sockopt::socket_peercred(&self.socket).map(|peer| peer.uid.as_raw());
+        runs_as.unwrap_or_else(|| made_by().unwrap_or_else(|_| rustix::process::geteuid().as_raw()))
     }
 
     /// QEMU's version: major, minor, micro.

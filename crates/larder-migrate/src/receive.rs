@@ -53,6 +53,8 @@ use crate::wire::{
 pub struct Options {
     /// Where the destination's QEMU waits: the path of `-incoming unix:PATH`.
     pub connect: PathBuf,
+    /// The user that QEMU runs as, and nobody else may listen there.
+    pub user: Option<u32>,
     /// Without it, everything comes in the clear.
     pub tls: Option<ReceiverTls>,
     /// Bytes of old pages to keep at most.
@@ -516,9 +518,11 @@ impl<'a> Session<'a> {
     ) -> Result<(), ReceiveError> {
         let path = &self.options.connect;
         for queue in to_open {
-            let connected = qemu::connect(path, |time| self.pause(time)).map_err(|source| ReceiveError::Qemu {
-                path: path.clone(),
-                source,
+            let connected = qemu::connect(path, self.options.user, |time| self.pause(time)).map_err(|source| {
+                ReceiveError::Qemu {
+                    path: path.clone(),
+                    source,
+                }
             })?;
             let Some(socket) = connected else { return Ok(()) };
             let socket = Arc::new(socket);

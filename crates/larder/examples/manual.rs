@@ -47,7 +47,7 @@ struct Page {
     examples: &'static [(&'static str, &'static str)],
 }
 
-const PAGES: [Page; 15] = [
+const PAGES: [Page; 16] = [
     Page {
         command: "larder",
         exit: &USUAL_EXIT,
@@ -271,6 +271,27 @@ const PAGES: [Page; 15] = [
             "larder bench policy vm.vscsi.zst --sizes 5,10,20",
             "Hit ratios of caches of three sizes.",
         )],
+    },
+    Page {
+        command: "larder bench codec",
+        exit: &[
+            ("0", "Success."),
+            (
+                "2",
+                "A wrong command line, or an error; also if what was compressed came back other than it was.",
+            ),
+        ],
+        files: &[],
+        examples: &[
+            (
+                "larder bench codec",
+                "What each method, and each accelerator that is there, makes of memory of five kinds.",
+            ),
+            (
+                "larder bench codec --memory web.mem --method lz4 --method zstd --batch 64",
+                "What two of them make of a guest's memory, as pmemsave or dump-guest-memory wrote it.",
+            ),
+        ],
     },
 ];
 

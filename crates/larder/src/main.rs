@@ -1,6 +1,7 @@
 //! The program.
 
 mod advise;
+mod bench_codec;
 mod bench_policy;
 mod cli;
 mod disk_cache;
@@ -74,6 +75,7 @@ fn main() -> ExitCode {
         Command::Top(arguments) => top::run(arguments),
         Command::Advise(arguments) => advise::run(&arguments),
         Command::Bench(BenchCommand::Policy(arguments)) => bench_policy::run(arguments),
+        Command::Bench(BenchCommand::Codec(arguments)) => bench_codec::run(&arguments),
     };
     match result {
         Ok(code) => code,

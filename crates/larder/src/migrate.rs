@@ -130,8 +130,10 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
     tracing::info!("ready to receive on {}", listener.local_addr()?);
+    let user = destination.as_ref().map(Destination::user);
     let options = receive::Options {
         connect,
+        user,
         tls,
         delta_memory: delta_memory(arguments.delta_memory),
         window: WINDOW,

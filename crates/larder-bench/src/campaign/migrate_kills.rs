@@ -422,11 +422,12 @@ impl<'a> Move<'a> {
                     if self.runs_here()? {
                         return Ok(Place::Source);
                     }
-                    // In post-copy it cannot be had back.
-                    ensure!(fault == Fault::KillDestination, "it cannot be taken back");
+                    // In post-copy it cannot be had back, and a destination's QEMU that has not got all of the beginning ends.
+                    let switched = self.words.contains(&"--postcopy");
+                    ensure!(switched || fault == Fault::KillDestination, "it cannot be taken back");
                     return Ok(Place::Lost);
                 }
-                Some("between") if fault == Fault::KillDestination && destination_is_dead => return Ok(Place::Lost),
+                Some("between") if destination_is_dead => return Ok(Place::Lost),
                 Some("in doubt" | "between" | "unknown") => {}
                 other => bail!("the mover says {other:?}"),
             }

@@ -8,18 +8,20 @@
 use std::fs;
 use std::hint::black_box;
 use std::io::Read as _;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use larder_codec::PAGE;
 use larder_codec::accelerator::{Software, find};
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
 use larder_codec::delta::{self, DELTA_BYTES_MAX};
-use larder_codec::measure::{Kind, Measured, Way, measure, measure_accelerator};
+use larder_codec::measure::{self, Kind, Measured, Way};
 use larder_codec::select::{Class, Selector, Sender};
 
 /// More than the caches close to a core hold.
 const BYTES: usize = 16 << 20;
 const PASSES: usize = 9;
+/// Of passes each way.
+const TIME: Duration = Duration::from_millis(500);
 const SIZES: [usize; 5] = [1, 4, 16, 32, BATCH_PAGES];
 
 fn main() {
@@ -40,14 +42,15 @@ fn main() {
     println!("seconds are of CPU, for each GiB; MB/s what one core would do at that");
     println!("memory    way        pages    ratio   encode   decode  encode MB/s decode MB/s");
     for (name, memory) in &memories {
-        let older = changed(memory);
+        let older = measure::older(memory);
         for way in [Way::None, Way::Uniform, Way::Delta] {
-            line(name, way.name(), &measure(way, memory, &older, BATCH_PAGES, PASSES));
+            let measured = measure::measure(way, memory, &older, BATCH_PAGES, TIME);
+            line(name, way.name(), &measured.expect("it comes back"));
         }
         for method in Method::ALL {
             for pages in SIZES {
-                let measured = measure(Way::Method(method), memory, &older, pages, PASSES);
-                line(name, method.name(), &measured);
+                let measured = measure::measure(Way::Method(method), memory, &older, pages, TIME);
+                line(name, method.name(), &measured.expect("it comes back"));
             }
         }
         for device in devices
@@ -56,7 +59,7 @@ fn main() {
             .filter(|device| matches!(device.name(), "qat" | "iaa"))
         {
             for &method in device.methods() {
-                let measured = measure_accelerator(&**device, method, memory, BATCH_PAGES, PASSES);
+                let measured = measure::measure_accelerator(&**device, method, memory, BATCH_PAGES, TIME);
                 line(name, device.name(), &measured.expect("it was found"));
             }
         }
@@ -78,17 +81,6 @@ fn line(memory: &str, way: &str, measured: &Measured) {
         megabytes_per_second(encode),
         megabytes_per_second(decode),
     );
-}
-
-/// 16 words of each page were other ones before.
-fn changed(memory: &[u8]) -> Vec<u8> {
-    let mut older = memory.to_vec();
-    for (at, page) in older.chunks_exact_mut(PAGE).enumerate() {
-        for change in 0..16 {
-            page[(at * 1237 + change * 1021) % (PAGE / 8) * 8 + change % 8] ^= 0x5a;
-        }
-    }
-    older
 }
 
 /// 256 KiB of each program, in the order of their names.

@@ -3,7 +3,7 @@
 use std::hint::{black_box, spin_loop};
 use std::sync::Arc;
 
-use super::Pipe;
+use super::{MeasureError, Pipe};
 use crate::PAGE;
 use crate::accelerator::{Accelerator, Buffer, Instance, OpenError, Outcome, Pool, Request};
 use crate::batch::Method;
@@ -16,6 +16,8 @@ pub(super) struct Line {
     instance: Box<dyn Instance>,
     pool: Pool,
     memory: Arc<Buffer>,
+    /// Where the first batch that it failed on in this pass lies.
+    failed_at: Option<usize>,
 }
 
 impl Line {
@@ -29,11 +31,12 @@ impl Line {
             instance,
             pool: Pool::new(REQUESTS),
             memory: Arc::new(buffer),
+            failed_at: None,
         })
     }
 
     /// As [`Pipe::encode`].
-    pub(super) fn encode(&mut self, pipe: &mut Pipe) {
+    pub(super) fn encode(&mut self, pipe: &mut Pipe) -> Result<(), MeasureError> {
         for (index, from) in (0..self.memory.len()).step_by(pipe.piece_bytes).enumerate() {
             let to = self.memory.len().min(from + pipe.piece_bytes);
             let mut request = self.free_request(pipe);
@@ -55,6 +58,13 @@ impl Line {
             self.take_one(pipe);
         }
         black_box(&mut pipe.encoded);
+        match self.failed_at.take() {
+            Some(at) => Err(MeasureError::Failed {
+                by: self.instance.name(),
+                at,
+            }),
+            None => Ok(()),
+        }
     }
 
     fn free_request(&mut self, pipe: &mut Pipe) -> Box<Request> {
@@ -86,7 +96,11 @@ impl Line {
                 }
                 end
             }
-            other => panic!("{}: {other:?}", self.instance.name()),
+            // The others come back first.
+            Outcome::Failed | Outcome::Pending => {
+                self.failed_at.get_or_insert(index * pipe.piece_bytes);
+                0
+            }
         };
         self.pool.give(request);
     }

@@ -1,9 +1,12 @@
 //! What each way to send pages takes and leaves on given memory: for choosing the size of batches, and for
 //! `larder bench codec`.
 //!
-//! Each figure is of the pass that took the least CPU of some over the whole memory, which should be larger than the caches close to a
-//! core. Encoding reads the memory batch by batch and writes to a place of its own for each, decoding the other way round,
-//! as a sender and a receiver do; what did not become smaller is copied, as it would be sent.
+//! Each figure is the best of some passes over the whole memory, which should be larger than the caches close to a core.
+//! Encoding reads the memory batch by batch and writes to a place of its own for each, decoding the other way round, as a
+//! sender and a receiver do; what did not become smaller is copied, as it would be sent.
+//!
+//! What each pass of decoding gives back is compared with the memory: a difference, as anything that fails, is an error and
+//! gives no figure.
 
 mod accelerated;
 mod generated;
@@ -12,12 +15,17 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
+use thiserror::Error;
 
 use crate::accelerator::{Accelerator, OpenError};
-use crate::batch::{BATCH_PAGES, Decoder, Encoder, Method};
+use crate::batch::{BATCH_PAGES, DecodeError, Decoder, Encoder, Method};
+use crate::delta::ApplyError;
 use crate::{PAGE, delta, uniform_word};
 
 pub use generated::Kind;
+
+/// Passes of each figure, at least: what another program takes of the processor is in one of them, and not in all.
+pub const PASSES_MIN: u32 = 3;
 
 /// What a page or a batch goes through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +60,56 @@ impl Way {
     }
 }
 
-/// What one pass over all of the memory took.
+/// Why there is no figure.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum MeasureError {
+    /// There is no instance to be had.
+    #[error("{by}: {why}")]
+    Open {
+        /// The accelerator.
+        by: &'static str,
+        /// As it says.
+        why: OpenError,
+    },
+    /// An accelerator gave a batch back unencoded.
+    #[error("{by} failed on the batch that begins at byte {at} of the memory")]
+    Failed {
+        /// The accelerator.
+        by: &'static str,
+        /// Where the batch lies in the memory.
+        at: usize,
+    },
+    /// What was encoded does not decode.
+    #[error("what was encoded from byte {at} of the memory on does not decode: {why}")]
+    Decode {
+        /// Where the batch lies in the memory.
+        at: usize,
+        /// As the method says.
+        why: DecodeError,
+    },
+    /// A delta does not apply.
+    #[error("the delta of the page at byte {at} of the memory does not apply: {why}")]
+    Apply {
+        /// Where the page lies in the memory.
+        at: usize,
+        /// What is wrong with it.
+        why: ApplyError,
+    },
+    /// What was encoded decodes to something else.
+    #[error("{way} does not give the memory back: byte {at} is {found:#04x} and was {wanted:#04x}")]
+    Differs {
+        /// What the memory went through.
+        way: &'static str,
+        /// The first byte that differs.
+        at: usize,
+        /// What it is.
+        found: u8,
+        /// What it was.
+        wanted: u8,
+    },
+}
+
+/// What one pass over all of the memory took, at best; the two need not be of the same pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Took {
     /// On the clock.
@@ -93,9 +150,9 @@ pub struct Measured {
     pub bytes_left: u64,
     /// Bytes of memory that did not become smaller.
     pub bytes_copied: u64,
-    /// The best pass.
+    /// Of all passes.
     pub encode: Took,
-    /// The best pass.
+    /// Of all passes.
     pub decode: Took,
 }
 
@@ -107,52 +164,74 @@ impl Measured {
     }
 }
 
-/// Sends `memory`, whole pages, through `way` in batches of `batch_pages`, `passes` times each way. `older` is the memory as
-/// it was before, for [`Way::Delta`].
+/// `memory` as it may have been before, for [`Way::Delta`]: 16 words of each page were other ones.
+#[must_use]
+pub fn older(memory: &[u8]) -> Vec<u8> {
+    let mut older = memory.to_vec();
+    for (at, page) in older.chunks_exact_mut(PAGE).enumerate() {
+        for change in 0..16 {
+            page[(at * 1237 + change * 1021) % (PAGE / 8) * 8 + change % 8] ^= 0x5a;
+        }
+    }
+    older
+}
+
+/// Sends `memory`, whole pages, through `way` in batches of `batch_pages`, again and again until encoding has taken `time`,
+/// and then decoding; [`PASSES_MIN`] times at least. `older` is the memory as it was before, for [`Way::Delta`].
+///
+/// # Errors
+/// What comes back is not what went in.
 ///
 /// # Panics
-/// `memory` is not of whole pages, or `older` of another length; `batch_pages` is not from 1 to [`BATCH_PAGES`]; what comes
-/// back is not what went in.
-#[must_use]
-pub fn measure(way: Way, memory: &[u8], older: &[u8], batch_pages: usize, passes: usize) -> Measured {
+/// `memory` is not of whole pages, or `older` of another length; `batch_pages` is not from 1 to [`BATCH_PAGES`].
+pub fn measure(
+    way: Way,
+    memory: &[u8],
+    older: &[u8],
+    batch_pages: usize,
+    time: Duration,
+) -> Result<Measured, MeasureError> {
     assert_eq!(older.len(), memory.len(), "the older memory is of another length");
     let mut encoder = Encoder::new();
-    passes_of(way, memory, older, batch_pages, passes, |pipe| {
+    passes_of(way, memory, older, batch_pages, time, |pipe| {
         pipe.encode(&mut encoder, memory, older);
+        Ok(())
     })
 }
 
 /// As [`measure`], by one instance of an accelerator that makes `method`. The CPU that it takes is this thread's, that of a
-/// wait for a device too.
+/// wait for a device too; decoding is the processor's.
 ///
 /// # Errors
-/// There is no instance to be had.
+/// There is no instance to be had, it fails, or what comes back is not what went in.
 ///
 /// # Panics
-/// As [`measure`]; it does not make `method`, or fails on a batch.
+/// As [`measure`]; it does not make `method`.
 pub fn measure_accelerator(
     accelerator: &dyn Accelerator,
     method: Method,
     memory: &[u8],
     batch_pages: usize,
-    passes: usize,
-) -> Result<Measured, OpenError> {
-    let mut line = accelerated::Line::new(accelerator, method, memory)?;
+    time: Duration,
+) -> Result<Measured, MeasureError> {
+    let line = accelerated::Line::new(accelerator, method, memory);
+    let mut line = line.map_err(|why| MeasureError::Open {
+        by: accelerator.name(),
+        why,
+    })?;
     let way = Way::Method(method);
-    Ok(passes_of(way, memory, memory, batch_pages, passes, |pipe| {
-        line.encode(pipe)
-    }))
+    passes_of(way, memory, memory, batch_pages, time, |pipe| line.encode(pipe))
 }
 
-/// The best of some passes, each of which `encode` and [`Pipe::decode`] make.
+/// Passes that `encode` makes, and then those of [`Pipe::decode`].
 fn passes_of(
     way: Way,
     memory: &[u8],
     older: &[u8],
     batch_pages: usize,
-    passes: usize,
-    mut encode: impl FnMut(&mut Pipe),
-) -> Measured {
+    time: Duration,
+    mut encode: impl FnMut(&mut Pipe) -> Result<(), MeasureError>,
+) -> Result<Measured, MeasureError> {
     assert!(memory.len().is_multiple_of(PAGE), "not of whole pages");
     assert!(
         (1..=BATCH_PAGES).contains(&batch_pages),
@@ -167,18 +246,23 @@ fn passes_of(
         piece_bytes,
     };
     let mut back = vec![0x5a; memory.len()];
-    let (mut encode_took, mut decode_took) = (Took::NEVER, Took::NEVER);
-    for _ in 0..passes.max(1) {
-        encode_took = fastest(encode_took, || encode(&mut pipe));
+    let mut encode_passes = Passes::new(time);
+    while encode_passes.is_more_wanted() {
+        encode_passes.pass(|| encode(&mut pipe))?;
+    }
+    let mut decode_passes = Passes::new(time);
+    while decode_passes.is_more_wanted() {
         // In place: a delta turns what was before into what is sent.
         if way == Way::Delta {
             back.copy_from_slice(older);
+        } else {
+            back.fill(0x5a);
         }
-        decode_took = fastest(decode_took, || pipe.decode(&mut back));
-        assert!(back == memory, "{} does not give the memory back", way.name());
+        decode_passes.pass(|| pipe.decode(&mut back))?;
+        compare(way, &back, memory)?;
     }
     let pieces = memory.chunks(piece_bytes).zip(&pipe.lens);
-    Measured {
+    Ok(Measured {
         way,
         batch_pages,
         bytes: memory.len() as u64,
@@ -187,8 +271,25 @@ fn passes_of(
             .filter(|(piece, len)| piece.len() == **len)
             .map(|(_, &len)| len as u64)
             .sum(),
-        encode: encode_took,
-        decode: decode_took,
+        encode: encode_passes.best,
+        decode: decode_passes.best,
+    })
+}
+
+fn compare(way: Way, back: &[u8], memory: &[u8]) -> Result<(), MeasureError> {
+    // Far faster than byte by byte.
+    if back == memory {
+        return Ok(());
+    }
+    let mut bytes = back.iter().zip(memory).enumerate();
+    match bytes.find(|(_, (found, wanted))| found != wanted) {
+        None => Ok(()),
+        Some((at, (&found, &wanted))) => Err(MeasureError::Differs {
+            way: way.name(),
+            at,
+            found,
+            wanted,
+        }),
     }
 }
 
@@ -200,18 +301,44 @@ const fn piece_bytes(way: Way, batch_pages: usize) -> usize {
     }
 }
 
-fn fastest(best: Took, pass: impl FnOnce()) -> Took {
-    let cpu_time = || {
-        let time = clock_gettime(ClockId::ThreadCPUTime);
-        Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
-    };
-    let (start, cpu_start) = (Instant::now(), cpu_time());
-    pass();
-    let took = Took {
-        wall: start.elapsed(),
-        cpu: cpu_time().saturating_sub(cpu_start),
-    };
-    if took.cpu < best.cpu { took } else { best }
+/// Passes until they have taken long enough together.
+struct Passes {
+    wanted: Duration,
+    spent: Duration,
+    count: u32,
+    best: Took,
+}
+
+impl Passes {
+    const fn new(wanted: Duration) -> Self {
+        Self {
+            wanted,
+            spent: Duration::ZERO,
+            count: 0,
+            best: Took::NEVER,
+        }
+    }
+
+    fn is_more_wanted(&self) -> bool {
+        self.count < PASSES_MIN || self.spent < self.wanted
+    }
+
+    fn pass(&mut self, pass: impl FnOnce() -> Result<(), MeasureError>) -> Result<(), MeasureError> {
+        let (start, cpu_start) = (Instant::now(), cpu_time());
+        pass()?;
+        let (wall, cpu) = (start.elapsed(), cpu_time().saturating_sub(cpu_start));
+        self.spent += wall;
+        self.count += 1;
+        self.best.wall = self.best.wall.min(wall);
+        self.best.cpu = self.best.cpu.min(cpu);
+        Ok(())
+    }
+}
+
+/// What this thread has had of its processor.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 struct Pipe {
@@ -247,28 +374,30 @@ impl Pipe {
         black_box(&mut self.encoded);
     }
 
-    fn decode(&mut self, back: &mut [u8]) {
+    fn decode(&mut self, back: &mut [u8]) -> Result<(), MeasureError> {
         let pieces = self.encoded.chunks(self.piece_bytes).zip(&self.lens);
-        for (place, (piece, &len)) in back.chunks_mut(self.piece_bytes).zip(pieces) {
+        for (index, (place, (piece, &len))) in back.chunks_mut(self.piece_bytes).zip(pieces).enumerate() {
             if len == place.len() {
                 place.copy_from_slice(piece);
                 continue;
             }
+            let at = index * self.piece_bytes;
             let data = &piece[..len];
             match self.way {
                 Way::None => {}
                 Way::Uniform => place.as_chunks_mut::<8>().0.fill(*data.first_chunk().expect("a word")),
                 Way::Delta => {
                     let page = place.try_into().expect("a page");
-                    delta::apply(page, data).expect("what was encoded applies");
+                    delta::apply(page, data).map_err(|why| MeasureError::Apply { at, why })?;
                 }
                 Way::Method(method) => {
                     let decoded = self.decoder.decode(method, data, place);
-                    decoded.expect("what was encoded decodes");
+                    decoded.map_err(|why| MeasureError::Decode { at, why })?;
                 }
             }
         }
         black_box(back);
+        Ok(())
     }
 }
 
@@ -283,14 +412,13 @@ mod tests {
     #[test]
     fn every_way_gives_memory_back_and_says_what_was_left() {
         for kind in Kind::ALL {
-            let older = kind.memory(100 * PAGE, 1);
-            let mut memory = older.clone();
-            for at in (0..memory.len()).step_by(1000) {
-                memory[at] = memory[at].wrapping_add(1);
-            }
+            let memory = kind.memory(100 * PAGE, 1);
+            let older = older(&memory);
+            let once =
+                |way, batch_pages| measure(way, &memory, &older, batch_pages, Duration::ZERO).expect("comes back");
             for way in Way::all() {
                 for batch_pages in [1, 7, 64] {
-                    let measured = measure(way, &memory, &older, batch_pages, 1);
+                    let measured = once(way, batch_pages);
                     assert_eq!(measured.bytes, memory.len() as u64);
                     assert!(measured.bytes_left <= measured.bytes && measured.ratio() >= 1.0);
                     assert!(measured.bytes_copied <= measured.bytes_left);
@@ -300,7 +428,7 @@ mod tests {
                     );
                 }
             }
-            assert!(measure(Way::Delta, &memory, &older, 1, 1).ratio() > 100.0);
+            assert!(once(Way::Delta, 1).ratio() > 20.0);
         }
     }
 
@@ -309,10 +437,40 @@ mod tests {
         let memory = Kind::Mixed.memory(200 * PAGE, 2);
         for accelerator in crate::accelerator::find(crate::accelerator::Software::No).there {
             for &method in accelerator.methods() {
-                let alone = measure(Way::Method(method), &memory, &memory, 60, 1);
-                let measured = measure_accelerator(&*accelerator, method, &memory, 60, 1).expect("opens");
-                assert_eq!(measured.bytes_left, alone.bytes_left, "{method}");
+                let alone = measure(Way::Method(method), &memory, &memory, 60, Duration::ZERO).expect("comes back");
+                let measured = measure_accelerator(&*accelerator, method, &memory, 60, Duration::ZERO);
+                assert_eq!(measured.map(|one| one.bytes_left), Ok(alone.bytes_left), "{method}");
             }
         }
+    }
+
+    #[test]
+    fn what_does_not_come_back_is_an_error_that_says_where() {
+        let memory = Kind::Text.memory(8 * PAGE, 3);
+        // What an encoder may get wrong: a byte of the memory, and a byte of its own.
+        let mut other = memory.clone();
+        other[5 * PAGE + 17] ^= 1;
+        let mut encoder = Encoder::new();
+        let way = Way::Method(Method::Lz4);
+        let differs = passes_of(way, &memory, &memory, 4, Duration::ZERO, |pipe| {
+            pipe.encode(&mut encoder, &other, &other);
+            Ok(())
+        });
+        let expected = MeasureError::Differs {
+            way: "lz4",
+            at: 5 * PAGE + 17,
+            found: other[5 * PAGE + 17],
+            wanted: memory[5 * PAGE + 17],
+        };
+        assert_eq!(differs, Err(expected));
+        let damaged = passes_of(way, &memory, &memory, 4, Duration::ZERO, |pipe| {
+            pipe.encode(&mut encoder, &memory, &memory);
+            pipe.lens[1] -= 1;
+            Ok(())
+        });
+        assert!(
+            matches!(damaged, Err(MeasureError::Decode { at, .. }) if at == 4 * PAGE),
+            "{damaged:?}"
+        );
     }
 }

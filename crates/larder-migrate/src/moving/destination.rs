@@ -21,6 +21,8 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 /// For a question while QEMU may be busy with something else.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
+/// What QEMU is when it has loaded a VM and was not told to run it.
+const STILL: [&str; 2] = ["paused", "prelaunch"];
 /// Between two looks at QEMU.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
@@ -63,6 +65,8 @@ struct Inner {
     settings: Option<Settings>,
     /// The last answer.
     told: Option<ToSource>,
+    /// All has come.
+    whole: bool,
 }
 
 /// Why a VM cannot be let run.
@@ -95,6 +99,18 @@ impl Destination {
                 qmp.display()
             ));
         }
+        // A mover before this one had heard that it may run, and ended before QEMU did.
+        let is_to_run = arriving
+            .as_ref()
+            .is_some_and(|it| it.phase == Phase::LetRun { run: true });
+        if is_to_run {
+            let state = connection.run_state().map_err(|error| error.to_string())?;
+            if STILL.contains(&state.as_str()) {
+                connection
+                    .execute_within("cont", json!({}), RUN_TIMEOUT)
+                    .map_err(|error| error.to_string())?;
+            }
+        }
         let user = connection.user();
         let incoming = Folder::for_listener(user).map_err(|error| format!("a folder for QEMU's socket: {error}"))?;
         Ok(Self {
@@ -108,6 +124,7 @@ impl Destination {
                 arriving,
                 settings: None,
                 told: None,
+                whole: false,
             }),
         })
     }
@@ -139,6 +156,11 @@ impl Destination {
     /// Whether a source is here.
     pub fn is_in_session(&self) -> bool {
         self.in_session.load(Ordering::Relaxed)
+    }
+
+    /// Whether all of the VM had come, so that its source may ask for it.
+    pub fn was_loaded(&self) -> bool {
+        self.lock().whole
     }
 
     /// The last that the source was told, if anything.
@@ -212,6 +234,13 @@ impl Destination {
             phase: Phase::Coming,
         };
         if !waits_still {
+            // It may have had other visitors since.
+            if !is_waiting(&mut inner.qmp).map_err(said)? {
+                return Err(vec![format!(
+                    "the QEMU at {} does not wait for a VM any more: start a new one",
+                    self.qmp_path.display()
+                )]);
+            }
             settings.apply(&mut inner.qmp, Role::Destination).map_err(said)?;
             // While it waits, this only takes back that it would run once all has come.
             inner.qmp.execute("stop", json!({})).map_err(said)?;
@@ -236,13 +265,14 @@ impl Destination {
         if !inner.is_of(id) {
             return refused(self.knows_nothing());
         }
-        // What is left of the socket before.
-        let _ = std::fs::remove_file(self.incoming.socket());
+        self.incoming.clear();
         let uri = format!("unix:{}", self.incoming.socket().display());
         match inner.qmp.execute_out_of_band("migrate-recover", json!({"uri": uri})) {
             Ok(_) => ToSource::Prepared { warnings: Vec::new() },
             Err(error) => match inner.look() {
                 State::Running { whole: true } => ToSource::Running { whole: true },
+                State::Ended => ended(),
+                State::Never { reason } => ToSource::NotRunning { reason },
                 _ => refused(error.to_string()),
             },
         }
@@ -301,12 +331,12 @@ impl Inner {
             .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
             .map(|migration| status_of(&migration).to_owned());
         let is_gone = migration.as_ref().is_err_and(QmpError::is_gone);
+        // A QEMU that is busy says nothing of it, and it stays so.
+        self.whole |= migration.as_ref().is_ok_and(|status| status == "completed");
         match self.arriving.as_ref().map(|arriving| &arriving.phase) {
             Some(Phase::Never { reason }) => State::Never { reason: reason.clone() },
-            Some(Phase::LetRun) if is_gone => State::Ended,
-            Some(Phase::LetRun) => State::Running {
-                whole: migration.is_ok_and(|status| status == "completed"),
-            },
+            Some(Phase::LetRun { .. }) if is_gone => State::Ended,
+            Some(Phase::LetRun { .. }) => State::Running { whole: self.whole },
             Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
                     Err(error) => error.to_string(),
@@ -345,29 +375,27 @@ impl Inner {
         match self.look() {
             State::Never { reason } => return ToSource::NotRunning { reason },
             State::Running { whole } => return self.go_again(run, whole),
-            State::Ended => {
-                return ToSource::Unknown {
-                    reason: "the QEMU there was told to run it, and has ended".to_owned(),
-                };
-            }
+            State::Ended => return ended(),
             State::Waiting | State::Coming => {}
         }
         if let Err(error) = wait_until_loaded(&mut self.qmp) {
             return match error {
-                NotLoaded::Late(reason) if postcopy => refused(reason),
+                NotLoaded::Late(reason) if postcopy => ToSource::NotYet { reason },
                 NotLoaded::Never(reason) | NotLoaded::Late(reason) => self.not_running(reason),
             };
         }
         // It may run from here on.
-        if let Err(error) = self.enter(Phase::LetRun) {
+        if let Err(error) = self.enter(Phase::LetRun { run }) {
             return refused(error);
         }
         if run && let Err(error) = self.qmp.execute_within("cont", json!({}), RUN_TIMEOUT) {
             return match error {
                 // It was not, then, and is still to be had.
                 QmpError::Refused { .. } if postcopy => match self.enter(Phase::Coming) {
-                    Ok(()) => refused(error.to_string()),
-                    Err(error) => refused(error),
+                    Ok(()) => ToSource::NotYet {
+                        reason: error.to_string(),
+                    },
+                    Err(reason) => ToSource::NotYet { reason },
                 },
                 QmpError::Refused { .. } => self.not_running(error.to_string()),
                 error => ToSource::Unknown {
@@ -375,7 +403,8 @@ impl Inner {
                 },
             };
         }
-        ToSource::Running { whole: !postcopy }
+        self.whole |= !postcopy;
+        ToSource::Running { whole: self.whole }
     }
 
     /// It was let run before, and perhaps the mover ended in between.
@@ -384,7 +413,7 @@ impl Inner {
             reason: error.to_string(),
         };
         match self.qmp.run_state() {
-            Ok(state) if run && matches!(state.as_str(), "paused" | "prelaunch") => {
+            Ok(state) if run && STILL.contains(&state.as_str()) => {
                 match self.qmp.execute_within("cont", json!({}), RUN_TIMEOUT) {
                     Ok(_) => ToSource::Running { whole },
                     Err(error) => unknown(error),
@@ -400,6 +429,12 @@ impl Inner {
             State::Never { reason } => ToSource::NotRunning { reason },
             _ => refused("that it does not run there could not be recorded".to_owned()),
         }
+    }
+}
+
+fn ended() -> ToSource {
+    ToSource::Unknown {
+        reason: "the QEMU there was told to run it, and has ended".to_owned(),
     }
 }
 
@@ -442,7 +477,7 @@ fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
                     }
                     // The last of it is still on its way to QEMU's devices.
                     ("inmigrate", _) => {}
-                    (_, "completed" | "postcopy-active" | "postcopy-paused" | "postcopy-recover") => return Ok(()),
+                    (_, status) if status == "completed" || status.starts_with("postcopy-") => return Ok(()),
                     _ => {}
                 }
                 format!("'{state}' (migration: {})", status_of(&migration))

@@ -1,15 +1,21 @@
 //! A folder for a socket that only this process and one QEMU use.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{PermissionsExt, chown, lchown};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
+use rustix::fs::{AtFlags, Mode, OFlags, open, unlinkat};
 use rustix::process::geteuid;
+
+const SOCKET: &str = "migration";
 
 /// Removed when it is dropped.
 pub struct Folder {
     path: PathBuf,
+    /// It, whatever its user puts in its place.
+    handle: OwnedFd,
 }
 
 impl Folder {
@@ -43,15 +49,24 @@ impl Folder {
     fn new(mode: u32) -> io::Result<Self> {
         let path = std::env::temp_dir().join(format!("larder-{}", super::random_hex::<8>()?));
         std::fs::create_dir(&path)?;
-        let folder = Self { path };
-        std::fs::set_permissions(&folder.path, PermissionsExt::from_mode(mode))?;
-        Ok(folder)
+        let handle = open(
+            &path,
+            OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(mode))?;
+        Ok(Self { path, handle })
+    }
+
+    /// Removes a socket of before.
+    pub fn clear(&self) {
+        let _ = unlinkat(&self.handle, SOCKET, AtFlags::empty());
     }
 
     /// Where the socket is, or will be.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
-        self.path.join("migration")
+        self.path.join(SOCKET)
     }
 }
 

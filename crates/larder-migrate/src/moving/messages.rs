@@ -62,6 +62,11 @@ pub enum ToSource {
         /// All of its memory is there; else post-copy goes on.
         whole: bool,
     },
+    /// In post-copy: it was not let run there yet, and may be asked for again.
+    NotYet {
+        /// Why.
+        reason: String,
+    },
     /// It was not let run there, and never will be.
     NotRunning {
         /// Why.

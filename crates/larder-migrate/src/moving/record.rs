@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::settings::Before;
 use crate::qmp::{Process, Qmp};
 
 /// The number of a move, which no other has: 16 bytes, in hexadecimal digits.
@@ -33,10 +34,16 @@ impl MoveId {
 pub struct Leaving {
     /// Which move.
     pub id: MoveId,
-    /// Whether the VM's processors ran; else it stays stopped.
+    /// Whether the VM's processors run; else it stays stopped.
     pub run: bool,
     /// Where to.
     pub to: String,
+    /// The mover has stopped it, for post-copy, or is about to.
+    pub stopped: bool,
+    /// The destination may have been told to run it.
+    pub told: bool,
+    /// How QEMU was set.
+    pub before: Before,
 }
 
 /// The destination's.
@@ -55,8 +62,11 @@ pub struct Arriving {
 pub enum Phase {
     /// QEMU was never told to let it run.
     Coming,
-    /// QEMU was told so, or is about to be.
-    LetRun,
+    /// The source has said that it may run.
+    LetRun {
+        /// Whether its processors do; QEMU was told so then, or is about to be.
+        run: bool,
+    },
     /// QEMU was never told so, and never will be.
     Never {
         /// Why.

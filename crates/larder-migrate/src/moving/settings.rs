@@ -33,7 +33,7 @@ pub enum Role {
 }
 
 /// How a QEMU was set before.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Before {
     capabilities: Vec<(String, bool)>,
     parameters: Map<String, Value>,
@@ -66,7 +66,13 @@ impl Settings {
         if !changes.is_empty() {
             qmp.set_capabilities(&changes)?;
         }
-        let is = qmp.execute("query-migrate-parameters", json!({}))?;
+        let is = match qmp.execute("query-migrate-parameters", json!({})) {
+            Ok(is) => is,
+            Err(error) => {
+                before.restore(qmp);
+                return Err(error);
+            }
+        };
         let mut changes = Map::new();
         for (name, value) in self.parameters(role) {
             let Some(was) = is.get(name).filter(|was| **was != value) else {
@@ -94,6 +100,10 @@ impl Settings {
             ("events", true),
             // Nobody would let it go on.
             ("pause-before-switchover", false),
+            // What both ends would have to be told of, and Larder has no use for.
+            ("postcopy-preempt", false),
+            ("switchover-ack", false),
+            ("dirty-limit", false),
             // What Larder does instead, and better on pages that nobody has touched yet.
             ("xbzrle", false),
             ("compress", false),
@@ -122,6 +132,7 @@ impl Settings {
             ("multifd-compression", "none".into()),
             // Larder encrypts.
             ("tls-creds", "".into()),
+            ("mode", "normal".into()),
         ];
         if let Role::Source { downtime_ms, .. } = role {
             // The cap is Larder's; what QEMU measures is then what Larder takes.

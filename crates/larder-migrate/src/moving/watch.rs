@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::progress::{Progress, Totals};
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Event, Qmp, QmpError};
 
 /// Rates are averages over this long.
 const RATE_OVER: Duration = Duration::from_secs(1);
@@ -51,6 +51,8 @@ pub struct Report {
 pub struct Watch {
     downtime_ms: u64,
     stopped: Option<Instant>,
+    /// Its migration has failed, or it runs again.
+    gone_on: bool,
     samples: Vec<(Duration, Totals)>,
     round: u64,
     /// Remaining at the beginning of the best round so far.
@@ -66,6 +68,7 @@ impl Watch {
         Self {
             downtime_ms,
             stopped: None,
+            gone_on: false,
             samples: Vec::new(),
             round: 0,
             least: u64::MAX,
@@ -79,12 +82,29 @@ impl Watch {
     /// # Errors
     /// QEMU has gone.
     pub fn hear(&mut self, qmp: &mut Qmp, wait: Duration) -> Result<(), QmpError> {
-        if let Some(event) = qmp.event(wait)?
-            && event.name == "STOP"
-        {
-            self.stopped = Some(Instant::now());
+        if let Some(event) = qmp.event(wait)? {
+            self.take(&event, Instant::now());
         }
         Ok(())
+    }
+
+    fn take(&mut self, event: &Event, at: Instant) {
+        match event.name.as_str() {
+            "STOP" => self.stopped = Some(at),
+            "RESUME" => self.gone_on = true,
+            "MIGRATION" if event.data["status"] == "failed" || event.data["status"] == "cancelled" => {
+                self.gone_on = true
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether QEMU, which has ended since, had let the guest go on here, or had been about to.
+    pub fn has_gone_on(&mut self, qmp: &mut Qmp) -> bool {
+        while let Ok(Some(event)) = qmp.event(Duration::ZERO) {
+            self.take(&event, Instant::now());
+        }
+        self.gone_on
     }
 
     /// When the guest stopped, as far as that was heard.
@@ -95,14 +115,14 @@ impl Watch {
         while self.stopped.is_none() {
             match qmp.event(Duration::ZERO)? {
                 None => break,
-                Some(event) if event.name == "STOP" => {
+                Some(event) => {
                     let ago = std::time::SystemTime::now()
                         .duration_since(std::time::UNIX_EPOCH)
                         .unwrap_or_default()
                         .saturating_sub(event.at);
-                    self.stopped = Instant::now().checked_sub(ago);
+                    let now = Instant::now();
+                    self.take(&event, now.checked_sub(ago).unwrap_or(now));
                 }
-                Some(_) => {}
             }
         }
         Ok(self.stopped)

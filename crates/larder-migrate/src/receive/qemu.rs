@@ -13,8 +13,12 @@ const ROOM_TIMEOUT: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Connects to where QEMU waits. `pause` waits for so long, and says whether it is still worth while: without it there is no
-/// connection.
-pub(super) fn connect(path: &Path, pause: impl Fn(Duration) -> bool) -> io::Result<Option<UnixStream>> {
+/// connection. With `of` the socket must be that user's: the path is in a folder that is his, and may lead anywhere.
+pub(super) fn connect(
+    path: &Path,
+    of: Option<u32>,
+    pause: impl Fn(Duration) -> bool,
+) -> io::Result<Option<UnixStream>> {
     let address = SocketAddrUnix::new(path)?;
     // A connection that waits for room could be ended by nobody (unix(7) knows no way).
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
@@ -23,6 +27,10 @@ pub(super) fn connect(path: &Path, pause: impl Fn(Duration) -> bool) -> io::Resu
     loop {
         match connect_to(&socket, &address) {
             Ok(()) => {
+                let peer = rustix::net::sockopt::socket_peercred(&socket)?;
+                if of.is_some_and(|user| user != peer.uid.as_raw()) {
+                    return Err(io::Error::other("somebody else than QEMU's user listens there"));
+                }
                 let socket = UnixStream::from(socket);
                 socket.set_nonblocking(false)?;
                 return Ok(Some(socket));

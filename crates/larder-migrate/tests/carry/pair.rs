@@ -89,6 +89,7 @@ impl Pair {
     pub(crate) fn receiver(&self) -> receive::Options {
         receive::Options {
             connect: self.connect(),
+            user: None,
             tls: self.tls.as_ref().map(|(_, receiver)| receiver.clone()),
             delta_memory: self.delta_memory,
             window: self.window,

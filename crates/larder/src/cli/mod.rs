@@ -1,5 +1,6 @@
 //! The command line.
 
+pub(crate) mod bench;
 pub(crate) mod memory;
 pub(crate) mod migrate;
 pub(crate) mod watch;
@@ -27,6 +28,7 @@ use larder_vm::limits::parse_given_limits;
 use larder_vm::wish::DiskWish;
 use larder_vm::wish::keys::parse_disk;
 
+use self::bench::BenchCodecArguments;
 use self::memory::{MemoryCommand, Switch};
 use self::migrate::MigrateArguments;
 use self::watch::{AdviseArguments, HostArguments, StatusArguments, TopArguments};
@@ -76,6 +78,9 @@ pub(crate) enum Command {
 pub(crate) enum BenchCommand {
     /// Replay traces of disk accesses through the policy of Larder's disk cache, and through others
     Policy(BenchPolicyArguments),
+    /// Send pages of memory through each way to make them smaller that a migration has, and through the accelerators that
+    /// are there: what it takes and what is left
+    Codec(BenchCodecArguments),
 }
 
 #[derive(Args)]

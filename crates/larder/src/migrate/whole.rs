@@ -73,7 +73,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
             MoveError::InDoubt { .. } => "in doubt",
             MoveError::Broken { .. } => "between",
             MoveError::Lost { .. } => "lost",
-            MoveError::Qmp(_) | MoveError::Unsettled(_) => "unknown",
+            MoveError::Qmp(_) | MoveError::Unsettled(_) | MoveError::Unclear(_) => "unknown",
         };
         print(&format!(
             "{:#}\n",
@@ -207,9 +207,11 @@ pub(super) fn receive(
             delivered.wire += session.wire;
         }
         let state = destination.look_now();
-        let was_told = match state {
+        let may_ask = match state {
             State::Running { whole: true } => true,
-            State::Never { .. } => matches!(destination.told(), Some(ToSource::NotRunning { .. })),
+            State::Never { .. } => {
+                destination.was_loaded() || matches!(destination.told(), Some(ToSource::NotRunning { .. }))
+            }
             State::Ended => break (state, result),
             State::Waiting | State::Coming | State::Running { whole: false } => {
                 settled = None;
@@ -223,7 +225,7 @@ pub(super) fn receive(
             }
         };
         let since = *settled.get_or_insert_with(Instant::now);
-        if result.is_ok() || !was_told || since.elapsed() > ASKED_MAX || stop.load(Ordering::Relaxed) {
+        if result.is_ok() || !may_ask || since.elapsed() > ASKED_MAX || stop.load(Ordering::Relaxed) {
             break (state, result);
         }
         tracing::warn!(

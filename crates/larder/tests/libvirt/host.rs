@@ -15,6 +15,8 @@ use crate::support::{LIMIT, larder, need_root, on_tmpfs, run};
 
 /// What is done in the namespaces before anything is started. `$1` is the test's folder.
 ///
+/// Its name and its number are its own, since libvirt moves no domain from a host to the same host.
+///
 /// Without KVM: where it is there and does not work, libvirtd asks QEMU anew at each command what it can do. The shell
 /// stays, because it is whose children those become whose parents end: it waits for them.
 const SET_UP: &str = r#"
@@ -27,7 +29,10 @@ mkdir -p /run/lock /etc/libvirt/hooks/qemu.d /var/log/libvirt /var/lib/libvirt /
 echo 'stdio_handler = "file"
 cgroup_controllers = []
 namespaces = []' >/etc/libvirt/qemu.conf
-echo 'auth_unix_rw = "none"' >/etc/libvirt/libvirtd.conf
+number=$(cat /proc/sys/kernel/random/uuid)
+hostname "host-$number"
+echo 'auth_unix_rw = "none"
+host_uuid = "'$number'"' >/etc/libvirt/libvirtd.conf
 rm -rf /etc/libvirt/qemu/networks /etc/libvirt/qemu/autostart /etc/larder
 cp "$2/packaging/libvirt/larder" /etc/libvirt/hooks/qemu.d/larder
 touch "$1/no-kvm"
@@ -67,7 +72,7 @@ impl Host {
                 "--mount-proc",
                 "--kill-child",
             ])
-            .args(["--net", "--ipc", "sh", "-c", SET_UP, "sh"])
+            .args(["--net", "--ipc", "--uts", "sh", "-c", SET_UP, "sh"])
             .args([
                 folder.path(),
                 &project().canonicalize().expect("the project"),
@@ -102,16 +107,20 @@ impl Host {
 
     /// A command in it.
     pub(crate) fn command(&self, words: &[&str]) -> Command {
+        self.enter(&["--net"], words)
+    }
+
+    /// A command in it, but on the machine's network, where hosts meet.
+    pub(crate) fn command_on_network(&self, words: &[&str]) -> Command {
+        self.enter(&[], words)
+    }
+
+    fn enter(&self, more: &[&str], words: &[&str]) -> Command {
         let mut command = Command::new("nsenter");
-        command.args([
-            "--target",
-            &self.init.to_string(),
-            "--mount",
-            "--pid",
-            "--net",
-            "--ipc",
-            "--wd=/",
-        ]);
+        command
+            .args(["--target", &self.init.to_string()])
+            .args(["--mount", "--pid", "--ipc", "--uts", "--wd=/"])
+            .args(more);
         let folder = self.folder.path().join("bin");
         let path = format!(
             "{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -40,6 +40,14 @@ impl Release {
     }
 }
 
+/// `command` with other words before it, that run it in the end.
+pub fn put_before(words: &[&str], command: Command) -> Command {
+    let [program, first @ ..] = words else { return command };
+    let mut whole = Command::new(program);
+    whole.args(first).arg(command.get_program()).args(command.get_args());
+    whole
+}
+
 /// What the guest does: `guest-load` of the test bed, with these options.
 #[derive(Clone, Debug)]
 pub struct Load {
@@ -81,8 +89,16 @@ impl Machine {
     pub fn new(release: Release, memory_mib: u64, load: &Load) -> anyhow::Result<Self> {
         let Load { kind, mib, rate, check } = load;
         let script = format!("exec guest-load {kind} --size {mib} --rate {rate} --check {check}\n");
+        Self::running(release, memory_mib, &script)
+    }
+
+    /// With a script for the guest that says what `guest-load` does.
+    ///
+    /// # Errors
+    /// The test bed is not set up.
+    pub fn running(release: Release, memory_mib: u64, script: &str) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
-        let initrd = initramfs(&script, folder.path())?;
+        let initrd = initramfs(script, folder.path())?;
         Ok(Self {
             release,
             memory_kib: (memory_mib << 10) - 8,
@@ -101,7 +117,15 @@ impl Machine {
     /// # Errors
     /// It does not get that far.
     pub fn boot(&self) -> anyhow::Result<Vm> {
-        let vm = self.start(&[])?;
+        self.boot_by(&[])
+    }
+
+    /// Boots it likewise, and QEMU by other words before its own: `ip netns exec NAME`.
+    ///
+    /// # Errors
+    /// It does not get that far.
+    pub fn boot_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
+        let vm = self.start(before, &[])?;
         vm.wait_for_console("TICK", 1)?;
         Ok(vm)
     }
@@ -111,10 +135,18 @@ impl Machine {
     /// # Errors
     /// It does not start.
     pub fn incoming(&self) -> anyhow::Result<Vm> {
-        self.start(&["-incoming", "defer"])
+        self.incoming_by(&[])
     }
 
-    fn start(&self, words: &[&str]) -> anyhow::Result<Vm> {
+    /// The same, and QEMU by other words before its own.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn incoming_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
+        self.start(before, &["-incoming", "defer"])
+    }
+
+    fn start(&self, before: &[&str], words: &[&str]) -> anyhow::Result<Vm> {
         let folder = tempfile::tempdir_in(self.folder.path())?;
         let (console, qmp) = (folder.path().join("console"), folder.path().join("qmp"));
         let [others, watched] = ["qmp-others", "qmp-watched"].map(|name| folder.path().join(name));
@@ -145,7 +177,7 @@ impl Machine {
                 &monitor(&watched),
             ])
             .args(words);
-        let process = Process::start(command)?;
+        let process = Process::start(put_before(before, command))?;
         let give_up = Instant::now() + LIMIT;
         // Its sockets are there a moment before it listens.
         let monitor = loop {

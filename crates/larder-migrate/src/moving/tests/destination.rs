@@ -225,7 +225,10 @@ fn half_of_a_vm_is_never_ended() {
     let mut bed = Bed::loaded();
     (bed.qemu.is().run, bed.qemu.is().migration) = ("paused", "postcopy-paused");
     bed.qemu.is().refuses.insert("cont");
-    assert!(reason(bed.go_postcopy()).contains("it does not want to"));
+    let ToSource::NotYet { reason } = bed.go_postcopy() else {
+        panic!("it runs")
+    };
+    assert!(reason.contains("it does not want to"), "{reason}");
     bed.qemu.is().refuses.clear();
     bed.restart();
     assert_eq!(bed.go_postcopy(), ToSource::Running { whole: false });
@@ -308,4 +311,29 @@ fn notes_that_are_not_understood_change_nothing() {
         assert!(reason(bed.destination.heard(&note)).contains(word));
     }
     assert_eq!(bed.go(), ToSource::Running { whole: true });
+}
+
+#[test]
+fn a_mover_that_ended_when_it_had_heard_that_the_vm_may_run_is_gone_on_with() {
+    let mut bed = Bed::loaded();
+    bed.qemu.is().refuses.insert("cont");
+    bed.go_postcopy();
+    bed.qemu.is().refuses.clear();
+    assert_eq!(bed.go(), ToSource::Running { whole: true });
+    // As if the first `cont` had never been said.
+    bed.qemu.is().run = "paused";
+    bed.restart();
+    assert_eq!(bed.qemu.is().run, "running");
+    assert_eq!(bed.destination.look(), Some(State::Running { whole: true }));
+}
+
+#[test]
+fn a_qemu_that_has_had_another_visitor_is_not_touched() {
+    let bed = Bed::new();
+    (bed.qemu.is().run, bed.qemu.is().migration) = ("running", "completed");
+    assert!(reason(bed.prepare(&bed.id)).contains("any more"));
+    assert_eq!(
+        bed.qemu.has_heard("stop") + bed.qemu.has_heard("migrate-set-capabilities"),
+        0
+    );
 }

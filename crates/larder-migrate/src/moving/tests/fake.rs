@@ -28,6 +28,8 @@ pub(super) struct Fake {
     pub(super) hooks: BTreeMap<&'static str, Hook>,
     /// What its migration comes to when all was sent, or has come.
     pub(super) comes_to: (&'static str, &'static str),
+    /// Rounds of a migration that brings nothing.
+    pub(super) rounds: Option<u64>,
     is_dead: bool,
     /// Of a migration.
     stream: Option<UnixStream>,
@@ -67,6 +69,7 @@ impl Qemu {
             dies_at: None,
             hooks: BTreeMap::new(),
             comes_to,
+            rounds: None,
             is_dead: false,
             stream: None,
         };
@@ -171,7 +174,15 @@ fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Res
     Ok(match command {
         "query-status" => json!({"status": fake.run}),
         "query-migrate" if fake.migration == "none" => json!({}),
-        "query-migrate" => json!({"status": fake.migration}),
+        "query-migrate" => match &mut fake.rounds {
+            None => json!({"status": fake.migration}),
+            Some(round) => {
+                *round += 1;
+                let ram =
+                    json!({"dirty-sync-count": *round, "remaining": 1 << 30, "total": 1 << 31, "page-size": 4096});
+                json!({"status": fake.migration, "ram": ram})
+            }
+        },
         "query-uuid" => json!({"UUID": fake.uuid}),
         "qom-get" => json!("pc-i440fx-10.0-machine"),
         "query-memory-size-summary" => json!({"base-memory": 1 << 30}),
@@ -194,7 +205,12 @@ fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Res
             fake.parameters.extend(changes);
             json!({})
         }
-        "stop" => json!({}),
+        "stop" => {
+            if fake.run == "running" {
+                fake.run = "paused";
+            }
+            json!({})
+        }
         "cont" => {
             fake.run = "running";
             json!({})
@@ -235,7 +251,15 @@ fn path(arguments: &Value) -> PathBuf {
 /// A stream, of which Larder understands nothing, and which it carries all the same.
 fn send(mut socket: UnixStream, shared: &Mutex<Fake>) {
     shared.lock().expect("no panic").stream = socket.try_clone().ok();
-    let sent = socket.write_all(&[7; 100_000]);
+    let mut sent = socket.write_all(&[7; 100_000]);
+    let goes_on = || {
+        let fake = shared.lock().expect("no panic");
+        fake.rounds.is_some() && fake.migration == "active"
+    };
+    while sent.is_ok() && goes_on() {
+        sent = socket.write_all(&[7; 4096]);
+        thread::sleep(Duration::from_millis(2));
+    }
     // The destination says that it has it.
     let done = sent.and_then(|()| socket.read_exact(&mut [0]));
     let mut fake = shared.lock().expect("no panic");
@@ -270,6 +294,6 @@ fn take_in(listener: &UnixListener, shared: &Mutex<Fake>) {
     if says_so {
         let _ = socket.write_all(&[1]);
     }
-    let _ = socket.read(&mut [0]);
+    while socket.read(&mut [0; 65536]).is_ok_and(|len| len > 0) {}
     shared.lock().expect("no panic").stream = None;
 }

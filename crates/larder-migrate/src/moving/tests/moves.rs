@@ -14,7 +14,7 @@ use crate::moving::Description;
 use crate::moving::destination::{Destination, State};
 use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
 use crate::moving::record::{Leaving, MoveId, Place};
-use crate::moving::settings::Settings;
+use crate::moving::settings::{Before, Settings};
 use crate::moving::source::{self, Done, MoveError, Options};
 use crate::progress::Progress;
 use crate::qmp::Qmp;
@@ -50,6 +50,7 @@ impl Bed {
                 while !over.load(Ordering::Relaxed) {
                     let options = receive::Options {
                         connect: mover.incoming(),
+                        user: Some(mover.user()),
                         tls: None,
                         delta_memory: 1 << 20,
                         window: 1 << 20,
@@ -122,7 +123,15 @@ impl Bed {
         let note = serde_json::to_vec(&prepare).expect("plain data");
         assert!(matches!(self.mover.heard(&note), ToSource::Prepared { .. }));
         let to = self.options.send.to.clone();
-        self.place().save(&Leaving { id, run, to }).expect("writes");
+        let leaving = Leaving {
+            id,
+            run,
+            to,
+            stopped: false,
+            told: false,
+            before: Before::default(),
+        };
+        self.place().save(&leaving).expect("writes");
         (self.source.is().run, self.source.is().migration) = ("postmigrate", "completed");
         (self.destination.is().run, self.destination.is().migration) = ("paused", "completed");
     }
@@ -344,7 +353,7 @@ fn a_mover_goes_on_where_another_has_died() {
 fn a_migration_of_somebody_else_is_left_alone() {
     let bed = Bed::new();
     (bed.source.is().run, bed.source.is().migration) = ("postmigrate", "completed");
-    assert!(matches!(bed.run(), Err(MoveError::Preflight(_))));
+    assert!(matches!(bed.run(), Err(MoveError::Unclear(_))));
     let back = source::take_back(&bed.options.qmp, &bed.options.records);
     assert!(matches!(back, Err(MoveError::Preflight(_))));
     for command in ["cont", "quit", "migrate"] {
@@ -363,7 +372,7 @@ fn a_migration_of_somebody_else_is_left_alone() {
         serde_json::json!({"qemu": {"pid": 1, "started": 1}, "record": record}).to_string(),
     )
     .expect("writes");
-    assert!(matches!(other.run(), Err(MoveError::Preflight(_))));
+    assert!(matches!(other.run(), Err(MoveError::Unclear(_))));
     assert_eq!(other.destination.has_heard("cont"), 0);
     let _ = &other.folder;
 }
@@ -427,16 +436,21 @@ fn post_copy_whose_mover_has_died_is_let_run_and_goes_on() {
 }
 
 #[test]
-fn half_of_a_vm_that_cannot_run_yet_is_tried_again_and_not_ended() {
+fn half_of_a_vm_that_cannot_run_yet_is_asked_for_again_and_not_ended() {
     let bed = post_copy();
     bed.destination.is().refuses.insert("cont");
-    assert!(matches!(bed.run(), Err(MoveError::InDoubt { .. })));
-    assert_eq!(bed.destination.has_heard("quit") + bed.source.has_heard("quit"), 0);
-    assert_eq!(bed.source.has_heard("cont"), 0);
-    bed.destination.is().refuses.clear();
-    breaks(&bed)();
-    assert!(bed.run().expect("moves").resumed);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            bed.destination
+                .wait_until(|fake| fake.heard.iter().any(|it| it == "cont"));
+            bed.destination.is().refuses.clear();
+            bed.destination.wait_until(|fake| fake.run == "running");
+            bed.source.is().migration = "completed";
+        });
+        assert!(bed.run().expect("moves").postcopy);
+    });
     bed.is_there();
+    assert_eq!(bed.destination.has_heard("cont"), 2);
 }
 
 #[test]
@@ -461,4 +475,119 @@ fn a_source_that_fails_after_it_has_handed_over_is_stopped_and_the_destination_a
         assert_eq!(bed.source.has_heard("quit"), usize::from(whole));
         assert_eq!(bed.destination.has_heard("quit"), 0);
     }
+}
+
+#[test]
+fn the_vm_is_stopped_before_post_copy_begins() {
+    let mut bed = Bed::new();
+    bed.options.postcopy = true;
+    // It does not converge.
+    bed.destination.is().comes_to = ("inmigrate", "active");
+    bed.source.is().rounds = Some(0);
+    let source = Arc::clone(&bed.source);
+    let destination = Arc::clone(&bed.destination);
+    bed.source.hook("migrate-start-postcopy", move || {
+        assert_eq!(source.is().run, "paused");
+        (source.is().run, source.is().migration) = ("finish-migrate", "postcopy-active");
+        (destination.is().run, destination.is().migration) = ("paused", "postcopy-active");
+    });
+    let done = thread::scope(|scope| {
+        scope.spawn(|| {
+            bed.destination.wait_until(|fake| fake.run == "running");
+            (bed.destination.is().migration, bed.source.is().migration) = ("completed", "completed");
+        });
+        bed.run()
+    });
+    assert!(done.expect("moves").postcopy);
+    assert_eq!(bed.destination.is().run, "running");
+    assert_eq!(bed.source.has_heard("stop"), 1);
+}
+
+/// As a mover leaves it that ended in the middle.
+fn left(bed: &Bed, stopped: bool, told: bool) -> Leaving {
+    bed.mover_has_died(true);
+    let leaving = Leaving {
+        stopped,
+        told,
+        before: Before::default(),
+        ..bed.record().expect("is there")
+    };
+    bed.place().save(&leaving).expect("writes");
+    leaving
+}
+
+#[test]
+fn a_vm_that_was_stopped_for_post_copy_that_never_began_goes_on_and_moves() {
+    let bed = Bed::new();
+    left(&bed, true, false);
+    (bed.source.is().run, bed.source.is().migration) = ("paused", "failed");
+    // Its destination has gone, too.
+    bed.destination.is().migration = "failed";
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::Preflight(_))), "{result:?}");
+    assert_eq!(bed.source.is().run, "running");
+    assert_eq!(bed.record(), None);
+}
+
+#[test]
+fn a_vm_that_was_handed_over_and_runs_on_here_is_stopped_and_asked_for() {
+    let bed = Bed::new();
+    left(&bed, false, true);
+    (bed.source.is().run, bed.source.is().migration) = ("running", "failed");
+    bed.run().expect("moves");
+    assert_eq!(bed.source.has_heard("stop"), 1);
+    bed.is_there();
+}
+
+#[test]
+fn a_vm_that_its_user_has_taken_back_by_hand_is_not_handed_over_again() {
+    let bed = Bed::new();
+    left(&bed, false, true);
+    bed.source.is().run = "running";
+    match bed.run() {
+        Err(MoveError::Unclear(text)) => assert!(text.contains("--take-back"), "{text}"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(bed.destination.has_heard("cont"), 0);
+    source::take_back(&bed.options.qmp, &bed.options.records).expect("it is here");
+    assert_eq!((bed.source.has_heard("cont"), bed.record()), (0, None));
+}
+
+#[test]
+fn what_the_user_does_to_a_vm_while_it_moves_counts() {
+    for (before, after) in [("running", "paused"), ("paused", "running"), ("suspended", "suspended")] {
+        let bed = Bed::new();
+        bed.source.is().run = before;
+        bed.destination.is().comes_to = ("inmigrate", "active");
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                bed.destination.wait_until(|fake| fake.migration == "active");
+                bed.source.is().run = after;
+                // Until that was seen.
+                let seen = bed.source.has_heard("query-status");
+                bed.source
+                    .wait_until(|fake| fake.heard.iter().filter(|heard| *heard == "query-status").count() > seen + 1);
+                (bed.destination.is().run, bed.destination.is().migration) = ("paused", "completed");
+                (bed.source.is().run, bed.source.is().migration) = ("postmigrate", "completed");
+            });
+            bed.run().expect("moves");
+        });
+        assert_eq!(
+            bed.destination.has_heard("cont"),
+            usize::from(after != "paused"),
+            "{before}, {after}"
+        );
+    }
+}
+
+#[test]
+fn a_migration_that_something_else_has_begun_meanwhile_is_left_alone() {
+    let bed = Bed::new();
+    bed.source.is().refuses.insert("migrate");
+    let source = Arc::clone(&bed.source);
+    bed.source.hook("migrate", move || {
+        (source.is().run, source.is().migration) = ("postmigrate", "completed")
+    });
+    assert!(matches!(bed.run(), Err(MoveError::Here { .. })));
+    assert_eq!(bed.source.has_heard("cont") + bed.source.has_heard("migrate_cancel"), 0);
 }

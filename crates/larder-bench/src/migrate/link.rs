@@ -1,0 +1,178 @@
+//! The link between the two hosts: two network namespaces joined by a veth pair, each end of which lets no more than so much
+//! go out.
+
+use std::fmt;
+use std::fs;
+use std::process::Command;
+use std::str::FromStr;
+
+use anyhow::{Context, ensure};
+
+use super::undo::Undo;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Speed {
+    /// Mbit/s.
+    Limited(u32),
+    /// One namespace, and its loopback.
+    Loopback,
+}
+
+impl FromStr for Speed {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            Ok(mbit @ 1..) => Ok(Self::Limited(mbit)),
+            _ if text == "none" => Ok(Self::Loopback),
+            _ => Err("Mbit/s, 1 at least, or none".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Speed {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Limited(mbit) => write!(out, "{mbit}"),
+            Self::Loopback => write!(out, "none"),
+        }
+    }
+}
+
+impl Speed {
+    /// For people.
+    pub(super) fn words(self) -> String {
+        match self {
+            Self::Limited(mbit) => format!("{mbit} Mbit/s"),
+            Self::Loopback => "loopback".to_owned(),
+        }
+    }
+}
+
+/// Either host.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Side {
+    A,
+    B,
+}
+
+impl Side {
+    pub(super) fn other(self) -> Self {
+        match self {
+            Self::A => Self::B,
+            Self::B => Self::A,
+        }
+    }
+}
+
+/// The name of each end, in its namespace.
+const DEVICE: &str = "larder0";
+/// What runs there yet keeps it, without its name, until it ends.
+const REMOVE: &str = r#"for name; do [ ! -e "/run/netns/$name" ] || ip netns del "$name" || exit; done"#;
+
+/// The namespaces, gone with this or with the process.
+pub(super) struct Link {
+    pub(super) speed: Speed,
+    namespaces: [String; 2],
+    _undo: Undo,
+}
+
+impl Link {
+    pub(super) fn new(speed: Speed) -> anyhow::Result<Self> {
+        ensure!(
+            rustix::process::geteuid().is_root(),
+            "this needs root: making network namespaces"
+        );
+        let process = std::process::id();
+        let name = |end: &str| format!("larder-bench-{process}-{end}");
+        let both = match speed {
+            Speed::Limited(_) => vec![name("a"), name("b")],
+            Speed::Loopback => vec![name("a")],
+        };
+        let this = Self {
+            speed,
+            namespaces: [both[0].clone(), both[both.len() - 1].clone()],
+            _undo: Undo::new(REMOVE, &both)?,
+        };
+        for namespace in &both {
+            do_it(&format!("ip netns add {namespace}"))?;
+            do_it(&format!("ip -n {namespace} link set lo up"))?;
+        }
+        if let Speed::Limited(mbit) = speed {
+            this.join(mbit)?;
+        }
+        Ok(this)
+    }
+
+    fn join(&self, mbit: u32) -> anyhow::Result<()> {
+        let [a, b] = &self.namespaces;
+        do_it(&format!(
+            "ip link add {DEVICE} netns {a} type veth peer name {DEVICE} netns {b}"
+        ))?;
+        for side in [Side::A, Side::B] {
+            let (namespace, address) = (self.namespace(side), self.address(side));
+            do_it(&format!("ip -n {namespace} addr add {address}/24 dev {DEVICE}"))?;
+            do_it(&format!("ip -n {namespace} link set {DEVICE} up"))?;
+            // It sends packets of 64 KiB, several of which must fit.
+            do_it(&format!(
+                "tc -n {namespace} qdisc add dev {DEVICE} root tbf rate {mbit}mbit burst 256kb latency 20ms"
+            ))?;
+        }
+        Ok(())
+    }
+
+    fn namespace(&self, side: Side) -> &str {
+        &self.namespaces[side as usize]
+    }
+
+    /// What comes before a command that is to run there.
+    pub(super) fn enter(&self, side: Side) -> [&str; 4] {
+        ["ip", "netns", "exec", self.namespace(side)]
+    }
+
+    pub(super) fn address(&self, side: Side) -> &'static str {
+        match (self.speed, side) {
+            (Speed::Loopback, _) => "127.0.0.1",
+            (_, Side::A) => "10.9.0.1",
+            (_, Side::B) => "10.9.0.2",
+        }
+    }
+
+    /// Bytes that have gone out of, and into, the side where this process is; over loopback all count as the former.
+    pub(super) fn carried(&self, process: u32) -> anyhow::Result<[u64; 2]> {
+        const IN: usize = 0;
+        const OUT: usize = 8;
+        let device = match self.speed {
+            Speed::Limited(_) => DEVICE,
+            Speed::Loopback => "lo",
+        };
+        let path = format!("/proc/{process}/net/dev");
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        let line = text
+            .lines()
+            .find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
+        let figures: Vec<u64> = line
+            .with_context(|| format!("{path} has no {device}"))?
+            .split_whitespace()
+            .map(str::parse)
+            .collect::<Result<_, _>>()?;
+        ensure!(figures.len() > OUT, "{path} is not understood: {text}");
+        let back = match self.speed {
+            Speed::Limited(_) => figures[IN],
+            Speed::Loopback => 0,
+        };
+        Ok([figures[OUT], back])
+    }
+}
+
+fn do_it(line: &str) -> anyhow::Result<()> {
+    let mut words = line.split(' ');
+    let program = words.next().unwrap_or_default();
+    let output = Command::new(program)
+        .args(words)
+        .output()
+        .with_context(|| format!("running {program}"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{line}: {}", said.trim());
+    Ok(())
+}

@@ -1,0 +1,102 @@
+//! Who moves the guest, and how both QEMUs are set for it.
+
+use clap::{ValueEnum, builder::PossibleValue};
+use larder_bench::campaign::migration::vm::Vm;
+use serde_json::{Value, json};
+
+use super::Arguments;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Method {
+    /// QEMU over one channel, pages as they are.
+    Qemu,
+    Xbzrle,
+    Multifd,
+    MultifdZlib,
+    MultifdZstd,
+    /// The whole move.
+    Larder,
+}
+
+impl Method {
+    pub(super) const DEFAULT: [Self; 5] = [
+        Self::Qemu,
+        Self::Xbzrle,
+        Self::MultifdZlib,
+        Self::MultifdZstd,
+        Self::Larder,
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Qemu => "qemu",
+            Self::Xbzrle => "xbzrle",
+            Self::Multifd => "multifd",
+            Self::MultifdZlib => "multifd-zlib",
+            Self::MultifdZstd => "multifd-zstd",
+            Self::Larder => "larder",
+        }
+    }
+
+    /// Sets QEMU, at either side, whatever it was set to for the move before.
+    pub(super) fn prepare(self, vm: &mut Vm, arguments: &Arguments) -> anyhow::Result<()> {
+        let compression = match self {
+            Self::MultifdZlib => "zlib",
+            Self::MultifdZstd => "zstd",
+            _ => "none",
+        };
+        let multifd = matches!(self, Self::Multifd | Self::MultifdZlib | Self::MultifdZstd);
+        let capabilities = [
+            ("return-path", true),
+            ("events", true),
+            ("xbzrle", self == Self::Xbzrle),
+            ("multifd", multifd),
+            ("pause-before-switchover", false),
+        ];
+        let list: Vec<Value> = capabilities
+            .into_iter()
+            .map(|(name, on)| json!({"capability": name, "state": on}))
+            .collect();
+        vm.ask("migrate-set-capabilities", &json!({"capabilities": list}))?;
+        vm.ask(
+            "migrate-set-parameters",
+            &json!({
+                // As fast as the link.
+                "max-bandwidth": 100_u64 << 30,
+                "downtime-limit": arguments.downtime,
+                "multifd-channels": arguments.channels,
+                "multifd-compression": compression,
+                "multifd-zlib-level": 1,
+                "multifd-zstd-level": 1,
+                // A smaller one than the memory that is changed does nothing. It must be a power of two.
+                "xbzrle-cache-size": (arguments.memory << 20).next_power_of_two(),
+            }),
+        )?;
+        Ok(())
+    }
+}
+
+impl ValueEnum for Method {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[
+            Self::Qemu,
+            Self::Xbzrle,
+            Self::Multifd,
+            Self::MultifdZlib,
+            Self::MultifdZstd,
+            Self::Larder,
+        ]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self {
+            Self::Qemu => "QEMU, pages as they are",
+            Self::Xbzrle => "QEMU, what changed of a page since it was last sent",
+            Self::Multifd => "QEMU over several channels, pages as they are",
+            Self::MultifdZlib => "QEMU over several channels, zlib 1",
+            Self::MultifdZstd => "QEMU over several channels, zstd 1",
+            Self::Larder => "larder migrate",
+        };
+        Some(PossibleValue::new(self.name()).help(help))
+    }
+}

@@ -1,0 +1,178 @@
+//! One move under way, by QEMU or by Larder, until it ends or has taken too long.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use larder_bench::campaign::migration::LIMIT;
+use larder_bench::campaign::migration::larder::{self, END_LIMIT, move_command, receive_whole_command, verdict};
+use larder_bench::campaign::migration::vm::{Vm, put_before};
+use larder_bench::campaign::process::Process;
+use serde_json::{Value, json};
+
+use super::Bench;
+use super::cpu;
+use super::link::Side;
+use super::method::Method;
+
+/// Where QEMU listens: the namespaces are our own.
+const PORT: u16 = 4445;
+/// Between two looks at how it goes.
+const LOOK: Duration = Duration::from_millis(50);
+/// What Larder says of a move that it gave up because of its `--timeout`.
+const TIMED_OUT: &str = "it did not end in ";
+
+/// What came of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Outcome {
+    Moved,
+    /// It was given up, and the guest went on where it was.
+    DidNotEnd,
+    /// It had come to its end when it was given up.
+    TooLate,
+    /// It broke off, and the guest went on where it was.
+    Failed(String),
+}
+
+impl Outcome {
+    /// Whether the guest runs at the destination.
+    pub(super) fn is_there(&self) -> bool {
+        matches!(self, Self::Moved | Self::TooLate)
+    }
+}
+
+/// What is known of a move when it is over.
+pub(super) struct Carried {
+    pub(super) outcome: Outcome,
+    /// The last that the source's QEMU told of it while there was something to tell.
+    pub(super) info: Value,
+    /// CPU seconds of Larder at the source, and at the destination.
+    pub(super) larder_cpu_s: [f64; 2],
+}
+
+/// Who is ready to move a guest.
+pub(super) enum Carrier {
+    Qemu { uri: String },
+    Larder { receiver: larder::Side },
+}
+
+impl Carrier {
+    /// The destination waits for the guest then.
+    pub(super) fn ready(bench: &Bench<'_>, method: Method, destination: &mut Vm, to: Side) -> anyhow::Result<Self> {
+        let address = bench.link.address(to);
+        if method == Method::Larder {
+            let listen = format!("{address}:0");
+            let qmp = destination.qmp_for_others();
+            let command = receive_whole_command(&bench.larder, &listen, qmp, &["--insecure"]);
+            let receiver = larder::Side::listening(put_before(&bench.link.enter(to), command))?;
+            return Ok(Self::Larder { receiver });
+        }
+        let uri = format!("tcp:{address}:{PORT}");
+        destination.ask("migrate-incoming", &json!({"uri": uri}))?;
+        Ok(Self::Qemu { uri })
+    }
+
+    /// Moves it.
+    pub(super) fn carry(self, bench: &Bench<'_>, source: &mut Vm, from: Side) -> anyhow::Result<Carried> {
+        match self {
+            Self::Qemu { uri } => by_qemu(&uri, source, Duration::from_secs(bench.arguments.limit)),
+            Self::Larder { receiver } => by_larder(bench, receiver, source, from),
+        }
+    }
+}
+
+/// Asks QEMU how it goes; its status.
+fn look(source: &mut Vm, last: &mut Value) -> anyhow::Result<String> {
+    let info = source.ask("query-migrate", &json!({}))?;
+    let status = info["status"].as_str().unwrap_or("none").to_owned();
+    if info["ram"].is_object() {
+        *last = info;
+    } else {
+        // Why it failed is all that it has to say then.
+        last["error-desc"] = info["error-desc"].clone();
+    }
+    Ok(status)
+}
+
+fn by_qemu(uri: &str, source: &mut Vm, limit: Duration) -> anyhow::Result<Carried> {
+    let mut info = json!({});
+    let begun = Instant::now();
+    source.ask("migrate", &json!({"uri": uri}))?;
+    let mut given_up = false;
+    let outcome = loop {
+        let status = look(source, &mut info)?;
+        match status.as_str() {
+            "completed" if given_up => break Outcome::TooLate,
+            "completed" => break Outcome::Moved,
+            "cancelled" | "failed" if given_up => break Outcome::DidNotEnd,
+            "cancelled" | "failed" => {
+                let why = info["error-desc"].as_str().unwrap_or("and QEMU does not say why");
+                break Outcome::Failed(format!("{status}: {why}"));
+            }
+            _ => {}
+        }
+        if !given_up && begun.elapsed() > limit {
+            source.ask("migrate_cancel", &json!({}))?;
+            given_up = true;
+        }
+        ensure!(begun.elapsed() < limit + LIMIT, "the migration is {status}, for good");
+        std::thread::sleep(LOOK);
+    };
+    Ok(Carried {
+        outcome,
+        info,
+        larder_cpu_s: [0.0; 2],
+    })
+}
+
+fn by_larder(bench: &Bench<'_>, receiver: larder::Side, source: &mut Vm, from: Side) -> anyhow::Result<Carried> {
+    let arguments = bench.arguments;
+    let mut receiver = receiver;
+    let to = receiver.address().to_string();
+    let (downtime, limit) = (arguments.downtime.to_string(), arguments.limit.to_string());
+    let mut words = vec!["--insecure", "--keep", "--downtime", &downtime, "--timeout", &limit];
+    words.extend(arguments.larder_words.iter().map(String::as_str));
+    let command = move_command(&bench.larder, source.qmp_for_others(), &to, &words);
+    let mut mover = Process::start(put_before(&bench.link.enter(from), command))?;
+    let mut info = json!({});
+    let give_up = Instant::now() + Duration::from_secs(arguments.limit) + LIMIT;
+    while !mover.has_ended() {
+        look(source, &mut info)?;
+        ensure!(Instant::now() < give_up, "larder does not end:\n{}", mover.output());
+        std::thread::sleep(LOOK);
+    }
+    look(source, &mut info)?;
+    let source_s = end(&mut mover)?;
+    let destination_s = end(&mut receiver.process)?;
+    let said = mover.output();
+    let verdict = verdict(&said).with_context(|| format!("larder says\n{said}"))?;
+    let failed = verdict["failed"].as_str().unwrap_or_default();
+    let outcome = match verdict["vm"].as_str() {
+        None if verdict["moved"].is_object() => Outcome::Moved,
+        Some("here") if failed.contains(TIMED_OUT) => Outcome::DidNotEnd,
+        Some("here") => Outcome::Failed(failed.to_owned()),
+        _ => bail!(
+            "larder says\n{said}\nand at the destination\n{}",
+            receiver.process.output()
+        ),
+    };
+    Ok(Carried {
+        outcome,
+        info,
+        larder_cpu_s: [source_s, destination_s],
+    })
+}
+
+/// Waits for the end of a process; the CPU seconds that it took.
+fn end(process: &mut Process) -> anyhow::Result<f64> {
+    let give_up = Instant::now() + END_LIMIT;
+    while !process.has_ended() && Instant::now() < give_up {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let seconds = cpu::of_process(process.id())?;
+    if process.has_ended() {
+        process.wait(END_LIMIT)?;
+    } else {
+        process.kill();
+    }
+    Ok(seconds)
+}

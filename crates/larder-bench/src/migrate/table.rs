@@ -1,0 +1,219 @@
+//! What is shown of the moves.
+
+use serde_json::{Value, json};
+
+use super::Bench;
+use super::guest::Move;
+use super::load::Load;
+use super::method::Method;
+use super::moving::Outcome;
+use super::search::verdict;
+use crate::figures::median;
+
+const PAGE_BYTES: f64 = 4096.0;
+
+/// Moves of a guest that changes its memory at this rate.
+pub(super) struct Row {
+    pub(super) method: Method,
+    /// In 10^6 bytes per second.
+    pub(super) rate: u64,
+    pub(super) moves: Vec<Move>,
+}
+
+/// What was published (Intel, KVM Forum): guests of 4 CPUs and 32 GB, and 8 and 128 GB, over 40 Gbit/s, with 300 ms of
+/// downtime, compression level 1.
+pub(super) fn published(load: Load) -> &'static str {
+    match load {
+        Load::Constant => {
+            "\
+| published, 40 Gbit/s | none | 16 CPU threads | QAT |
+|---|---|---|---|
+| 10^4 pages/s | 17-29 | 39-50 | 133-138 |
+| largest rate, MB/s | 1100 | 1900 | 5000 |
+| extra CPU, % | - | 678 | < 40 |
+| ratio | - | 87.6 | 922 |
+"
+        }
+        Load::Sequence => {
+            "\
+| published, 40 Gbit/s | none | 16 CPU threads | QAT |
+|---|---|---|---|
+| 10^4 pages/s | 17-29 | ~19 | 81-116 |
+| largest rate, MB/s | 1100 | 700 | 4200 |
+| extra CPU, % | - | 1600 | < 70 |
+| ratio | - | 4.97 | 4.81 |
+"
+        }
+        Load::Memcached | Load::Random => {
+            "\
+| published for memcached, 40 Gbit/s | none | 16 CPU threads | QAT |
+|---|---|---|---|
+| 10^4 pages/s | 18-22 | 7-10 | 48-53 |
+| migration time, s | never ends | never ends | 60 |
+| dirty syncs | never ends | never ends | 10 |
+| ratio | - | 1.6 | 1.6 |
+"
+        }
+        Load::Mixed => "",
+    }
+}
+
+impl Move {
+    /// Guest memory that was sent and was not zero, in bytes.
+    fn sent_bytes(&self) -> f64 {
+        self.pages as f64 * PAGE_BYTES
+    }
+
+    fn pages_per_s(&self) -> f64 {
+        self.pages as f64 / self.total_s
+    }
+
+    /// Guest memory that was not zero for each byte on the link.
+    fn ratio(&self) -> f64 {
+        self.sent_bytes() / self.there_bytes as f64
+    }
+
+    fn cpu_per_gib(&self) -> f64 {
+        (self.cpu_s[0] + self.cpu_s[1]) / (self.sent_bytes() / f64::from(1 << 30))
+    }
+
+    fn outcome(&self) -> &str {
+        match &self.outcome {
+            Outcome::Moved => "moved",
+            Outcome::DidNotEnd => "did not end",
+            Outcome::TooLate => "ended too late",
+            Outcome::Failed(why) => why,
+        }
+    }
+
+    /// How it went.
+    pub(super) fn line(&self) -> String {
+        let stood = self
+            .downtime_ms
+            .map_or(String::new(), |ms| format!(", stood still {ms:.0} ms"));
+        format!(
+            "{} in {:.2} s{stood}; {} rounds, {:.1} MB there",
+            self.outcome(),
+            self.total_s,
+            self.rounds,
+            self.there_bytes as f64 / 1e6
+        )
+    }
+}
+
+impl Row {
+    /// Those that ended, if any did.
+    fn counted(&self) -> Vec<&Move> {
+        let moved: Vec<&Move> = self.moves.iter().filter(|of| of.outcome == Outcome::Moved).collect();
+        if moved.is_empty() {
+            return self.moves.iter().collect();
+        }
+        moved
+    }
+
+    fn median(&self, of: impl Fn(&Move) -> f64) -> f64 {
+        let values: Vec<f64> = self.counted().into_iter().map(of).collect();
+        median(&values)
+    }
+
+    fn line(&self) -> String {
+        let moved = self.moves.iter().filter(|of| of.outcome == Outcome::Moved).count();
+        let mut outcome = format!("{moved} of {}", self.moves.len());
+        let mut others: Vec<&str> = self.moves.iter().map(Move::outcome).collect();
+        others.retain(|&what| what != "moved");
+        others.sort_unstable();
+        others.dedup();
+        if !others.is_empty() {
+            outcome = format!("{outcome}: {}", others.join("; "));
+        }
+        let downtime = match self.median(|of| of.downtime_ms.unwrap_or(f64::NAN)) {
+            ms if ms.is_nan() => "-".to_owned(),
+            ms => format!("{ms:.0}"),
+        };
+        format!(
+            "| {} | {} | {:.0} | {outcome} | {:.2} | {downtime} | {:.0} | {:.0} | {:.1} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} |",
+            self.method.name(),
+            self.rate,
+            self.median(|of| of.kept),
+            self.median(|of| of.total_s),
+            self.median(|of| of.rounds as f64),
+            self.median(Move::pages_per_s),
+            self.median(|of| of.there_bytes as f64) / 1e6,
+            self.median(|of| of.back_bytes as f64) / 1e6,
+            self.median(Move::ratio),
+            self.median(|of| of.cpu_s[0]),
+            self.median(|of| of.cpu_s[1]),
+            self.median(Move::cpu_per_gib),
+        )
+    }
+
+    pub(super) fn json(&self, bench: &Bench<'_>) -> Vec<Value> {
+        let row = |of: &Move| {
+            json!({
+                "load": bench.load.name(),
+                "link": bench.link.speed.to_string(),
+                "method": self.method.name(),
+                "rate-mb-s": self.rate,
+                "outcome": of.outcome(),
+                "kept-rate-mb-s": of.kept,
+                "total-s": of.total_s,
+                "downtime-ms": of.downtime_ms,
+                "rounds": of.rounds,
+                "pages": of.pages,
+                "zero-pages": of.zeros,
+                "there-bytes": of.there_bytes,
+                "back-bytes": of.back_bytes,
+                "ratio": of.ratio(),
+                "cpu-source-s": of.cpu_s[0],
+                "cpu-destination-s": of.cpu_s[1],
+            })
+        };
+        self.moves.iter().map(row).collect()
+    }
+}
+
+/// Prints the table of one load and link, and beside it what was published.
+pub(super) fn show(bench: &Bench<'_>, rows: &[Row]) {
+    let arguments = bench.arguments;
+    let qemu = if arguments.debian13 { "10" } else { "7.2" };
+    println!(
+        "\n{}, {}; QEMU {qemu}, {} MiB, of which {} change; {} ms of downtime, {} s at most\n",
+        bench.load.name(),
+        bench.link.speed.words(),
+        arguments.memory,
+        arguments.size,
+        arguments.downtime,
+        arguments.limit
+    );
+    println!(
+        "| method | rate set, MB/s | kept | moved | total, s | stood still, ms | rounds | pages/s | MB there | back | ratio | CPU s source | destination | per GiB sent |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|");
+    for row in rows.iter().filter(|row| !row.moves.is_empty()) {
+        println!("{}", row.line());
+    }
+    if arguments.rates.is_empty() {
+        largest(bench, rows);
+    }
+    println!("\n{}", published(bench.load));
+}
+
+/// What the search has found.
+fn largest(bench: &Bench<'_>, rows: &[Row]) {
+    println!("\n| method | largest rate set at which it moves, MB/s | kept | the next one |\n|---|---|---|---|");
+    for &method in &bench.arguments.modes {
+        let of_method = |good: bool| {
+            rows.iter()
+                .filter(move |row| row.method == method && verdict(row, bench.arguments.accept_ms()) == Some(good))
+        };
+        let (set, kept) = match of_method(true).next_back() {
+            Some(row) => (row.rate.to_string(), format!("{:.0}", row.median(|of| of.kept))),
+            None => ("none".to_owned(), "-".to_owned()),
+        };
+        let next = match of_method(false).next_back() {
+            Some(row) => format!("{}: no", row.rate),
+            None => "not tried".to_owned(),
+        };
+        println!("| {} | {set} | {kept} | {next} |", method.name());
+    }
+}

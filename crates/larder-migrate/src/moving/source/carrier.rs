@@ -1,0 +1,111 @@
+//! A session with the destination.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::{LOOK_EVERY, SAY_LATE_EVERY};
+use crate::moving::folder::Folder;
+use crate::moving::messages::{ToDestination, ToSource};
+use crate::notes::{Notes, Received};
+use crate::progress::Progress;
+use crate::send::{self, SendError, Sender, Steering};
+
+/// How long a session may take to end after all is over.
+const END_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A session with the destination, and the thread that carries it.
+pub(super) struct Carrier {
+    pub(super) notes: Notes,
+    pub(super) steering: Arc<Steering>,
+    pub(super) socket: Folder,
+    pub(super) thread: Option<JoinHandle<Result<(), SendError>>>,
+}
+
+impl Carrier {
+    pub(super) fn start(options: &send::Options, user: u32, progress: &Arc<Progress>) -> Result<Self, String> {
+        let sender = Sender::connect(options).map_err(|error| error.to_string())?;
+        let (socket, listener) = Folder::with_listener(user).map_err(|error| format!("a socket for QEMU: {error}"))?;
+        let steering = Arc::new(Steering::default());
+        steering.hold.store(true, Ordering::Relaxed);
+        let notes = sender.notes();
+        let (steered, progress) = (Arc::clone(&steering), Arc::clone(progress));
+        let thread = thread::Builder::new()
+            .name("larder-send".to_owned())
+            .spawn(move || sender.carry(&listener, &progress, &steered))
+            .map_err(|error| format!("a thread: {error}"))?;
+        Ok(Self {
+            notes,
+            steering,
+            socket,
+            thread: Some(thread),
+        })
+    }
+
+    /// Says something to the destination and waits for its answer: as long as the session lives, and until it is cancelled,
+    /// of which nothing is heard before the end of `patience`.
+    pub(super) fn ask(
+        &self,
+        told: &ToDestination,
+        cancel: &AtomicBool,
+        patience: Duration,
+    ) -> Result<ToSource, String> {
+        self.notes.send(&serde_json::to_vec(told).expect("plain data"));
+        let begun = Instant::now();
+        let mut said = begun;
+        loop {
+            if begun.elapsed() >= patience && cancel.load(Ordering::Relaxed) {
+                return Err("cancelled".to_owned());
+            }
+            match self.notes.receive(LOOK_EVERY) {
+                Received::Nothing => {}
+                Received::Over => return Err("the connection was lost".to_owned()),
+                Received::Note(note) => {
+                    return serde_json::from_slice(&note)
+                        .map_err(|error| format!("it says what is not understood ({error})"));
+                }
+            }
+            if said.elapsed() > SAY_LATE_EVERY {
+                said = Instant::now();
+                tracing::warn!("the destination has not answered for {} s", begun.elapsed().as_secs());
+            }
+        }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Lets the session end in order, once QEMU's channels have, which they have had time for.
+    pub(super) fn end(mut self) -> Result<(), SendError> {
+        self.steering.hold.store(false, Ordering::Relaxed);
+        let until = Instant::now() + END_TIMEOUT;
+        while !self.is_over() && Instant::now() < until {
+            thread::sleep(LOOK_EVERY);
+        }
+        self.steering.stop.store(true, Ordering::Relaxed);
+        self.join()
+    }
+
+    /// Ends the session, whatever is under way, and says why it ended if it had before.
+    pub(super) fn break_off(mut self) -> Option<SendError> {
+        self.steering.stop.store(true, Ordering::Relaxed);
+        self.join().err().filter(|error| !matches!(error, SendError::Stopped))
+    }
+
+    fn join(&mut self) -> Result<(), SendError> {
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Ok(result)) => result,
+            Some(Err(_)) => Err(SendError::Panicked { what: "the sender" }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Carrier {
+    fn drop(&mut self) {
+        self.steering.stop.store(true, Ordering::Relaxed);
+        let _ = self.join();
+    }
+}

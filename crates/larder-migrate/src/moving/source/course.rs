@@ -1,0 +1,99 @@
+//! How far a move is.
+
+use std::time::{Duration, Instant};
+
+use super::{MoveError, Options};
+use crate::moving::messages::{Tell, ToDestination, VERSION};
+use crate::moving::record::Leaving;
+use crate::moving::watch::Watch;
+
+/// How long QEMU may take to see that its sockets are shut, in post-copy; QEMU 7.2 does not where all is sent.
+const CUT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often it is told to see it.
+const CUT_TRIES: u32 = 6;
+
+/// A move that QEMU has begun.
+pub(super) struct Course {
+    pub(super) leaving: Leaving,
+    pub(super) begun: Instant,
+    pub(super) watch: Watch,
+    /// The source has switched over, or is about to.
+    pub(super) postcopy: Postcopy,
+    /// The destination has said that it runs the VM.
+    pub(super) answered: bool,
+    pub(super) downtime_ms: Option<u64>,
+    /// By a mover before.
+    pub(super) resumed: bool,
+    /// The session carries QEMU's channels.
+    pub(super) carries: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Postcopy {
+    No,
+    Asked,
+    Yes,
+}
+
+impl Course {
+    pub(super) fn new(leaving: Leaving, options: &Options) -> Self {
+        Self {
+            leaving,
+            begun: Instant::now(),
+            watch: Watch::new(options.downtime_ms),
+            postcopy: Postcopy::No,
+            answered: false,
+            downtime_ms: None,
+            resumed: false,
+            carries: true,
+        }
+    }
+
+    /// The destination may run the VM: it was told to.
+    pub(super) const fn told(&self) -> bool {
+        self.leaving.told
+    }
+
+    pub(super) fn tell(&self, tell: Tell) -> ToDestination {
+        ToDestination {
+            version: VERSION,
+            id: self.leaving.id.clone(),
+            tell,
+        }
+    }
+
+    pub(super) fn go(&self) -> ToDestination {
+        self.tell(Tell::Go {
+            run: self.leaving.run,
+            postcopy: self.postcopy == Postcopy::Yes,
+        })
+    }
+}
+
+/// A cut of the connection in post-copy that QEMU does not see.
+#[derive(Default)]
+pub(super) struct Cut {
+    since: Option<Instant>,
+    tries: u32,
+}
+
+impl Cut {
+    /// Whether it is time to do something about it.
+    pub(super) fn is_unseen(&mut self, is_cut: bool) -> Result<bool, MoveError> {
+        if !is_cut {
+            self.since = None;
+            return Ok(false);
+        }
+        if self.since.get_or_insert_with(Instant::now).elapsed() < CUT_TIMEOUT {
+            return Ok(false);
+        }
+        self.since = None;
+        self.tries += 1;
+        if self.tries > CUT_TRIES {
+            return Err(MoveError::Broken {
+                reason: "QEMU here does not see that the connection is lost".to_owned(),
+            });
+        }
+        Ok(true)
+    }
+}

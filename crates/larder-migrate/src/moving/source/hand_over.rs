@@ -1,0 +1,233 @@
+//! The moment in which a VM goes over, and what is done if that goes wrong.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::carrier::Carrier;
+use super::course::{Course, Postcopy};
+use super::mover::Mover;
+use super::{ASK_AGAIN, Done, MoveError, SAY_LATE_EVERY};
+use crate::moving::messages::{Tell, ToSource};
+use crate::qmp::QmpError;
+
+/// How long a VM that is handed over is not left alone by a mover that is to stop.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// How long it asks if QEMU has ended here.
+const ASK_WITHOUT_SOURCE: Duration = Duration::from_secs(60);
+
+/// Why post-copy is not taken up again.
+enum NotRecovered {
+    /// It never can be.
+    Never(String),
+    /// Perhaps the next time.
+    Yet(String),
+}
+
+impl Mover<'_> {
+    /// The source is stopped and all has arrived, or comes by post-copy: has the destination run it. Returns a session in
+    /// which it has said that it does.
+    pub(super) fn hand_over(&mut self, carrier: Carrier, course: &mut Course) -> Result<Carrier, MoveError> {
+        let stopped = course.watch.stopped_at(&mut self.qmp).ok().flatten();
+        self.will_tell(course)?;
+        let answer = self.ask_to_go(&carrier, course);
+        let result = match answer {
+            Ok(answer) => self.took(answer, course).map(|_| carrier),
+            Err(lost) => {
+                drop(carrier);
+                tracing::warn!("the VM is handed over, and the destination's answer was lost: {lost}");
+                self.reach(course).map(|(carrier, _)| carrier)
+            }
+        };
+        course.downtime_ms = stopped.map(|stopped| stopped.elapsed().as_millis() as u64);
+        result
+    }
+
+    /// From here on the destination may run it.
+    fn will_tell(&self, course: &mut Course) -> Result<(), MoveError> {
+        if !course.leaving.told {
+            course.leaving.told = true;
+            self.place.save(&course.leaving).map_err(|error| {
+                MoveError::Unsettled(format!(
+                    "all has arrived, but the record of the move cannot be kept ({error}): make room, and run the same command again"
+                ))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Asks, in post-copy until the destination can; the answer, or why there is none.
+    fn ask_to_go(&self, carrier: &Carrier, course: &Course) -> Result<ToSource, String> {
+        let mut said: Option<Instant> = None;
+        loop {
+            match carrier.ask(&course.go(), self.cancel, ANSWER_PATIENCE)? {
+                ToSource::NotYet { reason } => {
+                    if said.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY) {
+                        tracing::warn!("the destination cannot let the VM run yet: {reason}");
+                        said = Some(Instant::now());
+                    }
+                }
+                answer => return Ok(answer),
+            }
+            thread::sleep(ASK_AGAIN);
+        }
+    }
+
+    /// Whether `Go` has arrived is not known, or what has become of the VM since: asks over new sessions until somebody says
+    /// so. Returns the session in which the destination has said that it runs the VM, and whether it has all of its memory.
+    pub(super) fn reach(&mut self, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
+        self.will_tell(course)?;
+        let mut lost = "cancelled".to_owned();
+        let mut said: Option<Instant> = None;
+        let begun = Instant::now();
+        while !self.is_cancelled() {
+            // There is nobody here who could have it back.
+            if self.is_gone && begun.elapsed() > ASK_WITHOUT_SOURCE {
+                return Err(MoveError::Lost {
+                    reason: format!("and the destination does not say whether it has everything: {lost}"),
+                });
+            }
+            lost = match self.connect() {
+                Ok(carrier) => match self.ask_to_go(&carrier, course) {
+                    Ok(answer) => {
+                        let whole = self.took(answer, course)?;
+                        course.carries = false;
+                        return Ok((carrier, whole));
+                    }
+                    Err(lost) => lost,
+                },
+                Err(lost) => lost,
+            };
+            if said.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY) {
+                tracing::warn!("asking the destination again until it answers: {lost}");
+                said = Some(Instant::now());
+            }
+            thread::sleep(ASK_AGAIN);
+        }
+        Err(MoveError::InDoubt { reason: lost })
+    }
+
+    /// The destination has answered to `Go`; whether it has all of the VM's memory.
+    fn took(&mut self, answer: ToSource, course: &mut Course) -> Result<bool, MoveError> {
+        match answer {
+            ToSource::Running { whole } => {
+                course.answered = true;
+                Ok(whole)
+            }
+            ToSource::NotRunning { reason } if self.is_gone => Err(MoveError::Lost { reason }),
+            ToSource::NotRunning { reason } => match self.run_here(course.leaving.run) {
+                Ok(()) => {
+                    self.stays(&course.leaving);
+                    Err(MoveError::Here { reason })
+                }
+                Err(error) if course.postcopy == Postcopy::Yes => Err(MoveError::Broken {
+                    reason: format!("{reason}; and here: {error}"),
+                }),
+                Err(error) => Err(MoveError::Unsettled(format!(
+                    "{reason}; and then: {error}: look at the VM"
+                ))),
+            },
+            ToSource::Refused { reasons } => Err(MoveError::InDoubt {
+                reason: reasons.join("; "),
+            }),
+            ToSource::Unknown { reason } => Err(MoveError::InDoubt { reason }),
+            other @ (ToSource::Prepared { .. } | ToSource::NotYet { .. }) => Err(MoveError::InDoubt {
+                reason: format!("it answers {other:?}"),
+            }),
+        }
+    }
+
+    /// QEMU has failed after the destination was told to run the VM, which it does at the end of post-copy, and lets its own
+    /// processors run again.
+    pub(super) fn after_failure(
+        &mut self,
+        carrier: Option<Carrier>,
+        mut course: Course,
+        reason: String,
+    ) -> Result<Done, MoveError> {
+        let _ = self.qmp.execute("stop", json!({}));
+        drop(carrier);
+        match self.reach(&mut course)? {
+            (carrier, true) => Ok(self.finish(carrier, &course, 0)),
+            (_, false) => Err(MoveError::Broken { reason }),
+        }
+    }
+
+    /// QEMU has ended here. Nothing stands in the way of the destination, if all had gone.
+    pub(super) fn without_source(
+        &mut self,
+        carrier: Carrier,
+        mut course: Course,
+        error: &QmpError,
+    ) -> Result<Done, MoveError> {
+        // Where it is not known which process that was, it counts as living.
+        if self.qmp.process().is_none_or(|process| process.lives()) {
+            return Err(MoveError::Unsettled(format!(
+                "{error}; its process lives: run the same command again"
+            )));
+        }
+        if !course.told() && course.watch.has_gone_on(&mut self.qmp) {
+            return Err(MoveError::Lost {
+                reason: "the migration had failed before, and what the destination has is old".to_owned(),
+            });
+        }
+        tracing::warn!("{error}; asking the destination whether it has all of the VM");
+        self.is_gone = true;
+        drop(carrier);
+        match self.reach(&mut course)? {
+            (carrier, true) => Ok(self.finish(carrier, &course, 0)),
+            (_, false) => Err(MoveError::Lost {
+                reason: "it had not sent all when post-copy was under way".to_owned(),
+            }),
+        }
+    }
+
+    /// Post-copy whose connection broke: both QEMUs wait for another one. Returns a session that carries the rest, or in
+    /// which the destination has said that there is none.
+    pub(super) fn recover(&mut self, carrier: Carrier, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
+        tracing::warn!("the connection was lost in the middle of post-copy; connecting anew");
+        drop(carrier);
+        let mut reason = "cancelled".to_owned();
+        let mut said: Option<Instant> = None;
+        while !self.is_cancelled() {
+            match self.recover_once(course) {
+                Ok((carrier, whole)) if course.answered => return Ok((carrier, whole)),
+                Ok((carrier, _)) => return Ok((self.hand_over(carrier, course)?, false)),
+                Err(NotRecovered::Never(reason)) => return Err(MoveError::Broken { reason }),
+                Err(NotRecovered::Yet(lost)) => reason = lost,
+            }
+            if said.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY) {
+                tracing::warn!("{reason}; trying again");
+                said = Some(Instant::now());
+            }
+            thread::sleep(ASK_AGAIN);
+        }
+        Err(MoveError::Broken {
+            reason: format!("{reason}; run the same command again while both live"),
+        })
+    }
+
+    fn recover_once(&mut self, course: &mut Course) -> Result<(Carrier, bool), NotRecovered> {
+        let yet = NotRecovered::Yet;
+        let carrier = self.connect().map_err(yet)?;
+        let recover = course.tell(Tell::Recover);
+        match carrier.ask(&recover, self.cancel, Duration::ZERO).map_err(yet)? {
+            ToSource::Prepared { .. } => match self.migrate(&carrier.socket.socket(), true) {
+                Ok(()) => {
+                    course.carries = true;
+                    Ok((carrier, false))
+                }
+                Err(error) if error.is_gone() => Err(NotRecovered::Never(error.to_string())),
+                Err(error) => Err(yet(error.to_string())),
+            },
+            ToSource::Running { whole: true } => {
+                course.answered = true;
+                Ok((carrier, true))
+            }
+            ToSource::NotRunning { reason } | ToSource::Unknown { reason } => Err(NotRecovered::Never(reason)),
+            ToSource::Refused { reasons } => Err(yet(reasons.join("; "))),
+            other => Err(yet(format!("the destination answers {other:?}"))),
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! The source's mover: sets QEMU going, watches it, and hands the VM over.
+
+mod carrier;
+mod course;
+mod hand_over;
+mod mover;
+mod settle;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde_json::{Value, json};
+use thiserror::Error;
+
+use self::mover::Mover;
+use super::record::{Leaving, Place};
+use super::watch::Report;
+use crate::progress::Progress;
+use crate::qmp::{Qmp, QmpError};
+use crate::send;
+
+/// After so long without an answer, and again, it is said that there is none.
+const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
+/// Between two looks at QEMU.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Between two questions whether the VM runs at the destination.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
+/// What is to be moved, and how.
+pub struct Options {
+    /// The source QEMU's monitor.
+    pub qmp: PathBuf,
+    /// A folder, this user's alone, for what a mover after this one must know ([`super::record`]).
+    pub records: PathBuf,
+    /// Where to, and over what.
+    pub send: send::Options,
+    /// QEMU's channels for pages besides its main channel; 0: none.
+    pub multifd_channels: u8,
+    /// How long the guest may stand still in the end, in milliseconds.
+    pub downtime_ms: u64,
+    /// After so long without an end it is given up.
+    pub timeout: Option<Duration>,
+    /// What does not converge may be ended by post-copy.
+    pub postcopy: bool,
+    /// What does not converge may be throttled.
+    pub throttle: bool,
+    /// The source's QEMU is not ended.
+    pub keep: bool,
+}
+
+/// How it ended well.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Done {
+    /// From the start of QEMU's migration until the VM ran at the destination and nothing was left, in seconds.
+    pub seconds: f64,
+    /// From the stop of the guest here until the destination said that it runs, in milliseconds.
+    pub downtime_ms: Option<u64>,
+    /// As QEMU counts.
+    pub rounds: u64,
+    /// By post-copy.
+    pub postcopy: bool,
+    /// It had been handed over by a mover before, which had not heard of it.
+    pub resumed: bool,
+}
+
+/// Why a VM was not moved.
+#[derive(Debug, Error)]
+pub enum MoveError {
+    /// Found before anything was touched.
+    #[error("it cannot be moved, and nothing was changed: {}", .0.join("; "))]
+    Preflight(Vec<String>),
+    /// Found before anything was touched, and where the VM is was not found.
+    #[error("it cannot be moved: {0}")]
+    Unclear(String),
+    /// It runs on where it was.
+    #[error("not moved; the VM goes on here: {reason}")]
+    Here {
+        /// Why.
+        reason: String,
+    },
+    /// It runs on where it was, since the user wanted so.
+    #[error("cancelled; the VM goes on here")]
+    Cancelled,
+    /// It stands still.
+    #[error(
+        "the VM stands still here: it was handed over, and whether it runs at the destination is not known ({reason}); run \
+        the same command again once the destination can be reached, and it will run there or here. Only if its QEMU there \
+        has ended, and will not run: larder migrate --take-back lets it run here"
+    )]
+    InDoubt {
+        /// Why there is no answer.
+        reason: String,
+    },
+    /// Post-copy was cut, and the halves do not come together.
+    #[error("post-copy broke off and could not be taken up again, and the VM needs both QEMUs: {reason}")]
+    Broken {
+        /// Why.
+        reason: String,
+    },
+    /// The source's QEMU has ended before all had gone.
+    #[error(
+        "the QEMU here has ended in the middle of the move, and the VM with it unless it runs at the destination: {reason}"
+    )]
+    Lost {
+        /// Why.
+        reason: String,
+    },
+    /// QEMU.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Not moved, and QEMU did not go on as it should.
+    #[error("{0}")]
+    Unsettled(String),
+}
+
+/// Moves the VM.
+///
+/// # Errors
+/// It is not at the destination, or nobody knows: the error says where it is.
+pub fn run(
+    options: &Options,
+    progress: &Arc<Progress>,
+    cancel: &AtomicBool,
+    report: &mut dyn FnMut(&Report),
+) -> Result<Done, MoveError> {
+    let mut mover = Mover::new(options, Arc::clone(progress), cancel)?;
+    let leaving: Option<Leaving> = mover
+        .place
+        .load()
+        .map_err(|error| MoveError::Unclear(error.to_string()))?;
+    let (mut state, migration) = mover.at_rest(leaving.is_some())?;
+    let status = status_of(&migration);
+    let has_ended = matches!(status, "none" | "completed" | "failed" | "cancelled");
+    let is_postcopy = status.starts_with("postcopy-");
+    if let Some(leaving) = leaving {
+        let is_over_there = status == "completed" && state == "postmigrate";
+        if leaving.told && status == "completed" && !is_over_there {
+            return Err(MoveError::Unclear(format!(
+                "it was handed over to {}, and then somebody has let it go on here: if it does not run there, say so by \
+                larder migrate --take-back",
+                leaving.to
+            )));
+        }
+        if is_over_there || is_postcopy || leaving.told && has_ended {
+            return mover.go_on(leaving, status, report);
+        }
+        if has_ended {
+            mover.clear_up(leaving)?;
+            state = mover.qmp.run_state()?;
+        }
+    }
+    match (state.as_str(), status) {
+        ("running" | "paused" | "suspended" | "io-error", "none" | "completed" | "failed" | "cancelled") => {
+            mover.move_it(runs(&state), report)
+        }
+        ("postmigrate", "completed") => Err(MoveError::Unclear(
+            "QEMU's VM was migrated, and there is no record of it: it was moved, or something else moves it".to_owned(),
+        )),
+        _ => Err(MoveError::Unclear(format!(
+            "QEMU's VM is '{state}', and its migration '{status}'"
+        ))),
+    }
+}
+
+/// A guest that sleeps is woken at the destination, as QEMU does it.
+fn runs(state: &str) -> bool {
+    matches!(state, "running" | "suspended")
+}
+
+/// Lets a VM run here that was handed over. Whoever wants this has made sure that the destination's QEMU has ended.
+///
+/// # Errors
+/// It was not handed over, or can never run here again.
+pub fn take_back(qmp: &Path, records: &Path) -> Result<(), MoveError> {
+    let mut qmp = Qmp::connect(qmp)?;
+    let place = Place::new(records, "from", &qmp);
+    let leaving: Option<Leaving> = place.load().map_err(preflight)?;
+    let migration = qmp.migration()?;
+    let state = qmp.run_state()?;
+    match (leaving, state.as_str(), status_of(&migration)) {
+        (Some(leaving), "running" | "postmigrate" | "paused", "completed" | "failed" | "cancelled") => {
+            if leaving.run && state != "running" {
+                qmp.execute("cont", json!({}))?;
+            }
+            place.remove();
+            leaving.before.restore(&mut qmp);
+            Ok(())
+        }
+        (_, _, status) => Err(MoveError::Preflight(vec![format!(
+            "QEMU's VM is '{state}', and its migration '{status}': there is nothing to take back"
+        )])),
+    }
+}
+
+fn preflight(error: impl std::fmt::Display) -> MoveError {
+    MoveError::Preflight(vec![error.to_string()])
+}
+
+fn status_of(migration: &Value) -> &str {
+    migration["status"].as_str().unwrap_or("none")
+}

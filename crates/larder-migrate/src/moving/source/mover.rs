@@ -1,0 +1,357 @@
+//! From the first question to the end of QEMU's migration.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::carrier::Carrier;
+use super::course::{Course, Cut, Postcopy};
+use super::settle::SETTLE_TIMEOUT;
+use super::{Done, LOOK_EVERY, MoveError, Options, preflight, runs, status_of};
+use crate::moving::Description;
+use crate::moving::messages::{Tell, ToSource};
+use crate::moving::record::{Leaving, MoveId, Place};
+use crate::moving::settings::{Before, Role, Settings};
+use crate::moving::watch::Report;
+use crate::progress::Progress;
+use crate::qmp::{Qmp, QmpError};
+
+pub(super) struct Mover<'a> {
+    pub(super) options: &'a Options,
+    pub(super) qmp: Qmp,
+    vm: Description,
+    progress: Arc<Progress>,
+    pub(super) cancel: &'a AtomicBool,
+    pub(super) place: Place,
+    /// QEMU has ended.
+    pub(super) is_gone: bool,
+}
+
+impl<'a> Mover<'a> {
+    pub(super) fn new(
+        options: &'a Options,
+        progress: Arc<Progress>,
+        cancel: &'a AtomicBool,
+    ) -> Result<Self, MoveError> {
+        let mut qmp = Qmp::connect(&options.qmp)?;
+        let vm = Description::of(&mut qmp)?;
+        let place = Place::new(&options.records, "from", &qmp);
+        Ok(Self {
+            options,
+            qmp,
+            vm,
+            progress,
+            cancel,
+            place,
+            is_gone: false,
+        })
+    }
+
+    /// What the VM and its migration are; one of a mover that has ended has lost its connection, which QEMU sees soon.
+    pub(super) fn at_rest(&mut self, is_ours: bool) -> Result<(String, Value), MoveError> {
+        let until = Instant::now() + SETTLE_TIMEOUT;
+        loop {
+            let migration = self.qmp.migration()?;
+            let state = self.qmp.run_state()?;
+            let status = status_of(&migration);
+            let moves = matches!(status, "setup" | "active" | "device" | "cancelling")
+                || state == "finish-migrate" && !status.starts_with("postcopy-");
+            if !is_ours || !moves || Instant::now() > until || self.is_cancelled() {
+                return Ok((state, migration));
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    pub(super) fn connect(&self) -> Result<Carrier, String> {
+        Carrier::start(&self.options.send, self.qmp.user(), &self.progress)
+    }
+
+    /// QEMU 7.2 takes both multifd and post-copy, and its destination then ends with an assertion (`yank_unregister_instance`);
+    /// those after it refuse both, up to 10.0.
+    const fn settings(&self) -> Settings {
+        Settings {
+            multifd_channels: if self.options.postcopy {
+                0
+            } else {
+                self.options.multifd_channels
+            },
+            postcopy: self.options.postcopy,
+        }
+    }
+
+    /// What a mover before this one has left, that had not handed the VM over.
+    pub(super) fn clear_up(&mut self, leaving: Leaving) -> Result<(), MoveError> {
+        if leaving.stopped {
+            self.run_here(leaving.run).map_err(MoveError::Unclear)?;
+        }
+        self.stays(&leaving);
+        Ok(())
+    }
+
+    pub(super) fn move_it(&mut self, run: bool, report: &mut dyn FnMut(&Report)) -> Result<Done, MoveError> {
+        self.blockers()?;
+        let leaving = Leaving {
+            id: MoveId::new().map_err(preflight)?,
+            run,
+            to: self.options.send.to.clone(),
+            stopped: false,
+            told: false,
+            before: Before::default(),
+        };
+        let mut course = Course::new(leaving, self.options);
+        let carrier = self.connect().map_err(preflight)?;
+        let prepare = course.tell(Tell::Prepare {
+            vm: Box::new(self.vm.clone()),
+            settings: self.settings(),
+        });
+        match carrier.ask(&prepare, self.cancel, Duration::ZERO) {
+            Ok(ToSource::Prepared { warnings }) => {
+                for warning in warnings {
+                    tracing::warn!("{warning}");
+                }
+            }
+            Ok(ToSource::Refused { reasons }) => return Err(MoveError::Preflight(reasons)),
+            Ok(other) => return Err(preflight(format!("the destination answers {other:?}"))),
+            Err(reason) => {
+                let reason = carrier.break_off().map_or(reason, |error| error.to_string());
+                return Err(preflight(format!("the destination: {reason}")));
+            }
+        }
+        // Getting ready takes time, and others may have a monitor, too.
+        let state = self.qmp.run_state()?;
+        if runs(&state) != run {
+            return Err(preflight(format!(
+                "QEMU's VM is '{state}' now, which it was not before"
+            )));
+        }
+        match self.begin(&carrier.socket.socket(), &mut course) {
+            Ok(()) => self.see_through(carrier, course, report),
+            // Whatever goes on in QEMU is not this move.
+            Err(error @ QmpError::Refused { .. }) => {
+                self.stays(&course.leaving);
+                Err(MoveError::Here {
+                    reason: error.to_string(),
+                })
+            }
+            Err(error) => Err(self.take_back(carrier, &course, error.to_string())),
+        }
+    }
+
+    /// What QEMU itself says against a migration.
+    fn blockers(&mut self) -> Result<(), MoveError> {
+        let migration = self.qmp.migration()?;
+        let reasons: Vec<String> = migration["blocked-reasons"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|reason| reason.as_str().map(str::to_owned))
+            .collect();
+        if reasons.is_empty() {
+            Ok(())
+        } else {
+            Err(MoveError::Preflight(reasons))
+        }
+    }
+
+    fn begin(&mut self, socket: &Path, course: &mut Course) -> Result<(), QmpError> {
+        let role = Role::Source {
+            downtime_ms: self.options.downtime_ms,
+            throttle: self.options.throttle,
+        };
+        course.leaving.before = self.settings().apply(&mut self.qmp, role)?;
+        // A mover after this one knows from it what was moved where, should this one end.
+        if let Err(error) = self.place.save(&course.leaving) {
+            course.leaving.before.restore(&mut self.qmp);
+            return Err(QmpError::Refused {
+                command: "migrate".to_owned(),
+                text: format!("which it was not told, since no record can be kept: {error}"),
+            });
+        }
+        course.begun = Instant::now();
+        self.migrate(socket, false)
+    }
+
+    pub(super) fn migrate(&mut self, socket: &Path, resume: bool) -> Result<(), QmpError> {
+        let mut arguments = json!({"uri": format!("unix:{}", socket.display())});
+        if resume {
+            arguments["resume"] = true.into();
+        }
+        self.qmp.execute("migrate", arguments).map(|_| ())
+    }
+
+    /// A mover before this one has ended, when QEMU had done all, or in the middle of post-copy.
+    pub(super) fn go_on(
+        &mut self,
+        leaving: Leaving,
+        status: &str,
+        report: &mut dyn FnMut(&Report),
+    ) -> Result<Done, MoveError> {
+        tracing::warn!("going on with a move to {} whose mover has ended", leaving.to);
+        let mut course = Course::new(leaving, self.options);
+        course.resumed = true;
+        if status != "completed" {
+            course.postcopy = Postcopy::Yes;
+        }
+        if matches!(status, "failed" | "cancelled") {
+            let reason = format!("the migration here has {status}");
+            return self.after_failure(None, course, reason);
+        }
+        let (carrier, whole) = self.reach(&mut course)?;
+        if whole {
+            return Ok(self.finish(carrier, &course, 0));
+        }
+        self.see_through(carrier, course, report)
+    }
+
+    /// Watches a migration until the VM runs at the destination, or goes on here.
+    fn see_through(
+        &mut self,
+        mut carrier: Carrier,
+        mut course: Course,
+        report: &mut dyn FnMut(&Report),
+    ) -> Result<Done, MoveError> {
+        let mut cut = Cut::default();
+        loop {
+            let migration = match self.qmp.migration() {
+                Ok(migration) => migration,
+                Err(error) if error.is_gone() => return self.without_source(carrier, course, &error),
+                Err(error) => {
+                    tracing::warn!("{error}");
+                    // Nothing can be asked of it but to go on.
+                    json!({"status": "late"})
+                }
+            };
+            match status_of(&migration) {
+                "completed" => {
+                    if !course.answered {
+                        carrier = self.hand_over(carrier, &mut course)?;
+                    }
+                    report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
+                    let rounds = migration["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
+                    return Ok(self.finish(carrier, &course, rounds));
+                }
+                status @ ("failed" | "cancelled") => {
+                    let reason = migration["error-desc"].as_str().unwrap_or(status).to_owned();
+                    if course.told() {
+                        return self.after_failure(Some(carrier), course, reason);
+                    }
+                    return Err(self.take_back(carrier, &course, reason));
+                }
+                "postcopy-active" => {
+                    course.postcopy = Postcopy::Yes;
+                    if !course.answered {
+                        carrier = self.hand_over(carrier, &mut course)?;
+                    } else if cut.is_unseen(carrier.is_over() || !course.carries)? {
+                        let whole;
+                        (carrier, whole) = self.reach(&mut course)?;
+                        if whole {
+                            return Ok(self.finish(carrier, &course, 0));
+                        }
+                        let _ = self.qmp.execute_out_of_band("migrate-pause", json!({}));
+                    }
+                }
+                "postcopy-paused" => {
+                    course.postcopy = Postcopy::Yes;
+                    let whole;
+                    (carrier, whole) = self.recover(carrier, &mut course)?;
+                    if whole {
+                        return Ok(self.finish(carrier, &course, 0));
+                    }
+                    cut = Cut::default();
+                }
+                "active" => self.look_whether_it_runs(&mut course),
+                _ => {}
+            }
+            if !course.told()
+                && let Err(stop) = self.may_go_on(&carrier, &mut course)
+            {
+                let error = self.take_back(carrier, &course, stop.clone().unwrap_or_default());
+                return Err(match error {
+                    MoveError::Here { .. } if stop.is_none() => MoveError::Cancelled,
+                    error => error,
+                });
+            }
+            report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
+            // That QEMU has ended is seen above.
+            let _ = course.watch.hear(&mut self.qmp, LOOK_EVERY);
+        }
+    }
+
+    /// Whether it is not to be given up, as long as that can be; or why, if not as the user has said.
+    fn may_go_on(&mut self, carrier: &Carrier, course: &mut Course) -> Result<(), Option<String>> {
+        // It may have switched over, of which there is no way back.
+        if course.postcopy == Postcopy::Asked {
+            return Ok(());
+        }
+        if self.is_cancelled() {
+            return Err(None);
+        }
+        let verdict = course.watch.verdict();
+        if let Some(timeout) = self.options.timeout.filter(|timeout| course.begun.elapsed() > *timeout) {
+            return Err(Some(format!(
+                "it did not end in {} s: {}",
+                timeout.as_secs(),
+                verdict.unwrap_or_else(|| "it was still under way".to_owned())
+            )));
+        }
+        if carrier.is_over() {
+            return Err(Some("the connection was lost".to_owned()));
+        }
+        if self.options.postcopy
+            && let Some(verdict) = verdict
+        {
+            tracing::info!("post-copy begins: {verdict}");
+            self.begin_post_copy(course)
+                .map_err(|error| Some(format!("post-copy does not begin: {error}")))?;
+        }
+        Ok(())
+    }
+
+    /// Stops the VM first: QEMU 10 lets one run again that it has stopped itself, if the end of post-copy fails, and then it
+    /// would run at both places.
+    fn begin_post_copy(&mut self, course: &mut Course) -> Result<(), String> {
+        course.leaving.stopped = true;
+        self.place.save(&course.leaving).map_err(|error| error.to_string())?;
+        let begun = self
+            .qmp
+            .execute("stop", json!({}))
+            .and_then(|_| self.qmp.execute("migrate-start-postcopy", json!({})));
+        begun.map_err(|error| error.to_string())?;
+        course.postcopy = Postcopy::Asked;
+        Ok(())
+    }
+
+    /// The user may stop it and let it go on while it moves.
+    fn look_whether_it_runs(&mut self, course: &mut Course) {
+        let state = match self.qmp.run_state() {
+            Ok(state) if !course.leaving.stopped => state,
+            _ => return,
+        };
+        // Others are QEMU's own at the end of a migration.
+        let stands = [
+            "paused",
+            "io-error",
+            "guest-panicked",
+            "internal-error",
+            "shutdown",
+            "watchdog",
+            "prelaunch",
+        ];
+        let runs = runs(&state);
+        if course.leaving.run != runs && (runs || stands.contains(&state.as_str())) {
+            course.leaving.run = runs;
+            if let Err(error) = self.place.save(&course.leaving) {
+                tracing::warn!("the record of the move cannot be kept: {error}");
+            }
+        }
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+}

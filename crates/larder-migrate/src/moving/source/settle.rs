@@ -1,0 +1,106 @@
+//! The end of a move: the VM goes on here, or is the destination's.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::carrier::Carrier;
+use super::course::{Course, Postcopy};
+use super::mover::Mover;
+use super::{Done, LOOK_EVERY, MoveError, status_of};
+use crate::moving::record::Leaving;
+use crate::qmp::QmpError;
+
+/// How long QEMU may take to give up a migration whose sockets are shut, and to run again.
+pub(super) const SETTLE_TIMEOUT: Duration = Duration::from_secs(60);
+
+impl Mover<'_> {
+    /// The VM goes on here: waits until QEMU has given up, and lets it run if it does not by itself. Nothing that would
+    /// let the destination run it was sent.
+    pub(super) fn take_back(&mut self, carrier: Carrier, course: &Course, reason: String) -> MoveError {
+        let lost = carrier.break_off();
+        let reason = match lost {
+            Some(error) if !reason.is_empty() => format!("{error} (QEMU: {reason})"),
+            Some(error) => error.to_string(),
+            None => reason,
+        };
+        match self.run_here(course.leaving.run) {
+            Ok(()) => {
+                self.stays(&course.leaving);
+                MoveError::Here { reason }
+            }
+            Err(error) => MoveError::Unsettled(format!("{reason}; and then: {error}: look at the VM")),
+        }
+    }
+
+    /// Until QEMU's migration has ended and, if it is to, the VM runs.
+    pub(super) fn run_here(&mut self, run: bool) -> Result<(), String> {
+        let until = Instant::now() + SETTLE_TIMEOUT;
+        loop {
+            let is = match self.look_here(run) {
+                Ok(None) => return Ok(()),
+                Ok(Some(is)) if is.contains("postcopy-") => return Err(is),
+                Ok(Some(is)) => is,
+                Err(error) if error.is_gone() => return Err(error.to_string()),
+                Err(error) => error.to_string(),
+            };
+            if Instant::now() > until {
+                return Err(format!("QEMU does not let it run: {is}"));
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// One step towards that; what it is if not there yet.
+    fn look_here(&mut self, run: bool) -> Result<Option<String>, QmpError> {
+        let migration = self.qmp.migration()?;
+        let status = status_of(&migration);
+        let state = self.qmp.run_state()?;
+        if !matches!(status, "none" | "completed" | "failed" | "cancelled") {
+            // It is refused where it is too early. In post-copy it is too late, and QEMU 7.2 would hang.
+            if status != "cancelling" && !status.starts_with("postcopy-") {
+                let _ = self.qmp.execute("migrate_cancel", json!({}));
+            }
+        } else if !run
+            || !matches!(
+                state.as_str(),
+                "paused" | "prelaunch" | "postmigrate" | "finish-migrate"
+            )
+        {
+            // Where it does not run for a reason of its own, such as an error of a disk, that is its user's.
+            return Ok(None);
+        } else {
+            // It starts its processors again by itself, but for one that had completed.
+            self.qmp.execute("cont", json!({}))?;
+        }
+        Ok(Some(format!("it is '{state}', its migration '{status}'")))
+    }
+
+    /// The VM is here, and will be moved anew or not at all.
+    pub(super) fn stays(&mut self, leaving: &Leaving) {
+        self.place.remove();
+        leaving.before.restore(&mut self.qmp);
+    }
+
+    /// The VM runs elsewhere. Its QEMU here is ended before the session is, so that no mover that comes after a crash in
+    /// between finds a VM that seems to wait.
+    pub(super) fn finish(&mut self, carrier: Carrier, course: &Course, rounds: u64) -> Done {
+        let seconds = course.begun.elapsed().as_secs_f64();
+        if !self.options.keep && !self.is_gone {
+            // It closes the connection, at times before it has answered.
+            let _ = self.qmp.execute("quit", json!({}));
+        }
+        self.place.remove();
+        if let Err(error) = carrier.end() {
+            tracing::warn!("after the VM was handed over: {error}");
+        }
+        Done {
+            seconds,
+            downtime_ms: course.downtime_ms,
+            rounds,
+            postcopy: course.postcopy == Postcopy::Yes,
+            resumed: course.resumed,
+        }
+    }
+}

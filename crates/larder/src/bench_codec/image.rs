@@ -1,0 +1,171 @@
+//! A guest's memory in a file: the bytes of its RAM as they are (QEMU's `pmemsave`, `memory-backend-file`), or an ELF core
+//! dump of it (`dump-guest-memory`, `virsh dump --memory-only`), of which the memory is those segments that are loaded.
+//!
+//! No more of it is read than is wanted, whatever its size. What is no whole page, at the end of the file or of a segment,
+//! is left out.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail, ensure};
+use larder_codec::PAGE;
+use larder_codec::batch::BATCH_PAGES;
+
+const PAGE_BYTES: u64 = PAGE as u64;
+/// Of the file's beginning, what tells what it is.
+const HEAD_BYTES: usize = 64;
+
+/// In the ELF specification: `e_ident[EI_CLASS]` of 64 bits, `e_ident[EI_DATA]` little-endian, and in the file's order
+/// `e_type` of a core dump and `p_type` of what is loaded.
+const ELF_64_BIT_LITTLE_ENDIAN: [u8; 2] = [2, 1];
+const ELF_CORE: u16 = 4;
+const ELF_LOAD: u32 = 1;
+/// Bytes of a program header.
+const ELF_SEGMENT_BYTES: usize = 56;
+/// Where their number does not fit its field.
+const ELF_MANY_SEGMENTS: u16 = u16::MAX;
+
+/// A file with a guest's memory.
+pub(super) struct Image {
+    path: PathBuf,
+    file: File,
+    /// In the order of the file, none of them empty.
+    segments: Vec<Segment>,
+}
+
+/// Pages side by side.
+struct Segment {
+    /// Of the first, in bytes.
+    offset: u64,
+    pages: u64,
+}
+
+impl Image {
+    pub(super) fn open(path: &Path) -> anyhow::Result<Self> {
+        let name = path.display();
+        let cannot = || format!("cannot read the memory in {name}");
+        // A FIFO would wait for a writer.
+        let metadata = path.metadata().with_context(cannot)?;
+        ensure!(
+            metadata.is_file(),
+            "{name} is no file: give one that QEMU's pmemsave or dump-guest-memory has written, or that backs a guest's memory"
+        );
+        let bytes = metadata.len();
+        ensure!(bytes > 0, "{name} is empty");
+        ensure!(
+            bytes >= PAGE_BYTES,
+            "{name} has {bytes} bytes: that is less than a page, which has {PAGE}"
+        );
+        let file = File::open(path).with_context(cannot)?;
+        let mut head = [0; HEAD_BYTES];
+        file.read_exact_at(&mut head, 0).with_context(cannot)?;
+        ensure!(
+            !head.starts_with(b"KDUMP   ") && !head.starts_with(b"makedumpfile"),
+            "{name} is a dump that is compressed already: have QEMU write it without -z, -l and -s"
+        );
+        let mut segments = if head.starts_with(b"\x7fELF") && word::<2>(&head, 16) == u64::from(ELF_CORE) {
+            segments_of_dump(&file, &head, bytes).with_context(|| format!("cannot read the core dump {name}"))?
+        } else {
+            vec![Segment {
+                offset: 0,
+                pages: bytes / PAGE_BYTES,
+            }]
+        };
+        segments.retain(|segment| segment.pages > 0);
+        ensure!(!segments.is_empty(), "the core dump {name} has no memory in it");
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            segments,
+        })
+    }
+
+    /// Of all of its memory.
+    pub(super) fn bytes(&self) -> u64 {
+        self.pages() * PAGE_BYTES
+    }
+
+    fn pages(&self) -> u64 {
+        self.segments.iter().map(|segment| segment.pages).sum()
+    }
+
+    /// As many whole pages as fit `bytes`, or all: batches of them, as far from one another everywhere.
+    pub(super) fn sample(&self, bytes: usize) -> anyhow::Result<Vec<u8>> {
+        let pages = self.pages();
+        let wanted = usize::try_from(pages).unwrap_or(usize::MAX).min(bytes / PAGE);
+        let left_out = u128::from(pages - wanted as u64);
+        let mut sample = vec![0; wanted * PAGE];
+        let pieces = wanted.div_ceil(BATCH_PAGES) as u128;
+        for (index, piece) in sample.chunks_mut(BATCH_PAGES * PAGE).enumerate() {
+            // Half as much is left out before the first and behind the last as between two.
+            let before = left_out * (2 * index as u128 + 1) / (2 * pieces);
+            self.read(before as u64 + (index * BATCH_PAGES) as u64, piece)
+                .with_context(|| format!("cannot read the memory in {}", self.path.display()))?;
+        }
+        Ok(sample)
+    }
+
+    /// Pages from `first` on, counted through all segments.
+    fn read(&self, first: u64, mut to: &mut [u8]) -> std::io::Result<()> {
+        let mut skipped = first;
+        for segment in &self.segments {
+            if to.is_empty() {
+                break;
+            }
+            if skipped >= segment.pages {
+                skipped -= segment.pages;
+                continue;
+            }
+            let here = (segment.pages - skipped).min((to.len() / PAGE) as u64);
+            let (now, later) = to.split_at_mut(here as usize * PAGE);
+            self.file.read_exact_at(now, segment.offset + skipped * PAGE_BYTES)?;
+            to = later;
+            skipped = 0;
+        }
+        Ok(())
+    }
+}
+
+/// The memory of an ELF core dump with this header, in a file of so many bytes.
+fn segments_of_dump(file: &File, head: &[u8; HEAD_BYTES], file_bytes: u64) -> anyhow::Result<Vec<Segment>> {
+    ensure!(
+        head[4..6] == ELF_64_BIT_LITTLE_ENDIAN,
+        "it is not of a 64-bit little-endian machine; give its memory as pmemsave writes it"
+    );
+    let (table, entry_bytes, count) = (word::<8>(head, 32), word::<2>(head, 54), word::<2>(head, 56));
+    ensure!(
+        count != u64::from(ELF_MANY_SEGMENTS),
+        "it has more than {} segments",
+        ELF_MANY_SEGMENTS - 1
+    );
+    ensure!(
+        entry_bytes == ELF_SEGMENT_BYTES as u64,
+        "its program headers are of {entry_bytes} bytes instead of {ELF_SEGMENT_BYTES}"
+    );
+    let mut headers = vec![0; count as usize * ELF_SEGMENT_BYTES];
+    file.read_exact_at(&mut headers, table)
+        .context("its program headers are not where it says")?;
+    let mut segments = Vec::new();
+    for header in headers.as_chunks::<ELF_SEGMENT_BYTES>().0 {
+        if word::<4>(header, 0) != u64::from(ELF_LOAD) {
+            continue;
+        }
+        let (offset, bytes) = (word::<8>(header, 8), word::<8>(header, 32));
+        match offset.checked_add(bytes) {
+            Some(end) if end <= file_bytes => segments.push(Segment {
+                offset,
+                pages: bytes / PAGE_BYTES,
+            }),
+            _ => bail!("it is cut off: of {bytes} bytes at {offset} not all are in the {file_bytes} of the file"),
+        }
+    }
+    Ok(segments)
+}
+
+/// `BYTES` bytes, little-endian.
+fn word<const BYTES: usize>(from: &[u8], at: usize) -> u64 {
+    let mut wide = [0; 8];
+    wide[..BYTES].copy_from_slice(&from[at..at + BYTES]);
+    u64::from_le_bytes(wide)
+}

@@ -1,0 +1,153 @@
+//! A domain moved from one libvirt to another by `virsh migrate`, its stream carried by Larder.
+
+use std::fs;
+use std::process::Command;
+
+use larder_bench::campaign::guest::{initramfs, test_bed};
+use larder_bench::campaign::migration::larder::Side;
+use larder_bench::campaign::migration::vm::counted;
+use larder_bench::campaign::process::{Process, mortal};
+
+use crate::host::{Host, copy_for_qemu};
+use crate::support::{LIMIT, on_disk, run};
+
+/// What QEMU connects to on the host that the domain leaves, and where QEMU listens on the other one: libvirt has the same
+/// path for both. The folder is that of QEMU's user.
+const SOCKET: &str = "/var/lib/libvirt/qemu/web.migrate";
+
+/// It counts, and changes its memory and checks it.
+const SCRIPT: &str = "exec guest-load mixed --size 32 --rate 10 --check 1\n";
+
+/// Hosts with a libvirtd each. The domain `web` is defined on the first, and its guest works there.
+fn hosts() -> [Host; 2] {
+    let hosts = [Host::with_libvirtd(), Host::with_libvirtd()];
+    let here = &hosts[0];
+    // Both find it there.
+    let folder = here.folder.path();
+    let images = on_disk();
+    let made = initramfs(SCRIPT, images.path()).expect("the test bed");
+    copy_for_qemu(&made, &folder.join("initrd"));
+    copy_for_qemu(&test_bed("vmlinuz").expect("the test bed"), &folder.join("vmlinuz"));
+    here.define(&include_str!("migrate.xml").replace("FOLDER", &folder.display().to_string()));
+    here.virsh(&["start", "web"]);
+    wait_for_more(here, "TICK", 1);
+    hosts
+}
+
+fn console(host: &Host) -> String {
+    let bytes = fs::read(host.inside("/var/log/libvirt/console")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Waits for so many lines more on the console that have these words.
+fn wait_for_more(host: &Host, words: &str, lines: usize) {
+    // The one that is being written may have been counted already.
+    let goal = console(host).matches(words).count() + lines;
+    host.wait_until(words, || {
+        let console = console(host);
+        let ends = ["MISMATCH", "LARDER-GUEST-EXIT", "Kernel panic"];
+        assert!(!ends.iter().any(|end| console.contains(end)), "{console}");
+        console.matches(words).count() >= goal
+    });
+}
+
+/// Waits until the guest has checked all its memory here once more, and written it anew.
+fn verifies(host: &Host) {
+    wait_for_more(host, "ROUND", 2);
+}
+
+/// Larder on both hosts, for one move.
+fn carriers(from: &Host, to: &Host, words: &[&str]) -> [Side; 2] {
+    let receive = [
+        "larder",
+        "migrate",
+        "receive",
+        "--listen",
+        "127.0.0.1:0",
+        "--connect",
+        SOCKET,
+    ];
+    let receiver = Side::listening(to.command_on_network(&receive)).expect("it listens");
+    let address = receiver.address().to_string();
+    let send = ["larder", "migrate", "send", "--listen", SOCKET, "--to", &address];
+    let process = Process::start(from.command_on_network(&[&send, words].concat())).expect("starts");
+    process.wait_for("ready to send to ", LIMIT).expect("it connects");
+    let sender = Side { process, address: None };
+    [sender, receiver]
+}
+
+/// virsh of somebody who reaches the libvirtd of both hosts.
+fn migrate(from: &Host, to: &Host, words: &[&str]) -> Command {
+    let uri = |host: &Host| {
+        let socket = host.inside("/run/libvirt/libvirt-sock");
+        format!("qemu+unix:///system?socket={}", socket.display())
+    };
+    let mut command = mortal("virsh");
+    command
+        .env("LC_ALL", "C")
+        .args(["--connect", &uri(from), "migrate", "--live", "web"])
+        .args(["--desturi", &uri(to), "--migrateuri"])
+        .arg(format!("unix://{SOCKET}"))
+        .args(words);
+    command
+}
+
+fn moves(from: &Host, to: &Host, words: &[&str]) {
+    let sides = carriers(from, to, &[]);
+    let (code, said) = run(migrate(from, to, words));
+    assert_eq!(code, Some(0), "{said}");
+    for mut side in sides {
+        let (code, said) = side.end().expect("ends");
+        assert_eq!(code, Some(0), "{said}");
+    }
+    assert_eq!(to.virsh(&["domstate", "web"]).trim(), "running");
+    assert_eq!(from.virsh(&["list", "--name"]).trim(), "");
+}
+
+#[test]
+fn a_domain_moves_to_another_libvirt_and_back() {
+    let [here, there] = hosts();
+    moves(&here, &there, &[]);
+    // The file begins anew when the domain comes back.
+    let before = console(&here);
+    verifies(&there);
+    moves(&there, &here, &["--parallel", "--parallel-connections", "2"]);
+    verifies(&here);
+    counted(&[before, console(&there), console(&here)]).expect("it has counted on");
+}
+
+#[test]
+fn a_move_is_watched_and_cancelled_as_any_of_libvirts() {
+    let [here, there] = hosts();
+    // As slow as if it went on for ever.
+    let [mut sender, mut receiver] = carriers(&here, &there, &["--bandwidth", "1MiB"]);
+    let mut virsh = Process::start(migrate(&here, &there, &[])).expect("starts");
+    let processed = || {
+        let said = here.virsh(&["domjobinfo", "web"]);
+        let line = said.lines().find(|line| line.starts_with("Memory processed:"));
+        line.map(str::to_owned)
+    };
+    here.wait_until("the move has begun", || processed().is_some());
+    let before = processed();
+    here.wait_until("it goes on", || {
+        processed().is_some_and(|now| before.as_ref() != Some(&now))
+    });
+    here.virsh(&["domjobabort", "web"]);
+    let status = virsh.wait(LIMIT).expect("ends");
+    // Why, it says as it comes: QEMU 7.2 shuts its socket before it knows that it is to cancel, and may take that for a failure.
+    assert!(!status.success(), "{}", virsh.output());
+    let ended = sender.end().expect("ends");
+    assert!(
+        ended.0 == Some(2) && ended.1.contains("the migration did not end well"),
+        "{ended:?}"
+    );
+    let ended = receiver.end().expect("ends");
+    assert!(ended.0 == Some(2) && ended.1.contains("the sender: "), "{ended:?}");
+    assert_eq!(here.virsh(&["domstate", "web"]).trim(), "running");
+    assert_eq!(there.virsh(&["list", "--all", "--name"]).trim(), "");
+    verifies(&here);
+    // The same again.
+    moves(&here, &there, &[]);
+    verifies(&there);
+    counted(&[console(&here), console(&there)]).expect("it has counted on");
+}
