@@ -18,6 +18,7 @@ pub struct Progress {
 #[derive(Default)]
 struct State {
     totals: Totals,
+    flight: Duration,
     channels: Vec<Option<Facts>>,
 }
 
@@ -86,8 +87,18 @@ impl Progress {
         }
     }
 
-    pub(crate) fn delivered(&self, bytes: u64) {
-        self.lock().totals.delivered_bytes += bytes;
+    /// The destination's QEMU has taken bytes, the last of which were so long on their way.
+    pub(crate) fn delivered(&self, bytes: u64, time: Option<Duration>) {
+        let mut state = self.lock();
+        state.totals.delivered_bytes += bytes;
+        if let Some(time) = time {
+            state.flight = state.flight * 7 / 8 + time / 8;
+        }
+    }
+
+    /// How long bytes are on their way from one QEMU to the other, of late.
+    pub fn flight(&self) -> Duration {
+        self.lock().flight
     }
 
     pub(crate) fn sent(&self, raw_len: usize, outcome: &Outcome, encoded: Duration, written: Duration) {

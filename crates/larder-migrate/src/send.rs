@@ -505,13 +505,13 @@ impl Session<'_> {
 
     fn delivered(&self, channel: &Channel, bytes: u64) -> Result<(), SendError> {
         let mut reading = channel.reading();
-        let Some(more) = reading.delivered(bytes) else {
+        let Some((more, time)) = reading.delivered(bytes) else {
             return Err(SendError::Message(format!(
                 "that {bytes} bytes of channel {} were delivered, of which {} were sent",
                 channel.number, reading.offset
             )));
         };
-        self.progress.delivered(more);
+        self.progress.delivered(more, time);
         if reading.paused && !reading.must_pause(self.welcome.window) {
             reading.paused = false;
             self.again(channel, &reading)?;

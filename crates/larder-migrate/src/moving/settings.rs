@@ -75,11 +75,12 @@ impl Settings {
         };
         let mut changes = Map::new();
         for (name, value) in self.parameters(role) {
-            let Some(was) = is.get(name).filter(|was| **was != value) else {
-                continue;
-            };
-            before.parameters.insert(name.to_owned(), was.clone());
-            changes.insert(name.to_owned(), value);
+            let Some(was) = is.get(name) else { continue };
+            // This one changes later, too.
+            if *was != value || name == "downtime-limit" {
+                before.parameters.insert(name.to_owned(), was.clone());
+                changes.insert(name.to_owned(), value);
+            }
         }
         if !changes.is_empty()
             && let Err(error) = qmp.execute("migrate-set-parameters", changes.into())

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::lock;
 use crate::stream::{self, Blocks, Parser};
@@ -37,6 +38,53 @@ impl Tail {
     }
 }
 
+/// How many bytes may be on their way: as few as keep the way busy. QEMU takes what is on its way for sent, measures the link
+/// by it, and stops its guest for so much longer.
+///
+/// As long as bytes wait for no others they take the least time that any have taken; what they take more, they wait.
+struct Flight {
+    bytes: u64,
+    least: Duration,
+    changed: Instant,
+}
+
+impl Flight {
+    const BYTES_MIN: u64 = 2 << 20;
+    const BYTES_FIRST: u64 = 4 << 20;
+    /// More than any window.
+    const BYTES_MAX: u64 = 1 << 32;
+    /// Bytes are to wait for others for so long.
+    const WAIT: Duration = Duration::from_millis(40);
+
+    fn new() -> Self {
+        Self {
+            bytes: Self::BYTES_FIRST,
+            least: Duration::MAX,
+            changed: Instant::now(),
+        }
+    }
+
+    /// Bytes took so long, and others were or were not kept back because of them.
+    fn took(&mut self, time: Duration, kept_back: bool) {
+        self.least = self.least.min(time);
+        // What a change does is seen only by bytes that were sent after it.
+        if self.changed.elapsed() < time {
+            return;
+        }
+        let goal = self.least + Self::WAIT;
+        if time > goal {
+            let share = goal.as_secs_f64() / time.as_secs_f64();
+            let fewer = (self.bytes as f64 * share.max(0.5)) as u64;
+            self.bytes = fewer.max(Self::BYTES_MIN);
+        } else if kept_back {
+            self.bytes = (self.bytes + self.bytes / 2).min(Self::BYTES_MAX);
+        } else {
+            return;
+        }
+        self.changed = Instant::now();
+    }
+}
+
 pub(super) struct Reading {
     pub(super) parser: Parser,
     /// Read, but not yet part of a frame.
@@ -45,8 +93,9 @@ pub(super) struct Reading {
     pub(super) offset: u64,
     /// Bytes that the destination's QEMU has taken.
     pub(super) delivered: u64,
-    /// Where the frames end that it has not.
-    pub(super) under_way: VecDeque<u64>,
+    /// Where the frames end that it has not, and when they were cut.
+    under_way: VecDeque<(u64, Instant)>,
+    flight: Flight,
     /// Nobody reads until more is delivered.
     pub(super) paused: bool,
     /// QEMU has closed it, and the receiver was told.
@@ -72,27 +121,32 @@ impl Reading {
     /// So many bytes more are in a frame.
     pub(super) fn framed(&mut self, len: usize) {
         self.offset += len as u64;
-        self.under_way.push_back(self.offset);
+        self.under_way.push_back((self.offset, Instant::now()));
     }
 
-    /// The destination's QEMU has taken so many bytes from the beginning; how many more than before. `None`: so many it
-    /// cannot have, or had before.
-    pub(super) fn delivered(&mut self, bytes: u64) -> Option<u64> {
+    /// The destination's QEMU has taken so many bytes from the beginning; how many more than before, and how long the last
+    /// frame of them was on its way. `None`: so many it cannot have, or had before.
+    pub(super) fn delivered(&mut self, bytes: u64) -> Option<(u64, Option<Duration>)> {
         if bytes > self.offset {
             return None;
         }
         let more = bytes.checked_sub(self.delivered)?;
         self.delivered = bytes;
-        while self.under_way.front().is_some_and(|&end| end <= bytes) {
-            self.under_way.pop_front();
+        let mut last = None;
+        while self.under_way.front().is_some_and(|&(end, _)| end <= bytes) {
+            last = self.under_way.pop_front();
         }
-        Some(more)
+        let time = last.map(|(_, at)| at.elapsed());
+        if let Some(time) = time {
+            self.flight.took(time, self.paused);
+        }
+        Some((more, time))
     }
 
     /// Whether the receiver may have no room for another frame.
     pub(super) fn must_pause(&self, window: u32) -> bool {
         let bytes = self.offset - self.delivered + FRAME_RAW_MAX as u64;
-        bytes > window.into() || self.under_way.len() >= CHANNEL_FRAMES_MAX
+        bytes > self.flight.bytes.min(window.into()) || self.under_way.len() >= CHANNEL_FRAMES_MAX
     }
 }
 
@@ -108,6 +162,7 @@ impl Channel {
                 offset: 0,
                 delivered: 0,
                 under_way: VecDeque::new(),
+                flight: Flight::new(),
                 paused: false,
                 ended: false,
                 closed: false,
@@ -149,6 +204,28 @@ impl Channel {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn as_much_is_on_its_way_as_keeps_the_way_busy() {
+        let mut flight = Flight::new();
+        let mut step = |millis: u64, kept_back: bool| {
+            // As if the last change were long ago.
+            flight.changed = Instant::now().checked_sub(Duration::from_secs(9)).expect("a clock");
+            flight.took(Duration::from_millis(millis), kept_back);
+            flight.bytes
+        };
+        // A long way, with nothing else on it.
+        assert_eq!(step(100, false), Flight::BYTES_FIRST);
+        let more = step(120, true);
+        assert!(more > Flight::BYTES_FIRST);
+        // They wait for one another.
+        let fewer = step(280, true);
+        assert_eq!(fewer, more / 2);
+        for _ in 0..20 {
+            step(1_000, true);
+        }
+        assert_eq!(step(1_000, true), Flight::BYTES_MIN);
+    }
 
     #[test]
     fn what_came_last_is_known_however_it_came() {

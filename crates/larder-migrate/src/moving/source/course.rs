@@ -17,6 +17,8 @@ pub(super) struct Course {
     pub(super) leaving: Leaving,
     pub(super) begun: Instant,
     pub(super) watch: Watch,
+    /// What QEMU is allowed of the time that the guest may stand still, in milliseconds.
+    pub(super) limit_ms: u64,
     /// The source has switched over, or is about to.
     pub(super) postcopy: Postcopy,
     /// The destination has said that it runs the VM.
@@ -41,6 +43,7 @@ impl Course {
             leaving,
             begun: Instant::now(),
             watch: Watch::new(options.downtime_ms),
+            limit_ms: options.downtime_ms,
             postcopy: Postcopy::No,
             answered: false,
             downtime_ms: None,

@@ -20,6 +20,9 @@ use crate::moving::watch::Report;
 use crate::progress::Progress;
 use crate::qmp::{Qmp, QmpError};
 
+/// How long it takes from the last byte until the VM runs at the destination.
+const HAND_OVER: Duration = Duration::from_millis(30);
+
 pub(super) struct Mover<'a> {
     pub(super) options: &'a Options,
     pub(super) qmp: Qmp,
@@ -264,7 +267,10 @@ impl<'a> Mover<'a> {
                     }
                     cut = Cut::default();
                 }
-                "active" => self.look_whether_it_runs(&mut course),
+                "active" => {
+                    self.look_whether_it_runs(&mut course);
+                    self.keep_downtime(&mut course);
+                }
                 _ => {}
             }
             if !course.told()
@@ -324,6 +330,22 @@ impl<'a> Mover<'a> {
         begun.map_err(|error| error.to_string())?;
         course.postcopy = Postcopy::Asked;
         Ok(())
+    }
+
+    /// QEMU takes for sent what Larder has taken: what is on its way then, and the hand-over, come on top of the time for
+    /// which it stops its guest, and are taken off what it is allowed.
+    fn keep_downtime(&mut self, course: &mut Course) {
+        let whole = self.options.downtime_ms;
+        let besides = (self.progress.flight() + HAND_OVER).as_millis() as u64;
+        let limit = whole.saturating_sub(besides).max(whole / 3).max(1);
+        if limit.abs_diff(course.limit_ms) <= course.limit_ms / 8 {
+            return;
+        }
+        // An older limit does no harm.
+        let set = json!({"downtime-limit": limit});
+        if self.qmp.execute("migrate-set-parameters", set).is_ok() {
+            course.limit_ms = limit;
+        }
     }
 
     /// The user may stop it and let it go on while it moves.
