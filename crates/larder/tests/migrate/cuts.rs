@@ -24,8 +24,8 @@ enum Stage {
 
 const STAGES: [Stage; 5] = [Stage::Idle, Stage::Begun, Stage::Middle, Stage::Full, Stage::Last];
 
-/// Bytes that may wait for the destination's QEMU.
-const WINDOW: u64 = 32 << 20;
+/// Bytes that a sender lets be on their way before it knows how long that is.
+const WINDOW: u64 = 4 << 20;
 
 /// A session at a stage.
 struct Session {
