@@ -67,6 +67,8 @@ struct Inner {
     told: Option<ToSource>,
     /// All has come.
     whole: bool,
+    /// QEMU did not answer the last question.
+    is_late: bool,
 }
 
 /// Why a VM cannot be let run.
@@ -125,6 +127,7 @@ impl Destination {
                 settings: None,
                 told: None,
                 whole: false,
+                is_late: false,
             }),
         })
     }
@@ -331,6 +334,11 @@ impl Inner {
             .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
             .map(|migration| status_of(&migration).to_owned());
         let is_gone = migration.as_ref().is_err_and(QmpError::is_gone);
+        let is_late = migration.is_err() && !is_gone;
+        if let Some(error) = migration.as_ref().err().filter(|_| is_late && !self.is_late) {
+            tracing::warn!("{error}; if it does not take in a VM just now, end it");
+        }
+        self.is_late = is_late;
         // A QEMU that is busy says nothing of it, and it stays so.
         self.whole |= migration.as_ref().is_ok_and(|status| status == "completed");
         match self.arriving.as_ref().map(|arriving| &arriving.phase) {
