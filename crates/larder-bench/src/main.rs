@@ -6,6 +6,7 @@ mod memory;
 mod migrate;
 mod prefetch;
 mod qcow2;
+mod undo;
 mod vhost_user;
 
 use std::process::ExitCode;

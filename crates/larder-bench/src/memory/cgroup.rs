@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-use super::undo::Undo;
+use crate::undo::Undo;
 
 const CONTROLLER: &str = "/sys/fs/cgroup/memory";
 

@@ -13,7 +13,6 @@ mod plot;
 mod swap;
 pub(crate) mod touch;
 mod tpch;
-mod undo;
 mod working_set;
 mod workload;
 

@@ -8,8 +8,8 @@ use std::process::Command;
 use anyhow::{Context, bail};
 
 use super::cgroup::named;
-use super::undo::Undo;
 use crate::prefetch::place::Place;
+use crate::undo::Undo;
 
 /// The folder goes too: while the file was swapped to it could not.
 const SWAP_OFF: &str = r#"swapoff -- "$1" && rm -rf -- "$(dirname -- "$1")""#;

@@ -12,7 +12,7 @@ use super::cpu::Processors;
 use super::link::Side;
 use super::method::Method;
 use super::moving::{Carrier, Outcome};
-use super::undo::Undo;
+use crate::undo::Undo;
 
 /// What was measured of a move.
 #[derive(Clone, Debug)]
@@ -54,7 +54,7 @@ impl<'a> Guest<'a> {
         let arguments = bench.arguments;
         let script = bench.load.script(arguments.size, rate, arguments.check);
         let machine = Machine::running(arguments.release(), arguments.memory, &script)?;
-        let undo = Undo::new(r#"rm -rf -- "$1""#, &[machine.folder()])?;
+        let undo = Undo::new(r#"rm -rf -- "$1""#, [machine.folder()])?;
         let vm = machine.boot_by(&bench.link.enter(Side::A))?;
         Ok(Self {
             bench,

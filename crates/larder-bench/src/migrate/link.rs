@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, ensure};
 
-use super::undo::Undo;
+use crate::undo::Undo;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Speed {

@@ -15,7 +15,6 @@ mod method;
 mod moving;
 mod search;
 mod table;
-mod undo;
 
 use std::path::PathBuf;
 

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::Description;
 use super::folder::Folder;
 use super::messages::{Tell, ToDestination, ToSource, VERSION};
 use super::record::{Arriving, MoveId, Phase, Place};
 use super::settings::{CHANNELS_MAX, Role, Settings};
+use super::{Description, status_of};
 use crate::notes::{Notes, Received};
 use crate::qmp::{Qmp, QmpError};
 
@@ -461,11 +461,6 @@ fn parse(note: &[u8]) -> Result<ToDestination, String> {
     serde_json::from_value(value).map_err(|error| {
         format!("the source's Larder says what this one does not understand ({error}): use the same version")
     })
-}
-
-/// Its migration's, or `none`.
-fn status_of(migration: &Value) -> &str {
-    migration["status"].as_str().unwrap_or("none")
 }
 
 /// Until QEMU has all of the VM but what post-copy brings, and only its processors stand still.

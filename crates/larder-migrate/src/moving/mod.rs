@@ -38,6 +38,17 @@ pub mod watch;
 use std::io;
 
 pub use description::Description;
+use serde_json::Value;
+
+/// Of what `query-migrate` answers; `none` before the first migration.
+fn status_of(migration: &Value) -> &str {
+    migration["status"].as_str().unwrap_or("none")
+}
+
+/// Whether a migration of this status is not under way.
+fn has_ended(status: &str) -> bool {
+    matches!(status, "none" | "completed" | "failed" | "cancelled")
+}
 
 fn random_hex<const BYTES: usize>() -> io::Result<String> {
     let mut random = [0; BYTES];

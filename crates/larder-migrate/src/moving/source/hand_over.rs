@@ -8,7 +8,7 @@ use serde_json::json;
 use super::carrier::Carrier;
 use super::course::{Course, Postcopy};
 use super::mover::Mover;
-use super::{ASK_AGAIN, Done, MoveError, SAY_LATE_EVERY};
+use super::{ASK_AGAIN, Done, Late, MoveError};
 use crate::moving::messages::{Tell, ToSource};
 use crate::qmp::QmpError;
 
@@ -59,13 +59,12 @@ impl Mover<'_> {
 
     /// Asks, in post-copy until the destination can; the answer, or why there is none.
     fn ask_to_go(&self, carrier: &Carrier, course: &Course) -> Result<ToSource, String> {
-        let mut said: Option<Instant> = None;
+        let mut late = Late::default();
         loop {
             match carrier.ask(&course.go(), self.cancel, ANSWER_PATIENCE)? {
                 ToSource::NotYet { reason } => {
-                    if said.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY) {
+                    if late.is_time() {
                         tracing::warn!("the destination cannot let the VM run yet: {reason}");
-                        said = Some(Instant::now());
                     }
                 }
                 answer => return Ok(answer),
@@ -79,7 +78,7 @@ impl Mover<'_> {
     pub(super) fn reach(&mut self, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
         self.will_tell(course)?;
         let mut lost = "cancelled".to_owned();
-        let mut said: Option<Instant> = None;
+        let mut late = Late::default();
         let begun = Instant::now();
         while !self.is_cancelled() {
             // There is nobody here who could have it back.
@@ -99,9 +98,8 @@ impl Mover<'_> {
                 },
                 Err(lost) => lost,
             };
-            if said.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY) {
+            if late.is_time() {
                 tracing::warn!("asking the destination again until it answers: {lost}");
-                said = Some(Instant::now());
             }
             thread::sleep(ASK_AGAIN);
         }
@@ -189,7 +187,7 @@ impl Mover<'_> {
         tracing::warn!("the connection was lost in the middle of post-copy; connecting anew");
         drop(carrier);
         let mut reason = "cancelled".to_owned();
-        let mut said: Option<Instant> = None;
+        let mut late = Late::default();
         while !self.is_cancelled() {
             match self.recover_once(course) {
                 Ok((carrier, whole)) if course.answered => return Ok((carrier, whole)),
@@ -197,9 +195,8 @@ impl Mover<'_> {
                 Err(NotRecovered::Never(reason)) => return Err(MoveError::Broken { reason }),
                 Err(NotRecovered::Yet(lost)) => reason = lost,
             }
-            if said.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY) {
+            if late.is_time() {
                 tracing::warn!("{reason}; trying again");
-                said = Some(Instant::now());
             }
             thread::sleep(ASK_AGAIN);
         }

@@ -9,15 +9,16 @@ mod settle;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use thiserror::Error;
 
 use self::mover::Mover;
 use super::record::{Leaving, Place};
 use super::watch::Report;
+use super::{has_ended, status_of};
 use crate::progress::Progress;
 use crate::qmp::{Qmp, QmpError};
 use crate::send;
@@ -134,7 +135,7 @@ pub fn run(
         .map_err(|error| MoveError::Unclear(error.to_string()))?;
     let (mut state, migration) = mover.at_rest(leaving.is_some())?;
     let status = status_of(&migration);
-    let has_ended = matches!(status, "none" | "completed" | "failed" | "cancelled");
+    let has_ended = has_ended(status);
     let is_postcopy = status.starts_with("postcopy-");
     if let Some(leaving) = leaving {
         let is_over_there = status == "completed" && state == "postmigrate";
@@ -200,6 +201,16 @@ fn preflight(error: impl std::fmt::Display) -> MoveError {
     MoveError::Preflight(vec![error.to_string()])
 }
 
-fn status_of(migration: &Value) -> &str {
-    migration["status"].as_str().unwrap_or("none")
+/// Whether it is time to say again that something does not come.
+#[derive(Default)]
+struct Late(Option<Instant>);
+
+impl Late {
+    fn is_time(&mut self) -> bool {
+        let is_time = self.0.is_none_or(|said| said.elapsed() > SAY_LATE_EVERY);
+        if is_time {
+            self.0 = Some(Instant::now());
+        }
+        is_time
+    }
 }

@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 use super::carrier::Carrier;
 use super::course::{Course, Cut, Postcopy};
 use super::settle::SETTLE_TIMEOUT;
-use super::{Done, LOOK_EVERY, MoveError, Options, preflight, runs, status_of};
-use crate::moving::Description;
+use super::{Done, LOOK_EVERY, MoveError, Options, preflight, runs};
 use crate::moving::messages::{Tell, ToSource};
 use crate::moving::record::{Leaving, MoveId, Place};
 use crate::moving::settings::{Before, Role, Settings};
 use crate::moving::watch::Report;
+use crate::moving::{Description, status_of};
 use crate::progress::Progress;
 use crate::qmp::{Qmp, QmpError};
 

@@ -8,12 +8,21 @@ use serde_json::json;
 use super::carrier::Carrier;
 use super::course::{Course, Postcopy};
 use super::mover::Mover;
-use super::{Done, LOOK_EVERY, MoveError, status_of};
+use super::{Done, LOOK_EVERY, MoveError};
 use crate::moving::record::Leaving;
+use crate::moving::{has_ended, status_of};
 use crate::qmp::QmpError;
 
 /// How long QEMU may take to give up a migration whose sockets are shut, and to run again.
 pub(super) const SETTLE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How far a VM is from running here. The texts say what QEMU is.
+enum Step {
+    Done,
+    NotYet(String),
+    /// There is no way back from post-copy.
+    Never(String),
+}
 
 impl Mover<'_> {
     /// The VM goes on here: waits until QEMU has given up, and lets it run if it does not by itself. Nothing that would
@@ -39,9 +48,9 @@ impl Mover<'_> {
         let until = Instant::now() + SETTLE_TIMEOUT;
         loop {
             let is = match self.look_here(run) {
-                Ok(None) => return Ok(()),
-                Ok(Some(is)) if is.contains("postcopy-") => return Err(is),
-                Ok(Some(is)) => is,
+                Ok(Step::Done) => return Ok(()),
+                Ok(Step::Never(is)) => return Err(is),
+                Ok(Step::NotYet(is)) => is,
                 Err(error) if error.is_gone() => return Err(error.to_string()),
                 Err(error) => error.to_string(),
             };
@@ -52,29 +61,31 @@ impl Mover<'_> {
         }
     }
 
-    /// One step towards that; what it is if not there yet.
-    fn look_here(&mut self, run: bool) -> Result<Option<String>, QmpError> {
+    /// One step towards that.
+    fn look_here(&mut self, run: bool) -> Result<Step, QmpError> {
         let migration = self.qmp.migration()?;
         let status = status_of(&migration);
         let state = self.qmp.run_state()?;
-        if !matches!(status, "none" | "completed" | "failed" | "cancelled") {
-            // It is refused where it is too early. In post-copy it is too late, and QEMU 7.2 would hang.
-            if status != "cancelling" && !status.starts_with("postcopy-") {
+        let is = format!("it is '{state}', its migration '{status}'");
+        if status.starts_with("postcopy-") {
+            // QEMU 7.2 would hang if it were cancelled.
+            return Ok(Step::Never(is));
+        }
+        if !has_ended(status) {
+            // It is refused where it is too early.
+            if status != "cancelling" {
                 let _ = self.qmp.execute("migrate_cancel", json!({}));
             }
-        } else if !run
-            || !matches!(
-                state.as_str(),
-                "paused" | "prelaunch" | "postmigrate" | "finish-migrate"
-            )
-        {
-            // Where it does not run for a reason of its own, such as an error of a disk, that is its user's.
-            return Ok(None);
-        } else {
-            // It starts its processors again by itself, but for one that had completed.
-            self.qmp.execute("cont", json!({}))?;
+            return Ok(Step::NotYet(is));
         }
-        Ok(Some(format!("it is '{state}', its migration '{status}'")))
+        // Where it does not run for a reason of its own, such as an error of a disk, that is its user's.
+        let stands = ["paused", "prelaunch", "postmigrate", "finish-migrate"].contains(&state.as_str());
+        if !run || !stands {
+            return Ok(Step::Done);
+        }
+        // It starts its processors again by itself, but for one that had completed.
+        self.qmp.execute("cont", json!({}))?;
+        Ok(Step::NotYet(is))
     }
 
     /// The VM is here, and will be moved anew or not at all.

@@ -9,13 +9,13 @@ use anyhow::Context;
 const WAIT: &str = r#"trap "" INT TERM HUP; cat >/dev/null; "#;
 
 /// Commands of a shell that run when this goes, or with the process, however it ends.
-pub(super) struct Undo {
+pub(crate) struct Undo {
     shell: Child,
 }
 
 impl Undo {
     /// `arguments` are `$1` and so on in `script`.
-    pub(super) fn new<A: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = A>) -> anyhow::Result<Self> {
+    pub(crate) fn new<A: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = A>) -> anyhow::Result<Self> {
         let shell = Command::new("sh")
             .args(["-c", &format!("{WAIT}{script}"), "sh"])
             .args(arguments)
