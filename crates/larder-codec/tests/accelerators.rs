@@ -10,7 +10,7 @@ use larder_codec::PAGE;
 use larder_codec::accelerator::{Buffer, Dispatcher, Instance, Outcome, Pool, Software, find};
 use larder_codec::batch::{BATCH_PAGES, Decoder, Method};
 use larder_codec::measure::Kind;
-use larder_codec::select::{Class, Selector, Sender};
+use larder_codec::select::{Class, Selector, Sender, Way};
 
 struct Counting;
 
@@ -74,7 +74,7 @@ impl Sending {
         Self {
             pool: Pool::new(9),
             dispatcher: Dispatcher::new(instances),
-            selector: Selector::new(&Method::ALL, sender, 64),
+            selector: Selector::new(&Way::all().collect::<Vec<_>>(), sender, 64),
             decoder: Decoder::new(),
             pages: vec![0; BATCH_PAGES * PAGE],
             memory: Arc::new(memory),
@@ -139,7 +139,7 @@ impl Sending {
         self.selector.record(
             request.tag() / 4,
             class,
-            request.method(),
+            request.method().into(),
             out.len() / PAGE,
             encoded,
             request.ns(),

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use larder_codec::PAGE;
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
 use larder_codec::measure::Kind;
-use larder_codec::select::{Class, Selector, Sender};
+use larder_codec::select::{Class, Selector, Sender, Way};
 use proptest::prelude::*;
 
 /// What a method leaves of a byte, and its nanoseconds for one, as `examples/batches` measured it on batches of 64 pages.
@@ -331,11 +331,16 @@ fn ns_of_one_method(image: &[Memory], method: Option<Method>, mut pipeline: Pipe
     pipeline.sent_at
 }
 
+/// Without devices.
+fn here() -> [Way; Method::COUNT] {
+    Method::ALL.map(Way::from)
+}
+
 fn choose(selector: &mut Selector, memory: &Memory, pipeline: &mut Pipeline, region: u64) {
-    let method = selector.pick(region, memory.class, BATCH_PAGES);
-    let (encoded, ns, write_ns) = pipeline.made(memory, method);
-    if let Some(method) = method {
-        selector.record(region, memory.class, method, BATCH_PAGES, encoded, ns as u64);
+    let way = selector.pick(region, memory.class, BATCH_PAGES);
+    let (encoded, ns, write_ns) = pipeline.made(memory, way.map(Way::method));
+    if let Some(way) = way {
+        selector.record(region, memory.class, way, BATCH_PAGES, encoded, ns as u64);
     }
     let bytes = encoded.unwrap_or(BATCH_BYTES);
     selector.sent(bytes as u64, write_ns as u64);
@@ -374,7 +379,7 @@ fn worst_share(known: f64, socket_bytes: f64) -> (f64, String) {
                 if best * gigabits / 8.0 < 64.0 * socket_bytes {
                     continue;
                 }
-                let mut selector = Selector::new(&Method::ALL, sender(encoders, gigabits * known), 4096);
+                let mut selector = Selector::new(&here(), sender(encoders, gigabits * known), 4096);
                 let share = best / ns_of_choosing(&image, &mut selector, pipeline());
                 if share < worst.0 {
                     worst = (
@@ -450,7 +455,7 @@ fn settled(
 #[test]
 fn what_does_not_compress_is_left_alone_on_any_link() {
     for gigabits in [0.1, 1.0, 10.0, 100.0] {
-        let mut selector = Selector::new(&Method::ALL, sender(2.0, gigabits), 64);
+        let mut selector = Selector::new(&here(), sender(2.0, gigabits), 64);
         let (tried, left) = settled(
             &mut selector,
             "random",
@@ -471,7 +476,7 @@ fn what_does_not_compress_is_left_alone_on_any_link() {
 #[test]
 fn a_fast_link_takes_pages_as_they_are_and_a_slow_one_the_shortest() {
     let shares = |gigabits: f64, kind: &str| {
-        let mut selector = Selector::new(&Method::ALL, sender(1.0, gigabits), 64);
+        let mut selector = Selector::new(&here(), sender(1.0, gigabits), 64);
         settled(&mut selector, kind, &mut Pipeline::new(1.0, gigabits / 8.0, 0.0), 1000)
     };
     for kind in ["text", "heap", "programs"] {
@@ -485,8 +490,37 @@ fn a_fast_link_takes_pages_as_they_are_and_a_slow_one_the_shortest() {
 }
 
 #[test]
+fn a_device_is_used_where_it_is_worth_it() {
+    let memory = *kinds()
+        .iter()
+        .find(|memory| memory.name == "text")
+        .expect("it is there");
+    let costs = memory.costs[Method::Deflate.index()];
+    // What a thread spends on a batch that the device makes, of what it would take to make it itself.
+    let share = |of_own: f64| {
+        let mut selector = Selector::new(&Way::all().collect::<Vec<_>>(), sender(1.0, 10.0), 64);
+        let mut pipeline = Pipeline::new(1.0, 10.0 / 8.0, 0.0);
+        let mut with_device = memory;
+        with_device.costs[Method::Deflate.index()].1 = costs.1 * of_own;
+        for at in 0..4000 {
+            let region = at / 4 % 64;
+            let way = selector.pick(region, memory.class, BATCH_PAGES);
+            let memory = if way == Some(Way::Device) { with_device } else { memory };
+            let (encoded, ns, write_ns) = pipeline.made(&memory, way.map(Way::method));
+            if let Some(way) = way {
+                selector.record(region, memory.class, way, BATCH_PAGES, encoded, ns as u64);
+            }
+            selector.sent(encoded.unwrap_or(BATCH_BYTES) as u64, write_ns as u64);
+        }
+        selector.evidence().share_of(Way::Device)
+    };
+    let (fast, slow) = (share(0.02), share(20.0));
+    assert!(fast > 0.8 && slow < 0.03, "{fast} {slow}");
+}
+
+#[test]
 fn memory_that_changes_its_kind_is_seen_at_once() {
-    let mut selector = Selector::new(&Method::ALL, sender(2.0, 1.0), 64);
+    let mut selector = Selector::new(&here(), sender(2.0, 1.0), 64);
     let mut pipeline = Pipeline::new(2.0, 1.0 / 8.0, 0.0);
     settled(&mut selector, "random", &mut pipeline, 1000);
     let memory = *kinds()
@@ -505,6 +539,7 @@ proptest! {
     #[test]
     fn only_what_may_be_is_picked_whatever_is_recorded(
         may in prop::sample::subsequence(Method::ALL.to_vec(), 0..=Method::COUNT),
+        has_device: bool,
         encoders in 0..100_usize,
         link_bytes_per_second: u64,
         regions_max in 0..100_usize,
@@ -512,13 +547,14 @@ proptest! {
     ) {
         let memory = Kind::Mixed.memory(64 * PAGE, 1);
         let known = Sender { encoders, link_bytes_per_second };
+        let may: Vec<Way> = may.into_iter().map(Way::from).chain(has_device.then_some(Way::Device)).collect();
         let mut selector = Selector::new(&may, known, regions_max);
         for (region, page, pages, bytes, ns) in calls {
             let class = Class::of(&[&memory[usize::from(page) % 64 * PAGE..][..PAGE]]);
-            if let Some(method) = selector.pick(region, class, pages) {
-                prop_assert!(may.contains(&method));
+            if let Some(way) = selector.pick(region, class, pages) {
+                prop_assert!(may.contains(&way));
             }
-            let recorded = Method::ALL[usize::from(page) % Method::COUNT];
+            let recorded = Way::all().nth(usize::from(page) % Way::COUNT).expect("there are so many");
             selector.record(region, class, recorded, pages, bytes, ns);
             selector.sent(bytes.unwrap_or(0) as u64, ns);
             let evidence = selector.evidence();
@@ -529,13 +565,13 @@ proptest! {
     #[test]
     fn the_same_records_lead_to_the_same_picks(costs in prop::collection::vec((1..300_000_usize, 1..1_000_000_u64), 1..300)) {
         let memory = Kind::Mixed.memory(64 * PAGE, 2);
-        let mut selectors = [0, 1].map(|_| Selector::new(&Method::ALL, sender(2.0, 1.0), 16));
+        let mut selectors = [0, 1].map(|_| Selector::new(&here(), sender(2.0, 1.0), 16));
         for (at, (bytes, ns)) in costs.into_iter().enumerate() {
             let class = Class::of(&[&memory[at % 64 * PAGE..][..PAGE]]);
             let picks = selectors.each_mut().map(|selector| {
                 let picked = selector.pick(at as u64 / 4, class, BATCH_PAGES);
-                if let Some(method) = picked {
-                    selector.record(at as u64 / 4, class, method, BATCH_PAGES, (bytes < 200_000).then_some(bytes), ns);
+                if let Some(way) = picked {
+                    selector.record(at as u64 / 4, class, way, BATCH_PAGES, (bytes < 200_000).then_some(bytes), ns);
                 }
                 selector.sent(bytes as u64, ns);
                 picked

@@ -1,5 +1,8 @@
 //! A piece of a channel, read and looked through, that becomes a frame.
 
+use std::sync::Arc;
+
+use larder_codec::accelerator::Buffer;
 use larder_codec::{PAGE, uniform_word};
 
 use crate::base::PageKey;
@@ -41,7 +44,8 @@ const _: () = assert!((FOUND_MAX + 2 * FRAME_PAGES_MAX) * OPERATION_LEN_MAX <= F
 
 /// Bytes of one channel that go into one frame.
 pub struct Batch {
-    bytes: Vec<u8>,
+    /// On a page's bound, for devices, which share it until they have read it.
+    buffer: Arc<Buffer>,
     /// Read so far; those beyond [`Self::len`] belong to the next batch.
     filled: usize,
     len: usize,
@@ -55,7 +59,7 @@ impl Batch {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            bytes: vec![0; FRAME_RAW_MAX],
+            buffer: Arc::new(Buffer::new(FRAME_RAW_MAX.div_ceil(PAGE))),
             filled: 0,
             len: 0,
             found: Vec::new(),
@@ -71,25 +75,34 @@ impl Batch {
         self.zeros = 0;
         self.len = 0;
         self.filled = left_over.len();
-        self.bytes[..self.filled].copy_from_slice(left_over);
+        let len = self.filled;
+        self.bytes_mut()[..len].copy_from_slice(left_over);
         left_over.clear();
+    }
+
+    /// # Panics
+    /// A device has the bytes that are there.
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let buffer = Arc::get_mut(&mut self.buffer).expect("no device has it");
+        &mut buffer[..FRAME_RAW_MAX]
     }
 
     /// Where the next bytes of the channel go; empty when it is full.
     pub fn room(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.filled..]
+        let filled = self.filled;
+        &mut self.bytes_mut()[filled..]
     }
 
     /// So many bytes were put there.
     pub fn fill(&mut self, len: usize) {
         self.filled += len;
-        assert!(self.filled <= self.bytes.len(), "more was read than there was room for");
+        assert!(self.filled <= FRAME_RAW_MAX, "more was read than there was room for");
     }
 
     /// Whether all that fits a frame is there.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        !self.fits_more() || self.filled == self.bytes.len()
+        !self.fits_more() || self.filled == FRAME_RAW_MAX
     }
 
     const fn fits_more(&self) -> bool {
@@ -103,9 +116,9 @@ impl Batch {
             // So much holds no more pages than the frame has room for, with 8 bytes before each or without.
             let room = (FRAME_PAGES_MAX - self.pages) * PAGE + PAGE_HEADER;
             let end = self.filled.min(self.len + room);
-            let step = parser.next(&self.bytes[self.len..end]);
+            let step = parser.next(&self.buffer[self.len..end]);
             let len = step.len();
-            let data = &self.bytes[self.len..self.len + len];
+            let data = &self.buffer[self.len..self.len + len];
             match step {
                 // More is there, but not in this frame.
                 Step::NeedMore { .. } if end < self.filled => {
@@ -151,7 +164,7 @@ impl Batch {
         if !self.fits_more() {
             return;
         }
-        let rest = &self.bytes[self.len..self.filled];
+        let rest = &self.buffer[self.len..self.filled];
         if !rest.is_empty() {
             parser.pass(rest);
             self.pages += add_literal(&mut self.found, rest);
@@ -162,13 +175,19 @@ impl Batch {
     /// Leaves what is not part of this frame to the next one of the channel.
     pub fn end(&mut self, left_over: &mut Vec<u8>) {
         left_over.clear();
-        left_over.extend_from_slice(&self.bytes[self.len..self.filled]);
+        left_over.extend_from_slice(&self.buffer[self.len..self.filled]);
     }
 
     /// The frame's bytes.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
-        &self.bytes[..self.len]
+        &self.buffer[..self.len]
+    }
+
+    /// The same, for devices: [`Self::bytes`] lie at its beginning.
+    #[must_use]
+    pub const fn buffer(&self) -> &Arc<Buffer> {
+        &self.buffer
     }
 
     /// Pages of zeros that QEMU tells as such.

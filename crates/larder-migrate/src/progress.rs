@@ -47,6 +47,8 @@ pub struct Totals {
     pub encoded_pages: [u64; Method::COUNT],
     /// Bytes of those.
     pub encoded_bytes: [u64; Method::COUNT],
+    /// Of the encoded pages those that a device has encoded.
+    pub device_pages: u64,
     /// Nanoseconds that lanes spent making frames.
     pub encode_ns: u64,
     /// Nanoseconds that lanes waited for the link.
@@ -116,6 +118,9 @@ impl Progress {
             Some(method) => {
                 totals.encoded_pages[method.index()] += u64::from(outcome.whole);
                 totals.encoded_bytes[method.index()] += u64::from(outcome.whole_bytes);
+                if outcome.by_device {
+                    totals.device_pages += u64::from(outcome.whole);
+                }
             }
         }
         totals.encode_ns += encoded.as_nanos() as u64;

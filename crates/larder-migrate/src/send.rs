@@ -8,8 +8,9 @@
 //! ```
 //!
 //! A lane is a thread with a connection of its own. It takes a channel that has bytes, reads a batch, gives it its place
-//! among all frames, lets the others have the channel, and encodes and writes the frame. Nothing is queued in between: a
-//! link that is slow makes lanes wait in their writes, so that QEMU waits in its own, and measures what the link carries.
+//! among all frames, lets the others have the channel, and encodes and writes the frame. Nothing is queued in between, but
+//! for a few frames that a device has: a link that is slow makes lanes wait in their writes, so that QEMU waits in its own,
+//! and measures what the link carries.
 //!
 //! Invariants:
 //! - A channel's bytes are read by one lane at a time, and its batches are given their places in their order.
@@ -21,45 +22,38 @@
 //! - A session of which QEMU's channels have ended well, but QEMU's migration has not, is a failure too.
 
 mod channel;
+mod lane;
 mod poller;
 mod returns;
 
-use std::io::{self, IoSlice, Write as _};
+use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{self, Scope};
-use std::time::{Duration, Instant};
 
+use larder_codec::accelerator::{self, Accelerator};
 use larder_codec::batch::Method;
 use larder_codec::select::{self, Selector};
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{RecvFlags, recv};
-use rustix::time::Timespec;
 use thiserror::Error;
 
 use self::channel::{Channel, Reading};
 use self::poller::Poller;
 use self::returns::{Back, Returns};
 use crate::base::{Frontier, Slots};
-use crate::batch::Batch;
 use crate::control::{Control, ControlError, LAST_WORDS, Mailbox};
 use crate::decode::Bases;
-use crate::encode::{Failed, FrameEncoder, Order};
-use crate::link::{self, Link, LinkError};
+use crate::encode;
+use crate::encode::{Codecs, Order};
+use crate::link::{Link, LinkError};
 use crate::notes::Notes;
 use crate::pace::Pace;
 use crate::progress::Progress;
 use crate::session::{self, Ending, Shut, Weight};
 use crate::stream::Blocks;
 use crate::tls::SenderTls;
-use crate::wire::{FRAME_PAGES_MAX, Hello, Kind, Message, Role, Welcome, WireError};
-
-/// How long a reader waits for the rest of a page that has begun to arrive.
-const REST_TIMEOUT: Duration = Duration::from_millis(1);
-/// How often it does so for a frame, while others wait to hear what was read.
-const RESTS_MAX: u32 = 64;
+use crate::wire::{Hello, Kind, Message, Role, Welcome, WireError};
 
 /// Bytes per second that a link is taken to carry until it is known: 10 Gbit/s.
 const LINK_EXPECTED: u64 = 1_250_000_000;
@@ -78,6 +72,35 @@ pub struct Options {
     pub delta_memory: u64,
     /// Bytes per second on the link, at most.
     pub bandwidth: Option<u64>,
+    /// What encodes beside the lanes' own threads.
+    pub accelerators: Accelerators,
+}
+
+/// Which devices encode beside the lanes' own threads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Accelerators {
+    /// Those that are there.
+    #[default]
+    Devices,
+    /// None.
+    None,
+    /// Their libraries without the devices, where there are none, to see that they work.
+    Software,
+}
+
+impl Accelerators {
+    fn find(self) -> Vec<Box<dyn Accelerator>> {
+        let software = match self {
+            Self::Devices => accelerator::Software::No,
+            Self::Software => accelerator::Software::Yes,
+            Self::None => return Vec::new(),
+        };
+        let found = accelerator::find(software);
+        for (name, why) in &found.missing {
+            tracing::debug!("{name}: {why}");
+        }
+        found.there.into_iter().filter(|one| one.is_device()).collect()
+    }
 }
 
 /// Why a sender ended without having carried everything.
@@ -109,8 +132,8 @@ pub enum SendError {
     Panicked { what: &'static str },
     #[error("QEMU opened more than {most} channels: give the receiver a larger --channels")]
     Channels { most: u16 },
-    #[error("there is no memory for old versions of pages: give --delta-memory less")]
-    NoMemory,
+    #[error("{0}")]
+    Encode(#[from] encode::Failed),
     #[error(
         "the migration did not end well: {0}, and nothing says that the destination has all of the guest; ask both QEMUs \
         (info migrate)"
@@ -128,6 +151,7 @@ impl SendError {
         match self {
             Self::Receiver(_) => Weight::Told,
             Self::Control(error) if error.is_symptom() => Weight::Symptom,
+            Self::Encode(encode::Failed::Stopped) => Weight::Symptom,
             Self::Io { what: LANE, .. } | Self::Lane => Weight::Symptom,
             _ => Weight::Cause,
         }
@@ -155,6 +179,7 @@ pub struct Sender {
     lanes: Vec<Link>,
     welcome: Welcome,
     pace: Pace,
+    accelerators: Vec<Box<dyn Accelerator>>,
 }
 
 impl Sender {
@@ -163,6 +188,7 @@ impl Sender {
     /// # Errors
     /// The receiver is not there, is none, or refuses.
     pub fn connect(options: &Options) -> Result<Self, SendError> {
+        let accelerators = options.accelerators.find();
         let tls = options.tls.as_ref();
         let mut control = Link::connect(&options.to, tls)?;
         let mut hello = Hello {
@@ -191,6 +217,7 @@ impl Sender {
             lanes,
             welcome,
             pace: Pace::new(options.bandwidth),
+            accelerators,
         })
     }
 
@@ -198,6 +225,11 @@ impl Sender {
     #[must_use]
     pub fn lanes(&self) -> usize {
         self.lanes.len()
+    }
+
+    /// The devices that encode beside them.
+    pub fn accelerators(&self) -> impl Iterator<Item = &'static str> {
+        self.accelerators.iter().map(|accelerator| accelerator.name())
     }
 
     /// Bytes of old pages that each host keeps, at most.
@@ -225,10 +257,11 @@ impl Sender {
             lanes,
             welcome,
             pace,
+            accelerators,
         } = self;
         let delta_memory = welcome.delta_memory;
-        let lanes: Vec<_> = lanes.into_iter().map(|lane| (lane, FrameEncoder::new())).collect();
-        let selector = selector(&welcome, lanes.iter().map(|(_, encoder)| encoder));
+        let codecs: Vec<_> = lanes.iter().map(|_| Codecs::new(&accelerators)).collect();
+        let selector = selector(&welcome, &codecs);
         let session = Session {
             poller: Poller::new().map_err(SendError::io("setting up epoll"))?,
             mailbox,
@@ -251,7 +284,7 @@ impl Sender {
             ended: AtomicBool::new(false),
             ending: Ending::new(),
         };
-        session.run(control, lanes, listener)
+        session.run(control, lanes.into_iter().zip(codecs).collect(), listener)
     }
 }
 
@@ -283,7 +316,7 @@ struct Channels {
 }
 
 impl Session<'_> {
-    fn run(self, control: Link, lanes: Vec<(Link, FrameEncoder)>, listener: &UnixListener) -> Result<(), SendError> {
+    fn run(self, control: Link, lanes: Vec<(Link, Codecs)>, listener: &UnixListener) -> Result<(), SendError> {
         for (lane, _) in &lanes {
             let handle = lane.handle().map_err(SendError::io("a lane"))?;
             self.ending.shut_later(Shut::Link(handle));
@@ -299,11 +332,11 @@ impl Session<'_> {
                 session.control(control, &returns)
             });
             let (running, all_ended) = mpsc::channel::<()>();
-            for (lane, encoder) in lanes {
+            for (lane, codecs) in lanes {
                 let running = running.clone();
                 session.spawn(scope, "a lane", move || {
                     let _until_it_ends = running;
-                    session.lane(lane, encoder)
+                    session.lane(lane, codecs)
                 });
             }
             drop(running);
@@ -555,80 +588,6 @@ impl Session<'_> {
             None => self.mailbox.send(&Message::new(Kind::End, 0, 0)),
         }
     }
-
-    fn lane(&self, mut link: Link, mut encoder: FrameEncoder) -> Result<(), SendError> {
-        let mut batch = Batch::new();
-        let mut places = Vec::new();
-        while let Some(number) = self.poller.next().map_err(SendError::io("waiting for QEMU"))? {
-            let Some(channel) = self.channel(number) else { continue };
-            let mut reading = channel.reading();
-            if reading.ended {
-                continue;
-            }
-            let ended = read(&channel.socket, &mut reading, &mut batch)?;
-            let offset = reading.offset;
-            let len = batch.bytes().len();
-            let ordered = (len > 0).then(|| {
-                reading.framed(len);
-                self.order.order(&batch, true, std::mem::take(&mut places))
-            });
-            self.progress.facts(number, reading.parser.facts());
-            self.go_on(&channel, reading, ended)?;
-            let Some(ordered) = ordered else { continue };
-            let begun = Instant::now();
-            let outcome =
-                encoder
-                    .encode(&batch, number, offset, &ordered, &self.order)
-                    .map_err(|failed| match failed {
-                        Failed::Stopped => SendError::Stopped,
-                        Failed::NoMemory => SendError::NoMemory,
-                    })?;
-            places = ordered.into_places();
-            let encoded = Instant::now();
-            let pause = self.pace.take(outcome.wire_bytes.into(), encoded);
-            if !self
-                .poller
-                .sleep(pause)
-                .map_err(SendError::io("waiting for the next frame's time"))?
-            {
-                break;
-            }
-            // Most slices: a header, three sections, and each page by itself.
-            let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(4 + FRAME_PAGES_MAX);
-            encoder.slices(&batch, &mut slices);
-            link.write_all_vectored(&mut slices).map_err(|error| {
-                if link::is_end(&error) {
-                    SendError::Lane
-                } else {
-                    SendError::io(LANE)(error)
-                }
-            })?;
-            let sending = encoded.elapsed();
-            self.order.sent(outcome.wire_bytes.into(), sending, self.lanes);
-            self.progress.sent(len, &outcome, encoded - begun, sending);
-        }
-        link.say_end();
-        // Whoever is not there any more need not hear it.
-        let _ = link.flush();
-        link.shut_write();
-        Ok(())
-    }
-
-    /// After a batch was read: the channel goes back, or is at its end.
-    fn go_on(&self, channel: &Channel, mut reading: MutexGuard<'_, Reading>, ended: bool) -> Result<(), SendError> {
-        if ended && reading.left_over.is_empty() {
-            reading.ended = true;
-            self.mailbox
-                .send(&Message::new(Kind::Close, channel.number, reading.offset));
-            self.end_if_channel_is_done(reading);
-            return Ok(());
-        }
-        if reading.must_pause(self.welcome.window) {
-            reading.paused = true;
-            return Ok(());
-        }
-        self.again(channel, &reading)
-    }
 }
 
 /// With TLS 1.3 a sender learns only after its handshake what the receiver thinks of its certificate.
@@ -641,65 +600,15 @@ fn refused(error: WireError) -> SendError {
     error.into()
 }
 
-/// Reads what there is, up to a frame; returns whether QEMU has closed the channel. What has arrived of a page waits for
-/// its rest, but not for long.
-fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result<bool, SendError> {
-    batch.begin(&mut reading.left_over);
-    let mut ended = false;
-    let mut rests = 0;
-    let mut waited = false;
-    loop {
-        let incomplete = batch.look(&mut reading.parser);
-        if batch.is_full() {
-            break;
-        }
-        match recv(socket, batch.room(), RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => {
-                ended = true;
-                break;
-            }
-            Ok((_, len)) => {
-                batch.fill(len);
-                waited = false;
-            }
-            Err(rustix::io::Errno::INTR) => {}
-            Err(rustix::io::Errno::AGAIN) if incomplete && !waited && rests < RESTS_MAX => {
-                waited = true;
-                rests += 1;
-                let timeout = Timespec::try_from(REST_TIMEOUT).expect("a millisecond");
-                let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout));
-            }
-            Err(rustix::io::Errno::AGAIN) => break,
-            // A QEMU that was killed resets it: what follows is missing, and the receiver must not take it for an end.
-            Err(error) => {
-                return Err(SendError::Io {
-                    what: "reading from QEMU",
-                    source: error.into(),
-                });
-            }
-        }
-    }
-    if !batch.is_full() {
-        batch.flush(&mut reading.parser);
-    }
-    batch.end(&mut reading.left_over);
-    Ok(ended)
-}
-
 /// Among what both sides do fast.
-fn selector<'a>(welcome: &Welcome, mut encoders: impl ExactSizeIterator<Item = &'a FrameEncoder>) -> Selector {
-    let lanes = encoders.len();
-    let fast = encoders.next();
-    let methods: Vec<Method> = Method::ALL
-        .into_iter()
-        .filter(|method| fast.is_some_and(|encoder| encoder.is_fast(*method)))
-        .filter(|method| welcome.methods & 1 << method.number() != 0)
-        .collect();
+fn selector(welcome: &Welcome, codecs: &[Codecs]) -> Selector {
     let sender = select::Sender {
-        encoders: lanes,
+        encoders: codecs.len(),
         link_bytes_per_second: LINK_EXPECTED,
     };
-    Selector::new(&methods, sender, REGIONS_MAX)
+    let is_decoded = |method: Method| welcome.methods & 1 << method.number() != 0;
+    let ways = codecs.first().map(|codecs| codecs.ways(is_decoded));
+    Selector::new(&ways.unwrap_or_default(), sender, REGIONS_MAX)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

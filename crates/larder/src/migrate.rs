@@ -14,7 +14,7 @@ use larder_codec::batch::Method;
 use larder_migrate::moving::destination::Destination;
 use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::receive;
-use larder_migrate::send::{self, Sender, Steering};
+use larder_migrate::send::{self, Accelerators, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
 use larder_vm::runtime_folder::migration_folder;
@@ -22,7 +22,8 @@ use serde_json::json;
 
 use crate::cli::Output;
 use crate::cli::migrate::{
-    MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments, SendingArguments, TrustArguments,
+    AcceleratorsArgument, MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments,
+    SendingArguments, TrustArguments,
 };
 use crate::disk_image::human;
 use crate::output::{Lines, print};
@@ -75,6 +76,11 @@ fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyh
         lanes: sending.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
         delta_memory: delta_memory(sending.delta_memory),
         bandwidth: sending.bandwidth.map(ByteLen::get),
+        accelerators: match sending.accelerators {
+            AcceleratorsArgument::Devices => Accelerators::Devices,
+            AcceleratorsArgument::None => Accelerators::None,
+            AcceleratorsArgument::Software => Accelerators::Software,
+        },
     })
 }
 
@@ -86,10 +92,16 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
     let socket = SocketFile::bind(&arguments.listen)?;
     let listener = UnixListener::from(socket.descriptor()?);
     let sender = Sender::connect(&options)?;
+    let devices: Vec<&str> = sender.accelerators().collect();
     tracing::info!(
-        "ready to send to {} over {} lanes, with up to {} of old pages: QEMU migrates to unix:{}",
+        "ready to send to {} over {} lanes{}, with up to {} of old pages: QEMU migrates to unix:{}",
         options.to,
         sender.lanes(),
+        if devices.is_empty() {
+            String::new()
+        } else {
+            format!(" and {}", devices.join(" and "))
+        },
         human(sender.delta_memory()),
         arguments.listen.display()
     );
@@ -216,6 +228,9 @@ fn summary(progress: &Progress) -> String {
             lines.line(method.name(), format!("{pages} pages in {bytes}"));
         }
     }
+    if totals.device_pages > 0 {
+        lines.line("by a device", format!("{} pages of these", totals.device_pages));
+    }
     lines.line("as they are", format!("{} pages", totals.plain_pages));
     lines.line("time", format!("{:.1} s", progress.elapsed().as_secs_f64()));
     lines.into_text()
@@ -242,6 +257,7 @@ fn json_of(progress: &Progress) -> serde_json::Value {
         "delta_bytes": totals.delta_bytes,
         "plain_pages": totals.plain_pages,
         "methods": methods,
+        "device_pages": totals.device_pages,
         "encode_seconds": totals.encode_ns as f64 / 1e9,
         "write_seconds": totals.write_ns as f64 / 1e9,
         "seconds": progress.elapsed().as_secs_f64(),

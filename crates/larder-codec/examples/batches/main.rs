@@ -15,7 +15,7 @@ use larder_codec::accelerator::{Software, find};
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
 use larder_codec::delta::{self, DELTA_BYTES_MAX};
 use larder_codec::measure::{self, Kind, Measured, Way};
-use larder_codec::select::{Class, Selector, Sender};
+use larder_codec::select::{Class, Selector, Sender, Way};
 
 /// More than the caches close to a core hold.
 const BYTES: usize = 16 << 20;
@@ -173,13 +173,13 @@ fn choosing() {
         encoders: 2,
         link_bytes_per_second: 125_000_000,
     };
-    let mut selector = Selector::new(&Method::ALL, sender, 1 << 16);
+    let mut selector = Selector::new(&Method::ALL.map(Way::from), sender, 1 << 16);
     let choose_ns = (0..PASSES).map(|_| {
         let start = Instant::now();
         for (at, &class) in classes.iter().enumerate() {
             let region = at as u64 / 4;
-            if let Some(method) = black_box(selector.pick(region, class, BATCH_PAGES)) {
-                selector.record(region, class, method, BATCH_PAGES, Some(BATCH_BYTES / 3), 300_000);
+            if let Some(way) = black_box(selector.pick(region, class, BATCH_PAGES)) {
+                selector.record(region, class, way, BATCH_PAGES, Some(BATCH_BYTES / 3), 300_000);
             }
             selector.sent(BATCH_BYTES as u64 / 3, 700_000);
         }

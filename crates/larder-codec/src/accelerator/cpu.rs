@@ -29,6 +29,10 @@ impl Accelerator for Cpu {
         "cpu"
     }
 
+    fn is_device(&self) -> bool {
+        false
+    }
+
     fn methods(&self) -> &[Method] {
         &METHODS
     }
@@ -61,6 +65,10 @@ impl Igzip {
 impl Accelerator for Igzip {
     fn name(&self) -> &'static str {
         "igzip"
+    }
+
+    fn is_device(&self) -> bool {
+        false
     }
 
     fn methods(&self) -> &[Method] {

@@ -52,6 +52,11 @@ pub trait Accelerator: Send + Sync {
     /// As it is called in reports.
     fn name(&self) -> &'static str;
 
+    /// Whether it works beside the thread that submits, or is that thread.
+    fn is_device(&self) -> bool {
+        true
+    }
+
     /// What it makes.
     fn methods(&self) -> &[Method];
 

@@ -1,5 +1,6 @@
 //! What pages look like, from a sample.
 
+use super::Way;
 use crate::PAGE;
 use crate::batch::Method;
 
@@ -14,6 +15,8 @@ const LINE: usize = 64;
 const SAMPLE: usize = LINES * LINE;
 /// Whole bits of entropy, 0 to 7.
 const SPREADS: u8 = 8;
+/// Of a thread that hands a byte to a device.
+const DEVICE_NS: f32 = 0.05;
 
 impl Class {
     /// How many there are.
@@ -59,9 +62,9 @@ impl Class {
         Self(spread + SPREADS * (most(growing) + most(counting)))
     }
 
-    /// Of each byte how much a method leaves, and the nanoseconds it takes: what `examples/batches` measured of memory that
-    /// falls into the class.
-    pub(super) fn expected(self, method: Method) -> (f32, f32) {
+    /// Of each byte how much the way of this index leaves, and the nanoseconds it takes: what `examples/batches` measured of
+    /// memory that falls into the class. A device is expected to take nearly none, so that it is tried soon.
+    pub(super) fn expected(self, way: usize) -> (f32, f32) {
         // Of lz4, lz4-fast, words-lz4, zstd-fast, zstd and deflate.
         const OF_SPREAD: [[(f32, f32); Method::COUNT]; SPREADS as usize] = [
             // Zeros nearly all.
@@ -145,7 +148,11 @@ impl Class {
             (0.17, 1.2),
         ];
         let of_growth = [&OF_SPREAD[usize::from(self.0 % SPREADS)], &GROWING, &COUNTING];
-        of_growth[usize::from(self.0 / SPREADS)][method.index()]
+        let of_methods = of_growth[usize::from(self.0 / SPREADS)];
+        match of_methods.get(way) {
+            Some(expected) => *expected,
+            None => (of_methods[Way::Device.method().index()].0, DEVICE_NS),
+        }
     }
 }
 

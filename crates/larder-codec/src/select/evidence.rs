@@ -1,7 +1,7 @@
 //! What was picked, for those who ask why.
 
+use super::Way;
 use crate::PAGE;
-use crate::batch::Method;
 
 /// All that a selector has picked since it began; differences of two tell of the time between them.
 #[derive(Clone, Debug, PartialEq)]
@@ -10,10 +10,10 @@ pub struct Evidence {
     pub ns_per_byte: f32,
     /// Pages that were sent as they are, since nothing was to be gained.
     pub pages_as_they_are: u64,
-    methods: [Made; Method::COUNT],
+    ways: [Made; Way::COUNT],
 }
 
-/// What one method made.
+/// What was made in one way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Made {
     /// Pages it was given.
@@ -51,39 +51,39 @@ impl Evidence {
         Self {
             ns_per_byte: 0.0,
             pages_as_they_are: 0,
-            methods: [Made {
+            ways: [Made {
                 pages: 0,
                 misfit_pages: 0,
                 bytes: 0,
                 ns: 0,
-            }; Method::COUNT],
+            }; Way::COUNT],
         }
     }
 
-    /// What `method` made.
+    /// What was made in this way.
     #[must_use]
-    pub const fn of(&self, method: Method) -> Made {
-        self.methods[method.index()]
+    pub fn of(&self, way: impl Into<Way>) -> Made {
+        self.ways[way.into().index()]
     }
 
     /// All pages that were picked for and heard of.
     #[must_use]
     pub fn pages(&self) -> u64 {
-        self.pages_as_they_are + self.methods.iter().map(|made| made.pages).sum::<u64>()
+        self.pages_as_they_are + self.ways.iter().map(|made| made.pages).sum::<u64>()
     }
 
-    /// Of all pages those that `method` was given, from 0 to 1.
+    /// Of all pages those that were given to this way, from 0 to 1.
     #[must_use]
-    pub fn share_of(&self, method: Method) -> f64 {
-        self.of(method).pages as f64 / self.pages().max(1) as f64
+    pub fn share_of(&self, way: impl Into<Way>) -> f64 {
+        self.of(way).pages as f64 / self.pages().max(1) as f64
     }
 
     pub(super) fn sent_as_they_are(&mut self, pages: usize) {
         self.pages_as_they_are += pages as u64;
     }
 
-    pub(super) fn made(&mut self, method: Method, pages: usize, encoded: Option<usize>, ns: u64) {
-        let made = &mut self.methods[method.index()];
+    pub(super) fn made(&mut self, way: Way, pages: usize, encoded: Option<usize>, ns: u64) {
+        let made = &mut self.ways[way.index()];
         made.pages += pages as u64;
         if encoded.is_none() {
             made.misfit_pages += pages as u64;

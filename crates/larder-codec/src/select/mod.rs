@@ -17,7 +17,8 @@
 //! seldom; and a trial that pays becomes the rule.
 //!
 //! The same picks and records lead to the same picks: there is no clock and no randomness here. Records may come late, in
-//! any order and from several threads, or not at all. Each call takes some 100 ns and allocates nothing, so one mutex
+//! any order and from several threads, or not at all. Where a device makes deflate, deflate is there twice, and what a
+//! thread spends on it with the device says which of both it is. Each call takes some 100 ns and allocates nothing, so one mutex
 //! around it does for all threads; [`Class::of`] goes before it.
 //!
 //! What is not seen here is what decoding takes. A receiver that cannot keep up looks like a slow link, and gets more
@@ -33,12 +34,13 @@ mod class;
 mod evidence;
 mod price;
 mod region;
+mod way;
 
 pub use class::Class;
 pub use evidence::{Evidence, Made};
+pub use way::Way;
 
 use crate::PAGE;
-use crate::batch::Method;
 use average::Average;
 use price::{Load, Price};
 use region::Regions;
@@ -51,7 +53,7 @@ const AS_IT_IS_NS: f32 = 0.05 * PAGE as f32;
 const WORTH_WHILE: f32 = PAGE as f32 * 31.0 / 32.0;
 /// Fewer bytes than this of another method's are worth a higher price.
 const SHORTER: f32 = 0.98;
-/// Batches of a class from the trial of a method to the next of the same, at least.
+/// Batches of a class from the trial of a way to the next of the same, at least.
 const PROBE_EVERY: u32 = 32;
 
 /// What a sender knows about itself.
@@ -65,7 +67,7 @@ pub struct Sender {
 
 /// Chooses for one guest.
 pub struct Selector {
-    methods: Vec<Method>,
+    ways: Vec<Way>,
     classes: Vec<Candidates>,
     regions: Regions,
     price: Price,
@@ -75,9 +77,9 @@ pub struct Selector {
 /// What is known of one class.
 #[derive(Clone)]
 struct Candidates {
-    averages: [Average; Method::COUNT],
-    /// Batch of the class with which each method was last picked.
-    picked_at: [u32; Method::COUNT],
+    averages: [Average; Way::COUNT],
+    /// Batch of the class with which each way was last picked.
+    picked_at: [u32; Way::COUNT],
     /// Batches of the class.
     batches: u32,
     /// What trials may cost more.
@@ -85,13 +87,13 @@ struct Candidates {
 }
 
 impl Selector {
-    /// That picks among `methods`, for a guest of `regions_max` regions (the next power of two): of more, those of one
+    /// That picks among `ways`, for a guest of `regions_max` regions (the next power of two): of more, those of one
     /// remainder take turns in a place, and begin again each time. A place takes 40 bytes.
     #[must_use]
-    pub fn new(methods: &[Method], sender: Sender, regions_max: usize) -> Self {
+    pub fn new(ways: &[Way], sender: Sender, regions_max: usize) -> Self {
         let price = Price::of_link(sender.link_bytes_per_second, sender.encoders);
         Self {
-            methods: methods.to_vec(),
+            ways: ways.to_vec(),
             classes: Class::all().map(Candidates::expected).collect(),
             regions: Regions::new(regions_max),
             price,
@@ -99,14 +101,14 @@ impl Selector {
         }
     }
 
-    /// The method for a batch of `pages` pages of `region`; `None`: send them as they are.
-    pub fn pick(&mut self, region: u64, class: Class, pages: usize) -> Option<Method> {
+    /// The way for a batch of `pages` pages of `region`; `None`: send them as they are.
+    pub fn pick(&mut self, region: u64, class: Class, pages: usize) -> Option<Way> {
         let region = self.regions.of(region);
         let candidates = &mut self.classes[class.index()];
         let offers = Offers {
-            methods: &self.methods,
-            bytes: Method::ALL.map(|method| {
-                let bytes = region.bytes_of(method, candidates.averages[method.index()].bytes);
+            ways: &self.ways,
+            bytes: std::array::from_fn(|way| {
+                let bytes = region.bytes_of(way, candidates.averages[way].bytes);
                 if bytes < WORTH_WHILE { bytes } else { PAGE as f32 }
             }),
             ns: candidates.averages.map(|average| average.ns),
@@ -128,15 +130,15 @@ impl Selector {
 
     /// Hears what became of a batch that was picked for: the bytes it takes, `None` if it did not fit and was sent as it
     /// is, and the nanoseconds that encoding took, in either case.
-    pub fn record(&mut self, region: u64, class: Class, method: Method, pages: usize, encoded: Option<usize>, ns: u64) {
+    pub fn record(&mut self, region: u64, class: Class, way: Way, pages: usize, encoded: Option<usize>, ns: u64) {
         let pages_count = pages.max(1) as f32;
         let bytes = encoded.map_or(PAGE as f32, |bytes| {
             (bytes as f32 / pages_count).clamp(1.0, PAGE as f32)
         });
-        let average = &mut self.classes[class.index()].averages[method.index()];
-        self.regions.of(region).record(method, average.bytes, bytes);
+        let average = &mut self.classes[class.index()].averages[way.index()];
+        self.regions.of(region).record(way.index(), average.bytes, bytes);
         average.record(bytes, ns as f32 / pages_count);
-        self.evidence.made(method, pages, encoded, ns);
+        self.evidence.made(way, pages, encoded, ns);
     }
 
     /// What was picked so far, and what came of it.
@@ -148,41 +150,41 @@ impl Selector {
     }
 }
 
-/// What each method would make of a page, in the order of their numbers.
+/// What each way would make of a page, by [`Way::index`].
 struct Offers<'a> {
     /// Those that may be picked.
-    methods: &'a [Method],
-    bytes: [f32; Method::COUNT],
-    ns: [f32; Method::COUNT],
+    ways: &'a [Way],
+    bytes: [f32; Way::COUNT],
+    ns: [f32; Way::COUNT],
 }
 
 impl Offers<'_> {
     /// In nanoseconds.
-    fn cost(&self, method: Option<Method>, ns_per_byte: f32) -> f32 {
-        match method {
+    fn cost(&self, way: Option<Way>, ns_per_byte: f32) -> f32 {
+        match way {
             None => AS_IT_IS_NS + ns_per_byte * PAGE as f32,
-            Some(method) => self.ns[method.index()] + ns_per_byte * self.bytes[method.index()],
+            Some(way) => self.ns[way.index()] + ns_per_byte * self.bytes[way.index()],
         }
     }
 
-    fn load(&self, method: Option<Method>, pages: f32) -> Load {
-        let (bytes, ns) = method.map_or((PAGE as f32, AS_IT_IS_NS), |method| {
-            (self.bytes[method.index()], self.ns[method.index()])
+    fn load(&self, way: Option<Way>, pages: f32) -> Load {
+        let (bytes, ns) = way.map_or((PAGE as f32, AS_IT_IS_NS), |way| {
+            (self.bytes[way.index()], self.ns[way.index()])
         });
         Load {
             bytes: bytes * pages,
             ns: ns * pages,
             could_be_shorter: self
-                .methods
+                .ways
                 .iter()
                 .any(|other| self.bytes[other.index()] < bytes * SHORTER),
-            could_be_sooner: method.is_some(),
+            could_be_sooner: way.is_some(),
         }
     }
 
-    fn best(&self, ns_per_byte: f32) -> Option<Method> {
-        let ways = [None].into_iter().chain(self.methods.iter().copied().map(Some));
-        let cost = |way: &Option<Method>| self.cost(*way, ns_per_byte);
+    fn best(&self, ns_per_byte: f32) -> Option<Way> {
+        let ways = [None].into_iter().chain(self.ways.iter().copied().map(Some));
+        let cost = |way: &Option<Way>| self.cost(*way, ns_per_byte);
         ways.min_by(|a, b| cost(a).total_cmp(&cost(b))).flatten()
     }
 }
@@ -190,31 +192,31 @@ impl Offers<'_> {
 impl Candidates {
     fn expected(class: Class) -> Self {
         Self {
-            averages: Method::ALL.map(|method| Average::expected(class, method)),
-            picked_at: [0; Method::COUNT],
+            averages: std::array::from_fn(|way| Average::expected(class.expected(way))),
+            picked_at: [0; Way::COUNT],
             batches: 0,
             credit_ns: 0.0,
         }
     }
 
-    /// What costs least, or the method that is to be tried instead.
-    fn picked(&mut self, offers: &Offers<'_>, ns_per_byte: f32, pages: f32) -> Option<Method> {
+    /// What costs least, or the way that is to be tried instead.
+    fn picked(&mut self, offers: &Offers<'_>, ns_per_byte: f32, pages: f32) -> Option<Way> {
         let best = offers.best(ns_per_byte);
         let best_ns = offers.cost(best, ns_per_byte) * pages;
         self.batches = self.batches.wrapping_add(1);
         self.credit_ns += best_ns / PROBE_COST;
-        let age = |method: Method| self.batches.wrapping_sub(self.picked_at[method.index()]);
-        let extra_ns = |method: Method| offers.cost(Some(method), ns_per_byte) * pages - best_ns;
+        let age = |way: Way| self.batches.wrapping_sub(self.picked_at[way.index()]);
+        let extra_ns = |way: Way| offers.cost(Some(way), ns_per_byte) * pages - best_ns;
 
-        let others = offers.methods.iter().copied().filter(|&method| Some(method) != best);
-        let oldest = others.max_by_key(|&method| age(method));
-        let probe = oldest.filter(|&method| age(method) >= PROBE_EVERY && extra_ns(method) <= self.credit_ns);
-        if let Some(method) = probe {
-            self.credit_ns -= extra_ns(method);
+        let others = offers.ways.iter().copied().filter(|&way| Some(way) != best);
+        let oldest = others.max_by_key(|&way| age(way));
+        let probe = oldest.filter(|&way| age(way) >= PROBE_EVERY && extra_ns(way) <= self.credit_ns);
+        if let Some(way) = probe {
+            self.credit_ns -= extra_ns(way);
         }
         let picked = probe.or(best);
-        if let Some(method) = picked {
-            self.picked_at[method.index()] = self.batches;
+        if let Some(way) = picked {
+            self.picked_at[way.index()] = self.batches;
         }
         picked
     }

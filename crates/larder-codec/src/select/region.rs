@@ -4,17 +4,17 @@
 //! leaves 25 % where the class leaves 50, and 96 % where it leaves 98: what does not compress stays so, whatever else lies
 //! beside it.
 
+use super::Way;
 use crate::PAGE;
-use crate::batch::Method;
 
 /// Logarithms of base 2; 0: as the class.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Region {
     key: u64,
-    /// By any method.
+    /// In any way.
     common: f32,
     /// By this one, beyond the common one.
-    own: [f32; Method::COUNT],
+    own: [f32; Way::COUNT],
 }
 
 /// 16 times better or worse than the class.
@@ -41,7 +41,7 @@ impl Region {
     const NEVER: Self = Self {
         key: 0,
         common: 0.0,
-        own: [0.0; Method::COUNT],
+        own: [0.0; Way::COUNT],
     };
 
     /// What is known of the one after it.
@@ -53,20 +53,20 @@ impl Region {
         }
     }
 
-    /// Bytes to expect of a page where the class has `bytes`.
-    pub(super) fn bytes_of(&self, method: Method, bytes: f32) -> f32 {
-        let better = (self.common + self.own[method.index()]).exp2();
+    /// Bytes to expect of a page by the way of this index, where the class has `bytes`.
+    pub(super) fn bytes_of(&self, way: usize, bytes: f32) -> f32 {
+        let better = (self.common + self.own[way]).exp2();
         (PAGE as f32 * (LEAST - log_ratio(bytes) * better).exp()).clamp(1.0, PAGE as f32)
     }
 
     /// Hears of pages that were left with `bytes`, where the class had `expected`.
-    pub(super) fn record(&mut self, method: Method, expected: f32, bytes: f32) {
-        let surprise = (log_ratio(bytes) / log_ratio(self.bytes_of(method, expected))).log2();
+    pub(super) fn record(&mut self, way: usize, expected: f32, bytes: f32) {
+        let surprise = (log_ratio(bytes) / log_ratio(self.bytes_of(way, expected))).log2();
         self.common = (self.common + COMMON_SHARE * surprise).clamp(-LOG_MAX, LOG_MAX);
         for own in &mut self.own {
             *own *= KEPT;
         }
-        let own = &mut self.own[method.index()];
+        let own = &mut self.own[way];
         *own = (*own + OWN_SHARE * surprise).clamp(-LOG_MAX, LOG_MAX);
     }
 }
@@ -99,20 +99,24 @@ impl Regions {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::Method;
+
+    const LZ4: usize = Way::Here(Method::Lz4).index();
+    const ZSTD: usize = Way::Here(Method::Zstd).index();
 
     #[test]
     fn a_region_remembers_and_the_next_one_starts_from_it() {
         let mut regions = Regions::new(16);
         for _ in 0..50 {
-            regions.of(3).record(Method::Lz4, 2048.0, 1024.0);
+            regions.of(3).record(LZ4, 2048.0, 1024.0);
         }
-        let bytes_of = |regions: &mut Regions, number| regions.of(number).bytes_of(Method::Lz4, 2048.0);
+        let bytes_of = |regions: &mut Regions, number| regions.of(number).bytes_of(LZ4, 2048.0);
         assert!(bytes_of(&mut regions, 3) < 1200.0);
         assert!(bytes_of(&mut regions, 4) < 1500.0);
         // What holds for one method holds in part for the others, and not for what does not compress.
-        let other = regions.of(4).bytes_of(Method::Zstd, 2048.0);
+        let other = regions.of(4).bytes_of(ZSTD, 2048.0);
         assert!(other > 1200.0 && other < 1900.0, "{other}");
-        assert!(regions.of(3).bytes_of(Method::Lz4, PAGE as f32) > 0.97 * PAGE as f32);
+        assert!(regions.of(3).bytes_of(LZ4, PAGE as f32) > 0.97 * PAGE as f32);
         assert!((bytes_of(&mut regions, 7) - 2048.0).abs() < 1.0);
         // 19 has 3's place.
         assert!((bytes_of(&mut regions, 19) - 2048.0).abs() < 1.0);
@@ -125,10 +129,10 @@ mod tests {
         for number in [0, 1, u64::MAX - 1, u64::MAX] {
             for bytes in [1.0, PAGE as f32] {
                 for _ in 0..100 {
-                    regions.of(number).record(Method::Zstd, 1.0, bytes);
-                    regions.of(number).record(Method::Lz4, PAGE as f32, bytes);
+                    regions.of(number).record(ZSTD, 1.0, bytes);
+                    regions.of(number).record(LZ4, PAGE as f32, bytes);
                 }
-                let bytes = regions.of(number).bytes_of(Method::Zstd, 100.0);
+                let bytes = regions.of(number).bytes_of(ZSTD, 100.0);
                 assert!(bytes.is_finite() && bytes > 0.0 && bytes <= PAGE as f32);
             }
         }

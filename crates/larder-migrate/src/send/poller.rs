@@ -28,6 +28,16 @@ pub(super) struct Poller {
     stopped: AtomicBool,
 }
 
+/// What a lane does.
+pub(super) enum Next {
+    /// It reads this channel, which nobody else gets until it is armed.
+    Channel(u16),
+    /// There is none to read.
+    Nothing,
+    /// It goes home.
+    Ended,
+}
+
 impl Poller {
     const LEFT_OVER: u64 = 1 << 32;
     const STOP: u64 = 1 << 33;
@@ -79,33 +89,36 @@ impl Poller {
         Ok(())
     }
 
-    /// A channel to read, which nobody else gets until it is armed; `None` at the end of the session.
-    pub(super) fn next(&self) -> io::Result<Option<u16>> {
+    /// What a lane is to do next; [`Next::Nothing`] only if it does not wait.
+    pub(super) fn next(&self, wait: bool) -> io::Result<Next> {
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let timeout = if wait { None } else { Some(&at_once) };
         loop {
             if self.is_stopped() {
-                return Ok(None);
+                return Ok(Next::Ended);
             }
             let mut events = [epoll::Event {
                 flags: epoll::EventFlags::empty(),
                 data: epoll::EventData::new_u64(0),
             }];
-            match epoll::wait(&self.epoll, &mut events[..], None) {
+            match epoll::wait(&self.epoll, &mut events[..], timeout) {
+                Ok(0) if !wait => return Ok(Next::Nothing),
                 Ok(0) | Err(rustix::io::Errno::INTR) => continue,
                 Ok(_) => {}
                 Err(error) => return Err(error.into()),
             }
             match events[0].data.u64() {
-                Self::STOP => return Ok(None),
+                Self::STOP => return Ok(Next::Ended),
                 Self::LEFT_OVER => {
                     // Several may be woken for one.
                     let mut count = [0; 8];
                     if rustix::io::read(&self.left_over_event, &mut count).is_ok()
                         && let Some(number) = lock(&self.left_over).pop_front()
                     {
-                        return Ok(Some(number));
+                        return Ok(Next::Channel(number));
                     }
                 }
-                number => return Ok(Some(number as u16)),
+                number => return Ok(Next::Channel(number as u16)),
             }
         }
     }

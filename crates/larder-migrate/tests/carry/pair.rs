@@ -105,6 +105,7 @@ impl Pair {
             lanes: self.lanes,
             delta_memory: self.delta_memory,
             bandwidth: self.bandwidth,
+            accelerators: send::Accelerators::None,
         }
     }
 

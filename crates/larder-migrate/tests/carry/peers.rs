@@ -180,6 +180,7 @@ fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
         lanes: 1,
         delta_memory: 1 << 20,
         bandwidth: None,
+        accelerators: send::Accelerators::None,
     };
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {

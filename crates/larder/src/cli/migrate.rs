@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use larder_block::ByteLen;
 use larder_migrate::tls::Pin;
 
@@ -74,6 +74,21 @@ pub(crate) struct SendingArguments {
     /// Send no more than so many bytes in a second
     #[arg(long, value_name = "SIZE")]
     pub(crate) bandwidth: Option<ByteLen>,
+    /// Devices that compress beside the CPUs (Intel QuickAssist, In-Memory Analytics Accelerator), where their libraries are
+    /// installed
+    #[arg(long, value_name = "WHICH", default_value = "devices")]
+    pub(crate) accelerators: AcceleratorsArgument,
+}
+
+/// Which devices compress.
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum AcceleratorsArgument {
+    /// Those that are there
+    Devices,
+    /// None
+    None,
+    /// Their libraries without them, to try those out: it is slower than without
+    Software,
 }
 
 #[derive(Subcommand)]

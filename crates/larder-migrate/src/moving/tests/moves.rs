@@ -72,6 +72,7 @@ impl Bed {
                     lanes: 1,
                     delta_memory: 1 << 20,
                     bandwidth: None,
+                    accelerators: send::Accelerators::None,
                 },
                 multifd_channels: 0,
                 downtime_ms: 300,

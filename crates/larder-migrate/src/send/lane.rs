@@ -1,0 +1,180 @@
+//! A lane: reads channels, makes frames, and writes them to its connection.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, Write as _};
+use std::os::unix::net::UnixStream;
+use std::sync::MutexGuard;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{RecvFlags, recv};
+use rustix::time::Timespec;
+
+use super::channel::{Channel, Reading};
+use super::poller::Next;
+use super::{LANE, SendError, Session};
+use crate::batch::Batch;
+use crate::encode::{Codecs, Frame, SLICES_MAX};
+use crate::link::{self, Link};
+use crate::wire::{Kind, Message};
+
+/// How long a reader waits for the rest of a page that has begun to arrive.
+const REST_TIMEOUT: Duration = Duration::from_millis(1);
+/// How often it does so for a frame, while others wait to hear what was read.
+const RESTS_MAX: u32 = 64;
+
+impl Session<'_> {
+    /// Until the session ends. Frames leave in the order in which they got their places, as the receiver wants them: it may
+    /// wait for one that a device here still has.
+    pub(super) fn lane(&self, mut link: Link, mut codecs: Codecs) -> Result<(), SendError> {
+        let mut free: Vec<_> = (0..codecs.frames()).map(|_| Box::new(Frame::new())).collect();
+        let mut under_way: VecDeque<Box<Frame>> = VecDeque::with_capacity(free.len());
+        loop {
+            let next = match free.last() {
+                Some(_) => self.poller.next(under_way.is_empty()),
+                None => Ok(Next::Nothing),
+            };
+            let is_idle = match next.map_err(SendError::io("waiting for QEMU"))? {
+                Next::Ended => break,
+                Next::Nothing => true,
+                Next::Channel(number) => {
+                    let mut frame = free.pop().expect("one is free, see above");
+                    if self.begin(number, &mut frame, &mut codecs)? {
+                        under_way.push_back(frame);
+                    } else {
+                        free.push(frame);
+                    }
+                    false
+                }
+            };
+            while let Some(mut frame) = under_way.pop_front() {
+                if !frame.is_done(&self.order, &mut codecs, is_idle)? {
+                    under_way.push_front(frame);
+                    break;
+                }
+                if !self.send(&mut frame, &mut link)? {
+                    return Ok(());
+                }
+                frame.clear(&mut codecs);
+                free.push(frame);
+            }
+        }
+        link.say_end();
+        // Whoever is not there any more need not hear it.
+        let _ = link.flush();
+        link.shut_write();
+        Ok(())
+    }
+
+    /// Reads a channel and begins a frame of it; `false` if there was nothing to send.
+    fn begin(&self, number: u16, frame: &mut Frame, codecs: &mut Codecs) -> Result<bool, SendError> {
+        let Some(channel) = self.channel(number) else {
+            return Ok(false);
+        };
+        let mut reading = channel.reading();
+        if reading.ended {
+            return Ok(false);
+        }
+        let ended = read(&channel.socket, &mut reading, &mut frame.batch)?;
+        let len = frame.batch.bytes().len();
+        if len > 0 {
+            frame.order(number, reading.offset, &self.order);
+            reading.framed(len);
+        }
+        self.progress.facts(number, reading.parser.facts());
+        self.go_on(&channel, reading, ended)?;
+        if len > 0 {
+            frame.encode(&self.order, codecs)?;
+        }
+        Ok(len > 0)
+    }
+
+    /// Writes a frame that is done; `false` if the session ends meanwhile.
+    fn send(&self, frame: &mut Frame, link: &mut Link) -> Result<bool, SendError> {
+        let outcome = frame.finish();
+        let encoded = Instant::now();
+        let pause = self.pace.take(outcome.wire_bytes.into(), encoded);
+        if !self
+            .poller
+            .sleep(pause)
+            .map_err(SendError::io("waiting for the next frame's time"))?
+        {
+            return Ok(false);
+        }
+        let raw_len = frame.batch.bytes().len();
+        let mut slices = [IoSlice::new(&[]); SLICES_MAX];
+        let count = frame.slices(&mut slices);
+        link.write_all_vectored(&mut slices[..count]).map_err(|error| {
+            if link::is_end(&error) {
+                SendError::Lane
+            } else {
+                SendError::io(LANE)(error)
+            }
+        })?;
+        let sending = encoded.elapsed();
+        self.order.sent(outcome.wire_bytes.into(), sending, self.lanes);
+        self.progress.sent(raw_len, &outcome, outcome.took, sending);
+        Ok(true)
+    }
+
+    /// After a batch was read: the channel goes back, or is at its end.
+    fn go_on(&self, channel: &Channel, mut reading: MutexGuard<'_, Reading>, ended: bool) -> Result<(), SendError> {
+        if ended && reading.left_over.is_empty() {
+            reading.ended = true;
+            self.mailbox
+                .send(&Message::new(Kind::Close, channel.number, reading.offset));
+            self.end_if_channel_is_done(reading);
+            return Ok(());
+        }
+        if reading.must_pause(self.welcome.window) {
+            reading.paused = true;
+            return Ok(());
+        }
+        self.again(channel, &reading)
+    }
+}
+
+/// Reads what there is, up to a frame; returns whether QEMU has closed the channel. What has arrived of a page waits for
+/// its rest, but not for long.
+fn read(socket: &UnixStream, reading: &mut Reading, batch: &mut Batch) -> Result<bool, SendError> {
+    batch.begin(&mut reading.left_over);
+    let mut ended = false;
+    let mut rests = 0;
+    let mut waited = false;
+    loop {
+        let incomplete = batch.look(&mut reading.parser);
+        if batch.is_full() {
+            break;
+        }
+        match recv(socket, batch.room(), RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => {
+                ended = true;
+                break;
+            }
+            Ok((_, len)) => {
+                batch.fill(len);
+                waited = false;
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN) if incomplete && !waited && rests < RESTS_MAX => {
+                waited = true;
+                rests += 1;
+                let timeout = Timespec::try_from(REST_TIMEOUT).expect("a millisecond");
+                let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timeout));
+            }
+            Err(rustix::io::Errno::AGAIN) => break,
+            // A QEMU that was killed resets it: what follows is missing, and the receiver must not take it for an end.
+            Err(error) => {
+                return Err(SendError::Io {
+                    what: "reading from QEMU",
+                    source: error.into(),
+                });
+            }
+        }
+    }
+    if !batch.is_full() {
+        batch.flush(&mut reading.parser);
+    }
+    batch.end(&mut reading.left_over);
+    Ok(ended)
+}
