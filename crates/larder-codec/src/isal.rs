@@ -14,6 +14,8 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
+use crate::library;
+
 pub(crate) const LIBRARY: &str = "libisal.so.2";
 
 /// Why igzip is not used.
@@ -46,7 +48,7 @@ pub(crate) fn loaded() -> Result<Isal, &'static LoadError> {
 }
 
 fn load() -> Result<Isal, LoadError> {
-    let absent = |why: libloading::Error| LoadError::Absent(why.to_string());
+    let absent = |why: libloading::Error| LoadError::Absent(library::reason(&why));
     // SAFETY: what ISA-L runs when it is loaded is the choice of functions by the processor's features. Another library
     // of this name is the administrator's doing, as for every library that the program is linked to.
     let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;

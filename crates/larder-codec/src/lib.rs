@@ -48,6 +48,7 @@ mod decoder;
 pub mod delta;
 mod encoder;
 mod isal;
+mod library;
 mod lz4;
 pub mod measure;
 pub mod select;

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
-use larder_codec::accelerator::{Accelerator, Found, OpenError, Software, find};
+use larder_codec::accelerator::{Accelerator, Found, Software, find};
 use larder_codec::batch::{BATCH_PAGES, Method};
 use larder_codec::measure::{self, Kind, Measured, Way};
 use larder_codec::{PAGE, uniform_word};
@@ -78,7 +78,7 @@ pub(crate) fn run(arguments: &BenchCodecArguments) -> anyhow::Result<ExitCode> {
             let missing = found
                 .missing
                 .iter()
-                .map(|(name, why)| json!({ "name": name, "why": reason(why) }));
+                .map(|(name, why)| json!({ "name": name, "why": why.to_string() }));
             let missing: Vec<Value> = missing.collect();
             print(&format!("{:#}\n", json!({ "memories": values, "missing": missing })))?;
         }
@@ -112,7 +112,7 @@ fn codecs<'a>(found: &'a Found, names: &[String]) -> anyhow::Result<Vec<Codec<'a
     for name in names {
         if !codecs.iter().any(|codec| codec.is_called(name)) {
             let missing = found.missing.iter().find(|missing| missing.0 == name);
-            let why = missing.map(|missing| reason(&missing.1));
+            let why = missing.map(|missing| missing.1.to_string());
             bail!("--method {name}: {}", why.context("it is not known")?);
         }
     }
@@ -236,21 +236,10 @@ fn notes(found: &Found, names: &[String]) -> String {
             .to_owned();
     // What was not asked for is not missed.
     if !found.missing.is_empty() && (names.is_empty() || names.iter().any(|name| name == Method::Deflate.name())) {
-        let missing = found
-            .missing
-            .iter()
-            .map(|(name, why)| format!("{name} ({})", reason(why)));
+        let missing = found.missing.iter().map(|(name, why)| format!("{name} ({why})"));
         text += &format!("Not here: {}\n", missing.collect::<Vec<_>>().join(", "));
     }
     text
-}
-
-/// Why an accelerator is missing, in few words.
-fn reason(why: &OpenError) -> String {
-    match why {
-        OpenError::Library { library, .. } => format!("{library} is not installed, or cannot be loaded"),
-        other => other.to_string(),
-    }
 }
 
 fn json_of(report: &Report) -> Value {

@@ -15,7 +15,7 @@ use larder_codec::accelerator::{Software, find};
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
 use larder_codec::delta::{self, DELTA_BYTES_MAX};
 use larder_codec::measure::{self, Kind, Measured, Way};
-use larder_codec::select::{Class, Selector, Sender, Way};
+use larder_codec::select::{self, Class, Selector, Sender};
 
 /// More than the caches close to a core hold.
 const BYTES: usize = 16 << 20;
@@ -173,7 +173,7 @@ fn choosing() {
         encoders: 2,
         link_bytes_per_second: 125_000_000,
     };
-    let mut selector = Selector::new(&Method::ALL.map(Way::from), sender, 1 << 16);
+    let mut selector = Selector::new(&Method::ALL.map(select::Way::from), sender, 1 << 16);
     let choose_ns = (0..PASSES).map(|_| {
         let start = Instant::now();
         for (at, &class) in classes.iter().enumerate() {

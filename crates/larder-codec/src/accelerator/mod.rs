@@ -98,11 +98,11 @@ pub trait Instance: Send {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum OpenError {
     /// The library cannot be loaded.
-    #[error("{library} cannot be loaded: {why}")]
+    #[error("{why}")]
     Library {
         /// Its file.
         library: &'static str,
-        /// In the words of the loader.
+        /// In the words of the loader, which name the file.
         why: String,
     },
     /// The library does not behave like the version that it was written for.

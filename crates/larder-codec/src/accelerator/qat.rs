@@ -17,6 +17,7 @@ use libloading::Library;
 
 use super::{Accelerator, Instance, OpenError, Outcome, Request, Software, Statistics};
 use crate::batch::{BATCH_BYTES, Method};
+use crate::library;
 
 const LIBRARY: &str = "libqatzip.so.3";
 
@@ -94,7 +95,7 @@ fn loaded() -> Result<Functions, OpenError> {
 fn load() -> Result<Functions, OpenError> {
     let absent = |why: libloading::Error| OpenError::Library {
         library: LIBRARY,
-        why: why.to_string(),
+        why: library::reason(&why),
     };
     // SAFETY: QATzip runs nothing of note when it is loaded. Another library of this name is the administrator's doing.
     let library = unsafe { Library::new(LIBRARY) }.map_err(absent)?;

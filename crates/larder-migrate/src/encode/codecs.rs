@@ -32,6 +32,7 @@ struct Devices {
     dispatcher: Dispatcher,
     pool: Pool,
     /// Given back, and not fetched by the frames that they are of.
+    #[expect(clippy::vec_box, reason = "they go from hand to hand as pointers")]
     done: Vec<Box<Request>>,
 }
 
@@ -51,14 +52,14 @@ impl Codecs {
     /// With an instance of each of these devices that has one left.
     #[must_use]
     pub fn new(devices: &[Box<dyn Accelerator>]) -> Self {
-        let open = |device: &Box<dyn Accelerator>| match device.open() {
+        let open = |device: &dyn Accelerator| match device.open() {
             Ok(instance) => Some(instance),
             Err(error) => {
                 tracing::warn!("a lane goes without {}: {error}", device.name());
                 None
             }
         };
-        let instances: Vec<Box<dyn Instance>> = devices.iter().filter_map(open).collect();
+        let instances: Vec<Box<dyn Instance>> = devices.iter().filter_map(|device| open(&**device)).collect();
         Self {
             encoder: Encoder::new(),
             devices: (!instances.is_empty()).then(|| Devices {

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -108,8 +108,18 @@ impl Waiting {
         tamper: impl Fn(usize, Way) -> Option<Box<dyn Tamper>> + Send + Sync + 'static,
     ) -> Between {
         let relay = Relay::tampering(self.receiver.address(), tamper).expect("a port");
+        self.joined_over(relay, larder(), words)
+    }
+
+    /// Likewise, by this program for the sender's.
+    pub(crate) fn joined_with(self, larder: &Path, words: &[&str]) -> Between {
+        let relay = Relay::tampering(self.receiver.address(), |_, _| None).expect("a port");
+        self.joined_over(relay, larder, words)
+    }
+
+    fn joined_over(self, relay: Relay, larder: &Path, words: &[&str]) -> Between {
         let words = [&["--lanes", "2"], words].concat();
-        let sender = Side::sender(larder(), &self.folder.path().join("sender"), relay.address(), &words);
+        let sender = Side::sender(larder, &self.folder.path().join("sender"), relay.address(), &words);
         Between {
             folder: self.folder,
             incoming: self.incoming,
@@ -187,12 +197,14 @@ impl Between {
         })
     }
 
-    /// Waits for the end of both sides, which must be a success.
-    pub(crate) fn succeed(&mut self) {
-        for side in [&mut self.sender, &mut self.receiver] {
+    /// Waits for the end of both sides, which must be a success; what the sender said.
+    pub(crate) fn succeed(&mut self) -> String {
+        let [said, _] = [&mut self.sender, &mut self.receiver].map(|side| {
             let (code, said) = side.end().expect("it ends");
             assert_eq!(code, Some(0), "{said}");
-        }
+            said
+        });
+        said
     }
 }
 
@@ -268,8 +280,8 @@ pub(crate) fn carries(between: &mut Between, pages: usize) {
     carries_on(between, &stream, || writer.join().expect("written"));
 }
 
-/// The same once `written` gives the socket back that it was written to.
-pub(crate) fn carries_on(between: &mut Between, stream: &[u8], written: impl FnOnce() -> UnixStream) {
+/// The same once `written` gives the socket back that it was written to; what the sender said.
+pub(crate) fn carries_on(between: &mut Between, stream: &[u8], written: impl FnOnce() -> UnixStream) -> String {
     let destination = between.destination();
     let received = Received::from(destination.try_clone().expect("a socket"));
     let source = written();
@@ -278,5 +290,5 @@ pub(crate) fn carries_on(between: &mut Between, stream: &[u8], written: impl FnO
     assert!(received == stream, "{} bytes became {}", stream.len(), received.len());
     drop(destination);
     assert!(was_closed(&source));
-    between.succeed();
+    between.succeed()
 }

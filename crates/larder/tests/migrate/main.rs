@@ -4,6 +4,7 @@
 mod bandwidth;
 mod cuts;
 mod damaged;
+mod devices;
 mod ends;
 mod guests;
 mod hostile;
