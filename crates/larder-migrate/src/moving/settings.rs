@@ -23,7 +23,7 @@ pub struct Settings {
 pub enum Role {
     /// The VM is to leave it.
     Source {
-        /// How long the guest may stand still in the end, in milliseconds.
+        /// QEMU's `downtime-limit`, in milliseconds.
         downtime_ms: u64,
         /// It may be slowed down.
         throttle: bool,
@@ -140,6 +140,8 @@ impl Settings {
             wanted.push(("max-bandwidth", (i64::MAX / 4).into()));
             wanted.push(("max-postcopy-bandwidth", 0.into()));
             wanted.push(("downtime-limit", downtime_ms.into()));
+            // Times the limit it would be what may be left.
+            wanted.push(("avail-switchover-bandwidth", 0.into()));
         }
         wanted
     }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::ending::{Ending, LIMIT_MS};
 use super::{MoveError, Options};
 use crate::moving::messages::{Tell, ToDestination, VERSION};
 use crate::moving::record::Leaving;
@@ -17,7 +18,10 @@ pub(super) struct Course {
     pub(super) leaving: Leaving,
     pub(super) begun: Instant,
     pub(super) watch: Watch,
-    /// What QEMU is allowed of the time that the guest may stand still, in milliseconds.
+    pub(super) ending: Ending,
+    /// If QEMU were let end it now.
+    pub(super) expected_downtime: Option<Duration>,
+    /// What QEMU was set to.
     pub(super) limit_ms: u64,
     /// The source has switched over, or is about to.
     pub(super) postcopy: Postcopy,
@@ -43,7 +47,9 @@ impl Course {
             leaving,
             begun: Instant::now(),
             watch: Watch::new(options.downtime_ms),
-            limit_ms: options.downtime_ms,
+            ending: Ending::default(),
+            expected_downtime: None,
+            limit_ms: LIMIT_MS,
             postcopy: Postcopy::No,
             answered: false,
             downtime_ms: None,

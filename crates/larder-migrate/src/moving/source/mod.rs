@@ -2,6 +2,7 @@
 
 mod carrier;
 mod course;
+mod ending;
 mod hand_over;
 mod mover;
 mod settle;

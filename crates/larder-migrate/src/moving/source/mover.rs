@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use super::carrier::Carrier;
 use super::course::{Course, Cut, Postcopy};
+use super::ending::{LIMIT_MS, LIMIT_TO_END_MS, Look};
 use super::settle::SETTLE_TIMEOUT;
 use super::{Done, LOOK_EVERY, MoveError, Options, preflight, runs};
 use crate::moving::messages::{Tell, ToSource};
@@ -163,7 +164,7 @@ impl<'a> Mover<'a> {
 
     fn begin(&mut self, socket: &Path, course: &mut Course) -> Result<(), QmpError> {
         let role = Role::Source {
-            downtime_ms: self.options.downtime_ms,
+            downtime_ms: LIMIT_MS,
             throttle: self.options.throttle,
         };
         course.leaving.before = self.settings().apply(&mut self.qmp, role)?;
@@ -269,7 +270,7 @@ impl<'a> Mover<'a> {
                 }
                 "active" => {
                     self.look_whether_it_runs(&mut course);
-                    self.keep_downtime(&mut course);
+                    self.keep_downtime(&mut course, &migration);
                 }
                 _ => {}
             }
@@ -282,7 +283,9 @@ impl<'a> Mover<'a> {
                     error => error,
                 });
             }
-            report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
+            let mut now = course.watch.report(&migration, &self.progress, course.begun.elapsed());
+            now.expected_downtime_ms = course.expected_downtime.map(|time| time.as_millis() as u64);
+            report(&now);
             // That QEMU has ended is seen above.
             let _ = course.watch.hear(&mut self.qmp, LOOK_EVERY);
         }
@@ -332,19 +335,25 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// QEMU takes for sent what Larder has taken: what is on its way then, and the hand-over, come on top of the time for
-    /// which it stops its guest, and are taken off what it is allowed.
-    fn keep_downtime(&mut self, course: &mut Course) {
-        let whole = self.options.downtime_ms;
-        let besides = (self.progress.flight() + HAND_OVER).as_millis() as u64;
-        let limit = whole.saturating_sub(besides).max(whole / 3).max(1);
-        if limit.abs_diff(course.limit_ms) <= course.limit_ms / 8 {
+    /// Lets QEMU stop its guest when the rest would go over in the time that it may stand still. QEMU takes for sent what
+    /// Larder has taken: what is on its way then, and the hand-over, come on top.
+    fn keep_downtime(&mut self, course: &mut Course, migration: &Value) {
+        let totals = self.progress.totals();
+        let look = Look::new(course.begun.elapsed(), migration, totals.raw_bytes, totals.wire_bytes);
+        let rest = course.ending.expected(look);
+        course.expected_downtime = rest.map(|rest| rest.saturating_add(self.progress.flight() + HAND_OVER));
+        let allowed = Duration::from_millis(self.options.downtime_ms);
+        let limit_ms = match course.expected_downtime {
+            Some(expected) if expected <= allowed => LIMIT_TO_END_MS,
+            _ => LIMIT_MS,
+        };
+        if limit_ms == course.limit_ms {
             return;
         }
-        // An older limit does no harm.
-        let set = json!({"downtime-limit": limit});
+        // It is tried again.
+        let set = json!({"downtime-limit": limit_ms});
         if self.qmp.execute("migrate-set-parameters", set).is_ok() {
-            course.limit_ms = limit;
+            course.limit_ms = limit_ms;
         }
     }
 
