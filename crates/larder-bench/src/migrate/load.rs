@@ -93,3 +93,33 @@ impl ValueEnum for Load {
         Some(PossibleValue::new(self.name()).help(help))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use larder_bench::campaign::migration::vm::{Machine, Release};
+
+    use super::*;
+
+    #[test]
+    fn a_memcached_that_has_lost_a_value_is_found_out() -> anyhow::Result<()> {
+        Load::Memcached.is_there()?;
+        // Slow enough that most of its values are older than the second that flush_all leaves out.
+        let load = Load::Memcached.script(4, 1, 1);
+        let script = format!(
+            r#"{} | while read -r line; do
+                echo "$line"
+                [ "$line" != "ROUND 1" ] || printf 'flush_all\r\nquit\r\n' | nc 127.0.0.1 11211
+            done"#,
+            load.trim_end()
+        );
+        let machine = Machine::running(Release::Debian12, 512, &script)?;
+        let guest = machine.boot()?;
+        let end = guest.wait_for_console("ROUND 2", 1).expect_err("its values are gone");
+        let said = format!("{end:#}");
+        assert!(
+            said.contains("MISMATCH value") && said.contains("it is not there"),
+            "{said}"
+        );
+        Ok(())
+    }
+}
