@@ -3,13 +3,15 @@
 #
 #   vmlinuz        Debian 12's cloud kernel, taken out of its package.
 #   guest.cpio.gz  An initramfs that is a whole guest: busybox, fio, blkdiscard,
-#                  lsblk, mkfs.ext4, e2fsck, guest-load. Virtio disks are /dev/vda, vdb, ...
-#   debian12.ext4  A Debian 12 root file system with systemd, fio and guest-load
-#                  (2 GiB, sparse).
+#                  lsblk, mkfs.ext4, e2fsck, guest-load, memcached, memcached-load.
+#                  Virtio disks are /dev/vda, vdb, ...
+#   debian12.ext4  A Debian 12 root file system with systemd, fio, the loads and
+#                  memcached, not started (2 GiB, sparse).
 #   boot.cpio.gz   An initramfs that boots it: mounts root= (default /dev/vda)
 #                  and starts systemd up to multi-user.target.
 #
-# guest-load changes its memory and checks it: guest/load.rs.
+# guest-load changes its memory and checks it: guest/load.rs. memcached-load does so
+# with a memcached that runs beside it: guest/memcached-load.rs.
 #
 # Both initramfs run a script handed to them: append an uncompressed newc cpio
 # that holds the file /test.sh (concatenated archives are one initramfs; both
@@ -36,11 +38,11 @@ artefacts=(vmlinuz guest.cpio.gz boot.cpio.gz debian12.ext4)
 if is_fresh "$out_dir/guest.stamp" "$want" "${artefacts[@]/#/$out_dir/}"; then exit 0; fi
 [ "${1:-}" != --check ] || exit 1
 [ "$(id -u)" -eq 0 ] || die "making a root file system needs root"
-command -v "${RUSTC:-rustc}" >/dev/null || die "there is no rustc: it compiles guest/load.rs"
+command -v "${RUSTC:-rustc}" >/dev/null || die "there is no rustc: it compiles guest/*.rs"
 
 # Virtio as a module each, and what they need; ext4 is built in.
 modules=(virtio_pci virtio_blk virtio_scsi virtio_balloon virtio_console virtio_rng qemu_fw_cfg)
-programs=(dash fio lsblk blkdiscard blockdev fallocate mkfs.ext4 e2fsck guest-load)
+programs=(dash fio lsblk blkdiscard blockdev fallocate mkfs.ext4 e2fsck guest-load memcached memcached-load)
 
 # What an interrupted build left; setup.sh lets only one run at a time.
 rm -rf --one-file-system -- "$out_dir"/guest.??????
@@ -49,19 +51,24 @@ trap 'rm -rf --one-file-system -- "$work"' EXIT
 chmod 755 "$work"
 root=$work/root
 
+# download PACKAGE DIR: as Debian has it today.
+download() {
+  cd "$2"
+  if ! apt-get -o APT::Sandbox::User=root download "$1"; then
+    # The lists are older than the mirror.
+    apt-get update -qq
+    apt-get -o APT::Sandbox::User=root download "$1"
+  fi
+  cd - >/dev/null
+}
+
 unpack_kernel() {
   local package
   mkdir -p "$out_dir/download"
   package=$(apt-cache depends linux-image-cloud-amd64 | awk '$1 == "Depends:" && !n++ { print $2 }')
   [ -n "$package" ] || die "apt knows no linux-image-cloud-amd64"
   if ! compgen -G "$out_dir/download/${package}_*.deb" >/dev/null; then
-    cd "$work"
-    if ! apt-get -o APT::Sandbox::User=root download "$package"; then
-      # The lists are older than the mirror.
-      apt-get update -qq
-      apt-get -o APT::Sandbox::User=root download "$package"
-    fi
-    cd - >/dev/null
+    download "$package" "$work"
     rm -f -- "$out_dir"/download/linux-image-*.deb
     mv -- "$work/${package}"_*.deb "$out_dir/download/"
   fi
@@ -69,6 +76,17 @@ unpack_kernel() {
   cp -- "$work"/kernel/boot/vmlinuz-* "$work/vmlinuz"
   release=$(basename -- "$work"/kernel/lib/modules/*)
   depmod -b "$work/kernel" "$release"
+}
+
+# add_memcached: the program alone. Its package wants Perl, and would start it at boot.
+add_memcached() {
+  download memcached "$work"
+  dpkg-deb --fsys-tarfile "$work"/memcached_*.deb | tar -x -C "$root" ./usr/bin/memcached
+}
+
+# compile LOAD PROGRAM: of guest/LOAD.rs, for the C library of this machine, which is the guest's: setup.sh wants the same release.
+compile() {
+  "${RUSTC:-rustc}" --edition 2024 -O -C strip=symbols -C panic=abort -o "$root/usr/bin/$2" "$testbed_dir/guest/$1.rs"
 }
 
 # base_initramfs DIR: devices, modules and busybox; DIR/modules lists the modules in loading order.
@@ -122,9 +140,11 @@ pack() {
 }
 
 unpack_kernel
-debian_root "$guest_suite" "$root" systemd,systemd-sysv,udev,kmod,fio,e2fsprogs,procps,util-linux
-# Of this machine's C library, which is the guest's: setup.sh wants the same release.
-"${RUSTC:-rustc}" --edition 2024 -O -C strip=symbols -C panic=abort -o "$root/usr/bin/guest-load" "$testbed_dir/guest/load.rs"
+# The last three are what memcached loads.
+debian_root "$guest_suite" "$root" systemd,systemd-sysv,udev,kmod,fio,e2fsprogs,procps,util-linux,libevent-2.1-7,libsasl2-2,libssl3
+add_memcached
+compile load guest-load
+compile memcached-load memcached-load
 
 base_initramfs "$work/boot"
 install -m 755 "$testbed_dir/guest/init-boot" "$work/boot/init"

@@ -14,6 +14,9 @@ use super::method::Method;
 use super::moving::{Carrier, Outcome};
 use crate::undo::Undo;
 
+/// Lines of how it goes after a move, before the next.
+const SETTLED_TICKS: usize = 10;
+
 /// What was measured of a move.
 #[derive(Clone, Debug)]
 pub(super) struct Move {
@@ -38,11 +41,15 @@ pub(super) struct Move {
 /// A guest of one load and rate.
 pub(super) struct Guest<'a> {
     bench: &'a Bench<'a>,
+    /// That it was told, in 10^6 bytes per second.
+    rate: u64,
     machine: Machine,
     vm: Vm,
     side: Side,
     /// Of the QEMUs where it was.
     consoles: Vec<String>,
+    /// Who moved it, or tried to, in turn.
+    moved_by: Vec<&'static str>,
     /// QEMU counts these on from one migration to the next.
     xbzrle_pages: u64,
     _undo: Undo,
@@ -58,24 +65,35 @@ impl<'a> Guest<'a> {
         let vm = machine.boot_by(&bench.link.enter(Side::A))?;
         Ok(Self {
             bench,
+            rate,
             machine,
             vm,
             side: Side::A,
             consoles: Vec::new(),
+            moved_by: Vec::new(),
             xbzrle_pages: 0,
             _undo: undo,
         })
     }
 
-    /// How much memory it changes when it is left alone, in 10^6 bytes per second.
-    pub(super) fn alone(&self) -> anyhow::Result<f64> {
+    /// How much memory it changes when it is left alone, in 10^6 bytes per second. A host that is busy for a moment is no
+    /// guest that is slow: this is done again until it comes to `enough`, and the best one counts.
+    pub(super) fn alone(&self, enough: f64) -> anyhow::Result<f64> {
         const TICKS: usize = 15;
-        let before = self.vm.console().len();
-        self.vm.wait_for_console("TICK", TICKS)?;
-        Ok(rate(&self.vm.console()[before..]))
+        const TIMES: usize = 4;
+        let mut best = 0.0_f64;
+        for _ in 0..TIMES {
+            let before = self.vm.console().len();
+            self.vm.wait_for_console("TICK", TICKS)?;
+            best = best.max(rate(&self.vm.console()[before..]));
+            if best >= enough {
+                break;
+            }
+        }
+        Ok(best)
     }
 
-    /// Moves it to the other side, and looks whether it is as it was.
+    /// Moves it to the other side. It goes on checking its memory there, and on its way to the next.
     pub(super) fn moves(&mut self, method: Method) -> anyhow::Result<Move> {
         let bench = self.bench;
         let (from, to) = (self.side, self.side.other());
@@ -133,33 +151,55 @@ impl<'a> Guest<'a> {
             self.vm = destination;
             self.side = to;
             self.xbzrle_pages = 0;
-            verify(&self.vm).with_context(|| format!("after a move by {}", method.name()))?;
         } else {
             drop(destination);
-            self.vm
-                .works()
-                .with_context(|| format!("after a move that {} gave up", method.name()))?;
         }
+        self.moved_by.push(method.name());
+        // It is as fast as before when it is moved again: an emulator translates its code anew.
+        self.vm
+            .wait_for_console("TICK", SETTLED_TICKS)
+            .with_context(|| self.history())?;
         Ok(figures)
     }
 
-    /// Looks whether it has counted on wherever it was.
+    /// Looks whether all of its memory is as it must be, and whether it has counted on wherever it was.
     pub(super) fn finish(mut self) -> anyhow::Result<()> {
-        verify(&self.vm)?;
+        let checked = self.verify();
         self.consoles.push(self.vm.console());
-        counted(&self.consoles).map(drop)
+        checked
+            .and_then(|()| counted(&self.consoles).map(drop))
+            .with_context(|| self.history())
+    }
+
+    /// Waits until it has gone over all of its memory once more. A slow one takes minutes for that.
+    fn verify(&self) -> anyhow::Result<()> {
+        // The first is under way.
+        const ROUNDS: usize = 2;
+        let round_s = (self.bench.arguments.size << 20).div_ceil(self.rate.max(1) * 1_000_000);
+        let give_up = Instant::now() + LIMIT + 4 * ROUNDS as u32 * Duration::from_secs(round_s);
+        let rounds = || self.vm.console().matches("ROUND").count();
+        let goal = rounds() + ROUNDS;
+        while rounds() < goal {
+            self.vm.wait_for_console("TICK", 1)?;
+            ensure!(
+                Instant::now() < give_up,
+                "the guest does not get on with {} MB/s",
+                self.rate
+            );
+        }
+        Ok(())
+    }
+
+    /// What was done to it.
+    fn history(&self) -> String {
+        format!("a guest that was moved by {}", self.moved_by.join(", "))
     }
 }
 
-/// Each page has been checked once more, and changed, after this. A slow guest takes its time for a round.
-fn verify(vm: &Vm) -> anyhow::Result<()> {
-    const ROUNDS: usize = 2;
-    (0..ROUNDS).try_for_each(|_| vm.wait_for_console("ROUND", 1))
-}
-
-/// The mean of the rates that a console shows.
+/// The mean of the rates that whole lines of a console show: one may be cut off where the guest left.
 fn rate(console: &str) -> f64 {
-    let rates: Vec<f64> = console
+    let whole = console.rfind('\n').map_or("", |end| &console[..end]);
+    let rates: Vec<f64> = whole
         .lines()
         .filter_map(|line| {
             let mut words = line.split_whitespace();
@@ -194,4 +234,13 @@ fn last_event(vm: &mut Vm, name: &str) -> anyhow::Result<f64> {
     let time = &event.with_context(|| format!("QEMU told of no {name}"))?["timestamp"];
     let part = |unit: &str| time[unit].as_f64().context("an event without a time");
     Ok(part("seconds")? + part("microseconds")? / 1e6)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_line_that_the_guest_has_not_ended_is_not_counted() {
+        assert_eq!(super::rate("K 3 7\nTICK 4 40\nROUND 1\nTICK 5 42\nTICK 6 4"), 41.0);
+        assert!(super::rate("TICK 1 4").is_nan());
+    }
 }

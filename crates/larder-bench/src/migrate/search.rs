@@ -11,39 +11,85 @@ const TRIES: usize = 3;
 const GOOD: usize = 2;
 /// From one rate to the next, in quarters.
 const STEP_QUARTERS: u64 = 5;
-/// A guest that is this much slower than it should be cannot be any faster.
-const SLOW: f64 = 0.8;
 
 /// Moves guests of all rates, and tells how it goes.
 pub(super) fn measure(bench: &Bench<'_>, rows: &mut Vec<Row>) -> anyhow::Result<()> {
     let arguments = bench.arguments;
     let rounds = arguments.rounds as usize;
-    if !arguments.rates.is_empty() {
-        for &rate in &arguments.rates {
-            let guest = Guest::boot(bench, rate)?;
-            take_turns(guest, rate, &arguments.modes, rounds, |_| false, bench, rows)?;
-        }
-        return Ok(());
-    }
-    let mut left = arguments.modes.clone();
-    let mut rate = arguments.from;
-    while !left.is_empty() && rate <= arguments.to {
-        let guest = Guest::boot(bench, rate)?;
-        let alone = guest.alone()?;
-        let first = rows.len();
-        let decided = |row: &Row| verdict(row, arguments.accept_ms()).is_some();
-        take_turns(guest, rate, &left, TRIES, decided, bench, rows)?;
-        if alone < SLOW * rate as f64 {
-            eprintln!("the guest changes no more than {alone:.0} MB/s: there the search ends");
-            break;
-        }
-        left.retain(|&method| {
-            let row = rows[first..].iter().find(|row| row.method == method);
-            row.and_then(|row| verdict(row, arguments.accept_ms())) == Some(true)
+    if arguments.rates.is_empty() {
+        return search(arguments.from, arguments.to, &arguments.modes, |rate, methods| {
+            try_all(rate, methods, bench, rows)
         });
-        rate = (rate * STEP_QUARTERS).div_ceil(4);
+    }
+    for &rate in &arguments.rates {
+        take_turns(rate, &arguments.modes, rounds, |_| false, bench, rows)?;
     }
     Ok(())
+}
+
+/// Goes up from where it begins with those who can move the guest there; with the others from half of that, and so on: a
+/// rate that is too high costs the most time.
+fn search(
+    from: u64,
+    to: u64,
+    methods: &[Method],
+    mut try_all: impl FnMut(u64, &[Method]) -> anyhow::Result<Tried>,
+) -> anyhow::Result<()> {
+    let (mut rate, mut end) = (from, to.saturating_add(1));
+    let mut left = methods.to_vec();
+    while !left.is_empty() && rate > 0 {
+        left = climb(rate, end, left, &mut try_all)?;
+        (rate, end) = (rate / 2, rate);
+    }
+    Ok(())
+}
+
+/// Goes up from a rate to less than another, with those who are able to. Who was not at first.
+fn climb(
+    from: u64,
+    end: u64,
+    methods: Vec<Method>,
+    try_all: &mut impl FnMut(u64, &[Method]) -> anyhow::Result<Tried>,
+) -> anyhow::Result<Vec<Method>> {
+    let mut unable = None;
+    let mut left = methods;
+    let mut rate = from;
+    while !left.is_empty() && rate < end {
+        let tried = try_all(rate, &left)?;
+        unable.get_or_insert(tried.unable);
+        if tried.alone < Row::SLOW * rate as f64 {
+            eprintln!(
+                "the guest changes no more than {:.0} MB/s: it is no use to go up from there",
+                tried.alone
+            );
+            break;
+        }
+        left = tried.able;
+        rate = (rate * STEP_QUARTERS).div_ceil(4);
+    }
+    Ok(unable.unwrap_or_default())
+}
+
+/// Who can move a guest of one rate, and who cannot.
+struct Tried {
+    able: Vec<Method>,
+    unable: Vec<Method>,
+    alone: f64,
+}
+
+fn try_all(rate: u64, methods: &[Method], bench: &Bench<'_>, rows: &mut Vec<Row>) -> anyhow::Result<Tried> {
+    let first = rows.len();
+    let verdict = |row: &Row| verdict(row, bench.arguments.accept_ms());
+    let alone = take_turns(rate, methods, TRIES, |row| verdict(row).is_some(), bench, rows)?;
+    let (able, unable) = rows[first..]
+        .iter()
+        .partition::<Vec<_>, _>(|row| verdict(row) == Some(true));
+    let methods = |rows: Vec<&Row>| rows.iter().map(|row| row.method).collect();
+    Ok(Tried {
+        able: methods(able),
+        unable: methods(unable),
+        alone,
+    })
 }
 
 /// Whether a guest can be moved so, once that is certain.
@@ -56,20 +102,23 @@ pub(super) fn verdict(row: &Row, accept_ms: f64) -> Option<bool> {
     (row.moves.len() - good > TRIES - GOOD).then_some(false)
 }
 
-/// Moves a guest so often by each of these methods, or until that is decided.
+/// Boots a guest, and moves it so often by each of these methods, or until that is decided. How much memory it changes
+/// when it is left alone, in 10^6 bytes per second.
 fn take_turns(
-    mut guest: Guest<'_>,
     rate: u64,
     methods: &[Method],
     times: usize,
     is_decided: impl Fn(&Row) -> bool,
     bench: &Bench<'_>,
     rows: &mut Vec<Row>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<f64> {
+    let mut guest = Guest::boot(bench, rate)?;
+    let alone = guest.alone(Row::SLOW * rate as f64)?;
     let first = rows.len();
     rows.extend(methods.iter().map(|&method| Row {
         method,
         rate,
+        alone,
         moves: Vec::new(),
     }));
     for round in 0..times {
@@ -90,5 +139,50 @@ fn take_turns(
             row.moves.push(figures);
         }
     }
-    guest.finish()
+    guest.finish()?;
+    Ok(alone)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a search tries where each method moves the guest up to a rate, and the guest comes to `alone`.
+    fn tried(from: u64, alone: f64, largest: &[(Method, u64)]) -> Vec<(u64, Vec<Method>)> {
+        let mut tried = Vec::new();
+        let methods: Vec<Method> = largest.iter().map(|&(method, _)| method).collect();
+        search(from, 1000, &methods, |rate, methods| {
+            tried.push((rate, methods.to_vec()));
+            let can = |method: &Method| largest.iter().any(|&(other, most)| other == *method && rate <= most);
+            let (able, unable) = methods.iter().partition(|method| can(method));
+            Ok(Tried { able, unable, alone })
+        })
+        .expect("nothing fails");
+        tried
+    }
+
+    #[test]
+    fn a_search_goes_up_with_those_who_can_and_down_with_those_who_cannot() {
+        use Method::{Larder, MultifdZlib, Qemu};
+        let found = tried(40, 1e3, &[(Qemu, 40), (MultifdZlib, 30), (Larder, 60)]);
+        let wanted = [
+            (40, vec![Qemu, MultifdZlib, Larder]),
+            (50, vec![Qemu, Larder]),
+            (63, vec![Larder]),
+            (20, vec![MultifdZlib]),
+            (25, vec![MultifdZlib]),
+            (32, vec![MultifdZlib]),
+        ];
+        assert_eq!(found, wanted);
+    }
+
+    #[test]
+    fn a_search_ends_where_no_rate_is_left() {
+        let nobody = tried(4, 1e3, &[(Method::Qemu, 0)]);
+        assert_eq!(nobody.iter().map(|(rate, _)| *rate).collect::<Vec<_>>(), [4, 2, 1]);
+        let any = tried(900, 1e4, &[(Method::Qemu, 10_000)]);
+        assert_eq!(any.len(), 1, "up to 1000: {any:?}");
+        let slow = tried(40, 45.0, &[(Method::Qemu, 1000)]);
+        assert_eq!(slow.iter().map(|(rate, _)| *rate).collect::<Vec<_>>(), [40, 50, 63]);
+    }
 }

@@ -364,6 +364,8 @@ impl Vm {
         let goal = self.console().matches(word).count() + count;
         let give_up = Instant::now() + LIMIT;
         loop {
+            // Before what the console shows: a guest that powers off has said why by then.
+            let has_ended = self.process.has_ended();
             let console = self.console();
             ensure!(
                 !ENDS.iter().any(|end| console.contains(end)),
@@ -373,7 +375,7 @@ impl Vm {
                 return Ok(());
             }
             let said = self.process.output();
-            ensure!(!self.process.has_ended(), "QEMU has ended: {said}");
+            ensure!(!has_ended, "QEMU has ended: {said}");
             ensure!(Instant::now() < give_up, "the guest stands still: {console}\n{said}");
             std::thread::sleep(LOOK);
         }
