@@ -3,11 +3,12 @@
 use serde::{Deserialize, Serialize};
 
 use super::Description;
+use super::disks::DiskDescription;
 use super::record::MoveId;
 use super::settings::Settings;
 
 /// The version of what is told here.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// To the destination. Each is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -31,8 +32,11 @@ pub enum Tell {
         vm: Box<Description>,
         /// What both must be set to.
         settings: Settings,
+        /// The disks that are served beside QEMU.
+        disks: Vec<DiskDescription>,
     },
-    /// All has come, or post-copy has begun; the source is stopped and will stay so: run it.
+    /// All has come, or post-copy has begun; the source is stopped and will stay so, and its disks that go along are closed
+    /// there: open them, and run it.
     Go {
         /// Whether its processors run; else it stays stopped, as it was at the source.
         run: bool,
@@ -51,6 +55,8 @@ pub enum ToSource {
     Prepared {
         /// What the user should know.
         warnings: Vec<String>,
+        /// The servers of the disks wait there for them.
+        disks: bool,
     },
     /// Not so, and nothing was changed.
     Refused {

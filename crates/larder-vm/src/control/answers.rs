@@ -20,10 +20,11 @@ use super::openapi;
 use super::response::{Answer, event_stream, whole};
 use super::state::{Disks, Failure};
 use super::subject::Subject;
-use super::wishes::{CacheReplacement, DiskPatch, Reloaded, Unfit};
-use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
-use crate::disk::{CacheWork, DiskChange, DiskInquiry};
+use super::wishes::{CacheReplacement, DiskPatch, MoveWish, Reloaded, Unfit};
+use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use crate::disk::{CacheWork, DiskChange, DiskInquiry, DiskMove};
 use crate::memory::MemoryInquiry;
+use crate::vm::{Moved, VmMove};
 
 /// How long a disk may take to say how it is.
 const DISK_TIME_MAX: Duration = Duration::from_secs(5);
@@ -97,6 +98,7 @@ enum Resource {
     OpenApi,
     Events,
     Reload,
+    Move,
     Memory(Option<MemoryInquiry>),
     Detach(Option<MemoryInquiry>),
     Disks,
@@ -112,6 +114,7 @@ impl Resource {
             OPENAPI_PATH => return Some(Self::OpenApi),
             EVENTS_PATH => return Some(Self::Events),
             RELOAD_PATH => return Some(Self::Reload),
+            MOVE_PATH => return Some(Self::Move),
             DISKS_PATH => return Some(Self::Disks),
             MEMORY_PATH => return Some(Self::Memory(subject.memory_of())),
             DETACH_PATH => return Some(Self::Detach(subject.memory_of())),
@@ -133,7 +136,7 @@ impl Resource {
         match self {
             Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
             Self::Disk(_) | Self::Memory(_) => "GET, HEAD, PATCH",
-            Self::Detach(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload => "POST",
+            Self::Detach(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload | Self::Move => "POST",
         }
     }
 }
@@ -161,6 +164,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         Resource::Events if request.method() == Method::HEAD => event_stream(mpsc::channel(1).1),
         Resource::Events => listen(request.headers(), asked),
         Resource::Reload => reload(request, subject).await,
+        Resource::Move => move_on(request, subject).await,
         Resource::Disks => disks(&subject.disks()).await,
         Resource::Disk(disk) if request.method() == Method::PATCH => patch(request, &disk).await,
         Resource::Disk(disk) => match in_time(disk.state()).await {
@@ -355,6 +359,41 @@ async fn reload(request: Request<Incoming>, subject: &Subject) -> Answer {
             };
             json_answer(StatusCode::ACCEPTED, &reloaded)
         }
+    }
+}
+
+/// Has the VM's disks take a step to another host, or from there. What a guest need not wait for goes past the VM's own
+/// thread, which would do nothing else meanwhile.
+async fn move_on(request: Request<Incoming>, subject: &Subject) -> Answer {
+    let MoveWish { step } = match body_of(request, "{\"step\":\"settle\"}").await {
+        Ok(wish) => wish,
+        Err(unfit) => return refuse(unfit),
+    };
+    let of_disk = match step {
+        VmMove::Settle => Some(DiskMove::Settle),
+        VmMove::Stay => Some(DiskMove::Stay),
+        _ => None,
+    };
+    let (reply, told) = oneshot::channel();
+    if let Some(step) = of_disk {
+        let disks = subject.disks();
+        tokio::spawn(async move {
+            let mut result = Ok(Moved { done: true });
+            for disk in disks {
+                if let Some(Err(error)) = disk.change(DiskChange::Move(step)).await {
+                    result = Err(error.to_string());
+                }
+            }
+            let _ = reply.send(result);
+        });
+    } else if !subject.move_on(step, reply) {
+        return failure(StatusCode::CONFLICT, "this server serves no VM that could move");
+    }
+    match timeout(RELOAD_TIME_MAX, told).await {
+        Ok(Ok(Ok(Moved { done: true }))) => found(&Moved { done: true }),
+        Ok(Ok(Err(error))) => failure(StatusCode::CONFLICT, error),
+        Ok(Err(_)) => failure(StatusCode::SERVICE_UNAVAILABLE, "the server is being stopped"),
+        Ok(Ok(Ok(_))) | Err(_) => json_answer(StatusCode::ACCEPTED, &Moved { done: false }),
     }
 }
 

@@ -11,10 +11,11 @@ use utoipa::{PartialSchema, ToSchema};
 use super::events::Event;
 use super::memory::{Detached, MemoryPatch, MemoryState};
 use super::state::{DiskState, Disks, Failure, ServerState};
-use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
-use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use super::wishes::{CacheReplacement, DiskPatch, MoveWish, Reloaded};
+use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
+use crate::vm::Moved;
 
 /// The document.
 pub(super) fn document() -> Value {
@@ -25,6 +26,8 @@ pub(super) fn document() -> Value {
     let patch = types.of::<DiskPatch>();
     let replacement = types.of::<CacheReplacement>();
     let reloaded = types.of::<Reloaded>();
+    let move_wish = types.of::<MoveWish>();
+    let moved = types.of::<Moved>();
     let memory = types.of::<MemoryState>();
     let memory_patch = types.of::<MemoryPatch>();
     let detached = types.of::<Detached>();
@@ -116,6 +119,18 @@ pub(super) fn document() -> Value {
                     ("202".to_owned(), described("It takes longer than 8 s, and goes on.", &reloaded)),
                     fails("400", "This is no request as HTTP/1.1 has them, or the body is longer than 256 KiB or no UTF-8."),
                     fails("409", "There is no such file, or it is wrong, or the body is missing or not wanted; nothing has changed."),
+                    fails("503", "The server is being stopped."),
+                ]),
+            }},
+            MOVE_PATH: {"post": {
+                "operationId": "move",
+                "summary": "Have the VM's disks take a step to another host, or from there, as its movers tell.",
+                "requestBody": body(&move_wish),
+                "responses": responses([
+                    ("200".to_owned(), described("It is done.", &moved)),
+                    ("202".to_owned(), described("It takes longer than 8 s, and goes on; ask again.", &moved)),
+                    bad_body(),
+                    fails("409", "It cannot be done; `error` says why. All is as before."),
                     fails("503", "The server is being stopped."),
                 ]),
             }},

@@ -64,8 +64,17 @@ pub struct DiskState {
     pub size: u64,
     /// The sector size that a guest sees.
     pub block_size: u32,
+    /// The serial number that a guest sees.
+    #[serde(default)]
+    pub serial: String,
     /// Whether changes are refused.
     pub read_only: bool,
+    /// Whether others may use the image, too.
+    #[serde(default)]
+    pub shared: bool,
+    /// Whether the image is not open, because its VM is on another host, or was there last.
+    #[serde(default)]
+    pub away: bool,
     /// When all this was so: the time since the disk was opened, in nanoseconds.
     pub time_ns: u64,
     /// Where it is served.

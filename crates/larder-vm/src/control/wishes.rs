@@ -12,6 +12,15 @@ use crate::image::{
     parse_prefetch_len,
 };
 use crate::limits::LimitsTextError;
+use crate::vm::VmMove;
+
+/// What the VM's disks are to do: the body of `POST /v1/move`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MoveWish {
+    /// What.
+    pub step: VmMove,
+}
 
 /// What a disk is set to: the body of `PATCH /v1/disks/DISK`. What is left out stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -4,6 +4,7 @@
 mod bandwidth;
 mod cuts;
 mod damaged;
+mod disks;
 mod ends;
 mod guests;
 mod hostile;
