@@ -21,8 +21,8 @@ mod subject;
 pub mod wishes;
 
 pub use client::{
-    Change, FetchError, change_disk, detach_memory, fetch_disks, fetch_memory, fetch_server, is_hung_up, limit_memory,
-    move_vm, reload,
+    Change, FetchError, change_disk, detach_memory, fetch_disks, fetch_hot, fetch_memory, fetch_server, is_hung_up,
+    limit_memory, move_vm, reload, warm_disk,
 };
 pub use server::{ControlError, ControlServer, ControlSocket};
 pub use subject::{MoveOn, MoveReply, Reload, ReloadReply, Subject};
@@ -64,4 +64,9 @@ fn flush_path(disk: &str) -> String {
 /// Where its cache is replaced.
 fn replace_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/replace")
+}
+
+/// Where it is told what of it is hot, and what was elsewhere.
+fn hot_path(disk: &str) -> String {
+    format!("{DISKS_PATH}/{disk}/hot")
 }

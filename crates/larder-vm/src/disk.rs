@@ -1,6 +1,7 @@
 //! A disk at work: a thread of its own with its loop, its stack of layers, and its exports.
 
 mod berth;
+mod hot;
 mod inquiry;
 mod moving;
 
@@ -18,6 +19,7 @@ use larder_export::clients::Clients;
 use larder_export::vhost_user::Stop;
 
 use berth::Berth;
+pub use hot::{HOT_RANGES_MAX, ranges_of, text_of};
 pub use inquiry::{CacheWork, DiskChange, DiskChangeError, DiskInquiry, DiskSettings};
 use inquiry::{Inquiries, Served};
 pub use moving::DiskMove;
@@ -245,7 +247,11 @@ fn serve(
         let ended = select(stop.is_set(), select(answering, exports.ended())).await;
         // What a move has begun is over first.
         let _alone = match &served.moving {
-            Some(moving) => Some(moving.alone().await),
+            Some(moving) => {
+                let alone = moving.alone().await;
+                moving.warming.stop().await;
+                Some(alone)
+            }
             None => None,
         };
         let how = stop.get().unwrap_or(Stop::Leave);

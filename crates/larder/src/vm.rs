@@ -39,7 +39,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         return reload(&path, &VmConfig::read(&path)?);
     }
     if arguments.take || arguments.expect {
-        return move_by_hand(&VmConfig::read(&path)?, arguments.take);
+        return move_by_hand(&path, &VmConfig::read(&path)?, arguments.take);
     }
     let inherited = inherited()?;
     let config = match VmConfig::read(&path) {
@@ -100,6 +100,9 @@ pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode 
     }
 }
 
+/// Between two questions whether something has been done.
+const ASK_AGAIN: Duration = Duration::from_millis(50);
+
 /// Has the server that runs read the file again, and says what has become of it.
 fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
     let server = control::fetch_server(&config.control).map_err(|error| match is_not_served(&error) {
@@ -137,14 +140,14 @@ fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
 }
 
 /// Without movers: the disks are this host's, or another one's until the VM comes from there.
-fn move_by_hand(config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
+fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
     let step = if take { VmMove::Keep } else { VmMove::Leave };
     let is_served = match move_until_done(&config.control, step) {
         Ok(()) => true,
         Err(error) if is_not_served(&error) => false,
         Err(error) => return Err(error.into()),
     };
-    let note = AwayNote::of(&config.name);
+    let note = AwayNote::of(path);
     let name = &config.name;
     if !is_served && take {
         note.remove()?;
@@ -162,7 +165,9 @@ fn move_by_hand(config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
 
 /// Asks again while it goes on.
 fn move_until_done(control: &Path, step: VmMove) -> Result<(), FetchError> {
-    while !control::move_vm(control, step)?.done {}
+    while !control::move_vm(control, step)?.done {
+        std::thread::sleep(ASK_AGAIN);
+    }
     Ok(())
 }
 

@@ -208,6 +208,7 @@ impl Destination {
                 Tell::Prepare { vm, settings, disks } => self
                     .prepare(&mut inner, id, (&vm, &disks), settings)
                     .unwrap_or_else(|reasons| ToSource::Refused { reasons }),
+                Tell::Hot { chardev, ranges } => inner.warm(&id, &chardev, &ranges),
                 Tell::Go { run, postcopy } => inner.go(&id, run, postcopy),
                 Tell::Recover => self.recover(&mut inner, &id),
             },
@@ -388,6 +389,23 @@ impl Inner {
             Some(Phase::Coming) => State::Coming,
             None => State::Waiting,
         }
+    }
+
+    /// The server of a disk that comes along is told what was hot at the source.
+    fn warm(&self, id: &MoveId, chardev: &str, ranges: &str) -> ToSource {
+        let socket = self
+            .devices
+            .iter()
+            .find(|(label, _)| label == chardev)
+            .map(|(_, path)| path);
+        let comes = |socket: &&PathBuf| {
+            let arriving = self.arriving.as_ref().filter(|arriving| arriving.id == *id);
+            arriving.is_some_and(|arriving| arriving.disks.contains(socket))
+        };
+        if let Some(socket) = socket.filter(comes) {
+            self.servers.warm(socket, ranges);
+        }
+        ToSource::Noted
     }
 
     fn have_disks(&self, deed: Deed) -> Result<(), String> {

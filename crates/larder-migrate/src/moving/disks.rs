@@ -41,6 +41,13 @@ pub trait DiskServers: Send + Sync {
     /// As a text for people.
     fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String>;
 
+    /// What of each of these disks is hot, as their servers tell it: ranges with commas between them, the hottest first;
+    /// nothing of one that does not know. As well as that goes.
+    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)>;
+
+    /// Tells the server of a disk what was hot elsewhere. As well as that goes.
+    fn warm(&self, socket: &Path, ranges: &str);
+
     /// Has those do something that listen on these sockets. Waits until it is done.
     ///
     /// # Errors
@@ -59,6 +66,12 @@ impl DiskServers for NoServers {
     fn settle(&self, _: &[PathBuf]) -> Result<bool, String> {
         Ok(true)
     }
+
+    fn hot(&self, _: &[PathBuf]) -> Vec<(PathBuf, String)> {
+        Vec::new()
+    }
+
+    fn warm(&self, _: &Path, _: &str) {}
 
     fn have(&self, _: &[PathBuf], _: Deed) -> Result<(), String> {
         Ok(())
@@ -166,6 +179,29 @@ pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Res
         })
     });
     Ok(described.collect())
+}
+
+/// Bytes of what is hot in one message, at most, and messages for one disk.
+const HOT_BYTES_MAX: usize = 48 << 10;
+const HOT_MESSAGES_MAX: usize = 16;
+
+/// What is hot in parts that a message has room for: whole ranges, the hottest first, and not more than can be of use.
+pub fn hot_parts(ranges: &str) -> Vec<&str> {
+    let mut parts = Vec::new();
+    let mut rest = ranges;
+    while !rest.is_empty() && parts.len() < HOT_MESSAGES_MAX {
+        let (part, left) = match rest.len() <= HOT_BYTES_MAX {
+            true => (rest, ""),
+            // All of it is ASCII; what is not is not sent.
+            false => match rest.get(..HOT_BYTES_MAX).and_then(|head| head.rsplit_once(',')) {
+                Some((head, _)) => (head, &rest[head.len() + 1..]),
+                None => break,
+            },
+        };
+        parts.push(part);
+        rest = left;
+    }
+    parts
 }
 
 /// Where they are.
@@ -329,6 +365,19 @@ mod tests {
             ..disk(true)
         };
         assert_eq!(agree(&[disk(false)], &[other_file]).expect("perhaps").warnings.len(), 1);
+    }
+
+    #[test]
+    fn what_is_hot_goes_in_parts_of_whole_ranges() {
+        assert!(hot_parts("").is_empty());
+        assert_eq!(hot_parts("17+3,4+1"), ["17+3,4+1"]);
+        let many = vec!["123456+7"; 10_000].join(",");
+        let parts = hot_parts(&many);
+        assert!(parts.len() == 2 && parts.iter().all(|part| part.len() <= HOT_BYTES_MAX));
+        assert_eq!(parts.join(","), many);
+        let endless = vec!["1+1"; 1 << 20].join(",");
+        assert_eq!(hot_parts(&endless).len(), HOT_MESSAGES_MAX);
+        assert!(hot_parts(&"1".repeat(HOT_BYTES_MAX + 1)).is_empty());
     }
 
     #[test]

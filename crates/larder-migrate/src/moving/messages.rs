@@ -35,6 +35,13 @@ pub enum Tell {
         /// The disks that are served beside QEMU.
         disks: Vec<DiskDescription>,
     },
+    /// What of a disk that goes along is hot; the hottest first, perhaps in several of these. Nothing depends on it.
+    Hot {
+        /// QEMU's character device.
+        chardev: String,
+        /// As the disk's server has told, and the one at the destination understands it.
+        ranges: String,
+    },
     /// All has come, or post-copy has begun; the source is stopped and will stay so, and its disks that go along are closed
     /// there: open them, and run it.
     Go {
@@ -58,6 +65,8 @@ pub enum ToSource {
         /// The servers of the disks wait there for them.
         disks: bool,
     },
+    /// It was passed on, if it could be.
+    Noted,
     /// Not so, and nothing was changed.
     Refused {
         /// All reasons that were found.

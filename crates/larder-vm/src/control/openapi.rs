@@ -11,7 +11,7 @@ use utoipa::{PartialSchema, ToSchema};
 use super::events::Event;
 use super::memory::{Detached, MemoryPatch, MemoryState};
 use super::state::{DiskState, Disks, Failure, ServerState};
-use super::wishes::{CacheReplacement, DiskPatch, MoveWish, Reloaded};
+use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
 use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
@@ -28,6 +28,7 @@ pub(super) fn document() -> Value {
     let reloaded = types.of::<Reloaded>();
     let move_wish = types.of::<MoveWish>();
     let moved = types.of::<Moved>();
+    let hot = types.of::<HotRanges>();
     let memory = types.of::<MemoryState>();
     let memory_patch = types.of::<MemoryPatch>();
     let detached = types.of::<Detached>();
@@ -128,10 +129,9 @@ pub(super) fn document() -> Value {
                 "requestBody": body(&move_wish),
                 "responses": responses([
                     ("200".to_owned(), described("It is done.", &moved)),
-                    ("202".to_owned(), described("It takes longer than 8 s, and goes on; ask again.", &moved)),
+                    ("202".to_owned(), described("It takes longer than 8 s, and goes on; or the server ends: ask again.", &moved)),
                     bad_body(),
                     fails("409", "It cannot be done; `error` says why. All is as before."),
-                    fails("503", "The server is being stopped."),
                 ]),
             }},
             MEMORY_PATH: {
@@ -173,6 +173,23 @@ pub(super) fn document() -> Value {
                     "summary": "Change what a disk is set to.",
                     "requestBody": body(&patch),
                     "responses": responses([done("It is so now."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                },
+            },
+            format!("{DISKS_PATH}/{{disk}}/hot"): {
+                "parameters": of_disk,
+                "get": {
+                    "operationId": "query-hot",
+                    "summary": "What of a disk is hot, as far as its cache knows.",
+                    "responses": responses([
+                        ("200".to_owned(), described("It; nothing if the disk has no cache.", &hot)),
+                        no_http(), unknown(), stuck(),
+                    ]),
+                },
+                "post": {
+                    "operationId": "warm-disk",
+                    "summary": "Bring into a disk's cache what was hot on another host, while its guest asks for nothing.",
+                    "requestBody": body(&hot),
+                    "responses": responses([done("It is being done, as far as there is a cache with room."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/cache/flush"): {

@@ -249,6 +249,9 @@ pub struct CacheState {
     pub hit_bytes: u64,
     /// Bytes brought in after reads.
     pub filled: u64,
+    /// Bytes of these that no guest has asked for here: they were hot where its VM came from.
+    #[serde(default)]
+    pub warmed: u64,
     /// Reads that were not kept because too much was being brought in, or was being written.
     pub bypassed_busy: u64,
     /// Lines that left to make room.
@@ -404,6 +407,7 @@ impl CacheState {
             joined: done.joined,
             hit_bytes: done.hit_bytes,
             filled: done.filled,
+            warmed: done.warmed,
             bypassed_busy: done.bypassed_busy,
             evicted: done.evicted,
             metadata_written: done.metadata_written,

@@ -6,12 +6,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use larder_block::filter::throttle::{LimitError, Limits};
-use larder_block::{ByteLen, Loop};
+use larder_block::{ByteLen, ByteRange, Loop};
 use larder_export::activity::Activity;
 use larder_prefetch::PrefetchOptions;
 use tokio::sync::{mpsc, oneshot};
 
 use super::DiskConfig;
+use super::hot::{HOT_RANGES_MAX, Warming};
 use super::moving::{DiskMove, Moving};
 use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState, RequestsState};
 use crate::exports::Exports;
@@ -34,6 +35,7 @@ pub(super) struct Inquiries(mpsc::Receiver<Inquiry>);
 #[allow(clippy::large_enum_variant)]
 enum Inquiry {
     State(oneshot::Sender<DiskState>),
+    Hot(oneshot::Sender<Vec<ByteRange>>),
     Change(DiskChange, oneshot::Sender<Result<DiskState, DiskChangeError>>),
 }
 
@@ -46,6 +48,9 @@ pub enum DiskChange {
     Cache(CacheWork),
     /// It goes to another host, or comes.
     Move(DiskMove),
+    /// These ranges were hot on another host, and are brought into its cache while nothing else is to be done; once it is
+    /// here, if it is not.
+    Warm(Vec<ByteRange>),
 }
 
 /// Settings of a disk; what is `None` stays as it is.
@@ -112,6 +117,13 @@ impl DiskInquiry {
         answer.await.ok()
     }
 
+    /// What of it is hot, the hottest first, as far as its cache knows; nothing if it has none. `None` if it is being closed.
+    pub async fn hot(&self) -> Option<Vec<ByteRange>> {
+        let (reply, answer) = oneshot::channel();
+        self.sender.send(Inquiry::Hot(reply)).await.ok()?;
+        answer.await.ok()
+    }
+
     /// Has the disk change, which may take as long as all of what only its cache has takes to be written to it; it is done
     /// also if nobody waits for it. How the disk is then; `None` if it is being closed.
     pub async fn change(&self, change: DiskChange) -> Option<Result<DiskState, DiskChangeError>> {
@@ -138,6 +150,12 @@ pub(super) async fn answer(on: &Loop, Inquiries(mut inquiries): Inquiries, serve
         match inquiry {
             Inquiry::State(reply) => {
                 let _ = reply.send(served.state(on));
+            }
+            Inquiry::Hot(reply) => {
+                let served = Rc::clone(served);
+                on.spawn(async move {
+                    let _ = reply.send(served.hot().await);
+                });
             }
             // Its device may be slow, and others want to know something meanwhile.
             Inquiry::Change(change, reply) => {
@@ -187,7 +205,14 @@ impl Served {
         }
     }
 
-    async fn change(&self, on: &Loop, change: DiskChange) -> Result<(), DiskChangeError> {
+    async fn hot(&self) -> Vec<ByteRange> {
+        match self.now().as_ref().and_then(|image| image.cache.as_ref()) {
+            Some(cache) => cache.now().layer.hot(HOT_RANGES_MAX).await,
+            None => Vec::new(),
+        }
+    }
+
+    async fn change(self: &Rc<Self>, on: &Loop, change: DiskChange) -> Result<(), DiskChangeError> {
         let image = || self.name().to_string();
         match (change, self.now()) {
             (DiskChange::Move(step), _) => match &self.moving {
@@ -200,6 +225,13 @@ impl Served {
                     why: "its server serves one disk, and not those of a VM".to_owned(),
                 }),
             },
+            (DiskChange::Warm(ranges), _) => {
+                if let Some(moving) = &self.moving {
+                    moving.warming.add(ranges);
+                    Warming::start(on, self);
+                }
+                Ok(())
+            }
             (_, None) => Err(DiskChangeError::Away { image: image() }),
             (DiskChange::Settings(settings), Some(open)) => self.set(&open, settings).await,
             (DiskChange::Cache(work), Some(open)) => self.have_cache(on, &open, work).await,

@@ -9,6 +9,7 @@ use larder_block::{Geometry, Loop};
 use tokio::sync::{Mutex, MutexGuard};
 
 use super::berth::Berth;
+use super::hot::Warming;
 use super::inquiry::Served;
 use crate::image::{self, CacheMode, Format, ImageOptions};
 
@@ -43,6 +44,8 @@ pub(super) struct Moving {
     mode: Cell<Option<CacheMode>>,
     /// With what it was opened last, as far as that has changed since.
     options: RefCell<Option<ImageOptions>>,
+    /// What was hot where its VM came from.
+    pub(super) warming: Warming,
     /// One step at a time.
     step: Mutex<()>,
 }
@@ -54,6 +57,7 @@ impl Moving {
             format: Cell::new(format),
             mode: Cell::new(None),
             options: RefCell::default(),
+            warming: Warming::default(),
             step: Mutex::default(),
         }
     }
@@ -78,7 +82,7 @@ impl Moving {
 
     /// # Errors
     /// As a text for people.
-    pub(super) async fn step(&self, on: &Loop, served: &Served, step: DiskMove) -> Result<(), String> {
+    pub(super) async fn step(&self, on: &Loop, served: &Rc<Served>, step: DiskMove) -> Result<(), String> {
         let _alone = self.alone().await;
         match step {
             DiskMove::Settle => self.settle(served).await,
@@ -89,6 +93,7 @@ impl Moving {
             DiskMove::Serve => {
                 self.berth.serve();
                 served.exports.rest(false);
+                Warming::start(on, served);
                 Ok(())
             }
         }
@@ -128,6 +133,7 @@ impl Moving {
             return Err("its guest is at work: stop the VM first (QEMU's stop)".to_owned());
         }
         served.exports.rest(true);
+        self.warming.stop().await;
         let parted = async {
             self.berth.rest().await;
             if !image.device.geometry().read_only {
@@ -149,6 +155,7 @@ impl Moving {
     async fn close(&self, served: &Served) -> Result<(), String> {
         let Some(image) = served.now() else { return Ok(()) };
         served.exports.rest(true);
+        self.warming.stop().await;
         self.berth.rest().await;
         let mut options = self.options.take().unwrap_or_else(|| served.config.options.clone());
         options.limits = image.throttle.limits();

@@ -2,13 +2,16 @@
 //! is started finds it, and opens no image until the VM comes; so it lies where it outlives the host's restart.
 //!
 //! ```text
-//! STATE/moves/NAME      a line for people: what has become of the VM, as far as it is known here
+//! STATE/moves/NAME-HASH      a line for people: what has become of the VM; the hash is of its file's path
 //! ```
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
 use std::path::{Path, PathBuf};
+
+use rustix::process::geteuid;
 
 use crate::image::{state_folder, write_whole};
 
@@ -24,8 +27,11 @@ pub struct AwayNote {
 }
 
 impl AwayNote {
-    /// Of the VM `name`.
-    pub fn of(name: &str) -> Self {
+    /// Of the VM that is described in `file`. Two of one name in different folders are two VMs.
+    pub fn of(file: &Path) -> Self {
+        let file = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
+        let mut name = file.file_stem().unwrap_or_default().to_owned();
+        name.push(format!("-{:08x}", crc32c::crc32c(file.as_os_str().as_bytes())));
         Self {
             path: folder().map(|folder| folder.join(name)),
         }
@@ -47,7 +53,15 @@ impl AwayNote {
         let path = self.path.as_ref().ok_or_else(nowhere)?;
         let folder = path.parent().unwrap_or(path);
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.map_err(|error| named(folder, &error))
+        // Root's commands prepare what a service of another user reads.
+        let given = made.and_then(|()| {
+            let whose = folder.parent().unwrap_or(folder).metadata()?;
+            match geteuid().is_root() && whose.uid() != 0 {
+                true => chown(folder, Some(whose.uid()), Some(whose.gid())),
+                false => Ok(()),
+            }
+        });
+        given.map_err(|error| named(folder, &error))
     }
 
     /// Makes it, durably.
@@ -102,6 +116,8 @@ mod tests {
         assert!(note().is_there().expect("can be told"));
         note().remove().expect("goes");
         assert!(!note().is_there().expect("can be told"));
+        let [one, other] = ["/etc/larder/vms/web.toml", "/srv/web.toml"].map(|file| AwayNote::of(Path::new(file)).path);
+        assert_ne!(one, other);
         let nowhere = AwayNote { path: None };
         nowhere.make("gone").expect_err("there is nowhere");
     }

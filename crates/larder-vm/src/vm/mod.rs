@@ -178,7 +178,7 @@ impl Vm {
         let _ = runtime_folder::make(&runtime_folder(), 0o755);
         // First, so that a second process for the same VM is told so. Who asks waits until there is something to tell.
         let control = control_socket(&config, &inherited)?;
-        let note = AwayNote::of(&config.name);
+        let note = AwayNote::of(file);
         let is_away = incoming || note.is_there().map_err(VmError::Note)?;
         let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
         let mut servers = Vec::new();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use larder_migrate::moving::disks::{Deed, DiskServers, ServedDisk};
 use larder_vm::control::state::DiskState;
-use larder_vm::control::{FetchError, fetch_disks, move_vm};
+use larder_vm::control::{FetchError, fetch_disks, fetch_hot, move_vm, warm_disk};
 use larder_vm::vm::{VmMove, find};
 
 /// How long a server may be away that is started again.
@@ -56,6 +56,29 @@ impl DiskServers for LocalServers {
         Ok(is_done)
     }
 
+    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
+        let named = self.named(sockets);
+        let hot = named
+            .into_iter()
+            .map(|(socket, control, disk)| (socket, fetch_hot(&control, &disk)));
+        hot.filter_map(|(socket, ranges)| match ranges {
+            Ok(ranges) => Some((socket, ranges)),
+            Err(error) => {
+                tracing::debug!("what of a disk is hot is not known: {error}");
+                None
+            }
+        })
+        .collect()
+    }
+
+    fn warm(&self, socket: &Path, ranges: &str) {
+        for (_, control, disk) in self.named(&[socket.to_owned()]) {
+            if let Err(error) = warm_disk(&control, &disk, ranges) {
+                tracing::warn!("the cache of disk {disk} will not be warm at once: {error}");
+            }
+        }
+    }
+
     fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String> {
         let step = match deed {
             Deed::Stay => VmMove::Stay,
@@ -68,12 +91,15 @@ impl DiskServers for LocalServers {
         let is_idle = matches!(deed, Deed::Stay | Deed::Yield);
         let patience = if is_idle { Duration::ZERO } else { RESTART_MAX };
         for control in self.controls_of(sockets, patience)? {
-            while !match is_idle {
+            let take = || match is_idle {
                 true => move_vm(&control, step)
                     .map(|moved| moved.done)
-                    .map_err(|error| error.to_string())?,
-                false => patiently(&control, step)?,
-            } {}
+                    .map_err(|error| error.to_string()),
+                false => patiently(&control, step),
+            };
+            while !take()? {
+                thread::sleep(ASK_AGAIN);
+            }
         }
         Ok(())
     }
@@ -82,6 +108,24 @@ impl DiskServers for LocalServers {
 impl LocalServers {
     fn controls(&self) -> MutexGuard<'_, BTreeMap<PathBuf, PathBuf>> {
         self.controls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where the servers of these disks are asked, and how each disk is called there, as far as they answer.
+    fn named(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, PathBuf, String)> {
+        let mut named = Vec::new();
+        for control in self.controls_of(sockets, Duration::ZERO).unwrap_or_default() {
+            let Ok((_, disks)) = fetch_disks(&control) else {
+                continue;
+            };
+            for disk in disks.disks {
+                let at = disk.exports.vhost_user.map(|at| PathBuf::from(at.socket));
+                let socket = at.and_then(|at| sockets.iter().find(|socket| is_same(socket, &at)));
+                if let (Some(socket), Some(name)) = (socket, disk.name) {
+                    named.push((socket.clone(), control.clone(), name));
+                }
+            }
+        }
+        named
     }
 
     /// Where the servers of all these disks are asked, each once.

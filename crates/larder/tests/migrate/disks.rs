@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Instant;
 
 use larder_bench::campaign::migration::larder::{Side, move_command, receive_whole_command};
 use larder_bench::campaign::migration::vm::{Machine, Release, Vm, counted};
@@ -23,6 +24,8 @@ const PLACES: usize = 24;
 /// still there. Past the guest's page cache: all comes from the disk's server.
 const SCRIPT: &str = r#"
 mkdir /was
+# What nobody asks for again.
+dd if=/dev/urandom of=/dev/vda bs=64k seek=64 count=64 oflag=direct conv=fsync 2>/dev/null || echo "MISMATCH: cannot write"
 tick=0
 while :; do
   place=$((tick % 24))
@@ -161,6 +164,11 @@ fn a_disk_goes_along_and_comes_back_and_nothing_old_is_read_from_a_cache() {
     let server_there = there.serve(&["--incoming"]);
     let guest = moves(&machine, (&here, guest), &there, &mut consoles);
     works_for_a_round(&guest);
+    // What the guest did not ask for there was hot here.
+    let give_up = Instant::now() + LIMIT;
+    while there.disk().cache.expect("it has one").warmed == 0 {
+        assert!(Instant::now() < give_up, "{}", server_there.output());
+    }
 
     // However its server ends, it does not open the image while the VM is elsewhere.
     server_here.kill();

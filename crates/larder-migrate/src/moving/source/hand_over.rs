@@ -144,9 +144,11 @@ impl Mover<'_> {
                 reason: reasons.join("; "),
             }),
             ToSource::Unknown { reason } => Err(MoveError::InDoubt { reason }),
-            other @ (ToSource::Prepared { .. } | ToSource::NotYet { .. }) => Err(MoveError::InDoubt {
-                reason: format!("it answers {other:?}"),
-            }),
+            other @ (ToSource::Prepared { .. } | ToSource::Noted | ToSource::NotYet { .. }) => {
+                Err(MoveError::InDoubt {
+                    reason: format!("it answers {other:?}"),
+                })
+            }
         }
     }
 

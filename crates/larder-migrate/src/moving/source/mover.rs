@@ -30,6 +30,8 @@ pub(super) struct Mover<'a> {
     vm: Description,
     /// QEMU's character devices that are sockets.
     devices: Vec<(String, PathBuf)>,
+    /// What of the disks that go along is hot, by their sockets.
+    hot: Vec<(PathBuf, String)>,
     progress: Arc<Progress>,
     pub(super) cancel: &'a AtomicBool,
     pub(super) place: Place,
@@ -52,6 +54,7 @@ impl<'a> Mover<'a> {
             qmp,
             vm,
             devices,
+            hot: Vec::new(),
             progress,
             cancel,
             place,
@@ -140,6 +143,10 @@ impl<'a> Mover<'a> {
             }
         }
         self.settle_disks(&course.leaving).map_err(preflight)?;
+        if let Err(reason) = self.tell_what_is_hot(&carrier, &course) {
+            self.disks_stay(&course.leaving);
+            return Err(preflight(format!("the destination: {reason}")));
+        }
         // Getting ready takes time, and others may have a monitor, too.
         let state = self.qmp.run_state()?;
         if runs(&state) != run {
@@ -176,6 +183,36 @@ impl<'a> Mover<'a> {
             }
         };
         settled.inspect_err(|_| self.disks_stay(leaving))
+    }
+
+    /// So that caches at the destination become warm before its guest asks for what they lack.
+    fn tell_what_is_hot(&mut self, carrier: &Carrier, course: &Course) -> Result<(), String> {
+        if course.leaving.disks.is_empty() {
+            return Ok(());
+        }
+        self.hot = self.options.servers.hot(&course.leaving.disks);
+        for (socket, ranges) in &self.hot {
+            let Some((chardev, _)) = self.devices.iter().find(|(_, path)| path == socket) else {
+                continue;
+            };
+            for part in disks::hot_parts(ranges) {
+                let hot = course.tell(Tell::Hot {
+                    chardev: chardev.clone(),
+                    ranges: part.to_owned(),
+                });
+                carrier.ask(&hot, self.cancel, Duration::ZERO)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Caches were emptied when their disks left; what was hot in them is brought in again.
+    pub(super) fn warm_again(&self, leaving: &Leaving) {
+        for (socket, ranges) in self.hot.iter().filter(|_| leaving.disks_left) {
+            for part in disks::hot_parts(ranges) {
+                self.options.servers.warm(socket, part);
+            }
+        }
     }
 
     pub(super) fn disks_stay(&self, leaving: &Leaving) {

@@ -104,6 +104,7 @@ impl Mover<'_> {
         self.place.remove();
         leaving.before.restore(&mut self.qmp);
         self.disks_stay(leaving);
+        self.warm_again(leaving);
     }
 
     /// The VM runs elsewhere. Its QEMU here is ended before the session is, so that no mover that comes after a crash in

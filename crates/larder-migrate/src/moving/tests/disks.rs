@@ -72,6 +72,15 @@ impl DiskServers for Server {
         Ok(state.done.len() > 1)
     }
 
+    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
+        vec![(sockets[0].clone(), "17+3,4+1".to_owned())]
+    }
+
+    fn warm(&self, socket: &Path, ranges: &str) {
+        assert_eq!((socket, ranges), (Path::new("/sockets/vda"), "17+3,4+1"));
+        self.state.lock().expect("no panic").done.push("warm".to_owned());
+    }
+
     fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String> {
         assert_eq!(sockets, [Path::new("/sockets/vda")]);
         let mut state = self.state.lock().expect("no panic");
@@ -114,12 +123,12 @@ fn open(server: &Server) -> Vec<&'static str> {
 fn disks_are_closed_at_the_source_before_they_are_opened_at_the_destination_and_that_before_the_vm_runs() {
     let (bed, here, there) = bed();
     let server = Arc::clone(&there);
-    let before_it_runs = move || assert_eq!(server.done(), ["take"]);
+    let before_it_runs = move || assert_eq!(server.done(), ["warm", "take"]);
     bed.destination.hook("cont", before_it_runs);
     bed.run().expect("moves");
     assert_eq!(open(&here), ["destination"]);
     assert_eq!(here.done(), ["settle", "settle", "leave"]);
-    assert_eq!(there.done(), ["take", "keep"]);
+    assert_eq!(there.done(), ["warm", "take", "keep"]);
 }
 
 #[test]
@@ -136,7 +145,7 @@ fn disks_that_cannot_be_opened_at_the_destination_are_the_sources_again_before_i
         "{said}"
     );
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
-    assert_eq!(here.done(), ["settle", "settle", "leave", "keep", "stay"]);
+    assert_eq!(here.done(), ["settle", "settle", "leave", "keep", "stay", "warm"]);
     assert_eq!(bed.destination.has_heard("cont"), 0);
 }
 
@@ -172,7 +181,7 @@ fn what_was_opened_at_the_destination_is_closed_where_its_vm_does_not_come_to_ru
     bed.destination.is().refuses.insert("cont");
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
-    assert_eq!(there.done(), ["take", "yield"]);
+    assert_eq!(there.done(), ["warm", "take", "yield"]);
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
 
