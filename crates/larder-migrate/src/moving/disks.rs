@@ -382,10 +382,10 @@ mod tests {
 
     #[test]
     fn disks_that_are_shared_need_not_be_waited_for() {
-        let shared = DiskDescription {
+        let both = [DiskDescription {
             shared: true,
             ..disk(false)
-        };
-        assert_eq!(agree(&[shared.clone()], &[shared]), Ok(Agreement::default()));
+        }];
+        assert_eq!(agree(&both, &both), Ok(Agreement::default()));
     }
 }
