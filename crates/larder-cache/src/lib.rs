@@ -22,6 +22,7 @@ mod dirty;
 mod entry;
 mod fill;
 mod flushing;
+mod hot;
 mod index;
 mod journal;
 mod ledger;
@@ -137,6 +138,8 @@ pub struct Statistics {
     pub hit_bytes: u64,
     /// Bytes brought in after reads.
     pub filled: u64,
+    /// Bytes of these that no guest has asked for here: they were hot elsewhere.
+    pub warmed: u64,
     /// Reads that were not kept because too much was being brought in, or was being written.
     pub bypassed_busy: u64,
     /// Lines taken out to make room.

@@ -57,6 +57,11 @@ impl Cache {
         self.fast.is_late() || self.pace.rests(now)
     }
 
+    /// The cache is used, and its device is as fast as it should be.
+    pub(crate) fn may_be_read(&self) -> bool {
+        self.is_used() && !self.rests(self.turn_time())
+    }
+
     /// Where a range of one line is, if all of it is in the cache and nothing has to be waited for before it is read.
     fn whole_hit(&self, range: ByteRange) -> Option<WholeHit> {
         let lines = self.shape.lines_of(range);

@@ -290,6 +290,17 @@ impl Policy {
     }
 }
 
+/// How many heats [`heat_of`] tells apart.
+pub const HEATS: usize = 32;
+
+/// How hot a line is of which [`Policy::save`] has said this, below [`HEATS`]: how lately it was used, and of those that were
+/// used as lately, how often.
+pub fn heat_of(saved: u8) -> u8 {
+    let class = Class::from_number(saved & ((1 << SAVED_AGE_SHIFT) - 1));
+    let age = saved >> SAVED_AGE_SHIFT;
+    (SAVED_AGES.len() as u8 - 1 - age) << 3 | class.uses()
+}
+
 /// In what is saved of a line, two bits of its age are above the class: the last of these ages, in ticks, that it has
 /// reached. That is up to a quarter of the cache's lines used since, up to all, up to four times all, or more.
 const SAVED_AGE_SHIFT: u32 = 6;

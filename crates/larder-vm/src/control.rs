@@ -21,11 +21,11 @@ mod subject;
 pub mod wishes;
 
 pub use client::{
-    Change, FetchError, change_disk, detach_memory, fetch_disks, fetch_memory, fetch_server, is_hung_up, limit_memory,
-    reload,
+    Change, FetchError, change_disk, detach_memory, fetch_disks, fetch_hot, fetch_memory, fetch_server, is_hung_up,
+    limit_memory, move_vm, reload, warm_disk,
 };
 pub use server::{ControlError, ControlServer, ControlSocket};
-pub use subject::{Reload, ReloadReply, Subject};
+pub use subject::{MoveOn, MoveReply, Reload, ReloadReply, Subject};
 
 /// Where the process tells of itself; all else is below.
 const SERVER_PATH: &str = "/v1";
@@ -38,6 +38,9 @@ const EVENTS_PATH: &str = "/v1/events";
 
 /// Where the VM's file is read again.
 const RELOAD_PATH: &str = "/v1/reload";
+
+/// Where the VM's disks go to another host with it, and come.
+const MOVE_PATH: &str = "/v1/move";
 
 /// Where the disks are told of.
 const DISKS_PATH: &str = "/v1/disks";
@@ -61,4 +64,9 @@ fn flush_path(disk: &str) -> String {
 /// Where its cache is replaced.
 fn replace_path(disk: &str) -> String {
     format!("{DISKS_PATH}/{disk}/cache/replace")
+}
+
+/// Where it is told what of it is hot, and what was elsewhere.
+fn hot_path(disk: &str) -> String {
+    format!("{DISKS_PATH}/{disk}/hot")
 }

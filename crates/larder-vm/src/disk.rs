@@ -1,7 +1,11 @@
 //! A disk at work: a thread of its own with its loop, its stack of layers, and its exports.
 
+mod berth;
+mod hot;
 mod inquiry;
+mod moving;
 
+use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
@@ -14,8 +18,12 @@ use larder_export::activity::Activity;
 use larder_export::clients::Clients;
 use larder_export::vhost_user::Stop;
 
+use berth::Berth;
+pub use hot::{HOT_RANGES_MAX, ranges_of, text_of};
 pub use inquiry::{CacheWork, DiskChange, DiskChangeError, DiskInquiry, DiskSettings};
 use inquiry::{Inquiries, Served};
+pub use moving::DiskMove;
+use moving::Moving;
 
 use crate::exports::{ExportError, Exports, ExportsConfig, Places};
 use crate::image::{self, ImageAddress, ImageError, ImageOptions, OpenImage};
@@ -45,8 +53,22 @@ pub struct DiskConfig {
     pub options: ImageOptions,
     /// What to serve it as.
     pub exports: ExportsConfig,
+    /// Whether it can go to another host with its VM, and come.
+    pub moves: Moves,
     /// How long the thread spins for new work at most before it sleeps.
     pub poll_max: Duration,
+}
+
+/// What of a disk's moves is to be reckoned with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Moves {
+    /// It is here for good.
+    #[default]
+    Never,
+    /// It is here, and may go.
+    Here,
+    /// It is on another host, and may come: its image is not open.
+    Away,
 }
 
 impl DiskConfig {
@@ -57,6 +79,7 @@ impl DiskConfig {
             image,
             options: ImageOptions::default(),
             exports: ExportsConfig::default(),
+            moves: Moves::Never,
             poll_max: POLL_MAX_DEFAULT,
         }
     }
@@ -173,22 +196,48 @@ fn serve(
 ) -> Result<(), DiskError> {
     let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
-        let image = image::open(&on, &config.image, &config.options).await?;
-        let prefetch = image.prefetch.clone();
+        let image = match config.moves {
+            Moves::Away => None,
+            _ => Some(Rc::new(image::open(&on, &config.image, &config.options).await?)),
+        };
+        let (geometry, format) = match &image {
+            Some(image) => (image.device.geometry(), image.format),
+            None => image::look(&on, &config.image, &config.options).await?,
+        };
+        let berth =
+            (config.moves != Moves::Never).then(|| Berth::empty(&on, &Rc::from(config.image.to_string()), geometry));
+        let device = match (&berth, &image) {
+            (Some(berth), image) => {
+                if let Some(image) = image {
+                    berth.fill(&image.device);
+                    berth.serve();
+                }
+                berth.device()
+            }
+            (None, Some(image)) => Rc::clone(&image.device),
+            (None, None) => unreachable!("one that is away moves"),
+        };
+        let image = Rc::new(RefCell::new(image));
+        let present = Rc::clone(&image);
         let clients = Clients::new(move || {
-            if let Some(prefetch) = &prefetch {
+            let prefetch = present.borrow().as_ref().and_then(|image| image.prefetch.clone());
+            if let Some(prefetch) = prefetch {
                 prefetch.clients_left();
             }
         });
         let activity = Activity::new(&on);
-        let exports = Exports::start(&on, &image.device, &config.exports, &clients, &activity)?;
+        let exports = Exports::start(&on, &device, &config.exports, &clients, &activity)?;
         let exports = Rc::new(exports);
+        if image.borrow().is_none() {
+            exports.rest(true);
+        }
         // The starter may have given up; then `stop` has been set.
         let _ = report.send(Opened {
-            geometry: image.device.geometry(),
+            geometry,
             places: exports.places().clone(),
         });
         let served = Rc::new(Served {
+            moving: berth.map(|berth| Moving::new(berth, format)),
             config,
             image,
             exports: Rc::clone(&exports),
@@ -196,11 +245,30 @@ fn serve(
         });
         let answering = inquiry::answer(&on, inquiries, &served);
         let ended = select(stop.is_set(), select(answering, exports.ended())).await;
-        let image = &served.image;
+        // What a move has begun is over first.
+        let _alone = match &served.moving {
+            Some(moving) => {
+                let alone = moving.alone().await;
+                moving.warming.stop().await;
+                Some(alone)
+            }
+            None => None,
+        };
+        let how = stop.get().unwrap_or(Stop::Leave);
+        let Some(image) = served.now() else {
+            if let Some(moving) = &served.moving {
+                moving.give_up();
+            }
+            exports.stop(&on, how).await;
+            return match ended.flatten() {
+                Some(Err(error)) => Err(ExportError::Socket(error).into()),
+                _ => Ok(()),
+            };
+        };
         // While the guest goes on: the next process may be there soon.
-        select(hangs_for_long(&on, image), write_back(image)).await;
-        let mut stopping = Box::pin(exports.stop(&on, stop.get().unwrap_or(Stop::Leave)));
-        let is_stopped = select(hangs_for_long(&on, image), stopping.as_mut()).await.is_some();
+        select(hangs_for_long(&on, &image), write_back(&image)).await;
+        let mut stopping = Box::pin(exports.stop(&on, how));
+        let is_stopped = select(hangs_for_long(&on, &image), stopping.as_mut()).await.is_some();
         if !is_stopped {
             // To drop what is under way would be to wait for it. It is left as a kill leaves it, with its memory.
             std::mem::forget((stopping, Rc::clone(&exports), on.clone()));

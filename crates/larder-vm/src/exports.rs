@@ -239,6 +239,18 @@ impl Exports {
         Ok(())
     }
 
+    /// Has no queue of a guest take a request, or has them go on.
+    pub fn rest(&self, rests: bool) {
+        if let Some(server) = &self.vhost_user {
+            server.rest(rests);
+        }
+    }
+
+    /// Whether a guest has its queues started.
+    pub fn is_at_work(&self) -> bool {
+        self.vhost_user.as_ref().is_some_and(|server| server.is_at_work())
+    }
+
     /// How they are used.
     pub fn state(&self) -> ExportsState {
         let vhost_user = self.socket.clone().zip(self.vhost_user.as_ref());

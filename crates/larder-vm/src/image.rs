@@ -18,7 +18,7 @@ use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
 use larder_block::nbd::{NbdUri, NbdUriError};
-use larder_block::{BlockDevice, ByteLen, Loop};
+use larder_block::{BlockDevice, ByteLen, Geometry, Loop};
 use larder_prefetch::Prefetch;
 pub use larder_prefetch::PrefetchOptions;
 pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
@@ -42,7 +42,7 @@ pub use cache::CacheError;
 pub(crate) use cache::{absolute, random};
 pub use cache_note::state_folder;
 use cache_note::{Note, Other};
-pub(crate) use cache_note::{lately_folder, notes_folder};
+pub(crate) use cache_note::{lately_folder, notes_folder, write_whole};
 pub use cache_place::{CachePlace, Replacement};
 pub use cache_tools::{
     CacheReport, CacheToolError, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
@@ -188,6 +188,8 @@ pub struct ImageOptions {
     pub limits: Limits,
     /// Change nothing, and ask no NBD server; see [`try_to_open`].
     pub trial: bool,
+    /// It was used on another host meanwhile: nothing that a cache has of it is believed.
+    pub comes: bool,
 }
 
 /// NBD servers that are connected to again if a connection breaks: those of an image, its backing files and its cache.
@@ -225,6 +227,7 @@ impl Default for ImageOptions {
             servers: Servers::default(),
             limits: Limits::NONE,
             trial: false,
+            comes: false,
         }
     }
 }
@@ -425,12 +428,19 @@ async fn open_cache(
         let looked = cache::look(on, &identity, &wish, options).await;
         return looked.map(|()| None).map_err(failed);
     }
+    if options.comes {
+        // Of one that was not closed, too. What only a cache has is refused as ever.
+        let left = Note::others(&identity, &[]);
+        left.iter()
+            .filter(|other| !other.is_dirty())
+            .for_each(Other::is_used_without);
+    }
     let disk = cache::Cached {
         image: image.clone(),
         device: Rc::clone(&opened.device),
         identity,
         files: std::mem::take(&mut opened.files),
-        is_used: false,
+        is_used: options.comes,
     };
     match CachePlace::open(on, disk, &wish, options).await {
         Ok(cache) => Ok(Some(cache)),
@@ -497,6 +507,29 @@ pub async fn try_to_open(
         ..options.clone()
     };
     Ok(open_and_hold(on, image, &options, held).await?.device)
+}
+
+/// What an image is like that another host may have open, and write to: it is not locked, nothing is changed, and it is
+/// closed again.
+///
+/// # Errors
+/// See [`ImageError`].
+pub async fn look(on: &Loop, image: &ImageAddress, options: &ImageOptions) -> Result<(Geometry, Format), ImageError> {
+    let to_look = ImageOptions {
+        read_only: true,
+        share: true,
+        prefetch: None,
+        cache: None,
+        ..options.clone()
+    };
+    let opened = open(on, image, &to_look).await?;
+    let geometry = Geometry {
+        read_only: options.read_only,
+        ..opened.device.geometry()
+    };
+    // Nothing was written.
+    let _ = opened.device.close().await;
+    Ok((geometry, opened.format))
 }
 
 /// Opens a file, a block device or an NBD export, byte for byte, with blocks of 512 bytes. A `container` is not the disk

@@ -1,5 +1,6 @@
 //! `larder migrate`: a running VM to another host.
 
+mod disks;
 mod whole;
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -131,7 +132,10 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let destination = match &arguments.qmp {
         Some(qmp) => {
             let records = migration_folder().context("no record of the move can be kept")?;
-            Some(Destination::new(qmp, &records).map_err(anyhow::Error::msg)?)
+            Some(
+                Destination::new(qmp, &records, Arc::new(disks::LocalServers::default()))
+                    .map_err(anyhow::Error::msg)?,
+            )
         }
         None => None,
     };

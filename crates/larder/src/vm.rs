@@ -11,15 +11,17 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 use larder_vm::control;
+use larder_vm::control::FetchError;
 use larder_vm::control::state::ServerState;
 use larder_vm::disk::DiskError;
 use larder_vm::inherited::Inherited;
 use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
+use larder_vm::vm::away::AwayNote;
 use larder_vm::vm::config::{VmConfig, path_of};
 use larder_vm::vm::look::problems;
-use larder_vm::vm::{Progress, Vm, VmError, check_places};
+use larder_vm::vm::{Progress, Vm, VmError, VmMove, check_places};
 
 use crate::cli::VmArguments;
 use crate::output::print;
@@ -36,6 +38,9 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
     if arguments.reload {
         return reload(&path, &VmConfig::read(&path)?);
     }
+    if arguments.take || arguments.expect {
+        return move_by_hand(&path, &VmConfig::read(&path)?, arguments.take);
+    }
     let inherited = inherited()?;
     let config = match VmConfig::read(&path) {
         Ok(config) => config,
@@ -45,7 +50,7 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         return Ok(not_started(&VmError::no_disk(&path).into(), true));
     }
     let signals = signals::block()?;
-    let vm = match Vm::start(&path, config.clone(), inherited, arguments.confine) {
+    let vm = match Vm::start(&path, config.clone(), inherited, arguments.confine, arguments.incoming) {
         Ok(vm) => vm,
         Err(error) => return Ok(not_started(&explain(error, &config), false)),
     };
@@ -58,6 +63,13 @@ pub(crate) fn run(arguments: VmArguments) -> anyhow::Result<ExitCode> {
         );
     }
     tracing::info!(vm = config.name, control = %command_line(&[config.control.clone().into()]), "ready");
+    if vm.is_away() {
+        tracing::info!(
+            "its disks are, or were last, another host's: they are opened when the VM comes from there (larder migrate), or \
+             by `larder vm {} --take`, if no other host has them",
+            config.name
+        );
+    }
     let orders = vm.orders();
     let to_reload = orders.clone();
     signals.stop_by_or(libc::SIGHUP, move || to_reload.reload(), move || orders.stop())?;
@@ -87,6 +99,9 @@ pub(crate) fn not_started(error: &anyhow::Error, is_hopeless: bool) -> ExitCode 
         }
     }
 }
+
+/// Between two questions whether something has been done.
+const ASK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Has the server that runs read the file again, and says what has become of it.
 fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
@@ -122,6 +137,38 @@ fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
         (true, false) => ExitCode::from(EXIT_NEGATIVE),
         (true, true) => ExitCode::SUCCESS,
     })
+}
+
+/// Without movers: the disks are this host's, or another one's until the VM comes from there.
+fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
+    let step = if take { VmMove::Keep } else { VmMove::Leave };
+    let is_served = match move_until_done(&config.control, step) {
+        Ok(()) => true,
+        Err(error) if is_not_served(&error) => false,
+        Err(error) => return Err(error.into()),
+    };
+    let note = AwayNote::of(path);
+    let name = &config.name;
+    if !is_served && take {
+        note.remove()?;
+    } else if !is_served {
+        note.make("its VM is to come from another host")?;
+    }
+    print(&match (take, is_served) {
+        (true, true) => format!("{name}: its disks are open here\n"),
+        (true, false) => format!("{name}: its server opens its disks when it is started\n"),
+        (false, true) => format!("{name}: its disks are not open here any more, until its VM comes\n"),
+        (false, false) => format!("{name}: its server will wait for its VM to come\n"),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Asks again while it goes on.
+fn move_until_done(control: &Path, step: VmMove) -> Result<(), FetchError> {
+    while !control::move_vm(control, step)?.done {
+        std::thread::sleep(ASK_AGAIN);
+    }
+    Ok(())
 }
 
 fn disks(count: usize) -> String {

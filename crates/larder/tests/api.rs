@@ -64,6 +64,9 @@ fn the_control_socket_is_as_it_is_described() {
     schemathesis.args([
         "--exclude-path",
         "/v1/events",
+        // Its steps belong together, and after some of them there is no disk to be asked for, or no server.
+        "--exclude-path",
+        "/v1/move",
         "--seed",
         "1",
         "--max-examples",

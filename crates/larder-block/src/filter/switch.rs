@@ -45,6 +45,11 @@ impl Switch {
         can_be.then(|| Held(self))
     }
 
+    /// What was [kept](Held::keep), to be ended.
+    pub fn held(&self) -> Option<Held<'_>> {
+        self.is_held.get().then(|| Held(self))
+    }
+
     /// The layer, unless requests are held.
     fn now(&self) -> Option<Ref<'_, Rc<Lent>>> {
         (!self.is_held.get()).then(|| self.layer.borrow())
@@ -68,6 +73,11 @@ impl Held<'_> {
             };
             sleep.await;
         }
+    }
+
+    /// Requests wait until [`Switch::held`] is asked for it, and that goes.
+    pub fn keep(self) {
+        std::mem::forget(self);
     }
 
     /// From now on it is `layer`.

@@ -190,6 +190,8 @@ impl VhostUserServer {
                 driver_flushes: Cell::new(true),
                 dirty_log: RefCell::new(None),
                 activity: Rc::clone(activity),
+                rests: Cell::new(false),
+                at_work: Cell::new(0),
                 under_way,
             }),
             queues: options.queues,
@@ -220,6 +222,17 @@ impl VhostUserServer {
     /// Whether a front-end is connected.
     pub fn is_connected(&self) -> bool {
         self.current.borrow().is_some()
+    }
+
+    /// Has no queue take a request, while all else is answered, or has them go on.
+    pub fn rest(&self, rests: bool) {
+        // Queues look again when the loop has done what calls this.
+        self.shared.rests.set(rests);
+    }
+
+    /// Whether a front-end has started a queue and not stopped it: its guest runs.
+    pub fn is_at_work(&self) -> bool {
+        self.shared.at_work.get() > 0
     }
 
     /// Accepts and serves front-ends, one after the other, until [`VhostUserServer::stop`].

@@ -36,6 +36,10 @@ pub(super) struct Shared {
     /// Set while the front-end wants to know what we write.
     pub(super) dirty_log: RefCell<Option<Rc<DirtyLog>>>,
     pub(super) activity: Rc<Activity>,
+    /// No queue takes a request: the disk is not here.
+    pub(super) rests: Cell<bool>,
+    /// Queues that were started and not stopped.
+    pub(super) at_work: Cell<u32>,
     /// For whoever takes pages out of guest memory.
     pub(super) under_way: UnderWay,
 }
@@ -189,6 +193,7 @@ impl Queue {
                 panic!("more requests in flight than the ring has descriptors");
             }
         }));
+        queue.shared.at_work.update(|count| count + 1);
         queue.resubmit();
         // What was given back by a predecessor whose interrupt never went out: one too many does no harm.
         queue.unsignalled.set(true);
@@ -354,7 +359,7 @@ impl Queue {
     }
 
     fn may_take(&self) -> bool {
-        self.enabled.get() && !self.stopped.get() && !self.broken.get()
+        self.enabled.get() && !self.stopped.get() && !self.broken.get() && !self.shared.rests.get()
     }
 
     pub(super) fn set_enabled(&self, enabled: bool) {
@@ -399,7 +404,10 @@ impl Queue {
         })
         .await;
         self.signal();
-        drop(self.poller.borrow_mut().take());
+        if let Some(poller) = self.poller.borrow_mut().take() {
+            drop(poller);
+            self.shared.at_work.update(|count| count - 1);
+        }
         drop(self.start.borrow_mut().take());
         self.position()
     }

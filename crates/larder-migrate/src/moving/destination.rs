@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::disks::{self, Deed, DiskDescription, DiskServers};
 use super::folder::Folder;
 use super::messages::{Tell, ToDestination, ToSource, VERSION};
 use super::record::{Arriving, MoveId, Phase, Place};
@@ -19,6 +20,10 @@ use crate::qmp::{Qmp, QmpError};
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long it may take to let the VM run: it opens its images for writing.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the servers of disks may take to make their images this host's, once the VM runs.
+const KEEP_TIMEOUT: Duration = Duration::from_secs(30);
+/// Between two tries of it.
+const KEEP_AGAIN: Duration = Duration::from_millis(200);
 /// For a question while QEMU may be busy with something else.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 /// What QEMU is when it has loaded a VM and was not told to run it.
@@ -59,6 +64,9 @@ pub struct Destination {
 
 struct Inner {
     qmp: Qmp,
+    servers: Arc<dyn DiskServers>,
+    /// QEMU's character devices that are sockets.
+    devices: Vec<(String, PathBuf)>,
     place: Place,
     arriving: Option<Arriving>,
     /// What QEMU waits with.
@@ -81,11 +89,11 @@ enum NotLoaded {
 
 impl Destination {
     /// Of the QEMU at `qmp`, which was started with `-incoming defer`; or of one that a mover before this one was at, of
-    /// which there is a record in the folder `records`.
+    /// which there is a record in the folder `records`. What its disks are served by is among `servers`.
     ///
     /// # Errors
     /// It does not answer, or waits for nothing; the text says what to do.
-    pub fn new(qmp: &Path, records: &Path) -> Result<Self, String> {
+    pub fn new(qmp: &Path, records: &Path, servers: Arc<dyn DiskServers>) -> Result<Self, String> {
         let mut connection = Qmp::connect(qmp).map_err(|error| error.to_string())?;
         let place = Place::new(records, "to", &connection);
         let mut arriving: Option<Arriving> = place.load().map_err(|error| error.to_string())?;
@@ -101,11 +109,13 @@ impl Destination {
                 qmp.display()
             ));
         }
+        let devices = disks::sockets_of(&mut connection).map_err(|error| error.to_string())?;
         // A mover before this one had heard that it may run, and ended before QEMU did.
-        let is_to_run = arriving
-            .as_ref()
-            .is_some_and(|it| it.phase == Phase::LetRun { run: true });
-        if is_to_run {
+        let let_run = arriving.as_ref().filter(|it| matches!(it.phase, Phase::LetRun { .. }));
+        if let Some(arriving) = let_run.filter(|it| !it.disks.is_empty()) {
+            servers.have(&arriving.disks, Deed::Keep)?;
+        }
+        if let_run.is_some_and(|it| it.phase == Phase::LetRun { run: true }) {
             let state = connection.run_state().map_err(|error| error.to_string())?;
             if STILL.contains(&state.as_str()) {
                 connection
@@ -122,6 +132,8 @@ impl Destination {
             in_session: AtomicBool::new(false),
             inner: Mutex::new(Inner {
                 qmp: connection,
+                servers,
+                devices,
                 place,
                 arriving,
                 settings: None,
@@ -193,9 +205,10 @@ impl Destination {
         let mut inner = self.lock();
         let answer = match parse(note) {
             Ok(ToDestination { id, tell, .. }) => match tell {
-                Tell::Prepare { vm, settings } => self
-                    .prepare(&mut inner, id, &vm, settings)
+                Tell::Prepare { vm, settings, disks } => self
+                    .prepare(&mut inner, id, (&vm, &disks), settings)
                     .unwrap_or_else(|reasons| ToSource::Refused { reasons }),
+                Tell::Hot { chardev, ranges } => inner.warm(&id, &chardev, &ranges),
                 Tell::Go { run, postcopy } => inner.go(&id, run, postcopy),
                 Tell::Recover => self.recover(&mut inner, &id),
             },
@@ -209,7 +222,7 @@ impl Destination {
         &self,
         inner: &mut Inner,
         id: MoveId,
-        vm: &Description,
+        (vm, their_disks): (&Description, &[DiskDescription]),
         settings: Settings,
     ) -> Result<ToSource, Vec<String>> {
         let said = |error: QmpError| vec![error.to_string()];
@@ -228,12 +241,26 @@ impl Destination {
             )]);
         }
         let here = Description::of(&mut inner.qmp).map_err(said)?;
-        let differences = vm.differences(&here);
+        let mut differences = vm.differences(&here);
+        let our_disks = disks::describe(&*inner.servers, &inner.devices);
+        let agreed = our_disks
+            .map_err(|error| vec![error])
+            .and_then(|ours| disks::agree(their_disks, &ours));
+        let agreed = agreed
+            .map_err(|reasons| differences.extend(reasons))
+            .unwrap_or_default();
         if !differences.is_empty() {
             return Err(differences);
         }
+        let go_along = |device: &&(String, PathBuf)| agreed.go_along.contains(&device.0);
         let coming = Arriving {
             id,
+            disks: inner
+                .devices
+                .iter()
+                .filter(go_along)
+                .map(|(_, path)| path.clone())
+                .collect(),
             phase: Phase::Coming,
         };
         if !waits_still {
@@ -259,7 +286,8 @@ impl Destination {
             inner.settings = Some(settings);
         }
         Ok(ToSource::Prepared {
-            warnings: vm.warnings(&here),
+            warnings: [vm.warnings(&here), agreed.warnings].concat(),
+            disks: !agreed.go_along.is_empty(),
         })
     }
 
@@ -271,7 +299,10 @@ impl Destination {
         self.incoming.clear();
         let uri = format!("unix:{}", self.incoming.socket().display());
         match inner.qmp.execute_out_of_band("migrate-recover", json!({"uri": uri})) {
-            Ok(_) => ToSource::Prepared { warnings: Vec::new() },
+            Ok(_) => ToSource::Prepared {
+                warnings: Vec::new(),
+                disks: false,
+            },
             Err(error) => match inner.look() {
                 State::Running { whole: true } => ToSource::Running { whole: true },
                 State::Ended => ended(),
@@ -317,10 +348,10 @@ impl Inner {
     }
 
     fn enter(&mut self, phase: Phase) -> Result<(), String> {
-        let Some(Arriving { id, .. }) = self.arriving.clone() else {
-            return Err("there is no move".to_owned());
-        };
-        self.save(Arriving { id, phase })
+        match self.arriving.clone() {
+            Some(arriving) => self.save(Arriving { phase, ..arriving }),
+            None => Err("there is no move".to_owned()),
+        }
     }
 
     fn forget(&mut self) {
@@ -360,8 +391,51 @@ impl Inner {
         }
     }
 
+    /// The server of a disk that comes along is told what was hot at the source.
+    fn warm(&self, id: &MoveId, chardev: &str, ranges: &str) -> ToSource {
+        let socket = self
+            .devices
+            .iter()
+            .find(|(label, _)| label == chardev)
+            .map(|(_, path)| path);
+        let comes = |socket: &&PathBuf| {
+            let arriving = self.arriving.as_ref().filter(|arriving| arriving.id == *id);
+            arriving.is_some_and(|arriving| arriving.disks.contains(socket))
+        };
+        if let Some(socket) = socket.filter(comes) {
+            self.servers.warm(socket, ranges);
+        }
+        ToSource::Noted
+    }
+
+    fn have_disks(&self, deed: Deed) -> Result<(), String> {
+        match self.arriving.as_ref().map(|arriving| arriving.disks.as_slice()) {
+            None | Some([]) => Ok(()),
+            Some(disks) => self.servers.have(disks, deed),
+        }
+    }
+
+    /// The VM runs, and whatever becomes of this process its disks are this host's.
+    fn keep_disks(&self) {
+        let until = Instant::now() + KEEP_TIMEOUT;
+        while let Err(error) = self.have_disks(Deed::Keep) {
+            if Instant::now() > until {
+                tracing::error!(
+                    "the VM runs here, and its disks may not be served after a restart of their server: larder vm NAME \
+                     --take has them served: {error}"
+                );
+                return;
+            }
+            std::thread::sleep(KEEP_AGAIN);
+        }
+    }
+
     /// It never runs here from now on, whatever comes.
     fn never(&mut self, reason: String) -> State {
+        // A server that does not answer has ended, and opens none by itself; or it has them locked, which the source sees.
+        if let Err(error) = self.have_disks(Deed::Yield) {
+            tracing::warn!("its disks may not have been closed here: {error}");
+        }
         match self.enter(Phase::Never { reason: reason.clone() }) {
             Ok(()) => {
                 // At best it has ended already.
@@ -392,6 +466,14 @@ impl Inner {
                 NotLoaded::Never(reason) | NotLoaded::Late(reason) => self.not_running(reason),
             };
         }
+        // Until it is to run, a server of disks that is started again has them closed.
+        if let Err(reason) = self.have_disks(Deed::Take) {
+            let reason = format!("its disks cannot be opened at the destination: {reason}");
+            return match postcopy {
+                true => ToSource::NotYet { reason },
+                false => self.not_running(reason),
+            };
+        }
         // It may run from here on.
         if let Err(error) = self.enter(Phase::LetRun { run }) {
             return refused(error);
@@ -411,12 +493,14 @@ impl Inner {
                 },
             };
         }
+        self.keep_disks();
         self.whole |= !postcopy;
         ToSource::Running { whole: self.whole }
     }
 
     /// It was let run before, and perhaps the mover ended in between.
     fn go_again(&mut self, run: bool, whole: bool) -> ToSource {
+        self.keep_disks();
         let unknown = |error: QmpError| ToSource::Unknown {
             reason: error.to_string(),
         };

@@ -3,11 +3,12 @@
 use serde::{Deserialize, Serialize};
 
 use super::Description;
+use super::disks::DiskDescription;
 use super::record::MoveId;
 use super::settings::Settings;
 
 /// The version of what is told here.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// To the destination. Each is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -31,8 +32,18 @@ pub enum Tell {
         vm: Box<Description>,
         /// What both must be set to.
         settings: Settings,
+        /// The disks that are served beside QEMU.
+        disks: Vec<DiskDescription>,
     },
-    /// All has come, or post-copy has begun; the source is stopped and will stay so: run it.
+    /// What of a disk that goes along is hot; the hottest first, perhaps in several of these. Nothing depends on it.
+    Hot {
+        /// QEMU's character device.
+        chardev: String,
+        /// As the disk's server has told, and the one at the destination understands it.
+        ranges: String,
+    },
+    /// All has come, or post-copy has begun; the source is stopped and will stay so, and its disks that go along are closed
+    /// there: open them, and run it.
     Go {
         /// Whether its processors run; else it stays stopped, as it was at the source.
         run: bool,
@@ -51,7 +62,11 @@ pub enum ToSource {
     Prepared {
         /// What the user should know.
         warnings: Vec<String>,
+        /// The servers of the disks wait there for them.
+        disks: bool,
     },
+    /// It was passed on, if it could be.
+    Noted,
     /// Not so, and nothing was changed.
     Refused {
         /// All reasons that were found.

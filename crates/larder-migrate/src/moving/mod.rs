@@ -21,11 +21,16 @@
 //! - Post-copy hands over when the source's QEMU has switched over: from then on neither half is a VM by itself, and
 //!   neither is ended before the other has all.
 //!
+//! Disks that are served beside QEMU go along ([`disks`]): their images are closed at the source before `Go` is sent, when its
+//! guest has stopped, and opened at the destination before the VM is let run. Whoever lets it run at the source again opens
+//! them there first.
+//!
 //! Either mover may die at any moment: what it must not forget is in a [`record`] before it is done. Of the source: which
 //! move, before QEMU migrates. Of the destination: which move, before QEMU waits; and that QEMU may run, before `cont`.
 
 mod description;
 pub mod destination;
+pub mod disks;
 pub mod folder;
 pub mod messages;
 pub mod record;

@@ -40,6 +40,10 @@ pub struct Leaving {
     pub to: String,
     /// The mover has stopped it, for post-copy, or is about to.
     pub stopped: bool,
+    /// Where the disks are served that go along; none if none do.
+    pub disks: Vec<PathBuf>,
+    /// They may have been closed for the destination.
+    pub disks_left: bool,
     /// The destination may have been told to run it.
     pub told: bool,
     /// How QEMU was set.
@@ -52,6 +56,8 @@ pub struct Leaving {
 pub struct Arriving {
     /// Which move.
     pub id: MoveId,
+    /// Where the disks are served that go along; none if none do.
+    pub disks: Vec<PathBuf>,
     /// How far it is.
     pub phase: Phase,
 }

@@ -20,10 +20,11 @@ use super::openapi;
 use super::response::{Answer, event_stream, whole};
 use super::state::{Disks, Failure};
 use super::subject::Subject;
-use super::wishes::{CacheReplacement, DiskPatch, Reloaded, Unfit};
-use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
-use crate::disk::{CacheWork, DiskChange, DiskInquiry};
+use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded, Unfit};
+use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use crate::disk::{CacheWork, DiskChange, DiskInquiry, DiskMove, ranges_of, text_of};
 use crate::memory::MemoryInquiry;
+use crate::vm::{Moved, VmMove};
 
 /// How long a disk may take to say how it is.
 const DISK_TIME_MAX: Duration = Duration::from_secs(5);
@@ -36,6 +37,9 @@ const RELOAD_TIME_MAX: Duration = Duration::from_secs(8);
 
 /// The longest body of a request, in bytes.
 const BODY_BYTES_MAX: usize = 4 << 10;
+
+/// The same of what is hot: as much as a note between two movers has room for.
+const HOT_BYTES_MAX: usize = 64 << 10;
 
 /// The longest file of a VM, in bytes.
 pub(super) const FILE_BYTES_MAX: usize = 256 << 10;
@@ -97,12 +101,14 @@ enum Resource {
     OpenApi,
     Events,
     Reload,
+    Move,
     Memory(Option<MemoryInquiry>),
     Detach(Option<MemoryInquiry>),
     Disks,
     Disk(DiskInquiry),
     Flush(DiskInquiry),
     Replace(DiskInquiry),
+    Hot(DiskInquiry),
 }
 
 impl Resource {
@@ -112,6 +118,7 @@ impl Resource {
             OPENAPI_PATH => return Some(Self::OpenApi),
             EVENTS_PATH => return Some(Self::Events),
             RELOAD_PATH => return Some(Self::Reload),
+            MOVE_PATH => return Some(Self::Move),
             DISKS_PATH => return Some(Self::Disks),
             MEMORY_PATH => return Some(Self::Memory(subject.memory_of())),
             DETACH_PATH => return Some(Self::Detach(subject.memory_of())),
@@ -124,6 +131,7 @@ impl Resource {
             "" if !of_disk.ends_with('/') => Some(Self::Disk(disk)),
             "cache/flush" => Some(Self::Flush(disk)),
             "cache/replace" => Some(Self::Replace(disk)),
+            "hot" => Some(Self::Hot(disk)),
             _ => None,
         }
     }
@@ -133,7 +141,8 @@ impl Resource {
         match self {
             Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
             Self::Disk(_) | Self::Memory(_) => "GET, HEAD, PATCH",
-            Self::Detach(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload => "POST",
+            Self::Hot(_) => "GET, HEAD, POST",
+            Self::Detach(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload | Self::Move => "POST",
         }
     }
 }
@@ -161,6 +170,7 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         Resource::Events if request.method() == Method::HEAD => event_stream(mpsc::channel(1).1),
         Resource::Events => listen(request.headers(), asked),
         Resource::Reload => reload(request, subject).await,
+        Resource::Move => move_on(request, subject).await,
         Resource::Disks => disks(&subject.disks()).await,
         Resource::Disk(disk) if request.method() == Method::PATCH => patch(request, &disk).await,
         Resource::Disk(disk) => match in_time(disk.state()).await {
@@ -177,6 +187,17 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
         Resource::Detach(Some(memory)) => detach_memory(&memory).await,
         Resource::Flush(disk) => work(&disk, DiskChange::Cache(CacheWork::Flush)).await,
         Resource::Replace(disk) => replace(request, &disk, subject).await,
+        Resource::Hot(disk) if request.method() == Method::POST => warm(request, &disk).await,
+        Resource::Hot(disk) => match timeout(RELOAD_TIME_MAX, disk.hot()).await {
+            Ok(Some(ranges)) => found(&HotRanges {
+                ranges: text_of(&ranges),
+            }),
+            Ok(None) => being_closed(),
+            Err(_) => failure(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the disk's thread does not come to an end with it",
+            ),
+        },
     }
 }
 
@@ -270,6 +291,14 @@ async fn replace(request: Request<Incoming>, disk: &DiskInquiry, subject: &Subje
     }
 }
 
+async fn warm(request: Request<Incoming>, disk: &DiskInquiry) -> Answer {
+    let body: Result<HotRanges, Unfit> = body_within(request, HOT_BYTES_MAX, "{\"ranges\":\"17+3,4+1\"}").await;
+    match body.and_then(|hot| Ok(ranges_of(&hot.ranges)?)) {
+        Ok(ranges) => work(disk, DiskChange::Warm(ranges)).await,
+        Err(unfit) => refuse(unfit),
+    }
+}
+
 fn refuse(unfit: Unfit) -> Answer {
     match unfit {
         Unfit::Wrong(why) => failure(StatusCode::BAD_REQUEST, why),
@@ -279,8 +308,16 @@ fn refuse(unfit: Unfit) -> Answer {
 
 /// What the body says, or why it is not like `example`.
 async fn body_of<T: DeserializeOwned>(request: Request<Incoming>, example: &str) -> Result<T, Unfit> {
+    body_within(request, BODY_BYTES_MAX, example).await
+}
+
+async fn body_within<T: DeserializeOwned>(
+    request: Request<Incoming>,
+    bytes_max: usize,
+    example: &str,
+) -> Result<T, Unfit> {
     let not_like = |why: String| Unfit::Wrong(format!("the body is to be JSON like {example}: {why}"));
-    let body = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
+    let body = Limited::new(request.into_body(), bytes_max).collect().await;
     let body = body.map_err(|error| not_like(error.to_string()))?.to_bytes();
     let read = |error: serde_json::Error| not_like(error.to_string());
     let mut said: Value = serde_json::from_slice(&body).map_err(read)?;
@@ -355,6 +392,41 @@ async fn reload(request: Request<Incoming>, subject: &Subject) -> Answer {
             };
             json_answer(StatusCode::ACCEPTED, &reloaded)
         }
+    }
+}
+
+/// Has the VM's disks take a step to another host, or from there. What a guest need not wait for goes past the VM's own
+/// thread, which would do nothing else meanwhile.
+async fn move_on(request: Request<Incoming>, subject: &Subject) -> Answer {
+    let MoveWish { step } = match body_of(request, "{\"step\":\"settle\"}").await {
+        Ok(wish) => wish,
+        Err(unfit) => return refuse(unfit),
+    };
+    let of_disk = match step {
+        VmMove::Settle => Some(DiskMove::Settle),
+        VmMove::Stay => Some(DiskMove::Stay),
+        _ => None,
+    };
+    let (reply, told) = oneshot::channel();
+    if let Some(step) = of_disk {
+        let disks = subject.disks();
+        tokio::spawn(async move {
+            let mut result = Ok(Moved { done: true });
+            for disk in disks {
+                if let Some(Err(error)) = disk.change(DiskChange::Move(step)).await {
+                    result = Err(error.to_string());
+                }
+            }
+            let _ = reply.send(result);
+        });
+    } else if !subject.move_on(step, reply) {
+        return failure(StatusCode::CONFLICT, "this server serves no VM that could move");
+    }
+    match timeout(RELOAD_TIME_MAX, told).await {
+        Ok(Ok(Ok(Moved { done: true }))) => found(&Moved { done: true }),
+        Ok(Ok(Err(error))) => failure(StatusCode::CONFLICT, error),
+        // It goes on, or the server ends, and the next one is to be asked.
+        Ok(Ok(Ok(_)) | Err(_)) | Err(_) => json_answer(StatusCode::ACCEPTED, &Moved { done: false }),
     }
 }
 

@@ -19,10 +19,14 @@ use tokio::net::UnixStream;
 
 use super::memory::{Detached, MemoryPatch, MemoryState};
 use super::state::{DiskState, Disks, ServerState};
-use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
-use super::{DETACH_PATH, DISKS_PATH, MEMORY_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path, replace_path};
+use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
+use super::{
+    DETACH_PATH, DISKS_PATH, MEMORY_PATH, MOVE_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path, hot_path,
+    replace_path,
+};
 use crate::disk::CacheWork;
 use crate::image::absolute;
+use crate::vm::{Moved, VmMove};
 
 /// How long an answer may take.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(10);
@@ -145,8 +149,37 @@ pub fn detach_memory(path: &Path) -> Result<Detached, FetchError> {
     Ok(ask_in_time(path, &Question::Detach)?.1)
 }
 
+/// Has the VM's disks take a step to another host, or from there; whether that is done, or goes on: then it is asked for
+/// again.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn move_vm(path: &Path, step: VmMove) -> Result<Moved, FetchError> {
+    Ok(ask_in_time(path, &Question::Move(step))?.1)
+}
+
+/// What of a disk is hot, as [`crate::disk::text_of`] writes it.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn fetch_hot(path: &Path, disk: &str) -> Result<String, FetchError> {
+    let hot: HotRanges = ask_in_time(path, &Question::Hot(disk.to_owned()))?.1;
+    Ok(hot.ranges)
+}
+
+/// Has a disk bring into its cache what was hot elsewhere, and so was told of there.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn warm_disk(path: &Path, disk: &str, ranges: &str) -> Result<DiskState, FetchError> {
+    Ok(ask_in_time(path, &Question::Warm(disk.to_owned(), ranges.to_owned()))?.1)
+}
+
 /// What is asked for.
 enum Question {
+    Hot(String),
+    Warm(String, String),
+    Move(VmMove),
     Memory,
     Limit(MemoryPatch),
     Detach,
@@ -163,6 +196,15 @@ impl Question {
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
             Self::Memory => (Request::get(MEMORY_PATH), Bytes::new()),
             Self::Limit(patch) => (Request::patch(MEMORY_PATH), json!(patch).to_string().into()),
+            Self::Hot(disk) => (Request::get(hot_path(disk)), Bytes::new()),
+            Self::Warm(disk, ranges) => {
+                let body = HotRanges { ranges: ranges.clone() };
+                (Request::post(hot_path(disk)), json!(body).to_string().into())
+            }
+            Self::Move(step) => (
+                Request::post(MOVE_PATH),
+                json!(MoveWish { step: *step }).to_string().into(),
+            ),
             Self::Detach => (Request::post(DETACH_PATH), Bytes::new()),
             Self::Reload(text) => (Request::post(RELOAD_PATH), text.clone().into()),
             Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),

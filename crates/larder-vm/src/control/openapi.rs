@@ -11,10 +11,11 @@ use utoipa::{PartialSchema, ToSchema};
 use super::events::Event;
 use super::memory::{Detached, MemoryPatch, MemoryState};
 use super::state::{DiskState, Disks, Failure, ServerState};
-use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
-use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
+use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
+use crate::vm::Moved;
 
 /// The document.
 pub(super) fn document() -> Value {
@@ -25,6 +26,9 @@ pub(super) fn document() -> Value {
     let patch = types.of::<DiskPatch>();
     let replacement = types.of::<CacheReplacement>();
     let reloaded = types.of::<Reloaded>();
+    let move_wish = types.of::<MoveWish>();
+    let moved = types.of::<Moved>();
+    let hot = types.of::<HotRanges>();
     let memory = types.of::<MemoryState>();
     let memory_patch = types.of::<MemoryPatch>();
     let detached = types.of::<Detached>();
@@ -119,6 +123,17 @@ pub(super) fn document() -> Value {
                     fails("503", "The server is being stopped."),
                 ]),
             }},
+            MOVE_PATH: {"post": {
+                "operationId": "move",
+                "summary": "Have the VM's disks take a step to another host, or from there, as its movers tell.",
+                "requestBody": body(&move_wish),
+                "responses": responses([
+                    ("200".to_owned(), described("It is done.", &moved)),
+                    ("202".to_owned(), described("It takes longer than 8 s, and goes on; or the server ends: ask again.", &moved)),
+                    bad_body(),
+                    fails("409", "It cannot be done; `error` says why. All is as before."),
+                ]),
+            }},
             MEMORY_PATH: {
                 "get": {
                     "operationId": "query-memory",
@@ -158,6 +173,23 @@ pub(super) fn document() -> Value {
                     "summary": "Change what a disk is set to.",
                     "requestBody": body(&patch),
                     "responses": responses([done("It is so now."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
+                },
+            },
+            format!("{DISKS_PATH}/{{disk}}/hot"): {
+                "parameters": of_disk,
+                "get": {
+                    "operationId": "query-hot",
+                    "summary": "What of a disk is hot, as far as its cache knows.",
+                    "responses": responses([
+                        ("200".to_owned(), described("It; nothing if the disk has no cache.", &hot)),
+                        no_http(), unknown(), stuck(),
+                    ]),
+                },
+                "post": {
+                    "operationId": "warm-disk",
+                    "summary": "Bring into a disk's cache what was hot on another host, while its guest asks for nothing.",
+                    "requestBody": body(&hot),
+                    "responses": responses([done("It is being done, as far as there is a cache with room."), goes_on(), bad_body(), unknown(), refused(), stuck()]),
                 },
             },
             format!("{DISKS_PATH}/{{disk}}/cache/flush"): {

@@ -64,8 +64,17 @@ pub struct DiskState {
     pub size: u64,
     /// The sector size that a guest sees.
     pub block_size: u32,
+    /// The serial number that a guest sees.
+    #[serde(default)]
+    pub serial: String,
     /// Whether changes are refused.
     pub read_only: bool,
+    /// Whether others may use the image, too.
+    #[serde(default)]
+    pub shared: bool,
+    /// Whether the image is not open, because its VM is on another host, or was there last.
+    #[serde(default)]
+    pub away: bool,
     /// When all this was so: the time since the disk was opened, in nanoseconds.
     pub time_ns: u64,
     /// Where it is served.
@@ -240,6 +249,9 @@ pub struct CacheState {
     pub hit_bytes: u64,
     /// Bytes brought in after reads.
     pub filled: u64,
+    /// Bytes of these that no guest has asked for here: they were hot where its VM came from.
+    #[serde(default)]
+    pub warmed: u64,
     /// Reads that were not kept because too much was being brought in, or was being written.
     pub bypassed_busy: u64,
     /// Lines that left to make room.
@@ -395,6 +407,7 @@ impl CacheState {
             joined: done.joined,
             hit_bytes: done.hit_bytes,
             filled: done.filled,
+            warmed: done.warmed,
             bypassed_busy: done.bypassed_busy,
             evicted: done.evicted,
             metadata_written: done.metadata_written,

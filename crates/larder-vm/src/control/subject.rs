@@ -11,9 +11,16 @@ use super::wishes::Reloaded;
 use crate::disk::DiskInquiry;
 use crate::memory::MemoryInquiry;
 use crate::vm::config::VmConfig;
+use crate::vm::{Moved, VmMove};
 
 /// Passes on that the VM's file is to be read again, or what is in it now; whether somebody is there to do it.
 pub type Reload = Box<dyn Fn(Option<String>, ReloadReply) -> bool + Send + Sync>;
+
+/// Passes on that the VM goes to another host, or comes; whether somebody is there to do it.
+pub type MoveOn = Box<dyn Fn(VmMove, MoveReply) -> bool + Send + Sync>;
+
+/// Where is told what has become of it, or why it is not done.
+pub type MoveReply = oneshot::Sender<Result<Moved, String>>;
 
 /// Where is told what became of it, or what is wrong with the file.
 pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
@@ -27,6 +34,7 @@ pub struct Subject {
     disks: Mutex<Vec<DiskInquiry>>,
     memory: Option<MemoryInquiry>,
     reload: Option<Reload>,
+    move_on: Option<MoveOn>,
     is_confined: bool,
 }
 
@@ -41,6 +49,7 @@ impl Subject {
             disks: Mutex::new(vec![disk]),
             memory: None,
             reload: None,
+            move_on: None,
             is_confined: false,
         }
     }
@@ -55,6 +64,7 @@ impl Subject {
             disks: Mutex::default(),
             memory: Some(memory),
             reload: None,
+            move_on: None,
             is_confined: false,
         }
     }
@@ -69,9 +79,15 @@ impl Subject {
         }
     }
 
-    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again. A process that is
+    /// The disks of a VM that is described in `file` as `config` has it, and who reads that again, and moves them. A process that is
     /// confined ([`crate::confine`]) cannot open anything.
-    pub fn vm(config: &VmConfig, file: &Path, disks: Vec<DiskInquiry>, reload: Reload, is_confined: bool) -> Self {
+    pub fn vm(
+        config: &VmConfig,
+        file: &Path,
+        disks: Vec<DiskInquiry>,
+        (reload, move_on): (Reload, MoveOn),
+        is_confined: bool,
+    ) -> Self {
         Self {
             vm: Some(config.name.clone()),
             uuid: config.uuid.clone(),
@@ -80,6 +96,7 @@ impl Subject {
             disks: Mutex::new(disks),
             memory: None,
             reload: Some(reload),
+            move_on: Some(move_on),
             is_confined,
         }
     }
@@ -121,6 +138,11 @@ impl Subject {
     /// Has the VM's file read again, or `text` instead, if there is one.
     pub(super) fn reload(&self, text: Option<String>, reply: ReloadReply) -> bool {
         self.reload.as_ref().is_some_and(|reload| reload(text, reply))
+    }
+
+    /// Has the VM go, or come.
+    pub(super) fn move_on(&self, step: VmMove, reply: MoveReply) -> bool {
+        self.move_on.as_ref().is_some_and(|move_on| move_on(step, reply))
     }
 
     pub(super) fn is_confined(&self) -> bool {

@@ -12,6 +12,27 @@ use crate::image::{
     parse_prefetch_len,
 };
 use crate::limits::LimitsTextError;
+use crate::vm::VmMove;
+
+/// What the VM's disks are to do: the body of `POST /v1/move`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MoveWish {
+    /// What.
+    pub step: VmMove,
+}
+
+/// What of a disk is hot: the answer to `GET /v1/disks/DISK/hot`, and the body of `POST` there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HotRanges {
+    /// Ranges of the disk in units of 4 KiB, the hottest first: `17+3,4+1` are three from the 17th on, and the fourth.
+    #[schema(
+        pattern = r"^([0-9]{1,10}\+[0-9]{1,6}(,[0-9]{1,10}\+[0-9]{1,6})*)?$",
+        max_length = 4000000
+    )]
+    pub ranges: String,
+}
 
 /// What a disk is set to: the body of `PATCH /v1/disks/DISK`. What is left out stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

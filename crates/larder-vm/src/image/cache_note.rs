@@ -425,7 +425,7 @@ fn new_of(path: &Path) -> PathBuf {
 }
 
 /// In the place of the old file, durably; whatever happens, one of them is there.
-pub(super) fn write_whole(path: &Path, text: &str) -> io::Result<()> {
+pub(crate) fn write_whole(path: &Path, text: &str) -> io::Result<()> {
     let new = new_of(path);
     let mut file = File::create(&new)?;
     file.write_all(text.as_bytes())?;

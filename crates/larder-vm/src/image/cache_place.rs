@@ -195,6 +195,31 @@ impl CachePlace {
         Ok(())
     }
 
+    /// The disk goes to another host: it has all that the cache has, and goes on here without it until it is closed. What the
+    /// cache has is never believed again, from before this returns on; what it does with writes when it is opened the next
+    /// time is `mode`, if that is said.
+    ///
+    /// # Errors
+    /// As a text for people; the cache is the same as before then, unless it was its end that failed.
+    pub(crate) async fn part(&self, on: &Loop, mode: Option<Mode>) -> Result<(), String> {
+        let work = self.work.begin(true)?;
+        work.ended(self.part_steps(on, mode).await)
+    }
+
+    async fn part_steps(&self, on: &Loop, mode: Option<Mode>) -> Result<(), String> {
+        let old = self.now();
+        let (held, _) = self.leave(on, &old, false).await?;
+        if let Some(mode) = mode.filter(|_| old.layer.works()) {
+            // Nothing is written any more. One that fails now is told of below.
+            let _ = old.layer.set_mode(mode).await;
+        }
+        // A crash before this is over leaves a server that has the disk still; one after it a cache that fits no disk.
+        old.retire(false).await?;
+        old.layer.abandon().await;
+        held.exchange(Rc::clone(&self.disk.device));
+        Ok(())
+    }
+
     /// Has the disk have all that only `old` has, and holds requests; whether something is lost.
     async fn leave(&self, on: &Loop, old: &OpenCache, lose_dirty: bool) -> Result<(Held<'_>, bool), String> {
         // What can be is, also if the rest is to be lost.

@@ -19,7 +19,7 @@ use nix::unistd::{Group, User};
 use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
 
-use crate::disk::DiskConfig;
+use crate::disk::{DiskConfig, Moves};
 use crate::exports::{ExportsConfig, NbdAt, VhostUserAt};
 use crate::image::ImageAddress;
 use crate::inherited::Inherited;
@@ -252,6 +252,7 @@ impl VmDisk {
             kept: inherited.kept(&self.name, &self.wish.image),
             gate: None,
         };
+        config.moves = Moves::Here;
         if let Some(us) = self.wish.poll_us {
             config.poll_max = std::time::Duration::from_micros(us);
         }

@@ -6,26 +6,33 @@
 //!   what it says of a disk is done as far as that can be while the disk is used; all that cannot is told.
 //! - What one disk does holds up no other one: they share the control socket's thread and nothing else.
 
+pub mod away;
 pub mod config;
 pub mod find;
 pub mod look;
+mod moving;
 mod needs;
 mod reload;
 
 use std::collections::VecDeque;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvError, Sender};
 
+use away::AwayNote;
 use config::VmConfig;
 use find::Noted;
 use larder_block::event_loop::SocketAddress;
 use larder_export::vhost_user::Stop;
+use moving::NotDone;
+pub use moving::{Moved, VmMove};
 
 use crate::confine::{ConfineError, confine};
-use crate::control::{ControlError, ControlServer, ControlSocket, ReloadReply, Subject};
-use crate::disk::{Disk, DiskError, DiskInquiry};
+use crate::control::{ControlError, ControlServer, ControlSocket, MoveReply, ReloadReply, Subject};
+use crate::disk::{Disk, DiskError, DiskInquiry, Moves};
 use crate::exports::Places;
+use crate::image::Servers;
 use crate::inherited::Inherited;
 use crate::latch::Latch;
 use crate::listen::{SocketFile, same_place};
@@ -53,6 +60,12 @@ pub enum VmError {
         path.display(), folder.display(), runtime_folder().display()
     )]
     PrivateFolder { path: PathBuf, folder: &'static Path },
+    #[error("whether its disks are this host's cannot be told: {0}")]
+    Note(io::Error),
+    #[error(
+        "the VM's disks are this host's again, and this server, which is confined, cannot open them: start it again"
+    )]
+    StartAgain,
     #[error(
         "a socket was handed over that listens on {}, and this VM has none there; its sockets are {}",
         path.display(), known.join(", ")
@@ -73,8 +86,16 @@ pub struct Vm {
     file: PathBuf,
     config: VmConfig,
     inherited: Inherited,
-    /// Nothing can be opened any more.
+    /// Nothing can be opened any more, unless it is confined later.
     is_confined: bool,
+    /// It is once the images are open.
+    confines_later: bool,
+    /// The VM is on another host: no image is open.
+    is_away: bool,
+    /// What says so to the next process.
+    note: AwayNote,
+    /// NBD servers that each disk uses.
+    servers: Vec<Servers>,
     disks: Vec<DiskAtWork>,
     subject: Arc<Subject>,
     /// Ends after the disks.
@@ -99,6 +120,8 @@ enum Order {
     Stop,
     /// With the file's text, where it was sent.
     Reload(Option<String>, Option<ReloadReply>),
+    /// The VM goes, or comes.
+    Move(VmMove, MoveReply),
     /// A disk has ended.
     Ended(String, Result<(), DiskError>),
 }
@@ -135,9 +158,18 @@ impl Vm {
     /// Serves all that `file` says, which is read already. When this returns, clients can connect. If it is to be confined,
     /// this process has then given up what it needs no more ([`crate::confine`]), for good.
     ///
+    /// Where it is noted that the VM is on another host, or if it is `incoming`, which is noted then, no image is open, and
+    /// no guest served, until it comes ([`VmMove::Take`]).
+    ///
     /// # Errors
     /// See [`VmError`]; nothing is served then.
-    pub fn start(file: &Path, config: VmConfig, inherited: Inherited, is_confined: bool) -> Result<Self, VmError> {
+    pub fn start(
+        file: &Path,
+        config: VmConfig,
+        inherited: Inherited,
+        is_confined: bool,
+        incoming: bool,
+    ) -> Result<Self, VmError> {
         if config.disks.is_empty() {
             return Err(VmError::no_disk(file));
         }
@@ -146,6 +178,8 @@ impl Vm {
         let _ = runtime_folder::make(&runtime_folder(), 0o755);
         // First, so that a second process for the same VM is told so. Who asks waits until there is something to tell.
         let control = control_socket(&config, &inherited)?;
+        let note = AwayNote::of(file);
+        let is_away = incoming || note.is_there().map_err(VmError::Note)?;
         let mut started: Vec<(&str, Disk)> = Vec::with_capacity(config.disks.len());
         let mut servers = Vec::new();
         // A guest is served by a process that is confined already.
@@ -153,6 +187,9 @@ impl Vm {
         for wish in &config.disks {
             let mut disk = wish.config(&inherited);
             disk.exports.gate = Some(gate.clone());
+            if is_away {
+                disk.moves = Moves::Away;
+            }
             servers.push(disk.options.servers.clone());
             match Disk::start(disk) {
                 Ok(disk) => started.push((&wish.name, disk)),
@@ -167,8 +204,16 @@ impl Vm {
         let orderer = VmOrders(sender);
         let to_reload = orderer.clone();
         let reload = Box::new(move |text, reply| to_reload.0.send(Order::Reload(text, Some(reply))).is_ok());
+        if incoming && let Err(error) = note.make("its VM is to come from another host") {
+            stop_all(started);
+            return Err(VmError::Note(error));
+        }
+        // So that it can be made when the VM goes; that it cannot be is told then.
+        let _ = note.prepare();
+        let to_move = orderer.clone();
+        let moves = Box::new(move |step, reply| to_move.0.send(Order::Move(step, reply)).is_ok());
         let inquiries = started.iter().map(|(_, disk)| disk.inquiry()).collect();
-        let subject = Arc::new(Subject::vm(&config, file, inquiries, reload, is_confined));
+        let subject = Arc::new(Subject::vm(&config, file, inquiries, (reload, moves), is_confined));
         let control = match ControlServer::start_on(control, Arc::clone(&subject)) {
             Ok(control) => control,
             Err(error) => {
@@ -179,7 +224,10 @@ impl Vm {
         inherited.forget_rest();
         let noted = Noted::new(&config.name, &config.control);
         // All is open, and threads that are started from now on inherit it.
-        if is_confined && let Err(error) = confine(&needs::of(&config, &inherited, &servers)) {
+        if is_confined
+            && !is_away
+            && let Err(error) = confine(&needs::of(&config, &inherited, &servers))
+        {
             stop_all(started);
             return Err(error.into());
         }
@@ -192,6 +240,10 @@ impl Vm {
             config,
             inherited,
             is_confined,
+            confines_later: is_confined && is_away,
+            is_away,
+            note,
+            servers,
             subject,
             _control: control,
             orders,
@@ -202,6 +254,11 @@ impl Vm {
     /// The disks: what each is called, and where it is served.
     pub fn places(&self) -> impl Iterator<Item = (&str, &Places)> {
         self.disks.iter().map(|it| (it.name.as_str(), &it.places))
+    }
+
+    /// Whether its VM is on another host, and its images are not open.
+    pub fn is_away(&self) -> bool {
+        self.is_away
     }
 
     /// What tells it what to do.
@@ -229,8 +286,24 @@ impl Vm {
                     tell(Progress::Ready(self.disks.len()));
                     false
                 }
+                Ok(Order::Move(step, reply)) if !is_stopping => {
+                    let (moved, ends) = match self.move_on(step) {
+                        Ok(()) => (Ok(Moved { done: true }), false),
+                        Err(NotDone { why, ends }) => {
+                            tracing::warn!("the VM's disks do not move: {why}");
+                            // The next one does what is asked then.
+                            (if ends { Ok(Moved { done: false }) } else { Err(why) }, ends)
+                        }
+                    };
+                    // Who has asked may have gone.
+                    let _ = reply.send(moved);
+                    if ends {
+                        result = Err(VmError::StartAgain);
+                    }
+                    ends
+                }
                 // Who waits for the answer is told that there is none.
-                Ok(Order::Reload(..)) => false,
+                Ok(Order::Reload(..) | Order::Move(..)) => false,
                 Ok(Order::Ended(name, how)) => self.has_ended(&name, how, &mut result),
                 // There is one as long as this is.
                 Ok(Order::Stop) | Err(RecvError) => true,

@@ -1,7 +1,7 @@
 //! What a VM's process opens, makes and removes once all its disks are open.
 
 use super::config::VmConfig;
-use super::{find, folder_of, sockets};
+use super::{away, find, folder_of, sockets};
 use crate::confine::Needs;
 use crate::image::{Servers, journal, lately_folder, notes_folder};
 use crate::inherited::Inherited;
@@ -18,6 +18,9 @@ pub(super) fn of(config: &VmConfig, inherited: &Inherited, servers: &[Servers]) 
         needs.write_in(folder_of(socket));
     }
     needs.remove_from(find::folder());
+    if let Some(folder) = away::folder() {
+        needs.write_durably_in(folder);
+    }
     for folder in journal::own_folders() {
         needs.remove_from(folder);
     }

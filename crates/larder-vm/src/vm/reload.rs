@@ -76,6 +76,9 @@ impl Vm {
     }
 
     fn reload(&mut self, text: Option<String>, before: &mut VecDeque<Order>) -> Result<Reloaded, String> {
+        if self.is_away {
+            return Err("the VM is on another host, and its images are not open: its file is read when they are opened here by a server that is started again".to_owned());
+        }
         let wanted = self.wanted(text)?;
         if wanted.disks.is_empty() {
             return Err(VmError::no_disk(&self.file).to_string());

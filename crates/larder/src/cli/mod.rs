@@ -123,6 +123,17 @@ pub(crate) struct VmArguments {
     /// guest that takes the server over has its own disks and no more. What needs another file takes a restart then
     #[arg(long, conflicts_with_all = ["check", "reload"])]
     pub(crate) confine: bool,
+    /// Open no image before the virtual machine comes from another host (larder migrate), which has them open until then.
+    /// Its QEMU, started with -incoming, can connect before
+    #[arg(long, conflicts_with_all = ["check", "reload", "expect", "take"])]
+    pub(crate) incoming: bool,
+    /// Have the server that is started next, or runs while no guest does, wait so, as for a service; and end
+    #[arg(long, conflicts_with_all = ["check", "reload", "confine", "take"])]
+    pub(crate) expect: bool,
+    /// Have the server open the images of a virtual machine that has gone to another host, or was to come from one, and end.
+    /// Only if no other host has it: not all storage tells
+    #[arg(long, conflicts_with_all = ["check", "reload", "confine"])]
+    pub(crate) take: bool,
 }
 
 #[derive(Subcommand)]

@@ -19,6 +19,7 @@ use larder_vm::runtime_folder::migration_folder;
 use larder_vm::vm::config::{QemuAt, VmConfig, path_of};
 use serde_json::json;
 
+use super::disks::LocalServers;
 use super::{json_of, ratio, sending, stop_by_signal, summary};
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
@@ -44,6 +45,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
     let options = source::Options {
         qmp,
         records,
+        servers: Arc::new(LocalServers::default()),
         send: sending(to, &arguments.trust, &arguments.sending)?,
         multifd_channels: arguments.channels,
         downtime_ms: arguments.downtime,
@@ -91,7 +93,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
 }
 
 fn take_back(qmp: &Path, records: &Path, output: Output) -> anyhow::Result<ExitCode> {
-    match source::take_back(qmp, records) {
+    match source::take_back(qmp, records, &LocalServers::default()) {
         Ok(()) => {
             print(&match output {
                 Output::Text => "the virtual machine goes on here\n".to_owned(),

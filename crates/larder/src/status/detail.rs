@@ -31,6 +31,12 @@ fn disk_text(disk: &DiskState) -> String {
             human(disk.block_size.into())
         ),
     );
+    if disk.away {
+        lines.line(
+            "away",
+            "its VM is on another host, or comes from one; the image is not open",
+        );
+    }
     if let Some(server) = &disk.exports.vhost_user {
         let user = if server.connected {
             "in use"
@@ -139,6 +145,12 @@ fn cache_text(lines: &mut Lines, cache: &CacheState) {
         format!("{} reads of what was being brought in", cache.joined),
     );
     lines.line("  brought in", human(cache.filled));
+    if cache.warmed > 0 {
+        lines.line(
+            "  of it ahead",
+            format!("{}, hot where the VM came from", human(cache.warmed)),
+        );
+    }
     lines.line("  not kept", format!("{} reads, for want of time", cache.bypassed_busy));
     lines.line("  left", format!("{} lines, to make room", cache.evicted));
     let budget = cache

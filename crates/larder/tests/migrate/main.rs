@@ -5,6 +5,7 @@ mod bandwidth;
 mod cuts;
 mod damaged;
 mod devices;
+mod disks;
 mod ends;
 mod guests;
 mod hostile;

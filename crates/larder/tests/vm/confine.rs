@@ -46,7 +46,7 @@ fn all_of(process: u32, thread: i32) -> String {
 }
 
 /// One line of it.
-fn status(process: u32, thread: i32, field: &str) -> String {
+pub(crate) fn status(process: u32, thread: i32, field: &str) -> String {
     let all = all_of(process, thread);
     let value = all
         .lines()

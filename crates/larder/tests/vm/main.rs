@@ -2,6 +2,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod attacker;
+mod comes;
 mod confine;
 mod reload;
 #[path = "../support/mod.rs"]

@@ -130,6 +130,40 @@ impl Machine {
         Ok(vm)
     }
 
+    /// Boots it with a disk that somebody serves as vhost-user-blk at `socket`; its guest has it as /dev/vda.
+    ///
+    /// # Errors
+    /// It does not get that far.
+    pub fn boot_with(&self, socket: &Path) -> anyhow::Result<Vm> {
+        let vm = self.start_with(socket, &[])?;
+        vm.wait_for_console("TICK", 1)?;
+        Ok(vm)
+    }
+
+    /// A QEMU with such a disk that waits to be told where its guest comes from.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn incoming_with(&self, socket: &Path) -> anyhow::Result<Vm> {
+        self.start_with(socket, &["-incoming", "defer"])
+    }
+
+    fn start_with(&self, socket: &Path, words: &[&str]) -> anyhow::Result<Vm> {
+        let memory = format!("memory-backend-memfd,id=memory,size={}k,share=on", self.memory_kib);
+        let chardev = format!("socket,id=vda,path={},reconnect=1", socket.display());
+        let disk = [
+            "-object",
+            &memory,
+            "-machine",
+            "memory-backend=memory",
+            "-chardev",
+            &chardev,
+            "-device",
+            "vhost-user-blk-pci,chardev=vda,num-queues=1",
+        ];
+        self.start(&[], &[&disk, words].concat())
+    }
+
     /// A QEMU that waits to be told where its guest comes from.
     ///
     /// # Errors

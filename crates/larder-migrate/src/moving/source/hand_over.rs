@@ -9,6 +9,7 @@ use super::carrier::Carrier;
 use super::course::{Course, Postcopy};
 use super::mover::Mover;
 use super::{ASK_AGAIN, Done, Late, MoveError};
+use crate::moving::disks::Deed;
 use crate::moving::messages::{Tell, ToSource};
 use crate::qmp::QmpError;
 
@@ -30,6 +31,13 @@ impl Mover<'_> {
     /// which it has said that it does.
     pub(super) fn hand_over(&mut self, carrier: Carrier, course: &mut Course) -> Result<Carrier, MoveError> {
         let stopped = course.watch.stopped_at(&mut self.qmp).ok().flatten();
+        if let Err(reason) = self.let_disks_go(&mut course.leaving) {
+            return Err(match course.postcopy {
+                // They went before it switched over, or would have kept it from doing so.
+                Postcopy::Yes => MoveError::Unsettled(format!("{reason}: run the same command again")),
+                _ => self.take_back(carrier, course, reason),
+            });
+        }
         self.will_tell(course)?;
         let answer = self.ask_to_go(&carrier, course);
         let result = match answer {
@@ -76,6 +84,9 @@ impl Mover<'_> {
     /// Whether `Go` has arrived is not known, or what has become of the VM since: asks over new sessions until somebody says
     /// so. Returns the session in which the destination has said that it runs the VM, and whether it has all of its memory.
     pub(super) fn reach(&mut self, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
+        self.let_disks_go(&mut course.leaving).map_err(|reason| {
+            MoveError::Unsettled(format!("all has arrived, but {reason}: run the same command again"))
+        })?;
         self.will_tell(course)?;
         let mut lost = "cancelled".to_owned();
         let mut late = Late::default();
@@ -113,8 +124,11 @@ impl Mover<'_> {
                 course.answered = true;
                 Ok(whole)
             }
-            ToSource::NotRunning { reason } if self.is_gone => Err(MoveError::Lost { reason }),
-            ToSource::NotRunning { reason } => match self.run_here(course.leaving.run) {
+            ToSource::NotRunning { reason } if self.is_gone => {
+                self.take_disks_alone(course);
+                Err(MoveError::Lost { reason })
+            }
+            ToSource::NotRunning { reason } => match self.run_here(&course.leaving) {
                 Ok(()) => {
                     self.stays(&course.leaving);
                     Err(MoveError::Here { reason })
@@ -130,9 +144,20 @@ impl Mover<'_> {
                 reason: reasons.join("; "),
             }),
             ToSource::Unknown { reason } => Err(MoveError::InDoubt { reason }),
-            other @ (ToSource::Prepared { .. } | ToSource::NotYet { .. }) => Err(MoveError::InDoubt {
-                reason: format!("it answers {other:?}"),
-            }),
+            other @ (ToSource::Prepared { .. } | ToSource::Noted | ToSource::NotYet { .. }) => {
+                Err(MoveError::InDoubt {
+                    reason: format!("it answers {other:?}"),
+                })
+            }
+        }
+    }
+
+    /// There is no VM any more, and its disks are here for the next one.
+    fn take_disks_alone(&self, course: &Course) {
+        if course.leaving.disks_left
+            && let Err(error) = self.options.servers.have(&course.leaving.disks, Deed::Keep)
+        {
+            tracing::warn!("its disks could not be opened here again; larder vm NAME --take does so: {error}");
         }
     }
 

@@ -17,6 +17,7 @@ use serde_json::json;
 use thiserror::Error;
 
 use self::mover::Mover;
+use super::disks::{Deed, DiskServers};
 use super::record::{Leaving, Place};
 use super::watch::Report;
 use super::{has_ended, status_of};
@@ -37,6 +38,8 @@ pub struct Options {
     pub qmp: PathBuf,
     /// A folder, this user's alone, for what a mover after this one must know ([`super::record`]).
     pub records: PathBuf,
+    /// What may serve its disks.
+    pub servers: Arc<dyn DiskServers>,
     /// Where to, and over what.
     pub send: send::Options,
     /// QEMU's channels for pages besides its main channel; 0: none.
@@ -173,11 +176,12 @@ fn runs(state: &str) -> bool {
     matches!(state, "running" | "suspended")
 }
 
-/// Lets a VM run here that was handed over. Whoever wants this has made sure that the destination's QEMU has ended.
+/// Lets a VM run here that was handed over, with the disks that had gone along. Whoever wants this has made sure that the
+/// destination's QEMU has ended.
 ///
 /// # Errors
 /// It was not handed over, or can never run here again.
-pub fn take_back(qmp: &Path, records: &Path) -> Result<(), MoveError> {
+pub fn take_back(qmp: &Path, records: &Path, servers: &dyn DiskServers) -> Result<(), MoveError> {
     let mut qmp = Qmp::connect(qmp)?;
     let place = Place::new(records, "from", &qmp);
     let leaving: Option<Leaving> = place.load().map_err(preflight)?;
@@ -185,16 +189,36 @@ pub fn take_back(qmp: &Path, records: &Path) -> Result<(), MoveError> {
     let state = qmp.run_state()?;
     match (leaving, state.as_str(), status_of(&migration)) {
         (Some(leaving), "running" | "postmigrate" | "paused", "completed" | "failed" | "cancelled") => {
+            if leaving.disks_left {
+                servers.have(&leaving.disks, Deed::Keep).map_err(|error| {
+                    MoveError::Unsettled(format!(
+                        "the VM stands still here, because its disks cannot be opened: {error}; if they are open at \
+                         {}, larder vm NAME --expect closes them there, or end their server; then the same again",
+                        leaving.to
+                    ))
+                })?;
+            }
             if leaving.run && state != "running" {
                 qmp.execute("cont", json!({}))?;
             }
             place.remove();
             leaving.before.restore(&mut qmp);
+            disks_stay(servers, &leaving.disks);
             Ok(())
         }
         (_, _, status) => Err(MoveError::Preflight(vec![format!(
             "QEMU's VM is '{state}', and its migration '{status}': there is nothing to take back"
         )])),
+    }
+}
+
+/// Their caches are used as before.
+fn disks_stay(servers: &dyn DiskServers, sockets: &[PathBuf]) {
+    if sockets.is_empty() {
+        return;
+    }
+    if let Err(error) = servers.have(sockets, Deed::Stay) {
+        tracing::warn!("caches of its disks may still write through, until their server is started again: {error}");
     }
 }
 

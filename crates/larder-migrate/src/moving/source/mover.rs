@@ -1,6 +1,6 @@
 //! From the first question to the end of QEMU's migration.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -13,6 +13,7 @@ use super::course::{Course, Cut, Postcopy};
 use super::ending::{LIMIT_MS, LIMIT_TO_END_MS, Look};
 use super::settle::SETTLE_TIMEOUT;
 use super::{Done, LOOK_EVERY, MoveError, Options, preflight, runs};
+use crate::moving::disks::{self, Deed};
 use crate::moving::messages::{Tell, ToSource};
 use crate::moving::record::{Leaving, MoveId, Place};
 use crate::moving::settings::{Before, Role, Settings};
@@ -28,6 +29,10 @@ pub(super) struct Mover<'a> {
     pub(super) options: &'a Options,
     pub(super) qmp: Qmp,
     vm: Description,
+    /// QEMU's character devices that are sockets.
+    devices: Vec<(String, PathBuf)>,
+    /// What of the disks that go along is hot, by their sockets.
+    hot: Vec<(PathBuf, String)>,
     progress: Arc<Progress>,
     pub(super) cancel: &'a AtomicBool,
     pub(super) place: Place,
@@ -43,11 +48,14 @@ impl<'a> Mover<'a> {
     ) -> Result<Self, MoveError> {
         let mut qmp = Qmp::connect(&options.qmp)?;
         let vm = Description::of(&mut qmp)?;
+        let devices = disks::sockets_of(&mut qmp)?;
         let place = Place::new(&options.records, "from", &qmp);
         Ok(Self {
             options,
             qmp,
             vm,
+            devices,
+            hot: Vec::new(),
             progress,
             cancel,
             place,
@@ -90,8 +98,8 @@ impl<'a> Mover<'a> {
 
     /// What a mover before this one has left, that had not handed the VM over.
     pub(super) fn clear_up(&mut self, leaving: Leaving) -> Result<(), MoveError> {
-        if leaving.stopped {
-            self.run_here(leaving.run).map_err(MoveError::Unclear)?;
+        if leaving.stopped || leaving.disks_left {
+            self.run_here(&leaving).map_err(MoveError::Unclear)?;
         }
         self.stays(&leaving);
         Ok(())
@@ -104,19 +112,28 @@ impl<'a> Mover<'a> {
             run,
             to: self.options.send.to.clone(),
             stopped: false,
+            disks: Vec::new(),
+            disks_left: false,
             told: false,
             before: Before::default(),
         };
         let mut course = Course::new(leaving, self.options);
+        let disks = disks::describe(&*self.options.servers, &self.devices).map_err(preflight)?;
+        let served: Vec<String> = disks.iter().map(|disk| disk.chardev.clone()).collect();
         let carrier = self.connect().map_err(preflight)?;
         let prepare = course.tell(Tell::Prepare {
             vm: Box::new(self.vm.clone()),
             settings: self.settings(),
+            disks,
         });
         match carrier.ask(&prepare, self.cancel, Duration::ZERO) {
-            Ok(ToSource::Prepared { warnings }) => {
+            Ok(ToSource::Prepared { warnings, disks }) => {
                 for warning in warnings {
                     tracing::warn!("{warning}");
+                }
+                if disks {
+                    let go_along = self.devices.iter().filter(|(chardev, _)| served.contains(chardev));
+                    course.leaving.disks = go_along.map(|(_, socket)| socket.clone()).collect();
                 }
             }
             Ok(ToSource::Refused { reasons }) => return Err(MoveError::Preflight(reasons)),
@@ -126,9 +143,15 @@ impl<'a> Mover<'a> {
                 return Err(preflight(format!("the destination: {reason}")));
             }
         }
+        self.settle_disks(&course.leaving).map_err(preflight)?;
+        if let Err(reason) = self.tell_what_is_hot(&carrier, &course) {
+            self.disks_stay(&course.leaving);
+            return Err(preflight(format!("the destination: {reason}")));
+        }
         // Getting ready takes time, and others may have a monitor, too.
         let state = self.qmp.run_state()?;
         if runs(&state) != run {
+            self.disks_stay(&course.leaving);
             return Err(preflight(format!(
                 "QEMU's VM is '{state}' now, which it was not before"
             )));
@@ -144,6 +167,70 @@ impl<'a> Mover<'a> {
             }
             Err(error) => Err(self.take_back(carrier, &course, error.to_string())),
         }
+    }
+
+    /// Caches that write back have what the image has not: it is written now, while the guest runs, and nothing more gets
+    /// there. A mover after this one knows whose caches those are only once the move has begun; one that dies before that
+    /// leaves them writing through.
+    fn settle_disks(&self, leaving: &Leaving) -> Result<(), String> {
+        if leaving.disks.is_empty() {
+            return Ok(());
+        }
+        let settled = loop {
+            match self.options.servers.settle(&leaving.disks) {
+                Ok(false) if self.is_cancelled() => break Err("cancelled".to_owned()),
+                Ok(false) => tracing::info!("its disks get what only their caches have; then the VM goes"),
+                settled => break settled.map(drop),
+            }
+        };
+        settled.inspect_err(|_| self.disks_stay(leaving))
+    }
+
+    /// So that caches at the destination become warm before its guest asks for what they lack.
+    fn tell_what_is_hot(&mut self, carrier: &Carrier, course: &Course) -> Result<(), String> {
+        if course.leaving.disks.is_empty() {
+            return Ok(());
+        }
+        self.hot = self.options.servers.hot(&course.leaving.disks);
+        for (socket, ranges) in &self.hot {
+            let Some((chardev, _)) = self.devices.iter().find(|(_, path)| path == socket) else {
+                continue;
+            };
+            for part in disks::hot_parts(ranges) {
+                let hot = course.tell(Tell::Hot {
+                    chardev: chardev.clone(),
+                    ranges: part.to_owned(),
+                });
+                carrier.ask(&hot, self.cancel, Duration::ZERO)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Caches were emptied when their disks left; what was hot in them is brought in again.
+    pub(super) fn warm_again(&self, leaving: &Leaving) {
+        for (socket, ranges) in self.hot.iter().filter(|_| leaving.disks_left) {
+            for part in disks::hot_parts(ranges) {
+                self.options.servers.warm(socket, part);
+            }
+        }
+    }
+
+    pub(super) fn disks_stay(&self, leaving: &Leaving) {
+        super::disks_stay(&*self.options.servers, &leaving.disks);
+    }
+
+    /// The guest has stopped, and will run at the destination or be stopped until its disks are open here again: they are
+    /// closed. May be said again.
+    pub(super) fn let_disks_go(&self, leaving: &mut Leaving) -> Result<(), String> {
+        if leaving.disks.is_empty() || leaving.told {
+            return Ok(());
+        }
+        // A mover after this one must open them again.
+        leaving.disks_left = true;
+        self.place.save(&*leaving).map_err(|error| error.to_string())?;
+        let left = self.options.servers.have(&leaving.disks, Deed::Leave);
+        left.map_err(|error| format!("its disks cannot go: {error}"))
     }
 
     /// What QEMU itself says against a migration.
@@ -326,10 +413,10 @@ impl<'a> Mover<'a> {
     fn begin_post_copy(&mut self, course: &mut Course) -> Result<(), String> {
         course.leaving.stopped = true;
         self.place.save(&course.leaving).map_err(|error| error.to_string())?;
-        let begun = self
-            .qmp
-            .execute("stop", json!({}))
-            .and_then(|_| self.qmp.execute("migrate-start-postcopy", json!({})));
+        self.qmp.execute("stop", json!({})).map_err(|error| error.to_string())?;
+        // Later there is no way back.
+        self.let_disks_go(&mut course.leaving)?;
+        let begun = self.qmp.execute("migrate-start-postcopy", json!({}));
         begun.map_err(|error| error.to_string())?;
         course.postcopy = Postcopy::Asked;
         Ok(())

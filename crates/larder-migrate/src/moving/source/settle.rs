@@ -9,6 +9,7 @@ use super::carrier::Carrier;
 use super::course::{Course, Postcopy};
 use super::mover::Mover;
 use super::{Done, LOOK_EVERY, MoveError};
+use crate::moving::disks::Deed;
 use crate::moving::record::Leaving;
 use crate::moving::{has_ended, status_of};
 use crate::qmp::QmpError;
@@ -34,7 +35,7 @@ impl Mover<'_> {
             Some(error) => error.to_string(),
             None => reason,
         };
-        match self.run_here(course.leaving.run) {
+        match self.run_here(&course.leaving) {
             Ok(()) => {
                 self.stays(&course.leaving);
                 MoveError::Here { reason }
@@ -43,8 +44,18 @@ impl Mover<'_> {
         }
     }
 
-    /// Until QEMU's migration has ended and, if it is to, the VM runs.
-    pub(super) fn run_here(&mut self, run: bool) -> Result<(), String> {
+    /// Until QEMU's migration has ended and, if it is to, the VM runs, with its disks.
+    pub(super) fn run_here(&mut self, leaving: &Leaving) -> Result<(), String> {
+        if leaving.disks_left {
+            let opened = self.options.servers.have(&leaving.disks, Deed::Keep);
+            opened.map_err(|error| {
+                format!(
+                    "its disks cannot be opened here again, so it stands still: {error}; once they can be, larder migrate \
+                     --take-back lets it run"
+                )
+            })?;
+        }
+        let run = leaving.run;
         let until = Instant::now() + SETTLE_TIMEOUT;
         loop {
             let is = match self.look_here(run) {
@@ -92,6 +103,8 @@ impl Mover<'_> {
     pub(super) fn stays(&mut self, leaving: &Leaving) {
         self.place.remove();
         leaving.before.restore(&mut self.qmp);
+        self.disks_stay(leaving);
+        self.warm_again(leaving);
     }
 
     /// The VM runs elsewhere. Its QEMU here is ended before the session is, so that no mover that comes after a crash in

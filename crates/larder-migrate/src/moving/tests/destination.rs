@@ -9,6 +9,7 @@ use tempfile::TempDir;
 use super::fake::Qemu;
 use crate::moving::Description;
 use crate::moving::destination::{Destination, State};
+use crate::moving::disks::NoServers;
 use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
 use crate::moving::record::MoveId;
 use crate::moving::settings::Settings;
@@ -30,7 +31,7 @@ impl Bed {
     fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let qemu = Arc::new(Qemu::destination(folder.path()));
-        let destination = Destination::new(&qemu.qmp, folder.path()).expect("it waits");
+        let destination = Destination::new(&qemu.qmp, folder.path(), Arc::new(NoServers)).expect("it waits");
         assert_eq!(destination.look(), Some(State::Waiting));
         Self {
             id: MoveId::new().expect("random numbers"),
@@ -51,7 +52,8 @@ impl Bed {
 
     /// A mover that comes after this one.
     fn restart(&mut self) {
-        self.destination = Destination::new(&self.qemu.qmp, self.folder.path()).expect("it knows of the move");
+        self.destination =
+            Destination::new(&self.qemu.qmp, self.folder.path(), Arc::new(NoServers)).expect("it knows of the move");
     }
 
     fn tell(&self, id: &MoveId, tell: Tell) -> ToSource {
@@ -72,6 +74,7 @@ impl Bed {
             Tell::Prepare {
                 vm: Box::new(vm),
                 settings,
+                disks: Vec::new(),
             },
         )
     }
@@ -234,7 +237,10 @@ fn half_of_a_vm_is_never_ended() {
     assert_eq!(bed.go_postcopy(), ToSource::Running { whole: false });
     assert_eq!(
         bed.tell(&bed.id, Tell::Recover),
-        ToSource::Prepared { warnings: Vec::new() }
+        ToSource::Prepared {
+            warnings: Vec::new(),
+            disks: false,
+        }
     );
     assert_eq!(bed.qemu.has_heard("migrate-recover"), 1);
     assert_eq!(bed.destination.look(), Some(State::Running { whole: false }));
@@ -269,6 +275,7 @@ fn a_vm_with_another_uuid_is_refused() {
         Tell::Prepare {
             vm: Box::new(vm),
             settings,
+            disks: Vec::new(),
         },
     );
     assert!(reason(answer).contains("UUID"));
@@ -280,7 +287,11 @@ fn a_qemu_of_which_nothing_is_known_is_left_alone() {
     let folder = tempfile::tempdir().expect("a folder");
     let qemu = Qemu::destination(folder.path());
     (qemu.is().run, qemu.is().migration) = ("running", "completed");
-    let said = |path: &Path| Destination::new(path, folder.path()).err().expect("it has a VM");
+    let said = |path: &Path| {
+        Destination::new(path, folder.path(), Arc::new(NoServers))
+            .err()
+            .expect("it has a VM")
+    };
     assert!(said(&qemu.qmp).contains("-incoming defer"));
     assert!(said(&folder.path().join("nobody")).contains("nobody"));
 }

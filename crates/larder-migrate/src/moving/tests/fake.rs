@@ -184,6 +184,9 @@ fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Res
             }
         },
         "query-uuid" => json!({"UUID": fake.uuid}),
+        "query-chardev" => json!([{"label": "vda"}, {"label": "serial0"}]),
+        "qom-get" if arguments["path"] == "/chardevs/vda" => json!({"type": "unix", "path": "/sockets/vda"}),
+        "qom-get" if arguments["path"] == "/chardevs/serial0" => return Err("Property 'addr' not found".to_owned()),
         "qom-get" => json!("pc-i440fx-10.0-machine"),
         "query-memory-size-summary" => json!({"base-memory": 1 << 30}),
         "query-migrate-capabilities" => fake

@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use super::fake::Qemu;
 use crate::moving::Description;
 use crate::moving::destination::{Destination, State};
+use crate::moving::disks::{DiskServers, NoServers};
 use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
 use crate::moving::record::{Leaving, MoveId, Place};
 use crate::moving::settings::{Before, Settings};
@@ -20,12 +21,12 @@ use crate::progress::Progress;
 use crate::qmp::Qmp;
 use crate::{receive, send};
 
-struct Bed {
+pub(super) struct Bed {
     folder: TempDir,
-    source: Arc<Qemu>,
-    destination: Arc<Qemu>,
+    pub(super) source: Arc<Qemu>,
+    pub(super) destination: Arc<Qemu>,
     mover: Arc<Destination>,
-    options: Options,
+    pub(super) options: Options,
     cancel: AtomicBool,
     /// Ends the receiver's session; another one begins.
     cut: Arc<AtomicBool>,
@@ -35,12 +36,17 @@ struct Bed {
 
 impl Bed {
     fn new() -> Self {
+        Self::with(Arc::new(NoServers), Arc::new(NoServers))
+    }
+
+    /// Whose disks are served so, at the source and at the destination.
+    pub(super) fn with(here: Arc<dyn DiskServers>, there: Arc<dyn DiskServers>) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let records = folder.path().join("records");
         std::fs::create_dir(&records).expect("a folder");
         let source = Arc::new(Qemu::source(folder.path()));
         let destination = Arc::new(Qemu::destination(folder.path()));
-        let mover = Arc::new(Destination::new(&destination.qmp, &records).expect("it waits"));
+        let mover = Arc::new(Destination::new(&destination.qmp, &records, there).expect("it waits"));
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let to = listener.local_addr().expect("has one").to_string();
         let (cut, over) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
@@ -66,6 +72,7 @@ impl Bed {
             options: Options {
                 qmp: source.qmp.clone(),
                 records,
+                servers: here,
                 send: send::Options {
                     to,
                     tls: None,
@@ -92,7 +99,7 @@ impl Bed {
         }
     }
 
-    fn run(&self) -> Result<Done, MoveError> {
+    pub(super) fn run(&self) -> Result<Done, MoveError> {
         let progress = Arc::new(Progress::new());
         source::run(&self.options, &progress, &self.cancel, &mut |_| {})
     }
@@ -102,7 +109,7 @@ impl Bed {
         Place::new(&self.options.records, "from", &qmp)
     }
 
-    fn record(&self) -> Option<Leaving> {
+    pub(super) fn record(&self) -> Option<Leaving> {
         self.place().load().expect("can be read")
     }
 
@@ -119,6 +126,7 @@ impl Bed {
                     multifd_channels: 0,
                     postcopy: false,
                 },
+                disks: Vec::new(),
             },
         };
         let note = serde_json::to_vec(&prepare).expect("plain data");
@@ -129,6 +137,8 @@ impl Bed {
             run,
             to,
             stopped: false,
+            disks: Vec::new(),
+            disks_left: false,
             told: false,
             before: Before::default(),
         };
@@ -331,10 +341,10 @@ fn a_qemu_that_ends_when_it_is_let_run_leaves_the_choice_to_the_user() {
     assert!(text.contains("--take-back"), "{text}");
     assert_eq!(bed.source.is().run, "postmigrate");
     assert_eq!(bed.source.has_heard("cont"), 0);
-    source::take_back(&bed.options.qmp, &bed.options.records).expect("it is here");
+    source::take_back(&bed.options.qmp, &bed.options.records, &NoServers).expect("it is here");
     assert_eq!(bed.source.is().run, "running");
     // Once.
-    let again = source::take_back(&bed.options.qmp, &bed.options.records);
+    let again = source::take_back(&bed.options.qmp, &bed.options.records, &NoServers);
     assert!(matches!(again, Err(MoveError::Preflight(_))));
 }
 
@@ -355,7 +365,7 @@ fn a_migration_of_somebody_else_is_left_alone() {
     let bed = Bed::new();
     (bed.source.is().run, bed.source.is().migration) = ("postmigrate", "completed");
     assert!(matches!(bed.run(), Err(MoveError::Unclear(_))));
-    let back = source::take_back(&bed.options.qmp, &bed.options.records);
+    let back = source::take_back(&bed.options.qmp, &bed.options.records, &NoServers);
     assert!(matches!(back, Err(MoveError::Preflight(_))));
     for command in ["cont", "quit", "migrate"] {
         assert_eq!(bed.source.has_heard(command), 0, "{command}");
@@ -550,7 +560,7 @@ fn a_vm_that_its_user_has_taken_back_by_hand_is_not_handed_over_again() {
         other => panic!("{other:?}"),
     }
     assert_eq!(bed.destination.has_heard("cont"), 0);
-    source::take_back(&bed.options.qmp, &bed.options.records).expect("it is here");
+    source::take_back(&bed.options.qmp, &bed.options.records, &NoServers).expect("it is here");
     assert_eq!((bed.source.has_heard("cont"), bed.record()), (0, None));
 }
 

@@ -1,0 +1,391 @@
+//! The disks of a VM that somebody serves beside QEMU, and that go with it: what the movers need of their servers.
+//!
+//! QEMU knows them as sockets of its character devices. Who has their images open, at every moment of a move, is in
+//! `docs/migration-wire.md`.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::qmp::{Qmp, QmpError};
+
+/// What a server is to do. Each may be asked for again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deed {
+    /// Use caches as before again.
+    Stay,
+    /// The guest has stopped: close the images for another host, and open them never again without being told.
+    Leave,
+    /// Open them.
+    Take,
+    /// Open them, and as often as the server is started again: no other host has them.
+    Keep,
+    /// Close what was opened by [`Deed::Take`].
+    Yield,
+}
+
+/// The servers of disks on this host.
+pub trait DiskServers: Send + Sync {
+    /// What those serve that listen on these sockets; nothing for a socket of which none is known. The socket is as it was
+    /// asked for.
+    ///
+    /// # Errors
+    /// As a text for people: one is known, and does not answer.
+    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<ServedDisk>, String>;
+
+    /// Has those give the images what only their caches have, and keep it so until [`Deed::Stay`] or the end of the move;
+    /// whether that is done, or goes on: then it is asked for again.
+    ///
+    /// # Errors
+    /// As a text for people.
+    fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String>;
+
+    /// What of each of these disks is hot, as their servers tell it: ranges with commas between them, the hottest first;
+    /// nothing of one that does not know. As well as that goes.
+    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)>;
+
+    /// Tells the server of a disk what was hot elsewhere. As well as that goes.
+    fn warm(&self, socket: &Path, ranges: &str);
+
+    /// Has those do something that listen on these sockets. Waits until it is done.
+    ///
+    /// # Errors
+    /// As a text for people; with several servers, some may have done it.
+    fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String>;
+}
+
+/// There are none.
+pub struct NoServers;
+
+impl DiskServers for NoServers {
+    fn look(&self, _: &[PathBuf]) -> Result<Vec<ServedDisk>, String> {
+        Ok(Vec::new())
+    }
+
+    fn settle(&self, _: &[PathBuf]) -> Result<bool, String> {
+        Ok(true)
+    }
+
+    fn hot(&self, _: &[PathBuf]) -> Vec<(PathBuf, String)> {
+        Vec::new()
+    }
+
+    fn warm(&self, _: &Path, _: &str) {}
+
+    fn have(&self, _: &[PathBuf], _: Deed) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+/// A disk that is served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServedDisk {
+    /// Where.
+    pub socket: PathBuf,
+    /// The image, for messages.
+    pub image: String,
+    /// Bytes.
+    pub size: u64,
+    /// The sector size that the guest sees, in bytes.
+    pub block_size: u32,
+    /// The serial number that the guest sees.
+    pub serial: String,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// Changes are refused.
+    pub read_only: bool,
+    /// It does not keep others from using the image.
+    pub shared: bool,
+    /// Its server waits for it to come.
+    pub away: bool,
+    /// The number of the image's file in its file system, if it is a file.
+    pub inode: Option<u64>,
+}
+
+/// A disk of the VM that is to be moved, as the other host must have it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DiskDescription {
+    /// QEMU's character device (`-chardev socket,id=...`).
+    pub chardev: String,
+    /// The image, for messages.
+    pub image: String,
+    /// Bytes.
+    pub size: u64,
+    /// The sector size that the guest sees, in bytes.
+    pub block_size: u32,
+    /// The serial number that the guest sees.
+    pub serial: String,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// Changes are refused.
+    pub read_only: bool,
+    /// It does not keep others from using the image.
+    pub shared: bool,
+    /// Its server waits for it to come.
+    pub away: bool,
+    /// The number of the image's file in its file system, if it is a file.
+    pub inode: Option<u64>,
+}
+
+/// The character devices of a QEMU that are unix sockets, and where each is. (`query-chardev` does not tell it of one that is
+/// connected.)
+///
+/// # Errors
+/// It does not answer.
+pub fn sockets_of(qmp: &mut Qmp) -> Result<Vec<(String, PathBuf)>, QmpError> {
+    let devices = qmp.execute("query-chardev", json!({}))?;
+    let labels = devices.as_array().into_iter().flatten();
+    let labels: Vec<String> = labels
+        .filter_map(|device| device["label"].as_str().map(str::to_owned))
+        .collect();
+    let mut found = Vec::new();
+    for label in labels {
+        let asked = json!({"path": format!("/chardevs/{label}"), "property": "addr"});
+        let address = match qmp.execute("qom-get", asked) {
+            // It is no socket.
+            Err(QmpError::Refused { .. }) => continue,
+            address => address?,
+        };
+        let path = address["path"].as_str().filter(|path| path.starts_with('/'));
+        if let Some(path) = path.filter(|_| address["type"] == "unix") {
+            found.push((label, PathBuf::from(path)));
+        }
+    }
+    Ok(found)
+}
+
+/// The disks behind these character devices.
+///
+/// # Errors
+/// As [`DiskServers::look`].
+pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Result<Vec<DiskDescription>, String> {
+    let sockets = paths(devices);
+    let served = servers.look(&sockets)?;
+    let chardev = |socket: &Path| devices.iter().find(|(_, path)| path == socket);
+    let described = served.into_iter().filter_map(|disk| {
+        Some(DiskDescription {
+            chardev: chardev(&disk.socket)?.0.clone(),
+            image: disk.image,
+            size: disk.size,
+            block_size: disk.block_size,
+            serial: disk.serial,
+            format: disk.format,
+            read_only: disk.read_only,
+            shared: disk.shared,
+            away: disk.away,
+            inode: disk.inode,
+        })
+    });
+    Ok(described.collect())
+}
+
+/// Bytes of what is hot in one message, at most, and messages for one disk.
+const HOT_BYTES_MAX: usize = 48 << 10;
+const HOT_MESSAGES_MAX: usize = 16;
+
+/// What is hot in parts that a message has room for: whole ranges, the hottest first, and not more than can be of use.
+pub fn hot_parts(ranges: &str) -> Vec<&str> {
+    let mut parts = Vec::new();
+    let mut rest = ranges;
+    while !rest.is_empty() && parts.len() < HOT_MESSAGES_MAX {
+        let (part, left) = match rest.len() <= HOT_BYTES_MAX {
+            true => (rest, ""),
+            // All of it is ASCII; what is not is not sent.
+            false => match rest.get(..HOT_BYTES_MAX).and_then(|head| head.rsplit_once(',')) {
+                Some((head, _)) => (head, &rest[head.len() + 1..]),
+                None => break,
+            },
+        };
+        parts.push(part);
+        rest = left;
+    }
+    parts
+}
+
+/// Where they are.
+pub fn paths(devices: &[(String, PathBuf)]) -> Vec<PathBuf> {
+    devices.iter().map(|(_, path)| path.clone()).collect()
+}
+
+/// How the disks of a VM get from one host to the other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Agreement {
+    /// The character devices of those whose servers wait there: their images are closed here before they are opened there.
+    pub go_along: Vec<String>,
+    /// What is worth a word, though it does not hinder.
+    pub warnings: Vec<String>,
+}
+
+/// Whether the disks of the source can become those of the destination, `there`.
+///
+/// # Errors
+/// All that is in the way.
+pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agreement, Vec<String>> {
+    let mut agreement = Agreement::default();
+    let mut reasons = Vec::new();
+    for disk in here {
+        let name = format!("disk {} ({})", disk.chardev, disk.image);
+        let Some(other) = there.iter().find(|other| other.chardev == disk.chardev) else {
+            if disk.shared {
+                agreement.warnings.push(format!(
+                    "{name}: whoever serves it at the destination is no `larder vm` that is known there"
+                ));
+            } else {
+                reasons.push(format!(
+                    "{name}: no `larder vm` serves it at the destination's QEMU, which must have its chardev of the same id"
+                ));
+            }
+            continue;
+        };
+        match (other.away, disk.shared && other.shared) {
+            (true, _) => agreement.go_along.push(disk.chardev.clone()),
+            (false, true) => {}
+            (false, false) => reasons.push(format!(
+                "{name}: its server at the destination does not wait for it: start it with `larder vm NAME --incoming`"
+            )),
+        }
+        reasons.extend(disk.differences(&name, other));
+        if disk.inode.zip(other.inode).is_some_and(|(one, other)| one != other) {
+            agreement.warnings.push(format!(
+                "{name}: {} at the destination does not seem to be the same file: its number in its file system is another",
+                other.image
+            ));
+        }
+    }
+    for other in there.iter().filter(|other| other.away) {
+        if !here.iter().any(|disk| disk.chardev == other.chardev) {
+            reasons.push(format!(
+                "disk {} ({}): the destination waits for it, and no `larder vm` serves it at the source",
+                other.chardev, other.image
+            ));
+        }
+    }
+    if !agreement.go_along.is_empty() && there.iter().any(|other| !other.away) {
+        reasons.push("the destination's servers wait for some of the disks, and have others open".to_owned());
+    }
+    if here.iter().any(|disk| disk.away) {
+        reasons.push("the source's server of disks waits itself for its VM to come".to_owned());
+    }
+    if reasons.is_empty() {
+        Ok(agreement)
+    } else {
+        Err(reasons)
+    }
+}
+
+impl DiskDescription {
+    fn differences(&self, name: &str, there: &Self) -> Vec<String> {
+        let mut found = Vec::new();
+        let mut differ = |what: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
+            found.push(format!(
+                "{name}: {what}: {here} at the source, {there} at the destination"
+            ));
+        };
+        if self.size != there.size {
+            differ("bytes", &self.size, &there.size);
+        }
+        if self.block_size != there.block_size {
+            differ("bytes of a sector (block-size)", &self.block_size, &there.block_size);
+        }
+        if self.serial != there.serial {
+            differ(
+                "serial number (serial)",
+                &format!("'{}'", self.serial),
+                &format!("'{}'", there.serial),
+            );
+        }
+        if self.format != there.format {
+            differ("format", &self.format, &there.format);
+        }
+        if self.read_only != there.read_only {
+            differ("read-only (readonly)", &self.read_only, &there.read_only);
+        }
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(away: bool) -> DiskDescription {
+        DiskDescription {
+            chardev: "vda".to_owned(),
+            image: "/srv/web.qcow2".to_owned(),
+            size: 1 << 30,
+            block_size: 512,
+            serial: "A".to_owned(),
+            format: "qcow2".to_owned(),
+            read_only: false,
+            shared: false,
+            away,
+            inode: Some(7),
+        }
+    }
+
+    #[test]
+    fn a_disk_goes_only_where_it_is_waited_for_and_is_the_same() {
+        assert_eq!(agree(&[disk(false)], &[disk(true)]).expect("it goes").go_along, ["vda"]);
+        assert_eq!(agree(&[], &[]), Ok(Agreement::default()));
+        for (there, why) in [
+            (vec![], "no `larder vm` serves it at the destination"),
+            (vec![disk(false)], "does not wait for it"),
+            (
+                vec![DiskDescription {
+                    size: 1 << 20,
+                    ..disk(true)
+                }],
+                "bytes: 1073741824 at the source, 1048576 at the destination",
+            ),
+            (
+                vec![DiskDescription {
+                    serial: "B".to_owned(),
+                    ..disk(true)
+                }],
+                "serial number (serial): 'A' at the source, 'B' at the destination",
+            ),
+            (
+                vec![
+                    disk(true),
+                    DiskDescription {
+                        chardev: "vdb".to_owned(),
+                        ..disk(true)
+                    },
+                ],
+                "the destination waits for it, and no `larder vm` serves it at the source",
+            ),
+        ] {
+            let reasons = agree(&[disk(false)], &there).expect_err(why);
+            assert!(reasons.iter().any(|reason| reason.contains(why)), "{reasons:?}");
+        }
+        let other_file = DiskDescription {
+            inode: Some(8),
+            ..disk(true)
+        };
+        assert_eq!(agree(&[disk(false)], &[other_file]).expect("perhaps").warnings.len(), 1);
+    }
+
+    #[test]
+    fn what_is_hot_goes_in_parts_of_whole_ranges() {
+        assert!(hot_parts("").is_empty());
+        assert_eq!(hot_parts("17+3,4+1"), ["17+3,4+1"]);
+        let many = vec!["123456+7"; 10_000].join(",");
+        let parts = hot_parts(&many);
+        assert!(parts.len() == 2 && parts.iter().all(|part| part.len() <= HOT_BYTES_MAX));
+        assert_eq!(parts.join(","), many);
+        let endless = vec!["1+1"; 1 << 20].join(",");
+        assert_eq!(hot_parts(&endless).len(), HOT_MESSAGES_MAX);
+        assert!(hot_parts(&"1".repeat(HOT_BYTES_MAX + 1)).is_empty());
+    }
+
+    #[test]
+    fn disks_that_are_shared_need_not_be_waited_for() {
+        let both = [DiskDescription {
+            shared: true,
+            ..disk(false)
+        }];
+        assert_eq!(agree(&both, &both), Ok(Agreement::default()));
+    }
+}

@@ -1,0 +1,218 @@
+//! Disks that go along with their VM: where they are open, whatever fails.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use super::fake::Qemu;
+use super::moves::Bed;
+use crate::moving::disks::{Deed, DiskServers, ServedDisk};
+use crate::moving::source::{self, MoveError};
+
+/// A server of one disk, on one of the two hosts.
+struct Server {
+    /// Open on this host, as on the other one, for both to see.
+    open: Arc<Mutex<Vec<&'static str>>>,
+    host: &'static str,
+    waits: bool,
+    state: Mutex<State>,
+    /// The QEMU here, to see that its guest does not run.
+    qemu: Mutex<Option<Arc<Qemu>>>,
+}
+
+#[derive(Default)]
+struct State {
+    done: Vec<String>,
+    refuses: Option<Deed>,
+}
+
+impl Server {
+    fn both() -> (Arc<Self>, Arc<Self>) {
+        let open = Arc::new(Mutex::new(vec!["source"]));
+        let new = |host, waits| {
+            Arc::new(Self {
+                open: Arc::clone(&open),
+                host,
+                waits,
+                state: Mutex::default(),
+                qemu: Mutex::default(),
+            })
+        };
+        (new("source", false), new("destination", true))
+    }
+
+    fn refuses(&self, deed: Option<Deed>) {
+        self.state.lock().expect("no panic").refuses = deed;
+    }
+
+    fn done(&self) -> Vec<String> {
+        self.state.lock().expect("no panic").done.clone()
+    }
+}
+
+impl DiskServers for Server {
+    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<ServedDisk>, String> {
+        assert_eq!(sockets, [Path::new("/sockets/vda")]);
+        Ok(vec![ServedDisk {
+            socket: "/sockets/vda".into(),
+            image: "/srv/web.qcow2".to_owned(),
+            size: 1 << 30,
+            block_size: 512,
+            serial: String::new(),
+            format: "qcow2".to_owned(),
+            read_only: false,
+            shared: false,
+            away: self.waits,
+            inode: None,
+        }])
+    }
+
+    fn settle(&self, _: &[PathBuf]) -> Result<bool, String> {
+        let mut state = self.state.lock().expect("no panic");
+        state.done.push("settle".to_owned());
+        Ok(state.done.len() > 1)
+    }
+
+    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
+        vec![(sockets[0].clone(), "17+3,4+1".to_owned())]
+    }
+
+    fn warm(&self, socket: &Path, ranges: &str) {
+        assert_eq!((socket, ranges), (Path::new("/sockets/vda"), "17+3,4+1"));
+        self.state.lock().expect("no panic").done.push("warm".to_owned());
+    }
+
+    fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String> {
+        assert_eq!(sockets, [Path::new("/sockets/vda")]);
+        let mut state = self.state.lock().expect("no panic");
+        state.done.push(format!("{deed:?}").to_lowercase());
+        if state.refuses == Some(deed) {
+            return Err("it cannot".to_owned());
+        }
+        let mut open = self.open.lock().expect("no panic");
+        match deed {
+            Deed::Leave | Deed::Yield => {
+                if let Some(qemu) = &*self.qemu.lock().expect("no panic") {
+                    assert_ne!(qemu.is().run, "running", "its guest has the disk");
+                }
+                open.retain(|host| *host != self.host);
+            }
+            Deed::Take | Deed::Keep => {
+                assert!(open.iter().all(|host| *host == self.host), "open on both hosts");
+                if open.is_empty() {
+                    open.push(self.host);
+                }
+            }
+            Deed::Stay => {}
+        }
+        Ok(())
+    }
+}
+
+fn bed() -> (Bed, Arc<Server>, Arc<Server>) {
+    let (here, there) = Server::both();
+    let bed = Bed::with(Arc::clone(&here) as _, Arc::clone(&there) as _);
+    *here.qemu.lock().expect("no panic") = Some(Arc::clone(&bed.source));
+    (bed, here, there)
+}
+
+fn open(server: &Server) -> Vec<&'static str> {
+    server.open.lock().expect("no panic").clone()
+}
+
+#[test]
+fn disks_are_closed_at_the_source_before_they_are_opened_at_the_destination_and_that_before_the_vm_runs() {
+    let (bed, here, there) = bed();
+    let server = Arc::clone(&there);
+    let before_it_runs = move || assert_eq!(server.done(), ["warm", "take"]);
+    bed.destination.hook("cont", before_it_runs);
+    bed.run().expect("moves");
+    assert_eq!(open(&here), ["destination"]);
+    assert_eq!(here.done(), ["settle", "settle", "leave"]);
+    assert_eq!(there.done(), ["warm", "take", "keep"]);
+}
+
+#[test]
+fn disks_that_cannot_be_opened_at_the_destination_are_the_sources_again_before_its_vm_runs() {
+    let (bed, here, there) = bed();
+    there.refuses(Some(Deed::Take));
+    let server = Arc::clone(&here);
+    bed.source.hook("cont", move || assert_eq!(open(&server), ["source"]));
+    let result = bed.run();
+    let said = format!("{result:?}");
+    assert!(matches!(result, Err(MoveError::Here { .. })), "{said}");
+    assert!(
+        said.contains("its disks cannot be opened at the destination: it cannot"),
+        "{said}"
+    );
+    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert_eq!(here.done(), ["settle", "settle", "leave", "keep", "stay", "warm"]);
+    assert_eq!(bed.destination.has_heard("cont"), 0);
+}
+
+#[test]
+fn a_vm_whose_disks_cannot_leave_goes_on_with_them() {
+    let (bed, here, there) = bed();
+    here.refuses(Some(Deed::Leave));
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
+    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+    assert!(!there.done().contains(&"take".to_owned()));
+}
+
+#[test]
+fn a_vm_without_its_disks_stands_still_until_it_is_taken_back_with_them() {
+    let (bed, here, there) = bed();
+    there.refuses(Some(Deed::Take));
+    here.refuses(Some(Deed::Keep));
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::Unsettled(_))), "{result:?}");
+    assert_eq!(bed.source.is().run, "postmigrate");
+    let take_back = || source::take_back(&bed.options.qmp, &bed.options.records, &*here);
+    take_back().expect_err("its disks cannot be opened");
+    assert_eq!(bed.source.is().run, "postmigrate");
+    here.refuses(None);
+    take_back().expect("it is here");
+    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+}
+
+#[test]
+fn what_was_opened_at_the_destination_is_closed_where_its_vm_does_not_come_to_run() {
+    let (bed, here, there) = bed();
+    bed.destination.is().refuses.insert("cont");
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
+    assert_eq!(there.done(), ["warm", "take", "yield"]);
+    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+}
+
+#[test]
+fn a_mover_that_comes_after_one_that_died_moves_the_disks_that_had_left() {
+    let (bed, here, there) = bed();
+    // The first one gives up with the disks open nowhere.
+    there.refuses(Some(Deed::Take));
+    here.refuses(Some(Deed::Keep));
+    bed.run().expect_err("stands still");
+    assert!(bed.record().expect("is there").disks_left);
+    here.refuses(None);
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
+    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+}
+
+#[test]
+fn disks_that_are_not_waited_for_are_left_alone() {
+    let (here, _) = Server::both();
+    let (_, there) = Server::both();
+    let there = Arc::new(Server {
+        waits: false,
+        open: Arc::clone(&there.open),
+        host: "destination",
+        state: Mutex::default(),
+        qemu: Mutex::default(),
+    });
+    let bed = Bed::with(Arc::clone(&here) as _, Arc::clone(&there) as _);
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::Preflight(_))), "{result:?}");
+    assert!(here.done().is_empty() && there.done().is_empty());
+    assert_eq!(bed.source.is().run, "running");
+}

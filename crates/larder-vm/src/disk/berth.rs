@@ -1,0 +1,188 @@
+//! Where a disk's image is in the stack of a disk that may move to another host with its VM: it can be closed, and opened
+//! again, while the disk's exports stay as they are.
+//!
+//! While there is no image, requests wait; the disk has the size and the features that it had last, or that the image says
+//! without being locked. No queue of a guest takes a request meanwhile
+//! ([`larder_export::vhost_user::VhostUserServer::rest`]), so that only clients of an NBD server wait.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use larder_block::filter::switch::Switch;
+use larder_block::{
+    BlockDevice, BoxFuture, ByteOffset, ByteRange, Extent, Failure, Geometry, Io, IoError, IoResult, Loop, Operation,
+    ReadBuf, SizeChanges, WriteBuf, WriteFlags, ZeroFlags,
+};
+
+/// The place of an image.
+pub(super) struct Berth {
+    on: Loop,
+    place: Rc<Place>,
+    switch: Rc<Switch>,
+}
+
+impl Berth {
+    /// Without an image, which will be like this.
+    pub(super) fn empty(on: &Loop, name: &Rc<str>, geometry: Geometry) -> Self {
+        let place = Rc::new(Place {
+            name: Rc::clone(name),
+            geometry: Cell::new(geometry),
+            changes: SizeChanges::default(),
+            now: RefCell::default(),
+        });
+        let switch = Switch::new(
+            Rc::clone(&place) as Rc<dyn BlockDevice>,
+            Rc::clone(&place) as Rc<dyn BlockDevice>,
+        );
+        if let Some(held) = switch.hold() {
+            held.keep();
+        }
+        Self {
+            on: on.clone(),
+            place,
+            switch: Rc::new(switch),
+        }
+    }
+
+    /// The disk, for its exports.
+    pub(super) fn device(&self) -> Rc<dyn BlockDevice> {
+        Rc::clone(&self.switch) as Rc<dyn BlockDevice>
+    }
+
+    /// What it was like last.
+    pub(super) fn geometry(&self) -> Geometry {
+        self.place.geometry()
+    }
+
+    /// An image comes. Requests still wait for [`Berth::serve`].
+    pub(super) fn fill(&self, image: &Rc<dyn BlockDevice>) {
+        self.place.now.replace(Some(Rc::clone(image)));
+        self.on.spawn(tell_of_sizes(Rc::clone(&self.place), Rc::clone(image)));
+        if self.place.geometry.get().size != image.geometry().size {
+            self.place.tell(image);
+        }
+        self.place.geometry.set(image.geometry());
+    }
+
+    /// Requests are carried out from now on.
+    pub(super) fn serve(&self) {
+        let image = self.place.now.borrow().clone();
+        if let (Some(held), Some(image)) = (self.switch.held(), image) {
+            held.exchange(image);
+        }
+    }
+
+    /// New requests wait from now on; completes when none is under way.
+    pub(super) async fn rest(&self) {
+        match self.switch.hold() {
+            Some(held) => {
+                held.drained(&self.on.downgrade()).await;
+                held.keep();
+            }
+            None => {
+                if let Some(held) = self.switch.held() {
+                    held.drained(&self.on.downgrade()).await;
+                    held.keep();
+                }
+            }
+        }
+    }
+
+    /// The image goes, when requests wait already.
+    pub(super) fn clear(&self) {
+        let Some(image) = self.place.now.take() else { return };
+        self.place.geometry.set(image.geometry());
+        image.size_changes().wake();
+        if let Some(held) = self.switch.held() {
+            held.exchange(Rc::clone(&self.place) as Rc<dyn BlockDevice>);
+            held.keep();
+        }
+    }
+
+    /// Requests that wait fail from now on, and those that come: the process ends.
+    pub(super) fn give_up(&self) {
+        drop(self.switch.held());
+    }
+}
+
+/// Hands on what an image tells of its size, as long as it is here.
+async fn tell_of_sizes(place: Rc<Place>, image: Rc<dyn BlockDevice>) {
+    let changes = image.size_changes();
+    let is_here = || place.now.borrow().as_ref().is_some_and(|now| Rc::ptr_eq(now, &image));
+    loop {
+        let generation = changes.generation();
+        changes.after_or(generation, || !is_here()).await;
+        if !is_here() {
+            return;
+        }
+        place.tell(&image);
+    }
+}
+
+/// What there is where there is no image.
+struct Place {
+    name: Rc<str>,
+    /// While there is none.
+    geometry: Cell<Geometry>,
+    changes: SizeChanges,
+    now: RefCell<Option<Rc<dyn BlockDevice>>>,
+}
+
+impl Place {
+    fn tell(&self, image: &Rc<dyn BlockDevice>) {
+        self.changes.announce_size(image.geometry().size);
+    }
+
+    fn refused(&self, operation: Operation, range: ByteRange) -> IoError {
+        IoError::new(&self.name, operation, range, Failure::Os(libc::ESHUTDOWN))
+    }
+
+    fn refuse(&self, operation: Operation, range: ByteRange) -> Io<'_> {
+        Io::ready(Err(self.refused(operation, range)))
+    }
+}
+
+impl BlockDevice for Place {
+    fn name(&self) -> &Rc<str> {
+        &self.name
+    }
+
+    fn geometry(&self) -> Geometry {
+        match &*self.now.borrow() {
+            Some(image) => image.geometry(),
+            None => self.geometry.get(),
+        }
+    }
+
+    fn read<'a>(&'a self, start: ByteOffset, buffer: ReadBuf<'a>) -> Io<'a> {
+        self.refuse(Operation::Read, ByteRange::new(start.get(), buffer.len() as u64))
+    }
+
+    fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, _: WriteFlags) -> Io<'a> {
+        self.refuse(Operation::Write, ByteRange::new(start.get(), buffer.len() as u64))
+    }
+
+    fn flush(&self) -> Io<'_> {
+        self.refuse(Operation::Flush, ByteRange::default())
+    }
+
+    fn discard(&self, range: ByteRange) -> Io<'_> {
+        self.refuse(Operation::Discard, range)
+    }
+
+    fn write_zeroes(&self, range: ByteRange, _: ZeroFlags) -> Io<'_> {
+        self.refuse(Operation::WriteZeroes, range)
+    }
+
+    fn extents(&self, range: ByteRange, _: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        Box::pin(std::future::ready(Err(self.refused(Operation::Read, range))))
+    }
+
+    fn close(&self) -> BoxFuture<'_, IoResult> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn size_changes(&self) -> &SizeChanges {
+        &self.changes
+    }
+}

@@ -1,0 +1,194 @@
+//! A VM's disks go to another host with the VM, and come from there.
+//!
+//! Who has the images, at every moment, is whoever has them open: one server, or for a moment none.
+//!
+//! ```text
+//! the VM's old host                      the VM's new host
+//!                                        AWAY: started with a note that says so; no image is open
+//! HERE: settle, while the guest runs
+//! its guest has stopped
+//! leave: all is on the image, durably
+//!        no cache is believed any more
+//!        the note is made
+//!        images are closed, locks go
+//! AWAY, and only now that is answered
+//!                                        take: images are opened and locked; the note stays
+//!                                        VISIT: a server that is started again is AWAY
+//!                                        its guest runs
+//!                                        keep: the note goes
+//!                                        HERE
+//! ```
+//!
+//! - Before the note is made a server that dies comes back with the images open, and its guest goes on; after it, it comes
+//!   back with none. The answer to `leave` follows the note, so whoever has it knows that no server of this host opens them
+//!   again by itself, not after a kill and not after a loss of power.
+//! - Caches are given up before the note is made: a cache that survives fits no disk ([`larder_cache::Cache::leave`]). What
+//!   is opened by `take` believes no cache besides: not one that was not closed, either.
+//! - A visit ends with `yield`, if the guest does not run here after all: nothing was written.
+//! - Each step may be asked for again, whatever became of the answer.
+//!
+//! A process that is confined cannot open images. One that is AWAY from its start is confined when it has opened them. One
+//! that has left them ends instead of taking them again, as one that has failed: whoever restarts it then asks again.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use utoipa::ToSchema;
+
+use super::{Vm, needs};
+use crate::confine::confine;
+use crate::disk::{DiskChange, DiskMove};
+
+/// How long a step may take: what is written by it is little, unless storage is stuck.
+const STEP_TIME_MAX: Duration = Duration::from_secs(60);
+
+/// A step of a move. Each may be asked for again, and does nothing then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmMove {
+    /// It is about to go: caches in write-back give the disks what only they have, and write through.
+    Settle,
+    /// It stays: they write back again.
+    Stay,
+    /// Its guest has stopped here, and will run on another host: the images are closed.
+    Leave,
+    /// It comes: the images are opened.
+    Take,
+    /// Its guest runs here, or no other host has it: the images are opened, and this host's.
+    Keep,
+    /// It does not come after all: what `take` has opened is closed.
+    Yield,
+}
+
+/// What has become of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Moved {
+    /// It is done; else it goes on, and may be asked for again.
+    pub done: bool,
+}
+
+/// Why a step was not done.
+pub(super) struct NotDone {
+    pub(super) why: String,
+    /// The process is to end, and be started again.
+    pub(super) ends: bool,
+}
+
+impl From<String> for NotDone {
+    fn from(why: String) -> Self {
+        Self { why, ends: false }
+    }
+}
+
+impl Vm {
+    pub(super) fn move_on(&mut self, step: VmMove) -> Result<(), NotDone> {
+        match step {
+            VmMove::Settle => self.all(DiskMove::Settle)?,
+            VmMove::Stay => self.all(DiskMove::Stay)?,
+            VmMove::Leave => self.leave()?,
+            VmMove::Take => self.take()?,
+            VmMove::Keep => {
+                self.take()?;
+                self.note.remove().map_err(|error| error.to_string())?;
+            }
+            VmMove::Yield => self.give_up_visit()?,
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self) -> Result<(), String> {
+        if self.is_away {
+            return Ok(());
+        }
+        let why = "its VM has gone to another host";
+        let parted = self
+            .all(DiskMove::Part)
+            .and_then(|()| self.note.make(why).map_err(|error| error.to_string()));
+        if let Err(error) = parted {
+            let removed = self.note.remove().map_err(|error| error.to_string());
+            // Without their caches until the server is started again, where those were parted from.
+            removed.and_then(|()| self.all(DiskMove::Serve)).map_err(|worse| {
+                format!("{error}; and then: {worse}: the disks rest until their server is started again")
+            })?;
+            return Err(error);
+        }
+        // From here on a server that is started again has no images.
+        self.is_away = true;
+        tracing::info!("the VM has gone to another host, and its disks with it");
+        if let Err(error) = self.all(DiskMove::Close) {
+            tracing::error!("an image was not closed as it should, and has all that was flushed: {error}");
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self) -> Result<(), NotDone> {
+        if !self.is_away {
+            return Ok(());
+        }
+        if self.is_confined && !self.confines_later {
+            return Err(NotDone {
+                why: "this server is confined and cannot open them again: it is being started anew; ask once more"
+                    .to_owned(),
+                ends: true,
+            });
+        }
+        if let Err(error) = self.all(DiskMove::Open) {
+            // Nothing was written.
+            let _ = self.all(DiskMove::Close);
+            return Err(error.into());
+        }
+        if std::mem::take(&mut self.confines_later) {
+            let confined = confine(&needs::of(&self.config, &self.inherited, &self.servers));
+            confined.map_err(|error| NotDone {
+                why: error.to_string(),
+                ends: true,
+            })?;
+        }
+        self.all(DiskMove::Serve)?;
+        self.is_away = false;
+        tracing::info!("the VM's disks are here");
+        Ok(())
+    }
+
+    fn give_up_visit(&mut self) -> Result<(), String> {
+        let is_visit = self.note.is_there().map_err(|error| error.to_string())?;
+        if !self.is_away && is_visit {
+            self.all(DiskMove::Close)?;
+            self.is_away = true;
+            tracing::info!("the VM does not come, and its disks are left to its old host");
+        }
+        Ok(())
+    }
+
+    /// Has all disks take a step, beside one another.
+    fn all(&self, step: DiskMove) -> Result<(), String> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+        let runtime = runtime.map_err(|error| format!("the disks cannot be asked: {error}"))?;
+        runtime.block_on(async {
+            let mut steps = JoinSet::new();
+            for disk in &self.disks {
+                let (name, inquiry) = (disk.name.clone(), disk.inquiry.clone());
+                steps.spawn(async move {
+                    match timeout(STEP_TIME_MAX, inquiry.change(DiskChange::Move(step))).await {
+                        Ok(Some(Ok(_))) => Ok(()),
+                        Ok(Some(Err(error))) => Err(format!("disk {name}: {error}")),
+                        Ok(None) => Err(format!("disk {name}: it is being closed")),
+                        Err(_) => Err(format!(
+                            "disk {name}: it gives no answer for {} s; is its storage stuck?",
+                            STEP_TIME_MAX.as_secs()
+                        )),
+                    }
+                });
+            }
+            let mut result = Ok(());
+            while let Some(ended) = steps.join_next().await {
+                let ended = ended.unwrap_or_else(|error| Err(error.to_string()));
+                result = result.and(ended);
+            }
+            result
+        })
+    }
+}

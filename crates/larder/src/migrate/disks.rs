@@ -1,0 +1,205 @@
+//! The disks of a VM that is moved: `larder vm` serves them, and is asked on its control socket.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use larder_migrate::moving::disks::{Deed, DiskServers, ServedDisk};
+use larder_vm::control::state::DiskState;
+use larder_vm::control::{FetchError, fetch_disks, fetch_hot, move_vm, warm_disk};
+use larder_vm::vm::{VmMove, find};
+
+/// How long a server may be away that is started again.
+const RESTART_MAX: Duration = Duration::from_secs(20);
+/// Between two tries to reach it.
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+
+/// The servers of this host that this user may ask.
+#[derive(Default)]
+pub(super) struct LocalServers {
+    /// Where each disk's server is asked, by the disk's socket: so it is known also while it is started again.
+    controls: Mutex<BTreeMap<PathBuf, PathBuf>>,
+}
+
+impl DiskServers for LocalServers {
+    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<ServedDisk>, String> {
+        let mut found = Vec::new();
+        let mut controls = BTreeMap::new();
+        for vm in find::vms() {
+            let disks = match fetch_disks(&vm.control) {
+                Ok((_, disks)) => disks.disks,
+                Err(error) if is_away(&error) || matches!(error, FetchError::Permission { .. }) => continue,
+                Err(error) => return Err(format!("the server of the disks of {}: {error}", vm.name)),
+            };
+            for disk in disks {
+                let Some(at) = disk.exports.vhost_user.as_ref().map(|at| Path::new(&at.socket)) else {
+                    continue;
+                };
+                if let Some(socket) = sockets.iter().find(|socket| is_same(socket, at)) {
+                    controls.insert(socket.clone(), vm.control.clone());
+                    found.push(described(socket.clone(), disk));
+                }
+            }
+        }
+        self.controls().extend(controls);
+        Ok(found)
+    }
+
+    fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String> {
+        let mut is_done = true;
+        for control in self.controls_of(sockets, RESTART_MAX)? {
+            is_done &= patiently(&control, VmMove::Settle)?;
+        }
+        Ok(is_done)
+    }
+
+    fn hot(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, String)> {
+        let named = self.named(sockets);
+        let hot = named
+            .into_iter()
+            .map(|(socket, control, disk)| (socket, fetch_hot(&control, &disk)));
+        hot.filter_map(|(socket, ranges)| match ranges {
+            Ok(ranges) => Some((socket, ranges)),
+            Err(error) => {
+                tracing::debug!("what of a disk is hot is not known: {error}");
+                None
+            }
+        })
+        .collect()
+    }
+
+    fn warm(&self, socket: &Path, ranges: &str) {
+        for (_, control, disk) in self.named(&[socket.to_owned()]) {
+            if let Err(error) = warm_disk(&control, &disk, ranges) {
+                tracing::warn!("the cache of disk {disk} will not be warm at once: {error}");
+            }
+        }
+    }
+
+    fn have(&self, sockets: &[PathBuf], deed: Deed) -> Result<(), String> {
+        let step = match deed {
+            Deed::Stay => VmMove::Stay,
+            Deed::Leave => VmMove::Leave,
+            Deed::Take => VmMove::Take,
+            Deed::Keep => VmMove::Keep,
+            Deed::Yield => VmMove::Yield,
+        };
+        // What has ended has nothing open, and what is not there changes nothing.
+        let is_idle = matches!(deed, Deed::Stay | Deed::Yield);
+        let patience = if is_idle { Duration::ZERO } else { RESTART_MAX };
+        for control in self.controls_of(sockets, patience)? {
+            let take = || match is_idle {
+                true => move_vm(&control, step)
+                    .map(|moved| moved.done)
+                    .map_err(|error| error.to_string()),
+                false => patiently(&control, step),
+            };
+            while !take()? {
+                thread::sleep(ASK_AGAIN);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LocalServers {
+    fn controls(&self) -> MutexGuard<'_, BTreeMap<PathBuf, PathBuf>> {
+        self.controls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where the servers of these disks are asked, and how each disk is called there, as far as they answer.
+    fn named(&self, sockets: &[PathBuf]) -> Vec<(PathBuf, PathBuf, String)> {
+        let mut named = Vec::new();
+        for control in self.controls_of(sockets, Duration::ZERO).unwrap_or_default() {
+            let Ok((_, disks)) = fetch_disks(&control) else {
+                continue;
+            };
+            for disk in disks.disks {
+                let at = disk.exports.vhost_user.map(|at| PathBuf::from(at.socket));
+                let socket = at.and_then(|at| sockets.iter().find(|socket| is_same(socket, &at)));
+                if let (Some(socket), Some(name)) = (socket, disk.name) {
+                    named.push((socket.clone(), control.clone(), name));
+                }
+            }
+        }
+        named
+    }
+
+    /// Where the servers of all these disks are asked, each once.
+    ///
+    /// # Errors
+    /// One of them is not known.
+    fn controls_of(&self, sockets: &[PathBuf], patience: Duration) -> Result<Vec<PathBuf>, String> {
+        let until = Instant::now() + patience;
+        loop {
+            let unknown = {
+                let known = self.controls();
+                sockets.iter().find(|socket| !known.contains_key(*socket))
+            };
+            let Some(unknown) = unknown else { break };
+            let found = self.look(sockets)?;
+            if found.iter().all(|disk| disk.socket != *unknown) {
+                if Instant::now() > until {
+                    return Err(format!(
+                        "there is no `larder vm` that serves {}: start it, as it was",
+                        unknown.display()
+                    ));
+                }
+                thread::sleep(ASK_AGAIN);
+            }
+        }
+        let known = self.controls();
+        let mut all: Vec<PathBuf> = sockets.iter().filter_map(|socket| known.get(socket).cloned()).collect();
+        all.sort();
+        all.dedup();
+        Ok(all)
+    }
+}
+
+/// Has a server take a step, if need be when it has been started again; whether it is done.
+fn patiently(control: &Path, step: VmMove) -> Result<bool, String> {
+    let until = Instant::now() + RESTART_MAX;
+    loop {
+        match move_vm(control, step) {
+            Ok(moved) => return Ok(moved.done),
+            Err(error) if is_away(&error) && Instant::now() < until => thread::sleep(ASK_AGAIN),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+}
+
+/// Nobody is there, or not any more.
+fn is_away(error: &FetchError) -> bool {
+    matches!(
+        error,
+        FetchError::Missing { .. } | FetchError::Dead { .. } | FetchError::Busy { .. }
+    )
+}
+
+/// Whether both lead to the same socket.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let place = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
+    one == other || place(one).is_some_and(|found| place(other) == Some(found))
+}
+
+fn described(socket: PathBuf, disk: DiskState) -> ServedDisk {
+    ServedDisk {
+        socket,
+        inode: Path::new(&disk.image)
+            .metadata()
+            .ok()
+            .filter(|it| it.is_file())
+            .map(|it| it.ino()),
+        image: disk.image,
+        size: disk.size,
+        block_size: disk.block_size,
+        serial: disk.serial,
+        format: disk.format.name().to_owned(),
+        read_only: disk.read_only,
+        shared: disk.shared,
+        away: disk.away,
+    }
+}

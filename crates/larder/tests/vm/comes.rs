@@ -1,0 +1,175 @@
+//! `larder vm` for a VM that comes from another host, or has gone to one, as far as that is seen without a second host.
+
+use std::process::Command;
+
+use super::confine::{status, threads};
+use super::support::{LIMIT, LoopDevice, run, works};
+use super::{FrontEnd, Options, Process, Vm, ends, text, tool};
+
+const ONE: &str = r#"
+control = "control"
+
+[[disk]]
+image = "IMAGES/data.raw"
+socket = "vda"
+cache = "IMAGES/data.cache"
+cache-size = "16MiB"
+"#;
+
+fn one() -> Vm {
+    let vm = Vm::new(ONE);
+    vm.raw("data.raw", 8);
+    vm
+}
+
+fn start(vm: &Vm, options: &[&str]) -> Process {
+    let process = Process::start(vm.command(options)).expect("larder starts");
+    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process
+}
+
+fn is_away(vm: &Vm) -> bool {
+    vm.disks()[0]["away"] == true
+}
+
+/// Whether somebody has the image open to write to it.
+fn is_open(vm: &Vm) -> bool {
+    let image = vm.images.path().join("data.raw");
+    let written = Command::new("qemu-io")
+        .args(["-f", "raw", "-c", "write -P 0 7M 512", text(&image)])
+        .output()
+        .expect("qemu-io is there");
+    String::from_utf8_lossy(&written.stderr).contains("lock")
+}
+
+fn says(vm: &Vm, option: &str) {
+    let (code, said) = run(vm.command(&[option]));
+    assert_eq!(code, Some(0), "{said}");
+}
+
+#[test]
+fn a_guest_that_is_here_before_its_disk_waits_for_it() {
+    let vm = one();
+    let process = start(&vm, &["--incoming"]);
+    assert!(is_away(&vm) && !is_open(&vm));
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    std::thread::scope(|scope| {
+        let guest = scope.spawn(|| works(&mut guest, 1));
+        // Its queue is started by then, and a request is there for long.
+        process.wait_for("front-end connected", LIMIT).expect("it connects");
+        assert!(is_away(&vm) && !is_open(&vm));
+        assert_eq!(vm.disks()[0]["requests"]["write"]["count"], 0);
+        says(&vm, "--take");
+        guest.join().expect("its requests are carried out");
+    });
+    assert!(!is_away(&vm) && is_open(&vm));
+    drop(guest);
+    ends(process);
+    // It was taken for good.
+    let process = start(&vm, &[]);
+    assert!(!is_away(&vm));
+    ends(process);
+}
+
+#[test]
+fn a_disk_that_has_left_is_left_alone_until_it_is_taken() {
+    let vm = one();
+    let mut process = start(&vm, &[]);
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    let (code, said) = run(vm.command(&["--expect"]));
+    assert_eq!(code, Some(2), "{said}");
+    assert!(said.contains("its guest is at work"), "{said}");
+    works(&mut guest, 2);
+    drop(guest);
+    says(&vm, "--expect");
+    assert!(is_away(&vm) && !is_open(&vm));
+    let (code, said) = run(vm.command(&["--reload"]));
+    assert!(code == Some(2) && said.contains("on another host"), "{said}");
+    for _ in 0..2 {
+        process.kill();
+        process = start(&vm, &[]);
+        assert!(is_away(&vm) && !is_open(&vm));
+    }
+    says(&vm, "--take");
+    assert!(!is_away(&vm) && is_open(&vm));
+    ends(process);
+}
+
+#[test]
+fn nothing_that_a_cache_had_of_a_device_before_it_was_elsewhere_is_read() {
+    let vm = one();
+    let image = vm.images.path().join("data.raw");
+    let device = LoopDevice::new(&image, 512);
+    vm.write(&ONE.replace("IMAGES/data.raw", text(&device.0)));
+    let mut process = start(&vm, &[]);
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    // Devices have no times: what was written last tells whether others have written, and they write elsewhere.
+    works(&mut guest, 1);
+    drop(guest);
+    let occupancy = || vm.disks()[0]["cache"]["occupancy"].as_u64().expect("a number");
+    assert!(occupancy() > 0);
+    says(&vm, "--expect");
+    process.kill();
+    process = start(&vm, &[]);
+    says(&vm, "--take");
+    assert_eq!(occupancy(), 0);
+    ends(process);
+}
+
+#[test]
+fn a_confined_server_opens_what_comes_and_is_confined_then() {
+    let vm = one();
+    let mut process = start(&vm, &["--incoming", "--confine"]);
+    let is_confined = |process: &Process| {
+        threads(process.id())
+            .iter()
+            .all(|(thread, _)| status(process.id(), *thread, "Seccomp") == "2")
+    };
+    says(&vm, "--take");
+    assert!(is_confined(&process));
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    drop(guest);
+    says(&vm, "--expect");
+    assert!(is_away(&vm) && !is_open(&vm));
+    // It cannot open them again, and leaves that to the next one.
+    says(&vm, "--take");
+    let code = process.wait(LIMIT).expect("it ends").code();
+    assert_eq!(code, Some(2), "{}", process.output());
+    let process = start(&vm, &["--confine"]);
+    assert!(!is_away(&vm) && is_open(&vm) && is_confined(&process));
+    ends(process);
+}
+
+#[test]
+fn what_was_hot_elsewhere_is_brought_into_the_cache() {
+    let vm = one();
+    let image = vm.images.path().join("data.raw");
+    tool("qemu-io", &["-f", "raw", "-c", "write -P 5 0 4M", text(&image)]);
+    let process = start(&vm, &["--incoming"]);
+    let socket = vm.path("control");
+    let curl = |words: &[&str]| tool("curl", &[&["-sS", "--unix-socket", text(&socket)], words].concat());
+    let hot = "http://x/v1/disks/vda/hot";
+    assert_eq!(curl(&[hot]), r#"{"ranges":""}"#);
+    curl(&["-d", r#"{"ranges":"512+256,0+64,999999+5"}"#, hot]);
+    says(&vm, "--take");
+    let cache = |what: &str| vm.disks()[0]["cache"][what].as_u64().expect("a number");
+    let give_up = std::time::Instant::now() + LIMIT;
+    while cache("occupancy") < (256 + 64) * 4096 {
+        assert!(std::time::Instant::now() < give_up, "{}", process.output());
+    }
+    assert_eq!(cache("warmed"), (256 + 64) * 4096);
+    let told: serde_json::Value = serde_json::from_str(&curl(&[hot])).expect("JSON");
+    let ranges = told["ranges"].as_str().expect("a text").split(',');
+    let blocks = ranges.flat_map(|range| {
+        let (start, len) = range.split_once('+').expect("a range");
+        let start: u64 = start.parse().expect("a number");
+        start..start + len.parse::<u64>().expect("a number")
+    });
+    let blocks: std::collections::BTreeSet<u64> = blocks.collect();
+    assert_eq!(blocks, (0..64).chain(512..768).collect());
+    let wrong = curl(&["-d", r#"{"ranges":"x"}"#, hot]);
+    assert!(wrong.contains("'x' is no range"), "{wrong}");
+    ends(process);
+}
