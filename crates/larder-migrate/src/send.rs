@@ -47,10 +47,11 @@ use crate::batch::Batch;
 use crate::control::{Control, ControlError, LAST_WORDS, Mailbox};
 use crate::decode::Bases;
 use crate::encode::{Failed, FrameEncoder, Order};
+use crate::limits::InForce;
 use crate::link::{self, Link, LinkError};
 use crate::notes::Notes;
 use crate::pace::Pace;
-use crate::progress::Progress;
+use crate::progress::{CpuTime, Progress};
 use crate::session::{self, Ending, Shut, Weight};
 use crate::stream::Blocks;
 use crate::tls::SenderTls;
@@ -76,8 +77,8 @@ pub struct Options {
     pub lanes: u16,
     /// Bytes of old pages to keep, on each host; the receiver may allow less.
     pub delta_memory: u64,
-    /// Bytes per second on the link, at most.
-    pub bandwidth: Option<u64>,
+    /// What it may take; whoever keeps a copy of this may change it.
+    pub limits: Arc<InForce>,
 }
 
 /// Why a sender ended without having carried everything.
@@ -154,7 +155,7 @@ pub struct Sender {
     control: Link,
     lanes: Vec<Link>,
     welcome: Welcome,
-    pace: Pace,
+    limits: Arc<InForce>,
 }
 
 impl Sender {
@@ -190,7 +191,7 @@ impl Sender {
             control,
             lanes,
             welcome,
-            pace: Pace::new(options.bandwidth),
+            limits: Arc::clone(&options.limits),
         })
     }
 
@@ -224,7 +225,7 @@ impl Sender {
             control,
             lanes,
             welcome,
-            pace,
+            limits,
         } = self;
         let delta_memory = welcome.delta_memory;
         let lanes: Vec<_> = lanes.into_iter().map(|lane| (lane, FrameEncoder::new())).collect();
@@ -244,7 +245,9 @@ impl Sender {
             ),
             lanes: lanes.len(),
             welcome,
-            pace,
+            limits,
+            link_pace: Pace::new(),
+            cpu_pace: Pace::new(),
             progress,
             steering,
             end_sent: AtomicBool::new(false),
@@ -265,7 +268,10 @@ struct Session<'a> {
     /// How many there are.
     lanes: usize,
     welcome: Welcome,
-    pace: Pace,
+    limits: Arc<InForce>,
+    link_pace: Pace,
+    /// Of the lanes' CPU time.
+    cpu_pace: Pace,
     progress: &'a Progress,
     steering: &'a Steering,
     end_sent: AtomicBool,
@@ -559,6 +565,7 @@ impl Session<'_> {
     fn lane(&self, mut link: Link, mut encoder: FrameEncoder) -> Result<(), SendError> {
         let mut batch = Batch::new();
         let mut places = Vec::new();
+        let mut cpu = CpuTime::of_thread();
         while let Some(number) = self.poller.next().map_err(SendError::io("waiting for QEMU"))? {
             let Some(channel) = self.channel(number) else { continue };
             let mut reading = channel.reading();
@@ -575,7 +582,7 @@ impl Session<'_> {
             self.progress.facts(number, reading.parser.facts());
             self.go_on(&channel, reading, ended)?;
             let Some(ordered) = ordered else { continue };
-            let begun = Instant::now();
+            let begun = (Instant::now(), CpuTime::of_thread());
             let outcome =
                 encoder
                     .encode(&batch, number, offset, &ordered, &self.order)
@@ -585,12 +592,8 @@ impl Session<'_> {
                     })?;
             places = ordered.into_places();
             let encoded = Instant::now();
-            let pause = self.pace.take(outcome.wire_bytes.into(), encoded);
-            if !self
-                .poller
-                .sleep(pause)
-                .map_err(SendError::io("waiting for the next frame's time"))?
-            {
+            cpu.encoded(begun.1);
+            if !self.wait_for_link(outcome.wire_bytes.into())? {
                 break;
             }
             // Most slices: a header, three sections, and each page by itself.
@@ -605,13 +608,53 @@ impl Session<'_> {
             })?;
             let sending = encoded.elapsed();
             self.order.sent(outcome.wire_bytes.into(), sending, self.lanes);
-            self.progress.sent(len, &outcome, encoded - begun, sending);
+            self.progress.sent(len, &outcome, encoded - begun.0, sending);
+            if !self.wait_for_cpu(&mut cpu)? {
+                break;
+            }
         }
         link.say_end();
         // Whoever is not there any more need not hear it.
         let _ = link.flush();
         link.shut_write();
         Ok(())
+    }
+
+    /// Waits until a frame may go; whether the session goes on.
+    fn wait_for_link(&self, bytes: u64) -> Result<bool, SendError> {
+        let rate = || self.limits.now().bandwidth.map(|rate| rate as f64);
+        let taken = self.link_pace.take(bytes, rate(), Instant::now());
+        self.wait("waiting for the next frame's time", || {
+            self.link_pace.before(taken, rate(), Instant::now())
+        })
+    }
+
+    /// Tells what a lane has taken of its processor, and waits until it may take more; whether the session goes on. Nobody
+    /// waits for the lane meanwhile: its frame has gone.
+    fn wait_for_cpu(&self, cpu: &mut CpuTime) -> Result<bool, SendError> {
+        let spent = cpu.spent();
+        self.progress.spent(spent, || self.order.chosen());
+        let limit = || self.limits.now().processors;
+        let rate = || limit().map(|processors| processors * 1e9);
+        let lanes = self.lanes as f64;
+        self.order.set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
+        let taken = self.cpu_pace.take(spent.all_ns, rate(), Instant::now());
+        self.wait("waiting for a processor's time", || {
+            self.cpu_pace.after(taken, rate(), Instant::now())
+        })
+    }
+
+    /// Sleeps as long as there is a pause; whether the session goes on.
+    fn wait(&self, what: &'static str, pause: impl Fn() -> Duration) -> Result<bool, SendError> {
+        loop {
+            let pause = pause();
+            if pause.is_zero() {
+                return Ok(true);
+            }
+            if !self.poller.sleep(pause).map_err(SendError::io(what))? {
+                return Ok(false);
+            }
+        }
     }
 
     /// After a batch was read: the channel goes back, or is at its end.

@@ -1,5 +1,6 @@
 //! What was picked, for those who ask why.
 
+use super::Class;
 use crate::PAGE;
 use crate::batch::Method;
 
@@ -11,6 +12,33 @@ pub struct Evidence {
     /// Pages that were sent as they are, since nothing was to be gained.
     pub pages_as_they_are: u64,
     methods: [Made; Method::COUNT],
+}
+
+/// What is picked for the batches of one class now. Regions that come out longer or shorter than their class may have
+/// another method.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chosen {
+    /// Which.
+    pub class: Class,
+    /// Batches of it so far.
+    pub batches: u32,
+    /// The method; `None`: they are sent as they are.
+    pub method: Option<Method>,
+    /// What all methods would make of a page of it, and nothing but sending it as it is first.
+    pub offers: Vec<Offer>,
+}
+
+/// What a method makes of a page, as far as it is known: measured, or, before it was tried, expected.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Offer {
+    /// Which; `None`: the page as it is.
+    pub method: Option<Method>,
+    /// Bytes that are left of the page.
+    pub bytes: f32,
+    /// Nanoseconds that it takes.
+    pub ns: f32,
+    /// Both together, at what a byte on the wire is worth: what costs least is picked.
+    pub cost_ns: f32,
 }
 
 /// What one method made.

@@ -18,9 +18,13 @@ use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
 use super::memory::{Detached, MemoryPatch, MemoryState};
+use super::migration::{Cancelling, MigrationPatch, MigrationState};
 use super::state::{DiskState, Disks, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, Reloaded};
-use super::{DETACH_PATH, DISKS_PATH, MEMORY_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path, replace_path};
+use super::{
+    CANCEL_PATH, DETACH_PATH, DISKS_PATH, MEMORY_PATH, MIGRATION_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path,
+    replace_path,
+};
 use crate::disk::CacheWork;
 use crate::image::absolute;
 
@@ -145,8 +149,36 @@ pub fn detach_memory(path: &Path) -> Result<Detached, FetchError> {
     Ok(ask_in_time(path, &Question::Detach)?.1)
 }
 
+/// Asks at the control socket `path` for the move that is under way: what was said, and that as far as this program knows
+/// it.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn fetch_migration(path: &Path) -> Result<(Value, MigrationState), FetchError> {
+    ask_in_time(path, &Question::Migration)
+}
+
+/// Has a move keep to other limits; how it is then.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn limit_migration(path: &Path, patch: MigrationPatch) -> Result<MigrationState, FetchError> {
+    Ok(ask_in_time(path, &Question::LimitMigration(patch))?.1)
+}
+
+/// Has a move cancelled.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn cancel_migration(path: &Path) -> Result<Cancelling, FetchError> {
+    Ok(ask_in_time(path, &Question::Cancel)?.1)
+}
+
 /// What is asked for.
 enum Question {
+    Migration,
+    LimitMigration(MigrationPatch),
+    Cancel,
     Memory,
     Limit(MemoryPatch),
     Detach,
@@ -161,6 +193,9 @@ impl Question {
         let (request, body) = match self {
             Self::Server => (Request::get(SERVER_PATH), Bytes::new()),
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
+            Self::Migration => (Request::get(MIGRATION_PATH), Bytes::new()),
+            Self::LimitMigration(patch) => (Request::patch(MIGRATION_PATH), json!(patch).to_string().into()),
+            Self::Cancel => (Request::post(CANCEL_PATH), Bytes::new()),
             Self::Memory => (Request::get(MEMORY_PATH), Bytes::new()),
             Self::Limit(patch) => (Request::patch(MEMORY_PATH), json!(patch).to_string().into()),
             Self::Detach => (Request::post(DETACH_PATH), Bytes::new()),

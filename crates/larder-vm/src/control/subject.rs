@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::sync::oneshot;
 
+use super::migration::MigrationInquiry;
 use super::state::ServerState;
 use super::wishes::Reloaded;
 use crate::disk::DiskInquiry;
@@ -18,7 +19,7 @@ pub type Reload = Box<dyn Fn(Option<String>, ReloadReply) -> bool + Send + Sync>
 /// Where is told what became of it, or what is wrong with the file.
 pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
 
-/// A process that serves disks, or manages memory.
+/// A process that serves disks, manages memory, or moves a VM.
 pub struct Subject {
     vm: Option<String>,
     uuid: Option<String>,
@@ -26,6 +27,7 @@ pub struct Subject {
     started: SystemTime,
     disks: Mutex<Vec<DiskInquiry>>,
     memory: Option<MemoryInquiry>,
+    migration: Option<MigrationInquiry>,
     reload: Option<Reload>,
     is_confined: bool,
 }
@@ -40,6 +42,7 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::new(vec![disk]),
             memory: None,
+            migration: None,
             reload: None,
             is_confined: false,
         }
@@ -54,6 +57,7 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::default(),
             memory: Some(memory),
+            migration: None,
             reload: None,
             is_confined: false,
         }
@@ -69,6 +73,21 @@ impl Subject {
         }
     }
 
+    /// A VM of that name that is moved.
+    pub fn migration(vm: &str, migration: MigrationInquiry) -> Self {
+        Self {
+            vm: Some(vm.to_owned()),
+            uuid: None,
+            file: None,
+            started: SystemTime::now(),
+            disks: Mutex::default(),
+            memory: None,
+            migration: Some(migration),
+            reload: None,
+            is_confined: false,
+        }
+    }
+
     /// The disks of a VM that is described in `file` as `config` has it, and who reads that again. A process that is
     /// confined ([`crate::confine`]) cannot open anything.
     pub fn vm(config: &VmConfig, file: &Path, disks: Vec<DiskInquiry>, reload: Reload, is_confined: bool) -> Self {
@@ -79,6 +98,7 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::new(disks),
             memory: None,
+            migration: None,
             reload: Some(reload),
             is_confined,
         }
@@ -103,6 +123,10 @@ impl Subject {
 
     pub(super) fn memory_of(&self) -> Option<MemoryInquiry> {
         self.memory.clone()
+    }
+
+    pub(super) fn migration_of(&self) -> Option<MigrationInquiry> {
+        self.migration.clone()
     }
 
     pub(super) fn state(&self) -> ServerState {

@@ -39,11 +39,12 @@ pub(super) enum Postcopy {
 
 impl Course {
     pub(super) fn new(leaving: Leaving, options: &Options) -> Self {
+        let downtime_ms = options.limits().downtime_ms;
         Self {
             leaving,
             begun: Instant::now(),
-            watch: Watch::new(options.downtime_ms),
-            limit_ms: options.downtime_ms,
+            watch: Watch::new(downtime_ms),
+            limit_ms: downtime_ms,
             postcopy: Postcopy::No,
             answered: false,
             downtime_ms: None,

@@ -163,7 +163,7 @@ impl<'a> Mover<'a> {
 
     fn begin(&mut self, socket: &Path, course: &mut Course) -> Result<(), QmpError> {
         let role = Role::Source {
-            downtime_ms: self.options.downtime_ms,
+            downtime_ms: course.limit_ms,
             throttle: self.options.throttle,
         };
         course.leaving.before = self.settings().apply(&mut self.qmp, role)?;
@@ -232,9 +232,12 @@ impl<'a> Mover<'a> {
             match status_of(&migration) {
                 "completed" => {
                     if !course.answered {
+                        report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
                         carrier = self.hand_over(carrier, &mut course)?;
                     }
-                    report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
+                    let mut last = course.watch.report(&migration, &self.progress, course.begun.elapsed());
+                    last.downtime_ms = course.downtime_ms;
+                    report(&last);
                     let rounds = migration["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
                     return Ok(self.finish(carrier, &course, rounds));
                 }
@@ -282,7 +285,9 @@ impl<'a> Mover<'a> {
                     error => error,
                 });
             }
-            report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
+            let mut now = course.watch.report(&migration, &self.progress, course.begun.elapsed());
+            now.downtime_ms = course.downtime_ms;
+            report(&now);
             // That QEMU has ended is seen above.
             let _ = course.watch.hear(&mut self.qmp, LOOK_EVERY);
         }
@@ -298,7 +303,12 @@ impl<'a> Mover<'a> {
             return Err(None);
         }
         let verdict = course.watch.verdict();
-        if let Some(timeout) = self.options.timeout.filter(|timeout| course.begun.elapsed() > *timeout) {
+        if let Some(timeout) = self
+            .options
+            .limits()
+            .timeout
+            .filter(|timeout| course.begun.elapsed() > *timeout)
+        {
             return Err(Some(format!(
                 "it did not end in {} s: {}",
                 timeout.as_secs(),
@@ -335,7 +345,8 @@ impl<'a> Mover<'a> {
     /// QEMU takes for sent what Larder has taken: what is on its way then, and the hand-over, come on top of the time for
     /// which it stops its guest, and are taken off what it is allowed.
     fn keep_downtime(&mut self, course: &mut Course) {
-        let whole = self.options.downtime_ms;
+        let whole = self.options.limits().downtime_ms;
+        course.watch.allow(whole);
         let besides = (self.progress.flight() + HAND_OVER).as_millis() as u64;
         let limit = whole.saturating_sub(besides).max(whole / 3).max(1);
         if limit.abs_diff(course.limit_ms) <= course.limit_ms / 8 {
