@@ -81,7 +81,7 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
 
     let mut destination = machine.incoming().expect("QEMU starts");
     let mut waits = receiver(&destination);
-    let (code, said) = moves(&source, &waits, &["--cpu", "0.5"]);
+    let (code, said) = moves(&source, &waits, &["--cpu", "0.04"]);
     assert_eq!(code, Some(0), "{said}");
     let told = verdict(&said).unwrap_or_else(|| panic!("no JSON: {said}"));
     let number = |place: &str| {
@@ -95,7 +95,8 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     );
     // It lets no lane take more than that, whatever else the host does.
     let processors = number("/sent/cpu_seconds") / number("/moved/seconds");
-    assert!(processors <= 0.55, "{processors} processors: {told}");
+    println!("{processors} processors");
+    assert!(processors <= 0.044, "{processors} processors: {told}");
     assert!(number("/sent/encode_cpu_seconds") > 0.0, "{told}");
     assert!(told.pointer("/sent/evidence/classes/0/method").is_some(), "{told}");
     let (code, heard) = waits.end().expect("it ends");
