@@ -176,6 +176,8 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Err(late) => late,
         },
         Resource::Memory(None) | Resource::Detach(None) | Resource::Migration(None) | Resource::Cancel(None) => {
+            // Who is still sending when the connection is closed may never see the answer.
+            let _ = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
             failure(StatusCode::NOT_FOUND, not_found(&path, subject))
         }
         Resource::Migration(Some(migration)) if request.method() == Method::PATCH => {

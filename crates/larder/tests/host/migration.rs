@@ -13,6 +13,7 @@ use larder_vm::control::{ControlServer, Subject};
 use serde_json::Value;
 
 use super::browser::pictures;
+use super::memory::Top;
 use super::support::run;
 use super::web_driver::Browser;
 use super::{Host, User, until, value_in};
@@ -319,6 +320,25 @@ fn status_tells_of_moves() {
     moving.change(|state| state.course.as_mut().expect("has one").verdict = Some("it will not".to_owned()));
     let (_, said) = run(user.larder(&["status", "0.1", "1"]));
     assert!(said.contains("will not end at this rate"), "{said}");
+}
+
+#[test]
+fn top_shows_moves() {
+    let user = User::new();
+    let _web = user.vm("web");
+    let mut moving = user.leaving();
+    let top = Top::start(&user);
+    top.shows(&[
+        "larder top: 1 VMs",
+        "web moves to host2.example:4446: moving, round 3, 1 GiB of 4 GiB left",
+    ]);
+    moving.change(|state| state.course.as_mut().expect("has one").round = 4);
+    top.shows(&["moving, round 4"]);
+    moving.end();
+    until("the line goes", || {
+        (!top.tmux(&["capture-pane", "-p"]).contains("moves to")).then_some(())
+    });
+    top.tmux(&["send-keys", "q"]);
 }
 
 /// A plot's values, once it has so many.
