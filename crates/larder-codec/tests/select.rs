@@ -420,6 +420,30 @@ fn a_link_that_is_not_what_it_was_said_to_be_is_found_out() {
     }
 }
 
+/// Threads that may take a quarter of a processor together are a quarter of an encoder.
+#[test]
+fn where_encoders_get_little_time_what_takes_little_is_picked() {
+    for kind in kinds() {
+        let image = image(&[(kind, 1)]);
+        for gigabits in [1.0, 10.0] {
+            let pipeline = || Pipeline::new(0.25, gigabits / 8.0, 0.0);
+            let alone = [None].into_iter().chain(Method::ALL.map(Some));
+            let best = alone
+                .map(|method| ns_of_one_method(&image, method, pipeline()))
+                .fold(f64::MAX, f64::min);
+            let mut selector = Selector::new(&here(), sender(4.0, gigabits), 4096);
+            selector.set_encoders(0.25);
+            let share = best / ns_of_choosing(&image, &mut selector, pipeline());
+            assert!(
+                share >= 0.9,
+                "{} over {gigabits} Gbit/s: {share}, {:?}",
+                kind.name,
+                selector.chosen()
+            );
+        }
+    }
+}
+
 #[test]
 fn a_socket_that_hides_the_link_does_not_hide_what_pays() {
     for socket_bytes in [256e3, 4e6] {

@@ -24,6 +24,7 @@ use crate::events::follow;
 use crate::fleet::Fleet;
 use crate::frames::{of_fleet, of_vm};
 use crate::metrics::{Format, render};
+use crate::migration_frames::of_migration;
 use crate::server::{Client, Site};
 
 /// The longest body of a request, in bytes, and how long it may take.
@@ -107,6 +108,12 @@ async fn of_page(request: Request<Incoming>, site: &Site, client: &Client) -> An
             whole(StatusCode::OK, format.content_type(), render(&site.fleet, format))
         }
         "/api/fleet" if !is_head => stream(site, client, tell_fleet),
+        path if !is_head && path.starts_with("/api/migration/") => {
+            match path.strip_prefix("/api/migration/").and_then(decoded) {
+                Some(key) => stream(site, client, |fleet, client| tell_migration(fleet, key, client)),
+                None => plain(StatusCode::NOT_FOUND, "that is no name of a move"),
+            }
+        }
         path => match (asset(path), path.strip_prefix("/api/vm/").and_then(decoded)) {
             (Some(asset), _) => file(&asset),
             (None, Some(name)) if !is_head => stream(site, client, |fleet, client| tell_vm(fleet, name, client)),
@@ -203,6 +210,17 @@ async fn tell_fleet(fleet: Arc<Fleet>, client: Follower) {
     }
 }
 
+async fn tell_migration(fleet: Arc<Fleet>, key: String, client: Follower) {
+    let mut watcher = fleet.watch();
+    fleet.refresh().await;
+    while client.hears("migration", &of_migration(&fleet, &key)).await {
+        tokio::select! {
+            () = watcher.next() => {}
+            () = client.sender.closed() => return,
+        }
+    }
+}
+
 /// A server that is followed, as long as this is kept.
 struct Following {
     path: PathBuf,
@@ -224,7 +242,7 @@ async fn tell_vm(fleet: Arc<Fleet>, name: String, client: Follower) {
     loop {
         let vm = of_vm(&fleet, &name);
         let text = vm.as_ref().map_or_else(
-            || "{\"vm\":null,\"disks\":[],\"memory\":null}".to_owned(),
+            || "{\"vm\":null,\"disks\":[],\"memory\":null,\"migrations\":[]}".to_owned(),
             |vm| vm.text(),
         );
         if !client.hears("vm", &text).await {

@@ -34,6 +34,7 @@ pub(crate) fn asset(path: &str) -> Option<Asset> {
         "/assets/fleet.js" => asset!(SCRIPT, "fleet.js"),
         "/assets/vm.js" => asset!(SCRIPT, "vm.js"),
         "/assets/memory.js" => asset!(SCRIPT, "memory.js"),
+        "/assets/migration.js" => asset!(SCRIPT, "migration.js"),
         "/assets/parts.js" => asset!(SCRIPT, "parts.js"),
         "/assets/plot.js" => asset!(SCRIPT, "plot.js"),
         "/assets/units.js" => asset!(SCRIPT, "units.js"),

@@ -6,8 +6,9 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use larder_vm::control::migration::Direction;
 use larder_vm::vm::config::VmConfig;
-use larder_vm::vm::find::noted_in;
+use larder_vm::vm::find::{moved_of, noted_in};
 
 /// Sockets that are looked at; beyond that the rest is left out, which is told once.
 const PLACES_MAX: usize = 1024;
@@ -41,6 +42,8 @@ pub(crate) struct Place {
     pub(crate) vm: Option<VmName>,
     /// The VM whose memory is managed there, and nothing else, as its folder says.
     pub(crate) memory_of: Option<String>,
+    /// The VM that is moved there, and nothing else, as its name says.
+    pub(crate) moved: Option<(String, Direction)>,
     /// The socket, if one is there.
     pub(crate) socket: Option<SocketId>,
 }
@@ -66,6 +69,8 @@ pub(crate) struct Finder {
     sockets: Vec<PathBuf>,
     /// Folders of sockets of processes that manage memory.
     memories: Vec<PathBuf>,
+    /// Folders of sockets of processes that move VMs.
+    moves: Vec<PathBuf>,
     files: PathBuf,
     read: HashMap<PathBuf, (Stamp, Option<VmConfig>)>,
     has_told: bool,
@@ -74,11 +79,12 @@ pub(crate) struct Finder {
 type Stamp = (u64, u64, Option<SystemTime>);
 
 impl Finder {
-    /// Looks for sockets in some folders, for those of memory in others, for files of VMs in another one.
-    pub(crate) fn new(sockets: Vec<PathBuf>, memories: Vec<PathBuf>, files: PathBuf) -> Self {
+    /// Looks for sockets in some folders, for those of memory and of moves in others, for files of VMs in another one.
+    pub(crate) fn new(sockets: Vec<PathBuf>, memories: Vec<PathBuf>, moves: Vec<PathBuf>, files: PathBuf) -> Self {
         Self {
             sockets,
             memories,
+            moves,
             files,
             read: HashMap::new(),
             has_told: false,
@@ -95,6 +101,7 @@ impl Finder {
                 .extend(config.disks.iter().filter_map(|disk| disk.socket.clone()));
             let place = Place {
                 memory_of: None,
+                moved: None,
                 socket: SocketId::at(&config.control),
                 vm: Some(VmName {
                     name: config.name.clone(),
@@ -110,6 +117,7 @@ impl Finder {
             found.places.entry(noted.control).or_insert(Place {
                 vm,
                 memory_of: None,
+                moved: None,
                 socket,
             });
         }
@@ -120,6 +128,18 @@ impl Finder {
                 found.places.entry(path).or_insert(Place {
                     vm: None,
                     memory_of,
+                    moved: None,
+                    socket,
+                });
+            }
+        }
+        for path in self.moves.iter().flat_map(|folder| paths(folder, "sock")) {
+            let (socket, moved) = (SocketId::at(&path), moved_of(&path));
+            if socket.is_some() && moved.is_some() {
+                found.places.entry(path).or_insert(Place {
+                    vm: None,
+                    memory_of: None,
+                    moved,
                     socket,
                 });
             }
@@ -130,6 +150,7 @@ impl Finder {
                 found.places.entry(path).or_insert(Place {
                     vm: None,
                     memory_of: None,
+                    moved: None,
                     socket,
                 });
             }
@@ -199,6 +220,7 @@ mod tests {
         let mut finder = Finder::new(
             vec![folder.path().to_owned()],
             vec![memories.clone()],
+            Vec::new(),
             folder.path().to_owned(),
         );
         for _ in 0..2 {

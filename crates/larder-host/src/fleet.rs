@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
 use larder_vm::control::memory::MemoryState;
+use larder_vm::control::migration::MigrationState;
 use larder_vm::control::state::{Disks, Failure, ServerState};
 use serde::de::DeserializeOwned;
 use tokio::sync::{Notify, Semaphore, watch};
@@ -208,6 +209,7 @@ impl Fleet {
                         let sample = Sample::new(disks, memory.map(|memory| *memory), vm.sample.as_deref());
                         vm.is_up(sample);
                     }
+                    Ok(Answer::Migration(state)) => vm.is_up(Sample::of_migration(*state)),
                     Ok(Answer::Failure(error)) => vm.is(Health::Stuck, error),
                     Err(error) => vm.has_failed(&error),
                 }
@@ -231,23 +233,27 @@ impl Fleet {
     }
 
     async fn exchange(&self, path: &Path) -> Result<Answer, AskError> {
-        let (is_known, listener, has_memory) = {
+        let (is_known, listener, has_memory, is_of_move) = {
             let mut vms = self.vms();
             let vm = vms.get_mut(path).ok_or(AskError::Gone)?;
             if vm.answers >= ANSWERS_MAX {
                 (vm.answers, vm.listener, vm.has_memory) = (0, None, None);
             }
-            (vm.server.is_some(), vm.listener, vm.has_memory)
+            (vm.server.is_some(), vm.listener, vm.has_memory, vm.moved.is_some())
         };
         if !is_known || listener.is_none() {
             self.ask_server(path).await?;
         }
-        let told = ask_repeatedly(path, "/v1/disks").await?;
+        let what = if is_of_move { "/v1/migration" } else { "/v1/disks" };
+        let told = ask_repeatedly(path, what).await?;
         if told.listener.is_some() && listener.is_some() && told.listener != listener {
             self.ask_server(path).await?;
         }
         if !told.status.is_success() {
             return Ok(Answer::Failure(understand::<Failure>(&told)?.error));
+        }
+        if is_of_move {
+            return Ok(Answer::Migration(Box::new(understand(&told)?)));
         }
         let disks = understand(&told)?;
         if has_memory == Some(false) {
@@ -295,6 +301,8 @@ impl Fleet {
 enum Answer {
     /// The disks, and the memory, if there is any.
     Told(Disks, Option<Box<MemoryState>>),
+    /// The move.
+    Migration(Box<MigrationState>),
     /// Why there is none, for people.
     Failure(String),
 }
@@ -354,7 +362,7 @@ fn is_to_be_asked(vm: &Vm, all: &BTreeMap<PathBuf, Vm>) -> bool {
     if vm.socket.is_none() || vm.asked.is_some() {
         return false;
     }
-    if vm.is_vm() {
+    if vm.is_vm() || vm.moved.is_some() {
         return true;
     }
     // What has turned out to be something else is not asked again, as long as it is that socket.

@@ -11,6 +11,7 @@ use crate::balancing::Moved;
 use crate::fleet::Fleet;
 use crate::joined::{Joined, joined};
 use crate::memory_frames::{MemoryFrame, MemoryTotals};
+use crate::migration_frames::{self, MigrationRow, moving};
 use crate::vm::{Health, Sample};
 
 /// Points of a miss-ratio curve that are told.
@@ -20,6 +21,8 @@ const CURVE_POINTS_MAX: usize = 256;
 #[derive(Serialize)]
 struct FleetFrame {
     vms: Vec<VmRow>,
+    /// VMs that are moved, or were lately.
+    migrations: Vec<MigrationRow>,
     /// Sockets that are no VM's as far as is known.
     others: Vec<OtherRow>,
 }
@@ -33,6 +36,8 @@ struct VmRow {
     totals: Option<Totals>,
     /// Of the VM's memory, if that is managed.
     memory: Option<MemoryTotals>,
+    /// How it moves, if it does now.
+    moving: Option<String>,
 }
 
 /// What a VM is, and how.
@@ -93,6 +98,7 @@ struct VmFrame<'a> {
     disks_time_ms: Option<u64>,
     disks: Vec<DiskFrame<'a>>,
     memory: Option<MemoryFrame<'a>>,
+    migrations: &'a [MigrationRow],
 }
 
 #[derive(Serialize)]
@@ -227,6 +233,7 @@ pub(crate) fn of_fleet(fleet: &Fleet) -> String {
                 .memory_now()
                 .and_then(|sample| sample.memory.as_ref())
                 .map(MemoryTotals::new),
+            moving: moving(&vms, &vm.name),
         }
     });
     let others = vms.values().filter(|vm| !vm.is_vm() && vm.health != Health::New);
@@ -237,6 +244,7 @@ pub(crate) fn of_fleet(fleet: &Fleet) -> String {
     });
     let frame = FleetFrame {
         vms: rows.collect(),
+        migrations: migration_frames::rows(&vms, None),
         others: others.collect(),
     };
     serde_json::to_string(&frame).unwrap_or_default()
@@ -251,6 +259,7 @@ pub(crate) struct OfVm {
     sample: Option<Arc<Sample>>,
     of_memory: Option<Arc<Sample>>,
     moved: Moved,
+    migrations: Vec<MigrationRow>,
 }
 
 /// The VM of that name.
@@ -269,6 +278,7 @@ pub(crate) fn of_vm(fleet: &Fleet, name: &str) -> Option<OfVm> {
         sample: vm.main.sample.clone(),
         of_memory: vm.memory_now().cloned(),
         moved: fleet.balance().moved(name),
+        migrations: migration_frames::rows(&vms, Some(name)),
     })
 }
 
@@ -323,6 +333,7 @@ impl OfVm {
                 .of_memory
                 .as_ref()
                 .and_then(|sample| MemoryFrame::new(sample, &self.moved)),
+            migrations: &self.migrations,
         };
         serde_json::to_string(&frame).unwrap_or_default()
     }

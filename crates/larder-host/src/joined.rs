@@ -17,10 +17,12 @@ pub(crate) struct Joined<'a> {
     pub(crate) beside: Option<&'a Vm>,
 }
 
-/// All that are known to be VMs, those with disks first. A process that manages memory only belongs to the VM of its name.
+/// All that are known to be VMs, without those that only move one, those with disks first. A process that manages memory only belongs to the VM of its name.
 pub(crate) fn joined(vms: &BTreeMap<PathBuf, Vm>) -> Vec<Joined<'_>> {
-    let (of_memory, of_disks): (Vec<&Vm>, Vec<&Vm>) =
-        vms.values().filter(|vm| vm.is_vm()).partition(|vm| vm.is_of_memory);
+    let (of_memory, of_disks): (Vec<&Vm>, Vec<&Vm>) = vms
+        .values()
+        .filter(|vm| vm.is_vm() && vm.moved.is_none())
+        .partition(|vm| vm.is_of_memory);
     let alone = |main| Joined {
         name: String::new(),
         main,

@@ -25,6 +25,7 @@ mod joined;
 mod listen;
 mod memory_frames;
 mod metrics;
+mod migration_frames;
 mod server;
 mod vm;
 

@@ -100,6 +100,7 @@ impl Host {
                 fleet: Arc::new(Fleet::new(Finder::new(
                     find::folders(),
                     find::memory_folders(),
+                    find::moves_folders(),
                     config::folder(),
                 ))),
                 access,

@@ -7,6 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use larder_vm::control::memory::MemoryState;
 use larder_vm::control::memory_rates::MemoryRates;
+use larder_vm::control::migration::{Direction, MigrationState};
 use larder_vm::control::rates::Rates;
 use larder_vm::control::state::{DiskState, Disks, ServerState};
 use larder_vm::vm::find::OF_MEMORY;
@@ -67,6 +68,8 @@ pub(crate) struct Sample {
     pub(crate) disks: Vec<NamedDisk>,
     /// The memory that the process manages, if it does.
     pub(crate) memory: Option<Memory>,
+    /// The VM that the process moves, if it does.
+    pub(crate) migration: Option<MigrationState>,
 }
 
 #[derive(Debug)]
@@ -107,6 +110,15 @@ impl Sample {
             time_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
             disks,
             memory,
+            migration: None,
+        }
+    }
+
+    /// Of a process that moves a VM, and does nothing else.
+    pub(crate) fn of_migration(state: MigrationState) -> Self {
+        Self {
+            migration: Some(state),
+            ..Self::new(Disks { disks: Vec::new() }, None, None)
         }
     }
 
@@ -115,7 +127,9 @@ impl Sample {
         let clocks: HashMap<&str, u64> = before.clocks().collect();
         let of_memory = |sample: &Self| sample.memory.as_ref().map(|memory| memory.state.time_ns);
         let has_gone_back = |(before, now): (u64, u64)| now < before;
+        let of_migration = |sample: &Self| sample.migration.as_ref().map(|state| state.time_ns);
         of_memory(before).zip(of_memory(self)).is_some_and(has_gone_back)
+            || of_migration(before).zip(of_migration(self)).is_some_and(has_gone_back)
             || self
                 .clocks()
                 .any(|(name, time)| clocks.get(name).is_some_and(|before| time < *before))
@@ -149,6 +163,8 @@ pub(crate) struct Vm {
     pub(crate) why: Option<String>,
     /// The VM whose memory is managed there, as its folder says.
     pub(crate) memory_of: Option<String>,
+    /// The VM that is moved there, and nothing else, as the socket's name says.
+    pub(crate) moved: Option<(String, Direction)>,
     /// Whether the server manages memory; not known before it was asked.
     pub(crate) has_memory: Option<bool>,
     /// It does, and serves no disks, as far as is known.
@@ -177,6 +193,7 @@ impl Vm {
             health: Health::New,
             why: None,
             memory_of: None,
+            moved: None,
             has_memory: None,
             is_of_memory: false,
             server: None,
@@ -221,6 +238,7 @@ impl Vm {
     pub(crate) fn is_found(&mut self, place: Place) {
         self.named = place.vm;
         self.memory_of = place.memory_of;
+        self.moved = place.moved;
         self.is_of_memory |= self.memory_of.is_some();
         if self.socket == place.socket {
             return;
@@ -240,6 +258,7 @@ impl Vm {
         self.socket = None;
         let why = match self.named {
             Some(_) => "no server runs for it; larder vm starts one",
+            None if self.moved.is_some() => "the move has ended",
             None => "its server has ended",
         };
         self.is(Health::Stopped, why);
@@ -289,9 +308,11 @@ impl Vm {
         self.forget_disks();
     }
 
-    /// What a server that is gone has said is true no more.
+    /// What a server that is gone has said is true no more. How a move was at last is what there is to know of it.
     fn forget_disks(&mut self) {
-        self.sample = None;
+        if self.moved.is_none() {
+            self.sample = None;
+        }
     }
 
     /// What its disks said, if its server answers.

@@ -1,6 +1,7 @@
 // All VMs of the host.
 
 import { badge, el, show, text } from './dom.js';
+import { moveLinks } from './migration.js';
 import { sparkline } from './plot.js';
 import { NONE, bandwidth, bytes, count, percent, seconds } from './units.js';
 
@@ -59,7 +60,7 @@ function makeRow(vm) {
     element: row,
     update(vm) {
       state.set(vm.health, vm.why);
-      text(why, vm.health === 'up' ? trouble(vm) : vm.why || '');
+      text(why, vm.health === 'up' ? trouble(vm) || vm.moving || '' : vm.why || '');
       for (const [key, , by, tell] of COLUMNS) {
         if (tell) text(cells.get(key), tell(by(vm)));
       }
@@ -123,7 +124,10 @@ export function fleetPage() {
   const others = el('ul');
   const aside = el('details', { class: 'others' }, el('summary'), others);
   const tools = el('div', { class: 'tools' }, search, chosen);
-  const element = el('section', { 'aria-label': 'All VMs' }, el('h1', { class: 'hidden' }, 'All VMs'), totals.element, tools, table, note, aside);
+  const moves = moveLinks('vm');
+  const ofMoves = el('section', { 'aria-label': 'Moves', id: 'moves' }, el('h2', {}, 'Moves'), moves.element);
+  show(ofMoves, false);
+  const element = el('section', { 'aria-label': 'All VMs' }, el('h1', { class: 'hidden' }, 'All VMs'), totals.element, ofMoves, tools, table, note, aside);
   show(aside, false);
   explain();
 
@@ -177,6 +181,8 @@ export function fleetPage() {
       rows.get(vm.name).update(vm);
     }
     totals.update(told.vms);
+    moves.set(told.migrations);
+    show(ofMoves, told.migrations.length > 0);
     show(aside, told.others.length > 0);
     text(aside.firstChild, `${told.others.length} other socket${told.others.length === 1 ? '' : 's'}`);
     others.replaceChildren(...told.others.map((it) => el('li', {}, el('code', {}, it.socket), ` ${it.why || it.health}`)));

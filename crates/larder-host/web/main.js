@@ -2,6 +2,7 @@
 
 import { el, text } from './dom.js';
 import { fleetPage } from './fleet.js';
+import { migrationPage } from './migration.js';
 import { vmPage } from './vm.js';
 
 const page = document.getElementById('page');
@@ -16,9 +17,10 @@ function say(state, words) {
 }
 
 function route() {
-  const name = /^#\/vm\/(.+)$/.exec(location.hash)?.[1];
+  const [, kind, name] = /^#\/(vm|migration)\/(.+)$/.exec(location.hash) || [];
+  const page = kind === 'migration' ? migrationPage : vmPage;
   try {
-    return name ? vmPage(decodeURIComponent(name)) : fleetPage();
+    return name ? page(decodeURIComponent(name)) : fleetPage();
   } catch {
     return fleetPage();
   }

@@ -2,6 +2,7 @@
 
 import { badge, el, show, text } from './dom.js';
 import { memoryPart } from './memory.js';
+import { moveLinks } from './migration.js';
 import { facts, timeline } from './parts.js';
 import { curvePlot } from './plot.js';
 import { NONE, age, bandwidth, bytes, clock, count, percent, seconds } from './units.js';
@@ -135,10 +136,13 @@ export function vmPage(name) {
   let memory = null;
   const wait = el('p', { class: 'empty' }, 'Asking the VM…');
   const events = eventList();
+  const moves = moveLinks('peer');
+  const ofMoves = el('section', { 'aria-label': 'Moves', id: 'moves' }, el('h2', {}, 'Moves'), moves.element);
+  show(ofMoves, false);
   show(why, false);
   const element = el('article', {},
     el('nav', { 'aria-label': 'Where this is' }, el('a', { href: '#/' }, '← All VMs')),
-    el('div', { class: 'title' }, el('h1', {}, name), state.element, spans), why, about.element, wait, parts, ofMemory, events.element);
+    el('div', { class: 'title' }, el('h1', {}, name), state.element, spans), why, about.element, ofMoves, wait, parts, ofMemory, events.element);
 
   function choose(length, button) {
     span = length;
@@ -164,7 +168,9 @@ export function vmPage(name) {
     memory.set(told);
   }
 
-  function hear({ vm, disks_up: areDisksUp, disks_time_ms: disksTime, disks: told, memory: toldMemory }) {
+  function hear({ vm, disks_up: areDisksUp, disks_time_ms: disksTime, disks: told, memory: toldMemory, migrations }) {
+    moves.set(migrations);
+    show(ofMoves, migrations.length > 0);
     const health = vm?.health || 'stopped';
     state.set(health, vm?.why);
     const words = vm ? vm.why : 'There is no VM of this name now. Its page goes on when it is started.';

@@ -20,6 +20,7 @@ use thiserror::Error;
 use crate::base::{Index, Place};
 use crate::batch::{Batch, Found};
 use crate::decode::Bases;
+use crate::progress::Choice;
 
 pub use self::codecs::Codecs;
 pub use self::making::{Frame, SLICES_MAX};
@@ -95,6 +96,20 @@ impl Order {
     pub fn sent(&self, bytes: u64, took: Duration, lanes: usize) {
         let ns = took.as_nanos() as u64 / lanes.max(1) as u64;
         lock(&self.selector).sent(bytes, ns);
+    }
+
+    /// So many lanes encode at a time, as far as they are let ([`Selector::set_encoders`]).
+    pub fn set_encoders(&self, encoders: f64) {
+        lock(&self.selector).set_encoders(encoders as f32);
+    }
+
+    /// What the selector picks now, and why.
+    pub fn chosen(&self) -> Choice {
+        let selector = lock(&self.selector);
+        Choice {
+            ns_per_byte: selector.evidence().ns_per_byte,
+            classes: selector.chosen(),
+        }
     }
 
     /// What the selector has picked so far, and what came of it.

@@ -13,6 +13,7 @@ pub mod control;
 pub mod decode;
 pub mod encode;
 pub mod frame;
+pub mod limits;
 pub mod link;
 pub mod moving;
 pub mod notes;

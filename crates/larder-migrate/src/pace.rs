@@ -3,40 +3,97 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A bound on the bytes per second that all lanes together send.
-pub struct Pace {
-    bytes_per_s: Option<u64>,
-    /// When all that was taken so far has gone at this rate.
-    free_at: Mutex<Instant>,
+/// A bound on what all lanes together take in a second: bytes of the link, or nanoseconds of processors. The rate is said
+/// each time, so that it may change; what waits already then waits as long as it takes at the new one.
+pub struct Pace(Mutex<Paid>);
+
+struct Paid {
+    /// All that was taken so far, and all that had its time.
+    taken: f64,
+    paid: f64,
+    /// When that was so.
+    at: Instant,
+}
+
+/// What was taken, and has its time as soon as all that was taken before has.
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+pub struct Taken {
+    from: f64,
+    to: f64,
 }
 
 impl Pace {
     /// What may go at once after a pause.
     const BURST: Duration = Duration::from_millis(10);
+    /// A pause after which it is asked again, since the rate may be another one by then.
+    pub const PAUSE_MAX: Duration = Duration::from_millis(200);
 
-    /// Without a bound if `None`; at least 1 byte per second.
+    /// With nothing taken.
     #[must_use]
-    pub fn new(bytes_per_s: Option<u64>) -> Self {
-        Self {
-            bytes_per_s: bytes_per_s.map(|rate| rate.max(1)),
-            free_at: Mutex::new(Instant::now()),
-        }
+    pub fn new() -> Self {
+        Self(Mutex::new(Paid {
+            taken: 0.0,
+            paid: 0.0,
+            at: Instant::now(),
+        }))
     }
 
-    /// How long to wait before `bytes` are sent. They count as sent.
+    /// Counts so much as taken. Without a rate all has its time at once; a rate below 1 is 1.
+    pub fn take(&self, amount: u64, rate: Option<f64>, now: Instant) -> Taken {
+        let mut paid = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        paid.go_on(rate, now);
+        let from = paid.taken;
+        paid.taken += amount as f64;
+        Taken { from, to: paid.taken }
+    }
+
+    /// How long to wait before something that was taken is used; not longer than [`Self::PAUSE_MAX`] at once.
     #[must_use]
-    pub fn take(&self, bytes: u64, now: Instant) -> Duration {
-        let Some(rate) = self.bytes_per_s else {
-            return Duration::ZERO;
+    pub fn before(&self, taken: Taken, rate: Option<f64>, now: Instant) -> Duration {
+        self.until(taken.from, rate, now)
+    }
+
+    /// How long to wait until the time of something is over that was taken and used.
+    #[must_use]
+    pub fn after(&self, taken: Taken, rate: Option<f64>, now: Instant) -> Duration {
+        self.until(taken.to, rate, now)
+    }
+
+    fn until(&self, mark: f64, rate: Option<f64>, now: Instant) -> Duration {
+        let mut paid = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        paid.go_on(rate, now);
+        match rate {
+            Some(rate) if mark > paid.paid => {
+                let seconds = (mark - paid.paid) / rate.max(1.0);
+                // Rounding leaves no pause of nothing.
+                Duration::try_from_secs_f64(seconds)
+                    .unwrap_or(Self::PAUSE_MAX)
+                    .clamp(Duration::from_nanos(1), Self::PAUSE_MAX)
+            }
+            _ => Duration::ZERO,
+        }
+    }
+}
+
+impl Paid {
+    fn go_on(&mut self, rate: Option<f64>, now: Instant) {
+        let passed = now.saturating_duration_since(self.at);
+        self.at = self.at.max(now);
+        self.paid = match rate {
+            None => self.taken,
+            Some(rate) => {
+                let rate = rate.max(1.0);
+                let most = self.taken + rate * Pace::BURST.as_secs_f64();
+                (self.paid + rate * passed.as_secs_f64()).min(most)
+            }
         };
-        let takes = Duration::from_nanos(
-            u64::try_from(u128::from(bytes) * 1_000_000_000 / u128::from(rate)).unwrap_or(u64::MAX),
-        );
-        let mut free_at = self.free_at.lock().unwrap_or_else(PoisonError::into_inner);
-        let earliest = now.checked_sub(Self::BURST).unwrap_or(now);
-        let begins = (*free_at).max(earliest);
-        *free_at = begins.checked_add(takes).unwrap_or(begins);
-        begins.saturating_duration_since(now)
+    }
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -44,16 +101,27 @@ impl Pace {
 mod tests {
     use super::*;
 
+    /// Takes `count` times 10 kB before it sends them; when that is done.
+    fn send(pace: &Pace, count: u32, rate: Option<f64>, mut now: Instant) -> Instant {
+        for _ in 0..count {
+            let taken = pace.take(10_000, rate, now);
+            loop {
+                let pause = pace.before(taken, rate, now);
+                if pause.is_zero() {
+                    break;
+                }
+                now += pause;
+            }
+        }
+        now
+    }
+
     #[test]
     fn as_much_goes_as_was_said() {
-        let pace = Pace::new(Some(1_000_000));
+        let pace = Pace::new();
         let begin = Instant::now();
-        let mut now = begin;
-        for _ in 0..1000 {
-            now += pace.take(10_000, now);
-        }
+        let took = send(&pace, 1000, Some(1e6), begin).duration_since(begin);
         // 10 MB at 1 MB/s, the last of which need not be waited for, and the burst.
-        let took = now.duration_since(begin);
         assert!(
             took > Duration::from_millis(9960) && took < Duration::from_millis(10_000),
             "{took:?}"
@@ -62,19 +130,60 @@ mod tests {
 
     #[test]
     fn a_pause_is_not_made_up_for() {
-        let pace = Pace::new(Some(1_000_000));
+        let pace = Pace::new();
         let begin = Instant::now();
-        assert_eq!(pace.take(10_000, begin), Duration::ZERO);
+        let _ = send(&pace, 1, Some(1e6), begin);
         let later = begin + Duration::from_secs(60);
-        let mut now = later;
-        for _ in 0..100 {
-            now += pace.take(10_000, now);
-        }
-        assert!(now.duration_since(later) > Duration::from_millis(960));
+        let end = send(&pace, 100, Some(1e6), later);
+        assert!(end.duration_since(later) > Duration::from_millis(960));
     }
 
     #[test]
     fn without_a_bound_nothing_waits() {
-        assert_eq!(Pace::new(None).take(u64::MAX, Instant::now()), Duration::ZERO);
+        let pace = Pace::new();
+        let now = Instant::now();
+        let first = pace.take(u64::MAX, None, now);
+        let next = pace.take(1, None, now);
+        assert_eq!(pace.before(next, None, now), Duration::ZERO);
+        assert_eq!(pace.after(first, None, now), Duration::ZERO);
+    }
+
+    #[test]
+    fn what_waits_for_a_low_rate_goes_on_at_the_one_that_takes_its_place() {
+        let pace = Pace::new();
+        let now = Instant::now();
+        let _ = pace.take(1_000_000, Some(10.0), now);
+        let waits = pace.take(1, Some(10.0), now);
+        assert_eq!(pace.before(waits, Some(10.0), now), Pace::PAUSE_MAX);
+        let pause = pace.before(waits, Some(1e7), now);
+        assert!(
+            pause > Duration::from_millis(80) && pause < Duration::from_millis(101),
+            "{pause:?}"
+        );
+        assert_eq!(pace.before(waits, None, now), Duration::ZERO);
+    }
+
+    #[test]
+    fn what_was_used_is_waited_for_as_a_whole() {
+        let pace = Pace::new();
+        let begin = Instant::now();
+        let mut now = begin;
+        // Half a processor: each 10 ms of its time are 20 ms.
+        for _ in 0..100 {
+            now += Duration::from_millis(10);
+            let taken = pace.take(10_000_000, Some(0.5e9), now);
+            loop {
+                let pause = pace.after(taken, Some(0.5e9), now);
+                if pause.is_zero() {
+                    break;
+                }
+                now += pause;
+            }
+        }
+        let took = now.duration_since(begin);
+        assert!(
+            took > Duration::from_millis(1980) && took < Duration::from_millis(2001),
+            "{took:?}"
+        );
     }
 }

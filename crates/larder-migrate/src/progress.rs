@@ -4,10 +4,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use larder_codec::batch::Method;
+use larder_codec::select::Chosen;
+use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
 use crate::encode::Outcome;
 use crate::stream::Facts;
+
+/// From one look of the lanes at what is picked to the next.
+const CHOICE_EVERY: Duration = Duration::from_millis(250);
 
 /// Counted by all lanes.
 pub struct Progress {
@@ -20,6 +25,60 @@ struct State {
     totals: Totals,
     flight: Duration,
     channels: Vec<Option<Facts>>,
+    choice: Choice,
+    chosen: Option<Instant>,
+}
+
+/// Which methods are picked now, and why.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Choice {
+    /// Nanoseconds of an encoder that a byte on the wire is worth.
+    pub ns_per_byte: f32,
+    /// Of the kinds of pages that there were.
+    pub classes: Vec<Chosen>,
+}
+
+/// CPU time of a lane's thread, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Spent {
+    /// All of it: reading, encoding, encrypting, writing.
+    pub all_ns: u64,
+    /// Making frames.
+    pub encode_ns: u64,
+}
+
+/// Measures what the thread takes of its processor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CpuTime {
+    since_ns: u64,
+    encode_ns: u64,
+}
+
+impl CpuTime {
+    /// From now on.
+    pub(crate) fn of_thread() -> Self {
+        let now = clock_gettime(ClockId::ThreadCPUTime);
+        Self {
+            since_ns: (now.tv_sec as u64) * 1_000_000_000 + now.tv_nsec as u64,
+            encode_ns: 0,
+        }
+    }
+
+    /// What was done since `begun` was making a frame.
+    pub(crate) fn encoded(&mut self, begun: Self) {
+        self.encode_ns += Self::of_thread().since_ns.saturating_sub(begun.since_ns);
+    }
+
+    /// What was spent since it was asked before.
+    pub(crate) fn spent(&mut self) -> Spent {
+        let now = Self::of_thread();
+        let spent = Spent {
+            all_ns: now.since_ns.saturating_sub(self.since_ns),
+            encode_ns: self.encode_ns,
+        };
+        *self = now;
+        spent
+    }
 }
 
 /// Sums since the session began.
@@ -53,6 +112,10 @@ pub struct Totals {
     pub encode_ns: u64,
     /// Nanoseconds that lanes waited for the link.
     pub write_ns: u64,
+    /// Nanoseconds of processors that lanes took in all.
+    pub cpu_ns: u64,
+    /// Of these, what making frames took.
+    pub encode_cpu_ns: u64,
 }
 
 impl Progress {
@@ -125,6 +188,31 @@ impl Progress {
         }
         totals.encode_ns += encoded.as_nanos() as u64;
         totals.write_ns += written.as_nanos() as u64;
+    }
+
+    /// What is picked now, as far as that was heard of.
+    #[must_use]
+    pub fn choice(&self) -> Choice {
+        self.lock().choice.clone()
+    }
+
+    /// A lane took so much CPU time. Now and then it is asked what is picked.
+    pub(crate) fn spent(&self, spent: Spent, choice: impl FnOnce() -> Choice) {
+        let now = Instant::now();
+        let is_time = {
+            let mut state = self.lock();
+            state.totals.cpu_ns += spent.all_ns;
+            state.totals.encode_cpu_ns += spent.encode_ns;
+            let is_time = state.chosen.is_none_or(|chosen| now - chosen > CHOICE_EVERY);
+            if is_time {
+                state.chosen = Some(now);
+            }
+            is_time
+        };
+        if is_time {
+            let choice = choice();
+            self.lock().choice = choice;
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -21,7 +21,7 @@ mod queue;
 
 use std::collections::BTreeMap;
 use std::io::{self, Read as _, Write as _};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::path::PathBuf;
@@ -65,6 +65,26 @@ pub struct Options {
     pub channels: u16,
     /// Lanes at most, 1 to 64.
     pub lanes: u16,
+    /// For those who watch.
+    pub watched: Arc<Watched>,
+}
+
+/// What a receiver has done so far, in all of its sessions.
+#[derive(Debug, Default)]
+pub struct Watched(Mutex<(Delivered, Option<IpAddr>)>);
+
+impl Watched {
+    /// What was delivered.
+    #[must_use]
+    pub fn delivered(&self) -> Delivered {
+        lock(&self.0).0
+    }
+
+    /// Who sends, or has sent last.
+    #[must_use]
+    pub fn peer(&self) -> Option<IpAddr> {
+        lock(&self.0).1
+    }
 }
 
 /// Why a receiver ended without having delivered everything.
@@ -309,7 +329,10 @@ impl<'a> Session<'a> {
                         let greeted = self.greet(socket);
                         lock(&self.greetings).end(number);
                         match greeted {
-                            Ok(Greeted::Control(link)) => self.control(scope, link),
+                            Ok(Greeted::Control(link)) => {
+                                lock(&self.options.watched.0).1 = Some(peer.ip());
+                                self.control(scope, link)
+                            }
                             Ok(Greeted::Lane(link, bases)) => self.lane(link, &bases),
                             // It is nobody's who has anything to do with the session.
                             Err(error) => {
@@ -557,7 +580,7 @@ impl<'a> Session<'a> {
                 return;
             }
             let raw = bytes.len() as u64;
-            lock(&self.delivered).raw += raw;
+            self.count(|delivered| delivered.raw += raw);
             queue.taken(bytes);
         }
     }
@@ -609,10 +632,17 @@ impl<'a> Session<'a> {
             let mut out = queue.buffer(&header)?;
             decoder.decode(&header, body, bases, &mut out)?;
             queue.put(header.offset, out)?;
-            let mut delivered = lock(&self.delivered);
-            delivered.wire += (FrameHeader::LEN + header.body_len()) as u64;
-            delivered.frames += 1;
+            self.count(|delivered| {
+                delivered.wire += (FrameHeader::LEN + header.body_len()) as u64;
+                delivered.frames += 1;
+            });
         }
+    }
+
+    /// Counts, for the session and for those who watch.
+    fn count(&self, count: impl Fn(&mut Delivered)) {
+        count(&mut lock(&self.delivered));
+        count(&mut lock(&self.options.watched.0).0);
     }
 }
 

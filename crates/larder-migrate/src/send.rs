@@ -46,6 +46,7 @@ use crate::control::{Control, ControlError, LAST_WORDS, Mailbox};
 use crate::decode::Bases;
 use crate::encode;
 use crate::encode::{Codecs, Order};
+use crate::limits::InForce;
 use crate::link::{Link, LinkError};
 use crate::notes::Notes;
 use crate::pace::Pace;
@@ -70,8 +71,8 @@ pub struct Options {
     pub lanes: u16,
     /// Bytes of old pages to keep, on each host; the receiver may allow less.
     pub delta_memory: u64,
-    /// Bytes per second on the link, at most.
-    pub bandwidth: Option<u64>,
+    /// What it may take; whoever keeps a copy of this may change it.
+    pub limits: Arc<InForce>,
     /// What encodes beside the lanes' own threads.
     pub accelerators: Accelerators,
 }
@@ -178,7 +179,7 @@ pub struct Sender {
     control: Link,
     lanes: Vec<Link>,
     welcome: Welcome,
-    pace: Pace,
+    limits: Arc<InForce>,
     accelerators: Vec<Box<dyn Accelerator>>,
 }
 
@@ -216,7 +217,7 @@ impl Sender {
             control,
             lanes,
             welcome,
-            pace: Pace::new(options.bandwidth),
+            limits: Arc::clone(&options.limits),
             accelerators,
         })
     }
@@ -256,7 +257,7 @@ impl Sender {
             control,
             lanes,
             welcome,
-            pace,
+            limits,
             accelerators,
         } = self;
         let delta_memory = welcome.delta_memory;
@@ -277,7 +278,9 @@ impl Sender {
             ),
             lanes: lanes.len(),
             welcome,
-            pace,
+            limits,
+            link_pace: Pace::new(),
+            cpu_pace: Pace::new(),
             progress,
             steering,
             end_sent: AtomicBool::new(false),
@@ -298,7 +301,10 @@ struct Session<'a> {
     /// How many there are.
     lanes: usize,
     welcome: Welcome,
-    pace: Pace,
+    limits: Arc<InForce>,
+    link_pace: Pace,
+    /// Of the lanes' CPU time.
+    cpu_pace: Pace,
     progress: &'a Progress,
     steering: &'a Steering,
     end_sent: AtomicBool,

@@ -126,9 +126,9 @@ fn read_all(listener: &UnixListener) -> Vec<u8> {
 fn every_byte_of_a_main_channel_arrives_and_most_are_saved() {
     let stream = main_channel(&versions(3000, 4));
     for lanes in [1, 3] {
-        let mut pair = Pair::new(lanes, 64 << 20);
+        let pair = Pair::new(lanes, 64 << 20);
         // Over a faster link than this, compressing does not pay, and is not done.
-        pair.bandwidth = Some(15 << 20);
+        pair.limits.change(|limits| limits.bandwidth = Some(15 << 20));
         let (_, received, totals) = pair.run(
             |path| {
                 let mut socket = UnixStream::connect(path).expect("connects");

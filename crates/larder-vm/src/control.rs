@@ -12,6 +12,7 @@ mod client;
 pub mod events;
 pub mod memory;
 pub mod memory_rates;
+pub mod migration;
 mod openapi;
 pub mod rates;
 pub mod response;
@@ -21,8 +22,8 @@ mod subject;
 pub mod wishes;
 
 pub use client::{
-    Change, FetchError, change_disk, detach_memory, fetch_disks, fetch_hot, fetch_memory, fetch_server, is_hung_up,
-    limit_memory, move_vm, reload, warm_disk,
+    Change, FetchError, cancel_migration, change_disk, detach_memory, fetch_disks, fetch_hot, fetch_memory,
+    fetch_migration, fetch_server, is_hung_up, limit_memory, limit_migration, move_vm, reload, warm_disk,
 };
 pub use server::{ControlError, ControlServer, ControlSocket};
 pub use subject::{MoveOn, MoveReply, Reload, ReloadReply, Subject};
@@ -50,6 +51,12 @@ const MEMORY_PATH: &str = "/v1/memory";
 
 /// Where it is let go of.
 const DETACH_PATH: &str = "/v1/memory/detach";
+
+/// Where the VM that is moved is told of, and its limits are changed.
+const MIGRATION_PATH: &str = "/v1/migration";
+
+/// Where it is cancelled.
+const CANCEL_PATH: &str = "/v1/migration/cancel";
 
 /// Where the disk of that name, or number from 0 on, is told of, and changed.
 fn disk_path(disk: &str) -> String {

@@ -53,6 +53,23 @@ pub(crate) fn memory_folder() -> PathBuf {
     }
 }
 
+/// Where the sockets are of the processes that move VMs: a folder of its own, `/run/larder-moves` for root.
+pub(crate) fn moves_folder() -> PathBuf {
+    match geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {
+        true => PathBuf::from(OF_MOVES),
+        false => runtime_folder().join("moves"),
+    }
+}
+
+/// The folders of such sockets that concern this user, as of those of memory.
+pub(crate) fn moves_folders() -> Vec<PathBuf> {
+    let mut all = vec![moves_folder()];
+    if runtime_folder() == Path::new(OF_SYSTEM) && !geteuid().is_root() {
+        all.push(PathBuf::from(OF_MOVES));
+    }
+    all
+}
+
 /// Where those that move VMs keep what one that comes after them must know; it is made if it is not there.
 ///
 /// # Errors
@@ -87,6 +104,9 @@ const OF_SYSTEM: &str = "/run/larder";
 
 /// Of the processes that manage memory, which are root's.
 const OF_MEMORY: &str = "/run/larder-memory";
+
+/// Of the processes that move VMs, likewise.
+const OF_MOVES: &str = "/run/larder-moves";
 
 /// Root's where that one is the services'.
 const OF_ROOT_BESIDE: &str = "/run/larder-root";

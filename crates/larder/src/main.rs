@@ -19,6 +19,7 @@ mod log;
 mod memories;
 mod memory;
 mod migrate;
+mod moves;
 mod output;
 mod pid_file;
 mod rates;

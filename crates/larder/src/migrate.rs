@@ -1,6 +1,8 @@
 //! `larder migrate`: a running VM to another host.
 
+pub(crate) mod at;
 mod disks;
+mod watched;
 mod whole;
 
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -8,19 +10,23 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
 use larder_codec::batch::Method;
+use larder_migrate::limits::{InForce, Limits};
 use larder_migrate::moving::destination::Destination;
+use larder_migrate::moving::watch::Watch;
 use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::receive;
-use larder_migrate::send::{self, Accelerators, Sender, Steering};
+use larder_migrate::send::{self, Accelerators, SendError, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
 use larder_vm::runtime_folder::migration_folder;
 use serde_json::json;
 
+use self::watched::{Moved, Watched, by, evidence_state};
 use crate::cli::Output;
 use crate::cli::migrate::{
     AcceleratorsArgument, MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments,
@@ -37,6 +43,8 @@ const DELTA_MEMORY_SHARE: u64 = 8;
 const DELTA_MEMORY_MAX: u64 = 4 << 30;
 /// Lanes by default, at most: four keep 10 Gbit/s busy.
 const LANES_MAX: usize = 4;
+/// Between two looks at how it goes.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Bytes of a channel that may wait for the destination's QEMU: a hundredth of a second of what it takes at most.
 const WINDOW: u32 = 32 << 20;
 
@@ -45,6 +53,9 @@ pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
         None => whole::run(&arguments.whole),
         Some(MigrateCommand::Send(arguments)) => send(&arguments),
         Some(MigrateCommand::Receive(arguments)) => receive(&arguments),
+        Some(MigrateCommand::Status(arguments)) => at::status(&arguments),
+        Some(MigrateCommand::Limit(arguments)) => at::limit(&arguments),
+        Some(MigrateCommand::Cancel(arguments)) => at::cancel(&arguments),
     }
 }
 
@@ -76,7 +87,11 @@ fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyh
         tls,
         lanes: sending.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
         delta_memory: delta_memory(sending.delta_memory),
-        bandwidth: sending.bandwidth.map(ByteLen::get),
+        limits: Arc::new(InForce::new(Limits {
+            bandwidth: sending.bandwidth.map(ByteLen::get),
+            processors: sending.cpu,
+            ..Limits::default()
+        })),
         accelerators: match sending.accelerators {
             AcceleratorsArgument::Devices => Accelerators::Devices,
             AcceleratorsArgument::None => Accelerators::None,
@@ -92,7 +107,40 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
     crate::signals::block()?.stop_by(move || stopped.stop.store(true, Ordering::Relaxed))?;
     let socket = SocketFile::bind(&arguments.listen)?;
     let listener = UnixListener::from(socket.descriptor()?);
-    let sender = Sender::connect(&options)?;
+    let progress = Arc::new(Progress::new());
+    let moved = Moved::Sent {
+        progress: Arc::clone(&progress),
+        limits: Arc::clone(&options.limits),
+        whole: false,
+    };
+    let stopped = Arc::clone(&steering);
+    let cancel = move || stopped.stop.store(true, Ordering::Relaxed);
+    let watched = Watched::new(None, &arguments.listen, Some(&options.to), moved, cancel);
+    let control = watched.listen(arguments.control.as_deref())?;
+    let result = carry(arguments, &options, &listener, &progress, &steering, &watched);
+    watched.is_over(result.as_ref().err().map(ToString::to_string), None);
+    if result.is_ok() {
+        print(&match arguments.output {
+            Output::Text => summary(&progress),
+            Output::Json => format!("{:#}\n", json_of(&progress)),
+        })?;
+    }
+    watched.is_heard();
+    drop(control);
+    result?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Connects, and carries what QEMU says.
+fn carry(
+    arguments: &MigrateSendArguments,
+    options: &send::Options,
+    listener: &UnixListener,
+    progress: &Progress,
+    steering: &Steering,
+    watched: &Watched,
+) -> Result<(), SendError> {
+    let sender = Sender::connect(options)?;
     let devices: Vec<&str> = sender.accelerators().collect();
     tracing::info!(
         "ready to send to {} over {} lanes{}, with up to {} of old pages: QEMU migrates to unix:{}",
@@ -106,13 +154,20 @@ fn send(arguments: &MigrateSendArguments) -> anyhow::Result<ExitCode> {
         human(sender.delta_memory()),
         arguments.listen.display()
     );
-    let progress = Progress::new();
-    sender.carry(&listener, &progress, &steering)?;
-    print(&match arguments.output {
-        Output::Text => summary(&progress),
-        Output::Json => format!("{:#}\n", json_of(&progress)),
-    })?;
-    Ok(ExitCode::SUCCESS)
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Of the guest and its rounds nobody here knows.
+            let mut watch = Watch::new(0);
+            while !ended.load(Ordering::Relaxed) {
+                watched.see(&watch.report(&serde_json::Value::Null, progress, progress.elapsed()));
+                std::thread::sleep(LOOK_EVERY);
+            }
+        });
+        let result = sender.carry(listener, progress, steering);
+        ended.store(true, Ordering::Relaxed);
+        result
+    })
 }
 
 fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
@@ -155,12 +210,35 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         window: WINDOW,
         channels: arguments.channels,
         lanes: arguments.lanes,
+        watched: Arc::default(),
     };
-    let delivered = match destination {
-        Some(destination) => return whole::receive(&listener, &options, &stop, &destination, arguments.output),
-        None => receive::receive(&listener, &options, &stop, None)?,
+    let moved = Moved::Received {
+        watched: Arc::clone(&options.watched),
+        whole: destination.is_some(),
     };
-    print(&match arguments.output {
+    let qemu = arguments.qmp.as_ref().unwrap_or(&options.connect);
+    let watched = Watched::new(None, qemu, None, moved, by(&stop));
+    let control = watched.listen(arguments.control.as_deref())?;
+    let result = match destination {
+        Some(destination) => whole::receive(&listener, &options, &stop, &destination, arguments.output),
+        None => receive_stream(&listener, &options, &stop, arguments.output),
+    };
+    let place = result.is_ok().then_some("here").filter(|_| arguments.qmp.is_some());
+    watched.is_over(result.as_ref().err().map(ToString::to_string), place);
+    watched.is_heard();
+    drop(control);
+    result
+}
+
+/// Takes in what a sender carries, and nothing else.
+fn receive_stream(
+    listener: &TcpListener,
+    options: &receive::Options,
+    stop: &AtomicBool,
+    output: Output,
+) -> anyhow::Result<ExitCode> {
+    let delivered = receive::receive(listener, options, stop, None)?;
+    print(&match output {
         Output::Text => format!(
             "delivered {} of QEMU's stream from {} on the link\n",
             human(delivered.raw),
@@ -236,6 +314,14 @@ fn summary(progress: &Progress) -> String {
         lines.line("by a device", format!("{} pages of these", totals.device_pages));
     }
     lines.line("as they are", format!("{} pages", totals.plain_pages));
+    lines.line(
+        "CPU time",
+        format!(
+            "{:.2} s, of which encoding {:.2} s",
+            totals.cpu_ns as f64 / 1e9,
+            totals.encode_cpu_ns as f64 / 1e9
+        ),
+    );
     lines.line("time", format!("{:.1} s", progress.elapsed().as_secs_f64()));
     lines.into_text()
 }
@@ -263,7 +349,10 @@ fn json_of(progress: &Progress) -> serde_json::Value {
         "methods": methods,
         "device_pages": totals.device_pages,
         "encode_seconds": totals.encode_ns as f64 / 1e9,
+        "cpu_seconds": totals.cpu_ns as f64 / 1e9,
+        "encode_cpu_seconds": totals.encode_cpu_ns as f64 / 1e9,
         "write_seconds": totals.write_ns as f64 / 1e9,
         "seconds": progress.elapsed().as_secs_f64(),
+        "evidence": evidence_state(&progress.choice()),
     })
 }

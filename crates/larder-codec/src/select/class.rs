@@ -26,6 +26,18 @@ impl Class {
         (0..Self::COUNT as u8).map(Self)
     }
 
+    /// What its pages are like, for people.
+    #[must_use]
+    pub fn words(self) -> String {
+        let bits = self.0 % SPREADS;
+        let spread = format!("{bits} to {} bits to a byte", bits + 1);
+        match self.0 / SPREADS {
+            0 => spread,
+            1 => format!("words that grow, {spread}"),
+            _ => format!("words that count, {spread}"),
+        }
+    }
+
     pub(super) const fn index(self) -> usize {
         self.0 as usize
     }

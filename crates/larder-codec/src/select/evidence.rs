@@ -1,6 +1,6 @@
 //! What was picked, for those who ask why.
 
-use super::Way;
+use super::{Class, Way};
 use crate::PAGE;
 
 /// All that a selector has picked since it began; differences of two tell of the time between them.
@@ -11,6 +11,33 @@ pub struct Evidence {
     /// Pages that were sent as they are, since nothing was to be gained.
     pub pages_as_they_are: u64,
     ways: [Made; Way::COUNT],
+}
+
+/// What is picked for the batches of one class now. Regions that come out longer or shorter than their class may have
+/// another way.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chosen {
+    /// Which.
+    pub class: Class,
+    /// Batches of it so far.
+    pub batches: u32,
+    /// The way; `None`: they are sent as they are.
+    pub way: Option<Way>,
+    /// What all ways would make of a page of it, and nothing but sending it as it is first.
+    pub offers: Vec<Offer>,
+}
+
+/// What a page becomes in one way, as far as it is known: measured, or, before it was tried, expected.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Offer {
+    /// Which; `None`: the page as it is.
+    pub way: Option<Way>,
+    /// Bytes that are left of the page.
+    pub bytes: f32,
+    /// Nanoseconds that it takes.
+    pub ns: f32,
+    /// Both together, at what a byte on the wire is worth: what costs least is picked.
+    pub cost_ns: f32,
 }
 
 /// What was made in one way.

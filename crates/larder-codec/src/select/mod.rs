@@ -37,7 +37,7 @@ mod region;
 mod way;
 
 pub use class::Class;
-pub use evidence::{Evidence, Made};
+pub use evidence::{Chosen, Evidence, Made, Offer};
 pub use way::Way;
 
 use crate::PAGE;
@@ -128,6 +128,12 @@ impl Selector {
         self.price.sent(bytes, ns);
     }
 
+    /// Hears how many encoders work at a time from now on, as far as they are let: fewer than there are threads, such as 0.5,
+    /// where they may take so many processors' time. Encoding is dearer then.
+    pub fn set_encoders(&mut self, encoders: f32) {
+        self.price.set_encoders(encoders);
+    }
+
     /// Hears what became of a batch that was picked for: the bytes it takes, `None` if it did not fit and was sent as it
     /// is, and the nanoseconds that encoding took, in either case.
     pub fn record(&mut self, region: u64, class: Class, way: Way, pages: usize, encoded: Option<usize>, ns: u64) {
@@ -147,6 +153,41 @@ impl Selector {
         let mut evidence = self.evidence.clone();
         evidence.ns_per_byte = self.price.ns_per_byte();
         evidence
+    }
+
+    /// What is picked for each class now that there was a batch of, and what that is taken from.
+    #[must_use]
+    pub fn chosen(&self) -> Vec<Chosen> {
+        let ns_per_byte = self.price.ns_per_byte();
+        let seen = Class::all().zip(&self.classes).filter(|(_, it)| it.batches > 0);
+        let chosen = seen.map(|(class, candidates)| {
+            let averages = &candidates.averages;
+            let offers = Offers {
+                ways: &self.ways,
+                bytes: averages.map(|average| {
+                    if average.bytes < WORTH_WHILE {
+                        average.bytes
+                    } else {
+                        PAGE as f32
+                    }
+                }),
+                ns: averages.map(|average| average.ns),
+            };
+            let offer = |way: Option<Way>| Offer {
+                way,
+                bytes: way.map_or(PAGE as f32, |way| offers.bytes[way.index()]),
+                ns: way.map_or(AS_IT_IS_NS, |way| offers.ns[way.index()]),
+                cost_ns: offers.cost(way, ns_per_byte),
+            };
+            let ways = self.ways.iter().copied().map(Some);
+            Chosen {
+                class,
+                batches: candidates.batches,
+                way: offers.best(ns_per_byte),
+                offers: [None].into_iter().chain(ways).map(offer).collect(),
+            }
+        });
+        chosen.collect()
     }
 }
 

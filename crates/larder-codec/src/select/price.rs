@@ -37,6 +37,8 @@ pub(super) struct Load {
 const NS_PER_BYTE: (f32, f32) = (0.005, 1000.0);
 /// Of the link, for a byte: from 1 TB/s to 1 KB/s.
 const LINK_NS: (f32, f32) = (1e-3, 1e6);
+/// A thousandth of a processor.
+const ENCODERS_MIN: f32 = 1e-3;
 /// Batches in which the price triples, if one of both stands idle all the time.
 const BATCHES: f32 = 64.0;
 /// Far more, since a rare batch that takes long must count for all that it takes.
@@ -53,7 +55,7 @@ const LINK_BYTES_KNOWN: f32 = 64e3;
 impl Price {
     /// To begin with what a byte takes on the link.
     pub(super) fn of_link(bytes_per_second: u64, encoders: usize) -> Self {
-        let encoders = encoders.max(1) as f32;
+        let encoders = (encoders as f32).max(1.0);
         let link_ns = (1e9 / bytes_per_second.max(1) as f32).clamp(LINK_NS.0, LINK_NS.1);
         Self {
             encoders,
@@ -64,6 +66,15 @@ impl Price {
             batches: 0.0,
             ahead_ns: 0.0,
         }
+    }
+
+    /// So many work at a time from now on; the balance finds what that makes of the price.
+    pub(super) fn set_encoders(&mut self, encoders: f32) {
+        self.encoders = if encoders > ENCODERS_MIN {
+            encoders
+        } else {
+            ENCODERS_MIN
+        };
     }
 
     /// In nanoseconds of an encoder.

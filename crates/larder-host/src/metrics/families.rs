@@ -4,7 +4,7 @@ use larder_vm::control::state::{CacheHealth, DiskState};
 
 use super::labelled::{cache_info, cache_reads, disk_info, miss_ratios, prefetch_reads, prefetch_streams, vm_info};
 use super::write::Put;
-use super::{HostMetrics, MemoryMetrics, VmMetrics};
+use super::{HostMetrics, MemoryMetrics, MigrationMetrics, VmMetrics};
 use crate::vm::Health;
 
 /// How a family is to be read.
@@ -34,6 +34,7 @@ pub(super) enum Of {
     Vm(fn(&VmMetrics, &mut Put<'_>)),
     Disk(fn(&DiskState, &mut Put<'_>)),
     Memory(fn(&MemoryMetrics<'_>, &mut Put<'_>)),
+    Migration(fn(&MigrationMetrics, &mut Put<'_>)),
 }
 
 /// A name, what it means, and how its values are told.

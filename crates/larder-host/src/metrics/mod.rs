@@ -4,6 +4,7 @@
 mod families;
 mod labelled;
 mod memory;
+mod migration;
 mod write;
 
 use std::collections::HashMap;
@@ -17,6 +18,7 @@ use crate::fleet::Fleet;
 use crate::joined::joined;
 use crate::vm::{Health, Memory, NamedDisk, Sample};
 use families::{FAMILIES, Of};
+use migration::MigrationMetrics;
 use write::{Labels, Writer};
 
 /// How it is written.
@@ -134,7 +136,9 @@ pub(crate) fn render(fleet: &Fleet, format: Format) -> String {
             of_disks.push((labels, disk));
         }
     }
-    for family in FAMILIES.iter().chain(memory::FAMILIES) {
+    let moves = migration::seen(fleet);
+    let of_moves: Vec<(Labels, &MigrationMetrics)> = moves.iter().map(|of| (of.labels(), of)).collect();
+    for family in FAMILIES.iter().chain(memory::FAMILIES).chain(migration::FAMILIES) {
         let mut put = writer.family(family);
         match family.of {
             Of::Host(tell) => tell(&host, &mut put),
@@ -142,6 +146,7 @@ pub(crate) fn render(fleet: &Fleet, format: Format) -> String {
             Of::Disk(tell) => of_disks
                 .iter()
                 .for_each(|(labels, disk)| tell(&disk.state, put.of(labels))),
+            Of::Migration(tell) => of_moves.iter().for_each(|(labels, of)| tell(of, put.of(labels))),
             Of::Memory(tell) => of_vms.iter().for_each(|(labels, vm)| {
                 if let Some(memory) = vm.memory() {
                     let moved = &vm.moved;

@@ -33,14 +33,18 @@ pub struct Report {
     pub stream_bytes_per_s: u64,
     /// Bytes on the link in a second.
     pub wire_bytes_per_s: u64,
-    /// Of lanes at work, on an average: encoding, and waiting for the link.
+    /// Processors that the lanes take: reading, encoding, encrypting, writing.
+    pub processors: f64,
+    /// Of these, for encoding.
     pub encoding: f64,
-    /// See [`Self::encoding`].
+    /// Lanes that wait for the link, on an average.
     pub waiting: f64,
     /// In seconds, if it goes on so.
     pub expected_seconds: Option<f64>,
     /// For which the guest would stand still if it were to stop now, in milliseconds.
     pub expected_downtime_ms: Option<u64>,
+    /// How long the guest stood still, in milliseconds, once that is over and if it is known.
+    pub downtime_ms: Option<u64>,
     /// Why it will not end at this rate, and what can be done.
     pub verdict: Option<String>,
     /// All that was sent so far.
@@ -128,6 +132,11 @@ impl Watch {
         Ok(self.stopped)
     }
 
+    /// The guest may stand still for another time than was said before.
+    pub const fn allow(&mut self, downtime_ms: u64) {
+        self.downtime_ms = downtime_ms;
+    }
+
     /// Why it will not end at this rate; `None` while that is not known.
     #[must_use]
     pub fn verdict(&self) -> Option<String> {
@@ -160,10 +169,12 @@ impl Watch {
             dirty_bytes_per_s: number("dirty-pages-rate") * page,
             stream_bytes_per_s: per_second(totals.raw_bytes, first.raw_bytes),
             wire_bytes_per_s: per_second(totals.wire_bytes, first.wire_bytes),
-            encoding: per_second(totals.encode_ns, first.encode_ns) as f64 / 1e9,
+            processors: per_second(totals.cpu_ns, first.cpu_ns) as f64 / 1e9,
+            encoding: per_second(totals.encode_cpu_ns, first.encode_cpu_ns) as f64 / 1e9,
             waiting: per_second(totals.write_ns, first.write_ns) as f64 / 1e9,
             expected_seconds: None,
             expected_downtime_ms: None,
+            downtime_ms: None,
             verdict: None,
             totals,
         };

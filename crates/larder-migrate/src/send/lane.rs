@@ -16,6 +16,7 @@ use super::{LANE, SendError, Session};
 use crate::batch::Batch;
 use crate::encode::{Codecs, Frame, SLICES_MAX};
 use crate::link::{self, Link};
+use crate::progress::CpuTime;
 use crate::wire::{Kind, Message};
 
 /// How long a reader waits for the rest of a page that has begun to arrive.
@@ -27,6 +28,7 @@ impl Session<'_> {
     /// Until the session ends. Frames leave in the order in which they got their places, as the receiver wants them: it may
     /// wait for one that a device here still has.
     pub(super) fn lane(&self, mut link: Link, mut codecs: Codecs) -> Result<(), SendError> {
+        let mut cpu = CpuTime::of_thread();
         let mut free: Vec<_> = (0..codecs.frames()).map(|_| Box::new(Frame::new())).collect();
         let mut under_way: VecDeque<Box<Frame>> = VecDeque::with_capacity(free.len());
         loop {
@@ -39,7 +41,7 @@ impl Session<'_> {
                 Next::Nothing => true,
                 Next::Channel(number) => {
                     let mut frame = free.pop().expect("one is free, see above");
-                    if self.begin(number, &mut frame, &mut codecs)? {
+                    if self.begin(number, &mut frame, &mut codecs, &mut cpu)? {
                         under_way.push_back(frame);
                     } else {
                         free.push(frame);
@@ -52,11 +54,12 @@ impl Session<'_> {
                     under_way.push_front(frame);
                     break;
                 }
-                if !self.send(&mut frame, &mut link)? {
-                    return Ok(());
-                }
+                let goes_on = self.send(&mut frame, &mut link)? && self.wait_for_cpu(&mut cpu)?;
                 frame.clear(&mut codecs);
                 free.push(frame);
+                if !goes_on {
+                    break;
+                }
             }
         }
         link.say_end();
@@ -67,7 +70,7 @@ impl Session<'_> {
     }
 
     /// Reads a channel and begins a frame of it; `false` if there was nothing to send.
-    fn begin(&self, number: u16, frame: &mut Frame, codecs: &mut Codecs) -> Result<bool, SendError> {
+    fn begin(&self, number: u16, frame: &mut Frame, codecs: &mut Codecs, cpu: &mut CpuTime) -> Result<bool, SendError> {
         let Some(channel) = self.channel(number) else {
             return Ok(false);
         };
@@ -84,7 +87,9 @@ impl Session<'_> {
         self.progress.facts(number, reading.parser.facts());
         self.go_on(&channel, reading, ended)?;
         if len > 0 {
+            let begun = CpuTime::of_thread();
             frame.encode(&self.order, codecs)?;
+            cpu.encoded(begun);
         }
         Ok(len > 0)
     }
@@ -93,12 +98,7 @@ impl Session<'_> {
     fn send(&self, frame: &mut Frame, link: &mut Link) -> Result<bool, SendError> {
         let outcome = frame.finish();
         let encoded = Instant::now();
-        let pause = self.pace.take(outcome.wire_bytes.into(), encoded);
-        if !self
-            .poller
-            .sleep(pause)
-            .map_err(SendError::io("waiting for the next frame's time"))?
-        {
+        if !self.wait_for_link(outcome.wire_bytes.into())? {
             return Ok(false);
         }
         let raw_len = frame.batch.bytes().len();
@@ -115,6 +115,43 @@ impl Session<'_> {
         self.order.sent(outcome.wire_bytes.into(), sending, self.lanes);
         self.progress.sent(raw_len, &outcome, outcome.took, sending);
         Ok(true)
+    }
+
+    /// Waits until a frame may go; whether the session goes on.
+    fn wait_for_link(&self, bytes: u64) -> Result<bool, SendError> {
+        let rate = || self.limits.now().bandwidth.map(|rate| rate as f64);
+        let taken = self.link_pace.take(bytes, rate(), Instant::now());
+        self.wait("waiting for the next frame's time", || {
+            self.link_pace.before(taken, rate(), Instant::now())
+        })
+    }
+
+    /// Tells what a lane has taken of its processor, and waits until it may take more; whether the session goes on. Nobody
+    /// waits for the lane meanwhile: its frame has gone.
+    fn wait_for_cpu(&self, cpu: &mut CpuTime) -> Result<bool, SendError> {
+        let spent = cpu.spent();
+        self.progress.spent(spent, || self.order.chosen());
+        let limit = || self.limits.now().processors;
+        let rate = || limit().map(|processors| processors * 1e9);
+        let lanes = self.lanes as f64;
+        self.order.set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
+        let taken = self.cpu_pace.take(spent.all_ns, rate(), Instant::now());
+        self.wait("waiting for a processor's time", || {
+            self.cpu_pace.after(taken, rate(), Instant::now())
+        })
+    }
+
+    /// Sleeps as long as there is a pause; whether the session goes on.
+    fn wait(&self, what: &'static str, pause: impl Fn() -> Duration) -> Result<bool, SendError> {
+        loop {
+            let pause = pause();
+            if pause.is_zero() {
+                return Ok(true);
+            }
+            if !self.poller.sleep(pause).map_err(SendError::io(what))? {
+                return Ok(false);
+            }
+        }
     }
 
     /// After a batch was read: the channel goes back, or is at its end.

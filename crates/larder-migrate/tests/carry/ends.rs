@@ -1,6 +1,7 @@
 //! How sessions end, and what does not end them.
 
 use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -8,6 +9,7 @@ use std::sync::{Barrier, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use larder_migrate::limits::Limits;
 use larder_migrate::notes::{Notes, Received};
 use larder_migrate::progress::Totals;
 use larder_migrate::receive::receive;
@@ -154,8 +156,8 @@ fn a_channel_that_is_closed_while_it_waits_for_room_ends() {
 
 #[test]
 fn a_sender_that_waits_for_its_bandwidth_can_be_stopped() {
-    let mut pair = Pair::new(1, 0);
-    pair.bandwidth = Some(1000);
+    let pair = Pair::new(1, 0);
+    pair.limits.change(|limits| limits.bandwidth = Some(1000));
     let mut bytes = vec![0; 2 * FRAME_RAW_MAX + 100_000];
     Numbers(8).fill(&mut bytes);
     let written = Barrier::new(2);
@@ -177,6 +179,69 @@ fn a_sender_that_waits_for_its_bandwidth_can_be_stopped() {
     );
     assert!(matches!(ended.sender, Err(SendError::Stopped)), "{:?}", ended.sender);
     assert_eq!(ended.errors()[1], "the sender: stopped");
+}
+
+/// Memory that compresses, and takes time for it.
+fn text(len: usize) -> Vec<u8> {
+    larder_codec::measure::Kind::Text.memory(len, 3)
+}
+
+/// Has bytes carried, and does something when the first frame has gone.
+fn carry(pair: &Pair, bytes: &[u8], begun: impl FnOnce() + Send) -> Totals {
+    let (_, read, totals) = pair.run(
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            socket.write_all(bytes).expect("writes");
+            socket.shutdown(Shutdown::Write).expect("ends");
+            let _ = socket.read(&mut [0]);
+        },
+        |listener| {
+            let (mut socket, _) = listener.accept().expect("a connection");
+            pair.wait_until(|totals| totals.frames >= 1);
+            begun();
+            let mut read = Vec::new();
+            socket.read_to_end(&mut read).expect("reads");
+            read
+        },
+    );
+    assert!(read == bytes, "other bytes");
+    totals
+}
+
+#[test]
+fn lanes_take_no_more_of_their_processors_than_they_may() {
+    let pair = Pair::new(3, 0);
+    pair.limits.change(|limits| limits.processors = Some(0.05));
+    let bytes = text(48 << 20);
+    let begun = Instant::now();
+    let totals = carry(&pair, &bytes, || {});
+    let processors = totals.cpu_ns as f64 / begun.elapsed().as_nanos() as f64;
+    println!("{processors} processors");
+    assert!(processors < 0.055, "{processors}");
+    assert!(
+        totals.encode_cpu_ns > 0 && totals.encode_cpu_ns < totals.cpu_ns,
+        "{totals:?}"
+    );
+    assert!(
+        !pair.progress.choice().classes.is_empty(),
+        "nothing says what was picked"
+    );
+}
+
+#[test]
+fn limits_that_are_lifted_in_the_middle_hold_nothing_up_any_more() {
+    let limit: [fn(&mut Limits); 2] = [
+        |limits| limits.processors = Some(1e-6),
+        |limits| limits.bandwidth = Some(1),
+    ];
+    for limit in limit {
+        let pair = Pair::new(2, 0);
+        pair.limits.change(limit);
+        // With it the rest would take days.
+        carry(&pair, &text(4 << 20), || {
+            pair.limits.change(|limits| *limits = Limits::default());
+        });
+    }
 }
 
 #[test]

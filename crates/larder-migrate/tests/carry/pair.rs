@@ -4,11 +4,13 @@ use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use larder_migrate::limits::InForce;
 use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::receive::{self, Agent, Delivered, ReceiveError, receive};
 use larder_migrate::send::{self, SendError, Sender, Steering};
@@ -25,8 +27,8 @@ pub(crate) struct Pair {
     pub(crate) lanes: u16,
     pub(crate) delta_memory: u64,
     pub(crate) window: u32,
-    /// Of the link, in bytes per second.
-    pub(crate) bandwidth: Option<u64>,
+    /// Of the sender.
+    pub(crate) limits: Arc<InForce>,
     pub(crate) tls: Option<(SenderTls, ReceiverTls)>,
     pub(crate) tcp: TcpListener,
     pub(crate) steering: Steering,
@@ -63,7 +65,7 @@ impl Pair {
             lanes,
             delta_memory,
             window: 16 << 20,
-            bandwidth: None,
+            limits: Arc::default(),
             tls: None,
             tcp: TcpListener::bind("127.0.0.1:0").expect("a port"),
             steering: Steering::default(),
@@ -95,6 +97,7 @@ impl Pair {
             window: self.window,
             channels: 16,
             lanes: self.lanes,
+            watched: Arc::default(),
         }
     }
 
@@ -104,7 +107,7 @@ impl Pair {
             tls: self.tls.as_ref().map(|(sender, _)| sender.clone()),
             lanes: self.lanes,
             delta_memory: self.delta_memory,
-            bandwidth: self.bandwidth,
+            limits: Arc::clone(&self.limits),
             accelerators: send::Accelerators::None,
         }
     }

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -179,7 +180,7 @@ fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
         tls: None,
         lanes: 1,
         delta_memory: 1 << 20,
-        bandwidth: None,
+        limits: Arc::default(),
         accelerators: send::Accelerators::None,
     };
     let is_over = AtomicBool::new(false);

@@ -16,12 +16,16 @@ use tokio::time::timeout;
 
 use super::events::{Events, events};
 use super::memory::{Detached, MemoryPatch};
+use super::migration::{Cancelling, MigrationInquiry, MigrationPatch};
 use super::openapi;
 use super::response::{Answer, event_stream, whole};
 use super::state::{Disks, Failure};
 use super::subject::Subject;
 use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded, Unfit};
-use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use super::{
+    CANCEL_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH, OPENAPI_PATH,
+    RELOAD_PATH, SERVER_PATH,
+};
 use crate::disk::{CacheWork, DiskChange, DiskInquiry, DiskMove, ranges_of, text_of};
 use crate::memory::MemoryInquiry;
 use crate::vm::{Moved, VmMove};
@@ -104,6 +108,8 @@ enum Resource {
     Move,
     Memory(Option<MemoryInquiry>),
     Detach(Option<MemoryInquiry>),
+    Migration(Option<MigrationInquiry>),
+    Cancel(Option<MigrationInquiry>),
     Disks,
     Disk(DiskInquiry),
     Flush(DiskInquiry),
@@ -122,6 +128,8 @@ impl Resource {
             DISKS_PATH => return Some(Self::Disks),
             MEMORY_PATH => return Some(Self::Memory(subject.memory_of())),
             DETACH_PATH => return Some(Self::Detach(subject.memory_of())),
+            MIGRATION_PATH => return Some(Self::Migration(subject.migration_of())),
+            CANCEL_PATH => return Some(Self::Cancel(subject.migration_of())),
             _ => {}
         }
         let of_disk = path.strip_prefix(DISKS_PATH)?.strip_prefix('/')?;
@@ -140,9 +148,9 @@ impl Resource {
     fn methods(&self) -> &'static str {
         match self {
             Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
-            Self::Disk(_) | Self::Memory(_) => "GET, HEAD, PATCH",
+            Self::Disk(_) | Self::Memory(_) | Self::Migration(_) => "GET, HEAD, PATCH",
             Self::Hot(_) => "GET, HEAD, POST",
-            Self::Detach(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload | Self::Move => "POST",
+            Self::Detach(_) | Self::Cancel(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload | Self::Move => "POST",
         }
     }
 }
@@ -177,7 +185,19 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Ok(state) => found(&state),
             Err(late) => late,
         },
-        Resource::Memory(None) | Resource::Detach(None) => failure(StatusCode::NOT_FOUND, not_found(&path, subject)),
+        Resource::Memory(None) | Resource::Detach(None) | Resource::Migration(None) | Resource::Cancel(None) => {
+            // Who is still sending when the connection is closed may never see the answer.
+            let _ = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
+            failure(StatusCode::NOT_FOUND, not_found(&path, subject))
+        }
+        Resource::Migration(Some(migration)) if request.method() == Method::PATCH => {
+            limit_migration(request, &migration).await
+        }
+        Resource::Migration(Some(migration)) => found(&migration.state()),
+        Resource::Cancel(Some(migration)) => {
+            migration.cancel();
+            json_answer(StatusCode::ACCEPTED, &Cancelling { cancelling: true })
+        }
         Resource::Memory(Some(memory)) if request.method() == Method::PATCH => limit_memory(request, &memory).await,
         Resource::Memory(Some(memory)) => match timeout(DISK_TIME_MAX, memory.state()).await {
             Ok(Some(state)) => found(&state),
@@ -217,6 +237,9 @@ fn not_found(path: &str, subject: &Subject) -> String {
         _ if subject.memory_of().is_some() => {
             format!("there is no {path} here; there is {MEMORY_PATH}, and what {OPENAPI_PATH} describes")
         }
+        _ if subject.migration_of().is_some() => {
+            format!("there is no {path} here; there is {MIGRATION_PATH}, and what {OPENAPI_PATH} describes")
+        }
         _ => format!("there is no {path} here; there is {DISKS_PATH}, and what {OPENAPI_PATH} describes"),
     }
 }
@@ -250,6 +273,20 @@ async fn limit_memory(request: Request<Incoming>, memory: &MemoryInquiry) -> Ans
         Ok(Some(Err(error))) => failure(StatusCode::CONFLICT, error),
         Ok(None) => memory_is_over(),
         Err(_) => memory_is_late(),
+    }
+}
+
+async fn limit_migration(request: Request<Incoming>, migration: &MigrationInquiry) -> Answer {
+    let patch: MigrationPatch = match body_of(request, "{\"bandwidth\":52428800}").await {
+        Ok(patch) => patch,
+        Err(unfit) => return refuse(unfit),
+    };
+    if let Err(why) = patch.check() {
+        return failure(StatusCode::BAD_REQUEST, why);
+    }
+    match migration.limit(&patch) {
+        Ok(()) => found(&migration.state()),
+        Err(why) => failure(StatusCode::CONFLICT, why),
     }
 }
 

@@ -18,11 +18,12 @@ use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
 use super::memory::{Detached, MemoryPatch, MemoryState};
+use super::migration::{Cancelling, MigrationPatch, MigrationState};
 use super::state::{DiskState, Disks, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
 use super::{
-    DETACH_PATH, DISKS_PATH, MEMORY_PATH, MOVE_PATH, RELOAD_PATH, SERVER_PATH, disk_path, flush_path, hot_path,
-    replace_path,
+    CANCEL_PATH, DETACH_PATH, DISKS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH, RELOAD_PATH, SERVER_PATH, disk_path,
+    flush_path, hot_path, replace_path,
 };
 use crate::disk::CacheWork;
 use crate::image::absolute;
@@ -175,11 +176,39 @@ pub fn warm_disk(path: &Path, disk: &str, ranges: &str) -> Result<DiskState, Fet
     Ok(ask_in_time(path, &Question::Warm(disk.to_owned(), ranges.to_owned()))?.1)
 }
 
+/// Asks at the control socket `path` for the move that is under way: what was said, and that as far as this program knows
+/// it.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn fetch_migration(path: &Path) -> Result<(Value, MigrationState), FetchError> {
+    ask_in_time(path, &Question::Migration)
+}
+
+/// Has a move keep to other limits; how it is then.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn limit_migration(path: &Path, patch: MigrationPatch) -> Result<MigrationState, FetchError> {
+    Ok(ask_in_time(path, &Question::LimitMigration(patch))?.1)
+}
+
+/// Has a move cancelled.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn cancel_migration(path: &Path) -> Result<Cancelling, FetchError> {
+    Ok(ask_in_time(path, &Question::Cancel)?.1)
+}
+
 /// What is asked for.
 enum Question {
     Hot(String),
     Warm(String, String),
     Move(VmMove),
+    Migration,
+    LimitMigration(MigrationPatch),
+    Cancel,
     Memory,
     Limit(MemoryPatch),
     Detach,
@@ -194,6 +223,9 @@ impl Question {
         let (request, body) = match self {
             Self::Server => (Request::get(SERVER_PATH), Bytes::new()),
             Self::Disks => (Request::get(DISKS_PATH), Bytes::new()),
+            Self::Migration => (Request::get(MIGRATION_PATH), Bytes::new()),
+            Self::LimitMigration(patch) => (Request::patch(MIGRATION_PATH), json!(patch).to_string().into()),
+            Self::Cancel => (Request::post(CANCEL_PATH), Bytes::new()),
             Self::Memory => (Request::get(MEMORY_PATH), Bytes::new()),
             Self::Limit(patch) => (Request::patch(MEMORY_PATH), json!(patch).to_string().into()),
             Self::Hot(disk) => (Request::get(hot_path(disk)), Bytes::new()),

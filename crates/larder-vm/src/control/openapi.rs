@@ -10,9 +10,13 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::events::Event;
 use super::memory::{Detached, MemoryPatch, MemoryState};
+use super::migration::{Cancelling, DOWNTIME_MS_MAX, MigrationPatch, MigrationState};
 use super::state::{DiskState, Disks, Failure, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
-use super::{DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MOVE_PATH, OPENAPI_PATH, RELOAD_PATH, SERVER_PATH};
+use super::{
+    CANCEL_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH, OPENAPI_PATH,
+    RELOAD_PATH, SERVER_PATH,
+};
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
 use crate::vm::Moved;
@@ -32,6 +36,9 @@ pub(super) fn document() -> Value {
     let memory = types.of::<MemoryState>();
     let memory_patch = types.of::<MemoryPatch>();
     let detached = types.of::<Detached>();
+    let migration = types.of::<MigrationState>();
+    let migration_patch = types.of::<MigrationPatch>();
+    let cancelling = types.of::<Cancelling>();
     types.of::<Event>();
     let failure = types.of::<Failure>();
     types.bound_wishes();
@@ -59,6 +66,8 @@ pub(super) fn document() -> Value {
             "It was detached from, or its process has ended, or the thread does not answer.",
         )
     };
+    let no_migration = || fails("404", "This process moves no virtual machine.");
+    let migration_is = || ("200".to_owned(), described("The move.", &migration));
     let refused = || fails("409", "It cannot be done; `error` says why.");
     let of_disk = json!([{
         "name": "disk",
@@ -72,7 +81,7 @@ pub(super) fn document() -> Value {
         "openapi": "3.1.0",
         "info": {
             "title": "Larder",
-            "description": "The control socket of a process that serves the disks of a virtual machine, or manages its memory: HTTP/1.1 over a unix socket, one request for each connection.",
+            "description": "The control socket of a process that serves the disks of a virtual machine, manages its memory, or moves it: HTTP/1.1 over a unix socket, one request for each connection.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             "version": env!("CARGO_PKG_VERSION"),
         },
@@ -132,6 +141,28 @@ pub(super) fn document() -> Value {
                     ("202".to_owned(), described("It takes longer than 8 s, and goes on; or the server ends: ask again.", &moved)),
                     bad_body(),
                     fails("409", "It cannot be done; `error` says why. All is as before."),
+                ]),
+            }},
+            MIGRATION_PATH: {
+                "get": {
+                    "operationId": "query-migration",
+                    "summary": "The virtual machine that the process moves.",
+                    "responses": responses([migration_is(), no_http(), no_migration()]),
+                },
+                "patch": {
+                    "operationId": "limit-migration",
+                    "summary": "Change what the move may take, from now on.",
+                    "requestBody": body(&migration_patch),
+                    "responses": responses([migration_is(), bad_body(), no_migration(), refused()]),
+                },
+            },
+            CANCEL_PATH: {"post": {
+                "operationId": "cancel-migration",
+                "summary": "Cancel the move, as SIGINT does: the virtual machine stays where it is, as long as that can be.",
+                "responses": responses([
+                    ("202".to_owned(), described("It was told; `phase` says what becomes of it.", &cancelling)),
+                    no_http(),
+                    no_migration(),
                 ]),
             }},
             MEMORY_PATH: {
@@ -256,6 +287,14 @@ impl Types {
             "endurance",
             none_or(size(CACHE_ENDURANCE_MIN, CACHE_ENDURANCE_MAX)),
         );
+        let downtime = json!([{"type": "integer", "minimum": 1, "maximum": DOWNTIME_MS_MAX}, {"type": "null"}]);
+        self.bound("MigrationPatch", "downtime_ms", downtime);
+        let processors = json!([
+            {"type": "number", "const": 0},
+            {"type": "number", "minimum": 0.01, "maximum": 1024},
+            {"type": "null"},
+        ]);
+        self.bound("MigrationPatch", "processors", processors);
         let modes: Vec<&str> = CACHE_MODES.into_iter().map(cache_mode_name).collect();
         self.bound(
             "CachePatch",

@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use tokio::sync::oneshot;
 
+use super::migration::MigrationInquiry;
 use super::state::ServerState;
 use super::wishes::Reloaded;
 use crate::disk::DiskInquiry;
@@ -25,7 +26,7 @@ pub type MoveReply = oneshot::Sender<Result<Moved, String>>;
 /// Where is told what became of it, or what is wrong with the file.
 pub type ReloadReply = oneshot::Sender<Result<Reloaded, String>>;
 
-/// A process that serves disks, or manages memory.
+/// A process that serves disks, manages memory, or moves a VM.
 pub struct Subject {
     vm: Option<String>,
     uuid: Option<String>,
@@ -33,6 +34,7 @@ pub struct Subject {
     started: SystemTime,
     disks: Mutex<Vec<DiskInquiry>>,
     memory: Option<MemoryInquiry>,
+    migration: Option<MigrationInquiry>,
     reload: Option<Reload>,
     move_on: Option<MoveOn>,
     is_confined: bool,
@@ -48,6 +50,7 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::new(vec![disk]),
             memory: None,
+            migration: None,
             reload: None,
             move_on: None,
             is_confined: false,
@@ -63,6 +66,7 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::default(),
             memory: Some(memory),
+            migration: None,
             reload: None,
             move_on: None,
             is_confined: false,
@@ -76,6 +80,22 @@ impl Subject {
             uuid: config.uuid.clone(),
             file: Some(std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
             ..Self::memory(memory)
+        }
+    }
+
+    /// A VM of that name that is moved.
+    pub fn migration(vm: &str, migration: MigrationInquiry) -> Self {
+        Self {
+            vm: Some(vm.to_owned()),
+            uuid: None,
+            file: None,
+            started: SystemTime::now(),
+            disks: Mutex::default(),
+            memory: None,
+            migration: Some(migration),
+            reload: None,
+            move_on: None,
+            is_confined: false,
         }
     }
 
@@ -95,6 +115,7 @@ impl Subject {
             started: SystemTime::now(),
             disks: Mutex::new(disks),
             memory: None,
+            migration: None,
             reload: Some(reload),
             move_on: Some(move_on),
             is_confined,
@@ -120,6 +141,10 @@ impl Subject {
 
     pub(super) fn memory_of(&self) -> Option<MemoryInquiry> {
         self.memory.clone()
+    }
+
+    pub(super) fn migration_of(&self) -> Option<MigrationInquiry> {
+        self.migration.clone()
     }
 
     pub(super) fn state(&self) -> ServerState {

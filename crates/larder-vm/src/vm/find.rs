@@ -9,6 +9,7 @@ use std::os::unix::fs::{FileTypeExt, symlink};
 use std::path::{Path, PathBuf};
 
 use super::config::{self, VmConfig};
+use crate::control::migration::Direction;
 use crate::runtime_folder::{self, runtime_folder};
 
 /// A VM that there is, or should be.
@@ -83,6 +84,53 @@ pub fn make_memory_control(name: &str) -> io::Result<PathBuf> {
     }
     runtime_folder::make(&folder, 0o755)?;
     Ok(memory_control_of(name))
+}
+
+/// Where the process listens that moves the VM `name` that way, while it does.
+pub fn migration_control_of(name: &str, direction: Direction) -> PathBuf {
+    runtime_folder::moves_folder().join(format!("{name}.{}.sock", direction.name()))
+}
+
+/// The same, in a folder that is there. What is no name of a file in `name` is replaced.
+///
+/// # Errors
+/// The folder cannot be made, or is not this user's alone.
+pub fn make_migration_control(name: &str, direction: Direction) -> io::Result<PathBuf> {
+    let folder = runtime_folder::moves_folder();
+    if let Some(above) = folder.parent().filter(|above| *above == runtime_folder()) {
+        runtime_folder::make(above, 0o755)?;
+    }
+    runtime_folder::make(&folder, 0o755)?;
+    Ok(migration_control_of(&name.replace('/', "_"), direction))
+}
+
+/// The folders of the sockets of processes that move VMs, which concern this user.
+pub fn moves_folders() -> Vec<PathBuf> {
+    runtime_folder::moves_folders()
+}
+
+/// The VM, and which way it goes, that the name of such a socket tells of.
+pub fn moved_of(path: &Path) -> Option<(String, Direction)> {
+    let name = path.file_name()?.to_str()?.strip_suffix(".sock")?;
+    let ways = [Direction::Leaving, Direction::Coming];
+    ways.into_iter().find_map(|way| {
+        let vm = name.strip_suffix(way.name())?.strip_suffix('.')?;
+        Some((vm.to_owned(), way))
+    })
+}
+
+/// The sockets of the processes that move VMs now, or did until they were killed.
+pub fn moves() -> Vec<(String, Direction, PathBuf)> {
+    let entries = moves_folders()
+        .into_iter()
+        .filter_map(|folder| std::fs::read_dir(folder).ok());
+    let paths = entries.flatten().flatten().map(|entry| entry.path());
+    let mut all: Vec<_> = paths
+        .filter(|path| std::fs::metadata(path).is_ok_and(|it| it.file_type().is_socket()))
+        .filter_map(|path| moved_of(&path).map(|(vm, way)| (vm, way, path)))
+        .collect();
+    all.sort();
+    all
 }
 
 /// Where the notes are, in the runtime folder.

@@ -1,7 +1,9 @@
 //! Options of `larder migrate`.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::builder::OsStringValueParser;
 use clap::{Args, Subcommand, ValueEnum};
 use larder_block::ByteLen;
 use larder_migrate::tls::Pin;
@@ -31,7 +33,7 @@ pub(crate) struct MoveArguments {
     pub(crate) to: Option<String>,
     /// Let a virtual machine that was handed over run here again. Only if the QEMU at the destination has ended and will not
     /// run it: nobody asks there
-    #[arg(long, conflicts_with_all = ["to", "tls", "peer", "insecure", "postcopy", "keep", "timeout"])]
+    #[arg(long, conflicts_with_all = ["to", "tls", "peer", "insecure", "postcopy", "keep", "timeout", "control"])]
     pub(crate) take_back: bool,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
@@ -57,6 +59,10 @@ pub(crate) struct MoveArguments {
     /// Do not end the QEMU here once the virtual machine runs at the destination
     #[arg(long)]
     pub(crate) keep: bool,
+    /// Where to listen for larder migrate status, limit and cancel; by default where they, larder status and larder host
+    /// look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in $XDG_RUNTIME_DIR
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
     /// For people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
@@ -74,6 +80,9 @@ pub(crate) struct SendingArguments {
     /// Send no more than so many bytes in a second
     #[arg(long, value_name = "SIZE")]
     pub(crate) bandwidth: Option<ByteLen>,
+    /// Take no more of the processors' time for compressing and sending: 1.5 is one and a half processors, on an average
+    #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu)]
+    pub(crate) cpu: Option<f64>,
     /// Devices that compress beside the CPUs (Intel QuickAssist, In-Memory Analytics Accelerator), where their libraries are
     /// installed
     #[arg(long, value_name = "WHICH", default_value = "devices")]
@@ -91,6 +100,22 @@ pub(crate) enum AcceleratorsArgument {
     Software,
 }
 
+/// 0.01 to 1024.
+fn parse_cpu(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(cpu) if (0.01..=1024.0).contains(&cpu) => Ok(cpu),
+        _ => Err("give processors from 0.01 to 1024, as in 1.5".to_owned()),
+    }
+}
+
+/// The same, or 0 for no limit.
+fn parse_cpu_or_none(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(cpu) if cpu == 0.0 => Ok(cpu),
+        _ => parse_cpu(text).map_err(|error| format!("{error}, or 0 for no limit")),
+    }
+}
+
 #[derive(Subcommand)]
 pub(crate) enum MigrateCommand {
     /// Carry the migration of a QEMU to a receiver on another host, compressed, and nothing else: QEMU migrates to unix:PATH,
@@ -98,6 +123,55 @@ pub(crate) enum MigrateCommand {
     Send(MigrateSendArguments),
     /// Take in a virtual machine, or what a sender carries, and hand it to the QEMU that waits
     Receive(MigrateReceiveArguments),
+    /// Say how a move goes that is under way on this host
+    Status(MigrateStatusArguments),
+    /// Change what a move may take while it goes on; 0 takes a limit away
+    Limit(MigrateLimitArguments),
+    /// Cancel a move: the virtual machine goes on where it is, as after SIGINT
+    Cancel(MigrateCancelArguments),
+}
+
+/// Which move.
+#[derive(Args)]
+pub(crate) struct MigrateAtArguments {
+    /// The virtual machine's name; one that was named by --qmp PATH, --listen PATH or --connect PATH is called as the last
+    /// part of that, without its extension. Or with a / in it the path of a control socket
+    #[arg(value_name = "VM", value_parser = OsStringValueParser::new())]
+    pub(crate) vm: OsString,
+}
+
+#[derive(Args)]
+pub(crate) struct MigrateStatusArguments {
+    #[command(flatten)]
+    pub(crate) at: MigrateAtArguments,
+    /// For people or for programs
+    #[arg(long, default_value = "text")]
+    pub(crate) output: Output,
+}
+
+#[derive(Args)]
+#[group(id = "limits", required = true, multiple = true, args = ["bandwidth", "cpu", "downtime", "timeout"])]
+pub(crate) struct MigrateLimitArguments {
+    #[command(flatten)]
+    pub(crate) at: MigrateAtArguments,
+    /// Bytes on the link in a second
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) bandwidth: Option<ByteLen>,
+    /// Processors' time for compressing and sending
+    #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu_or_none)]
+    pub(crate) cpu: Option<f64>,
+    /// How long the guest may stand still in the end, in milliseconds
+    #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(1..=2_000_000))]
+    pub(crate) downtime: Option<u64>,
+    /// Seconds from its beginning after which it is given up
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) timeout: Option<u64>,
+}
+
+#[derive(Args)]
+pub(crate) struct MigrateCancelArguments {
+    #[command(flatten)]
+    pub(crate) at: MigrateAtArguments,
 }
 
 /// How the hosts trust one another.
@@ -127,6 +201,10 @@ pub(crate) struct MigrateSendArguments {
     pub(crate) trust: TrustArguments,
     #[command(flatten)]
     pub(crate) sending: SendingArguments,
+    /// Where to listen for larder migrate status, limit and cancel; by default where they, larder status and larder host
+    /// look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in $XDG_RUNTIME_DIR
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
     /// For people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,
@@ -155,6 +233,10 @@ pub(crate) struct MigrateReceiveArguments {
     /// Memory for old versions of pages, at most; by default an 8th of what is available, up to 4 GiB
     #[arg(long, value_name = "SIZE")]
     pub(crate) delta_memory: Option<ByteLen>,
+    /// Where to listen for larder migrate status, limit and cancel; by default where they, larder status and larder host
+    /// look: VM.leaving.sock and VM.coming.sock in /run/larder-moves, or in larder/moves in $XDG_RUNTIME_DIR
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
     /// For people or for programs
     #[arg(long, default_value = "text")]
     pub(crate) output: Output,

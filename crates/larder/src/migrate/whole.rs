@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use larder_migrate::limits::Limits;
 use larder_migrate::moving::destination::{Destination, State};
 use larder_migrate::moving::messages::ToSource;
 use larder_migrate::moving::source::{self, Done, MoveError};
@@ -20,6 +21,7 @@ use larder_vm::vm::config::{QemuAt, VmConfig, path_of};
 use serde_json::json;
 
 use super::disks::LocalServers;
+use super::watched::{Moved, Watched, by, limits_state};
 use super::{json_of, ratio, sending, stop_by_signal, summary};
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
@@ -48,38 +50,74 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
         servers: Arc::new(LocalServers::default()),
         send: sending(to, &arguments.trust, &arguments.sending)?,
         multifd_channels: arguments.channels,
-        downtime_ms: arguments.downtime,
-        timeout: arguments.timeout.map(Duration::from_secs),
         postcopy: arguments.postcopy,
         throttle: arguments.throttle,
         keep: arguments.keep,
     };
+    options.send.limits.change(|limits| {
+        limits.downtime_ms = arguments.downtime;
+        limits.timeout = arguments.timeout.map(Duration::from_secs);
+    });
     let cancel = stop_by_signal()?;
     let progress = Arc::new(Progress::new());
+    let moved = Moved::Sent {
+        progress: Arc::clone(&progress),
+        limits: Arc::clone(&options.send.limits),
+        whole: true,
+    };
+    let to = Some(options.send.to.as_str());
+    let watched = Watched::new(arguments.vm.as_deref(), &options.qmp, to, moved, by(&cancel));
+    let control = watched.listen(arguments.control.as_deref())?;
     let mut shown = Shown::default();
-    let result = source::run(&options, &progress, &cancel, &mut |report| shown.show(report));
+    let result = source::run(&options, &progress, &cancel, &mut |report| {
+        watched.see(report);
+        shown.show(report);
+    });
     shown.end();
+    let failed = result.as_ref().err();
+    watched.is_over(failed.map(ToString::to_string), Some(failed.map_or("there", place)));
+    let ended = tell(result, &progress, &options.send.limits.now(), arguments.output);
+    watched.is_heard();
+    drop(control);
+    ended
+}
+
+/// Where the VM is after a move that has failed.
+const fn place(error: &MoveError) -> &'static str {
+    match error {
+        MoveError::Preflight(_) | MoveError::Here { .. } | MoveError::Cancelled => "here",
+        MoveError::InDoubt { .. } => "in doubt",
+        MoveError::Broken { .. } => "between",
+        MoveError::Lost { .. } => "lost",
+        MoveError::Qmp(_) | MoveError::Unsettled(_) | MoveError::Unclear(_) => "unknown",
+    }
+}
+
+/// Says how it ended.
+fn tell(
+    result: Result<Done, MoveError>,
+    progress: &Progress,
+    limits: &Limits,
+    output: Output,
+) -> anyhow::Result<ExitCode> {
+    let limits = limits_state(limits, true);
     let error = match result {
         Ok(done) => {
-            print(&match arguments.output {
-                Output::Text => told(&done, &progress),
-                Output::Json => format!("{:#}\n", json!({"moved": done, "sent": json_of(&progress)})),
+            print(&match output {
+                Output::Text => told(&done, progress),
+                Output::Json => format!(
+                    "{:#}\n",
+                    json!({"moved": done, "sent": json_of(progress), "limits": limits})
+                ),
             })?;
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => error,
     };
-    if matches!(arguments.output, Output::Json) {
-        let place = match &error {
-            MoveError::Preflight(_) | MoveError::Here { .. } | MoveError::Cancelled => "here",
-            MoveError::InDoubt { .. } => "in doubt",
-            MoveError::Broken { .. } => "between",
-            MoveError::Lost { .. } => "lost",
-            MoveError::Qmp(_) | MoveError::Unsettled(_) | MoveError::Unclear(_) => "unknown",
-        };
+    if matches!(output, Output::Json) {
         print(&format!(
             "{:#}\n",
-            json!({"failed": error.to_string(), "vm": place, "sent": json_of(&progress)})
+            json!({"failed": error.to_string(), "vm": place(&error), "sent": json_of(progress), "limits": limits})
         ))?;
     }
     match error {
@@ -157,7 +195,7 @@ impl Shown {
             rate(report.stream_bytes_per_s),
             rate(report.wire_bytes_per_s),
             ratio(&report.totals),
-            report.encoding,
+            report.processors,
         );
         if let Some(seconds) = report.expected_seconds {
             text = format!("{text}; {seconds:.0} s to go");

@@ -1,4 +1,4 @@
-//! All VMs of the host, a line for each disk, and one for each whose memory is managed.
+//! All VMs of the host, a line for each disk, one for each whose memory is managed, and one for each that is moved.
 
 use std::process::ExitCode;
 
@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
 use crate::disk_image::human;
-use crate::memories;
 use crate::output::{Table, print};
 use crate::rates::is_not_served;
+use crate::{memories, moves};
 
 /// What became of asking a VM.
 type Asked = Result<(ServerState, Value, Disks), FetchError>;
@@ -23,13 +23,14 @@ pub(super) fn run(output: Output) -> anyhow::Result<ExitCode> {
     let asked = ask_all(&vms);
     let disks = asked.iter().flatten().flat_map(|(_, _, disks)| &disks.disks);
     let memories = memories::ask_all(&vms, disks);
+    let moves = moves::ask_all();
     let text = match output {
-        Output::Json => json_text(&vms, &asked, &memories),
-        Output::Text if vms.is_empty() && memories.is_empty() => no_vm(),
-        Output::Text => text(&vms, &asked, &memories),
+        Output::Json => json_text(&vms, &asked, &memories, &moves),
+        Output::Text if vms.is_empty() && memories.is_empty() && moves.is_empty() => no_vm(),
+        Output::Text => text(&vms, &asked, &memories, &moves),
     };
     print(&text)?;
-    let do_all_answer = memories.iter().all(|(_, asked)| asked.is_ok());
+    let do_all_answer = memories.iter().all(|(_, asked)| asked.is_ok()) && moves.iter().all(|(_, asked)| asked.is_ok());
     let are_all_well = do_all_answer
         && vms.iter().zip(&asked).all(|(vm, asked)| match asked {
             Ok(_) => true,
@@ -68,7 +69,7 @@ fn ask_all(vms: &[Found]) -> Vec<Asked> {
     })
 }
 
-fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked]) -> String {
+fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves: &[moves::Asked]) -> String {
     let mut table = Table::new(["vm", "disk", "size", "used by", "cache", "image"]);
     let mut troubles = String::new();
     for (vm, asked) in vms.iter().zip(asked) {
@@ -108,12 +109,22 @@ fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked]) -> String 
             Err(error) => troubles.push_str(&format!("{vm}: its memory: {error}\n")),
         }
     }
+    let mut moving = String::new();
+    for (vm, asked) in moves {
+        match asked {
+            Ok((_, state)) => moving.push_str(&format!("{}\n", moves::line(state))),
+            Err(error) => troubles.push_str(&format!("{vm}: its move: {error}\n")),
+        }
+    }
     let mut parts = Vec::new();
     if !vms.is_empty() {
         parts.push(table.into_text());
     }
     if !told.is_empty() {
         parts.push(memories::state_table(&told));
+    }
+    if !moving.is_empty() {
+        parts.push(moving);
     }
     if !troubles.is_empty() {
         parts.push(troubles);
@@ -154,7 +165,7 @@ fn cache_text(cache: &CacheState) -> String {
     }
 }
 
-fn json_text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked]) -> String {
+fn json_text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves: &[moves::Asked]) -> String {
     let memory_of = |name: &str| {
         let mut all = memories.iter();
         let asked = all.find(|(vm, _)| vm == name).map(|(_, asked)| asked);
@@ -186,5 +197,10 @@ fn json_text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked]) -> St
         json!({"name": name, "control": null, "server": null, "disks": [], "memory": memory, "error": error})
     });
     let all: Vec<Value> = all.chain(alone).collect();
-    format!("{:#}\n", json!({"vms": all}))
+    let moves = moves.iter().map(|(name, asked)| match asked {
+        Ok((said, _)) => json!({"name": name, "migration": said, "error": null}),
+        Err(error) => json!({"name": name, "migration": null, "error": error.to_string()}),
+    });
+    let moves: Vec<Value> = moves.collect();
+    format!("{:#}\n", json!({"vms": all, "moves": moves}))
 }

@@ -21,7 +21,7 @@ use crate::cli::Output;
 use crate::cli::watch::StatusArguments;
 use crate::output::print;
 use crate::rates::is_not_served;
-use crate::{memories, memory};
+use crate::{memories, memory, migrate, moves};
 
 /// The longest interval.
 const INTERVAL_MAX: Duration = Duration::from_secs(24 * 3600);
@@ -44,7 +44,7 @@ pub(crate) fn run(arguments: StatusArguments) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Tells of one VM: its disks, and its memory, if that is managed.
+/// Tells of one VM: its disks, its memory, if that is managed, and how it moves, if it does.
 fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
     let asked = fetch_disks(&vm.control);
     let disks = asked.as_ref().map_or(&[][..], |(_, disks)| &disks.disks[..]);
@@ -52,8 +52,13 @@ fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
         Err(error) if !is_not_served(error) => None,
         _ => memories::ask_one(vm, disks),
     };
+    let moves = moves::of_vm(&vm.name);
     let (mut said, disks) = match (asked, &memory) {
         (Ok(told), _) => told,
+        // It is only moved.
+        (Err(error), None) if is_not_served(&error) && !moves.is_empty() => {
+            (json!({"disks": []}), Disks { disks: Vec::new() })
+        }
         // Only its memory is Larder's.
         (Err(error), Some(_)) if is_not_served(&error) => (json!({"disks": []}), Disks { disks: Vec::new() }),
         (Err(error), _) => return Err(explain(error, vm)),
@@ -63,12 +68,17 @@ fn one(vm: &Found, output: Output) -> anyhow::Result<()> {
         Output::Text => {
             let of_memory = memory.map(|(_, state)| memory::text(&state));
             let of_disks = (!disks.disks.is_empty()).then(|| detail::text(&disks));
-            let parts: Vec<String> = [of_disks, of_memory].into_iter().flatten().collect();
+            let of_moves = moves.iter().map(|(_, state)| migrate::at::text(state));
+            let parts: Vec<String> = [of_disks, of_memory].into_iter().flatten().chain(of_moves).collect();
             print(&parts.join("\n"))
         }
         Output::Json => {
             if let (Some(fields), Some((memory, _))) = (said.as_object_mut(), memory) {
                 fields.insert("memory".to_owned(), memory);
+            }
+            let moves: Vec<serde_json::Value> = moves.into_iter().map(|(said, _)| said).collect();
+            if let Some(fields) = said.as_object_mut().filter(|_| !moves.is_empty()) {
+                fields.insert("migrations".to_owned(), moves.into());
             }
             print(&format!("{said:#}\n"))
         }

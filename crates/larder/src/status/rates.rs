@@ -12,6 +12,7 @@ use serde_json::json;
 use super::explain;
 use crate::cli::Output;
 use crate::memories::{self, MemorySampler, VmMemoryRates, rates_table};
+use crate::moves;
 use crate::output::print;
 use crate::rates::{Sampler, ask_all, is_not_served, table};
 
@@ -32,6 +33,16 @@ pub(crate) fn run(vm: Option<&Found>, every: Duration, count: Option<u64>, outpu
         }
         if !memories.is_empty() {
             tables.push(rates_table(&memories));
+        }
+        let moving: Vec<String> = match vm {
+            Some(vm) => moves::of_vm(&vm.name)
+                .iter()
+                .map(|(_, state)| moves::line(state))
+                .collect(),
+            None => moves::lines(moves::ask_all()),
+        };
+        if !moving.is_empty() {
+            tables.push(format!("{}\n", moving.join("\n")));
         }
         match output {
             Output::Text if round > 0 => print(&format!("\n{}", tables.join("\n")))?,

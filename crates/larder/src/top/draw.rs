@@ -20,6 +20,9 @@ const MIB: f64 = (1 << 20) as f64;
 /// The histogram's bars are so long at most.
 const BAR_MAX: usize = 40;
 
+/// Moves that are told of at a time.
+const MOVES_MAX: usize = 4;
+
 const HELP: &str = "\
  1 VMs   2 all disks   3 the chosen disk, its latencies and its caches   4 memory
  Enter   more of what is chosen          Esc    back
@@ -28,8 +31,16 @@ const HELP: &str = "\
  h       this                            q      quit";
 
 pub(super) fn draw(frame: &mut Frame<'_>, view: &mut View) {
-    let [head, body, foot] =
-        Layout::vertical([Constraint::Length(1), Constraint::Fill(1), Constraint::Length(1)]).areas(frame.area());
+    let moves = view.seen.moves.len().min(MOVES_MAX);
+    let [head, body, of_moves, foot] = Layout::vertical([
+        Constraint::Length(1),
+        Constraint::Fill(1),
+        Constraint::Length(moves as u16),
+        Constraint::Length(1),
+    ])
+    .areas(frame.area());
+    let lines = view.seen.moves.iter().take(moves).map(|line| Line::from(line.as_str()));
+    frame.render_widget(Paragraph::new(lines.collect::<Vec<_>>()), of_moves);
     let bold = Style::new().add_modifier(Modifier::BOLD);
     frame.render_widget(Paragraph::new(heading(view)).style(bold), head);
     match view.disk() {

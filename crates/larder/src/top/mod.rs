@@ -17,6 +17,7 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 use crate::cli::Output;
 use crate::cli::watch::TopArguments;
 use crate::memories::{self, MemorySampler, MemorySeen};
+use crate::moves;
 use crate::rates::{Sample, Sampler, ask_all};
 use crate::status::rates;
 use view::{Key, View};
@@ -30,6 +31,8 @@ struct Seen {
     sample: Sample,
     /// The memory of VMs, as far as it is managed.
     memories: Vec<MemorySeen>,
+    /// VMs that are moved, a line for each.
+    moves: Vec<String>,
     /// VMs that give no answer, and what is said of that.
     troubles: Vec<(String, String)>,
 }
@@ -75,6 +78,7 @@ fn look_again_and_again(every: Duration, sender: &Sender<Seen>, wanted: &Receive
                 Err(error) => seen.troubles.push((vm, format!("its memory: {error}"))),
             }
         }
+        seen.moves = moves::lines(moves::ask_all());
         seen.memories = memory_sampler.sample(memories);
         seen.sample = sampler.sample(served);
         if sender.send(seen).is_err() {

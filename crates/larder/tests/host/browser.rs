@@ -18,7 +18,7 @@ const PLOTS: &str =
     "return [...document.querySelectorAll('figure:not([hidden])')].map((it) => [it.dataset.title, it.larder()]);";
 
 /// Where pictures are kept for people.
-fn pictures() -> PathBuf {
+pub(super) fn pictures() -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../dashboard");
     std::fs::create_dir_all(&folder).expect("a folder");
     folder

@@ -6,6 +6,7 @@ mod balance;
 mod browser;
 mod memory;
 mod metrics;
+mod migration;
 mod packaged;
 mod places;
 #[path = "../support/mod.rs"]

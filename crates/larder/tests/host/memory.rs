@@ -307,10 +307,10 @@ fn status_tells_of_memory() {
 }
 
 /// `larder top` of that user in a terminal, which is tmux.
-struct Top(String);
+pub(super) struct Top(String);
 
 impl Top {
-    fn start(user: &User) -> Self {
+    pub(super) fn start(user: &User) -> Self {
         let command = user.larder(&["top"]);
         let words = |text: &std::ffi::OsStr| format!("'{}' ", text.to_str().expect("UTF-8"));
         let envs = command.get_envs().filter_map(|(name, value)| {
@@ -321,18 +321,19 @@ impl Top {
         line.extend(envs);
         line.push_str(&words(command.get_program()));
         line.extend(command.get_args().map(words));
-        let top = Self(format!("larder-memory-{}", std::process::id()));
+        let of_user = user.folder.path().file_name().unwrap_or_default().to_string_lossy();
+        let top = Self(format!("larder-top{of_user}"));
         top.tmux(&["new-session", "-d", "-x", "160", "-y", "40", &line]);
         top
     }
 
-    fn tmux(&self, arguments: &[&str]) -> String {
+    pub(super) fn tmux(&self, arguments: &[&str]) -> String {
         let mut tmux = Command::new("tmux");
         tmux.env("LC_ALL", "C.UTF-8").args(["-L", &self.0]).args(arguments);
         run(tmux).1
     }
 
-    fn shows(&self, parts: &[&str]) {
+    pub(super) fn shows(&self, parts: &[&str]) {
         until(&format!("{parts:?}"), || {
             let screen = self.tmux(&["capture-pane", "-p"]);
             parts.iter().all(|part| screen.contains(part)).then_some(())
@@ -360,6 +361,8 @@ fn top_shows_memory() {
     top.tmux(&["send-keys", "Enter"]);
     top.shows(&["memory of db", "budget:           40 MiB, used "]);
     top.tmux(&["send-keys", "Escape"]);
+    // A key that comes with it would be another one.
+    top.shows(&["comp/s", "refault/s"]);
     top.tmux(&["send-keys", "Down"]);
     top.tmux(&["send-keys", "Enter"]);
     top.shows(&["memory of web", "swap cache:", "lost, some:", "web.swap"]);

@@ -7,6 +7,7 @@ use larder_bench::campaign::process::Process;
 use serde_json::Value;
 
 use super::memory::Managed;
+use super::migration::Moving;
 use super::support::{LIMIT, on_tmpfs, tool};
 use super::{Host, User, fio, free_port, text, until, value_in};
 use std::io::Write;
@@ -23,9 +24,10 @@ pub(super) fn names(metrics: &str) -> (BTreeSet<String>, BTreeMap<String, String
 }
 
 /// A VM with all that there can be, which has done something.
-pub(super) fn busy(user: &User) -> ((Process, Managed), Host) {
+pub(super) fn busy(user: &User) -> ((Process, Managed, Moving), Host) {
     let vm = user.cached_vm("web");
     let memory = user.memory_with_all("web");
+    let moving = user.leaving();
     let uri = user.nbd("web");
     for commands in [
         ["write 0 8M", "flush"],
@@ -47,7 +49,10 @@ pub(super) fn busy(user: &User) -> ((Process, Managed), Host) {
     });
     // What may be a disk's socket is asked once the VM has said which are.
     until("the memory", || host.value("larder_memory_used_bytes{domain=\"web\"}"));
-    ((vm, memory), host)
+    until("the move", || {
+        host.value("larder_migration_round{domain=\"web\",direction=\"leaving\"}")
+    });
+    ((vm, memory, moving), host)
 }
 
 #[test]

@@ -43,10 +43,11 @@ pub(super) enum Postcopy {
 
 impl Course {
     pub(super) fn new(leaving: Leaving, options: &Options) -> Self {
+        let downtime_ms = options.limits().downtime_ms;
         Self {
             leaving,
             begun: Instant::now(),
-            watch: Watch::new(options.downtime_ms),
+            watch: Watch::new(downtime_ms),
             ending: Ending::default(),
             expected_downtime: None,
             limit_ms: LIMIT_MS,

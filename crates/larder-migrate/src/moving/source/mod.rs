@@ -21,6 +21,7 @@ use super::disks::{Deed, DiskServers};
 use super::record::{Leaving, Place};
 use super::watch::Report;
 use super::{has_ended, status_of};
+use crate::limits::Limits;
 use crate::progress::Progress;
 use crate::qmp::{Qmp, QmpError};
 use crate::send;
@@ -40,20 +41,23 @@ pub struct Options {
     pub records: PathBuf,
     /// What may serve its disks.
     pub servers: Arc<dyn DiskServers>,
-    /// Where to, and over what.
+    /// Where to, over what, and within which limits.
     pub send: send::Options,
     /// QEMU's channels for pages besides its main channel; 0: none.
     pub multifd_channels: u8,
-    /// How long the guest may stand still in the end, in milliseconds.
-    pub downtime_ms: u64,
-    /// After so long without an end it is given up.
-    pub timeout: Option<Duration>,
     /// What does not converge may be ended by post-copy.
     pub postcopy: bool,
     /// What does not converge may be throttled.
     pub throttle: bool,
     /// The source's QEMU is not ended.
     pub keep: bool,
+}
+
+impl Options {
+    /// Those in force now.
+    fn limits(&self) -> Limits {
+        self.send.limits.now()
+    }
 }
 
 /// How it ended well.

@@ -320,9 +320,12 @@ impl<'a> Mover<'a> {
             match status_of(&migration) {
                 "completed" => {
                     if !course.answered {
+                        report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
                         carrier = self.hand_over(carrier, &mut course)?;
                     }
-                    report(&course.watch.report(&migration, &self.progress, course.begun.elapsed()));
+                    let mut last = course.watch.report(&migration, &self.progress, course.begun.elapsed());
+                    last.downtime_ms = course.downtime_ms;
+                    report(&last);
                     let rounds = migration["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
                     return Ok(self.finish(carrier, &course, rounds));
                 }
@@ -372,6 +375,7 @@ impl<'a> Mover<'a> {
             }
             let mut now = course.watch.report(&migration, &self.progress, course.begun.elapsed());
             now.expected_downtime_ms = course.expected_downtime.map(|time| time.as_millis() as u64);
+            now.downtime_ms = course.downtime_ms;
             report(&now);
             // That QEMU has ended is seen above.
             let _ = course.watch.hear(&mut self.qmp, LOOK_EVERY);
@@ -388,7 +392,12 @@ impl<'a> Mover<'a> {
             return Err(None);
         }
         let verdict = course.watch.verdict();
-        if let Some(timeout) = self.options.timeout.filter(|timeout| course.begun.elapsed() > *timeout) {
+        if let Some(timeout) = self
+            .options
+            .limits()
+            .timeout
+            .filter(|timeout| course.begun.elapsed() > *timeout)
+        {
             return Err(Some(format!(
                 "it did not end in {} s: {}",
                 timeout.as_secs(),
@@ -429,9 +438,10 @@ impl<'a> Mover<'a> {
         let look = Look::new(course.begun.elapsed(), migration, totals.raw_bytes, totals.wire_bytes);
         let rest = course.ending.expected(look);
         course.expected_downtime = rest.map(|rest| rest.saturating_add(self.progress.flight() + HAND_OVER));
-        let allowed = Duration::from_millis(self.options.downtime_ms);
+        let allowed_ms = self.options.limits().downtime_ms;
+        course.watch.allow(allowed_ms);
         let limit_ms = match course.expected_downtime {
-            Some(expected) if expected <= allowed => LIMIT_TO_END_MS,
+            Some(expected) if expected <= Duration::from_millis(allowed_ms) => LIMIT_TO_END_MS,
             _ => LIMIT_MS,
         };
         if limit_ms == course.limit_ms {

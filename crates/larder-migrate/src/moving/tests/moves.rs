@@ -62,6 +62,7 @@ impl Bed {
                         window: 1 << 20,
                         channels: 4,
                         lanes: 2,
+                        watched: Arc::default(),
                     };
                     let _ = receive::receive(&listener, &options, &cut, Some(&|notes| mover.answer(&notes)));
                     cut.store(false, Ordering::Relaxed);
@@ -78,12 +79,10 @@ impl Bed {
                     tls: None,
                     lanes: 1,
                     delta_memory: 1 << 20,
-                    bandwidth: None,
+                    limits: Arc::default(),
                     accelerators: send::Accelerators::None,
                 },
                 multifd_channels: 0,
-                downtime_ms: 300,
-                timeout: None,
                 postcopy: false,
                 throttle: false,
                 keep: false,
@@ -273,9 +272,10 @@ fn a_qemu_that_refuses_to_migrate_goes_on_as_it_was() {
 
 #[test]
 fn what_does_not_end_is_given_up() {
-    let mut bed = Bed::new();
+    let bed = Bed::new();
     bed.destination.is().comes_to = ("inmigrate", "active");
-    bed.options.timeout = Some(Duration::from_millis(300));
+    let limits = &bed.options.send.limits;
+    limits.change(|limits| limits.timeout = Some(Duration::from_millis(300)));
     match bed.run() {
         Err(MoveError::Here { reason }) => assert!(reason.contains("did not end"), "{reason}"),
         other => panic!("{other:?}"),

@@ -1,0 +1,253 @@
+//! What there is to be told of VMs that are moved.
+
+use larder_vm::control::migration::{CourseState, MigrationPhase, MigrationState, SentState};
+
+use super::families::{Family, Kind, Of, family};
+use super::write::{Labels, Put};
+use crate::fleet::Fleet;
+use crate::migration_frames::moves;
+use crate::vm::{Health, shortened};
+
+/// A move as it is told: how it was last, which is kept for a while when it has ended.
+pub(super) struct MigrationMetrics {
+    domain: String,
+    health: Health,
+    state: MigrationState,
+}
+
+impl MigrationMetrics {
+    pub(super) fn labels(&self) -> Labels {
+        Labels::new(&[("domain", &self.domain), ("direction", self.state.direction.name())])
+    }
+
+    /// While it goes on.
+    fn course(&self) -> Option<&CourseState> {
+        let goes_on = self.health == Health::Up && !self.state.phase.is_over();
+        self.state.course.as_ref().filter(|_| goes_on)
+    }
+
+    fn sent(&self) -> Option<&SentState> {
+        self.state.sent.as_ref()
+    }
+
+    /// The VM may be nowhere, or at a place that nobody knows.
+    fn is_in_doubt(&self) -> bool {
+        let place = self.state.place.as_deref();
+        self.state.phase == MigrationPhase::Failed && place.is_some_and(|place| place != "here" && place != "there")
+    }
+}
+
+/// All moves, each with labels that no other one has.
+pub(super) fn seen(fleet: &Fleet) -> Vec<MigrationMetrics> {
+    let vms = fleet.vms();
+    let mut all: Vec<MigrationMetrics> = moves(&vms)
+        .map(|(vm, name, state)| MigrationMetrics {
+            domain: shortened(name.to_owned()),
+            health: vm.health,
+            state: state.clone(),
+        })
+        .collect();
+    // One of a name and a way in another folder is the same VM's, and older or younger.
+    all.sort_by(|a, b| {
+        let key = |of: &MigrationMetrics| (of.domain.clone(), of.state.direction, of.state.started_ms);
+        key(b).cmp(&key(a))
+    });
+    all.dedup_by(|one, other| one.domain == other.domain && one.state.direction == other.state.direction);
+    all
+}
+
+/// All of it, in the order in which it is told.
+pub(super) const FAMILIES: &[Family] = &[
+    family(
+        "larder_migration",
+        Kind::Info,
+        None,
+        "A VM that is moved, or was lately",
+        Of::Migration(info),
+    ),
+    family(
+        "larder_migration_up",
+        Kind::Gauge,
+        None,
+        "Whether the process that moves it answers, or has ended in order (1), or was killed or is stuck (0)",
+        Of::Migration(|of, put| put.flag(matches!(of.health, Health::Up | Health::Stopped | Health::New))),
+    ),
+    family(
+        "larder_migration_phase",
+        Kind::Gauge,
+        None,
+        "How far it is: 1 for the phase that it is in",
+        Of::Migration(|of, put| {
+            for phase in MigrationPhase::ALL {
+                put.value_of(&[("phase", phase.name())], u8::from(of.state.phase == phase));
+            }
+        }),
+    ),
+    family(
+        "larder_migration_in_doubt",
+        Kind::Gauge,
+        None,
+        "Whether it has failed so that the VM does not simply go on where it was",
+        Of::Migration(|of, put| put.flag(of.is_in_doubt())),
+    ),
+    family(
+        "larder_migration_start_time_seconds",
+        Kind::Gauge,
+        Some("seconds"),
+        "When the process was started that moves it, since 1970 (UTC)",
+        Of::Migration(|of, put| put.value(of.state.started_ms as f64 / 1e3)),
+    ),
+    family(
+        "larder_migration_converges",
+        Kind::Gauge,
+        None,
+        "Whether it may end as it goes (1), or will not (0)",
+        Of::Migration(|of, put| course(of, put, |course| Some(u8::from(course.verdict.is_none()).into()))),
+    ),
+    family(
+        "larder_migration_round",
+        Kind::Gauge,
+        None,
+        "The round of QEMU's; the first sends all memory",
+        Of::Migration(|of, put| course(of, put, |course| Some(course.round as f64))),
+    ),
+    family(
+        "larder_migration_memory_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "All of the guest's memory",
+        Of::Migration(|of, put| course(of, put, |course| Some(course.total_bytes as f64))),
+    ),
+    family(
+        "larder_migration_remaining_bytes",
+        Kind::Gauge,
+        Some("bytes"),
+        "What of it is still to be sent in this round",
+        Of::Migration(|of, put| course(of, put, |course| Some(course.remaining_bytes as f64))),
+    ),
+    family(
+        "larder_migration_dirty_bytes_per_second",
+        Kind::Gauge,
+        None,
+        "What the guest changes of it in a second",
+        Of::Migration(|of, put| course(of, put, |course| Some(course.dirty_bytes_per_s as f64))),
+    ),
+    family(
+        "larder_migration_expected_seconds",
+        Kind::Gauge,
+        Some("seconds"),
+        "How long it will take yet, if it goes on so",
+        Of::Migration(|of, put| course(of, put, |course| course.expected_seconds)),
+    ),
+    family(
+        "larder_migration_expected_downtime_seconds",
+        Kind::Gauge,
+        Some("seconds"),
+        "How long the guest would stand still now",
+        Of::Migration(|of, put| course(of, put, |course| Some(course.expected_downtime_ms? as f64 / 1e3))),
+    ),
+    family(
+        "larder_migration_downtime_seconds",
+        Kind::Gauge,
+        Some("seconds"),
+        "How long the guest stood still",
+        Of::Migration(|of, put| of.state.downtime_ms.iter().for_each(|ms| put.value(*ms as f64 / 1e3))),
+    ),
+    family(
+        "larder_migration_stream_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes of QEMU's stream that were sent, or handed to QEMU",
+        Of::Migration(|of, put| both(of, put, |sent| sent.raw_bytes, |delivered| delivered.0)),
+    ),
+    family(
+        "larder_migration_wire_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes on the link for them",
+        Of::Migration(|of, put| both(of, put, |sent| sent.wire_bytes, |delivered| delivered.1)),
+    ),
+    family(
+        "larder_migration_delivered_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes of QEMU's stream that the destination's QEMU has taken",
+        Of::Migration(|of, put| both(of, put, |sent| sent.delivered_bytes, |delivered| delivered.0)),
+    ),
+    family(
+        "larder_migration_pages",
+        Kind::Counter,
+        None,
+        "Pages sent, by how they went",
+        Of::Migration(|of, put| {
+            for way in of.sent().iter().flat_map(|sent| &sent.methods) {
+                put.value_of(&[("method", &way.method)], way.pages);
+            }
+        }),
+    ),
+    family(
+        "larder_migration_page_bytes",
+        Kind::Counter,
+        Some("bytes"),
+        "Bytes on the link for them",
+        Of::Migration(|of, put| {
+            for way in of.sent().iter().flat_map(|sent| &sent.methods) {
+                put.value_of(&[("method", &way.method)], way.bytes);
+            }
+        }),
+    ),
+    family(
+        "larder_migration_cpu_seconds",
+        Kind::Counter,
+        Some("seconds"),
+        "CPU time of those who send: encoding, and all else",
+        Of::Migration(|of, put| {
+            if let Some(sent) = of.sent() {
+                let other = (sent.cpu_seconds - sent.encode_cpu_seconds).max(0.0);
+                put.value_of(&[("work", "encoding")], sent.encode_cpu_seconds);
+                put.value_of(&[("work", "other")], other);
+            }
+        }),
+    ),
+    family(
+        "larder_migration_limit",
+        Kind::Gauge,
+        None,
+        "What it may take",
+        Of::Migration(limits),
+    ),
+];
+
+fn info(of: &MigrationMetrics, put: &mut Put<'_>) {
+    let peer = shortened(of.state.peer.clone().unwrap_or_default());
+    put.value_of(&[("peer", &peer), ("qemu", &shortened(of.state.qemu.clone()))], 1);
+}
+
+fn course(of: &MigrationMetrics, put: &mut Put<'_>, value: fn(&CourseState) -> Option<f64>) {
+    if let Some(value) = of.course().and_then(value) {
+        put.value(value);
+    }
+}
+
+/// A sum of the side that sends, or of that which receives: bytes of the stream, and on the link.
+fn both(of: &MigrationMetrics, put: &mut Put<'_>, sent: fn(&SentState) -> u64, delivered: fn((u64, u64)) -> u64) {
+    let received = of.state.delivered.map(|it| (it.raw_bytes, it.wire_bytes));
+    if let Some(value) = of.sent().map(sent).or_else(|| received.map(delivered)) {
+        put.value(value);
+    }
+}
+
+fn limits(of: &MigrationMetrics, put: &mut Put<'_>) {
+    let Some(limits) = &of.state.limits else { return };
+    let all = [
+        ("bandwidth", limits.bandwidth.map(|rate| rate as f64)),
+        ("processors", limits.processors),
+        ("downtime-ms", limits.downtime_ms.map(|ms| ms as f64)),
+        ("timeout-s", limits.timeout_s.map(|seconds| seconds as f64)),
+    ];
+    for (name, value) in all {
+        if let Some(value) = value {
+            put.value_of(&[("limit", name)], value);
+        }
+    }
+}

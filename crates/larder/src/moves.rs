@@ -1,0 +1,87 @@
+//! VMs that are moved on this host: who moves them, and how that goes.
+
+use larder_vm::control::migration::{Direction, MigrationState};
+use larder_vm::control::{FetchError, fetch_migration};
+use larder_vm::vm::find;
+use serde_json::Value;
+
+use crate::disk_image::human;
+
+/// What a process that moves a VM says: as it said it, and as far as this program knows it.
+pub(crate) type Told = (Value, MigrationState);
+
+/// Which VM, and what became of asking.
+pub(crate) type Asked = (String, Result<Told, FetchError>);
+
+/// Asks all processes that move VMs, all at once; those that have ended meanwhile are left out.
+pub(crate) fn ask_all() -> Vec<Asked> {
+    let all = find::moves();
+    let asked: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = all
+            .iter()
+            .map(|(_, _, control)| scope.spawn(move || fetch_migration(control)))
+            .collect();
+        // A panic ends the process.
+        threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
+    });
+    let asked = all.into_iter().map(|(vm, ..)| vm).zip(asked);
+    asked
+        .filter(|(_, asked)| !matches!(asked, Err(FetchError::Missing { .. })))
+        .collect()
+}
+
+/// The moves of one VM, as far as there is an answer.
+pub(crate) fn of_vm(name: &str) -> Vec<Told> {
+    let asked = ask_all().into_iter().filter(|(vm, _)| vm == name);
+    asked.filter_map(|(_, asked)| asked.ok()).collect()
+}
+
+/// A move, in a line.
+pub(crate) fn line(state: &MigrationState) -> String {
+    let peer = state.peer.as_deref().unwrap_or("another host");
+    let way = match state.direction {
+        Direction::Leaving => "to",
+        Direction::Coming => "from",
+    };
+    let mut parts = vec![format!("{} moves {way} {peer}: {}", state.vm, state.words())];
+    if let Some(course) = state.course.as_ref().filter(|_| !state.phase.is_over()) {
+        parts.push(format!(
+            "{} of {} left",
+            human(course.remaining_bytes),
+            human(course.total_bytes)
+        ));
+        parts.push(format!("changes {}/s", human(course.dirty_bytes_per_s)));
+    }
+    if let Some(rates) = state.rates.as_ref().filter(|_| !state.phase.is_over()) {
+        parts.push(format!(
+            "{}/s in {}/s, {:.1} CPUs",
+            human(rates.stream_bytes_per_s),
+            human(rates.wire_bytes_per_s),
+            rates.processors
+        ));
+    }
+    if let Some(delivered) = &state.delivered {
+        parts.push(format!("{} delivered", human(delivered.raw_bytes)));
+    }
+    if let Some(ratio) = state.ratio() {
+        parts.push(format!("{ratio:.1}x"));
+    }
+    if let Some(course) = state.course.as_ref().filter(|_| !state.phase.is_over()) {
+        match (&course.verdict, course.expected_seconds) {
+            (Some(_), _) => parts.push("will not end at this rate".to_owned()),
+            (None, Some(seconds)) => parts.push(format!("{seconds:.0} s to go")),
+            (None, None) => {}
+        }
+    }
+    parts.extend(state.reason.clone());
+    parts.join(", ")
+}
+
+/// All moves, a line for each.
+pub(crate) fn lines(all: Vec<Asked>) -> Vec<String> {
+    let told = all.into_iter().map(|(vm, asked)| match asked {
+        Ok((_, state)) => line(&state),
+        Err(error) => format!("{vm}: its move: {error}"),
+    });
+    told.collect()
+}
