@@ -169,7 +169,7 @@ fn what_a_socket_is_told_that_makes_no_sense_changes_nothing() {
         ("{\"processors\": 0.001}", 400),
         ("{\"downtime_ms\": 0}", 400),
         ("{\"downtime_ms\": 2000001}", 400),
-        ("{\"bandwidht\": 1}", 400),
+        ("{\"band-width\": 1}", 400),
         ("{\"downtime_ms\": 500}", 409),
         ("{\"bandwidth\": 18446744073709551615, \"timeout_s\": 5}", 409),
         ("{}", 200),
