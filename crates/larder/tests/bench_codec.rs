@@ -311,7 +311,8 @@ fn dumps(folder: &Path) {
         json!({ "execute": "pmemsave", "arguments": { "val": 0, "size": 16 << 20, "filename": file("raw") } }),
         json!({ "execute": "quit" }),
     ] {
-        writeln!(to, "{command}").expect("QEMU reads");
+        // In one piece: QEMU carries it out before the end of the line.
+        to.write_all(format!("{command}\n").as_bytes()).expect("QEMU reads");
         loop {
             let line = lines.next().expect("QEMU answers").expect("text");
             let answer: Value = serde_json::from_str(&line).expect("JSON");
