@@ -16,7 +16,7 @@ use larder_codec::select::Way;
 use super::Failed;
 
 /// Frames of a lane whose pages devices have, at most.
-pub(super) const ON_DEVICES_MAX: usize = 4;
+const ON_DEVICES_MAX: usize = 4;
 /// A batch takes a device some 100 us.
 const SILENT_MAX: Duration = Duration::from_secs(10);
 /// Looks at a device before others may have the processor.
@@ -96,6 +96,7 @@ impl Codecs {
     ) -> Result<(), Failed> {
         let mut refused = None;
         self.wait_until(|devices| {
+            devices.poll();
             let request = refused.take().or_else(|| {
                 let mut request = devices.pool.take()?;
                 let buffer = Arc::clone(buffer);
@@ -122,6 +123,7 @@ impl Codecs {
         self.wait_until(|devices| devices.fetch(tag))
     }
 
+    /// Asks again and again, which must poll the devices.
     fn wait_until<T>(&mut self, mut is_so: impl FnMut(&mut Devices) -> Option<T>) -> Result<T, Failed> {
         let devices = self.devices.as_mut().ok_or(Failed::Device)?;
         let begun = Instant::now();
@@ -130,7 +132,6 @@ impl Codecs {
             if let Some(result) = is_so(devices) {
                 return Ok(result);
             }
-            devices.poll();
             looks += 1;
             if looks < LOOKS_FIRST {
                 spin_loop();

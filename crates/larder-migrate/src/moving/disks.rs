@@ -32,7 +32,7 @@ pub trait DiskServers: Send + Sync {
     ///
     /// # Errors
     /// As a text for people: one is known, and does not answer.
-    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<ServedDisk>, String>;
+    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String>;
 
     /// Has those give the images what only their caches have, and keep it so until [`Deed::Stay`] or the end of the move;
     /// whether that is done, or goes on: then it is asked for again.
@@ -59,7 +59,7 @@ pub trait DiskServers: Send + Sync {
 pub struct NoServers;
 
 impl DiskServers for NoServers {
-    fn look(&self, _: &[PathBuf]) -> Result<Vec<ServedDisk>, String> {
+    fn look(&self, _: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
         Ok(Vec::new())
     }
 
@@ -79,10 +79,9 @@ impl DiskServers for NoServers {
 }
 
 /// A disk that is served.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct ServedDisk {
-    /// Where.
-    pub socket: PathBuf,
     /// The image, for messages.
     pub image: String,
     /// Bytes.
@@ -105,28 +104,12 @@ pub struct ServedDisk {
 
 /// A disk of the VM that is to be moved, as the other host must have it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
 pub struct DiskDescription {
     /// QEMU's character device (`-chardev socket,id=...`).
     pub chardev: String,
-    /// The image, for messages.
-    pub image: String,
-    /// Bytes.
-    pub size: u64,
-    /// The sector size that the guest sees, in bytes.
-    pub block_size: u32,
-    /// The serial number that the guest sees.
-    pub serial: String,
-    /// `raw` or `qcow2`.
-    pub format: String,
-    /// Changes are refused.
-    pub read_only: bool,
-    /// It does not keep others from using the image.
-    pub shared: bool,
-    /// Its server waits for it to come.
-    pub away: bool,
-    /// The number of the image's file in its file system, if it is a file.
-    pub inode: Option<u64>,
+    /// What it is.
+    #[serde(flatten)]
+    pub served: ServedDisk,
 }
 
 /// The character devices of a QEMU that are unix sockets, and where each is. (`query-chardev` does not tell it of one that is
@@ -164,19 +147,9 @@ pub fn describe(servers: &dyn DiskServers, devices: &[(String, PathBuf)]) -> Res
     let sockets = paths(devices);
     let served = servers.look(&sockets)?;
     let chardev = |socket: &Path| devices.iter().find(|(_, path)| path == socket);
-    let described = served.into_iter().filter_map(|disk| {
-        Some(DiskDescription {
-            chardev: chardev(&disk.socket)?.0.clone(),
-            image: disk.image,
-            size: disk.size,
-            block_size: disk.block_size,
-            serial: disk.serial,
-            format: disk.format,
-            read_only: disk.read_only,
-            shared: disk.shared,
-            away: disk.away,
-            inode: disk.inode,
-        })
+    let described = served.into_iter().filter_map(|(socket, served)| {
+        let chardev = chardev(&socket)?.0.clone();
+        Some(DiskDescription { chardev, served })
     });
     Ok(described.collect())
 }
@@ -226,9 +199,9 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
     let mut agreement = Agreement::default();
     let mut reasons = Vec::new();
     for disk in here {
-        let name = format!("disk {} ({})", disk.chardev, disk.image);
+        let name = format!("disk {} ({})", disk.chardev, disk.served.image);
         let Some(other) = there.iter().find(|other| other.chardev == disk.chardev) else {
-            if disk.shared {
+            if disk.served.shared {
                 agreement.warnings.push(format!(
                     "{name}: whoever serves it at the destination is no `larder vm` that is known there"
                 ));
@@ -239,33 +212,38 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
             }
             continue;
         };
-        match (other.away, disk.shared && other.shared) {
+        match (other.served.away, disk.served.shared && other.served.shared) {
             (true, _) => agreement.go_along.push(disk.chardev.clone()),
             (false, true) => {}
             (false, false) => reasons.push(format!(
                 "{name}: its server at the destination does not wait for it: start it with `larder vm NAME --incoming`"
             )),
         }
-        reasons.extend(disk.differences(&name, other));
-        if disk.inode.zip(other.inode).is_some_and(|(one, other)| one != other) {
+        reasons.extend(disk.served.differences(&name, &other.served));
+        if disk
+            .served
+            .inode
+            .zip(other.served.inode)
+            .is_some_and(|(one, other)| one != other)
+        {
             agreement.warnings.push(format!(
                 "{name}: {} at the destination does not seem to be the same file: its number in its file system is another",
-                other.image
+                other.served.image
             ));
         }
     }
-    for other in there.iter().filter(|other| other.away) {
+    for other in there.iter().filter(|other| other.served.away) {
         if !here.iter().any(|disk| disk.chardev == other.chardev) {
             reasons.push(format!(
                 "disk {} ({}): the destination waits for it, and no `larder vm` serves it at the source",
-                other.chardev, other.image
+                other.chardev, other.served.image
             ));
         }
     }
-    if !agreement.go_along.is_empty() && there.iter().any(|other| !other.away) {
+    if !agreement.go_along.is_empty() && there.iter().any(|other| !other.served.away) {
         reasons.push("the destination's servers wait for some of the disks, and have others open".to_owned());
     }
-    if here.iter().any(|disk| disk.away) {
+    if here.iter().any(|disk| disk.served.away) {
         reasons.push("the source's server of disks waits itself for its VM to come".to_owned());
     }
     if reasons.is_empty() {
@@ -275,7 +253,7 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
     }
 }
 
-impl DiskDescription {
+impl ServedDisk {
     fn differences(&self, name: &str, there: &Self) -> Vec<String> {
         let mut found = Vec::new();
         let mut differ = |what: &str, here: &dyn std::fmt::Display, there: &dyn std::fmt::Display| {
@@ -313,16 +291,25 @@ mod tests {
     fn disk(away: bool) -> DiskDescription {
         DiskDescription {
             chardev: "vda".to_owned(),
-            image: "/srv/web.qcow2".to_owned(),
-            size: 1 << 30,
-            block_size: 512,
-            serial: "A".to_owned(),
-            format: "qcow2".to_owned(),
-            read_only: false,
-            shared: false,
-            away,
-            inode: Some(7),
+            served: ServedDisk {
+                image: "/srv/web.qcow2".to_owned(),
+                size: 1 << 30,
+                block_size: 512,
+                serial: "A".to_owned(),
+                format: "qcow2".to_owned(),
+                read_only: false,
+                shared: false,
+                away,
+                inode: Some(7),
+            },
         }
+    }
+
+    /// But for what `change` makes otherwise.
+    fn other(away: bool, change: impl FnOnce(&mut ServedDisk)) -> DiskDescription {
+        let mut disk = disk(away);
+        change(&mut disk.served);
+        disk
     }
 
     #[test]
@@ -333,17 +320,11 @@ mod tests {
             (vec![], "no `larder vm` serves it at the destination"),
             (vec![disk(false)], "does not wait for it"),
             (
-                vec![DiskDescription {
-                    size: 1 << 20,
-                    ..disk(true)
-                }],
+                vec![other(true, |disk| disk.size = 1 << 20)],
                 "bytes: 1073741824 at the source, 1048576 at the destination",
             ),
             (
-                vec![DiskDescription {
-                    serial: "B".to_owned(),
-                    ..disk(true)
-                }],
+                vec![other(true, |disk| disk.serial = "B".to_owned())],
                 "serial number (serial): 'A' at the source, 'B' at the destination",
             ),
             (
@@ -360,10 +341,7 @@ mod tests {
             let reasons = agree(&[disk(false)], &there).expect_err(why);
             assert!(reasons.iter().any(|reason| reason.contains(why)), "{reasons:?}");
         }
-        let other_file = DiskDescription {
-            inode: Some(8),
-            ..disk(true)
-        };
+        let other_file = other(true, |disk| disk.inode = Some(8));
         assert_eq!(agree(&[disk(false)], &[other_file]).expect("perhaps").warnings.len(), 1);
     }
 
@@ -382,10 +360,7 @@ mod tests {
 
     #[test]
     fn disks_that_are_shared_need_not_be_waited_for() {
-        let both = [DiskDescription {
-            shared: true,
-            ..disk(false)
-        }];
+        let both = [other(false, |disk| disk.shared = true)];
         assert_eq!(agree(&both, &both), Ok(Agreement::default()));
     }
 }

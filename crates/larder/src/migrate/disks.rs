@@ -25,7 +25,7 @@ pub(super) struct LocalServers {
 }
 
 impl DiskServers for LocalServers {
-    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<ServedDisk>, String> {
+    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
         let mut found = Vec::new();
         let mut controls = BTreeMap::new();
         for vm in find::vms() {
@@ -40,7 +40,7 @@ impl DiskServers for LocalServers {
                 };
                 if let Some(socket) = sockets.iter().find(|socket| is_same(socket, at)) {
                     controls.insert(socket.clone(), vm.control.clone());
-                    found.push(described(socket.clone(), disk));
+                    found.push((socket.clone(), described(disk)));
                 }
             }
         }
@@ -51,7 +51,7 @@ impl DiskServers for LocalServers {
     fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String> {
         let mut is_done = true;
         for control in self.controls_of(sockets, RESTART_MAX)? {
-            is_done &= patiently(&control, VmMove::Settle)?;
+            is_done &= patiently(&control, VmMove::Settle, RESTART_MAX)?;
         }
         Ok(is_done)
     }
@@ -91,13 +91,7 @@ impl DiskServers for LocalServers {
         let is_idle = matches!(deed, Deed::Stay | Deed::Yield);
         let patience = if is_idle { Duration::ZERO } else { RESTART_MAX };
         for control in self.controls_of(sockets, patience)? {
-            let take = || match is_idle {
-                true => move_vm(&control, step)
-                    .map(|moved| moved.done)
-                    .map_err(|error| error.to_string()),
-                false => patiently(&control, step),
-            };
-            while !take()? {
+            while !patiently(&control, step, patience)? {
                 thread::sleep(ASK_AGAIN);
             }
         }
@@ -141,7 +135,7 @@ impl LocalServers {
             };
             let Some(unknown) = unknown else { break };
             let found = self.look(sockets)?;
-            if found.iter().all(|disk| disk.socket != *unknown) {
+            if found.iter().all(|(socket, _)| socket != unknown) {
                 if Instant::now() > until {
                     return Err(format!(
                         "there is no `larder vm` that serves {}: start it, as it was",
@@ -159,9 +153,9 @@ impl LocalServers {
     }
 }
 
-/// Has a server take a step, if need be when it has been started again; whether it is done.
-fn patiently(control: &Path, step: VmMove) -> Result<bool, String> {
-    let until = Instant::now() + RESTART_MAX;
+/// Has a server take a step, if need be when it has been started again, which is waited for so long; whether it is done.
+fn patiently(control: &Path, step: VmMove, patience: Duration) -> Result<bool, String> {
+    let until = Instant::now() + patience;
     loop {
         match move_vm(control, step) {
             Ok(moved) => return Ok(moved.done),
@@ -185,9 +179,8 @@ fn is_same(one: &Path, other: &Path) -> bool {
     one == other || place(one).is_some_and(|found| place(other) == Some(found))
 }
 
-fn described(socket: PathBuf, disk: DiskState) -> ServedDisk {
+fn described(disk: DiskState) -> ServedDisk {
     ServedDisk {
-        socket,
         inode: Path::new(&disk.image)
             .metadata()
             .ok()

@@ -32,16 +32,16 @@ const LINK_RATE_OVER: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Look {
     /// Since the move began.
-    pub(super) at: Duration,
+    at: Duration,
     /// From 1.
     round: u64,
     remaining_bytes: u64,
     /// As QEMU has counted, 0 in its first second.
     dirty_bytes_per_s: u64,
     /// Of QEMU's stream, in frames.
-    pub(super) raw_bytes: u64,
+    raw_bytes: u64,
     /// On the link.
-    pub(super) wire_bytes: u64,
+    wire_bytes: u64,
 }
 
 impl Look {

@@ -50,10 +50,9 @@ impl Server {
 }
 
 impl DiskServers for Server {
-    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<ServedDisk>, String> {
+    fn look(&self, sockets: &[PathBuf]) -> Result<Vec<(PathBuf, ServedDisk)>, String> {
         assert_eq!(sockets, [Path::new("/sockets/vda")]);
-        Ok(vec![ServedDisk {
-            socket: "/sockets/vda".into(),
+        let disk = ServedDisk {
             image: "/srv/web.qcow2".to_owned(),
             size: 1 << 30,
             block_size: 512,
@@ -63,7 +62,8 @@ impl DiskServers for Server {
             shared: false,
             away: self.waits,
             inode: None,
-        }])
+        };
+        Ok(vec![("/sockets/vda".into(), disk)])
     }
 
     fn settle(&self, _: &[PathBuf]) -> Result<bool, String> {
