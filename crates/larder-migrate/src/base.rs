@@ -19,10 +19,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use larder_codec::PAGE;
+mod slots;
 
-/// Pages of a chunk of slots: what is allocated, and locked, at a time.
-const CHUNK_PAGES: u32 = 64;
+pub use slots::{Chunk, Slots};
 
 /// One page of a guest in one number: its RAM block and its place there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,65 +44,6 @@ impl PageKey {
     #[must_use]
     pub const fn region(self) -> u64 {
         self.0 >> 8
-    }
-}
-
-/// The bytes of the slots. Nothing is allocated until a slot is used.
-pub struct Slots {
-    chunks: Box<[Mutex<Vec<[u8; PAGE]>>]>,
-    len: u32,
-}
-
-/// A chunk of slots that is being read and changed.
-pub struct Chunk<'a>(MutexGuard<'a, Vec<[u8; PAGE]>>);
-
-impl Slots {
-    /// As many as fit `bytes`, none of which takes memory yet.
-    #[must_use]
-    pub fn new(bytes: u64) -> Self {
-        let len = u32::try_from(bytes / PAGE as u64).unwrap_or(u32::MAX);
-        let chunks = (0..len.div_ceil(CHUNK_PAGES)).map(|_| Mutex::new(Vec::new())).collect();
-        Self { chunks, len }
-    }
-
-    /// How many there are.
-    #[must_use]
-    pub const fn len(&self) -> u32 {
-        self.len
-    }
-
-    /// Whether there are none.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// The chunk that `slot` lies in; `None` if there is no such slot, or no memory for it.
-    pub fn lock(&self, slot: u32) -> Option<Chunk<'_>> {
-        if slot >= self.len {
-            return None;
-        }
-        let mut pages = self.chunks[(slot / CHUNK_PAGES) as usize]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if pages.is_empty() {
-            pages.try_reserve_exact(CHUNK_PAGES as usize).ok()?;
-            pages.resize(CHUNK_PAGES as usize, [0; PAGE]);
-        }
-        Some(Chunk(pages))
-    }
-
-    /// Whether two slots are in one chunk, which can then be locked once for both.
-    #[must_use]
-    pub const fn share_a_chunk(a: u32, b: u32) -> bool {
-        a / CHUNK_PAGES == b / CHUNK_PAGES
-    }
-}
-
-impl Chunk<'_> {
-    /// A slot of this chunk.
-    pub fn page(&mut self, slot: u32) -> &mut [u8; PAGE] {
-        &mut self.0[(slot % CHUNK_PAGES) as usize]
     }
 }
 
@@ -161,9 +101,9 @@ impl Index {
     /// The slot of a page that goes into `frame`, and how far frames must have come before (`after`, raised as needed).
     /// `None`: it is kept nowhere, because there is no room, or because deltas of it save nothing.
     ///
-    /// A page that was never sent before gets a slot only with `eager`, and only a free one: most pages of a guest are
-    /// sent once.
-    pub fn place(&mut self, key: PageKey, frame: u64, eager: bool, after: &mut u64) -> Option<Place> {
+    /// A page that was never sent before gets no slot: most pages of a guest are sent once, and keeping them all would take
+    /// memory, and a copy at either end, for nothing.
+    pub fn place(&mut self, key: PageKey, frame: u64, after: &mut u64) -> Option<Place> {
         if let Some(&slot) = self.slots.get(&key) {
             let entry = &mut self.entries[slot as usize];
             entry.referenced = true;
@@ -177,15 +117,12 @@ impl Index {
             Self::claim(entry, frame, after);
             return Some(Place { slot, holds: true });
         }
-        let first = self.seen.insert(key);
-        if first && !eager {
+        if self.seen.insert(key) {
             return None;
         }
         let slot = if (self.entries.len() as u64) < u64::from(self.limit) {
             self.entries.push(Entry::new(key, frame));
             (self.entries.len() - 1) as u32
-        } else if first {
-            return None;
         } else {
             let slot = self.victim()?;
             let entry = &mut self.entries[slot as usize];

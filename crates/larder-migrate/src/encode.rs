@@ -86,7 +86,7 @@ impl Order {
         next.number += 1;
         for found in batch.found() {
             if let Found::Page { key, same: None } = found {
-                let place = key.and_then(|key| next.index.place(key, ordered.number, true, &mut ordered.after));
+                let place = key.and_then(|key| next.index.place(key, ordered.number, &mut ordered.after));
                 ordered.places.push(place);
             }
         }

@@ -22,7 +22,7 @@ pub(super) const LIMIT_TO_END_MS: u64 = 2_000_000;
 /// From what is seen of QEMU until it stops the guest, which it thinks about every 100 ms.
 const REACTION: Duration = Duration::from_millis(150);
 /// What is sent in less time says little about the rate.
-const RATE_OVER: Duration = Duration::from_millis(200);
+const RATE_OVER: Duration = Duration::from_millis(100);
 /// That are remembered.
 const ROUNDS_MAX: usize = 16;
 /// Until changed pages have gone over for so long, it is the link's rate that counts: they compress, if at all.

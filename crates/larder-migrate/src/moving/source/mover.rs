@@ -25,6 +25,11 @@ use crate::qmp::{Qmp, QmpError};
 /// How long it takes from the last byte until the VM runs at the destination.
 const HAND_OVER: Duration = Duration::from_millis(30);
 
+/// Channels for pages that are used if nobody says how many, by those who do it well: before, QEMU's thread that hands pages
+/// to them spins while it waits, and its destination hangs at times when a move breaks off.
+const CHANNELS: u8 = 2;
+const MULTIFD_SINCE: [u64; 3] = [8, 1, 0];
+
 pub(super) struct Mover<'a> {
     pub(super) options: &'a Options,
     pub(super) qmp: Qmp,
@@ -85,13 +90,15 @@ impl<'a> Mover<'a> {
 
     /// QEMU 7.2 takes both multifd and post-copy, and its destination then ends with an assertion (`yank_unregister_instance`);
     /// those after it refuse both, up to 10.0.
-    const fn settings(&self) -> Settings {
+    fn settings(&self) -> Settings {
+        let channels = match self.options.multifd_channels {
+            _ if self.options.postcopy => 0,
+            Some(channels) => channels,
+            None if self.qmp.version() < MULTIFD_SINCE => 0,
+            None => CHANNELS,
+        };
         Settings {
-            multifd_channels: if self.options.postcopy {
-                0
-            } else {
-                self.options.multifd_channels
-            },
+            multifd_channels: channels,
             postcopy: self.options.postcopy,
         }
     }
