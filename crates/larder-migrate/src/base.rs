@@ -101,9 +101,9 @@ impl Index {
     /// The slot of a page that goes into `frame`, and how far frames must have come before (`after`, raised as needed).
     /// `None`: it is kept nowhere, because there is no room, or because deltas of it save nothing.
     ///
-    /// A page that was never sent before gets no slot: most pages of a guest are sent once, and keeping them all would take
-    /// memory, and a copy at either end, for nothing.
-    pub fn place(&mut self, key: PageKey, frame: u64, after: &mut u64) -> Option<Place> {
+    /// Most pages of a guest are sent once, and keeping them takes memory and a copy at either end for nothing. So one that
+    /// was never sent before gets a slot only if it is `worth_keeping`, and only a free one.
+    pub fn place(&mut self, key: PageKey, frame: u64, worth_keeping: bool, after: &mut u64) -> Option<Place> {
         if let Some(&slot) = self.slots.get(&key) {
             let entry = &mut self.entries[slot as usize];
             entry.referenced = true;
@@ -117,12 +117,15 @@ impl Index {
             Self::claim(entry, frame, after);
             return Some(Place { slot, holds: true });
         }
-        if self.seen.insert(key) {
+        let first = self.seen.insert(key);
+        if first && !worth_keeping {
             return None;
         }
         let slot = if (self.entries.len() as u64) < u64::from(self.limit) {
             self.entries.push(Entry::new(key, frame));
             (self.entries.len() - 1) as u32
+        } else if first {
+            return None;
         } else {
             let slot = self.victim()?;
             let entry = &mut self.entries[slot as usize];

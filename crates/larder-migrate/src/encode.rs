@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use larder_codec::batch::Method;
-use larder_codec::select::{Evidence, Selector};
+use larder_codec::select::{Class, Evidence, Selector};
 use thiserror::Error;
 
 use crate::base::{Index, Place};
@@ -81,12 +81,15 @@ impl Order {
     fn order(&self, batch: &Batch, ordered: &mut Ordered) {
         ordered.places.clear();
         ordered.after = 0;
+        // What compresses goes whole a second time at little cost; of the rest a delta is worth much.
+        let worth_keeping = Class::of(&[batch.bytes()]).is_dense();
         let mut next = lock(&self.next);
         ordered.number = next.number;
         next.number += 1;
         for found in batch.found() {
             if let Found::Page { key, same: None } = found {
-                let place = key.and_then(|key| next.index.place(key, ordered.number, &mut ordered.after));
+                let place =
+                    key.and_then(|key| next.index.place(key, ordered.number, worth_keeping, &mut ordered.after));
                 ordered.places.push(place);
             }
         }

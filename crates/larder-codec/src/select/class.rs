@@ -15,6 +15,8 @@ const LINE: usize = 64;
 const SAMPLE: usize = LINES * LINE;
 /// Whole bits of entropy, 0 to 7.
 const SPREADS: u8 = 8;
+/// Bits of entropy in a byte from which on any method leaves three quarters of a page.
+const DENSE: u8 = 6;
 /// Of a thread that hands a byte to a device.
 const DEVICE_NS: f32 = 0.05;
 
@@ -24,6 +26,12 @@ impl Class {
 
     pub(super) fn all() -> impl Iterator<Item = Self> {
         (0..Self::COUNT as u8).map(Self)
+    }
+
+    /// Whether every method is expected to leave most of it: its bytes are spread over the 256 nearly as if by chance.
+    #[must_use]
+    pub const fn is_dense(self) -> bool {
+        self.0 % SPREADS >= DENSE
     }
 
     /// What its pages are like, for people.
@@ -219,6 +227,7 @@ mod tests {
             classes[0]
         };
         assert_eq!(one(Kind::Random), Class(7));
+        assert!(one(Kind::Random).is_dense() && !one(Kind::Sparse).is_dense());
         assert_eq!(one(Kind::Base64), Class(6));
         assert_eq!(one(Kind::Sparse), Class(0));
         assert!(one(Kind::Counter).0 >= 2 * SPREADS);
