@@ -6,6 +6,7 @@ mod memory;
 mod migrate;
 mod prefetch;
 mod qcow2;
+mod select;
 mod undo;
 mod vhost_user;
 
@@ -38,6 +39,7 @@ enum Command {
     MigrateKills(campaign::migrate_kills::Arguments),
     Prefetch(prefetch::Arguments),
     Qcow2(qcow2::Arguments),
+    Select(select::Arguments),
     Simulate(simulate::Arguments),
     TouchMemory(memory::touch::Arguments),
     VerifyMemory(campaign::verifier::Arguments),
@@ -123,6 +125,10 @@ fn main() -> anyhow::Result<ExitCode> {
         }
         Command::Restart(arguments) => {
             campaign::restarts::main(&arguments)?;
+            true
+        }
+        Command::Select(arguments) => {
+            select::run(&arguments)?;
             true
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,

@@ -101,6 +101,11 @@ impl Order {
         lock(&self.selector).sent(bytes, ns);
     }
 
+    /// A lane did something else than encoding for so long ([`Selector::besides`]).
+    pub fn besides(&self, ns: u64) {
+        lock(&self.selector).besides(ns);
+    }
+
     /// So many lanes encode at a time, as far as they are let ([`Selector::set_encoders`]).
     pub fn set_encoders(&self, encoders: f64) {
         lock(&self.selector).set_encoders(encoders as f32);
@@ -164,4 +169,6 @@ pub struct Outcome {
     pub wire_bytes: u32,
     /// What encoding took of the lane's time.
     pub took: Duration,
+    /// Of it, what was picked for its whole pages.
+    pub picked: Duration,
 }

@@ -64,6 +64,11 @@ impl CpuTime {
         }
     }
 
+    /// What the thread has taken since.
+    pub(crate) fn elapsed(self) -> Duration {
+        Duration::from_nanos(Self::of_thread().since_ns.saturating_sub(self.since_ns))
+    }
+
     /// What was done since `begun` was making a frame.
     pub(crate) fn encoded(&mut self, begun: Self) {
         self.encode_ns += Self::of_thread().since_ns.saturating_sub(begun.since_ns);

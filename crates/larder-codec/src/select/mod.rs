@@ -123,9 +123,16 @@ impl Selector {
 
     /// Hears that the link took this long for so many bytes, one connection's as well as all of theirs: while a connection
     /// took bytes, or kept a thread waiting that had some for it. If `n` carry the stream side by side, each byte of one
-    /// takes an `n`th.
+    /// takes an `n`th. Of a thread that encodes and writes in turn all the time since its last write counts, if the write had
+    /// to wait: the link was busy with what was written before.
     pub fn sent(&mut self, bytes: u64, ns: u64) {
         self.price.sent(bytes, ns);
+    }
+
+    /// Hears that an encoder had something else to do for so long: to read what it encodes, to look through it, to write it,
+    /// or to make of pages what is not picked here.
+    pub fn besides(&mut self, ns: u64) {
+        self.price.besides(ns);
     }
 
     /// Hears how many encoders work at a time from now on, as far as they are let: fewer than there are threads, such as 0.5,

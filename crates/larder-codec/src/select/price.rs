@@ -18,6 +18,9 @@ pub(super) struct Price {
     /// What a batch takes the slower of both, as an average over so many.
     batch_ns: f32,
     batches: f32,
+    /// What encoders do besides, in nanoseconds: since the last batch, and for each as an average.
+    besides_ns: f32,
+    besides_of_batch_ns: f32,
     /// By how much batches to which the price makes no difference kept the link busy longer than the encoders; negative the
     /// other way round. The queue between them holds this much.
     ahead_ns: f32,
@@ -33,8 +36,10 @@ pub(super) struct Load {
     pub(super) could_be_sooner: bool,
 }
 
-/// Nearly nothing, and a link of 1 MB/s with one encoder.
-const NS_PER_BYTE: (f32, f32) = (0.005, 1000.0);
+/// What it takes to write it, however fast the link is; and a link of 1 MB/s with one encoder.
+const NS_PER_BYTE: (f32, f32) = (0.15, 1000.0);
+/// Batches that what encoders do besides is an average of.
+const BESIDES: f32 = 64.0;
 /// Of the link, for a byte: from 1 TB/s to 1 KB/s.
 const LINK_NS: (f32, f32) = (1e-3, 1e6);
 /// A thousandth of a processor.
@@ -64,6 +69,8 @@ impl Price {
             log: bounded((encoders * link_ns).ln()),
             batch_ns: 0.0,
             batches: 0.0,
+            besides_ns: 0.0,
+            besides_of_batch_ns: 0.0,
             ahead_ns: 0.0,
         }
     }
@@ -75,6 +82,11 @@ impl Price {
         } else {
             ENCODERS_MIN
         };
+    }
+
+    /// An encoder did something else for so long.
+    pub(super) fn besides(&mut self, ns: u64) {
+        self.besides_ns += ns as f32;
     }
 
     /// In nanoseconds of an encoder.
@@ -98,7 +110,10 @@ impl Price {
 
     /// Hears of a batch that is going to be sent.
     pub(super) fn picked(&mut self, load: &Load) {
-        let (link_ns, encoder_ns) = (load.bytes * self.link_ns, load.ns / self.encoders);
+        let besides_ns = std::mem::take(&mut self.besides_ns);
+        self.besides_of_batch_ns += (besides_ns - self.besides_of_batch_ns) / BESIDES;
+        let encoder_ns = (load.ns + self.besides_of_batch_ns) / self.encoders;
+        let link_ns = load.bytes * self.link_ns;
         let slower_ns = link_ns.max(encoder_ns).max(1.0);
         self.batches = (self.batches + 1.0).min(AVERAGE_MAX);
         self.batch_ns += (slower_ns - self.batch_ns) / self.batches;

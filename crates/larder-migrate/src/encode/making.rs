@@ -130,7 +130,8 @@ impl Frame {
                 return Ok(());
             }
         };
-        let ns = begun.elapsed().as_nanos() as u64;
+        self.outcome.picked = begun.elapsed();
+        let ns = self.outcome.picked.as_nanos() as u64;
         lock(&order.selector).record(sections.region, class, way, count, len, ns);
         if let Some(len) = len {
             sections.encoded_len = len;
@@ -166,6 +167,7 @@ impl Frame {
             // What a device fails on the dispatcher has made.
             accelerator::Outcome::Misfit | accelerator::Outcome::Failed | accelerator::Outcome::Pending => None,
         };
+        self.outcome.picked = on_device.took;
         let ns = on_device.took.as_nanos() as u64;
         let (region, count) = (sections.region, sections.whole.len());
         lock(&order.selector).record(region, on_device.class, Way::Device, count, len, ns);

@@ -14,7 +14,7 @@ use super::channel::{Channel, Reading};
 use super::poller::Next;
 use super::{LANE, SendError, Session};
 use crate::batch::Batch;
-use crate::encode::{Codecs, Frame, SLICES_MAX};
+use crate::encode::{Codecs, Frame, Outcome, SLICES_MAX};
 use crate::link::{self, Link};
 use crate::progress::CpuTime;
 use crate::wire::{Kind, Message};
@@ -29,6 +29,7 @@ impl Session<'_> {
     /// wait for one that a device here still has.
     pub(super) fn lane(&self, mut link: Link, mut codecs: Codecs) -> Result<(), SendError> {
         let mut cpu = CpuTime::of_thread();
+        let mut written = Instant::now();
         let mut free: Vec<_> = (0..codecs.frames()).map(|_| Box::new(Frame::new())).collect();
         let mut under_way: VecDeque<Box<Frame>> = VecDeque::with_capacity(free.len());
         loop {
@@ -54,7 +55,10 @@ impl Session<'_> {
                     under_way.push_front(frame);
                     break;
                 }
-                let goes_on = self.send(&mut frame, &mut link)? && self.wait_for_cpu(&mut cpu)?;
+                let goes_on = match self.send(&mut frame, &mut link, &mut written)? {
+                    Some(outcome) => self.wait_for_cpu(&mut cpu, outcome.picked)?,
+                    None => false,
+                };
                 frame.clear(&mut codecs);
                 free.push(frame);
                 if !goes_on {
@@ -94,16 +98,18 @@ impl Session<'_> {
         Ok(len > 0)
     }
 
-    /// Writes a frame that is done; `false` if the session ends meanwhile.
-    fn send(&self, frame: &mut Frame, link: &mut Link) -> Result<bool, SendError> {
+    /// Writes a frame that is done, `written` being when the last one was; what became of it, `None` if the session ends
+    /// meanwhile.
+    fn send(&self, frame: &mut Frame, link: &mut Link, written: &mut Instant) -> Result<Option<Outcome>, SendError> {
         let outcome = frame.finish();
         let encoded = Instant::now();
         if !self.wait_for_link(outcome.wire_bytes.into())? {
-            return Ok(false);
+            return Ok(None);
         }
         let raw_len = frame.batch.bytes().len();
         let mut slices = [IoSlice::new(&[]); SLICES_MAX];
         let count = frame.slices(&mut slices);
+        let begun = CpuTime::of_thread();
         link.write_all_vectored(&mut slices[..count]).map_err(|error| {
             if link::is_end(&error) {
                 SendError::Lane
@@ -111,10 +117,15 @@ impl Session<'_> {
                 SendError::io(LANE)(error)
             }
         })?;
-        let sending = encoded.elapsed();
-        self.order.sent(outcome.wire_bytes.into(), sending, self.lanes);
+        let worked = begun.elapsed();
+        let now = Instant::now();
+        let sending = now - encoded;
+        // One that had to wait met a link that was busy all the time since the last one.
+        let link_took = if sending > worked * 2 { now - *written } else { sending };
+        *written = now;
+        self.order.sent(outcome.wire_bytes.into(), link_took, self.lanes);
         self.progress.sent(raw_len, &outcome, outcome.took, sending);
-        Ok(true)
+        Ok(Some(outcome))
     }
 
     /// Waits until a frame may go; whether the session goes on.
@@ -126,10 +137,12 @@ impl Session<'_> {
         })
     }
 
-    /// Tells what a lane has taken of its processor, and waits until it may take more; whether the session goes on. Nobody
-    /// waits for the lane meanwhile: its frame has gone.
-    fn wait_for_cpu(&self, cpu: &mut CpuTime) -> Result<bool, SendError> {
+    /// Tells what a lane has taken of its processor, of which `picked` went where the selector wanted it, and waits until it
+    /// may take more; whether the session goes on. Nobody waits for the lane meanwhile: its frame has gone.
+    fn wait_for_cpu(&self, cpu: &mut CpuTime, picked: Duration) -> Result<bool, SendError> {
         let spent = cpu.spent();
+        self.order
+            .besides(spent.all_ns.saturating_sub(picked.as_nanos() as u64));
         self.progress.spent(spent, || self.order.chosen());
         let limit = || self.limits.now().processors;
         let rate = || limit().map(|processors| processors * 1e9);

@@ -1,0 +1,125 @@
+//! The memory that is sent.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use anyhow::Context as _;
+use larder_bench::campaign::Random;
+use larder_codec::batch::BATCH_BYTES;
+use larder_codec::measure::Kind;
+use larder_codec::{PAGE, uniform_word};
+
+/// Pages that reach a codec: those of one word go otherwise, and are left out. A whole number of batches.
+pub(super) struct Image {
+    pub(super) name: String,
+    pub(super) pages: Vec<u8>,
+}
+
+/// What mixes are made of, in hundredths, in stretches of up to 8 MiB.
+const MIXES: [(&str, &[(Kind, u64)]); 4] = [
+    (
+        "server",
+        &[
+            (Kind::Text, 35),
+            (Kind::Heap, 30),
+            (Kind::Code, 15),
+            (Kind::Sparse, 10),
+            (Kind::Random, 10),
+        ],
+    ),
+    (
+        "database",
+        &[
+            (Kind::Sequence, 30),
+            (Kind::Heap, 30),
+            (Kind::Json, 20),
+            (Kind::Random, 20),
+        ],
+    ),
+    ("media", &[(Kind::Random, 80), (Kind::Code, 10), (Kind::Heap, 10)]),
+    (
+        "counters",
+        &[(Kind::Counter, 60), (Kind::Sequence, 20), (Kind::Sparse, 20)],
+    ),
+];
+const STRETCH_BATCHES: u64 = 32;
+
+/// All kinds, and mixes of them.
+pub(super) fn made(bytes: usize, seed: u64) -> impl Iterator<Item = Image> {
+    let kinds = Kind::ALL.into_iter().map(move |kind| Image {
+        name: kind.name().to_owned(),
+        pages: many_words(|more| kind.memory(bytes, seed + more), bytes),
+    });
+    let mixes = MIXES.into_iter().map(move |(name, parts)| Image {
+        name: name.to_owned(),
+        pages: mixed(parts, bytes, seed),
+    });
+    kinds.chain(mixes)
+}
+
+fn mixed(parts: &[(Kind, u64)], bytes: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let mut pages = Vec::with_capacity(bytes);
+    let mut stretches = 0;
+    while pages.len() < bytes {
+        let mut at = random.below(100);
+        let part = parts.iter().find(|part| {
+            let is_here = at < part.1;
+            at = at.saturating_sub(part.1);
+            is_here
+        });
+        let len = (1 + random.below(STRETCH_BATCHES) as usize) * BATCH_BYTES;
+        stretches += 1;
+        if let Some((kind, _)) = part {
+            pages.extend(many_words(|more| kind.memory(len, seed + stretches + more), len));
+        }
+    }
+    pages.truncate(bytes / BATCH_BYTES * BATCH_BYTES);
+    pages
+}
+
+/// `bytes` of pages of more than one word, of memory that is made as often as it takes.
+fn many_words(memory: impl Fn(u64) -> Vec<u8>, bytes: usize) -> Vec<u8> {
+    const OFTEN: u64 = 64;
+    let mut pages = Vec::with_capacity(bytes);
+    for more in 0..OFTEN {
+        add(&mut pages, &memory(more << 32), bytes);
+        if pages.len() >= bytes {
+            break;
+        }
+    }
+    pages.truncate(pages.len() / BATCH_BYTES * BATCH_BYTES);
+    pages
+}
+
+fn add(pages: &mut Vec<u8>, memory: &[u8], bytes: usize) {
+    for page in memory.as_chunks::<PAGE>().0 {
+        if pages.len() < bytes && uniform_word(page).is_none() {
+            pages.extend_from_slice(page);
+        }
+    }
+}
+
+impl Image {
+    /// The first `bytes` of a file that are not pages of one word.
+    pub(super) fn of_file(path: &Path, bytes: usize) -> anyhow::Result<Self> {
+        let failed = || format!("cannot read {}", path.display());
+        let file = File::open(path).with_context(failed)?;
+        let mut pages = Vec::new();
+        let mut buffer = vec![0; 1 << 20];
+        let mut at = 0;
+        while pages.len() < bytes {
+            let len = file.read_at(&mut buffer, at).with_context(failed)?;
+            if len < PAGE {
+                break;
+            }
+            let len = len / PAGE * PAGE;
+            add(&mut pages, &buffer[..len], bytes);
+            at += len as u64;
+        }
+        pages.truncate(pages.len() / BATCH_BYTES * BATCH_BYTES);
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(Self { name, pages })
+    }
+}
