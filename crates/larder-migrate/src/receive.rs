@@ -42,6 +42,7 @@ use crate::control::{Control, ControlError, Mailbox};
 use crate::decode::{Bases, DecodeError, FrameDecoder};
 use crate::link::{self, Link, LinkError};
 use crate::notes::Notes;
+use crate::progress::CpuTime;
 use crate::session::{self, Ending, Shut, Weight};
 use crate::tls::ReceiverTls;
 use crate::wire::{
@@ -154,6 +155,10 @@ pub struct Delivered {
     pub wire: u64,
     /// Frames.
     pub frames: u64,
+    /// Nanoseconds of processors: lanes, which read, decrypt and decode, and those who hand it to QEMU.
+    pub cpu_ns: u64,
+    /// Of these, for decoding.
+    pub decode_cpu_ns: u64,
 }
 
 /// Hears of the notes of a session, which begins with its first and ends when [`Notes::receive`] says so. It runs in a
@@ -566,6 +571,7 @@ impl<'a> Session<'a> {
     /// Hands QEMU the bytes of a channel.
     fn write(&self, queue: &Queue, mut socket: &UnixStream) {
         let tell = |bytes| self.mailbox.send(&Message::new(Kind::Delivered, queue.number, bytes));
+        let mut cpu = CpuTime::of_thread();
         while let Some(next) = queue.next(tell) {
             let Next::Bytes(bytes) = next else {
                 // All is delivered; QEMU may still have something to say.
@@ -580,7 +586,11 @@ impl<'a> Session<'a> {
                 return;
             }
             let raw = bytes.len() as u64;
-            self.count(|delivered| delivered.raw += raw);
+            let spent = cpu.spent();
+            self.count(|delivered| {
+                delivered.raw += raw;
+                delivered.cpu_ns += spent.all_ns;
+            });
             queue.taken(bytes);
         }
     }
@@ -612,6 +622,7 @@ impl<'a> Session<'a> {
             }
         };
         let mut decoder = FrameDecoder::new();
+        let mut cpu = CpuTime::of_thread();
         let mut body = Vec::new();
         let mut before: Option<u64> = None;
         let mut header = [0; FrameHeader::LEN];
@@ -630,9 +641,14 @@ impl<'a> Session<'a> {
             link.read_exact(body).map_err(broken)?;
             let queue = self.queue(header.channel)?;
             let mut out = queue.buffer(&header)?;
+            let begun = CpuTime::of_thread();
             decoder.decode(&header, body, bases, &mut out)?;
+            cpu.worked(begun);
             queue.put(header.offset, out)?;
+            let spent = cpu.spent();
             self.count(|delivered| {
+                delivered.cpu_ns += spent.all_ns;
+                delivered.decode_cpu_ns += spent.work_ns;
                 delivered.wire += (FrameHeader::LEN + header.body_len()) as u64;
                 delivered.frames += 1;
             });

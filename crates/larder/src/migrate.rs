@@ -10,7 +10,6 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
@@ -26,7 +25,7 @@ use larder_vm::listen::SocketFile;
 use larder_vm::runtime_folder::migration_folder;
 use serde_json::json;
 
-use self::watched::{Moved, Watched, by, evidence_state};
+use self::watched::{Moved, Watched, by, delivered_state, evidence_state};
 use crate::cli::Output;
 use crate::cli::migrate::{
     AcceleratorsArgument, MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments,
@@ -43,8 +42,6 @@ const DELTA_MEMORY_SHARE: u64 = 8;
 const DELTA_MEMORY_MAX: u64 = 4 << 30;
 /// Lanes by default, at most: four keep 10 Gbit/s busy.
 const LANES_MAX: usize = 4;
-/// Between two looks at how it goes.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Bytes of a channel that may wait for the destination's QEMU: a hundredth of a second of what it takes at most.
 const WINDOW: u32 = 32 << 20;
 
@@ -154,20 +151,12 @@ fn carry(
         human(sender.delta_memory()),
         arguments.listen.display()
     );
-    let ended = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            // Of the guest and its rounds nobody here knows.
-            let mut watch = Watch::new(0);
-            while !ended.load(Ordering::Relaxed) {
-                watched.see(&watch.report(&serde_json::Value::Null, progress, progress.elapsed()));
-                std::thread::sleep(LOOK_EVERY);
-            }
-        });
-        let result = sender.carry(listener, progress, steering);
-        ended.store(true, Ordering::Relaxed);
-        result
-    })
+    // Of the guest and its rounds nobody here knows.
+    let mut watch = Watch::new(0);
+    Watched::while_seen(
+        || watched.see(&watch.report(&serde_json::Value::Null, progress, progress.elapsed())),
+        || sender.carry(listener, progress, steering),
+    )
 }
 
 fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
@@ -187,10 +176,8 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let destination = match &arguments.qmp {
         Some(qmp) => {
             let records = migration_folder().context("no record of the move can be kept")?;
-            Some(
-                Destination::new(qmp, &records, Arc::new(disks::LocalServers::default()))
-                    .map_err(anyhow::Error::msg)?,
-            )
+            let destination = Destination::new(qmp, &records, Arc::new(disks::LocalServers::default()));
+            Some(Arc::new(destination.map_err(anyhow::Error::msg)?))
         }
         None => None,
     };
@@ -201,7 +188,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
     tracing::info!("ready to receive on {}", listener.local_addr()?);
-    let user = destination.as_ref().map(Destination::user);
+    let user = destination.as_ref().map(|destination| destination.user());
     let options = receive::Options {
         connect,
         user,
@@ -214,15 +201,18 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     };
     let moved = Moved::Received {
         watched: Arc::clone(&options.watched),
-        whole: destination.is_some(),
+        destination: destination.clone(),
     };
     let qemu = arguments.qmp.as_ref().unwrap_or(&options.connect);
     let watched = Watched::new(None, qemu, None, moved, by(&stop));
     let control = watched.listen(arguments.control.as_deref())?;
-    let result = match destination {
-        Some(destination) => whole::receive(&listener, &options, &stop, &destination, arguments.output),
-        None => receive_stream(&listener, &options, &stop, arguments.output),
-    };
+    let result = Watched::while_seen(
+        || watched.see_what_came(),
+        || match &destination {
+            Some(destination) => whole::receive(&listener, &options, &stop, destination, arguments.output),
+            None => receive_stream(&listener, &options, &stop, arguments.output),
+        },
+    );
     let place = result.is_ok().then_some("here").filter(|_| arguments.qmp.is_some());
     watched.is_over(result.as_ref().err().map(ToString::to_string), place);
     watched.is_heard();
@@ -244,10 +234,7 @@ fn receive_stream(
             human(delivered.raw),
             human(delivered.wire)
         ),
-        Output::Json => format!(
-            "{:#}\n",
-            json!({"raw_bytes": delivered.raw, "wire_bytes": delivered.wire, "frames": delivered.frames})
-        ),
+        Output::Json => format!("{:#}\n", json!(delivered_state(&delivered))),
     })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -108,6 +108,27 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     counted(&[source.console(), destination.console()]).expect("it has counted on");
 }
 
+fn ask(words: &[&str]) -> (Option<i32>, String) {
+    let mut command = Command::new(larder());
+    command.arg("migrate").args(words);
+    run(command)
+}
+
+/// What is told on a control socket once it is so.
+fn state_when(control: &str, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    let give_up = Instant::now() + LIMIT;
+    loop {
+        let (code, said) = ask(&["status", control, "--output", "json"]);
+        if let Some(state) = serde_json::from_str::<Value>(&said).ok().filter(|_| code == Some(0))
+            && is_so(&state)
+        {
+            return state;
+        }
+        assert!(Instant::now() < give_up, "{what}: {said}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
 /// A move is watched, told to keep to other limits, and cancelled; the VM goes on.
 fn cancelled(machine: &Machine, source: &mut Vm) {
     let mut destination = machine.incoming().expect("QEMU starts");
@@ -121,25 +142,7 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
         process: mover,
         address: None,
     };
-    let ask = |words: &[&str]| {
-        let mut command = Command::new(larder());
-        command.arg("migrate").args(words);
-        run(command)
-    };
-    let state_when = |what: &str, is_so: &dyn Fn(&Value) -> bool| {
-        let give_up = Instant::now() + LIMIT;
-        loop {
-            let (code, said) = ask(&["status", at, "--output", "json"]);
-            if let Some(state) = serde_json::from_str::<Value>(&said).ok().filter(|_| code == Some(0))
-                && is_so(&state)
-            {
-                return state;
-            }
-            assert!(Instant::now() < give_up, "{what}: {said}");
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    };
-    let state = state_when("it moves", &|state| {
+    let state = state_when(at, "it moves", |state| {
         state["phase"] == "moving" && state["rates"]["wire_bytes_per_s"].as_u64() > Some(0)
     });
     let course = &state["course"];
@@ -165,13 +168,13 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
         code == Some(0) && said.contains("2 MiB/s on the link, a downtime of 700 ms, 600 s in all"),
         "{said}"
     );
-    state_when("it keeps to them", &|state| state["limits"]["downtime_ms"] == 700);
+    state_when(at, "it keeps to them", |state| state["limits"]["downtime_ms"] == 700);
     // Whoever looks at QEMU sees that it is not QEMU that decides when its guest stops.
     let set = source.ask("query-migrate-parameters", &serde_json::json!({}));
     assert_eq!(set.expect("answers")["downtime-limit"], 1);
     let (code, said) = ask(&["cancel", at]);
     assert_eq!(code, Some(0), "{said}");
-    let last = state_when("it ends", &|state| state["phase"] == "failed");
+    let last = state_when(at, "it ends", |state| state["phase"] == "failed");
     assert_eq!(last["place"], "here", "{last}");
     let (code, said) = mover.end().expect("it ends");
     assert_eq!(code, Some(1), "{said}");
@@ -181,6 +184,51 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
     );
     source.works().expect("it goes on");
     destination.process.kill();
+}
+
+#[test]
+fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
+    let load = Load {
+        kind: "random",
+        rate: 0,
+        ..Load::default()
+    };
+    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &load).expect("the test bed is set up");
+    let source = machine.boot().expect("the guest boots");
+    let destination = machine.incoming().expect("QEMU starts");
+    let at = ["here", "there"].map(|name| machine.folder().join(name));
+    let controls = at.each_ref().map(|path| path.to_str().expect("UTF-8"));
+    let command = receive_whole_command(
+        larder(),
+        "127.0.0.1:0",
+        destination.qmp_for_others(),
+        &["--control", controls[1]],
+    );
+    let mut waits = Side::listening(command).expect("it listens");
+    // Slow enough to be seen when most of it is still to come.
+    let words = ["--bandwidth", "8MiB", "--postcopy", "--control", controls[0]];
+    let to = waits.address().to_string();
+    let mover = Process::start(move_command(larder(), source.qmp_for_others(), &to, &words)).expect("larder starts");
+    let mut mover = Side {
+        process: mover,
+        address: None,
+    };
+    let there = state_when(controls[1], "it runs there", |state| state["phase"] == "post-copy");
+    assert_eq!((&there["direction"], &there["whole"]), (&"coming".into(), &true.into()));
+    let cpu = |name: &str| there["delivered"][name].as_f64().expect("a number");
+    assert!(
+        cpu("cpu_seconds") > cpu("decode_cpu_seconds") && cpu("decode_cpu_seconds") > 0.0,
+        "{there}"
+    );
+    assert!(there["rates"]["processors"].is_f64(), "{there}");
+    state_when(controls[0], "it runs there", |state| state["phase"] == "post-copy");
+    let (code, said) = ask(&["limit", controls[0], "--bandwidth", "0"]);
+    assert_eq!(code, Some(0), "{said}");
+    for side in [&mut mover, &mut waits] {
+        let (code, said) = side.end().expect("it ends");
+        assert_eq!(code, Some(0), "{said}");
+    }
+    destination.verifies().expect("its memory is right");
 }
 
 #[test]
