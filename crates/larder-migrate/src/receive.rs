@@ -127,6 +127,16 @@ pub enum ReceiveError {
     Qemu { path: PathBuf, source: io::Error },
     #[error("the path of QEMU's socket, {}, is {} bytes long; the kernel takes at most 107: start QEMU with a shorter one, for example in /run", .0.display(), .0.as_os_str().len())]
     Path(PathBuf),
+    #[error(
+        "the sender moves a whole virtual machine (larder migrate VM), and this receiver carries a stream and does nothing \
+         else: start it with --qmp in the place of --connect"
+    )]
+    Whole,
+    #[error(
+        "the sender carries a stream and does nothing else (larder migrate send), and this receiver looks after QEMU, too: \
+         start it with --connect in the place of --qmp, or send by larder migrate VM"
+    )]
+    Stream,
     #[error("stopped")]
     Stopped,
 }
@@ -208,6 +218,8 @@ struct Session<'a> {
     queues: Mutex<BTreeMap<u16, Arc<Queue>>>,
     delivered: Mutex<Delivered>,
     ending: Ending<ReceiveError>,
+    /// The sender has said something to whoever moves the VM, which comes before it sends any.
+    noted: AtomicBool,
     /// The sender has said that nothing will follow.
     ended: AtomicBool,
     over: AtomicBool,
@@ -241,6 +253,7 @@ impl<'a> Session<'a> {
             queues: Mutex::default(),
             delivered: Mutex::default(),
             ending: Ending::new(),
+            noted: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             over: AtomicBool::new(false),
             over_event: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
@@ -519,7 +532,11 @@ impl<'a> Session<'a> {
                 self.mailbox.close();
                 Ok(())
             }
-            Kind::Note if self.notes.deliver(message.body.clone()) => Ok(()),
+            Kind::Note if self.agent.is_none() => Err(ReceiveError::Whole),
+            Kind::Note if self.notes.deliver(message.body.clone()) => {
+                self.noted.store(true, Ordering::Relaxed);
+                Ok(())
+            }
             Kind::Note => Err(ReceiveError::Message("more notes than anybody reads".to_owned())),
             Kind::Delivered | Kind::Return | Kind::Closed | Kind::Alive => unexpected(),
         }
@@ -546,11 +563,14 @@ impl<'a> Session<'a> {
     ) -> Result<(), ReceiveError> {
         let path = &self.options.connect;
         for queue in to_open {
-            let connected = qemu::connect(path, self.options.user, |time| self.pause(time)).map_err(|source| {
-                ReceiveError::Qemu {
+            let connected = qemu::connect(path, self.options.user, |time| self.pause(time));
+            let connected = connected.map_err(|source| match self.agent {
+                // Nobody has asked for QEMU to wait there.
+                Some(_) if !self.noted.load(Ordering::Relaxed) => ReceiveError::Stream,
+                _ => ReceiveError::Qemu {
                     path: path.clone(),
                     source,
-                }
+                },
             })?;
             let Some(socket) = connected else { return Ok(()) };
             let socket = Arc::new(socket);

@@ -27,6 +27,7 @@ use serde_json::json;
 
 use self::watched::{Moved, Watched, by, delivered_state, evidence_state};
 use crate::cli::Output;
+use crate::cli::address::Address;
 use crate::cli::migrate::{
     AcceleratorsArgument, MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments,
     SendingArguments, TrustArguments,
@@ -34,8 +35,6 @@ use crate::cli::migrate::{
 use crate::disk_image::human;
 use crate::output::{Lines, print};
 
-/// Where a receiver waits unless it is said.
-const PORT: u16 = 4446;
 /// Of what is available, what old pages may take by default.
 const DELTA_MEMORY_SHARE: u64 = 8;
 /// And at most.
@@ -56,19 +55,9 @@ pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// `HOST`, `HOST:PORT`, `ADDRESS` or `[ADDRESS]:PORT`, with the port, and the host alone.
-fn with_port(to: &str) -> (String, &str) {
-    let bare = to.trim_start_matches('[').trim_end_matches(']');
-    match to.rsplit_once(':') {
-        _ if bare.parse::<IpAddr>().is_ok_and(|address| address.is_ipv6()) => (format!("[{bare}]:{PORT}"), bare),
-        Some((host, _)) => (to.to_owned(), host.trim_start_matches('[').trim_end_matches(']')),
-        None => (format!("{to}:{PORT}"), to),
-    }
-}
-
 /// What a sender is to do, once it is clear that it may.
-fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyhow::Result<send::Options> {
-    let (to, host) = with_port(to);
+fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments) -> anyhow::Result<send::Options> {
+    let to = address.to_string();
     trusts(trust, || {
         let mut addresses = to.to_socket_addrs().ok()?;
         Some(addresses.all(|address| address.ip().is_loopback()))
@@ -76,7 +65,7 @@ fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyh
     let tls = trust
         .tls
         .as_deref()
-        .map(|folder| SenderTls::load(folder, host, trust.peer.clone()))
+        .map(|folder| SenderTls::load(folder, address.host(), trust.peer.clone()))
         .transpose()?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     Ok(send::Options {
@@ -160,10 +149,10 @@ fn carry(
 }
 
 fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
-    let (listen, _) = with_port(&arguments.listen);
+    let listen = arguments.listen.to_string();
     let addresses: Vec<SocketAddr> = listen
         .to_socket_addrs()
-        .with_context(|| format!("--listen {listen}: ADDRESS:PORT is wanted, such as 0.0.0.0:{PORT}"))?
+        .with_context(|| format!("--listen {listen}: this host has no such address"))?
         .collect();
     trusts(&arguments.trust, || {
         Some(addresses.iter().map(SocketAddr::ip).all(|ip: IpAddr| ip.is_loopback()))
@@ -187,7 +176,6 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         (None, None) => bail!("where does QEMU wait? give --qmp or --connect"),
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
-    tracing::info!("ready to receive on {}", listener.local_addr()?);
     let user = destination.as_ref().map(|destination| destination.user());
     let options = receive::Options {
         connect,
@@ -206,6 +194,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let qemu = arguments.qmp.as_ref().unwrap_or(&options.connect);
     let watched = Watched::new(None, qemu, None, moved, by(&stop));
     let control = watched.listen(arguments.control.as_deref())?;
+    tracing::info!("ready to receive on {}", listener.local_addr()?);
     let result = Watched::while_seen(
         || watched.see_what_came(),
         || match &destination {

@@ -374,7 +374,12 @@ impl Inner {
         if !is_coming || self.settings != Some(settings) {
             return Ok(false);
         }
-        Ok(self.qmp.migration()?["status"] == "setup")
+        let migration = self.qmp.migration()?;
+        Ok(match status_of(&migration) {
+            "setup" => true,
+            "none" => listens(&migration) && self.qmp.run_state()? == "inmigrate",
+            _ => false,
+        })
     }
 
     /// On disk first, then here: what is answered must not be forgotten.
@@ -417,7 +422,7 @@ impl Inner {
             Some(Phase::LetRun { .. }) => State::Running { whole: self.whole },
             Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
-                    Err(error) => error.to_string(),
+                    Err(error) => format!("before all had come, {error}; if it has ended by itself, it has said why"),
                     Ok(_) => "the QEMU here failed to load it".to_owned(),
                 };
                 self.never(reason)
@@ -634,5 +639,12 @@ fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
 /// Whether QEMU was started to take a VM in, and was told nothing yet.
 fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let migration = qmp.migration()?;
-    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none")
+    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none" && !listens(&migration))
+}
+
+/// Whether QEMU was told where a VM comes from: until somebody connects there QEMU 7.2 tells the place, and no status.
+fn listens(migration: &Value) -> bool {
+    migration["socket-address"]
+        .as_array()
+        .is_some_and(|places| !places.is_empty())
 }

@@ -101,7 +101,8 @@ pub(crate) fn text(state: &MigrationState) -> String {
     said.line("QEMU", &state.qemu);
     said.line("state", state.words());
     if let Some(reason) = &state.reason {
-        said.line("because", reason);
+        // It may be the other host's words.
+        said.line("because", crate::printable(reason));
     }
     if let Some(course) = &state.course {
         said.line(

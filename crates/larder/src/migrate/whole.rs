@@ -43,7 +43,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
     if arguments.take_back {
         return take_back(&qmp, &records, arguments.output);
     }
-    let to = arguments.to.as_deref().context("--to: to which host?")?;
+    let to = arguments.to.as_ref().context("--to: to which host?")?;
     let options = source::Options {
         qmp,
         records,

@@ -25,6 +25,18 @@ use crate::qmp::{Qmp, QmpError};
 /// How long it takes from the last byte until the VM runs at the destination.
 const HAND_OVER: Duration = Duration::from_millis(30);
 
+/// Why QEMU's migration has not succeeded. The source's QEMU often has only seen that the other one hung up.
+fn why(migration: &Value, status: &str) -> String {
+    let said = migration["error-desc"].as_str().unwrap_or("it does not say why");
+    match status {
+        "failed" => format!(
+            "QEMU's migration has failed ({said}); if the QEMU at the destination has ended, it has said why, as where it \
+             lacks a device"
+        ),
+        _ => format!("QEMU's migration was {status}"),
+    }
+}
+
 pub(super) struct Mover<'a> {
     pub(super) options: &'a Options,
     pub(super) qmp: Qmp,
@@ -330,7 +342,7 @@ impl<'a> Mover<'a> {
                     return Ok(self.finish(carrier, &course, rounds));
                 }
                 status @ ("failed" | "cancelled") => {
-                    let reason = migration["error-desc"].as_str().unwrap_or(status).to_owned();
+                    let reason = why(&migration, status);
                     if course.told() {
                         return self.after_failure(Some(carrier), course, reason);
                     }

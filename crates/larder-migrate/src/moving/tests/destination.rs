@@ -259,10 +259,21 @@ fn a_qemu_that_waits_still_takes_another_move() {
     let bed = Bed::new();
     assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
     let other = MoveId::new().expect("random numbers");
+    assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
+    bed.qemu.is().migration = "listens";
     assert!(matches!(bed.prepare(&other), ToSource::Prepared { .. }));
     assert_eq!(bed.qemu.has_heard("migrate-incoming"), 1);
     assert!(reason(bed.go()).contains("right host"));
     bed.qemu.is().migration = "active";
+    assert!(reason(bed.prepare(&bed.id)).contains("start a new one"));
+}
+
+#[test]
+fn a_qemu_that_waits_for_a_mover_before_this_one_is_not_told_again() {
+    let mut bed = Bed::new();
+    assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
+    bed.qemu.is().migration = "listens";
+    bed.restart();
     assert!(reason(bed.prepare(&bed.id)).contains("start a new one"));
 }
 
