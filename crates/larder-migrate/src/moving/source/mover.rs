@@ -338,8 +338,7 @@ impl<'a> Mover<'a> {
                     let mut last = course.watch.report(&migration, &self.progress, course.begun.elapsed());
                     last.downtime_ms = course.downtime_ms;
                     report(&last);
-                    let rounds = migration["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
-                    return Ok(self.finish(carrier, &course, rounds));
+                    return Ok(self.finish(carrier, &course, last.round));
                 }
                 status @ ("failed" | "cancelled") => {
                     let reason = why(&migration, status);
