@@ -15,6 +15,7 @@ use anyhow::{Context, bail};
 use larder_block::ByteLen;
 use larder_codec::batch::Method;
 use larder_migrate::limits::{InForce, Limits};
+use larder_migrate::moving::available_memory;
 use larder_migrate::moving::destination::Destination;
 use larder_migrate::moving::watch::Watch;
 use larder_migrate::progress::{Progress, Totals};
@@ -248,17 +249,9 @@ fn stop_by_signal() -> anyhow::Result<Arc<AtomicBool>> {
 
 fn delta_memory(given: Option<ByteLen>) -> u64 {
     given.map_or_else(
-        || (available().unwrap_or(0) / DELTA_MEMORY_SHARE).min(DELTA_MEMORY_MAX),
+        || (available_memory().unwrap_or(0) / DELTA_MEMORY_SHARE).min(DELTA_MEMORY_MAX),
         ByteLen::get,
     )
-}
-
-/// Bytes of memory that this host has left (proc(5), `MemAvailable`).
-fn available() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 fn ratio(totals: &Totals) -> f64 {
