@@ -26,7 +26,7 @@ use larder_vm::listen::SocketFile;
 use larder_vm::runtime_folder::migration_folder;
 use serde_json::json;
 
-use self::watched::{Moved, Watched, by, delivered_state, evidence_state};
+use self::watched::{Moved, Watched, by, delivered_state, evidence_state, sent_state};
 use crate::cli::Output;
 use crate::cli::address::Address;
 use crate::cli::migrate::{
@@ -295,33 +295,10 @@ fn summary(progress: &Progress) -> String {
     lines.into_text()
 }
 
+/// What the control socket tells of it, and how long it took.
 fn json_of(progress: &Progress) -> serde_json::Value {
-    let totals = progress.totals();
-    let methods: serde_json::Map<String, serde_json::Value> = Method::ALL
-        .into_iter()
-        .map(|method| {
-            let pages = totals.encoded_pages[method.index()];
-            let bytes = totals.encoded_bytes[method.index()];
-            (method.name().to_owned(), json!({"pages": pages, "bytes": bytes}))
-        })
-        .collect();
-    json!({
-        "raw_bytes": totals.raw_bytes,
-        "wire_bytes": totals.wire_bytes,
-        "delivered_bytes": totals.delivered_bytes,
-        "frames": totals.frames,
-        "zero_pages": totals.zero_pages,
-        "same_pages": totals.same_pages,
-        "delta_pages": totals.delta_pages,
-        "delta_bytes": totals.delta_bytes,
-        "plain_pages": totals.plain_pages,
-        "methods": methods,
-        "device_pages": totals.device_pages,
-        "encode_seconds": totals.encode_ns as f64 / 1e9,
-        "cpu_seconds": totals.cpu_ns as f64 / 1e9,
-        "encode_cpu_seconds": totals.encode_cpu_ns as f64 / 1e9,
-        "write_seconds": totals.write_ns as f64 / 1e9,
-        "seconds": progress.elapsed().as_secs_f64(),
-        "evidence": evidence_state(&progress.choice()),
-    })
+    let mut sent = json!(sent_state(&progress.totals()));
+    sent["seconds"] = progress.elapsed().as_secs_f64().into();
+    sent["evidence"] = json!(evidence_state(&progress.choice()));
+    sent
 }

@@ -184,10 +184,14 @@ pub struct SentState {
     pub cpu_seconds: f64,
     /// Of it, for encoding.
     pub encode_cpu_seconds: f64,
+    /// Time that encoding took, in seconds by the clock, of all lanes together.
+    pub encode_seconds: f64,
     /// Time that lanes waited for the link, in seconds, all together.
     pub write_seconds: f64,
     /// How pages went: `zero`, `same` (of one word), `delta`, `plain` (as they are), and the methods of encoding.
     pub methods: Vec<MethodState>,
+    /// Of the encoded pages those that a device has encoded.
+    pub device_pages: u64,
 }
 
 /// The pages that went in one way.

@@ -409,8 +409,10 @@ pub(super) fn sent_state(totals: &Totals) -> SentState {
         frames: totals.frames,
         cpu_seconds: seconds(totals.cpu_ns),
         encode_cpu_seconds: seconds(totals.encode_cpu_ns),
+        encode_seconds: seconds(totals.encode_ns),
         write_seconds: seconds(totals.write_ns),
         methods,
+        device_pages: totals.device_pages,
     }
 }
 
