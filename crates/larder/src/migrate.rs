@@ -24,6 +24,7 @@ use larder_migrate::send::{self, Accelerators, SendError, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
 use larder_vm::runtime_folder::migration_folder;
+use larder_vm::user::become_user;
 use serde_json::json;
 
 use self::watched::{Moved, Watched, by, delivered_state, evidence_state, sent_state};
@@ -177,7 +178,11 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         (None, None) => bail!("where does QEMU wait? give --qmp or --connect"),
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
-    let user = destination.as_ref().map(|destination| destination.user());
+    let user = match (&destination, &arguments.user) {
+        (Some(destination), _) => Some(destination.user()),
+        (None, Some(name)) => Some(become_user(name)?),
+        (None, None) => None,
+    };
     let options = receive::Options {
         connect,
         user,

@@ -243,6 +243,10 @@ pub(crate) struct MigrateReceiveArguments {
     /// What QEMU was given with -incoming unix:PATH, to carry and do nothing else
     #[arg(long, value_name = "PATH", conflicts_with = "qmp")]
     pub(crate) connect: Option<PathBuf>,
+    /// With --connect: the user that QEMU runs as, by name or number. Once the port is open and the keys are read, this
+    /// process gives up root and is that user's; its control socket is where his are. Nobody else may listen at PATH
+    #[arg(long, value_name = "USER", conflicts_with = "qmp")]
+    pub(crate) user: Option<String>,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     /// Connections and threads that decompress, at most

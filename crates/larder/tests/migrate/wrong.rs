@@ -10,7 +10,7 @@ use crate::support::{larder, on_tmpfs, run};
 
 /// A command line, and what is said of it. LONG is a path of 120 bytes, PORT a port that is taken, and `taken` a socket that
 /// somebody listens on, `stale` one on which nobody does any more; the others say what is no QMP.
-const WRONG: [(&str, &str); 57] = [
+const WRONG: [(&str, &str); 59] = [
     (
         "send",
         "error: the following required arguments were not provided:\n  --listen <PATH>\n  --to <HOST[:PORT]>\n\nUsage: larder migrate send --listen <PATH> --to <HOST[:PORT]>",
@@ -151,6 +151,14 @@ const WRONG: [(&str, &str); 57] = [
     (
         "receive --listen nosuch.invalid:4446 --connect q",
         "larder: --listen nosuch.invalid:4446: this host has no such address: ",
+    ),
+    (
+        "receive --listen 127.0.0.1:0 --connect q --user nobody.at.all",
+        "larder: --user nobody.at.all: there is no such user; give a name, or a number that has one",
+    ),
+    (
+        "receive --listen 127.0.0.1:0 --qmp q --user nobody",
+        " cannot be used with '--",
     ),
     (
         "receive --listen 127.0.0.1:0 --qmp file",
