@@ -36,7 +36,7 @@ const PLOTS = [
   ]],
   ['Processors', 'count', number, [
     ['all', '--write', (it) => it.processors],
-    ['encoding', '--cache', (it) => it.encoding],
+    ['encoding, or decoding', '--cache', (it) => it.encoding],
     ['limit', '--muted', (it) => it.most, true],
   ]],
   ['Downtime', 'time', seconds, [
@@ -184,7 +184,8 @@ export function migrationPage(key) {
     about.set('Limits', limitsText(it.limits));
     const done = it.sent || it.delivered;
     about.set('Sent', done ? `${bytes(done.raw_bytes)} in ${bytes(done.wire_bytes)}${ratio ? ` (${number(ratio)} times less)` : ''}` : NONE);
-    about.set('CPU time', it.sent ? `${seconds(it.sent.cpu_seconds)}, of which encoding ${seconds(it.sent.encode_cpu_seconds)}` : NONE);
+    const cpu = it.sent ? ['encoding', it.sent.encode_cpu_seconds] : ['decoding', it.delivered?.decode_cpu_seconds];
+    about.set('CPU time', done ? `${seconds(done.cpu_seconds)}, of which ${cpu[0]} ${seconds(cpu[1])}` : NONE);
     tellWays(it.sent);
     tellEvidence(it.evidence);
     if (isOver || health !== 'up') {

@@ -41,17 +41,17 @@ pub struct Choice {
 /// CPU time of a lane's thread, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spent {
-    /// All of it: reading, encoding, encrypting, writing.
+    /// All of it: reading, encoding or decoding, encrypting or decrypting, writing.
     pub all_ns: u64,
-    /// Making frames.
-    pub encode_ns: u64,
+    /// Making frames, or taking them apart.
+    pub work_ns: u64,
 }
 
 /// Measures what the thread takes of its processor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CpuTime {
     since_ns: u64,
-    encode_ns: u64,
+    work_ns: u64,
 }
 
 impl CpuTime {
@@ -60,7 +60,7 @@ impl CpuTime {
         let now = clock_gettime(ClockId::ThreadCPUTime);
         Self {
             since_ns: (now.tv_sec as u64) * 1_000_000_000 + now.tv_nsec as u64,
-            encode_ns: 0,
+            work_ns: 0,
         }
     }
 
@@ -69,9 +69,9 @@ impl CpuTime {
         Duration::from_nanos(Self::of_thread().since_ns.saturating_sub(self.since_ns))
     }
 
-    /// What was done since `begun` was making a frame.
-    pub(crate) fn encoded(&mut self, begun: Self) {
-        self.encode_ns += Self::of_thread().since_ns.saturating_sub(begun.since_ns);
+    /// What was done since `begun` was making a frame, or taking one apart.
+    pub(crate) fn worked(&mut self, begun: Self) {
+        self.work_ns += Self::of_thread().since_ns.saturating_sub(begun.since_ns);
     }
 
     /// What was spent since it was asked before.
@@ -79,7 +79,7 @@ impl CpuTime {
         let now = Self::of_thread();
         let spent = Spent {
             all_ns: now.since_ns.saturating_sub(self.since_ns),
-            encode_ns: self.encode_ns,
+            work_ns: self.work_ns,
         };
         *self = now;
         spent
@@ -207,7 +207,7 @@ impl Progress {
         let is_time = {
             let mut state = self.lock();
             state.totals.cpu_ns += spent.all_ns;
-            state.totals.encode_cpu_ns += spent.encode_ns;
+            state.totals.encode_cpu_ns += spent.work_ns;
             let is_time = state.chosen.is_none_or(|chosen| now - chosen > CHOICE_EVERY);
             if is_time {
                 state.chosen = Some(now);

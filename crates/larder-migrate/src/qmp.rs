@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -27,7 +28,7 @@ const EVENTS_MAX: usize = 1024;
 #[derive(Debug, Error)]
 pub enum QmpError {
     /// Nobody listens there.
-    #[error("cannot connect to QEMU's QMP socket {}: {source}; is it the path of -qmp unix:PATH,server=on,wait=off?", path.display())]
+    #[error("cannot connect to QEMU's QMP socket {}: {source}; {}", path.display(), advice(path, source))]
     Connect {
         /// As given.
         path: PathBuf,
@@ -60,8 +61,8 @@ pub enum QmpError {
         /// How long it had.
         limit: Duration,
     },
-    /// What came is no JSON.
-    #[error("what came from the QMP socket {} is no QMP: {what}", path.display())]
+    /// What came is something else.
+    #[error("what came from the QMP socket {} is no QMP: '{what}'; is it the path of -qmp unix:PATH,server=on,wait=off?", path.display())]
     NoQmp {
         /// As given.
         path: PathBuf,
@@ -152,6 +153,18 @@ impl QmpError {
     }
 }
 
+/// What may be wrong with a path that cannot be connected to.
+fn advice(path: &Path, error: &io::Error) -> &'static str {
+    let is_other = path.metadata().is_ok_and(|found| !found.file_type().is_socket());
+    match error.kind() {
+        _ if is_other => "it is no socket: give the path of -qmp unix:PATH,server=on,wait=off",
+        io::ErrorKind::ConnectionRefused => "nobody listens there: has its QEMU ended?",
+        io::ErrorKind::PermissionDenied => "run this as QEMU's user, or as root",
+        io::ErrorKind::InvalidInput => "the kernel takes at most 107 bytes for the path of a socket",
+        _ => "is it the path of -qmp unix:PATH,server=on,wait=off?",
+    }
+}
+
 impl Qmp {
     /// Connects, and says that this is a client.
     ///
@@ -180,6 +193,9 @@ impl Qmp {
             Some(greeting) => greeting,
             None => return Err(QmpError::Busy { path: path.to_owned() }),
         };
+        if !greeting["QMP"].is_object() {
+            return Err(qmp.no_qmp(greeting.to_string().as_bytes()));
+        }
         let version = &greeting["QMP"]["version"]["qemu"];
         qmp.version = ["major", "minor", "micro"].map(|part| version[part].as_u64().unwrap_or(0));
         let offered = greeting["QMP"]["capabilities"].as_array();
@@ -351,10 +367,10 @@ impl Qmp {
     }
 
     fn no_qmp(&self, bytes: &[u8]) -> QmpError {
-        let begin = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]).into_owned();
+        let begin = String::from_utf8_lossy(&bytes[..bytes.len().min(80)]);
         QmpError::NoQmp {
             path: self.path.clone(),
-            what: begin,
+            what: begin.trim_end().escape_debug().to_string(),
         }
     }
 

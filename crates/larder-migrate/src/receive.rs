@@ -42,6 +42,7 @@ use crate::control::{Control, ControlError, Mailbox};
 use crate::decode::{Bases, DecodeError, FrameDecoder};
 use crate::link::{self, Link, LinkError};
 use crate::notes::Notes;
+use crate::progress::CpuTime;
 use crate::session::{self, Ending, Shut, Weight};
 use crate::tls::ReceiverTls;
 use crate::wire::{
@@ -126,6 +127,16 @@ pub enum ReceiveError {
     Qemu { path: PathBuf, source: io::Error },
     #[error("the path of QEMU's socket, {}, is {} bytes long; the kernel takes at most 107: start QEMU with a shorter one, for example in /run", .0.display(), .0.as_os_str().len())]
     Path(PathBuf),
+    #[error(
+        "the sender moves a whole virtual machine (larder migrate VM), and this receiver carries a stream and does nothing \
+         else: start it with --qmp in the place of --connect"
+    )]
+    Whole,
+    #[error(
+        "the sender carries a stream and does nothing else (larder migrate send), and this receiver looks after QEMU, too: \
+         start it with --connect in the place of --qmp, or send by larder migrate VM"
+    )]
+    Stream,
     #[error("stopped")]
     Stopped,
 }
@@ -154,6 +165,10 @@ pub struct Delivered {
     pub wire: u64,
     /// Frames.
     pub frames: u64,
+    /// Nanoseconds of processors: lanes, which read, decrypt and decode, and those who hand it to QEMU.
+    pub cpu_ns: u64,
+    /// Of these, for decoding.
+    pub decode_cpu_ns: u64,
 }
 
 /// Hears of the notes of a session, which begins with its first and ends when [`Notes::receive`] says so. It runs in a
@@ -203,6 +218,8 @@ struct Session<'a> {
     queues: Mutex<BTreeMap<u16, Arc<Queue>>>,
     delivered: Mutex<Delivered>,
     ending: Ending<ReceiveError>,
+    /// The sender has said something to whoever moves the VM, which comes before it sends any.
+    noted: AtomicBool,
     /// The sender has said that nothing will follow.
     ended: AtomicBool,
     over: AtomicBool,
@@ -236,6 +253,7 @@ impl<'a> Session<'a> {
             queues: Mutex::default(),
             delivered: Mutex::default(),
             ending: Ending::new(),
+            noted: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             over: AtomicBool::new(false),
             over_event: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
@@ -514,7 +532,11 @@ impl<'a> Session<'a> {
                 self.mailbox.close();
                 Ok(())
             }
-            Kind::Note if self.notes.deliver(message.body.clone()) => Ok(()),
+            Kind::Note if self.agent.is_none() => Err(ReceiveError::Whole),
+            Kind::Note if self.notes.deliver(message.body.clone()) => {
+                self.noted.store(true, Ordering::Relaxed);
+                Ok(())
+            }
             Kind::Note => Err(ReceiveError::Message("more notes than anybody reads".to_owned())),
             Kind::Delivered | Kind::Return | Kind::Closed | Kind::Alive => unexpected(),
         }
@@ -541,11 +563,14 @@ impl<'a> Session<'a> {
     ) -> Result<(), ReceiveError> {
         let path = &self.options.connect;
         for queue in to_open {
-            let connected = qemu::connect(path, self.options.user, |time| self.pause(time)).map_err(|source| {
-                ReceiveError::Qemu {
+            let connected = qemu::connect(path, self.options.user, |time| self.pause(time));
+            let connected = connected.map_err(|source| match self.agent {
+                // Nobody has asked for QEMU to wait there.
+                Some(_) if !self.noted.load(Ordering::Relaxed) => ReceiveError::Stream,
+                _ => ReceiveError::Qemu {
                     path: path.clone(),
                     source,
-                }
+                },
             })?;
             let Some(socket) = connected else { return Ok(()) };
             let socket = Arc::new(socket);
@@ -566,6 +591,7 @@ impl<'a> Session<'a> {
     /// Hands QEMU the bytes of a channel.
     fn write(&self, queue: &Queue, mut socket: &UnixStream) {
         let tell = |bytes| self.mailbox.send(&Message::new(Kind::Delivered, queue.number, bytes));
+        let mut cpu = CpuTime::of_thread();
         while let Some(next) = queue.next(tell) {
             let Next::Bytes(bytes) = next else {
                 // All is delivered; QEMU may still have something to say.
@@ -580,7 +606,11 @@ impl<'a> Session<'a> {
                 return;
             }
             let raw = bytes.len() as u64;
-            self.count(|delivered| delivered.raw += raw);
+            let spent = cpu.spent();
+            self.count(|delivered| {
+                delivered.raw += raw;
+                delivered.cpu_ns += spent.all_ns;
+            });
             queue.taken(bytes);
         }
     }
@@ -612,6 +642,7 @@ impl<'a> Session<'a> {
             }
         };
         let mut decoder = FrameDecoder::new();
+        let mut cpu = CpuTime::of_thread();
         let mut body = Vec::new();
         let mut before: Option<u64> = None;
         let mut header = [0; FrameHeader::LEN];
@@ -630,9 +661,14 @@ impl<'a> Session<'a> {
             link.read_exact(body).map_err(broken)?;
             let queue = self.queue(header.channel)?;
             let mut out = queue.buffer(&header)?;
+            let begun = CpuTime::of_thread();
             decoder.decode(&header, body, bases, &mut out)?;
+            cpu.worked(begun);
             queue.put(header.offset, out)?;
+            let spent = cpu.spent();
             self.count(|delivered| {
+                delivered.cpu_ns += spent.all_ns;
+                delivered.decode_cpu_ns += spent.work_ns;
                 delivered.wire += (FrameHeader::LEN + header.body_len()) as u64;
                 delivered.frames += 1;
             });

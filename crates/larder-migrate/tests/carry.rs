@@ -1,5 +1,8 @@
 //! Sender and receiver between two ends that stand for QEMU: every byte arrives, in order, both ways.
 
+#[allow(dead_code, unreachable_pub, reason = "other crates' tests use more of it")]
+#[path = "../../larder-block/tests/nbd_support/certificates.rs"]
+mod certificates;
 #[path = "carry/ends.rs"]
 mod ends;
 #[path = "carry/pair.rs"]

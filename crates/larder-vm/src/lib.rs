@@ -13,5 +13,6 @@ pub mod listen;
 pub mod memory;
 pub mod run;
 pub mod runtime_folder;
+pub mod user;
 pub mod vm;
 pub mod wish;

@@ -10,7 +10,7 @@ use anyhow::{Context, bail};
 use larder_block::ByteLen;
 use larder_codec::accelerator::{Accelerator, Found, Software, find};
 use larder_codec::batch::{BATCH_PAGES, Method};
-use larder_codec::measure::{self, Kind, Measured, Way};
+use larder_codec::measure::{self, Kind, Measured, Reduction};
 use larder_codec::{PAGE, uniform_word};
 use serde_json::{Value, json};
 
@@ -31,7 +31,7 @@ const SEED: u64 = 1;
 
 /// What memory goes through, and what does it.
 struct Codec<'a> {
-    way: Way,
+    reduction: Reduction,
     by: &'static str,
     /// What does it, if it is not the processor.
     device: Option<&'a dyn Accelerator>,
@@ -89,26 +89,26 @@ pub(crate) fn run(arguments: &BenchCodecArguments) -> anyhow::Result<ExitCode> {
 /// What there is, or what of it is asked for by these names.
 fn codecs<'a>(found: &'a Found, names: &[String]) -> anyhow::Result<Vec<Codec<'a>>> {
     let is_igzip_there = found.there.iter().any(|there| there.name() == "igzip");
-    let ways = Way::all().map(|way| Codec {
-        way,
-        by: match way {
-            Way::Method(Method::Deflate) if is_igzip_there => "igzip",
-            Way::Method(Method::Deflate) => "zlib-rs",
+    let reductions = Reduction::all().map(|reduction| Codec {
+        reduction,
+        by: match reduction {
+            Reduction::Method(Method::Deflate) if is_igzip_there => "igzip",
+            Reduction::Method(Method::Deflate) => "zlib-rs",
             _ => "cpu",
         },
         device: None,
     });
-    // What the processor makes is among the ways.
+    // What the processor makes is among the reductions.
     let devices = found.there.iter().map(AsRef::as_ref);
     let devices = devices.filter(|device| !matches!(device.name(), "cpu" | "igzip"));
     let devices = devices.flat_map(|device| {
         device.methods().iter().map(move |&method| Codec {
-            way: Way::Method(method),
+            reduction: Reduction::Method(method),
             by: device.name(),
             device: Some(device),
         })
     });
-    let mut codecs: Vec<Codec> = ways.chain(devices).collect();
+    let mut codecs: Vec<Codec> = reductions.chain(devices).collect();
     for name in names {
         if !codecs.iter().any(|codec| codec.is_called(name)) {
             let missing = found.missing.iter().find(|missing| missing.0 == name);
@@ -122,12 +122,12 @@ fn codecs<'a>(found: &'a Found, names: &[String]) -> anyhow::Result<Vec<Codec<'a
 
 impl Codec<'_> {
     fn is_called(&self, name: &str) -> bool {
-        name == self.way.name() || name == self.by
+        name == self.reduction.name() || name == self.by
     }
 
     /// Whether it takes several pages together.
     const fn is_of_batches(&self) -> bool {
-        matches!(self.way, Way::Method(_))
+        matches!(self.reduction, Reduction::Method(_))
     }
 }
 
@@ -163,17 +163,17 @@ fn report<'a>(
             false => vec![BATCH_PAGES],
         };
         for batch_pages in batches {
-            let measured = match (codec.device, codec.way) {
-                (Some(device), Way::Method(method)) => {
+            let measured = match (codec.device, codec.reduction) {
+                (Some(device), Reduction::Method(method)) => {
                     measure::measure_accelerator(device, method, bytes, batch_pages, arguments.seconds)
                 }
-                (_, way) => measure::measure(way, bytes, &older, batch_pages, arguments.seconds),
+                (_, reduction) => measure::measure(reduction, bytes, &older, batch_pages, arguments.seconds),
             };
             let measured = measured.with_context(|| {
                 format!(
                     "{}, {} by {}, batches of {batch_pages}",
                     memory.name,
-                    codec.way.name(),
+                    codec.reduction.name(),
                     codec.by
                 )
             })?;
@@ -211,7 +211,7 @@ fn text_of(report: &Report) -> String {
             false => "-".to_owned(),
         };
         table.row([
-            codec.way.name().to_owned(),
+            codec.reduction.name().to_owned(),
             codec.by.to_owned(),
             pages,
             format!("{:.2}", measured.ratio()),
@@ -245,7 +245,7 @@ fn notes(found: &Found, names: &[String]) -> String {
 fn json_of(report: &Report) -> Value {
     let line = |(codec, measured): &(&Codec, Measured)| {
         json!({
-            "method": codec.way.name(),
+            "method": codec.reduction.name(),
             "by": codec.by,
             "batch-pages": codec.is_of_batches().then_some(measured.batch_pages),
             "ratio": measured.ratio(),

@@ -89,7 +89,20 @@ fn main() -> ExitCode {
 
 fn report(error: &anyhow::Error) {
     // Nobody may be listening; the exit code tells.
-    let _ = writeln!(std::io::stderr(), "larder: {}", message(error));
+    let _ = writeln!(std::io::stderr(), "larder: {}", printable(&message(error)));
+}
+
+/// Without what a terminal would take for commands: parts of it may be another host's, a file's or a peer's words.
+fn printable(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '\n' | '\t' => shown.push(letter),
+            letter if letter.is_control() => shown.extend(letter.escape_default()),
+            letter => shown.push(letter),
+        }
+    }
+    shown
 }
 
 /// The error and its causes, those left out that the text names already.

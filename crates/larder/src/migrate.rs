@@ -10,12 +10,12 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
 use larder_codec::batch::Method;
 use larder_migrate::limits::{InForce, Limits};
+use larder_migrate::moving::available_memory;
 use larder_migrate::moving::destination::Destination;
 use larder_migrate::moving::watch::Watch;
 use larder_migrate::progress::{Progress, Totals};
@@ -24,10 +24,12 @@ use larder_migrate::send::{self, Accelerators, SendError, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 use larder_vm::listen::SocketFile;
 use larder_vm::runtime_folder::migration_folder;
+use larder_vm::user::become_user;
 use serde_json::json;
 
-use self::watched::{Moved, Watched, by, evidence_state};
+use self::watched::{Moved, Watched, by, delivered_state, evidence_state, sent_state};
 use crate::cli::Output;
+use crate::cli::address::Address;
 use crate::cli::migrate::{
     AcceleratorsArgument, MigrateArguments, MigrateCommand, MigrateReceiveArguments, MigrateSendArguments,
     SendingArguments, TrustArguments,
@@ -35,16 +37,12 @@ use crate::cli::migrate::{
 use crate::disk_image::human;
 use crate::output::{Lines, print};
 
-/// Where a receiver waits unless it is said.
-const PORT: u16 = 4446;
 /// Of what is available, what old pages may take by default.
 const DELTA_MEMORY_SHARE: u64 = 8;
 /// And at most.
 const DELTA_MEMORY_MAX: u64 = 4 << 30;
 /// Lanes by default, at most: four keep 10 Gbit/s busy.
 const LANES_MAX: usize = 4;
-/// Between two looks at how it goes.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Bytes of a channel that may wait for the destination's QEMU: a hundredth of a second of what it takes at most.
 const WINDOW: u32 = 32 << 20;
 
@@ -59,19 +57,9 @@ pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// `HOST`, `HOST:PORT`, `ADDRESS` or `[ADDRESS]:PORT`, with the port, and the host alone.
-fn with_port(to: &str) -> (String, &str) {
-    let bare = to.trim_start_matches('[').trim_end_matches(']');
-    match to.rsplit_once(':') {
-        _ if bare.parse::<IpAddr>().is_ok_and(|address| address.is_ipv6()) => (format!("[{bare}]:{PORT}"), bare),
-        Some((host, _)) => (to.to_owned(), host.trim_start_matches('[').trim_end_matches(']')),
-        None => (format!("{to}:{PORT}"), to),
-    }
-}
-
 /// What a sender is to do, once it is clear that it may.
-fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyhow::Result<send::Options> {
-    let (to, host) = with_port(to);
+fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments) -> anyhow::Result<send::Options> {
+    let to = address.to_string();
     trusts(trust, || {
         let mut addresses = to.to_socket_addrs().ok()?;
         Some(addresses.all(|address| address.ip().is_loopback()))
@@ -79,7 +67,7 @@ fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyh
     let tls = trust
         .tls
         .as_deref()
-        .map(|folder| SenderTls::load(folder, host, trust.peer.clone()))
+        .map(|folder| SenderTls::load(folder, address.host(), trust.peer.clone()))
         .transpose()?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     Ok(send::Options {
@@ -154,27 +142,19 @@ fn carry(
         human(sender.delta_memory()),
         arguments.listen.display()
     );
-    let ended = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            // Of the guest and its rounds nobody here knows.
-            let mut watch = Watch::new(0);
-            while !ended.load(Ordering::Relaxed) {
-                watched.see(&watch.report(&serde_json::Value::Null, progress, progress.elapsed()));
-                std::thread::sleep(LOOK_EVERY);
-            }
-        });
-        let result = sender.carry(listener, progress, steering);
-        ended.store(true, Ordering::Relaxed);
-        result
-    })
+    // Of the guest and its rounds nobody here knows.
+    let mut watch = Watch::new(0);
+    Watched::while_seen(
+        || watched.see(&watch.report(&serde_json::Value::Null, progress, progress.elapsed())),
+        || sender.carry(listener, progress, steering),
+    )
 }
 
 fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
-    let (listen, _) = with_port(&arguments.listen);
+    let listen = arguments.listen.to_string();
     let addresses: Vec<SocketAddr> = listen
         .to_socket_addrs()
-        .with_context(|| format!("--listen {listen}: ADDRESS:PORT is wanted, such as 0.0.0.0:{PORT}"))?
+        .with_context(|| format!("--listen {listen}: this host has no such address"))?
         .collect();
     trusts(&arguments.trust, || {
         Some(addresses.iter().map(SocketAddr::ip).all(|ip: IpAddr| ip.is_loopback()))
@@ -187,10 +167,8 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let destination = match &arguments.qmp {
         Some(qmp) => {
             let records = migration_folder().context("no record of the move can be kept")?;
-            Some(
-                Destination::new(qmp, &records, Arc::new(disks::LocalServers::default()))
-                    .map_err(anyhow::Error::msg)?,
-            )
+            let destination = Destination::new(qmp, &records, Arc::new(disks::LocalServers::default()));
+            Some(Arc::new(destination.map_err(anyhow::Error::msg)?))
         }
         None => None,
     };
@@ -200,8 +178,11 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         (None, None) => bail!("where does QEMU wait? give --qmp or --connect"),
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
-    tracing::info!("ready to receive on {}", listener.local_addr()?);
-    let user = destination.as_ref().map(Destination::user);
+    let user = match (&destination, &arguments.user) {
+        (Some(destination), _) => Some(destination.user()),
+        (None, Some(name)) => Some(become_user(name)?),
+        (None, None) => None,
+    };
     let options = receive::Options {
         connect,
         user,
@@ -214,15 +195,19 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     };
     let moved = Moved::Received {
         watched: Arc::clone(&options.watched),
-        whole: destination.is_some(),
+        destination: destination.clone(),
     };
     let qemu = arguments.qmp.as_ref().unwrap_or(&options.connect);
     let watched = Watched::new(None, qemu, None, moved, by(&stop));
     let control = watched.listen(arguments.control.as_deref())?;
-    let result = match destination {
-        Some(destination) => whole::receive(&listener, &options, &stop, &destination, arguments.output),
-        None => receive_stream(&listener, &options, &stop, arguments.output),
-    };
+    tracing::info!("ready to receive on {}", listener.local_addr()?);
+    let result = Watched::while_seen(
+        || watched.see_what_came(),
+        || match &destination {
+            Some(destination) => whole::receive(&listener, &options, &stop, destination, arguments.output),
+            None => receive_stream(&listener, &options, &stop, arguments.output),
+        },
+    );
     let place = result.is_ok().then_some("here").filter(|_| arguments.qmp.is_some());
     watched.is_over(result.as_ref().err().map(ToString::to_string), place);
     watched.is_heard();
@@ -244,10 +229,7 @@ fn receive_stream(
             human(delivered.raw),
             human(delivered.wire)
         ),
-        Output::Json => format!(
-            "{:#}\n",
-            json!({"raw_bytes": delivered.raw, "wire_bytes": delivered.wire, "frames": delivered.frames})
-        ),
+        Output::Json => format!("{:#}\n", json!(delivered_state(&delivered))),
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -272,17 +254,9 @@ fn stop_by_signal() -> anyhow::Result<Arc<AtomicBool>> {
 
 fn delta_memory(given: Option<ByteLen>) -> u64 {
     given.map_or_else(
-        || (available().unwrap_or(0) / DELTA_MEMORY_SHARE).min(DELTA_MEMORY_MAX),
+        || (available_memory().unwrap_or(0) / DELTA_MEMORY_SHARE).min(DELTA_MEMORY_MAX),
         ByteLen::get,
     )
-}
-
-/// Bytes of memory that this host has left (proc(5), `MemAvailable`).
-fn available() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 fn ratio(totals: &Totals) -> f64 {
@@ -326,33 +300,10 @@ fn summary(progress: &Progress) -> String {
     lines.into_text()
 }
 
+/// What the control socket tells of it, and how long it took.
 fn json_of(progress: &Progress) -> serde_json::Value {
-    let totals = progress.totals();
-    let methods: serde_json::Map<String, serde_json::Value> = Method::ALL
-        .into_iter()
-        .map(|method| {
-            let pages = totals.encoded_pages[method.index()];
-            let bytes = totals.encoded_bytes[method.index()];
-            (method.name().to_owned(), json!({"pages": pages, "bytes": bytes}))
-        })
-        .collect();
-    json!({
-        "raw_bytes": totals.raw_bytes,
-        "wire_bytes": totals.wire_bytes,
-        "delivered_bytes": totals.delivered_bytes,
-        "frames": totals.frames,
-        "zero_pages": totals.zero_pages,
-        "same_pages": totals.same_pages,
-        "delta_pages": totals.delta_pages,
-        "delta_bytes": totals.delta_bytes,
-        "plain_pages": totals.plain_pages,
-        "methods": methods,
-        "device_pages": totals.device_pages,
-        "encode_seconds": totals.encode_ns as f64 / 1e9,
-        "cpu_seconds": totals.cpu_ns as f64 / 1e9,
-        "encode_cpu_seconds": totals.encode_cpu_ns as f64 / 1e9,
-        "write_seconds": totals.write_ns as f64 / 1e9,
-        "seconds": progress.elapsed().as_secs_f64(),
-        "evidence": evidence_state(&progress.choice()),
-    })
+    let mut sent = json!(sent_state(&progress.totals()));
+    sent["seconds"] = progress.elapsed().as_secs_f64().into();
+    sent["evidence"] = json!(evidence_state(&progress.choice()));
+    sent
 }

@@ -1,48 +1,58 @@
-//! Certificates for a test, under the names that libnbd, nbdkit and QEMU look for.
+//! Certificates for tests, of all crates, under the names that libnbd, nbdkit, QEMU and Larder look for: `ca-cert.pem`,
+//! `server-cert.pem`, `client-cert.pem`, and the keys beside them.
 
 use std::path::Path;
-
-use super::{program, run};
+use std::process::Command;
 
 /// Makes an authority in `folder`, and certificates from it for a server on localhost and a client.
 pub fn make(folder: &Path) {
     std::fs::create_dir_all(folder).expect("a folder");
-    certificate(
-        folder,
-        "ca",
-        &["basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign"],
-    );
-    let names = "subjectAltName=DNS:localhost,IP:127.0.0.1";
-    for (name, usage) in [("server", "serverAuth"), ("client", "clientAuth")] {
-        let usage = format!("extendedKeyUsage={usage}");
-        certificate(folder, name, &["basicConstraints=critical,CA:FALSE", names, &usage]);
-    }
+    authority(folder);
+    sign(folder, "server", "serverAuth", LOCALHOST);
+    sign(folder, "client", "clientAuth", LOCALHOST);
 }
 
-fn certificate(folder: &Path, name: &str, extensions: &[&str]) {
-    let mut command = program("openssl");
-    command
-        .current_dir(folder)
-        .args([
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-        ])
-        .args(["-nodes", "-days", "30", "-subj", &format!("/CN=larder test {name}")])
-        .args([
-            "-keyout",
-            &format!("{name}-key.pem"),
-            "-out",
-            &format!("{name}-cert.pem"),
-        ]);
-    if name != "ca" {
-        command.args(["-CA", "ca-cert.pem", "-CAkey", "ca-key.pem"]);
+/// The names of this host in a certificate.
+pub const LOCALHOST: &str = "DNS:localhost,IP:127.0.0.1";
+
+/// Makes an authority in `folder`; no two have the same name.
+pub fn authority(folder: &Path) {
+    let root = ["basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign"];
+    certificate(folder, "ca", None, &root);
+}
+
+/// Makes a certificate of the authority there: `usage` is `serverAuth` or `clientAuth`, `names` are as in [`LOCALHOST`].
+pub fn sign(folder: &Path, name: &str, usage: &str, names: &str) {
+    let (usage, names) = (format!("extendedKeyUsage={usage}"), format!("subjectAltName={names}"));
+    certificate(
+        folder,
+        name,
+        Some("ca"),
+        &["basicConstraints=critical,CA:FALSE", &usage, &names],
+    );
+}
+
+/// Makes a certificate that no authority has signed.
+pub fn alone(folder: &Path, name: &str, names: &str) {
+    let names = format!("subjectAltName={names}");
+    certificate(folder, name, None, &["basicConstraints=critical,CA:FALSE", &names]);
+}
+
+fn certificate(folder: &Path, name: &str, authority: Option<&str>, extensions: &[&str]) {
+    let file = |of: &str, part: &str| format!("{of}-{part}.pem");
+    let place = folder.file_name().expect("a folder").to_string_lossy();
+    let mut command = Command::new("openssl");
+    command.current_dir(folder);
+    command.args(["req", "-x509", "-nodes", "-days", "30", "-newkey", "ec"]);
+    command.args(["-pkeyopt", "ec_paramgen_curve:P-256"]);
+    command.args(["-subj", &format!("/CN=larder test {name} {place}")]);
+    command.args(["-keyout", &file(name, "key"), "-out", &file(name, "cert")]);
+    if let Some(authority) = authority {
+        command.args(["-CA", &file(authority, "cert"), "-CAkey", &file(authority, "key")]);
     }
     for extension in extensions {
         command.args(["-addext", extension]);
     }
-    run(&mut command);
+    let output = command.output().expect("openssl; testbed/setup.sh installs it");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

@@ -14,7 +14,7 @@ use larder_codec::PAGE;
 use larder_codec::accelerator::{Software, find};
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Method};
 use larder_codec::delta::{self, DELTA_BYTES_MAX};
-use larder_codec::measure::{self, Kind, Measured, Way};
+use larder_codec::measure::{self, Kind, Measured, Reduction};
 use larder_codec::select::{self, Class, Selector, Sender};
 
 /// More than the caches close to a core hold.
@@ -43,13 +43,13 @@ fn main() {
     println!("memory    way        pages    ratio   encode   decode  encode MB/s decode MB/s");
     for (name, memory) in &memories {
         let older = measure::older(memory);
-        for way in [Way::None, Way::Uniform, Way::Delta] {
-            let measured = measure::measure(way, memory, &older, BATCH_PAGES, TIME);
-            line(name, way.name(), &measured.expect("it comes back"));
+        for reduction in [Reduction::None, Reduction::Uniform, Reduction::Delta] {
+            let measured = measure::measure(reduction, memory, &older, BATCH_PAGES, TIME);
+            line(name, reduction.name(), &measured.expect("it comes back"));
         }
         for method in Method::ALL {
             for pages in SIZES {
-                let measured = measure::measure(Way::Method(method), memory, &older, pages, TIME);
+                let measured = measure::measure(Reduction::Method(method), memory, &older, pages, TIME);
                 line(name, method.name(), &measured.expect("it comes back"));
             }
         }

@@ -27,9 +27,9 @@ pub use generated::Kind;
 /// Passes of each figure, at least: what another program takes of the processor is in one of them, and not in all.
 pub const PASSES_MIN: u32 = 3;
 
-/// What a page or a batch goes through.
+/// What a page or a batch goes through to become smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Reduction {
     /// A copy.
     None,
     /// The word of a page that has only one, 8 bytes, else a copy.
@@ -40,7 +40,7 @@ pub enum Way {
     Method(Method),
 }
 
-impl Way {
+impl Reduction {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {
         [Self::None, Self::Uniform, Self::Delta]
@@ -96,10 +96,10 @@ pub enum MeasureError {
         why: ApplyError,
     },
     /// What was encoded decodes to something else.
-    #[error("{way} does not give the memory back: byte {at} is {found:#04x} and was {wanted:#04x}")]
+    #[error("{reduction} does not give the memory back: byte {at} is {found:#04x} and was {wanted:#04x}")]
     Differs {
         /// What the memory went through.
-        way: &'static str,
+        reduction: &'static str,
         /// The first byte that differs.
         at: usize,
         /// What it is.
@@ -141,7 +141,7 @@ impl Took {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
     /// What the memory went through.
-    pub way: Way,
+    pub reduction: Reduction,
     /// Pages in a batch.
     pub batch_pages: usize,
     /// Bytes of the memory.
@@ -164,7 +164,7 @@ impl Measured {
     }
 }
 
-/// `memory` as it may have been before, for [`Way::Delta`]: 16 words of each page were other ones.
+/// `memory` as it may have been before, for [`Reduction::Delta`]: 16 words of each page were other ones.
 #[must_use]
 pub fn older(memory: &[u8]) -> Vec<u8> {
     let mut older = memory.to_vec();
@@ -176,8 +176,8 @@ pub fn older(memory: &[u8]) -> Vec<u8> {
     older
 }
 
-/// Sends `memory`, whole pages, through `way` in batches of `batch_pages`, again and again until encoding has taken `time`,
-/// and then decoding; [`PASSES_MIN`] times at least. `older` is the memory as it was before, for [`Way::Delta`].
+/// Sends `memory`, whole pages, through `reduction` in batches of `batch_pages`, again and again until encoding has taken `time`,
+/// and then decoding; [`PASSES_MIN`] times at least. `older` is the memory as it was before, for [`Reduction::Delta`].
 ///
 /// # Errors
 /// What comes back is not what went in.
@@ -185,7 +185,7 @@ pub fn older(memory: &[u8]) -> Vec<u8> {
 /// # Panics
 /// `memory` is not of whole pages, or `older` of another length; `batch_pages` is not from 1 to [`BATCH_PAGES`].
 pub fn measure(
-    way: Way,
+    reduction: Reduction,
     memory: &[u8],
     older: &[u8],
     batch_pages: usize,
@@ -193,7 +193,7 @@ pub fn measure(
 ) -> Result<Measured, MeasureError> {
     assert_eq!(older.len(), memory.len(), "the older memory is of another length");
     let mut encoder = Encoder::new();
-    passes_of(way, memory, older, batch_pages, time, |pipe| {
+    passes_of(reduction, memory, older, batch_pages, time, |pipe| {
         pipe.encode(&mut encoder, memory, older);
         Ok(())
     })
@@ -219,13 +219,13 @@ pub fn measure_accelerator(
         by: accelerator.name(),
         why,
     })?;
-    let way = Way::Method(method);
-    passes_of(way, memory, memory, batch_pages, time, |pipe| line.encode(pipe))
+    let reduction = Reduction::Method(method);
+    passes_of(reduction, memory, memory, batch_pages, time, |pipe| line.encode(pipe))
 }
 
 /// Passes that `encode` makes, and then those of [`Pipe::decode`].
 fn passes_of(
-    way: Way,
+    reduction: Reduction,
     memory: &[u8],
     older: &[u8],
     batch_pages: usize,
@@ -237,9 +237,9 @@ fn passes_of(
         (1..=BATCH_PAGES).contains(&batch_pages),
         "{batch_pages} pages in a batch"
     );
-    let piece_bytes = piece_bytes(way, batch_pages);
+    let piece_bytes = piece_bytes(reduction, batch_pages);
     let mut pipe = Pipe {
-        way,
+        reduction,
         decoder: Decoder::new(),
         encoded: vec![0; memory.len()],
         lens: vec![0; memory.len().div_ceil(piece_bytes)],
@@ -253,17 +253,17 @@ fn passes_of(
     let mut decode_passes = Passes::new(time);
     while decode_passes.is_more_wanted() {
         // In place: a delta turns what was before into what is sent.
-        if way == Way::Delta {
+        if reduction == Reduction::Delta {
             back.copy_from_slice(older);
         } else {
             back.fill(0x5a);
         }
         decode_passes.pass(|| pipe.decode(&mut back))?;
-        compare(way, &back, memory)?;
+        compare(reduction, &back, memory)?;
     }
     let pieces = memory.chunks(piece_bytes).zip(&pipe.lens);
     Ok(Measured {
-        way,
+        reduction,
         batch_pages,
         bytes: memory.len() as u64,
         bytes_left: pieces.clone().map(|(_, &len)| len as u64).sum(),
@@ -276,7 +276,7 @@ fn passes_of(
     })
 }
 
-fn compare(way: Way, back: &[u8], memory: &[u8]) -> Result<(), MeasureError> {
+fn compare(reduction: Reduction, back: &[u8], memory: &[u8]) -> Result<(), MeasureError> {
     // Far faster than byte by byte.
     if back == memory {
         return Ok(());
@@ -285,7 +285,7 @@ fn compare(way: Way, back: &[u8], memory: &[u8]) -> Result<(), MeasureError> {
     match bytes.find(|(_, (found, wanted))| found != wanted) {
         None => Ok(()),
         Some((at, (&found, &wanted))) => Err(MeasureError::Differs {
-            way: way.name(),
+            reduction: reduction.name(),
             at,
             found,
             wanted,
@@ -294,10 +294,10 @@ fn compare(way: Way, back: &[u8], memory: &[u8]) -> Result<(), MeasureError> {
 }
 
 /// What is encoded at a time.
-const fn piece_bytes(way: Way, batch_pages: usize) -> usize {
-    match way {
-        Way::Uniform | Way::Delta => PAGE,
-        Way::None | Way::Method(_) => PAGE * batch_pages,
+const fn piece_bytes(reduction: Reduction, batch_pages: usize) -> usize {
+    match reduction {
+        Reduction::Uniform | Reduction::Delta => PAGE,
+        Reduction::None | Reduction::Method(_) => PAGE * batch_pages,
     }
 }
 
@@ -342,7 +342,7 @@ fn cpu_time() -> Duration {
 }
 
 struct Pipe {
-    way: Way,
+    reduction: Reduction,
     decoder: Decoder,
     /// What is left of each piece lies where the piece lies in the memory.
     encoded: Vec<u8>,
@@ -357,14 +357,14 @@ impl Pipe {
         for ((piece, older), (place, len)) in pieces.zip(places) {
             // What saves nothing does not fit.
             let room = place.len() - 1;
-            let encoded = match self.way {
-                Way::None => None,
-                Way::Uniform => uniform_word(page_of(piece)).map(|word| {
+            let encoded = match self.reduction {
+                Reduction::None => None,
+                Reduction::Uniform => uniform_word(page_of(piece)).map(|word| {
                     place[..8].copy_from_slice(&word.to_ne_bytes());
                     8
                 }),
-                Way::Delta => delta::encode(page_of(piece), page_of(older), &mut place[..room]),
-                Way::Method(method) => encoder.encode(method, &[piece], &mut place[..room]),
+                Reduction::Delta => delta::encode(page_of(piece), page_of(older), &mut place[..room]),
+                Reduction::Method(method) => encoder.encode(method, &[piece], &mut place[..room]),
             };
             *len = encoded.unwrap_or_else(|| {
                 place.copy_from_slice(piece);
@@ -383,14 +383,14 @@ impl Pipe {
             }
             let at = index * self.piece_bytes;
             let data = &piece[..len];
-            match self.way {
-                Way::None => {}
-                Way::Uniform => place.as_chunks_mut::<8>().0.fill(*data.first_chunk().expect("a word")),
-                Way::Delta => {
+            match self.reduction {
+                Reduction::None => {}
+                Reduction::Uniform => place.as_chunks_mut::<8>().0.fill(*data.first_chunk().expect("a word")),
+                Reduction::Delta => {
                     let page = place.try_into().expect("a page");
                     delta::apply(page, data).map_err(|why| MeasureError::Apply { at, why })?;
                 }
-                Way::Method(method) => {
+                Reduction::Method(method) => {
                     let decoded = self.decoder.decode(method, data, place);
                     decoded.map_err(|why| MeasureError::Decode { at, why })?;
                 }
@@ -414,21 +414,22 @@ mod tests {
         for kind in Kind::ALL {
             let memory = kind.memory(100 * PAGE, 1);
             let older = older(&memory);
-            let once =
-                |way, batch_pages| measure(way, &memory, &older, batch_pages, Duration::ZERO).expect("comes back");
-            for way in Way::all() {
+            let once = |reduction, batch_pages| {
+                measure(reduction, &memory, &older, batch_pages, Duration::ZERO).expect("comes back")
+            };
+            for reduction in Reduction::all() {
                 for batch_pages in [1, 7, 64] {
-                    let measured = once(way, batch_pages);
+                    let measured = once(reduction, batch_pages);
                     assert_eq!(measured.bytes, memory.len() as u64);
                     assert!(measured.bytes_left <= measured.bytes && measured.ratio() >= 1.0);
                     assert!(measured.bytes_copied <= measured.bytes_left);
                     assert_eq!(
                         measured.bytes_copied == measured.bytes,
-                        way == Way::None || measured.ratio() == 1.0
+                        reduction == Reduction::None || measured.ratio() == 1.0
                     );
                 }
             }
-            assert!(once(Way::Delta, 1).ratio() > 20.0);
+            assert!(once(Reduction::Delta, 1).ratio() > 20.0);
         }
     }
 
@@ -437,7 +438,8 @@ mod tests {
         let memory = Kind::Mixed.memory(200 * PAGE, 2);
         for accelerator in crate::accelerator::find(crate::accelerator::Software::No).there {
             for &method in accelerator.methods() {
-                let alone = measure(Way::Method(method), &memory, &memory, 60, Duration::ZERO).expect("comes back");
+                let alone =
+                    measure(Reduction::Method(method), &memory, &memory, 60, Duration::ZERO).expect("comes back");
                 let measured = measure_accelerator(&*accelerator, method, &memory, 60, Duration::ZERO);
                 assert_eq!(measured.map(|one| one.bytes_left), Ok(alone.bytes_left), "{method}");
             }
@@ -451,19 +453,19 @@ mod tests {
         let mut other = memory.clone();
         other[5 * PAGE + 17] ^= 1;
         let mut encoder = Encoder::new();
-        let way = Way::Method(Method::Lz4);
-        let differs = passes_of(way, &memory, &memory, 4, Duration::ZERO, |pipe| {
+        let reduction = Reduction::Method(Method::Lz4);
+        let differs = passes_of(reduction, &memory, &memory, 4, Duration::ZERO, |pipe| {
             pipe.encode(&mut encoder, &other, &other);
             Ok(())
         });
         let expected = MeasureError::Differs {
-            way: "lz4",
+            reduction: "lz4",
             at: 5 * PAGE + 17,
             found: other[5 * PAGE + 17],
             wanted: memory[5 * PAGE + 17],
         };
         assert_eq!(differs, Err(expected));
-        let damaged = passes_of(way, &memory, &memory, 4, Duration::ZERO, |pipe| {
+        let damaged = passes_of(reduction, &memory, &memory, 4, Duration::ZERO, |pipe| {
             pipe.encode(&mut encoder, &memory, &memory);
             pipe.lens[1] -= 1;
             Ok(())

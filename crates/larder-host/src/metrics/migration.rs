@@ -200,12 +200,14 @@ pub(super) const FAMILIES: &[Family] = &[
         "larder_migration_cpu_seconds",
         Kind::Counter,
         Some("seconds"),
-        "CPU time of those who send: encoding, and all else",
+        "CPU time of those who send: encoding, and all else; or of those who take it in: decoding, and all else",
         Of::Migration(|of, put| {
-            if let Some(sent) = of.sent() {
-                let other = (sent.cpu_seconds - sent.encode_cpu_seconds).max(0.0);
-                put.value_of(&[("work", "encoding")], sent.encode_cpu_seconds);
-                put.value_of(&[("work", "other")], other);
+            let sent = of.sent().map(|it| ("encoding", it.cpu_seconds, it.encode_cpu_seconds));
+            let taken_in = of.state.delivered.as_ref();
+            let taken_in = taken_in.map(|it| ("decoding", it.cpu_seconds, it.decode_cpu_seconds));
+            if let Some((work, all, seconds)) = sent.or(taken_in) {
+                put.value_of(&[("work", work)], seconds);
+                put.value_of(&[("work", "other")], (all - seconds).max(0.0));
             }
         }),
     ),

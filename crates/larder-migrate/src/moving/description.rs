@@ -61,7 +61,7 @@ impl Description {
             uuid: uuid["UUID"].as_str().unwrap_or_default().to_owned(),
             name: name["name"].as_str().map(str::to_owned),
             clock_ms: clock.as_millis() as u64,
-            available_bytes: available(),
+            available_bytes: available_memory(),
         })
     }
 
@@ -155,8 +155,9 @@ fn pci_devices(buses: &Value) -> Vec<String> {
     found
 }
 
-/// proc(5), `MemAvailable`.
-fn available() -> Option<u64> {
+/// Bytes of memory that this host has left (proc(5), `MemAvailable`).
+#[must_use]
+pub fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;

@@ -52,6 +52,17 @@ pub enum State {
     },
 }
 
+/// How far a VM has come, for those who watch: known without asking QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// None has, or it is coming; it runs at its source.
+    Coming,
+    /// Its source has stopped it, and it does not run here yet, or does and has nothing more to come.
+    HandingOver,
+    /// It runs here, and some of its memory is still to come.
+    PostCopy,
+}
+
 /// The mover of one QEMU, over as many sessions as it takes.
 pub struct Destination {
     qmp_path: PathBuf,
@@ -59,6 +70,7 @@ pub struct Destination {
     incoming: Folder,
     user: u32,
     in_session: AtomicBool,
+    stage: Mutex<Stage>,
     inner: Mutex<Inner>,
 }
 
@@ -130,6 +142,7 @@ impl Destination {
             incoming,
             user,
             in_session: AtomicBool::new(false),
+            stage: Mutex::new(Stage::Coming),
             inner: Mutex::new(Inner {
                 qmp: connection,
                 servers,
@@ -157,15 +170,31 @@ impl Destination {
     /// How far it is, if QEMU is not just asked for something else.
     pub fn look(&self) -> Option<State> {
         match self.inner.try_lock() {
-            Ok(mut inner) => Some(inner.look()),
-            Err(TryLockError::Poisoned(inner)) => Some(inner.into_inner().look()),
+            Ok(mut inner) => Some(self.looked(inner.look())),
+            Err(TryLockError::Poisoned(inner)) => Some(self.looked(inner.into_inner().look())),
             Err(TryLockError::WouldBlock) => None,
         }
     }
 
     /// The same, after what else QEMU is asked for.
     pub fn look_now(&self) -> State {
-        self.lock().look()
+        self.looked(self.lock().look())
+    }
+
+    /// How far it was when that was heard of last.
+    pub fn stage(&self) -> Stage {
+        *self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enter(&self, stage: Stage) {
+        *self.stage.lock().unwrap_or_else(PoisonError::into_inner) = stage;
+    }
+
+    fn looked(&self, state: State) -> State {
+        if let State::Running { whole } = state {
+            self.enter(running(whole));
+        }
+        state
     }
 
     /// Whether a source is here.
@@ -209,7 +238,17 @@ impl Destination {
                     .prepare(&mut inner, id, (&vm, &disks), settings)
                     .unwrap_or_else(|reasons| ToSource::Refused { reasons }),
                 Tell::Hot { chardev, ranges } => inner.warm(&id, &chardev, &ranges),
-                Tell::Go { run, postcopy } => inner.go(&id, run, postcopy),
+                Tell::Go { run, postcopy } => {
+                    let before = self.stage();
+                    self.enter(Stage::HandingOver);
+                    let answer = inner.go(&id, run, postcopy);
+                    self.enter(match answer {
+                        ToSource::Running { whole } => running(whole),
+                        ToSource::Refused { .. } => before,
+                        _ => Stage::HandingOver,
+                    });
+                    answer
+                }
                 Tell::Recover => self.recover(&mut inner, &id),
             },
             Err(reason) => refused(reason),
@@ -335,7 +374,12 @@ impl Inner {
         if !is_coming || self.settings != Some(settings) {
             return Ok(false);
         }
-        Ok(self.qmp.migration()?["status"] == "setup")
+        let migration = self.qmp.migration()?;
+        Ok(match status_of(&migration) {
+            "setup" => true,
+            "none" => listens(&migration) && self.qmp.run_state()? == "inmigrate",
+            _ => false,
+        })
     }
 
     /// On disk first, then here: what is answered must not be forgotten.
@@ -378,7 +422,7 @@ impl Inner {
             Some(Phase::LetRun { .. }) => State::Running { whole: self.whole },
             Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
-                    Err(error) => error.to_string(),
+                    Err(error) => format!("before all had come, {error}; if it has ended by itself, it has said why"),
                     Ok(_) => "the QEMU here failed to load it".to_owned(),
                 };
                 self.never(reason)
@@ -524,6 +568,13 @@ impl Inner {
     }
 }
 
+const fn running(whole: bool) -> Stage {
+    match whole {
+        true => Stage::HandingOver,
+        false => Stage::PostCopy,
+    }
+}
+
 fn ended() -> ToSource {
     ToSource::Unknown {
         reason: "the QEMU there was told to run it, and has ended".to_owned(),
@@ -588,5 +639,12 @@ fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
 /// Whether QEMU was started to take a VM in, and was told nothing yet.
 fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let migration = qmp.migration()?;
-    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none")
+    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none" && !listens(&migration))
+}
+
+/// Whether QEMU was told where a VM comes from: until somebody connects there QEMU 7.2 tells the place, and no status.
+fn listens(migration: &Value) -> bool {
+    migration["socket-address"]
+        .as_array()
+        .is_some_and(|places| !places.is_empty())
 }

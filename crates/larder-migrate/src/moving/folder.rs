@@ -1,15 +1,25 @@
 //! A folder for a socket that only this process and one QEMU use.
+//!
+//! It is locked as long as it is used. One that a killed process has left is removed by whoever makes the next one, when it
+//! has been there for an hour.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{PermissionsExt, chown, lchown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use rustix::fs::{AtFlags, Mode, OFlags, open, unlinkat};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, open, unlinkat};
 use rustix::process::geteuid;
 
 const SOCKET: &str = "migration";
+/// What their names begin with; random hexadecimal digits follow.
+const NAME: &str = "larder-";
+const DIGITS: usize = 16;
+/// One that is not locked may have been made just now.
+const LEFT_FOR: Duration = Duration::from_secs(3600);
 
 /// Removed when it is dropped.
 pub struct Folder {
@@ -47,13 +57,12 @@ impl Folder {
     }
 
     fn new(mode: u32) -> io::Result<Self> {
-        let path = std::env::temp_dir().join(format!("larder-{}", super::random_hex::<8>()?));
+        let above = std::env::temp_dir();
+        sweep(&above);
+        let path = above.join(format!("{NAME}{}", super::random_hex::<{ DIGITS / 2 }>()?));
         std::fs::create_dir(&path)?;
-        let handle = open(
-            &path,
-            OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?;
+        let handle = folder_at(&path)?;
+        flock(&handle, FlockOperation::NonBlockingLockExclusive)?;
         std::fs::set_permissions(&path, PermissionsExt::from_mode(mode))?;
         Ok(Self { path, handle })
     }
@@ -70,8 +79,69 @@ impl Folder {
     }
 }
 
+fn folder_at(path: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(open(path, flags, Mode::empty())?)
+}
+
+/// Removes what killed processes have left. Nothing in it is believed: what is removed is a name in that folder, and the
+/// folder if it is empty then.
+fn sweep(above: &Path) {
+    for entry in std::fs::read_dir(above).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let digits = name.to_str().and_then(|name| name.strip_prefix(NAME));
+        let is_one = digits.is_some_and(|it| it.len() == DIGITS && it.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        let path = entry.path();
+        if let Some(handle) = is_one.then(|| folder_at(&path).ok()).flatten()
+            && is_left(&handle)
+        {
+            let _ = unlinkat(&handle, SOCKET, AtFlags::empty());
+            let _ = std::fs::remove_dir(&path);
+        }
+    }
+}
+
+/// Whether nobody uses it any more; it is locked then.
+fn is_left(handle: &OwnedFd) -> bool {
+    let found = handle.try_clone().and_then(|handle| File::from(handle).metadata());
+    let may_go = found.is_ok_and(|it| {
+        let is_ours = geteuid().is_root() || it.uid() == geteuid().as_raw();
+        let age = it.modified().ok().and_then(|changed| changed.elapsed().ok());
+        is_ours && age.is_some_and(|age| age > LEFT_FOR)
+    });
+    may_go && flock(handle, FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
 impl Drop for Folder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+
+    #[test]
+    fn what_a_killed_process_has_left_is_removed_and_what_is_used_stays() {
+        let above = tempfile::tempdir().expect("a folder");
+        let long_ago = SystemTime::now() - 2 * LEFT_FOR;
+        let make = |name: &str, changed: SystemTime| {
+            let path = above.path().join(name);
+            std::fs::create_dir(&path).expect("a folder");
+            drop(UnixListener::bind(path.join(SOCKET)).expect("a socket"));
+            let folder = File::open(&path).expect("a folder");
+            folder.set_modified(changed).expect("ours");
+            (path, folder)
+        };
+        let (left, _) = make("larder-0123456789abcdef", long_ago);
+        let (used, folder) = make("larder-1123456789abcdef", long_ago);
+        flock(&folder, FlockOperation::LockExclusive).expect("nobody has it");
+        let (new, _) = make("larder-2123456789abcdef", SystemTime::now());
+        let (other, _) = make("larder-of-somebody-else", long_ago);
+        sweep(above.path());
+        assert!(!left.exists() && used.exists() && new.exists() && other.exists());
     }
 }

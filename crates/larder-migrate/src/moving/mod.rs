@@ -42,7 +42,7 @@ pub mod watch;
 
 use std::io;
 
-pub use description::Description;
+pub use description::{Description, available_memory};
 use serde_json::Value;
 
 /// Of what `query-migrate` answers; `none` before the first migration.

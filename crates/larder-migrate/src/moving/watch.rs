@@ -51,6 +51,34 @@ pub struct Report {
     pub totals: Totals,
 }
 
+/// What QEMU says of its guest's memory (`query-migrate`, `ram`); 0 is what it does not say yet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ram {
+    /// From 1.
+    pub round: u64,
+    /// Bytes that are still to be sent in this round.
+    pub remaining_bytes: u64,
+    /// Bytes in all.
+    pub total_bytes: u64,
+    /// Bytes that the guest changes in a second, as QEMU has counted over a second at least.
+    pub dirty_bytes_per_s: u64,
+}
+
+impl Ram {
+    /// Out of the whole answer.
+    #[must_use]
+    pub fn of(migration: &Value) -> Self {
+        let ram = &migration["ram"];
+        let number = |name: &str| ram[name].as_u64().unwrap_or(0);
+        Self {
+            round: number("dirty-sync-count"),
+            remaining_bytes: number("remaining"),
+            total_bytes: number("total"),
+            dirty_bytes_per_s: number("dirty-pages-rate").saturating_mul(number("page-size").max(4096)),
+        }
+    }
+}
+
 /// Looks at a migration again and again.
 pub struct Watch {
     downtime_ms: u64,
@@ -145,9 +173,7 @@ impl Watch {
 
     /// What there is to say now.
     pub fn report(&mut self, migration: &Value, progress: &Progress, elapsed: Duration) -> Report {
-        let ram = &migration["ram"];
-        let number = |name: &str| ram[name].as_u64().unwrap_or(0);
-        let page = number("page-size").max(4096);
+        let ram = Ram::of(migration);
         let totals = progress.totals();
         self.samples.push((elapsed, totals.clone()));
         self.samples.retain(|(at, _)| elapsed.saturating_sub(*at) <= RATE_OVER);
@@ -163,10 +189,10 @@ impl Watch {
         let mut report = Report {
             seconds: elapsed.as_secs_f64(),
             status: migration["status"].as_str().unwrap_or("none").to_owned(),
-            round: number("dirty-sync-count"),
-            remaining_bytes: number("remaining"),
-            total_bytes: number("total"),
-            dirty_bytes_per_s: number("dirty-pages-rate") * page,
+            round: ram.round,
+            remaining_bytes: ram.remaining_bytes,
+            total_bytes: ram.total_bytes,
+            dirty_bytes_per_s: ram.dirty_bytes_per_s,
             stream_bytes_per_s: per_second(totals.raw_bytes, first.raw_bytes),
             wire_bytes_per_s: per_second(totals.wire_bytes, first.wire_bytes),
             processors: per_second(totals.cpu_ns, first.cpu_ns) as f64 / 1e9,

@@ -93,7 +93,7 @@ impl Session<'_> {
         if len > 0 {
             let begun = CpuTime::of_thread();
             frame.encode(&self.order, codecs)?;
-            cpu.encoded(begun);
+            cpu.worked(begun);
         }
         Ok(len > 0)
     }

@@ -3,7 +3,6 @@
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc;
@@ -15,6 +14,8 @@ use larder_migrate::progress::{Progress, Totals};
 use larder_migrate::receive::{self, Agent, Delivered, ReceiveError, receive};
 use larder_migrate::send::{self, SendError, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
+
+use crate::certificates;
 
 /// After which something hangs that should not.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
@@ -77,7 +78,7 @@ impl Pair {
     /// The same over TLS.
     pub(crate) fn encrypted(mut self) -> Self {
         let folder = self.folder.path();
-        certificates(folder);
+        certificates::make(folder);
         let sender = SenderTls::load(folder, "127.0.0.1", Vec::new()).expect("certificates");
         let receiver = ReceiverTls::load(folder, Vec::new()).expect("certificates");
         self.tls = Some((sender, receiver));
@@ -181,45 +182,4 @@ pub(crate) fn watch() -> mpsc::Sender<()> {
         }
     });
     watched
-}
-
-/// An authority, and certificates from it for a receiver on this machine and a sender.
-fn certificates(folder: &Path) {
-    certificate(
-        folder,
-        "ca",
-        &["basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign"],
-    );
-    for (name, usage) in [("server", "serverAuth"), ("client", "clientAuth")] {
-        let usage = format!("extendedKeyUsage={usage}");
-        let extensions = [
-            "basicConstraints=critical,CA:FALSE",
-            "subjectAltName=IP:127.0.0.1",
-            &usage,
-        ];
-        certificate(folder, name, &extensions);
-    }
-}
-
-fn certificate(folder: &Path, name: &str, extensions: &[&str]) {
-    let mut command = Command::new("openssl");
-    command
-        .current_dir(folder)
-        .args(["req", "-x509", "-nodes", "-days", "2"]);
-    command.args(["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]);
-    command.args(["-subj", &format!("/CN=larder test {name}")]);
-    command.args([
-        "-keyout",
-        &format!("{name}-key.pem"),
-        "-out",
-        &format!("{name}-cert.pem"),
-    ]);
-    if name != "ca" {
-        command.args(["-CA", "ca-cert.pem", "-CAkey", "ca-key.pem"]);
-    }
-    for extension in extensions {
-        command.args(["-addext", extension]);
-    }
-    let output = command.output().expect("openssl; testbed/setup.sh installs it");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

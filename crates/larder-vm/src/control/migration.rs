@@ -50,8 +50,8 @@ pub struct MigrationState {
     pub started_ms: u64,
     /// What QEMU says of it; `null` on the side where it comes to, or where nobody asks.
     pub course: Option<CourseState>,
-    /// What is sent in a second; `null` on the side where it comes to.
-    pub rates: Option<SendingRates>,
+    /// What goes over in a second.
+    pub rates: Option<MoveRates>,
     /// What was sent; `null` on the side where it comes to.
     pub sent: Option<SentState>,
     /// What was handed to QEMU; `null` on the side where it comes from.
@@ -154,19 +154,19 @@ pub struct CourseState {
     pub verdict: Option<String>,
 }
 
-/// What is sent in a second, over the last one.
+/// What goes over in a second, over the last one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct SendingRates {
+pub struct MoveRates {
     /// Bytes of QEMU's stream.
     pub stream_bytes_per_s: u64,
     /// Bytes on the link.
     pub wire_bytes_per_s: u64,
-    /// Processors that Larder's lanes take.
+    /// Processors that Larder's lanes take here, and on the side where it comes to those who hand it to QEMU.
     pub processors: f64,
-    /// Of these, for encoding.
+    /// Of these, for encoding; on the side where it comes to, for decoding.
     pub encoding: f64,
-    /// Lanes that wait for the link, on an average.
-    pub waiting: f64,
+    /// Lanes that wait for the link, on an average; `null` on the side where it comes to, whose lanes wait all the time.
+    pub waiting: Option<f64>,
 }
 
 /// What was sent.
@@ -184,10 +184,14 @@ pub struct SentState {
     pub cpu_seconds: f64,
     /// Of it, for encoding.
     pub encode_cpu_seconds: f64,
+    /// Time that encoding took, in seconds by the clock, of all lanes together.
+    pub encode_seconds: f64,
     /// Time that lanes waited for the link, in seconds, all together.
     pub write_seconds: f64,
     /// How pages went: `zero`, `same` (of one word), `delta`, `plain` (as they are), and the methods of encoding.
     pub methods: Vec<MethodState>,
+    /// Of the encoded pages those that a device has encoded.
+    pub device_pages: u64,
 }
 
 /// The pages that went in one way.
@@ -202,7 +206,7 @@ pub struct MethodState {
 }
 
 /// What has come, and was handed to QEMU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DeliveredState {
     /// Bytes that QEMU took.
     pub raw_bytes: u64,
@@ -210,6 +214,10 @@ pub struct DeliveredState {
     pub wire_bytes: u64,
     /// Frames.
     pub frames: u64,
+    /// CPU time of the lanes, and of those who hand it to QEMU, in seconds.
+    pub cpu_seconds: f64,
+    /// Of it, for decoding.
+    pub decode_cpu_seconds: f64,
 }
 
 /// Bounds; `null` is none.

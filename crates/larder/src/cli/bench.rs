@@ -8,7 +8,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use larder_block::ByteLen;
 use larder_codec::PAGE;
 use larder_codec::batch::BATCH_PAGES;
-use larder_codec::measure::{Kind, Way};
+use larder_codec::measure::{Kind, Reduction};
 
 use super::Output;
 
@@ -51,7 +51,7 @@ fn kind_parser() -> impl TypedValueParser<Value = Kind> {
 }
 
 fn method_parser() -> impl TypedValueParser<Value = String> {
-    PossibleValuesParser::new(Way::all().map(Way::name).chain(ACCELERATORS))
+    PossibleValuesParser::new(Reduction::all().map(Reduction::name).chain(ACCELERATORS))
 }
 
 fn parse_sample(text: &str) -> Result<ByteLen, String> {

@@ -5,10 +5,11 @@ use std::path::PathBuf;
 
 use clap::builder::OsStringValueParser;
 use clap::{Args, Subcommand, ValueEnum};
-use larder_block::ByteLen;
+use larder_block::{ByteLen, SizeError};
 use larder_migrate::tls::Pin;
 
 use super::Output;
+use super::address::Address;
 
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -29,8 +30,8 @@ pub(crate) struct MoveArguments {
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: Option<PathBuf>,
     /// The host where larder migrate receive --qmp waits
-    #[arg(long, value_name = "HOST[:PORT]", required_unless_present = "take_back")]
-    pub(crate) to: Option<String>,
+    #[arg(long, value_name = "HOST[:PORT]", required_unless_present = "take_back", value_parser = Address::to)]
+    pub(crate) to: Option<Address>,
     /// Let a virtual machine that was handed over run here again. Only if the QEMU at the destination has ended and will not
     /// run it: nobody asks there
     #[arg(long, conflicts_with_all = ["to", "tls", "peer", "insecure", "postcopy", "keep", "timeout", "control"])]
@@ -79,10 +80,10 @@ pub(crate) struct SendingArguments {
     #[arg(long, value_name = "SIZE")]
     pub(crate) delta_memory: Option<ByteLen>,
     /// Send no more than so many bytes in a second
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     pub(crate) bandwidth: Option<ByteLen>,
     /// Take no more of the processors' time for compressing and sending: 1.5 is one and a half processors, on an average
-    #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu)]
+    #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu, allow_negative_numbers = true)]
     pub(crate) cpu: Option<f64>,
     /// Devices that compress beside the CPUs (Intel QuickAssist, In-Memory Analytics Accelerator), where their libraries are
     /// installed
@@ -99,6 +100,26 @@ pub(crate) enum AcceleratorsArgument {
     None,
     /// Their libraries without them, to try those out: it is slower than without
     Software,
+}
+
+/// A size with its unit: of a number alone nobody knows whether MiB were meant, and it would take years.
+fn parse_rate(text: &str) -> Result<ByteLen, String> {
+    let rate: ByteLen = text.parse().map_err(|error: SizeError| error.to_string())?;
+    if rate.is_zero() {
+        return Err("nothing would go over; for no limit leave it out".to_owned());
+    }
+    if text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("'{text}' has no unit: give {text}MiB, {text}KiB or {text}B"));
+    }
+    Ok(rate)
+}
+
+/// The same, or 0 for no limit.
+fn parse_rate_or_none(text: &str) -> Result<ByteLen, String> {
+    match text {
+        "0" => Ok(ByteLen::new(0)),
+        text => parse_rate(text).map_err(|error| format!("{error}, or 0 for no limit")),
+    }
 }
 
 /// 0.01 to 1024.
@@ -156,10 +177,10 @@ pub(crate) struct MigrateLimitArguments {
     #[command(flatten)]
     pub(crate) at: MigrateAtArguments,
     /// Bytes on the link in a second
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_rate_or_none)]
     pub(crate) bandwidth: Option<ByteLen>,
     /// Processors' time for compressing and sending
-    #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu_or_none)]
+    #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu_or_none, allow_negative_numbers = true)]
     pub(crate) cpu: Option<f64>,
     /// How long the guest may stand still in the end, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u64).range(1..=2_000_000))]
@@ -196,8 +217,8 @@ pub(crate) struct MigrateSendArguments {
     #[arg(long, value_name = "PATH")]
     pub(crate) listen: PathBuf,
     /// Where larder migrate receive listens
-    #[arg(long, value_name = "HOST:PORT")]
-    pub(crate) to: String,
+    #[arg(long, value_name = "HOST[:PORT]", value_parser = Address::to)]
+    pub(crate) to: Address,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     #[command(flatten)]
@@ -214,8 +235,8 @@ pub(crate) struct MigrateSendArguments {
 #[derive(Args)]
 pub(crate) struct MigrateReceiveArguments {
     /// Where to wait for a sender
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    pub(crate) listen: String,
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = Address::at)]
+    pub(crate) listen: Address,
     /// The QMP socket of a QEMU that was started with -incoming defer, and with what else the source's has: what
     /// larder migrate VM sends runs in it
     #[arg(long, value_name = "PATH", required_unless_present = "connect")]
@@ -223,6 +244,10 @@ pub(crate) struct MigrateReceiveArguments {
     /// What QEMU was given with -incoming unix:PATH, to carry and do nothing else
     #[arg(long, value_name = "PATH", conflicts_with = "qmp")]
     pub(crate) connect: Option<PathBuf>,
+    /// With --connect: the user that QEMU runs as, by name or number. Once the port is open and the keys are read, this
+    /// process gives up root and is that user's; its control socket is where his are. Nobody else may listen at PATH
+    #[arg(long, value_name = "USER", conflicts_with = "qmp")]
+    pub(crate) user: Option<String>,
     #[command(flatten)]
     pub(crate) trust: TrustArguments,
     /// Connections and threads that decompress, at most

@@ -1,5 +1,6 @@
 //! The command line.
 
+pub(crate) mod address;
 pub(crate) mod bench;
 pub(crate) mod memory;
 pub(crate) mod migrate;

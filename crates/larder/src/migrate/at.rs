@@ -101,7 +101,8 @@ pub(crate) fn text(state: &MigrationState) -> String {
     said.line("QEMU", &state.qemu);
     said.line("state", state.words());
     if let Some(reason) = &state.reason {
-        said.line("because", reason);
+        // It may be the other host's words.
+        said.line("because", crate::printable(reason));
     }
     if let Some(course) = &state.course {
         said.line(
@@ -127,22 +128,30 @@ pub(crate) fn text(state: &MigrationState) -> String {
     if let Some(ms) = state.downtime_ms {
         said.line("stood still", format!("{ms} ms"));
     }
+    let work = match state.direction {
+        Direction::Leaving => "encoding",
+        Direction::Coming => "decoding",
+    };
     if let Some(rates) = &state.rates {
+        let waiting = rates
+            .waiting
+            .map(|lanes| format!("; {lanes:.1} lanes wait for the link"));
         said.line(
             "goes over",
             format!(
-                "{}/s in {}/s; {:.2} CPUs, of which encoding {:.2}; {:.1} lanes wait for the link",
+                "{}/s in {}/s; {:.2} CPUs, of which {work} {:.2}{}",
                 human(rates.stream_bytes_per_s),
                 human(rates.wire_bytes_per_s),
                 rates.processors,
                 rates.encoding,
-                rates.waiting
+                waiting.unwrap_or_default()
             ),
         );
     }
     if let Some(limits) = &state.limits {
         said.line("limits", limits_text(limits));
     }
+    let cpu = |all: f64, of_it: f64| format!("{all:.2} s, of which {work} {of_it:.2} s");
     let ratio = state
         .ratio()
         .map_or_else(String::new, |ratio| format!(" ({ratio:.2} times less)"));
@@ -151,13 +160,7 @@ pub(crate) fn text(state: &MigrationState) -> String {
             "sent",
             format!("{} in {}{ratio}", human(sent.raw_bytes), human(sent.wire_bytes)),
         );
-        said.line(
-            "CPU time",
-            format!(
-                "{:.2} s, of which encoding {:.2} s",
-                sent.cpu_seconds, sent.encode_cpu_seconds
-            ),
-        );
+        said.line("CPU time", cpu(sent.cpu_seconds, sent.encode_cpu_seconds));
         said.line("pages", "");
         for way in sent.methods.iter().filter(|way| way.pages > 0) {
             said.row(format!("{:<12}{:>10} in {}", way.method, way.pages, human(way.bytes)));
@@ -171,6 +174,7 @@ pub(crate) fn text(state: &MigrationState) -> String {
                 human(delivered.wire_bytes)
             ),
         );
+        said.line("CPU time", cpu(delivered.cpu_seconds, delivered.decode_cpu_seconds));
     }
     if let Some(evidence) = state.evidence.as_ref().filter(|evidence| !evidence.classes.is_empty()) {
         said.line(

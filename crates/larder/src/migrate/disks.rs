@@ -34,14 +34,9 @@ impl DiskServers for LocalServers {
                 Err(error) if is_away(&error) || matches!(error, FetchError::Permission { .. }) => continue,
                 Err(error) => return Err(format!("the server of the disks of {}: {error}", vm.name)),
             };
-            for disk in disks {
-                let Some(at) = disk.exports.vhost_user.as_ref().map(|at| Path::new(&at.socket)) else {
-                    continue;
-                };
-                if let Some(socket) = sockets.iter().find(|socket| is_same(socket, at)) {
-                    controls.insert(socket.clone(), vm.control.clone());
-                    found.push((socket.clone(), described(disk)));
-                }
+            for (socket, disk) in at(disks, sockets) {
+                controls.insert(socket.clone(), vm.control.clone());
+                found.push((socket, described(disk)));
             }
         }
         self.controls().extend(controls);
@@ -111,13 +106,8 @@ impl LocalServers {
             let Ok((_, disks)) = fetch_disks(&control) else {
                 continue;
             };
-            for disk in disks.disks {
-                let at = disk.exports.vhost_user.map(|at| PathBuf::from(at.socket));
-                let socket = at.and_then(|at| sockets.iter().find(|socket| is_same(socket, &at)));
-                if let (Some(socket), Some(name)) = (socket, disk.name) {
-                    named.push((socket.clone(), control.clone(), name));
-                }
-            }
+            let disks = at(disks.disks, sockets);
+            named.extend(disks.filter_map(|(socket, disk)| Some((socket, control.clone(), disk.name?))));
         }
         named
     }
@@ -171,6 +161,15 @@ fn is_away(error: &FetchError) -> bool {
         error,
         FetchError::Missing { .. } | FetchError::Dead { .. } | FetchError::Busy { .. }
     )
+}
+
+/// Those of a server's disks that are served at one of these sockets, with that.
+fn at(disks: Vec<DiskState>, sockets: &[PathBuf]) -> impl Iterator<Item = (PathBuf, DiskState)> {
+    disks.into_iter().filter_map(|disk| {
+        let at = Path::new(&disk.exports.vhost_user.as_ref()?.socket);
+        let socket = sockets.iter().find(|socket| is_same(socket, at))?.clone();
+        Some((socket, disk))
+    })
 }
 
 /// Whether both lead to the same socket.

@@ -8,12 +8,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use larder_codec::batch::Method;
 use larder_codec::select::{Offer, Way};
 use larder_migrate::limits::{InForce, Limits};
+use larder_migrate::moving::destination::{Destination, Stage};
 use larder_migrate::moving::watch::Report;
 use larder_migrate::progress::{Choice, Progress, Totals};
-use larder_migrate::receive;
+use larder_migrate::receive::{self, Delivered};
 use larder_vm::control::migration::{
     ClassState, CourseState, DeliveredState, Direction, EvidenceState, MethodState, Migration, MigrationLimits,
-    MigrationPatch, MigrationPhase, MigrationState, OfferState, SendingRates, SentState,
+    MigrationPatch, MigrationPhase, MigrationState, MoveRates, OfferState, SentState,
 };
 use larder_vm::control::{ControlError, ControlServer, Subject};
 use larder_vm::vm::find::make_migration_control;
@@ -23,6 +24,10 @@ const WATCHES: Duration = Duration::from_secs(3);
 /// How long that is waited for, at most.
 const HEARS_IN: Duration = Duration::from_millis(1500);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Between two looks at how it goes.
+const SEE_EVERY: Duration = Duration::from_millis(100);
+/// Rates of what comes are averages over this long.
+const RATE_OVER: Duration = Duration::from_secs(1);
 
 /// What moves.
 pub(super) enum Moved {
@@ -36,8 +41,8 @@ pub(super) enum Moved {
     /// It comes.
     Received {
         watched: Arc<receive::Watched>,
-        /// QEMU is looked after, too.
-        whole: bool,
+        /// Who looks after QEMU, too.
+        destination: Option<Arc<Destination>>,
     },
 }
 
@@ -57,6 +62,8 @@ struct Now {
     reason: Option<String>,
     place: Option<&'static str>,
     report: Option<Report>,
+    /// What has come, over the last while.
+    came: Vec<(Instant, Delivered)>,
     /// When somebody has asked last.
     asked: Option<Instant>,
     /// Somebody was told how it ended.
@@ -85,6 +92,7 @@ impl Watched {
                 reason: None,
                 place: None,
                 report: None,
+                came: Vec::new(),
                 asked: None,
                 is_told: false,
             }),
@@ -127,6 +135,34 @@ impl Watched {
             _ => MigrationPhase::Moving,
         };
         now.report = Some(report.clone());
+    }
+
+    /// Looks again and again at how it goes while something is done.
+    pub(super) fn while_seen<T>(see: impl FnMut() + Send, done: impl FnOnce() -> T) -> T {
+        let ended = AtomicBool::new(false);
+        let mut see = see;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ended.load(Ordering::Relaxed) {
+                    see();
+                    std::thread::sleep(SEE_EVERY);
+                }
+            });
+            let result = done();
+            ended.store(true, Ordering::Relaxed);
+            result
+        })
+    }
+
+    /// How much has come.
+    pub(super) fn see_what_came(&self) {
+        let Moved::Received { watched, .. } = &self.moved else {
+            return;
+        };
+        let mut now = self.lock();
+        let at = Instant::now();
+        now.came.push((at, watched.delivered()));
+        now.came.retain(|(then, _)| at - *then <= RATE_OVER);
     }
 
     /// It is over: why it has failed, if it has, and where the VM is.
@@ -187,20 +223,21 @@ impl Migration for Watched {
         now.is_told = now.phase.is_over();
         let base = self.base(&now);
         match &self.moved {
-            Moved::Received { watched, whole } => {
+            Moved::Received { watched, destination } => {
                 let delivered = watched.delivered();
+                let stage = destination.as_ref().map(|destination| destination.stage());
                 MigrationState {
-                    whole: *whole,
-                    phase: match base.phase {
-                        MigrationPhase::Preparing if delivered.raw > 0 => MigrationPhase::Moving,
-                        phase => phase,
+                    whole: destination.is_some(),
+                    phase: match (base.phase, stage) {
+                        (phase, _) if phase.is_over() => phase,
+                        (_, Some(Stage::PostCopy)) => MigrationPhase::PostCopy,
+                        (_, Some(Stage::HandingOver)) => MigrationPhase::HandingOver,
+                        _ if delivered.raw > 0 => MigrationPhase::Moving,
+                        (phase, _) => phase,
                     },
                     peer: watched.peer().map(|peer| peer.to_string()),
-                    delivered: Some(DeliveredState {
-                        raw_bytes: delivered.raw,
-                        wire_bytes: delivered.wire,
-                        frames: delivered.frames,
-                    }),
+                    rates: rates_of_what_came(&now.came),
+                    delivered: Some(delivered_state(&delivered)),
                     ..base
                 }
             }
@@ -308,13 +345,38 @@ fn course_state(report: &Report) -> CourseState {
     }
 }
 
-fn rates_of(report: &Report) -> SendingRates {
-    SendingRates {
+fn rates_of(report: &Report) -> MoveRates {
+    MoveRates {
         stream_bytes_per_s: report.stream_bytes_per_s,
         wire_bytes_per_s: report.wire_bytes_per_s,
         processors: report.processors,
         encoding: report.encoding,
-        waiting: report.waiting,
+        waiting: Some(report.waiting),
+    }
+}
+
+/// What comes in a second; `None` before there is anything to tell it by.
+fn rates_of_what_came(came: &[(Instant, Delivered)]) -> Option<MoveRates> {
+    let ((since, first), (at, last)) = (came.first()?, came.last()?);
+    let seconds = (*at - *since).as_secs_f64();
+    let per_second = |now: u64, then: u64| (now - then) as f64 / seconds;
+    (seconds > 0.0).then(|| MoveRates {
+        stream_bytes_per_s: per_second(last.raw, first.raw) as u64,
+        wire_bytes_per_s: per_second(last.wire, first.wire) as u64,
+        processors: per_second(last.cpu_ns, first.cpu_ns) / 1e9,
+        encoding: per_second(last.decode_cpu_ns, first.decode_cpu_ns) / 1e9,
+        waiting: None,
+    })
+}
+
+/// What has come.
+pub(super) fn delivered_state(delivered: &Delivered) -> DeliveredState {
+    DeliveredState {
+        raw_bytes: delivered.raw,
+        wire_bytes: delivered.wire,
+        frames: delivered.frames,
+        cpu_seconds: delivered.cpu_ns as f64 / 1e9,
+        decode_cpu_seconds: delivered.decode_cpu_ns as f64 / 1e9,
     }
 }
 
@@ -347,8 +409,10 @@ pub(super) fn sent_state(totals: &Totals) -> SentState {
         frames: totals.frames,
         cpu_seconds: seconds(totals.cpu_ns),
         encode_cpu_seconds: seconds(totals.encode_cpu_ns),
+        encode_seconds: seconds(totals.encode_ns),
         write_seconds: seconds(totals.write_ns),
         methods,
+        device_pages: totals.device_pages,
     }
 }
 

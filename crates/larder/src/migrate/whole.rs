@@ -21,7 +21,7 @@ use larder_vm::vm::config::{QemuAt, VmConfig, path_of};
 use serde_json::json;
 
 use super::disks::LocalServers;
-use super::watched::{Moved, Watched, by, limits_state};
+use super::watched::{Moved, Watched, by, delivered_state, limits_state};
 use super::{json_of, ratio, sending, stop_by_signal, summary};
 use crate::EXIT_NEGATIVE;
 use crate::cli::Output;
@@ -43,7 +43,7 @@ pub(super) fn run(arguments: &MoveArguments) -> anyhow::Result<ExitCode> {
     if arguments.take_back {
         return take_back(&qmp, &records, arguments.output);
     }
-    let to = arguments.to.as_deref().context("--to: to which host?")?;
+    let to = arguments.to.as_ref().context("--to: to which host?")?;
     let options = source::Options {
         qmp,
         records,
@@ -237,15 +237,10 @@ pub(super) fn receive(
     destination: &Destination,
     output: Output,
 ) -> anyhow::Result<ExitCode> {
-    let mut delivered = receive::Delivered::default();
     // Since when it is clear what becomes of the VM, but perhaps not to its source.
     let mut settled = None;
     let (state, result) = loop {
         let result = one_session(listener, options, stop, destination, settled);
-        if let Ok(session) = &result {
-            delivered.raw += session.raw;
-            delivered.wire += session.wire;
-        }
         let state = destination.look_now();
         let may_ask = match state {
             State::Running { whole: true } => true,
@@ -295,12 +290,17 @@ pub(super) fn receive(
             asks for it until this is started again"
         ),
     }
+    let delivered = delivered_state(&options.watched.delivered());
     print(&match output {
-        Output::Text => format!("the virtual machine runs here; {} came for it\n", human(delivered.wire)),
-        Output::Json => format!(
-            "{:#}\n",
-            json!({"running": true, "raw_bytes": delivered.raw, "wire_bytes": delivered.wire})
+        Output::Text => format!(
+            "the virtual machine runs here; {} came for it\n",
+            human(delivered.wire_bytes)
         ),
+        Output::Json => {
+            let mut told = json!(delivered);
+            told["running"] = true.into();
+            format!("{told:#}\n")
+        }
     })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 
-use super::support::{LIMIT, on_tmpfs, run, tool};
+use super::support::{LIMIT, certificates, on_tmpfs, run, tool};
 use super::{User, text};
 
 const TOKEN: &str = "b4d9b9a1f7c24f5e";
@@ -17,30 +17,7 @@ const TOKEN: &str = "b4d9b9a1f7c24f5e";
 fn pki(user: &User) -> TempDir {
     let folder = on_tmpfs();
     let path = |name: &str| folder.path().join(name);
-    tool(
-        "openssl",
-        &[
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
-            "subjectAltName=DNS:localhost,IP:127.0.0.1",
-            "-addext",
-            "basicConstraints=critical,CA:FALSE",
-            "-keyout",
-            text(&path("server-key.pem")),
-            "-out",
-            text(&path("server-cert.pem")),
-        ],
-    );
+    certificates::alone(folder.path(), "server", certificates::LOCALHOST);
     std::fs::write(path("token"), format!("{TOKEN}\n")).expect("writes");
     for (name, mode) in [
         ("server-key.pem", 0o600),

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use larder_vm::control::migration::{
     ClassState, CourseState, DeliveredState, Direction, EvidenceState, MethodState, Migration, MigrationLimits,
-    MigrationPatch, MigrationPhase, MigrationState, OfferState, SendingRates, SentState,
+    MigrationPatch, MigrationPhase, MigrationState, MoveRates, OfferState, SentState,
 };
 use larder_vm::control::{ControlServer, Subject};
 use serde_json::Value;
@@ -107,12 +107,12 @@ fn leaving(vm: &str) -> MigrationState {
             expected_downtime_ms: Some(900),
             verdict: None,
         }),
-        rates: Some(SendingRates {
+        rates: Some(MoveRates {
             stream_bytes_per_s: RAW as u64,
             wire_bytes_per_s: WIRE as u64,
             processors: 1.25,
             encoding: 0.75,
-            waiting: 2.0,
+            waiting: Some(2.0),
         }),
         sent: Some(SentState {
             cpu_seconds: 9.0,
@@ -179,7 +179,11 @@ impl User {
             whole: true,
             peer: Some("192.0.2.7".to_owned()),
             phase: MigrationPhase::Moving,
-            delivered: Some(DeliveredState::default()),
+            delivered: Some(DeliveredState {
+                cpu_seconds: 5.0,
+                decode_cpu_seconds: 4.0,
+                ..DeliveredState::default()
+            }),
             ..MigrationState::default()
         })
     }
@@ -233,8 +237,11 @@ fn every_metric_of_a_move_is_what_its_process_tells_and_the_last_stays() {
     assert!(
         value(&of("pages_total", ",method=\"lz4\"")) > 0.0 && value(&of("page_bytes_total", ",method=\"lz4\"")) > 0.0
     );
-    let coming = "larder_migration_stream_bytes_total{domain=\"db\",direction=\"coming\"}";
-    assert!(value(coming) > 0.0);
+    let coming =
+        |name: &str, more: &str| format!("larder_migration_{name}{{domain=\"db\",direction=\"coming\"{more}}}");
+    assert!(value(&coming("stream_bytes_total", "")) > 0.0);
+    let cpu = |work: &str| value(&coming("cpu_seconds_total", &format!(",work=\"{work}\"")));
+    assert_eq!((cpu("decoding"), cpu("other")), (4.0, 1.0));
 
     moving.change(|state| state.course.as_mut().expect("has one").verdict = Some("it will not end".to_owned()));
     is(&host, &of("converges", ""), 0.0);

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
@@ -10,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use larder_bench::campaign::migration::larder::{Side, send_command};
 use larder_bench::campaign::migration::relay::{Relay, Tamper, Way};
+use rustix::process::Uid;
+use rustix::thread::set_thread_res_uid;
 use tempfile::TempDir;
 
 use crate::support::{LIMIT, larder, on_tmpfs, pattern, run};
@@ -70,6 +73,32 @@ impl Waiting {
         let incoming = UnixListener::bind(folder.path().join("qemu")).expect("a socket");
         incoming.set_nonblocking(true).expect("a socket");
         let receiver = Side::receiver(larder(), &folder.path().join("qemu"), words).expect("it listens");
+        Self {
+            folder,
+            incoming,
+            receiver,
+        }
+    }
+
+    /// With root given up for that user, who QEMU runs as if `is_his`, and further words for it.
+    pub(crate) fn start_as(user: u32, is_his: bool, words: &[&str]) -> Self {
+        let folder = on_tmpfs();
+        std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777)).expect("ours");
+        let path = folder.path().join("qemu");
+        let listens = || {
+            if is_his {
+                let user = Uid::from_raw(user);
+                set_thread_res_uid(user, user, user).expect("root");
+            }
+            UnixListener::bind(&path).expect("a socket")
+        };
+        // It is that thread's user whom the socket belongs to.
+        let incoming = std::thread::scope(|scope| scope.spawn(listens).join().expect("no panic"));
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o777)).expect("ours");
+        incoming.set_nonblocking(true).expect("a socket");
+        let user = user.to_string();
+        let words = [&["--user", &user], words].concat();
+        let receiver = Side::receiver(larder(), &path, &words).expect("it listens");
         Self {
             folder,
             incoming,

@@ -14,6 +14,7 @@ mod strangers;
 #[path = "../support/mod.rs"]
 mod support;
 mod tls;
+mod user;
 mod watched;
 mod whole;
 mod wire;

@@ -1,6 +1,6 @@
 //! TLS: who may send to whom.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
@@ -8,7 +8,7 @@ use larder_bench::campaign::migration::relay::{Tamper, Way};
 use tempfile::TempDir;
 
 use crate::ends::{Waiting, carries};
-use crate::support::{LIMIT, on_tmpfs, run};
+use crate::support::{LIMIT, certificates, on_tmpfs, run};
 
 /// An authority, and certificates of it for a sender, and for receivers.
 struct Authority(TempDir);
@@ -16,20 +16,14 @@ struct Authority(TempDir);
 impl Authority {
     fn new() -> Self {
         let this = Self(on_tmpfs());
-        let root = ["basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign"];
-        certificate(this.0.path(), "ca", &root);
+        certificates::authority(this.0.path());
         this.sign("client", "clientAuth", "DNS:source.example");
-        this.sign("server", "serverAuth", "DNS:localhost,IP:127.0.0.1");
+        this.sign("server", "serverAuth", certificates::LOCALHOST);
         this
     }
 
     fn sign(&self, name: &str, usage: &str, names: &str) {
-        let (usage, names) = (format!("extendedKeyUsage={usage}"), format!("subjectAltName={names}"));
-        certificate(
-            self.0.path(),
-            name,
-            &["basicConstraints=critical,CA:FALSE", &usage, &names],
-        );
+        certificates::sign(self.0.path(), name, usage, names);
     }
 
     fn path(&self) -> PathBuf {
@@ -76,38 +70,6 @@ impl Authority {
         }
         copy
     }
-}
-
-fn certificate(folder: &Path, name: &str, extensions: &[&str]) {
-    // No two authorities have the same name.
-    let place = folder.file_name().expect("a folder").to_string_lossy();
-    let mut command = Command::new("openssl");
-    command.current_dir(folder);
-    command.args([
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "2",
-    ]);
-    command.args(["-subj", &format!("/CN=larder test {name} {place}")]);
-    command.args([
-        "-keyout",
-        &format!("{name}-key.pem"),
-        "-out",
-        &format!("{name}-cert.pem"),
-    ]);
-    if name != "ca" {
-        command.args(["-CA", "ca-cert.pem", "-CAkey", "ca-key.pem"]);
-    }
-    for extension in extensions {
-        command.args(["-addext", extension]);
-    }
-    succeed(command);
 }
 
 fn succeed(mut command: Command) -> String {

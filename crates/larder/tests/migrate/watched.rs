@@ -102,6 +102,21 @@ fn a_move_tells_how_it_goes_and_keeps_to_other_limits_from_when_it_is_told() {
             (&"coming".into(), &"moving".into())
         );
         assert_eq!((&coming["peer"], &coming["sent"]), (&"127.0.0.1".into(), &Value::Null));
+        assert!(coming["rates"]["wire_bytes_per_s"].is_u64(), "{coming}");
+        assert!(
+            coming["rates"]["processors"].is_f64() && coming["rates"]["waiting"].is_null(),
+            "{coming}"
+        );
+        let cpu = |name: &str| coming["delivered"][name].as_f64().expect("a number");
+        assert!(
+            cpu("decode_cpu_seconds") > 0.0 && cpu("cpu_seconds") > cpu("decode_cpu_seconds"),
+            "{coming}"
+        );
+        let (_, text) = migrate(&["status"], &sockets.destination, &[]);
+        assert!(
+            text.contains("CPU time:") && text.contains("of which decoding"),
+            "{text}"
+        );
         let sent = state_when(&sockets.source, "all is there", |state| {
             state["sent"]["delivered_bytes"] == stream.len()
         });

@@ -1,6 +1,8 @@
 //! `larder migrate --qmp` and `larder migrate receive --qmp`: the whole move, of a guest that works on its memory and checks
 //! it.
 
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -9,9 +11,9 @@ use larder_bench::campaign::migrate_kills::{Fault, campaign};
 use larder_bench::campaign::migration::larder::{Side, move_command, receive_whole_command, verdict};
 use larder_bench::campaign::migration::vm::{Load, Machine, Release, Vm, counted};
 use larder_bench::campaign::process::Process;
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::support::{LIMIT, larder, run};
+use crate::support::{LIMIT, fill, larder, run, tmpfs};
 
 /// Memory of the guests in MiB: their file system takes half of it.
 const MEMORY_MIB: u64 = 320;
@@ -38,9 +40,7 @@ fn take_back(vm: &Vm) -> (Option<i32>, String) {
 fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
     let mut source = machine.boot().expect("the guest boots");
-    let before = source
-        .ask("query-migrate-parameters", &serde_json::json!({}))
-        .expect("answers");
+    let before = source.ask("query-migrate-parameters", &json!({})).expect("answers");
 
     let other = Machine::new(Release::Debian12, MEMORY_MIB + 32, &Load::default()).expect("the test bed is set up");
     let larger = other.incoming().expect("QEMU starts");
@@ -71,9 +71,7 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("it did not end in 1 s"), "{said}");
     source.works().expect("it goes on");
-    let after = source
-        .ask("query-migrate-parameters", &serde_json::json!({}))
-        .expect("answers");
+    let after = source.ask("query-migrate-parameters", &json!({})).expect("answers");
     assert_eq!(before, after);
     gives_up.process.kill();
     drop(waits);
@@ -108,6 +106,27 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     counted(&[source.console(), destination.console()]).expect("it has counted on");
 }
 
+fn ask(words: &[&str]) -> (Option<i32>, String) {
+    let mut command = Command::new(larder());
+    command.arg("migrate").args(words);
+    run(command)
+}
+
+/// What is told on a control socket once it is so.
+fn state_when(control: &str, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    let give_up = Instant::now() + LIMIT;
+    loop {
+        let (code, said) = ask(&["status", control, "--output", "json"]);
+        if let Some(state) = serde_json::from_str::<Value>(&said).ok().filter(|_| code == Some(0))
+            && is_so(&state)
+        {
+            return state;
+        }
+        assert!(Instant::now() < give_up, "{what}: {said}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
 /// A move is watched, told to keep to other limits, and cancelled; the VM goes on.
 fn cancelled(machine: &Machine, source: &mut Vm) {
     let mut destination = machine.incoming().expect("QEMU starts");
@@ -121,25 +140,7 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
         process: mover,
         address: None,
     };
-    let ask = |words: &[&str]| {
-        let mut command = Command::new(larder());
-        command.arg("migrate").args(words);
-        run(command)
-    };
-    let state_when = |what: &str, is_so: &dyn Fn(&Value) -> bool| {
-        let give_up = Instant::now() + LIMIT;
-        loop {
-            let (code, said) = ask(&["status", at, "--output", "json"]);
-            if let Some(state) = serde_json::from_str::<Value>(&said).ok().filter(|_| code == Some(0))
-                && is_so(&state)
-            {
-                return state;
-            }
-            assert!(Instant::now() < give_up, "{what}: {said}");
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    };
-    let state = state_when("it moves", &|state| {
+    let state = state_when(at, "it moves", |state| {
         state["phase"] == "moving" && state["rates"]["wire_bytes_per_s"].as_u64() > Some(0)
     });
     let course = &state["course"];
@@ -165,13 +166,13 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
         code == Some(0) && said.contains("2 MiB/s on the link, a downtime of 700 ms, 600 s in all"),
         "{said}"
     );
-    state_when("it keeps to them", &|state| state["limits"]["downtime_ms"] == 700);
+    state_when(at, "it keeps to them", |state| state["limits"]["downtime_ms"] == 700);
     // Whoever looks at QEMU sees that it is not QEMU that decides when its guest stops.
-    let set = source.ask("query-migrate-parameters", &serde_json::json!({}));
+    let set = source.ask("query-migrate-parameters", &json!({}));
     assert_eq!(set.expect("answers")["downtime-limit"], 1);
     let (code, said) = ask(&["cancel", at]);
     assert_eq!(code, Some(0), "{said}");
-    let last = state_when("it ends", &|state| state["phase"] == "failed");
+    let last = state_when(at, "it ends", |state| state["phase"] == "failed");
     assert_eq!(last["place"], "here", "{last}");
     let (code, said) = mover.end().expect("it ends");
     assert_eq!(code, Some(1), "{said}");
@@ -181,6 +182,162 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
     );
     source.works().expect("it goes on");
     destination.process.kill();
+}
+
+/// Words that QEMU is started by, to have these options besides.
+fn with(options: &str) -> [String; 4] {
+    ["sh", "-c", &format!("exec \"$@\" {options}"), "sh"].map(str::to_owned)
+}
+
+fn words(all: &[String]) -> Vec<&str> {
+    all.iter().map(String::as_str).collect()
+}
+
+#[test]
+fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
+    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let source = machine.boot().expect("the guest boots");
+    for (options, said) in [
+        ("-machine q35", "machine type: pc-"),
+        ("-smp 2", "processors (-smp): 1 at the source, 2 at the destination"),
+        ("-device virtio-rng-pci", " 1af4:1005 is missing at the source"),
+        ("-uuid 9a8b7c6d-0000-1111-2222-333344445555", "UUID (-uuid): "),
+    ] {
+        let other = machine.incoming_by(&words(&with(options))).expect("QEMU starts");
+        let waits = receiver(&other);
+        let (code, heard) = moves(&source, &waits, &["--channels", "0"]);
+        let is_told = heard.contains("it cannot be moved, and nothing was changed: ") && heard.contains(said);
+        assert!(code == Some(1) && is_told, "{options}: {code:?} {heard}");
+        assert_eq!(verdict(&heard).expect("JSON")["vm"], "here", "{options}");
+    }
+    // Each with what belongs to the other.
+    let stream_alone = Side::receiver(larder(), &machine.folder().join("nothing"), &[]).expect("it listens");
+    let (code, heard) = moves(&source, &stream_alone, &["--channels", "0"]);
+    assert!(
+        code == Some(1) && heard.contains("start it with --qmp in the place of --connect"),
+        "{heard}"
+    );
+    source.works().expect("it goes on");
+    let destination = machine.incoming().expect("QEMU starts");
+    let mut waits = receiver(&destination);
+    let sender = machine.folder().join("sender");
+    let mut side = Side::sender(larder(), &sender, waits.address(), &[]).expect("it connects");
+    let _qemu = UnixStream::connect(&sender).expect("it listens");
+    let (code, heard) = side.end().expect("it ends");
+    assert!(
+        code == Some(2) && heard.contains("or send by larder migrate VM"),
+        "{heard}"
+    );
+    // The source has no room for its record, and thinks better of it; it waits for another one.
+    let full = tmpfs(&machine.folder().join("full"), "size=64k");
+    std::fs::create_dir(full.0.join("migrations")).expect("a folder");
+    std::fs::set_permissions(full.0.join("migrations"), PermissionsExt::from_mode(0o700)).expect("ours");
+    std::fs::set_permissions(&full.0, PermissionsExt::from_mode(0o755)).expect("ours");
+    fill(&full.0.join("all"));
+    let to = waits.address().to_string();
+    let mut command = move_command(larder(), source.qmp_for_others(), &to, &["--channels", "0"]);
+    command.env("RUNTIME_DIRECTORY", &full.0);
+    let (code, heard) = run(command);
+    assert!(code == Some(1) && heard.contains("no record can be kept"), "{heard}");
+    source.works().expect("it goes on");
+    let (code, heard) = moves(&source, &waits, &["--channels", "0"]);
+    assert_eq!(code, Some(0), "{heard}");
+    assert_eq!(waits.end().expect("it ends").0, Some(0));
+}
+
+/// A VM that its user has paused, and whose destination finds out at the very end that it lacks a device.
+fn stays_paused(release: Release, after: &str) {
+    let machine = Machine::new(release, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    // No PCI device, of which nobody knows before.
+    let more = with("-serial null");
+    let mut source = machine.boot_by(&words(&more)).expect("the guest boots");
+    source.ask("stop", &json!({})).expect("it may");
+    let stood = source.console();
+    let lacks = machine.incoming().expect("QEMU starts");
+    let mut waits = receiver(&lacks);
+    let (code, said) = moves(&source, &waits, &["--channels", "0"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert_eq!(verdict(&said).expect("JSON")["vm"], "here", "{said}");
+    let (code, heard) = waits.end().expect("it ends");
+    assert_eq!(code, Some(2), "{heard}");
+    assert_eq!(source.run_state().expect("answers"), after, "{said}");
+    assert_eq!(
+        said.contains("QEMU calls that 'postmigrate' now"),
+        after == "postmigrate",
+        "{said}"
+    );
+    let destination = machine.incoming_by(&words(&more)).expect("QEMU starts");
+    if after == "postmigrate" {
+        let waits = receiver(&destination);
+        let (code, said) = moves(&source, &waits, &["--channels", "0"]);
+        assert!(
+            code == Some(1) && said.contains("'cont' lets it run, and 'stop' pauses it again"),
+            "{said}"
+        );
+        assert_eq!(source.console(), stood, "it has run");
+        source.ask("cont", &json!({})).expect("it may");
+        source.works().expect("it runs");
+    }
+    let mut waits = receiver(&destination);
+    let (code, said) = moves(&source, &waits, &["--channels", "0"]);
+    assert_eq!(code, Some(0), "{said}");
+    let (code, heard) = waits.end().expect("it ends");
+    assert_eq!(code, Some(0), "{heard}");
+}
+
+#[test]
+fn a_paused_vm_of_qemu_7_that_could_not_be_moved_stands_still_and_runs_when_it_is_told_to() {
+    stays_paused(Release::Debian12, "postmigrate");
+}
+
+#[test]
+fn a_paused_vm_of_qemu_10_that_could_not_be_moved_is_paused_as_before() {
+    stays_paused(Release::Debian13, "paused");
+}
+
+#[test]
+fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
+    let load = Load {
+        kind: "random",
+        rate: 0,
+        ..Load::default()
+    };
+    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &load).expect("the test bed is set up");
+    let source = machine.boot().expect("the guest boots");
+    let destination = machine.incoming().expect("QEMU starts");
+    let at = ["here", "there"].map(|name| machine.folder().join(name));
+    let controls = at.each_ref().map(|path| path.to_str().expect("UTF-8"));
+    let command = receive_whole_command(
+        larder(),
+        "127.0.0.1:0",
+        destination.qmp_for_others(),
+        &["--control", controls[1]],
+    );
+    let mut waits = Side::listening(command).expect("it listens");
+    // Slow enough to be seen when most of it is still to come.
+    let words = ["--bandwidth", "8MiB", "--postcopy", "--control", controls[0]];
+    let to = waits.address().to_string();
+    let mover = Process::start(move_command(larder(), source.qmp_for_others(), &to, &words)).expect("larder starts");
+    let mut mover = Side {
+        process: mover,
+        address: None,
+    };
+    let there = state_when(controls[1], "it runs there", |state| state["phase"] == "post-copy");
+    assert_eq!((&there["direction"], &there["whole"]), (&"coming".into(), &true.into()));
+    let cpu = |name: &str| there["delivered"][name].as_f64().expect("a number");
+    assert!(
+        cpu("cpu_seconds") > cpu("decode_cpu_seconds") && cpu("decode_cpu_seconds") > 0.0,
+        "{there}"
+    );
+    assert!(there["rates"]["processors"].is_f64(), "{there}");
+    state_when(controls[0], "it runs there", |state| state["phase"] == "post-copy");
+    let (code, said) = ask(&["limit", controls[0], "--bandwidth", "0"]);
+    assert_eq!(code, Some(0), "{said}");
+    for side in [&mut mover, &mut waits] {
+        let (code, said) = side.end().expect("it ends");
+        assert_eq!(code, Some(0), "{said}");
+    }
+    destination.verifies().expect("its memory is right");
 }
 
 #[test]

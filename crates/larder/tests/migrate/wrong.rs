@@ -1,21 +1,23 @@
 //! What is said of command lines that cannot be.
 
+use std::io::Write;
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::Command;
 
 use crate::support::{larder, on_tmpfs, run};
 
 /// A command line, and what is said of it. LONG is a path of 120 bytes, PORT a port that is taken, and `taken` a socket that
-/// somebody listens on.
-const WRONG: [(&str, &str); 25] = [
+/// somebody listens on, `stale` one on which nobody does any more; the others say what is no QMP.
+const WRONG: [(&str, &str); 59] = [
     (
         "send",
-        "error: the following required arguments were not provided:\n  --listen <PATH>\n  --to <HOST:PORT>\n\nUsage: larder migrate send --listen <PATH> --to <HOST:PORT>",
+        "error: the following required arguments were not provided:\n  --listen <PATH>\n  --to <HOST[:PORT]>\n\nUsage: larder migrate send --listen <PATH> --to <HOST[:PORT]>",
     ),
     (
         "send --listen s",
-        "error: the following required arguments were not provided:\n  --to <HOST:PORT>\n",
+        "error: the following required arguments were not provided:\n  --to <HOST[:PORT]>\n",
     ),
     (
         "send --listen s --to 127.0.0.1:1",
@@ -23,7 +25,7 @@ const WRONG: [(&str, &str); 25] = [
     ),
     (
         "send --listen s --to 127.0.0.1:port",
-        "larder: 127.0.0.1:port: no such host: invalid port value",
+        "error: invalid value '127.0.0.1:port' for '--to <HOST[:PORT]>': 'port' is no port; give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446",
     ),
     (
         "send --listen s --to nosuch.invalid:4446",
@@ -95,7 +97,7 @@ const WRONG: [(&str, &str); 25] = [
     ),
     (
         "receive --listen 127.0.0.1:22x --connect q",
-        "larder: --listen 127.0.0.1:22x: ADDRESS:PORT is wanted, such as 0.0.0.0:4446: invalid port value",
+        "error: invalid value '127.0.0.1:22x' for '--listen <ADDRESS[:PORT]>': '22x' is no port; give ADDRESS:PORT, as in 0.0.0.0:4446 or [::]:4446",
     ),
     (
         "receive --listen 127.0.0.1:0 --connect q --channels 0",
@@ -109,13 +111,158 @@ const WRONG: [(&str, &str); 25] = [
         "receive --listen 127.0.0.1:0 --connect q --tls .",
         "larder: cannot read certificates from ./ca-cert.pem: I/O error: No such file or directory (os error 2)",
     ),
+    (
+        "send --listen s --to 4446",
+        "error: invalid value '4446' for '--to <HOST[:PORT]>': '4446' is a number and no host; give HOST or HOST:PORT",
+    ),
+    (
+        "send --listen s --to 127.0.0.1:0",
+        "error: invalid value '127.0.0.1:0' for '--to <HOST[:PORT]>': nobody listens on port 0; give HOST or HOST:PORT",
+    ),
+    (
+        "send --listen s --to [::1",
+        "error: invalid value '[::1' for '--to <HOST[:PORT]>': a ']' is missing; give HOST or HOST:PORT",
+    ),
+    (
+        "send --listen s --to tcp:host2.example:4446",
+        "error: invalid value 'tcp:host2.example:4446' for '--to <HOST[:PORT]>': 'tcp:host2.example' is no name of a host; give HOST or HOST:PORT",
+    ),
+    ("send --listen s --to [::1]:1", "larder: cannot connect to [::1]:1: "),
+    (
+        "send --listen s --to 127.0.0.1:1 --bandwidth 1000",
+        "error: invalid value '1000' for '--bandwidth <SIZE>': '1000' has no unit: give 1000MiB, 1000KiB or 1000B",
+    ),
+    (
+        "send --listen s --to 127.0.0.1:1 --bandwidth 0",
+        "error: invalid value '0' for '--bandwidth <SIZE>': nothing would go over; for no limit leave it out",
+    ),
+    (
+        "send --listen s --to 127.0.0.1:1 --cpu -1",
+        "error: invalid value '-1' for '--cpu <PROCESSORS>': give processors from 0.01 to 1024, as in 1.5",
+    ),
+    (
+        "send --listen s --to 127.0.0.1:1 --control file",
+        "larder: file exists and is no socket; it is left alone: choose another path",
+    ),
+    (
+        "receive --listen 127.0.0.1:0 --connect q --control /nosuch/c",
+        "larder: cannot listen on /nosuch/c: No such file or directory (os error 2); its folder does not exist",
+    ),
+    (
+        "receive --listen nosuch.invalid:4446 --connect q",
+        "larder: --listen nosuch.invalid:4446: this host has no such address: ",
+    ),
+    (
+        "receive --listen 127.0.0.1:0 --connect q --user nobody.at.all",
+        "larder: --user nobody.at.all: there is no such user; give a name, or a number that has one",
+    ),
+    (
+        "receive --listen 127.0.0.1:0 --qmp q --user nobody",
+        " cannot be used with '--",
+    ),
+    (
+        "receive --listen 127.0.0.1:0 --qmp file",
+        "larder: cannot connect to QEMU's QMP socket file: Connection refused (os error 111); it is no socket: give the path of -qmp unix:PATH,server=on,wait=off",
+    ),
+    (
+        "--to 127.0.0.1:1",
+        "error: the following required arguments were not provided:\n  <VM>\n",
+    ),
+    (
+        "--qmp nosuch --to 127.0.0.1:1",
+        "larder: cannot connect to QEMU's QMP socket nosuch: No such file or directory (os error 2); is it the path of -qmp unix:PATH,server=on,wait=off?",
+    ),
+    (
+        "--qmp stale --to 127.0.0.1:1",
+        "larder: cannot connect to QEMU's QMP socket stale: Connection refused (os error 111); nobody listens there: has its QEMU ended?",
+    ),
+    (
+        "--qmp LONG --to 127.0.0.1:1",
+        "; the kernel takes at most 107 bytes for the path of a socket",
+    ),
+    (
+        "--qmp silent --to 127.0.0.1:1",
+        "larder: QEMU does not answer at its QMP socket silent: has it another client? it talks to one at a time; give it a second socket with another -qmp",
+    ),
+    (
+        "--qmp ssh --to 127.0.0.1:1",
+        "larder: what came from the QMP socket ssh is no QMP: 'SSH-2.0-x'; is it the path of -qmp unix:PATH,server=on,wait=off?",
+    ),
+    (
+        "--qmp json --to 127.0.0.1:1",
+        "larder: what came from the QMP socket json is no QMP: '{\\\"a\\\":1}'; is it",
+    ),
+    (
+        "--qmp escape --to 127.0.0.1:1",
+        "larder: what came from the QMP socket escape is no QMP: '\\u{1b}[2J'; is it",
+    ),
+    (
+        "--qmp q --to 127.0.0.1:1 --timeout 0",
+        "error: invalid value '0' for '--timeout <SECONDS>': 0 is not in 1..",
+    ),
+    (
+        "--qmp q --to 127.0.0.1:1 --downtime 0",
+        "error: invalid value '0' for '--downtime <MILLISECONDS>': 0 is not in 1..=2000000",
+    ),
+    (
+        "nosuch.vm --to 127.0.0.1:1",
+        "larder: /etc/larder/vms/nosuch.vm.toml: No such file or directory (os error 2); write one, or give the path of one with a / in it",
+    ),
+    ("../../etc/passwd --to 127.0.0.1:1", "larder: ../../etc/passwd: "),
+    (
+        "--take-back --qmp nosuch",
+        "larder: cannot connect to QEMU's QMP socket nosuch: No such file or directory (os error 2)",
+    ),
+    (
+        "--take-back --qmp nosuch --to 127.0.0.1:1",
+        "error: the argument '--take-back' cannot be used with '--to <HOST[:PORT]>'",
+    ),
+    (
+        "status nosuch",
+        "larder: nosuch is not moved by this user on this host: nobody listens on ",
+    ),
+    (
+        "status ./file",
+        "larder: ./file is no socket; give the path that the server was given with --control",
+    ),
+    (
+        "status a\u{1b}[2J",
+        "larder: a\\u{1b}[2J is not moved by this user on this host",
+    ),
+    (
+        "limit nosuch --bandwidth 1000",
+        "error: invalid value '1000' for '--bandwidth <SIZE>': '1000' has no unit: give 1000MiB, 1000KiB or 1000B, or 0 for no limit",
+    ),
+    (
+        "limit nosuch",
+        "error: the following required arguments were not provided:\n  <--bandwidth <SIZE>|--cpu <PROCESSORS>|--downtime <MILLISECONDS>|--timeout <SECONDS>>",
+    ),
+    ("cancel ./ssh", "no control socket of Larder"),
 ];
+
+/// Listens, and says this to whoever comes.
+fn says(folder: &Path, name: &str, said: &'static [u8]) {
+    let listener = UnixListener::bind(folder.join(name)).expect("a socket");
+    std::thread::spawn(move || {
+        let mut clients = Vec::new();
+        for mut client in listener.incoming().flatten() {
+            // It may have gone.
+            let _ = client.write_all(said);
+            clients.push(client);
+        }
+    });
+}
 
 #[test]
 fn command_lines_that_cannot_be_are_refused_with_what_is_wrong() {
     let folder = on_tmpfs();
     std::fs::write(folder.path().join("file"), "").expect("a file");
     let _taken = UnixListener::bind(folder.path().join("taken")).expect("a socket");
+    drop(UnixListener::bind(folder.path().join("stale")).expect("a socket"));
+    says(folder.path(), "silent", b"");
+    says(folder.path(), "ssh", b"SSH-2.0-x\r\n");
+    says(folder.path(), "json", b"{\"a\":1}\n");
+    says(folder.path(), "escape", b"\x1b[2J\n");
     let port = TcpListener::bind("127.0.0.1:0").expect("a port");
     let number = port.local_addr().expect("bound").port().to_string();
     for (line, text) in WRONG {

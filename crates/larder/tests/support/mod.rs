@@ -1,6 +1,9 @@
 //! What the tests of the program share: where images lie, servers, loop devices, mounts.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
 
+#[path = "../../../larder-block/tests/nbd_support/certificates.rs"]
+pub mod certificates;
+
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};

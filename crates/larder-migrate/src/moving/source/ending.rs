@@ -13,6 +13,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use crate::moving::watch::Ram;
+
 /// QEMU's limit while the guest is to run, in milliseconds: of 0 it takes what is left for nothing without looking at what
 /// was changed meanwhile.
 pub(super) const LIMIT_MS: u64 = 1;
@@ -47,13 +49,12 @@ pub(super) struct Look {
 impl Look {
     /// At what QEMU says (`query-migrate`) and what was sent.
     pub(super) fn new(at: Duration, migration: &Value, raw_bytes: u64, wire_bytes: u64) -> Self {
-        let ram = &migration["ram"];
-        let number = |name: &str| ram[name].as_u64().unwrap_or(0);
+        let ram = Ram::of(migration);
         Self {
             at,
-            round: number("dirty-sync-count"),
-            remaining_bytes: number("remaining"),
-            dirty_bytes_per_s: number("dirty-pages-rate").saturating_mul(number("page-size").max(4096)),
+            round: ram.round,
+            remaining_bytes: ram.remaining_bytes,
+            dirty_bytes_per_s: ram.dirty_bytes_per_s,
             raw_bytes,
             wire_bytes,
         }

@@ -167,8 +167,17 @@ pub fn run(
             mover.move_it(runs(&state), report)
         }
         ("postmigrate", "completed") => Err(MoveError::Unclear(
-            "QEMU's VM was migrated, and there is no record of it: it was moved, or something else moves it".to_owned(),
+            "QEMU's VM was migrated, and there is no record of it: it was moved, or something else moves it. If it runs \
+             nowhere else, QEMU's 'cont' lets it run here"
+                .to_owned(),
         )),
+        ("postmigrate", "failed" | "cancelled") => Err(preflight(
+            "it stands still since a migration that has failed, and QEMU moves it no more before it has run: 'cont' lets \
+             it run, and 'stop' pauses it again",
+        )),
+        (state, "setup" | "active" | "pre-switchover" | "device" | "cancelling") => Err(MoveError::Unclear(format!(
+            "it is being moved already, or was, by somebody else: QEMU's VM is '{state}', and its migration '{status}'"
+        ))),
         _ => Err(MoveError::Unclear(format!(
             "QEMU's VM is '{state}', and its migration '{status}'"
         ))),

@@ -30,6 +30,18 @@ const HAND_OVER: Duration = Duration::from_millis(30);
 const CHANNELS: u8 = 2;
 const MULTIFD_SINCE: [u64; 3] = [8, 1, 0];
 
+/// Why QEMU's migration has not succeeded. The source's QEMU often has only seen that the other one hung up.
+fn why(migration: &Value, status: &str) -> String {
+    let said = migration["error-desc"].as_str().unwrap_or("it does not say why");
+    match status {
+        "failed" => format!(
+            "QEMU's migration has failed ({said}); if the QEMU at the destination has ended, it has said why, as where it \
+             lacks a device"
+        ),
+        _ => format!("QEMU's migration was {status}"),
+    }
+}
+
 pub(super) struct Mover<'a> {
     pub(super) options: &'a Options,
     pub(super) qmp: Qmp,
@@ -333,11 +345,10 @@ impl<'a> Mover<'a> {
                     let mut last = course.watch.report(&migration, &self.progress, course.begun.elapsed());
                     last.downtime_ms = course.downtime_ms;
                     report(&last);
-                    let rounds = migration["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
-                    return Ok(self.finish(carrier, &course, rounds));
+                    return Ok(self.finish(carrier, &course, last.round));
                 }
                 status @ ("failed" | "cancelled") => {
-                    let reason = migration["error-desc"].as_str().unwrap_or(status).to_owned();
+                    let reason = why(&migration, status);
                     if course.told() {
                         return self.after_failure(Some(carrier), course, reason);
                     }

@@ -44,6 +44,18 @@ impl Mover<'_> {
         }
     }
 
+    /// Says so if a VM that was paused is so still, but not in QEMU's eyes: one that had begun to stop it for the end of a
+    /// migration calls it `postmigrate` afterwards (before 8.2 always, later if the migration had completed here). Nothing
+    /// but `cont` leads out of that, and the guest is not let run to have a better name for it.
+    fn say_if_postmigrate(&mut self, leaving: &Leaving) {
+        if !leaving.run && self.qmp.run_state().is_ok_and(|state| state == "postmigrate") {
+            tracing::warn!(
+                "the VM is paused here, as it was before; QEMU calls that 'postmigrate' now: 'cont' lets it run, and QEMU \
+                 moves it to no other place before it has run"
+            );
+        }
+    }
+
     /// Until QEMU's migration has ended and, if it is to, the VM runs, with its disks.
     pub(super) fn run_here(&mut self, leaving: &Leaving) -> Result<(), String> {
         if leaving.disks_left {
@@ -105,6 +117,7 @@ impl Mover<'_> {
         leaving.before.restore(&mut self.qmp);
         self.disks_stay(leaving);
         self.warm_again(leaving);
+        self.say_if_postmigrate(leaving);
     }
 
     /// The VM runs elsewhere. Its QEMU here is ended before the session is, so that no mover that comes after a crash in

@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 use super::fake::Qemu;
 use crate::moving::Description;
-use crate::moving::destination::{Destination, State};
+use crate::moving::destination::{Destination, Stage, State};
 use crate::moving::disks::NoServers;
 use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
 use crate::moving::record::MoveId;
@@ -235,6 +235,7 @@ fn half_of_a_vm_is_never_ended() {
     bed.qemu.is().refuses.clear();
     bed.restart();
     assert_eq!(bed.go_postcopy(), ToSource::Running { whole: false });
+    assert_eq!(bed.destination.stage(), Stage::PostCopy);
     assert_eq!(
         bed.tell(&bed.id, Tell::Recover),
         ToSource::Prepared {
@@ -249,6 +250,7 @@ fn half_of_a_vm_is_never_ended() {
     bed.qemu.is().refuses.insert("migrate-recover");
     assert_eq!(bed.tell(&bed.id, Tell::Recover), ToSource::Running { whole: true });
     assert_eq!(bed.go_postcopy(), ToSource::Running { whole: true });
+    assert_eq!(bed.destination.stage(), Stage::HandingOver);
     assert_eq!(bed.qemu.has_heard("quit"), 0);
 }
 
@@ -257,10 +259,21 @@ fn a_qemu_that_waits_still_takes_another_move() {
     let bed = Bed::new();
     assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
     let other = MoveId::new().expect("random numbers");
+    assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
+    bed.qemu.is().migration = "listens";
     assert!(matches!(bed.prepare(&other), ToSource::Prepared { .. }));
     assert_eq!(bed.qemu.has_heard("migrate-incoming"), 1);
     assert!(reason(bed.go()).contains("right host"));
     bed.qemu.is().migration = "active";
+    assert!(reason(bed.prepare(&bed.id)).contains("start a new one"));
+}
+
+#[test]
+fn a_qemu_that_waits_for_a_mover_before_this_one_is_not_told_again() {
+    let mut bed = Bed::new();
+    assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
+    bed.qemu.is().migration = "listens";
+    bed.restart();
     assert!(reason(bed.prepare(&bed.id)).contains("start a new one"));
 }
 

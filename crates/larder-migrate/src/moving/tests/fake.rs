@@ -174,6 +174,8 @@ fn carry_out(shared: &Arc<Mutex<Fake>>, command: &str, arguments: &Value) -> Res
     Ok(match command {
         "query-status" => json!({"status": fake.run}),
         "query-migrate" if fake.migration == "none" => json!({}),
+        // As QEMU 7.2 says that it waits, and later ones do as well.
+        "query-migrate" if fake.migration == "listens" => json!({"socket-address": [{"type": "unix"}]}),
         "query-migrate" => match &mut fake.rounds {
             None => json!({"status": fake.migration}),
             Some(round) => {

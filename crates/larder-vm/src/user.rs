@@ -1,0 +1,63 @@
+//! Becoming another user, once all that takes root is open: so that whoever takes this process over by a fault in it has
+//! what that user has, and no more.
+//!
+//! Invariant: when [`become_user`] has returned, every thread is that user's, with his groups and without capabilities, and
+//! neither it nor a program that it starts gets others again (`no_new_privs` of the calling thread and those that it makes).
+//! If a step fails the process may be half of one and half of the other: it must end.
+
+use nix::unistd::{Uid, User, initgroups, setresgid, setresuid};
+
+/// Why a process cannot become a user.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum UserError {
+    #[error("--user {name}: there is no such user; give a name, or a number that has one")]
+    Unknown { name: String },
+    #[error("--user {name}: the users of this host cannot be looked up: {source}")]
+    LookUp { name: String, source: nix::Error },
+    #[error("--user {name}: only root can become another user; start this as root, or as {name} without --user")]
+    NotRoot { name: String },
+    #[error("--user {name}: {step}: {source}")]
+    Step {
+        name: String,
+        step: &'static str,
+        source: nix::Error,
+    },
+}
+
+/// Makes this process that of the user with this name or number, for good, and returns his number.
+///
+/// # Errors
+/// See [`UserError`]; after [`UserError::Step`] the process must end.
+pub fn become_user(name: &str) -> Result<u32, UserError> {
+    let found = match name.parse() {
+        Ok(number) => User::from_uid(Uid::from_raw(number)),
+        Err(_) => User::from_name(name),
+    };
+    let user = found
+        .map_err(|source| UserError::LookUp {
+            name: name.to_owned(),
+            source,
+        })?
+        .ok_or_else(|| UserError::Unknown { name: name.to_owned() })?;
+    let step = |step: &'static str| {
+        move |source| UserError::Step {
+            name: name.to_owned(),
+            step,
+            source,
+        }
+    };
+    if user.uid != Uid::effective() {
+        if !Uid::effective().is_root() {
+            return Err(UserError::NotRoot { name: name.to_owned() });
+        }
+        let account = std::ffi::CString::new(user.name.as_str()).map_err(|_| UserError::Unknown { name: user.name })?;
+        // The C library has all threads do it, in this order: without root the first two cannot be done.
+        initgroups(&account, user.gid).map_err(step("his groups cannot be taken on"))?;
+        setresgid(user.gid, user.gid, user.gid).map_err(step("his group cannot be taken on"))?;
+        setresuid(user.uid, user.uid, user.uid).map_err(step("root cannot be given up"))?;
+    }
+    rustix::thread::set_no_new_privs(true)
+        .map_err(|error| step("no_new_privs cannot be set")(nix::Error::from_raw(error.raw_os_error())))?;
+    Ok(user.uid.as_raw())
+}

@@ -1,0 +1,113 @@
+//! Where a receiver is, or listens, as it is said on the command line.
+
+use std::fmt::{self, Display};
+use std::net::Ipv6Addr;
+
+/// Where a receiver waits unless it is said.
+const PORT: u16 = 4446;
+
+/// A host, by its name or its address, and a port. Whether there is such a host is asked later.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Address {
+    host: String,
+    port: u16,
+}
+
+impl Address {
+    /// Of a receiver: `HOST`, `HOST:PORT`, or an IPv6 address, in brackets if a port follows.
+    pub(crate) fn to(text: &str) -> Result<Self, String> {
+        let wanted = "give HOST or HOST:PORT, as in host2.example:4446 or [2001:db8::1]:4446";
+        match Self::parse(text) {
+            Ok(address) if address.port == 0 => Err(format!("nobody listens on port 0; {wanted}")),
+            address => address.map_err(|what| format!("{what}; {wanted}")),
+        }
+    }
+
+    /// To listen at: the same, and port 0 for any that is free.
+    pub(crate) fn at(text: &str) -> Result<Self, String> {
+        Self::parse(text).map_err(|what| format!("{what}; give ADDRESS:PORT, as in 0.0.0.0:4446 or [::]:4446"))
+    }
+
+    /// The host alone, without brackets.
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let is_ipv6 = |host: &str| host.split('%').next().is_some_and(|it| it.parse::<Ipv6Addr>().is_ok());
+        let (host, port) = match text.strip_prefix('[') {
+            Some(rest) => match rest.split_once(']') {
+                Some((host, _)) if !is_ipv6(host) => return Err(format!("'{host}' is no IPv6 address")),
+                Some((host, "")) => (host, None),
+                Some((host, rest)) => (host, Some(rest.strip_prefix(':').unwrap_or(rest))),
+                None => return Err("a ']' is missing".to_owned()),
+            },
+            None if is_ipv6(text) => (text, None),
+            None => match text.rsplit_once(':') {
+                Some((host, port)) => (host, Some(port)),
+                None => (text, None),
+            },
+        };
+        let is_of_host = |letter: char| letter.is_ascii_alphanumeric() || "-._".contains(letter);
+        if host.is_empty() {
+            return Err("the host is missing".to_owned());
+        }
+        if !is_ipv6(host) && !host.chars().all(is_of_host) {
+            return Err(format!("'{host}' is no name of a host"));
+        }
+        // The system's look-up takes it for an address.
+        if host.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(format!("'{host}' is a number and no host"));
+        }
+        let port = match port {
+            None => PORT,
+            // A sign would be taken, too.
+            Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
+                port.parse().map_err(|_| format!("'{port}' is no port"))?
+            }
+            Some(port) => return Err(format!("'{port}' is no port")),
+        };
+        Ok(Self {
+            host: host.to_owned(),
+            port,
+        })
+    }
+}
+
+impl Display for Address {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host.contains(':') {
+            true => write!(out, "[{}]:{}", self.host, self.port),
+            false => write!(out, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_and_ports_are_read_as_people_write_them() {
+        for (text, address, host) in [
+            ("host2.example", "host2.example:4446", "host2.example"),
+            ("host_2:1", "host_2:1", "host_2"),
+            ("192.0.2.1", "192.0.2.1:4446", "192.0.2.1"),
+            ("2001:db8::1", "[2001:db8::1]:4446", "2001:db8::1"),
+            ("[2001:db8::1]", "[2001:db8::1]:4446", "2001:db8::1"),
+            ("[::1]:65535", "[::1]:65535", "::1"),
+            ("[fe80::1%2]:1", "[fe80::1%2]:1", "fe80::1%2"),
+        ] {
+            let read = Address::to(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+            assert_eq!((read.to_string(), read.host()), (address.to_owned(), host), "{text}");
+        }
+        for wrong in [
+            "", ":", ":1", "h:", "h:x", "h:+1", "h:-1", "h:65536", "h:0", "h:1:2", "[", "[]", "[]:1", "[::1",
+            "[::1]1x", "[::1]:", "[h]:1", "::1]", "4446", "a b", "a\nb", "tcp:h:1", "http://h", "h/1", "\u{e9}",
+            "ho\0st",
+        ] {
+            assert!(Address::to(wrong).is_err(), "{wrong:?}");
+        }
+        assert!(Address::at("[::]:0").is_ok());
+    }
+}

@@ -1,0 +1,63 @@
+//! A receiver that was started as root beside a QEMU of another user.
+
+use std::process::Command;
+
+use crate::ends::{Waiting, carries};
+use crate::support::{larder, need_root, run};
+
+/// Nobody, who has no group but his own.
+const USER: u32 = 65534;
+
+#[test]
+fn a_receiver_gives_up_root_and_reaches_a_qemu_of_that_user() {
+    need_root("to give it up");
+    let folder = crate::support::on_tmpfs();
+    std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("ours");
+    let control = folder.path().join("control");
+    let control = control.to_str().expect("UTF-8");
+    let waiting = Waiting::start_as(USER, true, &["--control", control]);
+    let process = waiting.receiver.process.id();
+    for entry in std::fs::read_dir(format!("/proc/{process}/task"))
+        .expect("it lives")
+        .flatten()
+    {
+        let status = std::fs::read_to_string(entry.path().join("status")).expect("it lives");
+        let of = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .unwrap_or_else(|| panic!("{name}"))
+        };
+        for name in ["Uid:", "Gid:"] {
+            assert_eq!(
+                of(name).split_whitespace().collect::<Vec<_>>(),
+                ["65534"; 4],
+                "{status}"
+            );
+        }
+        assert_eq!(of("Groups:").trim(), "65534", "{status}");
+        for name in ["CapPrm:", "CapEff:", "CapAmb:"] {
+            assert_eq!(of(name).trim(), "0000000000000000", "{status}");
+        }
+    }
+    let mut command = Command::new(larder());
+    command.args(["migrate", "status", control]);
+    let (code, said) = run(command);
+    assert!(code == Some(0) && said.contains("preparing"), "{said}");
+    let mut between = waiting.joined(&[]);
+    carries(&mut between, 200);
+    assert!(!std::fs::exists(control).expect("ours"), "its control socket is left");
+}
+
+#[test]
+fn a_receiver_of_one_user_gives_nothing_to_another() {
+    need_root("to give it up");
+    let mut between = Waiting::start_as(USER, false, &[]).joined(&[]);
+    let _source = between.source();
+    let said = between.fail();
+    assert!(
+        said[1].contains("somebody else than QEMU's user listens there"),
+        "{}",
+        said[1]
+    );
+}
