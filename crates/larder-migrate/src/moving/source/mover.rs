@@ -119,6 +119,13 @@ impl<'a> Mover<'a> {
         };
         let mut course = Course::new(leaving, self.options);
         let disks = disks::describe(&*self.options.servers, &self.devices).map_err(preflight)?;
+        if let Some(disk) = disks.first().filter(|_| self.options.postcopy) {
+            return Err(preflight(format!(
+                "disk {} ({}): its server would touch memory that is not here yet, so QEMU has no post-copy with it: \
+                 leave out --postcopy; --throttle slows a guest down that changes too much",
+                disk.chardev, disk.served.image
+            )));
+        }
         let served: Vec<String> = disks.iter().map(|disk| disk.chardev.clone()).collect();
         let carrier = self.connect().map_err(preflight)?;
         let prepare = course.tell(Tell::Prepare {
