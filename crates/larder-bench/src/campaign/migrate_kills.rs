@@ -3,23 +3,26 @@
 //! and must be open on one host at most, and have all that the guest has flushed.
 
 mod disks;
+mod report;
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::json;
 
+pub use self::disks::DiskChoice;
 use self::disks::{Disks, SCRIPT};
+pub use self::report::{Fault, Report};
+use self::report::{Place, Stage};
 use super::Random;
 use super::disk::Format;
 use super::migration::larder::{Side, move_command, receive_whole_command, take_back_command, verdict};
 use super::migration::relay::Relay;
-use super::migration::vm::{Load, Machine, Release, Vm, counted};
+use super::migration::vm::{Load, Machine, Release, Vm};
 use super::process::Process;
 
 /// Move a guest over and over, and cut or kill something in the middle of each move
@@ -69,94 +72,6 @@ const MOMENTS_OF_HAND_OVER_US: u64 = 60_000;
 /// And when its disk has gone or come.
 const MOMENTS_OF_DISKS_US: u64 = 8_000;
 
-/// What happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Fault {
-    /// It just moves
-    Nothing,
-    /// All connections end
-    CutLink,
-    /// Nothing goes over for 12 s, then all connections end
-    StallLink,
-    /// The mover is killed, and started again
-    KillMover,
-    /// The receiver is killed, and started again
-    KillReceiver,
-    /// The source's QEMU is killed
-    KillSource,
-    /// The destination's QEMU is killed
-    KillDestination,
-    /// The mover is told to stop
-    Cancel,
-    /// The server of the source's disk is killed, and started again
-    KillServer,
-    /// The server of the destination's disk is killed, and started again
-    KillServerThere,
-    /// All at the source is killed, and of it only the disk's server started again
-    KillHost,
-    /// All at the destination is killed, and of it only the disk's server started again
-    KillHostThere,
-}
-
-impl Fault {
-    /// Each of them.
-    pub const ALL: [Self; 8] = [
-        Self::Nothing,
-        Self::CutLink,
-        Self::StallLink,
-        Self::KillMover,
-        Self::KillReceiver,
-        Self::KillSource,
-        Self::KillDestination,
-        Self::Cancel,
-    ];
-
-    /// And with disks.
-    pub const WITH_DISKS: [Self; 12] = [
-        Self::Nothing,
-        Self::KillServer,
-        Self::KillServerThere,
-        Self::KillMover,
-        Self::KillReceiver,
-        Self::KillSource,
-        Self::KillDestination,
-        Self::KillHost,
-        Self::KillHostThere,
-        Self::CutLink,
-        Self::Cancel,
-        Self::StallLink,
-    ];
-
-    /// Its source's QEMU is killed.
-    const fn ends_source(self) -> bool {
-        matches!(self, Self::KillSource | Self::KillHost)
-    }
-
-    const fn ends_destination(self) -> bool {
-        matches!(self, Self::KillDestination | Self::KillHostThere)
-    }
-}
-
-/// Where the guest is in the end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    Source,
-    Destination,
-    /// The QEMU that had it was killed.
-    Lost,
-}
-
-/// How far a move is when something happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
-    /// The guest runs at the source.
-    Before,
-    /// It stands still, or runs at the destination and the mover does not know so yet.
-    HandOver,
-    /// The mover has ended.
-    After,
-}
-
 /// When something is to happen.
 enum Moment {
     /// At any time.
@@ -167,16 +82,6 @@ enum Moment {
     Left,
     /// When its disk is open at the destination.
     Come,
-}
-
-/// What came of the moves, by what happened, and when.
-#[derive(Debug, Default)]
-pub struct Report {
-    /// Moves.
-    pub moves: u32,
-    rows: Vec<((Fault, Stage), [u32; 3])>,
-    /// How far the guests have counted.
-    pub ticks: u64,
 }
 
 /// A move under way.
@@ -204,28 +109,6 @@ struct Watched {
     over: AtomicBool,
     both: AtomicBool,
     both_open: AtomicBool,
-}
-
-/// The disks of a campaign's guests.
-pub struct DiskChoice {
-    /// Of each; by default of one after the other.
-    pub format: Option<Format>,
-    /// They are behind an NBD server, so that no lock keeps two hosts from writing to one.
-    pub nbd: bool,
-    /// Where their images and caches are.
-    pub folder: PathBuf,
-}
-
-impl DiskChoice {
-    /// That of the guest with this number.
-    fn disk(&self, larder: &Path, guest: u32) -> anyhow::Result<Disks> {
-        let in_turn = if guest.is_multiple_of(2) {
-            Format::Qcow2
-        } else {
-            Format::Raw
-        };
-        Disks::new(larder, &self.folder, self.format.unwrap_or(in_turn), self.nbd)
-    }
 }
 
 /// Moves a guest `count` times, with a disk or without.
@@ -327,54 +210,6 @@ fn words(random: &mut Random, disks: bool) -> Vec<&'static str> {
         _ => &["--postcopy", "--downtime", "1"],
     };
     [&slow, how].concat()
-}
-
-impl Report {
-    fn count(&mut self, what: (Fault, Stage), place: Place) {
-        self.moves += 1;
-        let at = self.rows.iter().position(|(of, _)| *of == what).unwrap_or_else(|| {
-            self.rows.push((what, [0; 3]));
-            self.rows.len() - 1
-        });
-        self.rows[at].1[place as usize] += 1;
-    }
-
-    /// A guest has ended, of which these are the consoles.
-    fn ends(&mut self, consoles: &[String], disks: Option<Disks>) -> anyhow::Result<()> {
-        let ticks = counted(consoles)?;
-        self.ticks += ticks;
-        disks.map_or(Ok(()), |disks| disks.end(ticks))
-    }
-}
-
-impl fmt::Display for Report {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            out,
-            "{} moves; the guest has counted to {} without a gap or a mismatch",
-            self.moves, self.ticks
-        )?;
-        writeln!(
-            out,
-            "| what happened | stayed | moved | lost with its QEMU |\n|---|---|---|---|"
-        )?;
-        let mut rows: Vec<_> = self.rows.iter().collect();
-        rows.sort_by_key(|((fault, stage), _)| (*fault as u32, *stage as u32));
-        for ((fault, stage), [source, destination, lost]) in rows {
-            writeln!(out, "| {fault:?} {stage} | {source} | {destination} | {lost} |")?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Display for Stage {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(match self {
-            Self::Before => "before the hand-over",
-            Self::HandOver => "in it",
-            Self::After => "after it",
-        })
-    }
 }
 
 impl<'a> Move<'a> {

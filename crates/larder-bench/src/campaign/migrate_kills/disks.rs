@@ -63,6 +63,28 @@ const SECTOR_BYTES: usize = 512;
 /// An export's size: a disk of 64 MiB with what qcow2 needs besides.
 const EXPORT_BYTES: u64 = 96 << 20;
 
+/// The disks of a campaign's guests.
+pub struct DiskChoice {
+    /// Of each; by default of one after the other.
+    pub format: Option<Format>,
+    /// They are behind an NBD server, so that no lock keeps two hosts from writing to one.
+    pub nbd: bool,
+    /// Where their images and caches are.
+    pub folder: PathBuf,
+}
+
+impl DiskChoice {
+    /// That of the guest with this number.
+    pub(super) fn disk(&self, larder: &Path, guest: u32) -> anyhow::Result<Disks> {
+        let in_turn = if guest.is_multiple_of(2) {
+            Format::Qcow2
+        } else {
+            Format::Raw
+        };
+        Disks::new(larder, &self.folder, self.format.unwrap_or(in_turn), self.nbd)
+    }
+}
+
 /// A disk that is served on two hosts.
 pub(super) struct Disks {
     format: Format,
