@@ -58,7 +58,7 @@ pub enum VmMove {
     Leave,
     /// It comes: the images are opened.
     Take,
-    /// Its guest runs here, or no other host has it: the images are opened, and this host's.
+    /// Its guest runs here, or is about to, or no other host has it: the images are opened, and this host's.
     Keep,
     /// It does not come after all: what `take` has opened is closed.
     Yield,
