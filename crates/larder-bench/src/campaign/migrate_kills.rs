@@ -1,20 +1,28 @@
 //! A guest is moved from QEMU to QEMU, and something is cut or killed at a random moment of each move. Afterwards it must
-//! run at one place, with all that it had, and whoever was asked must have said where.
+//! run at one place, with all that it had, and whoever was asked must have said where. With `--disks` its disk goes along,
+//! and must be open on one host at most, and have all that the guest has flushed.
 
-use std::fmt;
-use std::net::SocketAddr;
+mod disks;
+mod report;
+
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::json;
 
+pub use self::disks::DiskChoice;
+use self::disks::{Disks, SCRIPT};
+pub use self::report::{Fault, Report};
+use self::report::{Place, Stage};
 use super::Random;
-use super::migration::larder::{Side, move_command, receive_whole_command, verdict};
+use super::disk::Format;
+use super::migration::larder::{Side, move_command, receive_whole_command, take_back_command, verdict};
 use super::migration::relay::Relay;
-use super::migration::vm::{Load, Machine, Release, Vm, counted};
+use super::migration::vm::{Load, Machine, Release, Vm};
 use super::process::Process;
 
 /// Move a guest over and over, and cut or kill something in the middle of each move
@@ -29,6 +37,18 @@ pub struct Arguments {
     /// Move by QEMU 10 of the test bed, not the host's QEMU
     #[arg(long)]
     debian13: bool,
+    /// The guest writes to a disk that goes along, which `larder vm` serves on both sides. Needs root
+    #[arg(long)]
+    disks: bool,
+    /// What the disk's image is; by default raw and qcow2 in turn, one for each guest
+    #[arg(long, value_enum, requires = "disks")]
+    format: Option<Format>,
+    /// The image is behind an NBD server
+    #[arg(long, requires = "disks")]
+    nbd: bool,
+    /// Folder of the disk's image and of its caches
+    #[arg(long, default_value = ".", requires = "disks")]
+    folder: PathBuf,
     /// What happens, each time; by default one after the other
     #[arg(long, value_enum)]
     fault: Option<Fault>,
@@ -49,70 +69,32 @@ const HUNG_AFTER: Duration = Duration::from_secs(10);
 const MOMENTS_MS: u64 = 2_500;
 /// So long around the moment when the source stops.
 const MOMENTS_OF_HAND_OVER_US: u64 = 60_000;
+/// And when its disk has gone or come.
+const MOMENTS_OF_DISKS_US: u64 = 8_000;
 
-/// What happens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Fault {
-    /// It just moves
-    Nothing,
-    /// All connections end
-    CutLink,
-    /// Nothing goes over for 12 s, then all connections end
-    StallLink,
-    /// The mover is killed, and started again
-    KillMover,
-    /// The receiver is killed, and started again
-    KillReceiver,
-    /// The source's QEMU is killed
-    KillSource,
-    /// The destination's QEMU is killed
-    KillDestination,
-    /// The mover is told to stop
-    Cancel,
-}
-
-impl Fault {
-    /// Each of them.
-    pub const ALL: [Self; 8] = [
-        Self::Nothing,
-        Self::CutLink,
-        Self::StallLink,
-        Self::KillMover,
-        Self::KillReceiver,
-        Self::KillSource,
-        Self::KillDestination,
-        Self::Cancel,
-    ];
-}
-
-/// Where the guest is in the end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    Source,
-    Destination,
-    /// The QEMU that had it was killed.
-    Lost,
-}
-
-/// What came of the moves, by what happened.
-#[derive(Debug, Default)]
-pub struct Report {
-    /// Moves.
-    pub moves: u32,
-    rows: Vec<(Fault, [u32; 3])>,
-    /// How far the guests have counted.
-    pub ticks: u64,
+/// When something is to happen.
+enum Moment {
+    /// At any time.
+    Any,
+    /// When the guest stops.
+    Stop,
+    /// When its disk is open nowhere.
+    Left,
+    /// When its disk is open at the destination.
+    Come,
 }
 
 /// A move under way.
 struct Move<'a> {
     larder: &'a Path,
+    disks: Option<&'a mut Disks>,
     source: &'a mut Vm,
     destination: &'a mut Vm,
     receiver: Side,
     relay: Relay,
     mover: Process,
     words: Vec<&'static str>,
+    stage: Stage,
     log: Vec<String>,
 }
 
@@ -126,40 +108,63 @@ struct Watched {
     source: AtomicU8,
     over: AtomicBool,
     both: AtomicBool,
+    both_open: AtomicBool,
 }
 
-/// Moves a guest `count` times.
+/// Moves a guest `count` times, with a disk or without.
 ///
 /// # Errors
 /// It runs nowhere, at both places, or not as it was; or somebody said otherwise.
 pub fn campaign(
     larder: &Path,
     release: Release,
+    disk: Option<&DiskChoice>,
     faults: &[Fault],
     count: u32,
     random: &mut Random,
 ) -> anyhow::Result<Report> {
-    let machine = Machine::new(release, MEMORY_MIB, &Load::default())?;
+    let machine = match disk {
+        Some(_) => Machine::running(release, MEMORY_MIB, SCRIPT)?,
+        None => Machine::new(release, MEMORY_MIB, &Load::default())?,
+    };
     let mut report = Report::default();
-    let mut source = machine.boot()?;
+    let mut guests = 0;
+    let mut boot = || {
+        let disks = disk.map(|disk| disk.disk(larder, guests)).transpose()?;
+        guests += 1;
+        let guest = disks
+            .as_ref()
+            .map_or_else(|| machine.boot(), |disks| disks.here().boot(&machine))?;
+        anyhow::Ok((disks, guest))
+    };
+    let (mut disks, mut source) = boot()?;
     let mut consoles = Vec::new();
     for number in 0..count {
         let fault = faults[number as usize % faults.len()];
-        let mut destination = machine.incoming()?;
-        let how = words(random);
+        let mut destination = match &disks {
+            Some(disks) => disks.there().incoming(&machine)?,
+            None => machine.incoming()?,
+        };
+        let how = words(random, disks.is_some());
         let begun = Instant::now();
-        let mut the_move = Move::begin(larder, &mut source, &mut destination, how.clone())?;
+        let mut the_move = Move::begin(larder, disks.as_mut(), &mut source, &mut destination, how.clone())?;
         let place = the_move.break_and_mend(fault, random);
-        let log = std::mem::take(&mut the_move.log).join("\n");
+        let (log, stage) = (the_move.log(), the_move.stage);
         drop(the_move);
         let place = place.with_context(|| format!("move {number}, {fault:?} ({}):\n{log}", how.join(" ")))?;
         println!(
-            "{number}: {fault:?} ({}): {place:?}, {:.1} s",
+            "{number}: {fault:?} {stage} ({}): {place:?}, {:.1} s",
             how.join(" "),
             begun.elapsed().as_secs_f64()
         );
-        report.count(fault, place);
+        let had_ended = fault == Fault::Nothing || stage == Stage::After;
+        ensure!(
+            !had_ended || place != Place::Source,
+            "move {number}, {fault:?}: it did not move, and nothing had happened:\n{log}"
+        );
+        report.count((fault, stage), place);
         let check = || -> anyhow::Result<()> {
+            disks.as_ref().map_or(Ok(()), |disks| disks.check(place))?;
             match place {
                 Place::Source => source.verifies(),
                 Place::Destination => destination.verifies(),
@@ -172,80 +177,64 @@ pub fn campaign(
             Place::Destination => {
                 consoles.push(source.console());
                 source = destination;
+                disks.iter_mut().for_each(Disks::went);
             }
             Place::Lost => {
+                source.process.kill();
+                destination.process.kill();
                 // What it had counted stays.
                 consoles.push(source.console());
                 consoles.push(destination.console());
-                report.ticks += counted(&std::mem::take(&mut consoles))?;
-                source = machine.boot()?;
+                report
+                    .ends(&std::mem::take(&mut consoles), disks)
+                    .with_context(|| format!("after move {number}, {fault:?}:\n{log}"))?;
+                (disks, source) = boot()?;
             }
         }
     }
+    source.process.kill();
     consoles.push(source.console());
-    report.ticks += counted(&consoles).context("in the end")?;
+    report.ends(&consoles, disks).context("in the end")?;
     Ok(report)
 }
 
-fn words(random: &mut Random) -> Vec<&'static str> {
+fn words(random: &mut Random, disks: bool) -> Vec<&'static str> {
     // So that it lasts.
     let slow = ["--bandwidth", "64MiB"];
     let how: &[&str] = match random.below(4) {
         0 => &["--channels", "0"],
         1 => &["--channels", "3", "--lanes", "3"],
+        // QEMU has no post-copy with such disks.
+        _ if disks => &[],
         // With so little downtime it does not converge.
         _ => &["--postcopy", "--downtime", "1"],
     };
     [&slow, how].concat()
 }
 
-impl Report {
-    fn count(&mut self, fault: Fault, place: Place) {
-        self.moves += 1;
-        let at = self.rows.iter().position(|(of, _)| *of == fault).unwrap_or_else(|| {
-            self.rows.push((fault, [0; 3]));
-            self.rows.len() - 1
-        });
-        self.rows[at].1[place as usize] += 1;
-    }
-}
-
-impl fmt::Display for Report {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            out,
-            "{} moves; the guest has counted to {} without a gap or a mismatch",
-            self.moves, self.ticks
-        )?;
-        writeln!(
-            out,
-            "| what happened | stayed | moved | lost with its QEMU |\n|---|---|---|---|"
-        )?;
-        for (fault, [source, destination, lost]) in &self.rows {
-            writeln!(out, "| {fault:?} | {source} | {destination} | {lost} |")?;
-        }
-        Ok(())
-    }
-}
-
 impl<'a> Move<'a> {
     fn begin(
         larder: &'a Path,
+        disks: Option<&'a mut Disks>,
         source: &'a mut Vm,
         destination: &'a mut Vm,
         words: Vec<&'static str>,
     ) -> anyhow::Result<Self> {
-        let receiver = receiver(larder, "127.0.0.1:0".parse()?, destination)?;
+        let mut disks = disks;
+        disks.iter_mut().for_each(|disks| disks.begins());
+        let receiver = receiver(larder, disks.as_deref(), "127.0.0.1:0", destination)?;
         let relay = Relay::start(receiver.address())?;
-        let command = move_command(larder, source.qmp_for_others(), &relay.address().to_string(), &words);
+        let command = mover(larder, disks.as_deref(), source, &relay, &words);
         Ok(Self {
             mover: Process::start(command)?,
             larder,
+            disks,
             source,
             destination,
             receiver,
             relay,
             words,
+            stage: Stage::Before,
             log: Vec::new(),
         })
     }
@@ -253,7 +242,19 @@ impl<'a> Move<'a> {
     fn break_and_mend(&mut self, fault: Fault, random: &mut Random) -> anyhow::Result<Place> {
         let mut monitors = [&*self.source, &*self.destination].map(|vm| vm.second_monitor().ok());
         let watched = Watched::default();
+        let opens = self.disks.as_ref().map(|disks| disks.opens());
         std::thread::scope(|scope| {
+            if let Some(opens) = opens {
+                let watched = &watched;
+                scope.spawn(move || {
+                    while !watched.over.load(Ordering::Relaxed) {
+                        if opens.both() {
+                            watched.both_open.store(true, Ordering::Relaxed);
+                        }
+                        std::thread::sleep(Duration::from_millis(2));
+                    }
+                });
+            }
             scope.spawn(|| {
                 let mut run = |of: usize| match monitors[of].as_mut().map(|of| of.run("query-status", "{}")) {
                     Some(Ok(line)) if line.contains("\"running\": true") => RUNS,
@@ -286,6 +287,10 @@ impl<'a> Move<'a> {
         })
         .and_then(|place| {
             ensure!(!watched.both.load(Ordering::Relaxed), "it ran at both places");
+            ensure!(
+                !watched.both_open.load(Ordering::Relaxed),
+                "its disk was open at both places"
+            );
             Ok(place)
         })
     }
@@ -293,16 +298,29 @@ impl<'a> Move<'a> {
     /// Until the moment.
     fn wait(&mut self, watched: &Watched, random: &mut Random) -> anyhow::Result<()> {
         let until = Instant::now() + Duration::from_millis(random.below(MOMENTS_MS));
-        let around_hand_over = random.below(2) == 0;
-        while Instant::now() < until || around_hand_over && watched.source.load(Ordering::Relaxed) != STANDS {
-            if self.mover.has_ended() {
-                return Ok(());
-            }
+        let stands = || watched.source.load(Ordering::Relaxed) == STANDS;
+        let moments = if self.disks.is_some() { 5 } else { 2 };
+        let (moment, within_us) = match random.below(moments) {
+            0 => (Moment::Any, 1),
+            1 | 2 => (Moment::Stop, MOMENTS_OF_HAND_OVER_US),
+            3 => (Moment::Left, MOMENTS_OF_DISKS_US),
+            _ => (Moment::Come, MOMENTS_OF_DISKS_US),
+        };
+        let has_come = |disks: Option<&Disks>| match (&moment, disks) {
+            (Moment::Any, _) => Instant::now() >= until,
+            (Moment::Left, Some(disks)) => disks.has_left(),
+            (Moment::Come, Some(disks)) => disks.has_come(),
+            (Moment::Stop | Moment::Left | Moment::Come, _) => Instant::now() >= until && stands(),
+        };
+        while !has_come(self.disks.as_deref()) && !self.mover.has_ended() {
             std::thread::sleep(Duration::from_micros(300));
         }
-        if around_hand_over {
-            std::thread::sleep(Duration::from_micros(random.below(MOMENTS_OF_HAND_OVER_US)));
-        }
+        std::thread::sleep(Duration::from_micros(random.below(within_us)));
+        self.stage = match (self.mover.has_ended(), stands()) {
+            (true, _) => Stage::After,
+            (false, true) => Stage::HandOver,
+            (false, false) => Stage::Before,
+        };
         Ok(())
     }
 
@@ -326,25 +344,63 @@ impl<'a> Move<'a> {
                 }
             }
             Fault::KillReceiver => {
-                let address = self.receiver.address();
+                let address = self.receiver.address().to_string();
                 self.receiver.process.kill();
-                self.log.push(format!("receiver: {}", self.receiver.process.output()));
-                if let Ok(receiver) = receiver(self.larder, address, self.destination) {
+                self.hear_receiver();
+                if let Ok(receiver) = receiver(self.larder, self.disks.as_deref(), &address, self.destination) {
                     self.receiver = receiver;
                 }
             }
             Fault::KillSource => end(&mut self.source.process)?,
             Fault::KillDestination => end(&mut self.destination.process)?,
             Fault::Cancel => self.mover.signal(libc::SIGTERM),
+            Fault::KillServer => self.kill(|disks| disks.kill_server(true))?,
+            Fault::KillServerThere => self.kill(|disks| disks.kill_server(false))?,
+            Fault::KillHost => {
+                self.mover.kill();
+                self.hear_mover();
+                end(&mut self.source.process)?;
+                self.kill(|disks| disks.kill_host(true))?;
+            }
+            Fault::KillHostThere => {
+                self.receiver.process.kill();
+                self.hear_receiver();
+                end(&mut self.destination.process)?;
+                self.kill(|disks| disks.kill_host(false))?;
+            }
         }
         Ok(())
     }
 
+    /// A server of the disk.
+    fn kill(&mut self, kill: impl FnOnce(&mut Disks) -> anyhow::Result<String>) -> anyhow::Result<()> {
+        let disks = self.disks.as_mut().context("there is no disk (--disks)")?;
+        let said = kill(disks)?;
+        self.log.push(format!("server, killed: {said}"));
+        Ok(())
+    }
+
     fn start_mover(&mut self) -> anyhow::Result<()> {
-        let qmp = self.source.qmp_for_others();
-        let command = move_command(self.larder, qmp, &self.relay.address().to_string(), &self.words);
+        let command = mover(
+            self.larder,
+            self.disks.as_deref(),
+            self.source,
+            &self.relay,
+            &self.words,
+        );
         self.mover = Process::start(command)?;
         Ok(())
+    }
+
+    /// All that was said, and done.
+    fn log(&self) -> String {
+        let servers = self.disks.as_ref().map(|disks| disks.said());
+        let all = self.log.iter().cloned().chain(servers);
+        all.collect::<Vec<String>>().join("\n")
+    }
+
+    fn hear_receiver(&mut self) {
+        self.log.push(format!("receiver: {}", self.receiver.process.output()));
     }
 
     fn hear_mover(&mut self) {
@@ -372,8 +428,11 @@ impl<'a> Move<'a> {
             if !self.mover.has_ended() {
                 continue;
             }
+            if fault == Fault::KillHost {
+                self.wait_for_receiver();
+            }
             self.hear_mover();
-            self.log.push(format!("receiver: {}", self.receiver.process.output()));
+            self.hear_receiver();
             let verdict = verdict(&self.mover.output());
             let is = verdict.as_ref().map(|verdict| match &verdict["vm"] {
                 serde_json::Value::String(place) => place.clone(),
@@ -385,14 +444,16 @@ impl<'a> Move<'a> {
                 "{is:?}; ended: source {source_is_dead}, destination {destination_is_dead}"
             ));
             match is.as_deref() {
-                Some("moved") if fault == Fault::KillDestination && destination_is_dead => return Ok(Place::Lost),
+                Some("moved") if fault.ends_destination() && destination_is_dead => return Ok(Place::Lost),
                 Some("moved") => {
                     ensure!(self.runs_there()?, "it is said to have moved, and does not run there");
-                    ensure!(source_is_dead || !self.runs_here()?, "it runs on here, too");
+                    // It was told to end.
+                    let ended = self.source.process.wait(HUNG_AFTER).map(drop);
+                    ended.context("its QEMU here lives on")?;
                     return Ok(Place::Destination);
                 }
                 // It was killed before the mover had begun.
-                _ if source_is_dead && fault == Fault::KillSource => {
+                _ if source_is_dead && fault.ends_source() => {
                     if !destination_is_dead && self.runs_there()? {
                         return Ok(Place::Destination);
                     }
@@ -412,27 +473,45 @@ impl<'a> Move<'a> {
                     return Ok(Place::Source);
                 }
                 // It was told to stop, or ends with a QEMU that will not come back.
-                Some("in doubt") if destination_is_dead => {
-                    let mut command = std::process::Command::new(self.larder);
-                    command
-                        .args(["migrate", "--take-back", "--qmp"])
-                        .arg(self.source.qmp_for_others());
-                    let output = command.output()?;
-                    self.log.push(String::from_utf8_lossy(&output.stderr).into_owned());
-                    if self.runs_here()? {
-                        return Ok(Place::Source);
-                    }
-                    // In post-copy it cannot be had back, and a destination's QEMU that has not got all of the beginning ends.
-                    let switched = self.words.contains(&"--postcopy");
-                    ensure!(switched || fault == Fault::KillDestination, "it cannot be taken back");
-                    return Ok(Place::Lost);
-                }
+                Some("in doubt") if destination_is_dead => return self.take_back(fault),
                 Some("between") if destination_is_dead => return Ok(Place::Lost),
                 Some("in doubt" | "between" | "unknown") => {}
                 other => bail!("the mover says {other:?}"),
             }
             std::thread::sleep(Duration::from_millis(500));
             self.start_mover()?;
+        }
+    }
+
+    /// The QEMU there has ended, and may have run it.
+    fn take_back(&mut self, fault: Fault) -> anyhow::Result<Place> {
+        if let Some(disks) = &self.disks
+            && !disks.there().disk()?.away
+        {
+            // It may have written to its disk, which is newer than its memory here then.
+            return Ok(Place::Lost);
+        }
+        let output = take_back(self.larder, self.disks.as_deref(), self.source).output()?;
+        self.log.push(String::from_utf8_lossy(&output.stderr).into_owned());
+        if self.runs_here()? {
+            return Ok(Place::Source);
+        }
+        // In post-copy it cannot be had back, and a destination's QEMU that has not got all of the beginning ends.
+        let switched = self.words.contains(&"--postcopy");
+        ensure!(switched || fault.ends_destination(), "it cannot be taken back");
+        Ok(Place::Lost)
+    }
+
+    /// Until a receiver without a source has done what that has told it last, or has not been told of anything.
+    fn wait_for_receiver(&mut self) {
+        let until = Instant::now() + ASKS_IN_VAIN_FOR;
+        let said = |of: &Process, what: &str| of.output().contains(what);
+        while !self.receiver.process.has_ended()
+            && !said(&self.receiver.process, "waiting for the source")
+            && !said(&self.receiver.process, "may not have heard so")
+            && Instant::now() < until
+        {
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 
@@ -454,14 +533,28 @@ fn runs(vm: &mut Vm) -> anyhow::Result<bool> {
     Ok(vm.ask("query-status", &json!({}))?["running"] == true)
 }
 
-fn receiver(larder: &Path, listen: SocketAddr, destination: &Vm) -> anyhow::Result<Side> {
-    let listen = listen.to_string();
-    Side::listening(receive_whole_command(
-        larder,
-        &listen,
-        destination.qmp_for_others(),
-        &[],
-    ))
+fn receiver(larder: &Path, disks: Option<&Disks>, listen: &str, destination: &Vm) -> anyhow::Result<Side> {
+    let command = receive_whole_command(larder, listen, destination.qmp_for_others(), &[]);
+    Side::listening(match disks {
+        Some(disks) => disks.there().has(command),
+        None => command,
+    })
+}
+
+fn mover(larder: &Path, disks: Option<&Disks>, source: &Vm, relay: &Relay, words: &[&str]) -> Command {
+    let command = move_command(larder, source.qmp_for_others(), &relay.address().to_string(), words);
+    match disks {
+        Some(disks) => disks.here().has(command),
+        None => command,
+    }
+}
+
+fn take_back(larder: &Path, disks: Option<&Disks>, source: &Vm) -> Command {
+    let command = take_back_command(larder, source.qmp_for_others());
+    match disks {
+        Some(disks) => disks.here().has(command),
+        None => command,
+    }
 }
 
 /// Runs the campaign and prints what came of it.
@@ -476,8 +569,22 @@ pub fn main(arguments: &Arguments) -> anyhow::Result<()> {
         Release::Debian12
     };
     let mut random = Random::new(arguments.seed);
-    let faults = arguments.fault.map_or(Fault::ALL.to_vec(), |fault| vec![fault]);
-    let report = campaign(&larder, release, &faults, arguments.count, &mut random)?;
+    let disk = arguments.disks.then(|| DiskChoice {
+        format: arguments.format,
+        nbd: arguments.nbd,
+        folder: arguments.folder.clone(),
+    });
+    let all = match (&disk, release) {
+        (None, _) => Fault::ALL.to_vec(),
+        (Some(_), Release::Debian13) => Fault::WITH_DISKS.to_vec(),
+        // Where a server has ended while it waits for its VM, it never sees that the next one does.
+        (Some(_), Release::Debian12) => {
+            let faults = Fault::WITH_DISKS.into_iter();
+            faults.filter(|fault| *fault != Fault::KillServerThere).collect()
+        }
+    };
+    let faults = arguments.fault.map_or(all, |fault| vec![fault]);
+    let report = campaign(&larder, release, disk.as_ref(), &faults, arguments.count, &mut random)?;
     print!("{report}");
     Ok(())
 }

@@ -102,6 +102,12 @@ impl Process {
         self.output.lock().lines.len()
     }
 
+    /// Whether it has said `text` behind the first `skip` lines.
+    pub fn has_said_after(&self, skip: usize, text: &str) -> bool {
+        let state = self.output.lock();
+        state.lines.iter().skip(skip).any(|line| line.contains(text))
+    }
+
     /// Whether all that it says has been read.
     pub fn has_ended(&self) -> bool {
         self.output.lock().open == 0

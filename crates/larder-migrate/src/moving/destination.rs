@@ -20,8 +20,8 @@ use crate::qmp::{Qmp, QmpError};
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long it may take to let the VM run: it opens its images for writing.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the servers of disks may take to make their images this host's, once the VM runs.
-const KEEP_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the servers of disks may take to make their images this host's, before the VM runs.
+const KEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Between two tries of it.
 const KEEP_AGAIN: Duration = Duration::from_millis(200);
 /// For a question while QEMU may be busy with something else.
@@ -425,7 +425,13 @@ impl Inner {
                     Err(error) => format!("before all had come, {error}; if it has ended by itself, it has said why"),
                     Ok(_) => "the QEMU here failed to load it".to_owned(),
                 };
-                self.never(reason)
+                match self.never(reason) {
+                    Ok(reason) => State::Never { reason },
+                    Err(error) => {
+                        tracing::error!("{error}");
+                        State::Coming
+                    }
+                }
             }
             None if is_gone => State::Never {
                 reason: "the QEMU here has ended".to_owned(),
@@ -459,38 +465,31 @@ impl Inner {
         }
     }
 
-    /// The VM runs, and whatever becomes of this process its disks are this host's.
-    fn keep_disks(&self) {
+    /// The VM is about to run, and whatever becomes of this process, or of this host, its disks are this host's: nobody
+    /// finds them another one's that its guest has written to.
+    fn keep_disks(&self) -> Result<(), String> {
         let until = Instant::now() + KEEP_TIMEOUT;
         while let Err(error) = self.have_disks(Deed::Keep) {
             if Instant::now() > until {
-                tracing::error!(
-                    "the VM runs here, and its disks may not be served after a restart of their server: larder vm NAME \
-                     --take has them served: {error}"
-                );
-                return;
+                return Err(format!(
+                    "its disks cannot be made the destination's, and it was not let run there yet: {error}"
+                ));
             }
             std::thread::sleep(KEEP_AGAIN);
         }
+        Ok(())
     }
 
-    /// It never runs here from now on, whatever comes.
-    fn never(&mut self, reason: String) -> State {
-        // A server that does not answer has ended, and opens none by itself; or it has them locked, which the source sees.
-        if let Err(error) = self.have_disks(Deed::Yield) {
-            tracing::warn!("its disks may not have been closed here: {error}");
-        }
-        match self.enter(Phase::Never { reason: reason.clone() }) {
-            Ok(()) => {
-                // At best it has ended already.
-                let _ = self.qmp.execute_within("quit", json!({}), LOOK_TIMEOUT);
-                State::Never { reason }
-            }
-            Err(error) => {
-                tracing::error!("{error}");
-                State::Coming
-            }
-        }
+    /// It never runs here from now on, whatever comes. Returns why.
+    fn never(&mut self, reason: String) -> Result<String, String> {
+        // The source opens them then, and storage without locks would let it.
+        self.have_disks(Deed::Yield)
+            .map_err(|error| format!("{reason}; and its disks may be open at the destination still: {error}"))?;
+        self.enter(Phase::Never { reason: reason.clone() })
+            .map_err(|error| format!("that it does not run there could not be recorded: {error}"))?;
+        // At best it has ended already.
+        let _ = self.qmp.execute_within("quit", json!({}), LOOK_TIMEOUT);
+        Ok(reason)
     }
 
     /// Lets the VM run, if all of it is here; says so, too, if it was let run before.
@@ -500,7 +499,7 @@ impl Inner {
         }
         match self.look() {
             State::Never { reason } => return ToSource::NotRunning { reason },
-            State::Running { whole } => return self.go_again(run, whole),
+            State::Running { whole } => return self.go_again(run, postcopy, whole),
             State::Ended => return ended(),
             State::Waiting | State::Coming => {}
         }
@@ -522,29 +521,38 @@ impl Inner {
         if let Err(error) = self.enter(Phase::LetRun { run }) {
             return refused(error);
         }
+        if let Err(reason) = self.keep_disks() {
+            return not_yet(postcopy, reason);
+        }
         if run && let Err(error) = self.qmp.execute_within("cont", json!({}), RUN_TIMEOUT) {
             return match error {
-                // It was not, then, and is still to be had.
-                QmpError::Refused { .. } if postcopy => match self.enter(Phase::Coming) {
-                    Ok(()) => ToSource::NotYet {
-                        reason: error.to_string(),
-                    },
-                    Err(reason) => ToSource::NotYet { reason },
-                },
-                QmpError::Refused { .. } => self.not_running(error.to_string()),
+                QmpError::Refused { .. } => self.refuses_to_run(postcopy, error.to_string()),
                 error => ToSource::Unknown {
                     reason: error.to_string(),
                 },
             };
         }
-        self.keep_disks();
         self.whole |= !postcopy;
         ToSource::Running { whole: self.whole }
     }
 
+    /// QEMU has said that it does not let it run: so it has not run, and its disks are nobody's again.
+    fn refuses_to_run(&mut self, postcopy: bool, reason: String) -> ToSource {
+        let left = self.have_disks(Deed::Leave);
+        let not_run = left.and_then(|()| self.enter(Phase::Coming));
+        match not_run {
+            Err(error) => not_yet(postcopy, format!("{reason}; and then: {error}")),
+            // It is still to be had.
+            Ok(()) if postcopy => ToSource::NotYet { reason },
+            Ok(()) => self.not_running(reason),
+        }
+    }
+
     /// It was let run before, and perhaps the mover ended in between.
-    fn go_again(&mut self, run: bool, whole: bool) -> ToSource {
-        self.keep_disks();
+    fn go_again(&mut self, run: bool, postcopy: bool, whole: bool) -> ToSource {
+        if let Err(reason) = self.keep_disks() {
+            return not_yet(postcopy, reason);
+        }
         let unknown = |error: QmpError| ToSource::Unknown {
             reason: error.to_string(),
         };
@@ -562,8 +570,8 @@ impl Inner {
 
     fn not_running(&mut self, reason: String) -> ToSource {
         match self.never(reason) {
-            State::Never { reason } => ToSource::NotRunning { reason },
-            _ => refused("that it does not run there could not be recorded".to_owned()),
+            Ok(reason) => ToSource::NotRunning { reason },
+            Err(error) => refused(error),
         }
     }
 }
@@ -572,6 +580,14 @@ const fn running(whole: bool) -> Stage {
     match whole {
         true => Stage::HandingOver,
         false => Stage::PostCopy,
+    }
+}
+
+/// Something is in the way. In post-copy the source asks again; else its user does.
+fn not_yet(postcopy: bool, reason: String) -> ToSource {
+    match postcopy {
+        true => ToSource::NotYet { reason },
+        false => refused(reason),
     }
 }
 

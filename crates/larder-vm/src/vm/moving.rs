@@ -14,9 +14,9 @@
 //! AWAY, and only now that is answered
 //!                                        take: images are opened and locked; the note stays
 //!                                        VISIT: a server that is started again is AWAY
-//!                                        its guest runs
 //!                                        keep: the note goes
 //!                                        HERE
+//!                                        its guest runs
 //! ```
 //!
 //! - Before the note is made a server that dies comes back with the images open, and its guest goes on; after it, it comes
@@ -24,7 +24,9 @@
 //!   again by itself, not after a kill and not after a loss of power.
 //! - Caches are given up before the note is made: a cache that survives fits no disk ([`larder_cache::Cache::leave`]). What
 //!   is opened by `take` believes no cache besides: not one that was not closed, either.
-//! - A visit ends with `yield`, if the guest does not run here after all: nothing was written.
+//! - The note goes before the guest runs: what it has written is found by every server that is started here, also after a
+//!   loss of power, and is never taken for another host's. A visit ends with `yield`, if the guest does not run here after
+//!   all: nothing was written.
 //! - Each step may be asked for again, whatever became of the answer.
 //!
 //! A process that is confined cannot open images. One that is AWAY from its start is confined when it has opened them. One
@@ -56,7 +58,7 @@ pub enum VmMove {
     Leave,
     /// It comes: the images are opened.
     Take,
-    /// Its guest runs here, or no other host has it: the images are opened, and this host's.
+    /// Its guest runs here, or is about to, or no other host has it: the images are opened, and this host's.
     Keep,
     /// It does not come after all: what `take` has opened is closed.
     Yield,
@@ -100,7 +102,8 @@ impl Vm {
 
     fn leave(&mut self) -> Result<(), String> {
         if self.is_away {
-            return Ok(());
+            // The last one may not have waited for the end of that.
+            return self.all(DiskMove::Close);
         }
         let why = "its VM has gone to another host";
         let parted = self
@@ -155,7 +158,11 @@ impl Vm {
 
     fn give_up_visit(&mut self) -> Result<(), String> {
         let is_visit = self.note.is_there().map_err(|error| error.to_string())?;
-        if !self.is_away && is_visit {
+        if self.is_away {
+            // Nobody may have waited for the end of an opening that took too long.
+            return self.all(DiskMove::Close);
+        }
+        if is_visit {
             self.all(DiskMove::Close)?;
             self.is_away = true;
             tracing::info!("the VM does not come, and its disks are left to its old host");

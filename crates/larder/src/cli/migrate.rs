@@ -41,10 +41,9 @@ pub(crate) struct MoveArguments {
     #[command(flatten)]
     pub(crate) sending: SendingArguments,
     /// QEMU's channels for pages besides its main channel (multifd-channels); 0 for none. One channel gives some 0.8 GB of
-    /// memory in a second. By default 2, and none with a QEMU before 8.1, which wastes processors on them. With --postcopy
-    /// there are none, since QEMU cannot do both
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=64))]
-    pub(crate) channels: Option<u8>,
+    /// memory in a second. With --postcopy there are none, since QEMU cannot do both
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=64))]
+    pub(crate) channels: u8,
     /// How long the guest may stand still in the end, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=2_000_000))]
     pub(crate) downtime: u64,

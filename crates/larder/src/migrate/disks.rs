@@ -46,7 +46,7 @@ impl DiskServers for LocalServers {
     fn settle(&self, sockets: &[PathBuf]) -> Result<bool, String> {
         let mut is_done = true;
         for control in self.controls_of(sockets, RESTART_MAX)? {
-            is_done &= patiently(&control, VmMove::Settle, RESTART_MAX)?;
+            is_done &= patiently(&control, VmMove::Settle, false)?;
         }
         Ok(is_done)
     }
@@ -82,11 +82,14 @@ impl DiskServers for LocalServers {
             Deed::Keep => VmMove::Keep,
             Deed::Yield => VmMove::Yield,
         };
-        // What has ended has nothing open, and what is not there changes nothing.
+        // What has ended has nothing open, and leaves the disks alone if it is started again; nor has it caches to use.
         let is_idle = matches!(deed, Deed::Stay | Deed::Yield);
-        let patience = if is_idle { Duration::ZERO } else { RESTART_MAX };
-        for control in self.controls_of(sockets, patience)? {
-            while !patiently(&control, step, patience)? {
+        let controls = match is_idle {
+            true => self.controls_that_are_there(sockets)?,
+            false => self.controls_of(sockets, RESTART_MAX)?,
+        };
+        for control in controls {
+            while !patiently(&control, step, is_idle)? {
                 thread::sleep(ASK_AGAIN);
             }
         }
@@ -135,20 +138,38 @@ impl LocalServers {
                 thread::sleep(ASK_AGAIN);
             }
         }
+        Ok(self.known(sockets))
+    }
+
+    /// The same, of those that are there.
+    ///
+    /// # Errors
+    /// One is there, and does not answer.
+    fn controls_that_are_there(&self, sockets: &[PathBuf]) -> Result<Vec<PathBuf>, String> {
+        let is_known = |socket: &PathBuf| self.controls().contains_key(socket);
+        if !sockets.iter().all(is_known) {
+            self.look(sockets)?;
+        }
+        Ok(self.known(sockets))
+    }
+
+    fn known(&self, sockets: &[PathBuf]) -> Vec<PathBuf> {
         let known = self.controls();
         let mut all: Vec<PathBuf> = sockets.iter().filter_map(|socket| known.get(socket).cloned()).collect();
         all.sort();
         all.dedup();
-        Ok(all)
+        all
     }
 }
 
-/// Has a server take a step, if need be when it has been started again, which is waited for so long; whether it is done.
-fn patiently(control: &Path, step: VmMove, patience: Duration) -> Result<bool, String> {
-    let until = Instant::now() + patience;
+/// Has a server take a step; whether it is done. One that has ended is waited for until it has been started again, unless
+/// it `may_have_ended`.
+fn patiently(control: &Path, step: VmMove, may_have_ended: bool) -> Result<bool, String> {
+    let until = Instant::now() + RESTART_MAX;
     loop {
         match move_vm(control, step) {
             Ok(moved) => return Ok(moved.done),
+            Err(FetchError::Missing { .. } | FetchError::Dead { .. }) if may_have_ended => return Ok(true),
             Err(error) if is_away(&error) && Instant::now() < until => thread::sleep(ASK_AGAIN),
             Err(error) => return Err(error.to_string()),
         }

@@ -62,6 +62,13 @@ pub fn receive_whole_command(larder: &Path, listen: &str, qmp: &Path, words: &[&
     command
 }
 
+/// `larder migrate --take-back` for the QEMU with this monitor.
+pub fn take_back_command(larder: &Path, qmp: &Path) -> Command {
+    let mut command = mortal(larder.to_str().expect("UTF-8"));
+    command.args(["migrate", "--take-back", "--qmp"]).arg(qmp);
+    command
+}
+
 /// What `larder migrate` says in the end with `--output json`; `None` if it was killed, or never came to that.
 pub fn verdict(said: &str) -> Option<Value> {
     // It says other things besides, perhaps between two lines of this.

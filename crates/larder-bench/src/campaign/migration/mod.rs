@@ -4,6 +4,7 @@
 //! Vm --unix-- [Tap] --unix-- Sender --TCP-- [Relay] --TCP-- Receiver --unix-- [Tap] --unix-- Vm
 //! ```
 
+pub mod host;
 pub mod larder;
 pub mod relay;
 pub mod tap;

@@ -94,8 +94,14 @@ impl Mover<'_> {
         while !self.is_cancelled() {
             // There is nobody here who could have it back.
             if self.is_gone && begun.elapsed() > ASK_WITHOUT_SOURCE {
+                let disks = match course.leaving.disks_left {
+                    true => {
+                        "; its disks are open nowhere unless it does: larder vm NAME --take opens them for the next boot"
+                    }
+                    false => "",
+                };
                 return Err(MoveError::Lost {
-                    reason: format!("and the destination does not say whether it has everything: {lost}"),
+                    reason: format!("and the destination does not say whether it has everything: {lost}{disks}"),
                 });
             }
             lost = match self.connect() {

@@ -43,8 +43,8 @@ pub struct Options {
     pub servers: Arc<dyn DiskServers>,
     /// Where to, over what, and within which limits.
     pub send: send::Options,
-    /// QEMU's channels for pages besides its main channel; 0: none; `None`: what is best for this QEMU.
-    pub multifd_channels: Option<u8>,
+    /// QEMU's channels for pages besides its main channel; 0: none.
+    pub multifd_channels: u8,
     /// What does not converge may be ended by post-copy.
     pub postcopy: bool,
     /// What does not converge may be throttled.

@@ -25,11 +25,6 @@ use crate::qmp::{Qmp, QmpError};
 /// How long it takes from the last byte until the VM runs at the destination.
 const HAND_OVER: Duration = Duration::from_millis(30);
 
-/// Channels for pages that are used if nobody says how many, by those who do it well: before, QEMU's thread that hands pages
-/// to them spins while it waits, and its destination hangs at times when a move breaks off.
-const CHANNELS: u8 = 2;
-const MULTIFD_SINCE: [u64; 3] = [8, 1, 0];
-
 /// Why QEMU's migration has not succeeded. The source's QEMU often has only seen that the other one hung up.
 fn why(migration: &Value, status: &str) -> String {
     let said = migration["error-desc"].as_str().unwrap_or("it does not say why");
@@ -102,15 +97,13 @@ impl<'a> Mover<'a> {
 
     /// QEMU 7.2 takes both multifd and post-copy, and its destination then ends with an assertion (`yank_unregister_instance`);
     /// those after it refuse both, up to 10.0.
-    fn settings(&self) -> Settings {
-        let channels = match self.options.multifd_channels {
-            _ if self.options.postcopy => 0,
-            Some(channels) => channels,
-            None if self.qmp.version() < MULTIFD_SINCE => 0,
-            None => CHANNELS,
-        };
+    const fn settings(&self) -> Settings {
         Settings {
-            multifd_channels: channels,
+            multifd_channels: if self.options.postcopy {
+                0
+            } else {
+                self.options.multifd_channels
+            },
             postcopy: self.options.postcopy,
         }
     }
@@ -138,6 +131,13 @@ impl<'a> Mover<'a> {
         };
         let mut course = Course::new(leaving, self.options);
         let disks = disks::describe(&*self.options.servers, &self.devices).map_err(preflight)?;
+        if let Some(disk) = disks.first().filter(|_| self.options.postcopy) {
+            return Err(preflight(format!(
+                "disk {} ({}): its server would touch memory that is not here yet, so QEMU has no post-copy with it: \
+                 leave out --postcopy; --throttle slows a guest down that changes too much",
+                disk.chardev, disk.served.image
+            )));
+        }
         let served: Vec<String> = disks.iter().map(|disk| disk.chardev.clone()).collect();
         let carrier = self.connect().map_err(preflight)?;
         let prepare = course.tell(Tell::Prepare {

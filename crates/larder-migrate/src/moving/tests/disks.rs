@@ -22,7 +22,7 @@ struct Server {
 #[derive(Default)]
 struct State {
     done: Vec<String>,
-    refuses: Option<Deed>,
+    refuses: Vec<Deed>,
 }
 
 impl Server {
@@ -40,8 +40,8 @@ impl Server {
         (new("source", false), new("destination", true))
     }
 
-    fn refuses(&self, deed: Option<Deed>) {
-        self.state.lock().expect("no panic").refuses = deed;
+    fn refuses(&self, deeds: &[Deed]) {
+        self.state.lock().expect("no panic").refuses = deeds.to_vec();
     }
 
     fn done(&self) -> Vec<String> {
@@ -85,7 +85,7 @@ impl DiskServers for Server {
         assert_eq!(sockets, [Path::new("/sockets/vda")]);
         let mut state = self.state.lock().expect("no panic");
         state.done.push(format!("{deed:?}").to_lowercase());
-        if state.refuses == Some(deed) {
+        if state.refuses.contains(&deed) {
             return Err("it cannot".to_owned());
         }
         let mut open = self.open.lock().expect("no panic");
@@ -120,10 +120,11 @@ fn open(server: &Server) -> Vec<&'static str> {
 }
 
 #[test]
-fn disks_are_closed_at_the_source_before_they_are_opened_at_the_destination_and_that_before_the_vm_runs() {
+fn disks_are_closed_at_the_source_before_they_are_the_destinations_and_that_before_the_vm_runs() {
     let (bed, here, there) = bed();
     let server = Arc::clone(&there);
-    let before_it_runs = move || assert_eq!(server.done(), ["warm", "take"]);
+    // For good: what the guest will have written is found whatever is started again.
+    let before_it_runs = move || assert_eq!(server.done(), ["warm", "take", "keep"]);
     bed.destination.hook("cont", before_it_runs);
     bed.run().expect("moves");
     assert_eq!(open(&here), ["destination"]);
@@ -134,7 +135,7 @@ fn disks_are_closed_at_the_source_before_they_are_opened_at_the_destination_and_
 #[test]
 fn disks_that_cannot_be_opened_at_the_destination_are_the_sources_again_before_its_vm_runs() {
     let (bed, here, there) = bed();
-    there.refuses(Some(Deed::Take));
+    there.refuses(&[Deed::Take]);
     let server = Arc::clone(&here);
     bed.source.hook("cont", move || assert_eq!(open(&server), ["source"]));
     let result = bed.run();
@@ -152,7 +153,7 @@ fn disks_that_cannot_be_opened_at_the_destination_are_the_sources_again_before_i
 #[test]
 fn a_vm_whose_disks_cannot_leave_goes_on_with_them() {
     let (bed, here, there) = bed();
-    here.refuses(Some(Deed::Leave));
+    here.refuses(&[Deed::Leave]);
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
@@ -162,15 +163,15 @@ fn a_vm_whose_disks_cannot_leave_goes_on_with_them() {
 #[test]
 fn a_vm_without_its_disks_stands_still_until_it_is_taken_back_with_them() {
     let (bed, here, there) = bed();
-    there.refuses(Some(Deed::Take));
-    here.refuses(Some(Deed::Keep));
+    there.refuses(&[Deed::Take]);
+    here.refuses(&[Deed::Keep]);
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Unsettled(_))), "{result:?}");
     assert_eq!(bed.source.is().run, "postmigrate");
     let take_back = || source::take_back(&bed.options.qmp, &bed.options.records, &*here);
     take_back().expect_err("its disks cannot be opened");
     assert_eq!(bed.source.is().run, "postmigrate");
-    here.refuses(None);
+    here.refuses(&[]);
     take_back().expect("it is here");
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
@@ -181,7 +182,41 @@ fn what_was_opened_at_the_destination_is_closed_where_its_vm_does_not_come_to_ru
     bed.destination.is().refuses.insert("cont");
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
-    assert_eq!(there.done(), ["warm", "take", "yield"]);
+    assert_eq!(there.done(), ["warm", "take", "keep", "leave", "yield"]);
+    assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
+}
+
+#[test]
+fn a_vm_stands_still_whose_disks_cannot_be_made_the_destinations_until_they_can() {
+    let (bed, here, there) = bed();
+    there.refuses(&[Deed::Keep]);
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::InDoubt { .. })), "{result:?}");
+    assert_eq!(bed.destination.has_heard("cont"), 0);
+    assert_eq!(bed.source.is().run, "postmigrate");
+    there.refuses(&[]);
+    bed.run().expect("moves");
+    assert_eq!(bed.destination.has_heard("cont"), 1);
+    assert_eq!(open(&here), ["destination"]);
+}
+
+#[test]
+fn a_source_does_not_open_disks_that_the_destination_may_have_open() {
+    let (bed, here, there) = bed();
+    there.refuses(&[Deed::Take, Deed::Yield]);
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::InDoubt { .. })), "{result:?}");
+    let said = format!("{result:?}");
+    assert!(
+        said.contains("may be open at the destination still: it cannot"),
+        "{said}"
+    );
+    assert_eq!(bed.source.is().run, "postmigrate");
+    assert!(!here.done().contains(&"keep".to_owned()));
+    // Once they are closed there, it goes on.
+    there.refuses(&[Deed::Take]);
+    let result = bed.run();
+    assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
 
@@ -189,11 +224,11 @@ fn what_was_opened_at_the_destination_is_closed_where_its_vm_does_not_come_to_ru
 fn a_mover_that_comes_after_one_that_died_moves_the_disks_that_had_left() {
     let (bed, here, there) = bed();
     // The first one gives up with the disks open nowhere.
-    there.refuses(Some(Deed::Take));
-    here.refuses(Some(Deed::Keep));
+    there.refuses(&[Deed::Take]);
+    here.refuses(&[Deed::Keep]);
     bed.run().expect_err("stands still");
     assert!(bed.record().expect("is there").disks_left);
-    here.refuses(None);
+    here.refuses(&[]);
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));

@@ -82,7 +82,7 @@ impl Bed {
                     limits: Arc::default(),
                     accelerators: send::Accelerators::None,
                 },
-                multifd_channels: Some(0),
+                multifd_channels: 0,
                 postcopy: false,
                 throttle: false,
                 keep: false,

@@ -1,0 +1,380 @@
+//! The disk of the guest of [`super`]: its two hosts, who may have its image open, and what must be in it in the end, seen
+//! from outside by QEMU's tools.
+//!
+//! What systemd would do is done here: a server that was killed is started again.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use tempfile::TempDir;
+
+use super::super::disk::{Format, qcow2_contents};
+use super::super::migration::LIMIT;
+use super::super::migration::host::Host;
+use super::super::process::{Process, mortal};
+use super::Place;
+
+/// What the guest does. It writes something new to one place after the other, past its page cache, and has it flushed; then
+/// it says so, having looked whether what it wrote to the next place a round ago is still there. Beside that fio writes and
+/// verifies, with many requests at once; that it goes on is looked at, too.
+pub(super) const SCRIPT: &str = r#"
+number=0
+while :; do
+  number=$((number + 1))
+  fio --minimal --direct=1 --ioengine=libaio --iodepth=8 --rw=randwrite --bsrange=4k-64k --size=4m --offset=32m --fsync=16 \
+    --verify=crc32c --verify_fatal=1 --randseed=$number --filename=/dev/vda --name=a >/fio 2>&1 ||
+    { echo "MISMATCH: fio"; cat /fio; dmesg | tail; }
+  echo $number >/verified
+done &
+mkdir /was
+tick=0 rounds=0 verified=
+while :; do
+  place=$((tick % 24))
+  next=$(((tick + 1) % 24))
+  yes "tick $tick" | head -c 65536 >/was/$place
+  dd if=/was/$place of=/dev/vda bs=64k seek=$place oflag=direct conv=fsync 2>/dev/null || echo "MISMATCH: cannot write"
+  if [ -e /was/$next ]; then
+    dd if=/dev/vda of=/is bs=64k skip=$next count=1 iflag=direct 2>/dev/null || echo "MISMATCH: cannot read"
+    cmp /is /was/$next || { echo "MISMATCH: $(head -n 1 /is), not $(head -n 1 /was/$next)"; exit 1; }
+  fi
+  echo "TICK $tick"
+  if [ $next = 0 ]; then
+    echo "ROUND"
+    rounds=$((rounds + 1))
+    [ "$verified" = "$(cat /verified 2>/dev/null)" ] || rounds=0
+    verified=$(cat /verified 2>/dev/null)
+    [ $rounds -lt 40 ] || { echo "MISMATCH: fio stands still"; dmesg | tail; exit 1; }
+  fi
+  tick=$((tick + 1))
+done
+"#;
+
+/// How many places it writes to, and how large each is.
+const PLACES: u64 = 24;
+const PLACE_BYTES: usize = 64 << 10;
+/// What a disk changes as a whole.
+const SECTOR_BYTES: usize = 512;
+
+/// An export's size: a disk of 64 MiB with what qcow2 needs besides.
+const EXPORT_BYTES: u64 = 96 << 20;
+
+/// The disks of a campaign's guests.
+pub struct DiskChoice {
+    /// Of each; by default of one after the other.
+    pub format: Option<Format>,
+    /// They are behind an NBD server, so that no lock keeps two hosts from writing to one.
+    pub nbd: bool,
+    /// Where their images and caches are.
+    pub folder: PathBuf,
+}
+
+impl DiskChoice {
+    /// That of the guest with this number.
+    pub(super) fn disk(&self, larder: &Path, guest: u32) -> anyhow::Result<Disks> {
+        let in_turn = if guest.is_multiple_of(2) {
+            Format::Qcow2
+        } else {
+            Format::Raw
+        };
+        Disks::new(larder, &self.folder, self.format.unwrap_or(in_turn), self.nbd)
+    }
+}
+
+/// A disk that is served on two hosts.
+pub(super) struct Disks {
+    format: Format,
+    image: PathBuf,
+    /// What serves it to both hosts, if they do not open it themselves.
+    export: Option<Process>,
+    hosts: [Host; 2],
+    servers: [Process; 2],
+    /// Lines that they had said before the move.
+    said_before: [usize; 2],
+    /// On which the VM is.
+    at: usize,
+    opens: Opens,
+    _folder: TempDir,
+}
+
+/// Whether servers have the image open, for another thread.
+#[derive(Clone)]
+pub(super) struct Opens {
+    image: PathBuf,
+    servers: Arc<[AtomicU32; 2]>,
+}
+
+impl Opens {
+    /// Both have it open to write to it; of an NBD export nothing is seen.
+    pub(super) fn both(&self) -> bool {
+        // The first one had it before and after the other one had.
+        [0, 1, 0].into_iter().all(|of| self.has(of))
+    }
+
+    fn has(&self, of: usize) -> bool {
+        let process = format!("/proc/{}", self.servers[of].load(Ordering::Relaxed));
+        let files = fs::read_dir(format!("{process}/fd")).into_iter().flatten().flatten();
+        // It may end, or close them, meanwhile.
+        let of_image = |file: &fs::DirEntry| fs::read_link(file.path()).is_ok_and(|to| to == self.image);
+        let mut files = files.filter(of_image);
+        files.any(|file| {
+            let about = format!("{process}/fdinfo/{}", file.file_name().display());
+            fs::read_to_string(about).is_ok_and(|about| is_writable(&about))
+        })
+    }
+}
+
+/// What fdinfo says of a file that is open to be written to, too.
+fn is_writable(about: &str) -> bool {
+    let flags = about.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
+    flags.is_some_and(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
+}
+
+impl Disks {
+    /// A new one, if wished behind an NBD server. The VM may boot on the first host, and the second one waits for it.
+    pub(super) fn new(larder: &Path, folder: &Path, format: Format, nbd: bool) -> anyhow::Result<Self> {
+        ensure!(
+            rustix::process::geteuid().is_root(),
+            "this needs root: each host has a boot ID of its own"
+        );
+        let folder = tempfile::tempdir_in(folder)?;
+        let image = folder.path().canonicalize()?.join("image");
+        let (kind, options) = match format {
+            Format::Raw => ("raw", ""),
+            Format::Qcow2 => ("qcow2", "cluster_size=4k"),
+        };
+        let mut create = Command::new("qemu-img");
+        create.args(["create", "-q", "-f", kind]).arg(&image).arg("64M");
+        if !options.is_empty() {
+            create.args(["-o", options]);
+        }
+        ensure!(create.status()?.success(), "qemu-img create failed");
+        let export = nbd.then(|| export(&image, folder.path())).transpose()?;
+        let text = match &export {
+            Some((_, uri)) => uri,
+            None => image.to_str().context("the folder's path is no UTF-8")?,
+        };
+        let host = |_| {
+            let short = tempfile::tempdir_in("/dev/shm")?;
+            Host::new(larder, (text, kind), "wb", short, tempfile::tempdir_in(folder.path())?)?.with_boots()
+        };
+        let hosts = [host(0)?, host(1)?];
+        let servers = [hosts[0].serve(&[])?, hosts[1].serve(&["--incoming"])?];
+        let numbers = [servers[0].id(), servers[1].id()].map(AtomicU32::new);
+        Ok(Self {
+            opens: Opens {
+                image: image.clone(),
+                servers: Arc::new(numbers),
+            },
+            format,
+            export: export.map(|(server, _)| server),
+            image,
+            hosts,
+            said_before: [0; 2],
+            servers,
+            at: 0,
+            _folder: folder,
+        })
+    }
+
+    /// Who has it open.
+    pub(super) fn opens(&self) -> Opens {
+        self.opens.clone()
+    }
+
+    /// The host on which the VM is.
+    pub(super) fn here(&self) -> &Host {
+        &self.hosts[self.at]
+    }
+
+    /// The other one.
+    pub(super) fn there(&self) -> &Host {
+        &self.hosts[1 - self.at]
+    }
+
+    /// The VM is at the other host now.
+    pub(super) fn went(&mut self) {
+        self.at = 1 - self.at;
+    }
+
+    /// A move begins.
+    pub(super) fn begins(&mut self) {
+        self.said_before = [0, 1].map(|of| self.servers[of].lines());
+    }
+
+    /// In this move the image was closed at the source.
+    pub(super) fn has_left(&self) -> bool {
+        self.servers[self.at].has_said_after(self.said_before[self.at], "its image is closed")
+    }
+
+    /// And opened at the destination.
+    pub(super) fn has_come(&self) -> bool {
+        let there = 1 - self.at;
+        self.servers[there].has_said_after(self.said_before[there], "its image is open")
+    }
+
+    /// The server on the VM's host, or on the other one, is killed and started again; what it had said.
+    pub(super) fn kill_server(&mut self, here: bool) -> anyhow::Result<String> {
+        self.replace_server(here, false)
+    }
+
+    /// Likewise, and all that its host remembers until it restarts is gone.
+    pub(super) fn kill_host(&mut self, here: bool) -> anyhow::Result<String> {
+        self.replace_server(here, true)
+    }
+
+    fn replace_server(&mut self, here: bool, restarts: bool) -> anyhow::Result<String> {
+        let of = if here { self.at } else { 1 - self.at };
+        self.servers[of].kill();
+        let said = self.servers[of].output();
+        if restarts {
+            self.hosts[of].boots()?;
+        }
+        self.servers[of] = self.hosts[of].serve(&[])?;
+        self.opens.servers[of].store(self.servers[of].id(), Ordering::Relaxed);
+        Ok(said)
+    }
+
+    /// What both servers have said, for whoever looks for what went wrong.
+    pub(super) fn said(&self) -> String {
+        let [one, other] = [self.at, 1 - self.at].map(|of| self.servers[of].output());
+        format!("server: {one}\nserver there: {other}")
+    }
+
+    /// What of the two hosts has the disk must be as the place of the VM says.
+    pub(super) fn check(&self, place: Place) -> anyhow::Result<()> {
+        let is_here = [self.here(), self.there()].map(|host| anyhow::Ok((!host.disk()?.away, !host.is_noted_away()?)));
+        let [here, there] = is_here;
+        let (here, there) = (here?, there?);
+        let is_right = match place {
+            Place::Source => [here, there] == [(true, true), (false, false)],
+            Place::Destination => [here, there] == [(false, false), (true, true)],
+            Place::Lost => !(here.0 && there.0),
+        };
+        ensure!(
+            is_right,
+            "the VM is at the {place:?}; its disk (open, and after a restart): here {here:?}, there {there:?}"
+        );
+        Ok(())
+    }
+
+    /// There is no guest any more; what is on the image must be what it had flushed, of which the last tick that it told is
+    /// `ticks` less one.
+    pub(super) fn end(mut self, ticks: u64) -> anyhow::Result<()> {
+        for (host, server) in self.hosts.iter().zip(&mut self.servers) {
+            if !host.disk()?.away {
+                let mut leaves = Process::start(host.vm(&["--expect"]))?;
+                let left = leaves.wait(LIMIT)?.success();
+                ensure!(left, "{}\n{}", leaves.output(), server.output());
+            }
+            server.signal(libc::SIGTERM);
+            ensure!(server.wait(LIMIT)?.success(), "{}", server.output());
+        }
+        if let Some(export) = &mut self.export {
+            export.signal(libc::SIGTERM);
+            export.wait(LIMIT)?;
+        }
+        let contents = match self.format {
+            Format::Raw => fs::read(&self.image)?,
+            Format::Qcow2 => qcow2_contents(&self.image)?,
+        };
+        verify(&contents, ticks)
+    }
+}
+
+/// Serves an image, which does not grow, on a socket in a folder; and where. QEMU's server carries out what a client has
+/// sent that was killed then.
+fn export(image: &Path, folder: &Path) -> anyhow::Result<(Process, String)> {
+    File::options().write(true).open(image)?.set_len(EXPORT_BYTES)?;
+    let socket = folder.join("nbd");
+    let mut command = mortal("qemu-nbd");
+    command
+        .args(["-t", "-e", "16", "-f", "raw", "-k"])
+        .arg(&socket)
+        .arg(image);
+    let server = Process::start(command)?;
+    let give_up = Instant::now() + LIMIT;
+    while !socket.exists() {
+        ensure!(Instant::now() < give_up, "qemu-nbd: {}", server.output());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok((server, format!("nbd+unix:///?socket={}", socket.display())))
+}
+
+/// All that the guest has told of is there; of the tick after that each sector may be.
+fn verify(contents: &[u8], ticks: u64) -> anyhow::Result<()> {
+    let last = ticks.checked_sub(1).context("the guest has told of nothing")?;
+    let written = |tick: u64| {
+        format!("tick {tick}\n")
+            .into_bytes()
+            .into_iter()
+            .cycle()
+            .take(PLACE_BYTES)
+    };
+    for tick in (last + 1).saturating_sub(PLACES)..=last {
+        let place = (tick % PLACES) as usize * PLACE_BYTES;
+        let is = contents.get(place..place + PLACE_BYTES).context("it is too short")?;
+        let was: Vec<u8> = written(tick).collect();
+        let may_be: Vec<u8> = written(tick + PLACES).collect();
+        let is_under_way = tick + PLACES == last + 1;
+        let sectors = is
+            .chunks(SECTOR_BYTES)
+            .zip(was.chunks(SECTOR_BYTES))
+            .zip(may_be.chunks(SECTOR_BYTES));
+        for (sector, ((is, was), may_be)) in sectors.enumerate() {
+            ensure!(
+                is == was || is_under_way && is == may_be,
+                "sector {sector} of tick {tick} (the last one is {last}) is {:?}",
+                String::from_utf8_lossy(&is[..20])
+            );
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk after so many ticks.
+    fn disk(ticks: u64) -> Vec<u8> {
+        let mut disk = vec![0; PLACES as usize * PLACE_BYTES];
+        for tick in 0..ticks {
+            let place = (tick % PLACES) as usize * PLACE_BYTES;
+            let text = format!("tick {tick}\n").into_bytes();
+            disk[place..place + PLACE_BYTES]
+                .iter_mut()
+                .zip(text.iter().cycle())
+                .for_each(|(to, from)| *to = *from);
+        }
+        disk
+    }
+
+    #[test]
+    fn what_was_told_of_must_be_there_and_no_more_than_what_was_under_way() {
+        for ticks in [1, 5, PLACES, PLACES * 3 + 7] {
+            verify(&disk(ticks), ticks).expect("all of it");
+            // One was written, and not told of.
+            verify(&disk(ticks + 1), ticks).expect("one more");
+            verify(&disk(ticks), ticks + 1).expect_err("one is missing");
+            // After fewer there was nothing in the places of these.
+            if ticks >= PLACES {
+                verify(&disk(ticks + 2), ticks).expect_err("two more");
+            }
+            let mut damaged = disk(ticks);
+            damaged[(ticks as usize - 1) % PLACES as usize * PLACE_BYTES + 777] ^= 1;
+            verify(&damaged, ticks).expect_err("one is wrong");
+        }
+    }
+
+    #[test]
+    fn a_file_is_open_to_be_written_to_if_its_flags_say_so() {
+        assert!(is_writable("pos:\t0\nflags:\t02140002\n") && is_writable("flags:\t0100001\n"));
+        assert!(!is_writable("pos:\t0\nflags:\t0100000\n") && !is_writable(""));
+    }
+}
