@@ -1,5 +1,7 @@
 //! Sender and receiver between two ends that stand for QEMU: every byte arrives, in order, both ways.
 
+#[path = "carry/again.rs"]
+mod again;
 #[path = "carry/ends.rs"]
 mod ends;
 #[path = "carry/pair.rs"]

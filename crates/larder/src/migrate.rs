@@ -87,6 +87,7 @@ fn sending(to: &str, trust: &TrustArguments, sending: &SendingArguments) -> anyh
         tls,
         lanes: sending.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
         delta_memory: delta_memory(sending.delta_memory),
+        patience: Duration::from_secs(sending.patience),
         limits: Arc::new(InForce::new(Limits {
             bandwidth: sending.bandwidth.map(ByteLen::get),
             processors: sending.cpu,
@@ -200,7 +201,8 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         (None, None) => bail!("where does QEMU wait? give --qmp or --connect"),
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
-    tracing::info!("ready to receive on {}", listener.local_addr()?);
+    let port = receive::Port::new(listener).with_context(|| format!("cannot listen on {listen}"))?;
+    tracing::info!("ready to receive on {}", port.local_addr()?);
     let user = destination.as_ref().map(Destination::user);
     let options = receive::Options {
         connect,
@@ -220,8 +222,8 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let watched = Watched::new(None, qemu, None, moved, by(&stop));
     let control = watched.listen(arguments.control.as_deref())?;
     let result = match destination {
-        Some(destination) => whole::receive(&listener, &options, &stop, &destination, arguments.output),
-        None => receive_stream(&listener, &options, &stop, arguments.output),
+        Some(destination) => whole::receive(&port, &options, &stop, &destination, arguments.output),
+        None => receive_stream(&port, &options, &stop, arguments.output),
     };
     let place = result.is_ok().then_some("here").filter(|_| arguments.qmp.is_some());
     watched.is_over(result.as_ref().err().map(ToString::to_string), place);
@@ -232,12 +234,12 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
 
 /// Takes in what a sender carries, and nothing else.
 fn receive_stream(
-    listener: &TcpListener,
+    port: &receive::Port,
     options: &receive::Options,
     stop: &AtomicBool,
     output: Output,
 ) -> anyhow::Result<ExitCode> {
-    let delivered = receive::receive(listener, options, stop, None)?;
+    let delivered = receive::receive(port, options, stop, None)?;
     print(&match output {
         Output::Text => format!(
             "delivered {} of QEMU's stream from {} on the link\n",

@@ -55,10 +55,12 @@ const MOMENTS_OF_HAND_OVER_US: u64 = 60_000;
 pub enum Fault {
     /// It just moves
     Nothing,
-    /// All connections end
+    /// All connections end, and can be made again
     CutLink,
-    /// Nothing goes over for 12 s, then all connections end
+    /// Nothing goes over for 12 s, then all connections end, and can be made again
     StallLink,
+    /// All connections end, and the mover was told not to make them again
+    LoseLink,
     /// The mover is killed, and started again
     KillMover,
     /// The receiver is killed, and started again
@@ -73,10 +75,11 @@ pub enum Fault {
 
 impl Fault {
     /// Each of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Nothing,
         Self::CutLink,
         Self::StallLink,
+        Self::LoseLink,
         Self::KillMover,
         Self::KillReceiver,
         Self::KillSource,
@@ -146,7 +149,10 @@ pub fn campaign(
     for number in 0..count {
         let fault = faults[number as usize % faults.len()];
         let mut destination = machine.incoming()?;
-        let how = words(random);
+        let mut how = words(random);
+        if fault == Fault::LoseLink {
+            how.extend(["--patience", "0"]);
+        }
         let begun = Instant::now();
         let mut the_move = Move::begin(larder, &mut source, &mut destination, how.clone())?;
         let place = the_move.break_and_mend(fault, random);
@@ -309,7 +315,7 @@ impl<'a> Move<'a> {
     fn carry_out(&mut self, fault: Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Nothing => {}
-            Fault::CutLink => self.relay.cut(),
+            Fault::CutLink | Fault::LoseLink => self.relay.cut(),
             Fault::StallLink => {
                 self.relay.stall();
                 // More than either side takes it for alive.

@@ -185,6 +185,6 @@ fn cancelled(machine: &Machine, source: &mut Vm) {
 
 #[test]
 fn a_vm_runs_at_one_place_whatever_is_cut_or_killed() {
-    let report = campaign(larder(), Release::Debian12, &Fault::ALL, 8, &mut Random::new(2)).expect("all is well");
-    assert_eq!(report.moves, 8);
+    let report = campaign(larder(), Release::Debian12, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
+    assert_eq!(report.moves, 9);
 }
