@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn what_was_not_confirmed_is_sent_again_in_its_order_and_nothing_else() {
         let mailbox = Mailbox::new().expect("an eventfd");
-        ["a", "b", "c"].map(|text| note(&mailbox, text));
+        ["a", "b", "c"].iter().for_each(|text| note(&mailbox, text));
         assert_eq!(handed(&mailbox), ["a", "b", "c"]);
         assert!(handed(&mailbox).is_empty());
         mailbox.confirm(1).expect("it was sent");
@@ -374,7 +374,7 @@ mod tests {
     #[test]
     fn a_peer_can_confirm_only_what_it_was_sent_and_never_less_than_before() {
         let mailbox = Mailbox::new().expect("an eventfd");
-        ["a", "b"].map(|text| note(&mailbox, text));
+        ["a", "b"].iter().for_each(|text| note(&mailbox, text));
         assert!(mailbox.confirm(1).is_err(), "nothing was sent");
         let _ = handed(&mailbox);
         mailbox.confirm(1).expect("it was sent");
