@@ -1,31 +1,37 @@
 //! The control connection: messages both ways, in order, and a sign of life each second.
 //!
-//! One thread, [`Control::run`], owns the connection; everybody else leaves messages with [`Mailbox::send`]. The session
-//! ends with an error if the other side is not heard for [`SILENCE_MAX`]: a host that is gone, or a link that is.
+//! One thread, [`Control::exchange`], owns the connection; everybody else leaves messages with [`Mailbox::send`]. It is lost
+//! if it breaks, or if the other side is not heard for a while: a host that is gone, or a link that is. The same messages
+//! go on over the next one, each of which is heard once.
 //!
 //! It is the last connection to go. Whoever fails leaves the reason with the mailbox and closes that; then both sides may
 //! still hear one another's reasons for [`LAST_WORDS`], until either closes its end.
 
+mod mailbox;
+
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 use thiserror::Error;
 
+pub(crate) use self::mailbox::Closing;
+pub use self::mailbox::{Counted, Mailbox};
 use crate::link::{self, Link};
 use crate::wire::{BODY_MAX, Kind, Message, WireError};
 
 /// Between two signs of life.
 const ALIVE_EVERY: Duration = Duration::from_secs(1);
-/// Without any message, after which the other side counts as gone.
+/// Without any message, after which a link counts as lost, and another one is tried.
+const SILENCE_TO_TRY_AGAIN: Duration = Duration::from_secs(3);
+/// The same where none is tried.
 pub const SILENCE_MAX: Duration = Duration::from_secs(10);
 /// How long a closed mailbox may take to be emptied, and the other side to say its last and close its end.
 pub(crate) const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Bytes that may wait to be sent before [`Mailbox::send_when_room`] waits.
-const WAITING_MAX: usize = 1 << 20;
+/// How long a link whose lane is lost may still bring the reason for that.
+const LANE_REASON: Duration = Duration::from_millis(500);
 /// Bytes that are read at a time.
 const READ_LEN: usize = 64 << 10;
 /// Reads before the other things are seen to again, however much the other side says.
@@ -42,136 +48,78 @@ pub enum ControlError {
         "the other side has closed the connection without a reason: its larder was ended, or something in between cut it off"
     )]
     Closed,
+    /// Another connection of the link is lost.
+    #[error(
+        "the other side has closed a connection in the middle: its larder was ended, or something in between cut it off"
+    )]
+    Lane,
     /// Nothing was heard.
-    #[error("nothing was heard from the other side for {} s: its host or the network is down", SILENCE_MAX.as_secs())]
-    Silent,
+    #[error("nothing was heard from the other side for {} s: its host or the network is down", .0.as_secs())]
+    Silent(Duration),
     /// This side cannot wait for anything.
     #[error("cannot wait for the control connection: {0}")]
     Poll(io::Error),
-}
-
-/// Messages on their way to the other side.
-pub struct Mailbox {
-    waiting: Mutex<Waiting>,
-    room: Condvar,
-    wake: OwnedFd,
-}
-
-#[derive(Default)]
-struct Waiting {
-    bytes: Vec<u8>,
-    /// Nothing more is taken; what waits is sent, then the connection ends.
-    closing: bool,
-    closed: bool,
+    /// The other side has what it was not sent.
+    #[error("the other side says that it has received {count} messages, which may be {least} to {most}")]
+    Confirmed {
+        /// As it says.
+        count: u64,
+        /// It has said so before.
+        least: u64,
+        /// Were sent.
+        most: u64,
+    },
+    /// The other side does not say what it has.
+    #[error("the other side does not confirm the messages that it is sent")]
+    Unconfirmed,
 }
 
 impl ControlError {
     /// It tells that the connection broke, and not why.
     pub(crate) fn is_symptom(&self) -> bool {
-        matches!(self, Self::Wire(WireError::Io { .. }) | Self::Closed | Self::Silent)
+        matches!(
+            self,
+            Self::Wire(WireError::Io { .. }) | Self::Closed | Self::Lane | Self::Silent(_)
+        )
     }
 }
 
-impl Mailbox {
-    /// An empty one.
-    ///
-    /// # Errors
-    /// There are too many open files.
-    pub fn new() -> io::Result<Self> {
-        Ok(Self {
-            waiting: Mutex::default(),
-            room: Condvar::new(),
-            wake: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
-        })
-    }
-
-    /// Leaves a message, which is sent soon, or never if the session ends before.
-    pub fn send(&self, message: &Message) {
-        let mut waiting = self.lock();
-        self.append(&mut waiting, message);
-    }
-
-    /// The same, but waits while too much waits: for what a QEMU says, of which there is no end.
-    pub fn send_when_room(&self, message: &Message) {
-        let mut waiting = self.lock();
-        while waiting.bytes.len() > WAITING_MAX && !waiting.closing && !waiting.closed {
-            waiting = self.room.wait(waiting).unwrap_or_else(PoisonError::into_inner);
-        }
-        self.append(&mut waiting, message);
-    }
-
-    /// Lets the connection end once all that waits is sent.
-    pub fn close(&self) {
-        self.lock().closing = true;
-        self.room.notify_all();
-        self.wake();
-    }
-
-    fn append(&self, waiting: &mut Waiting, message: &Message) {
-        if waiting.closing || waiting.closed {
-            return;
-        }
-        let was_empty = waiting.bytes.is_empty();
-        message.append_to(&mut waiting.bytes);
-        if was_empty {
-            self.wake();
-        }
-    }
-
-    fn wake(&self) {
-        // It fails only when it counts up to 2^64: somebody is awake then.
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The connection has ended; whether it was to.
-    fn end(&self) -> bool {
-        let mut waiting = self.lock();
-        waiting.closed = true;
-        waiting.bytes.clear();
-        self.room.notify_all();
-        waiting.closing
-    }
-}
-
-/// What was found in the mailbox.
-struct Collected {
-    /// Nothing more will be left in it.
-    is_closing: bool,
-    /// Something is still in it.
-    has_more: bool,
-}
-
-/// One side's end of the connection.
+/// One side's end of a connection.
 pub struct Control<'a> {
     link: Link,
+    /// Which of the session's.
+    number: u32,
     mailbox: &'a Mailbox,
+    /// After which the other side is given up.
+    silence_max: Duration,
     /// What was read last.
     piece: Box<[u8]>,
     /// What is no whole message yet.
     received: Vec<u8>,
     /// What came was no message: nothing that follows can be one.
     is_deaf: bool,
+    /// What has come is to be confirmed now.
+    confirms: bool,
     sending: Vec<u8>,
     sent: usize,
 }
 
 impl<'a> Control<'a> {
-    /// Of a link whose greetings are done.
+    /// Of a link whose greetings are done. Silence is given up soon if another link would be tried.
     ///
     /// # Errors
     /// The socket is of no use.
-    pub fn new(mut link: Link, mailbox: &'a Mailbox) -> io::Result<Self> {
+    pub fn new(mut link: Link, number: u32, mailbox: &'a Mailbox, tries_again: bool) -> io::Result<Self> {
         link.ready_nonblocking()?;
         Ok(Self {
             link,
+            number,
             mailbox,
+            silence_max: if tries_again { SILENCE_TO_TRY_AGAIN } else { SILENCE_MAX },
             piece: vec![0; READ_LEN].into(),
             received: Vec::new(),
             is_deaf: false,
+            confirms: false,
             sending: Vec::new(),
             sent: 0,
         })
@@ -181,33 +129,50 @@ impl<'a> Control<'a> {
     /// message but signs of life, also those that come when the mailbox is closed already; and of what is none, once.
     ///
     /// # Errors
-    /// Anything but that the mailbox was closed.
-    pub fn run(mut self, mut take: impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
-        let result = self.exchange(&mut take);
-        if self.collect().is_closing {
+    /// Anything but that the mailbox was closed, and the other side has what it must have.
+    pub fn exchange(mut self, mut take: impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
+        let result = self.run(&mut take);
+        if self.mailbox.closing().is_some() {
             // The other side has said its last, and may still hear this one's.
-            let _ = self.write();
+            self.confirms = true;
+            let _ = self.collect().and_then(|_| self.write());
         }
-        // However it ends once it was closed: there was nothing more to come.
-        if self.mailbox.end() { Ok(()) } else { result }
+        match self.mailbox.closing() {
+            // However it ends then: there was nothing more to come.
+            Some(Closing::Sent) => Ok(()),
+            Some(Closing::Confirmed) if self.mailbox.is_confirmed() => Ok(()),
+            _ => result,
+        }
     }
 
-    fn exchange(&mut self, take: &mut impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
+    fn run(&mut self, take: &mut impl FnMut(Result<Message, ControlError>)) -> Result<(), ControlError> {
         let mut closing_since = None;
+        let mut lost_since = None;
         let mut heard = Instant::now();
         let mut alive_at = heard;
         let mut said_all = false;
         let mut has_more = false;
         loop {
-            let collected = self.collect();
-            let closing = collected.is_closing;
+            let now = Instant::now();
+            if now >= alive_at && !said_all {
+                self.confirms = true;
+                alive_at = now + ALIVE_EVERY;
+            }
+            let mut wait = ALIVE_EVERY;
+            if self.mailbox.has_lost_lane(self.number) {
+                wait = LANE_REASON.saturating_sub(lost_since.get_or_insert(now).elapsed());
+                if wait.is_zero() {
+                    return Err(ControlError::Lane);
+                }
+            }
+            let collected = self.collect()?;
+            let closing = collected.closing.is_some();
             if let Err(error) = self.write() {
                 // Perhaps it has said why it does not listen any more.
                 let _ = self.read(take);
                 return Err(error);
             }
             let all_sent = self.sending.is_empty() && !collected.has_more && !self.link.wants_write();
-            let now = Instant::now();
             if closing {
                 let since = *closing_since.get_or_insert(now);
                 if all_sent && !said_all {
@@ -221,15 +186,11 @@ impl<'a> Control<'a> {
                 if now.duration_since(since) > LAST_WORDS {
                     return Ok(());
                 }
-            } else if now >= alive_at {
-                self.mailbox.send(&Message::new(Kind::Alive, 0, 0));
-                alive_at = now + ALIVE_EVERY;
-                continue;
             }
-            let timeout = match (has_more, closing) {
+            let timeout = match (has_more || collected.has_more && self.sending.is_empty(), closing) {
                 (true, _) => Duration::ZERO,
-                (false, true) => ALIVE_EVERY,
-                (false, false) => alive_at - now,
+                (false, true) => wait,
+                (false, false) => wait.min(alive_at.saturating_duration_since(now)),
             };
             self.wait(!all_sent || self.link.wants_write(), timeout)?;
             let any;
@@ -237,26 +198,21 @@ impl<'a> Control<'a> {
             // Only what has not come by now counts: this side may have been stopped itself.
             if any {
                 heard = Instant::now();
-            } else if heard.elapsed() > SILENCE_MAX {
-                return Err(ControlError::Silent);
+            } else if heard.elapsed() > self.silence_max {
+                return Err(ControlError::Silent(self.silence_max));
             }
         }
     }
 
     /// Takes what was left in the mailbox, unless there is still something to send.
-    fn collect(&mut self) -> Collected {
-        let mut count = [0; 8];
-        let _ = rustix::io::read(&self.mailbox.wake, &mut count);
-        let mut waiting = self.mailbox.lock();
-        if self.sending.is_empty() {
-            std::mem::swap(&mut self.sending, &mut waiting.bytes);
-            self.sent = 0;
-            self.mailbox.room.notify_all();
+    fn collect(&mut self) -> Result<mailbox::Collected, ControlError> {
+        let confirms = self.confirms && self.sending.is_empty();
+        if !self.sending.is_empty() {
+            return self.mailbox.look();
         }
-        Collected {
-            is_closing: waiting.closing,
-            has_more: !waiting.bytes.is_empty(),
-        }
+        self.sent = 0;
+        self.confirms &= !confirms;
+        self.mailbox.collect(&mut self.sending, confirms)
     }
 
     fn write(&mut self) -> Result<(), ControlError> {
@@ -287,7 +243,7 @@ impl<'a> Control<'a> {
         }
         let mut fds = [
             PollFd::from_borrowed_fd(self.link.as_fd(), events),
-            PollFd::new(&self.mailbox.wake, PollFlags::IN),
+            PollFd::new(self.mailbox.wake_event(), PollFlags::IN),
         ];
         let timeout = Timespec::try_from(timeout).expect("a second or less");
         match poll(&mut fds, Some(&timeout)) {
@@ -307,6 +263,7 @@ impl<'a> Control<'a> {
                     self.received.extend_from_slice(&self.piece[..len]);
                     match self.take_whole(take) {
                         Ok(whole) => any |= whole,
+                        Err(error @ ControlError::Closed) => return Err(error),
                         Err(error) => {
                             self.is_deaf = true;
                             take(Err(error));
@@ -329,8 +286,20 @@ impl<'a> Control<'a> {
         let mut at = 0;
         while let Some((message, len)) = Message::parse(&self.received[at..])? {
             at += len;
-            if message.kind != Kind::Alive {
-                take(Ok(message));
+            if message.kind.is_kept() {
+                // It will come again.
+                let Some(confirms) = self.mailbox.heard(self.number, len) else {
+                    return Err(ControlError::Closed);
+                };
+                self.confirms |= confirms;
+            }
+            match message.kind {
+                Kind::Alive => self.mailbox.confirm(message.value)?,
+                kind => {
+                    // Whoever ends wants to know that it was heard.
+                    self.confirms |= kind == Kind::End;
+                    take(Ok(message));
+                }
             }
         }
         self.received.drain(..at);

@@ -22,7 +22,7 @@ pub mod progress;
 pub mod qmp;
 pub mod receive;
 pub mod send;
-pub mod session;
+mod session;
 pub mod stream;
 pub mod tls;
 pub mod wire;

@@ -17,6 +17,10 @@ use crate::tls::{ReceiverTls, SenderTls, WrongPeer};
 
 /// For connecting, and then for the TLS handshake and the greetings together.
 pub const SETUP_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same where it is one try of many.
+const TRY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Of these, for connecting: a lost packet is sent again after 1 s.
+const TRY_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// After which the kernel gives up a connection whose other side does not confirm what was sent, or does not answer when
 /// nothing is. Long before, the control connection notices; lanes then end with it.
@@ -87,6 +91,7 @@ pub enum Link {
 /// The socket of a link. While that is set up, nothing waits beyond a deadline.
 pub struct Socket {
     stream: TcpStream,
+    setup: Duration,
     deadline: Option<Instant>,
 }
 
@@ -95,6 +100,7 @@ impl Socket {
         set_up(&stream).map_err(LinkError::Socket)?;
         Ok(Self {
             stream,
+            setup,
             deadline: Some(Instant::now() + setup),
         })
     }
@@ -108,8 +114,9 @@ impl Socket {
         let Some(deadline) = self.deadline else {
             return does(&mut self.stream);
         };
+        let seconds = self.setup.as_secs();
         let late = || {
-            let text = format!("the other side has not done its part in {} s", SETUP_TIMEOUT.as_secs());
+            let text = format!("the other side has not done its part in {seconds} s");
             io::Error::new(io::ErrorKind::TimedOut, text)
         };
         let left = deadline.saturating_duration_since(Instant::now());
@@ -174,7 +181,7 @@ impl Link {
         let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
         for candidate in addresses {
             match TcpStream::connect_timeout(&candidate, SETUP_TIMEOUT) {
-                Ok(socket) => return Self::of_sender(socket, tls),
+                Ok(socket) => return Self::of_sender(socket, tls, SETUP_TIMEOUT),
                 Err(error) => failed = error,
             }
         }
@@ -184,8 +191,21 @@ impl Link {
         })
     }
 
-    fn of_sender(socket: TcpStream, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
-        let mut socket = Socket::new(socket, SETUP_TIMEOUT)?;
+    /// Connects again to where a link led, in less time: it is tried again if it fails.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub fn connect_again(address: SocketAddr, tls: Option<&SenderTls>) -> Result<Self, LinkError> {
+        let socket =
+            TcpStream::connect_timeout(&address, TRY_CONNECT_TIMEOUT).map_err(|source| LinkError::Connect {
+                address: address.to_string(),
+                source,
+            })?;
+        Self::of_sender(socket, tls, TRY_TIMEOUT)
+    }
+
+    fn of_sender(socket: TcpStream, tls: Option<&SenderTls>, setup: Duration) -> Result<Self, LinkError> {
+        let mut socket = Socket::new(socket, setup)?;
         let Some(tls) = tls else {
             return Ok(Self::Plain(socket));
         };
@@ -282,6 +302,14 @@ impl Link {
         let _ = self.socket().shutdown(Shutdown::Write);
     }
 
+    /// Where it leads.
+    ///
+    /// # Errors
+    /// The other side has reset it.
+    pub fn peer(&self) -> io::Result<SocketAddr> {
+        self.socket().peer_addr()
+    }
+
     /// Another handle of the socket, to shut it down from another thread.
     ///
     /// # Errors
@@ -342,6 +370,23 @@ impl AsFd for Link {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket().as_fd()
     }
+}
+
+impl LinkError {
+    /// Whether it may be otherwise when it is tried again: the network is away, and nobody has said no.
+    pub(crate) fn is_passing(&self) -> bool {
+        match self {
+            Self::Connect { source, .. } => source.kind() != io::ErrorKind::ConnectionRefused,
+            Self::Handshake(error) | Self::BrokenOff(error) => is_passing(error),
+            _ => false,
+        }
+    }
+}
+
+/// Whether a connection broke, or was too slow, without the other side's having said why.
+pub(crate) fn is_passing(error: &io::Error) -> bool {
+    let of_tls = error.get_ref().is_some_and(|error| error.is::<rustls::Error>());
+    !of_tls && (is_end(error) || !matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput))
 }
 
 /// Whether a connection is broken because the other side has closed it: in the middle of something, as TLS sees it, with
@@ -411,7 +456,7 @@ mod tests {
     #[test]
     fn the_kernel_gives_up_a_peer_that_is_gone() {
         let [here, there] = pair();
-        let links = [Link::of_sender(here, None), Link::accept(there, None)];
+        let links = [Link::of_sender(here, None, SETUP_TIMEOUT), Link::accept(there, None)];
         for link in links.map(|link| link.expect("a link")) {
             assert_eq!(sockopt::tcp_user_timeout(&link).expect("is set"), 30_000);
             assert!(sockopt::socket_keepalive(&link).expect("is set"));

@@ -20,9 +20,35 @@ pub struct Progress {
     state: Mutex<State>,
 }
 
+/// Whether the connections to the other host are there.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LinkState {
+    /// How often they were lost.
+    pub losses: u64,
+    /// Since when they are, if they are.
+    pub lost: Option<Instant>,
+    /// Since when they are there again.
+    pub back: Option<Instant>,
+}
+
+impl LinkState {
+    pub(crate) fn lose(&mut self) {
+        self.losses += 1;
+        self.lost = Some(Instant::now());
+    }
+
+    /// How long they were lost.
+    pub(crate) fn restore(&mut self) -> Duration {
+        let now = Instant::now();
+        self.back = Some(now);
+        self.lost.take().map_or(Duration::ZERO, |lost| now - lost)
+    }
+}
+
 #[derive(Default)]
 struct State {
     totals: Totals,
+    link: LinkState,
     flight: Duration,
     channels: Vec<Option<Facts>>,
     choice: Choice,
@@ -137,6 +163,20 @@ impl Progress {
     #[must_use]
     pub fn totals(&self) -> Totals {
         self.lock().totals.clone()
+    }
+
+    /// Whether the connections are there.
+    #[must_use]
+    pub fn link(&self) -> LinkState {
+        self.lock().link
+    }
+
+    pub(crate) fn link_lost(&self) {
+        self.lock().link.lose();
+    }
+
+    pub(crate) fn link_back(&self) -> Duration {
+        self.lock().link.restore()
     }
 
     /// Since the session began.

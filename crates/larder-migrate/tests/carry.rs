@@ -1,5 +1,7 @@
 //! Sender and receiver between two ends that stand for QEMU: every byte arrives, in order, both ways.
 
+#[path = "carry/again.rs"]
+mod again;
 #[allow(dead_code, unreachable_pub, reason = "other crates' tests use more of it")]
 #[path = "../../larder-block/tests/nbd_support/certificates.rs"]
 mod certificates;

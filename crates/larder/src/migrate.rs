@@ -10,6 +10,7 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
@@ -75,6 +76,7 @@ fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments
         tls,
         lanes: sending.lanes.unwrap_or(cpus.min(LANES_MAX) as u16),
         delta_memory: delta_memory(sending.delta_memory),
+        patience: Duration::from_secs(sending.patience),
         limits: Arc::new(InForce::new(Limits {
             bandwidth: sending.bandwidth.map(ByteLen::get),
             processors: sending.cpu,
@@ -178,6 +180,7 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
         (None, None) => bail!("where does QEMU wait? give --qmp or --connect"),
     };
     let listener = TcpListener::bind(&addresses[..]).with_context(|| format!("cannot listen on {listen}"))?;
+    let port = receive::Port::new(listener).with_context(|| format!("cannot listen on {listen}"))?;
     let user = match (&destination, &arguments.user) {
         (Some(destination), _) => Some(destination.user()),
         (None, Some(name)) => Some(become_user(name)?),
@@ -200,12 +203,12 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let qemu = arguments.qmp.as_ref().unwrap_or(&options.connect);
     let watched = Watched::new(None, qemu, None, moved, by(&stop));
     let control = watched.listen(arguments.control.as_deref())?;
-    tracing::info!("ready to receive on {}", listener.local_addr()?);
+    tracing::info!("ready to receive on {}", port.local_addr()?);
     let result = Watched::while_seen(
         || watched.see_what_came(),
         || match &destination {
-            Some(destination) => whole::receive(&listener, &options, &stop, destination, arguments.output),
-            None => receive_stream(&listener, &options, &stop, arguments.output),
+            Some(destination) => whole::receive(&port, &options, &stop, destination, arguments.output),
+            None => receive_stream(&port, &options, &stop, arguments.output),
         },
     );
     let place = result.is_ok().then_some("here").filter(|_| arguments.qmp.is_some());
@@ -217,12 +220,12 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
 
 /// Takes in what a sender carries, and nothing else.
 fn receive_stream(
-    listener: &TcpListener,
+    port: &receive::Port,
     options: &receive::Options,
     stop: &AtomicBool,
     output: Output,
 ) -> anyhow::Result<ExitCode> {
-    let delivered = receive::receive(listener, options, stop, None)?;
+    let delivered = receive::receive(port, options, stop, None)?;
     print(&match output {
         Output::Text => format!(
             "delivered {} of QEMU's stream from {} on the link\n",

@@ -145,7 +145,10 @@ pub fn campaign(
             Some(disks) => disks.there().incoming(&machine)?,
             None => machine.incoming()?,
         };
-        let how = words(random, disks.is_some());
+        let mut how = words(random, disks.is_some());
+        if fault == Fault::LoseLink {
+            how.extend(["--patience", "0"]);
+        }
         let begun = Instant::now();
         let mut the_move = Move::begin(larder, disks.as_mut(), &mut source, &mut destination, how.clone())?;
         let place = the_move.break_and_mend(fault, random);
@@ -327,7 +330,7 @@ impl<'a> Move<'a> {
     fn carry_out(&mut self, fault: Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Nothing => {}
-            Fault::CutLink => self.relay.cut(),
+            Fault::CutLink | Fault::LoseLink => self.relay.cut(),
             Fault::StallLink => {
                 self.relay.stall();
                 // More than either side takes it for alive.

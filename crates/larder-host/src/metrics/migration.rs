@@ -175,6 +175,24 @@ pub(super) const FAMILIES: &[Family] = &[
         Of::Migration(|of, put| both(of, put, |sent| sent.delivered_bytes, |delivered| delivered.0)),
     ),
     family(
+        "larder_migration_link_up",
+        Kind::Gauge,
+        None,
+        "Whether the connections between the hosts are there (1), or were lost and are tried to be made again (0)",
+        Of::Migration(|of, put| {
+            if of.health == Health::Up && !of.state.phase.is_over() {
+                put.flag(of.state.link.lost_seconds.is_none());
+            }
+        }),
+    ),
+    family(
+        "larder_migration_link_losses",
+        Kind::Counter,
+        None,
+        "How often they were lost",
+        Of::Migration(|of, put| put.value(of.state.link.losses as f64)),
+    ),
+    family(
         "larder_migration_pages",
         Kind::Counter,
         None,

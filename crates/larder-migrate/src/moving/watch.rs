@@ -87,6 +87,8 @@ pub struct Watch {
     gone_on: bool,
     samples: Vec<(Duration, Totals)>,
     round: u64,
+    /// Times that the link was lost before this round.
+    losses: u64,
     /// Remaining at the beginning of the best round so far.
     least: u64,
     without_gain: u32,
@@ -103,6 +105,7 @@ impl Watch {
             gone_on: false,
             samples: Vec::new(),
             round: 0,
+            losses: 0,
             least: u64::MAX,
             without_gain: 0,
             verdict: None,
@@ -208,17 +211,21 @@ impl Watch {
         if gains > 0 && report.status == "active" {
             report.expected_seconds = Some(report.remaining_bytes as f64 / gains as f64);
         }
-        self.judge(&report);
+        self.judge(&report, progress.link().losses);
         report.verdict.clone_from(&self.verdict);
         report
     }
 
     /// At the beginning of each round what is left is compared with the rounds before.
-    fn judge(&mut self, report: &Report) {
+    fn judge(&mut self, report: &Report, losses: u64) {
         if report.round == self.round || report.status != "active" {
             return;
         }
         self.round = report.round;
+        // A round in which nothing went over for a while says nothing of those that come.
+        if std::mem::replace(&mut self.losses, losses) != losses {
+            return;
+        }
         if report.round < 2 || report.stream_bytes_per_s == 0 {
             return;
         }

@@ -125,8 +125,9 @@ impl Reading {
     }
 
     /// The destination's QEMU has taken so many bytes from the beginning; how many more than before, and how long the last
-    /// frame of them was on its way. `None`: so many it cannot have, or had before.
-    pub(super) fn delivered(&mut self, bytes: u64) -> Option<(u64, Option<Duration>)> {
+    /// frame of them was on its way, if that was since a link was lost the last time: before, it waited for that. `None`: so
+    /// many it cannot have, or had before.
+    pub(super) fn delivered(&mut self, bytes: u64, link_since: Option<Instant>) -> Option<(u64, Option<Duration>)> {
         if bytes > self.offset {
             return None;
         }
@@ -136,7 +137,9 @@ impl Reading {
         while self.under_way.front().is_some_and(|&(end, _)| end <= bytes) {
             last = self.under_way.pop_front();
         }
-        let time = last.map(|(_, at)| at.elapsed());
+        let time = last
+            .filter(|(_, at)| link_since.is_none_or(|since| *at > since))
+            .map(|(_, at)| at.elapsed());
         if let Some(time) = time {
             self.flight.took(time, self.paused);
         }

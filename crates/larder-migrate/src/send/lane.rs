@@ -1,7 +1,6 @@
 //! A lane: reads channels, makes frames, and writes them to its connection.
 
 use std::collections::VecDeque;
-use std::io::{IoSlice, Write as _};
 use std::os::unix::net::UnixStream;
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
@@ -11,11 +10,14 @@ use rustix::net::{RecvFlags, recv};
 use rustix::time::Timespec;
 
 use super::channel::{Channel, Reading};
+use super::kept::Spare;
+use super::out::Out;
 use super::poller::Next;
-use super::{LANE, SendError, Session};
+use super::session::Session;
+use super::{LANE, SendError};
 use crate::batch::Batch;
-use crate::encode::{Codecs, Frame, Outcome, SLICES_MAX};
-use crate::link::{self, Link};
+use crate::encode::{Codecs, Frame, Outcome};
+use crate::link;
 use crate::progress::CpuTime;
 use crate::wire::{Kind, Message};
 
@@ -27,7 +29,7 @@ const RESTS_MAX: u32 = 64;
 impl Session<'_> {
     /// Until the session ends. Frames leave in the order in which they got their places, as the receiver wants them: it may
     /// wait for one that a device here still has.
-    pub(super) fn lane(&self, mut link: Link, mut codecs: Codecs) -> Result<(), SendError> {
+    pub(super) fn lane(&self, out: &Out, mut codecs: Codecs) -> Result<(), SendError> {
         let mut cpu = CpuTime::of_thread();
         let mut written = Instant::now();
         let mut free: Vec<_> = (0..codecs.frames()).map(|_| Box::new(Frame::new())).collect();
@@ -55,21 +57,20 @@ impl Session<'_> {
                     under_way.push_front(frame);
                     break;
                 }
-                let goes_on = match self.send(&mut frame, &mut link, &mut written)? {
+                let goes_on = match self.send(frame, out, &mut codecs, &mut free, &mut written)? {
                     Some(outcome) => self.wait_for_cpu(&mut cpu, outcome.picked)?,
                     None => false,
                 };
-                frame.clear(&mut codecs);
-                free.push(frame);
                 if !goes_on {
                     break;
                 }
             }
+            // As many as are kept; later those are free again.
+            if free.is_empty() && under_way.is_empty() {
+                free.push(Box::new(Frame::new()));
+            }
         }
-        link.say_end();
-        // Whoever is not there any more need not hear it.
-        let _ = link.flush();
-        link.shut_write();
+        out.end();
         Ok(())
     }
 
@@ -98,32 +99,42 @@ impl Session<'_> {
         Ok(len > 0)
     }
 
-    /// Writes a frame that is done, `written` being when the last one was; what became of it, `None` if the session ends
-    /// meanwhile.
-    fn send(&self, frame: &mut Frame, link: &mut Link, written: &mut Instant) -> Result<Option<Outcome>, SendError> {
+    /// Sends a frame that is done, which is free then, or kept, `written` being when the last one was; what became of it,
+    /// `None` if the session ends meanwhile.
+    fn send(
+        &self,
+        mut frame: Box<Frame>,
+        out: &Out,
+        codecs: &mut Codecs,
+        free: &mut Spare,
+        written: &mut Instant,
+    ) -> Result<Option<Outcome>, SendError> {
         let outcome = frame.finish();
         let encoded = Instant::now();
-        if !self.wait_for_link(outcome.wire_bytes.into())? {
+        if !self.wait_for_link(outcome.wire_bytes.into())? || !out.make_room(free) {
             return Ok(None);
         }
         let raw_len = frame.batch.bytes().len();
-        let mut slices = [IoSlice::new(&[]); SLICES_MAX];
-        let count = frame.slices(&mut slices);
         let begun = CpuTime::of_thread();
-        link.write_all_vectored(&mut slices[..count]).map_err(|error| {
-            if link::is_end(&error) {
-                SendError::Lane
-            } else {
-                SendError::io(LANE)(error)
-            }
-        })?;
+        let (back, sent) = out.send(frame, outcome.by_device);
+        if let Some(mut frame) = back {
+            frame.clear(codecs);
+            free.push(frame);
+        }
         let worked = begun.elapsed();
         let now = Instant::now();
         let sending = now - encoded;
         // One that had to wait met a link that was busy all the time since the last one.
         let link_took = if sending > worked * 2 { now - *written } else { sending };
         *written = now;
-        self.order.sent(outcome.wire_bytes.into(), link_took, self.lanes);
+        match sent {
+            Ok(true) => self.order.sent(outcome.wire_bytes.into(), link_took, self.outs.len()),
+            // How long that took says nothing of the link.
+            Ok(false) => {}
+            Err(lost) if !self.patience.is_zero() => self.mailbox.lane_lost(lost.number),
+            Err(lost) if link::is_end(&lost.error) => return Err(SendError::Lane),
+            Err(lost) => return Err(SendError::io(LANE)(lost.error)),
+        }
         self.progress.sent(raw_len, &outcome, outcome.took, sending);
         Ok(Some(outcome))
     }
@@ -146,7 +157,7 @@ impl Session<'_> {
         self.progress.spent(spent, || self.order.chosen());
         let limit = || self.limits.now().processors;
         let rate = || limit().map(|processors| processors * 1e9);
-        let lanes = self.lanes as f64;
+        let lanes = self.outs.len() as f64;
         self.order.set_encoders(limit().map_or(lanes, |most| most.min(lanes)));
         let taken = self.cpu_pace.take(spent.all_ns, rate(), Instant::now());
         self.wait("waiting for a processor's time", || {

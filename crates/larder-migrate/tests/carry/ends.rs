@@ -96,7 +96,8 @@ fn the_sender_hears_why_a_receiver_ends() {
 
 #[test]
 fn a_receiver_whose_sender_is_gone_ends_and_says_so() {
-    for pair in pairs() {
+    for mut pair in pairs() {
+        pair.patience = Duration::ZERO;
         let _watched = watch();
         let ended = thread::scope(|scope| {
             let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use larder_migrate::limits::InForce;
 use larder_migrate::progress::{Progress, Totals};
-use larder_migrate::receive::{self, Agent, Delivered, ReceiveError, receive};
+use larder_migrate::receive::{self, Agent, Delivered, Port, ReceiveError, receive};
 use larder_migrate::send::{self, SendError, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
 
@@ -31,7 +31,9 @@ pub(crate) struct Pair {
     /// Of the sender.
     pub(crate) limits: Arc<InForce>,
     pub(crate) tls: Option<(SenderTls, ReceiverTls)>,
-    pub(crate) tcp: TcpListener,
+    pub(crate) tcp: Port,
+    /// Of the sender.
+    pub(crate) patience: Duration,
     pub(crate) steering: Steering,
     /// Stops the receiver.
     pub(crate) stop: AtomicBool,
@@ -68,7 +70,8 @@ impl Pair {
             window: 16 << 20,
             limits: Arc::default(),
             tls: None,
-            tcp: TcpListener::bind("127.0.0.1:0").expect("a port"),
+            tcp: Port::new(TcpListener::bind("127.0.0.1:0").expect("a port")).expect("a port"),
+            patience: Duration::from_secs(30),
             steering: Steering::default(),
             stop: AtomicBool::new(false),
             progress: Progress::new(),
@@ -108,6 +111,7 @@ impl Pair {
             tls: self.tls.as_ref().map(|(sender, _)| sender.clone()),
             lanes: self.lanes,
             delta_memory: self.delta_memory,
+            patience: self.patience,
             limits: Arc::clone(&self.limits),
             accelerators: send::Accelerators::None,
         }

@@ -10,15 +10,23 @@ use std::time::Duration;
 use larder_migrate::progress::Progress;
 use larder_migrate::receive::{ReceiveError, receive};
 use larder_migrate::send::{self, SendError, Sender, Steering};
-use larder_migrate::wire::{CHANNEL_FRAMES_MAX, FrameHeader, Hello, Kind, Message, Role, Welcome, WireError};
+use larder_migrate::wire::{
+    CHANNEL_FRAMES_MAX, FrameHeader, Hello, Kind, Message, Role, SessionId, Welcome, WireError,
+};
 
 use crate::pair::{Pair, watch};
 
-fn greeting(role: Role) -> Hello {
+/// Of a connection of a sender's that does not come back when it is lost.
+fn greeting(role: Role, session: SessionId) -> Hello {
     Hello {
         role,
+        link: 0,
+        session,
         delta_memory: 0,
         lanes: 2,
+        patience_ms: 0,
+        received: 0,
+        proof: [0; 32],
     }
 }
 
@@ -30,48 +38,59 @@ struct Raw {
 
 impl Raw {
     fn connect(pair: &Pair) -> Self {
-        let (control, welcome) = Self::greet(pair, Role::Control).expect("it is welcome");
-        let lane = || Self::greet(pair, Role::Lane(welcome.session)).expect("it is welcome").0;
+        let (control, welcome) = Self::greet(pair, Role::Control, [0; 16]).expect("it is welcome");
+        let lane = |number| {
+            Self::greet(pair, Role::Lane(number), welcome.session)
+                .expect("it is welcome")
+                .0
+        };
         Self {
             control,
-            lanes: [lane(), lane()],
+            lanes: [lane(0), lane(1)],
         }
     }
 
-    fn greet(pair: &Pair, role: Role) -> Result<(TcpStream, Welcome), WireError> {
+    fn greet(pair: &Pair, role: Role, session: SessionId) -> Result<(TcpStream, Welcome), WireError> {
         let mut socket = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
-        greeting(role).write(&mut socket)?;
+        greeting(role, session).write(&mut socket)?;
         let welcome = Welcome::read(&mut socket)?;
         Ok((socket, welcome))
     }
 }
 
-fn say(mut to: &TcpStream, message: &Message) -> std::io::Result<()> {
+pub(crate) fn say(mut to: &TcpStream, message: &Message) -> std::io::Result<()> {
     let mut bytes = Vec::new();
     message.append_to(&mut bytes);
     to.write_all(&bytes)
 }
 
-/// The next message that is no sign of life; none at the end.
-fn hear(mut from: &TcpStream) -> Option<Message> {
-    let mut bytes = Vec::new();
+/// The next message that is neither a sign of life nor says what has come; none at the end.
+pub(crate) fn hear(from: &TcpStream) -> Option<Message> {
     loop {
-        match Message::parse(&bytes).expect("a message") {
-            Some((message, _)) if message.kind != Kind::Alive => return Some(message),
-            Some((_, len)) => drop(bytes.drain(..len)),
-            None => {
-                let mut byte = [0];
-                if !matches!(from.read(&mut byte), Ok(1)) {
-                    return None;
-                }
-                bytes.push(byte[0]);
-            }
+        let message = hear_any(from)?;
+        if message.kind.is_kept() {
+            return Some(message);
         }
     }
 }
 
+/// The next message; none at the end.
+pub(crate) fn hear_any(mut from: &TcpStream) -> Option<Message> {
+    let mut bytes = Vec::new();
+    loop {
+        if let Some((message, _)) = Message::parse(&bytes).expect("a message") {
+            return Some(message);
+        }
+        let mut byte = [0];
+        if !matches!(from.read(&mut byte), Ok(1)) {
+            return None;
+        }
+        bytes.push(byte[0]);
+    }
+}
+
 /// A frame of this one byte.
-fn frame(number: u64, offset: u64, byte: u8) -> Vec<u8> {
+pub(crate) fn frame(number: u64, offset: u64, byte: u8) -> Vec<u8> {
     let header = FrameHeader {
         channel: 0,
         method: 0,
@@ -94,14 +113,16 @@ fn who_goes_before_being_welcomed_does_not_end_the_receiver() {
     let pair = Pair::new(2, 0);
     {
         let mut socket = TcpStream::connect(pair.tcp.local_addr().expect("bound")).expect("it listens");
-        greeting(Role::Control).write(&mut socket).expect("there is room");
+        greeting(Role::Control, [0; 16])
+            .write(&mut socket)
+            .expect("there is room");
         // Its end is a reset, which the receiver's answer meets.
         rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO)).expect("a socket");
     }
     thread::scope(|scope| {
         let receiver = scope.spawn(|| receive(&pair.tcp, &pair.receiver(), &pair.stop, None));
         let control = loop {
-            match Raw::greet(&pair, Role::Control) {
+            match Raw::greet(&pair, Role::Control, [0; 16]) {
                 Ok((control, _)) => break control,
                 // Until it is known that the first one has gone.
                 Err(WireError::Refused(_)) => thread::yield_now(),
@@ -180,6 +201,7 @@ fn with_receiver(welcome: &Welcome, says: &[Message]) -> Result<(), SendError> {
         tls: None,
         lanes: 1,
         delta_memory: 1 << 20,
+        patience: Duration::ZERO,
         limits: Arc::default(),
         accelerators: send::Accelerators::None,
     };
@@ -218,6 +240,7 @@ fn welcome(delta_memory: u64) -> Welcome {
         lanes: 1,
         channels: 4,
         methods: 0,
+        received: 0,
     }
 }
 

@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each program uses a part of it")]
 
 pub mod stream;
+pub mod wire;
 
 #[path = "../stream/reader.rs"]
 pub mod reader;

@@ -62,6 +62,17 @@ pub struct MigrationState {
     pub evidence: Option<EvidenceState>,
     /// For how long the guest stood still, in milliseconds, if that has been and is known.
     pub downtime_ms: Option<u64>,
+    /// The connections between the hosts.
+    pub link: MoveLinkState,
+}
+
+/// The connections between the hosts of a move.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MoveLinkState {
+    /// How often they were lost.
+    pub losses: u64,
+    /// For how long they have been lost now, in seconds; `null` while they are there. It is tried to make them again.
+    pub lost_seconds: Option<f64>,
 }
 
 /// Which way a VM goes.
@@ -326,14 +337,18 @@ impl MigrationState {
         (wire > 0).then(|| raw as f64 / wire as f64)
     }
 
-    /// How it is, in a few words: `moving, round 3`.
+    /// How it is, in a few words: `moving, round 3`, or that and `; link lost, trying again since 2 s`.
     pub fn words(&self) -> String {
         let round = self.course.as_ref().map_or(0, |course| course.round);
-        match self.phase {
+        let words = match self.phase {
             MigrationPhase::Moving if round > 0 => format!("moving, round {round}"),
             MigrationPhase::PostCopy => "post-copy".to_owned(),
             MigrationPhase::HandingOver => "handing over".to_owned(),
             phase => phase.name().to_owned(),
+        };
+        match self.link.lost_seconds {
+            Some(seconds) if !self.phase.is_over() => format!("{words}; link lost, trying again since {seconds:.0} s"),
+            _ => words,
         }
     }
 }

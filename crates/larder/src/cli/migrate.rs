@@ -81,6 +81,10 @@ pub(crate) struct SendingArguments {
     /// Send no more than so many bytes in a second
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     pub(crate) bandwidth: Option<ByteLen>,
+    /// When the connection to the other host is lost, try to make it again for so many seconds, and go on; at 0 a loss ends
+    /// the move at once
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
+    pub(crate) patience: u64,
     /// Take no more of the processors' time for compressing and sending: 1.5 is one and a half processors, on an average
     #[arg(long, value_name = "PROCESSORS", value_parser = parse_cpu, allow_negative_numbers = true)]
     pub(crate) cpu: Option<f64>,

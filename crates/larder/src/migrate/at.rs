@@ -148,6 +148,15 @@ pub(crate) fn text(state: &MigrationState) -> String {
             ),
         );
     }
+    if state.link.losses > 0 {
+        said.line(
+            "link",
+            match state.link.losses {
+                1 => "was lost once".to_owned(),
+                losses => format!("was lost {losses} times"),
+            },
+        );
+    }
     if let Some(limits) = &state.limits {
         said.line("limits", limits_text(limits));
     }

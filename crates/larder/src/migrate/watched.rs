@@ -10,11 +10,11 @@ use larder_codec::select::{Offer, Way};
 use larder_migrate::limits::{InForce, Limits};
 use larder_migrate::moving::destination::{Destination, Stage};
 use larder_migrate::moving::watch::Report;
-use larder_migrate::progress::{Choice, Progress, Totals};
+use larder_migrate::progress::{Choice, LinkState, Progress, Totals};
 use larder_migrate::receive::{self, Delivered};
 use larder_vm::control::migration::{
     ClassState, CourseState, DeliveredState, Direction, EvidenceState, MethodState, Migration, MigrationLimits,
-    MigrationPatch, MigrationPhase, MigrationState, MoveRates, OfferState, SentState,
+    MigrationPatch, MigrationPhase, MigrationState, MoveLinkState, MoveRates, OfferState, SentState,
 };
 use larder_vm::control::{ControlError, ControlServer, Subject};
 use larder_vm::vm::find::make_migration_control;
@@ -238,6 +238,7 @@ impl Migration for Watched {
                     peer: watched.peer().map(|peer| peer.to_string()),
                     rates: rates_of_what_came(&now.came),
                     delivered: Some(delivered_state(&delivered)),
+                    link: link_state(&watched.link()),
                     ..base
                 }
             }
@@ -255,6 +256,7 @@ impl Migration for Watched {
                     limits: Some(limits_state(&limits.now(), *whole)),
                     evidence: Some(evidence_state(&progress.choice())),
                     downtime_ms: report.and_then(|report| report.downtime_ms),
+                    link: link_state(&progress.link()),
                     ..base
                 }
             }
@@ -342,6 +344,13 @@ fn course_state(report: &Report) -> CourseState {
         expected_seconds: report.expected_seconds,
         expected_downtime_ms: report.expected_downtime_ms,
         verdict: report.verdict.clone(),
+    }
+}
+
+fn link_state(link: &LinkState) -> MoveLinkState {
+    MoveLinkState {
+        losses: link.losses,
+        lost_seconds: link.lost.map(|lost| lost.elapsed().as_secs_f64()),
     }
 }
 

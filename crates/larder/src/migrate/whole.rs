@@ -1,7 +1,6 @@
 //! `larder migrate VM --to HOST` and `larder migrate receive --qmp`: the whole move.
 
 use std::io::{IsTerminal, Write};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -231,7 +230,7 @@ fn told(done: &Done, progress: &Progress) -> String {
 
 /// Takes in one VM, over as many sessions as its source needs.
 pub(super) fn receive(
-    listener: &TcpListener,
+    port: &receive::Port,
     options: &receive::Options,
     stop: &AtomicBool,
     destination: &Destination,
@@ -240,7 +239,7 @@ pub(super) fn receive(
     // Since when it is clear what becomes of the VM, but perhaps not to its source.
     let mut settled = None;
     let (state, result) = loop {
-        let result = one_session(listener, options, stop, destination, settled);
+        let result = one_session(port, options, stop, destination, settled);
         let state = destination.look_now();
         let may_ask = match state {
             State::Running { whole: true } => true,
@@ -307,7 +306,7 @@ pub(super) fn receive(
 
 /// Waits for a source, and takes in what it carries, until it has ended, or nobody is to be waited for any more.
 fn one_session(
-    listener: &TcpListener,
+    port: &receive::Port,
     options: &receive::Options,
     stop: &AtomicBool,
     destination: &Destination,
@@ -334,7 +333,7 @@ fn one_session(
             }
         });
         let agent = |notes| destination.answer(&notes);
-        let result = receive::receive(listener, options, &stop_session, Some(&agent));
+        let result = receive::receive(port, options, &stop_session, Some(&agent));
         ended.store(true, Ordering::Relaxed);
         result
     })

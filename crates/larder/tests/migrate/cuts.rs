@@ -1,10 +1,10 @@
-//! What breaks while a session is under way: whoever is left ends soon, as a failure that says why, and neither QEMU takes
-//! what it has for the whole.
+//! What breaks while a session is under way that does not connect again: whoever is left ends soon, as a failure that says
+//! why, and neither QEMU takes what it has for the whole.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
-use crate::ends::{Between, Received, main_channel, was_closed, write};
+use crate::ends::{Between, Received, Waiting, main_channel, was_closed, write};
 use crate::support::{LIMIT, pattern};
 
 /// How far a session has come.
@@ -46,7 +46,7 @@ impl Session {
     fn at(stage: Stage) -> Self {
         let mut session = Self {
             stage,
-            between: Between::start(),
+            between: Waiting::start(&[]).joined(&["--patience", "0"]),
             stream: match stage {
                 // It cannot become less on the link, and is more than the window.
                 Stage::Full => pattern(1, 48 << 20),

@@ -139,7 +139,7 @@ fn carried(change: &Change) -> bool {
     let tamper = move |number, going: Way| -> Option<Box<dyn Tamper>> {
         (number == connection && going == way).then(|| Box::new(Changer::new(how)) as Box<dyn Tamper>)
     };
-    let mut between = Waiting::start(&["--lanes", "1"]).joined_by(&[], tamper);
+    let mut between = Waiting::start(&["--lanes", "1"]).joined_by(&["--patience", "0"], tamper);
     let stream = main_channel(PAGES);
     // The messages that come before anything is carried may be those that are damaged.
     let source = between.source_unless_over();

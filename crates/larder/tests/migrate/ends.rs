@@ -1,7 +1,7 @@
 //! A sender and a receiver between two ends that a test holds itself, and that stand for QEMU's.
 
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -140,6 +140,14 @@ impl Waiting {
         self.joined_over(relay, larder(), words)
     }
 
+    /// Likewise, with nothing in between.
+    pub(crate) fn joined_directly(self, words: &[&str]) -> Between {
+        // Nobody comes there.
+        let relay = Relay::start(self.receiver.address()).expect("a port");
+        let to = self.receiver.address();
+        self.joined_to(to, relay, larder(), words)
+    }
+
     /// Likewise, by this program for the sender's.
     pub(crate) fn joined_with(self, larder: &Path, words: &[&str]) -> Between {
         let relay = Relay::tampering(self.receiver.address(), |_, _| None).expect("a port");
@@ -147,8 +155,13 @@ impl Waiting {
     }
 
     fn joined_over(self, relay: Relay, larder: &Path, words: &[&str]) -> Between {
+        let to = relay.address();
+        self.joined_to(to, relay, larder, words)
+    }
+
+    fn joined_to(self, to: SocketAddr, relay: Relay, larder: &Path, words: &[&str]) -> Between {
         let words = [&["--lanes", "2"], words].concat();
-        let sender = Side::sender(larder, &self.folder.path().join("sender"), relay.address(), &words);
+        let sender = Side::sender(larder, &self.folder.path().join("sender"), to, &words);
         Between {
             folder: self.folder,
             incoming: self.incoming,

@@ -10,8 +10,8 @@ use larder_bench::campaign::process::Process;
 use crate::ends::{Received, Waiting, was_closed};
 use crate::support::{LIMIT, larder, on_tmpfs};
 use crate::wire::{
-    CLOSE, CLOSED, DELIVERED, END, FAILED, Frame, HELLO_BYTES, NOTE, OPEN, RETURN, WELCOME_BYTES, crc32c, hello,
-    message, next_message, put, say, seal, welcome,
+    ALIVE, CLOSE, CLOSED, DELIVERED, END, FAILED, Frame, HELLO_BYTES, NOTE, OPEN, RECEIVED, RETURN, WELCOME_BYTES,
+    crc32c, hello, message, next_message, put, say, seal, welcome,
 };
 
 fn read<const LEN: usize>(mut from: &TcpStream) -> [u8; LEN] {
@@ -29,9 +29,9 @@ struct Sender {
 
 impl Sender {
     fn connect(waiting: &Waiting) -> Self {
-        let connect = |session| {
+        let connect = |lane| {
             let socket = TcpStream::connect(waiting.receiver.address()).expect("it listens");
-            say(&socket, &hello(session));
+            say(&socket, &hello(lane));
             let welcome: [u8; WELCOME_BYTES] = read(&socket);
             (socket, welcome)
         };
@@ -39,7 +39,7 @@ impl Sender {
         let session = welcome[16..32].try_into().expect("16 bytes");
         Self {
             control,
-            lanes: [(); 2].map(|()| connect(Some(session)).0),
+            lanes: [0, 1].map(|number| connect(Some((number, session))).0),
             window: u32::from_le_bytes(welcome[40..44].try_into().expect("4 bytes")).into(),
         }
     }
@@ -262,7 +262,7 @@ fn messages_that_no_sender_sends_are_refused() {
     bad_sender("the sender sent the end of all, while channel 0 is open", |sender| {
         sender.tell(END, 0)
     });
-    for kind in [DELIVERED, RETURN, CLOSED] {
+    for kind in [DELIVERED, RETURN, CLOSED, RECEIVED] {
         bad_sender(", which no sender sends", |sender| sender.tell(kind, 1));
     }
     bad_sender("the sender sent something of channel 4", |sender| {
@@ -278,7 +278,7 @@ fn what_is_no_message_is_refused() {
     bad_sender("a control message: the magic is ", |sender| {
         say(&sender.control, &[0x20; 24])
     });
-    bad_sender("a control message: the kind is 10", |sender| sender.tell(10, 0));
+    bad_sender("a control message: the kind is 11", |sender| sender.tell(11, 0));
     bad_sender("a control message: its checksum is ", |sender| {
         let mut bytes = message(NOTE, 0, 0, b"a note");
         bytes[25] ^= 1;
@@ -390,12 +390,15 @@ fn greetings_of_no_receiver_are_refused() {
     assert!(said.contains("the answer of the receiver: its checksum is "), "{said}");
 }
 
+/// Words of a sender that does not connect again.
+const ONE_LANE: [&str; 4] = ["--lanes", "1", "--patience", "0"];
+
 /// A receiver that begins well, and then says this, which ends the sender with this text.
 fn bad_receiver(text: &str, says: &[Vec<u8>]) {
     let (folder, listener) = (on_tmpfs(), TcpListener::bind("127.0.0.1:0").expect("a port"));
     let to = listener.local_addr().expect("bound").to_string();
     let path = folder.path().join("sender");
-    let mut process = Process::start(send_command(larder(), &path, &to, &["--lanes", "1"])).expect("starts");
+    let mut process = Process::start(send_command(larder(), &path, &to, &ONE_LANE)).expect("starts");
     let sockets = [(); 2].map(|()| {
         let (socket, _) = listener.accept().expect("it connects");
         let _: [u8; HELLO_BYTES] = read(&socket);
@@ -440,6 +443,18 @@ fn messages_that_no_receiver_sends_are_refused() {
     for kind in [OPEN, CLOSE, END] {
         bad_receiver(text, &[message(kind, 0, 0, b"")]);
     }
+    bad_receiver(
+        "the receiver says that it has received 2 frames of lane 0, which may be 0 to 1",
+        &[message(RECEIVED, 0, 2, b"")],
+    );
+    bad_receiver(
+        "the receiver says that it has received 0 frames of lane 1, which may be 0 to 0",
+        &[message(RECEIVED, 1, 0, b"")],
+    );
+    bad_receiver(
+        "the other side says that it has received 2 messages, which may be 0 to 1",
+        &[message(ALIVE, 0, 2, b"")],
+    );
     bad_receiver(
         "more notes than anybody reads",
         &vec![message(NOTE, 0, 0, b"a note"); 100],

@@ -1,6 +1,7 @@
 //! `larder migrate send` and `larder migrate receive`: between two real QEMUs, and between ends that stand for them where
 //! each byte and each moment counts.
 
+mod again;
 mod bandwidth;
 mod cuts;
 mod damaged;

@@ -50,7 +50,7 @@ fn strangers_do_not_disturb_a_session_that_is_under_way() {
     let mut others = silent(to, MANY);
     others.extend(strangers(to));
     // A lane of another session, and another session.
-    others.push(speaking(to, &hello(Some([9; 16]))));
+    others.push(speaking(to, &hello(Some((0, [9; 16])))));
     others.push(speaking(to, &hello(None)));
     let second = larder_bench::campaign::migration::larder::send_command(
         larder(),

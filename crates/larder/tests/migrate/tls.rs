@@ -11,10 +11,10 @@ use crate::ends::{Waiting, carries};
 use crate::support::{LIMIT, certificates, on_tmpfs, run};
 
 /// An authority, and certificates of it for a sender, and for receivers.
-struct Authority(TempDir);
+pub(crate) struct Authority(TempDir);
 
 impl Authority {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let this = Self(on_tmpfs());
         certificates::authority(this.0.path());
         this.sign("client", "clientAuth", "DNS:source.example");
@@ -30,7 +30,7 @@ impl Authority {
         self.0.path().to_owned()
     }
 
-    fn words(&self) -> [&str; 2] {
+    pub(crate) fn words(&self) -> [&str; 2] {
         ["--tls", self.0.path().to_str().expect("UTF-8")]
     }
 

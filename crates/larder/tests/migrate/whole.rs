@@ -342,6 +342,6 @@ fn a_vm_that_comes_by_post_copy_is_told_to_do_so_on_both_hosts() {
 
 #[test]
 fn a_vm_runs_at_one_place_whatever_is_cut_or_killed() {
-    let report = campaign(larder(), Release::Debian12, None, &Fault::ALL, 8, &mut Random::new(2)).expect("all is well");
-    assert_eq!(report.moves, 8);
+    let report = campaign(larder(), Release::Debian12, None, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
+    assert_eq!(report.moves, 9);
 }

@@ -12,9 +12,10 @@ pub(crate) const ALIVE: u8 = 6;
 pub(crate) const FAILED: u8 = 7;
 pub(crate) const NOTE: u8 = 8;
 pub(crate) const END: u8 = 9;
+pub(crate) const RECEIVED: u8 = 10;
 
-pub(crate) const HELLO_BYTES: usize = 48;
-pub(crate) const WELCOME_BYTES: usize = 56;
+pub(crate) const HELLO_BYTES: usize = 96;
+pub(crate) const WELCOME_BYTES: usize = 72;
 pub(crate) const FRAME_BYTES: usize = 64;
 const MESSAGE_BYTES: usize = 24;
 
@@ -41,13 +42,15 @@ pub(crate) fn seal(bytes: &mut [u8]) {
     put(bytes, at, &crc.to_le_bytes());
 }
 
-/// What a sender says first: of a control connection without a session, of a lane with one.
-pub(crate) fn hello(session: Option<[u8; 16]>) -> [u8; HELLO_BYTES] {
+/// What a sender says first: of a control connection without a session, of a lane with one and its number. It does not
+/// come back when it is lost.
+pub(crate) fn hello(lane: Option<(u8, [u8; 16])>) -> [u8; HELLO_BYTES] {
     let mut bytes = [0; HELLO_BYTES];
     put(&mut bytes, 0, b"LARDMIG\x01");
     bytes[8] = 1;
-    if let Some(session) = session {
+    if let Some((number, session)) = lane {
         bytes[10] = 1;
+        bytes[42] = number;
         put(&mut bytes, 16, &session);
     }
     put(&mut bytes, 32, &(1_u64 << 20).to_le_bytes());
@@ -143,7 +146,7 @@ pub(crate) fn frame_body(header: &[u8]) -> usize {
     [36, 40, 44, 48].into_iter().map(field).sum()
 }
 
-/// The next message but signs of life: its kind, channel, value and body.
+/// The next message but signs of life and of what has come: its kind, channel, value and body.
 pub(crate) fn next_message(mut from: &TcpStream) -> io::Result<(u8, u16, u64, Vec<u8>)> {
     loop {
         let mut header = [0; MESSAGE_BYTES];
@@ -153,7 +156,7 @@ pub(crate) fn next_message(mut from: &TcpStream) -> io::Result<(u8, u16, u64, Ve
         let channel = u16::from_le_bytes([header[16], header[17]]);
         let value = u64::from_le_bytes(header[8..16].try_into().expect("8 bytes"));
         assert_eq!(message(header[2], channel, value, &body), [&header[..], &body].concat());
-        if header[2] != ALIVE {
+        if ![ALIVE, RECEIVED].contains(&header[2]) {
             return Ok((header[2], channel, value, body));
         }
     }

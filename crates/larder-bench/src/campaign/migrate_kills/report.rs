@@ -12,10 +12,12 @@ use super::Disks;
 pub enum Fault {
     /// It just moves
     Nothing,
-    /// All connections end
+    /// All connections end, and can be made again
     CutLink,
-    /// Nothing goes over for 12 s, then all connections end
+    /// Nothing goes over for 12 s, then all connections end, and can be made again
     StallLink,
+    /// All connections end, and the mover was told not to make them again
+    LoseLink,
     /// The mover is killed, and started again
     KillMover,
     /// The receiver is killed, and started again
@@ -38,10 +40,11 @@ pub enum Fault {
 
 impl Fault {
     /// Each of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Nothing,
         Self::CutLink,
         Self::StallLink,
+        Self::LoseLink,
         Self::KillMover,
         Self::KillReceiver,
         Self::KillSource,
@@ -50,7 +53,7 @@ impl Fault {
     ];
 
     /// And with disks.
-    pub const WITH_DISKS: [Self; 12] = [
+    pub const WITH_DISKS: [Self; 13] = [
         Self::Nothing,
         Self::KillServer,
         Self::KillServerThere,
@@ -63,6 +66,7 @@ impl Fault {
         Self::CutLink,
         Self::Cancel,
         Self::StallLink,
+        Self::LoseLink,
     ];
 
     /// Its source's QEMU is killed.

@@ -62,7 +62,24 @@ struct State {
     held: bool,
     /// Nothing is read from or written to any connection.
     stalled: bool,
+    /// Connections with a lower number carry nothing any more, there and back.
+    frozen: [usize; 2],
     over: bool,
+}
+
+/// One way of a connection.
+#[derive(Clone, Copy)]
+struct Lane {
+    number: usize,
+    way: Way,
+    /// It carries frames.
+    counts: bool,
+}
+
+impl State {
+    fn is_frozen(&self, lane: Lane) -> bool {
+        lane.number < self.frozen[lane.way as usize]
+    }
 }
 
 impl Relay {
@@ -168,6 +185,19 @@ impl Relay {
         self.shared.lock().stalled = true;
     }
 
+    /// Carries nothing any more on the connections that there are now, that way, and says nothing of it; those that come
+    /// later work. A router that has forgotten them.
+    pub fn freeze(&self, way: Way) {
+        let mut state = self.shared.lock();
+        state.frozen[way as usize] = state.connections.len();
+        self.shared.changed.notify_all();
+    }
+
+    /// How many connections there have been.
+    pub fn connections(&self) -> usize {
+        self.shared.lock().connections.len()
+    }
+
     /// Ends all connections, in order as far as TCP knows.
     pub fn cut(&self) {
         self.cut_those(|_| true);
@@ -232,11 +262,15 @@ impl Shared {
     fn spawn(self: &Arc<Self>, number: usize, way: Way, [from, to]: [&Arc<TcpStream>; 2]) {
         let (relay, from, to) = (Arc::clone(self), Arc::clone(from), Arc::clone(to));
         let tamper = (self.tamper)(number, way);
-        let counts = number > 0 && way == Way::There;
-        std::thread::spawn(move || relay.pump(&from, &to, counts, tamper));
+        let lane = Lane {
+            number,
+            way,
+            counts: number > 0 && way == Way::There,
+        };
+        std::thread::spawn(move || relay.pump(&from, &to, lane, tamper));
     }
 
-    fn pump(&self, mut from: &TcpStream, to: &TcpStream, counts: bool, mut tamper: Option<Box<dyn Tamper>>) {
+    fn pump(&self, mut from: &TcpStream, to: &TcpStream, lane: Lane, mut tamper: Option<Box<dyn Tamper>>) {
         let mut buffer = vec![0; 64 << 10];
         let mut changed = Vec::new();
         while let Ok(len @ 1..) = from.read(&mut buffer) {
@@ -247,7 +281,7 @@ impl Shared {
                 goes_on = tamper.pass(bytes, &mut changed);
                 bytes = &changed;
             }
-            if !self.write(bytes, to, counts) {
+            if !self.write(bytes, to, lane) {
                 break;
             }
             if !goes_on {
@@ -257,7 +291,7 @@ impl Shared {
         }
         // Nor is it told that nothing more will come.
         let mut state = self.lock();
-        while state.stalled && !state.over {
+        while (state.stalled || state.is_frozen(lane)) && !state.over {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         drop(state);
@@ -265,9 +299,9 @@ impl Shared {
     }
 
     /// Hands on what may go on, and waits where it may not.
-    fn write(&self, mut bytes: &[u8], mut to: &TcpStream, counts: bool) -> bool {
+    fn write(&self, mut bytes: &[u8], mut to: &TcpStream, lane: Lane) -> bool {
         while !bytes.is_empty() {
-            let len = self.may_go(bytes.len(), counts);
+            let len = self.may_go(bytes.len(), lane);
             if len == 0 || to.write_all(&bytes[..len]).is_err() {
                 return false;
             }
@@ -277,19 +311,19 @@ impl Shared {
     }
 
     /// How many of so many bytes may go, once some may; 0 at the end.
-    fn may_go(&self, len: usize, counts: bool) -> usize {
+    fn may_go(&self, len: usize, lane: Lane) -> usize {
         let mut state = self.lock();
         loop {
             if state.over {
                 return 0;
             }
             let room = match state.hold_at {
-                Some(hold_at) if counts => hold_at.saturating_sub(state.carried),
+                Some(hold_at) if lane.counts => hold_at.saturating_sub(state.carried),
                 _ => u64::MAX,
             };
-            if room > 0 && !state.stalled {
+            if room > 0 && !state.stalled && !state.is_frozen(lane) {
                 let len = room.min(len as u64);
-                if counts {
+                if lane.counts {
                     state.carried += len;
                 }
                 return len as usize;

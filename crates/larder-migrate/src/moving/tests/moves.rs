@@ -48,7 +48,8 @@ impl Bed {
         let destination = Arc::new(Qemu::destination(folder.path()));
         let mover = Arc::new(Destination::new(&destination.qmp, &records, there).expect("it waits"));
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let to = listener.local_addr().expect("has one").to_string();
+        let port = receive::Port::new(listener).expect("a port");
+        let to = port.local_addr().expect("has one").to_string();
         let (cut, over) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let receiver = thread::spawn({
             let (mover, cut, over) = (Arc::clone(&mover), Arc::clone(&cut), Arc::clone(&over));
@@ -64,7 +65,7 @@ impl Bed {
                         lanes: 2,
                         watched: Arc::default(),
                     };
-                    let _ = receive::receive(&listener, &options, &cut, Some(&|notes| mover.answer(&notes)));
+                    let _ = receive::receive(&port, &options, &cut, Some(&|notes| mover.answer(&notes)));
                     cut.store(false, Ordering::Relaxed);
                 }
             }
@@ -79,6 +80,7 @@ impl Bed {
                     tls: None,
                     lanes: 1,
                     delta_memory: 1 << 20,
+                    patience: Duration::from_secs(30),
                     limits: Arc::default(),
                     accelerators: send::Accelerators::None,
                 },

@@ -1,0 +1,134 @@
+//! What a sender has of a session, and who may have what of it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::lane::Lane;
+use crate::base::{Frontier, Slots};
+use crate::decode::Bases;
+use crate::wire::{Hello, LANES_MAX, Proof, Role, SessionId, continues};
+
+/// The longest that a sender may have a receiver wait for it.
+const PATIENCE_MAX: Duration = Duration::from_secs(3600);
+
+/// What there is to have.
+pub(super) struct Offer {
+    pub(super) id: SessionId,
+    pub(super) delta_memory: u64,
+    pub(super) lanes: u16,
+    /// There is no link now.
+    pub(super) is_lost: bool,
+    /// A sender that knows nothing of the session may have the next one.
+    pub(super) has_next: bool,
+}
+
+/// What somebody gets who has greeted.
+pub(super) enum Granted {
+    /// A session of his own.
+    Session,
+    /// The session that there is, over another link.
+    Link,
+    /// One of its lanes.
+    Lane(Arc<Lane>),
+    /// The next session; this one ends.
+    Next,
+}
+
+/// Nobody's, before the first control connection.
+#[derive(Default)]
+pub(super) struct Claim(Option<Claimed>);
+
+struct Claimed {
+    bases: Arc<Bases>,
+    lanes: Vec<Arc<Lane>>,
+    patience: Duration,
+    link: u32,
+    proof: Proof,
+    /// Of `lanes`, those that this link has.
+    has: Vec<bool>,
+}
+
+impl Claim {
+    /// What a connection with this greeting may have; or why nothing.
+    pub(super) fn grant(&mut self, hello: &Hello, offer: &Offer) -> Result<Granted, &'static str> {
+        const NO_SESSION: &str =
+            "there is no such session here: this receiver was started since, or that one has ended";
+        const NO_LANE: &str = "there is no such session here, or it has all its lanes";
+        let Some(claimed) = &mut self.0 else {
+            return match (hello.role, hello.link) {
+                (Role::Control, 0) => {
+                    self.0 = Some(Claimed::new(hello, offer));
+                    Ok(Granted::Session)
+                }
+                (Role::Control, _) => Err(NO_SESSION),
+                (Role::Lane(_), _) => Err(NO_LANE),
+            };
+        };
+        let is_this = hello.session == offer.id;
+        match hello.role {
+            Role::Control if hello.link == 0 && offer.is_lost && offer.has_next => Ok(Granted::Next),
+            Role::Control if hello.link == 0 => Err("it is in the middle of a migration"),
+            Role::Control if !is_this => Err(NO_SESSION),
+            Role::Control => {
+                if !continues((claimed.link, &claimed.proof), (hello.link, &hello.proof)) {
+                    return Err("this session is another sender's");
+                }
+                (claimed.link, claimed.proof) = (hello.link, hello.proof);
+                claimed.has.fill(false);
+                Ok(Granted::Link)
+            }
+            Role::Lane(number) => {
+                let at = usize::from(number);
+                match claimed.lanes.get(at) {
+                    Some(lane) if is_this && hello.link == claimed.link && !claimed.has[at] => {
+                        claimed.has[at] = true;
+                        Ok(Granted::Lane(Arc::clone(lane)))
+                    }
+                    _ => Err(NO_LANE),
+                }
+            }
+        }
+    }
+
+    /// One that had something has gone before it was told.
+    pub(super) fn give_back(&mut self, hello: &Hello) {
+        let Some(claimed) = &mut self.0 else { return };
+        match hello.role {
+            Role::Control if hello.link == 0 => self.0 = None,
+            Role::Lane(number) if hello.link == claimed.link => claimed.has[usize::from(number)] = false,
+            // The next link is another one.
+            _ => {}
+        }
+    }
+
+    /// What the frames go by, how many lanes there may be, and how long to wait for the sender; once there is one.
+    pub(super) fn terms(&self) -> Option<(Arc<Bases>, u16, Duration)> {
+        let claimed = self.0.as_ref()?;
+        Some((Arc::clone(&claimed.bases), claimed.lanes.len() as u16, claimed.patience))
+    }
+
+    /// Nobody waits any more for what the sender has.
+    pub(super) fn stop(&self) {
+        if let Some(claimed) = &self.0 {
+            claimed.bases.frontier.stop();
+            claimed.lanes.iter().for_each(|lane| lane.berth.stop());
+        }
+    }
+}
+
+impl Claimed {
+    fn new(hello: &Hello, offer: &Offer) -> Self {
+        let lanes = hello.lanes.clamp(1, offer.lanes.clamp(1, LANES_MAX));
+        Self {
+            bases: Arc::new(Bases {
+                slots: Slots::new(hello.delta_memory.min(offer.delta_memory)),
+                frontier: Frontier::new(),
+            }),
+            lanes: (0..lanes).map(|number| Arc::new(Lane::new(number))).collect(),
+            patience: Duration::from_millis(hello.patience_ms.into()).min(PATIENCE_MAX),
+            link: hello.link,
+            proof: hello.proof,
+            has: vec![false; usize::from(lanes)],
+        }
+    }
+}

@@ -1,0 +1,356 @@
+//! A session with a sender, over one link after the other.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read as _, Write as _};
+use std::net::{IpAddr, Shutdown};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::Scope;
+use std::time::Duration;
+
+use ring::rand::SecureRandom as _;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::time::Timespec;
+
+use super::claim::Claim;
+use super::greetings::Greetings;
+use super::lane::{Berth, Landed};
+use super::queue::{Next, Queue};
+use super::{Agent, Delivered, Options, ReceiveError, lock, qemu};
+use crate::control::{Control, ControlError, Mailbox};
+use crate::link::Link;
+use crate::notes::Notes;
+use crate::progress::CpuTime;
+use crate::session::{Ending, Side};
+use crate::wire::{CHANNELS_MAX, FRAME_RAW_MAX, Kind, Message, SessionId};
+
+pub(super) struct Session<'a> {
+    pub(super) options: &'a Options,
+    pub(super) agent: Option<&'a Agent<'a>>,
+    pub(super) id: SessionId,
+    notes: Notes,
+    pub(super) mailbox: Arc<Mailbox>,
+    pub(super) greetings: Mutex<Greetings>,
+    pub(super) claim: Mutex<Claim>,
+    /// Where another control connection waits to be taken up.
+    pub(super) berth: Berth,
+    /// There is no link now.
+    pub(super) lost: AtomicBool,
+    queues: Mutex<BTreeMap<u16, Arc<Queue>>>,
+    delivered: Mutex<Delivered>,
+    pub(super) ending: Ending<ReceiveError>,
+    /// The sender has said something to whoever moves the VM, which comes before it sends any.
+    noted: AtomicBool,
+    /// The sender has said that nothing will follow.
+    pub(super) ended: AtomicBool,
+    over: AtomicBool,
+    pub(super) over_event: OwnedFd,
+}
+
+impl Side for Session<'_> {
+    type Error = ReceiveError;
+    const THREAD: &'static str = "larder-receive";
+
+    fn ending(&self) -> &Ending<ReceiveError> {
+        &self.ending
+    }
+
+    fn mailbox(&self) -> &Mailbox {
+        &self.mailbox
+    }
+
+    fn ended(&self) -> &AtomicBool {
+        &self.ended
+    }
+
+    fn go_home(&self) {
+        self.ending.shut();
+        self.notes.end();
+        self.over.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.over_event, &1_u64.to_ne_bytes());
+        self.berth.stop();
+        lock(&self.claim).stop();
+        for queue in lock(&self.queues).values() {
+            queue.stop();
+        }
+    }
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn new(options: &'a Options, agent: Option<&'a Agent<'a>>) -> Result<Self, ReceiveError> {
+        let mut id = [0; 16];
+        ring::rand::SystemRandom::new()
+            .fill(&mut id)
+            .map_err(|_| ReceiveError::io("random numbers")(io::Error::other("the system has none")))?;
+        let mailbox = Mailbox::new().map_err(ReceiveError::io("setting up the control connection"))?;
+        let mailbox = Arc::new(mailbox);
+        Ok(Self {
+            options,
+            agent,
+            id,
+            notes: Notes::new(Arc::clone(&mailbox)),
+            mailbox,
+            greetings: Mutex::default(),
+            claim: Mutex::default(),
+            berth: Berth::default(),
+            lost: AtomicBool::new(false),
+            queues: Mutex::default(),
+            delivered: Mutex::default(),
+            ending: Ending::new(),
+            noted: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            over_event: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+                .map_err(|error| ReceiveError::io("setting up an eventfd")(error.into()))?,
+        })
+    }
+
+    pub(super) fn delivered(&self) -> Delivered {
+        *lock(&self.delivered)
+    }
+
+    pub(super) fn into_error(self) -> Option<ReceiveError> {
+        self.ending.into_error()
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    pub(super) fn shut_greetings(&self) {
+        lock(&self.greetings).shut();
+    }
+
+    /// Waits for so long; whether the session goes on.
+    fn pause(&self, time: Duration) -> bool {
+        let timeout = Timespec::try_from(time).ok();
+        let _ = poll(&mut [PollFd::new(&self.over_event, PollFlags::IN)], timeout.as_ref());
+        !self.is_over()
+    }
+
+    pub(super) fn channels(&self) -> u16 {
+        self.options.channels.clamp(1, CHANNELS_MAX)
+    }
+
+    pub(super) fn window(&self) -> u32 {
+        self.options.window.max(2 * FRAME_RAW_MAX as u32)
+    }
+
+    /// Goes on with the first control connection, with which the session begins, and those that take its place, with the
+    /// last of which it ends.
+    pub(super) fn control<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        first: Link,
+        peer: IpAddr,
+        patience: Duration,
+    ) -> Result<(), ReceiveError> {
+        lock(&self.options.watched.0).peer = Some(peer);
+        if let Some(agent) = self.agent {
+            self.spawn(scope, "moving the VM", move || {
+                agent(self.notes.clone());
+                Ok(())
+            });
+        }
+        let (opened, to_open) = mpsc::channel();
+        self.spawn(scope, "connecting to QEMU", move || self.open_all(scope, &to_open));
+        let result = self.over_links(first, patience, &opened);
+        self.mailbox.end();
+        if result.is_ok() {
+            self.go_home();
+        }
+        result
+    }
+
+    fn over_links(
+        &self,
+        first: Link,
+        patience: Duration,
+        opened: &mpsc::Sender<Arc<Queue>>,
+    ) -> Result<(), ReceiveError> {
+        let mut link = first;
+        let mut number = 0;
+        loop {
+            let control = Control::new(link, number, &self.mailbox, !patience.is_zero())
+                .map_err(ReceiveError::io("the control connection"))?;
+            let lost = match control.exchange(|message| self.take(opened, message)) {
+                Ok(()) => return Ok(()),
+                // It does not come to say that it has heard the end.
+                Err(_) if patience.is_zero() && self.ended.load(Ordering::Relaxed) => return Ok(()),
+                Err(error) if patience.is_zero() || !error.is_symptom() => return Err(error.into()),
+                Err(error) => error,
+            };
+            self.ending.sockets.cut(number);
+            self.lost.store(true, Ordering::Release);
+            lock(&self.options.watched.0).link.lose();
+            tracing::warn!("link lost ({lost}); waiting for the sender to connect again");
+            match self.berth.take(Some(patience)) {
+                Landed::Link(again, over, received) => {
+                    (number, link) = (again, over);
+                    if let Err(error) = self.mailbox.resume(received) {
+                        // There is somebody to tell it.
+                        self.fail(error.into());
+                    }
+                }
+                Landed::Over => return Ok(()),
+                // All is delivered, and only that the sender knows so is not known.
+                Landed::Late if self.ended.load(Ordering::Relaxed) => return Ok(()),
+                Landed::Late => return Err(ReceiveError::Away { lost, waited: patience }),
+            }
+            self.lost.store(false, Ordering::Release);
+            let away = lock(&self.options.watched.0).link.restore();
+            tracing::info!("the link is back after {:.1} s", away.as_secs_f64());
+        }
+    }
+
+    /// What comes from the sender, to the end of the control connection.
+    fn take(&self, opened: &mpsc::Sender<Arc<Queue>>, message: Result<Message, ControlError>) {
+        let is_reason = matches!(&message, Ok(message) if message.kind == Kind::Failed);
+        if self.ending.has_failed() && !is_reason {
+            return;
+        }
+        let heard = message
+            .map_err(ReceiveError::from)
+            .and_then(|message| self.hear(opened, message));
+        if let Err(error) = heard {
+            self.fail(error);
+        }
+    }
+
+    /// A message of the sender's.
+    fn hear(&self, opened: &mpsc::Sender<Arc<Queue>>, message: Message) -> Result<(), ReceiveError> {
+        let unexpected = || Err(ReceiveError::Message(format!("{message:?}")));
+        if self.ended.load(Ordering::Relaxed) && message.kind != Kind::Failed {
+            return unexpected();
+        }
+        match message.kind {
+            Kind::Open => {
+                let queue = self.queue(message.channel)?;
+                if !queue.open() {
+                    return unexpected();
+                }
+                // It fails when the session is over.
+                let _ = opened.send(queue);
+                Ok(())
+            }
+            Kind::Close => self.queue(message.channel)?.close(message.value),
+            Kind::Failed => Err(ReceiveError::Sender(message.text())),
+            Kind::End => {
+                if let Some(number) = lock(&self.queues).values().find_map(|queue| queue.is_open()) {
+                    return Err(ReceiveError::Message(format!(
+                        "the end of all, while channel {number} is open"
+                    )));
+                }
+                self.ended.store(true, Ordering::Release);
+                self.mailbox.send(&Message::new(Kind::End, 0, 0));
+                self.mailbox.close_when_confirmed();
+                Ok(())
+            }
+            Kind::Note if self.agent.is_none() => Err(ReceiveError::Whole),
+            Kind::Note if self.notes.deliver(message.body.clone()) => {
+                self.noted.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            Kind::Note => Err(ReceiveError::Message("more notes than anybody reads".to_owned())),
+            Kind::Delivered | Kind::Return | Kind::Closed | Kind::Alive | Kind::Received => unexpected(),
+        }
+    }
+
+    /// The queue of a channel, which a frame may need before the channel is opened.
+    pub(super) fn queue(&self, number: u16) -> Result<Arc<Queue>, ReceiveError> {
+        if number >= self.channels() {
+            return Err(ReceiveError::Message(format!("something of channel {number}")));
+        }
+        let mut queues = lock(&self.queues);
+        let queue = queues
+            .entry(number)
+            .or_insert_with(|| Arc::new(Queue::new(number, self.window())));
+        Ok(Arc::clone(queue))
+    }
+
+    /// Connects to QEMU for each channel, in the order in which the other QEMU has connected: 7.2 takes the first one for the
+    /// main channel. QEMU may let this wait, which the control connection must not.
+    fn open_all<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        to_open: &mpsc::Receiver<Arc<Queue>>,
+    ) -> Result<(), ReceiveError> {
+        let path = &self.options.connect;
+        for queue in to_open {
+            let connected = qemu::connect(path, self.options.user, |time| self.pause(time));
+            let connected = connected.map_err(|source| match self.agent {
+                // Nobody has asked for QEMU to wait there.
+                Some(_) if !self.noted.load(Ordering::Relaxed) => ReceiveError::Stream,
+                _ => ReceiveError::Qemu {
+                    path: path.clone(),
+                    source,
+                },
+            })?;
+            let Some(socket) = connected else { return Ok(()) };
+            let socket = Arc::new(socket);
+            self.ending.shut_later(Arc::clone(&socket));
+            let (writer, written) = (Arc::clone(&queue), Arc::clone(&socket));
+            self.spawn(scope, "writing to QEMU", move || {
+                self.write(&writer, &written);
+                Ok(())
+            });
+            self.spawn(scope, "reading from QEMU", move || {
+                self.bring_back(&queue, &socket);
+                Ok(())
+            });
+        }
+        Ok(())
+    }
+
+    /// Hands QEMU the bytes of a channel.
+    fn write(&self, queue: &Queue, mut socket: &UnixStream) {
+        let tell = |bytes| self.mailbox.send(&Message::new(Kind::Delivered, queue.number, bytes));
+        let mut cpu = CpuTime::of_thread();
+        while let Some(next) = queue.next(tell) {
+            let Next::Bytes(bytes) = next else {
+                // All is delivered; QEMU may still have something to say.
+                let _ = socket.shutdown(Shutdown::Write);
+                return;
+            };
+            if socket.write_all(&bytes).is_err() {
+                // QEMU has ended or closed it, with bytes before it that it did not want.
+                let _ = socket.shutdown(Shutdown::Both);
+                queue.refuse();
+                self.mailbox.send(&Message::new(Kind::Closed, queue.number, 1));
+                return;
+            }
+            let raw = bytes.len() as u64;
+            let spent = cpu.spent();
+            self.count(|delivered| {
+                delivered.raw += raw;
+                delivered.cpu_ns += spent.all_ns;
+            });
+            queue.taken(bytes);
+        }
+    }
+
+    /// Brings what QEMU says to the sender.
+    fn bring_back(&self, queue: &Queue, mut socket: &UnixStream) {
+        let mut buffer = vec![0; 32 << 10];
+        loop {
+            match socket.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(len) => self
+                    .mailbox
+                    .send_when_room(&Message::with_body(Kind::Return, queue.number, &buffer[..len])),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => break,
+            }
+        }
+        queue.closed();
+        self.mailbox.send(&Message::new(Kind::Closed, queue.number, 0));
+    }
+
+    /// Counts, for the session and for those who watch.
+    pub(super) fn count(&self, count: impl Fn(&mut Delivered)) {
+        count(&mut lock(&self.delivered));
+        count(&mut lock(&self.options.watched.0).delivered);
+    }
+}

@@ -1,0 +1,142 @@
+//! What lies before each frame.
+
+use super::{
+    FRAME_DELTAS_MAX, FRAME_OPERATIONS_MAX, FRAME_RAW_MAX, WireError, check_seal, get_u16, get_u32, get_u64, put_u16,
+    put_u32, put_u64, seal,
+};
+
+const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"LFRM");
+
+/// Before each frame: 64 bytes.
+///
+/// ```text
+///  0  magic "LFRM"                                32  raw u32, bytes of the channel it stands for
+///  4  channel u16                                 36  bytes of the operations u32
+///  6  method of the pages u8, 0 as they are       40  bytes of the literals u32
+///  7  0                                           44  bytes of the pages, encoded, u32
+///  8  number u64, of all frames in order          48  bytes of the deltas u32
+/// 16  after u64: frames below are decoded first   52  CRC32C of the raw bytes
+/// 24  offset u64 in the channel                   56  0 u32
+///                                                 60  CRC32C of the 60 bytes before
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// Of which channel.
+    pub channel: u16,
+    /// The number of the method that the pages are encoded by; 0: they lie there as they are.
+    pub method: u8,
+    /// Frames are numbered from 0 in the order in which they were cut, over all channels.
+    pub number: u64,
+    /// All frames with lower numbers must be decoded first: this one takes something from the old pages that one of them
+    /// has changed, or changes what one of them takes. At most `number`.
+    pub after: u64,
+    /// Bytes of the channel before this frame's.
+    pub offset: u64,
+    /// Bytes of the channel that it stands for, 1 to [`FRAME_RAW_MAX`].
+    pub raw_len: u32,
+    /// Bytes of its first section, [`crate::frame`]'s operations.
+    pub operations_len: u32,
+    /// Bytes of the second, those of the channel that are no pages.
+    pub literals_len: u32,
+    /// Bytes of the third, the encoded pages.
+    pub pages_len: u32,
+    /// Bytes of the fourth, the deltas.
+    pub deltas_len: u32,
+    /// Of the raw bytes, so that what was encoded and decoded is known to be the same.
+    pub raw_crc: u32,
+}
+
+impl FrameHeader {
+    /// Bytes of a header.
+    pub const LEN: usize = 64;
+    const WHAT: &'static str = "a frame's header";
+
+    /// Its bytes.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        put_u32(&mut bytes, 0, FRAME_MAGIC);
+        put_u16(&mut bytes, 4, self.channel);
+        bytes[6] = self.method;
+        put_u64(&mut bytes, 8, self.number);
+        put_u64(&mut bytes, 16, self.after);
+        put_u64(&mut bytes, 24, self.offset);
+        put_u32(&mut bytes, 32, self.raw_len);
+        put_u32(&mut bytes, 36, self.operations_len);
+        put_u32(&mut bytes, 40, self.literals_len);
+        put_u32(&mut bytes, 44, self.pages_len);
+        put_u32(&mut bytes, 48, self.deltas_len);
+        put_u32(&mut bytes, 52, self.raw_crc);
+        seal(&mut bytes);
+        bytes
+    }
+
+    /// Checks and reads it.
+    ///
+    /// # Errors
+    /// It is none, is damaged, or has lengths that no frame has.
+    pub fn from_bytes(bytes: &[u8; Self::LEN]) -> Result<Self, WireError> {
+        if get_u32(bytes, 0) != FRAME_MAGIC {
+            let found = *bytes.first_chunk().expect("64 bytes");
+            return Err(WireError::Magic {
+                what: Self::WHAT,
+                found,
+            });
+        }
+        check_seal(bytes, Self::WHAT)?;
+        let header = Self {
+            channel: get_u16(bytes, 4),
+            method: bytes[6],
+            number: get_u64(bytes, 8),
+            after: get_u64(bytes, 16),
+            offset: get_u64(bytes, 24),
+            raw_len: get_u32(bytes, 32),
+            operations_len: get_u32(bytes, 36),
+            literals_len: get_u32(bytes, 40),
+            pages_len: get_u32(bytes, 44),
+            deltas_len: get_u32(bytes, 48),
+            raw_crc: get_u32(bytes, 52),
+        };
+        header.check()?;
+        Ok(header)
+    }
+
+    fn check(&self) -> Result<(), WireError> {
+        let bounds = [
+            ("the number of raw bytes", self.raw_len, FRAME_RAW_MAX),
+            (
+                "the length of the operations",
+                self.operations_len,
+                FRAME_OPERATIONS_MAX,
+            ),
+            ("the length of the literals", self.literals_len, self.raw_len as usize),
+            ("the length of the pages", self.pages_len, self.raw_len as usize),
+            ("the length of the deltas", self.deltas_len, FRAME_DELTAS_MAX),
+        ];
+        for (field, value, most) in bounds {
+            if value as usize > most {
+                return Err(WireError::Field {
+                    what: Self::WHAT,
+                    field,
+                    value: value.into(),
+                    allowed: "what fits a frame",
+                });
+            }
+        }
+        if self.raw_len == 0 || self.after > self.number || self.offset.checked_add(self.raw_len.into()).is_none() {
+            return Err(WireError::Field {
+                what: Self::WHAT,
+                field: "the order",
+                value: self.number,
+                allowed: "after nothing later, with at least a byte at an offset that there is",
+            });
+        }
+        Ok(())
+    }
+
+    /// Bytes that follow it.
+    #[must_use]
+    pub fn body_len(&self) -> usize {
+        (self.operations_len + self.literals_len + self.pages_len + self.deltas_len) as usize
+    }
+}

@@ -1,0 +1,283 @@
+//! What each connection begins with.
+
+use std::io::{Read, Write};
+
+use super::chain::Proof;
+use super::{
+    CHANNELS_MAX, FRAME_RAW_MAX, LANES_MAX, SessionId, VERSION, WireError, check_seal, get_u16, get_u32, get_u64,
+    printable, put_u16, put_u32, put_u64, seal,
+};
+
+const HELLO_MAGIC: [u8; 8] = *b"LARDMIG\x01";
+const WELCOME_MAGIC: [u8; 8] = *b"LARDMIG\x02";
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The first one of a link. That of link 0 opens a session; others go on with one.
+    Control,
+    /// One that carries frames, and its number.
+    Lane(u16),
+}
+
+/// The sender's first bytes on each connection: 96 of them.
+///
+/// ```text
+///  0  magic "LARDMIG\1"          32  delta memory u64, bytes that the sender would use
+///  8  version u16                40  lanes u16, that the sender would open
+/// 10  role u8: 0 control 1 lane  42  lane u16, its number
+/// 11  0                          44  patience u32, milliseconds
+/// 12  link u32                   48  received u64, messages of the receiver's that have come whole
+/// 16  session, or zeros          56  proof, 32 bytes
+///                                88  0 u32
+///                                92  CRC32C of the 92 bytes before
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// What the connection is for.
+    pub role: Role,
+    /// How often the connections of the session were made before, or tried to be.
+    pub link: u32,
+    /// Zeros where there is none yet.
+    pub session: SessionId,
+    /// Bytes of old pages that the sender would keep; where a session is opened.
+    pub delta_memory: u64,
+    /// How many lanes it would open; where a session is opened.
+    pub lanes: u16,
+    /// How long it tries to connect again, in milliseconds; 0: it does not. Where a session is opened.
+    pub patience_ms: u32,
+    /// Messages of the receiver's that have come whole; of a control connection.
+    pub received: u64,
+    /// That it is the sender that opened the session; of a control connection.
+    pub proof: Proof,
+}
+
+impl Hello {
+    const LEN: usize = 96;
+    const WHAT: &'static str = "the greeting of a sender";
+
+    /// Writes it.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub fn write(&self, to: &mut impl Write) -> Result<(), WireError> {
+        let mut bytes = [0; Self::LEN];
+        bytes[..8].copy_from_slice(&HELLO_MAGIC);
+        put_u16(&mut bytes, 8, VERSION);
+        if let Role::Lane(number) = self.role {
+            bytes[10] = 1;
+            put_u16(&mut bytes, 42, number);
+        }
+        put_u32(&mut bytes, 12, self.link);
+        bytes[16..32].copy_from_slice(&self.session);
+        put_u64(&mut bytes, 32, self.delta_memory);
+        put_u16(&mut bytes, 40, self.lanes);
+        put_u32(&mut bytes, 44, self.patience_ms);
+        put_u64(&mut bytes, 48, self.received);
+        bytes[56..88].copy_from_slice(&self.proof);
+        seal(&mut bytes);
+        to.write_all(&bytes)
+            .and_then(|()| to.flush())
+            .map_err(WireError::io(Self::WHAT))
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    /// The connection broke, or what came is no greeting of this version.
+    pub fn read(from: &mut impl Read) -> Result<Self, WireError> {
+        let bytes: [u8; Self::LEN] = read_greeting(from, Self::WHAT, HELLO_MAGIC)?;
+        let role = match bytes[10] {
+            0 => Role::Control,
+            1 => Role::Lane(get_u16(&bytes, 42)),
+            other => {
+                return Err(WireError::Field {
+                    what: Self::WHAT,
+                    field: "the role",
+                    value: other.into(),
+                    allowed: "0 or 1",
+                });
+            }
+        };
+        Ok(Self {
+            role,
+            link: get_u32(&bytes, 12),
+            session: bytes[16..32].try_into().expect("16 bytes"),
+            delta_memory: get_u64(&bytes, 32),
+            lanes: get_u16(&bytes, 40),
+            patience_ms: get_u32(&bytes, 44),
+            received: get_u64(&bytes, 48),
+            proof: bytes[56..88].try_into().expect("32 bytes"),
+        })
+    }
+}
+
+/// The receiver's answer to a [`Hello`]: 72 bytes, and a reason if it refuses.
+///
+/// ```text
+///  0  magic "LARDMIG\2"        44  lanes u16
+///  8  version u16              46  channels u16
+/// 10  refused u8               48  methods u32, a bit for each number that it decodes
+/// 11  0                        52  0 u32
+/// 12  bytes of the reason u32  56  received u64, messages, or frames of the lane, that have come whole
+/// 16  session                  64  0 u32
+/// 32  delta memory u64         68  CRC32C of the 68 bytes before
+/// 40  window u32               72  the reason, UTF-8, at most 1,024 bytes
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Welcome {
+    /// What the session's lanes must show.
+    pub session: SessionId,
+    /// Bytes of old pages that both sides keep, at most.
+    pub delta_memory: u64,
+    /// Bytes of each channel that may have been sent and not yet been taken by QEMU.
+    pub window: u32,
+    /// How many lanes may be opened.
+    pub lanes: u16,
+    /// How many channels may be opened.
+    pub channels: u16,
+    /// Bit n: the receiver decodes the method with the number n.
+    pub methods: u32,
+    /// Of a control connection, messages of the sender's that have come whole; of a lane, its frames.
+    pub received: u64,
+}
+
+impl Welcome {
+    const LEN: usize = 72;
+    const REASON_MAX: usize = 1024;
+    const WHAT: &'static str = "the answer of the receiver";
+
+    /// Writes it.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub fn write(&self, to: &mut impl Write) -> Result<(), WireError> {
+        let mut bytes = Self::begin();
+        bytes[16..32].copy_from_slice(&self.session);
+        put_u64(&mut bytes, 32, self.delta_memory);
+        put_u32(&mut bytes, 40, self.window);
+        put_u16(&mut bytes, 44, self.lanes);
+        put_u16(&mut bytes, 46, self.channels);
+        put_u32(&mut bytes, 48, self.methods);
+        put_u64(&mut bytes, 56, self.received);
+        seal(&mut bytes);
+        to.write_all(&bytes)
+            .and_then(|()| to.flush())
+            .map_err(WireError::io(Self::WHAT))
+    }
+
+    /// Tells a sender that it is not wanted, and why.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub fn refuse(to: &mut impl Write, reason: &str) -> Result<(), WireError> {
+        let reason = &reason.as_bytes()[..reason.len().min(Self::REASON_MAX)];
+        let mut bytes = Self::begin();
+        bytes[10] = 1;
+        put_u32(&mut bytes, 12, reason.len() as u32);
+        seal(&mut bytes);
+        to.write_all(&bytes)
+            .and_then(|()| to.write_all(reason))
+            .and_then(|()| to.flush())
+            .map_err(WireError::io(Self::WHAT))
+    }
+
+    /// Reads it.
+    ///
+    /// # Errors
+    /// The connection broke, what came is no answer of this version, or the receiver refuses.
+    pub fn read(from: &mut impl Read) -> Result<Self, WireError> {
+        let bytes: [u8; Self::LEN] = read_greeting(from, Self::WHAT, WELCOME_MAGIC)?;
+        if bytes[10] != 0 {
+            let len = get_u32(&bytes, 12) as usize;
+            if len > Self::REASON_MAX {
+                return Err(WireError::Field {
+                    what: Self::WHAT,
+                    field: "the length of the reason",
+                    value: len as u64,
+                    allowed: "at most 1024",
+                });
+            }
+            let mut reason = vec![0; len];
+            from.read_exact(&mut reason).map_err(WireError::io(Self::WHAT))?;
+            return Err(WireError::Refused(printable(&reason)));
+        }
+        let welcome = Self {
+            session: bytes[16..32].try_into().expect("16 bytes"),
+            delta_memory: get_u64(&bytes, 32),
+            window: get_u32(&bytes, 40),
+            lanes: get_u16(&bytes, 44),
+            channels: get_u16(&bytes, 46),
+            methods: get_u32(&bytes, 48),
+            received: get_u64(&bytes, 56),
+        };
+        let wrong = |field, value, allowed| {
+            Err(WireError::Field {
+                what: Self::WHAT,
+                field,
+                value,
+                allowed,
+            })
+        };
+        if (welcome.window as usize) < FRAME_RAW_MAX {
+            return wrong("the window", welcome.window.into(), "at least a frame (278528)");
+        }
+        if welcome.lanes == 0 || welcome.lanes > LANES_MAX {
+            return wrong("the number of lanes", welcome.lanes.into(), "1 to 64");
+        }
+        if welcome.channels == 0 || welcome.channels > CHANNELS_MAX {
+            return wrong("the number of channels", welcome.channels.into(), "1 to 256");
+        }
+        Ok(welcome)
+    }
+
+    /// Whether it is an answer to this greeting.
+    ///
+    /// # Errors
+    /// It has the sender keep more old pages than that was ready to.
+    pub fn answers(&self, hello: &Hello) -> Result<(), WireError> {
+        if self.delta_memory <= hello.delta_memory {
+            return Ok(());
+        }
+        Err(WireError::Field {
+            what: Self::WHAT,
+            field: "the delta memory",
+            value: self.delta_memory,
+            allowed: "at most what this side asked for (--delta-memory)",
+        })
+    }
+
+    fn begin() -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        bytes[..8].copy_from_slice(&WELCOME_MAGIC);
+        put_u16(&mut bytes, 8, VERSION);
+        bytes
+    }
+}
+
+/// Reads a greeting of `LEN` bytes: magic first, so that a stranger is told apart before its version is believed.
+fn read_greeting<const LEN: usize>(
+    from: &mut impl Read,
+    what: &'static str,
+    magic: [u8; 8],
+) -> Result<[u8; LEN], WireError> {
+    let mut bytes = [0; LEN];
+    let (found, rest) = bytes.split_at_mut(8);
+    let read = from.read_exact(found);
+    // One that wants TLS closes the connection after an alert of 7 bytes; one that speaks it begins with its hello.
+    if matches!(found[..2], [0x15 | 0x16, 3]) {
+        return Err(WireError::Tls { what });
+    }
+    read.map_err(WireError::io(what))?;
+    if *found != magic {
+        let found = (&*found).try_into().expect("8 bytes");
+        return Err(WireError::Magic { what, found });
+    }
+    from.read_exact(rest).map_err(WireError::io(what))?;
+    let found = get_u16(&bytes, 8);
+    if found != VERSION {
+        return Err(WireError::Version { found });
+    }
+    check_seal(&bytes, what)?;
+    Ok(bytes)
+}

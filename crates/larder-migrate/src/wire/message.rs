@@ -1,0 +1,187 @@
+//! What the control connection carries.
+
+use std::fmt;
+
+use super::{BODY_MAX, WireError, get_u16, get_u32, get_u64, printable, put_u16, put_u32, put_u64};
+
+const MESSAGE_MAGIC: u16 = u16::from_le_bytes(*b"LM");
+
+/// What a control message is about; its numbers never change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// Sender: QEMU has opened this channel; the receiver opens it to the other QEMU, in the order of these messages.
+    Open = 1,
+    /// Sender: QEMU has closed this channel after the bytes that `value` says.
+    Close = 2,
+    /// Receiver: QEMU has taken `value` bytes of this channel, from its beginning.
+    Delivered = 3,
+    /// Both: bytes that go the other way, from the destination's QEMU to the source's.
+    Return = 4,
+    /// Receiver: the destination's QEMU has closed this channel, or does not read it any more.
+    Closed = 5,
+    /// Both: I am here, and have received `value` messages whole, but for those of this kind and [`Self::Received`].
+    Alive = 6,
+    /// Both: the session is over, for the reason in the body.
+    Failed = 7,
+    /// Both: something for those who move the VM, which the carrying of streams does not look into.
+    Note = 8,
+    /// Sender: all channels are closed and nothing will follow. The receiver answers with the same.
+    End = 9,
+    /// Receiver: `value` frames of the lane with the number in `channel` have come whole.
+    Received = 10,
+}
+
+impl Kind {
+    const ALL: [Self; 10] = [
+        Self::Open,
+        Self::Close,
+        Self::Delivered,
+        Self::Return,
+        Self::Closed,
+        Self::Alive,
+        Self::Failed,
+        Self::Note,
+        Self::End,
+        Self::Received,
+    ];
+
+    /// Whether it is told again after a loss. The others say what is so now, and the next one says it better.
+    #[must_use]
+    pub const fn is_kept(self) -> bool {
+        !matches!(self, Self::Alive | Self::Received)
+    }
+}
+
+/// A control message: a header of 24 bytes, then its body.
+///
+/// ```text
+///  0  magic "LM"    4  bytes of the body u32   16  channel u16
+///  2  kind u8       8  value u64               18  0
+///  3  0                                        20  CRC32C of the 20 bytes before and of the body
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Message {
+    /// What it is about.
+    pub kind: Kind,
+    /// Of which channel; 0 where it is about none.
+    pub channel: u16,
+    /// A count of bytes, where the kind says so.
+    pub value: u64,
+    /// At most [`BODY_MAX`] bytes.
+    pub body: Vec<u8>,
+}
+
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:?} of channel {} with {} and {} bytes",
+            self.kind,
+            self.channel,
+            self.value,
+            self.body.len()
+        )
+    }
+}
+
+impl Message {
+    /// Bytes of a message's header.
+    pub const HEADER_LEN: usize = 24;
+    const WHAT: &'static str = "a control message";
+
+    /// Without a body.
+    #[must_use]
+    pub const fn new(kind: Kind, channel: u16, value: u64) -> Self {
+        Self {
+            kind,
+            channel,
+            value,
+            body: Vec::new(),
+        }
+    }
+
+    /// With a reason or a note; what is longer than [`BODY_MAX`] is cut off.
+    #[must_use]
+    pub fn with_body(kind: Kind, channel: u16, body: &[u8]) -> Self {
+        Self {
+            kind,
+            channel,
+            value: 0,
+            body: body[..body.len().min(BODY_MAX)].to_vec(),
+        }
+    }
+
+    /// The body as words to show.
+    #[must_use]
+    pub fn text(&self) -> String {
+        printable(&self.body)
+    }
+
+    /// Bytes that it takes.
+    #[must_use]
+    pub fn wire_len(&self) -> usize {
+        Self::HEADER_LEN + self.body.len()
+    }
+
+    /// Appends its bytes.
+    pub fn append_to(&self, out: &mut impl Extend<u8>) {
+        let mut header = [0; Self::HEADER_LEN];
+        put_u16(&mut header, 0, MESSAGE_MAGIC);
+        header[2] = self.kind as u8;
+        put_u32(&mut header, 4, self.body.len() as u32);
+        put_u64(&mut header, 8, self.value);
+        put_u16(&mut header, 16, self.channel);
+        let crc = crc32c::crc32c_append(crc32c::crc32c(&header[..20]), &self.body);
+        put_u32(&mut header, 20, crc);
+        out.extend(header);
+        out.extend(self.body.iter().copied());
+    }
+
+    /// The message at the front of `bytes` and how many of them it takes; `None` while it is not whole.
+    ///
+    /// # Errors
+    /// It is none, or damaged.
+    pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, WireError> {
+        let Some(header) = bytes.first_chunk::<{ Self::HEADER_LEN }>() else {
+            return Ok(None);
+        };
+        let wrong = |field, value, allowed| {
+            Err(WireError::Field {
+                what: Self::WHAT,
+                field,
+                value,
+                allowed,
+            })
+        };
+        if get_u16(header, 0) != MESSAGE_MAGIC {
+            return wrong("the magic", get_u16(header, 0).into(), "19788");
+        }
+        let len = get_u32(header, 4) as usize;
+        if len > BODY_MAX {
+            return wrong("the length of the body", len as u64, "at most 65536");
+        }
+        let Some(kind) = Kind::ALL.into_iter().find(|kind| *kind as u8 == header[2]) else {
+            return wrong("the kind", header[2].into(), "1 to 10");
+        };
+        let Some(body) = bytes.get(Self::HEADER_LEN..Self::HEADER_LEN + len) else {
+            return Ok(None);
+        };
+        let expected = crc32c::crc32c_append(crc32c::crc32c(&header[..20]), body);
+        let found = get_u32(header, 20);
+        if found != expected {
+            return Err(WireError::Checksum {
+                what: Self::WHAT,
+                found,
+                expected,
+            });
+        }
+        let message = Self {
+            kind,
+            channel: get_u16(header, 16),
+            value: get_u64(header, 8),
+            body: body.to_vec(),
+        };
+        Ok(Some((message, Self::HEADER_LEN + len)))
+    }
+}
