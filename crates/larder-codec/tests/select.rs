@@ -289,7 +289,8 @@ impl Pipeline {
 
     /// How long the write took.
     fn send(&mut self, bytes: f64, ns: f64) -> f64 {
-        self.encoded_at += ns / self.encoders;
+        // Who encodes writes, too.
+        self.encoded_at += (ns + bytes * WRITE_NS_PER_BYTE) / self.encoders;
         // A full queue holds the encoders up.
         while self.queue_filled() >= 1.0 {
             self.encoded_at = self.queue[0].0;
@@ -344,6 +345,7 @@ fn choose(selector: &mut Selector, memory: &Memory, pipeline: &mut Pipeline, reg
     }
     let bytes = encoded.unwrap_or(BATCH_BYTES);
     selector.sent(bytes as u64, write_ns as u64);
+    selector.besides((bytes as f64 * WRITE_NS_PER_BYTE) as u64);
 }
 
 fn ns_of_choosing(image: &[Memory], selector: &mut Selector, mut pipeline: Pipeline) -> f64 {

@@ -128,7 +128,7 @@ fn each_side_hears_what_the_other_one_has_received_whole() {
         raw.send(1, &frame(6, 400, 7)[..50]);
         raw.wait_for(0, 5);
         raw.wait_for(1, 1);
-        say(&raw.control, &Message::with_body(Kind::Note, 0, b"a note")).expect("it takes it");
+        say(&raw.control, &Message::new(Kind::Close, 1, 0)).expect("it takes it");
         (&raw.control).write_all(b"LM").expect("it takes it");
         // When the next sign of life says so.
         while !matches!(crate::peers::hear_any(&raw.control), Some(message) if message.kind == Kind::Alive && message.value == 1)

@@ -25,6 +25,10 @@ use crate::qmp::{Qmp, QmpError};
 /// How long it takes from the last byte until the VM runs at the destination.
 const HAND_OVER: Duration = Duration::from_millis(30);
 
+/// How QEMU refuses another migration while one is being cleared up, and how long that may take.
+const STILL_BUSY: [&str; 2] = ["duplicate yank instance", "There's a migration process in progress"];
+const FREE_WITHIN: Duration = Duration::from_secs(5);
+
 /// Why QEMU's migration has not succeeded. The source's QEMU often has only seen that the other one hung up.
 fn why(migration: &Value, status: &str) -> String {
     let said = migration["error-desc"].as_str().unwrap_or("it does not say why");
@@ -273,7 +277,8 @@ impl<'a> Mover<'a> {
             downtime_ms: LIMIT_MS,
             throttle: self.options.throttle,
         };
-        course.leaving.before = self.settings().apply(&mut self.qmp, role)?;
+        let settings = self.settings();
+        course.leaving.before = self.once_free(|mover| settings.apply(&mut mover.qmp, role))?;
         // A mover after this one knows from it what was moved where, should this one end.
         if let Err(error) = self.place.save(&course.leaving) {
             course.leaving.before.restore(&mut self.qmp);
@@ -283,7 +288,22 @@ impl<'a> Mover<'a> {
             });
         }
         course.begun = Instant::now();
-        self.migrate(socket, false)
+        self.once_free(|mover| mover.migrate(socket, false))
+    }
+
+    /// QEMU says of a migration that it was cancelled or has failed before it has let go of all that belonged to it.
+    fn once_free<T>(&mut self, mut ask: impl FnMut(&mut Self) -> Result<T, QmpError>) -> Result<T, QmpError> {
+        let give_up = Instant::now() + FREE_WITHIN;
+        loop {
+            match ask(self) {
+                Err(QmpError::Refused { text, .. })
+                    if STILL_BUSY.iter().any(|busy| text.contains(busy)) && Instant::now() < give_up =>
+                {
+                    thread::sleep(LOOK_EVERY);
+                }
+                asked => return asked,
+            }
+        }
     }
 
     pub(super) fn migrate(&mut self, socket: &Path, resume: bool) -> Result<(), QmpError> {
