@@ -52,11 +52,12 @@ impl Berth {
         let begun = Instant::now();
         let mut state = lock(&self.state);
         loop {
-            if state.is_over {
-                return Landed::Over;
-            }
+            // Also in the end: whoever has come is to hear why.
             if let Some((number, link, received)) = state.next.take() {
                 return Landed::Link(number, link, received);
+            }
+            if state.is_over {
+                return Landed::Over;
             }
             let left = patience.map(|patience| patience.saturating_sub(begun.elapsed()));
             state = match left {
