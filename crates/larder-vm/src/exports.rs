@@ -1,9 +1,11 @@
 //! The exports of a disk: started together on the disk's loop, stopped together.
 
 use std::cell::RefCell;
+use std::fs::File;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,6 +26,7 @@ use crate::inherited::Inherited;
 use crate::latch::Latch;
 use crate::listen::{Access, ListenError, SocketFile};
 use crate::run::shell::command_line;
+use crate::runtime_folder;
 
 /// Where a vhost-user-blk server gets its front-ends from.
 #[derive(Clone, Debug)]
@@ -59,6 +62,9 @@ pub struct ExportsConfig {
     pub inherited: Inherited,
     /// Where a front-end's connection is kept for the next process.
     pub kept: Option<Keeping>,
+    /// The file, this disk's alone, where the next process finds which queues were not taken back by their front-end. It is
+    /// made if it is not there.
+    pub lent: Option<PathBuf>,
     /// Nobody is served before it is set.
     pub gate: Option<Latch<()>>,
 }
@@ -100,6 +106,8 @@ pub enum ExportError {
 pub struct Exports {
     vhost_user: Option<Rc<VhostUserServer>>,
     accepting: RefCell<Option<JoinHandle<io::Result<()>>>>,
+    /// Where it is noted which queues were not taken back.
+    lent: Option<PathBuf>,
     nbd: Option<Rc<NbdServer>>,
     /// Where they are, as it is told to programs.
     socket: Option<String>,
@@ -169,6 +177,17 @@ impl Exports {
         server.count_among(clients);
         if let Some(kept) = &config.kept {
             server.keep_in(kept);
+        }
+        if let Some(path) = &config.lent {
+            let noted = noted_queues(path).and_then(|file| server.note_queues_in(file));
+            self.lent = noted.is_ok().then(|| path.clone());
+            if let Err(error) = noted {
+                tracing::warn!(
+                    "{}: {error}: a server after this one will not know which queues of the disk ran, and could let its VM be \
+                     moved when it must not be",
+                    path.display()
+                );
+            }
         }
         let descriptor = match at {
             VhostUserAt::Path(path) => self.listen_on(path, config)?,
@@ -251,6 +270,11 @@ impl Exports {
         self.vhost_user.as_ref().is_some_and(|server| server.is_at_work())
     }
 
+    /// A guest's queue that its front-end has not taken back, and is elsewhere than that thinks.
+    pub fn not_taken_back(&self) -> Option<u16> {
+        self.vhost_user.as_ref().and_then(|server| server.not_taken_back())
+    }
+
     /// How they are used.
     pub fn state(&self) -> ExportsState {
         let vhost_user = self.socket.clone().zip(self.vhost_user.as_ref());
@@ -287,12 +311,26 @@ impl Exports {
             while server.is_connected() {
                 on.sleep(Duration::from_millis(1)).await;
             }
+            if let Some(path) = self.lent.as_ref().filter(|_| server.all_taken_back()) {
+                // It says nothing that is not so without it.
+                let _ = std::fs::remove_file(path);
+            }
         }
         if let Some(server) = &self.nbd {
             server.stop().await;
         }
         self.files.take();
     }
+}
+
+/// Opens the file of such queues; the folder above its own is there.
+fn noted_queues(path: &Path) -> io::Result<File> {
+    if let Some(folder) = path.parent() {
+        runtime_folder::make(folder, 0o700)?;
+    }
+    let mut how = File::options();
+    how.read(true).write(true).create(true).truncate(false).mode(0o600);
+    how.open(path)
 }
 
 /// How clients name an export that is served at `uri`: the certificates are not theirs.

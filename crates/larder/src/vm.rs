@@ -141,7 +141,7 @@ fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
 
 /// Without movers: the disks are this host's, or another one's until the VM comes from there.
 fn move_by_hand(path: &Path, config: &VmConfig, take: bool) -> anyhow::Result<ExitCode> {
-    let step = if take { VmMove::Keep } else { VmMove::Leave };
+    let step = if take { VmMove::Keep } else { VmMove::Expect };
     let is_served = match move_until_done(&config.control, step) {
         Ok(()) => true,
         Err(error) if is_not_served(&error) => false,

@@ -2,12 +2,13 @@
 //! go from the guest to the disk's thread without QEMU.
 //!
 //! [`message`] parses the protocol, [`receive`] reads messages, [`session`] carries them out, [`memory`] maps the guest,
-//! [`ring`] reads virtqueues, [`inflight`] notes what is under way so that a successor can take it up, [`memo`] what a
-//! successor could not ask for, [`record`] what the front-end would not say again, [`takeover`] hands a connection to the
-//! next process, [`queue`] runs requests and [`blk`] says what they mean.
+//! [`ring`] reads virtqueues, [`inflight`] notes what is under way so that a successor can take it up, [`lent`] which queues
+//! run, [`memo`] what a successor could not ask for, [`record`] what the front-end would not say again, [`takeover`] hands a
+//! connection to the next process, [`queue`] runs requests and [`blk`] says what they mean.
 
 pub mod blk;
 pub mod inflight;
+mod lent;
 pub mod memo;
 pub mod memory;
 pub mod message;
@@ -19,9 +20,11 @@ mod session;
 pub mod takeover;
 
 use std::cell::{Cell, OnceCell, RefCell};
+use std::fs::File;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::pin::pin;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 use larder_block::event_loop::{Listener, Socket};
@@ -33,6 +36,7 @@ pub use session::SessionError;
 use crate::activity::Activity;
 use crate::clients::Clients;
 use crate::view::View;
+use lent::Lent;
 use queue::Shared;
 use session::{End, Leave, Session, not_kept};
 use takeover::{Keeping, Kept};
@@ -191,7 +195,8 @@ impl VhostUserServer {
                 dirty_log: RefCell::new(None),
                 activity: Rc::clone(activity),
                 rests: Cell::new(false),
-                at_work: Cell::new(0),
+                at_work: RefCell::default(),
+                lent: Lent::default(),
                 under_way,
             }),
             queues: options.queues,
@@ -232,7 +237,36 @@ impl VhostUserServer {
 
     /// Whether a front-end has started a queue and not stopped it: its guest runs.
     pub fn is_at_work(&self) -> bool {
-        self.shared.at_work.get() > 0
+        !self.shared.at_work.borrow().is_empty()
+    }
+
+    /// Has a process after this one know which queues were not taken back, by this file, which is its disk's alone and empty
+    /// at first; this one goes on with what is in it. Said once, before [`VhostUserServer::run`].
+    ///
+    /// # Errors
+    /// It cannot be read or written, or is something else.
+    pub fn note_queues_in(&self, file: File) -> io::Result<()> {
+        self.shared.lent.keep_in(file)
+    }
+
+    /// Whether no queue was started since it was taken back.
+    pub fn all_taken_back(&self) -> bool {
+        self.shared.lent.queues().next().is_none()
+    }
+
+    /// A queue of which the front-end does not know where it is, so that its guest, once stopped, could not go on elsewhere:
+    /// it runs, or its server was killed, or its connection had ended, before the front-end had asked. One that has been
+    /// started where the front-end said, and has taken nothing since, is where it thinks.
+    pub fn not_taken_back(&self) -> Option<u16> {
+        let at_work = self.shared.at_work.borrow();
+        let is_as_told = |index: u16| {
+            let queue = at_work
+                .iter()
+                .filter_map(Weak::upgrade)
+                .find(|queue| queue.index() == index);
+            queue.is_some_and(|queue| !queue.has_moved())
+        };
+        self.shared.lent.queues().find(|index| !is_as_told(*index))
     }
 
     /// Accepts and serves front-ends, one after the other, until [`VhostUserServer::stop`].

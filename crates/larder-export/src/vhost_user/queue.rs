@@ -15,6 +15,7 @@ use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
 use super::blk::{self, DiskState, SERIAL_BYTES};
 use super::inflight::InflightQueue;
+use super::lent::Lent;
 use super::memory::{DirtyLog, GuestMemory};
 use super::ring::{Chain, Head, Ring, RingError, RingPosition};
 use crate::activity::Activity;
@@ -39,7 +40,9 @@ pub(super) struct Shared {
     /// No queue takes a request: the disk is not here.
     pub(super) rests: Cell<bool>,
     /// Queues that were started and not stopped.
-    pub(super) at_work: Cell<u32>,
+    pub(super) at_work: RefCell<Vec<Weak<Queue>>>,
+    /// Queues that the front-end has not taken back.
+    pub(super) lent: Lent,
     /// For whoever takes pages out of guest memory.
     pub(super) under_way: UnderWay,
 }
@@ -84,6 +87,8 @@ pub(super) struct QueueParts {
     pub(super) ring: Ring,
     pub(super) size: u32,
     pub(super) inflight: Option<InflightQueue>,
+    /// Where the front-end thinks that it is, as SET_VRING_BASE has it, if that is known.
+    pub(super) told: Option<u32>,
     /// None: the front-end does not kick, and the ring is polled without sleep.
     pub(super) kick: Option<Rc<OwnedFd>>,
     /// None: the front-end polls the used ring.
@@ -111,6 +116,8 @@ pub(super) struct Queue {
     /// Something was given back since the guest was last interrupted.
     unsignalled: Cell<bool>,
     running: Cell<u32>,
+    /// It is not where the front-end thinks.
+    moved: Cell<bool>,
     idle_waker: RefCell<Option<Waker>>,
     kick_waker: RefCell<Option<Waker>>,
     spare_chains: RefCell<Vec<Chain>>,
@@ -164,6 +171,7 @@ async fn serve(mut request: Request) {
 impl Queue {
     /// Starts a queue: first what a predecessor left in flight, then what is available.
     pub(super) fn start(on: &Loop, parts: QueueParts) -> Rc<Self> {
+        let packed = matches!(parts.ring, Ring::Packed(_));
         let queue = Rc::new_cyclic(|me| Self {
             me: Weak::clone(me),
             index: parts.index,
@@ -180,6 +188,7 @@ impl Queue {
             log_ring: Cell::new(parts.log_ring),
             unsignalled: Cell::new(false),
             running: Cell::new(0),
+            moved: Cell::new(false),
             idle_waker: RefCell::new(None),
             kick_waker: RefCell::new(None),
             spare_chains: RefCell::default(),
@@ -193,8 +202,11 @@ impl Queue {
                 panic!("more requests in flight than the ring has descriptors");
             }
         }));
-        queue.shared.at_work.update(|count| count + 1);
+        queue.shared.at_work.borrow_mut().push(Rc::downgrade(&queue));
         queue.resubmit();
+        if parts.told != Some(queue.position().to_base(packed)) {
+            queue.moved.set(true);
+        }
         // What was given back by a predecessor whose interrupt never went out: one too many does no harm.
         queue.unsignalled.set(true);
         *queue.poller.borrow_mut() = Some(on.add_poller(Rc::clone(&queue) as Rc<dyn Poller>));
@@ -237,6 +249,7 @@ impl Queue {
 
     fn launch(self: &Rc<Self>, memory: Rc<GuestMemory>, chain: Chain, head: Head, note: u16) {
         self.running.set(self.running.get() + 1);
+        self.moved.set(true);
         let request = Request {
             queue: Rc::clone(self),
             memory,
@@ -377,6 +390,15 @@ impl Queue {
         self.log_ring.set(log);
     }
 
+    pub(super) fn index(&self) -> u16 {
+        self.index
+    }
+
+    /// Whether it is not where the front-end thinks.
+    pub(super) fn has_moved(&self) -> bool {
+        self.moved.get()
+    }
+
     pub(super) fn position(&self) -> RingPosition {
         self.ring.borrow().position()
     }
@@ -406,7 +428,7 @@ impl Queue {
         self.signal();
         if let Some(poller) = self.poller.borrow_mut().take() {
             drop(poller);
-            self.shared.at_work.update(|count| count - 1);
+            self.shared.at_work.borrow_mut().retain(|queue| !queue.ptr_eq(&self.me));
         }
         drop(self.start.borrow_mut().take());
         self.position()

@@ -88,6 +88,8 @@ struct RingSetup {
     size: u32,
     addresses: Option<RingAddresses>,
     base: u32,
+    /// Where the front-end thinks that the ring is, if it has said so to this process.
+    told: Option<u32>,
     kick: Option<Rc<OwnedFd>>,
     /// SET_VRING_KICK was received, with or without a descriptor: the ring is started.
     started: bool,
@@ -149,6 +151,8 @@ pub(super) struct Session {
     /// For the next process.
     kept: Option<Kept>,
     leave: Rc<Leave>,
+    /// What is carried out was said to the process before this one, or follows from it.
+    repeats: bool,
 }
 
 impl Session {
@@ -169,6 +173,7 @@ impl Session {
             size_told: None,
             kept: None,
             leave,
+            repeats: false,
         }
     }
 
@@ -219,9 +224,11 @@ impl Session {
             .transpose()?;
         let said = said.unwrap_or_default();
         let goes_on = !said.is_empty();
+        self.repeats = true;
         for request in said {
             self.carry_out(request).await?;
         }
+        self.repeats = false;
         if goes_on {
             tracing::info!(disk = %self.shared.device.name(), "the front-end's connection goes on");
         }
@@ -295,6 +302,7 @@ impl Session {
                 self.socket.write_all(reply).await?;
                 // Only now: a death before that must leave the position in the notes, nobody else has it.
                 self.retire(ring);
+                self.shared.lent.take_back(ring as u16);
             }
             (_, Some(reply)) => self.socket.write_all(reply).await?,
             (Err(error), None) => return Err(error),
@@ -325,6 +333,7 @@ impl Session {
             Request::ResetDevice => {
                 self.stop_all().await;
                 (0..u32::from(self.queues_max)).for_each(|ring| self.retire(ring));
+                self.shared.lent.forget();
                 self.rings.fill_with(RingSetup::default);
                 self.features = 0;
                 self.status = 0;
@@ -413,8 +422,10 @@ impl Session {
             }
             Request::SetRingAddresses { ring, addresses } => self.set_addresses(ring, addresses).await?,
             Request::SetRingBase { ring, base } => {
+                let repeats = self.repeats;
                 let setup = self.idle_ring(ring)?;
                 setup.base = base;
+                setup.told = (!repeats).then_some(base);
                 // One that is new here may go on from a predecessor's notes, which know better.
                 if setup.ran {
                     self.retire(ring);
@@ -501,6 +512,11 @@ impl Session {
             return message::reply_config(offset, &[]);
         }
         let geometry = self.shared.geometry();
+        if self.inflight.is_none() && self.rings.iter().all(|ring| !ring.ran) {
+            // Of a device that has just been made: one that had run has the region of requests in flight, and hands that
+            // over, and starts its rings, before it asks.
+            self.shared.lent.forget();
+        }
         if offset == 0 && len >= 8 {
             self.size_told = Some(geometry.size);
             if let Some(memo) = self.memo() {
@@ -520,6 +536,10 @@ impl Session {
             (1..=self.queues_max).contains(&info.queues) && (1..=RING_SIZE_MAX).contains(&u32::from(info.queue_size));
         if !sound {
             return Err(SessionError::InflightSize(info.queues, info.queue_size));
+        }
+        if self.rings.iter().all(|ring| ring.queue.is_none()) {
+            // What an earlier guest has left, or this one before its reset, nobody takes up.
+            self.shared.lent.forget();
         }
         let write_cache = self.shared.write_cache.get();
         // QEMU 10 asks for the size that its user gave, and may then have rings of 1024.
@@ -668,17 +688,21 @@ impl Session {
             );
         }
         let position = RingPosition::from_base(setup.base, layout.packed);
+        let its_ring = Ring::new(&memory, layout, &addresses, position)?;
         let index = ring as u16;
         setup.ran = true;
+        // Before it takes anything.
+        shared.lent.lend(index);
         setup.queue = Some(Queue::start(
             &on,
             QueueParts {
                 index,
                 shared,
-                ring: Ring::new(&memory, layout, &addresses, position)?,
+                ring: its_ring,
                 memory,
                 size: setup.size,
                 inflight: notes,
+                told: setup.told,
                 kick: setup.kick.clone(),
                 call: setup.call.clone(),
                 enabled: setup.enabled || always_enabled,

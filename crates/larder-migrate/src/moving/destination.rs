@@ -538,7 +538,7 @@ impl Inner {
 
     /// QEMU has said that it does not let it run: so it has not run, and its disks are nobody's again.
     fn refuses_to_run(&mut self, postcopy: bool, reason: String) -> ToSource {
-        let left = self.have_disks(Deed::Leave);
+        let left = self.have_disks(Deed::GiveBack);
         let not_run = left.and_then(|()| self.enter(Phase::Coming));
         match not_run {
             Err(error) => not_yet(postcopy, format!("{reason}; and then: {error}")),

@@ -15,8 +15,11 @@ use crate::qmp::{Qmp, QmpError};
 pub enum Deed {
     /// Use caches as before again.
     Stay,
-    /// The guest has stopped: close the images for another host, and open them never again without being told.
+    /// The guest has stopped, and goes on elsewhere with what its QEMU knows of its queues: close the images for another host,
+    /// and open them never again without being told. Refused where QEMU cannot know that.
     Leave,
+    /// The guest does not run here after all: close them likewise.
+    GiveBack,
     /// Open them.
     Take,
     /// Open them, and as often as the server is started again: no other host has them.

@@ -13,7 +13,8 @@ use super::hot::Warming;
 use super::inquiry::Served;
 use crate::image::{self, CacheMode, Format, ImageOptions};
 
-/// How long a front-end may take to stop its queues once its guest has been stopped.
+/// How long a front-end may take to stop its queues once its guest has been stopped, or to come back and start them where it
+/// thinks that they are.
 const REST_MAX: Duration = Duration::from_secs(5);
 /// How often it is looked whether it has.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
@@ -25,7 +26,13 @@ pub enum DiskMove {
     Settle,
     /// Its VM stays after all: the cache is used as before [`DiskMove::Settle`].
     Stay,
-    /// The guest has stopped: the image has everything, durably, and of its cache nothing will be believed. It is still
+    /// The guest has stopped, and no request is carried out until [`DiskMove::Serve`]. If it `goes_on` elsewhere, with what its
+    /// front-end knows of its queues, they are where that thinks; else this is refused, and they go on.
+    Rest {
+        /// The guest's state goes along.
+        goes_on: bool,
+    },
+    /// After [`DiskMove::Rest`]: the image has everything, durably, and of its cache nothing will be believed. It is still
     /// locked.
     Part,
     /// The image is closed, and its locks are gone.
@@ -87,6 +94,7 @@ impl Moving {
         match step {
             DiskMove::Settle => self.settle(served).await,
             DiskMove::Stay => self.stay(served).await,
+            DiskMove::Rest { goes_on } => rest(on, served, goes_on).await,
             DiskMove::Part => self.part(on, served).await,
             DiskMove::Close => self.close(served).await,
             DiskMove::Open => self.open(on, served).await,
@@ -124,14 +132,6 @@ impl Moving {
 
     async fn part(&self, on: &Loop, served: &Served) -> Result<(), String> {
         let Some(image) = served.now() else { return Ok(()) };
-        let stopped = async {
-            while served.exports.is_at_work() {
-                on.sleep(LOOK_INTERVAL).await;
-            }
-        };
-        if on.timeout(REST_MAX, stopped).await.is_none() {
-            return Err("its guest is at work: stop the VM first (QEMU's stop)".to_owned());
-        }
         served.exports.rest(true);
         self.warming.stop().await;
         let parted = async {
@@ -198,5 +198,35 @@ impl Moving {
         served.image.replace(Some(image));
         tracing::info!(disk = %served.name(), "its image is open");
         Ok(())
+    }
+}
+
+/// Until the guest's queues rest.
+async fn rest(on: &Loop, served: &Served, goes_on: bool) -> Result<(), String> {
+    let exports = &served.exports;
+    // A front-end that comes back to a guest that stands still starts its queues all the same.
+    exports.rest(goes_on);
+    let moves = || {
+        if goes_on {
+            exports.not_taken_back().is_some()
+        } else {
+            exports.is_at_work()
+        }
+    };
+    let stopped = async {
+        while moves() {
+            on.sleep(LOOK_INTERVAL).await;
+        }
+    };
+    let rests = on.timeout(REST_MAX, stopped).await.is_some();
+    exports.rest(rests);
+    match exports.not_taken_back().filter(|_| goes_on) {
+        _ if rests => Ok(()),
+        Some(queue) => Err(format!(
+            "QEMU does not know how far its queue {queue} is: its server was killed while the guest worked, and the guest \
+             stopped before QEMU had connected to the next one, or that happened while it stood still. With QEMU's guess the \
+             guest would lose requests elsewhere; here they are repeated: let it run (QEMU's cont), and move it again"
+        )),
+        None => Err("its guest is at work: stop the VM first (QEMU's stop)".to_owned()),
     }
 }

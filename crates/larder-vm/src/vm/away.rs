@@ -5,6 +5,7 @@
 //! STATE/moves/NAME-HASH      a line for people: what has become of the VM; the hash is of its file's path
 //! ```
 
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -20,6 +21,15 @@ pub(super) fn folder() -> Option<PathBuf> {
     state_folder().map(|folder| folder.join("moves"))
 }
 
+/// What the files are called that concern the VM which is described in `file`. Two of one name in different folders are two
+/// VMs.
+pub(super) fn mark_of(file: &Path) -> OsString {
+    let file = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
+    let mut name = file.file_stem().unwrap_or_default().to_owned();
+    name.push(format!("-{:08x}", crc32c::crc32c(file.as_os_str().as_bytes())));
+    name
+}
+
 /// That of a VM, whether it is there or not.
 pub struct AwayNote {
     /// `None` if there is nowhere to have one.
@@ -27,13 +37,10 @@ pub struct AwayNote {
 }
 
 impl AwayNote {
-    /// Of the VM that is described in `file`. Two of one name in different folders are two VMs.
+    /// Of the VM that is described in `file`.
     pub fn of(file: &Path) -> Self {
-        let file = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
-        let mut name = file.file_stem().unwrap_or_default().to_owned();
-        name.push(format!("-{:08x}", crc32c::crc32c(file.as_os_str().as_bytes())));
         Self {
-            path: folder().map(|folder| folder.join(name)),
+            path: folder().map(|folder| folder.join(mark_of(file))),
         }
     }
 

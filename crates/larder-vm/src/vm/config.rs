@@ -250,6 +250,7 @@ impl VmDisk {
             access: self.access,
             inherited: inherited.clone(),
             kept: inherited.kept(&self.name, &self.wish.image),
+            lent: None,
             gate: None,
         };
         config.moves = Moves::Here;

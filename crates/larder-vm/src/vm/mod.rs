@@ -186,6 +186,7 @@ impl Vm {
         let gate = Latch::default();
         for wish in &config.disks {
             let mut disk = wish.config(&inherited);
+            disk.exports.lent = Some(lent_of(file, &wish.name));
             disk.exports.gate = Some(gate.clone());
             if is_away {
                 disk.moves = Moves::Away;
@@ -355,6 +356,13 @@ fn at_work(name: &str, disk: Disk, orders: &VmOrders) -> DiskAtWork {
         let _ = orders.0.send(Order::Ended(name, ended));
     });
     at_work
+}
+
+/// Where it is kept which queues of a disk were not taken back, until the host restarts.
+fn lent_of(file: &Path, disk: &str) -> PathBuf {
+    let mut name = away::mark_of(file);
+    name.push(format!(".{disk}"));
+    runtime_folder().join("queues").join(name)
 }
 
 fn stop_all(disks: Vec<(&str, Disk)>) {

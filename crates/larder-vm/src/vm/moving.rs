@@ -7,7 +7,8 @@
 //!                                        AWAY: started with a note that says so; no image is open
 //! HERE: settle, while the guest runs
 //! its guest has stopped
-//! leave: all is on the image, durably
+//! leave: its queues are where its QEMU thinks
+//!        all is on the image, durably
 //!        no cache is believed any more
 //!        the note is made
 //!        images are closed, locks go
@@ -22,6 +23,9 @@
 //! - Before the note is made a server that dies comes back with the images open, and its guest goes on; after it, it comes
 //!   back with none. The answer to `leave` follows the note, so whoever has it knows that no server of this host opens them
 //!   again by itself, not after a kill and not after a loss of power.
+//! - Nothing is left of a guest whose QEMU does not know how far its queues are: it has nobody to ask if the server is killed
+//!   in the moment in which the guest stops, takes a guess along, and the guest would be answered twice elsewhere, or never.
+//!   Here the next server knows it from the notes of requests in flight. So `leave` is refused, and the VM goes on here.
 //! - Caches are given up before the note is made: a cache that survives fits no disk ([`larder_cache::Cache::leave`]). What
 //!   is opened by `take` believes no cache besides: not one that was not closed, either.
 //! - The note goes before the guest runs: what it has written is found by every server that is started here, also after a
@@ -54,8 +58,12 @@ pub enum VmMove {
     Settle,
     /// It stays: they write back again.
     Stay,
-    /// Its guest has stopped here, and will run on another host: the images are closed.
+    /// Its guest has stopped here, and will run on another host with what its QEMU took along: the images are closed. Refused
+    /// where QEMU cannot know how far its queues are.
     Leave,
+    /// There is no guest of it here, or it has not run, and there may be one on another host that took nothing along from
+    /// here: the images are closed.
+    Expect,
     /// It comes: the images are opened.
     Take,
     /// Its guest runs here, or is about to, or no other host has it: the images are opened, and this host's.
@@ -89,7 +97,8 @@ impl Vm {
         match step {
             VmMove::Settle => self.all(DiskMove::Settle)?,
             VmMove::Stay => self.all(DiskMove::Stay)?,
-            VmMove::Leave => self.leave()?,
+            VmMove::Leave => self.leave(true)?,
+            VmMove::Expect => self.leave(false)?,
             VmMove::Take => self.take()?,
             VmMove::Keep => {
                 self.take()?;
@@ -100,10 +109,15 @@ impl Vm {
         Ok(())
     }
 
-    fn leave(&mut self) -> Result<(), String> {
+    fn leave(&mut self, goes_on: bool) -> Result<(), String> {
         if self.is_away {
             // The last one may not have waited for the end of that.
             return self.all(DiskMove::Close);
+        }
+        // Before anything is given up.
+        if let Err(error) = self.all(DiskMove::Rest { goes_on }) {
+            self.all(DiskMove::Serve)?;
+            return Err(error);
         }
         let why = "its VM has gone to another host";
         let parted = self

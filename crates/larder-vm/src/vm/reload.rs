@@ -12,7 +12,7 @@ use tokio::runtime::Runtime;
 use tokio::time::timeout;
 
 use super::config::{VmConfig, VmDisk};
-use super::{Order, Vm, VmError, at_work, check_places};
+use super::{Order, Vm, VmError, at_work, check_places, lent_of};
 use crate::control::ReloadReply;
 use crate::control::state::{CacheState, DiskState, LimitsState, PrefetchState};
 use crate::control::wishes::Reloaded;
@@ -164,7 +164,9 @@ impl Vm {
                 change.left(&wish.name, why);
                 continue;
             }
-            match Disk::start(wish.config(&self.inherited)) {
+            let mut disk = wish.config(&self.inherited);
+            disk.exports.lent = Some(lent_of(&self.file, &wish.name));
+            match Disk::start(disk) {
                 Ok(disk) => {
                     change.changed(&wish.name, "it is served now");
                     self.disks.push(at_work(&wish.name, disk, &self.orderer));

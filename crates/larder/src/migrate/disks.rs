@@ -78,6 +78,7 @@ impl DiskServers for LocalServers {
         let step = match deed {
             Deed::Stay => VmMove::Stay,
             Deed::Leave => VmMove::Leave,
+            Deed::GiveBack => VmMove::Expect,
             Deed::Take => VmMove::Take,
             Deed::Keep => VmMove::Keep,
             Deed::Yield => VmMove::Yield,

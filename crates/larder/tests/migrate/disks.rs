@@ -46,24 +46,24 @@ done
 "#;
 
 /// A host that serves this image, with a cache in this mode.
-fn host(image: &Path, mode: &str) -> Host {
+pub(crate) fn host(image: &Path, mode: &str) -> Host {
     let image = image.to_str().expect("UTF-8");
     Host::new(larder(), (image, "qcow2"), mode, on_tmpfs(), on_disk()).expect("its folders are there")
 }
 
-fn disk(of: &Host) -> DiskState {
+pub(crate) fn disk(of: &Host) -> DiskState {
     of.disk().expect("its server answers")
 }
 
-fn serve(of: &Host, options: &[&str]) -> Process {
+pub(crate) fn serve(of: &Host, options: &[&str]) -> Process {
     of.serve(options).expect("it serves")
 }
 
-fn receive(of: &Host, vm: &Vm) -> Side {
+pub(crate) fn receive(of: &Host, vm: &Vm) -> Side {
     of.receiver(vm, "127.0.0.1:0").expect("it listens")
 }
 
-fn send(of: &Host, source: &Vm, receiver: &Side, words: &[&str]) -> Command {
+pub(crate) fn send(of: &Host, source: &Vm, receiver: &Side, words: &[&str]) -> Command {
     of.mover(source, &receiver.address().to_string(), words)
 }
 
@@ -71,7 +71,7 @@ fn machine(release: Release) -> Machine {
     Machine::running(release, MEMORY_MIB, SCRIPT).expect("the test bed is set up")
 }
 
-fn image(folder: &TempDir) -> PathBuf {
+pub(crate) fn image(folder: &TempDir) -> PathBuf {
     let path = folder.path().join("web.qcow2");
     let text = path.to_str().expect("UTF-8");
     tool("qemu-img", &["create", "-q", "-f", "qcow2", text, "64M"]);
@@ -85,7 +85,7 @@ fn works_for_a_round(vm: &Vm) {
 }
 
 /// Moves the guest; it is at the other host then, and its disk with it.
-fn moves(machine: &Machine, (from, source): (&Host, Vm), to: &Host, consoles: &mut Vec<String>) -> Vm {
+pub(crate) fn moves(machine: &Machine, (from, source): (&Host, Vm), to: &Host, consoles: &mut Vec<String>) -> Vm {
     let mut source = source;
     let destination = to.incoming(machine).expect("QEMU starts");
     let mut receiver = receive(to, &destination);

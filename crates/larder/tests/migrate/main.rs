@@ -10,6 +10,7 @@ mod disks;
 mod ends;
 mod guests;
 mod hostile;
+mod in_flight;
 mod moves;
 mod strangers;
 #[path = "../support/mod.rs"]

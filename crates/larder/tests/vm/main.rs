@@ -4,6 +4,7 @@
 mod attacker;
 mod comes;
 mod confine;
+mod leaves;
 mod reload;
 #[path = "../support/mod.rs"]
 mod support;

@@ -61,6 +61,16 @@ impl Host {
         Ok(host)
     }
 
+    /// The same, of whose disk its VM's file says this besides, in lines.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn with_lines(self, lines: &str) -> io::Result<Self> {
+        let text = fs::read_to_string(self.file())?;
+        fs::write(self.file(), format!("{text}{lines}\n"))?;
+        Ok(self)
+    }
+
     /// The same, with a boot ID of its own, so that it can restart. This needs root.
     ///
     /// # Errors

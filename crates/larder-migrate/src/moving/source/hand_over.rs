@@ -84,9 +84,19 @@ impl Mover<'_> {
     /// Whether `Go` has arrived is not known, or what has become of the VM since: asks over new sessions until somebody says
     /// so. Returns the session in which the destination has said that it runs the VM, and whether it has all of its memory.
     pub(super) fn reach(&mut self, course: &mut Course) -> Result<(Carrier, bool), MoveError> {
-        self.let_disks_go(&mut course.leaving).map_err(|reason| {
-            MoveError::Unsettled(format!("all has arrived, but {reason}: run the same command again"))
-        })?;
+        self.let_disks_go(&mut course.leaving)
+            .map_err(|reason| match self.is_gone {
+                // No mover after this one would find a VM here.
+                true => MoveError::Lost {
+                    reason: format!(
+                        "it was not let run there, because {reason}; larder vm NAME --take has them open here for the next \
+                         boot, where they are not so still"
+                    ),
+                },
+                false => {
+                    MoveError::Unsettled(format!("all has arrived, but {reason}: run the same command again"))
+                }
+            })?;
         self.will_tell(course)?;
         let mut lost = "cancelled".to_owned();
         let mut late = Late::default();

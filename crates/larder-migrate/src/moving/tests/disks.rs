@@ -90,7 +90,7 @@ impl DiskServers for Server {
         }
         let mut open = self.open.lock().expect("no panic");
         match deed {
-            Deed::Leave | Deed::Yield => {
+            Deed::Leave | Deed::GiveBack | Deed::Yield => {
                 if let Some(qemu) = &*self.qemu.lock().expect("no panic") {
                     assert_ne!(qemu.is().run, "running", "its guest has the disk");
                 }
@@ -182,7 +182,7 @@ fn what_was_opened_at_the_destination_is_closed_where_its_vm_does_not_come_to_ru
     bed.destination.is().refuses.insert("cont");
     let result = bed.run();
     assert!(matches!(result, Err(MoveError::Here { .. })), "{result:?}");
-    assert_eq!(there.done(), ["warm", "take", "keep", "leave", "yield"]);
+    assert_eq!(there.done(), ["warm", "take", "keep", "giveback", "yield"]);
     assert_eq!((bed.source.is().run, open(&here)), ("running", vec!["source"]));
 }
 

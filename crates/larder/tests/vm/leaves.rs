@@ -1,0 +1,189 @@
+//! A guest's disk leaves with it only if its front-end knows how far its queues are, whatever became of their server.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use larder_bench::campaign::front_end::memory::Memory;
+use larder_bench::campaign::front_end::queue::Request;
+use larder_bench::campaign::front_end::ring::Buffer;
+use larder_vm::control::move_vm;
+use larder_vm::vm::VmMove;
+
+use super::support::{LIMIT, works};
+use super::{FrontEnd, Options, Process, Vm, ends};
+
+const ONE: &str = r#"
+control = "control"
+
+[[disk]]
+image = "IMAGES/data.raw"
+socket = "vda"
+"#;
+
+/// All writes but the first wait.
+const SLOW: &str = "iops-write = 1\n";
+
+fn vm(more: &str) -> Vm {
+    let vm = Vm::new(&format!("{ONE}{more}"));
+    vm.raw("data.raw", 8);
+    vm
+}
+
+fn start(vm: &Vm) -> Process {
+    let mut command = vm.command(&[]);
+    command.env("RUNTIME_DIRECTORY", vm.folder.path());
+    let process = Process::start(command).expect("larder starts");
+    process.wait_for(" ready ", LIMIT).expect("it serves");
+    process
+}
+
+/// As a mover asks when the guest has stopped.
+fn leaves(vm: &Vm) -> Result<(), String> {
+    let control = vm.path("control");
+    match move_vm(&control, VmMove::Leave) {
+        Ok(moved) => {
+            assert!(moved.done);
+            move_vm(&control, VmMove::Keep).expect("it comes back");
+            Ok(())
+        }
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn refuses(vm: &Vm, queue: usize) {
+    let why = leaves(vm).expect_err("it is not left");
+    assert!(why.contains(&format!("how far its queue {queue} is")), "{why}");
+    assert_eq!(vm.disks()[0]["away"], false);
+}
+
+fn options(queues: u16, packed: bool) -> Options {
+    Options {
+        queues,
+        packed,
+        ..Options::default()
+    }
+}
+
+fn connect(vm: &Vm, options: Options) -> FrontEnd {
+    FrontEnd::connect(&vm.path("vda"), options).expect("connects")
+}
+
+/// A guest whose driver has not begun, and that knows how large its disk is.
+fn realised(vm: &Vm) -> FrontEnd {
+    let stream = UnixStream::connect(vm.path("vda")).expect("connects");
+    let memory = Arc::new(Memory::new(8 << 20).expect("memory"));
+    let mut guest = FrontEnd::unconfigured(stream, options(2, false), memory).expect("connects");
+    guest.negotiate().expect("agrees");
+    assert_eq!(guest.capacity().expect("is told"), 8 << 20);
+    guest
+}
+
+fn comes_back(guest: &mut FrontEnd, vm: &Vm) {
+    let stream = UnixStream::connect(vm.path("vda")).expect("connects");
+    guest.reconnect(stream).expect("starts its queues");
+}
+
+/// As QEMU stops them.
+fn stops(guest: &FrontEnd) {
+    for queue in 0..guest.queues.len() {
+        guest.stop_queue(queue).expect("stops");
+    }
+}
+
+/// Asks for so many writes, and for a read after them, which is answered before all but the first.
+fn asks_for_much(guest: &mut FrontEnd, writes: u64) {
+    let data = [Buffer {
+        address: guest.data(),
+        len: 4096,
+    }];
+    for number in 0..writes {
+        guest.queue().add(&Request::write(8 * number, &data));
+        guest.queue().go();
+    }
+    guest.queue().complete(LIMIT).expect("the first is carried out");
+    let read = guest.queue().run(&Request::read(0, &data));
+    assert_eq!(read.expect("goes past the writes").status, 0);
+}
+
+#[test]
+fn a_guest_whose_server_was_killed_does_not_leave_before_its_front_end_has_asked_the_next_one() {
+    for packed in [false, true] {
+        let vm = vm(SLOW);
+        let mut server = start(&vm);
+        let mut guest = connect(&vm, options(1, packed));
+        asks_for_much(&mut guest, 3);
+        server.kill();
+        server = start(&vm);
+        // Whether it is there, or not yet.
+        refuses(&vm, 0);
+        comes_back(&mut guest, &vm);
+        for _ in 1..3 {
+            assert_eq!(guest.queue().complete(LIMIT).expect("is repeated").status, 0);
+        }
+        refuses(&vm, 0);
+        stops(&guest);
+        leaves(&vm).expect("it knows now");
+        drop(guest);
+        ends(server);
+    }
+}
+
+#[test]
+fn a_guest_whose_queues_were_taken_back_leaves_whatever_becomes_of_its_server() {
+    for packed in [false, true] {
+        let vm = vm("");
+        let mut server = start(&vm);
+        let mut guest = connect(&vm, options(2, packed));
+        works(&mut guest, 1);
+        stops(&guest);
+        leaves(&vm).expect("it knows");
+        server.kill();
+        server = start(&vm);
+        leaves(&vm).expect("it knows, and is not back yet");
+        // As QEMU does, though its VM stands still.
+        comes_back(&mut guest, &vm);
+        leaves(&vm).expect("they are where it has them start");
+        server.kill();
+        server = start(&vm);
+        comes_back(&mut guest, &vm);
+        leaves(&vm).expect("they are so still");
+        works(&mut guest, 2);
+        refuses(&vm, 0);
+        works(&mut guest, 3);
+        stops(&guest);
+        drop(guest);
+        leaves(&vm).expect("it knows");
+        ends(server);
+    }
+}
+
+#[test]
+fn nothing_that_an_earlier_guest_has_left_keeps_the_next_one_here() {
+    let vm = vm("");
+    let mut server = start(&vm);
+    // Its driver has not begun.
+    let guest = realised(&vm);
+    leaves(&vm).expect("there is nothing to know");
+    drop(guest);
+    for starts in [false, true] {
+        let mut guest = connect(&vm, options(2, false));
+        works(&mut guest, 1);
+        server.kill();
+        drop(guest);
+        server = start(&vm);
+        let guest = match starts {
+            false => realised(&vm),
+            true => {
+                let mut guest = connect(&vm, options(1, false));
+                works(&mut guest, 2);
+                stops(&guest);
+                guest
+            }
+        };
+        leaves(&vm).expect("what the earlier one had lent is of no meaning");
+        drop(guest);
+    }
+    ends(server);
+    let left = std::fs::read_dir(vm.path("queues")).expect("a folder").count();
+    assert_eq!(left, 0, "nothing is left behind that says nothing");
+}
