@@ -441,6 +441,7 @@ async fn open_cache(
         identity,
         files: std::mem::take(&mut opened.files),
         is_used: options.comes,
+        comes: options.comes,
     };
     match CachePlace::open(on, disk, &wish, options).await {
         Ok(cache) => Ok(Some(cache)),

@@ -170,6 +170,9 @@ pub(super) struct Cached {
     pub(super) files: Vec<DiskFile>,
     /// It has been used already: a cache that was closed before does not fit it any more, whatever it looks like.
     pub(super) is_used: bool,
+    /// It was used elsewhere since any cache here was: one that was not closed is not believed either, though the disk may
+    /// have no file whose times say so.
+    pub(super) comes: bool,
 }
 
 impl Cached {
@@ -181,6 +184,7 @@ impl Cached {
             identity: self.identity.clone(),
             files: self.files.iter().map(DiskFile::again).collect(),
             is_used: true,
+            comes: false,
         }
     }
 
@@ -516,7 +520,10 @@ async fn open_on(
     leave_out_others(on, &disk.identity, &used, &replaced::old_of(&note)).await?;
     let says = match superblock.clean {
         true => Says::Believe,
-        false => note.says(superblock, &disk.files),
+        false => match note.says(superblock, &disk.files) {
+            Says::Believe | Says::Detached(_) if disk.comes => Says::Changed,
+            says => says,
+        },
     };
     let mut detached = detached(superblock, says, &note, disk, wish)?;
     if wish.force && superblock.clean && superblock.may_be_dirty {

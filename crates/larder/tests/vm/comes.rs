@@ -2,6 +2,9 @@
 
 use std::process::Command;
 
+use larder_bench::campaign::front_end::queue::Request;
+use larder_bench::campaign::front_end::ring::Buffer;
+
 use super::confine::{status, threads};
 use super::support::{LIMIT, LoopDevice, run, works};
 use super::{FrontEnd, Options, Process, Vm, ends, text, tool};
@@ -115,6 +118,68 @@ fn nothing_that_a_cache_had_of_a_device_before_it_was_elsewhere_is_read() {
     says(&vm, "--take");
     assert_eq!(occupancy(), 0);
     ends(process);
+}
+
+/// What the guest reads at the beginning of its disk.
+fn first_byte(vm: &Vm) -> u8 {
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    let into = guest.data();
+    let buffers = [Buffer {
+        address: into,
+        len: 4096,
+    }];
+    let read = guest.queue().run(&Request::read(0, &buffers)).expect("reads");
+    assert_eq!(read.status, 0);
+    guest.memory.read_vec(into, 4096)[0]
+}
+
+/// Exports have no times that say that somebody else has written.
+#[test]
+fn nothing_is_read_from_the_cache_of_a_server_that_was_killed_before_its_disk_was_elsewhere() {
+    let vm = one();
+    let (image, socket) = (vm.images.path().join("data.raw"), vm.path("nbd"));
+    let mut nbdkit = Command::new("nbdkit");
+    nbdkit.args(["-f", "-v", "-U", text(&socket), "file", text(&image)]);
+    let nbdkit = Process::start(nbdkit).expect("nbdkit starts");
+    let give_up = std::time::Instant::now() + LIMIT;
+    while !socket.exists() {
+        assert!(std::time::Instant::now() < give_up, "{}", nbdkit.output());
+    }
+    let uri = format!("nbd+unix:///?socket={}", text(&socket));
+    let write_back = ONE.replace("cache-size", "cache-mode = \"wb\"\ncache-size");
+    vm.write(&write_back.replace("IMAGES/data.raw", &uri));
+    let writes = |byte: u8| {
+        let write = format!("write -P {byte} 0 64k");
+        tool("qemu-io", &["-f", "raw", "-c", &write, text(&image)]);
+    };
+    writes(1);
+    let mut process = start(&vm, &["--incoming"]);
+    says(&vm, "--take");
+    assert_eq!(first_byte(&vm), 1);
+    let give_up = std::time::Instant::now() + LIMIT;
+    while vm.disks()[0]["cache"]["occupancy"] == 0 {
+        assert!(std::time::Instant::now() < give_up, "{}", process.output());
+    }
+    // So that all of that is there after a kill.
+    ends(process);
+    process = start(&vm, &[]);
+    assert_eq!(first_byte(&vm), 1);
+    process.kill();
+    // On another host.
+    writes(2);
+    process = start(&vm, &["--incoming"]);
+    says(&vm, "--take");
+    assert_eq!(first_byte(&vm), 2);
+    // What only the cache has is not forgotten without a word.
+    let mut guest = FrontEnd::connect(&vm.path("vda"), Options::default()).expect("connects");
+    works(&mut guest, 1);
+    drop(guest);
+    process.kill();
+    let (code, said) = run(vm.command(&["--incoming"]));
+    assert!(
+        code == Some(2) && said.contains("may have data that was never written to it"),
+        "{said}"
+    );
 }
 
 #[test]
