@@ -428,20 +428,15 @@ async fn open_cache(
         let looked = cache::look(on, &identity, &wish, options).await;
         return looked.map(|()| None).map_err(failed);
     }
-    if options.comes {
-        // Of one that was not closed, too. What only a cache has is refused as ever.
-        let left = Note::others(&identity, &[]);
-        left.iter()
-            .filter(|other| !other.is_dirty())
-            .for_each(Other::is_used_without);
-    }
     let disk = cache::Cached {
         image: image.clone(),
         device: Rc::clone(&opened.device),
         identity,
         files: std::mem::take(&mut opened.files),
-        is_used: options.comes,
-        comes: options.comes,
+        used: match options.comes {
+            true => cache::Used::Elsewhere,
+            false => cache::Used::AsFilesTell,
+        },
     };
     match CachePlace::open(on, disk, &wish, options).await {
         Ok(cache) => Ok(Some(cache)),

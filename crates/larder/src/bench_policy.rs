@@ -2,14 +2,13 @@
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use larder_codec::measure::cpu_time;
 use larder_policy::curve::{MissRatioCurve, SAMPLE_DEFAULT};
 use larder_policy::replay::{Contender, Counts, Lines};
 use larder_policy::synthetic::Synthetic;
 use larder_policy::trace;
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
 use crate::cli::{BenchPolicyArguments, Output};
@@ -121,12 +120,6 @@ fn report(name: &str, lines: Lines, arguments: &BenchPolicyArguments) -> Report 
         lines,
         line_bytes,
     }
-}
-
-/// What this thread has had of its processor: a busy machine makes nothing slower by it.
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 fn text_of(report: &Report) -> anyhow::Result<String> {

@@ -8,14 +8,14 @@ mod image;
 mod pipeline;
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::ensure;
 use clap::Args;
 use larder_codec::PAGE;
 use larder_codec::batch::{BATCH_BYTES, BATCH_PAGES, Encoder, Method};
-use larder_codec::select::{Class, Selector, Sender, Way};
-use rustix::time::{ClockId, clock_gettime};
+use larder_codec::measure::cpu_time;
+use larder_codec::select::{Class, REGIONS_MAX, Selector, Sender, Way};
 
 use self::image::Image;
 use self::pipeline::Pipeline;
@@ -63,15 +63,15 @@ struct Batch {
 
 /// How often each batch is encoded: what something else took of the processor is not in the shorter time.
 const PASSES: u32 = 2;
-/// What the sender makes of it, that copies it: as it is.
-const PLAIN: Option<Method> = None;
 /// Batches of a MiB.
 const BATCHES_IN_REGION: u64 = (1 << 20) / BATCH_BYTES as u64;
-/// What a sender expects of a link that it does not know: 10 Gbit/s.
-const LINK_EXPECTED: u64 = 1_250_000_000;
-const REGIONS_MAX: usize = 16 << 10;
 
-/// Sent by each method alone, the copy first, and by choice: 10^6 bytes of memory a second.
+/// All there is to choose from, pages as they are first.
+fn methods() -> impl Iterator<Item = Option<Method>> {
+    std::iter::once(None).chain(Method::ALL.map(Some))
+}
+
+/// Sent by each of [`methods`] alone, and by choice: 10^6 bytes of memory a second.
 struct Sent {
     alone: Vec<f64>,
     chosen: f64,
@@ -79,11 +79,10 @@ struct Sent {
 
 impl Sent {
     fn best(&self) -> (Option<Method>, f64) {
-        let methods = std::iter::once(PLAIN).chain(Method::ALL.map(Some));
-        methods
+        methods()
             .zip(self.alone.iter().copied())
             .max_by(|a, b| a.1.total_cmp(&b.1))
-            .unwrap_or((PLAIN, 0.0))
+            .unwrap_or((None, 0.0))
     }
 }
 
@@ -94,8 +93,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         images.push(Image::of_file(path, bytes)?);
     }
     println!(
-        "Guests of {} MiB, full of {} MiB of each kind, {} threads that encode; of each link: 10^6 bytes of memory a second by choice, what of the \
-         best method alone that is, and which\n",
+        "Guests of {} MiB, full of {} MiB of each kind, {} threads that encode; of each link: 10^6 bytes of \
+         memory a second by choice, what of the best method alone that is, and which\n",
         arguments.guest, arguments.size, arguments.lanes
     );
     let links: Vec<String> = arguments.link.iter().map(|link| format!("{link} Mbit/s")).collect();
@@ -133,7 +132,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
         (mean.exp(), shares.into_iter().fold(f64::INFINITY, f64::min))
     };
     let row = |name: &str, (mean, worst): (f64, f64)| println!("| {name} | {mean:.2} | {worst:.2} |");
-    for (at, method) in std::iter::once(PLAIN).chain(Method::ALL.map(Some)).enumerate() {
+    for (at, method) in methods().enumerate() {
         row(name(method), of_the_best(&|sent: &Sent| sent.alone[at]));
     }
     row("what is chosen", of_the_best(&|sent: &Sent| sent.chosen));
@@ -177,14 +176,9 @@ fn batches_of(image: &Image) -> Vec<Batch> {
 }
 
 fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
-    let begun = cpu_ns();
+    let begun = cpu_time();
     let done = work();
-    (done, cpu_ns() - begun)
-}
-
-fn cpu_ns() -> u64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32).as_nanos() as u64
+    (done, (cpu_time() - begun).as_nanos() as u64)
 }
 
 /// What a method makes of a batch, and what that takes; as it is goes for nothing but the write.
@@ -215,8 +209,7 @@ impl Guest<'_> {
     /// Over a link of so many Mbit/s.
     fn sent(&self, link: u64, lanes: usize) -> Sent {
         let memory = (self.len * BATCH_BYTES) as f64 / 1e6;
-        let methods = std::iter::once(PLAIN).chain(Method::ALL.map(Some));
-        let alone = methods.map(|method| {
+        let alone = methods().map(|method| {
             let mut pipeline = Pipeline::new(lanes, link, self.supply);
             for batch in self.batches() {
                 let lane = pipeline.next();
@@ -234,11 +227,7 @@ impl Guest<'_> {
     /// The same by what is chosen, in seconds.
     fn chosen(&self, link: u64, lanes: usize) -> f64 {
         let ways = Method::ALL.map(Way::Here);
-        let sender = Sender {
-            encoders: lanes,
-            link_bytes_per_second: LINK_EXPECTED,
-        };
-        let mut selector = Selector::new(&ways, sender, REGIONS_MAX);
+        let mut selector = Selector::new(&ways, Sender::of_unknown_link(lanes), REGIONS_MAX);
         let mut pipeline = Pipeline::new(lanes, link, self.supply);
         for (batch, at) in self.batches().zip(0..) {
             let lane = pipeline.next();

@@ -65,6 +65,23 @@ pub struct Sender {
     pub link_bytes_per_second: u64,
 }
 
+impl Sender {
+    /// Bytes per second that a link is taken to carry until it is known: 10 Gbit/s.
+    const LINK_EXPECTED: u64 = 1_250_000_000;
+
+    /// One that has not sent anything yet.
+    #[must_use]
+    pub const fn of_unknown_link(encoders: usize) -> Self {
+        Self {
+            encoders,
+            link_bytes_per_second: Self::LINK_EXPECTED,
+        }
+    }
+}
+
+/// Regions that are remembered of a guest: 16 GiB of them, of a MiB each.
+pub const REGIONS_MAX: usize = 16 << 10;
+
 /// Chooses for one guest.
 pub struct Selector {
     ways: Vec<Way>,

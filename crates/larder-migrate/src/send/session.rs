@@ -9,7 +9,7 @@ use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
 use larder_codec::batch::Method;
-use larder_codec::select::{self, Selector};
+use larder_codec::select::{REGIONS_MAX, Selector, Sender};
 
 use super::channel::{Channel, Reading};
 use super::dial::{Connected, Dial};
@@ -30,10 +30,6 @@ use crate::session::{Ending, Side};
 use crate::stream::Blocks;
 use crate::wire::{Kind, Message, Welcome};
 
-/// Bytes per second that a link is taken to carry until it is known: 10 Gbit/s.
-const LINK_EXPECTED: u64 = 1_250_000_000;
-/// Of a MiB each, of which the selector remembers how they differ from others like them.
-const REGIONS_MAX: usize = 16 << 10;
 /// Between two tries to connect again: at first, and at most.
 const TRY_FIRST_AFTER: Duration = Duration::from_millis(50);
 const TRY_EVERY: Duration = Duration::from_secs(1);
@@ -474,11 +470,8 @@ fn of_lane(lane: u16, count: u64) -> impl Fn((u64, u64)) -> SendError {
 
 /// Among what both sides do fast.
 fn selector(welcome: &Welcome, codecs: &[Codecs]) -> Selector {
-    let sender = select::Sender {
-        encoders: codecs.len(),
-        link_bytes_per_second: LINK_EXPECTED,
-    };
     let is_decoded = |method: Method| welcome.methods & 1 << method.number() != 0;
     let ways = codecs.first().map(|codecs| codecs.ways(is_decoded));
+    let sender = Sender::of_unknown_link(codecs.len());
     Selector::new(&ways.unwrap_or_default(), sender, REGIONS_MAX)
 }

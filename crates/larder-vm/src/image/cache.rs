@@ -168,11 +168,18 @@ pub(super) struct Cached {
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) identity: Vec<u8>,
     pub(super) files: Vec<DiskFile>,
-    /// It has been used already: a cache that was closed before does not fit it any more, whatever it looks like.
-    pub(super) is_used: bool,
-    /// It was used elsewhere since any cache here was: one that was not closed is not believed either, though the disk may
-    /// have no file whose times say so.
-    pub(super) comes: bool,
+    pub(super) used: Used,
+}
+
+/// Where a disk was used since a cache of it may have been closed here, or its server killed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Used {
+    /// It is being opened, and its files tell.
+    AsFilesTell,
+    /// Here: a cache that was closed before does not fit it any more, whatever it looks like.
+    Here,
+    /// On another host: one that was not closed is not believed either, though the disk may have no file whose times say so.
+    Elsewhere,
 }
 
 impl Cached {
@@ -183,8 +190,7 @@ impl Cached {
             device: Rc::clone(&self.device),
             identity: self.identity.clone(),
             files: self.files.iter().map(DiskFile::again).collect(),
-            is_used: true,
-            comes: false,
+            used: Used::Here,
         }
     }
 
@@ -192,9 +198,9 @@ impl Cached {
         DiskId {
             name: absolute(&self.image),
             identity: self.identity.clone(),
-            stamp: match self.is_used {
-                true => b"used".to_vec(),
-                false => disk_id::stamp_at_opening(&self.files),
+            stamp: match self.used {
+                Used::AsFilesTell => disk_id::stamp_at_opening(&self.files),
+                Used::Here | Used::Elsewhere => b"used".to_vec(),
             },
         }
     }
@@ -521,7 +527,7 @@ async fn open_on(
     let says = match superblock.clean {
         true => Says::Believe,
         false => match note.says(superblock, &disk.files) {
-            Says::Believe | Says::Detached(_) if disk.comes => Says::Changed,
+            Says::Believe | Says::Detached(_) if disk.used == Used::Elsewhere => Says::Changed,
             says => says,
         },
     };
