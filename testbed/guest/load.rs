@@ -31,6 +31,11 @@ const HALF_WORDS: usize = PAGE_WORDS / 2;
 
 type Page = [u64; PAGE_WORDS];
 
+/// One that is a page of the guest's memory too, not the end of one and the beginning of the next.
+#[derive(Clone, Copy)]
+#[repr(align(4096))]
+struct Aligned(Page);
+
 #[derive(Clone, Copy)]
 enum Kind {
     Constant,
@@ -169,16 +174,16 @@ fn text(numbers: &mut Numbers, out: &mut Page) {
 struct Load {
     kind: Kind,
     check: u64,
-    pages: Vec<Page>,
+    pages: Vec<Aligned>,
     /// Pages written, all rounds together.
     written: u64,
 }
 
 impl Load {
     fn filled(kind: Kind, options: &Options) -> Self {
-        let mut pages = vec![[0; PAGE_WORDS]; (options.mib << 20) as usize / PAGE_BYTES];
+        let mut pages = vec![Aligned([0; PAGE_WORDS]); (options.mib << 20) as usize / PAGE_BYTES];
         for (number, page) in pages.iter_mut().enumerate() {
-            kind.content(number as u64, 0, page);
+            kind.content(number as u64, 0, &mut page.0);
         }
         let written = pages.len() as u64;
         Self {
@@ -199,7 +204,7 @@ impl Load {
         let number = self.written % self.count();
         let version = self.written / self.count();
         let kind = self.kind;
-        let page = &mut self.pages[number as usize];
+        let page = &mut self.pages[number as usize].0;
         let mut content = [0; PAGE_WORDS];
         if self.written.is_multiple_of(self.check) {
             kind.content(number, version - 1, &mut content);

@@ -76,6 +76,17 @@ const RETRY_EVERY: u8 = 8;
 /// Slots that are looked at for one to replace.
 const SEARCH_MAX: usize = 32;
 
+/// When an old version of a page is worth its memory, and a copy at either end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// From the first time on that the page is sent, and whatever deltas of it have saved.
+    AtOnce,
+    /// Once the page was sent again: most are sent once.
+    SentAgain,
+    /// Not as long as next to nothing is left of it anyway.
+    Never,
+}
+
 /// Where the old version of a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -101,13 +112,16 @@ impl Index {
     /// The slot of a page that goes into `frame`, and how far frames must have come before (`after`, raised as needed).
     /// `None`: it is kept nowhere, because there is no room, or because deltas of it save nothing.
     ///
-    /// Most pages of a guest are sent once, and keeping them takes memory and a copy at either end for nothing. So one that
-    /// was never sent before gets a slot only if it is `worth_keeping`, and only a free one.
-    pub fn place(&mut self, key: PageKey, frame: u64, worth_keeping: bool, after: &mut u64) -> Option<Place> {
+    /// One that was never sent before gets a free slot only.
+    pub fn place(&mut self, key: PageKey, frame: u64, keep: Keep, after: &mut u64) -> Option<Place> {
+        if keep == Keep::Never {
+            self.seen.insert(key);
+            return None;
+        }
         if let Some(&slot) = self.slots.get(&key) {
             let entry = &mut self.entries[slot as usize];
             entry.referenced = true;
-            if entry.misses >= MISSES_MAX {
+            if entry.misses >= MISSES_MAX && keep != Keep::AtOnce {
                 entry.left_out += 1;
                 if entry.left_out < RETRY_EVERY {
                     return None;
@@ -118,7 +132,7 @@ impl Index {
             return Some(Place { slot, holds: true });
         }
         let first = self.seen.insert(key);
-        if first && !worth_keeping {
+        if first && keep != Keep::AtOnce {
             return None;
         }
         let slot = if (self.entries.len() as u64) < u64::from(self.limit) {

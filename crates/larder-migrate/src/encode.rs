@@ -13,11 +13,12 @@ mod making;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use larder_codec::PAGE;
 use larder_codec::batch::Method;
 use larder_codec::select::{Class, Evidence, Selector};
 use thiserror::Error;
 
-use crate::base::{Index, Place};
+use crate::base::{Index, Keep, Place};
 use crate::batch::{Batch, Found};
 use crate::decode::Bases;
 use crate::progress::Choice;
@@ -60,7 +61,16 @@ struct Ordered {
     after: u64,
     /// For each page of the batch that is not one word.
     places: Vec<Option<Place>>,
+    /// A delta that takes more than this many bytes is none: the page goes among the others.
+    delta_max: usize,
 }
+
+/// A codec may do better than a delta that is longer than this.
+const DELTA_MAX: usize = PAGE / 2;
+/// The same where no codec does anything. A value of memcached's that is set anew takes half of a page, or more.
+const DENSE_DELTA_MAX: usize = PAGE / 16 * 15;
+/// What it takes to keep a page for its next version: two copies, and a look at what has changed.
+const KEEP_NS: f32 = 1000.0;
 
 impl Order {
     /// With no frame made. The selector picks only what the receiver decodes.
@@ -81,15 +91,16 @@ impl Order {
     fn order(&self, batch: &Batch, ordered: &mut Ordered) {
         ordered.places.clear();
         ordered.after = 0;
-        // What compresses goes whole a second time at little cost; of the rest a delta is worth much.
-        let worth_keeping = Class::of(&[batch.bytes()]).is_dense();
+        let class = Class::of(&[batch.bytes()]);
+        let keep = worth_keeping(class, lock(&self.selector).ns_per_byte());
+        ordered.delta_max = if class.is_dense() { DENSE_DELTA_MAX } else { DELTA_MAX };
         let mut next = lock(&self.next);
         ordered.number = next.number;
         next.number += 1;
         for found in batch.found() {
             if let Found::Page { key, same: None } = found {
                 let place =
-                    key.and_then(|key| next.index.place(key, ordered.number, worth_keeping, &mut ordered.after));
+                    key.and_then(|key| next.index.place(key, ordered.number, keep, &mut ordered.after));
                 ordered.places.push(place);
             }
         }
@@ -139,6 +150,17 @@ impl Order {
     #[must_use]
     pub fn kept(&self) -> u32 {
         lock(&self.next).index.used()
+    }
+}
+
+/// What compresses goes whole a second time at little cost; of the rest a delta is worth much, if bytes are.
+fn worth_keeping(class: Class, ns_per_byte: f32) -> Keep {
+    if class.is_slight() {
+        Keep::Never
+    } else if class.is_dense() && ns_per_byte * DELTA_MAX as f32 > KEEP_NS {
+        Keep::AtOnce
+    } else {
+        Keep::SentAgain
     }
 }
 

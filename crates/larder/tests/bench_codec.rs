@@ -463,7 +463,7 @@ fn wrong_options_are_told_what_there_is() {
     for (arguments, expected) in [
         (
             ["--kind", "txt"],
-            "[possible values: zeros, text, json, heap, sparse, sequence, counter, code, base64, random, mixed]",
+            "[possible values: zeros, filled, text, json, heap, sparse, sequence, counter, code, base64, random, mixed]",
         ),
         (
             ["--method", "lz5"],

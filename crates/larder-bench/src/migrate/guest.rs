@@ -60,7 +60,7 @@ impl<'a> Guest<'a> {
     pub(super) fn boot(bench: &'a Bench<'a>, rate: u64) -> anyhow::Result<Self> {
         let arguments = bench.arguments;
         let script = bench.load.script(arguments.size, rate, arguments.check);
-        let machine = Machine::running(arguments.release(), arguments.memory, &script)?;
+        let machine = Machine::running(arguments.release(), arguments.memory, &script)?.preallocated();
         let undo = Undo::new(r#"rm -rf -- "$1""#, [machine.folder()])?;
         let vm = machine.boot_by(&bench.link.enter(Side::A))?;
         Ok(Self {

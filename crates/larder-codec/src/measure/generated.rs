@@ -7,6 +7,8 @@ use crate::PAGE;
 pub enum Kind {
     /// Seven pages of eight are of zeros, the others have a few words.
     Zeros,
+    /// Stretches of one word as `memset` leaves them, a page each, that begin 16 bytes into a page.
+    Filled,
     /// Words of a language, frequent and rare ones.
     Text,
     /// Records as a web service keeps them.
@@ -31,8 +33,9 @@ pub enum Kind {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Zeros,
+        Self::Filled,
         Self::Text,
         Self::Json,
         Self::Heap,
@@ -50,6 +53,7 @@ impl Kind {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Zeros => "zeros",
+            Self::Filled => "filled",
             Self::Text => "text",
             Self::Json => "json",
             Self::Heap => "heap",
@@ -116,6 +120,11 @@ impl Source {
                         out[from + random.below(PAGE as u64) as usize] = random.next() as u8;
                     }
                 }
+            }
+            Kind::Filled => {
+                let into = if out.is_empty() { 16 } else { PAGE };
+                let word = random.next();
+                out.extend_from_slice(&word.to_le_bytes().repeat(into / 8));
             }
             Kind::Text => {
                 let rank = random.rank(self.vocabulary.len());

@@ -5,7 +5,7 @@ use crate::PAGE;
 use crate::batch::Method;
 
 /// Batches that look alike: by how evenly their bytes are spread over the 256 there are, and whether their words grow, by
-/// the same each time or by different numbers.
+/// the same each time or by different numbers, or are those before them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Class(u8);
 
@@ -22,7 +22,7 @@ const DEVICE_NS: f32 = 0.05;
 
 impl Class {
     /// How many there are.
-    pub const COUNT: usize = 3 * SPREADS as usize;
+    pub const COUNT: usize = 4 * SPREADS as usize;
 
     pub(super) fn all() -> impl Iterator<Item = Self> {
         (0..Self::COUNT as u8).map(Self)
@@ -31,7 +31,13 @@ impl Class {
     /// Whether every method is expected to leave most of it: its bytes are spread over the 256 nearly as if by chance.
     #[must_use]
     pub const fn is_dense(self) -> bool {
-        self.0 % SPREADS >= DENSE
+        self.0 < SPREADS && self.0 >= DENSE
+    }
+
+    /// Whether the best method is expected to leave a 32nd of it at most.
+    #[must_use]
+    pub const fn is_slight(self) -> bool {
+        matches!(self.0 / SPREADS, 2 | 3) || self.0 == 0
     }
 
     /// What its pages are like, for people.
@@ -42,7 +48,8 @@ impl Class {
         match self.0 / SPREADS {
             0 => spread,
             1 => format!("words that grow, {spread}"),
-            _ => format!("words that count, {spread}"),
+            2 => format!("words that count, {spread}"),
+            _ => format!("words that repeat, {spread}"),
         }
     }
 
@@ -56,7 +63,7 @@ impl Class {
     pub fn of<R: AsRef<[u8]>>(runs: &[R]) -> Self {
         let lines: usize = runs.iter().map(|run| run.as_ref().len() / LINE).sum();
         let mut counts = [0u16; 256];
-        let (mut growing, mut counting) = (0, 0);
+        let mut of_words = [0usize; 4];
         let mut taken = 0;
         // Of the run that lies before.
         let mut lines_before = 0;
@@ -70,16 +77,21 @@ impl Class {
                 for &byte in line {
                     counts[usize::from(byte)] += 1;
                 }
-                let (grows, by_the_same) = growth(line);
-                growing += usize::from(grows);
-                counting += usize::from(by_the_same);
+                of_words[usize::from(words(line))] += 1;
                 taken += 1;
             }
             lines_before += run.len();
         }
-        let spread = spread(&counts, taken * LINE);
-        let most = |lines: usize| u8::from(lines * 2 > taken);
-        Self(spread + SPREADS * (most(growing) + most(counting)))
+        let [_, growing, counting, repeating] = of_words;
+        let most = |lines: usize| lines * 2 > taken;
+        let of_words = if most(repeating) {
+            3
+        } else if most(counting) {
+            2
+        } else {
+            u8::from(most(growing + counting))
+        };
+        Self(spread(&counts, taken * LINE) + SPREADS * of_words)
     }
 
     /// Of each byte how much the way of this index leaves, and the nanoseconds it takes: what `examples/batches` measured of
@@ -167,8 +179,16 @@ impl Class {
             (0.11, 1.8),
             (0.17, 1.2),
         ];
-        let of_growth = [&OF_SPREAD[usize::from(self.0 % SPREADS)], &GROWING, &COUNTING];
-        let of_methods = of_growth[usize::from(self.0 / SPREADS)];
+        const REPEATING: [(f32, f32); Method::COUNT] = [
+            (0.007, 0.04),
+            (0.007, 0.04),
+            (0.014, 0.15),
+            (0.007, 0.08),
+            (0.003, 0.08),
+            (0.03, 0.10),
+        ];
+        let of_spread = &OF_SPREAD[usize::from(self.0 % SPREADS)];
+        let of_methods = [of_spread, &GROWING, &COUNTING, &REPEATING][usize::from(self.0 / SPREADS)];
         match of_methods.get(way) {
             Some(expected) => *expected,
             None => (of_methods[Way::Device.method().index()].0, DEVICE_NS),
@@ -188,12 +208,11 @@ fn spread(counts: &[u16; 256], sampled: usize) -> u8 {
     bits.min(u32::from(SPREADS) - 1) as u8
 }
 
-/// Whether most 64-bit words differ from the one before by less than 65,536 or as that did, and whether as that did.
-fn growth(line: &[u8; LINE]) -> (bool, bool) {
-    let words = line.as_chunks::<8>().0;
-    let mut differences = words
-        .windows(2)
-        .map(|two| u64::from_le_bytes(two[1]).wrapping_sub(u64::from_le_bytes(two[0])));
+/// What most 64-bit words of a line are, as [`Class`] counts it: 1 if they differ from the one before by less than 65,536
+/// or as that did, 2 if as that did, 3 if they are the one before, and not 0.
+fn words(line: &[u8; LINE]) -> u8 {
+    let words: [u64; LINE / 8] = std::array::from_fn(|at| u64::from_le_bytes(line.as_chunks().0[at]));
+    let mut differences = words.windows(2).map(|two| two[1].wrapping_sub(two[0]));
     let mut before = differences.next().unwrap_or(0);
     let (mut growing, mut counting) = (0, 0);
     for difference in differences.by_ref() {
@@ -202,7 +221,15 @@ fn growth(line: &[u8; LINE]) -> (bool, bool) {
         counting += usize::from(same);
         before = difference;
     }
-    (growing > words.len() / 2, counting > words.len() / 2)
+    let repeating = words.windows(2).filter(|two| two[0] == two[1] && two[0] != 0).count();
+    let most = |count: usize| count > words.len() / 2;
+    if most(repeating) {
+        3
+    } else if most(counting) {
+        2
+    } else {
+        u8::from(most(growing))
+    }
 }
 
 #[cfg(test)]
@@ -230,7 +257,11 @@ mod tests {
         assert!(one(Kind::Random).is_dense() && !one(Kind::Sparse).is_dense());
         assert_eq!(one(Kind::Base64), Class(6));
         assert_eq!(one(Kind::Sparse), Class(0));
-        assert!(one(Kind::Counter).0 >= 2 * SPREADS);
+        assert_eq!(one(Kind::Counter).0 / SPREADS, 2);
+        assert!(classes(Kind::Filled).iter().all(|class| class.0 / SPREADS == 3));
+        let mut slight = Kind::ALL.to_vec();
+        slight.retain(|&kind| classes(kind).iter().all(|class| class.is_slight()));
+        assert_eq!(slight, [Kind::Zeros, Kind::Filled, Kind::Sparse, Kind::Counter]);
         assert!(classes(Kind::Sequence).iter().all(|class| class.0 / SPREADS == 1));
         assert!(one(Kind::Heap).0 < 4);
     }

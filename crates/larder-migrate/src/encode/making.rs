@@ -14,9 +14,6 @@ use crate::batch::{Batch, Found};
 use crate::frame::{Piece, Source, Writer, ZERO_RECORD, header_after};
 use crate::wire::{FRAME_DELTAS_MAX, FRAME_PAGES_MAX, FrameHeader};
 
-/// A delta that takes more than this many bytes is none: the page goes among the others, which a codec may do better
-/// with.
-const DELTA_LEN_MAX: usize = PAGE / 2;
 /// What is no page of the guest's is a region of its own, for each channel.
 const OPAQUE_REGION: u64 = 1 << 63;
 /// A header, three sections, and each page by itself.
@@ -251,6 +248,8 @@ struct Sections {
     literals: Vec<u8>,
     deltas: Box<[u8]>,
     deltas_len: usize,
+    /// Of a page.
+    delta_max: usize,
     encoded: Box<[u8]>,
     /// Of the pages that go whole, as they are or encoded.
     encoded_len: usize,
@@ -268,6 +267,7 @@ impl Sections {
             literals: Vec::new(),
             deltas: vec![0; FRAME_DELTAS_MAX].into(),
             deltas_len: 0,
+            delta_max: 0,
             encoded: vec![0; FRAME_PAGES_MAX * PAGE].into(),
             encoded_len: 0,
             whole: Vec::with_capacity(FRAME_PAGES_MAX),
@@ -283,6 +283,7 @@ impl Sections {
         self.whole.clear();
         self.learned.clear();
         self.deltas_len = 0;
+        self.delta_max = ordered.delta_max;
         let mut places = ordered.places.iter();
         let mut before: Option<[u8; 8]> = None;
         let mut at = 0;
@@ -353,7 +354,7 @@ impl Sections {
         let mut chunk = slots.lock(slot).ok_or(Failed::NoMemory)?;
         let base = chunk.page(slot);
         if holds {
-            let room = &mut self.deltas[self.deltas_len..][..DELTA_LEN_MAX];
+            let room = &mut self.deltas[self.deltas_len..][..self.delta_max];
             let delta = delta::encode(page, base, room);
             self.learned.push((slot, delta.is_some()));
             if let Some(len) = delta {

@@ -76,6 +76,7 @@ impl Default for Load {
 pub struct Machine {
     release: Release,
     memory_kib: u64,
+    preallocated: bool,
     folder: TempDir,
     initrd: PathBuf,
 }
@@ -102,9 +103,17 @@ impl Machine {
         Ok(Self {
             release,
             memory_kib: (memory_mib << 10) - 8,
+            preallocated: false,
             folder,
             initrd,
         })
+    }
+
+    /// The same, and the host gives each QEMU all of its memory before it does anything.
+    #[must_use]
+    pub const fn preallocated(mut self) -> Self {
+        self.preallocated = true;
+        self
     }
 
     /// Where its files, and sockets between its QEMUs, may lie.
@@ -211,6 +220,10 @@ impl Machine {
                 &monitor(&watched),
             ])
             .args(words);
+        if self.preallocated {
+            let memory = format!("memory-backend-ram,id=ram,size={}k,prealloc=on", self.memory_kib);
+            command.args(["-object", &memory, "-machine", "memory-backend=ram"]);
+        }
         let process = Process::start(put_before(before, command))?;
         let give_up = Instant::now() + LIMIT;
         // Its sockets are there a moment before it listens.
