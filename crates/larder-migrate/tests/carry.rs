@@ -154,6 +154,36 @@ fn every_byte_of_a_main_channel_arrives_and_most_are_saved() {
     }
 }
 
+/// As a store of random values does, of which a page holds two: one is set anew, or both are.
+#[test]
+fn what_nothing_compresses_goes_as_what_has_changed_even_if_that_is_half_of_it() {
+    const PAGES: usize = 2000;
+    let mut numbers = Numbers(31);
+    let mut memory = vec![0; PAGES * PAGE];
+    numbers.fill(&mut memory);
+    let mut versions = vec![memory];
+    for changed in [..PAGE / 2, ..PAGE, ..PAGE, ..PAGE, ..PAGE / 2] {
+        let mut memory = versions.last().expect("one").clone();
+        for page in memory.chunks_mut(PAGE) {
+            numbers.fill(&mut page[changed]);
+        }
+        versions.push(memory);
+    }
+    let stream = main_channel(&versions);
+    let pair = Pair::new(1, 64 << 20);
+    pair.limits.change(|limits| limits.bandwidth = Some(30 << 20));
+    let (_, received, totals) = pair.run(
+        |path| {
+            let mut socket = UnixStream::connect(path).expect("connects");
+            socket.write_all(&stream).expect("writes");
+        },
+        read_all,
+    );
+    assert!(received == stream, "{} bytes became {}", stream.len(), received.len());
+    // What the link is worth is not known at first.
+    assert!(totals.delta_pages > PAGES as u64 * 3 / 2, "{totals:?}");
+}
+
 /// Most of a guest's memory becomes zero, but in no order that one record could tell.
 #[test]
 fn scattered_pages_of_zeros_arrive() {
