@@ -99,8 +99,7 @@ impl Order {
         next.number += 1;
         for found in batch.found() {
             if let Found::Page { key, same: None } = found {
-                let place =
-                    key.and_then(|key| next.index.place(key, ordered.number, keep, &mut ordered.after));
+                let place = key.and_then(|key| next.index.place(key, ordered.number, keep, &mut ordered.after));
                 ordered.places.push(place);
             }
         }
