@@ -69,8 +69,9 @@ struct Ordered {
 const DELTA_MAX: usize = PAGE / 2;
 /// The same where no codec does anything. A value of memcached's that is set anew takes half of a page, or more.
 const DENSE_DELTA_MAX: usize = PAGE / 16 * 15;
-/// What it takes to keep a page for its next version: two copies, and a look at what has changed.
-const KEEP_NS: f32 = 1000.0;
+/// For how many nanoseconds of the link a page is kept that may never be sent again: that takes memory and a copy, at
+/// either end. It is so where the link carries 2 Gbit/s or less.
+const KEEP_NS: f32 = 8000.0;
 
 impl Order {
     /// With no frame made. The selector picks only what the receiver decodes.
@@ -92,7 +93,7 @@ impl Order {
         ordered.places.clear();
         ordered.after = 0;
         let class = Class::of(&[batch.bytes()]);
-        let keep = worth_keeping(class, lock(&self.selector).ns_per_byte());
+        let keep = worth_keeping(class, lock(&self.selector).link_ns_per_byte());
         ordered.delta_max = if class.is_dense() { DENSE_DELTA_MAX } else { DELTA_MAX };
         let mut next = lock(&self.next);
         ordered.number = next.number;
@@ -152,11 +153,11 @@ impl Order {
     }
 }
 
-/// What compresses goes whole a second time at little cost; of the rest a delta is worth much, if bytes are.
-fn worth_keeping(class: Class, ns_per_byte: f32) -> Keep {
+/// What compresses goes whole a second time at little cost; of the rest a delta is worth much, if the link is slow.
+fn worth_keeping(class: Class, link_ns_per_byte: f32) -> Keep {
     if class.is_slight() {
         Keep::Never
-    } else if class.is_dense() && ns_per_byte * DELTA_MAX as f32 > KEEP_NS {
+    } else if class.is_dense() && link_ns_per_byte * DELTA_MAX as f32 > KEEP_NS {
         Keep::AtOnce
     } else {
         Keep::SentAgain

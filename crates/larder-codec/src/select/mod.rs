@@ -171,24 +171,24 @@ impl Selector {
         self.evidence.made(way, pages, encoded, ns);
     }
 
-    /// What a byte less on the wire is worth now, in nanoseconds of an encoder.
+    /// What a byte takes on the link, in nanoseconds, as far as is known.
     #[must_use]
-    pub fn ns_per_byte(&self) -> f32 {
-        self.price.ns_per_byte()
+    pub fn link_ns_per_byte(&self) -> f32 {
+        self.price.link_ns_per_byte()
     }
 
     /// What was picked so far, and what came of it.
     #[must_use]
     pub fn evidence(&self) -> Evidence {
         let mut evidence = self.evidence.clone();
-        evidence.ns_per_byte = self.ns_per_byte();
+        evidence.ns_per_byte = self.price.ns_per_byte();
         evidence
     }
 
     /// What is picked for each class now that there was a batch of, and what that is taken from.
     #[must_use]
     pub fn chosen(&self) -> Vec<Chosen> {
-        let ns_per_byte = self.ns_per_byte();
+        let ns_per_byte = self.price.ns_per_byte();
         let seen = Class::all().zip(&self.classes).filter(|(_, it)| it.batches > 0);
         let chosen = seen.map(|(class, candidates)| {
             let averages = &candidates.averages;

@@ -94,6 +94,11 @@ impl Price {
         self.log.exp()
     }
 
+    /// Of the link.
+    pub(super) fn link_ns_per_byte(self) -> f32 {
+        self.link_ns
+    }
+
     /// Hears that the link took this long for so many bytes.
     pub(super) fn sent(&mut self, bytes: u64, ns: u64) {
         let bytes = (bytes as f32).max(1.0);
