@@ -247,6 +247,20 @@ impl Qmp {
         self.say("execute", command, &arguments, limit)
     }
 
+    /// Has QEMU end; whether it has within `limit`.
+    pub fn quit(&mut self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
+        // It closes the connection, at times before it has answered.
+        let mut heard = self.execute_within("quit", json!({}), limit).map(|_| ());
+        loop {
+            match heard {
+                Err(error) if error.is_gone() => return true,
+                _ if Instant::now() >= until => return false,
+                _ => heard = self.event(until.saturating_duration_since(Instant::now())).map(|_| ()),
+            }
+        }
+    }
+
     /// Has QEMU carry out one of the few commands that need not wait for those before it, if this QEMU can: while it waits
     /// for memory of its guest that the other host has, it carries out no others.
     ///

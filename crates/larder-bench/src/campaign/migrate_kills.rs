@@ -448,7 +448,10 @@ impl<'a> Move<'a> {
                 Some("moved") if fault.ends_destination() && destination_is_dead => return Ok(Place::Lost),
                 Some("moved") => {
                     ensure!(self.runs_there()?, "it is said to have moved, and does not run there");
-                    // It was told to end.
+                    // It was told to end. QEMU 7.2 with multifd hangs at times when the connection breaks then.
+                    if self.mover.output().contains("was told to end and has not: kill it") {
+                        self.source.process.kill();
+                    }
                     let ended = self.source.process.wait(HUNG_AFTER).map(drop);
                     ended.context("its QEMU here lives on")?;
                     return Ok(Place::Destination);

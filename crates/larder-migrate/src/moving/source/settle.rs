@@ -16,6 +16,8 @@ use crate::qmp::QmpError;
 
 /// How long QEMU may take to give up a migration whose sockets are shut, and to run again.
 pub(super) const SETTLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the source's QEMU may take to end when the VM runs elsewhere.
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// How far a VM is from running here. The texts say what QEMU is.
 enum Step {
@@ -124,9 +126,12 @@ impl Mover<'_> {
     /// between finds a VM that seems to wait.
     pub(super) fn finish(&mut self, carrier: Carrier, course: &Course, rounds: u64) -> Done {
         let seconds = course.begun.elapsed().as_secs_f64();
-        if !self.options.keep && !self.is_gone {
-            // It closes the connection, at times before it has answered.
-            let _ = self.qmp.execute("quit", json!({}));
+        if !self.options.keep && !self.is_gone && !self.qmp.quit(END_LIMIT) {
+            tracing::warn!(
+                "the VM runs at {}; its QEMU here, {}, was told to end and has not: kill it",
+                self.options.send.to,
+                self.options.qmp.display()
+            );
         }
         self.place.remove();
         if let Err(error) = carrier.end() {

@@ -604,3 +604,13 @@ fn a_migration_that_something_else_has_begun_meanwhile_is_left_alone() {
     assert!(matches!(bed.run(), Err(MoveError::Here { .. })));
     assert_eq!(bed.source.has_heard("cont") + bed.source.has_heard("migrate_cancel"), 0);
 }
+
+#[test]
+fn a_qemu_that_was_told_to_end_has_ended_or_has_not() {
+    let bed = Bed::new();
+    let mut qmp = Qmp::connect(&bed.source.qmp).expect("connects");
+    bed.source.is().refuses.insert("quit");
+    assert!(!qmp.quit(Duration::from_millis(200)));
+    bed.source.is().refuses.clear();
+    assert!(qmp.quit(Duration::from_secs(30)));
+}
