@@ -533,8 +533,12 @@ fn end(qemu: &mut Process) -> anyhow::Result<()> {
     qemu.wait(LIMIT).map(drop)
 }
 
+/// Not if it is just ending.
 fn runs(vm: &mut Vm) -> anyhow::Result<bool> {
-    Ok(vm.ask("query-status", &json!({}))?["running"] == true)
+    match vm.ask("query-status", &json!({})) {
+        Ok(status) => Ok(status["running"] == true),
+        Err(error) => vm.process.wait(HUNG_AFTER).map(|_| false).map_err(|_| error),
+    }
 }
 
 fn receiver(larder: &Path, disks: Option<&Disks>, listen: &str, destination: &Vm) -> anyhow::Result<Side> {
