@@ -31,7 +31,11 @@ impl std::str::FromStr for Pin {
     type Err = NoPin;
 
     fn from_str(text: &str) -> Result<Self, NoPin> {
+        // `openssl` says `sha256 Fingerprint=` before it.
         let digits: Vec<u8> = text
+            .rsplit('=')
+            .next()
+            .unwrap_or(text)
             .bytes()
             .filter(|&byte| byte != b':')
             .map(|byte| char::from(byte).to_digit(16).map(|digit| digit as u8))
@@ -168,7 +172,10 @@ mod tests {
             .chunks(2)
             .map(|pair| String::from_utf8_lossy(pair).into_owned())
             .collect();
-        assert_eq!(plain.parse::<Pin>(), with_colons.join(":").parse());
+        let with_colons = with_colons.join(":");
+        for said in [&with_colons, &format!("sha256 Fingerprint={with_colons}")] {
+            assert_eq!(said.parse::<Pin>(), plain.parse());
+        }
         for wrong in ["", "ab", &plain[1..], &format!("{plain}0"), &plain.replace('0', "g")] {
             assert!(wrong.parse::<Pin>().is_err(), "{wrong}");
         }

@@ -56,7 +56,7 @@ pub(crate) enum Command {
     /// Keep the memory of a running virtual machine within a budget
     #[command(subcommand)]
     Memory(MemoryCommand),
-    /// Move a running virtual machine to another host, its memory compressed on the way (not finished: memory alone)
+    /// Move a running virtual machine to another host, its memory compressed on the way
     Migrate(Box<MigrateArguments>),
     /// Have Larder serve the disks of a domain of libvirt's
     #[command(subcommand)]
