@@ -281,7 +281,7 @@ pub(super) fn receive(
         State::Ended => bail!("the virtual machine was let run here, and its QEMU has ended since"),
         State::Never { reason } => {
             let why = result.err().map_or_else(String::new, |error| format!(" ({error})"));
-            bail!("the virtual machine did not come, and its source has it still: {reason}{why}");
+            bail!("the virtual machine did not come; its source has it, if its QEMU still runs: {reason}{why}");
         }
         State::Waiting => bail!("stopped; {qemu}, and waits for a virtual machine"),
         State::Coming => bail!(

@@ -101,19 +101,7 @@ impl Mover<'_> {
         let mut lost = "cancelled".to_owned();
         let mut late = Late::default();
         let begun = Instant::now();
-        while !self.is_cancelled() {
-            // There is nobody here who could have it back.
-            if self.is_gone && begun.elapsed() > ASK_WITHOUT_SOURCE {
-                let disks = match course.leaving.disks_left {
-                    true => {
-                        "; its disks are open nowhere unless it does: larder vm NAME --take opens them for the next boot"
-                    }
-                    false => "",
-                };
-                return Err(MoveError::Lost {
-                    reason: format!("and the destination does not say whether it has everything: {lost}{disks}"),
-                });
-            }
+        while !self.is_cancelled() && !(self.is_gone && begun.elapsed() > ASK_WITHOUT_SOURCE) {
             lost = match self.connect() {
                 Ok(carrier) => match self.ask_to_go(&carrier, course) {
                     Ok(answer) => {
@@ -129,6 +117,18 @@ impl Mover<'_> {
                 tracing::warn!("asking the destination again until it answers: {lost}");
             }
             thread::sleep(ASK_AGAIN);
+        }
+        // There is nobody here who could have it back.
+        if self.is_gone {
+            let disks = match course.leaving.disks_left {
+                true => {
+                    "; its disks are open nowhere unless it does: larder vm NAME --take opens them for the next boot"
+                }
+                false => "",
+            };
+            return Err(MoveError::Lost {
+                reason: format!("and the destination does not say whether it has everything: {lost}{disks}"),
+            });
         }
         Err(MoveError::InDoubt { reason: lost })
     }
@@ -211,7 +211,10 @@ impl Mover<'_> {
                 reason: "the migration had failed before, and what the destination has is old".to_owned(),
             });
         }
-        tracing::warn!("{error}; asking the destination whether it has all of the VM");
+        tracing::warn!(
+            "{error}; asking the destination, for up to {} s, whether it has all of the VM",
+            ASK_WITHOUT_SOURCE.as_secs()
+        );
         self.is_gone = true;
         drop(carrier);
         match self.reach(&mut course)? {
