@@ -54,6 +54,14 @@ impl Port {
     pub fn local_addr(&self) -> io::Result<std::net::SocketAddr> {
         self.listener.local_addr()
     }
+
+    /// Tells whoever has come for the next session why there is none.
+    pub fn refuse_next(&self, reason: &str) {
+        if let Some(mut greeting) = lock(&self.next).take() {
+            // It may have gone.
+            let _ = Welcome::refuse(&mut greeting.link, reason);
+        }
+    }
 }
 
 /// What somebody has become who was greeted.

@@ -281,6 +281,10 @@ pub(super) fn receive(
         State::Ended => bail!("the virtual machine was let run here, and its QEMU has ended since"),
         State::Never { reason } => {
             let why = result.err().map_or_else(String::new, |error| format!(" ({error})"));
+            port.refuse_next(
+                "the QEMU there had begun to take in the VM when the mover before was lost, and is of no use for another \
+                 move: start a new one, and a receiver for it, and run the same command again",
+            );
             bail!("the virtual machine did not come; its source has it, if its QEMU still runs: {reason}{why}");
         }
         State::Waiting => bail!("stopped; {qemu}, and waits for a virtual machine"),

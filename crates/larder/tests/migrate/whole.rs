@@ -345,3 +345,53 @@ fn a_vm_runs_at_one_place_whatever_is_cut_or_killed() {
     let report = campaign(larder(), Release::Debian12, None, &Fault::ALL, 9, &mut Random::new(2)).expect("all is well");
     assert_eq!(report.moves, 9);
 }
+
+/// A mover of a VM of which most is still to come.
+fn slow_mover(source: &Vm, receiver: &Side) -> Process {
+    let to = receiver.address().to_string();
+    let command = move_command(larder(), source.qmp_for_others(), &to, &["--bandwidth", "8MiB"]);
+    let mover = Process::start(command).expect("larder starts");
+    mover.wait_for("round 1: ", LIMIT).expect("it is under way");
+    mover
+}
+
+#[test]
+fn a_move_whose_mover_was_killed_begins_anew_in_a_new_qemu_as_it_is_told() {
+    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let source = machine.boot().expect("the guest boots");
+    let destination = machine.incoming().expect("QEMU starts");
+    let mut waits = receiver(&destination);
+    slow_mover(&source, &waits).kill();
+    let (code, said) = moves(&source, &waits, &[]);
+    let is_told = said.contains("start a new one, and a receiver for it, and run the same command again");
+    assert!(code == Some(1) && is_told, "{said}");
+    assert_eq!(waits.end().expect("it ends").0, Some(2));
+    source.works().expect("it goes on");
+    let destination = machine.incoming().expect("QEMU starts");
+    let mut waits = receiver(&destination);
+    let (code, said) = moves(&source, &waits, &[]);
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(waits.end().expect("it ends").0, Some(0));
+    destination.works().expect("it runs there");
+}
+
+#[test]
+fn a_vm_whose_qemu_dies_before_all_has_gone_is_lost_and_nobody_says_otherwise() {
+    let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+    let mut source = machine.boot().expect("the guest boots");
+    let destination = machine.incoming().expect("QEMU starts");
+    let mut waits = receiver(&destination);
+    let mover = slow_mover(&source, &waits);
+    source.process.kill();
+    mover.wait_for("whether it has all of the VM", LIMIT).expect("it asks");
+    let (code, heard) = waits.end().expect("it ends");
+    assert!(code == Some(2) && heard.contains("did not come"), "{heard}");
+    mover.signal(libc::SIGTERM);
+    let mut mover = Side {
+        process: mover,
+        address: None,
+    };
+    let (code, said) = mover.end().expect("it ends");
+    assert_eq!(code, Some(2), "{said}");
+    assert_eq!(verdict(&said).expect("JSON")["vm"], "lost", "{said}");
+}
