@@ -414,8 +414,10 @@ impl Inner {
             tracing::warn!("{error}; if it does not take in a VM just now, end it");
         }
         self.is_late = is_late;
-        // A QEMU that is busy says nothing of it, and it stays so.
-        self.whole |= migration.as_ref().is_ok_and(|status| status == "completed");
+        // A QEMU that is busy says nothing of it, and it stays so. Only what leaves is cancelled, which all had come for.
+        self.whole |= migration
+            .as_ref()
+            .is_ok_and(|status| ["completed", "cancelling", "cancelled"].contains(&status.as_str()));
         match self.arriving.as_ref().map(|arriving| &arriving.phase) {
             Some(Phase::Never { reason }) => State::Never { reason: reason.clone() },
             Some(Phase::LetRun { .. }) if is_gone => State::Ended,

@@ -101,7 +101,7 @@ impl Mover<'_> {
         let mut lost = "cancelled".to_owned();
         let mut late = Late::default();
         let begun = Instant::now();
-        while !self.is_cancelled() && !(self.is_gone && begun.elapsed() > ASK_WITHOUT_SOURCE) {
+        while !(self.is_cancelled() || self.is_gone && begun.elapsed() > ASK_WITHOUT_SOURCE) {
             lost = match self.connect() {
                 Ok(carrier) => match self.ask_to_go(&carrier, course) {
                     Ok(answer) => {

@@ -255,6 +255,17 @@ fn half_of_a_vm_is_never_ended() {
 }
 
 #[test]
+fn a_vm_that_was_to_leave_again_is_whole() {
+    let mut bed = Bed::loaded();
+    assert_eq!(bed.go(), ToSource::Running { whole: true });
+    for status in ["cancelling", "cancelled"] {
+        bed.qemu.is().migration = status;
+        bed.restart();
+        assert_eq!(bed.destination.look(), Some(State::Running { whole: true }));
+    }
+}
+
+#[test]
 fn a_qemu_that_waits_still_takes_another_move() {
     let bed = Bed::new();
     assert!(matches!(bed.prepare(&bed.id), ToSource::Prepared { .. }));
