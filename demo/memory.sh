@@ -10,7 +10,7 @@ larder=${LARDER:-$repo_dir/target/release/larder}
 work=$repo_dir/target/demo
 guest_mib=512
 budget_mib=192
-timeout_s=240
+timeout_s=600
 
 [ -f "$out_dir/guest.stamp" ] || die "the guest is missing: run make setup"
 [ -x "$larder" ] || die "$larder is missing: run make build"

@@ -22,7 +22,7 @@ larder=${LARDER:-$repo_dir/target/release/larder}
 work=$repo_dir/target/demo
 data_mib=1024
 base_mib=512
-timeout_s=240
+timeout_s=600
 
 [ -f "$out_dir/guest.stamp" ] || die "the guest is missing: run make setup"
 [[ " ${runs[*]} " != *" larder "* ]] || [ -x "$larder" ] || die "$larder is missing: run make build"
@@ -99,7 +99,7 @@ boot() {
   done < <(timeout --foreground "$timeout_s" "${command[@]}" </dev/null 2>&1 || echo "ended with exit code $?")
   if [ "$code" != 0 ] || [ -z "$booted" ]; then
     tail -n 25 "$work/$run.log" >&2
-    die "the guest did not finish (target/demo/$run.log)"
+    die "the guest did not finish within ${timeout_s} s, as on a busy machine, or failed (target/demo/$run.log)"
   fi
 }
 
