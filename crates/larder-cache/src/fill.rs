@@ -126,6 +126,12 @@ impl Fills {
             .await;
     }
 
+    /// Completes once nothing of `range` is being brought in, nor written to the cache device.
+    pub(crate) async fn ended(&self, range: ByteRange) {
+        let is_near = |fill: &Rc<Fill>| fill.range.overlaps(range);
+        self.waiting.when(|| !self.running.borrow().iter().any(is_near)).await;
+    }
+
     /// Completes once none is under way.
     pub(crate) async fn idle(&self) {
         self.waiting.when(|| self.running.borrow().is_empty()).await;

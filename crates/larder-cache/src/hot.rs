@@ -83,8 +83,8 @@ impl Cache {
     }
 
     /// Brings in the lines of `range`, of which the first [`Cache::WARM_LEN`] bytes count, that are not in the cache; how much
-    /// that is. Nothing, where there is no room but in the place of other lines, where the device is slow, or where what may
-    /// be written to it in a day is used up.
+    /// that is, once it is there. Nothing, where there is no room but in the place of other lines, where the device is slow,
+    /// or where what may be written to it in a day is used up.
     ///
     /// # Errors
     /// The disk's.
@@ -110,12 +110,18 @@ impl Cache {
             if !self.may_warm() {
                 break;
             }
+            // As many lines may come as the cache settles, not only as many as may be unsettled.
+            if !self.settles_before(lines as usize).await {
+                break;
+            }
             self.usage.admitted(lines * self.shape.line_len());
             let context = self.context(self.turn_time(), Access::Read, piece.len.get());
             let mut memory = AlignedBuf::zeroed(piece.len.as_usize());
             self.read_and_fill(piece, ReadBuf::new(&mut memory), run, context)
                 .await?;
-            brought += piece.len;
+            self.fills.ended(piece).await;
+            let is_here = |line: &&Line| self.index.borrow().find(**line).is_some();
+            brought += ByteLen::new(run.iter().filter(is_here).count() as u64 * self.shape.line_len());
         }
         self.counts.borrow_mut().warmed += brought.get();
         Ok(brought)

@@ -37,6 +37,12 @@ impl Cache {
         self.commit().await
     }
 
+    /// Settles, if so many more lines would be too many unsettled ones; whether they are not.
+    pub(crate) async fn settles_before(&self, lines: usize) -> bool {
+        let has_room = || self.ledger.borrow().len() + lines <= self.unsettled_max.max(lines);
+        has_room() || (self.settle().await.is_ok() && has_room())
+    }
+
     /// Settles in the background, if that is not being done.
     pub(crate) fn start_settle(&self) {
         if self.has_failed() || self.settling.stopped.get() || self.settling.running.replace(true) {

@@ -4,3 +4,4 @@ mod breaks;
 mod devices;
 mod failed_device;
 mod hanging;
+mod warm;

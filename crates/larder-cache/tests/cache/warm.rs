@@ -1,0 +1,63 @@
+//! What was hot elsewhere is brought in.
+
+use std::time::Duration;
+
+use larder_block::backend::simulated::{Effect, Fault, Latency, Medium, Options, SimulatedDevice};
+use larder_block::{BlockDevice, ByteLen, ByteRange, Failure, Loop, Operation};
+use larder_cache::{Cache, Mode};
+
+use super::devices::{LINE, Notes, device, make, open, options};
+
+const LINES: u64 = 320;
+const DISK: ByteLen = ByteLen::mib(8);
+
+/// Brings in as much as there is, one piece after the other; how many bytes of it are said to be there.
+async fn warm(cache: &Cache) -> ByteLen {
+    let mut brought = ByteLen::ZERO;
+    for start in (0..LINES * LINE as u64).step_by(Cache::WARM_LEN as usize) {
+        let piece = ByteRange::new(start, Cache::WARM_LEN);
+        brought += cache.warm(piece).await.expect("the disk works");
+    }
+    brought
+}
+
+/// More than may be unsettled comes while each flush takes as long as all of it.
+#[test]
+fn all_of_it_is_there_however_slowly_the_cache_settles() {
+    let on = Loop::simulated().expect("no kernel is needed");
+    on.block_on(async {
+        let slow = Latency {
+            in_call_per_mille: 0,
+            least: Duration::from_millis(50),
+            most: Duration::from_millis(60),
+            ..Latency::NONE
+        };
+        let timed = Options {
+            latency: slow,
+            ..Options::default()
+        };
+        let disk = device(&on, Medium::new(DISK, 512));
+        let fast = SimulatedDevice::open(&on, Medium::new(ByteLen::mib(16), 512), timed);
+        make(&fast, 7, Mode::WriteThrough, DISK).await;
+        let cache = open(&on, &disk, &fast, options(&Notes::default())).await;
+        let all = ByteLen::new(LINES * LINE as u64);
+        assert_eq!(warm(&cache).await, all);
+        let told = cache.statistics();
+        assert_eq!((told.lines, told.warmed), (LINES, all.get()));
+        cache.close().await.expect("both devices work");
+    });
+}
+
+/// Nothing is said to be there that is not.
+#[test]
+fn what_could_not_be_stored_does_not_count() {
+    let on = Loop::simulated().expect("no kernel is needed");
+    on.block_on(async {
+        let [disk, fast] = [DISK, ByteLen::mib(16)].map(|size| device(&on, Medium::new(size, 512)));
+        make(&fast, 7, Mode::WriteThrough, DISK).await;
+        let cache = open(&on, &disk, &fast, options(&Notes::default())).await;
+        fast.inject(Fault::always(Effect::Fail(Failure::Os(5))).on(Operation::Write));
+        assert_eq!(warm(&cache).await, ByteLen::ZERO);
+        assert_eq!(cache.statistics().warmed, 0);
+    });
+}
