@@ -173,6 +173,26 @@ impl SocketFile {
         }
     }
 
+    /// Removes a socket's file whose maker is dead, if it has been there for longer than `kept`.
+    pub fn remove_dead(path: &Path, kept: Duration) {
+        let is_old = || {
+            let found = fs::symlink_metadata(path).ok()?;
+            let age = found.modified().ok()?.elapsed().ok()?;
+            Some(found.file_type().is_socket() && age > kept)
+        };
+        let is_dead = || UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        if is_old() != Some(true) || !is_dead() {
+            return;
+        }
+        // Another may have come by now.
+        if let Ok(_turn) = Turn::take(path)
+            && is_dead()
+        {
+            // It may be somebody else's, who removes it.
+            let _ = fs::remove_file(path);
+        }
+    }
+
     /// The listening descriptor, for the loop.
     ///
     /// # Errors
@@ -299,6 +319,22 @@ mod tests {
         assert!(matches!(SocketFile::bind(&path), Err(ListenError::Taken { .. })));
         drop(live);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn only_sockets_of_the_dead_that_are_old_enough_are_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [dead, live, file] = ["dead", "live", "file"].map(|name| folder.path().join(name));
+        drop(UnixListener::bind(&dead).expect("binds"));
+        let _live = SocketFile::bind(&live).expect("binds");
+        fs::write(&file, "").expect("a file");
+        SocketFile::remove_dead(&dead, Duration::from_secs(3600));
+        assert!(dead.exists());
+        for path in [&dead, &live, &file, &folder.path().join("none")] {
+            SocketFile::remove_dead(path, Duration::ZERO);
+        }
+        let left = fs::read_dir(folder.path()).expect("is there").count();
+        assert!(!dead.exists() && live.exists() && file.exists() && left == 2);
     }
 
     #[test]

@@ -12,14 +12,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use larder_block::ByteLen;
+use larder_block::tls::TlsError;
 use larder_codec::batch::Method;
 use larder_migrate::limits::{InForce, Limits};
 use larder_migrate::moving::available_memory;
-use larder_migrate::moving::destination::Destination;
+use larder_migrate::moving::destination::{Destination, NotReady};
+use larder_migrate::moving::source::MoveError;
 use larder_migrate::moving::watch::Watch;
 use larder_migrate::progress::{Progress, Totals};
+use larder_migrate::qmp::QmpError;
 use larder_migrate::receive;
 use larder_migrate::send::{self, Accelerators, SendError, Sender, Steering};
 use larder_migrate::tls::{ReceiverTls, SenderTls};
@@ -36,6 +39,7 @@ use crate::cli::migrate::{
     SendingArguments, TrustArguments,
 };
 use crate::disk_image::human;
+use crate::moves;
 use crate::output::{Lines, print};
 
 /// Of what is available, what old pages may take by default.
@@ -48,13 +52,31 @@ const LANES_MAX: usize = 4;
 const WINDOW: u32 = 32 << 20;
 
 pub(crate) fn run(arguments: MigrateArguments) -> anyhow::Result<ExitCode> {
-    match arguments.command {
+    let result = match arguments.command {
         None => whole::run(&arguments.whole),
         Some(MigrateCommand::Send(arguments)) => send(&arguments),
         Some(MigrateCommand::Receive(arguments)) => receive(&arguments),
         Some(MigrateCommand::Status(arguments)) => at::status(&arguments),
         Some(MigrateCommand::Limit(arguments)) => at::limit(&arguments),
         Some(MigrateCommand::Cancel(arguments)) => at::cancel(&arguments),
+    };
+    result.map_err(name_its_mover)
+}
+
+/// Where QEMU's one client is Larder, that is said.
+fn name_its_mover(error: anyhow::Error) -> anyhow::Error {
+    let qmp = match (error.downcast_ref(), error.downcast_ref()) {
+        (Some(MoveError::Qmp(QmpError::Busy { path })), _) | (_, Some(NotReady::Qmp(QmpError::Busy { path }))) => path,
+        _ => return error,
+    };
+    match moves::of_qemu(qmp) {
+        Some(state) => anyhow!(
+            "the virtual machine of the QEMU at {} is being moved already: {}; larder migrate status, limit and cancel are for \
+             that move",
+            qmp.display(),
+            moves::line(&state)
+        ),
+        None => error,
     }
 }
 
@@ -68,7 +90,9 @@ fn sending(address: &Address, trust: &TrustArguments, sending: &SendingArguments
     let tls = trust
         .tls
         .as_deref()
-        .map(|folder| SenderTls::load(folder, address.host(), trust.peer.clone()))
+        .map(|folder| {
+            SenderTls::load(folder, address.host(), trust.peer.clone()).map_err(|error| without_files(&error, "client"))
+        })
         .transpose()?;
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     Ok(send::Options {
@@ -163,14 +187,16 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     })?;
     let folder = arguments.trust.tls.as_deref();
     let tls = folder
-        .map(|folder| ReceiverTls::load(folder, arguments.trust.peer.clone()))
+        .map(|folder| {
+            ReceiverTls::load(folder, arguments.trust.peer.clone()).map_err(|error| without_files(&error, "server"))
+        })
         .transpose()?;
     let stop = stop_by_signal()?;
     let destination = match &arguments.qmp {
         Some(qmp) => {
             let records = migration_folder().context("no record of the move can be kept")?;
             let destination = Destination::new(qmp, &records, Arc::new(disks::LocalServers::default()));
-            Some(Arc::new(destination.map_err(anyhow::Error::msg)?))
+            Some(Arc::new(destination?))
         }
         None => None,
     };
@@ -235,6 +261,11 @@ fn receive_stream(
         Output::Json => format!("{:#}\n", json!(delivered_state(&delivered))),
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The files of `--tls` are not as they should be.
+fn without_files(error: &TlsError, whose: &str) -> anyhow::Error {
+    anyhow!("{error}; --tls DIR wants ca-cert.pem, {whose}-cert.pem and {whose}-key.pem there")
 }
 
 /// Nobody sends a guest's memory over a network in the clear without having said so.

@@ -1,5 +1,7 @@
 //! VMs that are moved on this host: who moves them, and how that goes.
 
+use std::path::Path;
+
 use larder_vm::control::migration::{Direction, MigrationState};
 use larder_vm::control::{FetchError, fetch_migration};
 use larder_vm::vm::find;
@@ -34,6 +36,15 @@ pub(crate) fn ask_all() -> Vec<Asked> {
 pub(crate) fn of_vm(name: &str) -> Vec<Told> {
     let asked = ask_all().into_iter().filter(|(vm, _)| vm == name);
     asked.filter_map(|(_, asked)| asked.ok()).collect()
+}
+
+/// The move whose QEMU listens there, if this user sees one.
+pub(crate) fn of_qemu(qmp: &Path) -> Option<MigrationState> {
+    let resolved = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let wanted = resolved(qmp);
+    let states = ask_all().into_iter().filter_map(|(_, asked)| asked.ok());
+    let mut states = states.map(|(_, state)| state);
+    states.find(|state| !state.phase.is_over() && resolved(Path::new(&state.qemu)) == wanted)
 }
 
 /// A move, in a line.
@@ -81,7 +92,19 @@ pub(crate) fn line(state: &MigrationState) -> String {
 pub(crate) fn lines(all: Vec<Asked>) -> Vec<String> {
     let told = all.into_iter().map(|(vm, asked)| match asked {
         Ok((_, state)) => line(&state),
-        Err(error) => format!("{vm}: its move: {error}"),
+        Err(error) => trouble(&vm, &error),
     });
     told.collect()
+}
+
+/// Why nothing is known of a move, in a line.
+pub(crate) fn trouble(vm: &str, error: &FetchError) -> String {
+    match error {
+        FetchError::Dead { path } => format!(
+            "{vm}: its move: nobody listens on {}: the process that moved it was killed; run the same command again, which \
+             goes on with it, or remove this file, if all is well",
+            path.display()
+        ),
+        error => format!("{vm}: its move: {error}"),
+    }
 }

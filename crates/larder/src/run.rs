@@ -212,15 +212,26 @@ fn say(line: &str) {
 
 /// Adds to the complaint about a command line what is most likely meant.
 pub(crate) fn explain(mut error: clap::Error) -> clap::Error {
-    let mut words = std::env::args_os().skip(1);
-    let is_run = words.next().is_some_and(|word| word == "run");
-    let is_split = words.any(|word| word == "--");
-    let Some(ContextValue::String(word)) = error.get(ContextKind::InvalidArg) else {
-        return error;
+    let words: Vec<_> = std::env::args_os().skip(1).collect();
+    let is_of = |command: &str| words.first().is_some_and(|word| word == command);
+    let is_split = words.iter().any(|word| word == "--");
+    let stray = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(word)) if error.kind() == ErrorKind::UnknownArgument && !word.starts_with('-') => {
+            Some(word.as_str())
+        }
+        _ => None,
     };
-    if error.kind() == ErrorKind::UnknownArgument && is_run && !is_split && !word.starts_with('-') {
-        let tip = format!("put -- before the QEMU command: larder run -- {word} ...");
-        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
-    }
+    let tip = match stray {
+        Some(word) if is_of("run") && !is_split => format!("put -- before the QEMU command: larder run -- {word} ..."),
+        // A word before it was taken for the name of a virtual machine.
+        _ if is_of("migrate")
+            && error.kind() == ErrorKind::ArgumentConflict
+            && error.get(ContextKind::InvalidSubcommand).is_some() =>
+        {
+            "the subcommands are send, receive, status, limit and cancel".to_owned()
+        }
+        _ => return error,
+    };
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     error
 }

@@ -1,8 +1,10 @@
 //! A QEMU and its VM, as far as they must be alike on both hosts.
 
+use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::qmp::{Qmp, QmpError};
 
@@ -18,6 +20,8 @@ pub struct Description {
     pub memory_bytes: [u64; 2],
     /// Virtual processors that are there.
     pub processors: u64,
+    /// What they are.
+    pub processor: Option<Processor>,
     /// PCI devices: place, vendor and device.
     pub pci: Vec<String>,
     /// As QEMU knows it; zeros without `-uuid`.
@@ -30,8 +34,20 @@ pub struct Description {
     pub available_bytes: Option<u64>,
 }
 
-/// Clocks that are further apart make the guest's time jump.
-const CLOCK_MS_MAX: u64 = 500;
+/// What a guest may see of a processor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Processor {
+    /// QEMU's type, such as `Nehalem-x86_64-cpu`.
+    pub model: String,
+    /// As CPUID has it, such as `GenuineIntel`; empty where there is no CPUID.
+    pub vendor: String,
+    /// Words of CPUID that are not zero: the name of each, such as `80000001h ECX`, and its bits.
+    pub features: BTreeMap<String, u64>,
+}
+
+/// Clocks that are further apart make the guest's time jump. What a description takes to get there looks the same.
+const CLOCK_MS_MAX: u64 = 1000;
 
 impl Description {
     /// Asks QEMU.
@@ -48,19 +64,20 @@ impl Description {
             .to_owned();
         let memory = qmp.execute("query-memory-size-summary", nothing())?;
         let processors = qmp.execute("query-cpus-fast", nothing())?;
+        let processor = Processor::of(qmp, &processors[0])?;
         let pci = qmp.execute("query-pci", nothing())?;
         let uuid = qmp.execute("query-uuid", nothing())?;
         let name = qmp.execute("query-name", nothing())?;
-        let clock = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
             qemu: qmp.version(),
             machine,
             memory_bytes: ["base-memory", "plugged-memory"].map(|part| memory[part].as_u64().unwrap_or(0)),
             processors: processors.as_array().map_or(0, Vec::len) as u64,
+            processor,
             pci: pci_devices(&pci),
             uuid: uuid["UUID"].as_str().unwrap_or_default().to_owned(),
             name: name["name"].as_str().map(str::to_owned),
-            clock_ms: clock.as_millis() as u64,
+            clock_ms: clock_ms(),
             available_bytes: available_memory(),
         })
     }
@@ -91,6 +108,18 @@ impl Description {
         if self.processors != there.processors {
             differ("processors (-smp)", &self.processors, &there.processors);
         }
+        if let (Some(here), Some(there)) = (&self.processor, &there.processor) {
+            let missing = here.missing(there);
+            if !missing.is_empty() {
+                found.push(format!(
+                    "processor model (-cpu): {} at the source, {} at the destination, which has not all that the guest may use: \
+                     CPUID {}",
+                    here.model,
+                    there.model,
+                    missing.join(", ")
+                ));
+            }
+        }
         for (devices, others, place) in [
             (&self.pci, &there.pci, "destination"),
             (&there.pci, &self.pci, "source"),
@@ -114,6 +143,14 @@ impl Description {
                 text(self.qemu)
             ));
         }
+        if let (Some(here), Some(there)) = (&self.processor, &there.processor)
+            && (&here.model, &here.vendor) != (&there.model, &there.vendor)
+        {
+            found.push(format!(
+                "the processors are of another model there (-cpu), which the guest may see: {here} at the source, {there} at \
+                 the destination"
+            ));
+        }
         let apart = self.clock_ms.abs_diff(there.clock_ms);
         if apart > CLOCK_MS_MAX {
             found.push(format!(
@@ -131,6 +168,58 @@ impl Description {
         }
         found
     }
+}
+
+impl Processor {
+    /// Of a processor as QEMU lists it.
+    fn of(qmp: &mut Qmp, listed: &Value) -> Result<Option<Self>, QmpError> {
+        let Some(path) = listed["qom-path"].as_str() else {
+            return Ok(None);
+        };
+        // What other architectures do not have is refused.
+        let mut property = |name: &str| match qmp.execute("qom-get", json!({"path": path, "property": name})) {
+            Err(QmpError::Refused { .. }) => Ok(Value::Null),
+            answer => answer,
+        };
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let words = property("feature-words")?;
+        let words = words.as_array().into_iter().flatten();
+        Ok(Some(Self {
+            model: text(&property("type")?),
+            vendor: text(&property("vendor")?),
+            features: words.filter_map(feature_word).collect(),
+        }))
+    }
+
+    /// Words with the bits that `there` lacks, which a guest may use here.
+    fn missing(&self, there: &Self) -> Vec<String> {
+        let words = self.features.iter().filter_map(|(word, bits)| {
+            let lacks = bits & !there.features.get(word).unwrap_or(&0);
+            (lacks != 0).then(|| format!("{word} {lacks:#x}"))
+        });
+        words.collect()
+    }
+}
+
+impl std::fmt::Display for Processor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.model)?;
+        match self.vendor.is_empty() {
+            true => Ok(()),
+            false => write!(f, " ({})", self.vendor),
+        }
+    }
+}
+
+/// A word of CPUID, with its name, if a bit is set in it.
+fn feature_word(word: &Value) -> Option<(String, u64)> {
+    let bits = word["features"].as_u64().filter(|&bits| bits != 0)?;
+    let leaf = word["cpuid-input-eax"].as_u64()?;
+    let below = word["cpuid-input-ecx"]
+        .as_u64()
+        .map_or_else(String::new, |below| format!(".{below}"));
+    let register = word["cpuid-register"].as_str()?;
+    Some((format!("{leaf:x}h{below} {register}"), bits))
 }
 
 /// Place, vendor and device of each, those behind bridges too.
@@ -153,6 +242,12 @@ fn pci_devices(buses: &Value) -> Vec<String> {
     }
     found.sort();
     found
+}
+
+/// This host's clock, in milliseconds since 1970.
+pub(super) fn clock_ms() -> u64 {
+    let clock = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    clock.as_millis() as u64
 }
 
 /// Bytes of memory that this host has left (proc(5), `MemAvailable`).

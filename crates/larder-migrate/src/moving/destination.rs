@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use thiserror::Error;
 
+use super::description::clock_ms;
 use super::disks::{self, Deed, DiskDescription, DiskServers};
 use super::folder::Folder;
 use super::messages::{Tell, ToDestination, ToSource, VERSION};
@@ -91,6 +93,17 @@ struct Inner {
     is_late: bool,
 }
 
+/// Why there is no mover of a QEMU.
+#[derive(Debug, Error)]
+pub enum NotReady {
+    /// QEMU.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Something else; the text says what to do.
+    #[error("{0}")]
+    Other(String),
+}
+
 /// Why a VM cannot be let run.
 enum NotLoaded {
     /// It never can.
@@ -104,39 +117,38 @@ impl Destination {
     /// which there is a record in the folder `records`. What its disks are served by is among `servers`.
     ///
     /// # Errors
-    /// It does not answer, or waits for nothing; the text says what to do.
-    pub fn new(qmp: &Path, records: &Path, servers: Arc<dyn DiskServers>) -> Result<Self, String> {
-        let mut connection = Qmp::connect(qmp).map_err(|error| error.to_string())?;
+    /// It does not answer, or waits for nothing.
+    pub fn new(qmp: &Path, records: &Path, servers: Arc<dyn DiskServers>) -> Result<Self, NotReady> {
+        let mut connection = Qmp::connect(qmp)?;
         let place = Place::new(records, "to", &connection);
-        let mut arriving: Option<Arriving> = place.load().map_err(|error| error.to_string())?;
-        let waits = is_waiting(&mut connection).map_err(|error| error.to_string())?;
+        let mut arriving: Option<Arriving> = place.load().map_err(|error| NotReady::Other(error.to_string()))?;
+        let waits = is_waiting(&mut connection)?;
         // It was not told to wait before the mover ended.
         if waits && arriving.take_if(|it| it.phase == Phase::Coming).is_some() {
             place.remove();
         }
         if !waits && arriving.is_none() {
-            return Err(format!(
+            return Err(NotReady::Other(format!(
                 "the QEMU at {} has a VM already, or takes one in that larder migrate knows nothing of: start one with \
                 '-incoming defer', with the same options as the source's",
                 qmp.display()
-            ));
+            )));
         }
-        let devices = disks::sockets_of(&mut connection).map_err(|error| error.to_string())?;
+        let devices = disks::sockets_of(&mut connection)?;
         // A mover before this one had heard that it may run, and ended before QEMU did.
         let let_run = arriving.as_ref().filter(|it| matches!(it.phase, Phase::LetRun { .. }));
         if let Some(arriving) = let_run.filter(|it| !it.disks.is_empty()) {
-            servers.have(&arriving.disks, Deed::Keep)?;
+            servers.have(&arriving.disks, Deed::Keep).map_err(NotReady::Other)?;
         }
         if let_run.is_some_and(|it| it.phase == Phase::LetRun { run: true }) {
-            let state = connection.run_state().map_err(|error| error.to_string())?;
+            let state = connection.run_state()?;
             if STILL.contains(&state.as_str()) {
-                connection
-                    .execute_within("cont", json!({}), RUN_TIMEOUT)
-                    .map_err(|error| error.to_string())?;
+                connection.execute_within("cont", json!({}), RUN_TIMEOUT)?;
             }
         }
         let user = connection.user();
-        let incoming = Folder::for_listener(user).map_err(|error| format!("a folder for QEMU's socket: {error}"))?;
+        let incoming = Folder::for_listener(user)
+            .map_err(|error| NotReady::Other(format!("a folder for QEMU's socket: {error}")))?;
         Ok(Self {
             qmp_path: qmp.to_owned(),
             incoming,
@@ -265,6 +277,7 @@ impl Destination {
         settings: Settings,
     ) -> Result<ToSource, Vec<String>> {
         let said = |error: QmpError| vec![error.to_string()];
+        let came_at = clock_ms();
         if settings.multifd_channels > CHANNELS_MAX {
             return Err(vec![format!(
                 "{} channels for pages, and {CHANNELS_MAX} at most",
@@ -279,7 +292,10 @@ impl Destination {
                 self.qmp_path.display()
             )]);
         }
-        let here = Description::of(&mut inner.qmp).map_err(said)?;
+        let here = Description {
+            clock_ms: came_at,
+            ..Description::of(&mut inner.qmp).map_err(said)?
+        };
         let mut differences = vm.differences(&here);
         let our_disks = disks::describe(&*inner.servers, &inner.devices);
         let agreed = our_disks
@@ -424,7 +440,8 @@ impl Inner {
             Some(Phase::LetRun { .. }) => State::Running { whole: self.whole },
             Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
-                    Err(error) => format!("before all had come, {error}; if it has ended by itself, it has said why"),
+                    Err(_) => "the QEMU here has ended before all had come; it does when its source goes away, and else says why"
+                        .to_owned(),
                     Ok(_) => "the QEMU here failed to load it".to_owned(),
                 };
                 match self.never(reason) {

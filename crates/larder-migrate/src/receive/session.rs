@@ -185,7 +185,9 @@ impl<'a> Session<'a> {
             self.ending.sockets.cut(number);
             self.lost.store(true, Ordering::Release);
             lock(&self.options.watched.0).link.lose();
-            tracing::warn!("link lost ({lost}); waiting for the sender to connect again");
+            if !self.ending.has_failed() {
+                tracing::warn!("link lost ({lost}); waiting for the sender to connect again");
+            }
             match self.berth.take(Some(patience)) {
                 Landed::Link(again, over, received) => {
                     (number, link) = (again, over);

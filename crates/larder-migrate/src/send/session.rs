@@ -189,7 +189,10 @@ impl<'a> Session<'a> {
             };
             self.ending.sockets.cut(number);
             self.progress.link_lost();
-            tracing::warn!("link lost ({lost}); trying again");
+            // A session that ends closes it, and only tries to say why.
+            if !self.ending.has_failed() {
+                tracing::warn!("link lost ({lost}); trying again");
+            }
             match self.connect_again(&mut dial, lost)? {
                 Some(again) => connected = again,
                 None => return Ok(()),

@@ -1,6 +1,6 @@
 //! A move as its control socket tells of it, and how it is told to do otherwise.
 
-use std::path::Path;
+use std::path::{Path, absolute};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,13 +17,16 @@ use larder_vm::control::migration::{
     MigrationPatch, MigrationPhase, MigrationState, MoveLinkState, MoveRates, OfferState, SentState,
 };
 use larder_vm::control::{ControlError, ControlServer, Subject};
-use larder_vm::vm::find::make_migration_control;
+use larder_vm::listen::SocketFile;
+use larder_vm::vm::find::{make_migration_control, moves};
 
 /// Whoever has asked within so long watches, and is to hear how it ended.
 const WATCHES: Duration = Duration::from_secs(3);
 /// How long that is waited for, at most.
 const HEARS_IN: Duration = Duration::from_millis(1500);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// A socket that is older, of a process that was killed, is removed.
+const DEAD_KEPT: Duration = Duration::from_secs(3600);
 /// Between two looks at how it goes.
 const SEE_EVERY: Duration = Duration::from_millis(100);
 /// Rates of what comes are averages over this long.
@@ -82,7 +85,8 @@ impl Watched {
         let name = |path: &Path| path.file_stem().map(|name| name.to_string_lossy().into_owned());
         Arc::new(Self {
             vm: vm.and_then(name).or_else(|| name(qemu)).unwrap_or_default(),
-            qemu: qemu.display().to_string(),
+            // Others that look for it are elsewhere.
+            qemu: absolute(qemu).unwrap_or_else(|_| qemu.to_owned()).display().to_string(),
             peer: peer.map(str::to_owned),
             moved,
             cancel: Box::new(cancel),
@@ -109,6 +113,9 @@ impl Watched {
         let subject = Arc::new(Subject::migration(&self.vm, inquiry));
         if let Some(path) = control {
             return ControlServer::start(path, subject).map(Some);
+        }
+        for (_, _, path) in moves() {
+            SocketFile::remove_dead(&path, DEAD_KEPT);
         }
         let listen = |name: &str| {
             let path = make_migration_control(name, direction).map_err(|error| error.to_string())?;

@@ -238,6 +238,14 @@ pub(super) fn receive(
 ) -> anyhow::Result<ExitCode> {
     // Since when it is clear what becomes of the VM, but perhaps not to its source.
     let mut settled = None;
+    if destination.look_now() == (State::Running { whole: true }) {
+        settled = Some(Instant::now());
+        tracing::warn!(
+            "the QEMU here has the virtual machine of an earlier move, and takes in no other: waiting {} s for that one's \
+             source, if it has not heard that it runs here; for another move start a new QEMU with '-incoming defer'",
+            ASKED_MAX.as_secs()
+        );
+    }
     let (state, result) = loop {
         let result = one_session(port, options, stop, destination, settled);
         let state = destination.look_now();
@@ -285,7 +293,7 @@ pub(super) fn receive(
                 "the QEMU there had begun to take in the VM when the mover before was lost, and is of no use for another \
                  move: start a new one, and a receiver for it, and run the same command again",
             );
-            bail!("the virtual machine did not come; its source has it, if its QEMU still runs: {reason}{why}");
+            bail!("the virtual machine did not come{why}; its source has it, if its QEMU still runs: {reason}");
         }
         State::Waiting => bail!("stopped; {qemu}, and waits for a virtual machine"),
         State::Coming => bail!(

@@ -113,7 +113,7 @@ fn text(vms: &[Found], asked: &[Asked], memories: &[memories::Asked], moves: &[m
     for (vm, asked) in moves {
         match asked {
             Ok((_, state)) => moving.push_str(&format!("{}\n", moves::line(state))),
-            Err(error) => troubles.push_str(&format!("{vm}: its move: {error}\n")),
+            Err(error) => troubles.push_str(&format!("{}\n", moves::trouble(vm, error))),
         }
     }
     let mut parts = Vec::new();

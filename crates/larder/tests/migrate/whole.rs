@@ -45,7 +45,7 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     let other = Machine::new(Release::Debian12, MEMORY_MIB + 32, &Load::default()).expect("the test bed is set up");
     let larger = other.incoming().expect("QEMU starts");
     let waits = receiver(&larger);
-    let (code, said) = moves(&source, &waits, &["--channels", "0"]);
+    let (code, said) = moves(&source, &waits, &[]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("nothing was changed: bytes of memory (-m): "), "{said}");
     drop((waits, larger));
@@ -63,11 +63,7 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     // Given up in time, the VM goes on, and QEMU is set as it was.
     let mut gives_up = machine.incoming().expect("QEMU starts");
     let waits = receiver(&gives_up);
-    let (code, said) = moves(
-        &source,
-        &waits,
-        &["--channels", "0", "--timeout", "1", "--bandwidth", "4MiB"],
-    );
+    let (code, said) = moves(&source, &waits, &["--timeout", "1", "--bandwidth", "4MiB"]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("it did not end in 1 s"), "{said}");
     source.works().expect("it goes on");
@@ -200,25 +196,30 @@ fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
     for (options, said) in [
         ("-machine q35", "machine type: pc-"),
         ("-smp 2", "processors (-smp): 1 at the source, 2 at the destination"),
+        (
+            "-cpu Nehalem",
+            "Nehalem-x86_64-cpu at the destination, which has not all that the guest may use: CPUID 80000001h ECX 0x4",
+        ),
         ("-device virtio-rng-pci", " 1af4:1005 is missing at the source"),
         ("-uuid 9a8b7c6d-0000-1111-2222-333344445555", "UUID (-uuid): "),
     ] {
         let other = machine.incoming_by(&words(&with(options))).expect("QEMU starts");
         let waits = receiver(&other);
-        let (code, heard) = moves(&source, &waits, &["--channels", "0"]);
+        let (code, heard) = moves(&source, &waits, &[]);
         let is_told = heard.contains("it cannot be moved, and nothing was changed: ") && heard.contains(said);
         assert!(code == Some(1) && is_told, "{options}: {code:?} {heard}");
         assert_eq!(verdict(&heard).expect("JSON")["vm"], "here", "{options}");
     }
     // Each with what belongs to the other.
     let stream_alone = Side::receiver(larder(), &machine.folder().join("nothing"), &[]).expect("it listens");
-    let (code, heard) = moves(&source, &stream_alone, &["--channels", "0"]);
+    let (code, heard) = moves(&source, &stream_alone, &[]);
     assert!(
         code == Some(1) && heard.contains("start it with --qmp in the place of --connect"),
         "{heard}"
     );
     source.works().expect("it goes on");
-    let destination = machine.incoming().expect("QEMU starts");
+    // One that has all and more will do.
+    let destination = machine.incoming_by(&words(&with("-cpu max"))).expect("QEMU starts");
     let mut waits = receiver(&destination);
     let sender = machine.folder().join("sender");
     let mut side = Side::sender(larder(), &sender, waits.address(), &[]).expect("it connects");
@@ -235,13 +236,17 @@ fn what_differs_at_the_destination_is_told_and_the_vm_goes_on() {
     std::fs::set_permissions(&full.0, PermissionsExt::from_mode(0o755)).expect("ours");
     fill(&full.0.join("all"));
     let to = waits.address().to_string();
-    let mut command = move_command(larder(), source.qmp_for_others(), &to, &["--channels", "0"]);
+    let mut command = move_command(larder(), source.qmp_for_others(), &to, &[]);
     command.env("RUNTIME_DIRECTORY", &full.0);
     let (code, heard) = run(command);
-    assert!(code == Some(1) && heard.contains("no record can be kept"), "{heard}");
+    let is_told = heard.contains("the VM goes on here: no record of the move can be kept: ");
+    assert!(code == Some(1) && is_told, "{heard}");
     source.works().expect("it goes on");
-    let (code, heard) = moves(&source, &waits, &["--channels", "0"]);
-    assert_eq!(code, Some(0), "{heard}");
+    let (code, heard) = moves(&source, &waits, &[]);
+    let is_told =
+        heard.contains("of another model there (-cpu), which the guest may see: qemu64-x86_64-cpu (AuthenticAMD)");
+    assert!(code == Some(0) && is_told, "{heard}");
+    destination.works().expect("it runs there");
     assert_eq!(waits.end().expect("it ends").0, Some(0));
 }
 
@@ -255,7 +260,7 @@ fn stays_paused(release: Release, after: &str) {
     let stood = source.console();
     let lacks = machine.incoming().expect("QEMU starts");
     let mut waits = receiver(&lacks);
-    let (code, said) = moves(&source, &waits, &["--channels", "0"]);
+    let (code, said) = moves(&source, &waits, &[]);
     assert_eq!(code, Some(1), "{said}");
     assert_eq!(verdict(&said).expect("JSON")["vm"], "here", "{said}");
     let (code, heard) = waits.end().expect("it ends");
@@ -269,7 +274,7 @@ fn stays_paused(release: Release, after: &str) {
     let destination = machine.incoming_by(&words(&more)).expect("QEMU starts");
     if after == "postmigrate" {
         let waits = receiver(&destination);
-        let (code, said) = moves(&source, &waits, &["--channels", "0"]);
+        let (code, said) = moves(&source, &waits, &[]);
         assert!(
             code == Some(1) && said.contains("'cont' lets it run, and 'stop' pauses it again"),
             "{said}"
@@ -279,7 +284,7 @@ fn stays_paused(release: Release, after: &str) {
         source.works().expect("it runs");
     }
     let mut waits = receiver(&destination);
-    let (code, said) = moves(&source, &waits, &["--channels", "0"]);
+    let (code, said) = moves(&source, &waits, &[]);
     assert_eq!(code, Some(0), "{said}");
     let (code, heard) = waits.end().expect("it ends");
     assert_eq!(code, Some(0), "{heard}");
@@ -349,7 +354,7 @@ fn a_vm_runs_at_one_place_whatever_is_cut_or_killed() {
 /// A mover of a VM of which most is still to come.
 fn slow_mover(source: &Vm, receiver: &Side) -> Process {
     let to = receiver.address().to_string();
-    let command = move_command(larder(), source.qmp_for_others(), &to, &["--bandwidth", "8MiB"]);
+    let command = move_command(larder(), source.qmp_for_others(), &to, &["--bandwidth", "1MiB"]);
     let mover = Process::start(command).expect("larder starts");
     mover.wait_for("round 1: ", LIMIT).expect("it is under way");
     mover
@@ -361,7 +366,12 @@ fn a_move_whose_mover_was_killed_begins_anew_in_a_new_qemu_as_it_is_told() {
     let source = machine.boot().expect("the guest boots");
     let destination = machine.incoming().expect("QEMU starts");
     let mut waits = receiver(&destination);
-    slow_mover(&source, &waits).kill();
+    let mut mover = slow_mover(&source, &waits);
+    let again = || receive_whole_command(larder(), "127.0.0.1:0", destination.qmp_for_others(), &[]);
+    for (code, said) in [moves(&source, &waits, &[]), take_back(&source), run(again())] {
+        assert!(code == Some(2) && said.contains(" is being moved already: "), "{said}");
+    }
+    mover.kill();
     let (code, said) = moves(&source, &waits, &[]);
     let is_told = said.contains("start a new one, and a receiver for it, and run the same command again");
     assert!(code == Some(1) && is_told, "{said}");
@@ -373,6 +383,14 @@ fn a_move_whose_mover_was_killed_begins_anew_in_a_new_qemu_as_it_is_told() {
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(waits.end().expect("it ends").0, Some(0));
     destination.works().expect("it runs there");
+    let other = Process::start(receive_whole_command(
+        larder(),
+        "127.0.0.1:0",
+        destination.qmp_for_others(),
+        &[],
+    ));
+    let other = other.expect("larder starts");
+    other.wait_for(" takes in no other: ", LIMIT).expect("it says so");
 }
 
 #[test]

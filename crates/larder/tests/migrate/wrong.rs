@@ -10,7 +10,7 @@ use crate::support::{larder, on_tmpfs, run};
 
 /// A command line, and what is said of it. LONG is a path of 120 bytes, PORT a port that is taken, and `taken` a socket that
 /// somebody listens on, `stale` one on which nobody does any more; the others say what is no QMP.
-const WRONG: [(&str, &str); 59] = [
+const WRONG: [(&str, &str); 60] = [
     (
         "send",
         "error: the following required arguments were not provided:\n  --listen <PATH>\n  --to <HOST[:PORT]>\n\nUsage: larder migrate send --listen <PATH> --to <HOST[:PORT]>",
@@ -65,7 +65,7 @@ const WRONG: [(&str, &str); 59] = [
     ),
     (
         "send --listen s --to 127.0.0.1:1 --tls /nosuch",
-        "larder: cannot read certificates from /nosuch/ca-cert.pem: I/O error: No such file or directory (os error 2)",
+        "larder: cannot read certificates from /nosuch/ca-cert.pem: I/O error: No such file or directory (os error 2); --tls DIR wants ca-cert.pem, client-cert.pem and client-key.pem there",
     ),
     (
         "send --listen s --to 127.0.0.1:1 --tls . --peer 00",
@@ -109,7 +109,7 @@ const WRONG: [(&str, &str); 59] = [
     ),
     (
         "receive --listen 127.0.0.1:0 --connect q --tls .",
-        "larder: cannot read certificates from ./ca-cert.pem: I/O error: No such file or directory (os error 2)",
+        "larder: cannot read certificates from ./ca-cert.pem: I/O error: No such file or directory (os error 2); --tls DIR wants ca-cert.pem, server-cert.pem and server-key.pem there",
     ),
     (
         "send --listen s --to 4446",
@@ -216,6 +216,10 @@ const WRONG: [(&str, &str); 59] = [
     (
         "--take-back --qmp nosuch --to 127.0.0.1:1",
         "error: the argument '--take-back' cannot be used with '--to <HOST[:PORT]>'",
+    ),
+    (
+        "statsu web",
+        "\n  tip: the subcommands are send, receive, status, limit and cancel\n",
     ),
     (
         "status nosuch",

@@ -13,6 +13,7 @@ use super::course::{Course, Cut, Postcopy};
 use super::ending::{LIMIT_MS, LIMIT_TO_END_MS, Look};
 use super::settle::SETTLE_TIMEOUT;
 use super::{Done, LOOK_EVERY, MoveError, Options, preflight, runs};
+use crate::moving::description::clock_ms;
 use crate::moving::disks::{self, Deed};
 use crate::moving::messages::{Tell, ToSource};
 use crate::moving::record::{Leaving, MoveId, Place};
@@ -38,6 +39,23 @@ fn why(migration: &Value, status: &str) -> String {
              lacks a device"
         ),
         _ => format!("QEMU's migration was {status}"),
+    }
+}
+
+/// Why QEMU's migration does not go on.
+enum NotBegun {
+    /// QEMU was not told, or refuses.
+    Refused(String),
+    /// It may have begun.
+    Unclear(QmpError),
+}
+
+impl From<QmpError> for NotBegun {
+    fn from(error: QmpError) -> Self {
+        match error {
+            QmpError::Refused { .. } => Self::Refused(error.to_string()),
+            error => Self::Unclear(error),
+        }
     }
 }
 
@@ -145,7 +163,10 @@ impl<'a> Mover<'a> {
         let served: Vec<String> = disks.iter().map(|disk| disk.chardev.clone()).collect();
         let carrier = self.connect().map_err(preflight)?;
         let prepare = course.tell(Tell::Prepare {
-            vm: Box::new(self.vm.clone()),
+            vm: Box::new(Description {
+                clock_ms: clock_ms(),
+                ..self.vm.clone()
+            }),
             settings: self.settings(),
             disks,
         });
@@ -182,13 +203,11 @@ impl<'a> Mover<'a> {
         match self.begin(&carrier.socket.socket(), &mut course) {
             Ok(()) => self.see_through(carrier, course, report),
             // Whatever goes on in QEMU is not this move.
-            Err(error @ QmpError::Refused { .. }) => {
+            Err(NotBegun::Refused(reason)) => {
                 self.stays(&course.leaving);
-                Err(MoveError::Here {
-                    reason: error.to_string(),
-                })
+                Err(MoveError::Here { reason })
             }
-            Err(error) => Err(self.take_back(carrier, &course, error.to_string())),
+            Err(NotBegun::Unclear(error)) => Err(self.take_back(carrier, &course, error.to_string())),
         }
     }
 
@@ -272,7 +291,7 @@ impl<'a> Mover<'a> {
         }
     }
 
-    fn begin(&mut self, socket: &Path, course: &mut Course) -> Result<(), QmpError> {
+    fn begin(&mut self, socket: &Path, course: &mut Course) -> Result<(), NotBegun> {
         let role = Role::Source {
             downtime_ms: LIMIT_MS,
             throttle: self.options.throttle,
@@ -282,13 +301,10 @@ impl<'a> Mover<'a> {
         // A mover after this one knows from it what was moved where, should this one end.
         if let Err(error) = self.place.save(&course.leaving) {
             course.leaving.before.restore(&mut self.qmp);
-            return Err(QmpError::Refused {
-                command: "migrate".to_owned(),
-                text: format!("which it was not told, since no record can be kept: {error}"),
-            });
+            return Err(NotBegun::Refused(format!("no record of the move can be kept: {error}")));
         }
         course.begun = Instant::now();
-        self.once_free(|mover| mover.migrate(socket, false))
+        Ok(self.once_free(|mover| mover.migrate(socket, false))?)
     }
 
     /// QEMU says of a migration that it was cancelled or has failed before it has let go of all that belonged to it.

@@ -315,6 +315,7 @@ fn a_qemu_of_which_nothing_is_known_is_left_alone() {
         Destination::new(path, folder.path(), Arc::new(NoServers))
             .err()
             .expect("it has a VM")
+            .to_string()
     };
     assert!(said(&qemu.qmp).contains("-incoming defer"));
     assert!(said(&folder.path().join("nobody")).contains("nobody"));
