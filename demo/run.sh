@@ -22,7 +22,9 @@ larder=${LARDER:-$repo_dir/target/release/larder}
 work=$repo_dir/target/demo
 data_mib=1024
 base_mib=512
+# How long a guest may take; one takes 40 s on a machine that does nothing else.
 timeout_s=600
+first_try_s=180
 
 [ -f "$out_dir/guest.stamp" ] || die "the guest is missing: run make setup"
 [[ " ${runs[*]} " != *" larder "* ]] || [ -x "$larder" ] || die "$larder is missing: run make build"
@@ -49,10 +51,11 @@ overlay() {
 
 declare -A result
 
-# boot RUN [PREFIX...]: boots the guest by PREFIX and QEMU; keeps the figures of RUN in `result`.
+# boot RUN LIMIT [PREFIX...]: boots the guest by PREFIX and QEMU; keeps the figures of RUN in `result`. Fails if it has
+# not finished after LIMIT seconds.
 boot() {
-  local run=$1 started booted='' code='' line job bytes iops
-  shift
+  local run=$1 limit_s=$2 started booted='' code='' line job bytes iops
+  shift 2
   local -a command=(
     "$@" qemu-system-x86_64
     -accel "$accel" -m 1024 -nodefaults -display none -serial stdio -no-reboot
@@ -96,10 +99,11 @@ boot() {
         ;;
       LARDER-GUEST-EXIT\ *) code=${line##* } ;;
     esac
-  done < <(timeout --foreground "$timeout_s" "${command[@]}" </dev/null 2>&1 || echo "ended with exit code $?")
+  done < <(timeout --foreground "$limit_s" "${command[@]}" </dev/null 2>&1 || echo "ended with exit code $?")
   if [ "$code" != 0 ] || [ -z "$booted" ]; then
     tail -n 25 "$work/$run.log" >&2
-    die "the guest did not finish within ${timeout_s} s, as on a busy machine, or failed (target/demo/$run.log)"
+    printf 'the guest did not finish within %s s, or failed (target/demo/%s.log)\n' "$limit_s" "$run" >&2
+    return 1
   fi
 }
 
@@ -125,8 +129,12 @@ row() {
 
 for run in "${runs[@]}"; do
   case $run in
-    larder) boot larder "$larder" run -- ;;
-    *) boot "$run" ;;
+    larder) boot larder "$timeout_s" "$larder" run -- || exit 1 ;;
+    # QEMU's own disks have stood still for good at times, on storage that much had just been written to.
+    *)
+      boot "$run" "$first_try_s" ||
+        { printf 'That was QEMU alone; once more\n' >&2 && boot "$run" "$timeout_s"; } || exit 1
+      ;;
   esac
 done
 

@@ -15,7 +15,7 @@ use clap::Args;
 use serde_json::json;
 
 pub use self::disks::DiskChoice;
-use self::disks::{Disks, SCRIPT};
+use self::disks::{Disks, script};
 pub use self::report::{Fault, Report};
 use self::report::{Place, Stage};
 use super::Random;
@@ -124,7 +124,7 @@ pub fn campaign(
     random: &mut Random,
 ) -> anyhow::Result<Report> {
     let machine = match disk {
-        Some(_) => Machine::running(release, MEMORY_MIB, SCRIPT)?,
+        Some(_) => Machine::running(release, MEMORY_MIB, &script())?,
         None => Machine::new(release, MEMORY_MIB, &Load::default())?,
     };
     let mut report = Report::default();

@@ -9,7 +9,7 @@ use std::time::Instant;
 use larder_bench::campaign::Random;
 use larder_bench::campaign::disk::Format;
 use larder_bench::campaign::migrate_kills::{DiskChoice, Fault, campaign};
-use larder_bench::campaign::migration::host::Host;
+use larder_bench::campaign::migration::host::{Host, PLACES, WRITE_AND_LOOK};
 use larder_bench::campaign::migration::larder::Side;
 use larder_bench::campaign::migration::vm::{Machine, Release, Vm, counted};
 use larder_bench::campaign::process::{Process, mortal};
@@ -21,25 +21,13 @@ use crate::support::{LIMIT, larder, need_root, on_disk, on_tmpfs, run, tool};
 /// Memory of the guests in MiB: their file system takes half of it.
 const MEMORY_MIB: u64 = 288;
 
-/// Places on the disk that the guest writes to, one each tick.
-const PLACES: usize = 24;
-
-/// Writes something new to one place after the other, and looks whether what was written to the next one a round ago is
-/// still there. Past the guest's page cache: all comes from the disk's server.
+/// All comes from the disk's server.
 const SCRIPT: &str = r#"
-mkdir /was
 # What nobody asks for again.
 dd if=/dev/urandom of=/dev/vda bs=64k seek=64 count=64 oflag=direct conv=fsync 2>/dev/null || echo "MISMATCH: cannot write"
 tick=0
 while :; do
-  place=$((tick % 24))
-  next=$(((tick + 1) % 24))
-  yes "tick $tick" | head -c 65536 >/was/$place
-  dd if=/was/$place of=/dev/vda bs=64k seek=$place oflag=direct conv=fsync 2>/dev/null || echo "MISMATCH: cannot write"
-  if [ -e /was/$next ]; then
-    dd if=/dev/vda of=/is bs=64k skip=$next count=1 iflag=direct 2>/dev/null || echo "MISMATCH: cannot read"
-    cmp /is /was/$next || { echo "MISMATCH: $(head -n 1 /is), not $(head -n 1 /was/$next)"; exit 1; }
-  fi
+  write_and_look $tick
   echo "TICK $tick"
   tick=$((tick + 1))
 done
@@ -68,7 +56,7 @@ pub(crate) fn send(of: &Host, source: &Vm, receiver: &Side, words: &[&str]) -> C
 }
 
 fn machine(release: Release) -> Machine {
-    Machine::running(release, MEMORY_MIB, SCRIPT).expect("the test bed is set up")
+    Machine::running(release, MEMORY_MIB, &[WRITE_AND_LOOK, SCRIPT].concat()).expect("the test bed is set up")
 }
 
 pub(crate) fn image(folder: &TempDir) -> PathBuf {
@@ -80,7 +68,7 @@ pub(crate) fn image(folder: &TempDir) -> PathBuf {
 
 /// All places were written anew, and found so.
 fn works_for_a_round(vm: &Vm) {
-    vm.wait_for_console("TICK", 2 * PLACES)
+    vm.wait_for_console("TICK", 2 * PLACES as usize)
         .expect("it goes on, and finds what it wrote");
 }
 

@@ -15,14 +15,13 @@ use tempfile::TempDir;
 
 use super::super::disk::{Format, qcow2_contents};
 use super::super::migration::LIMIT;
-use super::super::migration::host::Host;
+use super::super::migration::host::{Host, PLACES, WRITE_AND_LOOK};
 use super::super::process::{Process, mortal};
 use super::Place;
 
-/// What the guest does. It writes something new to one place after the other, past its page cache, and has it flushed; then
-/// it says so, having looked whether what it wrote to the next place a round ago is still there. Beside that fio writes and
-/// verifies, with many requests at once; that it goes on is looked at, too.
-pub(super) const SCRIPT: &str = r#"
+/// What the guest does after [`WRITE_AND_LOOK`]: it says so after each. Beside that fio writes and verifies, with many
+/// requests at once; that it goes on is looked at, too.
+const SCRIPT: &str = r#"
 number=0
 while :; do
   number=$((number + 1))
@@ -31,17 +30,9 @@ while :; do
     { echo "MISMATCH: fio"; cat /fio; dmesg | tail; }
   echo $number >/verified
 done &
-mkdir /was
 tick=0 rounds=0 verified=
 while :; do
-  place=$((tick % 24))
-  next=$(((tick + 1) % 24))
-  yes "tick $tick" | head -c 65536 >/was/$place
-  dd if=/was/$place of=/dev/vda bs=64k seek=$place oflag=direct conv=fsync 2>/dev/null || echo "MISMATCH: cannot write"
-  if [ -e /was/$next ]; then
-    dd if=/dev/vda of=/is bs=64k skip=$next count=1 iflag=direct 2>/dev/null || echo "MISMATCH: cannot read"
-    cmp /is /was/$next || { echo "MISMATCH: $(head -n 1 /is), not $(head -n 1 /was/$next)"; exit 1; }
-  fi
+  write_and_look $tick
   echo "TICK $tick"
   if [ $next = 0 ]; then
     echo "ROUND"
@@ -54,8 +45,12 @@ while :; do
 done
 "#;
 
-/// How many places it writes to, and how large each is.
-const PLACES: u64 = 24;
+/// The whole script.
+pub(super) fn script() -> String {
+    [WRITE_AND_LOOK, SCRIPT].concat()
+}
+
+/// How large each of its places is.
 const PLACE_BYTES: usize = 64 << 10;
 /// What a disk changes as a whole.
 const SECTOR_BYTES: usize = 512;

@@ -17,6 +17,26 @@ use super::LIMIT;
 use super::larder::{Side, move_command, receive_whole_command};
 use super::vm::{Machine, Vm, put_before};
 
+/// How many places [`WRITE_AND_LOOK`] writes to.
+pub const PLACES: u64 = 24;
+
+/// A function of a guest's script. `write_and_look TICK` writes something new to one place of the disk after the other, past
+/// the guest's page cache, and has it flushed; and looks whether what was written to the next place a round ago is still
+/// there, so that a stale or lost one is a `MISMATCH` on the console.
+pub const WRITE_AND_LOOK: &str = r#"
+mkdir /was
+write_and_look() {
+  place=$(($1 % 24))
+  next=$((($1 + 1) % 24))
+  yes "tick $1" | head -c 65536 >/was/$place
+  dd if=/was/$place of=/dev/vda bs=64k seek=$place oflag=direct conv=fsync 2>/dev/null || echo "MISMATCH: cannot write"
+  if [ -e /was/$next ]; then
+    dd if=/dev/vda of=/is bs=64k skip=$next count=1 iflag=direct 2>/dev/null || echo "MISMATCH: cannot read"
+    cmp /is /was/$next || { echo "MISMATCH: $(head -n 1 /is), not $(head -n 1 /was/$next)"; exit 1; }
+  fi
+}
+"#;
+
 /// The socket of its one disk, in the folder of sockets.
 const SOCKET: &str = "vda";
 
