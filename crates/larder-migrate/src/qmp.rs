@@ -11,12 +11,18 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
 /// For the answer to a command.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+/// Until QEMU has no other client, and greets this one.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two tries to connect where too many others wait.
+const CONNECT_AGAIN: Duration = Duration::from_millis(20);
 /// Bytes of one line, at most: a list of all devices of a large guest has some 100 KiB.
 const LINE_MAX: usize = 16 << 20;
 /// Commands that QEMU has not answered, at most: no more are sent before it has.
@@ -153,6 +159,25 @@ impl QmpError {
     }
 }
 
+/// Connects to a unix socket; [`io::ErrorKind::WouldBlock`] if others wait there for that until then.
+fn connected(path: &Path, until: Instant) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    loop {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) => {
+                let socket = UnixStream::from(socket);
+                socket.set_nonblocking(false)?;
+                return Ok(socket);
+            }
+            Err(Errno::AGAIN) if Instant::now() < until => std::thread::sleep(CONNECT_AGAIN),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
 /// What may be wrong with a path that cannot be connected to.
 fn advice(path: &Path, error: &io::Error) -> &'static str {
     let is_other = path.metadata().is_ok_and(|found| !found.file_type().is_socket());
@@ -160,7 +185,7 @@ fn advice(path: &Path, error: &io::Error) -> &'static str {
         _ if is_other => "it is no socket: give the path of -qmp unix:PATH,server=on,wait=off",
         io::ErrorKind::ConnectionRefused => "nobody listens there: has its QEMU ended?",
         io::ErrorKind::PermissionDenied => "run this as QEMU's user, or as root",
-        io::ErrorKind::InvalidInput => "the kernel takes at most 107 bytes for the path of a socket",
+        io::ErrorKind::InvalidFilename => "the kernel takes at most 107 bytes for the path of a socket",
         _ => "is it the path of -qmp unix:PATH,server=on,wait=off?",
     }
 }
@@ -175,7 +200,10 @@ impl Qmp {
             path: path.to_owned(),
             source,
         };
-        let socket = UnixStream::connect(path).map_err(failed)?;
+        let socket = connected(path, Instant::now() + GREETING_TIMEOUT).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => QmpError::Busy { path: path.to_owned() },
+            _ => failed(error),
+        })?;
         socket.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
         let peer = rustix::net::sockopt::socket_peercred(&socket).ok();
         let mut qmp = Self {
@@ -189,7 +217,7 @@ impl Qmp {
             out_of_band: false,
             process: peer.and_then(|peer| Process::with(peer.pid.as_raw_nonzero().get())),
         };
-        let greeting = match qmp.next_message("the greeting", Instant::now() + Duration::from_secs(5))? {
+        let greeting = match qmp.next_message("the greeting", Instant::now() + GREETING_TIMEOUT)? {
             Some(greeting) => greeting,
             None => return Err(QmpError::Busy { path: path.to_owned() }),
         };

@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, flock};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// The longest path of a unix socket, in bytes (`sun_path` less its final zero).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -180,7 +181,7 @@ impl SocketFile {
             let age = found.modified().ok()?.elapsed().ok()?;
             Some(found.file_type().is_socket() && age > kept)
         };
-        let is_dead = || UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        let is_dead = || connects(path) == Err(Errno::CONNREFUSED);
         if is_old() != Some(true) || !is_dead() {
             return;
         }
@@ -205,6 +206,16 @@ impl SocketFile {
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// Whether somebody listens there; who lets others wait does, and is not waited for.
+///
+/// # Errors
+/// [`Errno::AGAIN`] if others wait; [`Errno::CONNREFUSED`] if nobody listens.
+pub(crate) fn connects(path: &Path) -> Result<(), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)
 }
 
 /// Held by the one process that looks at a socket's path, replaces what is stale there, and listens: two that found the

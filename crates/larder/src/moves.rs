@@ -101,8 +101,8 @@ pub(crate) fn lines(all: Vec<Asked>) -> Vec<String> {
 pub(crate) fn trouble(vm: &str, error: &FetchError) -> String {
     match error {
         FetchError::Dead { path } => format!(
-            "{vm}: its move: nobody listens on {}: the process that moved it was killed; run the same command again, which \
-             goes on with it, or remove this file, if all is well",
+            "{vm}: its move: nobody listens on {}: the process that moved it was killed; if the virtual machine is not \
+             where it should be, run the same command again; the file goes with a later move, or remove it",
             path.display()
         ),
         error => format!("{vm}: its move: {error}"),

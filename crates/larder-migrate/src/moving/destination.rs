@@ -233,7 +233,10 @@ impl Destination {
                 Received::Nothing => {}
                 Received::Note(note) => {
                     let answer = self.heard(&note);
-                    tracing::debug!("{answer:?}");
+                    match &answer {
+                        ToSource::Refused { reasons } => tracing::warn!("refused: {}", reasons.join("; ")),
+                        answer => tracing::debug!("{answer:?}"),
+                    }
                     notes.send(&serde_json::to_vec(&answer).expect("plain data"));
                 }
             }
@@ -402,7 +405,7 @@ impl Inner {
     fn save(&mut self, arriving: Arriving) -> Result<(), String> {
         self.place
             .save(&arriving)
-            .map_err(|error| format!("a record of the move cannot be kept: {error}"))?;
+            .map_err(|error| format!("the destination can keep no record of the move: {error}"))?;
         self.arriving = Some(arriving);
         Ok(())
     }
@@ -440,8 +443,7 @@ impl Inner {
             Some(Phase::LetRun { .. }) => State::Running { whole: self.whole },
             Some(Phase::Coming) if is_gone || migration.as_ref().is_ok_and(|status| status == "failed") => {
                 let reason = match migration {
-                    Err(_) => "the QEMU here has ended before all had come; it does when its source goes away, and else says why"
-                        .to_owned(),
+                    Err(_) => "the QEMU here has ended before all had come".to_owned(),
                     Ok(_) => "the QEMU here failed to load it".to_owned(),
                 };
                 match self.never(reason) {

@@ -238,7 +238,8 @@ pub fn agree(here: &[DiskDescription], there: &[DiskDescription]) -> Result<Agre
     for other in there.iter().filter(|other| other.served.away) {
         if !here.iter().any(|disk| disk.chardev == other.chardev) {
             reasons.push(format!(
-                "disk {} ({}): the destination waits for it, and no `larder vm` serves it at the source",
+                "disk {} ({}): the destination waits for it, and no `larder vm` serves it at the source, or none that is found \
+                 there: two of one name on one host are not",
                 other.chardev, other.served.image
             ));
         }

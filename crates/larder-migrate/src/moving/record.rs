@@ -3,11 +3,12 @@
 //! One file for each QEMU and role, in a folder that is this user's alone. It is believed only for the very process it was
 //! written for; a host that has restarted has none of these processes, nor the folder.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::de::DeserializeOwned;
+use rustix::fs::{FlockOperation, flock};
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use super::settings::Before;
@@ -99,6 +100,7 @@ impl Place {
         let socket = fs::canonicalize(qmp.path()).unwrap_or_else(|_| qmp.path().to_owned());
         let digest = ring::digest::digest(&ring::digest::SHA256, socket.as_os_str().as_encoded_bytes());
         let name = super::hex(&digest.as_ref()[..8]);
+        sweep(folder);
         Self {
             path: folder.join(format!("{role}-{name}.json")),
             qemu: qmp.process(),
@@ -128,6 +130,7 @@ impl Place {
             qemu: self.qemu,
             record,
         };
+        let _turn = self.path.parent().map(turn).transpose()?;
         let new = self.path.with_extension("new");
         fs::write(&new, serde_json::to_vec(&kept).expect("plain data")).map_err(|error| self.named(&error))?;
         fs::rename(&new, &self.path).map_err(|error| self.named(&error))
@@ -140,5 +143,54 @@ impl Place {
 
     fn named(&self, error: &io::Error) -> io::Error {
         io::Error::new(error.kind(), format!("{}: {error}", self.path.display()))
+    }
+}
+
+/// Held while a record is written, or removed because of what is in it.
+fn turn(folder: &Path) -> io::Result<File> {
+    let held = File::open(folder)?;
+    flock(&held, FlockOperation::LockExclusive)?;
+    Ok(held)
+}
+
+/// Removes records of QEMUs that have ended: nobody can ask them anything, and no other process is meant.
+fn sweep(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let Ok(_turn) = turn(folder) else { return };
+        let kept = fs::read(entry.path()).ok();
+        let kept: Option<Kept<IgnoredAny>> = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let qemu = kept.and_then(|kept| kept.qemu);
+        if qemu.is_some_and(|qemu| !qemu.lives()) {
+            // Another one's, or one that is gone already, is in nobody's way.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_qemus_that_have_ended_are_removed_and_no_others() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let us = Process::with(std::process::id() as i32).expect("it lives");
+        let before = Process {
+            started: us.started - 1,
+            ..us
+        };
+        let place = |name: &str, qemu| Place {
+            path: folder.path().join(name),
+            qemu,
+        };
+        place("from-1.json", Some(before)).save("dead").expect("there is room");
+        place("to-1.json", Some(us)).save("lives").expect("there is room");
+        place("to-2.json", None).save("unknown").expect("there is room");
+        fs::write(folder.path().join("to-3.json"), "no record").expect("there is room");
+        sweep(folder.path());
+        let left = fs::read_dir(folder.path()).expect("is there");
+        let mut left: Vec<_> = left.map(|entry| entry.expect("is there").file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["to-1.json", "to-2.json", "to-3.json"]);
     }
 }

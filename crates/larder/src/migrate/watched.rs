@@ -26,7 +26,7 @@ const WATCHES: Duration = Duration::from_secs(3);
 const HEARS_IN: Duration = Duration::from_millis(1500);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// A socket that is older, of a process that was killed, is removed.
-const DEAD_KEPT: Duration = Duration::from_secs(3600);
+const DEAD_KEPT: Duration = Duration::from_secs(600);
 /// Between two looks at how it goes.
 const SEE_EVERY: Duration = Duration::from_millis(100);
 /// Rates of what comes are averages over this long.

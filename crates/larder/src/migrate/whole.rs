@@ -30,6 +30,8 @@ use crate::output::{Lines, print};
 
 /// How long a receiver stays, whose VM's fate its source may not have heard of. One that is started later answers, too.
 const ASKED_MAX: Duration = Duration::from_secs(300);
+/// The same, of one that is started when the VM runs here: it keeps QEMU's monitor from others.
+const ASKED_AGAIN_MAX: Duration = Duration::from_secs(60);
 /// Between two looks whether to stop, and at QEMU.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 const LOOK_AT_QEMU_EVERY: Duration = Duration::from_secs(1);
@@ -196,7 +198,8 @@ impl Shown {
             ratio(&report.totals),
             report.processors,
         );
-        if let Some(seconds) = report.expected_seconds {
+        // What the first moments promise is nothing to go by.
+        if let Some(seconds) = report.expected_seconds.filter(|_| report.seconds >= 1.0) {
             text = format!("{text}; {seconds:.0} s to go");
         }
         let mut stderr = std::io::stderr().lock();
@@ -238,16 +241,19 @@ pub(super) fn receive(
 ) -> anyhow::Result<ExitCode> {
     // Since when it is clear what becomes of the VM, but perhaps not to its source.
     let mut settled = None;
+    let mut asked_max = ASKED_MAX;
     if destination.look_now() == (State::Running { whole: true }) {
         settled = Some(Instant::now());
+        asked_max = ASKED_AGAIN_MAX;
         tracing::warn!(
             "the QEMU here has the virtual machine of an earlier move, and takes in no other: waiting {} s for that one's \
              source, if it has not heard that it runs here; for another move start a new QEMU with '-incoming defer'",
-            ASKED_MAX.as_secs()
+            asked_max.as_secs()
         );
     }
     let (state, result) = loop {
-        let result = one_session(port, options, stop, destination, settled);
+        let give_up = settled.map(|since| since + asked_max);
+        let result = one_session(port, options, stop, destination, give_up);
         let state = destination.look_now();
         let may_ask = match state {
             State::Running { whole: true } => true,
@@ -267,7 +273,7 @@ pub(super) fn receive(
             }
         };
         let since = *settled.get_or_insert_with(Instant::now);
-        if result.is_ok() || !may_ask || since.elapsed() > ASKED_MAX || stop.load(Ordering::Relaxed) {
+        if result.is_ok() || !may_ask || since.elapsed() > asked_max || stop.load(Ordering::Relaxed) {
             break (state, result);
         }
         tracing::warn!(
@@ -277,7 +283,7 @@ pub(super) fn receive(
             } else {
                 "does not run"
             },
-            ASKED_MAX.as_secs()
+            asked_max.as_secs()
         );
     };
     let qemu = "the QEMU here was left alone";
@@ -303,6 +309,9 @@ pub(super) fn receive(
     }
     let delivered = delivered_state(&options.watched.delivered());
     print(&match output {
+        Output::Text if delivered.wire_bytes == 0 => {
+            "the virtual machine ran here already, and nothing came\n".to_owned()
+        }
         Output::Text => format!(
             "the virtual machine runs here; {} came for it\n",
             human(delivered.wire_bytes)
@@ -322,11 +331,11 @@ fn one_session(
     options: &receive::Options,
     stop: &AtomicBool,
     destination: &Destination,
-    settled: Option<Instant>,
+    give_up: Option<Instant>,
 ) -> Result<receive::Delivered, ReceiveError> {
     let (ended, stop_session) = (AtomicBool::new(false), AtomicBool::new(false));
-    let is_in_vain = || match settled {
-        Some(since) => since.elapsed() > ASKED_MAX,
+    let is_in_vain = || match give_up {
+        Some(give_up) => Instant::now() > give_up,
         // Nobody else would see that QEMU has ended.
         None => matches!(destination.look(), Some(State::Never { .. } | State::Ended)),
     };

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::net::TcpListener;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
 
@@ -243,6 +243,25 @@ const WRONG: [(&str, &str); 60] = [
     ),
     ("cancel ./ssh", "no control socket of Larder"),
 ];
+
+#[test]
+fn a_monitor_that_lets_many_wait_is_not_waited_for() {
+    let folder = on_tmpfs();
+    let path = folder.path().join("q");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    // The next one would wait for as long as nobody is taken.
+    rustix::net::listen(&listener, 0).expect("so few may wait");
+    let _waits = UnixStream::connect(&path).expect("it may wait");
+    for line in ["--to 127.0.0.1:1", "--take-back", "receive --listen 127.0.0.1:0"] {
+        let mut command = Command::new(larder());
+        command.arg("migrate").args(line.split(' ')).arg("--qmp").arg(&path);
+        let (code, said) = run(command);
+        assert!(
+            code == Some(2) && said.contains("has it another client?"),
+            "{line}: {said}"
+        );
+    }
+}
 
 /// Listens, and says this to whoever comes.
 fn says(folder: &Path, name: &str, said: &'static [u8]) {

@@ -1,6 +1,7 @@
 //! What is said of files that cannot be.
 
-use super::{Vm, run, two};
+use super::support::LIMIT;
+use super::{Process, Vm, ends, run, two};
 
 /// A file, and all that is said of it; `FILE` stands for its path.
 const WRONG: [(&str, &str); 40] = [
@@ -289,4 +290,31 @@ fn a_vm_is_named_by_its_file() {
         said.contains(&format!("{}/larder/vms/web.toml: ", home.display())),
         "{said}"
     );
+}
+
+#[test]
+fn two_vms_of_one_name_are_told_that_one_of_them_is_not_found_by_it() {
+    let [one, other] = [two(), two()];
+    let runtime = crate::support::on_tmpfs();
+    let start = |vm: &Vm| {
+        let mut command = vm.command(&[]);
+        command.env("RUNTIME_DIRECTORY", runtime.path());
+        let process = Process::start(command).expect("larder starts");
+        process.wait_for(" ready ", LIMIT).expect("it serves");
+        process
+    };
+    let mut first = start(&one);
+    let second = start(&other);
+    let told = format!(
+        "another `larder vm` serves a VM of this name, at {}",
+        one.path("control").display()
+    );
+    assert!(second.output().contains(&told), "{}", second.output());
+    ends(second);
+    // One that was killed is in nobody's way.
+    let mut second = start(&other);
+    second.kill();
+    first.kill();
+    let first = start(&one);
+    assert!(!first.output().contains("another `larder vm`"), "{}", first.output());
 }
