@@ -64,7 +64,7 @@ boot() {
   )
   # QEMU before 8.1 drops the memory barriers of a guest that it emulates on what can only be one processor, and its own
   # disks then stand still for good about once in ten of these (docs/vhost-user.md, "Kicks and interrupts that are lost").
-  if [ "$accel" = kvm ]; then command+=(-cpu host); else command+=(-smp 1,maxcpus=2); fi
+  if [ "$accel" = kvm ]; then command+=(-cpu host); else command+=(-smp "1,maxcpus=2"); fi
   # Fresh overlays each time, and nothing of any disk in the host's page cache.
   overlay system.qcow2 "$out_dir/debian12.ext4"
   overlay data.qcow2 base.raw
