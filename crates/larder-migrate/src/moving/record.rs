@@ -1,13 +1,13 @@
 //! What a mover keeps of a move until the host restarts, so that one that is started after a crash knows where the VM may run.
 //!
 //! One file for each QEMU and role, in a folder that is this user's alone. It is believed only for the very process it was
-//! written for; a host that has restarted has none of these processes, nor the folder.
+//! written for, which is part of its name: when that process has ended, nobody writes the file again, and whoever comes next
+//! removes it. A host that has restarted has none of these processes, nor the folder.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
@@ -100,10 +100,12 @@ impl Place {
         let socket = fs::canonicalize(qmp.path()).unwrap_or_else(|_| qmp.path().to_owned());
         let digest = ring::digest::digest(&ring::digest::SHA256, socket.as_os_str().as_encoded_bytes());
         let name = super::hex(&digest.as_ref()[..8]);
+        let qemu = qmp.process();
+        let process = qemu.map_or_else(String::new, |qemu| format!("-{}-{}", qemu.pid, qemu.started));
         sweep(folder);
         Self {
-            path: folder.join(format!("{role}-{name}.json")),
-            qemu: qmp.process(),
+            path: folder.join(format!("{role}-{name}{process}.json")),
+            qemu,
         }
     }
 
@@ -130,7 +132,6 @@ impl Place {
             qemu: self.qemu,
             record,
         };
-        let _turn = self.path.parent().map(turn).transpose()?;
         let new = self.path.with_extension("new");
         fs::write(&new, serde_json::to_vec(&kept).expect("plain data")).map_err(|error| self.named(&error))?;
         fs::rename(&new, &self.path).map_err(|error| self.named(&error))
@@ -146,17 +147,9 @@ impl Place {
     }
 }
 
-/// Held while a record is written, or removed because of what is in it.
-fn turn(folder: &Path) -> io::Result<File> {
-    let held = File::open(folder)?;
-    flock(&held, FlockOperation::LockExclusive)?;
-    Ok(held)
-}
-
 /// Removes records of QEMUs that have ended: nobody can ask them anything, and no other process is meant.
 fn sweep(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let Ok(_turn) = turn(folder) else { return };
         let kept = fs::read(entry.path()).ok();
         let kept: Option<Kept<IgnoredAny>> = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let qemu = kept.and_then(|kept| kept.qemu);
