@@ -153,16 +153,11 @@ impl SocketFile {
             if !found.file_type().is_socket() {
                 return Err(ListenError::NotASocket { path });
             }
-            match UnixStream::connect(&path) {
-                Err(error) if error.kind() != io::ErrorKind::ConnectionRefused => {
-                    return Err(ListenError::Taken { path });
-                }
-                Ok(stream) if !listener_has_ended(&stream) => return Err(ListenError::Taken { path }),
-                _ => {
-                    // Nobody listens: its maker is dead, and it is our turn to replace it.
-                    let _ = fs::remove_file(&path);
-                }
+            if !is_dead(&path) {
+                return Err(ListenError::Taken { path });
             }
+            // It is our turn to replace it.
+            let _ = fs::remove_file(&path);
         }
         match listen(&path, access) {
             Ok(listener) => {
@@ -176,18 +171,15 @@ impl SocketFile {
 
     /// Removes a socket's file whose maker is dead, if it has been there for longer than `kept`.
     pub fn remove_dead(path: &Path, kept: Duration) {
-        let is_old = || {
-            let found = fs::symlink_metadata(path).ok()?;
-            let age = found.modified().ok()?.elapsed().ok()?;
-            Some(found.file_type().is_socket() && age > kept)
-        };
-        let is_dead = || connects(path) == Err(Errno::CONNREFUSED);
-        if is_old() != Some(true) || !is_dead() {
-            return;
-        }
-        // Another may have come by now.
-        if let Ok(_turn) = Turn::take(path)
-            && is_dead()
+        let is_old = fs::symlink_metadata(path).is_ok_and(|found| {
+            let age = found.modified().ok().and_then(|made| made.elapsed().ok());
+            found.file_type().is_socket() && age.is_some_and(|age| age > kept)
+        });
+        // Another may have come by the time of the second look.
+        if is_old
+            && is_dead(path)
+            && let Ok(_turn) = Turn::take(path)
+            && is_dead(path)
         {
             // It may be somebody else's, who removes it.
             let _ = fs::remove_file(path);
@@ -208,14 +200,18 @@ impl SocketFile {
     }
 }
 
-/// Whether somebody listens there; who lets others wait does, and is not waited for.
-///
-/// # Errors
-/// [`Errno::AGAIN`] if others wait; [`Errno::CONNREFUSED`] if nobody listens.
-pub(crate) fn connects(path: &Path) -> Result<(), Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    connect(&socket, &SocketAddrUnix::new(path)?)
+/// Whether nobody listens on the socket there any more: its maker is dead. One that lets others wait is alive, and is not
+/// waited for.
+pub(crate) fn is_dead(path: &Path) -> bool {
+    let connected = || {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        connect(&socket, &SocketAddrUnix::new(path)?).map(|()| UnixStream::from(socket))
+    };
+    match connected() {
+        Ok(stream) => listener_has_ended(&stream),
+        Err(error) => error == Errno::CONNREFUSED,
+    }
 }
 
 /// Held by the one process that looks at a socket's path, replaces what is stale there, and listens: two that found the

@@ -8,11 +8,9 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, symlink};
 use std::path::{Path, PathBuf};
 
-use rustix::io::Errno;
-
 use super::config::{self, VmConfig};
 use crate::control::migration::Direction;
-use crate::listen::connects;
+use crate::listen::is_dead;
 use crate::runtime_folder::{self, runtime_folder};
 
 /// A VM that there is, or should be.
@@ -238,7 +236,7 @@ impl Noted {
         let other = std::fs::read_link(&noted.path)
             .ok()
             .filter(|other| *other != noted.control);
-        if let Some(other) = other.filter(|other| matches!(connects(other), Ok(()) | Err(Errno::AGAIN))) {
+        if let Some(other) = other.filter(|other| other.exists() && !is_dead(other)) {
             tracing::warn!(
                 "another `larder vm` serves a VM of this name, at {}: from now on this one is found by the name, also by \
                  `larder migrate`, and that one is not; give it another name",
