@@ -120,8 +120,9 @@ impl Cache {
             self.read_and_fill(piece, ReadBuf::new(&mut memory), run, context)
                 .await?;
             self.fills.ended(piece).await;
-            let is_here = |line: &&Line| self.index.borrow().find(**line).is_some();
-            brought += ByteLen::new(run.iter().filter(is_here).count() as u64 * self.shape.line_len());
+            for line in run.iter().filter(|line| !is_missing(line)) {
+                brought += self.shape.part_of(*line, piece).range.len;
+            }
         }
         self.counts.borrow_mut().warmed += brought.get();
         Ok(brought)
