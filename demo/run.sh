@@ -63,7 +63,7 @@ boot() {
     -drive "file=$work/data.qcow2,if=virtio,format=qcow2,cache=none,aio=io_uring"
   )
   # QEMU before 8.1 drops the memory barriers of a guest that it emulates on what can only be one processor, and its own
-  # disks then stand still for good about once in ten of these (docs/vhost-user.md, "Kicks and interrupts that are lost").
+  # disks then stand still for good at times (docs/vhost-user.md, "Kicks and interrupts that are lost").
   if [ "$accel" = kvm ]; then command+=(-cpu host); else command+=(-smp "1,maxcpus=2"); fi
   # Fresh overlays each time, and nothing of any disk in the host's page cache.
   overlay system.qcow2 "$out_dir/debian12.ext4"

@@ -215,19 +215,14 @@ pub(crate) fn explain(mut error: clap::Error) -> clap::Error {
     let words: Vec<_> = std::env::args_os().skip(1).collect();
     let is_of = |command: &str| words.first().is_some_and(|word| word == command);
     let is_split = words.iter().any(|word| word == "--");
-    let stray = match error.get(ContextKind::InvalidArg) {
-        Some(ContextValue::String(word)) if error.kind() == ErrorKind::UnknownArgument && !word.starts_with('-') => {
-            Some(word.as_str())
-        }
-        _ => None,
-    };
-    let tip = match stray {
-        Some(word) if is_of("run") && !is_split => format!("put -- before the QEMU command: larder run -- {word} ..."),
-        // A word before it was taken for the name of a virtual machine.
-        _ if is_of("migrate")
-            && error.kind() == ErrorKind::ArgumentConflict
-            && error.get(ContextKind::InvalidSubcommand).is_some() =>
+    let tip = match (error.kind(), error.get(ContextKind::InvalidArg)) {
+        (ErrorKind::UnknownArgument, Some(ContextValue::String(word)))
+            if is_of("run") && !is_split && !word.starts_with('-') =>
         {
+            format!("put -- before the QEMU command: larder run -- {word} ...")
+        }
+        // A word was taken for the name of a virtual machine.
+        (ErrorKind::ArgumentConflict, _) if is_of("migrate") && error.get(ContextKind::InvalidSubcommand).is_some() => {
             "the subcommands are send, receive, status, limit and cancel".to_owned()
         }
         _ => return error,
