@@ -9,12 +9,16 @@ SHELL := /bin/bash
 SEEDS ?= 10000
 BENCH ?= all
 FUZZ_SECONDS ?= 60
+FUZZ_IMAGES ?= 20000
+FUZZ_SEED ?= 1
 
 # The dev profile is optimised and keeps assertions on; linking each test program
 # with the LTO of the release profile would take several times as long.
-CARGO_TEST ?= cargo test --workspace
+CARGO_TEST ?= cargo test --workspace --no-fail-fast
+# Most tests wait for a guest more than they compute.
+TEST_THREADS ?= $(shell expr $$(nproc) + 2)
 # Every shell script of the project.
-SCRIPTS = .ci/run $(wildcard demo/*.sh testbed/*.sh) $(wildcard packaging/*.sh packaging/try/*.sh packaging/debian/p*) packaging/libvirt/larder packaging/proxmox/larder packaging/qemu/vhost-user-blk $(addprefix testbed/guest/,init-test init-boot larder-script)
+SCRIPTS = .ci/run $(wildcard testbed/*.sh) $(wildcard packaging/*.sh packaging/try/*.sh packaging/debian/p*) packaging/libvirt/larder packaging/proxmox/larder packaging/qemu/vhost-user-blk $(addprefix testbed/guest/,init-test init-boot larder-script)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,13 +35,14 @@ build: packages ## build all, optimised, into target/release
 deb: packages ## build the Debian package into target/
 	@packaging/deb.sh
 
-demo: setup build ## boot a Debian guest without and with Larder, side by side; give another one less memory
-	@demo/run.sh
-	@demo/memory.sh
+demo: ## show what Larder gains, beside plain QEMU; DEMO=cache (qcow2, memory, migration) for one step
+	@testbed/setup.sh --demo
+	cargo build --release -p larder
+	@demo/demo.py
 
-test: setup ## run every test
+test: setup ## run every test; names those that failed last
 	@testbed/others-enter.sh
-	$(CARGO_TEST)
+	RUST_TEST_THREADS=$(TEST_THREADS) testbed/test.sh $(CARGO_TEST)
 
 package-test: setup ## install, upgrade under load and remove the package in a Debian of its own
 	@packaging/try.sh
@@ -48,8 +53,9 @@ bench: setup ## measure; BENCH=NAME for one experiment
 simulate: ## run the simulator over SEEDS=10000 seeds
 	cargo run --release -p larder-bench -- simulate --seeds $(SEEDS)
 
-fuzz: setup
+fuzz: setup ## fuzz the parsers for FUZZ_SECONDS=60 each, then disks, FUZZ_IMAGES=20000 of them
 	testbed/fuzz.sh $(FUZZ_SECONDS)
+	testbed/fuzz-disks.sh $(FUZZ_IMAGES) $(FUZZ_SEED)
 
 lint: packages ## formatting, clippy, licences, spelling, shell scripts
 	cargo fmt --all --check

@@ -41,7 +41,7 @@ if is_fresh "$out_dir/guest.stamp" "$want" "${artefacts[@]/#/$out_dir/}"; then e
 command -v "${RUSTC:-rustc}" >/dev/null || die "there is no rustc: it compiles guest/*.rs"
 
 # Virtio as a module each, and what they need; ext4 is built in.
-modules=(virtio_pci virtio_blk virtio_scsi virtio_balloon virtio_console virtio_rng qemu_fw_cfg)
+modules=(virtio_pci virtio_blk virtio_scsi virtio_balloon virtio_mem virtio_console virtio_rng qemu_fw_cfg)
 programs=(dash fio lsblk blkdiscard blockdev fallocate mkfs.ext4 e2fsck guest-load memcached memcached-load)
 
 # What an interrupted build left; setup.sh lets only one run at a time.
@@ -73,6 +73,8 @@ unpack_kernel() {
     mv -- "$work/${package}"_*.deb "$out_dir/download/"
   fi
   dpkg-deb -x "$out_dir/download/${package}"_*.deb "$work/kernel"
+  # Since Debian 13 a kernel's modules are in /usr/lib/modules, and not every depmod looks there.
+  [ -e "$work/kernel/lib" ] || ln -s usr/lib "$work/kernel/lib"
   cp -- "$work"/kernel/boot/vmlinuz-* "$work/vmlinuz"
   release=$(basename -- "$work"/kernel/lib/modules/*)
   depmod -b "$work/kernel" "$release"

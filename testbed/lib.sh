@@ -7,7 +7,11 @@ testbed_dir=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 repo_dir=$(dirname -- "$testbed_dir")
 # Beside the build, never inside a redirected CARGO_TARGET_DIR: the tests look here.
 out_dir=$repo_dir/target/testbed
-guest_suite=bookworm
+# Such as "debian bookworm" (os-release(5)).
+# shellcheck source=/dev/null
+host_system=$(. /etc/os-release 2>/dev/null; printf '%s %s' "${ID:-unknown}" "${VERSION_CODENAME:-}")
+# The guests' Debian is the host's, whose apt has it.
+guest_suite=${host_system#debian }
 client_suite=trixie
 
 say() { printf 'testbed: %s\n' "$*" >&2; }

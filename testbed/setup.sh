@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a Debian 12 machine able to run Larder's tests, benchmarks and demo.
+# Makes a Debian 12 or 13 machine able to run Larder's tests, benchmarks and demo.
 #
 # Installs the Debian packages they use, and builds these into target/testbed/:
 #
@@ -14,6 +14,7 @@
 # it changes. Uses sudo when not root.
 #
 #   setup.sh             all of it
+#   setup.sh --demo      only what the demo needs
 #   setup.sh --packages  only the Debian packages
 #   setup.sh --remove    removes target/testbed/ (parts of it belong to root)
 set -euo pipefail
@@ -22,33 +23,39 @@ set -euo pipefail
 
 packages=(
   build-essential pkg-config ca-certificates               # what Rust needs to link
-  qemu-system-x86 qemu-utils qemu-block-extra nbdkit       # servers to measure against, oracles
-  libnbd-bin fio e2fsprogs curl                            # clients
+  qemu-system-x86 qemu-utils nbdkit fio e2fsprogs          # what the demo starts
+  python3 iproute2                                         # its steps, and its network
+  mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of
+  cpio zstd kmod util-linux xz-utils procps
+)
+test_packages=(
+  qemu-block-extra libnbd-bin curl                         # servers and clients to compare with
   libvirt-daemon-system libvirt-clients                    # a libvirtd of the tests' own
   gnutls-bin openssl                                       # certificates for TLS tests
   prometheus chromium chromium-driver                      # what looks at larder host
-  valgrind python3 python3-venv                            # instruction counts; lint tools
+  valgrind python3-venv                                    # instruction counts; lint tools
   libisal2                                                 # deflate for migration
-  mmdebstrap debian-archive-keyring busybox-static         # what the guests are made of
-  cpio zstd kmod util-linux xz-utils procps shellcheck socat tmux
+  shellcheck socat tmux
 )
 
+parts=(guest debian13)
 case ${1:-} in
-  '' | --packages) ;;
+  '' | --packages) packages+=("${test_packages[@]}") ;;
+  --demo) parts=(guest) ;;
   --remove)
     as_root rm -rf --one-file-system -- "$out_dir"
     exit
     ;;
   *)
-    echo "usage: $0 [--packages | --remove]" >&2
+    echo "usage: $0 [--demo | --packages | --remove]" >&2
     exit 2
     ;;
 esac
 
-[ -r /etc/os-release ] || die "this is no Debian: /etc/os-release is missing"
-# shellcheck source=/dev/null
-host=$(. /etc/os-release && printf '%s %s' "${ID:-unknown}" "${VERSION_CODENAME:-}")
-[ "$host" = "debian $guest_suite" ] || die "the tests run on Debian 12 ($guest_suite); this is $host"
+case $host_system in
+  'debian bookworm' | 'debian trixie') ;;
+  *) die "this sets up Debian 12 (bookworm) and Debian 13 (trixie), and this system is '$host_system'. On another one install these, or what they are called there, and run the tests in a Debian (mmdebstrap): ${packages[*]}" ;;
+esac
 [ "$(uname -m)" = x86_64 ] || die "the tests run on x86_64; this is $(uname -m)"
 
 mkdir -p "$out_dir/log"
@@ -72,7 +79,7 @@ fi
 [ "${1:-}" != --packages ] || exit 0
 
 stale=()
-for part in guest debian13; do
+for part in "${parts[@]}"; do
   "$testbed_dir/build-$part.sh" --check || stale+=("$part")
 done
 if [ ${#stale[@]} -gt 0 ] && ! apt-cache show linux-image-cloud-amd64 >/dev/null 2>&1; then

@@ -1,4 +1,6 @@
-//! The experiments: the seed tables, measured and plotted, and the simulator.
+//! The experiments: the seed tables, measured and plotted, the simulator, and the fuzzer for disks.
 
 pub mod campaign;
+pub mod fuzz_disks;
 pub mod simulate;
+pub mod space;

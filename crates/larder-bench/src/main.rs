@@ -1,6 +1,7 @@
 //! The experiments: each subcommand measures one thing and prints a table.
 
 mod cache;
+mod discard;
 mod figures;
 mod memory;
 mod migrate;
@@ -13,7 +14,7 @@ mod vhost_user;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use larder_bench::{campaign, simulate};
+use larder_bench::{campaign, fuzz_disks, simulate, space};
 
 /// The experiments that Larder's figures come from.
 #[derive(Parser)]
@@ -29,6 +30,8 @@ enum Command {
     All,
     ActMemory(memory::act::Arguments),
     Cache(cache::Arguments),
+    Discard(discard::Arguments),
+    FuzzDisks(fuzz_disks::Arguments),
     Kill(campaign::Arguments),
     Restart(campaign::restarts::Arguments),
     Memory(memory::Arguments),
@@ -41,6 +44,7 @@ enum Command {
     Qcow2(qcow2::Arguments),
     Select(select::Arguments),
     Simulate(simulate::Arguments),
+    Space(space::Arguments),
     TouchMemory(memory::touch::Arguments),
     VerifyMemory(campaign::verifier::Arguments),
     VhostUser(vhost_user::Arguments),
@@ -87,6 +91,11 @@ fn main() -> anyhow::Result<ExitCode> {
             cache::run(&arguments)?;
             true
         }
+        Command::Discard(arguments) => {
+            discard::run(&arguments)?;
+            true
+        }
+        Command::FuzzDisks(arguments) => fuzz_disks::run(&arguments)?,
         Command::Kill(arguments) => {
             campaign::run(&arguments)?;
             true
@@ -132,6 +141,7 @@ fn main() -> anyhow::Result<ExitCode> {
             true
         }
         Command::Simulate(arguments) => simulate::run(&arguments)?,
+        Command::Space(arguments) => space::run(&arguments)?,
         Command::TouchMemory(arguments) => {
             memory::touch::main(&arguments)?;
             true

@@ -115,6 +115,20 @@ pub trait BlockDevice {
     /// Writes `buffer` to the bytes that begin at `start`.
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a>;
 
+    /// Returns whether a write to `range` may fail because of its bytes.
+    fn minds_content(&self, _range: ByteRange) -> bool {
+        false
+    }
+
+    /// Checks whether a write would fail because of its bytes. A layer that acknowledges writes before this device has them
+    /// asks first: a later error could be reported to no client, and the write never be made.
+    ///
+    /// # Errors
+    /// The one that the write would end with.
+    fn check_content(&self, _start: ByteOffset, _buffer: WriteBuf<'_>) -> IoResult {
+        Ok(())
+    }
+
     /// Makes every completed change durable.
     fn flush(&self) -> Io<'_>;
 
@@ -206,8 +220,8 @@ pub struct Io<'a> {
 /// A device that requests have a share in: how many there are tells how many are under way.
 pub(crate) struct Lent(pub(crate) Rc<dyn BlockDevice>);
 
-/// How many layers may watch one request without wrapping it.
-const WATCHES: usize = 2;
+/// Layers that can watch one request without a task: single bytes, read-ahead, and the format or the cache.
+const WATCHES: usize = 3;
 
 /// Who is to be told when a request ends; for a layer that keeps others off its range until then.
 pub trait Watch {
@@ -254,7 +268,7 @@ impl<'a> Io<'a> {
     fn new(state: State<'a>) -> Self {
         Self {
             state,
-            watched: [None, None],
+            watched: [const { None }; WATCHES],
             lent: None,
         }
     }
@@ -274,7 +288,7 @@ impl<'a> Io<'a> {
     }
 
     /// The same request, of whose end `watch` is told once, with `ticket`: at once if it was answered in the call. A
-    /// request that has two watches already is wrapped in a task.
+    /// request that has all its watches already is wrapped in a task.
     pub fn watched(mut self, watch: &'a dyn Watch, ticket: u32) -> Self {
         if self.watched.iter().all(Option::is_some) {
             let inner = self;
@@ -325,7 +339,7 @@ impl Future for Io<'_> {
             let watched = self.watched.iter().flatten();
             watched.for_each(|watched| watched.watch.failed(error));
         }
-        self.watched = [None, None];
+        self.watched = [const { None }; WATCHES];
         if self.lent.is_some() {
             // First what borrows from it.
             self.state = State::Ready(None);

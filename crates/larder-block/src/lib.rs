@@ -12,10 +12,13 @@ pub mod error;
 pub mod event_loop;
 pub mod filter;
 pub mod histogram;
+pub mod lock_wait;
 pub mod memory;
 pub mod nbd;
+pub mod printable;
 pub mod range_lock;
 pub mod signal;
+pub mod small_file;
 pub mod tls;
 pub mod units;
 
@@ -27,4 +30,5 @@ pub use device::{
 pub use error::{Failure, IoError, IoResult, Operation};
 pub use event_loop::{Loop, LoopTime};
 pub use filter::Filter;
+pub use printable::{printable, printable_lines};
 pub use units::{ByteLen, ByteOffset, ByteRange, SizeError};

@@ -290,3 +290,66 @@ fn extents_are_cut_to_what_was_asked_for() {
         assert_eq!(extents, expected);
     });
 }
+
+/// Requests for any bytes have the same effect as in memory, over blocks of 512 bytes and of 4096.
+#[test]
+fn any_bytes_change_exactly() {
+    for (seed, block_size) in [(1, 512), (2, 4096)] {
+        let on = Loop::simulated().expect("a loop");
+        let options = Options {
+            seed,
+            block_size,
+            memory_alignment: 1,
+            latency: Latency::VARIED,
+            ..Options::default()
+        };
+        let disk = SimulatedDevice::open(&on, Medium::new(ByteLen::new(SIZE), 512), options);
+        let device = Align::new(disk, AlignOptions::BYTES);
+        assert_eq!(device.geometry().block_size, 1);
+        let mut model = vec![0; SIZE as usize];
+        let mut random = Random::new(seed + 2);
+        on.block_on(async {
+            for _ in 0..2000 {
+                let most = random.pick(&[1, 100, 5000, SIZE / 2]);
+                let len = random.between(1, most);
+                let start = random.below(SIZE - len + 1);
+                let (at, part) = (ByteOffset::new(start), start as usize..(start + len) as usize);
+                let mut memory = vec![random.next_u64() as u8; len as usize];
+                match random.below(5) {
+                    0 | 1 => {
+                        let write = device.write(at, WriteBuf::new(&memory), WriteFlags::NONE);
+                        write.await.expect("writes");
+                        model[part].copy_from_slice(&memory);
+                    }
+                    2 => {
+                        let flags = ZeroFlags {
+                            unmap: random.chance(500),
+                            ..ZeroFlags::default()
+                        };
+                        device
+                            .write_zeroes(ByteRange::new(start, len), flags)
+                            .await
+                            .expect("zeroes");
+                        model[part].fill(0);
+                    }
+                    3 => {
+                        let range = ByteRange::new(start, len);
+                        let extents = device.extents(range, 4).await.expect("extents");
+                        let mut end = at;
+                        for extent in &extents {
+                            assert!(extent.range.start == end && range.contains(extent.range), "{extents:?}");
+                            end = extent.range.end();
+                            let bytes = &model[extent.range.start.get() as usize..end.get() as usize];
+                            assert!(extent.kind == ExtentKind::Data || bytes.iter().all(|byte| *byte == 0));
+                        }
+                        assert!(end > at);
+                    }
+                    _ => {
+                        device.read(at, ReadBuf::new(&mut memory)).await.expect("reads");
+                        assert!(memory == model[part]);
+                    }
+                }
+            }
+        });
+    }
+}

@@ -299,3 +299,53 @@ fn a_container_grows_beside_writes_at_its_end() {
         }
     });
 }
+
+/// A run of data is searched once, in both directions, not for each request. Holes made through the device show at once.
+#[test]
+fn known_data_is_not_searched_again() {
+    const DATA: u64 = 48 << 20;
+    const HALF: u64 = DATA / 2;
+    let on = Loop::new(POLL_MAX_DEFAULT).expect("io_uring");
+    let file = tempfile::NamedTempFile::new_in("/dev/shm").expect("a temporary image");
+    file.as_file().set_len(DATA + SIZE).expect("room for it");
+    for at in (0..DATA).step_by(1 << 20) {
+        file.as_file().write_all_at(&pattern(1 << 20, 5), at).expect("room");
+    }
+    on.block_on(async {
+        let options = FileOptions::default();
+        let device = FileDevice::open(&on, file.path(), options).await.expect("opens");
+        let kinds = async |start: u64, len: u64| {
+            let found = device.extents(ByteRange::new(start, len), 100).await.expect("maps");
+            found
+                .iter()
+                .map(|extent| (extent.kind, extent.range.len.get()))
+                .collect::<Vec<_>>()
+        };
+        let data = |len| (ExtentKind::Data, len);
+        let hole = |len| (ExtentKind::Hole, len);
+        assert_eq!(kinds(HALF, 4096).await, [data(4096)]);
+        // Holes made by another process do not show, so the file system was not asked.
+        for at in [4096, HALF + 8192] {
+            let mode = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+            rustix::fs::fallocate(file.as_file(), mode, at, 4096).expect("a hole");
+        }
+        assert_eq!(kinds(HALF, HALF).await, [data(HALF)]);
+        assert_eq!(kinds(0, HALF).await, [data(HALF)]);
+        assert_eq!(kinds(DATA - 4096, 8192).await, [data(4096), hole(4096)]);
+        let (gone, zeroed) = (ByteRange::new(1 << 20, 4096), ByteRange::new(HALF + (1 << 20), 4096));
+        device.discard(gone).await.expect("discards");
+        let unmap = ZeroFlags {
+            unmap: true,
+            ..ZeroFlags::default()
+        };
+        device.write_zeroes(zeroed, unmap).await.expect("zeroes");
+        for range in [gone, zeroed] {
+            let found = kinds(range.start.get() - 4096, 3 * 4096).await;
+            assert_eq!(found, [data(4096), hole(4096), data(4096)]);
+        }
+        let filled = pattern(4096, 6);
+        let write = device.write(gone.start, WriteBuf::new(&filled), WriteFlags::NONE);
+        write.await.expect("writes");
+        assert_eq!(kinds(gone.start.get(), 4096).await, [data(4096)]);
+    });
+}

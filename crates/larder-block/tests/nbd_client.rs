@@ -285,7 +285,13 @@ fn an_export_of_an_odd_size_ends_in_zeros_and_loses_no_byte() {
         read.await.expect("reads");
         assert!(back[..1000].iter().all(|byte| *byte == 7));
         assert!(back[1000..].iter().all(|byte| *byte == 0));
-        let data = pattern(512, 2);
+        // There is no room past the end: a write that would lose bytes fails without effect.
+        let mut data = pattern(512, 2);
+        data[511] = 1;
+        let write = device.write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::FUA);
+        assert_eq!(write.await.err().map(|error| error.failure()), Some(Failure::NoSpace));
+        assert_eq!(std::fs::read(&image).expect("is there"), [7; 1000]);
+        data[488..].fill(0);
         let write = device.write(ByteOffset::new(512), WriteBuf::new(&data), WriteFlags::FUA);
         write.await.expect("writes");
         let end = ByteRange::new(512, 512);

@@ -4,6 +4,8 @@
 //! only the cache has of these lines, and that is noted elsewhere. What cannot be read from the cache device any more can
 //! still be written over: readers do not get it from the disk until the disk has the new durably, and that is noted.
 
+use std::ops::Range;
+
 use larder_block::range_lock::Mode as Hold;
 use larder_block::{ByteRange, IoResult, Operation, WriteBuf, WriteFlags};
 
@@ -45,16 +47,19 @@ impl Cache {
             return Ok(());
         }
         let mut on_disk: Vec<ByteRange> = Vec::new();
-        for part in self.shape.parts_of(range) {
+        let mut rest = range;
+        let dirty_lines = self.index.borrow().dirty.within(self.shape.lines_of(range), usize::MAX);
+        for line in dirty_lines {
+            let part = self.shape.part_of(line, range);
             let index = self.index.borrow();
-            let dirty = index.find(part.line).map_or(0, |slot| index.dirty(slot));
-            for (_, piece) in runs(part, dirty).filter(|(is_dirty, _)| !is_dirty) {
-                match on_disk.last_mut() {
-                    Some(last) if last.end() == piece.start => last.len += piece.len,
-                    _ => on_disk.push(piece),
-                }
+            let dirty = index.find(line).map_or(0, |slot| index.dirty(slot));
+            for (_, piece) in runs(part, dirty).filter(|(is_dirty, _)| *is_dirty) {
+                on_disk.push(ByteRange::between(rest.start, piece.start));
+                rest = ByteRange::between(piece.end(), range.end());
             }
         }
+        on_disk.push(rest);
+        on_disk.retain(|piece| !piece.is_empty());
         for piece in on_disk {
             self.note_superseded(operation, piece).await?;
         }
@@ -67,8 +72,19 @@ impl Cache {
         let lines = self.shape.lines_of(range);
         let whole = range.widened(self.shape.line_len());
         self.note_superseded(operation, whole).await?;
-        self.superseded.borrow_mut().insert_range(lines);
+        self.are_superseded(lines);
         Ok(())
+    }
+
+    /// Notes that the cached data of some lines is superseded. No other line of a cache that has failed becomes dirty.
+    fn are_superseded(&self, lines: Range<Line>) {
+        let mut superseded = self.superseded.borrow_mut();
+        let (index, leaving) = (self.index.borrow(), self.leaving.borrow());
+        let cached = index.lines.within(lines.clone());
+        let left = leaving.within(lines).map(|(line, _)| line);
+        cached.chain(left).for_each(|line| {
+            superseded.insert(line);
+        });
     }
 
     /// Where the lines are that only the cache has something of, for people.
@@ -102,7 +118,7 @@ impl Cache {
         }
         self.undone(operation, gone).await?;
         if is_all {
-            self.superseded.borrow_mut().insert_range(lines);
+            self.are_superseded(lines);
         }
         Ok(())
     }

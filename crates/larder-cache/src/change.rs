@@ -8,7 +8,9 @@
 use std::rc::Rc;
 
 use larder_block::range_lock::{Mode as Hold, Ranges, Ticket};
-use larder_block::{AlignedBuf, ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join};
+use larder_block::{
+    AlignedBuf, ByteLen, ByteRange, Io, IoResult, Operation, Watch, WriteBuf, WriteFlags, ZeroFlags, join,
+};
 use larder_policy::policy::{Access, Context};
 use smallvec::SmallVec;
 
@@ -20,8 +22,13 @@ use crate::place::{Place, Retract};
 use crate::shape::{SECTOR, Slot};
 use crate::{Cache, Mode, State};
 
-/// Discards and write-zeroes are done in pieces of this many lines, so that nobody waits for a whole disk.
-const PIECE_LINES: u64 = 16 << 10;
+/// Discards and write-zeroes are done in pieces that touch this many lines of the cache, or 16 times as many as may be
+/// unsettled...
+const PIECE_LINES: usize = 16 << 10;
+
+/// ...and this part of the disk, or so many bytes: a write that meets a piece waits until the disk below has discarded it.
+const PIECES_PER_DISK: u64 = 256;
+const PIECE_LEN_MIN: ByteLen = ByteLen::mib(64);
 
 /// A change without data.
 #[derive(Clone, Copy)]
@@ -222,10 +229,18 @@ impl Cache {
             drop(writing);
             return self.write_past(range, buffer, flags).await;
         }
+        let there = writing.places.len();
+        let mut at = 0;
         for part in self.shape.parts_of(range) {
-            let is_there = writing.places.iter().any(|(other, _)| other.line == part.line);
-            if !is_there
-                && self.admits(part.line, context)
+            // Those that are there are in order.
+            if writing.places[..there]
+                .get(at)
+                .is_some_and(|(other, _)| other.line == part.line)
+            {
+                at += 1;
+                continue;
+            }
+            if self.admits(part.line, context)
                 && let Some(place) = self.place_for(part)
             {
                 writing.places.push((part, place));
@@ -329,12 +344,38 @@ impl Cache {
         self.written.forget(range);
         let mut rest = range;
         while !rest.is_empty() {
-            let end = (self.shape.line_at(rest.start) + PIECE_LINES) << self.shape.line_bits;
-            let piece = rest.intersection(ByteRange::new(rest.start.get(), end - rest.start.get()));
+            let len_max = ByteLen::new(self.end().get() / PIECES_PER_DISK).max(PIECE_LEN_MIN);
+            let part = rest.intersection(rest.start.range(len_max));
+            self.load_range(part, clear.operation()).await?;
+            let piece = self.whole_below(self.piece_of(part), rest);
             self.clear_piece(piece, clear).await?;
             rest = ByteRange::between(piece.end(), rest.end());
         }
         Ok(())
+    }
+
+    /// The beginning of `range`, up to so many lines of the cache: that bounds memory. A range without cached lines is one
+    /// piece, however long it is.
+    pub(crate) fn piece_of(&self, range: ByteRange) -> ByteRange {
+        let index = self.index.borrow();
+        let mut cached = index.lines.within(self.shape.lines_of(range));
+        match cached.nth(PIECE_LINES.min(16 * self.unsettled_max.max(1))) {
+            Some(line) => ByteRange::between(range.start, self.range_of(line..line + 1).start),
+            None => range,
+        }
+    }
+
+    /// `piece`, the beginning of `range`, with its end at a multiple of what the disk below discards: a cluster that two
+    /// pieces share would be discarded by neither.
+    fn whole_below(&self, piece: ByteRange, range: ByteRange) -> ByteRange {
+        let granularity = u64::from(self.lower.geometry().discard_granularity.max(1)).max(1 << self.shape.line_bits);
+        let before = piece.end().align_down(granularity);
+        let end = match before > range.start {
+            _ if piece.end() == range.end() => piece.end(),
+            true => before,
+            false => (range.start + ByteLen::new(1)).align_up(granularity).min(range.end()),
+        };
+        ByteRange::between(range.start, end)
     }
 
     async fn clear_piece(&self, piece: ByteRange, clear: Clear) -> IoResult {

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::time::Duration;
 
+use larder_block::event_loop::yield_now;
 use larder_block::range_lock::{Mode as Hold, Ranges};
 use larder_block::{AlignedBuf, ByteRange, Io, IoError, IoResult, LoopTime, Operation, WriteBuf, WriteFlags, join};
 use smallvec::SmallVec;
@@ -346,6 +347,8 @@ impl Cache {
                     if self.cleaning.asked.get() != asked {
                         self.rest(began).await;
                     }
+                    // Files in memory do everything in the call.
+                    yield_now().await;
                     continue;
                 }
                 Err(error) => {

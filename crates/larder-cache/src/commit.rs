@@ -10,6 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use larder_block::event_loop::yield_now;
 use larder_block::{AlignedBuf, ByteLen, ByteOffset, Io, IoResult, WriteFlags, join};
 use smallvec::SmallVec;
 
@@ -422,6 +423,8 @@ impl Cache {
             let pages: SmallVec<[Io<'_>; PAGES_AT_ONCE]> =
                 batch.iter().map(|set| Io::task(self.write_page(*set, old))).collect();
             join(pages).await?;
+            // Files in memory do everything in the call.
+            yield_now().await;
         }
         self.fast.flush().await?;
         commits.firm_end.set(commits.firm_end.get().max(cut));

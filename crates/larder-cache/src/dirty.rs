@@ -2,28 +2,24 @@
 
 use std::ops::Range;
 
-use roaring::RoaringTreemap;
-
+use crate::lines::LineSet;
 use crate::shape::Line;
 
-/// Two bytes for a line, or a bit where many are near each other.
 #[derive(Default)]
 pub(crate) struct DirtyLines {
     /// Those that became dirty lately, and those that are to be cleaned.
-    young: RoaringTreemap,
-    old: RoaringTreemap,
-    count: u64,
+    young: LineSet,
+    old: LineSet,
 }
 
 impl DirtyLines {
     pub(crate) fn len(&self) -> u64 {
-        self.count
+        self.young.len() + self.old.len()
     }
 
     /// A line is dirty that was not.
     pub(crate) fn insert(&mut self, line: Line) {
         self.young.insert(line);
-        self.count += 1;
     }
 
     /// A line is not dirty any more.
@@ -31,12 +27,11 @@ impl DirtyLines {
         if !self.old.remove(line) {
             self.young.remove(line);
         }
-        self.count -= 1;
     }
 
     /// All are to be cleaned.
     pub(crate) fn age(&mut self) {
-        self.old |= std::mem::take(&mut self.young);
+        self.old.append(std::mem::take(&mut self.young));
     }
 
     /// Whether some are to be cleaned.
@@ -46,9 +41,9 @@ impl DirtyLines {
 
     /// The next ones that are to be cleaned, from `line` on, or from the first one if there are none.
     pub(crate) fn old_from(&self, line: Line, count: usize) -> Vec<Line> {
-        let next: Vec<Line> = from(&self.old, line).take(count).collect();
+        let next: Vec<Line> = self.old.within(line..Line::MAX).take(count).collect();
         match next.is_empty() {
-            true => self.old.iter().take(count).collect(),
+            true => self.old.within(0..Line::MAX).take(count).collect(),
             false => next,
         }
     }
@@ -57,7 +52,7 @@ impl DirtyLines {
     pub(crate) fn within(&self, lines: Range<Line>, count: usize) -> Vec<Line> {
         let mut found: Vec<Line> = [&self.young, &self.old]
             .into_iter()
-            .flat_map(|of| from(of, lines.start).take_while(|line| *line < lines.end).take(count))
+            .flat_map(|of| of.within(lines.clone()).take(count))
             .collect();
         found.sort_unstable();
         found.truncate(count);
@@ -65,9 +60,22 @@ impl DirtyLines {
     }
 }
 
-/// The lines from `line` on.
-fn from(lines: &RoaringTreemap, line: Line) -> impl Iterator<Item = Line> {
-    let mut iter = lines.iter();
-    iter.advance_to(line);
-    iter
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dirty_lines_past_32_bits_are_found() {
+        let far = (1 << 32) + 5;
+        let mut dirty = DirtyLines::default();
+        dirty.insert(far);
+        assert_eq!(dirty.within(10..Line::MAX, 8), [far]);
+        dirty.age();
+        dirty.insert(3);
+        assert_eq!(dirty.within(10..Line::MAX, 8), [far]);
+        assert_eq!(dirty.old_from(10, 8), [far]);
+        dirty.remove(far);
+        dirty.remove(3);
+        assert_eq!((dirty.len(), dirty.has_old()), (0, false));
+    }
 }

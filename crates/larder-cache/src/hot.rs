@@ -79,7 +79,7 @@ impl Cache {
     /// Whether [`Cache::warm`] may still bring something in.
     pub fn has_room(&self) -> bool {
         let slots = self.shape.slots();
-        self.works() && self.index.borrow().lines() < slots - slots / FREE_SHARE
+        self.works() && self.index.borrow().lines.len() < slots - slots / FREE_SHARE
     }
 
     /// Brings in the lines of `range`, of which the first [`Cache::WARM_LEN`] bytes count, that are not in the cache; how much

@@ -2,12 +2,14 @@
 //! each line is in [`crate::sets`], some ten bytes with those of the policy, whose matter it is which are worth most.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use larder_block::memory;
 use larder_policy::Policy;
 
 use crate::dirty::DirtyLines;
 use crate::entry::Entry;
+use crate::lines::LineSet;
 use crate::policy::{self, OverSets};
 use crate::sets::Sets;
 use crate::shape::{Line, Sectors, Shape, Slot};
@@ -46,10 +48,13 @@ pub(crate) struct Index {
     shape: Shape,
     sets: Sets,
     flags: Vec<SetFlags>,
+    /// Sets that are not loaded.
+    unloaded: u32,
     policy: Policy,
     /// Slots that are in use.
     pinned: HashMap<Slot, Pins>,
-    lines: u64,
+    /// All cached lines.
+    pub(crate) lines: LineSet,
     pub(crate) dirty: DirtyLines,
 }
 
@@ -60,9 +65,10 @@ impl Index {
             shape,
             sets: Sets::new(shape, policy.set_bytes()),
             flags: vec![SetFlags::default(); shape.sets as usize],
+            unloaded: shape.sets,
             policy,
             pinned: HashMap::new(),
-            lines: 0,
+            lines: LineSet::default(),
             dirty: DirtyLines::default(),
         }
     }
@@ -88,15 +94,21 @@ impl Index {
         memory::prefetch(&self.flags[set as usize].0);
     }
 
-    pub(crate) fn lines(&self) -> u64 {
-        self.lines
-    }
-
     pub(crate) fn is_loaded(&self, set: u32) -> bool {
         self.flags[set as usize].0 & SetFlags::LOADED != 0
     }
 
+    pub(crate) fn are_all_loaded(&self) -> bool {
+        self.unloaded == 0
+    }
+
+    /// Returns whether the sets of some lines are loaded.
+    pub(crate) fn are_loaded(&self, lines: Range<Line>) -> bool {
+        self.are_all_loaded() || self.shape.sets_of(lines).all(|set| self.is_loaded(set))
+    }
+
     pub(crate) fn set_loaded(&mut self, set: u32) {
+        self.unloaded -= u32::from(!self.is_loaded(set));
         self.flags[set as usize].set(SetFlags::LOADED, true);
     }
 
@@ -177,17 +189,18 @@ impl Index {
     pub(crate) fn insert(&mut self, slot: Slot, line: Line, valid: Sectors, dirty: Sectors) {
         debug_assert!(self.tag(slot) == 0 && self.find(line).is_none());
         self.sets.set_tag(slot, self.shape.tag_of(line));
-        self.lines += 1;
+        self.lines.insert(line);
         self.set_sectors(slot, valid, dirty);
     }
 
     /// Empties a slot.
     pub(crate) fn remove(&mut self, slot: Slot) {
         debug_assert!(self.tag(slot) != 0);
+        let line = self.line(slot);
         if self.dirty(slot) != 0 {
-            self.dirty.remove(self.line(slot));
+            self.dirty.remove(line);
         }
-        self.lines -= 1;
+        self.lines.remove(line);
         self.sets.set_tag(slot, 0);
         self.sets.set_valid(slot, 0);
         if self.sets.dirty(slot) != 0 {

@@ -41,6 +41,11 @@ impl Unsettled {
         self.commits == 0 && self.changes == 0 && self.loose.is_none()
     }
 
+    /// Nothing has changed since `epoch` ended, nor is changing.
+    fn is_ripe(&self, epoch: u64) -> bool {
+        self.is_quiet() && self.epoch <= epoch
+    }
+
     /// Sectors that some crash would take for dirty.
     pub(crate) fn any_dirty(&self) -> Sectors {
         let loose = self.loose.map_or(0, |(entry, _)| entry.dirty);
@@ -183,11 +188,12 @@ impl Ledger {
 
     /// The slots in which nothing has changed since `epoch` ended, nor is changing.
     pub(crate) fn ripe(&self, epoch: u64) -> Vec<Slot> {
-        let is_ripe = |place: &Unsettled| place.is_quiet() && place.epoch <= epoch;
-        self.slots
-            .iter()
-            .filter(|(_, place)| is_ripe(place))
-            .map(|(slot, _)| *slot)
-            .collect()
+        let ripe = self.slots.iter().filter(|(_, place)| place.is_ripe(epoch));
+        ripe.map(|(slot, _)| *slot).collect()
+    }
+
+    /// Returns whether a slot is one of [`Self::ripe`].
+    pub(crate) fn is_ripe(&self, slot: Slot, epoch: u64) -> bool {
+        self.slots.get(&slot).is_some_and(|place| place.is_ripe(epoch))
     }
 }

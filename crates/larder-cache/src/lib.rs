@@ -1,8 +1,8 @@
 //! A cache on a fast device that belongs to one disk, as a block filter.
 //!
 //! Lines of the disk are kept on the cache device, so that hot data is read at its speed. Where what lies is in memory
-//! ([`index`]), some ten bytes for a line; what a crash leaves of that is written down in a journal and in pages
-//! ([`journal`], [`page`]), so that the cache is warm after anything.
+//! ([`index`]), some ten bytes for a line, and up to four more where the lines are scattered; what a crash leaves of that
+//! is written down in a journal and in pages ([`journal`], [`page`]), so that the cache is warm after anything.
 //!
 //! Invariants:
 //! - A read never finds an older byte than the last completed write, also after a crash, and also after the line has left
@@ -26,6 +26,7 @@ mod hot;
 mod index;
 mod journal;
 mod ledger;
+mod lines;
 mod load;
 mod offline;
 mod open;
@@ -71,18 +72,18 @@ use index::Index;
 use larder_block::signal::Signal;
 use larder_policy::policy::{Access, Context};
 use ledger::Ledger;
+use lines::LineSet;
 use load::Loading;
 use pace::Pace;
 use place::Leaving;
-use roaring::RoaringTreemap;
 use settle::Settling;
-use shape::Line;
+use shape::{Line, Slot};
 use usage::Usage;
 use watch::Fast;
 
 const EIO: i32 = 5;
 
-/// How often what has become dirty meanwhile is cleaned before the rest is left for when nothing comes any more.
+/// Rounds of cleaning or settling while new lines become dirty or unsettled; the rest waits until no request comes.
 const ROUNDS: u32 = 4;
 
 /// What is done with writes.
@@ -254,7 +255,7 @@ pub struct Cache {
     /// It was opened after something that only dirty lines survive, apart from some ranges.
     only_dirty: Option<Detached>,
     /// Lines of which a crash does not believe what a cache has that has failed.
-    superseded: RefCell<RoaringTreemap>,
+    superseded: RefCell<LineSet>,
     state: Cell<State>,
     witness: Box<dyn Witness>,
     /// Those who wait until it is noted.
@@ -268,7 +269,7 @@ impl Cache {
         let (read_errors, write_errors) = self.fast.errors();
         let (cache_read, cache_written) = self.fast.bytes();
         Statistics {
-            lines: index.lines(),
+            lines: index.lines.len(),
             dirty_lines: index.dirty.len(),
             unsettled: self.ledger.borrow().len() as u64,
             cleaned: self.cleaning.written.get(),
@@ -322,17 +323,23 @@ impl Cache {
 
     /// Everything was clean a moment ago: if nobody writes back any more, it is noted that nothing can be dirty.
     async fn is_clean(&self) -> IoResult {
-        if !self.may_be_dirty.get() || self.settle().await.is_err() {
-            return Ok(());
+        for _ in 0..ROUNDS {
+            if !self.may_be_dirty.get() || self.settle().await.is_err() {
+                return Ok(());
+            }
+            // If the mode was changed to and fro meanwhile, writes may be on their way that have seen that they may be dirty.
+            self.changes.drained().await;
+            if self.mode.get() == Mode::WriteBack {
+                return Ok(());
+            }
+            if self.is_known_clean() {
+                self.may_be_dirty.set(false);
+                let note = self.note(|superblock| superblock.may_be_dirty = self.may_be_dirty.get());
+                return note.await;
+            }
+            // Lines that were dirty were being filled.
         }
-        // If the mode was changed to and fro meanwhile, writes may be on their way that have seen that they may be dirty.
-        self.changes.drained().await;
-        if self.mode.get() == Mode::WriteBack || !self.is_known_clean() {
-            return Ok(());
-        }
-        self.may_be_dirty.set(false);
-        self.note(|superblock| superblock.may_be_dirty = self.may_be_dirty.get())
-            .await
+        Ok(())
     }
 
     /// Whether whoever opens it next will take it for one that may have what the disk has not.
@@ -443,7 +450,20 @@ impl Cache {
     /// Whether the disk has all that only this cache had, for certain: no part of it is damaged, and no crash finds anything.
     /// No request is under way.
     pub async fn has_handed_over(&self) -> bool {
-        !self.may_be_dirty.get() || self.has_failed() || (self.settle().await.is_ok() && self.is_known_clean())
+        if !self.may_be_dirty.get() || self.has_failed() {
+            return true;
+        }
+        for _ in 0..ROUNDS {
+            // A fill continues after its read has ended, and its line cannot settle until then.
+            self.fills.idle().await;
+            if self.settle().await.is_err() {
+                return false;
+            }
+            if self.is_known_clean() {
+                return true;
+            }
+        }
+        false
     }
 
     /// The disk is another cache's from now on: nothing is written to it any more.
@@ -480,23 +500,22 @@ impl Cache {
         if !self.may_be_dirty.get() {
             return false;
         }
-        let mut lines = self.shape.lines_of(range);
-        if lines.end - lines.start > self.shape.slots() {
-            return self.is_anything_dirty();
+        let lines = self.shape.lines_of(range);
+        let index = self.index.borrow();
+        if !index.are_loaded(lines.clone()) {
+            return true;
         }
-        lines.any(|line| {
-            if self.superseded.borrow().contains(line) {
-                return false;
-            }
-            let set = self.shape.set_of(line);
-            let index = self.index.borrow();
-            let Some(slot) = index.find(line).or_else(|| self.leaving.borrow().slot(line)) else {
-                return !index.is_loaded(set);
-            };
-            let ledger = self.ledger.borrow();
+        let (leaving, ledger) = (self.leaving.borrow(), self.ledger.borrow());
+        let superseded = self.superseded.borrow();
+        let has_only = |line: Line, slot: Slot| {
             let left = ledger.get(slot).map_or(0, |place| place.any_dirty());
-            index.dirty(slot) | left != 0
-        })
+            index.dirty(slot) | left != 0 && !superseded.contains(line)
+        };
+        let mut cached = index.lines.within(lines.clone());
+        cached.any(|line| index.find(line).is_some_and(|slot| has_only(line, slot)))
+            || leaving
+                .within(lines)
+                .any(|(line, slot)| !index.lines.contains(line) && has_only(line, slot))
     }
 
     /// Notes that nothing that the cache has of exactly this range is to be believed.
@@ -544,19 +563,14 @@ impl Cache {
         if self.has_other_size() {
             self.see_size().await?;
         }
-        for line in self.shape.lines_of(range) {
-            let set = self.shape.set_of(line);
-            if !self.index.borrow().is_loaded(set)
-                && let Err(error) = self.load(set).await
-            {
-                self.fail(&error);
-                return match self.may_be_dirty.get() {
-                    true => Err(self.refused(operation, range)),
-                    false => Ok(()),
-                };
-            }
+        let lines = self.shape.lines_of(range);
+        if let Err(error) = self.load_lines(lines.clone()).await {
+            self.fail(&error);
+            return match self.may_be_dirty.get() {
+                true => Err(self.refused(operation, range)),
+                false => Ok(()),
+            };
         }
-        let sets = self.shape.lines_of(range).map(|line| self.shape.set_of(line));
-        self.check_fence(sets, operation, range)
+        self.check_fence(lines, operation, range)
     }
 }

@@ -14,7 +14,7 @@ use larder_block::{AlignedBuf, ByteRange, Failure, IoError, IoResult, Operation,
 use crate::entry::Entry;
 use crate::journal::Records;
 use crate::page::{self, Believed};
-use crate::shape::{Sectors, Slot};
+use crate::shape::{Line, Sectors, Slot};
 use crate::{Cache, Detached, EIO};
 
 /// So many bytes of pages are read at once when all are.
@@ -72,6 +72,17 @@ impl Cache {
         self.load_chunk(set..set + 1).await
     }
 
+    /// Loads the sets of some lines.
+    pub(crate) async fn load_lines(&self, lines: Range<Line>) -> IoResult {
+        if self.index.borrow().are_all_loaded() {
+            return Ok(());
+        }
+        for sets in self.shape.runs_of_sets(lines) {
+            self.load_sets(sets, || true).await?;
+        }
+        Ok(())
+    }
+
     /// Completes when all is known of what the cache has.
     ///
     /// # Errors
@@ -92,19 +103,27 @@ impl Cache {
         drop(self.loading.busy.enter(all, Hold::Exclusive).await);
     }
 
-    async fn load_while(&self, goes_on: impl Fn() -> bool) -> IoResult {
+    /// Loads some sets; returns whether `goes_on` held all the time.
+    async fn load_sets(&self, sets: Range<u32>, goes_on: impl Fn() -> bool) -> IoResult<bool> {
         let per_chunk = (CHUNK_LEN / (2 * self.shape.page_len)).max(1) as u32;
-        let mut from = 0;
-        while from < self.shape.sets {
+        let mut from = sets.start;
+        while from < sets.end {
             if !goes_on() {
-                return Ok(());
+                return Ok(false);
             }
-            let to = self.shape.sets.min(from + per_chunk);
+            let to = sets.end.min(from + per_chunk);
             let is_loaded = (from..to).all(|set| self.index.borrow().is_loaded(set));
             if !is_loaded {
                 self.load_chunk(from..to).await?;
             }
             from = to;
+        }
+        Ok(true)
+    }
+
+    async fn load_while(&self, goes_on: impl Fn() -> bool) -> IoResult {
+        if !self.load_sets(0..self.shape.sets, goes_on).await? {
+            return Ok(());
         }
         let records = std::mem::replace(&mut self.loading.left.borrow_mut().records, Records::none(&self.shape));
         if records.memory() >= TRIM_MIN {
@@ -142,15 +161,10 @@ impl Cache {
         self.loading.fenced.borrow().contains(&set)
     }
 
-    /// Refuses what lies in a set of which nobody knows what is in it.
-    pub(crate) fn check_fence(
-        &self,
-        sets: impl IntoIterator<Item = u32>,
-        operation: Operation,
-        range: ByteRange,
-    ) -> IoResult {
+    /// Refuses lines that lie in a set whose pages are damaged.
+    pub(crate) fn check_fence(&self, lines: Range<Line>, operation: Operation, range: ByteRange) -> IoResult {
         let fenced = self.loading.fenced.borrow();
-        if !fenced.is_empty() && sets.into_iter().any(|set| fenced.contains(&set)) {
+        if !fenced.is_empty() && self.shape.sets_of(lines).any(|set| fenced.contains(&set)) {
             return Err(IoError::new(self.lower.name(), operation, range, Failure::Os(EIO)));
         }
         Ok(())

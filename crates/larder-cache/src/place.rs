@@ -1,7 +1,9 @@
 //! Finds places for lines, and takes lines out of them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
+use larder_block::event_loop::WorkSlice;
 use larder_block::{ByteLen, ByteOffset, ByteRange, IoResult, Operation};
 
 use crate::Cache;
@@ -12,17 +14,20 @@ use crate::parts::Part;
 use crate::shape::{Line, Sectors, Slot, WAYS_MAX};
 use larder_policy::policy::Context;
 
+/// Lines that are changed before other tasks run: some 0.1 ms.
+const SLICE_LINES: usize = 128;
+
 /// Lines that memory has taken out, while a crash would still leave them.
 #[derive(Default)]
 pub(crate) struct Leaving {
-    slots: HashMap<Line, Slot>,
+    slots: BTreeMap<Line, Slot>,
     lines: HashMap<Slot, Line>,
 }
 
 impl Leaving {
-    /// Where a crash would leave a line that has left.
-    pub(crate) fn slot(&self, line: Line) -> Option<Slot> {
-        self.slots.get(&line).copied()
+    /// Returns those of some lines that have left memory, with the slots that a crash would leave them in.
+    pub(crate) fn within(&self, lines: Range<Line>) -> impl Iterator<Item = (Line, Slot)> {
+        self.slots.range(lines).map(|(line, slot)| (*line, *slot))
     }
 }
 
@@ -201,12 +206,8 @@ impl Cache {
     }
 
     /// A crash would leave some of these lines, although memory has taken them out.
-    pub(crate) fn has_leaving(&self, mut lines: std::ops::Range<Line>) -> bool {
-        let leaving = self.leaving.borrow();
-        if (lines.end - lines.start) as usize > leaving.slots.len() {
-            return leaving.slots.keys().any(|line| lines.contains(line));
-        }
-        lines.any(|line| leaving.slots.contains_key(&line))
+    pub(crate) fn has_leaving(&self, lines: Range<Line>) -> bool {
+        self.leaving.borrow().within(lines).next().is_some()
     }
 
     /// What was written to `place` is in the cache from now on; `dirty` are those of its sectors that the disk has not.
@@ -249,10 +250,10 @@ impl Cache {
         if self.has_loose(range) {
             self.harden_queued().await?;
         }
-        let mut commits = self.has_leaving(self.shape.lines_of(range));
-        for part in self.shape.parts_of(range) {
-            let found = self.index.borrow().find(part.line);
-            let Some(slot) = found else { continue };
+        let lines = self.shape.lines_of(range);
+        let mut commits = false;
+        self.each_cached(lines.clone(), |line, slot| {
+            let part = self.shape.part_of(line, range);
             let dirty = self.index.borrow().dirty(slot);
             let sectors = match what {
                 Retract::All => part.sectors,
@@ -260,11 +261,61 @@ impl Cache {
             };
             commits |= self.take_sectors(slot, sectors);
             if dirty & sectors != 0 {
-                let records = self.commits.queued();
-                self.undoing.borrow_mut().push((part.range, records));
+                self.undo(part.range);
+            }
+        })
+        .await;
+        if self.has_failed() {
+            return Err(Failed);
+        }
+        // Also those that have made room meanwhile.
+        match commits || self.has_leaving(lines) {
+            true => self.commit().await,
+            false => Ok(()),
+        }
+    }
+
+    /// Divides work on many lines.
+    pub(crate) fn work_slice(&self) -> WorkSlice {
+        WorkSlice::new(SLICE_LINES.min(self.unsettled_max) as u64)
+    }
+
+    /// Calls `change` for each of `lines` that is in the cache, in order, and lets other tasks run every now and then.
+    pub(crate) async fn each_cached(&self, mut lines: Range<Line>, mut change: impl FnMut(Line, Slot)) {
+        let mut slice = self.work_slice();
+        loop {
+            let some: Vec<Line> = self
+                .index
+                .borrow()
+                .lines
+                .within(lines.clone())
+                .take(SLICE_LINES)
+                .collect();
+            let Some(last) = some.last() else { return };
+            lines.start = last + 1;
+            for line in some {
+                // It may have left meanwhile.
+                let found = self.index.borrow().find(line);
+                if let Some(slot) = found {
+                    change(line, slot);
+                }
+                slice.did(1).await;
             }
         }
-        if commits { self.commit().await } else { Ok(()) }
+    }
+
+    /// Notes that data of `range` that only the cache had leaves memory with the records queued now.
+    fn undo(&self, range: ByteRange) {
+        let records = self.commits.queued();
+        let mut undoing = self.undoing.borrow_mut();
+        match undoing.last_mut() {
+            // One that no record will be written of is by itself.
+            Some((last, of)) if last.end() == range.start && *of <= records => {
+                last.len += range.len;
+                *of = records;
+            }
+            _ => undoing.push((range, records)),
+        }
     }
 
     /// Something that only the cache had of `range` has been taken out of memory, and a crash may still find it.
@@ -293,8 +344,10 @@ impl Cache {
 
     /// Has memory find nothing of a range in a cache that has failed. What a crash finds is not its concern.
     pub(crate) fn forget(&self, range: ByteRange) {
-        for part in self.shape.parts_of(range) {
-            let mut index = self.index.borrow_mut();
+        let mut index = self.index.borrow_mut();
+        let lines: Vec<Line> = index.lines.within(self.shape.lines_of(range)).collect();
+        for line in lines {
+            let part = self.shape.part_of(line, range);
             let Some(slot) = index.find(part.line) else { continue };
             let (valid, dirty) = (index.valid(slot), index.dirty(slot));
             self.cleaning.is_changed(slot);
@@ -310,12 +363,10 @@ impl Cache {
         if !self.may_be_dirty.get() {
             return false;
         }
-        self.shape.lines_of(range).any(|line| {
-            let slot = self.index.borrow().find(line);
-            let ledger = self.ledger.borrow();
-            slot.and_then(|slot| ledger.get(slot))
-                .is_some_and(|place| place.loose.is_some())
-        })
+        let (index, ledger) = (self.index.borrow(), self.ledger.borrow());
+        let slot = |line| index.find(line).and_then(|slot| ledger.get(slot));
+        let mut places = index.lines.within(self.shape.lines_of(range)).filter_map(slot);
+        places.any(|place| place.loose.is_some())
     }
 
     /// Takes sectors out of a slot; whether a crash would still leave them.

@@ -70,7 +70,7 @@ impl Cache {
             return None;
         }
         let set = self.shape.set_of(line);
-        self.check_fence([set], Operation::Read, range).ok()?;
+        self.check_fence(lines, Operation::Read, range).ok()?;
         let part = self.shape.part_of(line, range);
         let slot = {
             let index = self.index.borrow();

@@ -25,7 +25,13 @@ impl Cache {
         }
         self.harden_all().await?;
         let ripe = self.ledger.borrow().ripe(epoch);
+        let mut slice = self.work_slice();
         for slot in ripe {
+            slice.did(1).await;
+            // Others have run, and may have changed it.
+            if !self.ledger.borrow().is_ripe(slot, epoch) {
+                continue;
+            }
             let entry = self.index.borrow().entry(slot);
             let is_said = self.ledger.borrow().get(slot).is_some_and(|place| place.last == entry);
             if is_said {

@@ -12,6 +12,8 @@
 //!            data: way 0 of every set, way 1 of every set, ...
 //! ```
 
+use std::ops::Range;
+
 use larder_block::{ByteLen, ByteOffset};
 use larder_policy::geometry::{self, is_prime};
 
@@ -168,6 +170,23 @@ impl Shape {
 
     pub(crate) fn set_of(&self, line: Line) -> u32 {
         (line % u64::from(self.sets)) as u32
+    }
+
+    /// The sets of lines that follow each other, as one run of sets and perhaps another one from the first set on.
+    pub(crate) fn runs_of_sets(&self, lines: Range<Line>) -> [Range<u32>; 2] {
+        let sets = u64::from(self.sets);
+        let count = lines.end.saturating_sub(lines.start);
+        if count >= sets {
+            return [0..self.sets, 0..0];
+        }
+        let first = lines.start % sets;
+        let end = first + count;
+        [first as u32..end.min(sets) as u32, 0..end.saturating_sub(sets) as u32]
+    }
+
+    /// Each set of lines that follow each other, once.
+    pub(crate) fn sets_of(&self, lines: Range<Line>) -> impl Iterator<Item = u32> + use<> {
+        self.runs_of_sets(lines).into_iter().flatten()
     }
 
     /// What tells a line from the others of its set; not zero.

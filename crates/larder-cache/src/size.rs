@@ -62,26 +62,20 @@ impl Cache {
         if self.has_failed() {
             return self.cut_apart(behind).await;
         }
-        for set in 0..self.shape.sets {
-            let slots = self.index.borrow().slots_of(set);
-            for slot in slots {
-                let tag = self.index.borrow().tag(slot);
-                if tag == 0 {
-                    continue;
-                }
-                let start = self.shape.line_of(set, tag) << self.shape.line_bits;
-                let whole = ByteRange::new(start, self.shape.line_len());
-                let part = whole.intersection(behind);
-                if !part.is_empty() {
-                    let sectors = self.shape.part_of(self.shape.line_at(whole.start), part).sectors;
-                    self.take_sectors(slot, sectors);
-                }
+        let mut rest = behind;
+        while !rest.is_empty() {
+            let piece = self.piece_of(rest);
+            self.each_cached(self.shape.lines_of(piece), |line, slot| {
+                let sectors = self.shape.part_of(line, behind).sectors;
+                self.take_sectors(slot, sectors);
+            })
+            .await;
+            if self.commit().await.is_err() {
+                return self.cut_apart(behind).await;
             }
+            rest = ByteRange::between(piece.end(), behind.end());
         }
-        match self.commit().await {
-            Ok(()) => Ok(()),
-            Err(_) => self.cut_apart(behind).await,
-        }
+        Ok(())
     }
 
     /// Something was written loosely of a line that reaches behind `end`.

@@ -76,8 +76,18 @@ impl Drop for Hidden<'_> {
 }
 
 impl Cache {
-    /// A write to `range`, which is held, and whose sets are loaded.
+    /// A write to `range`, which is held, and whose sets are loaded. Bytes that the disk would refuse are refused here, while
+    /// the guest waits: they could never be cleaned.
     pub(crate) async fn write_back(&self, range: ByteRange, buffer: WriteBuf<'_>, flags: WriteFlags) -> IoResult {
+        // The bytes that are checked are those that are written: a guest can change its memory in between.
+        let copied = self.lower.minds_content(range).then(|| self.fast.copy(buffer));
+        let buffer = match &copied {
+            Some(bytes) => WriteBuf::new(&bytes[..buffer.len()]),
+            None => buffer,
+        };
+        if copied.is_some() {
+            self.lower.check_content(range.start, buffer)?;
+        }
         loop {
             match self.write_to_cache(range, buffer, flags).await {
                 Ok(Some(written)) => return written,
@@ -104,8 +114,15 @@ impl Cache {
         };
         hidden.hide(&places).await?;
         let mut around: SmallVec<[Part; 2]> = SmallVec::new();
+        let there = places.len();
+        let mut at = 0;
         for part in self.shape.parts_of(range) {
-            if places.iter().any(|(other, _)| other.line == part.line) {
+            // Those that are there are in order.
+            if places[..there]
+                .get(at)
+                .is_some_and(|(other, _)| other.line == part.line)
+            {
+                at += 1;
                 continue;
             }
             let place = match self.admits(part.line, context) {
@@ -314,10 +331,7 @@ impl Cache {
 
     /// Neither memory nor any crash has something that the disk has not, as far as the cache can tell, and it can.
     pub(crate) fn is_known_clean(&self) -> bool {
-        let index = self.index.borrow();
-        let is_loaded = (0..self.shape.sets).all(|set| index.is_loaded(set));
-        drop(index);
-        is_loaded && !self.loading.has_fences() && !self.is_anything_dirty()
+        self.index.borrow().are_all_loaded() && !self.loading.has_fences() && !self.is_anything_dirty()
     }
 
     /// What the disk has, and what only the cache has.
@@ -325,7 +339,9 @@ impl Cache {
         if !self.may_be_dirty.get() {
             return self.lower.extents(range, limit).await;
         }
-        self.load_all().await?;
+        if !self.index.borrow().are_all_loaded() {
+            self.load_all().await?;
+        }
         // Before the disk is asked: of a line that is cleaned meanwhile it may say what was there before.
         let count = limit.max(DIRTY_AT_ONCE);
         let dirty = self.index.borrow().dirty.within(self.shape.lines_of(range), count);

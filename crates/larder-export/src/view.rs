@@ -56,6 +56,11 @@ const _: () = assert!(SLOTS_AT + SLOTS * SLOT_BYTES <= BYTES);
 /// The byte of a memory's file that is locked while it is managed: far behind all that a file can have.
 pub const MARK_AT: i64 = 0x4c41_5244_4552_0000;
 
+/// The byte of a memory's file that is locked by the one user of userfaultfd(2) that may register the memory: a pager, or a
+/// QEMU that receives a VM by post-copy. The kernel lets one userfaultfd register a page, and fails the other's registration
+/// when it is too late to do without.
+pub const FAULT_HANDLER_AT: i64 = MARK_AT + 1;
+
 /// What is said in `larder-view`: ours, or that of another process.
 pub struct ViewMemory {
     base: NonNull<u8>,
@@ -249,12 +254,12 @@ impl UnderWay {
     }
 }
 
-fn mark() -> libc::flock {
+fn byte_lock(at: i64) -> libc::flock {
     // SAFETY: integers, of which zero is a value.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = libc::F_WRLCK as libc::c_short;
     lock.l_whence = libc::SEEK_SET as libc::c_short;
-    lock.l_start = MARK_AT;
+    lock.l_start = at;
     lock.l_len = 1;
     lock
 }
@@ -264,7 +269,7 @@ fn mark() -> libc::flock {
 /// # Errors
 /// Of fcntl(2).
 pub fn is_managed(file: BorrowedFd<'_>) -> io::Result<bool> {
-    let mut lock = mark();
+    let mut lock = byte_lock(MARK_AT);
     // SAFETY: the structure that this command takes, alive and writable for the call.
     let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, std::ptr::from_mut(&mut lock)) };
     if asked < 0 {
@@ -279,7 +284,20 @@ pub fn is_managed(file: BorrowedFd<'_>) -> io::Result<bool> {
 /// # Errors
 /// Of fcntl(2).
 pub fn mark_managed(file: BorrowedFd<'_>) -> io::Result<bool> {
-    let lock = mark();
+    try_lock(file, MARK_AT)
+}
+
+/// Claims the faults of the memory in `file` ([`FAULT_HANDLER_AT`]), as long as that open file (not this descriptor alone)
+/// exists; false if another open file has claimed them. It must be open for writing.
+///
+/// # Errors
+/// Of fcntl(2).
+pub fn claim_faults(file: BorrowedFd<'_>) -> io::Result<bool> {
+    try_lock(file, FAULT_HANDLER_AT)
+}
+
+fn try_lock(file: BorrowedFd<'_>, at: i64) -> io::Result<bool> {
+    let lock = byte_lock(at);
     // SAFETY: the structure that this command takes, alive for the call.
     let locked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, std::ptr::from_ref(&lock)) };
     if locked == 0 {

@@ -528,3 +528,48 @@ fn a_client_that_waits_for_the_disk_keeps_its_connection() {
         answer(on, &patient, SIZE as usize).await;
     });
 }
+
+/// Spec: no string has a NUL in it. Such a name is no export's, not even with the export's own name before it.
+#[test]
+fn names_with_nuls_are_refused() {
+    on_loop(async |on| {
+        let options = NbdServerOptions {
+            export: "disk".to_owned(),
+            ..NbdServerOptions::default()
+        };
+        let served = serve(on, true, options);
+        let option = |option: u32, data: &[u8]| {
+            let mut message = b"IHAVEOPT".to_vec();
+            message.extend(option.to_be_bytes());
+            message.extend((data.len() as u32).to_be_bytes());
+            message.extend(data);
+            message
+        };
+        let mut socket = served.connect();
+        let ask = move || {
+            let mut greeting = [0; 18];
+            socket.read_exact(&mut greeting).expect("a greeting");
+            socket.write_all(&3u32.to_be_bytes()).expect("writes");
+            let mut kinds = Vec::new();
+            for number in [6, 7] {
+                socket
+                    .write_all(&option(number, b"\0\0\0\x05disk\0\0\0"))
+                    .expect("writes");
+                let mut reply = [0; 20];
+                socket.read_exact(&mut reply).expect("a reply");
+                let word = |at: usize| reply[at..at + 4].try_into().map(u32::from_be_bytes).expect("4 bytes");
+                let mut text = vec![0; word(16) as usize];
+                socket.read_exact(&mut text).expect("its text");
+                kinds.push((word(12), String::from_utf8_lossy(&text).into_owned()));
+            }
+            socket.write_all(&option(1, b"disk\0")).expect("writes");
+            (kinds, socket)
+        };
+        let (kinds, socket) = on.run_blocking(ask).await.expect("a thread");
+        for (kind, text) in kinds {
+            assert_eq!(kind, 1 << 31 | 3, "ERR_INVALID: {text}");
+            assert!(text.contains("NUL"), "{text}");
+        }
+        assert!(is_closed(on, socket).await);
+    });
+}

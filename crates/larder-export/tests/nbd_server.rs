@@ -3,6 +3,7 @@
 #[path = "../../larder-block/tests/nbd_support/mod.rs"]
 mod nbd_support;
 
+use std::cell::Cell;
 use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::rc::Rc;
@@ -10,7 +11,7 @@ use std::rc::Rc;
 use larder_block::backend::file::{FileDevice, FileOptions};
 use larder_block::backend::memory::MemoryDevice;
 use larder_block::event_loop::{Listener, POLL_MAX_DEFAULT};
-use larder_block::{BlockDevice, ByteLen, Loop};
+use larder_block::{BlockDevice, BoxFuture, ByteLen, ByteRange, Extent, Filter, IoResult, Loop};
 use larder_export::nbd::{NbdServer, NbdServerOptions};
 use nbd_support::{Place, output, pattern, program, program_of_debian13};
 
@@ -337,5 +338,92 @@ fn qemu_uses_extended_headers_where_it_knows_them() {
         let seen = server.statistics();
         assert_eq!(seen.connections_extended, seen.connections_accepted);
         assert_eq!(seen.requests_failed, 0, "{before:?} {seen:?}");
+    });
+}
+
+/// A disk that never answers where it has data, like one whose server is away.
+struct Silent(Rc<dyn BlockDevice>);
+
+impl Filter for Silent {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.0
+    }
+
+    fn extents(&self, _: ByteRange, _: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        Box::pin(std::future::pending())
+    }
+}
+
+/// A read waits for the data alone, not for word of where there is data.
+#[test]
+fn read_does_not_wait_for_extents() {
+    on_loop(async |on| {
+        let (device, image) = file_disk(on, 8 * MIB).await;
+        let data = pattern((4 * MIB) as usize, 3);
+        image.as_file().write_all_at(&data, MIB).expect("room");
+        let (_server, place) = serve(on, Rc::new(Silent(device)), NbdServerOptions::default());
+        let (uri, back) = (place.uri("").to_string(), place.path("back").display().to_string());
+        let limit = std::time::Duration::from_secs(120);
+        let copy = run_beside(on, with("nbdcopy", ["--no-extents", &uri, &back]));
+        assert!(on.timeout(limit, copy).await.is_some(), "the copy hangs");
+        let image = image.path().display().to_string();
+        run_beside(on, with("cmp", [&image, &back])).await;
+    });
+}
+
+/// A disk that needs a while to find out where it has data, and notes questions that end before it knows.
+struct Slow {
+    lower: Rc<dyn BlockDevice>,
+    on: Loop,
+    asked: Cell<u32>,
+    answered: Cell<u32>,
+    dropped: Cell<u32>,
+}
+
+impl Filter for Slow {
+    fn lower(&self) -> &Rc<dyn BlockDevice> {
+        &self.lower
+    }
+
+    fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
+        struct Question<'a>(&'a Slow);
+        impl Drop for Question<'_> {
+            fn drop(&mut self) {
+                self.0.dropped.set(self.0.asked.get() - self.0.answered.get());
+            }
+        }
+        Box::pin(async move {
+            let _question = Question(self);
+            self.asked.set(self.asked.get() + 1);
+            assert_eq!(self.asked.get(), self.answered.get() + 1, "two questions at a time");
+            self.on.sleep(std::time::Duration::from_millis(10)).await;
+            let found = self.lower.extents(range, limit).await;
+            self.answered.set(self.answered.get() + 1);
+            found
+        })
+    }
+}
+
+/// A question for extents that a read does not wait for is not dropped, for its memory may be the kernel's.
+#[test]
+fn question_for_extents_ends_by_itself() {
+    on_loop(async |on| {
+        let (device, _image) = file_disk(on, 8 * MIB).await;
+        let slow = Rc::new(Slow {
+            lower: device,
+            on: on.clone(),
+            asked: Cell::new(0),
+            answered: Cell::new(0),
+            dropped: Cell::new(0),
+        });
+        let lower: Rc<dyn BlockDevice> = Rc::clone(&slow) as _;
+        let (server, place) = serve(on, lower, NbdServerOptions::default());
+        let (uri, back) = (place.uri("").to_string(), place.path("back").display().to_string());
+        for _ in 0..2 {
+            run_beside(on, with("nbdcopy", ["--no-extents", &uri, &back])).await;
+        }
+        server.stop().await;
+        assert!(slow.asked.get() > 0, "no read has asked");
+        assert_eq!((slow.answered.get(), slow.dropped.get()), (slow.asked.get(), 0));
     });
 }

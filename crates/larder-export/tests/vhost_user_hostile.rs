@@ -11,7 +11,7 @@ use front_end::ring::{Buffer, DESC_F_AVAIL, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F
 use front_end::{FrontEnd, Options, wire};
 use vhost_user_server::Server;
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(240);
 
 fn flush_works(guest: &mut FrontEnd, queue: usize) {
     assert_eq!(guest.queues[queue].run(&Request::flush()).expect("an answer").status, 0);

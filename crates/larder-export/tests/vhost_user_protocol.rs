@@ -15,7 +15,7 @@ use front_end::ring::Buffer;
 use front_end::{F_CONFIG_WCE, F_FLUSH, F_LOG_ALL, F_PACKED, FrontEnd, Options, wire};
 use vhost_user_server::{DISK_BYTES, Server};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(240);
 
 fn kinds() -> Vec<Options> {
     let mut all = Vec::new();

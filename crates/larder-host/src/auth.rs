@@ -1,13 +1,13 @@
 //! Who may look: whoever knows the token, if there is one; and nobody by way of a name that another one has given to this
 //! host (DNS rebinding).
 
-use std::fs::File;
 use std::io::{self, Read};
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use hyper::header::{AUTHORIZATION, COOKIE, HOST, HeaderMap};
+use larder_block::small_file;
 use ring::hmac;
 
 use crate::listen::is_loopback;
@@ -55,7 +55,7 @@ impl Token {
             path: path.to_owned(),
             source,
         };
-        let file = File::open(path).map_err(failed)?;
+        let file = small_file::open(path).map_err(failed)?;
         let mode = file.metadata().map_err(failed)?.mode() & 0o777;
         if mode & 0o007 != 0 {
             return Err(TokenError::Open {

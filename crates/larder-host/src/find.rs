@@ -1,6 +1,6 @@
 //! Where VMs may be: what they have noted, what their files say, and the sockets of the runtime folder.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use larder_vm::control::migration::Direction;
 use larder_vm::vm::config::VmConfig;
 use larder_vm::vm::find::{moved_of, noted_in};
 
-/// Sockets that are looked at; beyond that the rest is left out, which is told once.
+/// Places that are watched; the rest is left out ([`LeftOut`]).
 const PLACES_MAX: usize = 1024;
 
-/// The longest file of a VM that is read, in bytes.
-const FILE_BYTES_MAX: u64 = 1 << 20;
+/// Files of VMs that are read, in the order of their names. A VM that runs is found without its file, too.
+const FILES_MAX: usize = 16_384;
 
 /// A socket by what it is, which tells a new one in an old one's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,6 +22,15 @@ pub(crate) struct SocketId {
     device: u64,
     inode: u64,
     made: (i64, i64),
+}
+
+/// Counts of places beyond [`PLACES_MAX`], which are not watched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LeftOut {
+    /// Places with a socket: something runs there, or was killed.
+    pub(crate) sockets: usize,
+    /// Places without one, and files of VMs that are not read.
+    pub(crate) stopped: usize,
 }
 
 impl SocketId {
@@ -62,6 +71,35 @@ pub(crate) struct Found {
     pub(crate) places: BTreeMap<PathBuf, Place>,
     /// Sockets of disks, as the files of VMs say.
     pub(crate) of_disks: HashSet<PathBuf>,
+    /// Places that are not watched.
+    pub(crate) beyond: HashSet<PathBuf>,
+    /// Counts of places that are not watched.
+    pub(crate) left_out: LeftOut,
+}
+
+impl Found {
+    /// Keeps [`PLACES_MAX`] places, the same at each look: VMs that run before other sockets, these before VMs that do not
+    /// run, and among equals by path.
+    fn bound(&mut self) {
+        if self.places.len() <= PLACES_MAX {
+            return;
+        }
+        let rank = |place: &Place| match &place.socket {
+            Some(_) if place.vm.is_some() || place.memory_of.is_some() || place.moved.is_some() => 0,
+            Some(_) => 1,
+            None => 2,
+        };
+        let mut ranked: Vec<(u8, &PathBuf)> = self.places.iter().map(|(path, place)| (rank(place), path)).collect();
+        ranked.sort_unstable();
+        let beyond: HashSet<PathBuf> = ranked.drain(PLACES_MAX..).map(|(_, path)| path.clone()).collect();
+        for place in beyond.iter().filter_map(|path| self.places.remove(path)) {
+            match place.socket {
+                Some(_) => self.left_out.sockets += 1,
+                None => self.left_out.stopped += 1,
+            }
+        }
+        self.beyond = beyond;
+    }
 }
 
 /// Looks for VMs; remembers the files that have not changed.
@@ -73,7 +111,8 @@ pub(crate) struct Finder {
     moves: Vec<PathBuf>,
     files: PathBuf,
     read: HashMap<PathBuf, (Stamp, Option<VmConfig>)>,
-    has_told: bool,
+    /// Counts at the last log line about them.
+    logged: LeftOut,
 }
 
 type Stamp = (u64, u64, Option<SystemTime>);
@@ -87,14 +126,14 @@ impl Finder {
             moves,
             files,
             read: HashMap::new(),
-            has_told: false,
+            logged: LeftOut::default(),
         }
     }
 
     /// What there is now.
     pub(crate) fn find(&mut self) -> Found {
         let mut found = Found::default();
-        self.read_files();
+        found.left_out.stopped = self.read_files();
         for config in self.read.values().filter_map(|(_, config)| config.as_ref()) {
             found
                 .of_disks
@@ -155,20 +194,26 @@ impl Finder {
                 });
             }
         }
-        if found.places.len() > PLACES_MAX {
-            if !std::mem::replace(&mut self.has_told, true) {
-                tracing::warn!("{} sockets: only {PLACES_MAX} are looked at", found.places.len());
-            }
-            let last = found.places.keys().nth(PLACES_MAX).cloned();
-            last.map(|last| found.places.split_off(&last));
+        found.bound();
+        let left_out = found.left_out;
+        if (left_out == LeftOut::default()) != (self.logged == LeftOut::default()) {
+            self.logged = left_out;
+            tracing::warn!(
+                sockets = left_out.sockets,
+                stopped = left_out.stopped,
+                "left out, because {PLACES_MAX} places are watched at most"
+            );
         }
         found
     }
 
-    fn read_files(&mut self) {
-        let paths = paths(&self.files, "toml");
+    /// Reads the files that have changed; returns the number of files beyond the bound.
+    fn read_files(&mut self) -> usize {
+        let mut paths = paths(&self.files, "toml");
+        let beyond = paths.iter().nth(FILES_MAX).cloned();
+        let beyond = beyond.map_or(0, |first| paths.split_off(&first).len());
         self.read.retain(|path, _| paths.contains(path));
-        for path in paths.into_iter().take(PLACES_MAX) {
+        for path in paths {
             let Ok(now) = fs::metadata(&path) else {
                 self.read.remove(&path);
                 continue;
@@ -178,16 +223,15 @@ impl Finder {
                 continue;
             }
             // A file that is wrong is its VM's to complain of; its server, if there is one, is found by its socket.
-            let config = (now.is_file() && now.len() <= FILE_BYTES_MAX)
-                .then(|| VmConfig::read(&path).ok())
-                .flatten();
+            let config = VmConfig::read(&path).ok();
             self.read.insert(path, (stamp, config));
         }
+        beyond
     }
 }
 
 /// What in a folder has that extension; nothing if it cannot be read.
-fn paths(folder: &Path, extension: &str) -> HashSet<PathBuf> {
+fn paths(folder: &Path, extension: &str) -> BTreeSet<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
     paths
@@ -200,6 +244,44 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+
+    /// Running VMs are watched before others, and each look chooses the same places.
+    #[test]
+    fn running_vms_are_watched_first() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        let file = |name: &str| format!("control = \"{name}.sock\"\n[[disk]]\nimage = \"/dev/null\"\n");
+        // By their names the running ones are last.
+        let stopped = (0..PLACES_MAX + 100).map(|number| format!("a{number:05}"));
+        let running: Vec<String> = (0..50).map(|number| format!("z{number}")).collect();
+        for name in stopped.chain(running.iter().cloned()) {
+            fs::write(path(&format!("{name}.toml")), file(&name)).expect("writes");
+        }
+        let control = |name: &String| path(&format!("{name}.sock"));
+        let _sockets: Vec<_> = running
+            .iter()
+            .map(|name| UnixListener::bind(control(name)).expect("binds"))
+            .collect();
+        let _unknown = UnixListener::bind(path("unknown.sock")).expect("binds");
+        let finder = || {
+            Finder::new(
+                vec![folder.path().to_owned()],
+                Vec::new(),
+                Vec::new(),
+                folder.path().to_owned(),
+            )
+        };
+        let (mut one, mut other) = (finder(), finder());
+        let found = one.find();
+        let watched = |found: &Found| found.places.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(found.places.len(), PLACES_MAX);
+        assert!(running.iter().all(|name| found.places.contains_key(&control(name))));
+        assert!(found.places.contains_key(&path("unknown.sock")));
+        assert_eq!((found.left_out.sockets, found.left_out.stopped), (0, 151));
+        assert_eq!(found.beyond.len(), 151);
+        assert_eq!(watched(&one.find()), watched(&found));
+        assert_eq!(watched(&other.find()), watched(&found));
+    }
 
     #[test]
     fn sockets_and_files_tell_of_vms_and_sockets_of_disks_are_left_alone() {

@@ -15,7 +15,7 @@ use tokio::time::{sleep, sleep_until, timeout};
 
 use crate::ask::{AskError, Told, ask};
 use crate::balancing::Balance;
-use crate::find::{Finder, Found};
+use crate::find::{Finder, Found, LeftOut};
 use crate::vm::{Health, Sample, Vm};
 
 /// From one look at all VMs to the next.
@@ -59,6 +59,8 @@ pub(crate) struct Fleet {
     answered: Notify,
     /// What was done with their budgets.
     balance: Mutex<Balance>,
+    /// Counts of places that are not watched.
+    left_out: Mutex<LeftOut>,
 }
 
 /// Somebody who watches; VMs are looked at as long as there is one.
@@ -92,6 +94,7 @@ impl Fleet {
             questions: Arc::new(Semaphore::new(QUESTIONS_MAX)),
             answered: Notify::new(),
             balance: Mutex::default(),
+            left_out: Mutex::default(),
         }
     }
 
@@ -167,6 +170,7 @@ impl Fleet {
     fn ask_all(self: &Arc<Self>, found: Option<Found>) {
         let mut vms = self.vms();
         if let Some(found) = found {
+            *self.left_out.lock().unwrap_or_else(PoisonError::into_inner) = found.left_out;
             update(&mut vms, found);
         }
         let of_disks = sockets_of_disks(&vms);
@@ -289,6 +293,10 @@ impl Fleet {
         Ok(())
     }
 
+    pub(crate) fn left_out(&self) -> LeftOut {
+        *self.left_out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn balance(&self) -> MutexGuard<'_, Balance> {
         self.balance.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -324,7 +332,7 @@ fn understand<T: DeserializeOwned>(told: &Told) -> Result<T, AskError> {
 
 /// Takes up what was found.
 fn update(vms: &mut BTreeMap<PathBuf, Vm>, mut found: Found) {
-    vms.retain(|path, _| !found.of_disks.contains(path));
+    vms.retain(|path, _| !found.of_disks.contains(path) && !found.beyond.contains(path));
     for (path, vm) in vms.iter_mut() {
         match found.places.remove(path) {
             Some(place) if place.socket.is_some() => vm.is_found(place),

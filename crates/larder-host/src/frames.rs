@@ -25,6 +25,14 @@ struct FleetFrame {
     migrations: Vec<MigrationRow>,
     /// Sockets that are no VM's as far as is known.
     others: Vec<OtherRow>,
+    left_out: LeftOutFrame,
+}
+
+/// Places that are not watched, because there are too many.
+#[derive(Serialize)]
+struct LeftOutFrame {
+    sockets: usize,
+    stopped: usize,
 }
 
 #[derive(Serialize)]
@@ -236,6 +244,7 @@ pub(crate) fn of_fleet(fleet: &Fleet) -> String {
             moving: moving(&vms, &vm.name),
         }
     });
+    let left_out = fleet.left_out();
     let others = vms.values().filter(|vm| !vm.is_vm() && vm.health != Health::New);
     let others = others.map(|vm| OtherRow {
         socket: vm.path.display().to_string(),
@@ -246,6 +255,10 @@ pub(crate) fn of_fleet(fleet: &Fleet) -> String {
         vms: rows.collect(),
         migrations: migration_frames::rows(&vms, None),
         others: others.collect(),
+        left_out: LeftOutFrame {
+            sockets: left_out.sockets,
+            stopped: left_out.stopped,
+        },
     };
     serde_json::to_string(&frame).unwrap_or_default()
 }

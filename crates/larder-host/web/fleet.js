@@ -121,14 +121,16 @@ export function fleetPage() {
   const body = el('tbody');
   const table = el('div', { class: 'scroll' }, el('table', { class: 'fleet' }, el('thead', {}, head), body));
   const note = el('div', { class: 'empty' });
+  const leftOut = el('p', { class: 'empty', id: 'left-out', role: 'status' });
   const others = el('ul');
   const aside = el('details', { class: 'others' }, el('summary'), others);
   const tools = el('div', { class: 'tools' }, search, chosen);
   const moves = moveLinks('vm');
   const ofMoves = el('section', { 'aria-label': 'Moves', id: 'moves' }, el('h2', {}, 'Moves'), moves.element);
   show(ofMoves, false);
-  const element = el('section', { 'aria-label': 'All VMs' }, el('h1', { class: 'hidden' }, 'All VMs'), totals.element, ofMoves, tools, table, note, aside);
+  const element = el('section', { 'aria-label': 'All VMs' }, el('h1', { class: 'hidden' }, 'All VMs'), totals.element, ofMoves, tools, table, note, leftOut, aside);
   show(aside, false);
+  show(leftOut, false);
   explain();
 
   function sortBy(key) {
@@ -183,6 +185,10 @@ export function fleetPage() {
     totals.update(told.vms);
     moves.set(told.migrations);
     show(ofMoves, told.migrations.length > 0);
+    const { sockets, stopped } = told.left_out;
+    const parts = [sockets && `${sockets} with a socket`, stopped && `${stopped} that do${stopped === 1 ? 'es' : ''} not run`].filter(Boolean);
+    show(leftOut, parts.length > 0);
+    text(leftOut, `Not shown, because 1024 are watched at most, and those that run come first: ${parts.join(', ')}.`);
     show(aside, told.others.length > 0);
     text(aside.firstChild, `${told.others.length} other socket${told.others.length === 1 ? '' : 's'}`);
     others.replaceChildren(...told.others.map((it) => el('li', {}, el('code', {}, it.socket), ` ${it.why || it.health}`)));

@@ -19,6 +19,7 @@
 
 mod handed;
 mod left;
+mod let_go;
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -27,7 +28,7 @@ use std::time::Duration;
 
 use rustix::process::Pid;
 
-use self::handed::{Given, close, hand_marks, hand_over, marked_files, not_marked, to_mark, undo};
+use self::handed::{Given, close, hand_marks, hand_over, marked_files, to_mark, undo};
 use self::left::{Left, lock, open_left, take};
 use crate::entry::Tier;
 use crate::guest::{Files, GuestMemory as _, Process};
@@ -37,7 +38,7 @@ use crate::pager::{self, Pager};
 use crate::shared::SharedMemory;
 use crate::state::{Region, State, StateError, SwapIdentity};
 use crate::store::Store;
-use crate::target::{Memory, Place, Target, TargetError, marks, others_of};
+use crate::target::{Memory, Obstacle, Others, Place, Target, TargetError, Viewer, large_pages, marks, others_of};
 use crate::units::{PAGE_BYTES, PageIndex, PageRun};
 use crate::userfaultfd::{self, NEEDED_ALL, Range, Userfaultfd, feature};
 use crate::views::{Looked, View, ViewError};
@@ -45,6 +46,8 @@ use crate::worker::{Hands, Thread};
 
 /// How long a thread of the process may take to stop, and a system call in it.
 pub(crate) const INJECT_LIMIT: Duration = Duration::from_secs(2);
+/// The same where it is tried again later, and no fault is answered meanwhile.
+pub(crate) const RETRY_LIMIT: Duration = Duration::from_millis(50);
 
 /// For memory that is plugged in later there are entries, which take no memory before: 64 GiB of it.
 const PAGES_TO_COME: u32 = 16 << 20;
@@ -92,6 +95,12 @@ pub enum AttachError {
     )]
     View { pid: Pid, source: ViewError },
     #[error(
+        "process {pid}: it is to receive a VM by post-copy migration, for which it needs its page faults itself: attach to it \
+        when the move has ended",
+        pid = .pid.as_raw_pid()
+    )]
+    Claimed { pid: Pid },
+    #[error(
         "process {pid}: its memory at {address:#x} is of another userfaultfd already: another pager's, or of QEMU itself \
         (post-copy migration, background snapshot)",
         pid = .pid.as_raw_pid()
@@ -136,12 +145,50 @@ impl Found {
     ///
     /// # Errors
     /// See [`AttachError`].
-    pub fn find(target: Target) -> Result<Self, AttachError> {
+    pub fn find(mut target: Target) -> Result<Self, AttachError> {
+        let pid = target.pid();
         let left = match &target.left_state {
             None => Left::Nothing,
             Some(left) => open_left(&target, left)?,
         };
+        let (obstacles, cautions) = match &left {
+            // A managed region that cannot be opened is not an unmapped one: its stored pages are needed.
+            Left::Managed { state, .. } => {
+                let places: Vec<Place> = state.regions().iter().filter_map(place_of).collect();
+                let is_needed = |obstacle: &Obstacle| matches!(obstacle, Obstacle::NotOpened { place, .. } if places.contains(place));
+                target.obstacles.into_iter().partition(is_needed)
+            }
+            Left::Nothing => (target.obstacles, Vec::new()),
+            // That was not asked for a process with a state.
+            Left::Unused(..) => {
+                target.obstacles.extend(large_pages(&target.memories));
+                (target.obstacles, Vec::new())
+            }
+        };
+        if !obstacles.is_empty() {
+            // Marks would have servers of the VM's disks wait for a pager that cannot begin.
+            if let Left::Unused(numbers, _) = &left
+                && let Err(error) = close_unused(pid, numbers)
+            {
+                tracing::warn!(
+                    "descriptors of a killed pager cannot be closed in process {}: {error}",
+                    pid.as_raw_pid()
+                );
+            }
+            let name = target.name;
+            return Err(TargetError::Obstacles { pid, name, obstacles }.into());
+        }
+        target.obstacles = cautions;
         Ok(Self { target, left })
+    }
+
+    /// What to know, one sentence each. Nothing of it is in the way.
+    pub fn cautions(&self) -> Vec<String> {
+        let of_first = |obstacle: &Obstacle| {
+            format!("its memory is managed on, though it could not be attached to anew: {obstacle}")
+        };
+        let all = self.target.cautions.iter().cloned();
+        all.chain(self.target.obstacles.iter().map(of_first)).collect()
     }
 
     /// The disk of this tier that has pages of the process, and is needed.
@@ -173,15 +220,20 @@ impl Found {
                 given,
             } => take_over(target, options, swaps, state, compressed, userfaultfd, given),
             Left::Unused(numbers, locked) => {
-                // The state goes last: without it nobody would look for the rest.
-                let mut all = marks(target.pid()).unwrap_or_default();
-                all.extend(numbers);
-                close(target.pid(), &all).map_err(AttachError::Inject)?;
+                close_unused(target.pid(), &numbers).map_err(AttachError::Inject)?;
                 drop(locked);
                 begin(target, options, swaps, encrypt)
             }
         }
     }
+}
+
+/// Closes the descriptors of a pager that managed nothing: these, and its marks.
+fn close_unused(pid: Pid, numbers: &[i32]) -> Result<(), InjectError> {
+    // The state is closed last: without it the rest would not be looked for.
+    let mut all = marks(pid).unwrap_or_default();
+    all.extend(numbers);
+    close(pid, &all).map(|_| ())
 }
 
 /// Notes which disks are used, before they are.
@@ -226,12 +278,36 @@ fn take_over(
     for region in new {
         register(target.pid(), &userfaultfd, &region)?;
     }
+    let large = large_pages(&memories);
+    for obstacle in &large {
+        tracing::warn!("memory that was plugged in is not managed: {obstacle}");
+    }
+    let obstacles = target.obstacles.iter().chain(&large);
+    let refused: Vec<Place> = obstacles.filter_map(Obstacle::place).collect();
     let mut attached = assemble(target, options, stores, state, compressed, userfaultfd, files, given)?;
+    // The guest waits for what is managed already. All else takes ptrace, which another tracer or a freezer may keep us from:
+    // it is tried again by the service.
+    memories.retain(|memory| !refused.contains(&memory.place));
     memories.sort_by_key(|memory| memory.place.address);
     for memory in memories {
-        attached.add(memory)?;
+        let place = memory.place;
+        if let Err(error) = attached.add(memory, RETRY_LIMIT) {
+            tracing::warn!("memory that was plugged in is not managed yet: {error}");
+            if let Some(target) = &mut attached.target {
+                target.forget(place);
+            }
+        }
     }
-    attached.add_views()?;
+    let others = others_of(attached.pid, attached.pager.regions());
+    let mut is_complete = others.is_complete;
+    for viewer in others.viewers {
+        if let Err(error) = attached.add_view(viewer) {
+            is_complete = false;
+            tracing::warn!("a server of the VM's disks is not served yet, and its requests wait: {error}");
+        }
+    }
+    // A server that the killed pager has served writes to pages that are in memory, unseen until it is served again.
+    attached.pager.pause_evictions(!is_complete);
     Ok(attached)
 }
 
@@ -409,19 +485,19 @@ fn look(process: &Process, region: &Region, present: &mut Vec<PageRun>) -> io::R
 }
 
 impl Attached {
-    /// Manages memory that the process has had plugged in.
+    /// Manages memory that the process has had plugged in. `limit` is for stopping a thread of it.
     ///
     /// # Errors
     /// It cannot be registered, or there are too many regions.
-    pub fn add(&mut self, memory: Memory) -> Result<(), AttachError> {
+    pub fn add(&mut self, memory: Memory, limit: Duration) -> Result<(), AttachError> {
         let pid = self.pid;
         // A pager that was killed may have marked it, and not noted it.
         let marked: Vec<(u64, u64)> = marked_files(pid).into_iter().map(|(_, file)| file).collect();
         let files = to_mark(std::slice::from_ref(&memory), &marked);
         if !files.is_empty() {
-            let given = with_stopped_thread(pid, INJECT_LIMIT, |thread| hand_marks(thread, &files));
+            let given = with_stopped_thread(pid, limit, |thread| hand_marks(thread, pid, &files));
             let (marked, _) = given.map_err(AttachError::Inject)?;
-            marked.map_err(|error| not_marked(pid, error))?;
+            marked?;
         }
         self.add_marked(memory)
     }
@@ -494,7 +570,7 @@ impl Attached {
     /// Serves those of Larder's processes that have the memory mapped.
     fn add_views(&mut self) -> Result<(), AttachError> {
         let pid = self.pid;
-        let (viewers, obstacles) = others_of(pid, self.pager.regions());
+        let Others { viewers, obstacles, .. } = others_of(pid, self.pager.regions());
         if !obstacles.is_empty() {
             let name = self
                 .target
@@ -502,20 +578,20 @@ impl Attached {
                 .map_or_else(String::new, |target| target.name.clone());
             return Err(TargetError::Obstacles { pid, name, obstacles }.into());
         }
-        for viewer in viewers {
-            let add = || -> Result<(), ViewError> {
-                let view = View::begin(viewer)?;
-                let failed = |source| ViewError::Failed {
-                    pid: viewer.pid,
-                    what: "register what it has mapped",
-                    source,
-                };
-                let looked = view.look(self.pager.regions()).map_err(failed)?;
-                self.pager.guest().views().add(view, looked, true).map_err(failed)
-            };
-            add().map_err(|source| AttachError::View { pid, source })?;
-        }
-        Ok(())
+        let mut viewers = viewers.into_iter();
+        let added = viewers.try_for_each(|viewer| self.add_view(viewer));
+        added.map_err(|source| AttachError::View { pid, source })
+    }
+
+    fn add_view(&self, viewer: Viewer) -> Result<(), ViewError> {
+        let view = View::begin(viewer)?;
+        let failed = |source| ViewError::Failed {
+            pid: viewer.pid,
+            what: "register what it has mapped",
+            source,
+        };
+        let looked = view.look(self.pager.regions()).map_err(failed)?;
+        self.pager.guest().views().add(view, looked, true).map_err(failed)
     }
 
     /// Closes in the process the marks of memory that it has unmapped: as long as they are there the host keeps it.
@@ -533,44 +609,5 @@ impl Attached {
         if let Err(error) = close(self.pid, &gone) {
             tracing::warn!("memory that was unplugged is kept by the host: {error}");
         }
-    }
-
-    /// Leaves the memory to the kernel. All pages must be back ([`Pager::bring_back`]), or they are lost.
-    fn unregister(&self) {
-        let userfaultfd = self.pager.guest().userfaultfd();
-        for region in self.pager.regions().iter().filter(|region| !region.is_gone()) {
-            let range = Range {
-                start: region.address,
-                len: region.bytes(),
-            };
-            let done = userfaultfd
-                .unprotect(range)
-                .and_then(|()| userfaultfd.unregister(range));
-            if let Err(error) = done {
-                tracing::warn!("memory at {:#x} is not let go of: {error}", region.address);
-            }
-        }
-    }
-
-    /// Leaves the process as it was: for how long a thread of it stood still at most. All pages must be back.
-    ///
-    /// # Errors
-    /// What was handed to the process could not be closed in it: it has a few descriptors more, which do nothing.
-    pub fn let_go(self) -> Result<Duration, InjectError> {
-        self.pager.guest().views().let_go();
-        self.unregister();
-        let mut numbers = self.given.all(self.pid);
-        let lost = self.state.lost_pages();
-        if lost > 0 {
-            tracing::warn!(
-                "{lost} pages that were lost stay unreadable; process {} keeps the list of them, and cannot be managed again",
-                self.pid
-            );
-            numbers.retain(|number| *number != self.given.pages);
-        }
-        let closed = close(self.pid, &numbers)?;
-        // Not before: a successor would go on with it.
-        self.state.wipe_key();
-        Ok(closed)
     }
 }

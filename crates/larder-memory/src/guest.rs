@@ -4,8 +4,8 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::FileExt as _;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
@@ -55,6 +55,12 @@ pub trait GuestMemory {
     /// # Errors
     /// Of the memory's file.
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()>;
+
+    /// Reads a page from the memory's file, mapped or not. A missing page reads as zeros, and is not allocated.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    fn read(&self, page: PageIndex, into: &mut [u8; PAGE]) -> io::Result<()>;
 
     /// Takes pages out of memory, at once. What takes time is for [`Backing::punch`].
     ///
@@ -132,6 +138,26 @@ impl Files {
         let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let path = |mapped: &Arc<Mapped>| format!("/proc/self/fd/{}", mapped.file.as_raw_fd());
         all.iter().map(path).collect()
+    }
+
+    /// The files of memory, each once: the number of its device, a descriptor, and how many of its bytes are not there.
+    pub(crate) fn absent(&self) -> Vec<(u64, OwnedFd, u64)> {
+        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = Vec::new();
+        let mut found = Vec::new();
+        for mapped in all.iter() {
+            let key = (mapped.region.device, mapped.region.inode);
+            if seen.contains(&key) {
+                continue;
+            }
+            seen.push(key);
+            let (Ok(metadata), Ok(file)) = (mapped.file.metadata(), mapped.file.try_clone()) else {
+                continue;
+            };
+            let absent = metadata.len().saturating_sub(metadata.blocks().saturating_mul(512));
+            found.push((metadata.dev(), file.into(), absent));
+        }
+        found
     }
 
     fn of(&self, page: PageIndex) -> Option<Arc<Mapped>> {
@@ -309,7 +335,13 @@ impl GuestMemory for Process {
             let count = count as u32;
             self.views.arrived(PageRun { first, count }, protect);
         }
-        (count, filled)
+        if filled != Filled::Gone {
+            return (count, filled);
+        }
+        let filled = self
+            .views
+            .fill_waiting(first, |view, at| view.copy(at, &content[..PAGE], false).1);
+        (usize::from(filled == Filled::Done), filled)
     }
 
     fn fill_zero(&self, page: PageIndex) -> Filled {
@@ -317,8 +349,10 @@ impl GuestMemory for Process {
             return Filled::Gone;
         };
         let filled = self.userfaultfd.zero(address);
-        if filled == Filled::Done {
-            self.views.arrived(PageRun::one(page), false);
+        match filled {
+            Filled::Done => self.views.arrived(PageRun::one(page), false),
+            Filled::Gone => return self.views.fill_waiting(page, |view, at| view.zero(at)),
+            _ => {}
         }
         filled
     }
@@ -347,7 +381,12 @@ impl GuestMemory for Process {
     }
 
     fn unprotect(&self, run: PageRun) -> io::Result<()> {
-        self.each(run, |range| self.userfaultfd.unprotect(range))?;
+        let done = self.each(run, |range| self.userfaultfd.unprotect(range));
+        match done {
+            // The process has ended; the servers' memory is unprotected all the same.
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            done => done?,
+        }
         self.views.unprotect(run)
     }
 
@@ -359,6 +398,10 @@ impl GuestMemory for Process {
 
     fn present(&self, run: PageRun, found: &mut dyn FnMut(PageRun)) -> io::Result<()> {
         self.files.present(run, found)
+    }
+
+    fn read(&self, page: PageIndex, into: &mut [u8; PAGE]) -> io::Result<()> {
+        self.files.read(PageRun::one(page), into)
     }
 
     fn take_out(&self, run: PageRun) -> io::Result<()> {

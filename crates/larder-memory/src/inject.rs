@@ -52,6 +52,7 @@ use rustix::process::Pid;
 pub use error::InjectError;
 pub use stopped::{SCRATCH_BYTES, StoppedThread};
 
+use crate::group;
 use threads::{Candidate, Refusal};
 
 /// How long a thread is waited for at first before the next one is tried. A thread in any wait that can be interrupted
@@ -84,6 +85,12 @@ pub fn with_stopped_thread<T: Send>(
 ) -> Result<(T, Duration), InjectError> {
     if !arch::IS_SUPPORTED {
         return Err(InjectError::NotOnThisArchitecture);
+    }
+    // Such a thread makes no call; and one that is stopped by a signal besides would have PTRACE_SEIZE wait for the thaw,
+    // which no signal but SIGKILL ends.
+    if let Some(group) = group::frozen(pid) {
+        let group = group.display().to_string();
+        return Err(InjectError::Frozen { pid, group });
     }
     let deadline = Instant::now() + limit;
     let mut work = Some(work);

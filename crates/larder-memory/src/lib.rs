@@ -4,12 +4,14 @@
 pub mod attach;
 pub mod crypt;
 pub mod entry;
+mod group;
 pub mod guest;
 pub mod inject;
 pub mod lists;
 pub mod log;
 pub mod pager;
 pub mod pressure;
+pub mod room;
 pub mod service;
 pub mod shared;
 pub mod state;

@@ -184,11 +184,15 @@ pub struct Pager<G, W> {
     told_stuck: Option<(Stuck, Instant)>,
     /// There was no memory for a page, or writes could not be stopped: nothing of it is tried again before.
     no_memory_until: Option<Instant>,
+    /// When the log had that last.
+    no_memory_logged: Option<Instant>,
     no_eviction_until: Option<Instant>,
     /// So many pages one after the other could not be compressed.
     kept_in_row: u32,
     /// Jobs that the worker has.
     jobs: u32,
+    /// See [`Self::pause_evictions`].
+    are_evictions_paused: bool,
     /// All is to be brought back.
     is_leaving: bool,
     /// Up to here it has been.
@@ -306,9 +310,11 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             stuck_tries: 0,
             told_stuck: None,
             no_memory_until: None,
+            no_memory_logged: None,
             no_eviction_until: None,
             kept_in_row: 0,
             jobs: 0,
+            are_evictions_paused: false,
             is_leaving: false,
             brought_back: 0,
             now: Instant::now(),
@@ -338,6 +344,26 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.options.compressed_bytes = compressed_bytes;
         self.is_stuck_no_more();
         self.kept_in_row = 0;
+    }
+
+    /// Pauses evictions, before the first turn, or resumes them: while another process may write to memory without a fault,
+    /// no page is evicted, and no stored copy of a page in memory is valid.
+    pub fn pause_evictions(&mut self, pause: bool) {
+        if self.are_evictions_paused == pause {
+            return;
+        }
+        self.are_evictions_paused = pause;
+        match pause {
+            true => tracing::warn!(
+                "no page is evicted until all servers of the VM's disks are served: memory may exceed its budget"
+            ),
+            false => tracing::info!("all servers of the VM's disks are served: pages are evicted again"),
+        }
+    }
+
+    /// Returns true while evictions are paused.
+    pub fn are_evictions_paused(&self) -> bool {
+        self.are_evictions_paused
     }
 
     /// The guest's memory.

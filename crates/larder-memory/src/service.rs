@@ -3,9 +3,11 @@
 mod views;
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashSet;
 use std::future::poll_fn;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::PathBuf;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -14,12 +16,14 @@ use std::time::{Duration, Instant};
 use larder_block::event_loop::{Loop, Poller, PollerGuard, yield_now};
 use larder_block::signal::Signal;
 
-use crate::attach::Attached;
+use crate::attach::{AttachError, Attached, INJECT_LIMIT, RETRY_LIMIT};
 use crate::inject::InjectError;
 use crate::pager::{DiskStatus, Figures, StoredPages, Stuck};
 use crate::pressure::Pressure;
+use crate::room::{Room, Shortage};
 use crate::target::{Options, Target};
 use crate::units::PAGE_BYTES;
+use crate::views::Looked;
 
 /// How often it is looked whether memory was plugged in.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -33,6 +37,17 @@ const TICK: Duration = Duration::from_millis(500);
 /// How many pages are brought back between two looks for faults, when all are to.
 const BRING_PAGES: u32 = 128;
 
+/// If the kernel has no memory for any of them for so long, though there should be some, a detach is stopped.
+const NO_MEMORY_MAX: Duration = Duration::from_secs(5);
+
+/// The longest pause between two tries to let go.
+const LET_GO_AGAIN: Duration = Duration::from_millis(500);
+
+/// After the process has ended, servers of its disks have so long to complete their requests.
+const FINISH_MAX: Duration = Duration::from_secs(5);
+/// The pause between two looks at their mappings.
+const FINISH_EVERY: Duration = Duration::from_millis(10);
+
 /// Why it is over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum End {
@@ -42,7 +57,7 @@ pub enum End {
     Detached,
 }
 
-/// Why a process is not detached from.
+/// An error of a detach. The process remains managed then.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum DetachError {
@@ -50,12 +65,23 @@ pub enum DetachError {
     UnderWay,
     #[error("it is over: the process has ended, or was detached from")]
     Over,
+    #[error("nothing was changed: {0}")]
+    NoRoom(Shortage),
+    #[error("stopped, and its memory is kept within the budget again: {0}")]
+    RanShort(Shortage),
     #[error(
-        "{} MiB are to come back into memory, and the host has {} MiB free: free some first",
-        needed_bytes >> 20, free_bytes >> 20
+        "stopped, and its memory is kept within the budget again: the kernel has had no memory for pages that were to come \
+        back for {} s",
+        NO_MEMORY_MAX.as_secs()
     )]
-    NoRoom { needed_bytes: u64, free_bytes: u64 },
+    NoMemory,
+    #[error("cancelled: its memory is kept within the budget again")]
+    Cancelled,
 }
+
+/// A detach that was begun, to be completed by [`Service::detach`].
+#[must_use]
+pub struct Detach(Room);
 
 /// How the memory is now.
 #[derive(Clone, Debug)]
@@ -82,6 +108,8 @@ pub struct Status {
     pub stuck: Option<Stuck>,
     /// It is being detached from.
     pub detaching: bool,
+    /// The reason why a detach waits, or why the last one was stopped or cancelled.
+    pub detach_problem: Option<String>,
     /// What was done so far.
     pub figures: Figures,
     /// How much of the time was lost by waiting.
@@ -98,6 +126,13 @@ pub struct Service {
     /// It does.
     is_watched: Cell<bool>,
     is_detaching: Cell<bool>,
+    /// It has: nothing is left but to answer servers of its disks.
+    has_process_ended: Cell<bool>,
+    /// The detach that is under way is to be stopped.
+    is_cancelled: Cell<bool>,
+    detach_problem: RefCell<Option<String>>,
+    /// The folder in which pagers that detach at once claim memory ([`crate::room`]).
+    ledger: Option<PathBuf>,
     end: Cell<Option<End>>,
     changed: Signal,
     /// The views are to be looked at.
@@ -106,14 +141,16 @@ pub struct Service {
 }
 
 impl Service {
-    /// Answers faults on this loop from now on.
+    /// Answers faults on this loop from now on. `ledger` is the folder of [`crate::room`], which exists; without one, other
+    /// pagers that detach at the same time are not known.
     ///
     /// # Errors
     /// No descriptor can be made.
-    pub fn start(on: &Loop, mut attached: Attached, options: Options) -> io::Result<Rc<Self>> {
+    pub fn start(on: &Loop, mut attached: Attached, options: Options, ledger: Option<PathBuf>) -> io::Result<Rc<Self>> {
         let events = attached.events().try_clone_to_owned()?;
         let pidfd = attached.pidfd()?;
         let target = attached.target.take();
+        let misses_views = attached.pager.are_evictions_paused();
         let files = Arc::clone(&attached.files);
         let service = Rc::new(Self {
             attached: RefCell::new(Some(attached)),
@@ -121,11 +158,18 @@ impl Service {
             is_watch_wanted: Cell::new(false),
             is_watched: Cell::new(false),
             is_detaching: Cell::new(false),
+            has_process_ended: Cell::new(false),
+            is_cancelled: Cell::new(false),
+            detach_problem: RefCell::new(None),
+            ledger,
             end: Cell::new(None),
             changed: Signal::default(),
             views: views::Wish::default(),
             guard: RefCell::new(None),
         });
+        if misses_views {
+            service.views.hunt();
+        }
         let me = Rc::downgrade(&service);
         on.spawn(watch(on.clone(), events, me.clone()));
         on.spawn(watch_process(on.clone(), pidfd, me.clone()));
@@ -163,6 +207,7 @@ impl Service {
             stalled: pager.stalled(),
             stuck: pager.stuck(),
             detaching: self.is_detaching.get(),
+            detach_problem: self.detach_problem.borrow().clone(),
             figures: pager.figures().clone(),
             pressure,
         })
@@ -176,55 +221,177 @@ impl Service {
         self.nudge();
     }
 
-    /// Brings everything back, and leaves the process as it was: for how long a thread of it stood still at most; nothing
-    /// if what it was given could not be closed in it, which is told in the log.
+    /// Begins to detach: nothing is evicted any more. There is room for everything ([`crate::room`]).
     ///
     /// # Errors
-    /// See [`DetachError`]: nothing has changed then.
-    pub async fn detach(&self) -> Result<Option<Duration>, DetachError> {
+    /// See [`DetachError`]: nothing has changed.
+    pub fn begin_detach(&self) -> Result<Detach, DetachError> {
         if self.is_detaching.get() {
             return Err(DetachError::UnderWay);
         }
-        {
-            let mut attached = self.attached.borrow_mut();
-            let pager = &mut attached.as_mut().ok_or(DetachError::Over)?.pager;
-            let needed_bytes = pager.stored_bytes();
-            // What compressed pages take becomes free on the way.
-            let free_bytes = free_bytes().saturating_add(pager.compressed_bytes());
-            if needed_bytes > free_bytes {
-                return Err(DetachError::NoRoom {
-                    needed_bytes,
-                    free_bytes,
-                });
-            }
-            pager.begin_detach();
+        if self.has_process_ended.get() {
+            return Err(DetachError::Over);
         }
+        let room = {
+            let mut attached = self.attached.borrow_mut();
+            let attached = attached.as_mut().ok_or(DetachError::Over)?;
+            let mut room = Room::new(attached.pid(), Arc::clone(&attached.files), self.ledger.clone());
+            let pager = &mut attached.pager;
+            let checked = room.check(pager.stored_bytes(), pager.compressed_bytes());
+            checked.map_err(|shortage| self.is_not_detached(DetachError::NoRoom(shortage)))?;
+            pager.begin_detach();
+            room
+        };
         self.is_detaching.set(true);
+        self.is_cancelled.set(false);
+        self.detach_problem.replace(None);
         tracing::info!("detaching: everything is brought back");
-        let attached = loop {
+        Ok(Detach(room))
+    }
+
+    /// Brings everything back, and leaves the process as it was: for how long a thread of it stood still at most; nothing
+    /// if what it was given could not be closed in it, as the log says then. Room is checked again before each step.
+    ///
+    /// # Errors
+    /// See [`DetachError`]: the memory is managed on then.
+    pub async fn detach(&self, on: &Loop, Detach(room): Detach) -> Result<Option<Duration>, DetachError> {
+        let let_go = self.bring_back(on, room).await;
+        self.is_detaching.set(false);
+        match let_go {
+            Ok(stood_still) => {
+                self.is_over(End::Detached);
+                Ok(stood_still)
+            }
+            Err(error) => {
+                if let Some(attached) = &mut *self.attached.borrow_mut()
+                    && !self.has_process_ended.get()
+                {
+                    attached.pager.cancel_detach();
+                    tracing::warn!("the detach has ended: {error}");
+                }
+                self.nudge();
+                Err(self.is_not_detached(error))
+            }
+        }
+    }
+
+    fn is_not_detached(&self, error: DetachError) -> DetachError {
+        self.detach_problem.replace(Some(error.to_string()));
+        error
+    }
+
+    /// Stops a detach, at any time, and keeps the memory within its budget again. Returns whether one was under way.
+    pub fn cancel_detach(&self) -> bool {
+        let is_detaching = self.is_detaching.get();
+        self.is_cancelled.set(is_detaching);
+        self.nudge();
+        is_detaching
+    }
+
+    /// Brings everything back, in steps, and lets go of the process. Faults are answered meanwhile.
+    async fn bring_back(&self, on: &Loop, mut room: Room) -> Result<Option<Duration>, DetachError> {
+        let mut no_memory: Option<(Instant, u64)> = None;
+        let mut tries = 0_u32;
+        loop {
+            if self.is_cancelled.get() {
+                return Err(DetachError::Cancelled);
+            }
+            if self.has_process_ended.get() {
+                return Err(DetachError::Over);
+            }
+            let mut pause = None;
             {
-                let mut attached = self.attached.borrow_mut();
-                let is_back = match &mut *attached {
-                    Some(attached) => attached.pager.bring_back(BRING_PAGES),
-                    None => return Err(DetachError::Over),
-                };
+                let mut attached_now = self.attached.borrow_mut();
+                let attached = attached_now.as_mut().ok_or(DetachError::Over)?;
+                let pager = &mut attached.pager;
+                let needed_bytes = pager.stored_bytes();
+                if room.is_due(needed_bytes) || pager.lacks_memory() {
+                    let checked = room.check(needed_bytes, pager.compressed_bytes());
+                    checked.map_err(DetachError::RanShort)?;
+                }
+                if pager.lacks_memory() {
+                    // A limit that is not seen from here.
+                    let (since, least) = no_memory.unwrap_or((Instant::now(), needed_bytes));
+                    match needed_bytes < least {
+                        true => no_memory = None,
+                        false if since.elapsed() > NO_MEMORY_MAX => return Err(DetachError::NoMemory),
+                        false => no_memory = Some((since, least)),
+                    }
+                    pause = Some(TICK_IO);
+                }
                 // From here on nobody else has a turn: nothing can be evicted, or stored, any more.
-                if is_back && let Some(attached) = attached.take() {
-                    break attached;
+                if pager.bring_back(BRING_PAGES) {
+                    let limit = if tries == 0 { INJECT_LIMIT } else { RETRY_LIMIT };
+                    match attached.let_go(limit) {
+                        Ok(stood_still) => {
+                            attached_now.take();
+                            return Ok(stood_still);
+                        }
+                        Err(error) => self.waits_to_let_go(&error),
+                    }
+                    pause = Some(LET_GO_AGAIN.min(TICK_IO * (1 << tries.min(10))));
+                    tries += 1;
                 }
             }
-            yield_now().await;
-        };
-        let stood_still = match attached.let_go() {
-            Ok(stood_still) => Some(stood_still),
-            Err(InjectError::Gone { .. }) => None,
-            Err(error) => {
-                tracing::warn!("detached, but the process keeps descriptors that do nothing: {error}");
-                None
+            match pause {
+                Some(pause) => on.sleep(pause).await,
+                None => yield_now().await,
             }
-        };
-        self.is_over(End::Detached);
-        Ok(stood_still)
+        }
+    }
+
+    /// The process has ended. Requests that servers of its disks have under way may still wait for its memory, and would
+    /// keep those servers for good: faults are answered until no server has it mapped.
+    async fn let_servers_finish(&self, on: &Loop) {
+        let give_up = Instant::now() + FINISH_MAX;
+        if let Some(attached) = &mut *self.attached.borrow_mut() {
+            attached.pager.begin_detach();
+        }
+        loop {
+            let to_look = {
+                let attached = self.attached.borrow();
+                let Some(attached) = &*attached else { return };
+                let views = attached.pager.guest().views();
+                views.leave_out_ended();
+                (views.to_look(true), attached.pager.regions().to_vec())
+            };
+            let has_mapped = on.run_blocking(move || {
+                let (all, regions) = to_look;
+                let mut looked = all.into_iter().filter_map(|of| Looked::now(of, &regions).ok());
+                looked.any(|looked| looked.has_mapped())
+            });
+            if !has_mapped.await.is_ok_and(|has_mapped| has_mapped) {
+                return;
+            }
+            if Instant::now() > give_up {
+                break;
+            }
+            on.sleep(FINISH_EVERY).await;
+        }
+        if let Some(attached) = &*self.attached.borrow() {
+            tracing::warn!(
+                "a server of the VM's disks still has the memory of the ended process mapped after {} s: its requests that \
+                 wait for memory fail",
+                FINISH_MAX.as_secs()
+            );
+            attached.pager.guest().views().give_up_waiting();
+        }
+    }
+
+    /// Everything is in memory, and the process cannot be let go of: that is logged once for each reason.
+    fn waits_to_let_go(&self, error: &InjectError) {
+        let why = format!(
+            "all of its memory is back, and it cannot be let go of yet: {error}; it is tried again until it can"
+        );
+        if self.detach_problem.borrow().as_ref() != Some(&why) {
+            tracing::warn!("{why}");
+            self.detach_problem.replace(Some(why));
+        }
+    }
+
+    /// Nothing of the process is looked at any more.
+    fn is_ending(&self) -> bool {
+        self.has_process_ended.get() || self.end.get().is_some()
     }
 
     fn is_over(&self, end: End) {
@@ -328,6 +495,8 @@ async fn watch_process(on: Loop, pidfd: OwnedFd, service: Weak<Service>) {
         return;
     }
     if let Some(service) = service.upgrade() {
+        service.has_process_ended.set(true);
+        service.let_servers_finish(&on).await;
         service.attached.borrow_mut().take();
         service.is_over(End::ProcessEnded);
     }
@@ -359,9 +528,10 @@ async fn tick(on: Loop, service: Weak<Service>) {
 
 /// Looks for memory that was plugged in.
 async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Service>) {
+    let mut not_yet = HashSet::new();
     loop {
         on.sleep(LOOK_EVERY).await;
-        let is_over = |service: &Rc<Service>| service.end.get().is_some() || service.is_detaching.get();
+        let is_over = |service: &Rc<Service>| service.is_ending();
         if service.upgrade().is_none_or(|service| is_over(&service)) {
             return;
         }
@@ -389,9 +559,22 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
                     attached.close_marks_of_gone();
                 }
                 for memory in changes.new {
-                    let (name, bytes) = (memory.name.clone(), memory.place.bytes);
-                    match attached.as_mut().map(|attached| attached.add(memory)) {
-                        Some(Ok(())) => tracing::info!(memory = name, mib = bytes >> 20, "memory was plugged in"),
+                    let (name, place) = (memory.name.clone(), memory.place);
+                    let limit = match not_yet.contains(&place) {
+                        true => RETRY_LIMIT,
+                        false => INJECT_LIMIT,
+                    };
+                    match attached.as_mut().map(|attached| attached.add(memory, limit)) {
+                        Some(Ok(())) => tracing::info!(memory = name, mib = place.bytes >> 20, "memory was plugged in"),
+                        // No thread could be stopped: it is frozen, say, or traced by another process.
+                        Some(Err(AttachError::Inject(error))) => {
+                            target.forget(place);
+                            if not_yet.insert(place) {
+                                tracing::warn!(
+                                    "memory that was plugged in is not managed yet: {error}; it is tried again"
+                                );
+                            }
+                        }
                         Some(Err(error)) => tracing::warn!("memory that was plugged in is not managed: {error}"),
                         None => return,
                     }
@@ -400,12 +583,4 @@ async fn look(on: Loop, mut target: Target, options: Options, service: Weak<Serv
             Err(error) => tracing::debug!("cannot look for memory that was plugged in: {error}"),
         }
     }
-}
-
-/// What the host can still give, in bytes.
-fn free_bytes() -> u64 {
-    let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let free = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = free.and_then(|free| free.trim().trim_end_matches(" kB").parse().ok());
-    kib.map_or(u64::MAX, |kib: u64| kib << 10)
 }

@@ -21,6 +21,7 @@ mod files;
 mod kernel;
 mod maps;
 mod others;
+mod postcopy;
 mod process;
 mod qmp;
 
@@ -32,6 +33,8 @@ use rustix::process::Pid;
 use crate::state::{COMPRESSED_NAME, PAGES_NAME, Region};
 
 pub use error::{Device, Obstacle, TargetError};
+pub use others::Others;
+pub use postcopy::{FaultClaim, FaultClaimError, claim_faults_for_postcopy};
 pub use process::is_alive;
 pub use qmp::{QmpError, pid_of_qmp};
 
@@ -62,11 +65,36 @@ const PRIVATE_BYTES_MIN: u64 = 128 << 20;
 pub struct Options {
     /// Smaller memory is left alone, in bytes: 16 MiB unless told otherwise.
     pub bytes_min: u64,
+    /// Finds the files of a process's shared memory that are guest RAM. `None` means unknown, and takes all of them for RAM;
+    /// the default.
+    pub ram_of: fn(Pid) -> Option<RamFiles>,
+}
+
+/// The files that are guest RAM, among all that a process has mapped shared.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct RamFiles {
+    /// Device and inode of those that are, whether they have a path or not.
+    pub named: Vec<(u64, u64)>,
+    /// The name of RAM's memfds, if other files without a path come from another process; `None` takes all files without a
+    /// path for RAM. Any program can map a file that has one.
+    pub memfd: Option<&'static str>,
+}
+
+impl RamFiles {
+    fn has(&self, mapping: &Mapping) -> bool {
+        let is_named = self.named.contains(&(mapping.device, mapping.inode));
+        // A memfd never has a path.
+        let has_path = !mapping.path.ends_with(b" (deleted)");
+        is_named || !has_path && self.memfd.is_none_or(|name| mapping.is_memfd(name))
+    }
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { bytes_min: 16 << 20 }
+        Self {
+            bytes_min: 16 << 20,
+            ram_of: |_| None,
+        }
     }
 }
 
@@ -163,6 +191,9 @@ pub struct Target {
     pub left_state: Option<LeftState>,
     /// What to know, one sentence each. Nothing of it is in the way.
     pub cautions: Vec<String>,
+    /// Obstacles to a first attach. There can be any only for a process with [`Self::left_state`]: the successor of a pager
+    /// attaches in spite of them.
+    pub obstacles: Vec<Obstacle>,
     /// What was there when it was last looked at, refused memory included.
     seen: Vec<Place>,
     process: Process,
@@ -172,7 +203,8 @@ impl Target {
     /// Looks at process `pid`.
     ///
     /// # Errors
-    /// It cannot be looked at, or something is in the way: then all of that.
+    /// The process cannot be read, or there are obstacles: the error lists all of them. Where a pager has left its state,
+    /// only obstacles to its successor are errors ([`Self::obstacles`] has the rest).
     pub fn examine(pid: Pid, options: &Options) -> Result<Self, TargetError> {
         let process = Process::open(pid)?;
         let mut cautions = Vec::new();
@@ -183,7 +215,8 @@ impl Target {
         obstacles.extend(descriptors.obstacles(&mut cautions));
 
         let wanted = wanted(&mappings, options);
-        let opened = Opened::of(pid, &wanted, &mappings, &descriptors);
+        let ram = ram_of(pid, options, &descriptors);
+        let opened = Opened::of(pid, &wanted, &mappings, &descriptors, ram.as_ref());
         let private = largest_private(&mappings);
         let has_none = opened.memories.is_empty();
         if has_none && opened.refused.is_empty() && opened.left_alone.is_empty() {
@@ -209,18 +242,29 @@ impl Target {
         let others = others::find(pid, &places_of(&opened.memories), &mut cautions);
         obstacles.extend(others.obstacles);
 
+        let left_state = descriptors.left_state();
+        // Managed memory is filled in small pages only.
+        if left_state.is_none() {
+            obstacles.extend(kernel::large_pages_of(&opened.memories));
+        }
+
         let name = process::name(pid.as_raw_pid());
         let direct_io = descriptors.direct_io();
         process.check()?;
-        if !obstacles.is_empty() {
+        let is_forbidden = match &left_state {
+            None => !obstacles.is_empty(),
+            Some(_) => obstacles.iter().any(Obstacle::forbids_successor),
+        };
+        if is_forbidden {
             return Err(TargetError::Obstacles { pid, name, obstacles });
         }
         Ok(Self {
             name,
             memories: opened.memories,
             direct_io,
-            left_state: descriptors.left_state(),
+            left_state,
             cautions,
+            obstacles,
             seen: wanted.into_iter().map(Mapping::place).collect(),
             process,
         })
@@ -229,6 +273,11 @@ impl Target {
     /// Its PID.
     pub fn pid(&self) -> Pid {
         self.process.pid
+    }
+
+    /// Memory that is not managed, though it was found: the next [`Self::memories_now`] has it as new again.
+    pub fn forget(&mut self, place: Place) {
+        self.seen.retain(|seen| *seen != place);
     }
 
     /// How many threads do its work: QEMU's vCPUs (it names them so if it is told `-name debug-threads=on`, as libvirt does),
@@ -271,7 +320,9 @@ impl Target {
         let mut seen: Vec<Place> = all.into_iter().map(Mapping::place).collect();
         let mut changes = Changes::default();
         if !new.is_empty() {
-            let opened = Opened::of(pid, &new, &mappings, &read_descriptors(pid)?);
+            let descriptors = read_descriptors(pid)?;
+            let ram = ram_of(pid, options, &descriptors);
+            let opened = Opened::of(pid, &new, &mappings, &descriptors, ram.as_ref());
             changes.new = opened.memories;
             // What may have gone is looked for again at the next look, if it is there then.
             let (gone, refused): (Vec<_>, Vec<_>) = opened.refused.into_iter().partition(Obstacle::may_have_gone);
@@ -280,6 +331,7 @@ impl Target {
             changes.cautions.extend(opened.left_alone.iter().map(left_alone));
             let others = others::find(pid, &places_of(&changes.new), &mut changes.cautions);
             changes.refused.extend(others.obstacles);
+            changes.refused.extend(kernel::large_pages_of(&changes.new));
             let is_refused = |memory: &Memory| changes.refused.iter().any(|why| why.place() == Some(memory.place));
             changes.new.retain(|memory| !is_refused(memory));
         }
@@ -292,11 +344,15 @@ impl Target {
 
 /// Who has any of these regions of process `pid` mapped, apart from that: servers of Larder's, and others, whose faults go
 /// unseen. Costs one read of the mappings of all processes.
-pub fn others_of(pid: Pid, regions: &[Region]) -> (Vec<Viewer>, Vec<Obstacle>) {
+pub fn others_of(pid: Pid, regions: &[Region]) -> Others {
     let regions = regions.iter().filter(|region| !region.is_gone());
     let places: Vec<(Place, &str)> = regions.map(|region| (Place::of(region), "guest memory")).collect();
-    let others = others::find(pid, &places, &mut Vec::new());
-    (others.viewers, others.obstacles)
+    others::find(pid, &places, &mut Vec::new())
+}
+
+/// Finds memory in huge pages, or in file systems that allow them: it must not be managed, unless it is already.
+pub(crate) fn large_pages(memories: &[Memory]) -> Vec<Obstacle> {
+    kernel::large_pages_of(memories)
 }
 
 /// Where process `pid` has any of `region`'s file mapped, shared, that is of the region.
@@ -331,6 +387,15 @@ fn read_maps(pid: Pid) -> Result<Vec<Mapping>, TargetError> {
 
 fn read_descriptors(pid: Pid) -> Result<Descriptors, TargetError> {
     Descriptors::read(pid).map_err(|error| failed(pid, "read what it has open", error))
+}
+
+/// The files that are RAM, and those that a pager has marked as managed: a successor must have all that is evicted.
+fn ram_of(pid: Pid, options: &Options, descriptors: &Descriptors) -> Option<RamFiles> {
+    let mut ram = (options.ram_of)(pid)?;
+    let marks = descriptors.marks().into_iter();
+    let marked = marks.filter_map(|number| rustix::fs::stat(format!("/proc/{pid}/fd/{number}")).ok());
+    ram.named.extend(marked.map(|found| (found.st_dev, found.st_ino)));
+    Some(ram)
 }
 
 /// The mappings that can be memory to manage, as far as can be told without a look at their files.

@@ -9,11 +9,14 @@
 //! - What they say of themselves ([`larder_export::view`]) is believed no further than it can harm them: a wrong count of
 //!   requests keeps pages in memory.
 //! - One that has ended is left out: what it was doing its successor does again, before the guest is told.
+//! - When the managed process has ended, requests that are under way here still read its memory. The pages that they wait
+//!   for are put in place by way of the view ([`Views::fill_waiting`]) until it has unmapped them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use larder_export::view::ViewMemory;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
@@ -86,7 +89,7 @@ pub struct View {
     waiting: BTreeSet<PageIndex>,
     /// The epoch whose requests are waited for.
     waits_for: Option<u32>,
-    has_ended: Cell<bool>,
+    has_ended: AtomicBool,
 }
 
 /// A view that is to be looked at, which has asked for so much.
@@ -139,13 +142,17 @@ impl View {
             parts: Vec::new(),
             waiting: BTreeSet::new(),
             waits_for: None,
-            has_ended: Cell::new(false),
+            has_ended: AtomicBool::new(false),
         })
     }
 
     /// Which process it is.
     pub fn pid(&self) -> Pid {
         self.pid
+    }
+
+    fn has_ended(&self) -> bool {
+        self.has_ended.load(Ordering::Relaxed)
     }
 
     /// What it has mapped of `regions`.
@@ -186,7 +193,9 @@ impl View {
     fn each(&self, run: PageRun, what: impl Fn(Range) -> io::Result<()>) -> io::Result<()> {
         for range in self.parts.iter().filter_map(|part| part.of(run)) {
             match what(range) {
-                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => self.has_ended.set(true),
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+                    self.has_ended.store(true, Ordering::Relaxed)
+                }
                 Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {}
                 done => done?,
             }
@@ -214,22 +223,37 @@ impl View {
         let mut buffer = [RawMessage::default(); MESSAGES];
         let count = match self.userfaultfd.receive(&mut buffer) {
             Ok(count) => count,
-            Err(_) => return self.has_ended.set(true),
+            Err(_) => return self.has_ended.store(true, Ordering::Relaxed),
         };
         for raw in &buffer[..count] {
-            if let Some(Message::Fault {
+            let Some(Message::Fault {
                 address, cause, write, ..
             }) = raw.decode()
-                && let Some(page) = self.parts.iter().find_map(|part| part.page_at(address))
-            {
+            else {
+                continue;
+            };
+            if let Some(page) = self.parts.iter().find_map(|part| part.page_at(address)) {
                 self.waiting.insert(page);
                 found.push((page, cause, write));
+            } else {
+                // A newer mapping, perhaps another pager's: the thread asks again.
+                let page = Range {
+                    start: address & !(PAGE_BYTES - 1),
+                    len: PAGE_BYTES,
+                };
+                let _ = self.userfaultfd.wake(page);
             }
         }
     }
 
     /// Leaves the process as it was.
-    fn let_go(self) {
+    pub(crate) fn let_go(self) {
+        self.unregister();
+        self.close();
+    }
+
+    /// Leaves its memory to the kernel, and wakes threads that wait. The userfaultfd does nothing any more, and a later pager makes its own.
+    pub(crate) fn unregister(&self) {
         for part in &self.parts {
             let range = part.range();
             // What was unmapped, or has ended, is let go of.
@@ -237,6 +261,10 @@ impl View {
             let _ = self.userfaultfd.unregister(range);
         }
         self.memory.set_userfaultfd_number(None);
+    }
+
+    /// Closes the userfaultfd in the process. Nothing is done to its memory: that may be another pager's by now.
+    fn close(self) {
         let closed = with_stopped_thread(self.pid, INJECT_LIMIT, |thread| thread.close(self.number as i32));
         match closed {
             Ok(_) | Err(InjectError::Gone { .. }) => {}
@@ -246,6 +274,11 @@ impl View {
 }
 
 impl Looked {
+    /// Returns true if it has any of these regions mapped.
+    pub fn has_mapped(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
     /// Looks at that process. It may take a while: not for the thread that answers faults.
     ///
     /// # Errors
@@ -386,7 +419,7 @@ impl Views {
         self.all.borrow_mut().retain(|view| {
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
             let mut events = [PollFd::from_borrowed_fd(view.pidfd.as_fd(), PollFlags::IN)];
-            let has_ended = view.has_ended.get() || poll(&mut events, Some(&now)).is_ok_and(|count| count > 0);
+            let has_ended = view.has_ended() || poll(&mut events, Some(&now)).is_ok_and(|count| count > 0);
             lost |= has_ended;
             !has_ended
         });
@@ -437,6 +470,32 @@ impl Views {
         }
     }
 
+    /// Puts a page in place by way of a view in which a thread waits for it, since the managed process has ended. `fill` takes
+    /// the view's userfaultfd and the page's address there.
+    pub fn fill_waiting(&self, page: PageIndex, fill: impl Fn(&Userfaultfd, u64) -> Filled) -> Filled {
+        let mut filled = Filled::Gone;
+        for view in self.all.borrow().iter().filter(|view| view.waiting.contains(&page)) {
+            let place = view.parts.iter().find_map(|part| part.of(PageRun::one(page)));
+            if let Some(place) = place {
+                filled = fill(&view.userfaultfd, place.start);
+            }
+            if filled == Filled::Done {
+                break;
+            }
+        }
+        if filled == Filled::Done {
+            self.arrived(PageRun::one(page), false);
+        }
+        filled
+    }
+
+    /// Ends all waits for pages with a memory error.
+    pub fn give_up_waiting(&self) {
+        let waiting = |view: &View| view.waiting.iter().copied().collect::<Vec<_>>();
+        let pages: Vec<PageIndex> = self.all.borrow().iter().flat_map(waiting).collect();
+        pages.into_iter().for_each(|page| self.poison(page));
+    }
+
     /// Who waits for these pages tries again.
     pub fn wake(&self, run: PageRun) {
         for view in &mut *self.all.borrow_mut() {
@@ -478,7 +537,7 @@ impl Views {
             let mut all = self.all.borrow_mut();
             if grace.begun > grace.ended {
                 let is_over =
-                    |view: &View| view.has_ended.get() || view.waits_for.is_none_or(|epoch| view.memory.is_over(epoch));
+                    |view: &View| view.has_ended() || view.waits_for.is_none_or(|epoch| view.memory.is_over(epoch));
                 if !all.iter().all(is_over) {
                     break;
                 }
@@ -497,8 +556,18 @@ impl Views {
         grace.ended >= mark
     }
 
+    /// Does something with all of them.
+    pub(crate) fn with<T>(&self, what: impl FnOnce(&[View]) -> T) -> T {
+        what(&self.all.borrow())
+    }
+
     /// Leaves all of them as they were.
-    pub fn let_go(&self) {
+    pub(crate) fn let_go(&self) {
         self.all.take().into_iter().for_each(View::let_go);
+    }
+
+    /// Closes what those have that were unregistered.
+    pub(crate) fn close(&self) {
+        self.all.take().into_iter().for_each(View::close);
     }
 }

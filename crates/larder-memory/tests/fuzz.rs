@@ -56,3 +56,9 @@ fn a_pager_outlives_any_messages() {
 fn any_tables_of_the_kernel_are_read() {
     each(20_000, told::tables);
 }
+
+/// A successor of a killed pager that could not reach a disk server yet.
+#[test]
+fn paused_pager_evicts_nothing() {
+    stored::paused();
+}

@@ -107,7 +107,10 @@ fn a_qemu_with_private_memory_is_told_how_to_share_it() {
 fn a_process_without_memory_to_speak_of_is_no_vm() {
     let mut helper = Helper::new(&["memfd small 8"]);
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::NoMemory { .. }));
-    let small = Options { bytes_min: 8 * MIB };
+    let small = Options {
+        bytes_min: 8 * MIB,
+        ..Options::default()
+    };
     assert_eq!(Target::examine(helper.pid(), &small).unwrap().memories.len(), 1);
     helper.tell("private 64");
     assert!(matches!(only_obstacle(helper.pid()), Obstacle::Private { place, .. } if place.bytes >= 64 * MIB));
@@ -284,6 +287,20 @@ fn what_an_earlier_pager_has_left_is_found_and_is_no_obstacle() {
     };
     assert_eq!(target.left_state, Some(left));
     assert_eq!(target.memories.len(), 1);
+}
+
+/// A killed pager's successor, which may not use /proc/PID/map_files.
+#[test]
+fn unopenable_memory_allows_successor() {
+    let mut looked_at = Helper::unprivileged(&["memfd ram 32", "memfd larder-pages 1", "memfd more 32", "close"]);
+    let mut looks = Helper::unprivileged(&[]);
+    let examine = format!("examine {}", looked_at.pid());
+    let answer = looks.tell(&examine);
+    assert!(answer.starts_with("1 memories"), "{answer}");
+    // A first attach is refused.
+    looked_at.tell("close");
+    let answer = looks.tell(&examine);
+    assert!(answer.contains("cannot be opened"), "{answer}");
 }
 
 #[test]

@@ -67,7 +67,7 @@ fn header(shape: Shape, size: ByteLen, l1: TableAt, table_clusters: u64) -> Vec<
     bytes.extend((table_clusters as u32).to_be_bytes());
     bytes.extend([0; 12]);
     if shape.version >= 3 {
-        let incompatible = u64::from(shape.extended) << 4;
+        let incompatible = u64::from(shape.extended) << 4 | u64::from(shape.data_file) << 2;
         bytes.extend(incompatible.to_be_bytes());
         bytes.extend([0; 16]);
         bytes.extend(shape.refcount_order.to_be_bytes());

@@ -98,7 +98,7 @@ pub(crate) struct NewTable {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece {
     pub(crate) content: Content,
-    /// Where its first byte is, for data.
+    /// The offset of its first byte; meaningless without a host cluster.
     pub(crate) host: u64,
     /// Bytes, at least 1.
     pub(crate) len: u64,
@@ -138,11 +138,11 @@ impl Qcow2 {
         let (content, len) = if shape.extended && !entry.is_compressed() {
             self.parts_at(entry, within, run_len)
         } else {
-            (entry.content(shape, 0, self.data_file.is_some()), run_len)
+            (entry.content(shape, 0), run_len)
         };
         Some(Piece {
             content,
-            host: (entry.word & crate::entry::OFFSET) + within,
+            host: entry.host(shape).unwrap_or(0) + within,
             len: len.min(range.len.get()),
             copied: entry.is_copied(),
             entry,
@@ -151,11 +151,11 @@ impl Qcow2 {
 
     /// The subclusters of a run from `within` on that are alike: their content and bytes.
     fn parts_at(&self, entry: Entry, within: u64, run_len: u64) -> (Content, u64) {
-        let (shape, data_file) = (self.shape, self.data_file.is_some());
+        let shape = self.shape;
         let first = (within / shape.part_len()) as u32;
-        let content = entry.content(shape, first, data_file);
+        let content = entry.content(shape, first);
         let mut part = first + 1;
-        while part < shape.parts() && entry.content(shape, part, data_file) == content {
+        while part < shape.parts() && entry.content(shape, part) == content {
             part += 1;
         }
         let whole = first == 0 && part == shape.parts() || entry.bitmap == crate::entry::ALL_ALLOCATED;

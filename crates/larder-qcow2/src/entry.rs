@@ -81,13 +81,20 @@ impl Entry {
         self.word & COMPRESSED != 0
     }
 
-    /// The host cluster, if there is one.
-    pub const fn host(self) -> Option<u64> {
-        if self.is_compressed() || self.word & OFFSET == 0 {
+    /// The offset of the host cluster, if there is one. 0 is the first cluster of an external data file there (an entry
+    /// without a host cluster lacks [`COPIED`]), and no host cluster otherwise.
+    pub const fn host(self, shape: Shape) -> Option<u64> {
+        let offset = self.word & OFFSET;
+        if self.is_compressed() || (offset == 0 && !self.is_at_zero(shape)) {
             None
         } else {
-            Some(self.word & OFFSET)
+            Some(offset)
         }
+    }
+
+    /// Returns true if an offset of 0 is one.
+    const fn is_at_zero(self, shape: Shape) -> bool {
+        shape.data_file && self.is_copied() && (shape.extended || self.word & ZERO == 0)
     }
 
     /// Whether the host cluster belongs to this entry alone.
@@ -121,21 +128,25 @@ impl Entry {
         }
     }
 
-    /// What part `part` (of [`Shape::parts`]) holds. `data_offset_zero`: a host offset of 0 is valid, as in an external
-    /// data file.
-    pub const fn content(self, shape: Shape, part: u32, data_file: bool) -> Content {
+    /// Returns true if the entry has the zero flag in an image of version 2, which does not define it. The cluster may be
+    /// meant to hold zeros, the data at the entry's offset, or the backing file's.
+    pub const fn has_unknown_zero_flag(self, shape: Shape) -> bool {
+        shape.version < 3 && !self.is_compressed() && self.word & ZERO != 0
+    }
+
+    /// Returns the content of part `part` (of [`Shape::parts`]).
+    pub const fn content(self, shape: Shape, part: u32) -> Content {
         if self.is_compressed() {
-            return if data_file {
+            return if shape.data_file {
                 Content::Corrupt
             } else {
                 Content::Compressed
             };
         }
-        let host = self.word & OFFSET;
         if self.word & (DAMAGED | OFFSET & (shape.cluster_len() - 1)) != 0 {
             return Content::Corrupt;
         }
-        let has_host = host != 0 || (data_file && self.is_copied());
+        let has_host = self.host(shape).is_some();
         if shape.extended {
             let allocated = self.bitmap >> part & 1 != 0;
             let zero = self.bitmap >> (part + 32) & 1 != 0;
@@ -147,7 +158,9 @@ impl Entry {
                 (false, false) => Content::Unallocated,
             };
         }
-        if self.word & ZERO != 0 && shape.version >= 3 {
+        if self.has_unknown_zero_flag(shape) {
+            Content::Corrupt
+        } else if self.word & ZERO != 0 {
             Content::Zero
         } else if has_host {
             Content::Data
@@ -162,20 +175,17 @@ impl Entry {
         if self.is_compressed() || self.bitmap != other.bitmap {
             return false;
         }
-        if self.word & OFFSET == 0 {
-            return self.word == other.word;
-        }
-        self.word.wrapping_add(count << shape.cluster_bits) == other.word
+        self.advanced(shape, count).word == other.word
     }
 
     /// The entry `count` clusters on in the same run.
     pub const fn advanced(self, shape: Shape, count: u64) -> Self {
-        if self.word & OFFSET == 0 {
-            return self;
-        }
-        Self {
-            word: self.word.wrapping_add(count << shape.cluster_bits),
-            bitmap: self.bitmap,
+        match self.host(shape) {
+            None => self,
+            Some(_) => Self {
+                word: self.word.wrapping_add(count << shape.cluster_bits),
+                bitmap: self.bitmap,
+            },
         }
     }
 }

@@ -113,8 +113,6 @@ pub struct Header {
     pub corrupt: bool,
     /// Refcounts are to be written lazily.
     pub lazy_refcounts: bool,
-    /// The guest's data is in another file.
-    pub has_data_file: bool,
     /// Feature bits that a program which does not know them must clear before it writes.
     pub autoclear: u64,
     /// The backing file's name as the image has it.
@@ -283,8 +281,9 @@ impl Header {
             extended,
             refcount_order,
             version,
+            data_file: incompatible & INCOMPATIBLE_DATA_FILE != 0,
         };
-        let size = within("the disk's size", u64_at(area, OFFSET_SIZE), 0, i64::MAX as u64)?;
+        let size = within("the disk's size", u64_at(area, OFFSET_SIZE), 0, shape.size_max())?;
         let aligned = |field, offset: u64| {
             if offset & (cluster_len - 1) == 0 && offset <= i64::MAX as u64 {
                 return Ok(offset);
@@ -321,7 +320,6 @@ impl Header {
             0 => u64_at(area, OFFSET_SNAPSHOTS_TABLE),
             _ => aligned("the snapshot table's offset", u64_at(area, OFFSET_SNAPSHOTS_TABLE))?,
         };
-        let has_data_file = incompatible & INCOMPATIBLE_DATA_FILE != 0;
         Ok(Self {
             shape,
             size,
@@ -333,7 +331,6 @@ impl Header {
             dirty: incompatible & INCOMPATIBLE_DIRTY != 0,
             corrupt: incompatible & INCOMPATIBLE_CORRUPT != 0,
             lazy_refcounts: compatible & COMPATIBLE_LAZY_REFCOUNTS != 0,
-            has_data_file,
             autoclear,
             backing_file: backing_file(area, cluster_len)?,
             backing_format: extensions.text(EXTENSION_BACKING_FORMAT, "backing file's format")?,
@@ -428,8 +425,14 @@ fn backing_file(area: &[u8], cluster_len: u64) -> Result<Option<String>, HeaderE
             expected: format!("at most {BACKING_NAME_MAX}, and the name must lie within the first cluster"),
         });
     }
-    let name = String::from_utf8(area[offset as usize..end as usize].to_vec());
-    name.map(Some).map_err(|_| HeaderError::Text("backing file's name"))
+    text(&area[offset as usize..end as usize], "backing file's name")
+}
+
+/// A name in a header. A zero byte ends it, as QEMU reads it; one that is empty says nothing.
+fn text(bytes: &[u8], what: &'static str) -> Result<Option<String>, HeaderError> {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    let text = std::str::from_utf8(&bytes[..end]).map_err(|_| HeaderError::Text(what))?;
+    Ok((!text.is_empty()).then(|| text.to_owned()))
 }
 
 /// Header extensions, by type.
@@ -472,11 +475,7 @@ impl<'a> Extensions<'a> {
     }
 
     fn text(&self, kind: u32, what: &'static str) -> Result<Option<String>, HeaderError> {
-        let Some(body) = self.find(kind) else {
-            return Ok(None);
-        };
-        let text = String::from_utf8(body.to_vec()).map_err(|_| HeaderError::Text(what))?;
-        Ok(Some(text))
+        text(self.find(kind).unwrap_or_default(), what)
     }
 
     fn bitmaps(&self) -> Option<Bitmaps> {

@@ -30,13 +30,15 @@ use std::cell::Cell;
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use larder_block::boot::is_tmpfs;
+use larder_block::lock_wait::{LockKind, LockWait};
 use rustix::io::Errno;
 
 use crate::entry::Entry;
@@ -51,8 +53,7 @@ const RECORDS: u64 = 1 << 13;
 /// Bytes of a journal.
 pub const JOURNAL_BYTES: u64 = (HEADER_WORDS + RECORDS * RECORD_WORDS) * 8;
 
-/// How long a journal that is locked is waited for.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+/// The interval between two tries to lock a journal.
 const LOCK_STEP: Duration = Duration::from_millis(5);
 
 const AT_SESSION: u64 = 4;
@@ -209,17 +210,17 @@ impl Record {
     }
 }
 
-/// Locks a journal's file. Who looks whether it can be removed, and a killed server that the kernel takes apart, have it
-/// locked for a moment.
+/// Locks a journal's file. A process that looks whether it can be removed has it locked for a moment, and a server that was
+/// killed until the kernel has taken it apart.
 fn lock(file: &File) -> io::Result<()> {
-    let give_up = Instant::now() + LOCK_PATIENCE;
+    const BUSY: &str = "a server of this image is running";
+    let mut wait = LockWait::new(LockKind::Flock);
     loop {
         match rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) if Instant::now() < give_up => std::thread::sleep(LOCK_STEP),
-            Err(Errno::WOULDBLOCK) => {
-                let error = "a server of this image is running";
-                return Err(io::Error::new(io::ErrorKind::ResourceBusy, error));
+            Err(Errno::WOULDBLOCK) if wait.goes_on(file.as_fd(), &format_args!("journal: {BUSY}")) => {
+                std::thread::sleep(LOCK_STEP);
             }
+            Err(Errno::WOULDBLOCK) => return Err(io::Error::new(io::ErrorKind::ResourceBusy, BUSY)),
             result => return Ok(result?),
         }
     }

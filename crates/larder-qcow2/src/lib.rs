@@ -23,6 +23,7 @@ mod open;
 mod read;
 mod refcount;
 mod replay;
+mod slice_set;
 mod space;
 mod write;
 mod zero;

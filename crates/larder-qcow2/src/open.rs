@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::rc::{Rc, Weak};
 
 use larder_block::range_lock::Ranges;
-use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Geometry, IoError, Loop, ReadBuf, SizeChanges};
+use larder_block::{
+    AlignedBuf, BlockDevice, ByteLen, ByteOffset, Failure, Geometry, IoError, Loop, ReadBuf, SizeChanges,
+};
 
 use crate::check::{self, CheckOptions, Repair};
 use crate::commit::Commits;
@@ -22,7 +24,7 @@ use crate::map::Map;
 use crate::read::load_map;
 use crate::refcount::{self, Refcounts};
 use crate::shape::Shape;
-use crate::space::Space;
+use crate::space::{Space, search_ahead};
 
 /// How to open an image.
 pub struct OpenOptions {
@@ -103,6 +105,10 @@ pub enum OpenError {
     )]
     Dirty { name: String, why: String },
     #[error(
+        "{name}: no cluster is free for the uncommitted changes of a killed server, which are safe in its journal: make room (a larger device, or space in the file system), then open the image again"
+    )]
+    Full { name: String },
+    #[error(
         "{name}: the server before this one was killed, and what its journal tells does not fit the image, as if another image had been put in its place; it is in {journal}; `larder disk check --discard-journal` gives up what the guest had not flushed"
     )]
     Journal { name: String, journal: String },
@@ -144,6 +150,14 @@ pub(crate) async fn read_area(file: &Rc<dyn BlockDevice>) -> Result<AlignedBuf, 
     Ok(read(area.min(HEADER_AREA_MAX)).await?)
 }
 
+/// An image with its tables read, and the changes that a killed server left for it.
+struct Opened {
+    image: Rc<Qcow2>,
+    left: Option<Left>,
+    /// Changes to make again, and where they are noted.
+    changes: Option<(Vec<Record>, String)>,
+}
+
 impl Qcow2 {
     /// Opens the image in `file`, a device with blocks of 512 bytes. The first request can follow at once: no more than
     /// the header and the top-level tables is read.
@@ -156,6 +170,57 @@ impl Qcow2 {
         others: Others,
         options: OpenOptions,
     ) -> Result<Rc<Self>, OpenError> {
+        let (read_only, metadata_memory, load_ahead) = (options.read_only, options.metadata_memory, options.load_ahead);
+        let mut opened = Self::read_tables(on, Rc::clone(&file), others, options).await?;
+        if let Replayed::NoRoom = opened.replay().await? {
+            free_leaks(&file).await?;
+            let Opened { image, left, .. } = opened;
+            // Nothing else has it yet.
+            let Some(image) = Rc::into_inner(image) else {
+                unreachable!("the image is in use before it is open");
+            };
+            let others = Others {
+                backing: image.backing,
+                data_file: image.data_file,
+            };
+            let options = OpenOptions {
+                read_only,
+                metadata_memory,
+                journal: image.journal,
+                left,
+                load_ahead,
+            };
+            opened = Self::read_tables(on, file, others, options).await?;
+            if let Replayed::NoRoom = opened.replay().await? {
+                return Err(OpenError::Full {
+                    name: opened.image.name.to_string(),
+                });
+            }
+        }
+        let Opened { image, left, .. } = opened;
+        let read_only = image.geometry.get().read_only;
+        if left.is_some() && !read_only {
+            // The other journal is not gone on with, so nothing may be needed from it any more.
+            image.commit().await?;
+            image.before_change().await?;
+        }
+        if !read_only {
+            let ended = Rc::clone(&image.in_flight.ended);
+            on.spawn(reclaim(Rc::downgrade(&image), ended));
+        }
+        if load_ahead {
+            on.spawn(load_metadata_ahead(Rc::downgrade(&image)));
+        }
+        Ok(image)
+    }
+
+    /// Reads and checks the header and the top-level tables.
+    async fn read_tables(
+        on: &Loop,
+        file: Rc<dyn BlockDevice>,
+        others: Others,
+        options: OpenOptions,
+    ) -> Result<Opened, OpenError> {
         let name = Rc::clone(file.name());
         let parse = |area: &AlignedBuf| {
             Header::parse(area).map_err(|source| OpenError::Header {
@@ -177,10 +242,11 @@ impl Qcow2 {
             area = read_area(&file).await?;
             header = parse(&area)?;
         }
-        if header.has_data_file && others.data_file.is_none() {
+        if header.shape.data_file && others.data_file.is_none() {
             return Err(OpenError::NoDataFile { name: name.to_string() });
         }
         let shape = header.shape;
+        let data_file = others.data_file.filter(|_| shape.data_file);
         check_tables(&name, &header, file.geometry().size.get())?;
         let l1 = read_table(&file, header.l1).await?;
         let refcount_table = match read_only {
@@ -200,7 +266,7 @@ impl Qcow2 {
             // So that the last cluster can be used whole. A block device stays as it is.
             let _ = file.grow(ByteLen::new(file_clusters << shape.cluster_bits)).await;
         }
-        let data = others.data_file.as_ref().unwrap_or(&file).geometry();
+        let data = data_file.as_ref().unwrap_or(&file).geometry();
         let size = header.size & !511;
         let geometry = Geometry {
             size: ByteLen::new(size),
@@ -211,11 +277,7 @@ impl Qcow2 {
             read_only,
             fast_zeroes: shape.version >= 3,
         };
-        let keeps = if others.data_file.is_some() {
-            AUTOCLEAR_RAW_DATA
-        } else {
-            0
-        };
+        let keeps = if shape.data_file { AUTOCLEAR_RAW_DATA } else { 0 };
         let kept = header.autoclear & keeps;
         if !read_only && header.bitmaps.is_some() && header.autoclear & AUTOCLEAR_BITMAPS != 0 {
             tracing::warn!(
@@ -256,7 +318,7 @@ impl Qcow2 {
             name,
             on: on.downgrade(),
             file,
-            data_file: others.data_file,
+            data_file,
             backing: others.backing,
             shape,
             geometry: Cell::new(geometry),
@@ -271,7 +333,7 @@ impl Qcow2 {
             new_tables: RefCell::new(BTreeMap::new()),
             map: RefCell::new(Map::new(shape, clusters, memory)),
             refcounts: RefCell::new(Refcounts::new(shape, header.refcount_table, refcount_table)),
-            space: RefCell::new(Space::new(file_clusters)),
+            space: RefCell::new(Space::new(file_size, file_clusters)),
             freed: RefCell::default(),
             released: RefCell::default(),
             metadata: RefCell::new(metadata),
@@ -291,46 +353,59 @@ impl Qcow2 {
             copies: crate::write::copies(shape),
             changes: SizeChanges::default(),
         });
-        if goes_on || left.is_some() {
-            image.take_up(&records, place).await?;
-        }
-        if left.is_some() && !read_only {
-            // The other journal is not gone on with, so nothing may be needed from it any more.
-            image.commit().await?;
-            image.before_change().await?;
-        }
-        if !read_only {
-            let ended = Rc::clone(&image.in_flight.ended);
-            on.spawn(reclaim(Rc::downgrade(&image), ended));
-        }
-        if options.load_ahead {
-            on.spawn(load_map(Rc::downgrade(&image)));
-        }
-        Ok(image)
+        let changes = (goes_on || left.is_some()).then_some((records, place));
+        Ok(Opened { image, left, changes })
     }
+}
 
-    /// Goes on where a killed process was.
-    async fn take_up(&self, records: &[Record], journal: String) -> Result<(), OpenError> {
-        let is_there = records.is_empty() || self.replay(records).await?;
-        if is_there && self.geometry.get().read_only {
-            return Ok(());
+/// The result of a replay.
+enum Replayed {
+    /// The image has them, or there were none.
+    Done,
+    /// A table that they need finds no free cluster.
+    NoRoom,
+}
+
+impl Opened {
+    /// Makes the changes again that a killed server had noted.
+    async fn replay(&self) -> Result<Replayed, OpenError> {
+        let image = &self.image;
+        let Some((records, journal)) = self.changes.as_ref().filter(|(records, _)| !records.is_empty()) else {
+            return Ok(Replayed::Done);
+        };
+        let fits = match image.replay(records).await {
+            Err(error) if error.failure() == Failure::NoSpace => return Ok(Replayed::NoRoom),
+            result => result?,
+        };
+        if !fits {
+            return Err(OpenError::Journal {
+                name: image.name.to_string(),
+                journal: journal.clone(),
+            });
         }
-        if is_there {
-            if records.is_empty() {
-                return Ok(());
-            }
+        if !image.geometry.get().read_only {
             tracing::info!(
                 "{}: the server before this one was killed; {} changes of the mapping that it had not committed are made again. Space that it was taking or giving back may be leaked: when the image is not in use, `larder disk check --repair=leaks` finds it",
-                self.name,
+                image.name,
                 records.len()
             );
-            return Ok(());
         }
-        Err(OpenError::Journal {
-            name: self.name.to_string(),
-            journal,
-        })
+        Ok(Replayed::Done)
     }
+}
+
+/// Frees the clusters that a killed server had taken or freed without a commit: on a full device it had its tables there,
+/// and the next one needs them again. Clusters that only the journal refers to are freed as well, and a replay takes them
+/// again before it allocates any, as it does after a kill in between.
+async fn free_leaks(file: &Rc<dyn BlockDevice>) -> Result<(), OpenError> {
+    let name = file.name();
+    tracing::warn!(
+        "{name}: no cluster is free for the uncommitted changes of a killed server; searching for clusters that it has leaked"
+    );
+    let repaired = check::repair(file, Repair::Refcounts, CheckOptions::default()).await;
+    let repaired = repaired.map_err(|error| OpenError::Io(error.to_string()))?;
+    tracing::warn!("{name}: {} leaked clusters are free again", repaired.leaks_fixed());
+    Ok(())
 }
 
 /// Puts the refcounts of a dirty image right. If more than that is wrong, the image stays as it is.
@@ -405,6 +480,15 @@ async fn reclaim(image: Weak<Qcow2>, ended: Rc<SizeChanges>) {
             None => return,
         }
         ended.after(generation).await;
+    }
+}
+
+/// Reads metadata before a request needs it.
+async fn load_metadata_ahead(image: Weak<Qcow2>) {
+    load_map(Weak::clone(&image)).await;
+    let is_writable = |image: Rc<Qcow2>| !image.geometry.get().read_only;
+    if image.upgrade().is_some_and(is_writable) {
+        search_ahead(image).await;
     }
 }
 

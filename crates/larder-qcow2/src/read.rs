@@ -3,7 +3,7 @@
 use std::rc::Weak;
 
 use larder_block::buffer_pool::BufferPool;
-use larder_block::event_loop::yield_now;
+use larder_block::event_loop::{WorkSlice, yield_now};
 use larder_block::range_lock::Mode;
 use larder_block::{
     ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, Io, IoError, IoResult, Operation, ReadBuf, join,
@@ -19,6 +19,9 @@ pub(crate) type Ios<'a> = SmallVec<[Io<'a>; 4]>;
 
 /// How many of them.
 const TOGETHER_MAX: usize = 64;
+
+/// Runs of clusters that are asked for in a row before other tasks run.
+const EXTENT_STEPS: u64 = 256;
 
 /// Metadata that is loaded before anybody needs it: bytes of a piece, and pieces at the same time.
 const LOAD_BYTES: u64 = 64 << 10;
@@ -152,7 +155,7 @@ impl Qcow2 {
         let mut entries = [Entry::UNALLOCATED; LEAF_ENTRIES_MAX];
         let entries = &mut entries[..1 << shape.leaf_bits()];
         decode(shape, bytes, entries);
-        self.mark_damaged(entries);
+        self.mark_damaged(index, entries);
         self.map.borrow_mut().load(index, entries);
         Ok(())
     }
@@ -183,7 +186,7 @@ impl Qcow2 {
                 continue;
             }
             decode(shape, bytes, entries);
-            self.mark_damaged(entries);
+            self.mark_damaged(leaf, entries);
             self.map.borrow_mut().load(leaf, entries);
         }
         Ok(())
@@ -207,18 +210,35 @@ impl Qcow2 {
         None
     }
 
-    /// Marks entries, as the image has them, through which the guest would change metadata, or that lead past the end of
-    /// the file as it was when it was opened. No cluster that one of the latter leads to is ever taken for something
-    /// else.
-    fn mark_damaged(&self, entries: &mut [Entry]) {
-        if self.geometry.get().read_only || self.data_file.is_some() {
-            return;
+    /// Marks the entries of a leaf, as the image has them, that must not be used.
+    fn mark_damaged(&self, leaf: LeafIndex, entries: &mut [Entry]) {
+        if self.shape.data_file {
+            self.mark_misplaced(leaf, entries);
+        } else if !self.geometry.get().read_only {
+            self.mark_misleading(entries);
         }
+    }
+
+    /// Marks entries that lead to another place of the data file than their own, where another cluster is.
+    fn mark_misplaced(&self, leaf: LeafIndex, entries: &mut [Entry]) {
+        let shape = self.shape;
+        let first = leaf << shape.leaf_bits();
+        for (cluster, entry) in (first..).zip(entries) {
+            let own = cluster << shape.cluster_bits;
+            if entry.host(shape).is_some_and(|host| host != own) {
+                entry.word |= DAMAGED;
+            }
+        }
+    }
+
+    /// Marks entries through which the guest would change metadata, or that lead past the end of the file as it was when
+    /// it was opened. No cluster that one of the latter leads to is ever taken for something else.
+    fn mark_misleading(&self, entries: &mut [Entry]) {
         let (metadata, mut space) = (self.metadata.borrow(), self.space.borrow_mut());
         // What this process has taken itself lies before this.
         let end = space.untouched();
         for entry in entries {
-            let Some(cluster) = entry.host().map(|host| host >> self.shape.cluster_bits) else {
+            let Some(cluster) = entry.host(self.shape).map(|host| host >> self.shape.cluster_bits) else {
                 continue;
             };
             let is_lost = cluster >= end;
@@ -245,7 +265,12 @@ impl Qcow2 {
             "{}: entry {index} of L2 table {table} ({:#018x}) {}; run `larder disk check`",
             self.name,
             entry.on_disk(),
-            if host & (self.shape.cluster_len() - 1) != 0 {
+            if self.shape.data_file && entry.is_damaged() {
+                let own = cluster << self.shape.cluster_bits;
+                format!("points to {host:#x} of the data file, where only {own:#x} can be right")
+            } else if entry.has_unknown_zero_flag(self.shape) {
+                "has the zero flag, which version 2 does not know".to_owned()
+            } else if host & (self.shape.cluster_len() - 1) != 0 {
                 format!("points to {host:#x}, which is no multiple of the cluster size")
             } else if host >= size.get() {
                 format!("points to {host:#x}, past the end of the file ({:#x})", size.get())
@@ -263,11 +288,19 @@ impl Qcow2 {
     pub(crate) async fn extents_steps(&self, range: ByteRange, limit: usize) -> IoResult<Vec<Extent>> {
         let _counted = self.in_flight.counted();
         let mut found: Vec<Extent> = Vec::new();
+        let mut slice = WorkSlice::new(EXTENT_STEPS);
         let mut rest = range;
         while !rest.is_empty() && found.len() < limit.max(1) {
+            slice.did(1).await;
+            if let Some(unmapped) = self.without_table(rest) {
+                self.unallocated_extents(unmapped, limit, &mut found).await?;
+                let end = found.last().map_or(unmapped.end(), |last| last.range.end());
+                rest = ByteRange::between(end, range.end());
+                continue;
+            }
             let piece = self.find(rest).await?;
             let at = ByteRange::new(rest.start.get(), piece.len);
-            let zero_host = piece.content == Content::Zero && piece.entry.host().is_some();
+            let zero_host = piece.content == Content::Zero && piece.entry.host(self.shape).is_some();
             let kind = match piece.content {
                 Content::Unallocated => {
                     self.unallocated_extents(at, limit, &mut found).await?;
@@ -285,6 +318,15 @@ impl Qcow2 {
         }
         found.truncate(limit.max(1));
         Ok(found)
+    }
+
+    /// The beginning of `range` that one L1 entry leads to, if that has no L2 table. The map need not be asked for it, nor
+    /// keep it in memory.
+    pub(crate) fn without_table(&self, range: ByteRange) -> Option<ByteRange> {
+        let span = self.shape.table_span();
+        let table = range.start.get() / span;
+        let has_none = self.l1.borrow()[table as usize] & OFFSET == 0;
+        has_none.then(|| range.intersection(ByteRange::new(table * span, span)))
     }
 
     /// What the backing file has of an unallocated range, a hole behind its end.

@@ -1,14 +1,18 @@
 //! Refcounts: how often each host cluster is used. A two-level table, like the L2 tables, held in memory as the slices
 //! that are needed.
 //!
+//! Which slices count no free cluster is remembered of all of them (`full`), so that each is read once for a search and
+//! again only after a cluster of it became free.
+//!
 //! Invariants: a dirty slice is held; a slice of a block that the image does not have yet is all zeros until it is
-//! changed. What a crash leaves behind is decided by the commit (see [`crate::commit`]): it writes refcounts before
+//! changed; a slice with a refcount of 0 is not in `full`. What a crash leaves behind is decided by the commit (see [`crate::commit`]): it writes refcounts before
 //! what refers to the clusters, and lowers them only after nothing does.
 
 use std::collections::{BTreeSet, HashMap};
 
 use crate::header::TableAt;
 use crate::shape::Shape;
+use crate::slice_set::SliceSet;
 
 /// Slices kept although they are clean: 1 MiB of 4 KiB each.
 const CLEAN_SLICES_MAX: usize = 256;
@@ -28,6 +32,10 @@ pub(crate) struct Refcounts {
     dirty: BTreeSet<u64>,
     /// Slices that are being written.
     writing: BTreeSet<u64>,
+    /// Slices of which no refcount is 0. One that is not in the set may have free clusters or none.
+    full: SliceSet,
+    /// The times that clean slices were dropped from memory.
+    drops: u64,
 }
 
 /// A slice of a refcount block, by its index from the start of the image.
@@ -64,6 +72,8 @@ impl Refcounts {
             slices: HashMap::new(),
             dirty: BTreeSet::new(),
             writing: BTreeSet::new(),
+            full: SliceSet::default(),
+            drops: 0,
         }
     }
 
@@ -79,6 +89,11 @@ impl Refcounts {
     /// The block that a cluster's refcount is in.
     pub(crate) fn block_of(&self, cluster: u64) -> u64 {
         cluster >> self.shape.refcount_block_bits()
+    }
+
+    /// The clusters that the table has entries for, whether they have blocks or not.
+    pub(crate) fn counted_clusters(&self) -> u64 {
+        (self.table.len() as u64) << self.shape.refcount_block_bits()
     }
 
     pub(crate) fn has_block(&self, block: u64) -> bool {
@@ -118,14 +133,30 @@ impl Refcounts {
         self.slices.insert(first, zeros.into());
     }
 
-    /// Puts a slice in that was read, unless it is there.
-    pub(crate) fn load(&mut self, slice: SliceIndex, bytes: &[u8]) {
+    /// Returns a number that changes when slices are dropped from memory; see [`Refcounts::load`].
+    pub(crate) fn drops(&self) -> u64 {
+        self.drops
+    }
+
+    /// Puts a slice in, unless it is there. It was read when [`Refcounts::drops`] was `drops`: if slices were dropped
+    /// meanwhile, this one may have been loaded, changed, written and dropped since, and must be read again.
+    pub(crate) fn load(&mut self, slice: SliceIndex, bytes: &[u8], drops: u64) {
+        if drops != self.drops {
+            return;
+        }
         if self.slices.len() >= CLEAN_SLICES_MAX + self.dirty.len() + self.writing.len() {
             let (dirty, writing) = (&self.dirty, &self.writing);
             self.slices
                 .retain(|index, _| dirty.contains(index) || writing.contains(index));
+            self.drops += 1;
         }
         self.slices.entry(slice).or_insert_with(|| bytes.into());
+    }
+
+    /// Puts a slice of a new block in, unless it is there.
+    pub(crate) fn load_zeros(&mut self, slice: SliceIndex) {
+        let zeros = vec![0; self.shape.slice_len() as usize];
+        self.load(slice, &zeros, self.drops);
     }
 
     /// How often a cluster is used.
@@ -154,11 +185,18 @@ impl Refcounts {
         };
         write(bytes, order, index, count);
         self.dirty.insert(slice);
+        if count == 0 {
+            self.full.remove(slice);
+        }
     }
 
     /// Looks for free clusters from `cluster` on, within one slice.
-    pub(crate) fn space(&self, cluster: u64, most: u64) -> Known<Space> {
+    pub(crate) fn space(&mut self, cluster: u64) -> Known<Space> {
         let slice = self.slice_of(cluster);
+        let bits = self.shape.refcount_slice_bits();
+        if self.full.contains(slice) {
+            return Known::Is(Space::Full(self.full.next_absent(slice) << bits));
+        }
         let Some(offset) = self.slice_offset(slice) else {
             return Known::Is(Space::NoBlock);
         };
@@ -166,14 +204,38 @@ impl Refcounts {
             return Known::Absent(slice, offset);
         };
         let order = self.shape.refcount_order;
-        let all = 1usize << self.shape.refcount_slice_bits();
-        let base = slice << self.shape.refcount_slice_bits();
-        let is_free = |index: &usize| read(bytes, order, *index) == 0;
-        let Some(first) = (self.index(cluster)..all).find(is_free) else {
-            return Known::Is(Space::Full(base + all as u64));
+        let base = slice << bits;
+        let Some(first) = find(bytes, order, self.index(cluster), true) else {
+            if find(bytes, order, 0, true).is_none() {
+                self.full.insert(slice);
+            }
+            return Known::Is(Space::Full((slice + 1) << bits));
         };
-        let end = (first..all).find(|index| !is_free(index)).unwrap_or(all);
-        Known::Is(Space::Free(base + first as u64, ((end - first) as u64).min(most)))
+        let end = find(bytes, order, first, false).unwrap_or(1 << bits);
+        Known::Is(Space::Free(base + first as u64, (end - first) as u64))
+    }
+
+    /// Returns the slices from `slice` on that [`Refcounts::space`] would need to be read next, up to `most`, before
+    /// `limit`, and with their offsets.
+    pub(crate) fn unread(&self, slice: SliceIndex, limit: SliceIndex, most: usize) -> Vec<(SliceIndex, u64)> {
+        let mut found = Vec::new();
+        let mut next = self.full.next_absent(slice);
+        while found.len() < most && next < limit && !self.slices.contains_key(&next) {
+            let Some(offset) = self.slice_offset(next) else { break };
+            found.push((next, offset));
+            next = self.full.next_absent(next + 1);
+        }
+        found
+    }
+
+    /// Remembers a slice that was read for a search: that it is full, or all of it. See [`Refcounts::load`].
+    pub(crate) fn note(&mut self, slice: SliceIndex, bytes: &[u8], drops: u64) {
+        let is_current = drops == self.drops && !self.slices.contains_key(&slice);
+        if is_current && find(bytes, self.shape.refcount_order, 0, true).is_none() {
+            self.full.insert(slice);
+        } else {
+            self.load(slice, bytes, drops);
+        }
     }
 
     /// The dirty slices and where they go; they count as clean until [`Refcounts::written`] says otherwise.
@@ -195,6 +257,38 @@ impl Refcounts {
             self.dirty.insert(slice);
         }
     }
+}
+
+/// Finds the first refcount of a slice from `from` on that is 0, or that is not.
+fn find(bytes: &[u8], order: u32, from: usize, zero: bool) -> Option<usize> {
+    let per_word = 64 >> order;
+    let mut index = from;
+    while index < (bytes.len() * 8) >> order {
+        if index.is_multiple_of(per_word) {
+            let at = (index << order) / 8;
+            let word = bytes[at..at + 8]
+                .iter()
+                .fold(0, |word, byte| word << 8 | u64::from(*byte));
+            let is_without = if zero { !has_zero(word, order) } else { word == 0 };
+            if is_without {
+                index += per_word;
+                continue;
+            }
+        }
+        if (read(bytes, order, index) == 0) == zero {
+            return Some(index);
+        }
+        index += 1;
+    }
+    None
+}
+
+/// Returns whether one of the refcounts in a word is 0: subtracting 1 from a zero borrows from its highest bit.
+fn has_zero(word: u64, order: u32) -> bool {
+    let width = 1u32 << order;
+    let lowest_bits = u64::MAX / (u64::MAX >> (64 - width));
+    let highest_bits = lowest_bits << (width - 1);
+    word.wrapping_sub(lowest_bits) & !word & highest_bits != 0
 }
 
 /// Refcount `index` of a slice. Widths below a byte begin at its low bits, wider ones are big-endian.
@@ -248,5 +342,79 @@ mod tests {
             assert_eq!(read(&bytes, order, 5), 0);
             assert_eq!(read(&bytes, order, 6), value(6));
         }
+    }
+    #[test]
+    fn find_agrees_with_reading_each_refcount() {
+        for order in 0..=6 {
+            let max = u64::MAX >> (64 - (1u32 << order));
+            let count = (512 * 8) >> order;
+            for (zeros, values) in [(0, 1), (0, max), (1, 1), (3, max), (count, 1)] {
+                let mut bytes = vec![0; 512];
+                (0..count).for_each(|index| write(&mut bytes, order, index, values));
+                (0..zeros).for_each(|index| write(&mut bytes, order, (index * 37 + count / 2) % count, 0));
+                for from in [0, 1, count / 2, count - 1] {
+                    for zero in [true, false] {
+                        let expected = (from..count).find(|index| (read(&bytes, order, *index) == 0) == zero);
+                        assert_eq!(
+                            find(&bytes, order, from, zero),
+                            expected,
+                            "{order} {zeros} {from} {zero}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    const SHAPE: Shape = Shape {
+        cluster_bits: 9,
+        extended: false,
+        refcount_order: 4,
+        version: 3,
+        data_file: false,
+    };
+
+    fn refcounts(blocks: u64) -> Refcounts {
+        let table_at = TableAt {
+            offset: 512,
+            entries: 64,
+        };
+        let table = (0..64).map(|block| if block < blocks { 1024 + block * 512 } else { 0 });
+        Refcounts::new(SHAPE, table_at, table.collect())
+    }
+
+    /// A slice is 256 clusters here.
+    #[test]
+    fn full_slice_is_passed_until_a_cluster_is_freed() {
+        let mut refcounts = refcounts(3);
+        let full: Vec<u8> = [0, 1].repeat(256);
+        let mut one_free = full.clone();
+        write(&mut one_free, 4, 100, 0);
+        refcounts.note(0, &full, 0);
+        refcounts.note(1, &one_free, 0);
+        assert_eq!(refcounts.space(0), Known::Is(Space::Full(256)));
+        assert_eq!(refcounts.space(256), Known::Is(Space::Free(356, 1)));
+        refcounts.set(356, 1);
+        assert_eq!(refcounts.space(256), Known::Is(Space::Full(512)));
+        assert_eq!(refcounts.space(0), Known::Is(Space::Full(512)));
+        assert_eq!(refcounts.unread(0, 64, 9), [(2, 1024 + 1024)]);
+        assert!(matches!(refcounts.space(512), Known::Absent(2, _)));
+        assert_eq!(refcounts.space(768), Known::Is(Space::NoBlock));
+        refcounts.set(300, 0);
+        assert_eq!(refcounts.space(0), Known::Is(Space::Full(256)));
+        assert_eq!(refcounts.space(256), Known::Is(Space::Free(300, 1)));
+    }
+
+    #[test]
+    fn slice_read_before_others_were_dropped_is_ignored() {
+        let mut refcounts = refcounts(64);
+        let before = refcounts.drops();
+        let empty = vec![0; 512];
+        (0..=CLEAN_SLICES_MAX as u64).for_each(|slice| refcounts.load(slice, &empty, before));
+        assert_ne!(refcounts.drops(), before);
+        refcounts.load(5, &empty, before);
+        refcounts.note(6, &[0, 1].repeat(256), before);
+        assert!(matches!(refcounts.get(5 * 256), Known::Absent(5, _)));
+        assert!(matches!(refcounts.space(6 * 256), Known::Absent(6, _)));
     }
 }

@@ -3,11 +3,14 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
 
+use larder_block::event_loop::WorkSlice;
 use larder_block::{ByteRange, Failure, IoResult, Operation};
 
 use crate::device::Qcow2;
 use crate::entry::Entry;
 use crate::journal::Record;
+use crate::shape::Shape;
+use crate::space::STEPS_PER_SLICE;
 
 impl Qcow2 {
     /// Makes the journal's changes again, in memory; the next commit writes them, unless the image is read-only. `false`, and nothing is changed, if
@@ -28,26 +31,23 @@ impl Qcow2 {
             None => return Ok(false),
         };
         let read_only = self.geometry.get().read_only;
-        // Before anything is allocated: what the new entries refer to is taken.
-        for record in records.iter().filter(|_| !read_only) {
-            if let (Some(host), None) = (record.new.host(), &self.data_file) {
-                let first = host >> self.shape.cluster_bits;
-                for cluster in first..first + record.count {
-                    self.take_again(cluster).await?;
-                }
-            }
+        // Before anything is allocated.
+        for record in records.iter().filter(|_| !read_only && !self.shape.data_file) {
+            self.take_again(*record).await?;
         }
+        let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         for record in &records {
             if !read_only {
                 self.own_table(record.cluster >> self.shape.table_bits()).await?;
             }
             for step in 0..record.count {
+                slice.did(1).await;
                 let cluster = record.cluster + step;
                 let new = record.new.advanced(self.shape, step);
                 self.load_leaf(cluster).await?;
                 self.map.borrow_mut().set_run(cluster, 1, new);
                 if let Some(state) = states.get_mut(&cluster) {
-                    state.enter(new);
+                    state.enter(self.shape, new);
                 }
             }
         }
@@ -60,12 +60,14 @@ impl Qcow2 {
     /// What each cluster was before, and is in the image; `None` if the image has something else.
     async fn states(&self, records: &[Record], clusters: u64) -> IoResult<Option<HashMap<u64, State>>> {
         let mut states: HashMap<u64, State> = HashMap::new();
+        let mut slice = WorkSlice::new(STEPS_PER_SLICE);
         for record in records {
             let fits = record.count <= clusters && record.cluster <= clusters - record.count;
             if !fits {
                 return Ok(None);
             }
             for step in 0..record.count {
+                slice.did(1).await;
                 let cluster = record.cluster + step;
                 let old = record.old.advanced(self.shape, step);
                 let new = record.new.advanced(self.shape, step);
@@ -76,6 +78,7 @@ impl Qcow2 {
                         slot.insert(State {
                             in_image,
                             now: old,
+                            is_counted: in_image == old || has_host_of(in_image, old, self.shape),
                             left: Vec::new(),
                             known: in_image == old,
                         })
@@ -96,20 +99,35 @@ impl Qcow2 {
         }
     }
 
-    /// Has a cluster's refcount be 1 at least.
-    async fn take_again(&self, cluster: u64) -> IoResult {
-        if !self
-            .refcounts
-            .borrow()
-            .has_block(self.refcounts.borrow().block_of(cluster))
-        {
+    /// Allocates the host clusters of a record that the killed process had allocated for it.
+    async fn take_again(&self, record: Record) -> IoResult {
+        let host = record.new.host(self.shape);
+        let Some(first) = host.map(|host| host >> self.shape.cluster_bits) else {
+            return Ok(());
+        };
+        for cluster in first..first + record.count {
+            if host != record.old.host(self.shape) {
+                self.set_used_once(cluster).await?;
+            }
+            self.space.borrow_mut().touch(cluster);
+        }
+        Ok(())
+    }
+
+    /// Sets the refcount of a cluster that was free when it was allocated. The image may have any: a refcount that was
+    /// lowered to 0 is written by the next commit, and the process was killed before.
+    async fn set_used_once(&self, cluster: u64) -> IoResult {
+        let has_block = {
+            let refcounts = self.refcounts.borrow();
+            refcounts.has_block(refcounts.block_of(cluster))
+        };
+        if !has_block {
             // Blocks are durable before a cluster of theirs is used.
             return Err(self.error(Operation::Write, ByteRange::default(), Failure::Invalid));
         }
-        if self.refcount(cluster).await? == 0 {
+        if self.refcount(cluster).await? != 1 {
             self.refcounts.borrow_mut().set(cluster, 1);
         }
-        self.space.borrow_mut().touch(cluster);
         Ok(())
     }
 }
@@ -118,17 +136,30 @@ impl Qcow2 {
 struct State {
     in_image: Entry,
     now: Entry,
+    /// The refcount of the host cluster that it has now counts it. If the image has a later state than the first, a repair
+    /// may have freed the first one's: that leaks at most, for others may have taken it.
+    is_counted: bool,
     /// States whose host clusters it does not use any more.
     left: Vec<Entry>,
     /// The image has one of the states that the journal tells of.
     known: bool,
 }
 
+/// Returns true if both have the same host cluster.
+fn has_host_of(entry: Entry, other: Entry, shape: Shape) -> bool {
+    entry.host(shape).is_some() && entry.host(shape) == other.host(shape)
+}
+
 impl State {
-    fn enter(&mut self, new: Entry) {
-        let keeps = self.now.host().is_some() && self.now.host() == new.host();
+    fn enter(&mut self, shape: Shape, new: Entry) {
+        let host = self.now.host(shape);
+        let keeps = host.is_some() && host == new.host(shape);
         if !keeps && self.now != new {
-            self.left.push(self.now);
+            if self.is_counted {
+                self.left.push(self.now);
+            }
+            // It was allocated again before.
+            self.is_counted = true;
         }
         self.now = new;
     }

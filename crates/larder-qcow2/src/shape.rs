@@ -1,5 +1,7 @@
 //! The sizes that follow from a header: clusters, tables, and the pieces in which metadata is read and written.
 
+use crate::entry::OFFSET;
+
 /// A part of an L2 table or refcount block is read and written in pieces of this many bytes (or a cluster, if that is
 /// smaller).
 pub const SLICE_BYTES_MAX: u64 = 4096;
@@ -18,6 +20,9 @@ pub struct Shape {
     pub refcount_order: u32,
     /// 2 or 3.
     pub version: u32,
+    /// The guest's data is in an external data file, where each guest cluster has its own offset. Only there is 0 a host
+    /// offset.
+    pub data_file: bool,
 }
 
 impl Shape {
@@ -53,6 +58,11 @@ impl Shape {
     /// Bytes of the disk that one L2 table maps.
     pub const fn table_span(self) -> u64 {
         1 << (self.cluster_bits + self.table_bits())
+    }
+
+    /// The largest disk, in bytes: in an external data file a cluster's offset must fit an L2 entry.
+    pub const fn size_max(self) -> u64 {
+        if self.data_file { OFFSET + 512 } else { i64::MAX as u64 }
     }
 
     /// How many L1 entries a disk of `size` bytes takes.

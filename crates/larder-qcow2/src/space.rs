@@ -1,8 +1,8 @@
 //! Space in the image: finding free clusters, and giving clusters back.
 //!
 //! Free clusters are taken from a window: a run of clusters whose refcounts are known to be 0, inside the file. The next
-//! window is looked for from a cursor on, which never passes a free cluster, so that space that was given back is used
-//! again; behind the last used cluster the file grows.
+//! window is the first free run from a cursor on (see [`search`]), which goes back to space that was given back; only
+//! when none is found the file grows.
 //!
 //! A guest that was told that its data is written must not learn at a flush that there is no room for the way to it. So
 //! whatever a commit will write has room of its own in the file system before any data goes where it leads: the file is
@@ -12,36 +12,52 @@
 //!
 //! A cluster that is taken has its refcount raised in memory at once; that a commit may write it early is harmless (a
 //! crash then leaves a leak). A cluster that is given back goes through three stages: *freed* (nothing in memory refers
-//! to it), *released* (nothing in the image does), and free, once no request from before is under way.
+//! to it), *released* (nothing in the image does), and free, once no request from before is under way. A request that
+//! finds no room waits for clusters in the first two stages, and is tried again.
+
+mod blocks;
+mod search;
 
 use std::ops::Range;
 
-use larder_block::backend::file::CONTAINER_UNIT;
+use larder_block::event_loop::WorkSlice;
 use larder_block::range_lock::Mode;
-use larder_block::{AlignedBuf, ByteLen, ByteOffset, ByteRange, Failure, IoResult, Operation, ReadBuf, ZeroFlags};
+use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoResult, Operation, ReadBuf};
 
 use crate::device::{NewTable, Qcow2};
 use crate::entry::OFFSET;
-use crate::header::TableAt;
-use crate::refcount::{Known, SliceIndex, Space as Found};
+use crate::refcount::Known;
+use crate::slice_set::SliceSet;
+use blocks::SECTOR;
+pub(crate) use search::search_ahead;
 
-/// How many slices of refcounts are looked through before the end of the file is used instead.
-const SEARCH_SLICES_MAX: usize = 16;
+/// Tries of a request that finds no room, while others give clusters back and take them.
+const TRIES_MAX: u32 = 64;
 
-/// The file grows by a quarter, but no more than this, in bytes.
-const GROWTH_MAX: u64 = 16 << 20;
+/// Clusters that are looked at before other tasks run.
+pub(crate) const STEPS_PER_SLICE: u64 = 4096;
 
-/// What tables are written in, in bytes.
-const SECTOR: u64 = 512;
-
-/// The refcount table's longest length, in bytes, as in QEMU.
-const REFCOUNT_TABLE_BYTES_MAX: u64 = 8 << 20;
+/// Parts of runs that cannot be made free before the attempt to make others free is given up.
+const RECLAIM_FAILURES_MAX: usize = 32;
 
 /// Clusters that one use of has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Freed {
     pub(crate) first: u64,
     pub(crate) count: u64,
+}
+
+impl Freed {
+    /// Takes the clusters before `end`, of which the first is one.
+    fn take_before(&mut self, end: u64) -> Self {
+        let taken = Self {
+            first: self.first,
+            count: self.count.min(end - self.first),
+        };
+        self.first += taken.count;
+        self.count -= taken.count;
+        taken
+    }
 }
 
 /// The same clusters, with those together that lie so. One that is freed twice stays there twice.
@@ -59,38 +75,63 @@ fn runs(mut freed: Vec<Freed>) -> Vec<Freed> {
 pub(crate) struct Space {
     /// Free clusters, ready to be taken.
     window: Range<u64>,
-    /// No cluster before this one is free, as far as is known, except those in the window.
+    /// The beginning of the next search: no cluster before it is free, as far as is known, except those in the window.
     cursor: u64,
+    /// The last search has read as much as it may.
+    is_unfinished: bool,
     /// From this cluster on the file reads as zeros, because nothing was ever written there.
     untouched: u64,
     /// From this cluster on nothing is taken, because an entry leads there although the file had ended before it when the
     /// image was opened. So nothing is ever taken behind it, and such an entry is known again by where it leads.
     lost_from: u64,
-    /// A slice of refcounts that has room of its own in the file.
-    secured: Option<SliceIndex>,
+    /// Slices of refcounts that have room of their own in the file.
+    secured: SliceSet,
+    /// Slices of refcounts that a search could not read, and that were logged.
+    unreadable: SliceSet,
+    /// Bytes of the file when it was opened or has last grown for this image.
+    known_size: u64,
+    /// Clusters of the file when it was opened, or when another program made it longer: all of them if it cannot grow.
+    given_clusters: u64,
+    /// As many of them as there were when the refcount table could not be made long enough for them.
+    not_counted: u64,
     /// How many clusters were given back.
     reclaimed: u64,
+    /// Searches that found no cluster.
+    refusals: u64,
 }
 
 impl Space {
-    pub(crate) fn new(file_clusters: u64) -> Self {
+    /// For a file of `size` bytes, the last of `file_clusters` clusters perhaps not as a whole.
+    pub(crate) fn new(size: u64, file_clusters: u64) -> Self {
         Self {
             window: 0..0,
             cursor: 0,
+            is_unfinished: false,
             untouched: file_clusters,
             lost_from: u64::MAX,
-            secured: None,
+            secured: SliceSet::default(),
+            unreadable: SliceSet::default(),
+            known_size: size,
+            given_clusters: file_clusters,
+            not_counted: 0,
             reclaimed: 0,
+            refusals: 0,
         }
     }
 
-    /// Ends the window where nothing was ever written, which is returned.
-    fn end_window(&mut self) -> u64 {
-        if self.window.end > self.untouched {
-            self.window.end = self.untouched.max(self.window.start);
-            self.cursor = self.cursor.min(self.untouched);
+    /// Leaves nothing in the window.
+    fn close_window(&mut self) {
+        if !self.window.is_empty() {
+            self.cursor = self.cursor.min(self.window.start);
         }
-        self.untouched
+        self.window = 0..0;
+    }
+
+    /// The next search begins at `to`, unless clusters before `from` were given back since it was the cursor.
+    fn advance(&mut self, from: u64, to: u64) {
+        if self.cursor == from {
+            self.cursor = to;
+        }
     }
 
     /// An entry leads to this cluster, where nothing was taken.
@@ -114,7 +155,12 @@ impl Space {
 
     /// A cluster is in use and was written.
     pub(crate) fn touch(&mut self, cluster: u64) {
-        self.untouched = self.untouched.max(cluster + 1);
+        self.touch_all_before(cluster + 1);
+    }
+
+    /// Clusters before this one may hold anything.
+    fn touch_all_before(&mut self, end: u64) {
+        self.untouched = self.untouched.max(end);
     }
 
     /// Takes up to `most` clusters from the window that are alike in whether they read as zeros.
@@ -137,6 +183,26 @@ impl Space {
     }
 }
 
+/// Released clusters that are being made free. Those that are left when this is dropped are released as before, and the
+/// next one makes them free.
+struct Reclaiming<'a> {
+    image: &'a Qcow2,
+    /// The next one last.
+    runs: Vec<Freed>,
+    failed: Vec<Freed>,
+}
+
+impl Drop for Reclaiming<'_> {
+    fn drop(&mut self) {
+        let left = self
+            .runs
+            .drain(..)
+            .chain(self.failed.drain(..))
+            .filter(|freed| freed.count > 0);
+        self.image.released.borrow_mut().extend(left.map(|freed| (0, freed)));
+    }
+}
+
 /// Clusters that were taken. They are given back when this is dropped, unless they are kept.
 pub(crate) struct Allocation<'a> {
     image: &'a Qcow2,
@@ -147,7 +213,17 @@ pub(crate) struct Allocation<'a> {
     kept: bool,
 }
 
-impl Allocation<'_> {
+impl<'a> Allocation<'a> {
+    fn new(image: &'a Qcow2, first: u64, count: u64, reads_zero: bool) -> Self {
+        Self {
+            image,
+            first,
+            count,
+            reads_zero,
+            kept: false,
+        }
+    }
+
     /// Something refers to them now.
     pub(crate) fn keep(mut self) {
         self.kept = true;
@@ -156,7 +232,7 @@ impl Allocation<'_> {
 
 impl Drop for Allocation<'_> {
     fn drop(&mut self) {
-        if !self.kept {
+        if !self.kept && self.count > 0 {
             self.image.freed.borrow_mut().push(Freed {
                 first: self.first,
                 count: self.count,
@@ -167,6 +243,7 @@ impl Drop for Allocation<'_> {
 
 impl Qcow2 {
     fn no_space(&self) -> larder_block::IoError {
+        self.space.borrow_mut().refusals += 1;
         self.error(Operation::Write, ByteRange::default(), Failure::NoSpace)
     }
 
@@ -187,15 +264,10 @@ impl Qcow2 {
                     };
                     let mut refcounts = self.refcounts.borrow_mut();
                     clusters.clone().for_each(|cluster| refcounts.set(cluster, 1));
-                    return Ok(Allocation {
-                        image: self,
-                        first: clusters.start,
-                        count: clusters.end - clusters.start,
-                        reads_zero,
-                        kept: false,
-                    });
+                    let count = clusters.end - clusters.start;
+                    return Ok(Allocation::new(self, clusters.start, count, reads_zero));
                 }
-                Some(Known::Is(_)) => self.space.borrow_mut().window = 0..0,
+                Some(Known::Is(_)) => self.space.borrow_mut().close_window(),
                 None => {
                     let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
                     if self.space.borrow().window.is_empty() {
@@ -204,135 +276,6 @@ impl Qcow2 {
                 }
             }
         }
-    }
-
-    /// Reads a slice of refcounts.
-    async fn load_refcounts(&self, slice: u64, offset: u64) -> IoResult {
-        let at = ByteRange::new(offset, self.shape.slice_len());
-        let in_cluster = self.shape.cluster_len() - 1;
-        let is_aligned = offset & in_cluster == (slice * self.shape.slice_len()) & in_cluster;
-        let size = self.file.geometry().size;
-        if !is_aligned || at.checked_end().is_none_or(|end| end.get() > size.get()) {
-            tracing::error!(
-                "{}: a refcount block is said to be at {offset:#x}, outside the file or not aligned; run `larder disk check`",
-                self.name
-            );
-            return Err(self.error(Operation::Read, at, Failure::Invalid));
-        }
-        let mut bytes = AlignedBuf::zeroed(at.len.as_usize());
-        self.file.read(at.start, ReadBuf::new(&mut bytes)).await?;
-        self.refcounts.borrow_mut().load(slice, &bytes);
-        Ok(())
-    }
-
-    /// Finds the next free clusters and has the file cover them.
-    async fn open_window(&self) -> IoResult {
-        let slice_clusters = 1u64 << self.shape.refcount_slice_bits();
-        let mut searched = 0;
-        let mut cursor = self.space.borrow().cursor;
-        loop {
-            if searched > SEARCH_SLICES_MAX {
-                // The rest of the search is for the next window.
-                self.space.borrow_mut().cursor = cursor;
-                let end = self.space.borrow().untouched;
-                if cursor < end {
-                    return self.open_window_at(end).await;
-                }
-            }
-            let found = self.refcounts.borrow().space(cursor, slice_clusters);
-            match found {
-                Known::Absent(slice, offset) => {
-                    searched += 1;
-                    self.load_refcounts(slice, offset).await?;
-                }
-                Known::Is(Found::Full(next)) => cursor = next,
-                Known::Is(Found::NoBlock | Found::Free(..)) => {
-                    let opened = self.open_window_at(cursor).await;
-                    if opened.is_ok() {
-                        let mut space = self.space.borrow_mut();
-                        space.cursor = space.window.end;
-                    }
-                    return opened;
-                }
-            }
-        }
-    }
-
-    /// Opens a window with the first free clusters from `from` on.
-    async fn open_window_at(&self, from: u64) -> IoResult {
-        let slice_clusters = 1u64 << self.shape.refcount_slice_bits();
-        let mut from = from;
-        loop {
-            let found = self.refcounts.borrow().space(from, slice_clusters);
-            match found {
-                Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
-                Known::Is(Found::Full(next)) => from = next,
-                Known::Is(Found::NoBlock) => self.add_refcount_block(self.block_of(from), from).await?,
-                Known::Is(Found::Free(first, count)) => {
-                    if !self.refcounts.borrow().is_settled(first) {
-                        // Writing it failed before.
-                        self.write_refcounts().await?;
-                    }
-                    self.secure_refcounts(first).await?;
-                    let count = self.cover(first, count).await?;
-                    self.check_free(first..first + count)?;
-                    // A commit may have given clusters back meanwhile, but taken none: only this opens windows.
-                    self.space.borrow_mut().window = first..first + count;
-                    return Ok(());
-                }
-            }
-        }
-    }
-
-    /// Has the slice with a cluster's refcount, whose block exists, have room of its own.
-    async fn secure_refcounts(&self, cluster: u64) -> IoResult {
-        let slice = cluster >> self.shape.refcount_slice_bits();
-        if self.space.borrow().secured == Some(slice) {
-            return Ok(());
-        }
-        let offset = self.refcounts.borrow().slice_offset(slice);
-        if let Some(offset) = offset {
-            let at = ByteRange::new(offset, self.shape.slice_len());
-            self.file.allocate(at).await?;
-        }
-        self.space.borrow_mut().secured = Some(slice);
-        Ok(())
-    }
-
-    /// Has the file cover up to `count` clusters from `first` on; how many it could.
-    async fn cover(&self, first: u64, count: u64) -> IoResult<u64> {
-        let bits = self.shape.cluster_bits;
-        let size = self.file.geometry().size.get();
-        if first + count > OFFSET >> bits {
-            return Err(self.no_space());
-        }
-        let needed = (first + count) << bits;
-        if needed <= size {
-            return Ok(count);
-        }
-        // A window that reaches into the file only is enough, if it is not empty.
-        let step = (size / 4).clamp(1 << bits, GROWTH_MAX.max(1 << bits));
-        let at_least = (first + 1) << bits;
-        let wanted = needed.min(at_least.max(size + step)) >> bits << bits;
-        let grown = self.lengthen(wanted).await;
-        let covered = (self.file.geometry().size.get() >> bits)
-            .saturating_sub(first)
-            .min(count);
-        match grown {
-            _ if covered > 0 => Ok(covered),
-            Ok(()) => Err(self.no_space()),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Makes the file at least `size` bytes long, with an end that can be moved beside writes.
-    async fn lengthen(&self, size: u64) -> IoResult {
-        if size <= self.file.geometry().size.get() {
-            return Ok(());
-        }
-        self.file
-            .grow(ByteLen::new(size.next_multiple_of(CONTAINER_UNIT)))
-            .await
     }
 
     /// Refuses to take clusters for free that are in use whatever their refcounts say.
@@ -369,124 +312,21 @@ impl Qcow2 {
         metadata.get(at).copied().filter(|cluster| *cluster < clusters.end)
     }
 
-    fn block_of(&self, cluster: u64) -> u64 {
-        self.refcounts.borrow().block_of(cluster)
-    }
-
-    /// Makes a refcount block, in whose part of the image nothing is used yet, out of a cluster: one that it counts itself,
-    /// or one of a block that exists.
-    async fn add_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
-        if block >= self.refcounts.borrow().table().len() as u64 {
-            self.lengthen_refcount_table(block + 1).await?;
-            self.write_refcounts().await?;
-            if self.refcounts.borrow().has_block(block) {
-                return Ok(());
-            }
-        }
-        self.cover(cluster, 1).await?;
-        self.check_free(cluster..cluster + 1)?;
-        self.clear_cluster(cluster).await?;
-        let table = self.refcounts.borrow().table_at;
-        let table = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR);
-        self.file.allocate(table).await?;
-        if self.block_of(cluster) != block {
-            self.secure_refcounts(cluster).await?;
-            // So that its slice is loaded; there is no waiting until it is changed.
-            self.refcount(cluster).await?;
-        }
-        self.use_as_refcount_block(block, cluster);
-        // Before a cluster of it is used: a replay must find it.
-        self.write_refcounts().await
-    }
-
-    /// Makes a cluster of metadata read as zeros, with room of its own.
-    async fn clear_cluster(&self, cluster: u64) -> IoResult {
-        self.space.borrow_mut().touch(cluster);
-        let at = ByteRange::new(cluster << self.shape.cluster_bits, self.shape.cluster_len());
-        self.file.write_zeroes(at, ZeroFlags::default()).await
-    }
-
-    /// `cluster` is covered, cleared, and in `block`'s own part of the image.
-    fn use_as_refcount_block(&self, block: u64, cluster: u64) {
-        self.refcounts
-            .borrow_mut()
-            .add_block(block, cluster << self.shape.cluster_bits);
-        let known = self.refcounts.borrow().get(cluster);
-        if let Known::Absent(slice, _) = known {
-            // A new block reads as zeros; no need to ask the file.
-            let zeros = vec![0; self.shape.slice_len() as usize];
-            self.refcounts.borrow_mut().load(slice, &zeros);
-        }
-        self.refcounts.borrow_mut().set(cluster, 1);
-    }
-
-    /// Moves the refcount table to where it has room for `blocks` blocks at least.
-    async fn lengthen_refcount_table(&self, blocks: u64) -> IoResult {
-        let per_cluster = self.shape.cluster_len() / 8;
-        let block_bits = self.shape.refcount_block_bits();
-        let first = {
-            let refcounts = self.refcounts.borrow();
-            (refcounts.table().len() as u64) << block_bits
-        };
-        // The table lies in the first part of the image that it adds, behind that part's new blocks.
-        let mut entries = (blocks + blocks / 2).next_multiple_of(per_cluster);
-        let (new_blocks, table_clusters) = loop {
-            let table_clusters = entries / per_cluster;
-            let mut new_blocks = 1;
-            while (new_blocks + table_clusters) > new_blocks << block_bits {
-                new_blocks += 1;
-            }
-            let needed = (first >> block_bits) + new_blocks;
-            if needed <= entries {
-                break (new_blocks, table_clusters);
-            }
-            entries = needed.next_multiple_of(per_cluster);
-        };
-        if entries * 8 > REFCOUNT_TABLE_BYTES_MAX {
-            tracing::error!(
-                "{}: the image cannot grow: its refcount table is as long as it may be",
-                self.name
-            );
-            return Err(self.no_space());
-        }
-        let all = new_blocks + table_clusters;
-        self.check_free(first..first + all)?;
-        let size = (first + all) << self.shape.cluster_bits;
-        self.lengthen(size).await?;
-        for cluster in first..first + all {
-            self.clear_cluster(cluster).await?;
-        }
-        let mut refcounts = self.refcounts.borrow_mut();
-        let old = refcounts.moves_to.unwrap_or(refcounts.table_at);
-        refcounts.lengthen(entries);
-        for index in 0..new_blocks {
-            let block = (first >> block_bits) + index;
-            refcounts.add_block(block, (first + index) << self.shape.cluster_bits);
-        }
-        let zeros = vec![0; self.shape.slice_len() as usize];
-        for cluster in first..first + all {
-            if let Known::Absent(slice, _) = refcounts.get(cluster) {
-                refcounts.load(slice, &zeros);
-            }
-            refcounts.set(cluster, 1);
-        }
-        refcounts.moves_to = Some(TableAt {
-            offset: (first + new_blocks) << self.shape.cluster_bits,
-            entries,
-        });
-        self.freed.borrow_mut().push(Freed {
-            first: old.offset >> self.shape.cluster_bits,
-            count: old.entries.div_ceil(per_cluster),
-        });
-        Ok(())
-    }
-
-    /// Takes `count` clusters in a row, behind all others.
+    /// Takes `count` clusters in a row: behind all others, or inside a file that cannot grow.
     pub(crate) async fn allocate_run(&self, count: u64) -> IoResult<Allocation<'_>> {
         let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+        self.space.borrow_mut().close_window();
+        match self.allocate_run_behind(count).await {
+            Err(error) if error.failure() == Failure::NoSpace => self.take_run_inside(count).await,
+            result => result,
+        }
+    }
+
+    async fn allocate_run_behind(&self, count: u64) -> IoResult<Allocation<'_>> {
         loop {
-            // Whoever takes from the window meanwhile takes nothing of the run.
-            let first = self.space.borrow_mut().end_window();
+            let first = self.space.borrow().untouched;
+            // Before refcount blocks are made for space that the file cannot get.
+            self.cover(first, 1).await?;
             let missing = {
                 let refcounts = self.refcounts.borrow();
                 let (from, to) = (refcounts.block_of(first), refcounts.block_of(first + count - 1));
@@ -500,25 +340,8 @@ impl Qcow2 {
             }
             self.check_free(first..first + count)?;
             self.lengthen((first + count) << self.shape.cluster_bits).await?;
-            for cluster in first..first + count {
-                self.secure_refcounts(cluster).await?;
-                while let Known::Absent(slice, offset) = {
-                    let refcounts = self.refcounts.borrow();
-                    refcounts.get(cluster)
-                } {
-                    self.load_refcounts(slice, offset).await?;
-                }
-                // Behind the end of the file as it was, so free; a slice at a time, so no slice is forgotten.
-                self.refcounts.borrow_mut().set(cluster, 1);
-            }
-            self.space.borrow_mut().untouched = first + count;
-            return Ok(Allocation {
-                image: self,
-                first,
-                count,
-                reads_zero: true,
-                kept: false,
-            });
+            // Behind the end of the file as it was, so free.
+            return self.take_run(first, count, true).await;
         }
     }
 
@@ -554,7 +377,7 @@ impl Qcow2 {
         let new = self.allocate(1).await?;
         let at = ByteOffset::new(new.first << self.shape.cluster_bits);
         if old & OFFSET == 0 {
-            self.clear_cluster(new.first).await?;
+            self.clear_clusters(new.first, 1).await?;
         } else {
             // A snapshot has it too. No leaf of a table that is shared is dirty, so the image's copy is all there is.
             let mut bytes = AlignedBuf::zeroed(self.shape.cluster_len() as usize);
@@ -582,31 +405,50 @@ impl Qcow2 {
     /// Makes clusters free that nothing refers to and no request can touch any more.
     pub(crate) async fn reclaim(&self) -> IoResult {
         let _alone = self.reclaiming.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
-        let ready: Vec<Freed> = {
-            let mut released = self.released.borrow_mut();
-            let in_flight = &self.in_flight;
-            let ended = released.extract_if(.., |(epoch, _)| in_flight.has_ended(*epoch));
-            runs(ended.map(|(_, freed)| freed).collect())
+        let mut ready = Reclaiming {
+            image: self,
+            runs: {
+                let mut released = self.released.borrow_mut();
+                let in_flight = &self.in_flight;
+                let ended = released.extract_if(.., |(epoch, _)| in_flight.has_ended(*epoch));
+                runs(ended.map(|(_, freed)| freed).collect())
+            },
+            failed: Vec::new(),
         };
-        for (index, freed) in ready.iter().enumerate() {
-            let mut left = *freed;
-            if let Err(error) = self.reclaim_run(&mut left).await {
-                // What is left is tried again, or leaks.
-                let rest = std::iter::once(&left).chain(&ready[index + 1..]);
-                self.released.borrow_mut().extend(rest.map(|freed| (0, *freed)));
-                return Err(error);
+        // From the beginning of the image on.
+        ready.runs.reverse();
+        let mut slice = WorkSlice::new(STEPS_PER_SLICE);
+        let mut result = Ok(());
+        while let Some(run) = ready.runs.last_mut() {
+            let Err(error) = self.reclaim_run(run, &mut slice).await else {
+                ready.runs.pop();
+                continue;
+            };
+            // Those whose refcounts cannot be read fail no others.
+            let beyond = ((run.first >> self.shape.refcount_slice_bits()) + 1) << self.shape.refcount_slice_bits();
+            let failed = run.take_before(beyond);
+            ready.failed.push(failed);
+            result = Err(error);
+            if ready.failed.len() >= RECLAIM_FAILURES_MAX {
+                break;
             }
         }
-        Ok(())
+        result
     }
 
     /// Makes a run of clusters free; what is left of it if that fails. What nobody else uses is punched out of the file
     /// together, because a file system frees whole blocks only, and one cluster may be less.
-    async fn reclaim_run(&self, run: &mut Freed) -> IoResult {
+    async fn reclaim_run(&self, run: &mut Freed, slice: &mut WorkSlice) -> IoResult {
         while run.count > 0 {
             let mut unshared = 0;
-            while unshared < run.count && self.refcount(run.first + unshared).await? == 1 {
-                unshared += 1;
+            while unshared < run.count {
+                match self.refcount(run.first + unshared).await {
+                    Ok(1) => unshared += 1,
+                    // Those before it come first.
+                    Err(error) if unshared == 0 => return Err(error),
+                    _ => break,
+                }
+                slice.did(1).await;
             }
             let bits = self.shape.cluster_bits;
             let size = self.file.geometry().size.get();
@@ -620,32 +462,50 @@ impl Qcow2 {
                 self.reclaim_cluster(run.first).await?;
                 run.first += 1;
                 run.count -= 1;
+                slice.did(1).await;
             }
         }
         Ok(())
     }
 
-    /// Does what `attempt` does, once more if there was no room and some could be made: what was freed before, and had
-    /// not been given back yet.
+    /// Makes an attempt, again as long as it finds no room and freed clusters could be given back meanwhile. Requests
+    /// under way are waited for, so the caller is not counted as one and holds nothing that one could need.
     pub(crate) async fn with_room(&self, attempt: impl AsyncFn() -> IoResult) -> IoResult {
-        let before = self.space.borrow().reclaimed;
-        match attempt().await {
-            Err(error) if error.failure() == Failure::NoSpace => {
-                let made = self.make_room().await;
-                match made.is_ok() && self.space.borrow().reclaimed != before {
-                    true => attempt().await,
-                    false => Err(error),
-                }
+        let mut tries = 0;
+        loop {
+            let (reclaimed, refusals) = {
+                let space = self.space.borrow();
+                (space.reclaimed, space.refusals)
+            };
+            let error = match attempt().await {
+                Err(error) if error.failure() == Failure::NoSpace => error,
+                result => return result,
+            };
+            // It may fail for some clusters and give others back.
+            let _ = self.make_room(reclaimed).await;
+            if self.space.borrow().reclaimed == reclaimed {
+                return Err(error);
             }
-            result => result,
+            // Other requests may be faster to take the clusters. A full file system is tried once more only.
+            tries += 1;
+            let is_full = self.space.borrow().refusals == refusals;
+            if tries > TRIES_MAX || (is_full && tries > 1) {
+                return Err(error);
+            }
         }
     }
 
-    async fn make_room(&self) -> IoResult {
-        if !self.freed.borrow().is_empty() {
+    /// Gives freed clusters back, until more than `reclaimed` have been since the image was opened, or none is left.
+    async fn make_room(&self, reclaimed: u64) -> IoResult {
+        if !self.freed.borrow().is_empty() || self.commits.is_running() {
             self.commit().await?;
         }
-        self.reclaim().await
+        let result = self.reclaim().await;
+        if self.space.borrow().reclaimed == reclaimed && !self.released.borrow().is_empty() {
+            self.in_flight.drained().await;
+            return self.reclaim().await;
+        }
+        result
     }
 
     /// How often a cluster is used.
@@ -691,7 +551,7 @@ mod tests {
 
     #[test]
     fn nothing_is_taken_from_where_an_entry_leads_on() {
-        let mut space = Space::new(10);
+        let mut space = Space::new(10 << 16, 10);
         space.window = 10..20;
         space.lose(15);
         space.lose(13);

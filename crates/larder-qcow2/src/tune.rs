@@ -131,6 +131,7 @@ mod tests {
             extended: false,
             refcount_order: 4,
             version: 3,
+            data_file: false,
         };
         Advice::of(shape, size)
     }

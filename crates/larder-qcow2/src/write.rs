@@ -20,8 +20,8 @@ use crate::space::{Allocation, Freed};
 enum Treatment {
     /// A new host cluster; with the guest's other data of the cluster copied, if the old one had some.
     Move { copies: bool },
-    /// The host cluster that it has: some of its parts are zero or unallocated.
-    Fill,
+    /// The host cluster that it has, at this offset: some of its parts are zero or unallocated.
+    Fill { host: u64 },
 }
 
 /// Where, in a buffer of two clusters, that which surrounds a write is put: as in its cluster, the first cluster's in
@@ -75,16 +75,21 @@ impl Qcow2 {
         self.before_change().await.map_err(failed)?;
         let write = async || {
             let _counted = self.in_flight.counted();
-            let mut rest = range;
-            while !rest.is_empty() {
-                let part = buffer.skip((rest.start - range.start).as_usize());
-                let done = self.write_some(rest, part).await?;
-                rest = ByteRange::between(rest.start + done.len, range.end());
-            }
-            Ok(())
+            self.write_pieces(range, buffer).await
         };
         self.with_room(write).await.map_err(failed)?;
         self.after_change(flags.fua).await.map_err(failed)
+    }
+
+    /// Writes `range` for a request that is counted as under way.
+    pub(crate) async fn write_pieces(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult {
+        let mut rest = range;
+        while !rest.is_empty() {
+            let part = buffer.skip((rest.start - range.start).as_usize());
+            let done = self.write_some(rest, part).await?;
+            rest = ByteRange::between(rest.start + done.len, range.end());
+        }
+        Ok(())
     }
 
     /// Writes the beginning of `range`; what was written, which may be nothing if others were faster.
@@ -126,15 +131,14 @@ impl Qcow2 {
     /// What to do with a cluster; `None` if it can be written in place, or makes no sense.
     fn treatment(&self, entry: Entry) -> Option<Treatment> {
         let shape = self.shape;
-        let contents = || (0..shape.parts()).map(|part| entry.content(shape, part, self.data_file.is_some()));
+        let contents = || (0..shape.parts()).map(|part| entry.content(shape, part));
         if contents().any(|content| content == Content::Corrupt) {
             return None;
         }
-        let has_host = entry.host().is_some() || (self.data_file.is_some() && entry.is_copied());
-        if has_host && entry.is_copied() {
+        if let Some(host) = entry.host(shape).filter(|_| entry.is_copied()) {
             return contents()
                 .any(|content| content != Content::Data)
-                .then_some(Treatment::Fill);
+                .then_some(Treatment::Fill { host });
         }
         Some(Treatment::Move {
             copies: contents().any(|content| matches!(content, Content::Data | Content::Compressed)),
@@ -155,19 +159,19 @@ impl Qcow2 {
             return Err(self.corrupt_entry(Operation::Write, range, piece.entry));
         };
         let alike = match treatment {
-            Treatment::Fill => 1,
+            Treatment::Fill { .. } => 1,
             Treatment::Move { .. } => self.count_alike(first, clusters, treatment),
         };
         let _room = self.journal_room(alike).await?;
         self.own_table(first >> shape.table_bits()).await?;
-        let (target, allocation) = self.target(piece.entry, first, alike, treatment).await?;
+        let (target, allocation) = self.target(first, alike, treatment).await?;
         let count = allocation.as_ref().map_or(alike, |allocation| allocation.count);
         let reads_zero = allocation.as_ref().is_some_and(|allocation| allocation.reads_zero);
 
         let span = ByteRange::new(first << shape.cluster_bits, count << shape.cluster_bits);
         let part = match treatment {
             // Other parts of the cluster may be written in place meanwhile.
-            Treatment::Fill => range.intersection(ByteRange::new(range.start.get(), piece.len)),
+            Treatment::Fill { .. } => range.intersection(ByteRange::new(range.start.get(), piece.len)),
             Treatment::Move { .. } => range,
         };
         let part = part.intersection(span);
@@ -209,15 +213,9 @@ impl Qcow2 {
     }
 
     /// The host offset for clusters from `first` on, and what was allocated for it.
-    async fn target(
-        &self,
-        entry: Entry,
-        first: u64,
-        most: u64,
-        treatment: Treatment,
-    ) -> IoResult<(u64, Option<Allocation<'_>>)> {
-        if treatment == Treatment::Fill {
-            return Ok((entry.word & crate::entry::OFFSET, None));
+    async fn target(&self, first: u64, most: u64, treatment: Treatment) -> IoResult<(u64, Option<Allocation<'_>>)> {
+        if let Treatment::Fill { host } = treatment {
+            return Ok((host, None));
         }
         if self.data_file.is_some() {
             // The guest's clusters lie in the data file as on the disk (QEMU writes it so, too).
@@ -394,7 +392,7 @@ impl Qcow2 {
                 count: last + 1 - (at.offset >> bits),
             }
         } else {
-            match first.host() {
+            match first.host(self.shape) {
                 Some(host) if self.data_file.is_none() => Freed {
                     first: host >> bits,
                     count: run,

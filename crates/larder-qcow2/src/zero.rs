@@ -3,13 +3,23 @@
 //! What a discarded cluster holds afterwards: zeros. Behind a backing file that takes a zero cluster, which version 2
 //! does not have; such an image keeps what it has.
 
+use larder_block::event_loop::WorkSlice;
 use larder_block::range_lock::Mode;
-use larder_block::{
-    AlignedBuf, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, WriteBuf, WriteFlags, ZeroFlags,
-};
+use larder_block::{AlignedBuf, ByteOffset, ByteRange, Failure, IoError, IoResult, Operation, WriteBuf, ZeroFlags};
 
 use crate::device::{Piece, Qcow2};
-use crate::entry::{ALL_ALLOCATED, Content, Entry, OFFSET};
+use crate::entry::{ALL_ALLOCATED, Content, Entry};
+
+/// Other tasks run after so many leaves of the map at most.
+const LEAVES_PER_SLICE: u64 = 8;
+
+/// L1 entries that lead nowhere, and single clusters, cost so much less than a leaf.
+const SHORT_STEPS_PER_LEAF: u64 = 128;
+
+/// Divides work on a long range: a step is a cluster or an L1 entry, and a leaf is [`SHORT_STEPS_PER_LEAF`].
+fn work_slice() -> WorkSlice {
+    WorkSlice::new(LEAVES_PER_SLICE * SHORT_STEPS_PER_LEAF)
+}
 
 /// What is wanted of a range of whole clusters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,19 +50,26 @@ impl Qcow2 {
             return Ok(());
         }
         self.before_change().await.map_err(failed)?;
-        let _counted = self.in_flight.counted();
         if self.data_file.is_some() {
+            let _counted = self.in_flight.counted();
             return self.discard_data(range).await.map_err(failed);
         }
-        let whole = self.whole_clusters(range);
-        self.unmap(whole, Want::Discard).await.map_err(failed)?;
+        // It may need an L2 table of its own.
+        let discard = async || {
+            let _counted = self.in_flight.counted();
+            let whole = self.whole_clusters(range);
+            self.unmap(whole, Want::Discard).await.map(drop)
+        };
+        self.with_room(discard).await.map_err(failed)?;
         self.after_change(false).await.map_err(failed)
     }
 
     /// In a data file the guest's clusters keep their places.
     async fn discard_data(&self, range: ByteRange) -> IoResult {
+        let mut slice = work_slice();
         let mut rest = range;
         while !rest.is_empty() {
+            slice.did(1).await;
             let piece = self.find(rest).await?;
             let size = self.data().geometry().size.get();
             let len = piece.len.min(size.saturating_sub(piece.host));
@@ -96,14 +113,16 @@ impl Qcow2 {
     async fn write_zero_data(&self, range: ByteRange) -> IoResult {
         let unit = self.shape.cluster_len();
         let mut zeros: Option<AlignedBuf> = None;
+        let mut slice = work_slice();
         let mut rest = range;
         while !rest.is_empty() {
+            slice.did(1).await;
             let cluster_end = ByteOffset::new(rest.start.align_down(unit).get() + unit);
             let part = rest.intersection(ByteRange::between(rest.start, cluster_end));
             if !self.reads_as_zeros(part).await? {
                 let zeros = zeros.get_or_insert_with(|| AlignedBuf::zeroed(unit as usize));
                 let zeros = &zeros[..part.len.as_usize()];
-                self.write_steps(part, WriteBuf::new(zeros), WriteFlags::NONE).await?;
+                self.write_pieces(part, WriteBuf::new(zeros)).await?;
             }
             rest = ByteRange::between(part.end(), rest.end());
         }
@@ -114,16 +133,15 @@ impl Qcow2 {
     async fn unmap(&self, range: ByteRange, want: Want) -> IoResult<Vec<ByteRange>> {
         let shape = self.shape;
         let mut left = Vec::new();
+        let mut slice = work_slice();
         let mut rest = range;
         while !rest.is_empty() {
-            let table = rest.start.get() / shape.table_span();
-            let table_end = ByteOffset::new((table + 1) * shape.table_span());
-            let in_table = rest.intersection(ByteRange::between(rest.start, table_end));
-            if self.l1.borrow()[table as usize] & OFFSET == 0 && self.backed(in_table).is_empty() {
-                // Nothing there.
-                rest = ByteRange::between(in_table.end(), rest.end());
+            if let Some(unmapped) = self.without_table(rest).filter(|part| self.backed(*part).is_empty()) {
+                rest = ByteRange::between(unmapped.end(), rest.end());
+                slice.did(1).await;
                 continue;
             }
+            slice.did(SHORT_STEPS_PER_LEAF).await;
             let leaf_span = shape.cluster_len() << shape.leaf_bits();
             let leaf_end = ByteOffset::new(rest.start.align_down(leaf_span).get() + leaf_span);
             let part = rest.intersection(ByteRange::between(rest.start, leaf_end));
@@ -152,7 +170,7 @@ impl Qcow2 {
                 Change::Nothing => {}
                 Change::To(entry) => {
                     let (first, count) = (at.start.get() >> shape.cluster_bits, clusters_of(shape, at));
-                    if entry.host().is_none() {
+                    if entry.host(shape).is_none() {
                         self.free_host(piece.entry, count);
                     }
                     self.set_entries(first, count, entry);
@@ -204,8 +222,8 @@ impl Qcow2 {
         };
         let at = range.intersection(ByteRange::new(range.start.get(), (count as u64) << shape.cluster_bits));
         let piece = Piece {
-            content: entry.content(shape, 0, self.data_file.is_some()),
-            host: entry.word & OFFSET,
+            content: entry.content(shape, 0),
+            host: entry.host(shape).unwrap_or(0),
             len: at.len.get(),
             copied: entry.is_copied(),
             entry,
@@ -216,8 +234,7 @@ impl Qcow2 {
     /// What becomes of a run of clusters.
     fn unmapped(&self, piece: Piece, at: ByteRange, want: Want) -> Change {
         let (shape, entry) = (self.shape, piece.entry);
-        let corrupt =
-            (0..shape.parts()).any(|part| entry.content(shape, part, self.data_file.is_some()) == Content::Corrupt);
+        let corrupt = (0..shape.parts()).any(|part| entry.content(shape, part) == Content::Corrupt);
         if corrupt {
             // Left as it is, and reported when it is read.
             return match want {
@@ -226,7 +243,7 @@ impl Qcow2 {
             };
         }
         let backed = !self.backed(at).is_empty();
-        let has_host = entry.host().is_some() || (self.data_file.is_some() && piece.copied);
+        let has_host = entry.host(shape).is_some();
         let all_zero = match shape.extended && !entry.is_compressed() {
             true => {
                 let zero = (entry.bitmap >> 32) as u32;
@@ -235,12 +252,13 @@ impl Qcow2 {
             }
             false => piece.content == Content::Zero || (piece.content == Content::Unallocated && !backed),
         };
-        if self.data_file.is_some() {
-            return match all_zero {
-                true => Change::Nothing,
-                false if has_host => Change::InPlace,
-                false => Change::Write,
-            };
+        // Zeroed in place, a subcluster that is not allocated would still be the backing file's.
+        let zeroed = match piece.content == Content::Data && (!shape.extended || entry.bitmap == ALL_ALLOCATED) {
+            true => Change::InPlace,
+            false => Change::Write,
+        };
+        if shape.data_file {
+            return if all_zero { Change::Nothing } else { zeroed };
         }
         if all_zero && (!has_host || want == Want::Keep) {
             return Change::Nothing;
@@ -256,10 +274,7 @@ impl Qcow2 {
         }
         // A zero flag on a host cluster would hide writes into it that are still under way, until the next write
         // removes the flag.
-        match piece.content == Content::Data && (!shape.extended || entry.bitmap == ALL_ALLOCATED) {
-            true => Change::InPlace,
-            false => Change::Write,
-        }
+        zeroed
     }
 }
 

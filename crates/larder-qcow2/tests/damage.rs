@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use larder_block::backend::simulated::{Latency, Medium, Options, SimulatedDevice};
-use larder_block::{BlockDevice, ByteLen, ByteOffset, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags};
+use larder_block::{BlockDevice, ByteLen, ByteOffset, Failure, IoResult, Loop, ReadBuf, WriteBuf, WriteFlags};
 use larder_qcow2::shape::Shape;
 use larder_qcow2::{OpenError, OpenOptions, Others, Qcow2};
 
@@ -15,6 +15,7 @@ const SHAPE: Shape = Shape {
     extended: false,
     refcount_order: 6,
     version: 3,
+    data_file: false,
 };
 
 struct Kit {
@@ -187,4 +188,25 @@ fn a_refcount_block_that_is_not_in_the_file_fails_writes_only() {
         assert_eq!(kit.read(&*image, 0, 512), [0; 512]);
         assert!(kit.write(&image, 0, 512, 1).is_err());
     }
+}
+
+#[test]
+fn growth_over_corrupt_entry_is_refused() {
+    let kit = Kit::new(16 << 10);
+    let image = kit.open().expect("it is sound");
+    kit.write(&image, 0, 512, 1).expect("it is written");
+    kit.close(image);
+    let l2 = kit.word(kit.l1()) & !COPIED;
+    // Past the end of the disk, at no multiple of the cluster size.
+    kit.set_word(l2 + 40 * 8, COPIED | ((3 << 9) + 256));
+    let image = kit.open().expect("the damage is in a table");
+    let error = kit
+        .on
+        .block_on(image.grow(ByteLen::kib(32)))
+        .expect_err("it is corrupt");
+    assert_eq!(error.failure(), Failure::Invalid);
+    assert_eq!(image.geometry().size, ByteLen::kib(16));
+    assert_eq!(kit.read(&*image, 0, 512), [1; 512]);
+    kit.close(image);
+    assert_eq!(kit.word(24), 16 << 10);
 }

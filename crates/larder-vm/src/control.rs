@@ -22,8 +22,8 @@ mod subject;
 pub mod wishes;
 
 pub use client::{
-    Change, FetchError, cancel_migration, change_disk, detach_memory, fetch_disks, fetch_hot, fetch_memory,
-    fetch_migration, fetch_server, is_hung_up, limit_memory, limit_migration, move_vm, reload, warm_disk,
+    Change, FetchError, cancel_detach, cancel_migration, change_disk, detach_memory, fetch_disks, fetch_hot,
+    fetch_memory, fetch_migration, fetch_server, is_hung_up, limit_memory, limit_migration, move_vm, reload, warm_disk,
 };
 pub use server::{ControlError, ControlServer, ControlSocket};
 pub use subject::{MoveOn, MoveReply, Reload, ReloadReply, Subject};
@@ -51,6 +51,9 @@ const MEMORY_PATH: &str = "/v1/memory";
 
 /// Where it is let go of.
 const DETACH_PATH: &str = "/v1/memory/detach";
+
+/// The path that cancels a detach.
+const CANCEL_DETACH_PATH: &str = "/v1/memory/detach/cancel";
 
 /// Where the VM that is moved is told of, and its limits are changed.
 const MIGRATION_PATH: &str = "/v1/migration";

@@ -189,11 +189,13 @@ impl Disk {
 }
 
 fn serve(
-    config: DiskConfig,
+    mut config: DiskConfig,
     stop: &Latch<Stop>,
     inquiries: Inquiries,
     report: &mpsc::Sender<Opened>,
 ) -> Result<(), DiskError> {
+    // Clients of NBD may ask for any bytes. Guests' requests pass through the same layer, which keeps the two apart.
+    config.options.single_bytes = config.exports.nbd.is_some();
     let on = Loop::new(config.poll_max).map_err(DiskError::Uring)?;
     on.block_on(async {
         let image = match config.moves {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use larder_block::event_loop::{JoinHandle, Listener, Socket, SocketAddress};
-use larder_block::nbd::NbdUri;
+use larder_block::nbd::{ExportDescription, NbdUri};
 use larder_block::tls::{ServerTls, TlsError};
 use larder_block::{BlockDevice, Loop};
 use larder_export::activity::Activity;
@@ -45,6 +45,8 @@ pub struct NbdAt {
     pub uri: NbdUri,
     /// Serve other hosts without TLS all the same.
     pub insecure: bool,
+    /// The export's description, for people; may be empty.
+    pub description: ExportDescription,
 }
 
 /// What a disk is served as.
@@ -233,6 +235,7 @@ impl Exports {
     ) -> Result<(), ExportError> {
         let options = NbdServerOptions {
             export: at.uri.export.clone(),
+            description: at.description.to_string(),
             clients: Some(Rc::clone(clients)),
             activity: Some(Rc::clone(activity)),
             tls: server_tls(&at.uri)?,

@@ -1,12 +1,9 @@
 //! What a user calls a disk: a path or an NBD URI, and how it is opened as a stack of layers.
 
-use std::ffi::OsStr;
-use std::fmt;
 use std::io::Read;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -17,7 +14,7 @@ use larder_block::event_loop::SocketAddress;
 use larder_block::filter::align::{Align, AlignOptions};
 use larder_block::filter::keep_space::KeepSpace;
 use larder_block::filter::throttle::{LimitError, Limits, Throttle};
-use larder_block::nbd::{NbdUri, NbdUriError};
+use larder_block::nbd::NbdUri;
 use larder_block::{BlockDevice, ByteLen, Geometry, Loop};
 use larder_prefetch::Prefetch;
 pub use larder_prefetch::PrefetchOptions;
@@ -25,6 +22,7 @@ pub use larder_qcow2::METADATA_MEMORY_DEFAULT;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+mod address;
 mod cache;
 mod cache_note;
 mod cache_place;
@@ -33,11 +31,14 @@ mod cache_wish;
 mod chain;
 mod disk_id;
 mod file_handle;
+mod host_clock;
 pub mod journal;
 mod open_cache;
 mod prefetch_memory;
 mod replaced;
 
+pub(crate) use address::driver_in;
+pub use address::{ImageAddress, ImageAddressError};
 pub use cache::CacheError;
 pub(crate) use cache::{absolute, random};
 pub use cache_note::state_folder;
@@ -52,83 +53,11 @@ pub use cache_wish::{
     CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_LINE_DEFAULT, CACHE_MODES, CacheOptions, CacheWish, CacheWishError,
     cache_mode_name, cache_mode_words, parse_cache_endurance, parse_cache_line, parse_cache_mode,
 };
-pub use chain::{beside, is_same, probe};
+pub use chain::{is_same, probe};
 /// What a cache does with writes.
 pub use larder_cache::Mode as CacheMode;
 pub use open_cache::OpenCache;
 pub use prefetch_memory::{PrefetchMemory, PrefetchMemoryError, PrefetchWish, PrefetchWishError, parse_prefetch_len};
-
-/// Where a disk's bytes are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ImageAddress {
-    /// A file or a block device.
-    Path(PathBuf),
-    /// An export of an NBD server.
-    Nbd(NbdUri),
-}
-
-/// Why a text is not an image.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum ImageAddressError {
-    #[error(transparent)]
-    Nbd(#[from] NbdUriError),
-    #[error(
-        "'{0}': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it"
-    )]
-    UnknownScheme(String),
-    #[error("the image's name is empty")]
-    Empty,
-}
-
-impl FromStr for ImageAddress {
-    type Err = ImageAddressError;
-
-    fn from_str(text: &str) -> Result<Self, ImageAddressError> {
-        if text.is_empty() {
-            return Err(ImageAddressError::Empty);
-        }
-        let looks_like_nbd = |prefix: &&str| {
-            text.get(..prefix.len())
-                .is_some_and(|head| head.eq_ignore_ascii_case(prefix))
-        };
-        if ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd:"]
-            .iter()
-            .any(looks_like_nbd)
-        {
-            return Ok(Self::Nbd(text.parse()?));
-        }
-        let scheme = text.split_once("://").map(|(scheme, _)| scheme);
-        if scheme
-            .is_some_and(|scheme| !scheme.is_empty() && scheme.chars().all(|c| c.is_ascii_alphanumeric() || c == '+'))
-        {
-            return Err(ImageAddressError::UnknownScheme(text.to_owned()));
-        }
-        Ok(Self::Path(PathBuf::from(text)))
-    }
-}
-
-impl ImageAddress {
-    /// Reads an argument; a path need not be text.
-    ///
-    /// # Errors
-    /// See [`ImageAddressError`].
-    pub fn from_argument(argument: &OsStr) -> Result<Self, ImageAddressError> {
-        match argument.to_str() {
-            Some(text) => text.parse(),
-            None => Ok(Self::Path(argument.into())),
-        }
-    }
-}
-
-impl fmt::Display for ImageAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Path(path) => path.display().fmt(f),
-            Self::Nbd(uri) => uri.fmt(f),
-        }
-    }
-}
 
 /// What an image's bytes mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -146,6 +75,15 @@ impl Format {
         [Self::Raw, Self::Qcow2]
             .into_iter()
             .find(|format| format.name() == name)
+    }
+
+    /// Returns the format of an image that QEMU opens by the driver of that name. The drivers of files, devices and exports
+    /// alone give an image's bytes as they are.
+    pub fn of_driver(name: &str) -> Option<Self> {
+        match name {
+            "file" | "host_device" | "host_cdrom" | "nbd" => Some(Self::Raw),
+            name => Self::of_name(name),
+        }
     }
 
     /// What QEMU calls it.
@@ -180,6 +118,8 @@ pub struct ImageOptions {
     pub caching: Caching,
     /// Ignore discards, so that the image stays allocated.
     pub keep_space: bool,
+    /// Accept requests for any bytes, not only for whole blocks, by a layer of its own.
+    pub single_bytes: bool,
     /// How to use an NBD server.
     pub nbd: NbdOptions,
     /// The NBD servers that it turns out to use.
@@ -223,6 +163,7 @@ impl Default for ImageOptions {
             role: Role::Image,
             caching: Caching::Auto,
             keep_space: false,
+            single_bytes: false,
             nbd: NbdOptions::default(),
             servers: Servers::default(),
             limits: Limits::NONE,
@@ -252,6 +193,8 @@ pub enum ImageError {
     Limits { image: String, source: LimitError },
     #[error(transparent)]
     Qcow2(larder_qcow2::OpenError),
+    #[error(transparent)]
+    Name(#[from] ImageAddressError),
     #[error("{image}: its backing file '{name}' cannot be opened: {source}")]
     Backing {
         image: String,
@@ -336,7 +279,7 @@ pub struct OpenImage {
 }
 
 /// Opens an image with every layer that its options call for: the backend and alignment, the format with all files that
-/// it refers to, then cache, read-ahead, discard policy and limits.
+/// it refers to, then cache, read-ahead, discard policy, single bytes and limits.
 ///
 /// # Errors
 /// See [`ImageError`].
@@ -370,6 +313,7 @@ async fn open_and_hold(
     if let Some(cache) = &cache {
         device = cache.device();
     }
+    let unkept = Rc::clone(&device);
     let prefetch = (!options.share && !options.trial).then(|| {
         let prefetch = options.prefetch.unwrap_or(PrefetchOptions::OFF);
         Prefetch::over(on, Rc::clone(&device), prefetch)
@@ -383,6 +327,10 @@ async fn open_and_hold(
     }
     if options.keep_space {
         device = Rc::new(KeepSpace::new(device));
+    }
+    if options.single_bytes {
+        // Below the switch for moves: a block read from this image is written back to this image.
+        device = Rc::new(Align::with_edges(device, unkept, AlignOptions::BYTES));
     }
     let throttle = Throttle::new(on, device, options.limits).map_err(|source| ImageError::Limits {
         image: image.to_string(),
@@ -558,6 +506,7 @@ async fn open_file(
         role: options.role.clone(),
         read_only: options.read_only,
         share: options.share,
+        exclusive: matches!(options.role, Role::CacheOf(_)),
         claim: options.claim,
         caching: options.caching,
         container,
@@ -611,7 +560,10 @@ fn recognise(path: &Path) -> Option<&'static str> {
         return None;
     }
     let mut head = [0; BEGINNING_BYTES];
-    let mut file = std::fs::File::open(path).ok()?;
+    let mut options = std::fs::File::options();
+    // It may have been exchanged by something that would be waited for.
+    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let mut file = options.read(true).custom_flags(flags).open(path).ok()?;
     let count = file.read(&mut head).ok()?;
     begins_like(&head[..count])
 }
@@ -621,23 +573,4 @@ pub fn begins_like(head: &[u8]) -> Option<&'static str> {
     let stands = |at: usize, magic: &[u8]| head.get(at..).is_some_and(|rest| rest.starts_with(magic));
     let known = MAGICS.iter().find(|(at, magic, _)| stands(*at, magic));
     known.map(|(_, _, format)| *format)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn paths_and_uris_are_told_apart() {
-        assert_eq!("/srv/a.raw".parse(), Ok(ImageAddress::Path("/srv/a.raw".into())));
-        assert_eq!("a:b".parse(), Ok(ImageAddress::Path("a:b".into())));
-        assert_eq!("./nbd://x".parse(), Ok(ImageAddress::Path("./nbd://x".into())));
-        assert!(matches!("nbd://host/x".parse(), Ok(ImageAddress::Nbd(_))));
-        assert!(matches!("NBD+unix:///?socket=/s".parse(), Ok(ImageAddress::Nbd(_))));
-        assert!(matches!(
-            "http://x/y".parse::<ImageAddress>(),
-            Err(ImageAddressError::UnknownScheme(_))
-        ));
-        assert_eq!("".parse::<ImageAddress>(), Err(ImageAddressError::Empty));
-    }
 }

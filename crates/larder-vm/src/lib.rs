@@ -11,6 +11,7 @@ pub mod libvirt;
 pub mod limits;
 pub mod listen;
 pub mod memory;
+pub mod occupied;
 pub mod run;
 pub mod runtime_folder;
 pub mod user;

@@ -1,6 +1,7 @@
 //! The memory of a VM, kept within a budget on a thread of its own.
 
 pub mod approach;
+mod qemu_ram;
 pub mod range;
 pub mod service;
 mod swap;
@@ -18,12 +19,14 @@ use larder_block::{ByteLen, Loop};
 use larder_memory::attach::{AttachError, Attached, Found};
 use larder_memory::entry::Tier;
 use larder_memory::pager;
+use larder_memory::room::common_limit;
 use larder_memory::service::{DetachError, End, Service};
 use larder_memory::target::{Options, Target, TargetError};
-use rustix::process::{DumpableBehavior, Pid, set_dumpable_behavior};
+use rustix::process::{DumpableBehavior, Pid, getpid, set_dumpable_behavior};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::control::memory::{MemoryPatch, MemoryState};
+use crate::runtime_folder::detach_ledger_folder;
 use range::{BudgetRange, RangeError};
 
 /// Inquiries that wait for the thread at most; further ones wait where they come from.
@@ -197,6 +200,7 @@ enum Inquiry {
     State(oneshot::Sender<MemoryState>),
     Limit(MemoryLimits, oneshot::Sender<Result<MemoryState, String>>),
     Detach(oneshot::Sender<Result<(), DetachError>>),
+    CancelDetach(oneshot::Sender<bool>),
 }
 
 /// What may be used.
@@ -283,11 +287,30 @@ impl MemoryInquiry {
         answer.await.ok()
     }
 
-    /// The same, for a thread that has nothing else to do.
-    pub fn detach_blocking(&self) -> Option<Result<(), DetachError>> {
+    /// Stops a detach that is under way; whether one was. `None` if it is over already.
+    pub async fn cancel_detach(&self) -> Option<bool> {
         let (reply, answer) = oneshot::channel();
-        self.0.blocking_send(Inquiry::Detach(reply)).ok()?;
+        self.0.send(Inquiry::CancelDetach(reply)).await.ok()?;
+        answer.await.ok()
+    }
+
+    /// The same, for a thread that has nothing else to do.
+    pub fn cancel_detach_blocking(&self) -> Option<bool> {
+        let (reply, answer) = oneshot::channel();
+        self.0.blocking_send(Inquiry::CancelDetach(reply)).ok()?;
         answer.blocking_recv().ok()
+    }
+
+    /// Detaches, for a thread that has nothing else to do.
+    pub fn detach_blocking(&self) -> Option<Result<(), DetachError>> {
+        self.begin_detach_blocking()()
+    }
+
+    /// Begins to detach before anything that is asked for later. Returns a function that waits for the end of it.
+    pub fn begin_detach_blocking(&self) -> impl FnOnce() -> Option<Result<(), DetachError>> + Send + use<> {
+        let (reply, answer) = oneshot::channel();
+        let sent = self.0.blocking_send(Inquiry::Detach(reply));
+        move || sent.ok().and_then(|()| answer.blocking_recv().ok())
     }
 }
 
@@ -339,18 +362,22 @@ fn serve(
 ) -> Result<End, MemoryError> {
     let on = Loop::new(config.poll_max).map_err(MemoryError::Uring)?;
     on.block_on(async {
-        let options = Options::default();
+        let options = Options {
+            ram_of: qemu_ram::ram_files,
+            ..Options::default()
+        };
         let target = Target::examine(config.pid, &options)?;
         let bytes: u64 = target.memories.iter().map(|memory| memory.place.bytes).sum();
         let (limit_bytes, compressed_bytes) = check_budget(bytes, config.budget, config.compressed, config.has_disk())?;
         config.range.check(bytes, limit_bytes).map_err(BudgetError::from)?;
-        let (name, cautions) = (target.name.clone(), target.cautions.clone());
+        let name = target.name.clone();
         let quarantine = config.quarantine.unwrap_or(match target.direct_io {
             true => QUARANTINE_DEFAULT,
             false => Duration::ZERO,
         });
         let (workers, started) = (target.workers(), target.started());
         let found = Found::find(target)?;
+        let cautions = found.cautions();
         swap::check_both(config.swap.as_ref(), config.slow.as_ref())?;
         let owner = swap::Owner {
             pid: config.pid.as_raw_pid().unsigned_abs(),
@@ -397,6 +424,8 @@ fn serve(
                 return Err(error);
             }
         };
+        // Before the process may be made one that cannot be dumped, whose files in /proc are root's.
+        raise_oom_score(config.pid, bytes);
         is_encrypted(&attached, config);
         let began = Began {
             name: name.clone(),
@@ -404,7 +433,11 @@ fn serve(
             stood_still: attached.stood_still,
             cautions,
         };
-        let service = Service::start(&on, attached, options).map_err(MemoryError::Uring)?;
+        let ledger = detach_ledger_folder();
+        let ledger = ledger
+            .inspect_err(|error| tracing::debug!("other pagers that detach at the same time are not known: {error}"))
+            .ok();
+        let service = Service::start(&on, attached, options, ledger).map_err(MemoryError::Uring)?;
         // The starter may have given up: then there is nobody to ask for anything, and it goes on.
         let _ = report.send(began);
         let managed = Rc::new(Managed {
@@ -425,6 +458,46 @@ fn serve(
         }
         Ok(end)
     })
+}
+
+/// Has the kernel choose this process before the one whose memory it manages when it runs out of memory: pages lose nothing
+/// by the death of a pager, and the next one takes its place. It is not chosen before others by this. `bytes` is the
+/// process's memory.
+fn raise_oom_score(pid: Pid, bytes: u64) {
+    let read = |of: &str| -> Option<i64> {
+        let text = std::fs::read_to_string(format!("/proc/{of}/oom_score_adj")).ok()?;
+        text.trim().parse().ok()
+    };
+    let total = oom_total_bytes(pid);
+    let Some(score) = read(&pid.as_raw_pid().to_string()).and_then(|of| oom_score_above(of, bytes, total)) else {
+        return;
+    };
+    if read("self").is_some_and(|own| own >= score) {
+        return;
+    }
+    if let Err(error) = std::fs::write("/proc/self/oom_score_adj", score.to_string()) {
+        tracing::warn!("if memory runs out, the kernel may kill the guest before this process: oom_score_adj: {error}");
+    }
+}
+
+/// The `oom_score_adj` with which a process of any size is chosen before one of `bytes` whose own is `of`: the kernel adds
+/// that many thousandths of `total` to the size of each process (proc_pid_oom_score_adj(5)). `None` if that one is exempt.
+fn oom_score_above(of: i64, bytes: u64, total: u64) -> Option<i64> {
+    const EXEMPT: i64 = -1000;
+    const MAX: i64 = 1000;
+    // What QEMU has besides its guest's memory, and rounding.
+    const REST: i64 = 20;
+    let size = (u128::from(bytes) * 1000).div_ceil(u128::from(total.max(1)));
+    let size = i64::try_from(size).unwrap_or(MAX).min(MAX);
+    (of > EXEMPT).then(|| (of + size + REST).min(MAX))
+}
+
+/// The memory that the kernel compares sizes with: the host's, or the smallest limit of a control group of both processes.
+fn oom_total_bytes(pid: Pid) -> u64 {
+    // SAFETY: these take no pointers.
+    let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    let host = u64::try_from(pages).unwrap_or(0) * u64::try_from(page).unwrap_or(0);
+    common_limit(pid, getpid()).map_or(host, |limit| limit.min(host))
 }
 
 /// Sees to it that the key leaves this process's memory by no core dump, and tells if it is another one's choice that holds.
@@ -465,11 +538,20 @@ impl Managed {
                     let _ = reply.send(set.map(|()| state).map_err(|error| error.to_string()));
                 }
             }
-            Inquiry::Detach(reply) => {
-                let service = Rc::clone(&self.service);
-                on.spawn(async move {
-                    let _ = reply.send(service.detach().await.map(|_| ()));
-                });
+            // Begun at once, so that a request to cancel it, which may be the next one, finds it under way.
+            Inquiry::Detach(reply) => match self.service.begin_detach() {
+                Ok(detach) => {
+                    let (service, on_loop) = (Rc::clone(&self.service), on.clone());
+                    on.spawn(async move {
+                        let _ = reply.send(service.detach(&on_loop, detach).await.map(|_| ()));
+                    });
+                }
+                Err(error) => {
+                    let _ = reply.send(Err(error));
+                }
+            },
+            Inquiry::CancelDetach(reply) => {
+                let _ = reply.send(self.service.cancel_detach());
             }
         }
     }
@@ -509,6 +591,20 @@ impl Managed {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn oom_killer_chooses_pager_before_guest() {
+        const GIB: u64 = 1 << 30;
+        for (of, bytes, expected) in [
+            (0, 4 * GIB, Some(270)),
+            (-500, 4 * GIB, Some(-230)),
+            (300, 16 * GIB, Some(1000)),
+            (0, u64::MAX, Some(1000)),
+            (-1000, 4 * GIB, None),
+        ] {
+            assert_eq!(oom_score_above(of, bytes, 16 * GIB), expected, "{of} {bytes}");
+        }
+    }
 
     proptest! {
         #[test]

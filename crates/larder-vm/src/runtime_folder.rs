@@ -53,6 +53,21 @@ pub(crate) fn memory_folder() -> PathBuf {
     }
 }
 
+/// The folder in which pagers claim memory while they detach. It is made if it is not there.
+///
+/// # Errors
+/// It cannot be made, or is not this user's alone.
+pub(crate) fn detach_ledger_folder() -> io::Result<PathBuf> {
+    let memory = memory_folder();
+    if let Some(above) = memory.parent().filter(|above| *above == runtime_folder()) {
+        make(above, 0o755)?;
+    }
+    make(&memory, 0o755)?;
+    let folder = memory.join("detaching");
+    make(&folder, 0o700)?;
+    Ok(folder)
+}
+
 /// Where the sockets are of the processes that move VMs: a folder of its own, `/run/larder-moves` for root.
 pub(crate) fn moves_folder() -> PathBuf {
     match geteuid().is_root() && is_on_tmpfs(Path::new("/run")) {

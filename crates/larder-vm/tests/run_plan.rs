@@ -150,7 +150,7 @@ fn disks_that_stay_with_qemu_keep_their_place_among_the_others() {
 
 /// Command lines with one disk that stays with QEMU, and what the line on it says: the image, the reason, and what would
 /// have it served.
-const STAYING: [(&str, &[&str]); 35] = [
+const STAYING: [(&str, &[&str]); 39] = [
     (
         "-drive file=nbd://b/c,if=virtio",
         &["disk nbd://b/c: stays", "add format=raw"],
@@ -240,6 +240,22 @@ const STAYING: [(&str, &[&str]); 35] = [
     (
         "-drive if=none,id=x,file=/b,format=raw -device {\"driver\":\"virtio-blk-pci\",\"drive\":\"x\"}",
         &["disk /b: stays", "written in JSON", "key=value"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,num-queues=65",
+        &["disk /b: stays", "queues 65", "1 to 64"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,num-queues=many",
+        &["disk /b: stays", "num-queues=many"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,queue-size=100",
+        &["disk /b: stays", "queues of 100"],
+    ),
+    (
+        "-drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,logical_block_size=1k",
+        &["disk /b: stays", "block-size 1024"],
     ),
     (
         "-device virtio-blk-pci,drive=x",
@@ -419,8 +435,32 @@ fn ram_of_unknown_size_is_refused() {
         let result = try_plan(&format!("{line} {DRIVE}"), &[]);
         assert!(matches!(result, Err(PlanError::RamSize { .. })), "{result:?}");
     }
-    let result = try_plan(&format!("qemu-system-ppc64 {DRIVE}"), &[]);
+    // QEMU knows the size; a disk of `--disk` is more than QEMU alone would do.
+    let line = format!("qemu-system-ppc64 {DRIVE}");
+    let plan = planned(&line);
+    assert_eq!(command_line(&plan.qemu), command_line(&words(&line)));
+    assert!(is_change(&plan, &["disk /a: stays with QEMU", "say it with -m"]));
+    let extra = [parse_disk("/x.raw").expect("is right")];
+    let result = try_plan("qemu-system-ppc64", &extra);
     assert_eq!(result, Err(PlanError::NoRamSize));
+}
+
+/// The device and the server of a disk agree on its queues, in whichever way QEMU lets their numbers be written.
+#[test]
+fn server_has_queues_of_its_device() {
+    for (given, queues, queue_size) in [
+        ("num-queues=0x10", Some(16), 256),
+        ("num-queues=65535", None, 256),
+        ("queue-size=0x80,num-queues=1,num-queues=3", Some(3), 128),
+    ] {
+        let line = format!("kvm -drive if=none,id=x,file=/b,format=raw -device virtio-blk-pci,drive=x,{given}");
+        let plan = planned(&line);
+        let disk = &plan.disks[0].disk;
+        assert_eq!((disk.queues, disk.queue_size), (queues, Some(queue_size)), "{given}");
+        let queues = queues.map_or(String::new(), |queues| format!("num-queues={queues},"));
+        let device = format!(",{queues}queue-size={queue_size} ");
+        assert!(command_line(&plan.qemu).contains(&device), "{given}: {:?}", plan.qemu);
+    }
 }
 
 #[test]
@@ -528,6 +568,31 @@ proptest! {
         let plan = plan(&command, &[], &setting(QemuVersion(7, 2))).expect("can be planned");
         let added = words(&format!("{} {RAM}", disk(0, "queue-size=256")));
         prop_assert_eq!(plan.qemu, [program, before, after, added].concat());
+    }
+
+    #[test]
+    fn server_accepts_every_planned_disk(
+        properties in prop::collection::vec(
+            ("num-queues|queue-size|logical_block_size|serial|share-rw",
+             "[0-9]{1,6}|0x[0-9a-f]{1,5}|[a-z0-9-]{1,40}|on|off|4k|512|1024|4096|256"),
+            0..4,
+        ),
+        limits in prop::collection::vec(("iops|iops_rd|iops_max|bps|bps_wr_max|iops_size", "[0-9]{1,18}|1k|x"), 0..3),
+    ) {
+        let list = |pairs: Vec<(String, String)>| pairs
+            .into_iter()
+            .map(|(key, value)| format!(",{key}={value}"))
+            .collect::<String>();
+        let (properties, limits) = (list(properties), list(limits));
+        let line = format!(
+            "kvm -drive if=none,id=x,file=/b,format=raw{limits} -device virtio-blk-pci,drive=x{properties}"
+        );
+        let plan = planned(&line);
+        for planned in &plan.disks {
+            prop_assert_eq!(planned.disk.check(), Ok(()));
+            prop_assert!(planned.disk.image_options().is_ok());
+        }
+        prop_assert!(!plan.disks.is_empty() || is_change(&plan, &["disk /b: stays with QEMU: "]));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use larder_block::Loop;
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
 use larder_vm::image::journal::{LeftBehind, left_behind};
-use larder_vm::image::{Format, ImageAddress, beside, dirty_caches, is_same};
+use larder_vm::image::{Format, ImageAddress, dirty_caches, is_same};
 
 use crate::cli::FormatName;
 use crate::disk_image::{self, Sharing};
@@ -42,12 +42,13 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
     let mut layers: Vec<Layer> = Vec::new();
     let (mut above, mut name, mut format) = (top.clone(), header.backing_file.clone(), header.backing_format.clone());
     while let Some(backing) = name.take() {
-        let image = beside(&above, &backing);
-        let named = match format.as_deref() {
-            Some("raw") => Some(FormatName::Raw),
-            Some("qcow2") => Some(FormatName::Qcow2),
-            _ => None,
+        let address = ImageAddress::beside(&above, &backing);
+        let named = match format.as_deref().and_then(Format::of_driver) {
+            Some(Format::Raw) => Some(FormatName::Raw),
+            Some(Format::Qcow2) => Some(FormatName::Qcow2),
+            None => None,
         };
+        let image = address.clone().unwrap_or_else(|_| ImageAddress::Path(backing.into()));
         let mut layer = Layer {
             format: format.take().unwrap_or_else(|| "not named".to_owned()),
             virtual_size: None,
@@ -57,8 +58,10 @@ pub(crate) async fn backing_files(on: &Loop, top: &ImageAddress, header: &Header
             trouble: None,
             image,
         };
-        let seen = layers.iter().map(|layer| &layer.image).chain([top]);
-        layer.trouble = if seen.into_iter().any(|seen| is_same(seen, &layer.image)) {
+        let is_seen = is_same(top, &layer.image) || layers.iter().any(|seen| is_same(&seen.image, &layer.image));
+        layer.trouble = if let Err(error) = address {
+            Some(error.to_string())
+        } else if is_seen {
             Some("it is already in this chain, which has no end and cannot be opened; `qemu-img rebase -u` can name another backing file".to_owned())
         } else if layers.len() >= CHAIN_MAX {
             Some(format!(

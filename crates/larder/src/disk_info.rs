@@ -162,7 +162,7 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     if let Some(line) = left_line(&qcow2.left) {
         lines.line("journal", line);
     }
-    if header.has_data_file {
+    if header.shape.data_file {
         let raw = match header.autoclear & AUTOCLEAR_RAW_DATA {
             0 => "",
             _ => " (a raw image of the disk)",
@@ -292,7 +292,7 @@ fn qcow2_json(all: &mut Value, info: &Info, qcow2: &Qcow2Info) {
         data["corrupt"] = header.corrupt.into();
         data["extended-l2"] = header.shape.extended.into();
     }
-    if header.has_data_file {
+    if header.shape.data_file {
         data["data-file"] = header.data_file.clone().into();
         data["data-file-raw"] = (header.autoclear & AUTOCLEAR_RAW_DATA != 0).into();
     }

@@ -12,7 +12,7 @@ use larder_block::backend::image_lock::{Claim, LockError};
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::event_loop::SocketAddress;
 use larder_block::filter::throttle::Limits;
-use larder_export::vhost_user::{Stop, VhostUserOptions};
+use larder_export::vhost_user::{Serial, Stop, VhostUserOptions};
 use larder_qcow2::OpenError as Qcow2Error;
 use larder_qcow2::header::HeaderError;
 use larder_vm::control::{ControlServer, Subject};
@@ -35,11 +35,15 @@ pub(crate) fn run(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let (pidfile, control) = (arguments.pidfile.clone(), arguments.control.clone());
+    let serial_note = Serial::note_on(&arguments.serial);
     let config = config_of(arguments)?;
     if config.exports.is_empty() {
         bail!("nothing to serve on: give --socket PATH (vhost-user-blk), --nbd URI, or both");
     }
     refuse_same_places(&config, control.as_deref(), pidfile.as_deref())?;
+    if let Some(note) = serial_note {
+        tracing::info!("{note}");
+    }
     let signals = crate::signals::block()?;
     let pidfile = pidfile.as_deref().map(pid_file::prepare).transpose()?;
     let (image, options) = (config.image.clone(), config.options.clone());
@@ -130,12 +134,13 @@ fn config_of(arguments: ServeArguments) -> anyhow::Result<DiskConfig> {
             vhost_user: VhostUserOptions {
                 queues: arguments.queues,
                 queue_size: arguments.queue_size,
-                serial: arguments.serial,
+                serial: Serial::of(&arguments.serial),
                 block_size: arguments.block_size,
             },
             nbd: arguments.nbd.map(|uri| NbdAt {
                 uri,
                 insecure: arguments.nbd_insecure,
+                description: arguments.nbd_description,
             }),
             ..ExportsConfig::default()
         },

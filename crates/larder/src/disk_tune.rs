@@ -63,7 +63,7 @@ async fn measure(on: &Loop, file: Rc<dyn BlockDevice>, header: &Header, advice: 
     }
     // No data is read, so it does not matter where that is.
     let others = Others {
-        data_file: header.has_data_file.then(|| Rc::clone(&file)),
+        data_file: header.shape.data_file.then(|| Rc::clone(&file)),
         backing: None,
     };
     let options = OpenOptions {
@@ -102,7 +102,7 @@ fn libvirt(bytes: u64) -> String {
 
 /// QEMU's releases before 3.1 cannot open it.
 fn is_too_new(header: &Header) -> bool {
-    header.shape.extended || header.has_data_file || header.compression != Compression::Zlib
+    header.shape.extended || header.shape.data_file || header.compression != Compression::Zlib
 }
 
 fn text(tuned: &Tuned) -> String {

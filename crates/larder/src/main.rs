@@ -30,6 +30,7 @@ mod status;
 mod top;
 mod vm;
 
+use larder_block::printable_lines;
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -49,6 +50,7 @@ const EXIT_NEGATIVE: u8 = 1;
 fn main() -> ExitCode {
     // Started as /proc/self/exe it would be called `exe` in lists of processes. Without it all else works.
     let _ = rustix::thread::set_name(c"larder");
+    signals::fail_writes_past_size_limit();
     let cli = Cli::try_parse().unwrap_or_else(|error| cli::name_what_is_no_text(run::explain(error)).exit());
     let (filter, wrong) = log::filter();
     tracing_subscriber::registry()
@@ -89,20 +91,7 @@ fn main() -> ExitCode {
 
 fn report(error: &anyhow::Error) {
     // Nobody may be listening; the exit code tells.
-    let _ = writeln!(std::io::stderr(), "larder: {}", printable(&message(error)));
-}
-
-/// Without what a terminal would take for commands: parts of it may be another host's, a file's or a peer's words.
-fn printable(text: &str) -> String {
-    let mut shown = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '\n' | '\t' => shown.push(letter),
-            letter if letter.is_control() => shown.extend(letter.escape_default()),
-            letter => shown.push(letter),
-        }
-    }
-    shown
+    let _ = writeln!(std::io::stderr(), "larder: {}", printable_lines(&message(error)));
 }
 
 /// The error and its causes, those left out that the text names already.

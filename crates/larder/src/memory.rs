@@ -4,8 +4,8 @@ mod service;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use larder_block::ByteLen;
@@ -14,8 +14,11 @@ use larder_memory::service::DetachError;
 use larder_memory::target::pid_of_qmp;
 use larder_vm::control::memory::{BudgetRange, MemoryPatch, MemoryState, SwapState, SwapTier};
 use larder_vm::control::state::Latency;
-use larder_vm::control::{ControlServer, FetchError, Subject, detach_memory, fetch_memory, limit_memory};
+use larder_vm::control::{
+    ControlServer, FetchError, Subject, cancel_detach, detach_memory, fetch_memory, limit_memory,
+};
 use larder_vm::image::ImageAddress;
+use larder_vm::memory::approach::Process;
 use larder_vm::memory::wish::MemoryWish;
 use larder_vm::memory::{ManagedMemory, MemoryConfig, SwapConfig, tell_end};
 use larder_vm::vm::config::path_of;
@@ -120,28 +123,48 @@ fn attach(arguments: MemoryAttachArguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Detaches at a signal. Whoever ends this process otherwise leaves the guest waiting for pages until another one comes.
+/// Signals that come this soon after the first mean the same: a shell and `timeout` send one to a process and to its group.
+const SAME_SIGNAL: Duration = Duration::from_secs(1);
+
+/// Detaches at a signal, and stops that at a later SIGINT. After a kill of this process the guest waits for the next pager.
 fn stop_by(signals: Signals, memory: larder_vm::memory::MemoryInquiry) -> anyhow::Result<()> {
-    let memory = Arc::new(memory);
     let thread = std::thread::Builder::new().name("larder-signals".to_owned());
+    let began: Arc<Mutex<Option<Instant>>> = Arc::default();
     thread.spawn(move || {
         loop {
-            signals.wait();
-            tracing::info!("detaching: everything is brought back into memory");
-            let memory = Arc::clone(&memory);
-            // One that comes meanwhile is answered, too.
-            let detaching = std::thread::spawn(move || match memory.detach_blocking() {
-                Some(Err(DetachError::UnderWay)) => tracing::warn!(
-                    "it is being detached already; a process that is killed meanwhile leaves the guest waiting until larder \
-                     memory attach is started again"
+            let signal = signals.wait();
+            let since = *lock(&began);
+            match since {
+                Some(since) if signal == libc::SIGINT && since.elapsed() >= SAME_SIGNAL => {
+                    memory.cancel_detach_blocking();
+                }
+                Some(since) if since.elapsed() >= SAME_SIGNAL => tracing::warn!(
+                    "it is being detached already (SIGINT stops that); a process that is killed meanwhile leaves the guest waiting \
+                     until larder memory attach is started again"
                 ),
-                Some(Err(error)) => tracing::error!("not detached, and goes on: {error}"),
-                Some(Ok(())) | None => {}
-            });
-            drop(detaching);
+                Some(_) => {}
+                None => {
+                    *lock(&began) = Some(Instant::now());
+                    let (memory, began) = (memory.clone(), Arc::clone(&began));
+                    // A signal that comes meanwhile is answered, too.
+                    std::thread::spawn(move || {
+                        let ended = memory.detach_blocking();
+                        *lock(&began) = None;
+                        match ended {
+                            Some(Err(DetachError::UnderWay)) => tracing::warn!("it is being detached already"),
+                            Some(Err(error)) => tracing::error!("not detached, and goes on: {error}"),
+                            Some(Ok(())) | None => {}
+                        }
+                    });
+                }
+            }
         }
     })?;
     Ok(())
+}
+
+fn lock(began: &Mutex<Option<Instant>>) -> std::sync::MutexGuard<'_, Option<Instant>> {
+    began.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// Where to ask, and what is said if nobody is there.
@@ -229,22 +252,76 @@ fn limit(arguments: &MemoryLimitArguments) -> anyhow::Result<ExitCode> {
 
 fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
     let at = At::of(&arguments.at)?;
+    if arguments.cancel {
+        cancel_detach(&at.control).map_err(|error| at.explain(error))?;
+        return still_managed(&at);
+    }
+    // Before anything begins: one that comes then stops it.
+    let signals = crate::signals::block()?;
     let pid = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1.pid;
+    let process = Pid::from_raw(pid).and_then(Process::alive);
     let mut detached = detach_memory(&at.control)?.detached;
+    let mut told = None;
     while !detached {
-        std::thread::sleep(Duration::from_millis(100));
-        match fetch_memory(&at.control) {
-            Ok((_, state)) if state.detaching => {}
-            Ok((_, state)) => {
-                print(&format!("process {} is still managed\n", state.pid))?;
-                return Ok(ExitCode::from(EXIT_NEGATIVE));
+        let answer = fetch_memory(&at.control);
+        let is_late = answer.is_err();
+        match answer {
+            Ok((_, state)) if state.detaching => {
+                if state.detach_problem != told {
+                    if let Some(waits) = &state.detach_problem {
+                        eprintln!("larder: process {pid}: {waits}; Ctrl-C stops the detach");
+                    }
+                    told = state.detach_problem;
+                }
             }
-            // Whoever has answered so far is gone, because it is done.
-            Err(_) => detached = true,
+            Ok(_) => return still_managed(&at),
+            Err(error) => {
+                detached = is_detached(process.as_ref(), &error)?;
+            }
+        }
+        if !detached && signals.wait_for(Duration::from_millis(100)).is_some() {
+            // It may have ended just now, but if it has not answered before either.
+            match cancel_detach(&at.control) {
+                Err(error) if is_late => return Err(at.explain(error)),
+                _ => {}
+            }
         }
     }
     print(&format!("process {pid} is alone again\n"))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Returns true if the process is not managed any more. Its pager answers with this error only.
+///
+/// # Errors
+/// The pager has ended, and its process waits for the next one.
+fn is_detached(process: Option<&Process>, error: &FetchError) -> anyhow::Result<bool> {
+    let Some(process) = process.filter(|process| process.is_alive()) else {
+        return Ok(true);
+    };
+    let pid = process.pid.as_raw_pid();
+    let is_managed = process.is_managed();
+    match is_managed.with_context(|| format!("it is not known whether process {pid} is managed still ({error})"))? {
+        false => Ok(true),
+        true if is_not_served(error) => bail!(
+            "process {pid} was not detached from: its pager has ended, and the guest waits for the next one: start larder memory \
+             attach"
+        ),
+        true => Ok(false),
+    }
+}
+
+/// A detach was stopped: why, once it has.
+fn still_managed(at: &At) -> anyhow::Result<ExitCode> {
+    loop {
+        let state = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1;
+        if !state.detaching {
+            let why = state.detach_problem.map_or_else(String::new, |why| format!(": {why}"));
+            print(&format!("process {} is still managed{why}\n", state.pid))?;
+            return Ok(ExitCode::from(EXIT_NEGATIVE));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Where the budget may be moved to; nothing if it may not.
@@ -370,6 +447,9 @@ pub(crate) fn text(state: &MemoryState) -> String {
     }
     if state.detaching {
         said.line("state", "detaching");
+    }
+    if let Some(why) = &state.detach_problem {
+        said.line("detach", why);
     }
     said.into_text()
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod at;
 mod disks;
+mod fault_handlers;
 mod watched;
 mod whole;
 
@@ -195,7 +196,12 @@ fn receive(arguments: &MigrateReceiveArguments) -> anyhow::Result<ExitCode> {
     let destination = match &arguments.qmp {
         Some(qmp) => {
             let records = migration_folder().context("no record of the move can be kept")?;
-            let destination = Destination::new(qmp, &records, Arc::new(disks::LocalServers::default()));
+            let destination = Destination::new(
+                qmp,
+                &records,
+                Arc::new(disks::LocalServers::default()),
+                Arc::new(fault_handlers::Pagers),
+            );
             Some(Arc::new(destination?))
         }
         None => None,

@@ -4,15 +4,19 @@ use std::fmt::{Display, Write as _};
 use std::io::{self, ErrorKind, Write};
 
 use anyhow::Context;
+use larder_block::{printable, printable_lines};
 
-/// Prints all of `text`. Where the reader has gone (`| head`) the rest is not wanted, and the command ends as it would
+/// Prints all of `text`, its control characters escaped. Where the reader has gone (`| head`) the rest is not wanted, and the command ends as it would
 /// have.
 ///
 /// # Errors
 /// It cannot be written, as on a full file system.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    match stdout
+        .write_all(printable_lines(text).as_bytes())
+        .and_then(|()| stdout.flush())
+    {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         result => result.context("cannot write to standard output"),
     }
@@ -25,12 +29,13 @@ pub(crate) struct Lines(String);
 impl Lines {
     /// What is said under this name.
     pub(crate) fn line(&mut self, name: &str, value: impl Display) {
+        let value = printable(&value.to_string());
         let _ = writeln!(self.0, "{:<18}{value}", format!("{name}:"));
     }
 
     /// A line of a table, or of a list.
     pub(crate) fn row(&mut self, text: impl Display) {
-        let _ = writeln!(self.0, "  {text}");
+        let _ = writeln!(self.0, "  {}", printable(&text.to_string()));
     }
 
     /// All of them.
@@ -50,7 +55,7 @@ impl<const N: usize> Table<N> {
 
     /// A line more.
     pub(crate) fn row(&mut self, row: [String; N]) {
-        self.0.push(row);
+        self.0.push(row.map(|cell| printable(&cell)));
     }
 
     /// All of it.

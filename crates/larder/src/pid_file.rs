@@ -9,6 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use larder_block::small_file;
 
 /// The longest number, with the end of its line.
 const PID_BYTES_MAX: u64 = 32;
@@ -55,7 +56,7 @@ pub(crate) fn prepare(path: &Path) -> anyhow::Result<Prepared> {
         .create(true)
         .truncate(true)
         .mode(0o644)
-        .custom_flags(libc::O_NOFOLLOW)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(&prepared.written);
     file.and_then(|mut file| file.write_all(content().as_bytes()))
         .map_err(failed)?;
@@ -74,7 +75,8 @@ fn check_free(path: &Path) -> anyhow::Result<()> {
         Ok(found) if !found.is_file() => left_alone("no file"),
         Ok(found) if found.len() > PID_BYTES_MAX => left_alone("no pid file"),
         Ok(_) => {
-            let bytes = fs::read(path).with_context(|| format!("cannot read --pidfile {}", path.display()))?;
+            let bytes = small_file::read(path, PID_BYTES_MAX)
+                .with_context(|| format!("cannot read --pidfile {}", path.display()))?;
             match bytes.trim_ascii().iter().all(u8::is_ascii_digit) {
                 true => Ok(()),
                 false => left_alone("no pid file"),
@@ -108,7 +110,7 @@ impl Drop for Prepared {
 impl Drop for PidFile {
     fn drop(&mut self) {
         // It may be a successor's, or gone.
-        if fs::read_to_string(&self.0).is_ok_and(|found| found == content()) {
+        if small_file::read_text(&self.0, PID_BYTES_MAX).is_ok_and(|found| found == content()) {
             let _ = fs::remove_file(&self.0);
         }
     }

@@ -7,6 +7,21 @@ use std::time::{Duration, Instant};
 /// signal from a terminal may be passed on besides.
 const SAME_STOP: Duration = Duration::from_secs(1);
 
+/// Has a write past the size that a file of this process may have (RLIMIT_FSIZE) fail with EFBIG, which is reported as any
+/// other error, instead of ending the process by SIGXFSZ. It is a handler, which programs that this one starts do not
+/// inherit, as they would that the signal is ignored.
+pub(crate) fn fail_writes_past_size_limit() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: a zeroed sigaction is valid, with an empty mask; the handler does nothing, which any code may be interrupted by.
+    let done = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
+        action.sa_flags = libc::SA_RESTART;
+        libc::sigaction(libc::SIGXFSZ, &raw const action, std::ptr::null_mut())
+    };
+    debug_assert_eq!(done, 0, "there is such a signal");
+}
+
 /// SIGINT, SIGTERM and SIGHUP, blocked in every thread that is started from now on.
 pub(crate) struct Signals(libc::sigset_t);
 
@@ -69,6 +84,17 @@ impl Signals {
             std::process::exit(2);
         })?;
         Ok(())
+    }
+
+    /// Waits for one of them for so long, and says which.
+    pub(crate) fn wait_for(&self, limit: Duration) -> Option<i32> {
+        let limit = libc::timespec {
+            tv_sec: limit.as_secs() as _,
+            tv_nsec: limit.subsec_nanos() as _,
+        };
+        // SAFETY: the set and the time are valid; nothing is written.
+        let signal = unsafe { libc::sigtimedwait(&raw const self.0, std::ptr::null_mut(), &raw const limit) };
+        (signal > 0).then_some(signal)
     }
 
     /// Waits for one of them, and says which.

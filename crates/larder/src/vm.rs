@@ -19,7 +19,7 @@ use larder_vm::run::check::{advice, check};
 use larder_vm::run::plan::GivenBy;
 use larder_vm::run::shell::command_line;
 use larder_vm::vm::away::AwayNote;
-use larder_vm::vm::config::{VmConfig, path_of};
+use larder_vm::vm::config::{VmConfig, path_of, read_text};
 use larder_vm::vm::look::problems;
 use larder_vm::vm::{Progress, Vm, VmError, VmMove, check_places};
 
@@ -114,7 +114,7 @@ fn reload(path: &Path, config: &VmConfig) -> anyhow::Result<ExitCode> {
     })?;
     let is_confined = server.confined;
     // It cannot read the file itself.
-    let text = is_confined.then(|| std::fs::read_to_string(path)).transpose();
+    let text = is_confined.then(|| read_text(path)).transpose();
     let text = text.with_context(|| path.display().to_string())?;
     let (_, done) = control::reload(&config.control, text)?;
     let mut text = String::new();

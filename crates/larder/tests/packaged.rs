@@ -1,4 +1,5 @@
-//! What the Debian package has besides the program; `make package-test` tries all of it.
+//! The project's files besides the program: those of the Debian package, which `make package-test` tries in full, and the
+//! script that runs the tests.
 
 #[path = "support/mod.rs"]
 mod support;
@@ -36,4 +37,51 @@ fn the_sample_becomes_the_file_of_a_vm() {
         .replace("20GiB", "20MiB");
     std::fs::write(&file, said).expect("writes the file");
     tool(text(larder()), &["vm", text(&file), "--check"]);
+}
+
+/// Output of `cargo test --no-fail-fast` in which a test, a program and an example fail.
+const FAILED_RUN: &str = r#"     Running unittests src/lib.rs (target/debug/deps/larder_block-0b1d)
+test a::good ... ok
+test a::bad ... FAILED
+
+failures:
+
+---- a::bad stdout ----
+failures:
+    not::a_test
+thread 'a::bad' panicked
+
+failures:
+    a::bad
+
+test result: FAILED. 1 passed; 1 failed
+     Running tests/memory/main.rs (target/debug/deps/memory-77ac)
+test result: ok. 1 passed; 0 failed
+     Running tests/vm/main.rs (target/debug/deps/vm-1234)
+error: test failed, to rerun pass `-p larder --test vm`
+Caused by:
+  process didn't exit successfully: `/x/vm-1234` (signal: 6, SIGABRT: process abort signal)
+   Doc-tests larder_block
+
+failures:
+    crates/larder-block/src/units.rs - units::ByteLen (line 12)
+
+test result: FAILED. 0 passed; 1 failed
+error: 3 targets failed"#;
+
+#[test]
+fn failed_tests_are_named_last() {
+    let run = |script: &str| {
+        let mut command = std::process::Command::new(project().join("testbed/test.sh"));
+        let output = command.args(["sh", "-c", script, "sh", FAILED_RUN]).output();
+        let output = output.expect("the script");
+        (output.status.code(), String::from_utf8(output.stdout).expect("UTF-8"))
+    };
+    let (code, said) = run("printf '%s\\n' \"$1\"; exit 101");
+    assert_eq!(code, Some(101), "{said}");
+    let wanted = "\n3 failed:\n    larder_block (unittests src/lib.rs): a::bad\n    vm (tests/vm/main.rs): ended by signal 6, \
+                  SIGABRT: process abort signal\n    larder_block (documentation): crates/larder-block/src/units.rs - \
+                  units::ByteLen (line 12)\n";
+    assert_eq!(said, format!("{FAILED_RUN}\n{wanted}"));
+    assert_eq!(run("echo fine"), (Some(0), "fine\n".to_owned()));
 }

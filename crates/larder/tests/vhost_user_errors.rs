@@ -238,11 +238,8 @@ fn check_full(folder: &Path) {
         .position(|status| *status != 0)
         .expect("the file system is full at some time");
     assert_eq!(statuses[failed], 1, "an I/O error");
-    assert!(
-        server.process.output().contains("no space left"),
-        "the log says why: {}",
-        server.process.output()
-    );
+    let told = server.process.wait_for("no space left", LIMIT);
+    told.expect("the log says why");
     fs::remove_file(&ballast).expect("room");
     let again = guest
         .queue()

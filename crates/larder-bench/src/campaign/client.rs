@@ -24,7 +24,7 @@ const LONGEST: u64 = 128;
 const BUFFER: usize = LONGEST as usize * SECTOR;
 /// Requests in flight on each queue.
 const DEPTH: usize = 16;
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(240);
 
 enum Task {
     Write {

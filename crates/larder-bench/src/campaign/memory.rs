@@ -13,7 +13,7 @@ use larder_vm::control::memory::MemoryState;
 use super::process::{Process, mortal};
 
 /// For whatever may take long on a busy machine.
-pub const LIMIT: Duration = Duration::from_secs(120);
+pub const LIMIT: Duration = Duration::from_secs(300);
 
 /// How often it is looked for what is waited for.
 const LOOK: Duration = Duration::from_millis(5);
@@ -89,8 +89,8 @@ impl Attach {
     }
 }
 
-/// What it says then.
-const ATTACHED: &str = " attached";
+/// Part of the pager's log line after an attach. Warnings before that line may contain "attached" without "INFO".
+pub const ATTACHED: &str = "INFO attached";
 
 /// For how long a thread of the process stood still, by what was said.
 fn stood_still(said: &str) -> Option<Duration> {

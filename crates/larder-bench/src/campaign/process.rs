@@ -136,11 +136,34 @@ impl Process {
     /// # Errors
     /// As in [`Process::wait_for`].
     pub fn wait_for_after(&self, skip: usize, text: &str, limit: Duration) -> anyhow::Result<String> {
+        self.wait_for_lines(text, limit, |lines| {
+            let mut behind = lines.iter().skip(skip);
+            behind.find(|line| line.contains(text)).cloned()
+        })
+    }
+
+    /// Waits until `count` lines contain `text`. A line is read some time after the program has written it.
+    ///
+    /// # Errors
+    /// As in [`Process::wait_for`].
+    pub fn wait_for_count(&self, text: &str, count: usize, limit: Duration) -> anyhow::Result<()> {
+        self.wait_for_lines(text, limit, |lines| {
+            let found = lines.iter().filter(|line| line.contains(text)).count();
+            (found >= count).then_some(())
+        })
+    }
+
+    fn wait_for_lines<T>(
+        &self,
+        text: &str,
+        limit: Duration,
+        find: impl Fn(&[String]) -> Option<T>,
+    ) -> anyhow::Result<T> {
         let give_up = Instant::now() + limit;
         let mut state = self.output.lock();
         loop {
-            if let Some(line) = state.lines.iter().skip(skip).find(|line| line.contains(text)) {
-                return Ok(line.clone());
+            if let Some(found) = find(&state.lines) {
+                return Ok(found);
             }
             let left = give_up.saturating_duration_since(Instant::now());
             if state.open == 0 || left.is_zero() {

@@ -14,7 +14,7 @@ pub struct Server {
     pub socket: PathBuf,
 }
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(240);
 
 impl Server {
     /// Starts it and waits until it listens.

@@ -17,7 +17,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use super::process::Process;
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(240);
 
 /// How often it is looked whether the program has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

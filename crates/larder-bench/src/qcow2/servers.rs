@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use larder_block::ByteLen;
+use larder_block::boot::is_tmpfs;
 
 use crate::vhost_user::server::Server;
 use crate::vhost_user::{debian13, larder};
@@ -30,8 +31,7 @@ pub(super) enum Access {
 impl Access {
     /// Direct I/O where the file system has it.
     pub(super) fn best_of(folder: &Path) -> anyhow::Result<Self> {
-        const TMPFS: i128 = 0x0102_1994;
-        Ok(match rustix::fs::statfs(folder)?.f_type as i128 == TMPFS {
+        Ok(match is_tmpfs(&rustix::fs::statfs(folder)?) {
             true => Self::Buffered,
             false => Self::Direct,
         })

@@ -9,6 +9,7 @@ pub mod memory;
 mod oracle;
 mod qcow2_image;
 mod qcow2_stack;
+mod scattered;
 mod seed;
 mod size;
 pub mod stack;

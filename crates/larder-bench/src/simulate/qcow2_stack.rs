@@ -44,6 +44,7 @@ impl Qcow2Stack {
             extended,
             refcount_order: if version == 3 { random.below(7) as u32 } else { 4 },
             version,
+            data_file: false,
         };
         if !extended && random.chance(400) {
             // All tables are short, and soon too short.

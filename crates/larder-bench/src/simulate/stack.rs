@@ -12,6 +12,7 @@ use larder_prefetch::{Prefetch, PrefetchOptions};
 
 use super::cached::{Cached, Modes};
 use super::qcow2_stack::Qcow2Stack;
+use super::scattered::{GROUP, Scattered};
 
 /// A disk that a stack stands on.
 #[derive(Clone, Copy, Debug)]
@@ -192,6 +193,7 @@ pub const STACKS: &[&dyn Stack] = &[
         name: "align",
         throttled: false,
     },
+    &Bytes,
     &Throttled,
     &Slow,
     &Aligned {
@@ -305,6 +307,15 @@ impl Stack for Plain {
     }
 }
 
+/// Options of an align filter that presents single bytes, with few and small bounce buffers.
+fn byte_options(random: &mut Random) -> AlignOptions {
+    AlignOptions {
+        bounce_len: ByteLen::kib(random.pick(&[8, 16, 64])),
+        bounce_count: random.between(1, 4) as usize,
+        ..AlignOptions::BYTES
+    }
+}
+
 /// The align filter over large blocks, sometimes with the throttle over it.
 struct Aligned {
     name: &'static str,
@@ -329,8 +340,7 @@ impl Stack for Aligned {
         Box::pin(async move {
             let options = AlignOptions {
                 block_size: 512,
-                bounce_len: ByteLen::kib(random.pick(&[8, 16, 64])),
-                bounce_count: random.between(1, 4) as usize,
+                ..byte_options(&mut random)
             };
             let aligned = Rc::new(Align::new(Rc::clone(&disks[0]) as _, options));
             if self.throttled {
@@ -340,6 +350,42 @@ impl Stack for Aligned {
         })
     }
 }
+
+/// The align filter presenting single bytes, checked as sectors at odd bytes. The disk never tears its blocks, because
+/// such a sector may lie in two sectors of the disk.
+struct Bytes;
+
+impl Stack for Bytes {
+    fn name(&self) -> &'static str {
+        "bytes"
+    }
+
+    fn disks(&self, random: &mut Random) -> Vec<Disk> {
+        vec![Disk {
+            sector_size: GROUP as u32,
+            block_size: GROUP as u32,
+            ..Disk::small_4k(random)
+        }]
+    }
+
+    fn open<'a>(
+        &'a self,
+        _: &'a Loop,
+        disks: &'a [Rc<SimulatedDevice>],
+        mut random: Random,
+    ) -> BoxFuture<'a, Outcome<Opened>> {
+        let bytes = Rc::new(Align::new(Rc::clone(&disks[0]) as _, byte_options(&mut random)));
+        let device = Rc::new(Scattered::new(bytes, SHIFT));
+        Box::pin(async { Ok(Opened::plain(device)) })
+    }
+
+    fn is_resizable(&self) -> bool {
+        false
+    }
+}
+
+/// Position of the first sector of [`Bytes`], in bytes; the same after every stop.
+const SHIFT: u64 = 333;
 
 /// The throttle over small blocks.
 struct Throttled;

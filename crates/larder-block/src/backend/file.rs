@@ -7,10 +7,12 @@
 //! How it fails: an error of the host's is reported to the request that met it, with its number. After a failed flush
 //! of buffered data the kernel may have dropped what it could not write, so every later flush fails too, as in QEMU.
 
+mod extents;
 mod held;
 mod open;
+mod pieces;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::future::Future;
 use std::io;
@@ -24,16 +26,16 @@ use std::time::{Duration, Instant};
 use io_uring::opcode;
 use io_uring::types::{Fd, FsyncFlags};
 
+use extents::KnownData;
 pub use held::{Displaced, HeldFile};
-pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim};
+pub use open::{CONTAINER_UNIT, Caching, FileOptions, OpenError, Role, claim, claim_device};
+use pieces::Pieces;
 
 use super::image_lock;
 use crate::buffer::{AlignedBuf, ReadBuf, WriteBuf};
-use crate::device::{
-    BlockDevice, BoxFuture, Extent, ExtentKind, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request,
-};
+use crate::device::{BlockDevice, BoxFuture, Extent, Geometry, Io, SizeChanges, WriteFlags, ZeroFlags, check_request};
 use crate::error::{Failure, IoError, IoResult, Operation};
-use crate::event_loop::{Loop, Ring, RingIo, Transfer};
+use crate::event_loop::{Loop, Ring, RingIo, Transfer, yield_now};
 use crate::units::{ByteLen, ByteOffset, ByteRange};
 
 /// How often a read at the end of a file that grows is made, at most.
@@ -71,10 +73,13 @@ pub struct FileDevice {
     name: Rc<str>,
     path: PathBuf,
     file: File,
+    /// Keeps others from claiming a block device, see [`FileOptions::exclusive`].
+    claimed: RefCell<Option<File>>,
     /// What is told of it.
     role: Role,
     /// What was last told of its path.
     displaced: Cell<Option<Displaced>>,
+    on: Loop,
     ring: Ring,
     geometry: Cell<Geometry>,
     direct: bool,
@@ -97,6 +102,8 @@ pub struct FileDevice {
     can_allocate: Cell<bool>,
     flush_failed: Cell<Option<i32>>,
     changes: SizeChanges,
+    /// Runs of data found so far.
+    known_data: KnownData,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -356,9 +363,32 @@ impl FileDevice {
         }
     }
 
+    /// Makes the same change of a range of any length, in pieces: while the kernel changes a file's allocation, other
+    /// requests to the file wait.
+    async fn try_allocate_pieces(&self, mode: i32, can: &Cell<bool>, range: ByteRange) -> Result<bool, i32> {
+        let mut pieces = Pieces::default();
+        let mut rest = range;
+        while !rest.is_empty() {
+            let piece = pieces.next(rest);
+            let began = Instant::now();
+            if !self.try_allocate(mode, can, piece).await? {
+                return Ok(false);
+            }
+            let took = began.elapsed();
+            pieces.took(piece.len, took);
+            rest = ByteRange::between(piece.end(), rest.end());
+            if took > pieces::LONG && !rest.is_empty() {
+                self.on.sleep(pieces::PAUSE).await;
+            }
+        }
+        Ok(true)
+    }
+
     async fn discard_steps(&self, range: ByteRange) -> IoResult {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        match self.try_allocate(mode, &self.can_punch, range).await {
+        let done = self.try_allocate_pieces(mode, &self.can_punch, range).await;
+        self.known_data.forget(range);
+        match done {
             Ok(_) => Ok(()),
             Err(errno) => Err(self.error(Operation::Discard, range, errno)),
         }
@@ -378,8 +408,15 @@ impl FileDevice {
         let failed = |errno| self.error(Operation::WriteZeroes, range, errno);
         let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let zero = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
-        let done = (flags.unmap && self.try_allocate(punch, &self.can_punch, range).await.map_err(failed)?)
-            || self.try_allocate(zero, &self.can_zero, range).await.map_err(failed)?;
+        let mut done = Ok(false);
+        if flags.unmap {
+            done = self.try_allocate_pieces(punch, &self.can_punch, range).await;
+        }
+        if done == Ok(false) {
+            done = self.try_allocate_pieces(zero, &self.can_zero, range).await;
+        }
+        self.known_data.forget(range);
+        let done = done.map_err(failed)?;
         if !done {
             if flags.fast_only {
                 return Err(IoError::new(
@@ -405,80 +442,15 @@ impl FileDevice {
             self.write(at, WriteBuf::new(&zeros[..chunk.as_usize()]), WriteFlags::NONE)
                 .await?;
             at += chunk;
+            // It may have been made in the call.
+            yield_now().await;
         }
         Ok(())
-    }
-
-    fn extents_now(&self, range: ByteRange, limit: usize) -> Result<Vec<Extent>, IoError> {
-        check_request(&self.name, &self.geometry.get(), Operation::Extents, range)?;
-        let mut found = Vec::new();
-        let mut at = range.start;
-        // The tail of the last sector is not in the file, and reads as zeros.
-        let file_end = size_of(&self.file).map_err(|error| self.error(Operation::Extents, range, os_code(&error)))?;
-        while at < range.end() && found.len() < limit.max(1) {
-            let data = self
-                .seek(libc::SEEK_DATA, at)
-                .map_err(|errno| self.error(Operation::Extents, range, errno))?;
-            let (kind, next) = match data {
-                Some(data) if data == at => {
-                    let hole = self
-                        .seek(libc::SEEK_HOLE, at)
-                        .map_err(|errno| self.error(Operation::Extents, range, errno))?;
-                    (ExtentKind::Data, hole.unwrap_or(range.end()))
-                }
-                Some(data) => (ExtentKind::Hole, data),
-                None => (ExtentKind::Hole, range.end()),
-            };
-            let next = match next {
-                next if next.get() >= file_end => range.end(),
-                next => next.min(range.end()),
-            };
-            // Borders inside a block belong to the data.
-            let unit = u64::from(self.geometry.get().block_size);
-            let next = match kind {
-                ExtentKind::Data => next.align_up(unit).min(range.end()),
-                _ => next.align_down(unit),
-            };
-            if next <= at {
-                // A hole smaller than a block: data.
-                let next = (at + ByteLen::new(unit)).min(range.end());
-                push_extent(&mut found, ByteRange::between(at, next), ExtentKind::Data);
-                at = next;
-                continue;
-            }
-            push_extent(&mut found, ByteRange::between(at, next), kind);
-            at = next;
-        }
-        Ok(found)
-    }
-
-    /// lseek for data or a hole; `None` past the last one.
-    fn seek(&self, whence: i32, from: ByteOffset) -> Result<Option<ByteOffset>, i32> {
-        // SAFETY: plain system call on an open descriptor; nobody uses the file's own position.
-        let found = unsafe { libc::lseek(self.descriptor(), from.get() as i64, whence) };
-        if let Ok(found) = u64::try_from(found) {
-            return Ok(Some(ByteOffset::new(found).max(from)));
-        }
-        match os_code(&io::Error::last_os_error()) {
-            libc::ENXIO => Ok(None),
-            // The file system cannot tell: all data.
-            libc::EINVAL | libc::EOPNOTSUPP if whence == libc::SEEK_DATA => Ok(Some(from)),
-            libc::EINVAL | libc::EOPNOTSUPP => Ok(None),
-            errno => Err(errno),
-        }
     }
 }
 
 /// The most pieces that a transfer in the call moves; what is left goes through io_uring.
 const PIECES_IN_CALL: usize = 256;
-
-/// Appends, merging with the last extent if it is of the same kind.
-fn push_extent(found: &mut Vec<Extent>, range: ByteRange, kind: ExtentKind) {
-    match found.last_mut() {
-        Some(last) if last.kind == kind => last.range.len += range.len,
-        _ => found.push(Extent { range, kind }),
-    }
-}
 
 impl BlockDevice for FileDevice {
     fn name(&self) -> &Rc<str> {
@@ -587,7 +559,7 @@ impl BlockDevice for FileDevice {
     }
 
     fn extents(&self, range: ByteRange, limit: usize) -> BoxFuture<'_, IoResult<Vec<Extent>>> {
-        Box::pin(std::future::ready(self.extents_now(range, limit)))
+        Box::pin(self.extents_steps(range, limit))
     }
 
     fn grow(&self, size: ByteLen) -> BoxFuture<'_, IoResult> {
@@ -596,12 +568,14 @@ impl BlockDevice for FileDevice {
 
     fn close(&self) -> BoxFuture<'_, IoResult> {
         Box::pin(async {
-            if !self.geometry.get().read_only {
-                self.flush().await?;
-            }
-            // The kernel may keep the file open for a moment after this process has ended, with its locks.
+            let flushed = match self.geometry.get().read_only {
+                true => Ok(()),
+                false => self.flush().await,
+            };
+            // Also after an error. The kernel may keep the file open for a moment after this process has ended, with its locks.
             image_lock::unlock(self.file.as_fd());
-            Ok(())
+            self.claimed.take();
+            flushed
         })
     }
 

@@ -26,7 +26,7 @@ const PERMISSION_BASE: i64 = 100;
 const UNSHARED_BASE: i64 = 200;
 
 /// The byte of the only writer. QEMU has 64 permissions at most, so its bytes end at 263.
-const WRITER: i64 = 300;
+pub(crate) const WRITER: i64 = 300;
 
 /// QEMU's `BLK_PERM_*` bits.
 const CONSISTENT_READ: u32 = 1 << 0;

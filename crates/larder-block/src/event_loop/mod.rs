@@ -15,6 +15,7 @@
 
 mod pool;
 mod ring;
+mod slice;
 mod socket;
 mod spin;
 mod timer;
@@ -32,6 +33,7 @@ use std::time::{Duration, Instant};
 pub use pool::TaskPool;
 pub use ring::RingOp;
 pub(crate) use ring::{Ring, RingIo, Transfer};
+pub use slice::WorkSlice;
 pub use socket::{Listener, Socket, SocketAddress};
 pub use timer::Sleep;
 

@@ -1,9 +1,11 @@
-//! Presents blocks of 512 bytes (or whatever is asked for), at any place in memory, over a device with larger blocks
-//! and demands on memory. This is the one place of the block path where requests are split.
+//! Presents blocks of 512 bytes (or whatever is asked for, down to one byte), at any place in memory, over a device with
+//! larger blocks and demands on memory. This is the one place of the block path where requests are split.
 //!
 //! - What the device below takes as it is goes straight through, at the cost of a check.
 //! - Memory that the device does not take is bounced through a bounded pool of buffers; long requests in pieces.
-//! - A part of a block is written by reading the block, changing the part, and writing the whole block back.
+//! - A part of a block is written by reading the block, changing the part, and writing the whole block back. That read goes
+//!   past a layer which keeps earlier answers ([`Align::with_edges`]): old bytes, written back, would undo the writes that
+//!   others have made meanwhile.
 //!
 //! Invariants:
 //! - While a block is read, changed and written back, nothing else changes it: a change of whole blocks waits, and one
@@ -35,6 +37,15 @@ pub struct AlignOptions {
     pub bounce_count: usize,
 }
 
+impl AlignOptions {
+    /// Single bytes, for clients of NBD: 16 pieces of 64 KiB, made when needed.
+    pub const BYTES: Self = Self {
+        block_size: 1,
+        bounce_len: ByteLen::kib(64),
+        bounce_count: 16,
+    };
+}
+
 impl Default for AlignOptions {
     /// 512 bytes; 16 pieces of 256 KiB, made when needed.
     fn default() -> Self {
@@ -53,6 +64,8 @@ impl Default for AlignOptions {
 /// all of them, not one after the other.
 pub struct Align {
     lower: Rc<dyn BlockDevice>,
+    /// Gives the rest of a block that is written in part.
+    edges: Rc<dyn BlockDevice>,
     /// The block size presented, in bytes.
     block_size: u32,
     /// The block size below, in bytes.
@@ -84,12 +97,24 @@ impl Align {
     /// # Panics
     /// If the block size asked for is not a power of two.
     pub fn new(lower: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
+        let edges = Rc::clone(&lower);
+        Self::with_edges(lower, edges, options)
+    }
+
+    /// The same over a `lower` that may answer a read with an earlier answer of the device below it, `edges`. The rest of a
+    /// block that is written in part is read from `edges`, which has every completed write, so it is never the older one.
+    ///
+    /// # Panics
+    /// If the block size asked for is not a power of two, or the two devices have different blocks.
+    pub fn with_edges(lower: Rc<dyn BlockDevice>, edges: Rc<dyn BlockDevice>, options: AlignOptions) -> Self {
         assert!(options.block_size.is_power_of_two());
         let geometry = lower.geometry();
+        assert_eq!(geometry.block_size, edges.geometry().block_size);
         let unit = u64::from(geometry.block_size);
         let bounce_len = ByteOffset::new(options.bounce_len.get().max(2 * unit)).align_up(unit);
         Self {
             lower,
+            edges,
             block_size: options.block_size.min(geometry.block_size),
             unit,
             memory_alignment: geometry.memory_alignment as usize,
@@ -112,17 +137,10 @@ impl Align {
     }
 
     /// Hands a change of whole blocks through, or lets it wait for who has them alone.
-    fn pass_change<'a>(
-        &'a self,
-        operation: Operation,
-        range: ByteRange,
-        change: impl FnOnce() -> Io<'a> + 'a,
-    ) -> Io<'a> {
-        if !self.splits_blocks() {
+    fn pass_change<'a>(&'a self, range: ByteRange, change: impl FnOnce() -> Io<'a> + 'a) -> Io<'a> {
+        // The device refuses a range past 2^64.
+        if !self.splits_blocks() || range.checked_end().is_none() {
             return change();
-        }
-        if let Err(error) = self.checked(operation, range) {
-            return Io::ready(Err(error));
         }
         match self.ranges.try_share(range) {
             Some(ticket) => change().watched(&self.ranges, ticket),
@@ -240,7 +258,7 @@ impl Align {
         };
         for part in parts.into_iter().filter(|part| !part.is_empty()) {
             let start = wide.start + ByteLen::of_buffer(part.start);
-            self.lower.read(start, ReadBuf::new(&mut bounce[part])).await?;
+            self.edges.read(start, ReadBuf::new(&mut bounce[part])).await?;
         }
         Ok(())
     }
@@ -315,7 +333,7 @@ impl Filter for Align {
         let range = start.range(buffer.byte_len());
         if range.is_aligned(self.unit) && buffer.is_aligned(self.memory_alignment) {
             let write = move || self.lower.write(start, buffer, flags);
-            return self.pass_change(Operation::Write, range, write);
+            return self.pass_change(range, write);
         }
         match self.checked(Operation::Write, range) {
             Err(error) => Io::ready(Err(error)),
@@ -337,13 +355,13 @@ impl Filter for Align {
                 return Io::ready(Ok(()));
             }
         }
-        self.pass_change(Operation::Discard, whole, move || self.lower.discard(whole))
+        self.pass_change(whole, move || self.lower.discard(whole))
     }
 
     fn write_zeroes(&self, range: ByteRange, flags: ZeroFlags) -> Io<'_> {
         if range.is_aligned(self.unit) {
             let zero = move || self.lower.write_zeroes(range, flags);
-            return self.pass_change(Operation::WriteZeroes, range, zero);
+            return self.pass_change(range, zero);
         }
         match self.checked(Operation::WriteZeroes, range) {
             Err(error) => Io::ready(Err(error)),

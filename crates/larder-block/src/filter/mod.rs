@@ -35,6 +35,19 @@ pub trait Filter {
         self.lower().write(start, buffer, flags)
     }
 
+    /// As [`BlockDevice::minds_content`].
+    fn minds_content(&self, range: ByteRange) -> bool {
+        self.lower().minds_content(range)
+    }
+
+    /// As [`BlockDevice::check_content`].
+    ///
+    /// # Errors
+    /// The one that the write would end with.
+    fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
+        self.lower().check_content(start, buffer)
+    }
+
     /// As [`BlockDevice::flush`].
     fn flush(&self) -> Io<'_> {
         self.lower().flush()
@@ -86,6 +99,14 @@ impl<F: Filter> BlockDevice for F {
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {
         Filter::write(self, start, buffer, flags)
+    }
+
+    fn minds_content(&self, range: ByteRange) -> bool {
+        Filter::minds_content(self, range)
+    }
+
+    fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
+        Filter::check_content(self, start, buffer)
     }
 
     fn flush(&self) -> Io<'_> {

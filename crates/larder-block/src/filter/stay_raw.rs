@@ -10,9 +10,9 @@ use std::rc::Rc;
 
 use crate::buffer::WriteBuf;
 use crate::device::{BlockDevice, Io, WriteFlags, check_request};
-use crate::error::{Failure, IoError, Operation};
+use crate::error::{Failure, IoError, IoResult, Operation};
 use crate::filter::Filter;
-use crate::units::ByteOffset;
+use crate::units::{ByteOffset, ByteRange};
 
 /// What is looked at, in bytes; no request is for less than that of it.
 const SECTOR: usize = 512;
@@ -51,10 +51,8 @@ impl StayRaw {
         // What was looked at is what is written: a guest can change its memory in between.
         let mut sector = [0; SECTOR];
         buffer.copy_to_slice(&mut sector);
-        if let Some(format) = (self.begins_like)(&sector) {
-            self.tell(format);
-            let failure = Failure::Os(libc::EPERM);
-            return Io::ready(Err(IoError::new(self.lower.name(), Operation::Write, range, failure)));
+        if let Err(error) = self.check_start(range, &sector) {
+            return Io::ready(Err(error));
         }
         Io::task(async move {
             self.lower
@@ -65,6 +63,16 @@ impl StayRaw {
                 rest => self.lower.write(ByteOffset::new(SECTOR as u64), rest, flags).await,
             }
         })
+    }
+
+    /// Refuses a write to `range` that makes the first sector what `sector` is.
+    fn check_start(&self, range: ByteRange, sector: &[u8]) -> IoResult {
+        let Some(format) = (self.begins_like)(sector) else {
+            return Ok(());
+        };
+        self.tell(format);
+        let failure = Failure::Os(libc::EPERM);
+        Err(IoError::new(self.lower.name(), Operation::Write, range, failure))
     }
 
     fn tell(&self, format: &str) {
@@ -81,6 +89,19 @@ impl StayRaw {
 impl Filter for StayRaw {
     fn lower(&self) -> &Rc<dyn BlockDevice> {
         &self.lower
+    }
+
+    fn minds_content(&self, range: ByteRange) -> bool {
+        (range.start == ByteOffset::ZERO && !range.is_empty()) || self.lower.minds_content(range)
+    }
+
+    fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
+        if start == ByteOffset::ZERO && buffer.len() >= SECTOR {
+            let mut sector = [0; SECTOR];
+            buffer.copy_to_slice(&mut sector);
+            self.check_start(start.range(buffer.byte_len()), &sector)?;
+        }
+        self.lower.check_content(start, buffer)
     }
 
     fn write<'a>(&'a self, start: ByteOffset, buffer: WriteBuf<'a>, flags: WriteFlags) -> Io<'a> {

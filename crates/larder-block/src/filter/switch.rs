@@ -116,6 +116,14 @@ impl BlockDevice for Switch {
         }
     }
 
+    fn minds_content(&self, range: ByteRange) -> bool {
+        self.disk.minds_content(range)
+    }
+
+    fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
+        self.disk.check_content(start, buffer)
+    }
+
     fn flush(&self) -> Io<'_> {
         match self.now() {
             Some(layer) => Io::lent(&layer, |device| device.flush()),

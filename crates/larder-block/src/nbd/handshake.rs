@@ -256,8 +256,8 @@ impl<'a> Info<'a> {
                 size: fields.u64("size")?,
                 flags: TransmissionFlags(fields.u16("flags")?),
             },
-            infos::NAME => Self::Name(fields.string(text_len, "name")?),
-            infos::DESCRIPTION => Self::Description(fields.string(text_len, "description")?),
+            infos::NAME => Self::Name(fields.text(text_len, "name")?),
+            infos::DESCRIPTION => Self::Description(fields.text(text_len, "description")?),
             infos::BLOCK_SIZE => Self::BlockSize(BlockSizes {
                 minimum: fields.u32("minimum block size")?,
                 preferred: fields.u32("preferred block size")?,
@@ -436,7 +436,9 @@ mod tests {
         }
 
         #[test]
-        fn requests_for_contexts_survive_the_wire(name in ".{0,20}", queries in prop::collection::vec(".{0,20}", 0..5)) {
+        fn requests_for_contexts_survive_the_wire(
+            name in "[^\0]{0,20}", queries in prop::collection::vec("[^\0]{0,20}", 0..5),
+        ) {
             let request = MetaContextRequest { name: &name, queries: queries.iter().map(String::as_str).collect() };
             let data = request.encode();
             prop_assert_eq!(MetaContextRequest::parse(&data), Ok(request));
@@ -449,6 +451,22 @@ mod tests {
         let request = ExportRequest::parse(&data).expect("is well-formed");
         assert_eq!(request.name, "disk");
         assert!(request.wants(infos::BLOCK_SIZE) && !request.wants(infos::DESCRIPTION));
+    }
+
+    #[test]
+    fn texts_may_end_with_a_nul() {
+        for (kind, info) in [
+            (infos::NAME, Info::Name("disk")),
+            (infos::DESCRIPTION, Info::Description("disk")),
+        ] {
+            let data = |text: &[u8]| [&kind.to_be_bytes(), text].concat();
+            assert_eq!(Info::parse(&data(b"disk\0")), Ok(info));
+            assert!(matches!(Info::parse(&data(b"disk\0\0")), Err(Malformed::Nul { .. })));
+        }
+        assert_eq!(
+            Info::parse(&infos::DESCRIPTION.to_be_bytes()),
+            Ok(Info::Description(""))
+        );
     }
 
     #[test]

@@ -7,6 +7,9 @@
 //!
 //! The client is [`crate::backend::nbd`], the server is the crate `larder-export`.
 
+use std::fmt;
+use std::str::FromStr;
+
 pub mod flags;
 pub mod handshake;
 pub mod input;
@@ -22,6 +25,38 @@ pub const PORT: u16 = 10809;
 
 /// The longest string (export name, description, error message) that the spec allows, in bytes.
 pub const STRING_LEN_MAX: usize = 4096;
+
+/// An export's description, for people; empty for none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExportDescription(String);
+
+/// Reasons to refuse a description.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ExportDescriptionError {
+    #[error("the description of an export has at most {STRING_LEN_MAX} bytes; this one has {0}")]
+    Long(usize),
+    #[error("the description of an export has no NUL in it")]
+    Nul,
+}
+
+impl FromStr for ExportDescription {
+    type Err = ExportDescriptionError;
+
+    fn from_str(text: &str) -> Result<Self, ExportDescriptionError> {
+        match text.len() {
+            len if len > STRING_LEN_MAX => Err(ExportDescriptionError::Long(len)),
+            _ if text.contains('\0') => Err(ExportDescriptionError::Nul),
+            _ => Ok(Self(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for ExportDescription {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
 /// The payload that the spec lets a client count on when the server names no other limit, in bytes.
 pub const PAYLOAD_LEN_MAX: u32 = 32 << 20;
@@ -58,6 +93,8 @@ pub enum Malformed {
     Truncated { what: &'static str, field: &'static str },
     #[error("{what} is not UTF-8")]
     NotUtf8 { what: &'static str },
+    #[error("{what} has a NUL in it")]
+    Nul { what: &'static str },
 }
 
 /// Takes big-endian fields off the front of a message.
@@ -98,6 +135,14 @@ impl<'a> Fields<'a> {
         Ok(u64::from_be_bytes(self.array(field)?))
     }
 
+    /// A string of `len` bytes for people. Some servers end it with a NUL, which is no part of it.
+    pub(crate) fn text(&mut self, len: usize, field: &'static str) -> Result<&'a str, Malformed> {
+        let has_nul = len > 0 && self.rest.get(len - 1) == Some(&0);
+        let text = self.string(len - usize::from(has_nul), field)?;
+        self.bytes(usize::from(has_nul), field)?;
+        Ok(text)
+    }
+
     /// A string of `len` bytes.
     pub(crate) fn string(&mut self, len: usize, field: &'static str) -> Result<&'a str, Malformed> {
         if len > STRING_LEN_MAX {
@@ -107,7 +152,12 @@ impl<'a> Fields<'a> {
                 allowed: "4096 bytes are",
             });
         }
-        std::str::from_utf8(self.bytes(len, field)?).map_err(|_| Malformed::NotUtf8 { what: field })
+        let text = std::str::from_utf8(self.bytes(len, field)?).map_err(|_| Malformed::NotUtf8 { what: field })?;
+        // Spec, "Conventions": no string has a NUL in it.
+        match text.contains('\0') {
+            true => Err(Malformed::Nul { what: field }),
+            false => Ok(text),
+        }
     }
 
     /// A string with its length (32 bits) in front.

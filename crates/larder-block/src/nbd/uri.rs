@@ -1,5 +1,6 @@
 //! NBD URIs (the NBD project's `doc/uri.md`): `nbd://HOST[:PORT]/EXPORT`, `nbd+unix:///EXPORT?socket=PATH`, and `nbds`
-//! in place of `nbd` for TLS.
+//! in place of `nbd` for TLS. QEMU's older names are read as well: `nbd:HOST:PORT[:exportname=EXPORT]` and
+//! `nbd:unix:PATH[:exportname=EXPORT]`, in which nothing is percent-encoded.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -33,6 +34,8 @@ pub struct UriTls {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum NbdUriError {
+    #[error("'{uri}': a name of this kind has a port, as in nbd:HOST:{PORT}:exportname=EXPORT")]
+    NoPort { uri: String },
     #[error("'{uri}' does not begin with nbd://, nbds://, nbd+unix:// or nbds+unix://")]
     Scheme { uri: String },
     #[error("'{uri}': a unix socket needs ?socket=PATH, as in nbd+unix:///EXPORT?socket=/run/nbd.sock")]
@@ -63,6 +66,8 @@ pub enum NbdUriError {
     Fragment { uri: String },
     #[error("'{uri}': an export's name has at most 4096 bytes")]
     LongName { uri: String },
+    #[error("'{uri}' has a NUL (%00) in it; no name, path or value of NBD has one")]
+    Nul { uri: String },
 }
 
 impl FromStr for NbdUri {
@@ -80,7 +85,10 @@ impl FromStr for NbdUri {
             .iter()
             .find_map(|(prefix, unix, tls)| Some((strip_prefix(uri, prefix)?, *unix, *tls)))
         else {
-            return Err(NbdUriError::Scheme { uri: text });
+            return match strip_prefix(uri, "nbd:") {
+                Some(rest) => parse_older(uri, rest),
+                None => Err(NbdUriError::Scheme { uri: text }),
+            };
         };
         if rest.contains('#') {
             return Err(NbdUriError::Fragment { uri: text });
@@ -112,18 +120,41 @@ impl FromStr for NbdUri {
                 scheme: "nbds or nbds+unix",
             });
         }
-        let export = decode(uri, path)?;
-        if export.len() > super::STRING_LEN_MAX {
-            return Err(NbdUriError::LongName { uri: text });
-        }
         Ok(Self {
             address,
-            export,
+            export: export_name(uri, decode(uri, path)?)?,
             tls: tls.then_some(UriTls {
                 certificates: query.certificates.map(PathBuf::from),
                 hostname: query.hostname,
             }),
         })
+    }
+}
+
+/// Reads what follows `nbd:` in QEMU's older names. The export's name begins after the first `:exportname=`.
+fn parse_older(uri: &str, rest: &str) -> Result<NbdUri, NbdUriError> {
+    let (server, export) = rest.split_once(":exportname=").unwrap_or((rest, ""));
+    let address = match server.strip_prefix("unix:") {
+        Some(path) => unix_address(uri, "", Some(path.to_owned()))?,
+        None => match host_and_port(uri, server)? {
+            (_, "") => return Err(NbdUriError::NoPort { uri: uri.to_owned() }),
+            (host, port) => SocketAddress::Tcp {
+                host: host.to_owned(),
+                port: port_number(uri, port)?,
+            },
+        },
+    };
+    Ok(NbdUri {
+        address,
+        export: export_name(uri, export.to_owned())?,
+        tls: None,
+    })
+}
+
+fn export_name(uri: &str, name: String) -> Result<String, NbdUriError> {
+    match name.len() > super::STRING_LEN_MAX {
+        true => Err(NbdUriError::LongName { uri: uri.to_owned() }),
+        false => Ok(name),
     }
 }
 
@@ -176,6 +207,18 @@ fn tcp_address(uri: &str, authority: &str) -> Result<SocketAddress, NbdUriError>
             user: user.to_owned(),
         });
     }
+    let (host, port) = host_and_port(uri, authority)?;
+    Ok(SocketAddress::Tcp {
+        host: decode(uri, host)?,
+        port: match port {
+            "" => PORT,
+            port => port_number(uri, port)?,
+        },
+    })
+}
+
+/// Splits `HOST:PORT`; an IPv6 address is in brackets, and the port may be left out.
+fn host_and_port<'a>(uri: &str, authority: &'a str) -> Result<(&'a str, &'a str), NbdUriError> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
             let (host, rest) = rest
@@ -185,23 +228,17 @@ fn tcp_address(uri: &str, authority: &str) -> Result<SocketAddress, NbdUriError>
         }
         None => authority.split_once(':').unwrap_or((authority, "")),
     };
-    if host.is_empty() {
-        return Err(NbdUriError::NoHost { uri: uri.to_owned() });
+    match host {
+        "" => Err(NbdUriError::NoHost { uri: uri.to_owned() }),
+        host => Ok((host, port)),
     }
-    let port = match port {
-        "" => PORT,
-        port => port
-            .parse()
-            .ok()
-            .filter(|port| *port != 0)
-            .ok_or_else(|| NbdUriError::Port {
-                uri: uri.to_owned(),
-                port: port.to_owned(),
-            })?,
-    };
-    Ok(SocketAddress::Tcp {
-        host: decode(uri, host)?,
-        port,
+}
+
+fn port_number(uri: &str, port: &str) -> Result<u16, NbdUriError> {
+    let number = port.parse().ok().filter(|port| *port != 0);
+    number.ok_or_else(|| NbdUriError::Port {
+        uri: uri.to_owned(),
+        port: port.to_owned(),
     })
 }
 
@@ -226,16 +263,19 @@ fn decode(uri: &str, text: &str) -> Result<String, NbdUriError> {
             _ => return Err(wrong()),
         }
     }
+    if bytes.contains(&0) {
+        return Err(NbdUriError::Nul { uri: uri.to_owned() });
+    }
     String::from_utf8(bytes).map_err(|_| wrong())
 }
 
-/// `text` with everything percent-encoded that has a meaning in a URI. Slashes mean nothing in an export's name.
-fn encode(f: &mut fmt::Formatter<'_>, text: &str) -> fmt::Result {
+/// `text` with everything percent-encoded that may have a meaning in a URI, but for `plain`: slashes mean nothing in an export's
+/// name, nor colons in an address in brackets.
+fn encode(f: &mut fmt::Formatter<'_>, text: &str, plain: u8) -> fmt::Result {
     for byte in text.bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
-                write!(f, "{}", char::from(byte))?;
-            }
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => write!(f, "{}", char::from(byte))?,
+            byte if byte == plain => write!(f, "{}", char::from(byte))?,
             byte => write!(f, "%{byte:02X}")?,
         }
     }
@@ -250,30 +290,33 @@ impl fmt::Display for NbdUri {
         match &self.address {
             SocketAddress::Unix(path) => {
                 write!(f, "nbd{secure}+unix:///")?;
-                encode(f, &self.export)?;
+                encode(f, &self.export, b'/')?;
                 write!(f, "?socket=")?;
-                encode(f, &path.to_string_lossy())?;
+                encode(f, &path.to_string_lossy(), b'/')?;
                 separator = '&';
             }
             SocketAddress::Tcp { host, port } => {
                 let (open, close) = if host.contains(':') { ("[", "]") } else { ("", "") };
-                write!(f, "nbd{secure}://{open}{host}{close}")?;
+                write!(f, "nbd{secure}://{open}")?;
+                // An IPv6 address may name its interface after a '%'.
+                encode(f, host, b':')?;
+                write!(f, "{close}")?;
                 if *port != PORT {
                     write!(f, ":{port}")?;
                 }
                 write!(f, "/")?;
-                encode(f, &self.export)?;
+                encode(f, &self.export, b'/')?;
             }
         }
         let tls = self.tls.clone().unwrap_or_default();
         if let Some(folder) = tls.certificates {
             write!(f, "{separator}tls-certificates=")?;
-            encode(f, &folder.to_string_lossy())?;
+            encode(f, &folder.to_string_lossy(), b'/')?;
             separator = '&';
         }
         if let Some(name) = tls.hostname {
             write!(f, "{separator}tls-hostname=")?;
-            encode(f, &name)?;
+            encode(f, &name, b'/')?;
         }
         Ok(())
     }
@@ -305,10 +348,21 @@ mod tests {
                 "",
             ),
             ("nbd+unix:///disk?socket=s", SocketAddress::Unix("s".into()), "disk"),
+            ("nbd:example.org:99", tcp("example.org", 99), ""),
+            ("nbd:[fe80::1%eth0]:7:exportname=x%20y", tcp("fe80::1%eth0", 7), "x%20y"),
+            ("nbd:a/b?c#d@e f:7", tcp("a/b?c#d@e f", 7), ""),
+            ("nbd://a%2Fb%3Fc/x", tcp("a/b?c", 10809), "x"),
+            ("nbd:unix:/run/a:b", SocketAddress::Unix("/run/a:b".into()), ""),
+            (
+                "nbd:unix:/run/n:exportname=a:exportname=b",
+                SocketAddress::Unix("/run/n".into()),
+                "a:exportname=b",
+            ),
         ] {
             let uri: NbdUri = text.parse().unwrap_or_else(|error| panic!("{error}"));
-            assert_eq!((uri.address, uri.export.as_str()), (address, export));
+            assert_eq!((&uri.address, uri.export.as_str()), (&address, export));
             assert_eq!(uri.tls, None);
+            assert_eq!(uri.to_string().parse(), Ok(uri));
         }
     }
 
@@ -338,7 +392,16 @@ mod tests {
             ("nbd://h/x?tls-psk-file=y", "'tls-psk-file' is not known"),
             ("nbd://h/x?socket=y", "'socket' makes sense only with nbd+unix"),
             ("nbd://h/x?tls-hostname=y", "'tls-hostname' makes sense only with nbds"),
+            ("nbd:h", "has a port"),
+            ("nbd:", "names no host"),
+            ("nbd::10809", "names no host"),
+            ("nbd:::1:10809", "names no host"),
+            ("nbd:h:10809,ipv4", "'10809,ipv4' is not a port"),
+            ("nbd:unix:", "needs ?socket=PATH"),
+            ("nbd:unix::exportname=x", "needs ?socket=PATH"),
             ("nbd+unix:///x", "needs ?socket=PATH"),
+            ("nbd://h/x%00y", "has a NUL (%00)"),
+            ("nbd+unix:///x?socket=/s%00", "has a NUL (%00)"),
             ("nbd+unix://h/x?socket=y", "three slashes"),
         ] {
             let error = text.parse::<NbdUri>().expect_err(text).to_string();
@@ -350,7 +413,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_uri_survives_being_printed(
-            host in "[a-z]{1,8}", port in 1u16.., export in ".{0,12}", socket in "[ -~]{1,12}",
+            host in "[^\0]{1,8}", port in 1u16.., export in "[^\0]{0,12}", socket in "[ -~]{1,12}",
             unix: bool, secure: bool, name in prop::option::of("[ -~]{1,8}"),
         ) {
             let uri = NbdUri {
@@ -365,6 +428,7 @@ mod tests {
         fn garbage_never_panics(text in ".{0,40}") {
             let _ = text.parse::<NbdUri>();
             let _ = format!("nbd://{text}").parse::<NbdUri>();
+            let _ = format!("nbd:{text}").parse::<NbdUri>();
             let _ = format!("nbd+unix:///{text}").parse::<NbdUri>();
         }
     }

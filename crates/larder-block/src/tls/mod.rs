@@ -9,10 +9,12 @@ mod stream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+use crate::small_file::{self, CONFIG_BYTES_MAX};
 
 pub use stream::Stream;
 
@@ -167,8 +169,8 @@ pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErro
         path: path.to_owned(),
         source,
     };
-    let found: Vec<_> = CertificateDer::pem_file_iter(path)
-        .map_err(failed)?
+    let text = small_file::read(path, CONFIG_BYTES_MAX).map_err(|error| failed(pem::Error::Io(error)))?;
+    let found: Vec<_> = CertificateDer::pem_slice_iter(&text)
         .collect::<Result<_, _>>()
         .map_err(failed)?;
     if found.is_empty() {
@@ -182,7 +184,9 @@ pub fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErro
 /// # Errors
 /// The file is missing, damaged or holds none.
 pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    PrivateKeyDer::from_pem_file(path).map_err(|source| TlsError::Pem {
+    let text = small_file::read(path, CONFIG_BYTES_MAX).map_err(pem::Error::Io);
+    let key = text.and_then(|text| PrivateKeyDer::from_pem_slice(&text));
+    key.map_err(|source| TlsError::Pem {
         what: "the private key",
         path: path.to_owned(),
         source,

@@ -2,6 +2,8 @@
 
 mod breaks;
 mod devices;
+mod discards;
 mod failed_device;
+mod handed_over;
 mod hanging;
 mod warm;

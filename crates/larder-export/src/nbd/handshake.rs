@@ -9,6 +9,7 @@ use larder_block::nbd::handshake::{
 };
 use larder_block::nbd::transmission::Framing;
 use larder_block::nbd::{BASE_ALLOCATION, Input, Malformed, PAYLOAD_LEN_MAX, STRING_LEN_MAX, TransmissionFlags};
+use larder_block::printable;
 use larder_block::tls::{Stream, TlsError};
 
 use super::Shared;
@@ -180,7 +181,7 @@ impl<'a> Handshake<'a> {
         }
         let name = String::from_utf8_lossy(data);
         if data.len() > STRING_LEN_MAX || !self.shared.is_export(&name) {
-            return Err(HandshakeError::UnknownExport(name.into_owned()));
+            return Err(HandshakeError::UnknownExport(printable(&name)));
         }
         let (size, flags) = self.size_and_flags();
         self.answer.extend(size.to_be_bytes());
@@ -232,7 +233,7 @@ impl<'a> Handshake<'a> {
             return Step::Next;
         }
         if !self.shared.is_export(request.name) {
-            let text = format!("there is no export '{}' here", request.name.escape_debug());
+            let text = format!("there is no export '{}' here", printable(request.name));
             self.refuse(option, replies::ERR_UNKNOWN, &text);
             return Step::Next;
         }

@@ -126,6 +126,10 @@ struct Shared {
     buffers: Rc<Buffers>,
     memory: Rc<Memory>,
     counters: Counters,
+    /// Reads left to be answered with data, without a question for extents.
+    sparse_skipped: Cell<u32>,
+    /// The device was asked for extents by a read that has not waited for them.
+    is_asking: Cell<bool>,
     connections: Cell<usize>,
     /// Clients that were turned away after the first of a crowd; `None` if there is no crowd.
     crowd: Cell<Option<u64>>,
@@ -133,7 +137,7 @@ struct Shared {
     stopping: Cell<bool>,
     /// Enough waited.
     cut: Cell<bool>,
-    /// One of the three above has changed, or a client was given up.
+    /// One of the three above has changed, a question for extents has ended, or a client was given up.
     changed: Signal,
 }
 
@@ -189,6 +193,8 @@ impl NbdServer {
             memory: Memory::new(options.memory_max.as_usize(), options.connections_max),
             options,
             counters: Counters::default(),
+            sparse_skipped: Cell::new(0),
+            is_asking: Cell::new(false),
             connections: Cell::new(0),
             crowd: Cell::new(None),
             stopping: Cell::new(false),
@@ -214,7 +220,7 @@ impl NbdServer {
         shared.changed.raise();
         shared.end_crowd();
         let limit = shared.options.stop_timeout;
-        if shared.on.timeout(limit, shared.until_empty()).await.is_none() {
+        if shared.on.timeout(limit, shared.until_idle()).await.is_none() {
             shared.cut();
             shared.until_empty().await;
         }
@@ -311,6 +317,11 @@ impl Shared {
 
     async fn until_stopping(&self) {
         self.changed.until(|| self.stopping.get().then_some(())).await;
+    }
+
+    async fn until_idle(&self) {
+        let is_idle = || self.connections.get() == 0 && !self.is_asking.get();
+        self.changed.when(is_idle).await;
     }
 
     async fn until_empty(&self) {

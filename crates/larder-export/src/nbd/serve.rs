@@ -1,14 +1,17 @@
 //! What a request asks of the device, and what is answered.
 
 use std::rc::Rc;
+use std::task::Poll;
 
 use larder_block::nbd::flags::{error_of, errors};
 use larder_block::nbd::transmission::{Framing, Request};
 use larder_block::nbd::{Command, CommandFlags, PAYLOAD_LEN_MAX, STATE_HOLE, STATE_ZERO, STATUS_DESCRIPTORS_MAX};
 use larder_block::{
-    ByteLen, ByteOffset, ByteRange, ExtentKind, Failure, IoError, IoResult, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
+    ByteLen, ByteOffset, ByteRange, Extent, ExtentKind, Failure, IoError, IoResult, ReadBuf, WriteBuf, WriteFlags,
+    ZeroFlags,
 };
 
+use super::Shared;
 use super::buffers::Buffer;
 use super::connection::Connection;
 use super::handshake::ALLOCATION_CONTEXT;
@@ -21,6 +24,9 @@ const SPARSE_LEN_MIN: u64 = 64 << 10;
 
 /// Extents that a sparse read looks at; what lies behind them is sent as data.
 const SPARSE_EXTENTS_MAX: usize = 32;
+
+/// Reads answered with data after one without extents at hand, because the question may be a request to a server.
+const SPARSE_SKIPPED: u32 = 16;
 
 /// Extents in one reply to block status. The client asks again for the rest.
 const STATUS_EXTENTS_MAX: usize = 4096;
@@ -248,10 +254,18 @@ struct Run {
     zero: bool,
 }
 
-/// What a read consists of. Where the device cannot tell, data.
+/// Returns the runs of a read; none if the device would have to wait for them. A server behind the device may be slower
+/// than the read, or disconnected while a cache has the data.
 async fn runs_of(connection: &Connection, range: ByteRange) -> Vec<Run> {
-    let device = &connection.shared.device;
-    let Ok(extents) = device.extents(range, SPARSE_EXTENTS_MAX).await else {
+    let shared = &connection.shared;
+    if shared.is_asking.get() {
+        return Vec::new();
+    }
+    if let skipped @ 1.. = shared.sparse_skipped.get() {
+        shared.sparse_skipped.set(skipped - 1);
+        return Vec::new();
+    }
+    let Some(extents) = extents_at_once(shared, range).await else {
         return Vec::new();
     };
     let mut runs: Vec<Run> = Vec::with_capacity(extents.len() + 1);
@@ -273,6 +287,30 @@ async fn runs_of(connection: &Connection, range: ByteRange) -> Vec<Run> {
         push(unknown, false);
     }
     runs
+}
+
+/// Returns the extents of a range, if the device has them without waiting.
+///
+/// A question that has to wait ends by itself, one at a time: the kernel may be reading into its memory, so dropping it
+/// would stop the whole thread until the device has answered.
+async fn extents_at_once(shared: &Rc<Shared>, range: ByteRange) -> Option<Vec<Extent>> {
+    let asked = Rc::clone(shared);
+    let mut asking = Box::pin(async move { asked.device.extents(range, SPARSE_EXTENTS_MAX).await });
+    match std::future::poll_fn(|context| Poll::Ready(asking.as_mut().poll(context))).await {
+        Poll::Ready(answer) => answer.ok(),
+        Poll::Pending => {
+            shared.sparse_skipped.set(SPARSE_SKIPPED);
+            shared.is_asking.set(true);
+            let asker = Rc::clone(shared);
+            shared.on.spawn(async move {
+                // The answer would be too late for any read.
+                let _ = asking.await;
+                asker.is_asking.set(false);
+                asker.changed.raise();
+            });
+            None
+        }
+    }
 }
 
 async fn read_runs(connection: &Connection, range: ByteRange, runs: &[Run], buffer: &mut Buffer) -> IoResult {

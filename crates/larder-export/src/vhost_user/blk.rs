@@ -4,6 +4,7 @@ use larder_block::{
     BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, Geometry, IoError, ReadBuf, WriteBuf, WriteFlags, ZeroFlags,
 };
 
+use super::Serial;
 use super::ring::Chain;
 use crate::activity::{Activity, Kind};
 
@@ -130,7 +131,7 @@ pub fn write_cache_in(offset: u32, bytes: &[u8]) -> Option<bool> {
 /// What a request needs to know beside its device.
 pub struct DiskState<'a> {
     /// The serial number for GET_ID.
-    pub serial: &'a [u8; SERIAL_BYTES],
+    pub serial: &'a Serial,
     /// Off: every write is durable on completion.
     pub write_cache: bool,
     /// Where requests are counted.
@@ -237,7 +238,7 @@ async fn carry_out(
         T_FLUSH => Ok(activity.count(Kind::Flush, 0, || device.flush()).await?),
         T_GET_ID => {
             let len = data_in.len().min(SERIAL_BYTES);
-            data_in.copy_from_slice(&state.serial[..len]);
+            data_in.copy_from_slice(&state.serial.bytes()[..len]);
             Ok(())
         }
         T_DISCARD => all_segments(device, state, Kind::Discard, data_out).await,

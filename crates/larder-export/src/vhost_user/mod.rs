@@ -16,6 +16,7 @@ mod queue;
 mod receive;
 pub mod record;
 pub mod ring;
+mod serial;
 mod session;
 pub mod takeover;
 
@@ -31,6 +32,7 @@ use larder_block::event_loop::{Listener, Socket};
 use larder_block::signal::first_of;
 use larder_block::{BlockDevice, ByteLen, Loop};
 
+pub use serial::Serial;
 pub use session::SessionError;
 
 use crate::activity::Activity;
@@ -66,8 +68,8 @@ pub struct VhostUserOptions {
     /// into one request follows from it. A power of two (virtio 1.2, section 2.7), [`QUEUE_SIZE_MIN`] to
     /// [`QUEUE_SIZE_MAX`].
     pub queue_size: u16,
-    /// Serial number, at most 20 bytes; the guest sees it in `/dev/disk/by-id`.
-    pub serial: String,
+    /// Serial number; the guest sees it in `/dev/disk/by-id`.
+    pub serial: Serial,
     /// Sector size that the guest sees, in bytes: 512 or 4096, as disks have it. The device's own block size is
     /// presented if it is larger. The disk's size must be a multiple of it.
     pub block_size: u32,
@@ -78,18 +80,18 @@ impl Default for VhostUserOptions {
         Self {
             queues: QUEUES_MAX,
             queue_size: QUEUE_SIZE_DEFAULT,
-            serial: String::new(),
+            serial: Serial::default(),
             block_size: 512,
         }
     }
 }
 
 impl VhostUserOptions {
-    /// Whether they are in range; the serial number as GET_ID tells it.
+    /// Checks that they are in range.
     ///
     /// # Errors
     /// They are not.
-    pub fn check(&self) -> Result<[u8; blk::SERIAL_BYTES], OptionsError> {
+    pub fn check(&self) -> Result<(), OptionsError> {
         if !(1..=QUEUES_MAX).contains(&self.queues) {
             return Err(OptionsError::Queues(self.queues));
         }
@@ -99,12 +101,7 @@ impl VhostUserOptions {
         if !matches!(self.block_size, 512 | 4096) {
             return Err(OptionsError::BlockSize(self.block_size));
         }
-        let mut serial = [0; blk::SERIAL_BYTES];
-        match serial.get_mut(..self.serial.len()) {
-            Some(place) => place.copy_from_slice(self.serial.as_bytes()),
-            None => return Err(OptionsError::Serial(self.serial.clone())),
-        }
-        Ok(serial)
+        Ok(())
     }
 }
 
@@ -114,8 +111,6 @@ impl VhostUserOptions {
 pub enum OptionsError {
     #[error("queues {0}: a disk has 1 to {QUEUES_MAX} virtqueues")]
     Queues(u16),
-    #[error("serial number '{0}' is {len} bytes long; virtio-blk has room for 20", len = .0.len())]
-    Serial(String),
     #[error("queues of {0} descriptors; a queue has a power of two of them, from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}")]
     QueueSize(u16),
     #[error("block-size {0}: a disk has sectors of 512 or 4096 bytes")]
@@ -169,7 +164,7 @@ impl VhostUserServer {
         options: &VhostUserOptions,
         activity: &Rc<Activity>,
     ) -> Result<Rc<Self>, OptionsError> {
-        let serial = options.check()?;
+        options.check()?;
         let size = device.geometry().size;
         let rest = size.get() % u64::from(options.block_size);
         if rest > 0 {
@@ -187,7 +182,7 @@ impl VhostUserServer {
             on: on.clone(),
             shared: Rc::new(Shared {
                 device,
-                serial,
+                serial: options.serial,
                 block_size: options.block_size,
                 queue_size: options.queue_size,
                 write_cache: Cell::new(true),

@@ -13,7 +13,8 @@ use std::task::{Poll, Waker};
 use larder_block::event_loop::{Poller, PollerGuard, TaskPool};
 use larder_block::{BlockDevice, ByteOffset, Geometry, IoVec, Loop};
 
-use super::blk::{self, DiskState, SERIAL_BYTES};
+use super::Serial;
+use super::blk::{self, DiskState};
 use super::inflight::InflightQueue;
 use super::lent::Lent;
 use super::memory::{DirtyLog, GuestMemory};
@@ -24,7 +25,7 @@ use crate::view::{Begun, UnderWay};
 /// What all queues of a disk share.
 pub(super) struct Shared {
     pub(super) device: Rc<dyn BlockDevice>,
-    pub(super) serial: [u8; SERIAL_BYTES],
+    pub(super) serial: Serial,
     /// The smallest sector size to present, in bytes.
     pub(super) block_size: u32,
     /// The number of descriptors that a front-end is expected to give a queue.

@@ -143,7 +143,7 @@ impl FrontEnd {
         self.wire.acknowledged = protocol & P_REPLY_ACK != 0;
         self.wire.tell(wire::SET_OWNER, &[], &[])?;
         let (ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(std::time::Duration::from_secs(60)))?;
+        ours.set_read_timeout(Some(std::time::Duration::from_secs(240)))?;
         self.wire.tell(wire::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()])?;
         self.channel = Some(ours);
         let mut without = self.options.without | F_LOG_ALL;

@@ -241,7 +241,7 @@ impl Queue {
     /// Shows what was added and waits for `id`, the only one in flight.
     pub fn finish(&mut self, id: u16) -> io::Result<Completion> {
         self.go();
-        let completion = self.complete(Duration::from_secs(60))?;
+        let completion = self.complete(Duration::from_secs(240))?;
         assert_eq!(completion.id, id, "another request came back");
         Ok(completion)
     }

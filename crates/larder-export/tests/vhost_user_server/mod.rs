@@ -16,7 +16,7 @@ use larder_block::{
     WriteBuf, WriteFlags, ZeroFlags,
 };
 use larder_export::activity::Activity;
-use larder_export::vhost_user::{VhostUserOptions, VhostUserServer};
+use larder_export::vhost_user::{Serial, VhostUserOptions, VhostUserServer};
 
 /// Size of the test disk in bytes.
 pub const DISK_BYTES: u64 = 8 << 20;
@@ -173,7 +173,7 @@ impl Server {
                 probe: theirs,
             });
             let options = VhostUserOptions {
-                serial: "a serial".to_owned(),
+                serial: Serial::of("a serial"),
                 ..VhostUserOptions::default()
             };
             let server = VhostUserServer::new(&on, device, &options, &Activity::new(&on)).expect("sound options");

@@ -85,6 +85,16 @@ pub(super) const FAMILIES: &[Family] = &[
         }),
     ),
     family(
+        "larder_host_left_out",
+        Kind::Gauge,
+        None,
+        "Places of VMs that are not watched, because there are more than 1024: with a socket, or of VMs that do not run",
+        Of::Host(|host, put| {
+            put.value_of(&[("state", "socket")], host.left_out.sockets);
+            put.value_of(&[("state", "stopped")], host.left_out.stopped);
+        }),
+    ),
+    family(
         "larder_vm_up",
         Kind::Gauge,
         None,

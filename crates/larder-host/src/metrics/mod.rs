@@ -14,6 +14,7 @@ use hyper::header::{ACCEPT, HeaderMap};
 use larder_vm::control::state::ServerState;
 
 use crate::balancing::{HostMemory, Moved};
+use crate::find::LeftOut;
 use crate::fleet::Fleet;
 use crate::joined::joined;
 use crate::vm::{Health, Memory, NamedDisk, Sample};
@@ -77,6 +78,8 @@ struct MemoryMetrics<'a> {
 struct HostMetrics {
     /// Sockets by how they are.
     sockets: Vec<(&'static str, u64)>,
+    /// Counts of places that are not watched.
+    left_out: LeftOut,
     /// Its memory, while budgets are moved.
     memory: Option<HostMemory>,
 }
@@ -102,6 +105,7 @@ fn seen(fleet: &Fleet) -> (Vec<VmMetrics>, HostMetrics) {
     });
     let host = HostMetrics {
         sockets: sockets.into(),
+        left_out: fleet.left_out(),
         memory: balance.host,
     };
     (all.collect(), host)

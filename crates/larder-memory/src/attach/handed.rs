@@ -1,11 +1,10 @@
 //! What the process is given: a few descriptors, closed in it in the end. Those of its memory's files mark it as managed.
 
-use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::time::Duration;
 
-use larder_export::view::mark_managed;
+use larder_export::view::{claim_faults, mark_managed};
 use rustix::process::Pid;
 
 use super::{AttachError, INJECT_LIMIT};
@@ -55,14 +54,15 @@ pub(super) fn to_mark<'a>(memories: &'a [Memory], marked: &[(u64, u64)]) -> Vec<
     files
 }
 
-/// Has the process hold these files, and marks them as managed. Marked before they are there they would stay so, with nobody
-/// to be found who holds them, if we were killed while they are on their way.
-pub(super) fn hand_marks(thread: &mut StoppedThread, files: &[BorrowedFd<'_>]) -> Result<io::Result<()>, InjectError> {
+/// Has process `pid`, whose thread this is, hold these files, marks them as managed, and claims their page faults. They
+/// are locked only once they are there: a kill while they are on their way would leave locks whose owner cannot be found.
+pub(super) fn hand_marks(
+    thread: &mut StoppedThread,
+    pid: Pid,
+    files: &[BorrowedFd<'_>],
+) -> Result<Result<(), AttachError>, InjectError> {
     let numbers = thread.give_descriptors(files)?;
-    let marked = files.iter().try_for_each(|file| match mark_managed(*file)? {
-        true => Ok(()),
-        false => Err(io::ErrorKind::ResourceBusy.into()),
-    });
+    let marked = files.iter().try_for_each(|file| mark(pid, *file));
     if marked.is_err() {
         for number in numbers {
             thread.close(number)?;
@@ -71,15 +71,17 @@ pub(super) fn hand_marks(thread: &mut StoppedThread, files: &[BorrowedFd<'_>]) -
     Ok(marked)
 }
 
-pub(super) fn not_marked(pid: Pid, source: io::Error) -> AttachError {
-    match source.kind() {
-        io::ErrorKind::ResourceBusy => AttachError::Marked { pid },
-        _ => AttachError::Failed {
-            pid,
-            what: "mark its memory as managed",
-            source,
-        },
+/// Marks one file, and claims its page faults. A kill in between leaves the mark, by which a successor finds the descriptor and
+/// closes it; a claim without a mark would not be found.
+fn mark(pid: Pid, file: BorrowedFd<'_>) -> Result<(), AttachError> {
+    let failed = |what| move |source| AttachError::Failed { pid, what, source };
+    if !mark_managed(file).map_err(failed("mark its memory as managed"))? {
+        return Err(AttachError::Marked { pid });
     }
+    if !claim_faults(file).map_err(failed("claim its page faults"))? {
+        return Err(AttachError::Claimed { pid });
+    }
+    Ok(())
 }
 
 /// Hands the descriptors to the process, and has it make a userfaultfd of the last one; its memory, which is in `files`, is
@@ -95,7 +97,7 @@ pub(super) fn hand_over(
             unreachable!("as many as were given");
         };
         // From here on no server of its disks begins to use it without us.
-        if let Err(error) = hand_marks(thread, files)? {
+        if let Err(error) = hand_marks(thread, pid, files)? {
             for number in numbers.into_iter().rev() {
                 thread.close(number)?;
             }
@@ -122,7 +124,7 @@ pub(super) fn hand_over(
     });
     match given {
         Ok((Ok(given), stood_still)) => Ok((given, stood_still)),
-        Ok((Err(error), _)) => Err(not_marked(pid, error)),
+        Ok((Err(error), _)) => Err(error),
         Err(error) => Err(AttachError::Inject(error)),
     }
 }

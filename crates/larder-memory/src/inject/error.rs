@@ -22,6 +22,14 @@ pub enum InjectError {
         /// The process.
         pid: Pid,
     },
+    /// A control group keeps all of its threads from running.
+    #[error("process {pid} is frozen by the control group {group}: thaw it", pid = .pid.as_raw_pid())]
+    Frozen {
+        /// The process.
+        pid: Pid,
+        /// The group's folder.
+        group: String,
+    },
     /// Someone else traces all threads that could be taken.
     #[error("process {pid}, thread {tid}: {by} (pid {by_pid}) traces it: detach that first",
         pid = .pid.as_raw_pid(), tid = .tid.as_raw_pid())]

@@ -4,6 +4,8 @@
 use std::arch::x86_64::__cpuid_count;
 use std::mem::size_of;
 
+use rustix::io::Errno;
+
 use super::error::InjectError;
 use super::tracee::Tracee;
 
@@ -28,6 +30,7 @@ pub(super) const INSTRUCTIONS: [(&[&[u8]], &str); 2] = [
 
 /// Sets of registers (linux/elf.h).
 const NT_PRSTATUS: usize = 1;
+const NT_PRFPREG: usize = 2;
 const NT_X86_XSTATE: usize = 0x202;
 
 /// More than all vector registers take: AVX-512 and AMX are 11 KiB.
@@ -162,13 +165,20 @@ fn is_futex_until(registers: &libc::user_regs_struct) -> bool {
     registers.orig_rax == libc::SYS_futex as u64 && operation == libc::FUTEX_WAIT_BITSET
 }
 
-/// The vector registers of a stopped thread, as XSAVE writes them (Intel SDM 1, 13.4: the standard format), in a place
-/// large enough for all that the processor has.
-pub(super) struct Vectors(Vec<u8>);
+/// The vector registers of a stopped thread.
+pub(super) enum Vectors {
+    /// As XSAVE writes them (Intel SDM 1, 13.4: the standard format), in a place large enough for all that the processor
+    /// has.
+    Xsave(Vec<u8>),
+    /// As FXSAVE writes them (Intel SDM 1, 10.5): x87 and SSE. A processor without XSAVE (QEMU's models qemu64 and kvm64) has
+    /// no others.
+    Fxsave(Vec<u8>),
+}
 
 /// Where in it software may leave notes, and where XSAVE tells what of it is in use.
 const NOTES_AT: usize = 464;
 const IN_USE_AT: usize = 512;
+const FXSAVE_BYTES: usize = 512;
 
 /// The kernel's notes in a signal frame (`struct _fpx_sw_bytes`, asm/sigcontext.h).
 const FP_XSTATE_MAGIC1: u32 = 0x4650_5853;
@@ -179,39 +189,75 @@ const AMX_TILES: u64 = 1 << 18;
 
 impl Vectors {
     pub(super) fn of(tracee: &Tracee) -> Result<Self, InjectError> {
-        let mut bytes = vec![0; VECTORS_BYTES_MAX];
-        let length = tracee.register_set(NT_X86_XSTATE, &mut bytes)?;
-        bytes.truncate(length);
-        Ok(Self(bytes))
+        match read_set(tracee, NT_X86_XSTATE, VECTORS_BYTES_MAX) {
+            // The processor has no XSAVE.
+            Err(InjectError::Request {
+                errno: Errno::NODEV, ..
+            }) => Self::of_fxsave(tracee),
+            read => Ok(Self::Xsave(read?)),
+        }
     }
 
-    /// What lies in a signal frame: the registers, notes that say what and how long they are, and a mark at their end.
-    fn in_frame(&self) -> Vec<u8> {
-        let mut bytes = self.0.clone();
-        // What the processor has, says the kernel where its notes in a frame belong.
-        let all = number_at(&bytes, NOTES_AT);
-        let ordinary = all & !AMX_TILES;
-        let uses_tiles = number_at(&bytes, IN_USE_AT) & AMX_TILES != 0;
-        let features = if uses_tiles { all } else { ordinary };
-        // The kernel looks for the mark where *this thread's* room for vector registers ends (since 6.8), or where the
-        // notes say that they do (before). A thread that has used tiles, but does not now, has the larger room: the mark
-        // is there, too.
-        let (shorter, longer) = (vectors_bytes(ordinary), bytes.len());
-        let length = if uses_tiles { longer } else { shorter.min(longer) };
-        bytes.resize(longer + size_of::<u32>(), 0);
-        for end in [length, longer] {
-            bytes[end..end + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_ne_bytes());
-        }
-        let length = u32::try_from(length).unwrap_or(u32::MAX);
-        let mut notes = Vec::with_capacity(IN_USE_AT - NOTES_AT);
-        notes.extend(FP_XSTATE_MAGIC1.to_ne_bytes());
-        notes.extend((length + 4).to_ne_bytes());
-        notes.extend(features.to_ne_bytes());
-        notes.extend(length.to_ne_bytes());
-        notes.resize(IN_USE_AT - NOTES_AT, 0);
-        bytes[NOTES_AT..IN_USE_AT].copy_from_slice(&notes);
-        bytes
+    fn of_fxsave(tracee: &Tracee) -> Result<Self, InjectError> {
+        Ok(Self::Fxsave(read_set(tracee, NT_PRFPREG, FXSAVE_BYTES)?))
     }
+
+    /// Returns the registers' part of a signal frame.
+    fn in_frame(&self) -> Vec<u8> {
+        match self {
+            Self::Xsave(bytes) => xsave_in_frame(bytes),
+            // The kernel takes a frame without notes for this form on any processor.
+            Self::Fxsave(bytes) => {
+                let mut bytes = bytes.clone();
+                bytes.resize(FXSAVE_BYTES, 0);
+                bytes[NOTES_AT..].fill(0);
+                bytes
+            }
+        }
+    }
+
+    /// Returns the frame's flags for this form.
+    fn frame_flags(&self) -> u64 {
+        match self {
+            Self::Xsave(_) => UC_FP_XSTATE,
+            Self::Fxsave(_) => 0,
+        }
+    }
+}
+
+fn read_set(tracee: &Tracee, kind: usize, bytes_max: usize) -> Result<Vec<u8>, InjectError> {
+    let mut bytes = vec![0; bytes_max];
+    let length = tracee.register_set(kind, &mut bytes)?;
+    bytes.truncate(length);
+    Ok(bytes)
+}
+
+/// The registers, notes that say what and how long they are, and a mark at their end.
+fn xsave_in_frame(bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    // The kernel puts the processor's features where its notes in a frame belong.
+    let all = number_at(&bytes, NOTES_AT);
+    let ordinary = all & !AMX_TILES;
+    let uses_tiles = number_at(&bytes, IN_USE_AT) & AMX_TILES != 0;
+    let features = if uses_tiles { all } else { ordinary };
+    // The kernel looks for the mark where *this thread's* room for vector registers ends (since 6.8), or where the
+    // notes say that they do (before). A thread that has used tiles, but does not now, has the larger room: the mark
+    // is there, too.
+    let (shorter, longer) = (vectors_bytes(ordinary), bytes.len());
+    let length = if uses_tiles { longer } else { shorter.min(longer) };
+    bytes.resize(longer + size_of::<u32>(), 0);
+    for end in [length, longer] {
+        bytes[end..end + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_ne_bytes());
+    }
+    let length = u32::try_from(length).unwrap_or(u32::MAX);
+    let mut notes = Vec::with_capacity(IN_USE_AT - NOTES_AT);
+    notes.extend(FP_XSTATE_MAGIC1.to_ne_bytes());
+    notes.extend((length + 4).to_ne_bytes());
+    notes.extend(features.to_ne_bytes());
+    notes.extend(length.to_ne_bytes());
+    notes.resize(IN_USE_AT - NOTES_AT, 0);
+    bytes[NOTES_AT..IN_USE_AT].copy_from_slice(&notes);
+    bytes
 }
 
 fn number_at(bytes: &[u8], at: usize) -> u64 {
@@ -254,6 +300,7 @@ const NO_STACK_MODE: u64 = 0x7fff_ffff;
 impl Frame {
     /// A frame that ends at or below `top`, by which a thread gets back registers, vector registers and signal mask.
     pub(super) fn new(registers: &Registers, vectors: &Vectors, mask: u64, top: u64, give_back: u64) -> Option<Self> {
+        let form = vectors.frame_flags();
         let vectors = vectors.in_frame();
         // As the kernel aligns them: XRSTOR takes 64.
         let vectors_at = top.checked_sub(vectors.len() as u64)? & !63;
@@ -261,7 +308,7 @@ impl Frame {
 
         let back = registers.on_return();
         let segments = (back.cs & 0xffff) | (back.ss & 0xffff) << 48;
-        let flags = UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS;
+        let flags = form | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS;
         let head = [give_back, flags, 0];
         let alternate_stack = [0, NO_STACK_MODE, 0];
         let general = [
@@ -297,5 +344,26 @@ impl Frame {
         bytes.resize(usize::try_from(vectors_at - at).ok()?, 0);
         bytes.extend(vectors);
         Some(Self { at, bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As of a processor without XSAVE, where the kernel expects the registers alone.
+    #[test]
+    fn fxsave_frame_has_no_notes() {
+        let vectors = Vectors::Fxsave(vec![0xff; FXSAVE_BYTES]);
+        // SAFETY: the struct is of plain numbers.
+        let registers = Registers(unsafe { std::mem::zeroed() });
+        let top = 0x7fff_0000;
+        let frame = Frame::new(&registers, &vectors, 0, top, 0x1000).expect("room");
+        let flags = number_at(&frame.bytes, 8);
+        assert_eq!(flags & UC_FP_XSTATE, 0);
+        let in_frame = &frame.bytes[frame.bytes.len() - FXSAVE_BYTES..];
+        assert_eq!((top - FXSAVE_BYTES as u64) % 64, 0);
+        assert!(in_frame[..NOTES_AT].iter().all(|byte| *byte == 0xff));
+        assert!(in_frame[NOTES_AT..].iter().all(|byte| *byte == 0));
     }
 }

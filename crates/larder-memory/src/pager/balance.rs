@@ -86,7 +86,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         }
         worked |= self.clear_lost();
         if !self.is_leaving {
-            worked |= self.evict(now);
+            worked |= !self.are_evictions_paused && self.evict(now);
             worked |= self.go_on_storing(now);
             worked |= self.demote(now);
             worked |= self.compact();

@@ -18,9 +18,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
         self.stay_all();
     }
 
-    /// Goes on as if nothing had been.
+    /// Keeps within the limit again: what has come back is evicted as any other page.
     pub fn cancel_detach(&mut self) {
         self.is_leaving = false;
+    }
+
+    /// Whether the kernel had no memory for the last page that was to come back.
+    pub fn lacks_memory(&self) -> bool {
+        self.no_memory_until.is_some()
     }
 
     /// How many pages, in bytes, are to come back.

@@ -33,6 +33,9 @@ pub(super) enum Put {
 /// After so long it is tried again to get memory for a page.
 const NO_MEMORY_FOR: Duration = Duration::from_millis(1);
 
+/// The log has it again after so long.
+const LOG_AGAIN_AFTER: Duration = Duration::from_secs(600);
+
 impl<G: GuestMemory, W: Worker> Pager<G, W> {
     pub(super) fn fault_at(&mut self, address: u64, cause: Cause, write: bool) {
         let now = Instant::now();
@@ -136,12 +139,10 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
             // It was given up since it was lost.
             Some(Location::Lost) if word.is_clean() => (Source::Zero, Queue::Probation, self.guest.fill_zero(page)),
             Some(Location::Uniform { .. }) => {
+                self.load_uniform(page);
                 let filled = match self.state.second_word(page) {
                     0 => self.guest.fill_zero(page),
-                    _ => {
-                        self.load_uniform(page);
-                        self.guest.fill(page, &*self.content, false).1
-                    }
+                    _ => self.guest.fill(page, &*self.content, false).1,
                 };
                 (Source::Uniform, Queue::Probation, filled)
             }
@@ -178,6 +179,7 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
     /// stays good for the next time.
     pub(super) fn fill_from_disk(&mut self, page: PageIndex, word: Word, write: bool) -> Put {
         let queue = self.queue_of_returned(page);
+        let write = write || self.are_evictions_paused;
         if !write {
             // Before it is there: so a page of which this is not said is never a protected one that was given up.
             self.set_word(page, word.with_clean(true));
@@ -198,10 +200,61 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
                 self.settle(page, queue);
                 Put::There(source, queue)
             }
-            Filled::Present => self.was_there(page, queue),
+            Filled::Present if source == Source::Zero => self.was_there(page, queue),
+            Filled::Present => {
+                let copy = *self.content;
+                self.found_in_memory(page, &copy, queue, source)
+            }
             Filled::Changing => Put::Changing,
             Filled::NoMemory => self.is_without_memory(),
             Filled::Gone => Put::Gone,
+        }
+    }
+
+    /// Handles an evicted page that is in memory already. Only the pager fills pages, so another process has touched the
+    /// memory's file. A read there allocates a page of zeros, which is not the guest's: the stored copy replaces it. A kill
+    /// before that is done leaves the page missing, with a valid copy.
+    pub(super) fn found_in_memory(&mut self, page: PageIndex, copy: &[u8; PAGE], queue: Queue, source: Source) -> Put {
+        let word = self.state.word(page).with_clean(false);
+        self.set_word(page, word);
+        let mut found = [0; PAGE];
+        let is_read = self.guest.read(page, &mut found).is_ok();
+        if is_read && found == *copy {
+            return self.was_there(page, queue);
+        }
+        if !is_read || found != [0; PAGE] {
+            self.report_found(page, "with other content: that counts, and its stored copy is dropped");
+            return self.was_there(page, queue);
+        }
+        self.report_found(page, "of zeros: its stored copy is put back");
+        if let Err(error) = self.guest.take_out(PageRun::one(page)) {
+            tracing::error!("it cannot be put back now: {error}");
+            return Put::Changing;
+        }
+        match self.guest.fill(page, copy, false).1 {
+            Filled::Done => {
+                self.drop_copy(page);
+                self.settle(page, queue);
+                Put::There(source, queue)
+            }
+            // It was touched again.
+            Filled::Present | Filled::Changing => Put::Changing,
+            Filled::NoMemory => self.is_without_memory(),
+            Filled::Gone => Put::Gone,
+        }
+    }
+
+    /// Logs and counts such pages: the first one, the second, the fourth and so on.
+    fn report_found(&mut self, page: PageIndex, what: &str) {
+        self.figures.touched_by_others += 1;
+        let count = self.figures.touched_by_others;
+        if count.is_power_of_two() {
+            let address = self.address_of(page);
+            tracing::error!(
+                "page {:#x} (at {address:#x} of the process) was evicted, and found in memory, {what}; another process uses the \
+                 file of this memory, which none may while it is managed ({count} such pages so far)",
+                page.get()
+            );
         }
     }
 
@@ -221,8 +274,14 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// There is no memory for a page.
     pub(super) fn is_without_memory(&mut self) -> Put {
-        if self.no_memory_until.is_none() {
-            tracing::warn!("there is no memory for a page that is wanted: who wants it waits");
+        let was_logged = |at: Instant| self.now - at < LOG_AGAIN_AFTER;
+        if !self.no_memory_logged.is_some_and(was_logged) {
+            self.no_memory_logged = Some(self.now);
+            tracing::warn!(
+                "there is no memory for a page that is wanted (of the host, a control group, or the tmpfs that the memory is a \
+                 file of): who wants it waits; it is tried again, and this is logged at most every {} minutes",
+                LOG_AGAIN_AFTER.as_secs() / 60
+            );
         }
         self.no_memory_until = Some(self.now + NO_MEMORY_FOR);
         Put::NoMemory

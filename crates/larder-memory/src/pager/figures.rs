@@ -64,6 +64,8 @@ pub struct Figures {
     pub removed: u64,
     /// Pages that were in memory though nothing was known of it.
     pub found: u64,
+    /// Evicted pages that another process has touched or written to in the memory's file.
+    pub touched_by_others: u64,
 }
 
 impl Figures {

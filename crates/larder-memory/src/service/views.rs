@@ -37,6 +37,13 @@ pub(super) struct Wish {
 }
 
 impl Wish {
+    /// One is there that could not be served: it is looked for again.
+    pub(super) fn hunt(&self) {
+        self.ended.set(true);
+        self.asked.set(true);
+        self.raised.raise();
+    }
+
     /// Looks whether one has ended, or asks to be looked at.
     pub(super) fn look_at(&self, views: &Views) {
         if views.is_empty() {
@@ -88,14 +95,11 @@ pub(super) async fn watch(on: Loop, bell: Bell, service: Weak<Service>) {
     let mut hunt: Option<(Instant, Duration)> = None;
     loop {
         let pause = hunt.map_or(LOOK_EVERY, |(_, pause)| pause);
-        let Some(of) = service.upgrade().filter(|of| of.end.get().is_none()) else {
+        let Some(of) = service.upgrade().filter(|of| !of.is_ending()) else {
             return;
         };
         let asked = async {
-            of.views
-                .raised
-                .when(|| of.views.asked.take() || of.end.get().is_some())
-                .await;
+            of.views.raised.when(|| of.views.asked.take() || of.is_ending()).await;
             false
         };
         let timed = async {
@@ -108,8 +112,7 @@ pub(super) async fn watch(on: Loop, bell: Bell, service: Weak<Service>) {
         };
         let others = pin!(first_of(timed, rung));
         let all_processes = first_of(asked, others).await;
-        let is_over = of.end.get().is_some() || of.is_detaching.get();
-        if is_over {
+        if of.is_ending() {
             return;
         }
         if of.views.ended.take() {
@@ -145,9 +148,11 @@ pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) 
             .collect();
         let mut begun = Vec::new();
         let mut strangers = Vec::new();
+        let mut is_complete = false;
         if all_processes {
-            let (viewers, obstacles) = others_of(pid, &regions);
-            for viewer in viewers.into_iter().filter(|viewer| !known.contains(&viewer.pid)) {
+            let others = others_of(pid, &regions);
+            is_complete = others.is_complete;
+            for viewer in others.viewers.into_iter().filter(|viewer| !known.contains(&viewer.pid)) {
                 let view = View::begin(viewer).map_err(|error| error.to_string());
                 let view = view.and_then(|view| {
                     let looked = view.look(&regions).map_err(|error| error.to_string())?;
@@ -155,18 +160,20 @@ pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) 
                 });
                 begun.push(view);
             }
-            strangers.extend(obstacles.into_iter().filter_map(|obstacle| match obstacle {
+            strangers.extend(others.obstacles.into_iter().filter_map(|obstacle| match obstacle {
                 Obstacle::MappedByOther { pid, .. } => Some((pid, obstacle)),
                 _ => None,
             }));
         }
-        (looked, begun, strangers)
+        (looked, begun, strangers, is_complete)
     });
-    let Ok((looked, begun, strangers)) = looked.await else {
+    let Ok((looked, begun, strangers, mut is_complete)) = looked.await else {
         return Vec::new();
     };
-    let attached = service.attached.borrow();
-    let Some(attached) = attached.as_ref() else {
+    let mut attached = service.attached.borrow_mut();
+    let Some(attached) = attached.as_mut().filter(|_| !service.is_ending()) else {
+        // It was detached from meanwhile, or has ended.
+        begun.into_iter().flatten().for_each(|(view, _)| view.let_go());
         return Vec::new();
     };
     let views = attached.pager.guest().views();
@@ -177,9 +184,13 @@ pub(super) async fn look(on: &Loop, service: &Rc<Service>, all_processes: bool) 
             added.map_err(|error| error.to_string())
         });
         if let Err(error) = added {
+            is_complete = false;
             // It waits on, and is found again.
             tracing::warn!("a server of the VM's disks is not served, and its requests wait: {error}");
         }
+    }
+    if is_complete {
+        attached.pager.pause_evictions(false);
     }
     strangers
 }

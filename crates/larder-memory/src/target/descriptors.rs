@@ -87,7 +87,7 @@ impl Descriptors {
         numbers.map(|descriptor| descriptor.number).filter(is_mark).collect()
     }
 
-    fn userfaultfds(&self) -> impl Iterator<Item = i32> {
+    pub(super) fn userfaultfds(&self) -> impl Iterator<Item = i32> {
         let is_one = |descriptor: &&Descriptor| descriptor.path == b"anon_inode:[userfaultfd]";
         self.all.iter().filter(is_one).map(|descriptor| descriptor.number)
     }

@@ -109,10 +109,27 @@ pub enum Obstacle {
         /// To what.
         mode: String,
     },
-    /// There are some.
-    #[error("{} of shared memory are in huge pages, of which no part can be taken out safely: restart the VMs that have \
-        them (ShmemHugePages in /proc/meminfo), which get none any more", Size(*.bytes))]
+    /// The file system that its memory is a file of may give it large pages.
+    #[error("its memory at {:#x} ({name}, {}) may be in huge pages, of which no part can be taken out safely: its tmpfs {at} is \
+        mounted with huge={mode}; mount that with huge=never, and restart the VM", .place.address, Size(.place.bytes))]
+    LargePagesOfMount {
+        /// Where.
+        place: Place,
+        /// Of the file.
+        name: String,
+        /// Where the file system is mounted.
+        at: String,
+        /// As in its options.
+        mode: String,
+    },
+    /// It has some.
+    #[error("{} of its memory at {:#x} ({name}, {}) are in huge pages, of which no part can be taken out safely: restart the \
+        VM, which gets none any more", Size(*.bytes), .place.address, Size(.place.bytes))]
     LargePagesInUse {
+        /// Where.
+        place: Place,
+        /// Of the file.
+        name: String,
         /// How much.
         bytes: u64,
     },
@@ -139,6 +156,16 @@ pub enum Obstacle {
         would be lost from the file, so put it into tmpfs (mem-path=/dev/shm/NAME), or use memory-backend-memfd",
         Size(.place.bytes), .place.address)]
     OnDisk {
+        /// Where.
+        place: Place,
+        /// Of the file.
+        name: String,
+    },
+    /// It may be other programs' memory, too.
+    #[error("its memory, {} at {:#x} ({name}), is not among the guest's RAM in QEMU's command line (-machine \
+        memory-backend, -numa memdev, pc-dimm, virtio-mem): other programs may map it (ivshmem), and would find zeros where \
+        pages were taken out", Size(.place.bytes), .place.address)]
+    NotRam {
         /// Where.
         place: Place,
         /// Of the file.
@@ -276,12 +303,30 @@ impl Obstacle {
         matches!(self, Self::NotOpened { error, .. } if error.kind() == io::ErrorKind::NotFound)
     }
 
+    /// Returns whether this forbids the successor of a pager, too. All others forbid only a first attach: the successor finds
+    /// the memory managed, and the guest waits for it. Memory that cannot be opened forbids a successor only if it was managed,
+    /// which the state shows ([`crate::attach::Found::find`]).
+    pub(super) fn forbids_successor(&self) -> bool {
+        matches!(
+            self,
+            Self::NoUserfaultfd { .. }
+                | Self::KernelLacks { .. }
+                | Self::PageSize { .. }
+                | Self::NoMemory { .. }
+                | Self::Private { .. }
+                | Self::OnDisk { .. }
+        )
+    }
+
     /// The memory that this is about, if it is about one.
     pub fn place(&self) -> Option<Place> {
         match self {
             Self::Private { place, .. }
             | Self::OnDisk { place, .. }
+            | Self::NotRam { place, .. }
             | Self::HugePages { place, .. }
+            | Self::LargePagesOfMount { place, .. }
+            | Self::LargePagesInUse { place, .. }
             | Self::MappedTwice { place, .. }
             | Self::MappedByOther { place, .. }
             | Self::NotOpened { place, .. }

@@ -9,7 +9,7 @@ use rustix::process::Pid;
 
 use super::descriptors::Descriptors;
 use super::maps::Mapping;
-use super::{Memory, Obstacle};
+use super::{Memory, Obstacle, RamFiles};
 
 /// `HUGETLBFS_MAGIC` of linux/magic.h.
 const HUGETLBFS: u32 = 0x9584_58f6;
@@ -23,15 +23,27 @@ pub(super) struct Opened {
     pub(super) memories: Vec<Memory>,
     /// What is wrong with some of them, and with what would be memory but could not be opened.
     pub(super) refused: Vec<Obstacle>,
-    /// Files of other file systems: no guest memory as a rule, if there is any beside them.
+    /// Files of other file systems, and those of which it is known that they are no RAM: no guest memory as a rule, if there
+    /// is any beside them.
     pub(super) left_alone: Vec<Obstacle>,
 }
 
 impl Opened {
     /// Looks what `wanted` are, which are some of `mappings` of `pid`, and opens those that are memory.
-    pub(super) fn of(pid: Pid, wanted: &[&Mapping], mappings: &[Mapping], descriptors: &Descriptors) -> Self {
+    pub(super) fn of(
+        pid: Pid,
+        wanted: &[&Mapping],
+        mappings: &[Mapping],
+        descriptors: &Descriptors,
+        ram: Option<&RamFiles>,
+    ) -> Self {
         let mut opened = Self::default();
         for mapping in wanted {
+            if ram.is_some_and(|ram| !ram.has(mapping)) {
+                let (place, name) = (mapping.place(), mapping.name());
+                opened.left_alone.push(Obstacle::NotRam { place, name });
+                continue;
+            }
             match find(pid, mapping, descriptors).and_then(|(path, stat)| opened.add(mapping, &path, &stat)) {
                 Ok(()) => {}
                 Err(error) => opened.refused.push(Obstacle::NotOpened {

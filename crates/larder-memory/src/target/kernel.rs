@@ -1,9 +1,13 @@
-//! What the kernel must be able to do.
+//! Requirements on the kernel: features that it must have, and huge pages that memory must not be in.
 
 use std::fs::{self, File};
+use std::io;
 use std::os::fd::AsRawFd as _;
+use std::ptr;
 
-use super::Obstacle;
+use rustix::fs::SeekFrom;
+
+use super::{Memory, Obstacle};
 use crate::units::PAGE_BYTES;
 use crate::userfaultfd;
 
@@ -55,7 +59,7 @@ pub(super) fn obstacles(cautions: &mut Vec<String>) -> Vec<Obstacle> {
 
 const HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// Whether shared memory may be in pages larger than 4 KiB. To take a part of one out the kernel has to split it, which
+/// Finds a setting that allows new shared memory in pages larger than 4 KiB. To take a part of one out the kernel has to split it, which
 /// fails while anybody has it pinned; then the part reads as zeros.
 fn large_pages() -> Option<Obstacle> {
     let mut files = vec![format!("{HUGE_PAGES}/shmem_enabled")];
@@ -67,13 +71,172 @@ fn large_pages() -> Option<Obstacle> {
         "never" | "deny" | "inherit" => None,
         mode => Some((path.clone(), mode.to_owned())),
     });
-    if let Some((path, mode)) = allowed {
-        return Some(Obstacle::LargePages { path, mode });
+    allowed.map(|(path, mode)| Obstacle::LargePages { path, mode })
+}
+
+/// Finds memory in huge pages, and memory in file systems that allow them.
+pub(super) fn large_pages_of(memories: &[Memory]) -> Vec<Obstacle> {
+    let mut found = Vec::new();
+    // It costs little where the host has none at all.
+    let has_any = huge_bytes_of_host() != Some(0);
+    for Memory { place, name, file } in memories {
+        let (place, name) = (*place, name.clone());
+        if let Some((at, mode)) = mode_of_mount(place.device) {
+            found.push(Obstacle::LargePagesOfMount { place, name, at, mode });
+        } else if has_any {
+            match huge_bytes(file, place.offset, place.bytes) {
+                Ok(0) => {}
+                Ok(bytes) => found.push(Obstacle::LargePagesInUse { place, name, bytes }),
+                Err(error) => found.push(Obstacle::NotOpened { place, name, error }),
+            }
+        }
     }
-    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let in_use = memory.lines().find_map(|line| line.strip_prefix("ShmemHugePages:"));
-    let kib: u64 = in_use?.trim().trim_end_matches(" kB").parse().ok()?;
-    (kib > 0).then_some(Obstacle::LargePagesInUse { bytes: kib << 10 })
+    found
+}
+
+fn huge_bytes_of_host() -> Option<u64> {
+    kilobytes(&fs::read_to_string("/proc/meminfo").ok()?, "ShmemHugePages:")
+}
+
+/// The number of the first line with this key, in bytes.
+fn kilobytes(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+    Some(kib << 10)
+}
+
+/// Returns the mount point of the tmpfs of this device number and its `huge` option, if that allows huge pages.
+fn mode_of_mount(device: u64) -> Option<(String, String)> {
+    let numbers = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    mode_of(&fs::read_to_string("/proc/self/mountinfo").ok()?, &numbers)
+}
+
+fn mode_of(mounts: &str, device: &str) -> Option<(String, String)> {
+    mounts.lines().find_map(|line| {
+        let (of_mount, of_system) = line.split_once(" - ")?;
+        let mut of_mount = of_mount.split(' ').skip(2);
+        let (number, at) = (of_mount.next()?, of_mount.nth(1)?);
+        let mut options = of_system.split(' ').nth(2)?.split(',');
+        let mode = options.find_map(|option| option.strip_prefix("huge="))?;
+        (number == device && mode != "never").then(|| (at.to_owned(), mode.to_owned()))
+    })
+}
+
+const HUGE_BYTES: u64 = 2 << 20;
+/// The bytes that are mapped at a time: page tables for them take 2 MiB.
+const WINDOW_BYTES: u64 = 1 << 30;
+
+/// Returns the bytes of that part of a tmpfs file that are in huge pages. The part is mapped in this process for a moment:
+/// the kernel maps huge pages as such, and reports them.
+fn huge_bytes(file: &File, offset: u64, bytes: u64) -> io::Result<u64> {
+    let end = offset + bytes;
+    let mut found = 0;
+    let mut from = offset / HUGE_BYTES * HUGE_BYTES;
+    while from < end {
+        let to = (from + WINDOW_BYTES).min(end);
+        found += Window::map(file, from, to - from)?.huge_bytes(file)?;
+        from = to;
+    }
+    Ok(found)
+}
+
+/// A part of a file, mapped at an address that huge pages can be at.
+struct Window {
+    /// All that is reserved: `HUGE_BYTES` more.
+    reserved: *mut libc::c_void,
+    at: *mut libc::c_void,
+    offset: u64,
+    bytes: usize,
+}
+
+impl Window {
+    fn map(file: &File, offset: u64, bytes: u64) -> io::Result<Self> {
+        let too_large = |_| io::Error::from(io::ErrorKind::OutOfMemory);
+        let (from, bytes) = (
+            i64::try_from(offset).map_err(too_large)?,
+            usize::try_from(bytes).map_err(too_large)?,
+        );
+        let all = bytes + HUGE_BYTES as usize;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let reserved = unsafe { libc::mmap(ptr::null_mut(), all, libc::PROT_NONE, flags, -1, 0) };
+        if reserved == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let at = reserved.map_addr(|address| address.next_multiple_of(HUGE_BYTES as usize));
+        // From here on it is unmapped in the end.
+        let window = Self {
+            reserved,
+            at,
+            offset,
+            bytes,
+        };
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: it replaces a part of the mapping above, which nothing else uses.
+        let mapped = unsafe { libc::mmap(at, bytes, libc::PROT_READ, flags, file.as_raw_fd(), from) };
+        match mapped == libc::MAP_FAILED {
+            true => Err(io::Error::last_os_error()),
+            false => Ok(window),
+        }
+    }
+
+    fn huge_bytes(&self, file: &File) -> io::Result<u64> {
+        let end = self.offset + self.bytes as u64;
+        let mut from = self.offset;
+        // Holes are left alone: to touch one would make a page.
+        while from < end {
+            let start = match rustix::fs::seek(file, SeekFrom::Data(from)) {
+                Ok(start) if start < end => start,
+                Ok(_) | Err(rustix::io::Errno::NXIO) => break,
+                Err(error) => return Err(error.into()),
+            };
+            from = rustix::fs::seek(file, SeekFrom::Hole(start))?.min(end);
+            self.map_resident(start - self.offset, from - self.offset)?;
+        }
+        let smaps = fs::read_to_string("/proc/self/smaps")?;
+        Ok(mapped_huge(&smaps, self.at.addr() as u64))
+    }
+}
+
+impl Window {
+    /// Maps those parts of 2 MiB, from byte `start` to `end` of the window, of which all pages are in memory, as those of a huge
+    /// page are. Mapping others would read pages from the kernel's swap.
+    fn map_resident(&self, start: u64, end: u64) -> io::Result<()> {
+        let mut resident = [0_u8; (HUGE_BYTES / PAGE_BYTES) as usize];
+        for part in (start / HUGE_BYTES * HUGE_BYTES..end).step_by(HUGE_BYTES as usize) {
+            let bytes = (self.bytes as u64 - part).min(HUGE_BYTES) as usize;
+            let at = self.at.wrapping_byte_add(part as usize);
+            // SAFETY: within the mapping; the kernel writes a byte for each page of it, of which there are at most as many.
+            if unsafe { libc::mincore(at, bytes, resident.as_mut_ptr()) } < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            let pages = bytes.div_ceil(PAGE_BYTES as usize);
+            if resident[..pages].iter().all(|page| page & 1 != 0) {
+                // SAFETY: within the mapping; nothing is written.
+                let _ = unsafe { libc::madvise(at, bytes, libc::MADV_POPULATE_READ) };
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // SAFETY: made by this, and nothing refers to it.
+        unsafe { libc::munmap(self.reserved, self.bytes + HUGE_BYTES as usize) };
+    }
+}
+
+/// Returns the bytes of the mapping at `at` that are in huge pages (proc_pid_smaps(5)).
+fn mapped_huge(smaps: &str, at: u64) -> u64 {
+    let start = format!("{at:x}-");
+    let lines = smaps.lines().skip_while(|line| !line.starts_with(&start)).skip(1);
+    // Lines of a mapping begin with a key and a colon, its first one with its addresses.
+    let lines = lines.take_while(|line| line.split(' ').next().is_some_and(|key| key.ends_with(':')));
+    let lines: Vec<&str> = lines.collect();
+    let text = lines.join("\n");
+    let keys = ["ShmemPmdMapped:", "FilePmdMapped:"];
+    keys.iter().filter_map(|key| kilobytes(&text, key)).sum()
 }
 
 /// The word in brackets.
@@ -112,6 +275,39 @@ mod tests {
         let modes = "always within_size [advise] never deny force\n";
         assert_eq!(chosen(modes).as_deref(), Some("advise"));
         assert_eq!(chosen("never"), None);
+    }
+
+    #[test]
+    fn mount_option_with_huge_pages_is_found() {
+        let mounts = "30 24 0:26 / /dev/shm rw - tmpfs tmpfs rw,size=1k,huge=within_size\n\
+            31 24 0:27 / /run rw shared:4 - tmpfs tmpfs rw\n\
+            32 24 0:28 / /mnt rw - tmpfs tmpfs rw,huge=never\n";
+        let of_shm = ("/dev/shm".to_owned(), "within_size".to_owned());
+        assert_eq!(mode_of(mounts, "0:26"), Some(of_shm));
+        assert_eq!(mode_of(mounts, "0:27"), None);
+        assert_eq!(mode_of(mounts, "0:28"), None);
+        assert_eq!(mode_of("nonsense", "0:26"), None);
+    }
+
+    #[test]
+    fn huge_mappings_are_read_from_smaps() {
+        let smaps = "7f00-8000 r--s 0 00:01 3 /memfd:m\nRss: 9 kB\nShmemPmdMapped:     2048 kB\nFilePmdMapped: 0 kB\n\
+            9000-a000 r--s 0 00:01 3 /x\nShmemPmdMapped: 4096 kB\n";
+        assert_eq!(mapped_huge(smaps, 0x7f00), 2 << 20);
+        assert_eq!(mapped_huge(smaps, 0x9000), 4 << 20);
+        assert_eq!(mapped_huge(smaps, 0x1000), 0);
+    }
+
+    #[test]
+    fn file_of_small_pages_has_no_huge() {
+        let memory = rustix::fs::memfd_create("small", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd");
+        let file = File::from(memory);
+        file.set_len(8 << 20).expect("room");
+        std::os::unix::fs::FileExt::write_all_at(&file, &[1; 4096], 5 << 20).expect("writes");
+        let before = std::os::unix::fs::MetadataExt::blocks(&file.metadata().expect("a file"));
+        assert_eq!(huge_bytes(&file, 4096, (8 << 20) - 4096).expect("looks"), 0);
+        let after = std::os::unix::fs::MetadataExt::blocks(&file.metadata().expect("a file"));
+        assert_eq!(after, before, "holes were filled");
     }
 
     #[test]

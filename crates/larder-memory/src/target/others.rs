@@ -12,16 +12,21 @@ use super::{Obstacle, Place, Viewer, process};
 
 /// Who maps some of the target's memory.
 #[derive(Default)]
-pub(super) struct Others {
+pub struct Others {
     /// Larder's own.
-    pub(super) viewers: Vec<Viewer>,
+    pub viewers: Vec<Viewer>,
     /// All others.
-    pub(super) obstacles: Vec<Obstacle>,
+    pub obstacles: Vec<Obstacle>,
+    /// The processes are all known, apart from those that only root may look at.
+    pub is_complete: bool,
 }
 
 /// Who maps any of `memories`, which are places and their names, apart from `target` and this process.
 pub(super) fn find(target: Pid, memories: &[(Place, &str)], cautions: &mut Vec<String>) -> Others {
-    let mut others = Others::default();
+    let mut others = Others {
+        is_complete: true,
+        ..Others::default()
+    };
     if memories.is_empty() {
         return others;
     }
@@ -33,17 +38,25 @@ pub(super) fn find(target: Pid, memories: &[(Place, &str)], cautions: &mut Vec<S
                 unreadable.push(pid);
                 continue;
             }
-            // It has ended.
-            Err(_) => continue,
+            Err(error) => {
+                others.is_complete &= process::has_gone(&error);
+                continue;
+            }
         };
         let is_mapped = |(place, _): &&(Place, &str)| mappings.iter().any(|mapping| mapping.has_of(place));
         let mapped: Vec<&(Place, &str)> = memories.iter().filter(is_mapped).collect();
         if mapped.is_empty() {
             continue;
         }
-        if let Some(descriptor) = Descriptors::read(pid).ok().and_then(|all| all.view()) {
-            others.viewers.push(Viewer { pid, descriptor });
-            continue;
+        match Descriptors::read(pid).map(|all| all.view()) {
+            Ok(Some(descriptor)) => {
+                others.viewers.push(Viewer { pid, descriptor });
+                continue;
+            }
+            Ok(None) => {}
+            // No pager of these rights has served it.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+            Err(error) => others.is_complete &= process::has_gone(&error),
         }
         others
             .obstacles

@@ -67,10 +67,15 @@ fn has_ended(pid: Pid, pidfd: &OwnedFd) -> Result<bool, TargetError> {
     Ok(events > 0)
 }
 
+/// Returns true if this error, of reading a process's files in /proc, means that the process has ended.
+pub(super) fn has_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
+}
+
 /// The error that `error`, of something that /proc tells of `pid`, is to whoever asked.
 pub(super) fn failed(pid: Pid, tried: &'static str, error: io::Error) -> TargetError {
     match error.raw_os_error() {
-        Some(libc::ENOENT | libc::ESRCH) => TargetError::Ended { pid },
+        _ if has_gone(&error) => TargetError::Ended { pid },
         Some(libc::EACCES | libc::EPERM) => TargetError::NoRights { pid, tried },
         _ => TargetError::Unreadable { pid, tried, error },
     }

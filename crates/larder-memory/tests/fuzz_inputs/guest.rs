@@ -122,6 +122,10 @@ impl GuestMemory for Guest {
         Ok(())
     }
 
+    fn read(&self, page: PageIndex, into: &mut [u8; PAGE]) -> io::Result<()> {
+        Backing::read(self, PageRun::one(page), into)
+    }
+
     fn take_out(&self, run: PageRun) -> io::Result<()> {
         self.punch(run)
     }

@@ -73,10 +73,8 @@ pub fn fault(address: u64, write: bool) -> [u8; 32] {
     message
 }
 
-/// Damages copies as `data` says, then has every page brought back.
-pub fn run(data: &[u8]) {
-    let mut input = Input(data);
-    let is_encrypted = input.byte() & 1 != 0;
+/// A state with one region, of which nothing is stored yet.
+fn new_state(is_encrypted: bool) -> State {
     let state = State::create(PAGES + 16, 1).expect("a state");
     if is_encrypted {
         state.make_key().expect("a key");
@@ -90,42 +88,112 @@ pub fn run(data: &[u8]) {
         inode: 1,
     };
     state.add_region(&region).expect("room");
-    let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT).expect("memory");
-    let mut encoder = Encoder::new();
-    let mut disk = vec![0; 4 * SEGMENT];
-    let mut stored = Vec::new();
-    {
-        // SAFETY: in the mapping, and nobody else uses it yet.
-        let ram = unsafe { std::slice::from_raw_parts_mut(compressed.at(0, SEGMENT).as_ptr(), SEGMENT) };
-        let segment = SegmentIndex::new(0);
-        let mut in_ram = Appender::new(segment, 0, ram, 1);
-        let mut on_disk = Appender::new(segment, 0, &mut disk[..SEGMENT], 1);
-        for page in 0..PAGES {
-            let tier = if page % 2 == 0 { Tier::Ram } else { Tier::Ssd };
-            let appender = if tier == Tier::Ram { &mut in_ram } else { &mut on_disk };
-            stored.push((tier, append(&mut encoder, appender, page)));
+    state
+}
+
+/// Compressed RAM and a disk, and where they have each page.
+struct Copies {
+    compressed: SharedMemory,
+    disk: Vec<u8>,
+    stored: Vec<(Tier, Stored)>,
+}
+
+impl Copies {
+    /// Stores all pages, every second one on the disk.
+    fn of(state: &State) -> Self {
+        let compressed = SharedMemory::create(c"fuzz-compressed", 8 * SEGMENT).expect("memory");
+        let mut encoder = Encoder::new();
+        let mut disk = vec![0; 4 * SEGMENT];
+        let mut stored = Vec::new();
+        {
+            // SAFETY: in the mapping, and nobody else uses it yet.
+            let ram = unsafe { std::slice::from_raw_parts_mut(compressed.at(0, SEGMENT).as_ptr(), SEGMENT) };
+            let segment = SegmentIndex::new(0);
+            let mut in_ram = Appender::new(segment, 0, ram, 1);
+            let mut on_disk = Appender::new(segment, 0, &mut disk[..SEGMENT], 1);
+            for page in 0..PAGES {
+                let tier = if page % 2 == 0 { Tier::Ram } else { Tier::Ssd };
+                let appender = if tier == Tier::Ram { &mut in_ram } else { &mut on_disk };
+                stored.push((tier, append(&mut encoder, appender, page)));
+            }
         }
-    }
-    if let Some(cipher) = state.cipher() {
-        cipher.encrypt(Tier::Ssd, 0, &mut disk[..SEGMENT]);
-    }
-    for (page, (tier, stored)) in (0..PAGES).zip(&stored) {
-        let word = Word::of(Location::In {
-            tier: *tier,
-            stored: *stored,
-            clean: false,
-        });
-        let (checksum, page) = (checksum(PageIndex::new(page), &content(page)), PageIndex::new(page));
-        state.store(
-            page,
-            word,
-            Proof {
+        if let Some(cipher) = state.cipher() {
+            cipher.encrypt(Tier::Ssd, 0, &mut disk[..SEGMENT]);
+        }
+        for (page, (tier, stored)) in (0..PAGES).zip(&stored) {
+            let word = Word::of(Location::In {
+                tier: *tier,
+                stored: *stored,
+                clean: false,
+            });
+            let (checksum, page) = (checksum(PageIndex::new(page), &content(page)), PageIndex::new(page));
+            let proof = Proof {
                 checksum,
                 evicted_at: 0,
-            }
-            .word(),
-        );
+            };
+            state.store(page, word, proof.word());
+        }
+        Self {
+            compressed,
+            disk,
+            stored,
+        }
     }
+
+    /// A pager that takes over the state and its copies, with no page in memory.
+    fn take_over(self, state: State, options: Options) -> (Guest, Pager<Guest, AtOnce>) {
+        let guest = Guest::new(PAGES);
+        let (state, compressed) = (Arc::new(state), Arc::new(self.compressed));
+        let hands = Hands::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
+        let store = Disk::new(Rc::new(RefCell::new(self.disk)));
+        let pager = Pager::new(
+            guest.clone(),
+            AtOnce::new(hands),
+            state,
+            compressed,
+            vec![(Tier::Ssd, Box::new(store) as _)],
+            &[],
+            options,
+        );
+        (guest, pager)
+    }
+}
+
+/// Reads every page while evictions are paused, with a limit of one page: none is evicted, and no copy of one in memory is
+/// valid, since another process may write to it unseen.
+pub fn paused() {
+    let state = new_state(false);
+    let options = Options {
+        limit_bytes: PAGE as u64,
+        ..options()
+    };
+    let (guest, mut pager) = Copies::of(&state).take_over(state, options);
+    pager.pause_evictions(true);
+    for page in 0..PAGES {
+        if guest.page(page) == Page::Missing {
+            guest.tell(fault(ADDRESS + u64::from(page) * PAGE as u64, false));
+        }
+        while pager.turn(Instant::now()).expect("it goes on") {}
+    }
+    assert_eq!((pager.present_pages(), pager.stored_pages().clean), (PAGES, 0));
+    for page in 0..PAGES {
+        assert!(guest.page(page) == Page::There(Box::new(content(page))), "page {page}");
+    }
+    pager.pause_evictions(false);
+    while pager.turn(Instant::now()).expect("it goes on") {}
+    assert!(pager.present_pages() < PAGES);
+}
+
+/// Damages copies as `data` says, then has every page brought back.
+pub fn run(data: &[u8]) {
+    let mut input = Input(data);
+    let state = new_state(input.byte() & 1 != 0);
+    let mut copies = Copies::of(&state);
+    let Copies {
+        compressed,
+        disk,
+        stored,
+    } = &mut copies;
     // What is damaged: bytes of what is stored, and entries.
     let mut is_entry_changed = [false; PAGES as usize];
     while input.0.len() > 4 && input.byte() & 7 != 0 {
@@ -146,19 +214,7 @@ pub fn run(data: &[u8]) {
             (_, value) => disk[at] ^= value,
         }
     }
-    let guest = Guest::new(PAGES);
-    let (state, compressed) = (Arc::new(state), Arc::new(compressed));
-    let hands = Hands::new(Arc::new(guest.clone()), Arc::clone(&state), Arc::clone(&compressed));
-    let store = Disk::new(Rc::new(RefCell::new(disk)));
-    let mut pager = Pager::new(
-        guest.clone(),
-        AtOnce::new(hands),
-        state,
-        compressed,
-        vec![(Tier::Ssd, Box::new(store) as _)],
-        &[],
-        options(),
-    );
+    let (guest, mut pager) = copies.take_over(state, options());
     let first = input.byte();
     for page in 0..PAGES {
         let page = (page + u32::from(first)) % PAGES;

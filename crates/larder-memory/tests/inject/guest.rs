@@ -32,14 +32,20 @@ pub(crate) struct Guest {
 impl Guest {
     /// Boots a guest that ends after `rounds` rounds.
     pub(crate) fn start(rounds: u32, arguments: &[&str]) -> Self {
+        Self::boot(&SCRIPT.replace("ROUNDS", &rounds.to_string()), &[], arguments)
+    }
+
+    /// Boots a guest in which these files are, at the same paths, and that ends as the script does.
+    fn boot(text: &str, files: &[PathBuf], arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (script, initrd) = (folder.path().join("test.sh"), folder.path().join("initrd"));
-        fs::write(&script, SCRIPT.replace("ROUNDS", &rounds.to_string())).unwrap();
+        fs::write(&script, text).unwrap();
         let made = Command::new(project().join("testbed/with-script.sh"))
             .args([&test_bed("guest.cpio.gz"), &script, &initrd])
             .status()
             .unwrap();
         assert!(made.success(), "testbed/with-script.sh");
+        append(&initrd, files, &folder.path().join("files"));
         let mut qemu = Command::new("setpriv")
             .args("--pdeathsig KILL -- qemu-system-x86_64 -accel tcg,thread=multi -smp 2 -nodefaults".split(' '))
             .args("-display none -no-reboot -serial stdio -machine q35,memory-backend=m".split(' '))
@@ -115,6 +121,38 @@ impl Drop for Guest {
     fn drop(&mut self) {
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
+    }
+}
+
+/// Runs a test of this program in a guest, by itself.
+pub(crate) fn run_in_guest(test: &str, before: &str, arguments: &[&str]) {
+    let program = std::env::current_exe().unwrap();
+    let libraries = Command::new("ldd").arg(&program).output().unwrap();
+    let libraries = String::from_utf8(libraries.stdout).unwrap();
+    let paths = libraries.split_whitespace().filter(|word| word.starts_with('/'));
+    let files: Vec<PathBuf> = paths.map(PathBuf::from).chain([program.clone()]).collect();
+    let script = format!(
+        "set -e\n{before}\n{} --ignored --exact {test} --nocapture\n",
+        program.display()
+    );
+    Guest::boot(&script, &files, arguments).finish();
+}
+
+/// Appends these files to an initramfs, stripped.
+fn append(initrd: &Path, files: &[PathBuf], folder: &Path) {
+    for file in files {
+        let copy = folder.join(file.strip_prefix("/").unwrap());
+        fs::create_dir_all(copy.parent().unwrap()).unwrap();
+        let stripped = Command::new("strip").arg("-o").arg(&copy).arg(file).status().unwrap();
+        assert!(stripped.success(), "strip {}", file.display());
+    }
+    if !files.is_empty() {
+        let append = "cd \"$1\" && find . -mindepth 1 | cpio --quiet -o -H newc >>\"$2\"";
+        let appended = Command::new("sh")
+            .args(["-c", append, "sh"])
+            .args([folder, initrd])
+            .status();
+        assert!(appended.unwrap().success(), "cpio");
     }
 }
 

@@ -20,7 +20,7 @@ pub(crate) struct Watchdog(#[expect(dead_code, reason = "its end is what is wait
 
 impl Watchdog {
     pub(crate) fn new() -> Self {
-        const LIMIT: Duration = Duration::from_secs(50);
+        const LIMIT: Duration = Duration::from_secs(600);
         let (test, ended) = mpsc::channel();
         let name = thread::current().name().unwrap_or_default().to_owned();
         thread::spawn(move || {

@@ -12,7 +12,6 @@ const VECTORS_BYTES: usize = 32 * 64;
 /// Puts patterns that follow from `seed` into the general registers, the vector registers and `below` bytes below the
 /// stack pointer, spins for a while, and checks them all.
 pub(crate) fn hold(seed: u64, below: usize) {
-    assert!(is_x86_feature_detected!("avx"), "a processor with AVX is needed");
     let mut pattern = [0_u8; VECTORS_BYTES];
     for (at, byte) in pattern.iter_mut().enumerate() {
         *byte = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (at % 57)) as u8 ^ at as u8;
@@ -20,8 +19,10 @@ pub(crate) fn hold(seed: u64, below: usize) {
     let mut found = [0_u8; VECTORS_BYTES];
     let (bytes, wrong) = if is_x86_feature_detected!("avx512f") {
         (VECTORS_BYTES, hold_avx512(&pattern, &mut found, below))
-    } else {
+    } else if is_x86_feature_detected!("avx") {
         (16 * 32, hold_avx(&pattern, &mut found, below))
+    } else {
+        (16 * 16, hold_sse(&pattern, &mut found, below))
     };
     assert_eq!(wrong, 0, "1: memory below the stack has changed; 2: a general register");
     assert!(found[..bytes] == pattern[..bytes], "a vector register has changed");
@@ -88,7 +89,6 @@ macro_rules! hold {
                 "6: mov eax, 2",
                 "7:",
                 $($store,)*
-                "vzeroupper",
                 in("rdi") $pattern.as_ptr(),
                 in("rsi") $found.as_mut_ptr(),
                 inout("rdx") $below => _,
@@ -147,6 +147,7 @@ fn hold_avx(pattern: &[u8; VECTORS_BYTES], found: &mut [u8; VECTORS_BYTES], belo
             "vmovdqu [rsi + 416], ymm13"
             "vmovdqu [rsi + 448], ymm14"
             "vmovdqu [rsi + 480], ymm15"
+            "vzeroupper"
         ]
     )
 }
@@ -225,6 +226,52 @@ fn hold_avx512(pattern: &[u8; VECTORS_BYTES], found: &mut [u8; VECTORS_BYTES], b
             "vmovdqu64 [rsi + 1856], zmm29"
             "vmovdqu64 [rsi + 1920], zmm30"
             "vmovdqu64 [rsi + 1984], zmm31"
+            "vzeroupper"
+        ]
+    )
+}
+
+#[rustfmt::skip]
+fn hold_sse(pattern: &[u8; VECTORS_BYTES], found: &mut [u8; VECTORS_BYTES], below: usize) -> u64 {
+    hold!(
+        pattern,
+        found,
+        below,
+        [
+            "movdqu xmm0, [rdi + 0]"
+            "movdqu xmm1, [rdi + 16]"
+            "movdqu xmm2, [rdi + 32]"
+            "movdqu xmm3, [rdi + 48]"
+            "movdqu xmm4, [rdi + 64]"
+            "movdqu xmm5, [rdi + 80]"
+            "movdqu xmm6, [rdi + 96]"
+            "movdqu xmm7, [rdi + 112]"
+            "movdqu xmm8, [rdi + 128]"
+            "movdqu xmm9, [rdi + 144]"
+            "movdqu xmm10, [rdi + 160]"
+            "movdqu xmm11, [rdi + 176]"
+            "movdqu xmm12, [rdi + 192]"
+            "movdqu xmm13, [rdi + 208]"
+            "movdqu xmm14, [rdi + 224]"
+            "movdqu xmm15, [rdi + 240]"
+        ],
+        [
+            "movdqu [rsi + 0], xmm0"
+            "movdqu [rsi + 16], xmm1"
+            "movdqu [rsi + 32], xmm2"
+            "movdqu [rsi + 48], xmm3"
+            "movdqu [rsi + 64], xmm4"
+            "movdqu [rsi + 80], xmm5"
+            "movdqu [rsi + 96], xmm6"
+            "movdqu [rsi + 112], xmm7"
+            "movdqu [rsi + 128], xmm8"
+            "movdqu [rsi + 144], xmm9"
+            "movdqu [rsi + 160], xmm10"
+            "movdqu [rsi + 176], xmm11"
+            "movdqu [rsi + 192], xmm12"
+            "movdqu [rsi + 208], xmm13"
+            "movdqu [rsi + 224], xmm14"
+            "movdqu [rsi + 240], xmm15"
         ]
     )
 }

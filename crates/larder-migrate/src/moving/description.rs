@@ -16,8 +16,10 @@ pub struct Description {
     pub qemu: [u64; 3],
     /// Such as `pc-i440fx-7.2`.
     pub machine: String,
-    /// Bytes of RAM: with what it began, and plugged in since.
+    /// Bytes of RAM: at the start, and plugged in as DIMMs since.
     pub memory_bytes: [u64; 2],
+    /// virtio-mem devices.
+    pub virtio_mem: Vec<VirtioMem>,
     /// Virtual processors that are there.
     pub processors: u64,
     /// What they are.
@@ -32,6 +34,19 @@ pub struct Description {
     pub clock_ms: u64,
     /// Bytes of memory that the host has left.
     pub available_bytes: Option<u64>,
+}
+
+/// A virtio-mem device. The guest plugs and unplugs its memory itself, and the destination learns how much of it is plugged
+/// from the migration stream.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct VirtioMem {
+    /// QEMU's name of the device; empty without `id=`.
+    pub id: String,
+    /// Bytes that are plugged.
+    pub plugged_bytes: u64,
+    /// Bytes that can be plugged: the size of its memory backend.
+    pub bytes_max: u64,
 }
 
 /// What a guest may see of a processor.
@@ -63,6 +78,9 @@ impl Description {
             .trim_end_matches("-machine")
             .to_owned();
         let memory = qmp.execute("query-memory-size-summary", nothing())?;
+        let virtio_mem = VirtioMem::listed(&qmp.execute("query-memory-devices", nothing())?);
+        let of_virtio_mem: u64 = virtio_mem.iter().map(|device| device.plugged_bytes).sum();
+        let [base, plugged] = ["base-memory", "plugged-memory"].map(|part| memory[part].as_u64().unwrap_or(0));
         let processors = qmp.execute("query-cpus-fast", nothing())?;
         let processor = Processor::of(qmp, &processors[0])?;
         let pci = qmp.execute("query-pci", nothing())?;
@@ -71,7 +89,8 @@ impl Description {
         Ok(Self {
             qemu: qmp.version(),
             machine,
-            memory_bytes: ["base-memory", "plugged-memory"].map(|part| memory[part].as_u64().unwrap_or(0)),
+            memory_bytes: [base, plugged.saturating_sub(of_virtio_mem)],
+            virtio_mem,
             processors: processors.as_array().map_or(0, Vec::len) as u64,
             processor,
             pci: pci_devices(&pci),
@@ -104,6 +123,14 @@ impl Description {
                 &self.memory_bytes[1],
                 &there.memory_bytes[1],
             );
+        }
+        let text = |devices: &[VirtioMem]| match devices {
+            [] => "none".to_owned(),
+            devices => devices.iter().map(VirtioMem::text).collect::<Vec<_>>().join(", "),
+        };
+        let (devices, devices_there) = (text(&self.virtio_mem), text(&there.virtio_mem));
+        if devices != devices_there {
+            differ("virtio-mem devices", &devices, &devices_there);
         }
         if self.processors != there.processors {
             differ("processors (-smp)", &self.processors, &there.processors);
@@ -158,7 +185,8 @@ impl Description {
                 apart as f64 / 1000.0
             ));
         }
-        let needed: u64 = self.memory_bytes.iter().sum();
+        let plugged = self.virtio_mem.iter().map(|device| device.plugged_bytes);
+        let needed: u64 = self.memory_bytes.into_iter().chain(plugged).sum();
         if let Some(left) = there.available_bytes.filter(|&left| left < needed) {
             found.push(format!(
                 "the destination has {} MiB of memory left, and the guest has {} MiB",
@@ -167,6 +195,32 @@ impl Description {
             ));
         }
         found
+    }
+}
+
+impl VirtioMem {
+    /// Finds them among QEMU's memory devices (`query-memory-devices`), in a fixed order.
+    fn listed(devices: &Value) -> Vec<Self> {
+        let of_kind = devices.as_array().into_iter().flatten();
+        let mut found: Vec<Self> = of_kind
+            .filter(|device| device["type"] == "virtio-mem")
+            .map(|device| {
+                let number = |name: &str| device["data"][name].as_u64().unwrap_or(0);
+                Self {
+                    id: device["data"]["id"].as_str().unwrap_or_default().to_owned(),
+                    plugged_bytes: number("size"),
+                    bytes_max: number("max-size"),
+                }
+            })
+            .collect();
+        found.sort_by(|one, other| (&one.id, one.bytes_max).cmp(&(&other.id, other.bytes_max)));
+        found
+    }
+
+    /// Returns the properties that must be alike on both hosts.
+    fn text(&self) -> String {
+        let name = if self.id.is_empty() { "without id" } else { &self.id };
+        format!("{name} of {} bytes", self.bytes_max)
     }
 }
 
@@ -257,4 +311,41 @@ pub fn available_memory() -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
     kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As QEMU 7.2 lists them: a DIMM, and two virtio-mem devices, one without a name.
+    fn devices(plugged: u64) -> Value {
+        let virtio_mem = |id: Option<&str>, size: u64, max: u64| {
+            let mut data = json!({"size": size, "max-size": max, "requested-size": size, "block-size": 2 << 20});
+            if let Some(id) = id {
+                data["id"] = id.into();
+            }
+            json!({"type": "virtio-mem", "data": data})
+        };
+        json!([
+            {"type": "dimm", "data": {"size": 64 << 20, "id": "dimm0"}},
+            virtio_mem(Some("vm0"), plugged, 512 << 20),
+            virtio_mem(None, 0, 1 << 30),
+        ])
+    }
+
+    /// Memory that virtio-mem has plugged comes with the stream; the devices must be alike.
+    #[test]
+    fn virtio_mem_devices_compare_by_maximum() {
+        let here = VirtioMem::listed(&devices(256 << 20));
+        let there = VirtioMem::listed(&devices(0));
+        let text = |devices: &[VirtioMem]| devices.iter().map(VirtioMem::text).collect::<Vec<_>>();
+        assert_eq!(
+            text(&here),
+            ["without id of 1073741824 bytes", "vm0 of 536870912 bytes"]
+        );
+        assert_eq!(text(&here), text(&there));
+        assert_eq!(here[1].plugged_bytes, 256 << 20);
+        assert_ne!(text(&here), text(&here[..1]));
+        assert!(VirtioMem::listed(&json!(null)).is_empty());
+    }
 }

@@ -11,27 +11,23 @@ use thiserror::Error;
 use super::description::clock_ms;
 use super::disks::{self, Deed, DiskDescription, DiskServers};
 use super::folder::Folder;
+use super::loading::{LOOK_TIMEOUT, NotLoaded, is_waiting, listens, wait_until_loaded};
 use super::messages::{Tell, ToDestination, ToSource, VERSION};
+use super::postcopy::{self, FaultClaim, FaultHandlers};
 use super::record::{Arriving, MoveId, Phase, Place};
 use super::settings::{CHANNELS_MAX, Role, Settings};
 use super::{Description, status_of};
 use crate::notes::{Notes, Received};
 use crate::qmp::{Qmp, QmpError};
 
-/// How long QEMU may take to have loaded all that it was sent before it is let run.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long it may take to let the VM run: it opens its images for writing.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the servers of disks may take to make their images this host's, before the VM runs.
 const KEEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Between two tries of it.
 const KEEP_AGAIN: Duration = Duration::from_millis(200);
-/// For a question while QEMU may be busy with something else.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 /// What QEMU is when it has loaded a VM and was not told to run it.
 const STILL: [&str; 2] = ["paused", "prelaunch"];
-/// Between two looks at QEMU.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// How far a VM has come.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,6 +75,9 @@ pub struct Destination {
 struct Inner {
     qmp: Qmp,
     servers: Arc<dyn DiskServers>,
+    fault_handlers: Arc<dyn FaultHandlers>,
+    /// Held from the preparation of a move with post-copy until QEMU has all of the memory, or never will.
+    fault_claim: Option<FaultClaim>,
     /// QEMU's character devices that are sockets.
     devices: Vec<(String, PathBuf)>,
     place: Place,
@@ -104,21 +103,19 @@ pub enum NotReady {
     Other(String),
 }
 
-/// Why a VM cannot be let run.
-enum NotLoaded {
-    /// It never can.
-    Never(String),
-    /// Not in this time.
-    Late(String),
-}
-
 impl Destination {
     /// Of the QEMU at `qmp`, which was started with `-incoming defer`; or of one that a mover before this one was at, of
-    /// which there is a record in the folder `records`. What its disks are served by is among `servers`.
+    /// which there is a record in the folder `records`. Its disks are served by some of `servers`; a move with post-copy claims
+    /// its page faults from `fault_handlers`.
     ///
     /// # Errors
     /// It does not answer, or waits for nothing.
-    pub fn new(qmp: &Path, records: &Path, servers: Arc<dyn DiskServers>) -> Result<Self, NotReady> {
+    pub fn new(
+        qmp: &Path,
+        records: &Path,
+        servers: Arc<dyn DiskServers>,
+        fault_handlers: Arc<dyn FaultHandlers>,
+    ) -> Result<Self, NotReady> {
         let mut connection = Qmp::connect(qmp)?;
         let place = Place::new(records, "to", &connection);
         let mut arriving: Option<Arriving> = place.load().map_err(|error| NotReady::Other(error.to_string()))?;
@@ -158,6 +155,8 @@ impl Destination {
             inner: Mutex::new(Inner {
                 qmp: connection,
                 servers,
+                fault_handlers,
+                fault_claim: None,
                 devices,
                 place,
                 arriving,
@@ -253,6 +252,7 @@ impl Destination {
                     .prepare(&mut inner, id, (&vm, &disks), settings)
                     .unwrap_or_else(|reasons| ToSource::Refused { reasons }),
                 Tell::Hot { chardev, ranges } => inner.warm(&id, &chardev, &ranges),
+                Tell::CheckPostcopy => inner.check_postcopy(&id),
                 Tell::Go { run, postcopy } => {
                     let before = self.stage();
                     self.enter(Stage::HandingOver);
@@ -300,6 +300,12 @@ impl Destination {
             ..Description::of(&mut inner.qmp).map_err(said)?
         };
         let mut differences = vm.differences(&here);
+        inner.fault_claim = None;
+        if settings.postcopy
+            && let Err(reasons) = inner.claim_faults()
+        {
+            differences.extend(reasons);
+        }
         let our_disks = disks::describe(&*inner.servers, &inner.devices);
         let agreed = our_disks
             .map_err(|error| vec![error])
@@ -308,6 +314,7 @@ impl Destination {
             .map_err(|reasons| differences.extend(reasons))
             .unwrap_or_default();
         if !differences.is_empty() {
+            inner.fault_claim = None;
             return Err(differences);
         }
         let go_along = |device: &&(String, PathBuf)| agreed.go_along.contains(&device.0);
@@ -321,6 +328,23 @@ impl Destination {
                 .collect(),
             phase: Phase::Coming,
         };
+        let waits = self.wait_for(inner, coming, settings, waits_still);
+        waits.inspect_err(|_| inner.fault_claim = None)?;
+        Ok(ToSource::Prepared {
+            warnings: [vm.warnings(&here), agreed.warnings].concat(),
+            disks: !agreed.go_along.is_empty(),
+        })
+    }
+
+    /// Has QEMU wait for this move, and records it.
+    fn wait_for(
+        &self,
+        inner: &mut Inner,
+        coming: Arriving,
+        settings: Settings,
+        waits_still: bool,
+    ) -> Result<(), Vec<String>> {
+        let said = |error: QmpError| vec![error.to_string()];
         if !waits_still {
             // It may have had other visitors since.
             if !is_waiting(&mut inner.qmp).map_err(said)? {
@@ -343,16 +367,13 @@ impl Destination {
             }
             inner.settings = Some(settings);
         }
-        Ok(ToSource::Prepared {
-            warnings: [vm.warnings(&here), agreed.warnings].concat(),
-            disks: !agreed.go_along.is_empty(),
-        })
+        Ok(())
     }
 
     /// Has QEMU wait for the rest of a VM that is here already. Where it waits for memory, it can be asked for nothing else.
     fn recover(&self, inner: &mut Inner, id: &MoveId) -> ToSource {
         if !inner.is_of(id) {
-            return refused(self.knows_nothing());
+            return inner.unknown_move();
         }
         self.incoming.clear();
         let uri = format!("unix:{}", self.incoming.socket().display());
@@ -370,13 +391,6 @@ impl Destination {
         }
     }
 
-    fn knows_nothing(&self) -> String {
-        format!(
-            "the receiver for the QEMU at {} knows nothing of this move: is it the right host?",
-            self.qmp_path.display()
-        )
-    }
-
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -385,6 +399,13 @@ impl Destination {
 impl Inner {
     fn is_of(&self, id: &MoveId) -> bool {
         self.arriving.as_ref().is_some_and(|arriving| arriving.id == *id)
+    }
+
+    fn unknown_move(&self) -> ToSource {
+        refused(format!(
+            "the receiver for the QEMU at {} knows nothing of this move: is it the right host?",
+            self.qmp.path().display()
+        ))
     }
 
     /// Whether QEMU waits for a VM that is sent so, and nothing of it has come.
@@ -419,10 +440,19 @@ impl Inner {
 
     fn forget(&mut self) {
         self.arriving = None;
+        self.fault_claim = None;
         self.place.remove();
     }
 
     fn look(&mut self) -> State {
+        let state = self.inspect();
+        if !matches!(state, State::Waiting | State::Coming | State::Running { whole: false }) {
+            self.fault_claim = None;
+        }
+        state
+    }
+
+    fn inspect(&mut self) -> State {
         let migration = self
             .qmp
             .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
@@ -459,6 +489,26 @@ impl Inner {
             },
             Some(Phase::Coming) => State::Coming,
             None => State::Waiting,
+        }
+    }
+
+    /// Claims the page faults of QEMU's memory, unless they are claimed already.
+    fn claim_faults(&mut self) -> Result<(), Vec<String>> {
+        if self.fault_claim.is_none() {
+            self.fault_claim = Some(postcopy::claim(&mut self.qmp, &*self.fault_handlers)?);
+        }
+        Ok(())
+    }
+
+    /// Checks again whether QEMU can receive memory by post-copy: the claim may be a killed receiver's, which is lost, and a
+    /// pager may have come since.
+    fn check_postcopy(&mut self, id: &MoveId) -> ToSource {
+        if !self.is_of(id) {
+            return self.unknown_move();
+        }
+        match self.claim_faults() {
+            Ok(()) => ToSource::Noted,
+            Err(reasons) => ToSource::Refused { reasons },
         }
     }
 
@@ -516,7 +566,7 @@ impl Inner {
     /// Lets the VM run, if all of it is here; says so, too, if it was let run before.
     fn go(&mut self, id: &MoveId, run: bool, postcopy: bool) -> ToSource {
         if !self.is_of(id) {
-            return refused("the receiver there knows nothing of this move: is it the right host?".to_owned());
+            return self.unknown_move();
         }
         match self.look() {
             State::Never { reason } => return ToSource::NotRunning { reason },
@@ -633,55 +683,4 @@ fn parse(note: &[u8]) -> Result<ToDestination, String> {
     serde_json::from_value(value).map_err(|error| {
         format!("the source's Larder says what this one does not understand ({error}): use the same version")
     })
-}
-
-/// Until QEMU has all of the VM but what post-copy brings, and only its processors stand still.
-fn wait_until_loaded(qmp: &mut Qmp) -> Result<(), NotLoaded> {
-    let until = Instant::now() + LOAD_TIMEOUT;
-    loop {
-        let looked = qmp
-            .execute_within("query-migrate", json!({}), LOOK_TIMEOUT)
-            .and_then(|migration| Ok((migration, qmp.execute_within("query-status", json!({}), LOOK_TIMEOUT)?)));
-        let is = match looked {
-            Ok((migration, run)) => {
-                let state = run["status"].as_str().unwrap_or("unknown");
-                match (state, status_of(&migration)) {
-                    (_, "failed" | "cancelled") => {
-                        let reason = migration["error-desc"].as_str().unwrap_or("it says no more");
-                        return Err(NotLoaded::Never(format!("the QEMU here failed to load it: {reason}")));
-                    }
-                    // The last of it is still on its way to QEMU's devices.
-                    ("inmigrate", _) => {}
-                    (_, status) if status == "completed" || status.starts_with("postcopy-") => return Ok(()),
-                    _ => {}
-                }
-                format!("'{state}' (migration: {})", status_of(&migration))
-            }
-            Err(error) if error.is_gone() => return Err(NotLoaded::Never(error.to_string())),
-            Err(error) => error.to_string(),
-        };
-        if Instant::now() > until {
-            return Err(NotLoaded::Late(format!(
-                "the QEMU here has not loaded it in {} s: it is {is}",
-                LOAD_TIMEOUT.as_secs()
-            )));
-        }
-        match qmp.event(LOOK_EVERY) {
-            Ok(_) => {}
-            Err(error) => return Err(NotLoaded::Never(error.to_string())),
-        }
-    }
-}
-
-/// Whether QEMU was started to take a VM in, and was told nothing yet.
-fn is_waiting(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    let migration = qmp.migration()?;
-    Ok(qmp.run_state()? == "inmigrate" && status_of(&migration) == "none" && !listens(&migration))
-}
-
-/// Whether QEMU was told where a VM comes from: until somebody connects there QEMU 7.2 tells the place, and no status.
-fn listens(migration: &Value) -> bool {
-    migration["socket-address"]
-        .as_array()
-        .is_some_and(|places| !places.is_empty())
 }

@@ -8,7 +8,7 @@ use super::record::MoveId;
 use super::settings::Settings;
 
 /// The version of what is told here.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// To the destination. Each is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -42,6 +42,9 @@ pub enum Tell {
         /// As the disk's server has told, and the one at the destination understands it.
         ranges: String,
     },
+    /// The source is about to switch over to post-copy, from which there is no way back: check once more that the destination
+    /// can receive memory by post-copy.
+    CheckPostcopy,
     /// All has come, or post-copy has begun; the source is stopped and will stay so, and its disks that go along are closed
     /// there: open them, and run it.
     Go {

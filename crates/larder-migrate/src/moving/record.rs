@@ -8,6 +8,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use larder_block::small_file::{self, STATE_BYTES_MAX};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
@@ -114,7 +115,7 @@ impl Place {
     /// # Errors
     /// It cannot be read, or not be understood.
     pub fn load<T: DeserializeOwned>(&self) -> io::Result<Option<T>> {
-        let bytes = match fs::read(&self.path) {
+        let bytes = match small_file::read(&self.path, STATE_BYTES_MAX) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(self.named(&error)),
@@ -150,7 +151,7 @@ impl Place {
 /// Removes records of QEMUs that have ended: nobody can ask them anything, and no other process is meant.
 fn sweep(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let kept = fs::read(entry.path()).ok();
+        let kept = small_file::read(&entry.path(), STATE_BYTES_MAX).ok();
         let kept: Option<Kept<IgnoredAny>> = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok());
         let qemu = kept.and_then(|kept| kept.qemu);
         if qemu.is_some_and(|qemu| !qemu.lives()) {

@@ -79,12 +79,29 @@ impl Ram {
     }
 }
 
+/// The words for a `ShutdownCause` of QEMU's (qapi/run-state.json).
+fn shutdown_cause(reason: Option<&str>) -> &'static str {
+    match reason {
+        Some("guest-shutdown") => "the guest shut down",
+        Some("guest-reset") => "the guest rebooted, on which its QEMU ends (-no-reboot),",
+        Some("guest-panic") => "the guest panicked",
+        Some("host-qmp-system-reset") => "QEMU received the command to reset, on which it ends (-no-reboot),",
+        Some("host-qmp-quit") => "QEMU received the command to quit",
+        Some("host-signal") => "QEMU was ended by a signal",
+        _ => "QEMU was shut down",
+    }
+}
+
 /// Looks at a migration again and again.
 pub struct Watch {
     downtime_ms: u64,
     stopped: Option<Instant>,
     /// Its migration has failed, or it runs again.
     gone_on: bool,
+    /// The event that ends QEMU.
+    shutdown: Option<&'static str>,
+    /// QEMU reported it while the guest ran.
+    shutdown_before_stop: bool,
     samples: Vec<(Duration, Totals)>,
     round: u64,
     /// Times that the link was lost before this round.
@@ -103,6 +120,8 @@ impl Watch {
             downtime_ms,
             stopped: None,
             gone_on: false,
+            shutdown: None,
+            shutdown_before_stop: false,
             samples: Vec::new(),
             round: 0,
             losses: 0,
@@ -127,6 +146,10 @@ impl Watch {
         match event.name.as_str() {
             "STOP" => self.stopped = Some(at),
             "RESUME" => self.gone_on = true,
+            "SHUTDOWN" => {
+                self.shutdown = Some(shutdown_cause(event.data["reason"].as_str()));
+                self.shutdown_before_stop = self.stopped.is_none();
+            }
             "MIGRATION" if event.data["status"] == "failed" || event.data["status"] == "cancelled" => {
                 self.gone_on = true
             }
@@ -136,10 +159,27 @@ impl Watch {
 
     /// Whether QEMU, which has ended since, had let the guest go on here, or had been about to.
     pub fn has_gone_on(&mut self, qmp: &mut Qmp) -> bool {
+        self.take_pending(qmp);
+        self.gone_on
+    }
+
+    /// Takes all events that have arrived.
+    fn take_pending(&mut self, qmp: &mut Qmp) {
         while let Ok(Some(event)) = qmp.event(Duration::ZERO) {
             self.take(&event, Instant::now());
         }
-        self.gone_on
+    }
+
+    /// Returns the event that ends QEMU, as a subject and a verb, if QEMU has reported one.
+    pub fn shutdown_cause(&mut self, qmp: &mut Qmp) -> Option<&'static str> {
+        self.take_pending(qmp);
+        self.shutdown
+    }
+
+    /// Returns the same event if the guest ran until then: pre-copy sends the last of a VM only after it has stopped the guest.
+    pub fn shutdown_before_stop(&mut self, qmp: &mut Qmp) -> Option<&'static str> {
+        self.take_pending(qmp);
+        self.shutdown.filter(|_| self.shutdown_before_stop)
     }
 
     /// When the guest stopped, as far as that was heard.

@@ -22,7 +22,9 @@ pub(super) struct Out {
 #[derive(Default)]
 struct State {
     /// None while it is lost.
-    link: Option<(u32, Link)>,
+    link: Option<Link>,
+    /// The number of that link.
+    number: u32,
     kept: Kept,
 }
 
@@ -68,14 +70,15 @@ impl Out {
         let mut state = lock(&self.state);
         // Before the receiver can say that it has it.
         self.sent.fetch_add(1, Ordering::AcqRel);
+        let number = state.number;
         let written = match &mut state.link {
             None => Ok(false),
-            Some((number, link)) => {
+            Some(link) => {
                 let mut slices = [IoSlice::new(&[]); SLICES_MAX];
                 let count = frame.slices(&mut slices);
                 match link.write_all_vectored(&mut slices[..count]) {
                     Ok(()) => Ok(true),
-                    Err(error) => Err(Lost { number: *number, error }),
+                    Err(error) => Err(Lost { number, error }),
                 }
             }
         };
@@ -85,15 +88,20 @@ impl Out {
         (state.kept.push(frame, by_device), written)
     }
 
-    /// Goes on over another link, at whose other end so many frames are.
+    /// Goes on over another link, at whose other end so many frames are; not over one that is older than the one that it has
+    /// or has lost: on a busy host the thread that an older link was left to may come last.
     ///
     /// # Errors
     /// It is lost as well.
     pub(super) fn go_on_over(&self, mut link: Link, number: u32, received: u64) -> io::Result<()> {
         let mut state = lock(&self.state);
+        if number < state.number {
+            return Ok(());
+        }
+        state.number = number;
         state.link = None;
         let repeated = state.kept.repeat(received, &mut link)?;
-        state.link = Some((number, link));
+        state.link = Some(link);
         if repeated > 0 {
             tracing::debug!("{repeated} frames were sent again");
         }
@@ -136,11 +144,39 @@ impl Out {
 
     /// Tells the receiver that nothing more will come.
     pub(super) fn end(&self) {
-        if let Some((_, link)) = &mut lock(&self.state).link {
+        if let Some(link) = &mut lock(&self.state).link {
             link.say_end();
             // Whoever is not there any more need not hear it.
             let _ = link.flush();
             link.shut_write();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn an_older_link_that_comes_late_does_not_take_a_newer_ones_place() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a socket");
+        let address = listener.local_addr().expect("is bound");
+        let link = || {
+            let here = TcpStream::connect(address).expect("connects");
+            let (there, _) = listener.accept().expect("is there");
+            (Link::accept(here, None).expect("a link"), there)
+        };
+        let ((old, old_end), (new, _new_end)) = (link(), link());
+        let out = Out::default();
+        out.go_on_over(new, 2, 0).expect("nothing to repeat");
+        // It is lost by then.
+        drop(old_end);
+        out.go_on_over(old, 1, 0).expect("is of no matter");
+        let sent = out.send(Box::new(Frame::new()), false).1;
+        assert!(matches!(sent, Ok(true)), "the newer link is there");
+        let state = lock(&out.state);
+        assert_eq!((state.link.is_some(), state.number), (true, 2));
     }
 }

@@ -18,7 +18,7 @@ use larder_migrate::tls::{ReceiverTls, SenderTls};
 use crate::certificates;
 
 /// After which something hangs that should not.
-pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = Duration::from_secs(240);
 
 pub(crate) struct Pair {
     folder: tempfile::TempDir,

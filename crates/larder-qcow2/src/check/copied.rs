@@ -1,6 +1,6 @@
 //! The flag that a table or cluster is used once, in the active tables: it must say what the refcount says.
 
-use crate::check::walk::{Walk, entries, has_flag};
+use crate::check::walk::{Walk, entries, guest_offset};
 use crate::check::{CheckError, Image, words};
 use crate::entry::{COPIED, OFFSET};
 
@@ -37,12 +37,12 @@ async fn check_l2(walk: &mut Walk<'_>, l1_index: u64, table: u64) -> Result<(), 
     let shape = image.header.shape;
     let bytes = image.read_bytes(table, shape.cluster_len()).await?;
     for (index, entry) in entries(image, &bytes).enumerate() {
-        if !has_flag(image, entry) {
+        let Some(host) = entry.host(shape) else {
             continue;
-        }
-        let one = image.header.has_data_file || walk.counts.is_stored_one(image.cluster_of(entry.word & OFFSET));
+        };
+        let one = shape.data_file || walk.counts.is_stored_one(image.cluster_of(host));
         if one != entry.is_copied() {
-            let guest = ((l1_index << shape.table_bits()) + index as u64) << shape.cluster_bits;
+            let guest = guest_offset(image, l1_index, index);
             walk.report.derived(|| {
                 format!(
                     "the entry of guest offset {guest:#x}, {:#018x}, is flagged wrongly as used {}",
@@ -95,10 +95,10 @@ async fn mend_l2(walk: &Walk<'_>, table: u64) -> Result<(), CheckError> {
     let old = image.read_bytes(table, shape.cluster_len()).await?;
     let mut new = old.to_vec();
     for (index, entry) in entries(image, &old).enumerate() {
-        if !has_flag(image, entry) {
+        let Some(host) = entry.host(shape) else {
             continue;
-        }
-        let one = image.header.has_data_file || walk.counts.is_stored_one(image.cluster_of(entry.word & OFFSET));
+        };
+        let one = shape.data_file || walk.counts.is_stored_one(image.cluster_of(host));
         let flagged = with_flag(entry.word, one);
         new[index * shape.entry_len() as usize..][..8].copy_from_slice(&flagged.to_be_bytes());
     }

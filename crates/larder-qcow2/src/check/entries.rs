@@ -4,7 +4,7 @@ use crate::check::Image;
 use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COPIED, Entry, OFFSET, ZERO};
 
 const L1_RESERVED: u64 = !(COPIED | OFFSET);
-/// Of an entry that is not compressed. Bit 0 is not among them, even where it means nothing.
+/// Reserved bits of an entry that is not compressed. Bit 0, the zero flag, is examined separately.
 const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 
 /// What is wrong with an entry.
@@ -28,7 +28,7 @@ pub(super) enum Remedy {
 /// An entry, examined.
 #[derive(Debug)]
 pub(super) struct Examined<E> {
-    /// At most three.
+    /// Seldom more than one.
     pub(super) faults: smallvec::SmallVec<[Fault; 3]>,
     /// The entry as a repair leaves it.
     pub(super) mended: E,
@@ -97,11 +97,11 @@ impl Image {
         examined
     }
 
-    /// Looks at an L2 entry.
-    pub(super) fn examine_l2(&self, entry: Entry) -> Examined<Entry> {
+    /// Examines the L2 entry of the cluster at offset `guest`.
+    pub(super) fn examine_l2(&self, entry: Entry, guest: u64) -> Examined<Entry> {
         match entry.is_compressed() {
             true => self.examine_compressed(entry),
-            false => self.examine_standard(entry),
+            false => self.examine_standard(entry, guest),
         }
     }
 
@@ -111,7 +111,7 @@ impl Image {
             examined.fault("is compressed, but flagged as used once", Remedy::Mend);
             examined.mended.word &= !COPIED;
         }
-        if self.header.has_data_file {
+        if self.header.shape.data_file {
             examined.fault("is compressed, although the data is in another file", Remedy::None);
             return examined;
         }
@@ -130,24 +130,30 @@ impl Image {
         examined
     }
 
-    fn examine_standard(&self, entry: Entry) -> Examined<Entry> {
-        let (shape, data_file) = (self.header.shape, self.header.has_data_file);
+    fn examine_standard(&self, entry: Entry, guest: u64) -> Examined<Entry> {
+        let shape = self.header.shape;
         let mut examined = Examined::new(entry);
         if entry.word & L2_RESERVED != 0 {
             examined.fault("has reserved bits set", Remedy::Mend);
             examined.mended.word &= !L2_RESERVED;
         }
-        let (host, allocated) = (entry.word & OFFSET, entry.bitmap & ALL_ALLOCATED);
-        let zero_plain = !shape.extended && entry.word & ZERO != 0;
-        if host == 0 && (zero_plain || !(data_file && entry.is_copied())) {
+        if entry.has_unknown_zero_flag(shape) {
+            examined.fault("has the zero flag, which version 2 does not know", Remedy::None);
+        }
+        let allocated = entry.bitmap & ALL_ALLOCATED;
+        let Some(host) = entry.host(shape) else {
             if allocated != 0 {
                 examined.fault("is not allocated, but its subclusters are", Remedy::None);
             }
             return examined;
-        }
+        };
         if allocated & entry.bitmap >> 32 != 0 {
             examined.fault("has subclusters that are both allocated and zero", Remedy::Drop);
             examined.mended = self.zero();
+            return examined;
+        }
+        if shape.data_file {
+            self.examine_place(&mut examined, host, guest);
             return examined;
         }
         let len = self.cluster_len();
@@ -164,9 +170,6 @@ impl Image {
                 }
             }
         }
-        if data_file {
-            return examined;
-        }
         if self.is_past_end(host, len) {
             examined.fault("points past the end of the file", Remedy::Drop);
             examined.is_past_end = true;
@@ -175,6 +178,23 @@ impl Image {
             examined.refers_to = Some((host, len));
         }
         examined
+    }
+
+    /// Reports an entry that leads to another place of the data file than its own. QEMU finds the image corrupt when it
+    /// reads there. Former versions of Larder wrote such entries, and the data to the right place.
+    fn examine_place(&self, examined: &mut Examined<Entry>, host: u64, guest: u64) {
+        if host == guest {
+            return;
+        }
+        if guest & !OFFSET != 0 {
+            examined.fault(
+                "is of a guest offset that no place of the data file can have",
+                Remedy::None,
+            );
+            return;
+        }
+        examined.fault("points to another place of the data file than its own", Remedy::Mend);
+        examined.mended.word = examined.mended.word & !OFFSET | guest | COPIED;
     }
 
     /// Zeros if the version knows them.

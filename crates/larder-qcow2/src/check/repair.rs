@@ -20,7 +20,7 @@ use std::rc::Rc;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ReadBuf, WriteBuf, WriteFlags};
 
 use crate::check::entries::Remedy;
-use crate::check::walk::{L1, Walk, entries};
+use crate::check::walk::{L1, Walk, entries, guest_offset};
 use crate::check::{CheckError, CheckOptions, Image, Report, check, copied, stored, words};
 use crate::header::{self, AUTOCLEAR_BITMAPS, AUTOCLEAR_RAW_DATA, AUTOCLEAR_SESSION, HEADER_SECTOR};
 use crate::journal::is_of_this_boot;
@@ -238,12 +238,12 @@ async fn mend_l2(
     let mut new = old.to_vec();
     let mut dropped = Vec::new();
     for (index, entry) in entries(image, &old).enumerate() {
-        let examined = image.examine_l2(entry);
+        let examined = image.examine_l2(entry, guest_offset(image, l1_index, index));
         if examined.faults.iter().all(|fault| fault.remedy == Remedy::None) {
             continue;
         }
         if examined.is_dropped() {
-            dropped.push((index as u64, entry));
+            dropped.push((guest_offset(image, l1_index, index), entry));
         }
         let out = &mut new[index * shape.entry_len() as usize..];
         out[..8].copy_from_slice(&examined.mended.word.to_be_bytes());
@@ -255,13 +255,16 @@ async fn mend_l2(
         return Ok(());
     }
     if !walk.counts.is_table_only(image.cluster_of(offset)) {
-        walk.leads_past_end |= entries(image, &old).any(|entry| image.examine_l2(entry).is_past_end);
+        walk.leads_past_end |= (0..).zip(entries(image, &old)).any(|(index, entry)| {
+            image
+                .examine_l2(entry, guest_offset(image, l1_index, index))
+                .is_past_end
+        });
         walk.report
             .lost(|| format!("the L2 table at {offset:#x} is used for something else too"));
         return Ok(());
     }
-    for (index, entry) in dropped {
-        let guest = ((l1_index << shape.table_bits()) + index) << shape.cluster_bits;
+    for (guest, entry) in dropped {
         repaired.drop(|| {
             format!(
                 "the entry of guest offset {guest:#x} in {}, {:#018x}",

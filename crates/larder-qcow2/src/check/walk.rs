@@ -4,7 +4,7 @@ use crate::bitmap::read_bitmaps;
 use crate::check::count::{Counts, Use};
 use crate::check::entries::{Examined, Remedy};
 use crate::check::{CheckError, CheckOptions, FINDINGS_MAX, Image, REFCOUNT_ENTRY_RESERVED, Report, words};
-use crate::entry::{ALL_ALLOCATED, COPIED, Entry, OFFSET, ZERO};
+use crate::entry::{ALL_ALLOCATED, Entry, OFFSET};
 use crate::header::{AUTOCLEAR_BITMAPS, L1_BYTES_MAX, TableAt};
 use crate::open::{OpenError, check_tables};
 use crate::snapshot::read_snapshots;
@@ -102,7 +102,7 @@ impl<'a> Walk<'a> {
             self.report
                 .lost(|| format!("entry {index} of the snapshot table lacks what version 3 requires"));
         }
-        if header.has_data_file && header.snapshots > 0 {
+        if header.shape.data_file && header.snapshots > 0 {
             self.report
                 .lost(|| "there are internal snapshots although the data is in another file".to_owned());
         }
@@ -155,23 +155,20 @@ impl<'a> Walk<'a> {
         self.note_cut_table(l1, l1_index, offset);
         let active = l1.snapshot.is_none();
         // Where the next cluster would be if it were not fragmented.
-        let mut next = 0;
+        let mut next = None;
         for (index, entry) in entries(image, &bytes).enumerate() {
             if entry == Entry::UNALLOCATED {
                 continue;
             }
-            let examined = image.examine_l2(entry);
-            if !examined.faults.is_empty() {
-                let guest = (l1_index << shape.table_bits()) + index as u64;
-                self.note(&examined, || {
-                    let at = guest << shape.cluster_bits;
-                    format!(
-                        "the entry of guest offset {at:#x} in {}, {:#018x},",
-                        l1.name(),
-                        entry.word
-                    )
-                });
-            }
+            let guest = guest_offset(image, l1_index, index);
+            let examined = image.examine_l2(entry, guest);
+            self.note(&examined, || {
+                format!(
+                    "the entry of guest offset {guest:#x} in {}, {:#018x},",
+                    l1.name(),
+                    entry.word
+                )
+            });
             if active {
                 self.count_fragments(entry, &examined, &mut next);
             }
@@ -216,29 +213,26 @@ impl<'a> Walk<'a> {
     }
 
     /// As QEMU counts, for the same figures.
-    fn count_fragments(&mut self, entry: Entry, examined: &Examined<Entry>, next: &mut u64) {
+    fn count_fragments(&mut self, entry: Entry, examined: &Examined<Entry>, next: &mut Option<u64>) {
         let (report, header) = (&mut self.report, &self.image.header);
         if entry.is_compressed() {
-            if !header.has_data_file && entry.bitmap == 0 {
+            if !header.shape.data_file && entry.bitmap == 0 {
                 report.allocated_clusters += 1;
                 report.compressed_clusters += 1;
                 report.fragmented_clusters += 1;
             }
             return;
         }
-        let host = entry.word & OFFSET;
-        let zero_plain = host == 0 && !header.shape.extended && entry.word & ZERO != 0;
-        let has_host = host != 0 || header.has_data_file && entry.is_copied() && !zero_plain;
         let torn = header.shape.extended && entry.bitmap & ALL_ALLOCATED & entry.bitmap >> 32 != 0;
-        if !has_host || torn {
+        let Some(host) = entry.host(header.shape).filter(|_| !torn) else {
             return;
-        }
-        debug_assert!(examined.refers_to.is_some() || !examined.faults.is_empty() || header.has_data_file);
+        };
+        debug_assert!(examined.refers_to.is_some() || !examined.faults.is_empty() || header.shape.data_file);
         report.allocated_clusters += 1;
-        if *next != 0 && host != *next {
+        if next.is_some_and(|next| next != host) {
             report.fragmented_clusters += 1;
         }
-        *next = host + header.shape.cluster_len();
+        *next = Some(host + header.shape.cluster_len());
     }
 
     async fn bitmaps(&mut self) -> Result<(), CheckError> {
@@ -439,9 +433,8 @@ pub(super) fn entries<'a>(image: &Image, table: &'a [u8]) -> impl Iterator<Item 
     })
 }
 
-/// Whether an entry has a host cluster whose refcount its flag must tell.
-pub(super) fn has_flag(image: &Image, entry: Entry) -> bool {
-    let (host, data_file) = (entry.word & OFFSET, image.header.has_data_file);
-    let zero = entry.word & ZERO != 0 && !image.header.shape.extended;
-    !entry.is_compressed() && (host != 0 || !zero && data_file && entry.word & COPIED != 0)
+/// The guest offset of entry `index` of the L2 table of L1 entry `l1_index`.
+pub(super) fn guest_offset(image: &Image, l1_index: u64, index: usize) -> u64 {
+    let shape = image.header.shape;
+    ((l1_index << shape.table_bits()) + index as u64) << shape.cluster_bits
 }

@@ -6,7 +6,7 @@
 
 use smallvec::SmallVec;
 
-use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COMPRESSED, COPIED, Entry, OFFSET, ZERO};
+use crate::entry::{ALL_ALLOCATED, ALL_ZERO, COMPRESSED, COPIED, Entry, ZERO};
 use crate::shape::Shape;
 
 /// The most entries that a leaf has.
@@ -69,7 +69,7 @@ impl Compact {
             let place = word & !COMPRESSED;
             return (bitmap == 0 && place >> (64 - KIND_BITS) == 0).then_some(Self::new(COMPRESSED_DATA, place));
         }
-        let host = word & OFFSET;
+        let host = entry.host(shape);
         let copied = word & COPIED != 0;
         let zero = match shape.extended {
             false => word & ZERO != 0,
@@ -81,28 +81,27 @@ impl Compact {
             (false, true) => ZERO,
             (false, false) => 0,
         };
-        if word != host | flags || host & (shape.cluster_len() - 1) != 0 {
+        let offset = host.unwrap_or(0);
+        if word != offset | flags || offset & (shape.cluster_len() - 1) != 0 {
             return None;
         }
-        let data = match (host, shape.extended) {
-            (0, _) => 0,
-            (_, false) => 0,
-            (_, true) => ALL_ALLOCATED,
+        let data = match host.is_some() && shape.extended {
+            true => ALL_ALLOCATED,
+            false => 0,
         };
         if !zero && bitmap != data {
             return None;
         }
-        let kind = match (host != 0, zero, copied) {
+        let kind = match (host.is_some(), zero, copied) {
             (false, false, false) => UNALLOCATED,
             (false, true, false) => ZERO_PLAIN,
-            // Offset 0 of an external data file.
             (false, _, true) => return None,
             (true, false, true) => DATA,
             (true, false, false) => DATA_SHARED,
             (true, true, true) => ZERO_HOST,
             (true, true, false) => ZERO_SHARED,
         };
-        Some(Self::new(kind, host >> shape.cluster_bits))
+        Some(Self::new(kind, offset >> shape.cluster_bits))
     }
 
     const fn new(kind: u64, number: u64) -> Self {
@@ -445,20 +444,23 @@ impl Leaf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::entry::OFFSET;
     use proptest::prelude::*;
 
     fn shapes() -> impl Strategy<Value = Shape> {
-        (9u32..=21, any::<bool>()).prop_map(|(cluster_bits, extended)| Shape {
+        (9u32..=21, any::<bool>(), any::<bool>()).prop_map(|(cluster_bits, extended, data_file)| Shape {
             cluster_bits: if extended { cluster_bits.max(14) } else { cluster_bits },
             extended,
             refcount_order: 4,
             version: 3,
+            data_file,
         })
     }
 
     /// Entries as images have them: runs, scattered clusters, compressed ones, and nonsense.
     fn entry(shape: Shape) -> impl Strategy<Value = Entry> {
-        let host = (1u64..1 << 24).prop_map(move |index| index << shape.cluster_bits);
+        let first = if shape.data_file { 0u64 } else { 1 };
+        let host = prop_oneof![first..4, 1u64..1 << 24].prop_map(move |index| index << shape.cluster_bits);
         prop_oneof![
             3 => Just(Entry::UNALLOCATED),
             3 => Just(Entry::zero(shape)),
@@ -479,6 +481,12 @@ mod tests {
         ]
     }
 
+    /// As the format's description has it.
+    fn has_host(shape: Shape, entry: Entry) -> bool {
+        let plain_zero = !shape.extended && entry.word & ZERO != 0;
+        entry.word & OFFSET != 0 || (shape.data_file && entry.word & COPIED != 0 && !plain_zero)
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(300))]
         #[test]
@@ -494,7 +502,7 @@ mod tests {
                 .iter()
                 .flat_map(|(first, count)| (0..*count as u64).map(|step| {
                     if first.is_compressed() { *first } else { Entry { word: first.word.wrapping_add(
-                        if first.word & OFFSET == 0 { 0 } else { step << shape.cluster_bits }), ..*first } }
+                        if has_host(shape, *first) { step << shape.cluster_bits } else { 0 }), ..*first } }
                 }))
                 .take(all)
                 .collect();
@@ -534,6 +542,7 @@ mod tests {
             extended: false,
             refcount_order: 4,
             version: 3,
+            data_file: false,
         };
         // Scattered over 16 TiB.
         let entries: Vec<Entry> = (0..512u64)

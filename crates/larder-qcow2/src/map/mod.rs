@@ -290,6 +290,7 @@ mod tests {
         extended: false,
         refcount_order: 4,
         version: 3,
+        data_file: false,
     };
 
     fn load_all(map: &mut Map, host: impl Fn(u64) -> u64) {

@@ -109,6 +109,7 @@ fn shape(input: &mut Input<'_>) -> Shape {
         extended,
         refcount_order: if version == 3 { u32::from(input.byte() % 7) } else { 4 },
         version,
+        data_file: false,
     }
 }
 
@@ -146,7 +147,7 @@ impl Run<'_> {
         };
         let has_data_file = larder_qcow2::read_header(file)
             .await
-            .is_ok_and(|header| header.has_data_file);
+            .is_ok_and(|header| header.shape.data_file);
         let data_file = has_data_file.then(|| {
             let medium = Medium::new(ByteLen::kib(64), 512);
             SimulatedDevice::open(on, medium, Options::default()) as _

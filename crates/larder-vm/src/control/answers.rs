@@ -23,8 +23,8 @@ use super::state::{Disks, Failure};
 use super::subject::Subject;
 use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded, Unfit};
 use super::{
-    CANCEL_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH, OPENAPI_PATH,
-    RELOAD_PATH, SERVER_PATH,
+    CANCEL_DETACH_PATH, CANCEL_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH,
+    OPENAPI_PATH, RELOAD_PATH, SERVER_PATH,
 };
 use crate::disk::{CacheWork, DiskChange, DiskInquiry, DiskMove, ranges_of, text_of};
 use crate::memory::MemoryInquiry;
@@ -108,6 +108,7 @@ enum Resource {
     Move,
     Memory(Option<MemoryInquiry>),
     Detach(Option<MemoryInquiry>),
+    CancelDetach(Option<MemoryInquiry>),
     Migration(Option<MigrationInquiry>),
     Cancel(Option<MigrationInquiry>),
     Disks,
@@ -128,6 +129,7 @@ impl Resource {
             DISKS_PATH => return Some(Self::Disks),
             MEMORY_PATH => return Some(Self::Memory(subject.memory_of())),
             DETACH_PATH => return Some(Self::Detach(subject.memory_of())),
+            CANCEL_DETACH_PATH => return Some(Self::CancelDetach(subject.memory_of())),
             MIGRATION_PATH => return Some(Self::Migration(subject.migration_of())),
             CANCEL_PATH => return Some(Self::Cancel(subject.migration_of())),
             _ => {}
@@ -150,7 +152,13 @@ impl Resource {
             Self::Server | Self::OpenApi | Self::Events | Self::Disks => "GET, HEAD",
             Self::Disk(_) | Self::Memory(_) | Self::Migration(_) => "GET, HEAD, PATCH",
             Self::Hot(_) => "GET, HEAD, POST",
-            Self::Detach(_) | Self::Cancel(_) | Self::Flush(_) | Self::Replace(_) | Self::Reload | Self::Move => "POST",
+            Self::Detach(_)
+            | Self::CancelDetach(_)
+            | Self::Cancel(_)
+            | Self::Flush(_)
+            | Self::Replace(_)
+            | Self::Reload
+            | Self::Move => "POST",
         }
     }
 }
@@ -185,7 +193,11 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Ok(state) => found(&state),
             Err(late) => late,
         },
-        Resource::Memory(None) | Resource::Detach(None) | Resource::Migration(None) | Resource::Cancel(None) => {
+        Resource::Memory(None)
+        | Resource::Detach(None)
+        | Resource::CancelDetach(None)
+        | Resource::Migration(None)
+        | Resource::Cancel(None) => {
             // Who is still sending when the connection is closed may never see the answer.
             let _ = Limited::new(request.into_body(), BODY_BYTES_MAX).collect().await;
             failure(StatusCode::NOT_FOUND, not_found(&path, subject))
@@ -205,6 +217,12 @@ pub(super) async fn answer(request: Request<Incoming>, subject: &Subject, asked:
             Err(_) => memory_is_late(),
         },
         Resource::Detach(Some(memory)) => detach_memory(&memory).await,
+        Resource::CancelDetach(Some(memory)) => match timeout(DISK_TIME_MAX, memory.cancel_detach()).await {
+            Ok(Some(true)) => json_answer(StatusCode::ACCEPTED, &Cancelling { cancelling: true }),
+            Ok(Some(false)) => failure(StatusCode::CONFLICT, "it is not being detached from"),
+            Ok(None) => memory_is_over(),
+            Err(_) => memory_is_late(),
+        },
         Resource::Flush(disk) => work(&disk, DiskChange::Cache(CacheWork::Flush)).await,
         Resource::Replace(disk) => replace(request, &disk, subject).await,
         Resource::Hot(disk) if request.method() == Method::POST => warm(request, &disk).await,

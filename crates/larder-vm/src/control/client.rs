@@ -22,8 +22,8 @@ use super::migration::{Cancelling, MigrationPatch, MigrationState};
 use super::state::{DiskState, Disks, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
 use super::{
-    CANCEL_PATH, DETACH_PATH, DISKS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH, RELOAD_PATH, SERVER_PATH, disk_path,
-    flush_path, hot_path, replace_path,
+    CANCEL_DETACH_PATH, CANCEL_PATH, DETACH_PATH, DISKS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH, RELOAD_PATH,
+    SERVER_PATH, disk_path, flush_path, hot_path, replace_path,
 };
 use crate::disk::CacheWork;
 use crate::image::absolute;
@@ -150,6 +150,14 @@ pub fn detach_memory(path: &Path) -> Result<Detached, FetchError> {
     Ok(ask_in_time(path, &Question::Detach)?.1)
 }
 
+/// Has the server stop a detach that is under way, and keep the memory within its budget.
+///
+/// # Errors
+/// See [`FetchError`].
+pub fn cancel_detach(path: &Path) -> Result<Cancelling, FetchError> {
+    Ok(ask_in_time(path, &Question::CancelDetach)?.1)
+}
+
 /// Has the VM's disks take a step to another host, or from there; whether that is done, or goes on: then it is asked for
 /// again.
 ///
@@ -212,6 +220,7 @@ enum Question {
     Memory,
     Limit(MemoryPatch),
     Detach,
+    CancelDetach,
     Server,
     Disks,
     Change(String, Change),
@@ -238,6 +247,7 @@ impl Question {
                 json!(MoveWish { step: *step }).to_string().into(),
             ),
             Self::Detach => (Request::post(DETACH_PATH), Bytes::new()),
+            Self::CancelDetach => (Request::post(CANCEL_DETACH_PATH), Bytes::new()),
             Self::Reload(text) => (Request::post(RELOAD_PATH), text.clone().into()),
             Self::Change(disk, Change::Cache(CacheWork::Flush)) => (Request::post(flush_path(disk)), Bytes::new()),
             Self::Change(disk, Change::Cache(CacheWork::Replace(by))) => {

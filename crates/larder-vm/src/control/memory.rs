@@ -80,6 +80,9 @@ pub struct MemoryState {
     pub problem: Option<MemoryProblem>,
     /// All is being brought back.
     pub detaching: bool,
+    /// The reason why a detach waits, or why the last one was stopped, refused or cancelled.
+    #[serde(default)]
+    pub detach_problem: Option<String>,
 }
 
 /// How much of the time was lost by waiting for memory, as the kernel's pressure stall information tells it.
@@ -320,6 +323,7 @@ impl MemoryState {
                 Stuck::DiskFailed => MemoryProblem::DiskFailed,
             }),
             detaching: status.detaching,
+            detach_problem: status.detach_problem.clone(),
         }
     }
 }

@@ -14,8 +14,8 @@ use super::migration::{Cancelling, DOWNTIME_MS_MAX, MigrationPatch, MigrationSta
 use super::state::{DiskState, Disks, Failure, ServerState};
 use super::wishes::{CacheReplacement, DiskPatch, HotRanges, MoveWish, Reloaded};
 use super::{
-    CANCEL_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH, OPENAPI_PATH,
-    RELOAD_PATH, SERVER_PATH,
+    CANCEL_DETACH_PATH, CANCEL_PATH, DETACH_PATH, DISKS_PATH, EVENTS_PATH, MEMORY_PATH, MIGRATION_PATH, MOVE_PATH,
+    OPENAPI_PATH, RELOAD_PATH, SERVER_PATH,
 };
 use crate::image::{CACHE_ENDURANCE_MAX, CACHE_ENDURANCE_MIN, CACHE_MODES, cache_mode_name};
 use crate::limits::LimitName;
@@ -183,7 +183,15 @@ pub(super) fn document() -> Value {
                 "summary": "Bring all pages back, and leave the process as it was.",
                 "responses": responses([
                     ("200".to_owned(), described("It is done.", &detached)),
-                    ("202".to_owned(), described("It takes longer than 2 s, and goes on.", &detached)),
+                    ("202".to_owned(), described("It takes longer than 2 s, and continues. If it is stopped, `detaching` becomes false, and `detach_problem` says why.", &detached)),
+                    no_http(), no_memory(), refused(), memory_over(),
+                ]),
+            }},
+            CANCEL_DETACH_PATH: {"post": {
+                "operationId": "cancel-detach-memory",
+                "summary": "Stop a detach that is under way, and keep the memory within its budget again.",
+                "responses": responses([
+                    ("202".to_owned(), described("It is stopped; `detaching` becomes false.", &cancelling)),
                     no_http(), no_memory(), refused(), memory_over(),
                 ]),
             }},

@@ -190,7 +190,7 @@ impl Served {
             format: format.unwrap_or(Format::Raw),
             size: geometry.map_or(0, |geometry| geometry.size.get()),
             block_size: config.exports.vhost_user.block_size,
-            serial: config.exports.vhost_user.serial.clone(),
+            serial: config.exports.vhost_user.serial.to_string(),
             read_only: geometry.is_some_and(|geometry| geometry.read_only),
             shared: config.options.share,
             away: image.is_none(),

@@ -13,7 +13,7 @@ use larder_block::backend::image_lock::Claim;
 use larder_block::backend::nbd::NbdOptions;
 use larder_block::boot::boot_id;
 use larder_block::event_loop::SocketAddress;
-use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop, ReadBuf};
+use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, Failure, IoError, Loop};
 use larder_cache::{
     Cache, CleanOptions, CreateOptions, Detached, DiskId, Mode, OpenError, OpenOptions, SettleOptions, Superblock,
     SuperblockError, read_superblock,
@@ -24,6 +24,7 @@ use super::cache_wish::CacheOptions;
 use super::disk_id::DiskFile;
 use super::open_cache::OpenCache;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
+use crate::occupied::{self, Occupied};
 
 /// Whether a cache on `file` can be the only place that has something.
 ///
@@ -81,9 +82,11 @@ pub enum CacheError {
     OtherLine { file: String, is: ByteLen, wished: ByteLen },
     #[error(
         "{file}: it is no cache, and not empty: what is in its first MiB would be lost; give another file, or, if it is of no use any more, {}",
-        how_to_empty(*is_file)
+        occupied::how_to_clear(*is_file)
     )]
     NotEmpty { file: String, is_file: bool },
+    #[error("{file}: {why}, and is not overwritten: give another file or device, or clear this one if nothing on it is needed ({})", occupied::how_to_clear(*is_file))]
+    Occupied { file: String, why: Occupied, is_file: bool },
     #[error(
         "{file}: it was not closed, may have data that the disk has not, and nothing says that it has worked to its end (a note of that is looked for at {note}, and says nothing of an older copy of the cache); serve the disk as the same user as before, with the cache that it was used with last; or, if it was not changed since without its cache, have that data written to it with `larder disk cache flush --force`; or give it up with `larder disk cache drop --lose-dirty`"
     )]
@@ -145,16 +148,6 @@ fn what_of_other_size(is_file: bool) -> &'static str {
         false => "a device is taken whole: leave cache-size out",
     }
 }
-
-fn how_to_empty(is_file: bool) -> &'static str {
-    match is_file {
-        true => "remove it",
-        false => "make its beginning zero (blkdiscard -z, or dd if=/dev/zero bs=1M count=1)",
-    }
-}
-
-/// So much at its beginning must be zero for a device to be taken.
-pub(super) const LOOKED_AT: u64 = 1 << 20;
 
 /// What a file that is made is a multiple of, in bytes: every way to do direct I/O goes with that.
 const FILE_UNIT: u64 = 4096;
@@ -219,10 +212,13 @@ pub(super) async fn look(
         _ => return Ok(()),
     }
     let fast = open_device(on, wish, options, None).await?;
-    let fits = look_at(&fast, identity, wish).await;
+    let fits = match look_at(&fast, identity, wish).await {
+        Ok(None) => refuse_occupied(on, &fast, &wish.file).await,
+        found => found.map(drop),
+    };
     // Nothing was written.
     let _ = fast.close().await;
-    fits.map(drop)
+    fits
 }
 
 /// A cache that is not open yet, and nobody else's.
@@ -255,6 +251,8 @@ pub(super) async fn prepare(
     let fast = open_device(on, wish, options, Some(disk)).await?;
     let found = match look_at(&fast, &disk.identity, wish).await {
         Ok(None) if matches!(was, Place::Filled) => {
+            // Nothing was made: there is nothing to undo.
+            refuse_occupied(on, &fast, &wish.file).await?;
             tracing::info!(
                 "{}: {}, which begins with zeros, becomes a cache of it",
                 disk.image,
@@ -468,7 +466,7 @@ async fn look_at(
         });
     }
     let superblock = match read_superblock(fast).await {
-        Err(error) if is_other(&error) && begins_empty(fast).await? => return Ok(None),
+        Err(error) if is_other(&error) && occupied::begins_with_zeros(fast).await? => return Ok(None),
         Err(error) if is_other(&error) => {
             return Err(CacheError::NotEmpty {
                 file: wish.file.to_string(),
@@ -691,11 +689,15 @@ async fn create(
     Ok(read_superblock(fast).await?)
 }
 
-pub(super) async fn begins_empty(fast: &Rc<dyn BlockDevice>) -> Result<bool, CacheError> {
-    let len = fast.geometry().size.get().min(LOOKED_AT);
-    let mut bytes = AlignedBuf::zeroed(len as usize);
-    fast.read(ByteOffset::ZERO, ReadBuf::new(&mut bytes)).await?;
-    Ok(bytes.iter().all(|byte| *byte == 0))
+/// # Errors
+/// Something that is not Larder's is on it.
+async fn refuse_occupied(on: &Loop, fast: &Rc<dyn BlockDevice>, file: &ImageAddress) -> Result<(), CacheError> {
+    let checked = occupied::check(on, fast, file).await;
+    checked.map_err(|why| CacheError::Occupied {
+        file: file.to_string(),
+        why,
+        is_file: is_file(file),
+    })
 }
 
 /// Takes the room on its file system, so that it does not fail for want of it. What is too large is not begun with: others

@@ -19,6 +19,7 @@
 //! sessions 6 7             of the cache, that it speaks for
 //! disk 72617720...         the disk's identity, hexadecimal
 //! cache 2f737364...        what the cache is on, as a path or URI, hexadecimal
+//! clock 5f3c... 1700000000 when the stamps were noted: the host's boot ID, and the clock's seconds less those since boot
 //! stamp 0000002a...        for each file of the disk, hexadecimal; `written` of one that the server writes to
 //! dirty                    the cache may have what the disk has not
 //! used                     the disk has been opened without the cache since, to be written
@@ -31,17 +32,19 @@ mod made;
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use larder_block::ByteRange;
+use larder_block::small_file::{self, STATE_BYTES_MAX};
 use larder_cache::{Detached, Superblock};
 pub(super) use made::Made;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
 
 use super::disk_id::{self, DiskFile, FileStamp};
+use super::host_clock::HostClock;
 use super::{ImageAddress, absolute};
 use crate::runtime_folder::{self, runtime_folder};
 
@@ -62,7 +65,10 @@ impl Note {
 
     /// What it says of the cache since it was last used, for a disk of these files.
     pub(super) fn says(&self, superblock: &Superblock, files: &[DiskFile]) -> Says {
-        let text = self.path.as_ref().and_then(|path| fs::read_to_string(path).ok());
+        let text = self
+            .path
+            .as_ref()
+            .and_then(|path| small_file::read_text(path, STATE_BYTES_MAX).ok());
         let noted = text.as_deref().and_then(Noted::parse);
         let Some(noted) = noted.filter(|noted| noted.sessions.contains(&superblock.session)) else {
             return Says::Nothing;
@@ -70,9 +76,9 @@ impl Note {
         let are_ours_lately = || {
             let (lately, alive) = self.read_lately().ok()?;
             let is_of_it = lately.sessions.contains(&superblock.session);
-            is_of_it.then(|| disk_id::are_only_ours_since(files, &lately.stamps, Some(alive)))
+            is_of_it.then(|| lately.are_only_ours(files, Some(alive)))
         };
-        let are_ours = disk_id::are_only_ours_since(files, &noted.stamps, None) || are_ours_lately() == Some(true);
+        let are_ours = noted.are_only_ours(files, None) || are_ours_lately() == Some(true);
         let is_ours = !noted.is_used && are_ours;
         match (is_ours, noted.detached) {
             (false, _) => Says::Changed,
@@ -104,6 +110,7 @@ impl Note {
             is_used: false,
             is_dirty,
             detached: detached.map(|detached| detached.superseded.clone()),
+            clock: HostClock::now(),
             stamps: disk_id::stamps_of_all(files),
         };
         noted.write(path)?;
@@ -152,7 +159,7 @@ impl Note {
             runtime_folder::is_ours_alone(folder)?;
         }
         let alive = fs::metadata(&path)?.modified()?;
-        let lately = Noted::parse(&fs::read_to_string(&path)?);
+        let lately = Noted::parse(&small_file::read_text(&path, STATE_BYTES_MAX)?);
         Ok((lately.ok_or(io::ErrorKind::InvalidData)?, alive))
     }
 
@@ -194,7 +201,10 @@ impl Note {
         };
         DirBuilder::new().recursive(true).mode(0o700).create(folder_of(&path))?;
         loop {
-            let file = File::options().write(true).create(true).truncate(false).open(&path)?;
+            let mut options = File::options();
+            options.write(true).create(true).truncate(false);
+            // A FIFO without a reader is not waited for.
+            let file = options.custom_flags(libc::O_NONBLOCK).open(&path)?;
             flock(&file, FlockOperation::NonBlockingLockExclusive)?;
             // Whoever had it may have removed it in between.
             let is_it =
@@ -234,6 +244,8 @@ pub(super) struct Noted {
     is_dirty: bool,
     /// The device has failed; what is superseded, each range apart from the others, in order.
     detached: Option<Vec<ByteRange>>,
+    /// When the stamps were noted.
+    clock: Option<HostClock>,
     /// Of the disk's files.
     stamps: Vec<FileStamp>,
 }
@@ -248,6 +260,7 @@ impl Noted {
             is_used: false,
             is_dirty: false,
             detached: None,
+            clock: None,
             stamps: Vec::new(),
         };
         let (lines, rest) = text.split_once("\nend\n")?;
@@ -267,6 +280,13 @@ impl Noted {
                     is_written: word == "written",
                     bytes: from_hex(values)?,
                 }),
+                "clock" => {
+                    let (boot, ahead) = values.split_once(' ')?;
+                    noted.clock = Some(HostClock {
+                        boot: u128::from_str_radix(boot, 16).ok()?,
+                        ahead_seconds: ahead.parse().ok()?,
+                    });
+                }
                 "detached" => {
                     noted.detached.get_or_insert_default();
                 }
@@ -289,6 +309,9 @@ impl Noted {
             hex(&self.disk),
             hex(&self.cache)
         );
+        if let Some(HostClock { boot, ahead_seconds }) = self.clock {
+            text.push_str(&format!("clock {boot:x} {ahead_seconds}\n"));
+        }
         for stamp in &self.stamps {
             let word = if stamp.is_written { "written" } else { "stamp" };
             text.push_str(&format!("{word} {}\n", hex(&stamp.bytes)));
@@ -310,6 +333,18 @@ impl Noted {
 
     fn write(&self, path: &Path) -> io::Result<()> {
         write_whole(path, &self.text())
+    }
+
+    /// Takes the stamps as they are now.
+    fn set_stamps(&mut self, stamps: Vec<FileStamp>) {
+        self.clock = HostClock::now();
+        self.stamps = stamps;
+    }
+
+    /// Returns true if only the disk's server has written to its files since; `alive` is its last sign of life, if known.
+    fn are_only_ours(&self, files: &[DiskFile], alive: Option<SystemTime>) -> bool {
+        let step = self.clock.map_or(0, HostClock::step);
+        disk_id::are_only_ours_since(files, &self.stamps, alive, step)
     }
 
     /// What was before the last session is over: a copy of the cache from then is not believed.
@@ -348,7 +383,7 @@ fn all() -> impl Iterator<Item = Other> {
         .flatten();
     let paths = notes.map(|note| note.path()).filter(|path| path.extension().is_none());
     paths.filter_map(|path| {
-        let noted = Noted::parse(&fs::read_to_string(&path).ok()?)?;
+        let noted = Noted::parse(&small_file::read_text(&path, STATE_BYTES_MAX).ok()?)?;
         Some(Other { path, noted })
     })
 }
@@ -495,6 +530,10 @@ mod tests {
             is_used: detached.is_some_and(<[_]>::is_empty),
             is_dirty: detached.is_some_and(<[_]>::is_empty),
             detached: detached.map(|ranges| ranges.iter().map(range).collect()),
+            clock: detached.map(|_| HostClock {
+                boot: 0x5f3c,
+                ahead_seconds: -12,
+            }),
             stamps: vec![
                 FileStamp {
                     is_written: true,
@@ -524,6 +563,8 @@ mod tests {
             ("detached\n", ""),
             ("00ff", "0-ff"),
             ("6 7", "6 x"),
+            ("-12", "12x"),
+            ("clock 5f3c ", "clock "),
             ("sessions", "session"),
         ] {
             assert!(text.contains(old));

@@ -14,14 +14,12 @@ use larder_block::backend::image_lock::{self, Claim, LockError, Sharing};
 use larder_block::{BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ZeroFlags};
 use larder_cache::{Cache, Lines, Mode, OpenError, Superblock, read_superblock};
 
-use super::cache::{
-    CacheError, LOOKED_AT, allocate, begins_empty, boot_of, is_file, is_other, lock, may_write_back, not_made, random,
-    rounded,
-};
+use super::cache::{CacheError, allocate, boot_of, is_file, is_other, lock, may_write_back, not_made, random, rounded};
 use super::cache_note::{Lock, Note};
 use super::cache_place::CachePlace;
 use super::cache_wish::CacheOptions;
 use super::{ImageAddress, ImageError, ImageOptions, disk_id, open_bytes, replaced};
+use crate::occupied::{BEGINNING, begins_with_zeros};
 
 /// Why something cannot be done with a cache.
 #[derive(Debug, thiserror::Error)]
@@ -238,7 +236,7 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
         },
         Err(error) => return Err(error.into()),
     };
-    let beginning = fast.geometry().size.get().min(LOOKED_AT);
+    let beginning = fast.geometry().size.get().min(BEGINNING);
     let beginning = ByteRange::between(ByteOffset::ZERO, ByteOffset::new(beginning));
     fast.write_zeroes(beginning, ZeroFlags::default()).await?;
     fast.flush().await?;
@@ -372,7 +370,9 @@ async fn make_resized(
 /// What is there was left by one who was killed while he made it: nobody else has it, as nobody has the old one.
 async fn is_unfinished(on: &Loop, address: &ImageAddress) -> bool {
     match open(on, address, false).await {
-        Ok(left) => read_superblock(&left).await.is_ok() || begins_empty(&left).await.is_ok_and(|is_empty| is_empty),
+        Ok(left) => {
+            read_superblock(&left).await.is_ok() || begins_with_zeros(&left).await.is_ok_and(|is_empty| is_empty)
+        }
         Err(_) => matches!(address, ImageAddress::Path(path) if path.metadata().is_ok_and(|found| found.len() == 0)),
     }
 }

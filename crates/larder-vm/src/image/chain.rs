@@ -1,9 +1,8 @@
 //! An image and all the files that it refers to: its backing file, that one's, and so on, and external data files.
 
-use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use larder_block::backend::file::{HeldFile, OpenError};
+use larder_block::backend::file::{HeldFile, OpenError, Role};
 use larder_block::backend::image_lock::Claim;
 use larder_block::filter::stay_raw::StayRaw;
 use larder_block::{BlockDevice, BoxFuture, Loop};
@@ -43,7 +42,9 @@ pub(super) async fn open(
         held,
         is_past_server: false,
     };
-    let (device, format) = opener.open(image, options.format, options.read_only).await?;
+    let (device, format) = opener
+        .open(image, options.format, options.read_only, options.role.clone())
+        .await?;
     Ok(Opened {
         device,
         format,
@@ -72,6 +73,7 @@ impl Opener<'_> {
         image: &'a ImageAddress,
         format: Option<Format>,
         read_only: bool,
+        role: Role,
     ) -> BoxFuture<'a, Result<Layer, ImageError>> {
         Box::pin(async move {
             if let (ImageAddress::Nbd(uri), true) = (image, self.options.trial) {
@@ -87,7 +89,7 @@ impl Opener<'_> {
                     image: image.to_string(),
                 });
             }
-            let file = self.open_bytes(image, format, read_only).await?;
+            let file = self.open_bytes(image, format, read_only, role).await?;
             let device = match format {
                 // Its guest must not make it what the next guess would be wrong about. NBD exports are never guessed.
                 Format::Raw if is_guessed && !read_only && matches!(image, ImageAddress::Path(_)) => {
@@ -108,9 +110,11 @@ impl Opener<'_> {
         image: &ImageAddress,
         format: Format,
         read_only: bool,
+        role: Role,
     ) -> Result<Rc<dyn BlockDevice>, ImageError> {
         let mut options = ImageOptions {
             read_only,
+            role,
             ..self.options.clone()
         };
         if self.is_past_server {
@@ -144,7 +148,7 @@ impl Opener<'_> {
         read_only: bool,
     ) -> Result<Rc<dyn BlockDevice>, ImageError> {
         let header = larder_qcow2::read_header(&file).await.map_err(ImageError::Qcow2)?;
-        let data_file = match (header.has_data_file, &header.data_file) {
+        let data_file = match (header.shape.data_file, &header.data_file) {
             (false, _) => None,
             (true, Some(name)) => Some(self.open_data_file(image, name, read_only).await?),
             (true, None) => {
@@ -208,8 +212,8 @@ impl Opener<'_> {
             name: name.to_owned(),
             source: Box::new(source),
         };
-        let address = beside(image, name);
-        let opened = self.open(&address, Some(Format::Raw), read_only).await;
+        let address = ImageAddress::beside(image, name).map_err(|error| failed(error.into()))?;
+        let opened = self.open(&address, Some(Format::Raw), read_only, Role::Part).await;
         opened.map(|(device, _)| device).map_err(failed)
     }
 
@@ -229,26 +233,22 @@ impl Opener<'_> {
             name: name.to_owned(),
             why,
         };
-        let format = match format {
+        let format = match format.map(|name| (name, Format::of_driver(name))) {
             None => None,
-            Some("raw") => Some(Format::Raw),
-            Some("qcow2") => Some(Format::Qcow2),
-            Some(other) => return Err(unknown(format!("has the format '{other}', which Larder does not know"))),
+            Some((_, Some(format))) => Some(format),
+            Some((other, None)) => {
+                return Err(unknown(format!("has the format '{other}', which Larder does not know")));
+            }
         };
-        if name.starts_with("json:") {
-            return Err(unknown(
-                "is described by QEMU's JSON, which Larder does not read; qemu-img rebase -u can give it a plain name"
-                    .to_owned(),
-            ));
-        }
-        let address = beside(image, name);
+        let address =
+            ImageAddress::beside(image, name).map_err(|error| unknown(format!("cannot be opened: {error}")))?;
         if self.opened.iter().any(|opened| is_same(opened, &address)) {
             return Err(refused("leads back to an image of the same chain".to_owned()));
         }
         if self.opened.len() >= CHAIN_MAX {
-            return Err(refused(format!("would be the {CHAIN_MAX}th of a chain")));
+            return Err(unknown(format!("would be the {CHAIN_MAX}th of a chain")));
         }
-        let opened = self.open(&address, format, true).await;
+        let opened = self.open(&address, format, true, Role::Part).await;
         let (device, format) = opened.map_err(|source| match source {
             // The innermost failure says it all.
             source @ (ImageError::Backing { .. }
@@ -286,19 +286,6 @@ pub fn probe(image: &ImageAddress) -> Result<Format, ImageError> {
             format,
         }),
     }
-}
-
-/// The address that `name` stands for in `image`: relative names begin where the image is.
-pub fn beside(image: &ImageAddress, name: &str) -> ImageAddress {
-    if let Ok(address @ ImageAddress::Nbd(_)) = name.parse() {
-        return address;
-    }
-    let path = Path::new(name.strip_prefix("file:").unwrap_or(name));
-    let folder = match image {
-        ImageAddress::Path(image) => image.parent().map(Path::to_owned).unwrap_or_default(),
-        ImageAddress::Nbd(_) => PathBuf::new(),
-    };
-    ImageAddress::Path(folder.join(path))
 }
 
 /// Whether both lead to the same file.

@@ -13,7 +13,7 @@ use std::time::SystemTime;
 use larder_block::nbd::NbdUri;
 use rustix::fs::{Mode, OFlags};
 
-use super::{Format, ImageAddress, file_handle};
+use super::{Format, ImageAddress, file_handle, host_clock};
 
 /// Where udev puts the names that a disk has on every start of the host.
 const STABLE_NAMES: &str = "/dev/disk/by-id";
@@ -146,17 +146,22 @@ impl DiskFile {
 
     /// Whether nobody but its server has written to it since it had the stamp `then`, which was noted while that server
     /// ran, and noted again soon after each change. Others that have stopped writing as soon are not found out.
-    /// That server was alive at `alive`, in seconds of the host's clock, if that is known.
-    fn is_only_ours_since(&self, then: &FileStamp, alive: Option<i64>) -> bool {
-        if !then.is_written {
+    /// That server was alive at `alive`, in seconds of the host's clock, if that is known, which has been set by `step` seconds
+    /// since.
+    fn is_only_ours_since(&self, then: &FileStamp, alive: Option<i64>, step: i64) -> bool {
+        if !then.is_written || self.stamp == then.bytes {
             return self.stamp == then.bytes;
         }
         match (Times::of(&self.stamp), Times::of(&then.bytes)) {
             (Some(now), Some(then)) => {
-                let known = alive.filter(|_| has_hosts_times(&self.path)).unwrap_or(then.seconds);
+                let (alive, step) = match has_hosts_times(&self.path) {
+                    true => (alive, step),
+                    false => (None, 0),
+                };
+                let known = alive.unwrap_or(then.seconds);
                 let ours = then.seconds.saturating_sub(OURS_FOR_SECONDS)
                     ..=known.max(then.seconds).saturating_add(OURS_FOR_SECONDS);
-                now.inode == then.inode && ours.contains(&now.seconds)
+                now.inode == then.inode && host_clock::is_within(now.seconds, &ours, step, host_clock::seconds())
             }
             _ => self.stamp == then.bytes,
         }
@@ -167,11 +172,16 @@ impl DiskFile {
 const OURS_FOR_SECONDS: i64 = 30;
 
 /// Whether nobody but its server, which was `alive` then if that is known, has written to a disk since its files had these
-/// stamps; see [`stamps_of_all`].
-pub(super) fn are_only_ours_since(files: &[DiskFile], then: &[FileStamp], alive: Option<SystemTime>) -> bool {
+/// stamps; see [`stamps_of_all`]. The host's clock has been set by `step` seconds since.
+pub(super) fn are_only_ours_since(
+    files: &[DiskFile],
+    then: &[FileStamp],
+    alive: Option<SystemTime>,
+    step: i64,
+) -> bool {
     let alive = alive.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
     let alive = alive.map(|since| since.as_secs() as i64);
-    let is_ours = |(file, then): (&DiskFile, &FileStamp)| file.is_only_ours_since(then, alive);
+    let is_ours = |(file, then): (&DiskFile, &FileStamp)| file.is_only_ours_since(then, alive, step);
     files.len() == then.len() && files.iter().zip(then).all(is_ours)
 }
 
@@ -323,7 +333,7 @@ mod tests {
             let bytes = then.clone();
             // How it is opened now does not matter.
             let files = [DiskFile::new(&path, !is_written)];
-            are_only_ours_since(&files, &[FileStamp { is_written, bytes }], None)
+            are_only_ours_since(&files, &[FileStamp { is_written, bytes }], None, 0)
         };
         assert!(after(0, true) && after(0, false));
         assert!(after(20, true) && !after(20, false));
@@ -339,10 +349,10 @@ mod tests {
                 bytes,
             }];
             let alive = modified + std::time::Duration::from_secs(seconds);
-            are_only_ours_since(&[DiskFile::new(&path, true)], &noted, Some(alive))
+            are_only_ours_since(&[DiskFile::new(&path, true)], &noted, Some(alive), 0)
         };
         assert!(alive(101) && alive(80) && !alive(60));
-        assert!(!are_only_ours_since(&[DiskFile::new(&path, true)], &[], None));
+        assert!(!are_only_ours_since(&[DiskFile::new(&path, true)], &[], None, 0));
         file.set_modified(modified).expect("can be set");
         let other = folder.path().join("b");
         std::fs::copy(&path, &other).expect("copies");
@@ -350,6 +360,6 @@ mod tests {
             is_written: true,
             bytes: then,
         };
-        assert!(!are_only_ours_since(&[DiskFile::new(&other, true)], &[then], None));
+        assert!(!are_only_ours_since(&[DiskFile::new(&other, true)], &[then], None, 0));
     }
 }

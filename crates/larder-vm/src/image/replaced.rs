@@ -15,6 +15,8 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
+use larder_block::small_file::{self, STATE_BYTES_MAX};
+
 use super::cache_note::{Note, from_hex, hex, notes_folder, write_whole};
 use super::cache_wish::CacheOptions;
 use super::open_cache::OpenCache;
@@ -69,7 +71,7 @@ fn all() -> Vec<(PathBuf, Replaced)> {
         .map(|file| file.path())
         .filter(|path| path.extension().is_some_and(|it| it == ENDING));
     let known = files.filter_map(|path| {
-        let replaced = Replaced::parse(&fs::read_to_string(&path).ok()?)?;
+        let replaced = Replaced::parse(&small_file::read_text(&path, STATE_BYTES_MAX).ok()?)?;
         Some((path, replaced))
     });
     known.collect()
@@ -109,7 +111,7 @@ pub(super) fn note(disk: &[u8], old: &ImageAddress, new: &OpenCache) -> io::Resu
 
 /// The caches whose place that with this note has taken, when all that only they had was on the disk, or given up.
 pub(super) fn old_of(note: &Note) -> Vec<Vec<u8>> {
-    let text = place_of(note).and_then(|place| fs::read_to_string(place).ok());
+    let text = place_of(note).and_then(|place| small_file::read_text(&place, STATE_BYTES_MAX).ok());
     text.as_deref()
         .and_then(Replaced::parse)
         .map(|it| it.old)

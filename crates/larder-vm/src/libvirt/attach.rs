@@ -153,12 +153,13 @@ pub fn plan(
     }
     refuse_attached(&name, &domain)?;
     let path = path_of(Path::new(&name)).map_err(AttachError::Name)?;
-    let (mut served, left) = sorted(&domain, wish)?;
+    let (served, left) = sorted(&domain, wish, |mut disk| {
+        finish(&name, &mut disk, wish);
+        fits_file(&path, &file_of(&name, &uuid, std::iter::once(&disk)))?;
+        Ok(disk)
+    })?;
     if served.is_empty() {
         return Err(AttachError::NoDisk { left });
-    }
-    for (disk, _) in &mut served {
-        finish(&name, disk, wish);
     }
     let file = file_of(&name, &uuid, served.iter().map(|(disk, _)| disk));
     let config = VmConfig::parse(&path, &file).map_err(AttachError::File)?;
@@ -166,7 +167,8 @@ pub fn plan(
     memory::share(text, &domain, &mut edits).map_err(AttachError::Memory)?;
     for ((_, element), of_config) in served.iter().zip(&config.disks) {
         let socket = of_config.socket.as_deref().unwrap_or(Path::new(""));
-        disk::rewrite(text, element, &socket.display().to_string(), &mut edits);
+        let socket = socket.display().to_string();
+        disk::rewrite(text, element, &socket, disk::queues_to_say(&domain), &mut edits);
     }
     Ok(Plan {
         name,
@@ -204,7 +206,11 @@ fn refuse_attached(name: &str, domain: &Element) -> Result<(), AttachError> {
 type Sorted<'a> = (Vec<(ServedDisk, &'a Element)>, Vec<LeftDisk>);
 
 /// Which disks are to be served, and which are left alone.
-fn sorted<'a>(domain: &'a Element, wish: &AttachWish) -> Result<Sorted<'a>, AttachError> {
+fn sorted<'a>(
+    domain: &'a Element,
+    wish: &AttachWish,
+    finish: impl Fn(ServedDisk) -> Result<ServedDisk, String>,
+) -> Result<Sorted<'a>, AttachError> {
     let known: Vec<String> = disks(domain).filter_map(target).map(str::to_owned).collect();
     if let Some(disk) = wish.disks.iter().find(|disk| !known.contains(disk)) {
         return Err(AttachError::NoSuchDisk {
@@ -219,7 +225,7 @@ fn sorted<'a>(domain: &'a Element, wish: &AttachWish) -> Result<Sorted<'a>, Atta
         let found = match wish.without.get(&name) {
             _ if !wish.disks.is_empty() && !is_named => Err("it was not named".to_owned()),
             Some(why) => Err(why.clone()),
-            None => disk::read(element),
+            None => disk::read(element).and_then(&finish),
         };
         match found {
             Ok(disk) => served.push((disk, element)),
@@ -228,6 +234,18 @@ fn sorted<'a>(domain: &'a Element, wish: &AttachWish) -> Result<Sorted<'a>, Atta
         }
     }
     Ok((served, left))
+}
+
+/// Checks a disk by what reads the VM's file later, so that the file holds no disk that is refused then.
+fn fits_file(path: &Path, file: &str) -> Result<(), String> {
+    match VmConfig::parse(path, file) {
+        Ok(_) => Ok(()),
+        Err(ConfigError::Mistakes { mistakes }) => {
+            let all: Vec<String> = mistakes.into_iter().map(|mistake| mistake.what).collect();
+            Err(all.join("; "))
+        }
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// What the user's wish adds to what the domain says.

@@ -8,6 +8,7 @@ use super::target;
 use super::xml::{Edits, Element, quoted};
 use crate::image::ImageAddress;
 use crate::limits::LimitName;
+use larder_export::vhost_user::{QUEUES_MAX, Serial};
 
 /// A disk that Larder is to serve.
 #[derive(Debug, Clone)]
@@ -75,7 +76,10 @@ pub(super) fn read(disk: &Element) -> Result<ServedDisk, String> {
                     return Err(format!("its target says {key}='{value}', which Larder does not have"));
                 }
             }
-            "serial" => served.keys.push(("serial", toml_text(&child.text))),
+            "serial" => {
+                served.notes.extend(Serial::note_on(&child.text));
+                served.keys.push(("serial", toml_text(&child.text)));
+            }
             "readonly" => served.keys.push(("readonly", "true".to_owned())),
             "iotune" => limits(child, &mut served)?,
             "blockio" => block_sizes(child, &mut served)?,
@@ -204,9 +208,21 @@ fn driver(disk: &Element, served: &mut ServedDisk) -> Result<(), String> {
             ("type", "raw") => {}
             ("type", "qcow2") => format = "qcow2",
             ("type", _) => return refused("Larder reads raw and qcow2 images"),
-            // The front-end's, which stays QEMU's.
+            // The front-end's, which stays QEMU's; it must not have more of them than its server offers.
+            ("queues", queues)
+                if !queues
+                    .parse()
+                    .is_ok_and(|queues: u16| (1..=QUEUES_MAX).contains(&queues)) =>
+            {
+                return refused(&format!("a disk of Larder's has 1 to {QUEUES_MAX} queues"));
+            }
             ("queues" | "packed" | "page_per_vq" | "event_idx", _) => {}
-            ("queue_size", size) => served.keys.push(("queue-size", size.to_owned())),
+            ("queue_size", size) => {
+                let number = size.parse::<u64>().ok().map(|number| number.to_string());
+                served
+                    .keys
+                    .push(("queue-size", number.unwrap_or_else(|| toml_text(size))));
+            }
             ("cache", "none" | "default") => {}
             ("cache", "writeback") => served.keys.push(("cache", toml_text("buffered"))),
             ("cache", "writethrough" | "directsync") => {
@@ -313,8 +329,22 @@ fn backing(store: &Element) -> Result<Vec<String>, String> {
     Ok(files)
 }
 
+/// Returns the number of queues to say of a disk that says none: QEMU takes one for each processor, and ends if its server
+/// offers fewer.
+pub(super) fn queues_to_say(domain: &Element) -> Option<u16> {
+    let vcpu = domain.child("vcpu")?;
+    let processors = vcpu.attribute("current").unwrap_or(&vcpu.text);
+    let fits = processors
+        .trim()
+        .parse()
+        .is_ok_and(|processors: u16| processors <= QUEUES_MAX);
+    (!fits).then_some(QUEUES_MAX)
+}
+
 /// Makes the disk one that is served on `socket`.
-pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, edits: &mut Edits) {
+///
+/// `queues` is the number that QEMU must be given where the disk says none.
+pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, queues: Option<u16>, edits: &mut Edits) {
     let mut tag = String::from("<disk type='vhostuser'");
     for (key, value) in &disk.attributes {
         if key != "type" && key != "snapshot" {
@@ -331,6 +361,10 @@ pub(super) fn rewrite(text: &str, disk: &Element, socket: &str, edits: &mut Edit
         ) {
             driver.push_str(&format!(" {key}={}", quoted(value)));
         }
+    }
+    let says_queues = old.is_some_and(|driver| driver.attribute("queues").is_some());
+    if let Some(queues) = queues.filter(|_| !says_queues) {
+        driver.push_str(&format!(" queues='{queues}'"));
     }
     driver.push_str("/>");
     let source = format!(

@@ -5,12 +5,17 @@
 //! which was killed, is attached to at once. Nothing is changed of a process that cannot be managed, so it is tried again,
 //! less and less often, as long as it lives: what is in the way may go.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::io::{self, Read as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use larder_block::boot::is_tmpfs;
+use larder_block::small_file;
 use larder_memory::attach::AttachError;
-use larder_memory::state::PAGES_NAME;
+use larder_memory::state::{COMPRESSED_NAME, PAGES_NAME};
 use larder_memory::target::{QmpError, pid_of_qmp};
 use rustix::process::Pid;
 
@@ -28,11 +33,8 @@ const SETTLED_BY: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 
-/// By so much a process may seem younger than the pid file that names it, as clocks are set.
-const OF_CLOCKS: Duration = Duration::from_secs(10);
-
 /// The longest pid file, in bytes.
-const PID_FILE_BYTES_MAX: usize = 64;
+const PID_FILE_BYTES_MAX: u64 = 64;
 
 /// A process, as no later one of the same number is it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,25 +61,42 @@ impl Process {
         Self::alive(self.pid) == Some(*self)
     }
 
-    /// How long ago it was started.
-    fn age(&self) -> Option<Duration> {
-        let uptime = fs::read_to_string("/proc/uptime").ok()?;
-        let uptime: f64 = uptime.split_whitespace().next()?.parse().ok()?;
-        // SAFETY: it only answers.
-        let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
-        Duration::try_from_secs_f64(uptime - self.started as f64 / ticks as f64).ok()
+    /// Returns true if the process has this file open. QEMU keeps its pid file open and locked as long as it lives; libvirt
+    /// has QEMU inherit the one that libvirt writes.
+    fn has_open(&self, name: &OsStr, file: &FileState) -> bool {
+        let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid.as_raw_pid()));
+        let mut paths = descriptors.into_iter().flatten().flatten().map(|entry| entry.path());
+        // Only those with its name are inspected: some other file may be on a server that does not answer.
+        let has_name = |path: &Path| fs::read_link(path).is_ok_and(|link| link.file_name() == Some(name));
+        paths.any(|path| {
+            has_name(&path) && fs::metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == file.identity)
+        })
     }
 
     /// Whether it is managed, or waits to be managed on.
     pub(super) fn is_waiting(&self) -> bool {
-        let name = format!("/memfd:{PAGES_NAME}");
-        let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid.as_raw_pid()));
+        self.has_memfd(PAGES_NAME).unwrap_or(false)
+    }
+
+    /// Returns true if it is managed, or its pager was killed: it holds the compressed memory of a pager. (The list of its pages
+    /// remains after a detach if pages were lost.)
+    ///
+    /// # Errors
+    /// Its descriptors cannot be read.
+    pub fn is_managed(&self) -> io::Result<bool> {
+        match self.has_memfd(COMPRESSED_NAME) {
+            Err(_) if !self.is_alive() => Ok(false),
+            found => found,
+        }
+    }
+
+    fn has_memfd(&self, name: &str) -> io::Result<bool> {
+        let name = format!("/memfd:{name}");
+        let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid.as_raw_pid()))?;
         let mut links = descriptors
-            .into_iter()
-            .flatten()
             .flatten()
             .filter_map(|entry| fs::read_link(entry.path()).ok());
-        links.any(|link| link.to_string_lossy().starts_with(&name))
+        Ok(links.any(|link| link.to_string_lossy().starts_with(&name)))
     }
 
     /// The memory that it shares, a line each.
@@ -102,61 +121,117 @@ pub enum FindError {
     PidFile { path: String, why: String },
 }
 
-/// The process of a VM's QEMU; `None` if it does not run.
-///
-/// # Errors
-/// That cannot be told.
-pub fn find(qemu: &QemuAt) -> Result<Option<Process>, FindError> {
-    match qemu {
-        QemuAt::PidFile(path) => of_pid_file(path).map_err(|why| FindError::PidFile {
-            path: path.display().to_string(),
-            why,
-        }),
-        QemuAt::Qmp(path) => match pid_of_qmp(path) {
-            Ok(pid) => Ok(Process::alive(pid)),
-            // It does not run, or has left its socket behind.
-            Err(QmpError::NoFile { error, .. }) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(QmpError::NobodyListens { unreadable: 0, .. }) => Ok(None),
-            Err(error) => Err(error.into()),
-        },
+/// A state of a file. States are compared for equality only: the clock behind the times may be set.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct FileState {
+    /// Device and inode.
+    identity: (u64, u64),
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl FileState {
+    fn of(found: &fs::Metadata) -> Self {
+        Self {
+            identity: (found.dev(), found.ino()),
+            modified: (found.mtime(), found.mtime_nsec()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        }
     }
 }
 
-fn of_pid_file(path: &Path) -> Result<Option<Process>, String> {
-    let read = fs::read(path).and_then(|bytes| Ok((bytes, fs::metadata(path)?.modified()?)));
-    let (bytes, written) = match read {
-        Ok(read) => read,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error.to_string()),
-    };
-    let text = bytes.trim_ascii();
-    // It is being written.
-    if text.is_empty() {
-        return Ok(None);
+/// Finds a VM's QEMU, one after the other.
+///
+/// A killed QEMU leaves its pid file behind, and its number may become another process's. The file's times do not show that,
+/// because the host's clock may be set while QEMU runs. A number counts if
+/// - its process has the file open, or waits for a pager;
+/// - or the file is in the host's memory, so that it was written since the host was started, and has not named another
+///   process before, unchanged since.
+#[derive(Default, Debug)]
+pub struct QemuFinder {
+    /// The pid file as it was when it last named a process, and that.
+    named: Option<(FileState, Process)>,
+}
+
+impl QemuFinder {
+    /// The process of a VM's QEMU; `None` if it does not run.
+    ///
+    /// # Errors
+    /// The process cannot be determined.
+    pub fn find(&mut self, qemu: &QemuAt) -> Result<Option<Process>, FindError> {
+        match qemu {
+            QemuAt::PidFile(path) => self.named_by(path).map_err(|why| FindError::PidFile {
+                path: path.display().to_string(),
+                why,
+            }),
+            QemuAt::Qmp(path) => match pid_of_qmp(path) {
+                Ok(pid) => Ok(Process::alive(pid)),
+                // It does not run, or has left its socket behind.
+                Err(QmpError::NoFile { error, .. }) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+                Err(QmpError::NobodyListens { unreadable: 0, .. }) => Ok(None),
+                Err(error) => Err(error.into()),
+            },
+        }
     }
-    let number = std::str::from_utf8(text)
-        .ok()
-        .filter(|_| bytes.len() <= PID_FILE_BYTES_MAX);
-    let number = number
-        .and_then(|text| text.parse().ok())
-        .filter(|number: &i32| *number > 0);
-    let pid = number
-        .and_then(Pid::from_raw)
-        .ok_or("there is no process number in it")?;
-    let Some(process) = Process::alive(pid) else {
-        return Ok(None);
-    };
-    // QEMU leaves it behind when it is killed, and then the number may become another process's.
-    let is_older = match (written.elapsed(), process.age()) {
-        (Ok(written), Some(age)) => written > age + OF_CLOCKS,
-        _ => false,
-    };
-    match is_older {
-        true => Err(format!(
-            "process {} was started after it was written, so it is another one: has QEMU been killed?",
-            pid.as_raw_pid()
-        )),
-        false => Ok(Some(process)),
+
+    fn named_by(&mut self, path: &Path) -> Result<Option<Process>, String> {
+        let file = match small_file::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+        };
+        let found = file.metadata().map_err(|error| error.to_string())?;
+        let mut bytes = Vec::new();
+        let read = (&file).take(PID_FILE_BYTES_MAX + 1).read_to_end(&mut bytes);
+        read.map_err(|error| error.to_string())?;
+        // A file in tmpfs was written since the host was started.
+        let is_in_memory = rustix::fs::fstatfs(&file).is_ok_and(|found| is_tmpfs(&found));
+        drop(file);
+        let text = bytes.trim_ascii();
+        // It is being written.
+        if text.is_empty() {
+            return Ok(None);
+        }
+        let number = std::str::from_utf8(text)
+            .ok()
+            .filter(|_| bytes.len() as u64 <= PID_FILE_BYTES_MAX);
+        let number = number
+            .and_then(|text| text.parse().ok())
+            .filter(|number: &i32| *number > 0);
+        let pid = number
+            .and_then(Pid::from_raw)
+            .ok_or("there is no process number in it")?;
+        let Some(process) = Process::alive(pid) else {
+            return Ok(None);
+        };
+        let state = FileState::of(&found);
+        let name = path.file_name().unwrap_or_default();
+        if !process.has_open(name, &state) && !process.is_waiting() {
+            self.check_number(process, &state, is_in_memory)?;
+        }
+        self.named = Some((state, process));
+        Ok(Some(process))
+    }
+
+    /// # Errors
+    /// The file may be older than the process that has the number in it.
+    fn check_number(&self, process: Process, state: &FileState, is_in_memory: bool) -> Result<(), String> {
+        let pid = process.pid.as_raw_pid();
+        if self
+            .named
+            .as_ref()
+            .is_some_and(|(then, other)| then == state && *other != process)
+        {
+            return Err(format!(
+                "it has not changed since it named a process that has ended, and process {pid} is another one: has QEMU been killed?"
+            ));
+        }
+        match is_in_memory {
+            true => Ok(()),
+            false => Err(format!(
+                "process {pid} does not have it open, so it may be from before the host was started: have QEMU write it (-pidfile), or keep it in /run"
+            )),
+        }
     }
 }
 
@@ -274,19 +349,30 @@ fn start(config: &MemoryConfig, is_waiting: bool) -> Result<ManagedMemory, Memor
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
     use super::*;
 
+    fn in_memory() -> tempfile::TempDir {
+        tempfile::tempdir_in("/dev/shm").expect("a folder in /dev/shm")
+    }
+
     fn found(text: &str) -> Result<Option<Process>, String> {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = in_memory();
         let path = folder.path().join("pid");
         fs::write(&path, text).expect("writes");
-        of_pid_file(&path)
+        QemuFinder::default().named_by(&path)
+    }
+
+    fn this_process() -> Process {
+        let pid = Pid::from_raw(std::process::id() as i32).expect("a number");
+        Process::alive(pid).expect("it lives")
     }
 
     #[test]
     fn pid_files_name_living_processes_or_none() {
-        let us = Pid::from_raw(std::process::id() as i32).expect("a number");
-        assert_eq!(found(&format!("{}\n", us.as_raw_pid())), Ok(Process::alive(us)));
+        let us = this_process();
+        assert_eq!(found(&format!("{}\n", us.pid.as_raw_pid())), Ok(Some(us)));
         assert_eq!(found(""), Ok(None));
         // Above every process number.
         assert_eq!(found("1073741824\n"), Ok(None));
@@ -297,18 +383,62 @@ mod tests {
                 "{wrong}"
             );
         }
-        assert_eq!(of_pid_file(Path::new("/nosuch/pid")), Ok(None));
+        let nowhere = QemuFinder::default().named_by(Path::new("/nosuch/pid"));
+        assert_eq!(nowhere, Ok(None));
+    }
+
+    /// The clock was set forward after the file was written, or back.
+    #[test]
+    fn times_of_pid_file_identify_nobody() {
+        let folder = in_memory();
+        let path = folder.path().join("pid");
+        let us = this_process();
+        fs::write(&path, us.pid.as_raw_pid().to_string()).expect("writes");
+        let year = Duration::from_secs(365 * 86400);
+        let now = std::time::SystemTime::now();
+        for time in [now - year, now + year] {
+            let file = File::options().write(true).open(&path).expect("opens");
+            file.set_modified(time).expect("it is ours");
+            assert_eq!(QemuFinder::default().named_by(&path), Ok(Some(us)));
+        }
+    }
+
+    /// A killed QEMU leaves its pid file, and its number becomes another process's.
+    #[test]
+    fn unchanged_pid_file_names_one_process() {
+        let folder = in_memory();
+        let path = folder.path().join("pid");
+        let us = this_process();
+        let before = Process {
+            started: us.started - 1,
+            ..us
+        };
+        fs::write(&path, us.pid.as_raw_pid().to_string()).expect("writes");
+        let state = FileState::of(&path.metadata().expect("is there"));
+        let mut finder = QemuFinder {
+            named: Some((state, before)),
+        };
+        let why = finder.named_by(&path).expect_err("is of the one before");
+        assert!(why.contains("is another one"), "{why}");
+        // Unless it has the file open, as QEMU has.
+        let open = File::open(&path).expect("opens");
+        assert_eq!(finder.named_by(&path), Ok(Some(us)));
+        drop(open);
+        finder.named = None;
+        fs::remove_file(&path).expect("is ours");
+        fs::write(&path, us.pid.as_raw_pid().to_string()).expect("writes");
+        assert_eq!(finder.named_by(&path), Ok(Some(us)));
     }
 
     #[test]
-    fn a_pid_file_that_is_older_than_its_process_is_of_another_one() {
-        let folder = tempfile::tempdir().expect("a folder");
+    fn pid_file_on_disk_must_be_open() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder on a disk");
         let path = folder.path().join("pid");
-        fs::write(&path, std::process::id().to_string()).expect("writes");
-        let long_ago = std::time::SystemTime::now() - Duration::from_secs(365 * 86400);
-        let file = fs::File::options().write(true).open(&path).expect("opens");
-        file.set_modified(long_ago).expect("it is ours");
-        let why = of_pid_file(&path).expect_err("is older");
-        assert!(why.contains("another one"), "{why}");
+        let us = this_process();
+        fs::write(&path, us.pid.as_raw_pid().to_string()).expect("writes");
+        let why = QemuFinder::default().named_by(&path).expect_err("may be old");
+        assert!(why.contains("-pidfile"), "{why}");
+        let _open = File::open(&path).expect("opens");
+        assert_eq!(QemuFinder::default().named_by(&path), Ok(Some(us)));
     }
 }

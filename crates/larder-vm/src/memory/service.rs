@@ -15,7 +15,7 @@ use std::time::Duration;
 use larder_block::ByteLen;
 use larder_memory::service::{DetachError, End};
 
-use super::approach::{Approach, Process, Step, find};
+use super::approach::{Approach, Process, QemuFinder, Step};
 use super::wish::MemoryWish;
 use super::{ManagedMemory, MemoryConfig, MemoryError, MemoryInquiry, tell_end};
 use crate::control::{ControlServer, Subject};
@@ -28,6 +28,8 @@ const LOOK_MAX: Duration = Duration::from_secs(2);
 
 /// The time after which it is tried again to let go of memory for which the host had no room.
 const DETACH_AGAIN: Duration = Duration::from_secs(2);
+/// The longest pause: it doubles with each try, since pages that were paged in have to be evicted again.
+const DETACH_AGAIN_MAX: Duration = Duration::from_secs(30);
 
 /// How far it has got; for whoever has started it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,16 +82,19 @@ pub struct MemoryService {
     control: Option<PathBuf>,
     orders: Receiver<Order>,
     orderer: MemoryOrders,
+    finder: QemuFinder,
     /// By request.
     let_go: Option<Process>,
     progress: Progress,
+    /// The number of the last detach that was begun.
+    detaches: u64,
 }
 
 enum Order {
     Stop,
     Reload,
-    /// Detaching is over, without success.
-    Refused(DetachError),
+    /// The detach of this number is over, without success.
+    Refused(u64, DetachError),
     /// The memory is not managed any more.
     Ended(Result<End, MemoryError>),
 }
@@ -108,6 +113,33 @@ impl MemoryOrders {
     /// Read the VM's file again.
     pub fn reload(&self) {
         let _ = self.0.send(Order::Reload);
+    }
+}
+
+/// A wish to end, which is granted by a detach.
+struct Stop {
+    /// The number of its last detach.
+    detach: u64,
+    /// The time after which it is tried again, once it was refused.
+    again: Option<Duration>,
+    /// The next such time.
+    pause: Duration,
+    /// The log has why it was refused.
+    is_logged: bool,
+}
+
+impl Stop {
+    /// Its detach was refused, and is tried again later.
+    fn refused(&mut self, error: &DetachError) {
+        self.again = Some(self.pause);
+        if matches!(error, DetachError::UnderWay) {
+            tracing::debug!("not detached: {error}; it is tried again");
+            return;
+        }
+        if !std::mem::replace(&mut self.is_logged, true) {
+            tracing::error!("not detached, and goes on: {error}; it is tried again");
+        }
+        self.pause = (self.pause * 2).min(DETACH_AGAIN_MAX);
     }
 }
 
@@ -155,8 +187,10 @@ impl MemoryService {
             control,
             orders,
             orderer: MemoryOrders(sender),
+            finder: QemuFinder::default(),
             let_go: None,
             progress: Progress::Stopping,
+            detaches: 0,
         }
     }
 
@@ -216,7 +250,7 @@ impl MemoryService {
                 Whose::Process(process) => return Some(*process),
                 Whose::Once(qemu) | Whose::Vm(_, _, qemu) => qemu.clone(),
             };
-            match find(&qemu) {
+            match self.finder.find(&qemu) {
                 Ok(Some(process)) if self.let_go != Some(process) => return Some(process),
                 Ok(Some(process)) => self.tell(tell, Progress::LetGo(process.pid.as_raw_pid())),
                 Ok(None) => {
@@ -243,7 +277,7 @@ impl MemoryService {
                 // There is one who gives orders as long as this is.
                 Ok(Order::Stop) | Err(RecvTimeoutError::Disconnected) => return None,
                 // Of earlier ones.
-                Ok(Order::Refused(_) | Order::Ended(_)) => {}
+                Ok(Order::Refused(..) | Order::Ended(_)) => {}
             }
         }
     }
@@ -277,7 +311,7 @@ impl MemoryService {
                     }
                     return Err(After::Stop);
                 }
-                Ok(Order::Refused(_) | Order::Ended(_)) | Err(RecvTimeoutError::Timeout) => {}
+                Ok(Order::Refused(..) | Order::Ended(_)) | Err(RecvTimeoutError::Timeout) => {}
             }
         }
     }
@@ -300,40 +334,56 @@ impl MemoryService {
             // This ends only after it was told.
             let _ = orderer.0.send(Order::Ended(ended));
         });
-        let mut is_stopping = false;
-        let mut detach_again = None;
+        let mut stop: Option<Stop> = None;
         let end = loop {
-            let order = match detach_again {
+            let order = match stop.as_ref().and_then(|stop| stop.again) {
                 None => self.orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(pause) => self.orders.recv_timeout(pause),
             };
-            match order {
-                Ok(Order::Ended(end)) => break end?,
-                Ok(Order::Reload) if is_stopping => {}
-                Ok(Order::Reload) => self.reload_and_tell(Some(&inquiry), tell),
-                Ok(Order::Stop) if is_stopping => {
+            match (order, &mut stop) {
+                (Ok(Order::Ended(end)), _) => break end?,
+                // Who wants it managed again.
+                (Ok(Order::Reload), Some(_)) => {
+                    inquiry.cancel_detach_blocking();
+                    stop = None;
+                    self.reload_and_tell(Some(&inquiry), tell);
+                    self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
+                }
+                (Ok(Order::Reload), None) => self.reload_and_tell(Some(&inquiry), tell),
+                (Ok(Order::Stop), Some(_)) => {
                     tracing::warn!(
-                        "it is being detached already; a kill leaves the guest waiting until it is managed again"
+                        "it is being detached already (SIGHUP stops that); a kill leaves the guest waiting until it is managed again"
                     );
                 }
-                Ok(Order::Stop) => {
-                    is_stopping = true;
+                (Ok(Order::Stop), None) => {
                     self.tell(tell, Progress::Stopping);
                     tracing::info!("detaching: everything is brought back into memory");
-                    self.detach(&inquiry);
+                    stop = Some(Stop {
+                        detach: self.detach(&inquiry),
+                        again: None,
+                        pause: DETACH_AGAIN,
+                        is_logged: false,
+                    });
                 }
-                Ok(Order::Refused(error)) => {
-                    if detach_again.is_none() {
-                        tracing::error!("not detached, and goes on: {error}; it is tried again");
+                (Ok(Order::Refused(detach, error)), Some(now)) if detach == now.detach => match error {
+                    DetachError::Cancelled => {
+                        tracing::warn!("not detached: {error}");
+                        stop = None;
+                        self.tell(tell, Progress::Managing(process.pid.as_raw_pid(), self.wish.budget));
                     }
-                    detach_again = Some(DETACH_AGAIN);
+                    error => now.refused(&error),
+                },
+                // The answer to a detach that was cancelled meanwhile.
+                (Ok(Order::Refused(..)), _) => {}
+                (Err(_), Some(now)) => {
+                    now.again = None;
+                    now.detach = self.detach(&inquiry);
                 }
-                Err(_) => {
-                    detach_again = Some(DETACH_AGAIN);
-                    self.detach(&inquiry);
-                }
+                // Impossible: this has a sender itself.
+                (Err(_), None) => {}
             }
         };
+        let is_stopping = stop.is_some();
         if let Some(control) = control {
             control.end_after_answers();
         }
@@ -347,16 +397,21 @@ impl MemoryService {
         })
     }
 
-    /// Brings everything back, without anybody waiting for it here.
-    fn detach(&self, inquiry: &MemoryInquiry) {
-        let (inquiry, orderer) = (inquiry.clone(), self.orderer.clone());
-        std::thread::spawn(move || match inquiry.detach_blocking() {
-            // Somebody else has it done.
-            Some(Ok(()) | Err(DetachError::UnderWay | DetachError::Over)) | None => {}
+    /// Brings everything back, without anybody waiting for it here. Returns the number of the detach.
+    fn detach(&mut self, inquiry: &MemoryInquiry) -> u64 {
+        self.detaches += 1;
+        let (number, orderer) = (self.detaches, self.orderer.clone());
+        // Asked for here, so that no later request overtakes it.
+        let wait = inquiry.begin_detach_blocking();
+        std::thread::spawn(move || match wait() {
+            // The memory is not managed any more, which is said by itself.
+            Some(Ok(()) | Err(DetachError::Over)) | None => {}
+            // Another one that is under way may fail: this one is tried again then.
             Some(Err(error)) => {
-                let _ = orderer.0.send(Order::Refused(error));
+                let _ = orderer.0.send(Order::Refused(number, error));
             }
         });
+        number
     }
 
     /// The control socket. Without one the memory is managed all the same.

@@ -5,6 +5,7 @@
 //!      8    version, u32                   12   CRC32C of the 4 KiB with zeros here, u32
 //!      16   identity, 16 bytes             32   segments, u32
 //!      40   the process whose pages are here: its PID, u32; 48  when it was started, u64 (field 22 of /proc/PID/stat)
+//!      56   1 if the file was made by Larder, which removes it in the end; else 0, u32
 //!      1 MiB  the log (larder_memory::log), as many segments of 1 MiB
 //! ```
 //! All numbers are little-endian. What is in the log only the state in the managed process tells: when that ends, it is
@@ -13,11 +14,13 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
-use larder_block::backend::file::{FileDevice, FileOptions, OpenError, claim};
+use larder_block::backend::file::{FileDevice, FileOptions, HeldFile, OpenError, claim, claim_device};
+use larder_block::boot::is_tmpfs;
+use larder_block::small_file;
 use larder_block::{
     AlignedBuf, BlockDevice, ByteLen, ByteOffset, ByteRange, IoError, Loop, ReadBuf, WriteBuf, WriteFlags,
 };
@@ -31,12 +34,14 @@ use rustix::fs::FallocateFlags;
 use rustix::process::Pid;
 
 use crate::image::{ImageAddress, ImageError, ImageOptions, open_export};
+use crate::occupied::{self, Occupied, how_to_clear};
 
 const MAGIC: &[u8; 8] = b"LRDRSWAP";
 const VERSION: u32 = 1;
 const HEADER: usize = 4096;
 const CHECKSUM_AT: usize = 12;
 const OWNER_AT: usize = 40;
+const MADE_AT: usize = 56;
 /// How often a file is made that another pager removes as it ends.
 const TRIES_MAX: u32 = 3;
 /// For so long requests wait for an NBD server that is away before they fail, and are made again and again.
@@ -84,9 +89,11 @@ pub enum SwapError {
     #[error("swap cache {0}: it is neither a file nor a block device")]
     Kind(String),
     #[error(
-        "swap cache {0}: it has something on it that is not of Larder's, and is not overwritten: give another path, or clear it (a file: rm; a disk: wipefs -a) if nothing of it is needed"
+        "swap cache {name}: {why}, and is not overwritten: give another path, or clear it if nothing of it is needed (a file: {}; a device: {})",
+        how_to_clear(true),
+        how_to_clear(false)
     )]
-    Foreign(String),
+    Foreign { name: String, why: Occupied },
     #[error("swap cache {name}: it is of version {version}; this program knows version {VERSION}")]
     Version { name: String, version: u32 },
     #[error(
@@ -99,6 +106,11 @@ pub enum SwapError {
     Gone(String),
     #[error("swap cache {0}: pages of the process are on it, and there is no such file any more: put it back")]
     Missing(String),
+    #[error(
+        "swap cache {name}: a file of {size} is larger than its file system allows, or a file of this process may be \
+         (RLIMIT_FSIZE: ulimit -f, or LimitFSIZE= of its service): raise that, or give a smaller size"
+    )]
+    FileSize { name: String, size: ByteLen },
     #[error("swap cache {0}: a path with other bytes than UTF-8 cannot be noted")]
     Name(String),
 }
@@ -116,17 +128,37 @@ pub(super) struct Opened {
 /// How a disk is left when its pages are not needed any more.
 pub(super) struct Leaving {
     device: Rc<dyn BlockDevice>,
-    /// To be removed.
-    file: Option<PathBuf>,
+    kind: Kind,
+}
+
+/// The kinds of disks, by what is done with them in the end.
+enum Kind {
+    /// A file that Larder made: it is removed.
+    Made(HeldFile),
+    /// A file that was there before: it loses all that is in it, and keeps its size.
+    Given(HeldFile),
+    /// A block device or an export: its header is cleared.
+    Device,
+}
+
+impl Kind {
+    fn of(file: Option<HeldFile>, is_made: bool) -> Self {
+        match (file, is_made) {
+            (Some(file), true) => Self::Made(file),
+            (Some(file), false) => Self::Given(file),
+            (None, _) => Self::Device,
+        }
+    }
 }
 
 impl Leaving {
-    /// Nothing on it is needed any more: the file is removed, or what is on the disk is not claimed any more.
+    /// Gives up all that is on it.
     pub(super) async fn leave(self) {
         let name = self.device.name().to_string();
-        let left = match self.file {
-            Some(path) => std::fs::remove_file(path).map_err(|error| error.to_string()),
-            None => {
+        let left = match self.kind {
+            Kind::Made(file) => remove(&file).map_err(|error| error.to_string()),
+            Kind::Given(file) => file.clear().map_err(|error| error.to_string()),
+            Kind::Device => {
                 let zeros = AlignedBuf::zeroed(HEADER);
                 let written = self
                     .device
@@ -135,8 +167,16 @@ impl Leaving {
             }
         };
         if let Err(error) = left {
-            tracing::warn!("swap cache {name}: it stays as it is: {error}");
+            tracing::warn!("swap cache {name}: it is left with the pages on it, which nothing needs: {error}");
         }
+    }
+}
+
+/// Removes the file, unless another one has taken its path by now.
+fn remove(file: &HeldFile) -> io::Result<()> {
+    match file.displaced()? {
+        None => std::fs::remove_file(file.path()),
+        Some(_) => Err(io::Error::other("it was moved or replaced while it was in use")),
     }
 }
 
@@ -194,23 +234,32 @@ pub(super) async fn open(
         }
     };
     let is_new = left.is_none();
-    let (device, file) = open_device(on, &address, size, is_new).await?;
+    let (device, file, before) = open_device(on, &address, size, is_new).await?;
     let name = name_of(&address)?;
     let found = read_header(&name, &device).await?;
+    // Who is killed before the header is written leaves an empty file, which its successor takes for a user's.
+    let is_made = before == Before::Missing || matches!(found, Header::Ours { is_made: true, .. });
     let identity = match left {
         Some(left) => match found {
             Header::Ours { uuid, .. } if uuid == left.uuid && segments_of(&device) >= left.segments => left,
             _ => return Err(SwapError::Gone(name)),
         },
         None => match found {
-            Header::Foreign => return Err(SwapError::Foreign(name)),
+            Header::Foreign => return Err(foreign(&name)(Occupied::Data)),
             Header::Ours { of, .. } if of.pid != owner.pid && of.is_alive() => {
                 return Err(SwapError::Used { name, pid: of.pid });
             }
-            Header::Ours { .. } | Header::Nothing => begin(&name, &device, size, owner).await?,
+            Header::Ours { .. } => begin(&name, &device, size, owner, is_made).await?,
+            Header::Nothing => {
+                if before == Before::Unknown {
+                    let checked = occupied::check(on, &device, &address).await;
+                    checked.map_err(foreign(&name))?;
+                }
+                begin(&name, &device, size, owner, is_made).await?
+            }
         },
     };
-    if is_new && file.as_deref().is_some_and(is_in_memory) {
+    if is_new && file.as_ref().is_some_and(|file| is_in_memory(file.path())) {
         tracing::warn!(
             "swap cache {}: it is on tmpfs, which is memory itself: what goes there saves nothing; give a path on a disk",
             identity.name
@@ -223,18 +272,32 @@ pub(super) async fn open(
             identity,
             store: Box::new(store),
         },
-        rest: Leaving { device, file },
+        rest: Leaving {
+            device,
+            kind: Kind::of(file, is_made),
+        },
         is_new,
     }))
 }
 
-/// Opens what is there, or makes the file; and its path, if it is a file.
+/// The state of a new disk's path before it was opened.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Before {
+    /// Nothing.
+    Missing,
+    /// A file of Larder's, or without data.
+    Free,
+    /// Something that has to be checked.
+    Unknown,
+}
+
+/// Opens a disk, and makes its file if there is none. A file is returned open, too.
 async fn open_device(
     on: &Loop,
     address: &ImageAddress,
     size: Option<ByteLen>,
     is_new: bool,
-) -> Result<(Rc<dyn BlockDevice>, Option<PathBuf>), SwapError> {
+) -> Result<(Rc<dyn BlockDevice>, Option<HeldFile>, Before), SwapError> {
     let image = |source| SwapError::Image {
         name: address.to_string(),
         source,
@@ -243,25 +306,46 @@ async fn open_device(
         ImageAddress::Path(path) => path,
         ImageAddress::Nbd(uri) => {
             let device = open_export(on, uri, &nbd_options()).await.map_err(image)?;
-            return Ok((device, None));
+            return Ok((device, None, Before::Unknown));
         }
     };
     let mut tries = 0;
     loop {
-        let is_file = match is_new {
-            false => path.is_file(),
+        let before = match is_new {
+            false => Before::Unknown,
             true => prepare(on, path, size).await?,
         };
-        match FileDevice::open(on, path, FileOptions::default()).await {
-            Ok(device) => return Ok((device, is_file.then(|| path.clone()))),
+        match open_claimed(on, path, is_new).await {
+            Ok(device) => {
+                let held = match path.is_file() {
+                    true => Some(device.hold().map_err(os(&address.to_string(), "keep it open"))?),
+                    false => None,
+                };
+                return Ok((device, held, before));
+            }
             // Another pager had it until now, and has removed it in the end.
             Err(OpenError::Open { source, .. })
-                if is_new && is_file && source.kind() == io::ErrorKind::NotFound && tries < TRIES_MAX =>
+                if is_new && source.kind() == io::ErrorKind::NotFound && tries < TRIES_MAX =>
             {
                 tries += 1;
             }
             Err(error) => return Err(image(error.into())),
         }
+    }
+}
+
+/// Opens a disk that nothing else uses. Pages that are on it already are needed all the same.
+async fn open_claimed(on: &Loop, path: &Path, is_new: bool) -> Result<Rc<FileDevice>, OpenError> {
+    let options = FileOptions {
+        exclusive: true,
+        ..FileOptions::default()
+    };
+    match FileDevice::open(on, path, options).await {
+        Err(error @ OpenError::Claimed { .. }) if !is_new => {
+            tracing::warn!("{error}; it is used all the same, as pages of the process are on it");
+            FileDevice::open(on, path, FileOptions::default()).await
+        }
+        opened => opened,
     }
 }
 
@@ -293,9 +377,9 @@ fn segments_of(device: &Rc<dyn BlockDevice>) -> u32 {
     u32::try_from(log / SEGMENT as u64).map_or(SEGMENTS_MAX, |segments| segments.min(SEGMENTS_MAX))
 }
 
-/// Makes a file that is not there, and gives one that is of Larder's or empty its size; whether it is a file. Nothing is
-/// changed of one that another process uses.
-async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<bool, SwapError> {
+/// Makes a file that is not there, and gives one that is of Larder's or empty its size. Nothing is changed of one that
+/// another process uses.
+async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<Before, SwapError> {
     let name = path.display().to_string();
     let found = match path.metadata() {
         Ok(metadata) => Some(metadata),
@@ -303,7 +387,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<bool, 
         Err(error) => return Err(os(&name, "look at it")(error)),
     };
     if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
-        return Ok(false);
+        return Ok(Before::Unknown);
     }
     if found.as_ref().is_some_and(|found| !found.is_file()) {
         return Err(SwapError::Kind(name));
@@ -311,7 +395,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<bool, 
     let Some(size) = size else {
         // A file that is there has its size.
         return match found.is_some_and(|found| found.len() > 0) {
-            true => Ok(true),
+            true => Ok(Before::Unknown),
             false => Err(SwapError::NoSize(name)),
         };
     };
@@ -324,7 +408,7 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<bool, 
     })?;
     let before = file.metadata().map_err(os(&name, "look at it"))?.len();
     if !is_ours_or_empty(&file).map_err(os(&name, "read it"))? {
-        return Err(SwapError::Foreign(name));
+        return Err(foreign(&name)(Occupied::Data));
     }
     let sized = give_size(&name, &file, whole);
     if sized.is_err() {
@@ -337,11 +421,20 @@ async fn prepare(on: &Loop, path: &Path, size: Option<ByteLen>) -> Result<bool, 
             tracing::warn!("swap cache {name}: it stays larger than it was: {error}");
         }
     }
-    sized.map(|()| true)
+    sized.map(|()| match found {
+        None => Before::Missing,
+        Some(_) => Before::Free,
+    })
 }
 
 fn give_size(name: &str, file: &File, whole: u64) -> Result<(), SwapError> {
-    file.set_len(whole).map_err(os(name, "give it its size"))?;
+    file.set_len(whole).map_err(|error| match error.kind() {
+        io::ErrorKind::FileTooLarge => SwapError::FileSize {
+            name: name.to_owned(),
+            size: ByteLen::new(whole),
+        },
+        _ => os(name, "give it its size")(error),
+    })?;
     // Where there is no room for it, that is said now. A file system that cannot promise it does not.
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, whole) {
         Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(()),
@@ -368,28 +461,43 @@ pub fn look_at_disk(disk: &SwapConfig) -> Result<(), SwapError> {
         }
         Err(error) => return Err(os(&name, "look at it")(error)),
     };
-    if found.file_type().is_block_device() {
-        return Ok(());
-    }
-    if !found.is_file() {
+    let is_device = found.file_type().is_block_device();
+    if !found.is_file() && !is_device {
         return Err(SwapError::Kind(name));
     }
-    let file = File::open(path).map_err(os(&name, "open it"))?;
-    let is_free = match disk.size {
+    let opened = match is_device {
+        true => File::open(path),
+        false => small_file::open(path),
+    };
+    let file = opened.map_err(os(&name, "open it"))?;
+    if begins_with_magic(&file).map_err(os(&name, "read it"))? {
+        // Perhaps its pager has it now.
+        return disk.size.map_or(Ok(()), |size| match is_device {
+            true => Ok(()),
+            false => look_for_room(&name, path, size.get()),
+        });
+    }
+    match disk.size {
+        _ if is_device => {
+            claim_device(path).map_err(|error| SwapError::Image {
+                name: name.clone(),
+                source: error.into(),
+            })?;
+            occupied::check_file(file).map_err(foreign(&name))
+        }
         Some(size) => {
             look_for_room(&name, path, size.get())?;
-            is_ours_or_empty(&file)
+            match is_ours_or_empty(&file).map_err(os(&name, "read it"))? {
+                true => Ok(()),
+                false => Err(foreign(&name)(Occupied::Data)),
+            }
         }
-        None if found.len() == 0 => return Err(SwapError::NoSize(name)),
+        None if found.len() == 0 => Err(SwapError::NoSize(name)),
         // It is used as it is.
         None => {
             check_size(&name, ByteLen::new(found.len()))?;
-            is_ours_or_of_zeros(&file)
+            occupied::check_file(file).map_err(foreign(&name))
         }
-    };
-    match is_free.map_err(os(&name, "read it"))? {
-        true => Ok(()),
-        false => Err(SwapError::Foreign(name)),
     }
 }
 
@@ -412,8 +520,7 @@ fn look_for_room(name: &str, path: &Path, whole: u64) -> Result<(), SwapError> {
 
 /// Whether a file takes memory instead of room on a disk.
 fn is_in_memory(path: &Path) -> bool {
-    const TMPFS_MAGIC: u64 = 0x0102_1994;
-    rustix::fs::statfs(path).is_ok_and(|found| found.f_type as u64 == TMPFS_MAGIC)
+    rustix::fs::statfs(path).is_ok_and(|found| is_tmpfs(&found))
 }
 
 fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {
@@ -426,7 +533,6 @@ fn check_size(name: &str, size: ByteLen) -> Result<(), SwapError> {
 
 /// Whether the file is of Larder's, or has nothing in it: one that was given its size and nothing else is of holes.
 fn is_ours_or_empty(file: &File) -> io::Result<bool> {
-    use std::os::unix::fs::FileExt as _;
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(0)) {
         Err(rustix::io::Errno::NXIO) => return Ok(true),
         Ok(_) => {}
@@ -434,6 +540,11 @@ fn is_ours_or_empty(file: &File) -> io::Result<bool> {
         Err(rustix::io::Errno::INVAL) => {}
         Err(error) => return Err(error.into()),
     }
+    begins_with_magic(file)
+}
+
+fn begins_with_magic(file: &File) -> io::Result<bool> {
+    use std::os::unix::fs::FileExt as _;
     let mut begin = [0; MAGIC.len()];
     match file.read_exact_at(&mut begin, 0) {
         Ok(()) => Ok(begin == *MAGIC),
@@ -442,17 +553,17 @@ fn is_ours_or_empty(file: &File) -> io::Result<bool> {
     }
 }
 
-fn is_ours_or_of_zeros(file: &File) -> io::Result<bool> {
-    use std::os::unix::fs::FileExt as _;
-    let mut begin = vec![0; SEGMENT];
-    file.read_exact_at(&mut begin, 0)?;
-    Ok(begin[..8] == *MAGIC || begin.iter().all(|byte| *byte == 0))
+fn foreign(name: &str) -> impl Fn(Occupied) -> SwapError {
+    move |why| SwapError::Foreign {
+        name: name.to_owned(),
+        why,
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Header {
     Nothing,
-    Ours { uuid: [u8; 16], of: Owner },
+    Ours { uuid: [u8; 16], of: Owner, is_made: bool },
     Foreign,
 }
 
@@ -506,8 +617,9 @@ impl Header {
         let checksum = half(CHECKSUM_AT, header);
         header[CHECKSUM_AT..CHECKSUM_AT + 4].fill(0);
         let (mut uuid, mut started) = ([0; 16], [0; 8]);
-        let mut pid = 0;
+        let (mut pid, mut is_made) = (0, false);
         if crc32c::crc32c(header) == checksum {
+            is_made = half(MADE_AT, header) == 1;
             uuid.copy_from_slice(&header[16..32]);
             pid = half(OWNER_AT, header);
             started.copy_from_slice(&header[OWNER_AT + 8..OWNER_AT + 16]);
@@ -517,7 +629,7 @@ impl Header {
             pid,
             started: u64::from_le_bytes(started),
         };
-        Ok(Self::Ours { uuid, of })
+        Ok(Self::Ours { uuid, of, is_made })
     }
 }
 
@@ -538,6 +650,7 @@ async fn begin(
     device: &Rc<dyn BlockDevice>,
     size: Option<ByteLen>,
     owner: Owner,
+    is_made: bool,
 ) -> Result<SwapIdentity, SwapError> {
     let has = segments_of(device);
     let segments = match size {
@@ -561,6 +674,7 @@ async fn begin(
     header[32..36].copy_from_slice(&segments.to_le_bytes());
     header[OWNER_AT..OWNER_AT + 4].copy_from_slice(&owner.pid.to_le_bytes());
     header[OWNER_AT + 8..OWNER_AT + 16].copy_from_slice(&owner.started.to_le_bytes());
+    header[MADE_AT..MADE_AT + 4].copy_from_slice(&u32::from(is_made).to_le_bytes());
     let checksum = crc32c::crc32c(&header);
     header[CHECKSUM_AT..CHECKSUM_AT + 4].copy_from_slice(&checksum.to_le_bytes());
     let io = |error: IoError| SwapError::Io(error.to_string());

@@ -44,6 +44,33 @@ pub enum CheckError {
     Uring(DiskError),
 }
 
+impl CheckError {
+    /// Returns whether the reason remains once no other process uses the image: it is in the image itself, and not in its
+    /// state during that use.
+    pub fn outlasts_its_user(&self) -> bool {
+        fn is_of_image(error: &ImageError) -> bool {
+            match error {
+                ImageError::OtherFormat { .. }
+                | ImageError::TooShort { .. }
+                | ImageError::Limits { .. }
+                | ImageError::BackingName { .. }
+                | ImageError::BackingUnknown { .. }
+                | ImageError::Name(_)
+                | ImageError::NoDataFile { .. } => true,
+                ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_of_image(source),
+                ImageError::File(error) => !matches!(error, OpenError::Locked { .. } | OpenError::Os { .. }),
+                ImageError::Qcow2(Qcow2Error::Header { source, .. }) => !matches!(source, HeaderError::Corrupt),
+                _ => false,
+            }
+        }
+        match self {
+            Self::Image { source, .. } => is_of_image(source),
+            Self::Options { .. } | Self::Limits { .. } => true,
+            Self::Twice { .. } | Self::Uring(_) => false,
+        }
+    }
+}
+
 /// What was found.
 #[derive(Debug, Default)]
 pub struct Findings {
@@ -111,29 +138,39 @@ fn ends_at_a_server(error: &ImageError) -> bool {
     }
 }
 
-/// Why QEMU alone can read an image, if it is that.
+/// Returns why QEMU serves a disk that Larder refuses, if it does. What QEMU refuses as well is a problem, and so is
+/// whatever a killed server or a cache has of the disk: QEMU would not know of it.
 fn only_qemus(error: &CheckError) -> Option<String> {
-    let CheckError::Image { source, .. } = error else {
-        return None;
-    };
-    match source {
-        ImageError::OtherFormat { format, .. } => {
-            Some(format!("it looks like a {format} image, which Larder cannot interpret"))
-        }
-        _ if is_only_qemus(source) => Some(source.to_string()),
+    match error {
+        CheckError::Image {
+            source: ImageError::OtherFormat { format, .. },
+            ..
+        } => Some(format!("it looks like a {format} image, which Larder cannot interpret")),
+        CheckError::Image { source, .. } if is_only_qemus(source) => Some(source.to_string()),
+        CheckError::Options {
+            source: source @ OptionsError::PartOfSector { .. },
+            ..
+        } => Some(source.to_string()),
         _ => None,
     }
 }
 
 fn is_only_qemus(error: &ImageError) -> bool {
     match error {
-        ImageError::OtherFormat { .. } | ImageError::BackingUnknown { .. } => true,
+        ImageError::OtherFormat { .. }
+        | ImageError::BackingUnknown { .. }
+        | ImageError::SharedWriter { .. }
+        | ImageError::Name(_) => true,
+        ImageError::File(error) => matches!(
+            error,
+            OpenError::WrongKind { .. } | OpenError::Empty { .. } | OpenError::EmptyDevice { .. }
+        ),
         ImageError::Backing { source, .. } | ImageError::DataFile { source, .. } => is_only_qemus(source),
         ImageError::Qcow2(error) => matches!(
             error,
             Qcow2Error::Dirty { .. }
                 | Qcow2Error::Header {
-                    source: HeaderError::Encrypted(_) | HeaderError::Incompatible(_),
+                    source: HeaderError::Encrypted(_) | HeaderError::Incompatible(_) | HeaderError::Text(_),
                     ..
                 }
         ),

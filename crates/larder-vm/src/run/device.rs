@@ -3,13 +3,14 @@
 use super::drive::{Reason, reason};
 use super::keyval::{KeyValues, parse_bool};
 use super::machine::VirtioBus;
+use super::size::{parse_number, parse_size};
 use crate::wish::DiskWish;
 
 /// Properties that both devices have, with the same meaning (QEMU 7.2 to 10).
 #[rustfmt::skip]
 const KEPT: &[&str] = &[
-    "id", "bus", "addr", "acpi-index", "bootindex", "multifunction", "romfile", "rombar", "romsize", "num-queues",
-    "queue-size", "packed", "vectors", "config-wce", "discard", "write-zeroes", "event_idx", "indirect_desc",
+    "id", "bus", "addr", "acpi-index", "bootindex", "multifunction", "romfile", "rombar", "romsize", "packed",
+    "vectors", "config-wce", "discard", "write-zeroes", "event_idx", "indirect_desc",
     "any_layout", "notify_on_empty", "queue_reset", "in_order", "disable-legacy", "disable-modern",
     "modern-pio-notify", "page-per-vq", "ats", "aer", "class", "failover_pair_id", "migrate-extra",
     "x-disable-legacy-check", "x-disable-pcie", "x-pcie-deverr-init", "x-pcie-extcap-init", "x-pcie-flr-init",
@@ -18,6 +19,9 @@ const KEPT: &[&str] = &[
 
 /// virtio-blk's default; vhost-user-blk's is 128.
 const QUEUE_SIZE: u16 = 256;
+
+/// `num-queues` of QEMU's that stands for as many as there are processors.
+const QUEUES_AUTO: u64 = u16::MAX as u64;
 
 /// Whether `driver` is one of QEMU's virtio-blk devices.
 pub fn is_virtio_blk(driver: &str) -> bool {
@@ -55,41 +59,55 @@ pub fn replace(device: &KeyValues, disk: &mut DiskWish, chardev: &str, bus: Virt
             ("account-failed" | "account-invalid" | "backend_defaults" | "report-discard-granularity", _) => {}
             ("scsi" | "iommu_platform", _) if parse_bool(value) == Some(false) => {}
             ("write-cache", "on" | "auto") | ("werror" | "rerror", "report" | "auto") => {}
-            ("logical_block_size", "512" | "4096") => disk.block_size = value.parse().ok(),
+            ("logical_block_size", _) => disk.block_size = Some(in_range(key, value, parse_size(value, 1))?),
             ("serial", _) => disk.serial = Some(value.to_owned()),
             ("share-rw", _) => disk.share = parse_bool(value) == Some(true),
+            // Each is carried over once it is complete.
             ("num-queues", _) => {
-                disk.queues = value.parse().ok();
-                new.push(key, value);
+                disk.queues = match parse_number(value) {
+                    Some(QUEUES_AUTO) => None,
+                    queues => Some(in_range(key, value, queues)?),
+                }
             }
+            ("queue-size", _) => disk.queue_size = Some(in_range(key, value, parse_number(value))?),
             _ if KEPT.contains(&key) => new.push(key, value),
             _ => return reason(format!("vhost-user-blk has nothing for the property {key}={value}")),
         }
     }
-    complete(&mut new, disk);
-    Ok(new)
+    complete(new, disk)
+}
+
+/// A number that fits where it goes; QEMU is left to refuse any other.
+fn in_range<T: TryFrom<u64>>(key: &str, value: &str, number: Option<u64>) -> Result<T, Reason> {
+    let fit = number.and_then(|number| T::try_from(number).ok());
+    fit.map_or_else(
+        || reason(format!("{key}={value} is no number that Larder knows a meaning of")),
+        Ok,
+    )
 }
 
 /// A device for a disk that the command line does not mention.
 ///
 /// # Errors
 /// The machine has no virtio bus that vhost-user-blk fits.
-pub fn create(disk: &DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
+pub fn create(disk: &mut DiskWish, chardev: &str, bus: VirtioBus) -> Result<KeyValues, Reason> {
     let Some(driver) = driver_for("virtio-blk", bus) else {
         return reason("QEMU has no vhost-user-blk device for this machine");
     };
-    let mut new = KeyValues::of("driver", driver).with("chardev", chardev);
-    complete(&mut new, disk);
-    Ok(new)
+    complete(KeyValues::of("driver", driver).with("chardev", chardev), disk)
 }
 
-fn complete(device: &mut KeyValues, disk: &DiskWish) {
-    if let (Some(queues), None) = (disk.queues, device.get("num-queues")) {
-        device.push("num-queues", queues.to_string());
+/// Adds the numbers that the device and the disk's server share. A disk that its server would refuse stays with QEMU.
+fn complete(device: KeyValues, disk: &mut DiskWish) -> Result<KeyValues, Reason> {
+    let queue_size = *disk.queue_size.get_or_insert(QUEUE_SIZE);
+    if let Err(error) = disk.check() {
+        return reason(error.to_string());
     }
-    if device.get("queue-size").is_none() {
-        device.push("queue-size", disk.queue_size.unwrap_or(QUEUE_SIZE).to_string());
-    }
+    let device = match disk.queues {
+        Some(queues) => device.with("num-queues", queues.to_string()),
+        None => device,
+    };
+    Ok(device.with("queue-size", queue_size.to_string()))
 }
 
 #[cfg(test)]
@@ -113,7 +131,7 @@ mod tests {
         let (new, disk) = replaced(device, VirtioBus::Pci).expect("is replaced");
         assert_eq!(
             new,
-            "vhost-user-blk-pci,chardev=c,id=disk0,addr=05.0,bootindex=1,num-queues=4,packed=on,queue-size=256"
+            "vhost-user-blk-pci,chardev=c,id=disk0,addr=05.0,bootindex=1,packed=on,num-queues=4,queue-size=256"
         );
         assert_eq!(
             (disk.serial.as_deref(), disk.queues, disk.share),
@@ -140,13 +158,7 @@ mod tests {
 
     #[test]
     fn a_property_that_would_be_lost_is_a_reason_to_leave_the_device_alone() {
-        for property in [
-            "logical_block_size=1024",
-            "write-cache=off",
-            "werror=stop",
-            "iommu_platform=on",
-            "secs=63",
-        ] {
+        for property in ["write-cache=off", "werror=stop", "iommu_platform=on", "secs=63"] {
             let left = replaced(&format!("virtio-blk-pci,drive=d0,{property}"), VirtioBus::Pci).expect_err(property);
             assert!(left.contains(property), "{left}");
         }

@@ -30,6 +30,8 @@ pub(super) struct DiskContext<'a> {
     pub(super) sockets: &'a Path,
     /// Images that were found to be nothing for Larder, and why.
     pub(super) left: &'a [(ImageAddress, Reason)],
+    /// The reason to leave every drive with QEMU.
+    pub(super) none: Option<Reason>,
 }
 
 /// Rewrites drives, and adds the disks of `--disk`.
@@ -155,8 +157,8 @@ impl Disks<'_> {
         let ids = ids_by_qemu(&drives);
         for ((drive, attempt), id) in drives.into_iter().zip(attempts).zip(ids) {
             let position = self.guest_names.next();
-            let made = attempt.and_then(|disk| {
-                let new = device::create(&disk, &self.next_chardev(), self.bus)?;
+            let made = attempt.and_then(|mut disk| {
+                let new = device::create(&mut disk, &self.next_chardev(), self.bus)?;
                 Ok((disk, new))
             });
             match made {
@@ -183,13 +185,16 @@ impl Disks<'_> {
     }
 
     fn disk_of_virtio(&self, drive: &Drive) -> Result<DiskWish, Reason> {
-        let disk = self.disk(drive)?;
-        device::create(&disk, "", self.bus).map(|_| disk)
+        let mut disk = self.disk(drive)?;
+        device::create(&mut disk, "", self.bus).map(|_| disk)
     }
 
     fn disk(&self, drive: &Drive) -> Result<DiskWish, Reason> {
         if self.snapshot {
             return reason("-snapshot: QEMU keeps its writes in a temporary file");
+        }
+        if let Some(reason) = &self.context.none {
+            return Err(reason.clone());
         }
         match drive.source {
             Source::Drive | Source::Shorthand(_) => {
@@ -221,8 +226,10 @@ impl Disks<'_> {
             return Err(PlanError::SnapshotOfDisk { image });
         }
         let position = self.guest_names.next();
-        let new = device::create(disk, &self.next_chardev(), self.bus).map_err(|_| PlanError::NoDevice { image })?;
-        for argument in self.serve(disk.clone(), GivenBy::Option, new, Some(position), "(added by --disk)") {
+        let mut disk = disk.clone();
+        let new = device::create(&mut disk, &self.next_chardev(), self.bus);
+        let new = new.map_err(|_| PlanError::NoDevice { image })?;
+        for argument in self.serve(disk, GivenBy::Option, new, Some(position), "(added by --disk)") {
             line.append(argument);
         }
         Ok(())
@@ -235,7 +242,7 @@ impl Disks<'_> {
     /// Takes the disk up; the arguments that attach it.
     fn serve(
         &mut self,
-        mut disk: DiskWish,
+        disk: DiskWish,
         given_by: GivenBy,
         mut new: KeyValues,
         position: Option<usize>,
@@ -250,16 +257,16 @@ impl Disks<'_> {
         if new.get("num-queues").is_none() && self.context.machine.processors > u64::from(QUEUES_MAX) {
             new.push("num-queues", QUEUES_MAX.to_string());
         }
-        disk.queue_size = new.get("queue-size").and_then(|size| size.parse().ok());
         let discard = if disk.discard || disk.read_only {
             ""
         } else {
             "; the guest is offered no discard, as without discard=unmap"
         };
+        let serial = disk.serial_note().map_or(String::new(), |note| format!("; {note}"));
         self.outcomes.push(Outcome {
             image: disk.image.to_string(),
             position,
-            text: format!("{why}{discard}"),
+            text: format!("{why}{discard}{serial}"),
             served: true,
         });
         self.served.push(PlannedDisk { disk, given_by, socket });

@@ -1,9 +1,10 @@
 //! What a `-drive` of QEMU's says, as a disk of Larder's, or why it cannot be one.
 
 use std::fmt;
+use std::path::Path;
 
 use super::keyval::{KeyValues, parse_bool};
-use crate::image::{Format, ImageAddress, ImageAddressError};
+use crate::image::{Format, ImageAddress, driver_in};
 use crate::wish::limits::Taken;
 use crate::wish::{Cache, DiskWish};
 
@@ -47,7 +48,7 @@ pub fn disk_of(drive: &KeyValues) -> Result<DiskWish, Reason> {
 /// The format that is said; nothing if none is, and Larder is to go by what the image begins like, as QEMU does.
 fn format_of(drive: &KeyValues, image: &ImageAddress) -> Result<Option<Format>, Reason> {
     match (drive.get("format").or_else(|| drive.get("driver")), image) {
-        (Some(name), _) => match Format::of_name(name) {
+        (Some(name), _) => match Format::of_driver(name) {
             Some(format) => Ok(Some(format)),
             None => reason(format!("Larder serves raw and qcow2 images, not {name}")),
         },
@@ -81,25 +82,22 @@ pub(super) fn needless(drive: &KeyValues) -> Vec<&str> {
     keys
 }
 
-/// The path in a file name of QEMU's, which may name another protocol.
+/// The image that a file name of QEMU's stands for.
 fn image_of(file: &str) -> Result<ImageAddress, Reason> {
-    let path = file.strip_prefix("file:").unwrap_or(file);
-    if path.starts_with("nbd://") || path.starts_with("nbd+unix://") {
-        return path
-            .parse()
-            .or_else(|error: ImageAddressError| reason(error.to_string()));
-    }
-    if path.starts_with("json:") {
+    if file.starts_with("json:") {
         return reason("its file is described in JSON; give its path as file=... and its format as format=...");
     }
-    match path.split_once(':') {
-        // As in QEMU, a colon behind a slash belongs to the path.
-        Some((protocol, _)) if !protocol.contains('/') => {
-            reason(format!("Larder does not know the protocol '{protocol}'"))
+    match file.parse() {
+        Ok(ImageAddress::Path(path)) if path.starts_with("/dev/fdset") => {
+            reason("its file is a descriptor that was handed to QEMU")
         }
-        _ if path.starts_with("/dev/fdset/") => reason("its file is a descriptor that was handed to QEMU"),
-        _ if path.is_empty() => reason("it has no image"),
-        _ => Ok(ImageAddress::Path(path.into())),
+        Ok(ImageAddress::Path(path)) => match driver_in(file) {
+            // It is no path to QEMU.
+            Some(driver) if path == Path::new(file) => reason(format!("Larder does not know the protocol '{driver}'")),
+            _ => Ok(ImageAddress::Path(path)),
+        },
+        Ok(address) => Ok(address),
+        Err(error) => reason(error.to_string()),
     }
 }
 
@@ -108,7 +106,7 @@ fn apply(disk: &mut DiskWish, key: &str, value: &str) -> Result<(), Reason> {
     match (key, value) {
         // Where it is attached is the caller's business; aio is how QEMU would do its I/O.
         ("file" | "format" | "if" | "index" | "bus" | "unit" | "id" | "node-name" | "aio", _) => {}
-        ("driver", _) if disk.format.is_some_and(|format| format.name() == value) => {}
+        ("driver", _) if disk.format.is_some() && disk.format == Format::of_driver(value) => {}
         ("media", "disk") => {}
         ("readonly" | "read-only", _) => disk.read_only = switch()?,
         // Whether a write is durable is between guest and disk: the guest is told of a write cache and flushes it, and
@@ -186,8 +184,18 @@ mod tests {
         assert_eq!((disk.cache, disk.read_only, disk.discard), (Cache::Direct, true, true));
         let disk = read("file=nbd://host/x,format=raw").expect("can be served");
         assert!(matches!(disk.image, ImageAddress::Nbd(_)));
-        let disk = read("file=file:odd:name/x.raw,format=raw");
+        let disk = read("file=odd:name/x.raw,format=raw");
         assert_eq!(disk, Err("Larder does not know the protocol 'odd'".to_owned()));
+        for (name, path) in [
+            ("file:odd:name/x.raw", "./odd:name/x.raw"),
+            ("nbd:unix:/s:exportname=x", "nbd+unix:///x?socket=/s"),
+            ("host_device:/dev/sdx", "/dev/sdx"),
+        ] {
+            let disk = read(&format!("file={name},format=raw")).expect("can be served");
+            assert_eq!(disk.image.to_string(), path);
+        }
+        let disk = read("file=/dev/sdx,format=host_device").expect("can be served");
+        assert_eq!(disk.format, Some(Format::Raw));
         let disk =
             read("file=./odd:name.raw,format=raw,throttling.iops-total=7,bps_wr=1M,detect-zeroes=off").expect("served");
         assert_eq!(disk.limits.to_string(), "bps-write=1048576,iops-total=7");
@@ -234,7 +242,8 @@ mod tests {
             ),
             ("file=/a,format=qcow2,discard-no-unref=on", "discard-no-unref=on"),
             ("file=/a,format=qcow2,encrypt.format=luks", "encrypt.format=luks"),
-            ("file=nbd:host:10809,format=raw", "protocol 'nbd'"),
+            ("file=nbd:host,format=raw", "has a port"),
+            ("file=rbd:pool/web,format=raw", "an image in a Ceph cluster"),
             ("file=/a,format=raw,iops=1,iops_rd=1", "not both"),
             ("file=json:{},format=raw", "described in JSON"),
             ("file=/dev/fdset/1,format=raw", "handed to QEMU"),

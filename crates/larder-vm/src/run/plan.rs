@@ -173,19 +173,30 @@ pub fn plan(command: &[OsString], extra: &[DiskWish], setting: &Setting<'_>) -> 
     refuse_same_cache(extra)?;
     let machine = Machine::of(program, &arguments);
     let warnings = warnings(&arguments_with_text(&arguments));
-    let mut line = Rewrite::new(arguments);
-    let context = DiskContext {
-        machine: &machine,
-        version: setting.version,
-        sockets: setting.sockets,
-        left: setting.left,
+    let rewritten = |none: Option<Reason>| -> Result<_, PlanError> {
+        let mut line = Rewrite::new(arguments.clone());
+        let context = DiskContext {
+            machine: &machine,
+            version: setting.version,
+            sockets: setting.sockets,
+            left: setting.left,
+            none,
+        };
+        let disks = disks::rewrite(&mut line, extra, &context)?;
+        // Memory of its own is all that QEMU needs for its own disks.
+        let ram = match disks.is_empty() && setting.memory.is_none() {
+            true => Ram::default(),
+            false => ram::rewrite(&mut line, &machine, setting.ram)?,
+        };
+        Ok((line, disks, ram))
     };
-    let disks = disks::rewrite(&mut line, extra, &context)?;
-    // Memory of its own is all that QEMU needs for its own disks.
-    let ram = match disks.is_empty() && setting.memory.is_none() {
-        true => Ram::default(),
-        false => ram::rewrite(&mut line, &machine, setting.ram)?,
-    };
+    let (mut line, disks, ram) = match rewritten(None) {
+        // QEMU knows, and nothing was asked for that it cannot do.
+        Err(error @ PlanError::NoRamSize) if extra.is_empty() && setting.memory.is_none() => {
+            rewritten(Some(Reason(error.to_string())))
+        }
+        rewritten => rewritten,
+    }?;
     let memory = setting.memory.map(|wish| PlannedMemory::new(wish, setting.sockets));
     if let Some(memory) = &memory {
         check_budget(&memory.wish, &ram.files)?;

@@ -30,6 +30,20 @@ pub fn parse_size(text: &str, unit: u64) -> Option<u64> {
     (bytes < u64::MAX as f64).then_some(bytes as u64)
 }
 
+/// Reads a whole number of a device's property, in decimal or after `0x`. `None` if QEMU reads it in another way (octal,
+/// after a zero), or not at all.
+pub fn parse_number(text: &str) -> Option<u64> {
+    let digits_of = |digits: &str, radix| {
+        let is_number = digits.chars().all(|digit| digit.is_digit(radix));
+        is_number.then(|| u64::from_str_radix(digits, radix).ok()).flatten()
+    };
+    match (text.strip_prefix("0x"), text.strip_prefix('0')) {
+        (Some(hex), _) => digits_of(hex, 16),
+        (None, None | Some("")) => digits_of(text, 10),
+        (None, Some(_)) => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -45,6 +59,23 @@ mod tests {
         assert_eq!(parse_size("65536k", MIB), Some(64 * MIB));
         assert_eq!(parse_size("100b", MIB), Some(100));
         assert_eq!(parse_size("0x10", MIB), Some(16 * MIB));
+    }
+
+    #[test]
+    fn numbers_are_read_as_by_qemu() {
+        for (text, number) in [
+            ("0", Some(0)),
+            ("64", Some(64)),
+            ("0x40", Some(64)),
+            ("010", None),
+            ("+1", None),
+            ("0x+1", None),
+            ("0x", None),
+            ("", None),
+            ("99999999999999999999", None),
+        ] {
+            assert_eq!(parse_number(text), number, "{text}");
+        }
     }
 
     #[test]

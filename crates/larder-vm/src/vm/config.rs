@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use larder_block::event_loop::SocketAddress;
-use larder_block::nbd::{NbdUri, NbdUriError};
+use larder_block::nbd::{ExportDescription, NbdUri, NbdUriError};
+use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use nix::unistd::{Group, User};
 use toml::Spanned;
 use toml::de::{DeArray, DeTable, DeValue};
@@ -25,6 +26,7 @@ use crate::image::ImageAddress;
 use crate::inherited::Inherited;
 use crate::listen::{Access, SOCKET_PATH_BYTES_MAX};
 use crate::runtime_folder::socket_folder;
+use crate::vm::find::memory_control_of;
 use crate::wish::DiskWish;
 use crate::wish::keys::{self, Problem, nearest};
 
@@ -42,7 +44,7 @@ const VM_KEYS: [&str; 7] = [
 ];
 
 /// What can be said of a disk besides [`keys::names`].
-const DISK_KEYS: [&str; 8] = [
+const DISK_KEYS: [&str; 9] = [
     "name",
     "image",
     "socket",
@@ -51,6 +53,7 @@ const DISK_KEYS: [&str; 8] = [
     "socket-group",
     "nbd",
     "nbd-insecure",
+    "nbd-description",
 ];
 
 /// Where a key belongs that is found elsewhere.
@@ -195,13 +198,32 @@ fn checked_name(name: String) -> Result<String, ConfigError> {
     }
 }
 
+/// Reads the text of a VM's file.
+///
+/// # Errors
+/// It cannot be read, or is no text, or longer than any such file.
+pub fn read_text(path: &Path) -> io::Result<String> {
+    small_file::read_text(path, CONFIG_BYTES_MAX)
+}
+
+/// The paths of the VMs' files of this user, sorted by name.
+pub(super) fn files() -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder()).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    let mut paths: Vec<PathBuf> = paths
+        .filter(|path| path.extension().is_some_and(|it| it == "toml"))
+        .collect();
+    paths.sort();
+    paths
+}
+
 impl VmConfig {
     /// Reads a file.
     ///
     /// # Errors
     /// See [`ConfigError`].
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+        let text = read_text(path).map_err(|source| ConfigError::Read {
             path: path.to_owned(),
             source,
         })?;
@@ -312,6 +334,9 @@ impl Reader<'_> {
         };
         let folder = self.folder();
         let mut disks = None;
+        if !table.contains_key("control") {
+            self.usual_socket(&(0..0), "control", &config.control);
+        }
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
@@ -325,7 +350,12 @@ impl Reader<'_> {
                     self.access(key, "control-", value, &mut config.control_access);
                 }
                 "disk" => disks = Some(value),
-                "memory" => config.memory = self.memory(value),
+                "memory" => {
+                    if let Err(why) = fits_socket(&memory_control_of(&config.name)) {
+                        self.mistake(&at, format!("memory: {why}; give the VM, and its file, a shorter name"));
+                    }
+                    config.memory = self.memory(value);
+                }
                 _ => {
                     let of_disk = keys::names().chain(DISK_KEYS).any(|name| name == key);
                     let hint = match nearest(key, VM_KEYS.into_iter()) {
@@ -351,6 +381,14 @@ impl Reader<'_> {
             ),
         }
         config
+    }
+
+    /// Checks a socket whose path follows from names.
+    fn usual_socket(&mut self, at: &Range<usize>, key: &str, path: &Path) {
+        if let Err(why) = fits_socket(path) {
+            let what = format!("{key}: {why}; say a shorter one here: {key} = \"/run/larder/web.sock\"");
+            self.mistake(at, what);
+        }
     }
 
     fn access(&mut self, key: &str, prefix: &str, value: &Value<'_>, access: &mut Access) {
@@ -413,7 +451,7 @@ impl Reader<'_> {
             access: Access::UMASK,
             nbd: None,
         };
-        let (mut nbd, mut insecure) = (None, false);
+        let (mut nbd, mut insecure, mut description) = (None, false, None);
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
@@ -432,6 +470,11 @@ impl Reader<'_> {
                 }
                 "nbd" => nbd = self.read(key, value, |text| nbd_of(&folder, text)),
                 "nbd-insecure" => insecure = self.read(key, value, bool_of).unwrap_or_default(),
+                "nbd-description" => {
+                    description = self.read(key, value, |text| {
+                        text.parse::<ExportDescription>().map_err(|error| error.to_string())
+                    });
+                }
                 // There is one for all disks.
                 "control" => self.mistake(
                     &at,
@@ -447,12 +490,20 @@ impl Reader<'_> {
         if let Err(error) = disk.wish.check() {
             self.mistake(at, format!("disk {}: {error}", disk.name));
         }
-        disk.nbd = nbd.map(|uri| NbdAt { uri, insecure });
-        if insecure && disk.nbd.is_none() {
-            self.mistake(at, "nbd-insecure says nothing without nbd; leave it out");
+        for (key, is_given) in [("nbd-insecure", insecure), ("nbd-description", description.is_some())] {
+            if is_given && nbd.is_none() {
+                self.mistake(at, format!("{key} says nothing without nbd; leave it out"));
+            }
         }
-        if disk.socket.is_none() && disk.nbd.is_none() {
-            disk.socket = Some(socket_folder().join(format!("{vm}-{}.sock", disk.name)));
+        disk.nbd = nbd.map(|uri| NbdAt {
+            uri,
+            insecure,
+            description: description.unwrap_or_default(),
+        });
+        if !table.contains_key("socket") && !table.contains_key("nbd") {
+            let socket = socket_folder().join(format!("{vm}-{}.sock", disk.name));
+            self.usual_socket(at, "socket", &socket);
+            disk.socket = Some(socket);
         }
         (self.mistakes.len() == before).then_some(disk)
     }
@@ -489,12 +540,16 @@ fn path_beside(folder: &Path, text: &str) -> Result<PathBuf, String> {
 
 fn socket_of(folder: &Path, text: &str) -> Result<PathBuf, String> {
     let path = path_beside(folder, text)?;
+    fits_socket(&path).map(|()| path)
+}
+
+fn fits_socket(path: &Path) -> Result<(), String> {
     match path.as_os_str().len() {
         len if len > SOCKET_PATH_BYTES_MAX => Err(format!(
             "{} has {len} bytes; the path of a socket has {SOCKET_PATH_BYTES_MAX} at most",
             path.display()
         )),
-        _ => Ok(path),
+        _ => Ok(()),
     }
 }
 

@@ -27,12 +27,7 @@ pub struct Found {
 /// All VMs that this user has a file of, or serves, by name.
 pub fn vms() -> Vec<Found> {
     let mut all = noted();
-    let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
-    for entry in files {
-        let path = entry.path();
-        if path.extension().is_none_or(|extension| extension != "toml") {
-            continue;
-        }
+    for path in config::files() {
         let (name, control, mistake) = match VmConfig::read(&path) {
             Ok(config) => (config.name, config.control, None),
             Err(error) => {
@@ -176,8 +171,9 @@ pub fn memories(of_disks: &[PathBuf]) -> Vec<Found> {
     for path in memory_folders().iter().flat_map(|folder| sockets(folder)) {
         all.push(found(&name_of(&path), path));
     }
-    let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
-    let configs = files.filter_map(|entry| VmConfig::read(&entry.path()).ok());
+    let configs = config::files()
+        .into_iter()
+        .filter_map(|path| VmConfig::read(&path).ok());
     let disks = configs.flat_map(|config| config.disks).filter_map(|disk| disk.socket);
     let of_disks: Vec<PathBuf> = disks.chain(of_disks.iter().cloned()).collect();
     for path in folders().iter().flat_map(|folder| sockets(folder)) {

@@ -60,9 +60,9 @@ fn of_socket(path: &Path) -> Option<String> {
 
 /// The other VMs, and where they are served.
 fn others(config: &VmConfig) -> Vec<VmConfig> {
-    let files = std::fs::read_dir(config::folder()).into_iter().flatten().flatten();
-    let paths = files.map(|entry| entry.path());
-    let read = paths.filter_map(|path| VmConfig::read(&path).ok());
+    let read = config::files()
+        .into_iter()
+        .filter_map(|path| VmConfig::read(&path).ok());
     read.filter(|other| other.name != config.name).collect()
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use larder_block::ByteLen;
 use larder_block::backend::file::Caching;
 use larder_block::backend::nbd::NbdOptions;
-use larder_export::vhost_user::{QUEUES_MAX, VhostUserOptions};
+use larder_export::vhost_user::{OptionsError, QUEUES_MAX, Serial, VhostUserOptions};
 
 use crate::image::{
     CacheWish, CacheWishError, Format, ImageAddress, ImageOptions, METADATA_MEMORY_DEFAULT, PrefetchMemory,
@@ -80,6 +80,8 @@ pub enum WishError {
     Prefetch(#[from] PrefetchWishError),
     #[error(transparent)]
     Cache(#[from] CacheWishError),
+    #[error(transparent)]
+    Guest(#[from] OptionsError),
 }
 
 impl DiskWish {
@@ -106,7 +108,8 @@ impl DiskWish {
         }
     }
 
-    /// Whether all of it goes together.
+    /// Checks that each value is in range, and that all of them go together: everything that can be known without opening
+    /// the image. No server refuses a disk for its options after this.
     ///
     /// # Errors
     /// See [`WishError`].
@@ -114,6 +117,7 @@ impl DiskWish {
         self.limits.check()?;
         self.prefetch.options(self.share)?;
         self.disk_cache.options(self.share)?;
+        self.vhost_user_options().check()?;
         Ok(())
     }
 
@@ -144,13 +148,18 @@ impl DiskWish {
         })
     }
 
+    /// Returns a sentence for people if the guest sees less of the serial number than was given.
+    pub fn serial_note(&self) -> Option<String> {
+        self.serial.as_deref().and_then(Serial::note_on)
+    }
+
     /// How it presents itself over vhost-user-blk.
     pub fn vhost_user_options(&self) -> VhostUserOptions {
         let usual = VhostUserOptions::default();
         VhostUserOptions {
             queues: self.queues.unwrap_or(QUEUES_MAX),
             queue_size: self.queue_size.unwrap_or(usual.queue_size),
-            serial: self.serial.clone().unwrap_or_default(),
+            serial: self.serial.as_deref().map(Serial::of).unwrap_or_default(),
             block_size: self.block_size.unwrap_or(usual.block_size),
         }
     }

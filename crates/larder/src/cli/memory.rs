@@ -22,7 +22,9 @@ pub(crate) enum MemoryCommand {
     Status(MemoryStatusArguments),
     /// Set another budget
     Limit(MemoryLimitArguments),
-    /// Bring everything back into memory, and leave the process as it was
+    /// Bring everything back into memory, and leave the process as it was. Where there is no room for that (on the host, in a
+    /// control group of the process, or in the tmpfs that its memory is a file of) nothing is changed; where room runs out, or
+    /// at SIGINT, the memory is kept within its budget again
     Detach(MemoryDetachArguments),
 }
 
@@ -169,4 +171,7 @@ pub(crate) struct MemoryLimitArguments {
 pub(crate) struct MemoryDetachArguments {
     #[command(flatten)]
     pub(crate) at: MemoryAtArguments,
+    /// Stop a detach that is under way, by whichever command or signal it was begun: the memory is kept within its budget again
+    #[arg(long)]
+    pub(crate) cancel: bool,
 }

@@ -16,7 +16,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use larder_block::ByteLen;
 use larder_block::event_loop::POLL_MAX_DEFAULT;
 use larder_block::filter::throttle::Limits;
-use larder_block::nbd::NbdUri;
+use larder_block::nbd::{ExportDescription, NbdUri};
 use larder_cache::Mode;
 use larder_export::vhost_user::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUE_SIZE_MIN, QUEUES_MAX};
 use larder_qcow2::check::CHECK_MEMORY_DEFAULT;
@@ -559,6 +559,15 @@ pub(crate) struct ServeArguments {
     /// Serve NBD to other hosts without TLS: anyone who reaches the port can read and write the disk
     #[arg(long, requires = "nbd")]
     pub(crate) nbd_insecure: bool,
+    /// Description of the NBD export, shown to clients that list exports
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "",
+        hide_default_value = true,
+        requires = "nbd"
+    )]
+    pub(crate) nbd_description: ExportDescription,
     /// Refuse changes
     #[arg(long)]
     pub(crate) read_only: bool,

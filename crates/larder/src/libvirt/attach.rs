@@ -8,14 +8,17 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use larder_block::Loop;
+use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use larder_qcow2::read_header;
-use larder_vm::image::{Format, ImageAddress, is_same};
+use larder_vm::image::{CacheWish, Format, ImageAddress, PrefetchWish, is_same};
 use larder_vm::libvirt::attach::{AttachWish, Plan, ServedDisk, identity, plan, user_of_qemu};
 use larder_vm::libvirt::detach::restore;
 use larder_vm::libvirt::xml::Element;
 use larder_vm::run::check::check;
 use larder_vm::run::plan::GivenBy;
 use larder_vm::vm::config::{VmDisk, path_of};
+use larder_vm::vm::look::problems;
+use larder_vm::wish::DiskWish;
 
 use super::kept::{self, Kept};
 use super::virsh::{Domain, Virsh};
@@ -99,7 +102,10 @@ fn possible(domain: &Domain, wish: &mut AttachWish) -> anyhow::Result<Plan> {
         });
         let trouble: Vec<_> = trouble.collect();
         if trouble.is_empty() {
-            return Ok(plan);
+            return match problems(&plan.config).as_slice() {
+                [] => Ok(plan),
+                problems => bail!("its disks could not be served: {}", problems.join("; ")),
+            };
         }
         // Each time there are fewer of them.
         wish.without.extend(trouble);
@@ -115,13 +121,30 @@ fn trouble(disk: &ServedDisk, config: &VmDisk, in_use: bool) -> Option<String> {
             return Some(error.to_string());
         }
     }
-    // QEMU holds the locks of what it uses.
-    if in_use {
-        return None;
-    }
-    let problems = check(&[(&config.wish, GivenBy::File)]).problems;
-    let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
+    let problems: Vec<String> = match in_use {
+        true => lasting_problems(&config.wish),
+        false => check(&[(&config.wish, GivenBy::File)])
+            .problems
+            .iter()
+            .map(ToString::to_string)
+            .collect(),
+    };
     (!problems.is_empty()).then(|| problems.join("; "))
+}
+
+/// Returns the reasons that would still keep a disk from being served after the running domain has ended. Its image is only
+/// read, because QEMU holds its locks.
+fn lasting_problems(wish: &DiskWish) -> Vec<String> {
+    let reader = DiskWish {
+        read_only: true,
+        share: true,
+        prefetch: PrefetchWish::default(),
+        disk_cache: CacheWish::default(),
+        ..wish.clone()
+    };
+    let found = check(&[(&reader, GivenBy::File)]).problems;
+    let lasting = found.iter().filter(|problem| problem.outlasts_its_user());
+    lasting.map(ToString::to_string).collect()
 }
 
 /// Whether the backing files that the domain names are those that the image names, which Larder goes by.
@@ -237,7 +260,7 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
         notes.extend(disk.notes.iter().map(|note| format!("{}: {note}", disk.name)));
     }
     if domain.running.is_some() {
-        notes.push("the domain runs: its disks are QEMU's until it is shut down and started again; its images are in use, and were not looked into".to_owned());
+        notes.push("the domain runs: its disks are QEMU's until it is shut down and started again; its images are in use, so only their content was checked".to_owned());
     }
     if !is_system {
         notes.push(format!(
@@ -256,7 +279,10 @@ fn notes(text: &mut String, plan: &Plan, domain: &Domain, capabilities: &Element
     let models = models.filter_map(|it| it.child("model"));
     for model in models {
         match model.text.as_str() {
-            "apparmor" if !std::fs::read_to_string(APPARMOR).is_ok_and(|text| text.contains("larder")) => {
+            "apparmor"
+                if !small_file::read_text(Path::new(APPARMOR), CONFIG_BYTES_MAX)
+                    .is_ok_and(|text| text.contains("larder")) =>
+            {
                 notes.push(format!(
                     "AppArmor keeps QEMU from Larder's sockets until there is a line for them in {APPARMOR}: /run/larder/*.sock rw,"
                 ));

@@ -7,6 +7,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow};
+use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 
 /// The two files.
 pub(super) struct Kept {
@@ -39,7 +40,7 @@ impl Kept {
 
     /// What is kept in one of them, if anything is.
     pub(super) fn read(path: &Path) -> anyhow::Result<Option<String>> {
-        match fs::read_to_string(path) {
+        match small_file::read_text(path, CONFIG_BYTES_MAX) {
             Ok(text) => Ok(Some(text)),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(anyhow!("cannot read {}: {error}{}", path.display(), as_root(&error))),

@@ -21,6 +21,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use larder_block::small_file::{self, CONFIG_BYTES_MAX};
 use larder_vm::control::fetch_disks;
 use larder_vm::libvirt::socket_folder;
 use larder_vm::vm::config::VmConfig;
@@ -55,7 +56,7 @@ impl Note {
     }
 
     fn read(name: &str) -> Option<Self> {
-        let text = fs::read_to_string(Self::path(name)).ok()?;
+        let text = small_file::read_text(&Self::path(name), CONFIG_BYTES_MAX).ok()?;
         let words: Vec<&str> = text.split_whitespace().collect();
         let process = |number: &str, start: &str, is_stopping| {
             Some(Self::Process {

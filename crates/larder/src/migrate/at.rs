@@ -102,7 +102,7 @@ pub(crate) fn text(state: &MigrationState) -> String {
     said.line("state", state.words());
     if let Some(reason) = &state.reason {
         // It may be the other host's words.
-        said.line("because", crate::printable(reason));
+        said.line("because", reason);
     }
     if let Some(course) = &state.course {
         said.line(

@@ -89,7 +89,7 @@ const fn place(error: &MoveError) -> &'static str {
         MoveError::Preflight(_) | MoveError::Here { .. } | MoveError::Cancelled => "here",
         MoveError::InDoubt { .. } => "in doubt",
         MoveError::Broken { .. } => "between",
-        MoveError::Lost { .. } => "lost",
+        MoveError::Lost { .. } | MoveError::ShutDown { .. } => "lost",
         MoveError::Qmp(_) | MoveError::Unsettled(_) | MoveError::Unclear(_) => "unknown",
     }
 }

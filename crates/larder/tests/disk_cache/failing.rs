@@ -285,6 +285,56 @@ fn a_read_that_gets_no_answer_holds_up_neither_others_nor_the_end() {
     }
 }
 
+/// The locks of a killed server last until its last I/O has ended. Its successor waits for that, not for a time.
+#[test]
+fn successor_waits_while_killed_server_exists() {
+    let place = Place::new();
+    let slow = Stoppable::start(&place);
+    let device = slow.device.0.clone();
+    let command = || {
+        let mut command = mortal(text(crate::larder()));
+        command.args(["disk", "serve", text(&device), "--format", "raw", "--socket"]);
+        command.arg(place.path("guest"));
+        command
+    };
+    let (uri, socket) = {
+        let socket = place.socket("disk");
+        (format!("nbd+unix:///?socket={}", text(&socket)), socket)
+    };
+    let mut first = command();
+    first.args(["--nbd", &uri]);
+    let killed = Process::start(first).expect("larder");
+    killed.wait_for("serving", LIMIT).expect("it serves");
+    assert!(socket.exists());
+    slow.stop();
+    let mut writer = mortal("qemu-io");
+    writer.args(["-f", "raw", "-c", "write 0 64k", &uri]);
+    let _writer = Process::start(writer).expect("qemu-io; testbed/setup.sh installs it");
+    let inflight = Path::new("/sys/block")
+        .join(device.file_name().expect("a name"))
+        .join("inflight");
+    let is_quiet = || {
+        let counts = fs::read_to_string(&inflight).expect("a block device");
+        counts.split_whitespace().all(|count| count == "0")
+    };
+    while is_quiet() {
+        std::thread::yield_now();
+    }
+    killed.signal(libc::SIGKILL);
+    let next = Process::start(command()).expect("larder");
+    // For the killed process, or for its last I/O, whichever the kernel keeps.
+    next.wait_for("waiting until", LIMIT)
+        .expect("it says what it waits for");
+    // The reason is repeated after longer than the wait for a server that runs on.
+    let said = next.lines();
+    next.wait_for_after(said, "waiting until", LIMIT)
+        .expect("it still waits");
+    assert!(!next.has_said_after(0, "serving") && !next.has_ended());
+    slow.go_on();
+    next.wait_for("serving", LIMIT)
+        .expect("it serves when the other one has ended");
+}
+
 /// The guest works while `harm` is done to the cache's file, and the disk is right afterwards.
 fn survives(place: &Place, cache: &Path, harm: impl Fn()) {
     let image = place.image("disk.raw", 16);

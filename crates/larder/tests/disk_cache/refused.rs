@@ -1,9 +1,10 @@
 //! What is refused, and what is said then.
 
 use std::fs;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::process::Command;
 
-use crate::support::{larder, tmpfs};
+use crate::support::{LoopDevice, larder, raid_member, tmpfs};
 use crate::{Place, assert_fails, qemu_io, text};
 
 #[test]
@@ -207,4 +208,44 @@ fn larder_run_finds_what_is_wrong_with_a_cache_before_it_starts_anything() {
         run(&[disk(&image, "")], &[]),
         &["it belongs to another disk", text(&other)],
     );
+}
+
+/// A device that is claimed, and one that belongs to a RAID by a label at its end, is not made a cache, nor changed.
+#[test]
+fn device_in_use_becomes_no_cache() {
+    let place = Place::new();
+    let image = place.image("disk.raw", 8);
+    let file = place.path("ssd");
+    let sparse = fs::File::create(&file).and_then(|file| file.set_len(64 << 20));
+    sparse.expect("a file");
+    let device = LoopDevice::new(&file, 512);
+    let claim = || {
+        let mut options = fs::File::options();
+        options.read(true).custom_flags(libc::O_EXCL).open(&device.0)
+    };
+    let claimed = claim().expect("nothing else uses it");
+    place.refused(&image, text(&device.0), &[], &["is claimed by another program"]);
+    assert_eq!(file.metadata().expect("the file").blocks(), 0, "something was written");
+    drop(claimed);
+    let served = place.serve(&image, &device.0, &[]);
+    claim().expect_err("the cache is on it");
+    served.stop();
+    let (code, said) = place.cache_command(&["drop", text(&device.0)]);
+    assert_eq!(code, Some(0), "{said}");
+    drop(device);
+    fs::File::create(&file)
+        .and_then(|file| file.set_len(64 << 20))
+        .expect("a file");
+    raid_member(&file);
+    let before = fs::read(&file).expect("the file");
+    let device = LoopDevice::new(&file, 512);
+    for cache in [&device.0, &file] {
+        place.refused(
+            &image,
+            text(cache),
+            &[],
+            &["linux_raid_member is on it", "not overwritten"],
+        );
+    }
+    assert!(fs::read(&file).expect("the file") == before, "it was changed");
 }

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use larder_bench::campaign::process::Process;
 use serde_json::json;
@@ -416,16 +417,21 @@ fn no_more_is_written_to_the_ssd_in_a_day_than_it_may() {
     let options = ["--cache-size", "32M", "--cache-endurance", "64M"];
     let served = place.serve(&image, &place.path("cache"), &options);
     assert_eq!(served.count("endurance"), day);
-    // A 24th of a day's may be written at once; what comes within a minute is little.
-    let at_once = day / 24 + MIB / 8;
+    // A 24th of the bytes of a day may be written at once, and further ones as time passes.
+    let began = Instant::now();
+    let may_be_written = || day / 24 + MIB / 8 + day * began.elapsed().as_secs() / (24 * 60 * 60);
     for _ in 0..3 {
         served.read_all(16);
     }
-    let held = served.count("occupancy");
-    assert!(held > MIB && held < at_once, "{}", served.cache());
+    // A cache that seems slow, as on a busy machine, is left alone for a while.
+    while served.count("occupancy") <= MIB {
+        assert!(began.elapsed() < LIMIT, "{}", served.cache());
+        served.read_all(16);
+    }
+    assert!(served.count("occupancy") < may_be_written(), "{}", served.cache());
     served.settle();
     let written = served.count("cache_written");
-    assert!(written <= at_once, "{}", served.cache());
+    assert!(written <= may_be_written(), "{}", served.cache());
     // What is there and is written leaves the cache, and what is not does not come.
     served.io(&["write -P 9 0 8M", "read -P 9 0 8M", "read -P 7 8M 8M"]);
     assert!(served.count("cache_written") < written + MIB, "{}", served.cache());

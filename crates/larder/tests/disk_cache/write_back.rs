@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Command;
 
 use larder_bench::campaign::process::{Process, mortal};
 use serde_json::{Value, json};
@@ -271,19 +272,11 @@ fn write_back_needs_a_cache_that_its_host_keeps_and_a_note_of_it() {
     assert_eq!(served.cache()["mode"], json!("wt"));
 }
 
-/// A disk on a server whose writes take long.
-fn slow_disk(place: &Place) -> (Process, String) {
-    let socket = place.socket("slow");
+/// A disk on a server that is started with these arguments.
+fn remote_disk(place: &Place, arguments: &[&str]) -> (Process, String) {
+    let socket = place.socket("remote");
     let mut command = mortal("nbdkit");
-    command.args([
-        "-f",
-        "-U",
-        text(&socket),
-        "--filter=delay",
-        "memory",
-        "16M",
-        "wdelay=100ms",
-    ]);
+    command.args(["-f", "-U", text(&socket)]).args(arguments);
     let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
     while UnixStream::connect(&socket).is_err() {}
     (process, format!("nbd+unix:///?socket={}", text(&socket)))
@@ -292,7 +285,8 @@ fn slow_disk(place: &Place) -> (Process, String) {
 #[test]
 fn a_change_of_the_mode_that_takes_long_is_followed_to_its_end() {
     let place = Place::new();
-    let (_slow, uri) = slow_disk(&place);
+    // A disk whose writes take long.
+    let (_slow, uri) = remote_disk(&place, &["--filter=delay", "memory", "16M", "wdelay=100ms"]);
     let cache = place.path("cache");
     let served = place.serve(Path::new(&uri), &cache, &WRITE_BACK);
     // Far from each other, so that each is a write of its own.
@@ -396,4 +390,48 @@ fn a_cache_that_can_only_be_read_gives_the_disk_what_it_has_and_does_not_get_old
         served.stop();
         qemu_io("raw", text(&image), &reads);
     }
+}
+
+/// A write that must fail with `error`, and leaves a cache that can be cleaned.
+fn refused_at_once(place: &Place, served: Served, cache: &Path, write: &str, error: &str) {
+    let mut command = Command::new("qemu-io");
+    command.args(["-f", "raw", "-c", write, &served.uri]);
+    let (code, said) = run(command);
+    assert!(code != Some(0) && said.contains(error), "{write}: {said}");
+    cache_command(place, &["flush", text(cache), "--control", text(&served.control)]);
+    assert_eq!(served.count("dirty"), 0);
+    served.stop();
+}
+
+/// A write of data behind the end of an export of an odd size fails at once, not when it is cleaned.
+#[test]
+fn data_behind_odd_end_is_refused() {
+    let place = Place::new();
+    // The last sector begins at 999936.
+    let (_remote, uri) = remote_disk(&place, &["memory", "1000100"]);
+    let cache = place.path("cache");
+    let served = place.serve(Path::new(&uri), &cache, &WRITE_BACK);
+    served.io(&["write -P 9 999936 164", "write -P 0 1000100 348"]);
+    refused_at_once(
+        &place,
+        served,
+        &cache,
+        "write -P 10 999424 1024",
+        "No space left on device",
+    );
+    qemu_io("raw", &uri, &["read -P 9 999936 164"]);
+}
+
+/// A write that makes a disk of a guessed format begin like another one fails at once, not when it is cleaned.
+#[test]
+fn other_formats_header_is_refused() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let header = place.path("header");
+    fs::write(&header, [b"QFI\xfb".as_slice(), &[0; 508]].concat()).expect("a file");
+    let served = place.serve(&image, &cache, &WRITE_BACK);
+    served.io(&WRITES);
+    let write = format!("write -s {} 0 512", text(&header));
+    refused_at_once(&place, served, &cache, &write, "Input/output error");
+    qemu_io("raw", text(&image), &READS);
 }

@@ -170,3 +170,49 @@ fn an_image_on_an_nbd_server_is_read_too() {
     let (code, _) = larder_json(&["disk", "check", "--format", "qcow2"], uri.as_ref());
     assert_eq!(code, 0);
 }
+
+/// Names that another program gave, with commands for a terminal and line breaks in them: the text has each on its line,
+/// escaped; the JSON has them as they are.
+#[test]
+fn control_characters_in_names_are_escaped() {
+    const NAME: &str = "a\u{1b}[2J\nb\r\u{7f}";
+    const SHOWN: &str = r"a\u001b[2J\u000ab\u000d\u007f";
+    let folder = on_tmpfs();
+    let (backing, top) = (folder.path().join(NAME), folder.path().join("top.qcow2"));
+    tool("qemu-img", &["create", "-q", "-f", "raw", text_of(&backing), "1M"]);
+    tool(
+        "qemu-img",
+        &[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            "raw",
+            "-b",
+            text_of(&backing),
+            text_of(&top),
+        ],
+    );
+    tool("qemu-img", &["snapshot", "-c", NAME, text_of(&top)]);
+    tool("qemu-img", &["bitmap", "--add", text_of(&top), NAME]);
+    let (code, value) = larder_json(&["disk", "info"], &top);
+    assert_eq!(code, 0);
+    assert_eq!(value["backing-filename"], text_of(&backing));
+    assert_eq!(value["snapshots"][0]["name"], NAME);
+    assert_eq!(value["format-specific"]["data"]["bitmaps"][0]["name"], NAME);
+    let is_plain = |text: &str| text.chars().all(|letter| letter == '\n' || !letter.is_control());
+    let (code, words, _) = larder(&["disk", "info"], &top);
+    assert!(code == 0 && is_plain(&words), "{words:?}");
+    assert_eq!(
+        words.matches(SHOWN).count(),
+        4,
+        "file, chain, snapshot and bitmap: {words}"
+    );
+    let (code, words, _) = larder(&["disk", "check"], &top);
+    assert!(code == 0 && is_plain(&words), "{words:?}");
+    std::fs::remove_file(&backing).expect("is removed");
+    let (code, words, errors) = larder(&["disk", "info"], &top);
+    assert!(code == 0 && is_plain(&words), "{words:?}");
+    assert!(is_plain(&errors), "{errors:?}");
+}

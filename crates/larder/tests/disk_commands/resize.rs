@@ -121,6 +121,56 @@ fn what_lies_behind_the_end_in_the_last_cluster_is_not_on_the_disk() {
     assert_holds(&path, "qcow2", full, size);
 }
 
+/// Clusters that QEMU leaves past the end of a disk are not on the disk when that grows: VM state of a savevm that failed
+/// or of a snapshot that was reverted to, and clusters from when the disk was longer. The snapshot keeps its VM state.
+#[test]
+fn growth_hides_clusters_past_end() {
+    for options in [
+        "cluster_size=16k",
+        "cluster_size=4k",
+        "cluster_size=16k,compat=0.10",
+        "cluster_size=16k,extended_l2=on",
+    ] {
+        for is_backed in [false, true] {
+            // A disk of version 2 that has snapshots does not grow.
+            let has_snapshot = is_backed && !options.contains("compat");
+            let folder = on_tmpfs();
+            let (path, base) = (folder.path().join("disk.qcow2"), folder.path().join("base.raw"));
+            let mut arguments = vec!["-f", "qcow2", "-o", options];
+            if is_backed {
+                create(&base, &["-f", "raw"], "12M");
+                fill(&base, "raw", "0", "12M");
+                arguments.extend(["-b", text_of(&base), "-F", "raw"]);
+            }
+            create(&path, &arguments, "8M");
+            fill(&path, "qcow2", "0", "8M");
+            let state = ["-f", "qcow2", "-c", "write -b -P 0x77 0 300k", text_of(&path)];
+            tool("qemu-io", &state);
+            if has_snapshot {
+                tool("qemu-img", &["snapshot", "-c", "reverted", text_of(&path)]);
+                tool("qemu-img", &["snapshot", "-a", "reverted", text_of(&path)]);
+            }
+            // The disk was longer once.
+            let full = 5 * MIB + 1536;
+            let mut bytes = fs::read(&path).expect("reads");
+            bytes[24..32].copy_from_slice(&full.to_be_bytes());
+            fs::write(&path, bytes).expect("writes");
+            for (size, bytes) in [("6M", 6 * MIB), ("40M", 40 * MIB)] {
+                let (code, said) = resize(&path, size);
+                assert_eq!(code, 0, "{options}: {said}");
+                assert_holds(&path, "qcow2", full, bytes);
+            }
+            if has_snapshot {
+                tool("qemu-img", &["snapshot", "-a", "reverted", text_of(&path)]);
+                assert_holds(&path, "qcow2", 8 * MIB, 8 * MIB);
+                let state = ["-r", "-f", "qcow2", "-c", "read -b -P 0x77 0 300k", text_of(&path)];
+                let said = tool("qemu-io", &state);
+                assert!(!said.contains("failed"), "{options}: {said}");
+            }
+        }
+    }
+}
+
 #[test]
 fn an_external_data_file_grows_along() {
     let folder = on_tmpfs();

@@ -1,7 +1,7 @@
 //! `larder host --balance-memory`: budgets go where they are needed.
 
 use super::memory::{MEMORY_MIB, Managed};
-use super::support::run;
+use super::support::{LIMIT, run};
 use super::{User, until, value_in};
 
 const MIB: u64 = 1 << 20;
@@ -63,14 +63,13 @@ fn budgets_follow_the_working_sets() {
     assert!(value_in(&metrics, "larder_host_memory_available_bytes").is_some());
     let page = host.follow("/api/vm/db").next("vm");
     assert!(page["memory"]["moves"]["last"]["why"].is_string(), "{page}");
-    let said = host.process.output();
     for words in [
         "budget moved: it is short of memory",
         "budget moved: it waits for nothing",
         "vm=\"db\"",
         " %\"",
     ] {
-        assert!(said.contains(words), "no {words} in {said}");
+        host.process.wait_for(words, LIMIT).expect("it says so");
     }
     // Its end changes nothing.
     host.process.kill();

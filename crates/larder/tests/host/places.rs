@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::Value;
 
 use super::support::LIMIT;
-use super::{User, until};
+use super::{Process, User, until};
 
 /// How a socket is that is no VM's.
 fn other(frame: &Value, socket: &str) -> Option<Value> {
@@ -266,4 +266,65 @@ fn what_happens_at_a_vm_is_told_with_it() {
     assert_eq!(event["level"], "info", "{event}");
     let none = host.follow("/api/vm/nobody").next("vm");
     assert!(none["vm"].is_null(), "{none}");
+}
+
+/// Makes a FIFO without a writer, an endless file and a very long one among the files of VMs.
+fn add_odd_files(user: &User) {
+    let made = std::process::Command::new("mkfifo").arg(user.file("fifo")).status();
+    assert!(made.expect("mkfifo is there").success());
+    std::os::unix::fs::symlink("/dev/zero", user.file("zeros")).expect("links");
+    let long = std::fs::File::create(user.file("long")).expect("a file");
+    long.set_len(1 << 40).expect("tmpfs has no blocks for it");
+}
+
+/// A running VM is watched among more VMs than can be watched, and the page and the metrics count the rest.
+#[test]
+fn running_vm_is_watched_among_many() {
+    let user = User::new();
+    add_odd_files(&user);
+    for number in 0..1100 {
+        std::fs::write(user.file(&format!("a{number}")), "[[disk]]\nimage = \"/dev/null\"\n").expect("writes");
+    }
+    let _running = user.vm("zz");
+    let host = user.host(&[]);
+    host.vm_when("zz", |vm| vm["health"] == "up");
+    let frame = host.follow("/api/fleet").next("fleet");
+    // The files of 1100 VMs that do not run, and one that does.
+    assert_eq!(frame["left_out"], serde_json::json!({ "sockets": 0, "stopped": 77 }));
+    let metrics = host.metrics();
+    for line in [
+        r#"larder_host_left_out{state="socket"} 0"#,
+        r#"larder_host_left_out{state="stopped"} 77"#,
+        r#"larder_vm_up{domain="zz"} 1"#,
+    ] {
+        assert!(metrics.contains(line), "{line}: {metrics}");
+    }
+}
+
+/// Commands that read the files of all VMs wait for none of them.
+#[test]
+fn odd_files_hold_no_command_up() {
+    let user = User::new();
+    add_odd_files(&user);
+    let _vm = user.vm("web");
+    for (arguments, words) in [
+        (&["status"][..], "it is a FIFO, and no regular file"),
+        (&["status"], "it is a device, and no regular file"),
+        (&["status"], "it is longer than 4194304 bytes"),
+        (&["top", "--batch", "-n", "1"], "web"),
+        (&["advise", "--for", "500ms"], ""),
+        (
+            &["vm", "web", "--check"],
+            "web: 1 disk can be served, and served already",
+        ),
+        (
+            &["vm", "fifo", "--check"],
+            "fifo.toml: it is a FIFO, and no regular file",
+        ),
+        (&["vm", "zeros"], "zeros.toml: it is a device, and no regular file"),
+    ] {
+        let mut process = Process::start(user.larder(arguments)).expect("starts");
+        process.wait_for(words, LIMIT).expect("says so");
+        process.wait(LIMIT).expect("ends");
+    }
 }

@@ -126,6 +126,46 @@ fn what_runs_is_not_disturbed() {
     host.virsh(&["destroy", "web"]);
 }
 
+/// A running domain starts again after attach: Larder serves its disks then, and disks that Larder would refuse stay with
+/// QEMU.
+#[test]
+fn attached_running_domain_starts_again() {
+    let host = Host::with_libvirtd();
+    host.works(&["truncate", "-s", "1M", "/run/disk.raw", "/run/b.raw", "/run/c.raw"]);
+    host.works(&["truncate", "-s", "1049088", "/run/d.raw"]);
+    let serial = "<serial>f9160a20-70c7-38f4-a980-29f0c16f0155</serial>";
+    let with = |letter: &str, file: &str, driver: &str, more: &str| {
+        let driver = format!("type='raw' {driver}/>");
+        DISK.replace("disk.raw", file)
+            .replace("vda", &format!("vd{letter}"))
+            .replace("type='raw'/>", &driver)
+            .replace("</disk>", &format!("{more}</disk>"))
+    };
+    let sectors = "<blockio logical_block_size='4096' physical_block_size='4096'/>";
+    let disks = [
+        with("a", "disk.raw", "", serial),
+        with("b", "b.raw", "queues='65'", ""),
+        with("c", "c.raw", "queue_size='1024'", ""),
+        with("d", "d.raw", "", sectors),
+    ];
+    host.define(&domain("web", &disks.concat()));
+    host.virsh(&["start", "--paused", "web"]);
+    let said = host.larder(&["libvirt", "attach", "web", "--apply"]);
+    for words in [
+        "vda: serial number 'f9160a20-70c7-38f4-a980-29f0c16f0155' has 36 bytes; the guest sees the first 20",
+        "vdb is left alone: queues='65'",
+        "vdd is left alone: ",
+        "no multiple of the sectors of 4096 bytes",
+    ] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    host.virsh(&["destroy", "web"]);
+    host.larder(&["vm", "web", "--check"]);
+    host.virsh(&["start", "--paused", "web"]);
+    assert_eq!(host.virsh(&["dumpxml", "web"]).matches("type='vhostuser'").count(), 2);
+    host.virsh(&["destroy", "web"]);
+}
+
 #[test]
 fn a_domain_that_was_renamed_is_still_given_back() {
     let host = Host::with_libvirtd();

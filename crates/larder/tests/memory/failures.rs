@@ -45,9 +45,10 @@ fn who_touches_a_page_whose_copy_on_the_disk_is_damaged_gets_a_memory_error_and_
     assert!(lost.iter().all(|page| damaged.contains(page)), "{lost:?}");
     let state = pager.state().expect("answers");
     assert_eq!(state.lost_pages, lost.len() as u64);
-    let said = pager.process.output();
-    let each = said.matches(" is lost, its stored copy is damaged: whoever touches it gets a memory error");
-    assert_eq!(each.count(), lost.len());
+    let each = " is lost, its stored copy is damaged: whoever touches it gets a memory error";
+    let told = pager.process.wait_for_count(each, lost.len(), LIMIT);
+    told.expect("each is told");
+    assert_eq!(pager.process.output().matches(each).count(), lost.len());
     // It stays so, for this pager and the next one.
     pager.process.kill();
     let mut pager = holder
@@ -61,14 +62,14 @@ fn who_touches_a_page_whose_copy_on_the_disk_is_damaged_gets_a_memory_error_and_
 }
 
 /// An NBD server at a socket of its own.
-struct Server {
+pub(crate) struct Server {
     process: Process,
     socket: PathBuf,
 }
 
 impl Server {
     /// nbdkit with these words.
-    fn start(folder: &TempDir, words: &[&str]) -> Self {
+    pub(crate) fn start(folder: &TempDir, words: &[&str]) -> Self {
         let socket = folder.path().join("nbd");
         // One that was killed has left it.
         let _ = std::fs::remove_file(&socket);
@@ -83,7 +84,7 @@ impl Server {
         Self { process, socket }
     }
 
-    fn uri(&self) -> String {
+    pub(crate) fn uri(&self) -> String {
         format!("nbd+unix:///?socket={}", self.socket.display())
     }
 }
@@ -170,8 +171,10 @@ fn pages_that_the_disk_does_not_give_back_are_lost_and_told_and_the_rest_is_righ
     let lost = holder.end_check(told);
     let state = pager.state().expect("answers");
     assert!(lost.len() >= 3 && state.lost_pages == lost.len() as u64, "{state:#?}");
-    let said = pager.process.output();
-    assert!(said.contains(" is lost, it cannot be read from the disk"), "{said}");
+    let told = pager
+        .process
+        .wait_for(" is lost, it cannot be read from the disk", LIMIT);
+    told.expect("it is told");
     let said = status(&folder);
     assert!(said.contains(&format!("{} pages\n", lost.len())), "{said}");
     pager.detach().expect("lets go");
@@ -195,12 +198,12 @@ fn a_disk_that_cannot_be_written_to_loses_nothing_and_is_told_and_tried_again_by
     std::fs::write(&switch, "").expect("a file");
     limit(&folder, &["--budget", "20MiB", "--compressed", "2MiB"]);
     pager.wait_until(|state| state.disks[0].failed).expect("it is given up");
-    let said = pager.process.output();
-    assert!(
-        said.contains("nothing is lost; another place of it is tried")
-            && said.contains("it is not written to any more"),
-        "{said}"
-    );
+    for text in [
+        "nothing is lost; another place of it is tried",
+        "it is not written to any more",
+    ] {
+        pager.process.wait_for(text, LIMIT).expect("it is told");
+    }
     let is_told = pager.wait_until(|state| state.problem == Some(MemoryProblem::DiskFailed));
     is_told.expect("a problem");
     let said = status(&folder);

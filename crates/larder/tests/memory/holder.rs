@@ -14,12 +14,16 @@ use larder_bench::campaign::process::Process;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::control_group::ControlGroup;
 use crate::support::{LIMIT, larder};
 
 pub(crate) const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 /// 48 MiB of them.
 pub(crate) const PAGES: usize = 12 << 10;
+
+/// The memory that it maps when told to, and of which it keeps no descriptor.
+const MORE_BYTES: usize = 16 << 20;
 
 /// What a check finds if all is well.
 pub(crate) const NONE: [usize; 0] = [];
@@ -29,6 +33,22 @@ pub(crate) const MARK: &[u8; 24] = b"LARDER KNOWN PLAINTEXT #";
 
 /// How the program below is told that it is meant.
 const PROGRAM: &str = "LARDER_TEST_HOLDS";
+
+/// The path of the file that its memory is, if it is no memfd.
+const FILE: &str = "LARDER_TEST_HOLDS_FILE";
+
+/// Set if the program is to map the halves of its file one by one, the second half first.
+const HALVES: &str = "LARDER_TEST_HOLDS_HALVES";
+
+/// Maps `pages` of `file` from page `from` on, at `at` or where the kernel chooses.
+fn map(file: &File, at: Option<*mut u64>, from: usize, pages: usize) -> *mut u64 {
+    let how = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = at.map_or(MapFlags::SHARED, |_| MapFlags::SHARED | MapFlags::FIXED);
+    let at = at.unwrap_or(std::ptr::null_mut()).cast();
+    // SAFETY: at an address that the kernel chooses, or of a mapping that is not used yet.
+    let base = unsafe { rustix::mm::mmap(at, pages * PAGE, how, flags, file.as_fd(), (from * PAGE) as u64) };
+    base.expect("a mapping").cast()
+}
 
 fn words(page: usize) -> impl Iterator<Item = u64> {
     let (mark, _) = MARK.as_chunks::<8>();
@@ -46,15 +66,22 @@ fn holds() {
     if std::env::var_os(PROGRAM).is_none() {
         return;
     }
-    let file = File::from(rustix::fs::memfd_create("held", MemfdFlags::CLOEXEC).expect("a memfd"));
-    file.set_len((PAGES * PAGE) as u64).expect("room");
-    let how = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping, at an address that the kernel chooses.
-    let base = unsafe {
-        let size = PAGES * PAGE;
-        rustix::mm::mmap(std::ptr::null_mut(), size, how, MapFlags::SHARED, file.as_fd(), 0)
+    let file = match std::env::var_os(FILE) {
+        Some(path) => File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(path)
+            .expect("a file"),
+        None => File::from(rustix::fs::memfd_create("held", MemfdFlags::CLOEXEC).expect("a memfd")),
     };
-    let base: *mut u64 = base.expect("a mapping").cast();
+    file.set_len((PAGES * PAGE) as u64).expect("room");
+    let base = map(&file, None, 0, PAGES);
+    if std::env::var_os(HALVES).is_some() {
+        const HALF: usize = PAGES / 2;
+        map(&file, Some(base), HALF, HALF);
+        map(&file, Some(base.wrapping_add(HALF * WORDS)), 0, HALF);
+    }
     for page in 0..PAGES {
         // SAFETY: in the mapping, which nobody else uses.
         let into = unsafe { std::slice::from_raw_parts_mut(base.add(page * WORDS), WORDS) };
@@ -66,6 +93,14 @@ fn holds() {
         let line = line.expect("what to do");
         if line == "stop" {
             break;
+        }
+        if line == "map more" {
+            let more = File::from(rustix::fs::memfd_create("more", MemfdFlags::CLOEXEC).expect("a memfd"));
+            more.set_len(MORE_BYTES as u64).expect("room");
+            map(&more, None, 0, MORE_BYTES / PAGE);
+            drop(more);
+            println!("\nmapped");
+            continue;
         }
         if let Some(page) = line.strip_prefix("touch ") {
             let page: usize = page.parse().expect("a number");
@@ -109,9 +144,44 @@ pub(crate) struct Holder {
 
 impl Holder {
     pub(crate) fn start() -> Self {
+        Self::start_in(None)
+    }
+
+    /// One whose memory is charged to that control group.
+    pub(crate) fn start_in(group: Option<&ControlGroup>) -> Self {
+        let command = Self::command();
+        Self::start_by(group.map_or_else(Self::command, |group| group.with(&command)))
+    }
+
+    /// One whose memory is a file of that path.
+    pub(crate) fn start_at(path: &Path) -> Self {
+        let mut command = Self::command();
+        command.env(FILE, path);
+        Self::start_by(command)
+    }
+
+    /// One whose memory is two mappings of one file.
+    pub(crate) fn start_in_halves() -> Self {
+        let mut command = Self::command();
+        command.env(HALVES, "1");
+        Self::start_by(command)
+    }
+
+    /// Has it map memory that can be opened only through /proc/PID/map_files.
+    pub(crate) fn map_more(&mut self) {
+        let told = self.process.lines();
+        self.process.say("map more").expect("it reads");
+        self.process.wait_for_after(told, "mapped", LIMIT).expect("it has more");
+    }
+
+    fn command() -> Command {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.args(["--ignored", "--exact", "holder::holds", "--nocapture"]);
         command.env(PROGRAM, "1");
+        command
+    }
+
+    fn start_by(command: Command) -> Self {
         let process = Process::start(command).expect("a program to manage");
         let said = process.wait_for("ready ", LIMIT).expect("it works");
         let pid = said.split_once("ready ").expect("its number").1.trim().parse();

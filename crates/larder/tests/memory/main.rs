@@ -1,18 +1,23 @@
 //! `larder memory`: programs that work on their memory and verify it, and a guest, with less memory than they use.
 
 mod control;
+mod control_group;
 mod encrypted;
 mod ended;
 mod failures;
+mod foreign;
 mod given_up;
 mod guest;
 mod holder;
 mod kills;
 mod limits;
 mod refused;
+mod room;
 mod service;
+mod successor;
 #[path = "../support/mod.rs"]
 mod support;
+mod swap_device;
 mod swap_file;
 mod views;
 
@@ -22,7 +27,7 @@ use std::process::Command;
 
 use larder_bench::campaign::memory::{Attach, Pager, Verifier};
 use larder_bench::campaign::verifier;
-use support::{larder, on_tmpfs, run};
+use support::{larder, on_disk, on_tmpfs, run};
 use tempfile::TempDir;
 
 /// How the program below is told what memory it has.
@@ -73,6 +78,15 @@ impl Fixture {
     fn with(kind: &str) -> Self {
         Self {
             verifier: Verifier::start(verifier_command(kind)).expect("a program to manage"),
+            folder: on_tmpfs(),
+        }
+    }
+
+    /// One whose memory is charged to that control group.
+    fn in_group(kind: &str, group: &control_group::ControlGroup) -> Self {
+        let command = group.with(&verifier_command(kind));
+        Self {
+            verifier: Verifier::start(command).expect("a program to manage"),
             folder: on_tmpfs(),
         }
     }
@@ -220,7 +234,12 @@ fn sigterm_is_a_wish_to_detach_and_is_not_granted_without_room() {
         false => format!("{line}\n"),
     });
     std::fs::write(&full, none.collect::<String>()).expect("writes");
-    let bind = format!("mount --bind {} {real} && exec \"$@\"", full.display());
+    // And its own /run, where it claims memory, so that it does not see what the pagers of other tests claim.
+    let bind = format!(
+        "mount --bind {} {real} && mount --bind {} /run && exec \"$@\"",
+        full.display(),
+        fixture.folder.path().display()
+    );
     let words = ["unshare", "--mount", "sh", "-c", &bind, "sh"];
     let mut pager = fixture
         .attach(&["--budget", BUDGET])
@@ -242,4 +261,24 @@ fn sigterm_is_a_wish_to_detach_and_is_not_granted_without_room() {
     pager.detach().expect("lets go");
     assert_eq!(fixture.alone(), before);
     fixture.verify();
+}
+
+/// As two memory-backend-file objects with different offsets in one file are.
+#[test]
+fn file_with_two_mappings_is_managed() {
+    let mut holder = holder::Holder::start_in_halves();
+    let (folder, disk) = (on_tmpfs(), on_disk());
+    let swap = disk.path().join("swap").display().to_string();
+    let words = ["--swap-cache", &swap, "--swap-size", "128MiB"];
+    let mut pager = holder.attach(folder.path(), &words).start().expect("it attaches");
+    pager.wait_for_budget().expect("within the budget");
+    assert_eq!(holder.check(), holder::NONE);
+    pager.process.kill();
+    let mut pager = holder
+        .attach(folder.path(), &words)
+        .start()
+        .expect("its successor attaches");
+    assert_eq!(holder.check(), holder::NONE);
+    pager.detach().expect("lets go");
+    holder.stop();
 }

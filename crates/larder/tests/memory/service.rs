@@ -4,13 +4,14 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-use larder_bench::campaign::memory::Verifier;
+use larder_bench::campaign::memory::{ATTACHED, Verifier};
 use larder_bench::campaign::process::{Process, mortal};
-use larder_vm::control::fetch_memory;
 use larder_vm::control::memory::MemoryState;
+use larder_vm::control::{cancel_detach, fetch_memory};
 use larder_vm::vm::find::memory_control_of;
 use tempfile::TempDir;
 
+use crate::control_group::ControlGroup;
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
 use crate::{Alone, MIB, verifier_command};
 
@@ -211,6 +212,39 @@ fn who_is_let_go_of_is_left_alone_until_it_is_wished_otherwise() {
     verifier.stop().expect("all is as it was written");
 }
 
+/// The detach of `larder memory detach` is under way when the service is to end, and is cancelled then.
+#[test]
+fn stop_outlives_cancelled_detach_of_another() {
+    let vm = Vm::new("outlives");
+    let (service, verifier) = (vm.serve(), vm.boot());
+    // Dropped first, since a frozen process cannot be killed.
+    let group = ControlGroup::new("freezer");
+    vm.wait_for_budget(&service, &verifier);
+    group.add(verifier.pid());
+    group.freeze(true);
+    let mut command = Command::new(larder());
+    command.args(["memory", "detach", &vm.name]);
+    let _detach = Process::start(command).expect("starts");
+    vm.wait_until(&service, |state| state.detach_problem.is_some());
+    service.signal(libc::SIGTERM);
+    service
+        .wait_for("detaching: everything is brought back into memory", LIMIT)
+        .expect("begins");
+    // The service's own detach was refused by the time at which this is answered.
+    let (code, said) = vm.ask("status");
+    assert_eq!(code, Some(0), "{said}");
+    cancel_detach(&memory_control_of(&vm.name)).expect("answers");
+    service
+        .wait_for("the detach has ended: cancelled", LIMIT)
+        .expect("is logged");
+    group.freeze(false);
+    let mut service = service;
+    let ended = service.wait(LIMIT).expect("ends");
+    assert!(ended.success(), "{}", service.output());
+    assert_eq!(Alone::of(verifier.pid()).watched, 0);
+    verifier.stop().expect("all is as it was written");
+}
+
 #[test]
 fn pages_on_another_swap_cache_than_the_file_names_now_are_found() {
     let (vm, disk) = (Vm::new("swap"), on_disk());
@@ -280,19 +314,35 @@ fn a_pid_file_of_a_qemu_that_has_gone_is_waited_past() {
     let service = vm.serve();
     let next = vm.boot();
     vm.wait_for_budget(&service, &next);
-    // Nor is another process taken for it that has its number now.
-    let path = vm.folder.path().join("qemu.pid");
-    let long_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(365 * 86400);
-    let file = std::fs::File::options().write(true).open(path).expect("opens");
-    ends(service);
-    file.set_modified(long_ago).expect("it is ours");
-    let service = vm.serve();
-    service
-        .wait_for("was started after it was written, so it is another one", LIMIT)
-        .expect("is told");
-    assert!(vm.state().is_none());
     ends(service);
     next.stop().expect("all is as it was written");
+}
+
+/// The clock is set after the pid file was written: a process is attached to, and its killed pager has a successor.
+#[test]
+fn times_of_pid_file_do_not_matter() {
+    let vm = Vm::new("clock");
+    let mut qemu = vm.boot();
+    let path = vm.folder.path().join("qemu.pid");
+    let file = std::fs::File::options().write(true).open(path).expect("opens");
+    let year = std::time::Duration::from_secs(365 * 86400);
+    let now = std::time::SystemTime::now();
+    for time in [now - year, now + year] {
+        file.set_modified(time).expect("it is ours");
+        let mut service = vm.serve();
+        vm.wait_for_budget(&service, &qemu);
+        service.kill();
+        qemu_goes_on(&vm, &mut qemu);
+    }
+    qemu.stop().expect("all is as it was written");
+}
+
+/// By a successor of its killed pager.
+fn qemu_goes_on(vm: &Vm, qemu: &mut Verifier) {
+    let service = vm.serve();
+    vm.wait_for_budget(&service, qemu);
+    qemu.works().expect("it works");
+    ends(service);
 }
 
 #[test]
@@ -311,7 +361,7 @@ fn a_qemu_that_is_only_just_started_is_waited_for() {
     qemu.args(["-object", "memory-backend-memfd,id=m,size=128M,share=on,prealloc=on"]);
     qemu.args(["-machine", "q35,memory-backend=m"]);
     let mut qemu = Process::start(qemu).expect("starts");
-    pager.wait_for(" attached", LIMIT).expect("attaches");
+    pager.wait_for(ATTACHED, LIMIT).expect("attaches");
     assert_eq!(fetch_memory(&control).expect("answers").1.pid as u32, qemu.id());
     assert!(!pager.output().contains("ERROR"), "{}", pager.output());
     qemu.kill();

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use larder_bench::campaign::memory::{Attach, Pager};
+use larder_bench::campaign::memory::{ATTACHED, Attach, Pager};
 use larder_bench::campaign::process::Process;
 
 use crate::support::{LIMIT, larder, on_disk, run};
@@ -80,7 +80,7 @@ fn a_swap_cache_that_goes_while_it_is_waited_for_is_made_anew() {
     waiting.wait_for("in use by another process", LIMIT).expect("it waits");
     first.detach().expect("it detaches");
     fixture.verify();
-    waiting.wait_for(" attached", LIMIT).expect("it attaches");
+    waiting.wait_for(ATTACHED, LIMIT).expect("it attaches");
     assert!(swap.exists(), "its file is one that was removed");
     drop(waiting);
     let mut pager = attach.start().expect("it goes on after a kill");
@@ -144,5 +144,21 @@ fn a_swap_cache_that_is_the_slow_store_too_is_refused_and_not_made() {
         "{said}"
     );
     assert!(!path.exists());
+    fixture.verify();
+}
+
+/// A file may become no larger than RLIMIT_FSIZE: the kernel has a signal for that, which is no way to report it.
+#[test]
+fn swap_file_beyond_rlimit_is_refused() {
+    let disk = on_disk();
+    let swap = disk.path().join("swap");
+    let mut fixture = Fixture::new();
+    let said = refusal(&attach(&fixture, &swap, "64MiB").by(&["prlimit", "--fsize=8388608"]));
+    assert!(
+        said.contains("RLIMIT_FSIZE") && said.contains("give a smaller size"),
+        "{said}"
+    );
+    assert!(!swap.exists(), "the file is left");
+    fixture.works();
     fixture.verify();
 }

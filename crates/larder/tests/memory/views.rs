@@ -15,8 +15,9 @@ use larder_bench::campaign::Random;
 use larder_bench::campaign::front_end::queue::Request;
 use larder_bench::campaign::front_end::ring::Buffer;
 use larder_bench::campaign::front_end::{FrontEnd, Options};
-use larder_bench::campaign::memory::{Attach, Verifier};
+use larder_bench::campaign::memory::{Attach, Pager, Verifier};
 use larder_bench::campaign::server::Server;
+use tempfile::TempDir;
 
 use crate::support::{LIMIT, larder, on_disk, on_tmpfs};
 use crate::{Alone, MIB};
@@ -33,13 +34,17 @@ const DEPTH: usize = 64;
 /// For so many it goes on under a pager: some thousands show it where writes are not stopped, or not waited for.
 const READS: u64 = 20_000;
 
-/// How the program below is told where its disk is served.
+/// The variable with the socket of the disk of the programs below.
 const PROGRAM: &str = "LARDER_TEST_READS";
 
 /// What is in a block of the disk.
 fn words(block: u64) -> impl Iterator<Item = u64> {
     let mut random = Random::new(block + 1);
     std::iter::repeat_with(move || random.below(u64::MAX)).take(WORDS)
+}
+
+fn bytes(block: u64) -> Vec<u8> {
+    words(block).flat_map(u64::to_le_bytes).collect()
 }
 
 /// No test, but the program.
@@ -67,6 +72,53 @@ fn reads() {
     reading.join().expect("it reads");
     findings.tell("verified");
     assert_eq!(findings.mismatches.load(Ordering::Relaxed), 0);
+}
+
+/// No test, but a program that fills its memory, and on the command "write" writes the first blocks of it to its disk.
+#[test]
+#[ignore = "started by other tests"]
+fn writes() {
+    let Some(socket) = std::env::var_os(PROGRAM).map(PathBuf::from) else {
+        return;
+    };
+    let mut guest = connect(&socket);
+    let address_of = |guest: &FrontEnd, place: usize| guest.data() + (place * BLOCK) as u64;
+    for place in 0..PLACES {
+        guest
+            .memory
+            .write(address_of(&guest, place), &bytes(BLOCKS + place as u64));
+    }
+    println!("\nready {}", std::process::id());
+    for line in std::io::stdin().lock().lines() {
+        let is_write = line.expect("what to do") == "write";
+        for place in 0..DEPTH {
+            // Reads use the last block alone, so that only the queue's pages come back besides.
+            let block = [Buffer {
+                address: address_of(&guest, if is_write { place } else { PLACES - 1 }),
+                len: BLOCK as u32,
+            }];
+            let sector = (place * BLOCK / 512) as u64;
+            let request = match is_write {
+                true => Request::write(sector, &block),
+                false => Request::read(sector, &block),
+            };
+            guest.queue().add(&request);
+        }
+        guest.queue().go();
+        if !is_write {
+            (0..DEPTH).for_each(|_| assert_eq!(guest.queue().complete(LIMIT).expect("an answer").status, 0));
+            println!("\nhas read");
+        }
+    }
+}
+
+fn connect(socket: &Path) -> FrontEnd {
+    let options = Options {
+        indirect: true,
+        data_bytes: PLACES * BLOCK,
+        ..Options::default()
+    };
+    FrontEnd::connect(socket, options).expect("a server")
 }
 
 #[derive(Default)]
@@ -101,13 +153,8 @@ struct Reader {
 
 impl Reader {
     fn new(socket: &Path, findings: Arc<Findings>) -> Self {
-        let options = Options {
-            indirect: true,
-            data_bytes: PLACES * BLOCK,
-            ..Options::default()
-        };
         Self {
-            guest: FrontEnd::connect(socket, options).expect("a server"),
+            guest: connect(socket),
             findings,
             random: Random::new(u64::from(std::process::id())),
             held: vec![None; PLACES],
@@ -175,28 +222,49 @@ impl Reader {
     }
 }
 
+/// A disk, its server, and a program that uses it.
+struct Bed {
+    images: TempDir,
+    server: Server,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let images = on_disk();
+        let (image, socket) = (images.path().join("disk.raw"), images.path().join("disk.sock"));
+        let disk = File::create(&image).expect("an image");
+        for block in 0..BLOCKS {
+            disk.write_all_at(&bytes(block), block * BLOCK as u64).expect("room");
+        }
+        disk.sync_all().expect("a disk");
+        let server = Server::start(larder(), &image, &socket, &["--format", "raw"]).expect("it serves");
+        Self { images, server }
+    }
+
+    fn program(&self, name: &str) -> Verifier {
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        command.args(["--ignored", "--exact", &format!("views::{name}"), "--nocapture"]);
+        command.env(PROGRAM, &self.server.socket);
+        Verifier::start(command).expect("a program to manage")
+    }
+
+    /// A pager that keeps a program within its budget, with a swap cache.
+    fn pager(&self, folder: &TempDir, program: &Verifier) -> Pager {
+        let budget = (40 * MIB).to_string();
+        let swap = self.images.path().join("swap").display().to_string();
+        let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
+        let attach = Attach::new(larder(), folder.path(), program.pid(), &words);
+        let pager = attach.start().expect("it attaches");
+        pager.wait_for_budget().expect("within the budget");
+        pager
+    }
+}
+
 #[test]
 fn what_is_read_past_the_page_tables_to_pages_that_are_leaving_or_clean_is_not_lost() {
-    let (folder, images) = (on_tmpfs(), on_disk());
-    let (image, socket) = (images.path().join("disk.raw"), images.path().join("disk.sock"));
-    let disk = File::create(&image).expect("an image");
-    for block in 0..BLOCKS {
-        let bytes: Vec<u8> = words(block).flat_map(u64::to_le_bytes).collect();
-        disk.write_all_at(&bytes, block * BLOCK as u64).expect("room");
-    }
-    disk.sync_all().expect("a disk");
-    let server = Server::start(larder(), &image, &socket, &["--format", "raw"]).expect("it serves");
-    let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.args(["--ignored", "--exact", "views::reads", "--nocapture"]);
-    command.env(PROGRAM, &socket);
-    let mut reader = Verifier::start(command).expect("a program to manage");
-
-    let budget = (40 * MIB).to_string();
-    let swap = images.path().join("swap").display().to_string();
-    let words = ["--budget", &budget, "--swap-cache", &swap, "--swap-size", "1GiB"];
-    let attach = Attach::new(larder(), folder.path(), reader.pid(), &words);
-    let mut pager = attach.start().expect("it attaches");
-    pager.wait_for_budget().expect("within the budget");
+    let (folder, bed) = (on_tmpfs(), Bed::new());
+    let mut reader = bed.program("reads");
+    let mut pager = bed.pager(&folder, &reader);
     let goal = reader.report().expect("it reads").accesses + READS;
     let give_up = Instant::now() + LIMIT;
     while reader.report().expect("all is as it was read").accesses < goal {
@@ -209,6 +277,66 @@ fn what_is_read_past_the_page_tables_to_pages_that_are_leaving_or_clean_is_not_l
         "{state:#?}"
     );
     pager.detach().expect("lets go");
-    assert_eq!(Alone::of(server.process.id()).watched, 0);
+    assert_eq!(Alone::of(bed.server.process.id()).watched, 0);
     reader.stop().expect("all is as it was read");
+}
+
+/// Requests under way when a VM ends may wait for pages that are stored.
+#[test]
+fn killed_process_has_its_waiting_requests_completed() {
+    let (folder, bed) = (on_tmpfs(), Bed::new());
+    let mut writer = bed.program("writes");
+    let mut pager = bed.pager(&folder, &writer);
+    writer.process.say("read").expect("it lives");
+    writer.process.wait_for("has read", LIMIT).expect("it reads");
+    pager.process.signal(libc::SIGSTOP);
+    writer.process.say("write").expect("it lives");
+    let server = bed.server.process.id();
+    let give_up = Instant::now() + LIMIT;
+    while !waits_for_memory(server) {
+        assert!(Instant::now() < give_up, "no request waits for memory");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    writer.process.kill();
+    pager.process.signal(libc::SIGCONT);
+    let ended = pager.process.wait(LIMIT).expect("ends");
+    let said = pager.process.output();
+    assert!(
+        ended.success() && said.contains("the process has ended"),
+        "{ended}: {said}"
+    );
+
+    let mut guest = connect(&bed.server.socket);
+    let mut written = 0;
+    for block in 0..DEPTH as u64 {
+        let address = guest.data();
+        let into = [Buffer {
+            address,
+            len: BLOCK as u32,
+        }];
+        let id = guest.queue().add(&Request::read(block * BLOCK as u64 / 512, &into));
+        guest.queue().go();
+        let done = guest.queue().complete(LIMIT).expect("the server serves others");
+        assert_eq!((done.id, done.status), (id, 0));
+        let found = guest.memory.read_vec(address, BLOCK);
+        let (old, new) = (bytes(block), bytes(BLOCKS + block));
+        let sectors = found.chunks(512).zip(old.chunks(512).zip(new.chunks(512)));
+        for (sector, (found, (old, new))) in sectors.enumerate() {
+            assert!(
+                found == old || found == new,
+                "sector {sector} of block {block} is neither old nor new"
+            );
+            written += usize::from(found == new);
+        }
+    }
+    assert!(written > 0, "the request that waited was completed");
+}
+
+/// Returns true if a thread of the process waits for a missing page.
+fn waits_for_memory(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
+    threads.flatten().any(|thread| {
+        let waits_in = std::fs::read_to_string(thread.path().join("wchan"));
+        waits_in.is_ok_and(|name| name == "handle_userfault")
+    })
 }

@@ -54,15 +54,10 @@ fn a_session_goes_on_that_is_cut_while_nothing_goes_over() {
     let mut between = Between::start();
     for number in 1..=3 {
         between.relay.cut();
-        let said = |side: &Side| {
-            let give_up = std::time::Instant::now() + LIMIT;
-            while side.process.output().matches(IS_BACK).count() < number {
-                assert!(std::time::Instant::now() < give_up, "{}", side.process.output());
-                std::thread::yield_now();
-            }
-        };
-        said(&between.sender);
-        said(&between.receiver);
+        for side in [&between.sender, &between.receiver] {
+            let back = side.process.wait_for_count(IS_BACK, number, LIMIT);
+            back.expect("the session goes on");
+        }
     }
     carries(&mut between, PAGES);
 }

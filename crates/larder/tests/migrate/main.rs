@@ -12,6 +12,7 @@ mod guests;
 mod hostile;
 mod in_flight;
 mod moves;
+mod postcopy;
 mod strangers;
 #[path = "../support/mod.rs"]
 mod support;

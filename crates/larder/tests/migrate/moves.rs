@@ -1,17 +1,19 @@
 //! Guests that work on their memory and check it, moved from one QEMU to another.
 
+use std::time::{Duration, Instant};
+
 use larder_bench::campaign::migration::larder::Side;
 use larder_bench::campaign::migration::tap::Tap;
-use larder_bench::campaign::migration::vm::{Load, Machine, Release, Settings, counted};
+use larder_bench::campaign::migration::vm::{Load, Machine, Release, Settings, Vm, counted};
 use serde_json::{Value, json};
 
 use crate::MEMORY_MIB;
-use crate::support::larder;
+use crate::support::{LIMIT, larder};
 
 /// Moves a guest that does such work, by post-copy after a while if the settings allow that, with further words for the
-/// sender, and checks that it works on with what it had, and that either QEMU heard what the other one said. What the sender
-/// tells in the end.
-fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&str]) -> Value {
+/// sender, and checks that it works on with what it had, and that either QEMU heard what the other one said. QEMU sends what
+/// changes until it would begin that round, or as long as it likes. What the sender tells in the end.
+fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&str], until_round: Option<u64>) -> Value {
     let load = Load {
         kind,
         ..Load::default()
@@ -29,7 +31,14 @@ fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&st
     let words = [&["--lanes", "3", "--output", "json"], words].concat();
     let mut sender = Side::sender(larder(), &path("sender"), receiver.address(), &words).expect("it connects");
     let here = Tap::start(&path("source"), &path("sender")).expect("listens");
+    if until_round.is_some() {
+        may_pause_for(&mut source, 1);
+    }
     source.migrate(&path("source")).expect("QEMU begins");
+    if let Some(round) = until_round {
+        wait_for_round(&mut source, round);
+        may_pause_for(&mut source, 20_000);
+    }
     if settings.postcopy {
         source.wait_for_migration(&["active"]).expect("it goes on");
         source.ask("migrate-start-postcopy", &json!({})).expect("it may");
@@ -59,6 +68,26 @@ fn moves(release: Release, kind: &'static str, settings: &Settings, words: &[&st
     told
 }
 
+/// How long the guest may be paused at the end, by which QEMU decides when to send no further round.
+fn may_pause_for(source: &mut Vm, milliseconds: u64) {
+    source
+        .ask("migrate-set-parameters", &json!({"downtime-limit": milliseconds}))
+        .expect("QEMU takes it");
+}
+
+/// Waits until QEMU begins that round.
+fn wait_for_round(source: &mut Vm, round: u64) {
+    let give_up = Instant::now() + LIMIT;
+    loop {
+        let is = source.ask("query-migrate", &json!({})).expect("it answers");
+        if is["status"] == "completed" || is["ram"]["dirty-sync-count"].as_u64() >= Some(round) {
+            return;
+        }
+        assert!(Instant::now() < give_up, "{is}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// Pages that went as differences.
 fn deltas(told: &Value) -> u64 {
     let ways = told["methods"].as_array().expect("a list");
@@ -69,9 +98,15 @@ fn deltas(told: &Value) -> u64 {
 /// A link over which it pays to encode.
 const SLOW: [&str; 2] = ["--bandwidth", "48MiB"];
 
+/// One over which a round takes seconds, in which also a slow guest changes much.
+const SLOWER: [&str; 2] = ["--bandwidth", "16MiB"];
+
+/// The round before which pages have come twice, and then as differences.
+const FOURTH: u64 = 4;
+
 #[test]
 fn a_guest_of_qemu_7_moves_over_one_channel() {
-    moves(Release::Debian12, "mixed", &Settings::default(), &[]);
+    moves(Release::Debian12, "mixed", &Settings::default(), &[], None);
 }
 
 #[test]
@@ -80,7 +115,7 @@ fn a_guest_of_qemu_7_moves_over_two_channels_for_pages() {
         multifd: 2,
         ..Settings::default()
     };
-    let told = moves(Release::Debian12, "sequence", &settings, &SLOW);
+    let told = moves(Release::Debian12, "sequence", &settings, &SLOWER, Some(FOURTH));
     assert!(deltas(&told) > 0, "{told}");
 }
 
@@ -90,12 +125,18 @@ fn a_guest_of_qemu_7_moves_by_post_copy() {
         postcopy: true,
         ..Settings::default()
     };
-    moves(Release::Debian12, "random", &settings, &[]);
+    moves(Release::Debian12, "random", &settings, &[], None);
 }
 
 #[test]
 fn a_guest_of_qemu_10_moves_over_one_channel() {
-    let told = moves(Release::Debian13, "partial", &Settings::default(), &SLOW);
+    let told = moves(
+        Release::Debian13,
+        "partial",
+        &Settings::default(),
+        &SLOWER,
+        Some(FOURTH),
+    );
     assert!(deltas(&told) > 0, "{told}");
 }
 
@@ -105,7 +146,7 @@ fn a_guest_of_qemu_10_moves_over_two_channels_for_pages() {
         multifd: 2,
         ..Settings::default()
     };
-    moves(Release::Debian13, "mixed", &settings, &SLOW);
+    moves(Release::Debian13, "mixed", &settings, &SLOW, None);
 }
 
 #[test]
@@ -115,5 +156,5 @@ fn a_guest_of_qemu_10_moves_by_post_copy_with_a_channel_for_urgent_pages() {
         preempt: true,
         ..Settings::default()
     };
-    moves(Release::Debian13, "constant", &settings, &[]);
+    moves(Release::Debian13, "constant", &settings, &[], None);
 }

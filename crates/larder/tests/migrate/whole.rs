@@ -102,6 +102,31 @@ fn a_vm_moves_after_what_it_cannot_become_has_been_refused() {
     counted(&[source.console(), destination.console()]).expect("it has counted on");
 }
 
+/// Most of what the guest works on is in memory that a virtio-mem device has plugged.
+#[test]
+fn vm_with_virtio_mem_moves() {
+    const AT_BOOT_MIB: u64 = 384;
+    const PLUGGED_MIB: u64 = 256;
+    let script = format!(
+        "until [ $(sed -n 's/^MemTotal: *//;s/ kB$//p' /proc/meminfo | head -n 1) -gt {} ]; do sleep 0.1; done
+exec guest-load mixed --size {PLUGGED_MIB} --rate 10 --check 1
+",
+        (AT_BOOT_MIB + PLUGGED_MIB / 2) << 10
+    );
+    // QEMU before 9.0 loses writes of emulated guests to memory of such sizes.
+    let machine = Machine::running(Release::Debian13, AT_BOOT_MIB, &script).expect("the test bed is set up");
+    let machine = machine.plugged(PLUGGED_MIB);
+    let source = machine.boot().expect("the guest boots");
+    let destination = machine.incoming().expect("QEMU starts");
+    let mut waits = receiver(&destination);
+    let (code, output) = moves(&source, &waits, &[]);
+    assert_eq!(code, Some(0), "{output}");
+    let (code, output) = waits.end().expect("it ends");
+    assert_eq!(code, Some(0), "{output}");
+    destination.verifies().expect("its memory is right");
+    counted(&[source.console(), destination.console()]).expect("it has counted on");
+}
+
 fn ask(words: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(larder());
     command.arg("migrate").args(words);
@@ -412,4 +437,31 @@ fn a_vm_whose_qemu_dies_before_all_has_gone_is_lost_and_nobody_says_otherwise() 
     let (code, said) = mover.end().expect("it ends");
     assert_eq!(code, Some(2), "{said}");
     assert_eq!(verdict(&said).expect("JSON")["vm"], "lost", "{said}");
+}
+
+/// A VM that its guest or its operator ends during a move has nothing to be asked for again, and the report says what ended it.
+#[test]
+fn vm_ended_during_move_is_reported() {
+    for (command, cause) in [
+        ("system_reset", "QEMU received the command to reset"),
+        ("quit", "QEMU received the command to quit"),
+    ] {
+        let machine = Machine::new(Release::Debian12, MEMORY_MIB, &Load::default()).expect("the test bed is set up");
+        let mut source = machine.boot().expect("the guest boots");
+        let destination = machine.incoming().expect("QEMU starts");
+        let mut waits = receiver(&destination);
+        let mut mover = Side {
+            process: slow_mover(&source, &waits),
+            address: None,
+        };
+        // QEMU may end before it has answered.
+        let _ = source.ask(command, &json!({}));
+        let (code, said) = mover.end().expect("it ends");
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains(&format!("not moved: {cause}")), "{said}");
+        assert!(!said.contains("run the same command again"), "{said}");
+        assert_eq!(verdict(&said).expect("JSON")["vm"], "lost", "{said}");
+        let (code, heard) = waits.end().expect("it ends");
+        assert_eq!(code, Some(2), "{heard}");
+    }
 }

@@ -231,7 +231,7 @@ const WRONG: [(&str, &str); 60] = [
     ),
     (
         "status a\u{1b}[2J",
-        "larder: a\\u{1b}[2J is not moved by this user on this host",
+        "larder: a\\u001b[2J is not moved by this user on this host",
     ),
     (
         "limit nosuch --bandwidth 1000",

@@ -430,6 +430,48 @@ fn a_data_file_may_be_shorter_than_the_disk_and_lie_beside_the_image() {
 }
 
 #[test]
+fn an_empty_backing_file_or_data_file_reads_as_zeros() {
+    let folder = on_tmpfs();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("base.raw"), []).expect("writes");
+    let image = at("over.qcow2");
+    let over = [
+        "create",
+        "-q",
+        "-u",
+        "-f",
+        "qcow2",
+        "-b",
+        "base.raw",
+        "-F",
+        "raw",
+        text(&image),
+        "1M",
+    ];
+    tool("qemu-img", &over);
+    let split = at("split.qcow2");
+    let options = format!("data_file={}", text(&at("split.data")));
+    tool(
+        "qemu-img",
+        &["create", "-q", "-f", "qcow2", "-o", &options, text(&split), "1M"],
+    );
+    fs::write(at("split.data"), []).expect("truncates");
+    for image in [image, split] {
+        let served = Served::new(&image, &[]);
+        served.io(&[
+            "read -P 0 0 1M",
+            "write -P 4 64k 512",
+            "read -P 4 64k 512",
+            "read -P 0 66048 4k",
+            "discard 64k 64k",
+        ]);
+        served.stop();
+        assert!(qemu_io("qcow2", text(&image), &["read -P 0 0 1M"]).0);
+        assert_eq!(health(&image), Health::Clean);
+    }
+}
+
+#[test]
 fn overlapping_tables_are_refused() {
     let folder = on_tmpfs();
     let image = broken(&folder, |bytes| {

@@ -9,8 +9,9 @@ use tempfile::TempDir;
 
 use crate::bad_input::{Bytes, sound};
 use crate::corpus::images;
+use crate::data_file::check;
 use crate::operations::commands;
-use crate::served::{Health, Served, health, refused, text};
+use crate::served::{Health, Served, health, qemu_io, qemu_io_with, refused, text};
 use crate::spec::{Kind, Spec};
 use crate::support::{LIMIT, on_tmpfs, tool};
 
@@ -71,6 +72,46 @@ fn an_entry_that_leads_nowhere_is_an_error() {
             bytes.put_u64(at, entry);
         });
         only_the_first_cluster_fails(&image, &["entry 0 of L2 table 0", says]);
+    }
+}
+
+/// QEMU gives an error too, since version 2 has no zero clusters: the entry may mean zeros, the old data, or the backing
+/// file's.
+#[test]
+fn version_2_zero_flag_fails() {
+    for keeps_host in [false, true] {
+        let folder = on_tmpfs();
+        let (image, base) = (folder.path().join("old.qcow2"), folder.path().join("base.raw"));
+        fs::write(&base, vec![66; 8 << 20]).expect("writes");
+        let backed = [
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            "compat=0.10",
+            "-b",
+            text(&base),
+            "-F",
+            "raw",
+        ];
+        tool("qemu-img", &[&backed[..], &[text(&image)]].concat());
+        let (success, said) = qemu_io("qcow2", text(&image), &["write -P 17 0 128k"]);
+        assert!(success, "{said}");
+        let mut bytes = Bytes::of(&image);
+        let at = bytes.l2();
+        let host = if keeps_host { bytes.u64_at(at) } else { 0 };
+        bytes.put_u64(at, host | 1);
+        fs::write(&image, &bytes.0).expect("writes");
+        let (success, said) = qemu_io_with(&["-r"], "qcow2", text(&image), &["read 0 4k"]);
+        assert!(!success, "QEMU reads it: {said}");
+        only_the_first_cluster_fails(&image, &["entry 0 of L2 table 0", "has the zero flag, which version 2"]);
+        for options in [&[][..], &["--repair"]] {
+            let (code, said) = check(&image, options);
+            assert_eq!(code, Some(1), "{said}");
+            let says = "error: the entry of guest offset 0x0 in the active L1 table";
+            assert!(said.contains(says) && said.contains("has the zero flag"), "{said}");
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::operations::{Operation, commands};
 use crate::served::{Folder, Served, dump, health, qemu_io, text};
 use crate::spec::{Kind, Spec};
-use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run};
+use crate::support::{LIMIT, larder, on_disk, on_tmpfs, run, tool};
 
 /// How many images of each kind.
 const IMAGES: u64 = 4;
@@ -32,6 +32,41 @@ fn client(served: &Served, flushed: &[Operation], unsure: &[Operation]) -> Proce
     }
     command.arg(served.uri());
     Process::start(command).expect("starts")
+}
+
+/// Compressed clusters that share a host cluster are overwritten and flushed, so that it is free; then data goes there, and
+/// the server is killed before another flush. The image has its old refcount, of the compressed clusters, until then.
+#[test]
+fn reused_compressed_cluster_survives_kill() {
+    for leaves in [None, Some("discard 1M 128k")] {
+        let folder = on_tmpfs();
+        let image = folder.path().join("image.qcow2");
+        tool("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "4M"]);
+        let packed = [
+            "write -c -P 11 0 64k",
+            "write -c -P 22 64k 64k",
+            "write -c -P 33 128k 64k",
+        ];
+        assert!(qemu_io("qcow2", text(&image), &packed).0);
+        let served = Served::new(&image, &[]);
+        let rewrite = ["write -P 1 0 64k", "write -P 2 64k 64k", "write -P 3 128k 64k", "flush"];
+        let reuse = (16..22).map(|cluster| format!("write -P 4 {}k 64k", cluster * 64));
+        let commands = rewrite.map(str::to_owned).into_iter().chain(reuse);
+        let client = served.io_without_flush(&commands.chain(leaves.map(str::to_owned)).collect::<Vec<_>>());
+        served.kill();
+        drop(client);
+        let served = Served::new(&image, &[]);
+        let kept = [
+            "read -P 1 0 64k",
+            "read -P 2 64k 64k",
+            "read -P 3 128k 64k",
+            "read -P 4 1152k 256k",
+        ];
+        served.io(&kept);
+        served.stop();
+        health(&image);
+        assert!(qemu_io("qcow2", text(&image), &kept).0);
+    }
 }
 
 fn kill_under_load(kind: Kind, seed: u64) {

@@ -6,11 +6,14 @@
 mod bad_input;
 mod broken_tables;
 mod corpus;
+mod data_file;
+mod device;
 mod full;
 mod journal;
 mod kills;
 mod locks;
 mod model;
+mod names;
 mod operations;
 mod served;
 mod space;

@@ -65,6 +65,23 @@ impl Served {
         said
     }
 
+    /// Runs commands of qemu-io, none of which it flushes, and returns when they have ended. The client stays connected: it
+    /// flushes when it ends.
+    pub(crate) fn io_without_flush<S: AsRef<str>>(&self, commands: &[S]) -> Process {
+        const MARK: (&str, &str) = ("help quit", "exit the program");
+        let mut command = Command::new("stdbuf");
+        command.args(["-oL", "qemu-io", "-f", "raw", "-d", "unmap", "-t", "writeback"]);
+        for text in commands {
+            command.args(["-c", text.as_ref()]);
+        }
+        command.args(["-c", MARK.0, "-c", "sleep 1000000"]).arg(self.uri());
+        let client = Process::start(command).expect("starts");
+        client.wait_for(MARK.1, LIMIT).expect("an answer");
+        let said = client.output();
+        assert!(!said.contains("failed"), "{said}");
+        client
+    }
+
     /// What a client reads, the whole disk.
     pub(crate) fn dump(&self) -> Vec<u8> {
         let into = self.folder.path().join("dump");

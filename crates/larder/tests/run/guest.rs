@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Longer than a guest needs on a loaded machine without KVM.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// How much longer Debian takes, which boots twice and works.
 const DEBIANS_PATIENCE: Duration = Duration::from_secs(480);

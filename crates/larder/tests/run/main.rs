@@ -42,7 +42,7 @@ fn the_guest_sees_its_disks_and_what_it_writes_is_in_the_image() {
         "-drive",
         &drive(&by_drive, ",cache=none"),
         "-device",
-        "virtio-blk-pci,drive=first,serial=DEVICE-1",
+        "virtio-blk-pci,drive=first,serial=f9160a20-70c7-38f4-a980-29f0c16f0155",
         "-drive",
         &format!("if=none,id=first,format=raw,file={}", by_device.display()),
     ];
@@ -58,7 +58,7 @@ fn the_guest_sees_its_disks_and_what_it_writes_is_in_the_image() {
             image.display()
         ));
     }
-    assert_eq!(guest.line("vda "), "vda 131072 0 DEVICE-1");
+    assert_eq!(guest.line("vda "), "vda 131072 0 f9160a20-70c7-38f4-a");
     assert_eq!(guest.line("vdb "), "vdb 32768 0");
     assert_eq!(guest.line("vdc "), "vdc 16384 1 OPTION-1");
     let written = guest.line("WRITTEN ");

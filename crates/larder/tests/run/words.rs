@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use larder_bench::campaign::memory::ATTACHED;
 use rustix::process::Signal;
 
 use crate::drive;
@@ -123,6 +124,79 @@ fn advice_on_an_image_that_cannot_be_served_is_in_the_words_of_its_option() {
             .unwrap_or_default();
         assert!(line.contains(message), "{message}: {said}");
         assert!(!said.contains("--format") && !said.contains("--share"), "{said}");
+        assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
+    }
+}
+
+/// Runs a command and sends `quit` to its guest's monitor at once; returns its exit status and its messages.
+fn quits(mut command: Command, arguments: &[&str]) -> (Option<i32>, String) {
+    command.args(["-accel", "tcg", "-m", "64", "-nodefaults", "-display", "none", "-S"]);
+    command.args(["-monitor", "stdio"]).args(arguments);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().expect("runs");
+    // One that has ended does not read it.
+    let _ = child.stdin.take().expect("a pipe").write_all(b"quit\n");
+    let output = child.wait_with_output().expect("ends");
+    (output.status.code(), text(&output.stderr))
+}
+
+/// A guest that QEMU alone starts is started under `larder run` as well: Larder serves its disk as QEMU would, or leaves
+/// it to QEMU and says why.
+#[test]
+fn odd_disk_starts_as_under_qemu() {
+    let place = Place::new("odd");
+    let path = |name: &str| place.path(name).display().to_string();
+    place.image("disk.raw", 1);
+    fs::write(place.path("part.raw"), vec![0; (1 << 20) + 512]).expect("writes");
+    fs::write(place.path("empty.raw"), "").expect("writes");
+    let made = Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2", &path("disk.qcow2"), "1M"])
+        .status();
+    assert!(made.expect("qemu-img is there").success());
+    let long = "serial=f9160a20-70c7-38f4-a980-29f0c16f0155";
+    let [disk, part, empty, qcow2] =
+        ["disk.raw", "part.raw", "empty.raw", "disk.qcow2"].map(|name| format!("format=raw,file={}", path(name)));
+    let qcow2 = qcow2.replace("format=raw", "format=qcow2");
+    for (drive, device, message) in [
+        (
+            &disk,
+            long,
+            "the guest sees the first 20, as with QEMU: 'f9160a20-70c7-38f4-a'",
+        ),
+        (&disk, "num-queues=65", "stays with QEMU: queues 65: a disk has 1 to 64"),
+        (&disk, "num-queues=65535", "served over vhost-user-blk"),
+        (&disk, "num-queues=0x10", "served over vhost-user-blk"),
+        (&disk, "num-queues=010", "stays with QEMU: num-queues=010"),
+        (&disk, "queue-size=0x80", "served over vhost-user-blk"),
+        (
+            &disk,
+            "logical_block_size=1024,physical_block_size=1024",
+            "stays with QEMU: vhost-user-blk has nothing for the property physical_block_size=1024",
+        ),
+        (
+            &part,
+            "logical_block_size=4096,physical_block_size=4096",
+            "stays with QEMU: vhost-user-blk has nothing for the property physical_block_size=4096",
+        ),
+        (&qcow2, "share-rw=on", "stays with QEMU: "),
+        (&empty, "bootindex=1", "stays with QEMU: "),
+        (
+            &"format=raw,file=/dev/zero".to_owned(),
+            "bootindex=1",
+            "stays with QEMU: /dev/zero is a ",
+        ),
+    ] {
+        let drive = format!("if=none,id=x,{drive}");
+        let device = format!("virtio-blk-pci,drive=x,{device}");
+        let arguments = ["-drive", &drive, "-device", &device];
+        let (alone, said) = quits(Command::new(qemu()), &arguments);
+        assert_eq!(alone, Some(0), "{device}: {said}");
+        let (code, said) = quits(place.larder_run(&[], qemu()), &arguments);
+        assert_eq!(code, Some(0), "{drive} {device}: {said}");
+        assert!(said.contains(message), "{drive} {device}: {said}");
         assert!(place.leftovers().is_empty(), "{:?}", place.leftovers());
     }
 }
@@ -362,7 +436,7 @@ fn a_dry_run_has_the_pager_of_a_budget_and_a_shell_does_the_same() {
     let attached = errors
         .by_ref()
         .map_while(Result::ok)
-        .find(|line| line.contains(" attached"));
+        .find(|line| line.contains(ATTACHED));
     assert!(attached.is_some(), "it has not attached");
     let mut monitor = shell.stdin.take().expect("is piped");
     writeln!(monitor, "quit").expect("QEMU reads");

@@ -120,6 +120,7 @@ cache-size = "16MiB"
 name = "data"
 image = "IMAGES/data.raw"
 nbd = "nbd+unix:///data?socket=data.nbd"
+nbd-description = "the VM's data"
 prefetch = "off"
 iops-total = 1000000
 readonly = false
@@ -169,6 +170,8 @@ fn all_disks_of_a_vm_are_served_by_one_process() {
     works(&mut guest, 1);
     data_io(&vm, &["write -P 9 0 1M", "flush"]);
     assert!(data_io(&vm, &["read -P 9 0 1M"]).contains("read 1048576/1048576"));
+    let uri = format!("nbd+unix:///data?socket={}", text(&vm.path("data.nbd")));
+    assert!(tool("nbdinfo", &[&uri]).contains("the VM's data"));
     let disks = vm.disks();
     let names: Vec<&Value> = disks.iter().map(|disk| &disk["name"]).collect();
     assert_eq!(names, ["vda", "data"]);

@@ -32,7 +32,7 @@ const WRONG: [(&str, &str); 40] = [
     ),
     (
         "[[disk]]\nimage = \"http://x/y\"",
-        "FILE:2:9: image: 'http://x/y': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it",
+        "FILE:2:9: image: 'http://x/y' is QEMU's name for a file on a web server, which Larder does not open: fetch it and name the file, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; a path that begins like that has ./ before it",
     ),
     (
         "[[disk]]\nimage = \"/a\"\nserail = \"x\"",
@@ -213,7 +213,7 @@ fn memory_is_checked_with_the_disks_and_nobody_serves_it() {
         ),
         (
             "swap-cache = \"IMAGES/other\"\nswap-size = \"32MiB\"",
-            "memory: swap cache IMAGES/other: it has something on it",
+            "memory: swap cache IMAGES/other: its first MiB is not empty",
         ),
     ] {
         std::fs::write(vm.images.path().join("other"), [7; 8192]).expect("writes");
@@ -245,6 +245,32 @@ fn memory_is_managed_only_where_a_file_says_how() {
         super::text(&vm.file())
     );
     assert!(code == Some(2) && said.starts_with(&wanted), "{said}");
+}
+
+/// A name that leaves no room in a socket's address is found before a server is started.
+#[test]
+fn check_refuses_names_longer_than_sockets() {
+    let vm = two();
+    let long = "n".repeat(100);
+    let disks = "[[disk]]\nimage = \"/a\"\n";
+    let socket = "control = \"/run/c\"\n[[disk]]\nname = \"LONG\"\nimage = \"/a\"\n";
+    let memory = "control = \"/run/c\"\n[memory]\nbudget = \"1GiB\"\npid-file = \"pid\"\n";
+    let qmp = "[memory]\nbudget = \"1GiB\"\nqmp = \"LONG/q\"\n";
+    for (name, text, key) in [
+        (long.as_str(), disks, ":1:1: control: "),
+        ("web", socket, ":2:1: socket: "),
+        (&long, memory, ":2:2: memory: "),
+        ("web", qmp, ":3:7: qmp: "),
+    ] {
+        let file = vm.images.path().join(format!("{name}.toml"));
+        std::fs::write(&file, text.replace("LONG", &long)).expect("writes");
+        let mut command = std::process::Command::new(crate::support::larder());
+        command.args(["vm", "--check"]).arg(&file);
+        let (code, said) = run(command);
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains(key), "{key}: {said}");
+        assert!(said.contains("the path of a socket has 107 at most"), "{said}");
+    }
 }
 
 #[test]

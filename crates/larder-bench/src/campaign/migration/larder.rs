@@ -12,7 +12,7 @@ use super::super::process::{Process, mortal};
 use super::LIMIT;
 
 /// How long a side may take to end when the other one is gone: it gives up after 10 s of silence.
-pub const END_LIMIT: Duration = Duration::from_secs(60);
+pub const END_LIMIT: Duration = Duration::from_secs(240);
 
 /// Either side, running; killed when this is dropped.
 pub struct Side {

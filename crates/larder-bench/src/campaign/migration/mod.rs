@@ -13,7 +13,7 @@ pub mod vm;
 use std::time::Duration;
 
 /// For whatever may take long on a busy machine.
-pub const LIMIT: Duration = Duration::from_secs(120);
+pub const LIMIT: Duration = Duration::from_secs(300);
 
 /// How often it is looked for what is waited for.
 const LOOK: Duration = Duration::from_millis(10);

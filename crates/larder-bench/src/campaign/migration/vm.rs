@@ -72,11 +72,39 @@ impl Default for Load {
     }
 }
 
+/// The guest kernel's command line. On a busy host the kernel may find its timer missing. Memory that a virtio-mem device
+/// plugs is used at once.
+const APPEND: &str = "console=ttyS0 quiet panic=-1 no_timer_check memhp_default_state=online_movable";
+
+/// The memory backend of a QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Backend {
+    /// QEMU's own choice.
+    Default,
+    /// Private memory that the host has allocated beforehand.
+    Preallocated,
+    /// A shared memfd.
+    Shared,
+}
+
+impl Backend {
+    fn words(self, memory_kib: u64) -> Vec<String> {
+        let object = match self {
+            Self::Default => return Vec::new(),
+            Self::Preallocated => format!("memory-backend-ram,id=memory,size={memory_kib}k,prealloc=on"),
+            Self::Shared => format!("memory-backend-memfd,id=memory,size={memory_kib}k,share=on"),
+        };
+        let words = ["-object", &object, "-machine", "memory-backend=memory"];
+        words.map(str::to_owned).into()
+    }
+}
+
 /// What source and destination have in common.
 pub struct Machine {
     release: Release,
     memory_kib: u64,
-    preallocated: bool,
+    backend: Backend,
+    plugged_mib: u64,
     folder: TempDir,
     initrd: PathBuf,
 }
@@ -103,7 +131,8 @@ impl Machine {
         Ok(Self {
             release,
             memory_kib: (memory_mib << 10) - 8,
-            preallocated: false,
+            backend: Backend::Default,
+            plugged_mib: 0,
             folder,
             initrd,
         })
@@ -112,8 +141,41 @@ impl Machine {
     /// The same, and the host gives each QEMU all of its memory before it does anything.
     #[must_use]
     pub const fn preallocated(mut self) -> Self {
-        self.preallocated = true;
+        self.backend = Backend::Preallocated;
         self
+    }
+
+    /// The same, with memory that a pager can manage.
+    #[must_use]
+    pub const fn shared(mut self) -> Self {
+        self.backend = Backend::Shared;
+        self
+    }
+
+    /// The same machine, with further memory plugged by a virtio-mem device.
+    #[must_use]
+    pub const fn plugged(mut self, mib: u64) -> Self {
+        self.plugged_mib = mib;
+        self
+    }
+
+    /// QEMU's words for memory: that of the machine, and that of a virtio-mem device of twice what is plugged.
+    fn memory_words(&self) -> Vec<String> {
+        let (kib, plugged) = (self.memory_kib, self.plugged_mib);
+        if plugged == 0 {
+            return vec!["-m".to_owned(), format!("{kib}k")];
+        }
+        let whole = plugged * 2;
+        let most = kib + (whole << 10);
+        [
+            "-m".to_owned(),
+            format!("{kib}k,slots=1,maxmem={most}k"),
+            "-object".to_owned(),
+            format!("memory-backend-memfd,id=plugged,size={whole}M,share=on,reserve=off"),
+            "-device".to_owned(),
+            format!("virtio-mem-pci,memdev=plugged,requested-size={plugged}M,block-size=2M"),
+        ]
+        .into()
     }
 
     /// Where its files, and sockets between its QEMUs, may lie.
@@ -134,7 +196,7 @@ impl Machine {
     /// # Errors
     /// It does not get that far.
     pub fn boot_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
-        let vm = self.start(before, &[])?;
+        let vm = self.start(before, &[], self.backend)?;
         vm.wait_for_console("TICK", 1)?;
         Ok(vm)
     }
@@ -158,19 +220,10 @@ impl Machine {
     }
 
     fn start_with(&self, socket: &Path, words: &[&str]) -> anyhow::Result<Vm> {
-        let memory = format!("memory-backend-memfd,id=memory,size={}k,share=on", self.memory_kib);
         let chardev = format!("socket,id=vda,path={},reconnect=1", socket.display());
-        let disk = [
-            "-object",
-            &memory,
-            "-machine",
-            "memory-backend=memory",
-            "-chardev",
-            &chardev,
-            "-device",
-            "vhost-user-blk-pci,chardev=vda,num-queues=1",
-        ];
-        self.start(&[], &[&disk, words].concat())
+        let device = "vhost-user-blk-pci,chardev=vda,num-queues=1";
+        let disk = ["-chardev", &chardev, "-device", device];
+        self.start(&[], &[&disk, words].concat(), Backend::Shared)
     }
 
     /// A QEMU that waits to be told where its guest comes from.
@@ -181,35 +234,46 @@ impl Machine {
         self.incoming_by(&[])
     }
 
+    /// The same, with its memory in this file.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn incoming_in_file(&self, path: &Path) -> anyhow::Result<Vm> {
+        let (kib, path) = (self.memory_kib, path.display());
+        let memory = format!("memory-backend-file,id=memory,size={kib}k,mem-path={path},share=on");
+        let words = [
+            "-incoming",
+            "defer",
+            "-object",
+            &memory,
+            "-machine",
+            "memory-backend=memory",
+        ];
+        self.start(&[], &words, Backend::Default)
+    }
+
     /// The same, and QEMU by other words before its own.
     ///
     /// # Errors
     /// It does not start.
     pub fn incoming_by(&self, before: &[&str]) -> anyhow::Result<Vm> {
-        self.start(before, &["-incoming", "defer"])
+        self.start(before, &["-incoming", "defer"], self.backend)
     }
 
-    fn start(&self, before: &[&str], words: &[&str]) -> anyhow::Result<Vm> {
+    fn start(&self, before: &[&str], words: &[&str], backend: Backend) -> anyhow::Result<Vm> {
         let folder = tempfile::tempdir_in(self.folder.path())?;
         let (console, qmp) = (folder.path().join("console"), folder.path().join("qmp"));
         let [others, watched] = ["qmp-others", "qmp-watched"].map(|name| folder.path().join(name));
         let monitor = |path: &Path| format!("unix:{},server=on,wait=off", path.display());
         let mut command = self.release.command()?;
         command
-            .args([
-                "-accel",
-                &accelerator()?,
-                "-smp",
-                "1",
-                "-m",
-                &format!("{}k", self.memory_kib),
-            ])
+            .args(["-accel", &accelerator()?, "-smp", "1"])
+            .args(self.memory_words())
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-kernel"])
             .arg(test_bed("vmlinuz")?.canonicalize()?)
             .arg("-initrd")
             .arg(&self.initrd)
-            // On a busy host the kernel may find its timer missing.
-            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check", "-serial"])
+            .args(["-append", APPEND, "-serial"])
             .arg(format!("file:{}", console.display()))
             .args([
                 "-qmp",
@@ -219,11 +283,8 @@ impl Machine {
                 "-qmp",
                 &monitor(&watched),
             ])
-            .args(words);
-        if self.preallocated {
-            let memory = format!("memory-backend-ram,id=ram,size={}k,prealloc=on", self.memory_kib);
-            command.args(["-object", &memory, "-machine", "memory-backend=ram"]);
-        }
+            .args(words)
+            .args(backend.words(self.memory_kib));
         let process = Process::start(put_before(before, command))?;
         let give_up = Instant::now() + LIMIT;
         // Its sockets are there a moment before it listens.

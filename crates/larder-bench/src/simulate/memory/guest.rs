@@ -121,6 +121,16 @@ impl GuestMemory for Guest {
         Ok(())
     }
 
+    fn read(&self, page: PageIndex, into: &mut [u8; PAGE]) -> io::Result<()> {
+        self.call(|world| {
+            let words = world.kernel.borrow().read(page);
+            for (into, word) in into.chunks_mut(8).zip(words) {
+                into.copy_from_slice(&word.to_ne_bytes());
+            }
+        });
+        Ok(())
+    }
+
     fn take_out(&self, run: PageRun) -> io::Result<()> {
         self.call(|world| {
             world.log(|| format!("pager takes out {run:?}"));

@@ -38,6 +38,17 @@ impl HeldFile {
         displaced(&self.file, &self.path)
     }
 
+    /// Takes all that is in the file, which keeps its size.
+    ///
+    /// # Errors
+    /// Its size cannot be set.
+    pub fn clear(&self) -> io::Result<()> {
+        let len = self.file.metadata()?.len();
+        // A crash between the two leaves it empty.
+        self.file.set_len(0)?;
+        self.file.set_len(len)
+    }
+
     /// Where its contents are to be had as long as this process keeps it, whatever its name.
     pub fn contents(&self) -> PathBuf {
         contents(&self.file)

@@ -1,6 +1,6 @@
 //! Opening a file or block device as a disk: what it is, whose it is, and whether direct I/O works on it.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -10,14 +10,15 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use super::super::image_lock::{self, Claim, LockError, Sharing};
-use super::{FileDevice, InCall, Kind, NO_TURN, SECTOR, size_of, visible_size, watch, workers_worth_having};
+use super::{FileDevice, InCall, Kind, KnownData, NO_TURN, SECTOR, size_of, visible_size, watch, workers_worth_having};
+use crate::boot::is_tmpfs;
 use crate::buffer::AlignedBuf;
 use crate::device::{Geometry, SizeChanges};
 use crate::event_loop::Loop;
+use crate::lock_wait::{LockKind, LockWait};
 
-/// How long a lock is waited for. A server that was killed keeps its locks until its last I/O has ended and the kernel
-/// has taken its io_uring apart; whoever starts its successor does so at once.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+/// The interval between two tries to take a lock that another process has.
+const LOCK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What a container seems to be filled up to, in bytes.
 pub const CONTAINER_UNIT: u64 = 4096;
@@ -40,6 +41,8 @@ pub enum Role {
     /// A disk, or a part of one.
     #[default]
     Image,
+    /// A backing or data file of an image. It may be empty.
+    Part,
     /// The cache of the disk with this name.
     CacheOf(String),
 }
@@ -53,6 +56,9 @@ pub struct FileOptions {
     pub read_only: bool,
     /// Let other processes use the file too; the user answers for what that does.
     pub share: bool,
+    /// Claim a block device from the kernel (`O_EXCL`), as a mount, md and the device mapper do: refuse one that is claimed,
+    /// and keep it from them. For devices that Larder overwrites.
+    pub exclusive: bool,
     /// Who sees to it that nobody else uses the file, otherwise.
     pub claim: Claim,
     /// Page cache or not.
@@ -77,6 +83,13 @@ pub enum OpenError {
     WrongKind { path: PathBuf, kind: &'static str },
     #[error("{}: {source}", path.display())]
     Locked { path: PathBuf, source: LockError },
+    #[error(
+        "{}: the device is claimed by another program or by the kernel: it is mounted, or part of a RAID, a volume group or \
+         another device (lsblk {} shows of which); give a device that nothing else uses",
+        path.display(),
+        path.display()
+    )]
+    Claimed { path: PathBuf },
     #[error("{} is empty; make it as large as the disk first (truncate -s 10G {})", path.display(), path.display())]
     Empty { path: PathBuf },
     #[error("{} has no size: nothing is behind this device (losetup {} shows what is behind a loop device)", path.display(), path.display())]
@@ -121,9 +134,13 @@ impl FileDevice {
                 break (file, kind);
             }
         };
+        let claimed = match options.exclusive && kind == Kind::Block {
+            true => Some(claim_patiently(on, &file, path).await?),
+            false => None,
+        };
 
         let mut size = size_of(&file).map_err(os("finding its size"))?;
-        if size == 0 {
+        if size == 0 && (options.role != Role::Part || kind == Kind::Block) {
             let path = path.to_owned();
             return Err(match kind {
                 Kind::Block => OpenError::EmptyDevice { path },
@@ -161,8 +178,10 @@ impl FileDevice {
             name: path.display().to_string().into(),
             path: path.to_owned(),
             file,
+            claimed: RefCell::new(claimed),
             role: options.role,
             displaced: Cell::new(None),
+            on: on.clone(),
             ring: on.ring_or_panic(),
             geometry: Cell::new(geometry),
             direct: direct.is_some(),
@@ -179,6 +198,7 @@ impl FileDevice {
             can_allocate: Cell::new(kind != Kind::Block),
             flush_failed: Cell::new(None),
             changes: SizeChanges::default(),
+            known_data: KnownData::default(),
         });
         on.spawn(watch(on.clone(), Rc::downgrade(&device)));
         Ok(device)
@@ -286,7 +306,7 @@ fn kind_of(file: &File, path: &Path) -> Result<Kind, OpenError> {
             let file_system = rustix::fs::fstatfs(file)
                 .map_err(io::Error::from)
                 .map_err(os("reading its file system's type"))?;
-            if file_system.f_type as i64 == libc::TMPFS_MAGIC {
+            if is_tmpfs(&file_system) {
                 Ok(Kind::Tmpfs)
             } else {
                 Ok(Kind::Regular)
@@ -302,8 +322,10 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptio
         (false, true) => Sharing::ReadOnly,
         (false, false) => Sharing::Exclusive,
     };
-    let give_up = on.now().after(LOCK_PATIENCE);
-    let mut told = false;
+    let (mut by_qemus_locks, mut by_writer) = (
+        LockWait::new(LockKind::Ofd(None)),
+        LockWait::new(LockKind::Ofd(Some(image_lock::WRITER))),
+    );
     loop {
         match image_lock::lock(file.as_fd(), sharing, options.claim) {
             Ok(()) => return Ok(()),
@@ -311,18 +333,17 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptio
                 tracing::warn!(path = %path.display(), "the file system cannot lock: nothing keeps others off this image");
                 return Ok(());
             }
-            Err(busy @ (LockError::InUse { .. } | LockError::StillWritten)) if on.now() < give_up => {
-                if !told {
-                    let patience_s = LOCK_PATIENCE.as_secs();
-                    tracing::info!(
-                        "{}: {busy}; waiting up to {patience_s} s, in case that is a server that is ending",
-                        path.display()
-                    );
-                    told = true;
-                }
-                on.sleep(Duration::from_millis(20)).await;
-            }
             Err(source) => {
+                let said = format!("{}: {source}", path.display());
+                let goes_on = match &source {
+                    LockError::InUse { .. } => by_qemus_locks.goes_on(file.as_fd(), &said),
+                    LockError::StillWritten => by_writer.goes_on(file.as_fd(), &said),
+                    _ => false,
+                };
+                if goes_on {
+                    on.sleep(LOCK_INTERVAL).await;
+                    continue;
+                }
                 return Err(OpenError::Locked {
                     path: path.to_owned(),
                     source,
@@ -330,6 +351,46 @@ async fn lock_patiently(on: &Loop, file: &File, path: &Path, options: &FileOptio
             }
         }
     }
+}
+
+/// Claims an open block device, and waits for a server that is just dying.
+async fn claim_patiently(on: &Loop, file: &File, path: &Path) -> Result<File, OpenError> {
+    // The same device, whatever the path leads to by now.
+    let same = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let mut wait = LockWait::new(LockKind::Claim);
+    loop {
+        match claim_device(&same) {
+            Err(OpenError::Claimed { .. }) => {
+                let error = OpenError::Claimed { path: path.to_owned() };
+                if !wait.goes_on(file.as_fd(), &error) {
+                    return Err(error);
+                }
+                on.sleep(LOCK_INTERVAL).await;
+            }
+            claimed => return claimed,
+        }
+    }
+}
+
+/// Claims a block device: as long as the result is open, nothing else can. A claim has a descriptor of its own, so that a
+/// device that is closed can give it up while requests may still use the other one.
+///
+/// # Errors
+/// Another program or the kernel has claimed it, or it cannot be opened.
+pub fn claim_device(path: &Path) -> Result<File, OpenError> {
+    let mut options = File::options();
+    let claimed = options
+        .read(true)
+        .custom_flags(libc::O_EXCL | libc::O_NONBLOCK)
+        .open(path);
+    claimed.map_err(|source| match source.kind() {
+        io::ErrorKind::ResourceBusy => OpenError::Claimed { path: path.to_owned() },
+        _ => OpenError::Open {
+            path: path.to_owned(),
+            source,
+            read_only: true,
+        },
+    })
 }
 
 fn is_unsupported(error: &io::Error) -> bool {

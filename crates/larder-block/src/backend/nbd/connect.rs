@@ -320,6 +320,9 @@ const KEPT_FLAGS: TransmissionFlags = TransmissionFlags::FLUSH
     .with(TransmissionFlags::WRITE_ZEROES)
     .with(TransmissionFlags::FAST_ZERO);
 
+/// The largest export, in bytes: an offset has 63 bits, and a disk whole sectors.
+const EXPORT_SIZE_MAX: u64 = (1 << 63) - 512;
+
 impl Export {
     fn new(size: u64, flags: TransmissionFlags, sizes: BlockSizes) -> Self {
         Self {
@@ -341,7 +344,7 @@ impl Export {
         if self.size == 0 {
             return Err(ConnectError::Empty);
         }
-        if i64::try_from(self.size).is_err() {
+        if self.size > EXPORT_SIZE_MAX {
             return Err(ConnectError::AbsurdSize(self.size));
         }
         // Spec, "Size constraints": a power of two up to 64 KiB; a larger payload than anyone needs means no limit.
@@ -378,7 +381,8 @@ impl Export {
         if self.has(TransmissionFlags::READ_ONLY) && !before.has(TransmissionFlags::READ_ONLY) {
             return Err(Change::ReadOnly);
         }
-        if self.sizes.minimum > before.sizes.minimum {
+        // Requests are whole sectors, whatever smaller minimum there was.
+        if self.sizes.minimum > before.sizes.minimum.max(super::SECTOR) {
             return Err(Change::LargerBlocks {
                 from: before.sizes.minimum,
                 to: self.sizes.minimum,

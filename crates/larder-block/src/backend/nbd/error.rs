@@ -5,6 +5,7 @@ use std::{fmt, io};
 
 use crate::nbd::handshake::{option_name, reply_error_name};
 use crate::nbd::{Malformed, NbdUriError};
+use crate::printable;
 use crate::tls::TlsError;
 use crate::units::ByteLen;
 
@@ -56,7 +57,7 @@ pub enum ConnectError {
     NoExport,
     #[error("the export has no bytes")]
     Empty,
-    #[error("the export is said to have {0} bytes; a disk has less than 2^63")]
+    #[error("the export is said to have {0} bytes; a disk has at most 2^63 - 512, whole sectors")]
     AbsurdSize(u64),
     #[error(
         "the export's block sizes make no sense: minimum {minimum}, preferred {preferred}, largest payload {payload_max}"
@@ -121,7 +122,7 @@ fn quoted(text: &str) -> String {
     if text.is_empty() {
         String::new()
     } else {
-        format!(" ('{}')", text.escape_debug())
+        format!(" ('{}')", printable(text))
     }
 }
 

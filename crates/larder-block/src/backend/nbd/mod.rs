@@ -233,7 +233,7 @@ fn tell_of_odd_size(uri: &NbdUri, size: u64, geometry: &Geometry) {
     if visible > size {
         tracing::warn!(
             "{uri}: its size ({size} bytes) is no multiple of {SECTOR}: the disk is {} bytes larger; they read as zeros, and \
-             what is written there is lost",
+             writes of anything else there fail",
             visible - size
         );
     } else if visible < size {
@@ -383,7 +383,20 @@ impl Shared {
         Ok(())
     }
 
+    /// Refuses a write of anything but zeros beyond the end of an export of an odd size, which has no room for the end of its
+    /// last sector.
+    fn check_beyond(&self, range: ByteRange, buffer: WriteBuf<'_>) -> IoResult {
+        let mut end = [0; SECTOR as usize];
+        let beyond = buffer.skip(self.real(range).len.as_usize());
+        beyond.copy_to_slice(&mut end[..beyond.len()]);
+        match end == [0; SECTOR as usize] {
+            true => Ok(()),
+            false => Err(self.error(Operation::Write, range, Failure::NoSpace)),
+        }
+    }
+
     async fn write_in_parts(&self, range: ByteRange, buffer: WriteBuf<'_>, fua: Fua) -> IoResult {
+        self.check_beyond(range, buffer)?;
         let real = self.real(range);
         let mut done = 0;
         for part in parts(real, self.payload_len_max(Operation::Write)) {
@@ -504,7 +517,8 @@ impl Fua {
     }
 }
 
-/// `range` in parts of at most `len_max` bytes.
+/// `range` in parts of at most `len_max` bytes, which end at multiples of that: a server can discard what is on both sides
+/// of such a place.
 fn parts(range: ByteRange, len_max: u64) -> impl Iterator<Item = ByteRange> {
     let mut at = range.start;
     std::iter::from_fn(move || {
@@ -512,7 +526,7 @@ fn parts(range: ByteRange, len_max: u64) -> impl Iterator<Item = ByteRange> {
         if left.is_empty() {
             return None;
         }
-        let part = at.range(left.len.min(ByteLen::new(len_max)));
+        let part = at.range(left.len.min(ByteLen::new(len_max - at.get() % len_max)));
         at = part.end();
         Some(part)
     })
@@ -588,6 +602,18 @@ impl BlockDevice for NbdDevice {
             return Io::nbd(shared.submit_write(Operation::Write, range, buffer, fua.flag()));
         }
         Io::task(shared.write_in_parts(range, buffer, fua))
+    }
+
+    fn minds_content(&self, range: ByteRange) -> bool {
+        range
+            .checked_end()
+            .is_some_and(|end| end.get() > self.shared.export.get().size)
+    }
+
+    fn check_content(&self, start: ByteOffset, buffer: WriteBuf<'_>) -> IoResult {
+        let range = start.range(buffer.byte_len());
+        self.shared.check(Operation::Write, range)?;
+        self.shared.check_beyond(range, buffer)
     }
 
     fn flush(&self) -> Io<'_> {

@@ -9,7 +9,7 @@ use crate::entry::{Location, Stored, Tier, Word};
 use crate::guest::GuestMemory;
 use crate::lists::Queue;
 use crate::log::{SEGMENT, SegmentIndex, data_at, object_bytes};
-use crate::pager::{Pager, Phase, Waiting};
+use crate::pager::{Pager, Phase, Source, Waiting};
 use crate::units::{PAGE, PageIndex};
 use crate::userfaultfd::Filled;
 use crate::worker::{Origin, Worker};
@@ -247,21 +247,29 @@ impl<G: GuestMemory, W: Worker> Pager<G, W> {
 
     /// Puts pages that follow one another in place, whose contents are in `ahead`: as [`Self::fill_from_disk`] does one.
     pub(in crate::pager) fn fill_ahead(&mut self, run: &[(PageIndex, Word)]) {
-        for (page, word) in run {
+        let protect = !self.are_evictions_paused;
+        for (page, word) in run.iter().filter(|_| protect) {
             self.set_word(*page, word.with_clean(true));
         }
         let mut done = 0;
         while let Some((page, _)) = run.get(done) {
-            let (filled, then) = self.guest.fill(*page, &self.ahead[done * PAGE..run.len() * PAGE], true);
+            let (filled, then) = self
+                .guest
+                .fill(*page, &self.ahead[done * PAGE..run.len() * PAGE], protect);
             for (page, _) in &run[done..done + filled] {
                 let queue = self.queue_of_returned(*page);
+                if !protect {
+                    self.drop_copy(*page);
+                }
                 self.settle(*page, queue);
             }
             done += filled;
             match then {
                 Filled::Done if filled > 0 => {}
                 Filled::Present => {
-                    self.was_there(run[done].0, Queue::Probation);
+                    let mut copy = [0; PAGE];
+                    copy.copy_from_slice(&self.ahead[done * PAGE..(done + 1) * PAGE]);
+                    self.found_in_memory(run[done].0, &copy, Queue::Probation, Source::Disk);
                     done += 1;
                 }
                 _ => break,

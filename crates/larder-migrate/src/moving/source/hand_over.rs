@@ -8,13 +8,15 @@ use serde_json::json;
 use super::carrier::Carrier;
 use super::course::{Course, Postcopy};
 use super::mover::Mover;
-use super::{ASK_AGAIN, Done, Late, MoveError};
+use super::{ASK_AGAIN, Done, LOOK_EVERY, Late, MoveError};
 use crate::moving::disks::Deed;
 use crate::moving::messages::{Tell, ToSource};
-use crate::qmp::QmpError;
+use crate::qmp::{Qmp, QmpError};
 
 /// How long a VM that is handed over is not left alone by a mover that is to stop.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// The time in which a QEMU that has closed its monitor ends: it gives back all of its memory.
+const EXIT_PATIENCE: Duration = Duration::from_secs(120);
 /// How long it asks if QEMU has ended here.
 const ASK_WITHOUT_SOURCE: Duration = Duration::from_secs(60);
 
@@ -142,7 +144,10 @@ impl Mover<'_> {
             }
             ToSource::NotRunning { reason } if self.is_gone => {
                 self.take_disks_alone(course);
-                Err(MoveError::Lost { reason })
+                Err(match course.watch.shutdown_cause(&mut self.qmp) {
+                    Some(cause) => MoveError::ShutDown { cause },
+                    None => MoveError::Lost { reason },
+                })
             }
             ToSource::NotRunning { reason } => match self.run_here(&course.leaving) {
                 Ok(()) => {
@@ -200,13 +205,20 @@ impl Mover<'_> {
         mut course: Course,
         error: &QmpError,
     ) -> Result<Done, MoveError> {
-        // Where it is not known which process that was, it counts as living.
-        if self.qmp.process().is_none_or(|process| process.lives()) {
+        if !self.has_exited() {
             return Err(MoveError::Unsettled(format!(
                 "{error}; its process lives: run the same command again"
             )));
         }
+        let may_be_complete = course.told() || course.postcopy != Postcopy::No || !course.leaving.run;
+        if !may_be_complete && let Some(cause) = course.watch.shutdown_before_stop(&mut self.qmp) {
+            return Err(MoveError::ShutDown { cause });
+        }
         if !course.told() && course.watch.has_gone_on(&mut self.qmp) {
+            self.take_disks_alone(&course);
+            if let Some(cause) = course.watch.shutdown_cause(&mut self.qmp) {
+                return Err(MoveError::ShutDown { cause });
+            }
             return Err(MoveError::Lost {
                 reason: "the migration had failed before, and what the destination has is old".to_owned(),
             });
@@ -223,6 +235,30 @@ impl Mover<'_> {
                 reason: "it had not sent all when post-copy was under way".to_owned(),
             }),
         }
+    }
+
+    /// Waits for the end of QEMU's process, which closes its monitor before it ends; false if it lives on (its monitor may be out
+    /// of reach: its socket's path is gone), or if this mover is cancelled first. A process that is not known counts as living.
+    fn has_exited(&self) -> bool {
+        let Some(process) = self.qmp.process() else {
+            return false;
+        };
+        let mut late = Late::default();
+        let begun = Instant::now();
+        while process.lives() {
+            let answers = matches!(Qmp::connect(self.qmp.path()), Ok(_) | Err(QmpError::Busy { .. }));
+            if answers || self.is_cancelled() || begun.elapsed() > EXIT_PATIENCE {
+                return false;
+            }
+            if late.is_time() {
+                tracing::info!(
+                    "waiting for the end of QEMU's process {}, which has closed its monitor",
+                    process.pid
+                );
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+        true
     }
 
     /// Post-copy whose connection broke: both QEMUs wait for another one. Returns a session that carries the rest, or in

@@ -118,6 +118,15 @@ pub enum MoveError {
         /// Why.
         reason: String,
     },
+    /// The VM was ended during the move, and runs at no host.
+    #[error(
+        "not moved: {cause} during the move, and its QEMU has ended. The VM runs at neither host, and its disks are as it left \
+        them: start it at either"
+    )]
+    ShutDown {
+        /// The event that ended it: a subject and a verb.
+        cause: &'static str,
+    },
     /// QEMU.
     #[error(transparent)]
     Qmp(#[from] QmpError),

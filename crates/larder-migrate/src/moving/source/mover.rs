@@ -465,7 +465,7 @@ impl<'a> Mover<'a> {
             && let Some(verdict) = verdict
         {
             tracing::info!("post-copy begins: {verdict}");
-            self.begin_post_copy(course)
+            self.begin_post_copy(carrier, course)
                 .map_err(|error| Some(format!("post-copy does not begin: {error}")))?;
         }
         Ok(())
@@ -473,7 +473,12 @@ impl<'a> Mover<'a> {
 
     /// Stops the VM first: QEMU 10 lets one run again that it has stopped itself, if the end of post-copy fails, and then it
     /// would run at both places.
-    fn begin_post_copy(&mut self, course: &mut Course) -> Result<(), String> {
+    fn begin_post_copy(&mut self, carrier: &Carrier, course: &mut Course) -> Result<(), String> {
+        match carrier.ask(&course.tell(Tell::CheckPostcopy), self.cancel, Duration::ZERO)? {
+            ToSource::Noted => {}
+            ToSource::Refused { reasons } => return Err(reasons.join("; ")),
+            other => return Err(format!("the destination answers {other:?}")),
+        }
         course.leaving.stopped = true;
         self.place.save(&course.leaving).map_err(|error| error.to_string())?;
         self.qmp.execute("stop", json!({})).map_err(|error| error.to_string())?;

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
 use tempfile::TempDir;
@@ -11,9 +12,10 @@ use crate::moving::Description;
 use crate::moving::destination::{Destination, Stage, State};
 use crate::moving::disks::NoServers;
 use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
+use crate::moving::postcopy::{FaultClaim, FaultHandlers, NoFaultHandlers};
 use crate::moving::record::MoveId;
 use crate::moving::settings::Settings;
-use crate::qmp::Qmp;
+use crate::qmp::{Process, Qmp};
 
 const SETTINGS: Settings = Settings {
     multifd_channels: 2,
@@ -31,7 +33,8 @@ impl Bed {
     fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let qemu = Arc::new(Qemu::destination(folder.path()));
-        let destination = Destination::new(&qemu.qmp, folder.path(), Arc::new(NoServers)).expect("it waits");
+        let destination = Destination::new(&qemu.qmp, folder.path(), Arc::new(NoServers), Arc::new(NoFaultHandlers))
+            .expect("it waits");
         assert_eq!(destination.look(), Some(State::Waiting));
         Self {
             id: MoveId::new().expect("random numbers"),
@@ -52,8 +55,13 @@ impl Bed {
 
     /// A mover that comes after this one.
     fn restart(&mut self) {
-        self.destination =
-            Destination::new(&self.qemu.qmp, self.folder.path(), Arc::new(NoServers)).expect("it knows of the move");
+        self.destination = Destination::new(
+            &self.qemu.qmp,
+            self.folder.path(),
+            Arc::new(NoServers),
+            Arc::new(NoFaultHandlers),
+        )
+        .expect("it knows of the move");
     }
 
     fn tell(&self, id: &MoveId, tell: Tell) -> ToSource {
@@ -67,8 +75,11 @@ impl Bed {
     }
 
     fn prepare(&self, id: &MoveId) -> ToSource {
+        self.prepare_with(id, SETTINGS)
+    }
+
+    fn prepare_with(&self, id: &MoveId, settings: Settings) -> ToSource {
         let vm = Description::of(&mut Qmp::connect(&self.qemu.qmp).expect("lives")).expect("answers");
-        let settings = SETTINGS;
         self.tell(
             id,
             Tell::Prepare {
@@ -312,7 +323,7 @@ fn a_qemu_of_which_nothing_is_known_is_left_alone() {
     let qemu = Qemu::destination(folder.path());
     (qemu.is().run, qemu.is().migration) = ("running", "completed");
     let said = |path: &Path| {
-        Destination::new(path, folder.path(), Arc::new(NoServers))
+        Destination::new(path, folder.path(), Arc::new(NoServers), Arc::new(NoFaultHandlers))
             .err()
             .expect("it has a VM")
             .to_string()
@@ -372,4 +383,79 @@ fn a_qemu_that_has_had_another_visitor_is_not_touched() {
         bed.qemu.has_heard("stop") + bed.qemu.has_heard("migrate-set-capabilities"),
         0
     );
+}
+
+/// Fails to claim page faults as long as the flag is set.
+struct Pager(Arc<AtomicBool>);
+
+impl FaultHandlers for Pager {
+    fn claim(&self, _: Process) -> Result<FaultClaim, String> {
+        match self.0.load(Ordering::Relaxed) {
+            true => Err("a pager has it".to_owned()),
+            false => Ok(Box::new(())),
+        }
+    }
+}
+
+/// Counts the claims to page faults that are held.
+struct Claims(Arc<()>);
+
+impl FaultHandlers for Claims {
+    fn claim(&self, _: Process) -> Result<FaultClaim, String> {
+        Ok(Box::new(Arc::clone(&self.0)))
+    }
+}
+
+/// A pager may attach to a QEMU that no move waits for.
+#[test]
+fn refused_move_releases_page_faults() {
+    let mut bed = Bed::new();
+    let claims = Arc::new(());
+    let handlers = Arc::new(Claims(Arc::clone(&claims)));
+    bed.destination =
+        Destination::new(&bed.qemu.qmp, bed.folder.path(), Arc::new(NoServers), handlers).expect("it waits");
+    (bed.qemu.is().run, bed.qemu.is().migration) = ("running", "completed");
+    let postcopy = Settings {
+        multifd_channels: 0,
+        postcopy: true,
+    };
+    assert!(reason(bed.prepare_with(&bed.id, postcopy)).contains("any more"));
+    assert_eq!(Arc::strong_count(&claims), 2);
+}
+
+/// Post-copy is refused before anything is changed, and again just before the source switches over.
+#[test]
+fn postcopy_is_refused_where_pager_attached() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let qemu = Arc::new(Qemu::destination(folder.path()));
+    let is_attached = Arc::new(AtomicBool::new(true));
+    let start = || {
+        let pager = Arc::new(Pager(Arc::clone(&is_attached)));
+        Destination::new(&qemu.qmp, folder.path(), Arc::new(NoServers), pager).expect("it waits")
+    };
+    let mut bed = Bed {
+        destination: start(),
+        id: MoveId::new().expect("random numbers"),
+        folder: tempfile::tempdir().expect("a folder"),
+        qemu: Arc::clone(&qemu),
+    };
+    let postcopy = Settings {
+        multifd_channels: 0,
+        postcopy: true,
+    };
+    assert!(reason(bed.prepare_with(&bed.id, postcopy)).contains("a pager has it"));
+    assert_eq!(
+        qemu.has_heard("migrate-set-capabilities") + qemu.has_heard("migrate-incoming"),
+        0
+    );
+    is_attached.store(false, Ordering::Relaxed);
+    assert!(matches!(bed.prepare_with(&bed.id, postcopy), ToSource::Prepared { .. }));
+    assert_eq!(bed.tell(&bed.id, Tell::CheckPostcopy), ToSource::Noted);
+    // The claim ends with its receiver, and QEMU has begun to load the VM.
+    is_attached.store(true, Ordering::Relaxed);
+    qemu.is().migration = "active";
+    bed.destination = start();
+    assert!(reason(bed.tell(&bed.id, Tell::CheckPostcopy)).contains("a pager has it"));
+    let other = MoveId::new().expect("random numbers");
+    assert!(reason(bed.tell(&other, Tell::CheckPostcopy)).contains("right host"));
 }

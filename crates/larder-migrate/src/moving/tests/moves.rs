@@ -14,6 +14,7 @@ use crate::moving::Description;
 use crate::moving::destination::{Destination, State};
 use crate::moving::disks::{DiskServers, NoServers};
 use crate::moving::messages::{Tell, ToDestination, ToSource, VERSION};
+use crate::moving::postcopy::NoFaultHandlers;
 use crate::moving::record::{Leaving, MoveId, Place};
 use crate::moving::settings::{Before, Settings};
 use crate::moving::source::{self, Done, MoveError, Options};
@@ -46,7 +47,8 @@ impl Bed {
         std::fs::create_dir(&records).expect("a folder");
         let source = Arc::new(Qemu::source(folder.path()));
         let destination = Arc::new(Qemu::destination(folder.path()));
-        let mover = Arc::new(Destination::new(&destination.qmp, &records, there).expect("it waits"));
+        let mover =
+            Arc::new(Destination::new(&destination.qmp, &records, there, Arc::new(NoFaultHandlers)).expect("it waits"));
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let port = receive::Port::new(listener).expect("a port");
         let to = port.local_addr().expect("has one").to_string();

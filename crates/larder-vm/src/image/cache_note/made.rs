@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use larder_block::small_file::{self, STATE_BYTES_MAX};
 use larder_block::{BoxFuture, ByteRange, Loop};
 use larder_cache::{Cache, Witness};
 
@@ -88,7 +89,7 @@ impl Made {
         let (Some(mut ours), Some(path)) = (paused, &self.note.path) else {
             return;
         };
-        let theirs = fs::read_to_string(path).ok();
+        let theirs = small_file::read_text(path, STATE_BYTES_MAX).ok();
         if let Some(theirs) = theirs.as_deref().and_then(Noted::parse) {
             ours.sessions.extend(theirs.sessions);
             ours.sessions.sort_unstable();
@@ -150,7 +151,8 @@ impl Made {
         let Some(noted) = self.noted().clone() else {
             return Ok(());
         };
-        let lately = Noted { stamps, ..noted };
+        let mut lately = noted;
+        lately.set_stamps(stamps);
         let path = self.note.lately().ok_or(io::ErrorKind::NotFound)?;
         // Others may have something to look for in the upper one, sockets for instance.
         for (folder, mode) in [(folder_of(folder_of(&path)), 0o755), (folder_of(&path), 0o700)] {
@@ -198,7 +200,7 @@ impl Made {
                 let made = self.clone();
                 let thread = std::thread::Builder::new().name("larder-note".to_owned());
                 let write = move || match made.is_there() {
-                    true => made.change(|noted| noted.stamps = stamps),
+                    true => made.change(|noted| noted.set_stamps(stamps)),
                     false => Ok(()),
                 };
                 writing = thread.spawn(write).ok();

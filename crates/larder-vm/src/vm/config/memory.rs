@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use toml::de::{DeTable, DeValue};
 
-use super::{Reader, VM_KEYS, Value, image_of, path_beside};
+use super::{Reader, VM_KEYS, Value, image_of, path_beside, socket_of};
 use crate::image::ImageAddress;
 use crate::memory::wish::{KEYS, MemoryWish, Said};
 use crate::wish::keys::{self, Problem, nearest};
@@ -57,7 +57,7 @@ impl Reader<'_> {
         for (key, value) in table {
             let (at, key) = (key.span(), key.get_ref().as_ref());
             match key {
-                "qmp" => qmp = self.read(key, value, |text| path_beside(&folder, text)),
+                "qmp" => qmp = self.read(key, value, |text| socket_of(&folder, text)),
                 "pid-file" => pid_file = self.read(key, value, |text| path_beside(&folder, text)),
                 _ => {
                     let Some(text) = self.read(key, value, |text| value_beside(&folder, key, text)) else {

@@ -1,0 +1,68 @@
+//! The same discard without a server: the time of the file system alone, and the wait of others for it.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use anyhow::Context;
+use larder_block::nbd::Command;
+use larder_block::{AlignedBuf, ByteLen};
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::{BLOCK, NEW, OLD, blocks};
+
+/// A long discard is made in pieces of this length: the longest of Larder's, without the short ones that it begins with.
+const PIECE: ByteLen = ByteLen::mib(1 << 10);
+
+/// A sparse file of `size` bytes with blocks of old data. It stays open: what ext4 has allocated ahead for it would be given
+/// back when its last writer closes it, and otherwise is with the first hole.
+pub(super) fn make(path: &Path, size: u64, count: u64) -> anyhow::Result<Disk> {
+    File::create_new(path)?.set_len(size)?;
+    let mut disk = Disk::open(path)?;
+    disk.buffer.fill(OLD);
+    for at in blocks(size, count) {
+        disk.file.write_all_at(&disk.buffer, at)?;
+    }
+    disk.file.sync_data().context("flushing the file")?;
+    Ok(disk)
+}
+
+/// The file, opened past the page cache.
+pub(super) struct Disk {
+    file: File,
+    buffer: AlignedBuf,
+}
+
+impl Disk {
+    pub(super) fn open(path: &Path) -> anyhow::Result<Self> {
+        let mut options = File::options();
+        options.read(true).write(true);
+        let direct = options.clone().custom_flags(libc::O_DIRECT).open(path);
+        Ok(Self {
+            // Some file systems cannot do that.
+            file: direct.or_else(|_| options.open(path))?,
+            buffer: AlignedBuf::zeroed(BLOCK as usize),
+        })
+    }
+
+    /// Reads the block at `at`, or writes new data to it.
+    pub(super) fn request(&mut self, command: Command, at: u64) -> anyhow::Result<()> {
+        match command {
+            Command::Write => {
+                self.buffer.fill(NEW);
+                self.file.write_all_at(&self.buffer, at)?;
+            }
+            _ => self.file.read_exact_at(&mut self.buffer, at)?,
+        }
+        Ok(())
+    }
+
+    /// Discards everything.
+    pub(super) fn clear(&self, size: u64) -> anyhow::Result<()> {
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        for at in (0..size).step_by(PIECE.get() as usize) {
+            fallocate(&self.file, how, at, PIECE.get().min(size - at))?;
+        }
+        Ok(())
+    }
+}

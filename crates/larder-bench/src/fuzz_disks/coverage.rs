@@ -1,0 +1,125 @@
+//! How often each feature was part of a case, and each two of them together.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::random::Dice;
+use super::shape::{Shape, Wanted};
+
+/// Pairs that are named as the rarest.
+const RAREST: usize = 12;
+
+/// Random shapes that show which pairs are possible.
+const SHAPES: u64 = 50_000;
+
+/// Counts of features and of pairs.
+#[derive(Debug, Default)]
+pub(super) struct Coverage {
+    features: BTreeMap<String, u64>,
+    pairs: BTreeMap<(String, String), u64>,
+}
+
+/// Counts as a table, with the pairs that are possible but were not seen.
+pub(super) struct Table<'a> {
+    coverage: &'a Coverage,
+    possible: Coverage,
+}
+
+impl Coverage {
+    /// Adds a case's features.
+    pub(super) fn add(&mut self, features: &[String]) {
+        let mut features = features.to_vec();
+        features.sort();
+        features.dedup();
+        for (index, feature) in features.iter().enumerate() {
+            *self.features.entry(feature.clone()).or_default() += 1;
+            for other in &features[index + 1..] {
+                *self.pairs.entry((feature.clone(), other.clone())).or_default() += 1;
+            }
+        }
+    }
+
+    /// The table of a campaign.
+    pub(super) fn table(&self, wanted: Wanted) -> Table<'_> {
+        let mut possible = Self::default();
+        for seed in 0..SHAPES {
+            possible.add(&Shape::random(&mut Dice::new(seed, 0), wanted).features());
+        }
+        Table {
+            coverage: self,
+            possible,
+        }
+    }
+
+    fn pair(&self, left: &str, right: &str) -> u64 {
+        let key = if left <= right { (left, right) } else { (right, left) };
+        self.pairs
+            .get(&(key.0.to_owned(), key.1.to_owned()))
+            .copied()
+            .unwrap_or(0)
+    }
+}
+
+/// The kind of a feature of which a case has one at most.
+fn kind(feature: &str) -> &str {
+    [
+        "version",
+        "cluster",
+        "refcount bits",
+        "compressed",
+        "data file",
+        "backing",
+        "preallocation",
+    ]
+    .into_iter()
+    .find(|kind| feature.starts_with(kind))
+    .unwrap_or(feature)
+}
+
+impl Table<'_> {
+    /// Returns true if an image can have both features; what happens to images can happen to any.
+    fn is_possible(&self, left: &str, right: &str) -> bool {
+        let is_shape = |name: &str| self.possible.features.contains_key(name);
+        kind(left) != kind(right) && (!is_shape(left) || !is_shape(right) || self.possible.pair(left, right) > 0)
+    }
+}
+
+impl fmt::Display for Table<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Coverage { features, pairs } = self.coverage;
+        writeln!(f, "{:28} {:>7} {:>18}", "feature", "images", "with others")?;
+        let mut never = Vec::new();
+        for (name, count) in features {
+            let others: Vec<&String> = features.keys().filter(|other| self.is_possible(name, other)).collect();
+            let unseen: Vec<&String> = others
+                .iter()
+                .copied()
+                .filter(|other| self.coverage.pair(name, other) == 0)
+                .collect();
+            let seen = format!("{} of {}", others.len() - unseen.len(), others.len());
+            writeln!(f, "{name:28} {count:>7} {seen:>18}")?;
+            never.extend(
+                unseen
+                    .iter()
+                    .filter(|other| **other > name)
+                    .map(|other| format!("{name} + {other}")),
+            );
+        }
+        let missing = self
+            .possible
+            .features
+            .keys()
+            .filter(|name| !features.contains_key(*name));
+        let missing: Vec<&str> = missing.map(String::as_str).collect();
+        if !missing.is_empty() {
+            writeln!(f, "features never seen: {}", missing.join(", "))?;
+        }
+        let mut rarest: Vec<_> = pairs.iter().map(|(pair, count)| (*count, pair)).collect();
+        rarest.sort();
+        writeln!(f, "{} pairs of features; the rarest:", rarest.len())?;
+        for (count, (left, right)) in rarest.into_iter().take(RAREST) {
+            writeln!(f, "  {count:>5}  {left} + {right}")?;
+        }
+        write!(f, "{} possible pairs never seen: {}", never.len(), never.join("; "))
+    }
+}

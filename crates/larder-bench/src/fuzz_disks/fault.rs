@@ -1,0 +1,48 @@
+//! A difference between Larder and the model, or QEMU.
+
+use std::fmt;
+
+/// Kind of a case that proves nothing: QEMU has damaged the image itself.
+pub(super) const QEMU_DAMAGE: &str = "QEMU's own damage";
+
+/// A broken promise.
+#[derive(Clone, Debug)]
+pub struct Fault {
+    /// Its kind: a shorter case must fail in the same way.
+    pub kind: &'static str,
+    /// The expected and the observed state.
+    pub what: String,
+    /// Number of the step that failed.
+    pub step: Option<usize>,
+}
+
+impl Fault {
+    pub(super) fn new(kind: &'static str, what: impl Into<String>) -> Self {
+        Self {
+            kind,
+            what: what.into(),
+            step: None,
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.step {
+            Some(step) => write!(f, "{} at step {step}: {}", self.kind, self.what),
+            None => write!(f, "{}: {}", self.kind, self.what),
+        }
+    }
+}
+
+impl From<std::io::Error> for Fault {
+    fn from(error: std::io::Error) -> Self {
+        Self::new("set-up", error.to_string())
+    }
+}
+
+impl From<anyhow::Error> for Fault {
+    fn from(error: anyhow::Error) -> Self {
+        Self::new("request", format!("{error:#}"))
+    }
+}

@@ -1,0 +1,163 @@
+//! Makes a case that fails shorter: fewer features, fewer steps, the same kind of fault.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use super::Case;
+use super::fault::Fault;
+use super::shape::REMOVABLE;
+
+/// No case is shortened for longer than that.
+const TIME_MAX: Duration = Duration::from_secs(60);
+/// Attempts for each case: a seed does not decide which requests a kill interrupts.
+const TRIES: u32 = 2;
+
+struct Shortening<'a> {
+    best: Case,
+    fault: Fault,
+    larder: &'a Path,
+    folder: &'a Path,
+    keep: &'a Path,
+    give_up: Instant,
+}
+
+/// The shortest case found, its fault, and its files in `keep`.
+pub(super) fn shorten(case: Case, fault: Fault, larder: &Path, folder: &Path, keep: &Path) -> (Case, Fault) {
+    let mut this = Shortening {
+        best: case,
+        fault,
+        larder,
+        folder,
+        keep,
+        give_up: Instant::now() + TIME_MAX,
+    };
+    this.drop_what_follows();
+    this.drop_steps();
+    this.drop_features();
+    this.drop_steps();
+    (this.best, this.fault)
+}
+
+impl Shortening<'_> {
+    /// Runs a case; returns true, and keeps it as the best one, if it fails in the same way.
+    fn fails(&mut self, case: Case) -> bool {
+        for _ in 0..TRIES {
+            if Instant::now() > self.give_up {
+                return false;
+            }
+            match case.run(self.larder, self.folder, Some(self.keep)) {
+                Err(fault) if fault.kind == self.fault.kind => {
+                    (self.best, self.fault) = (case, fault);
+                    return true;
+                }
+                _ => {}
+            }
+        }
+        false
+    }
+
+    fn kept(&self) -> Vec<usize> {
+        self.best.steps().iter().map(|(index, _)| *index).collect()
+    }
+
+    fn keeps(&mut self, kept: Vec<usize>) -> bool {
+        let case = Case {
+            kept: Some(kept),
+            ..self.best.clone()
+        };
+        self.fails(case)
+    }
+
+    /// Steps after the one that failed.
+    fn drop_what_follows(&mut self) {
+        if let Some(failed) = self.fault.step {
+            let kept = self.kept().into_iter().filter(|index| *index <= failed).collect();
+            self.keeps(kept);
+        }
+    }
+
+    /// Ever smaller parts of the steps, from the end.
+    fn drop_steps(&mut self) {
+        let mut len = self.kept().len().div_ceil(2).max(1);
+        loop {
+            let mut end = self.kept().len();
+            while end > 0 {
+                let start = end.saturating_sub(len);
+                let mut kept = self.kept();
+                kept.drain(start..end);
+                self.keeps(kept);
+                end = start;
+            }
+            if len == 1 {
+                return;
+            }
+            len = len.div_ceil(2);
+        }
+    }
+
+    fn drop_features(&mut self) {
+        for feature in REMOVABLE {
+            let mut case = self.best.clone();
+            case.remove(feature);
+            if case.shape != self.best.shape {
+                self.fails(case);
+            }
+        }
+    }
+}
+
+/// A case in words.
+pub(super) fn describe(case: &Case) -> String {
+    let mut text = format!(
+        "seed {}: {} bytes, {}\n  {:?}",
+        case.seed,
+        case.shape.size,
+        case.shape.features().join(", "),
+        case.shape
+    );
+    for (index, step) in case.steps() {
+        text.push_str(&format!("\n  {index:3}  {step}"));
+    }
+    text
+}
+
+/// Numbers as `--steps` takes them: 3,5-7; `none` for none.
+pub(super) fn ranges(numbers: &[usize]) -> String {
+    let mut parts: Vec<(usize, usize)> = Vec::new();
+    for number in numbers {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == *number => *last = *number,
+            _ => parts.push((*number, *number)),
+        }
+    }
+    if parts.is_empty() {
+        return "none".to_owned();
+    }
+    let parts = parts.iter().map(|(first, last)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    });
+    parts.collect::<Vec<_>>().join(",")
+}
+
+/// The opposite of [`ranges`]; `None` if nothing was given.
+pub(super) fn numbers(parts: &[String]) -> anyhow::Result<Option<Vec<usize>>> {
+    if parts.is_empty() {
+        return Ok(None);
+    }
+    let mut numbers = Vec::new();
+    for part in parts.iter().filter(|part| *part != "none") {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (usize, usize) = (
+            first.parse().with_context(|| format!("'{part}'"))?,
+            last.parse().with_context(|| format!("'{part}'"))?,
+        );
+        if first > last || last > 1 << 20 {
+            bail!("'{part}' is no range");
+        }
+        numbers.extend(first..=last);
+    }
+    Ok(Some(numbers))
+}

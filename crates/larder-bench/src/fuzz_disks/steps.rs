@@ -1,0 +1,241 @@
+//! The steps of one case: a flat list, of which any part is a case as well, so that a failing one can be shortened.
+
+use std::fmt;
+use std::ops::Range;
+
+use super::random::Dice;
+use super::shape::{Shape, Wanted};
+use crate::campaign::cached::CacheMode;
+
+/// Kind of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A pattern of its own, by this number.
+    Write(u64),
+    /// One byte all over.
+    Fill(u8),
+    Zeroes {
+        unmap: bool,
+    },
+    Discard,
+    Read,
+    Flush,
+    /// NBD only.
+    Status {
+        one: bool,
+    },
+}
+
+/// A request of a guest or of an NBD client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) kind: Kind,
+    pub(super) range: Range<u64>,
+    /// NBD's flag.
+    pub(super) fua: bool,
+    /// Over NBD, otherwise over vhost-user-blk.
+    pub(super) nbd: bool,
+    /// The next step does not wait for the answer.
+    pub(super) later: bool,
+}
+
+/// Options of the next servers.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub(super) struct Serve {
+    pub(super) cache: Option<CacheMode>,
+    pub(super) read_only: bool,
+    pub(super) ignore_discards: bool,
+    pub(super) no_prefetch: bool,
+    pub(super) little_memory: bool,
+    pub(super) buffered: bool,
+    /// The guest's driver uses packed rings.
+    pub(super) packed: bool,
+    pub(super) indirect: bool,
+}
+
+/// A request of QEMU to the image, between servers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum QemuStep {
+    Write(u8, Range<u64>),
+    Compressed(u8, u64),
+    Zeroes(bool, Range<u64>),
+    Discard(Range<u64>),
+}
+
+/// One step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Request(Request),
+    /// Ends the server; the next one is started so.
+    Serve(Serve),
+    /// `kill -9`, with requests in flight. With `compare`, QEMU reads the image before the next server starts.
+    Kill {
+        compare: bool,
+    },
+    /// SIGTERM; then QEMU compares the image.
+    Stop,
+    /// Reads all of the disk.
+    ReadAll,
+    /// `larder disk resize`, by so many bytes.
+    Grow(u64),
+    Qemu(Vec<QemuStep>),
+    /// QEMU takes a snapshot.
+    Snapshot,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Request(request) => {
+                let Request {
+                    kind,
+                    range,
+                    fua,
+                    nbd,
+                    later,
+                } = request;
+                let (start, len) = (range.start, range.end - range.start);
+                match kind {
+                    Kind::Flush => write!(f, "flush")?,
+                    kind => write!(f, "{kind:?} {start:#x} + {len:#x}")?,
+                }
+                let words = [
+                    (*fua, " FUA"),
+                    (*nbd, " over NBD"),
+                    (!*nbd, " over vhost-user"),
+                    (*later, " ..."),
+                ];
+                words
+                    .iter()
+                    .filter(|(is_set, _)| *is_set)
+                    .try_for_each(|(_, word)| f.write_str(word))
+            }
+            other => write!(f, "{other:?}"),
+        }
+    }
+}
+
+/// All steps of a case.
+pub(super) fn random(dice: &mut Dice, shape: &Shape, wanted: Wanted) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let lives = 1 + dice.below(3);
+    let has_cache = dice.one_in(3);
+    let mut size = shape.size;
+    for life in 0..lives {
+        let serve = Serve::random(dice, has_cache);
+        let is_read_only = serve.read_only;
+        steps.push(Step::Serve(serve));
+        let count = 4 + dice.below(28);
+        for _ in 0..count {
+            steps.push(match dice.below(40) {
+                0 => Step::ReadAll,
+                _ => Step::Request(Request::random(dice, size, shape, is_read_only)),
+            });
+        }
+        let is_last = life + 1 == lives;
+        if dice.one_in(3) || (wanted.kills && is_last) {
+            steps.push(Step::Kill {
+                compare: dice.one_in(2),
+            });
+            if dice.one_in(2) {
+                let more = dice.below(12);
+                let requests = (0..more).map(|_| Step::Request(Request::random(dice, size, shape, false)));
+                steps.extend(requests.collect::<Vec<_>>());
+            }
+        } else if !is_last && dice.one_in(3) {
+            steps.push(Step::Stop);
+        }
+        match dice.below(12) {
+            0 | 1 => {
+                let by = 512 * (1 + dice.below(2 * shape.cluster_len().max(1 << 18) / 512));
+                steps.push(Step::Grow(by));
+                size += by;
+            }
+            2 | 3 => steps.push(Step::Qemu(qemu_steps(dice, size, shape))),
+            4 => steps.push(Step::Snapshot),
+            _ => {}
+        }
+    }
+    steps
+}
+
+/// Bytes that one request covers at most.
+const REQUEST_MAX: u64 = 256 << 10;
+
+impl Request {
+    fn random(dice: &mut Dice, size: u64, shape: &Shape, is_read_only: bool) -> Self {
+        let cluster = shape.cluster_len();
+        let most = REQUEST_MAX.max(cluster * 2).min(4 << 20);
+        let kind = match dice.below(40) {
+            0..14 => Kind::Write(dice.next()),
+            14..18 => Kind::Fill(1 + dice.below(255) as u8),
+            18..21 => Kind::Zeroes { unmap: false },
+            21..24 => Kind::Zeroes { unmap: true },
+            24..28 => Kind::Discard,
+            28..33 => Kind::Read,
+            33..37 => Kind::Flush,
+            _ => Kind::Status { one: dice.one_in(3) },
+        };
+        let kind = match (is_read_only, kind) {
+            (true, Kind::Write(_) | Kind::Fill(_) | Kind::Zeroes { .. } | Kind::Discard) => Kind::Read,
+            (_, kind) => kind,
+        };
+        // Single bytes only where the server takes them: they are made whole sectors otherwise.
+        let unit = if dice.one_in(12) { 1 } else { 512 };
+        let most = match kind {
+            Kind::Zeroes { .. } | Kind::Discard | Kind::Status { .. } if dice.one_in(6) => size,
+            _ => most,
+        };
+        let range = dice.range(size, cluster, unit, most);
+        Self {
+            nbd: dice.one_in(2) || matches!(kind, Kind::Status { .. }),
+            fua: dice.one_in(8),
+            later: dice.one_in(2),
+            kind,
+            range,
+        }
+    }
+
+    /// Returns true if the request changes the disk.
+    pub(super) fn changes(&self) -> bool {
+        !matches!(self.kind, Kind::Read | Kind::Flush | Kind::Status { .. })
+    }
+}
+
+impl Serve {
+    fn random(dice: &mut Dice, has_cache: bool) -> Self {
+        let modes = [CacheMode::Wt, CacheMode::Wb, CacheMode::Wa, CacheMode::Pt];
+        Self {
+            cache: (has_cache && !dice.one_in(5)).then(|| *dice.pick(&modes)),
+            read_only: dice.one_in(16),
+            ignore_discards: dice.one_in(8),
+            no_prefetch: dice.one_in(2),
+            little_memory: dice.one_in(4),
+            buffered: dice.one_in(4),
+            packed: dice.one_in(2),
+            indirect: dice.one_in(2),
+        }
+    }
+}
+
+/// Some requests of QEMU.
+pub(super) fn qemu_steps(dice: &mut Dice, size: u64, shape: &Shape) -> Vec<QemuStep> {
+    let cluster = shape.cluster_len();
+    let count = 1 + dice.below(10);
+    let most = REQUEST_MAX.max(cluster * 2);
+    let is_compressed = shape.compression != super::shape::Compression::None;
+    (0..count)
+        .map(|_| {
+            let range = dice.range(size, cluster, 512, most);
+            match dice.below(8) {
+                0..3 if is_compressed => {
+                    QemuStep::Compressed(1 + dice.below(255) as u8, dice.below(size.div_ceil(cluster)) * cluster)
+                }
+                0..4 => QemuStep::Write(1 + dice.below(255) as u8, range),
+                4 => QemuStep::Zeroes(false, range),
+                5 => QemuStep::Zeroes(true, range),
+                _ => QemuStep::Discard(range),
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,311 @@
+//! How long to wait for a lock on a file that another process has.
+//!
+//! A process that was killed keeps its locks until the kernel has ended its I/O and freed its memory, however long that
+//! takes. Its successor waits as long as that process exists, not for a time. I/O that was under way (direct I/O to a
+//! device that is slow) may outlive the process itself, and holds the lock, too: then no process of the host has it. A
+//! process that runs on is waited for only briefly, in case it has been asked to end.
+
+use std::fs;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
+
+/// How long a process that runs on is waited for.
+const RUNNING_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How long a lock is waited for that no process of the host has. The bound is for owners that cannot be seen: in another
+/// PID namespace, or in a descriptor on its way through a socket.
+const ORPHAN_PATIENCE: Duration = Duration::from_secs(60);
+
+/// The time between two looks for the owner, each of which inspects every process of the host: at first, and in a long wait.
+const INSPECT_INTERVAL: Duration = Duration::from_millis(100);
+const INSPECT_INTERVAL_MAX: Duration = Duration::from_secs(2);
+
+/// How often the reason for waiting is reported.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The bit of SIGKILL in the masks of pending signals.
+const KILL_PENDING: u64 = 1 << (libc::SIGKILL - 1);
+
+/// The kernel's PF_EXITING: a task that is being torn down.
+const PF_EXITING: u64 = 4;
+
+/// A kind of lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockKind {
+    /// Of a byte range, which belongs to an open file (`F_OFD_SETLK`); any, or one that has this byte.
+    Ofd(Option<i64>),
+    /// `flock`.
+    Flock,
+    /// The claim of a block device (open(2), `O_EXCL`). The kernel does not report which open file has it, so a process that
+    /// is ending counts as its owner if it has the device open.
+    Claim,
+}
+
+impl LockKind {
+    /// Whether a line of `/proc/PID/fdinfo` is about such a lock.
+    fn is_in(self, line: &str) -> bool {
+        let (name, byte) = match self {
+            Self::Ofd(byte) => ("OFDLCK", byte),
+            Self::Flock => ("FLOCK", None),
+            Self::Claim => return false,
+        };
+        let mut words = line.split_whitespace();
+        if !words.any(|word| word == name) {
+            return false;
+        }
+        // "ADVISORY WRITE -1 fe:00:123 300 300"
+        let mut range = words.skip(4).map(|word| word.parse::<i64>().unwrap_or(i64::MAX));
+        match (byte, range.next(), range.next()) {
+            (Some(byte), Some(first), Some(last)) => (first..=last).contains(&byte),
+            _ => true,
+        }
+    }
+}
+
+/// Who has a lock.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LockOwner {
+    /// A process that runs on, or one that cannot be inspected.
+    Running,
+    /// A process that was killed or ends, as `larder, pid 4711`.
+    Ending(String),
+    /// No process of this host.
+    Nobody,
+}
+
+/// Decides, from one try to the next, whether a lock is worth waiting for.
+#[derive(Debug)]
+pub struct LockWait {
+    kind: LockKind,
+    /// When the wait for an owner that does not end began: the first time, or when one that was ending had ended.
+    since: Option<Instant>,
+    owner: Option<LockOwner>,
+    /// When the owner was looked for first, and last.
+    inspected: Option<(Instant, Instant)>,
+    reported: Option<Instant>,
+}
+
+impl LockWait {
+    /// Begins to wait with the first lock that fails.
+    pub fn new(kind: LockKind) -> Self {
+        Self {
+            kind,
+            since: None,
+            owner: None,
+            inspected: None,
+            reported: None,
+        }
+    }
+
+    /// Returns whether to try again to lock `file`, which failed just now, and reports the reason: `busy` says what is
+    /// locked, and why not.
+    pub fn goes_on(&mut self, file: BorrowedFd<'_>, busy: &dyn std::fmt::Display) -> bool {
+        let now = Instant::now();
+        let (first, last) = self.inspected.unwrap_or((now, now));
+        if self.inspected.is_some() && now - last < inspect_interval(last - first) {
+            return true;
+        }
+        self.inspected = Some((first, now));
+        let owner = owner(file, self.kind);
+        let is_other = |before: &LockOwner| std::mem::discriminant(before) != std::mem::discriminant(&owner);
+        // What a process that was ending leaves to the kernel is waited for anew.
+        let was_ending = matches!(self.owner, Some(LockOwner::Ending(_)));
+        let since = match self.since {
+            Some(since) if !was_ending => since,
+            _ => Instant::now(),
+        };
+        self.since = Some(since);
+        let patience = match &owner {
+            LockOwner::Running => Some(RUNNING_PATIENCE),
+            LockOwner::Ending(_) => None,
+            LockOwner::Nobody => Some(ORPHAN_PATIENCE),
+        };
+        let goes_on = patience.is_none_or(|patience| since.elapsed() < patience);
+        let is_reported = self.reported.is_some_and(|at| at.elapsed() < REPORT_INTERVAL);
+        if goes_on && (!is_reported || self.owner.as_ref().is_none_or(is_other)) {
+            self.reported = Some(Instant::now());
+            report(busy, &owner);
+        }
+        self.owner = Some(owner);
+        goes_on
+    }
+}
+
+/// The time until the owner is looked for again, after so long a wait.
+fn inspect_interval(waited: Duration) -> Duration {
+    (waited / 4).clamp(INSPECT_INTERVAL, INSPECT_INTERVAL_MAX)
+}
+
+fn report(busy: &dyn std::fmt::Display, owner: &LockOwner) {
+    let (running, orphan) = (RUNNING_PATIENCE.as_secs(), ORPHAN_PATIENCE.as_secs());
+    match owner {
+        LockOwner::Running => {
+            tracing::info!("{busy}; waiting up to {running} s, in case that is a server that is ending");
+        }
+        LockOwner::Ending(process) => tracing::info!("{busy}; waiting until {process} has ended"),
+        LockOwner::Nobody => {
+            tracing::info!(
+                "{busy}; waiting until the kernel has ended what a killed process began, for up to {orphan} s"
+            );
+        }
+    }
+}
+
+/// Finds out who has a lock on `file` by another open file.
+fn owner(file: BorrowedFd<'_>, kind: LockKind) -> LockOwner {
+    let (Some(locked), Ok(processes)) = (identity(file, kind), fs::read_dir("/proc")) else {
+        return LockOwner::Running;
+    };
+    let own_name = name_of(std::process::id());
+    let (mut ending, mut all_seen) = (None, true);
+    for pid in processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok()) {
+        let has = has_locked(pid, locked, kind);
+        // The files of one that is being torn down may be gone already, while the kernel still holds them.
+        let may_have = has.unwrap_or(false) || name_of(pid) == own_name;
+        if may_have && is_ending(pid) {
+            ending.get_or_insert_with(|| format!("{}, pid {pid}", name_of(pid)));
+        } else if has == Some(true) && kind != LockKind::Claim {
+            return LockOwner::Running;
+        }
+        all_seen &= has.is_some();
+    }
+    match ending {
+        Some(process) => LockOwner::Ending(process),
+        // The kernel's own users of a device (mounts, RAID) are no processes.
+        None if all_seen && kind != LockKind::Claim => LockOwner::Nobody,
+        None => LockOwner::Running,
+    }
+}
+
+fn name_of(pid: u32) -> String {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    name.trim_end().to_owned()
+}
+
+/// Returns the numbers that tell the locked object apart: those of the file, or of the device that it stands for.
+fn identity(file: BorrowedFd<'_>, kind: LockKind) -> Option<(u64, u64)> {
+    let found = fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+    Some(numbers(&found, kind))
+}
+
+fn numbers(found: &fs::Metadata, kind: LockKind) -> (u64, u64) {
+    match kind {
+        LockKind::Claim => (0, found.rdev()),
+        LockKind::Ofd(_) | LockKind::Flock => (found.dev(), found.ino()),
+    }
+}
+
+/// Whether a process has such a lock on a file; `None` if this user may not know.
+fn has_locked(pid: u32, locked: (u64, u64), kind: LockKind) -> Option<bool> {
+    let descriptors = match fs::read_dir(format!("/proc/{pid}/fd")) {
+        Ok(descriptors) => descriptors,
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return None,
+        // It is gone.
+        Err(_) => return Some(false),
+    };
+    let is_locked = |path| fs::metadata(path).is_ok_and(|found| numbers(&found, kind) == locked);
+    if kind == LockKind::Claim {
+        let in_dev = |path: &std::path::Path| fs::read_link(path).is_ok_and(|link| link.starts_with("/dev"));
+        let mut paths = descriptors.flatten().map(|descriptor| descriptor.path());
+        return Some(paths.any(|path| in_dev(&path) && is_locked(path)));
+    }
+    let inode = format!(":{} ", locked.1);
+    Some(descriptors.flatten().any(|descriptor| {
+        let number = descriptor.file_name();
+        let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy())).unwrap_or_default();
+        // Only then is the file itself asked: one on a file server that is away would not answer.
+        info.lines().any(|line| line.contains(&inode) && kind.is_in(line)) && is_locked(descriptor.path())
+    }))
+}
+
+/// Whether all threads of a process were killed or are being torn down, and one of them is still there.
+fn is_ending(pid: u32) -> bool {
+    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
+        return false;
+    };
+    let mut is_there = false;
+    for thread in threads.flatten() {
+        let file = |name: &str| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+        match TaskState::of(&file("stat"), &file("status")) {
+            TaskState::Running => return false,
+            TaskState::Ending => is_there = true,
+            TaskState::Gone => {}
+        }
+    }
+    is_there
+}
+
+/// What becomes of a task of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TaskState {
+    Running,
+    Ending,
+    /// It has nothing any more, but was not waited for.
+    Gone,
+}
+
+impl TaskState {
+    /// Out of `stat` and `status` of proc(5); of one that is not there any more both are empty.
+    fn of(stat: &str, status: &str) -> Self {
+        // The name, in brackets, may have brackets.
+        let Some((_, rest)) = stat.rsplit_once(')') else {
+            return Self::Gone;
+        };
+        let fields: Vec<&str> = rest.split_whitespace().collect();
+        let flags = fields.get(6).and_then(|flags| flags.parse::<u64>().ok());
+        let pending = |name: &str| {
+            let mask = status.lines().find_map(|line| line.strip_prefix(name));
+            mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+                .unwrap_or(0)
+        };
+        match fields.first() {
+            Some(&("Z" | "X")) | None => Self::Gone,
+            _ if flags.unwrap_or(0) & PF_EXITING != 0 => Self::Ending,
+            _ if (pending("SigPnd:") | pending("ShdPnd:")) & KILL_PENDING != 0 => Self::Ending,
+            _ => Self::Running,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn locks_are_told_apart_by_kind_and_byte() {
+        let ofd = "lock:\t1: OFDLCK ADVISORY  WRITE -1 fe:00:123 300 300";
+        let flock = "lock:\t1: FLOCK  ADVISORY  WRITE 99 fe:00:123 0 EOF";
+        assert!(LockKind::Ofd(None).is_in(ofd) && LockKind::Ofd(Some(300)).is_in(ofd));
+        assert!(!LockKind::Ofd(Some(299)).is_in(ofd) && !LockKind::Flock.is_in(ofd));
+        assert!(LockKind::Flock.is_in(flock) && !LockKind::Ofd(None).is_in(flock));
+    }
+
+    #[test]
+    fn killed_task_is_ending_until_it_is_gone() {
+        let stat = |state: &str, flags: u64| format!("7 (a) b) {state} 1 2 3 4 5 {flags} 6");
+        let status = |pending: &str| format!("Name:\ta\nSigPnd:\t{pending}\nShdPnd:\t0000000000000000\n");
+        let of = |state, flags, pending| TaskState::of(&stat(state, flags), &status(pending));
+        assert_eq!(of("S", 0x40_0100, "0"), TaskState::Running);
+        assert_eq!(of("S", 0x40_0100, "0000000000004000"), TaskState::Running);
+        assert_eq!(of("D", 0x40_0100, "0000000000000100"), TaskState::Ending);
+        assert_eq!(of("R", 0x40_0104, "0"), TaskState::Ending);
+        assert_eq!(of("Z", 0x40_0104, "0000000000000100"), TaskState::Gone);
+        assert_eq!(TaskState::of("", ""), TaskState::Gone);
+    }
+
+    #[test]
+    fn lock_of_living_process_is_running() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let open = || File::open(file.path()).expect("opens");
+        let (ours, other) = (open(), open());
+        let lock = |file: &File| rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+        lock(&ours).expect("nobody has it");
+        assert!(lock(&other).is_err());
+        assert_eq!(owner(other.as_fd(), LockKind::Flock), LockOwner::Running);
+        assert!(LockWait::new(LockKind::Flock).goes_on(other.as_fd(), &"a file"));
+    }
+}

@@ -1,0 +1,47 @@
+//! Text from outside (an image, a peer, another host), made safe to print.
+//!
+//! A terminal takes control characters for commands, and a line break inside a name looks like another line of output.
+//! Both are escaped as in JSON (`\u001b`), so JSON with such a character left in it stays JSON.
+
+/// Returns `text` on one line, with control characters and characters that turn the direction of writing escaped.
+pub fn printable(text: &str) -> String {
+    escaped(text, |_| false)
+}
+
+/// Returns `text` escaped like [`printable`], with its line breaks and tabs.
+pub fn printable_lines(text: &str) -> String {
+    escaped(text, |letter| matches!(letter, '\n' | '\t'))
+}
+
+fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for letter in text.chars() {
+        // Unicode, "Bidirectional Algorithm": embeddings, overrides and isolates; and the two separators of lines.
+        let turns = matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        let breaks = matches!(letter, '\u{2028}' | '\u{2029}');
+        match (letter.is_control() || turns || breaks) && !is_kept(letter) {
+            // All of them have 16 bits.
+            true => shown.push_str(&format!("\\u{:04x}", u32::from(letter))),
+            false => shown.push(letter),
+        }
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_escaped() {
+        for (text, shown) in [
+            ("plain \u{e9}", "plain \u{e9}"),
+            ("\u{1b}[2J", r"\u001b[2J"),
+            ("a\nb\tc\0", r"a\u000ab\u0009c\u0000"),
+            ("\u{7f}\u{9b}\u{202e}\u{2028}", r"\u007f\u009b\u202e\u2028"),
+        ] {
+            assert_eq!(printable(text), shown);
+        }
+        assert_eq!(printable_lines("a\nb\tc\r"), "a\nb\tc\\u000d");
+    }
+}

@@ -1,0 +1,105 @@
+//! Small files that people and programs write for Larder: configuration, state files, keys.
+//!
+//! Invariants, whatever is at the path:
+//! - Opening it does not wait: not for the other end of a FIFO, nor for a terminal's carrier. Devices are not even opened,
+//!   because opening some of them does something.
+//! - What is read of it is bounded.
+//!
+//! Files of `/proc` and `/sys` are read elsewhere: the kernel writes them, and bounds them.
+
+use std::fs::{File, FileType, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+
+/// The longest file that people write: configuration, certificates, keys, notes of a few lines.
+pub const CONFIG_BYTES_MAX: u64 = 4 << 20;
+
+/// The longest state file that Larder writes itself.
+pub const STATE_BYTES_MAX: u64 = 64 << 20;
+
+/// Opens the regular file at `path`, to be read.
+///
+/// # Errors
+/// The host's, or something else than a regular file is there.
+pub fn open(path: &Path) -> io::Result<File> {
+    check(path.metadata()?.file_type())?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)?;
+    // It may have been exchanged in between.
+    check(file.metadata()?.file_type())?;
+    Ok(file)
+}
+
+/// Reads the regular file at `path`, of at most `bytes_max` bytes.
+///
+/// # Errors
+/// As [`open`], or the file is longer.
+pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.take(bytes_max + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > bytes_max {
+        true => Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("it is longer than {bytes_max} bytes, which no such file is"),
+        )),
+        false => Ok(bytes),
+    }
+}
+
+/// Reads a text in the same way.
+///
+/// # Errors
+/// As [`read`], or it is not UTF-8.
+pub fn read_text(path: &Path, bytes_max: u64) -> io::Result<String> {
+    String::from_utf8(read(path, bytes_max)?)
+        .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8"))
+}
+
+fn check(kind: FileType) -> io::Result<()> {
+    let what = match () {
+        () if kind.is_file() => return Ok(()),
+        () if kind.is_dir() => return Err(io::Error::from_raw_os_error(libc::EISDIR)),
+        () if kind.is_fifo() => "a FIFO",
+        () if kind.is_socket() => "a socket",
+        () => "a device",
+    };
+    Err(io::Error::new(
+        io::ErrorKind::InvalidInput,
+        format!("it is {what}, and no regular file"),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn odd_files_are_refused_without_waiting() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = |name: &str| folder.path().join(name);
+        let made = std::process::Command::new("mkfifo").arg(at("fifo")).status();
+        assert!(made.expect("mkfifo is there").success());
+        symlink("/dev/zero", at("zeros")).expect("links");
+        std::fs::write(at("long"), [b'#'; 11]).expect("writes");
+        std::fs::write(at("bytes"), [0xff]).expect("writes");
+        std::fs::write(at("right"), "0123456789").expect("writes");
+        let _listener = std::os::unix::net::UnixListener::bind(at("socket")).expect("binds");
+        for (name, why) in [
+            ("fifo", "it is a FIFO, and no regular file"),
+            ("zeros", "it is a device, and no regular file"),
+            ("socket", "it is a socket, and no regular file"),
+            ("long", "it is longer than 10 bytes"),
+            ("bytes", "UTF-8"),
+            (".", "Is a directory"),
+            ("none", "No such file"),
+        ] {
+            let error = read_text(&at(name), 10).expect_err(name).to_string();
+            assert!(error.contains(why), "{name}: {error}");
+        }
+        assert_eq!(read_text(&at("right"), 10).ok().as_deref(), Some("0123456789"));
+    }
+}

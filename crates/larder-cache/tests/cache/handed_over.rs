@@ -1,0 +1,51 @@
+//! The disk has all that only the cache had.
+
+use std::time::Duration;
+
+use larder_block::backend::simulated::{Latency, Medium, Options, SimulatedDevice};
+use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf, WriteBuf, WriteFlags};
+use larder_cache::Mode;
+
+use super::devices::{LINE, Notes, device, make, open, options};
+
+const DISK: ByteLen = ByteLen::mib(8);
+const HALF: usize = LINE / 2;
+const LINES: u64 = 40;
+
+/// A read has ended, and the other half of its line, which was dirty, is still being written to a slow cache device.
+#[test]
+fn a_line_that_is_being_filled_counts_as_handed_over() {
+    let on = Loop::simulated().expect("no kernel is needed");
+    on.block_on(async {
+        let timed = Options {
+            latency: Latency {
+                in_call_per_mille: 0,
+                least: Duration::from_millis(1),
+                most: Duration::from_millis(9),
+                ..Latency::NONE
+            },
+            ..Options::default()
+        };
+        let disk = device(&on, Medium::new(DISK, 512));
+        let fast = SimulatedDevice::open(&on, Medium::new(ByteLen::mib(16), 512), timed);
+        make(&fast, 7, Mode::WriteBack, DISK).await;
+        let cache = open(&on, &disk, &fast, options(&Notes::default())).await;
+        let mut bytes = AlignedBuf::zeroed(HALF);
+        bytes.fill(1);
+        let lines = (0..LINES).map(|line| ByteOffset::new(line * LINE as u64));
+        for at in lines.clone() {
+            cache
+                .write(at, WriteBuf::new(&bytes), WriteFlags::NONE)
+                .await
+                .expect("written");
+        }
+        cache.hand_over().await.expect("both devices work");
+        for at in lines {
+            let rest = at + ByteLen::of_buffer(HALF);
+            cache.read(rest, ReadBuf::new(&mut bytes)).await.expect("read");
+            cache.hand_over().await.expect("both devices work");
+            assert!(cache.has_handed_over().await, "line at {at}");
+        }
+        cache.close().await.expect("both devices work");
+    });
+}

@@ -1,0 +1,88 @@
+//! Detaching from a process: its memory is the kernel's again, and the descriptors that it was given are closed in it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::Attached;
+use crate::inject::{InjectError, with_stopped_thread};
+use crate::state::Region;
+use crate::userfaultfd::{Range, Userfaultfd};
+use crate::views::View;
+
+impl Attached {
+    /// Leaves the memory to the kernel. All pages must be back ([`Pager::bring_back`]), or they are lost.
+    pub(super) fn unregister(&self) {
+        unregister_all(self.pager.guest().userfaultfd(), &self.ranges());
+    }
+
+    fn ranges(&self) -> Vec<Range> {
+        let regions = self.pager.regions().iter().filter(|region| !region.is_gone());
+        let range = |region: &Region| Range {
+            start: region.address,
+            len: region.bytes(),
+        };
+        regions.map(range).collect()
+    }
+
+    /// Leaves the process as it was: for how long a thread of it stood still at most; nothing if a descriptor could not be
+    /// closed in it, which the log has. All pages must be back. `limit` is for stopping that thread.
+    ///
+    /// # Errors
+    /// No thread of the process can be stopped now (it is frozen, or traced by another process): nothing has changed.
+    pub fn let_go(&self, limit: Duration) -> Result<Option<Duration>, InjectError> {
+        let mut numbers = self.given.all(self.pid);
+        let lost = self.state.lost_pages();
+        if lost > 0 {
+            numbers.retain(|number| *number != self.given.pages);
+        }
+        // Only once a thread is there that can close the descriptors: those that mark the memory would otherwise have servers
+        // of its disks wait for a pager. If this process is killed between the two, a successor finds the userfaultfd and
+        // manages the memory again, or finds none and nothing stored, and closes the rest.
+        //
+        // Servers first: after a kill their descriptors stay open and do nothing. Registered memory of a server would have it
+        // wait for a pager that is not started, since the process was detached from.
+        let (userfaultfd, ranges) = (self.pager.guest().userfaultfd(), self.ranges());
+        let has_begun = AtomicBool::new(false);
+        let views = self.pager.guest().views();
+        let let_go = views.with(|servers| {
+            with_stopped_thread(self.pid, limit, |thread| {
+                has_begun.store(true, Ordering::Relaxed);
+                servers.iter().for_each(View::unregister);
+                unregister_all(userfaultfd, &ranges);
+                numbers.iter().try_for_each(|number| thread.close(*number))
+            })
+        });
+        let stood_still = match let_go {
+            Ok(((), stood_still)) => Some(stood_still),
+            Err(InjectError::Gone { .. }) => None,
+            Err(error) if !has_begun.load(Ordering::Relaxed) => return Err(error),
+            Err(error) => {
+                tracing::warn!("detached, but the process keeps descriptors that do nothing: {error}");
+                None
+            }
+        };
+        views.close();
+        if lost > 0 {
+            tracing::warn!(
+                "{lost} pages that were lost stay unreadable; process {} keeps the list of them, and cannot be managed again",
+                self.pid
+            );
+        }
+        if stood_still.is_some() {
+            // Not before: a successor would go on with it.
+            self.state.wipe_key();
+        }
+        Ok(stood_still)
+    }
+}
+
+fn unregister_all(userfaultfd: &Userfaultfd, ranges: &[Range]) {
+    for range in ranges {
+        let done = userfaultfd
+            .unprotect(*range)
+            .and_then(|()| userfaultfd.unregister(*range));
+        if let Err(error) = done {
+            tracing::warn!("memory at {:#x} is not let go of: {error}", range.start);
+        }
+    }
+}

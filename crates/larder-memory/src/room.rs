@@ -1,0 +1,595 @@
+//! Room for pages that are to come back into memory, so that a detach leads neither to the kernel's OOM killer nor to a
+//! guest that waits for a page without end.
+//!
+//! Pages of the process may be limited in three places: the host's memory, a control group of the process or one above it
+//! (the kernel charges a page that comes back to the process, not to Larder), and the size of the tmpfs that a file of its
+//! memory is in. Each is read again before each step.
+//!
+//! # The ledger
+//! Several pagers that detach at once would all count the same free memory. So each writes in a folder that they share how
+//! much is still to come back, and under which limits: a file `NUMBER` with lines `BYTES LIMIT`, locked (flock(2)) for as
+//! long as its pager detaches. A file that nobody locks is of a pager that was killed, and is removed by the next one. A
+//! pager begins only if there is room beside all claims that are there; after that only claims with smaller numbers count,
+//! so that of two that have run short the earlier one can finish. The file `lock` is held while claims are read and
+//! written; a pager that is stopped while it holds that does not stop others: they do without after [`LOCK_TRIES`].
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::FlockOperation;
+use rustix::process::{Pid, getpid};
+
+use crate::group::{self, Group};
+use crate::guest::Files;
+
+/// What comes back between two checks, in bytes: half of what is free, within these.
+const STEP_BYTES_MIN: u64 = 512 << 10;
+const STEP_BYTES_MAX: u64 = 16 << 20;
+
+/// Where pages come slowly, others may take memory meanwhile: the longest time between two checks.
+const CHECK_EVERY: Duration = Duration::from_millis(100);
+
+/// This part of the host's memory, and of a control group's limit, is left free for others, within bounds.
+const MARGIN_SHARE: u64 = 128;
+const MARGIN_BYTES_MIN: u64 = 1 << 20;
+const MARGIN_BYTES_MAX: u64 = 64 << 20;
+
+/// How often the ledger's lock is tried, a millisecond apart: it is held for less than one.
+const LOCK_TRIES: u32 = 10;
+
+/// A claim's file is no longer.
+const CLAIM_BYTES_MAX: usize = 64 << 10;
+
+/// Where memory is limited.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// The host's memory.
+    Host,
+    /// A control group of the process, or one above it.
+    Group {
+        /// Its folder.
+        folder: PathBuf,
+        /// The file that its limit is in.
+        file: &'static str,
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// The file system that memory is a file of.
+    Tmpfs {
+        /// Where it is mounted, if that is known.
+        at: PathBuf,
+        /// Its device number, as of stat(2).
+        device: u64,
+    },
+}
+
+impl Place {
+    /// The name in the ledger.
+    fn key(&self) -> String {
+        match self {
+            Self::Host => "host".to_owned(),
+            Self::Group { folder, file, .. } => format!("group {}/{file}", folder.display()).replace('\n', "?"),
+            Self::Tmpfs { device, .. } => format!("tmpfs {device}"),
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str("the host"),
+            Self::Group {
+                folder,
+                file,
+                limit_bytes,
+            } => write!(
+                f,
+                "the process's control group {} ({file}: {} MiB)",
+                folder.display(),
+                limit_bytes >> 20
+            ),
+            Self::Tmpfs { at, .. } => write!(f, "the tmpfs {}, which its memory is a file of,", at.display()),
+        }
+    }
+}
+
+/// Why pages cannot come back.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "{} MiB are to come back into memory, and {place} has {} MiB free{}: {}",
+    needed_bytes.div_ceil(1 << 20), free_bytes >> 20, Claimed(*.claimed_bytes), advice(.place)
+)]
+pub struct Shortage {
+    /// Where there is too little.
+    pub place: Place,
+    /// What is to come back.
+    pub needed_bytes: u64,
+    /// What is free, with what other pagers have claimed.
+    pub free_bytes: u64,
+    /// What other pagers that detach have claimed of it.
+    pub claimed_bytes: u64,
+}
+
+struct Claimed(u64);
+
+impl fmt::Display for Claimed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            0 => Ok(()),
+            bytes => write!(
+                f,
+                ", of which {} MiB are for other processes that are detached from now",
+                bytes.div_ceil(1 << 20)
+            ),
+        }
+    }
+}
+
+fn advice(place: &Place) -> &'static str {
+    match place {
+        Place::Host => "free some first",
+        Place::Group { .. } => "free some first, or raise that limit",
+        Place::Tmpfs { .. } => "free some first, or mount it with a larger size",
+    }
+}
+
+/// A limit as it is now.
+struct Limit {
+    place: Place,
+    free_bytes: u64,
+    /// What becomes free while pages come back.
+    freed_bytes: u64,
+    /// Left for others.
+    margin_bytes: u64,
+    /// What of the pages is under it.
+    needed_bytes: u64,
+}
+
+/// Checks, for one detach, that there is room.
+pub(crate) struct Room {
+    pid: Pid,
+    files: Arc<Files>,
+    /// The ledger's folder; without one, other pagers are not known.
+    folder: Option<PathBuf>,
+    claim: Option<Claim>,
+    /// What was to come back when it was checked last, and how much of it may come before the next check.
+    checked_bytes: u64,
+    step_bytes: u64,
+    checked_at: Instant,
+}
+
+impl Room {
+    pub(crate) fn new(pid: Pid, files: Arc<Files>, folder: Option<PathBuf>) -> Self {
+        Self {
+            pid,
+            files,
+            folder,
+            claim: None,
+            checked_bytes: 0,
+            step_bytes: 0,
+            checked_at: Instant::now(),
+        }
+    }
+
+    /// Whether to check again before more comes back.
+    pub(crate) fn is_due(&self, needed_bytes: u64) -> bool {
+        let came_bytes = self.checked_bytes.saturating_sub(needed_bytes);
+        came_bytes >= self.step_bytes || came_bytes > 0 && self.checked_at.elapsed() >= CHECK_EVERY
+    }
+
+    /// Checks that `needed_bytes` can come back, and claims them. Compressed pages in `compressed_bytes` become free
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// Where there is too little. A claim that was there stays: it ends with this.
+    pub(crate) fn check(&mut self, needed_bytes: u64, compressed_bytes: u64) -> Result<(), Shortage> {
+        self.checked_bytes = needed_bytes;
+        self.checked_at = Instant::now();
+        self.step_bytes = STEP_BYTES_MAX;
+        if needed_bytes == 0 {
+            self.claim = None;
+            return Ok(());
+        }
+        let limits = self.limits(needed_bytes, compressed_bytes);
+        let ledger = self.folder.as_deref().and_then(|folder| {
+            let opened = Ledger::open(folder);
+            opened
+                .inspect_err(|error| {
+                    tracing::debug!("other pagers that detach are not known: {}: {error}", folder.display())
+                })
+                .ok()
+        });
+        let claimed = match &ledger {
+            Some(ledger) => ledger.claimed(self.claim.as_ref().map(|claim| claim.number)),
+            None => HashMap::new(),
+        };
+        for limit in &limits {
+            let claimed_bytes = claimed.get(&limit.place.key()).copied().unwrap_or(0);
+            let all = limit
+                .needed_bytes
+                .saturating_add(claimed_bytes)
+                .saturating_add(limit.margin_bytes);
+            let next = limit.needed_bytes.min(STEP_BYTES_MIN) + limit.margin_bytes;
+            // Compressed pages become free late: until then there must be room for the next pages.
+            if limit.needed_bytes > 0
+                && (all > limit.free_bytes.saturating_add(limit.freed_bytes) || next > limit.free_bytes)
+            {
+                return Err(Shortage {
+                    place: limit.place.clone(),
+                    needed_bytes: limit.needed_bytes,
+                    free_bytes: limit.free_bytes,
+                    claimed_bytes,
+                });
+            }
+            let half = limit.free_bytes.saturating_sub(limit.margin_bytes) / 2;
+            self.step_bytes = self.step_bytes.min(half.max(STEP_BYTES_MIN));
+        }
+        let Some(ledger) = ledger else { return Ok(()) };
+        let written = match &self.claim {
+            Some(claim) => claim.write(&limits),
+            None => ledger.claim(&limits).map(|claim| self.claim = Some(claim)),
+        };
+        if let Err(error) = written {
+            tracing::debug!("other pagers do not learn of this detach: {error}");
+        }
+        Ok(())
+    }
+
+    fn limits(&self, needed_bytes: u64, compressed_bytes: u64) -> Vec<Limit> {
+        let mut limits = vec![host(needed_bytes, compressed_bytes)];
+        let ours = group::of(getpid(), "memory");
+        for group in group::of(self.pid, "memory") {
+            // Compressed pages are charged to this process.
+            let freed_bytes = if ours.contains(&group) { compressed_bytes } else { 0 };
+            limits.extend(
+                of_group(&group)
+                    .into_iter()
+                    .map(|(place, free_bytes, limit_bytes)| Limit {
+                        place,
+                        free_bytes,
+                        freed_bytes,
+                        margin_bytes: margin(limit_bytes),
+                        needed_bytes,
+                    }),
+            );
+        }
+        limits.extend(self.of_file_systems(needed_bytes));
+        limits
+    }
+
+    /// Those of file systems that have a size.
+    fn of_file_systems(&self, needed_bytes: u64) -> Vec<Limit> {
+        let mut found: Vec<Limit> = Vec::new();
+        for (device, file, absent_bytes) in self.files.absent() {
+            let Ok(system) = rustix::fs::fstatfs(&file) else {
+                continue;
+            };
+            // That of memfds has none.
+            if system.f_blocks == 0 {
+                continue;
+            }
+            let is_it = |limit: &&mut Limit| matches!(limit.place, Place::Tmpfs { device: of, .. } if of == device);
+            if let Some(limit) = found.iter_mut().find(is_it) {
+                limit.needed_bytes = (limit.needed_bytes + absent_bytes).min(needed_bytes);
+                continue;
+            }
+            found.push(Limit {
+                place: Place::Tmpfs {
+                    at: mounted_at(device),
+                    device,
+                },
+                free_bytes: system.f_bavail.saturating_mul(system.f_bsize.unsigned_abs()),
+                freed_bytes: 0,
+                margin_bytes: 0,
+                needed_bytes: absent_bytes.min(needed_bytes),
+            });
+        }
+        found
+    }
+}
+
+fn margin(limit_bytes: u64) -> u64 {
+    (limit_bytes / MARGIN_SHARE).clamp(MARGIN_BYTES_MIN, MARGIN_BYTES_MAX)
+}
+
+fn host(needed_bytes: u64, compressed_bytes: u64) -> Limit {
+    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let bytes = |key: &str| -> Option<u64> {
+        let line = memory.lines().find_map(|line| line.strip_prefix(key))?;
+        let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+        Some(kib << 10)
+    };
+    Limit {
+        place: Place::Host,
+        free_bytes: bytes("MemAvailable:").unwrap_or(u64::MAX),
+        freed_bytes: compressed_bytes,
+        margin_bytes: margin(bytes("MemTotal:").unwrap_or(0)),
+        needed_bytes,
+    }
+}
+
+/// The limits of a group that has any: each with what is free below it, and the limit.
+fn of_group(group: &Group) -> Vec<(Place, u64, u64)> {
+    // Above `memory.high` the kernel lets whoever charges a page sleep, as this process would with each.
+    let files: &[(&'static str, &str)] = match group.is_unified {
+        true => &[("memory.max", "memory.current"), ("memory.high", "memory.current")],
+        false => &[
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+        ],
+    };
+    let mut found = Vec::new();
+    for (file, usage) in files {
+        let (Some(limit_bytes), Some(used_bytes)) = (group.number(file), group.number(usage)) else {
+            continue;
+        };
+        // What the kernel drops before it kills: of the page cache what was not written to, and was not used again.
+        let table = group.table("memory.stat");
+        let prefix = if group.is_unified { "" } else { "total_" };
+        let cache = |key: &str| table.get(&format!("{prefix}{key}"));
+        let (dirty, writeback) = match group.is_unified {
+            true => ("file_dirty", "file_writeback"),
+            false => ("dirty", "writeback"),
+        };
+        let clean_bytes = cache("inactive_file") + cache("active_file") / 2;
+        let clean_bytes = clean_bytes.saturating_sub(cache(dirty) + cache(writeback));
+        let place = Place::Group {
+            folder: group.folder.clone(),
+            file,
+            limit_bytes,
+        };
+        let free_bytes = limit_bytes.saturating_sub(used_bytes).saturating_add(clean_bytes);
+        found.push((place, free_bytes, limit_bytes));
+    }
+    found
+}
+
+/// The smallest limit of a control group that both processes are in, in bytes.
+pub fn common_limit(one: Pid, other: Pid) -> Option<u64> {
+    let others = group::of(other, "memory");
+    let common = group::of(one, "memory")
+        .into_iter()
+        .filter(|group| others.contains(group));
+    common
+        .flat_map(|group| of_group(&group))
+        .map(|(_, _, limit_bytes)| limit_bytes)
+        .min()
+}
+
+fn mounted_at(device: u64) -> PathBuf {
+    let numbers = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mut of_it = mounts.lines().filter_map(|line| {
+        let mut fields = line.split(' ').skip(2);
+        (fields.next()? == numbers).then(|| fields.nth(1)).flatten()
+    });
+    of_it
+        .next()
+        .map_or_else(|| PathBuf::from(numbers.clone()), PathBuf::from)
+}
+
+/// The claims of all pagers that detach, for as long as this holds their lock.
+struct Ledger<'a> {
+    folder: &'a Path,
+    /// `None` if another process has held it for too long.
+    lock: Option<File>,
+}
+
+impl<'a> Ledger<'a> {
+    fn open(folder: &'a Path) -> io::Result<Self> {
+        let lock = file_options(true).create(true).open(folder.join("lock"))?;
+        for tried in 0..LOCK_TRIES {
+            if tried > 0 {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if is_locked_now(&lock)? {
+                return Ok(Self {
+                    folder,
+                    lock: Some(lock),
+                });
+            }
+        }
+        Ok(Self { folder, lock: None })
+    }
+
+    fn numbers(&self) -> Vec<u64> {
+        let entries = fs::read_dir(self.folder).into_iter().flatten().flatten();
+        entries
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .collect()
+    }
+
+    /// What other pagers have claimed under each limit: all of them, or those before the claim of this number.
+    fn claimed(&self, before: Option<u64>) -> HashMap<String, u64> {
+        let mut all = HashMap::new();
+        let counts = |number: &u64| before.is_none_or(|before| *number < before);
+        for number in self.numbers().into_iter().filter(counts) {
+            for (key, bytes) in self.read(number).unwrap_or_default() {
+                let sum: &mut u64 = all.entry(key).or_default();
+                *sum = sum.saturating_add(bytes);
+            }
+        }
+        all
+    }
+
+    /// One claim. That of a pager that was killed is removed.
+    fn read(&self, number: u64) -> Option<Vec<(String, u64)>> {
+        let path = self.folder.join(number.to_string());
+        let file = file_options(false).open(&path).ok()?;
+        if is_locked_now(&file).ok()? {
+            // Without the lock a new one could be at that path by now.
+            if self.lock.is_some() {
+                let _ = fs::remove_file(&path);
+            }
+            return None;
+        }
+        let mut text = vec![0; CLAIM_BYTES_MAX];
+        let count = file.read_at(&mut text, 0).ok()?;
+        let text = String::from_utf8_lossy(&text[..count]);
+        let lines = text.lines().filter_map(|line| line.split_once(' '));
+        let lines = lines.filter_map(|(bytes, key)| Some((key.to_owned(), bytes.parse().ok()?)));
+        Some(lines.collect())
+    }
+
+    fn claim(&self, limits: &[Limit]) -> io::Result<Claim> {
+        let number = self.numbers().into_iter().max().unwrap_or(0).saturating_add(1);
+        let path = self.folder.join(number.to_string());
+        let file = file_options(true).create_new(true).open(&path)?;
+        let claim = Claim { file, path, number };
+        // A crash here leaves a file that nobody locks.
+        if !is_locked_now(&claim.file)? {
+            // By a reader without the ledger's lock, for a moment. A claim that this does not lock would be removed as stale.
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        claim.write(limits)?;
+        Ok(claim)
+    }
+}
+
+/// What this pager has claimed.
+struct Claim {
+    file: File,
+    path: PathBuf,
+    number: u64,
+}
+
+impl Claim {
+    /// Numbers are of the same length each time, so that one write replaces all.
+    fn write(&self, limits: &[Limit]) -> io::Result<()> {
+        let line = |limit: &Limit| format!("{:020} {}\n", limit.needed_bytes, limit.place.key());
+        let text: String = limits.iter().map(line).collect();
+        self.file.write_all_at(text.as_bytes(), 0)?;
+        self.file.set_len(text.len() as u64)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn file_options(write: bool) -> fs::OpenOptions {
+    let mut options = File::options();
+    options.read(true).write(write).mode(0o600);
+    options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC);
+    options
+}
+
+/// Locks a file, unless another process has it locked.
+fn is_locked_now(file: &File) -> io::Result<bool> {
+    match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(bytes: u64) -> Vec<Limit> {
+        vec![Limit {
+            place: Place::Host,
+            free_bytes: 0,
+            freed_bytes: 0,
+            margin_bytes: 0,
+            needed_bytes: bytes,
+        }]
+    }
+
+    fn of_host(folder: &Path, before: Option<u64>) -> u64 {
+        let ledger = Ledger::open(folder).expect("a ledger");
+        ledger.claimed(before).get("host").copied().unwrap_or(0)
+    }
+
+    #[test]
+    fn claims_add_up_and_end_with_their_owner() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path();
+        let claim = |bytes| {
+            let ledger = Ledger::open(path).expect("a ledger");
+            ledger.claim(&limits(bytes)).expect("a claim")
+        };
+        let (first, second) = (claim(5), claim(7));
+        assert_eq!(of_host(path, None), 12);
+        assert_eq!(of_host(path, Some(second.number)), 5);
+        assert_eq!(of_host(path, Some(first.number)), 0);
+        first.write(&limits(3)).expect("writes");
+        assert_eq!(of_host(path, None), 10);
+        drop(first);
+        assert_eq!(of_host(path, None), 7);
+        drop(second);
+        assert_eq!(of_host(path, None), 0);
+    }
+
+    #[test]
+    fn claim_of_killed_pager_is_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let stale = folder.path().join("9");
+        fs::write(&stale, "00000000000000000005 host\n").expect("writes");
+        assert_eq!(of_host(folder.path(), None), 0);
+        assert!(!stale.exists());
+    }
+
+    #[test]
+    fn damaged_claims_count_as_nothing() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("3");
+        fs::write(&path, b"host\n-1 host\n\xff\xff 3\n99999999999999999999999 host\n").expect("writes");
+        let held = File::open(&path).expect("opens");
+        assert!(is_locked_now(&held).expect("locks"));
+        assert_eq!(of_host(folder.path(), None), 0);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn stopped_lock_owner_stops_no_other_pager() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let first = Ledger::open(folder.path()).expect("a ledger");
+        let _claim = first.claim(&limits(5)).expect("a claim");
+        assert!(first.lock.is_some());
+        let second = Ledger::open(folder.path()).expect("a ledger");
+        assert!(second.lock.is_none());
+        assert_eq!(second.claimed(None).get("host"), Some(&5));
+    }
+
+    #[test]
+    fn shortage_names_place_numbers_and_remedy() {
+        let shortage = |place| {
+            let (needed_bytes, free_bytes, claimed_bytes) = (100 << 20, 50 << 20, 0);
+            Shortage {
+                place,
+                needed_bytes,
+                free_bytes,
+                claimed_bytes,
+            }
+        };
+        assert_eq!(
+            shortage(Place::Host).to_string(),
+            "100 MiB are to come back into memory, and the host has 50 MiB free: free some first"
+        );
+        let group = Place::Group {
+            folder: "/sys/fs/cgroup/vm".into(),
+            file: "memory.max",
+            limit_bytes: 512 << 20,
+        };
+        let said = Shortage {
+            claimed_bytes: 20 << 20,
+            ..shortage(group)
+        }
+        .to_string();
+        assert!(
+            said.contains("control group /sys/fs/cgroup/vm (memory.max: 512 MiB) has 50 MiB free, of which 20 MiB"),
+            "{said}"
+        );
+    }
+}

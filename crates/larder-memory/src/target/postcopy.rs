@@ -1,0 +1,65 @@
+//! Keeps pagers away from a QEMU that receives a VM by post-copy.
+//!
+//! In post-copy QEMU registers all of its RAM with a userfaultfd of its own (QEMU, docs/devel/migration/postcopy.rst). The
+//! kernel refuses that with `EBUSY` where a pager has registered the same memory, at a moment when neither QEMU has a whole
+//! VM any more. So the receiver of such a move claims the faults of the memory first, and a pager does the same before it
+//! begins to manage memory ([`larder_export::view::claim_faults`]): whichever comes second is refused.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd as _;
+
+use larder_export::view::claim_faults;
+use rustix::process::Pid;
+
+use super::files::Opened;
+use super::{Mapping, Options, TargetError, read_descriptors, read_maps, wanted};
+
+/// The claim to the faults of a process's memory. Dropping it releases the memory.
+#[derive(Debug)]
+pub struct FaultClaim {
+    _files: Vec<File>,
+}
+
+/// Why the faults of a process's memory cannot be claimed.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum FaultClaimError {
+    #[error(
+        "a pager keeps the memory of the QEMU (process {pid}) within a budget, or another user of userfaultfd has it, and \
+        post-copy needs all of its page faults: detach the pager (larder memory detach), or leave out --postcopy",
+        pid = .pid.as_raw_pid()
+    )]
+    InUse { pid: Pid },
+    #[error("cannot check whether a pager has the memory of the QEMU, which post-copy excludes: {0}")]
+    Unknown(#[from] TargetError),
+    #[error("process {pid}: cannot claim its memory for post-copy: {source}", pid = .pid.as_raw_pid())]
+    Lock { pid: Pid, source: io::Error },
+}
+
+/// Claims the faults of all memory of process `pid` that a pager could manage, for as long as the claim exists.
+///
+/// # Errors
+/// See [`FaultClaimError`]. Nothing is claimed then.
+pub fn claim_faults_for_postcopy(pid: Pid) -> Result<FaultClaim, FaultClaimError> {
+    let options = Options::default();
+    let mappings = read_maps(pid)?;
+    let wanted: Vec<&Mapping> = wanted(&mappings, &options);
+    let opened = Opened::of(pid, &wanted, &mappings, &read_descriptors(pid)?, None);
+    // A file that is mapped twice is claimed once: each mapping has an open file of its own here.
+    let mut memories = opened.memories;
+    memories.sort_by_key(|memory| (memory.place.device, memory.place.inode));
+    memories.dedup_by_key(|memory| (memory.place.device, memory.place.inode));
+    let files: Vec<File> = memories.into_iter().map(|memory| memory.file).collect();
+    for file in &files {
+        let claimed = claim_faults(file.as_fd()).map_err(|source| FaultClaimError::Lock { pid, source })?;
+        if !claimed {
+            return Err(FaultClaimError::InUse { pid });
+        }
+    }
+    // After the claim: a pager that has begun before the claim is found by what it has put into the process.
+    if read_descriptors(pid)?.userfaultfds().next().is_some() {
+        return Err(FaultClaimError::InUse { pid });
+    }
+    Ok(FaultClaim { _files: files })
+}

@@ -1,0 +1,98 @@
+//! Preconditions of post-copy at the destination, checked before a move begins and again before it switches over.
+//!
+//! In post-copy QEMU handles the page faults of its guest with a userfaultfd (QEMU, docs/devel/migration/postcopy.rst). It
+//! registers its RAM only after the source has stopped the guest for good, and where the kernel refuses that the VM is lost.
+//! So everything that makes the kernel refuse is looked for here.
+
+use std::any::Any;
+use std::ffi::OsString;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::qmp::{Process, Qmp, QmpError};
+
+/// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of linux/magic.h: file systems whose pages userfaultfd(2) can serve.
+const SERVED_FILE_SYSTEMS: [u32; 2] = [0x0102_1994, 0x9584_58f6];
+
+/// A claim to the page faults of a QEMU's memory, released when it is dropped.
+pub type FaultClaim = Box<dyn Any + Send>;
+
+/// What else on this host may handle the page faults of a QEMU's memory, such as a pager.
+pub trait FaultHandlers: Send + Sync {
+    /// Claims the faults of all memory of `qemu`, so that nothing else begins to handle them meanwhile.
+    ///
+    /// # Errors
+    /// Something handles them already, or that cannot be found out; the text says what to do.
+    fn claim(&self, qemu: Process) -> Result<FaultClaim, String>;
+}
+
+/// For a host where nothing else handles page faults.
+pub struct NoFaultHandlers;
+
+impl FaultHandlers for NoFaultHandlers {
+    fn claim(&self, _: Process) -> Result<FaultClaim, String> {
+        Ok(Box::new(()))
+    }
+}
+
+/// Claims the page faults of the QEMU's memory, and checks that it can handle all of them itself.
+///
+/// # Errors
+/// All reasons why it cannot.
+pub(super) fn claim(qmp: &mut Qmp, handlers: &dyn FaultHandlers) -> Result<FaultClaim, Vec<String>> {
+    let Some(process) = qmp.process() else {
+        return Err(vec![
+            "the process of the QEMU cannot be found, so whether a pager has its memory is not known, which post-copy \
+             excludes: leave out --postcopy"
+                .to_owned(),
+        ]);
+    };
+    let claim = handlers.claim(process);
+    let mut reasons: Vec<String> = claim.as_ref().err().cloned().into_iter().collect();
+    let files = files_on_disk(qmp, process).map_err(|error| vec![error.to_string()])?;
+    reasons.extend(files.into_iter().map(|path| {
+        format!(
+            "the destination's memory is in the file {path}, which is neither in a tmpfs nor in a hugetlbfs, and post-copy \
+             takes no other file: use memory-backend-memfd there, or leave out --postcopy"
+        )
+    }));
+    match claim {
+        Ok(claim) if reasons.is_empty() => Ok(claim),
+        _ => Err(reasons),
+    }
+}
+
+/// Files of other file systems that memory backends are in. A file whose file system cannot be found out is left out.
+fn files_on_disk(qmp: &mut Qmp, process: Process) -> Result<Vec<String>, QmpError> {
+    let objects = match qmp.execute("qom-list", json!({"path": "/objects"})) {
+        Err(QmpError::Refused { .. }) => return Ok(Vec::new()),
+        objects => objects?,
+    };
+    let mut found = Vec::new();
+    for object in objects.as_array().into_iter().flatten() {
+        let (Some(name), Some("child<memory-backend-file>")) = (object["name"].as_str(), object["type"].as_str())
+        else {
+            continue;
+        };
+        let path = json!({"path": format!("/objects/{name}"), "property": "mem-path"});
+        let path = match qmp.execute("qom-get", path) {
+            Err(QmpError::Refused { .. }) => Value::Null,
+            path => path?,
+        };
+        if let Some(path) = path.as_str()
+            && is_on_disk(process, path) == Some(true)
+        {
+            found.push(path.escape_debug().to_string());
+        }
+    }
+    Ok(found)
+}
+
+/// `None` where that cannot be found out. The path is one of QEMU's mount namespace.
+fn is_on_disk(process: Process, path: &str) -> Option<bool> {
+    let mut seen = OsString::from(format!("/proc/{}/root", process.pid));
+    seen.push(Path::new("/").join(path).as_os_str());
+    let system = rustix::fs::statfs(Path::new(&seen)).ok()?;
+    Some(!SERVED_FILE_SYSTEMS.contains(&(system.f_type as u32)))
+}

@@ -1,0 +1,212 @@
+//! Refcount blocks and the refcount table: they are made longer as the image needs them.
+
+use larder_block::event_loop::WorkSlice;
+use larder_block::{ByteRange, Failure, IoResult, ZeroFlags};
+
+use super::{Allocation, Freed, STEPS_PER_SLICE};
+use crate::device::Qcow2;
+use crate::header::TableAt;
+use crate::refcount::Known;
+
+/// The unit in which tables are written, in bytes.
+pub(super) const SECTOR: u64 = 512;
+
+/// The refcount table's longest length: 8 MiB, as in QEMU.
+const REFCOUNT_TABLE_ENTRIES_MAX: u64 = 1 << 20;
+
+impl Qcow2 {
+    pub(super) fn block_of(&self, cluster: u64) -> u64 {
+        self.refcounts.borrow().block_of(cluster)
+    }
+
+    /// Has the refcount table be long enough for all of the file as it was opened, while there is room for it: a device
+    /// that is nearly full has no place for a longer table.
+    pub(super) async fn count_whole_file(&self) -> IoResult {
+        let clusters = self.space.borrow().given_clusters;
+        // As many as a table can count at most.
+        let clusters = clusters.min(REFCOUNT_TABLE_ENTRIES_MAX << self.shape.refcount_block_bits());
+        let counted = self.refcounts.borrow().counted_clusters();
+        if clusters <= counted || self.space.borrow().not_counted == clusters {
+            return Ok(());
+        }
+        // If that fails, the part that is counted can be used all the same; an allocation behind it tries again.
+        self.space.borrow_mut().not_counted = clusters;
+        match self.lengthen_refcount_table(self.block_of(clusters - 1) + 1).await {
+            Err(error) if error.failure() == Failure::NoSpace => Ok(()),
+            Err(error) => Err(error),
+            Ok(()) => self.write_refcounts().await,
+        }
+    }
+
+    /// Makes a refcount block, in whose part of the image nothing is used yet, out of a cluster: one that it counts itself,
+    /// or one of a block that exists.
+    pub(super) async fn add_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
+        if block >= self.refcounts.borrow().table().len() as u64 {
+            self.lengthen_refcount_table(block + 1).await?;
+            self.write_refcounts().await?;
+            if self.refcounts.borrow().has_block(block) {
+                return Ok(());
+            }
+        }
+        self.make_refcount_block(block, cluster).await
+    }
+
+    /// The same, of a block that the refcount table has an entry for.
+    pub(super) async fn make_refcount_block(&self, block: u64, cluster: u64) -> IoResult {
+        self.cover(cluster, 1).await?;
+        self.check_free(cluster..cluster + 1)?;
+        self.clear_clusters(cluster, 1).await?;
+        let table = self.refcounts.borrow().table_at;
+        let table = ByteRange::new(table.offset, table.entries * 8).widened(SECTOR);
+        self.file.allocate(table).await?;
+        if self.block_of(cluster) != block {
+            self.secure_refcounts(cluster).await?;
+            // So that its slice is loaded; there is no waiting until it is changed.
+            self.refcount(cluster).await?;
+        }
+        self.use_as_refcount_block(block, cluster);
+        // Before a cluster of it is used: a replay must find it.
+        self.write_refcounts().await
+    }
+
+    /// Makes clusters of metadata read as zeros, with room of their own.
+    pub(super) async fn clear_clusters(&self, first: u64, count: u64) -> IoResult {
+        self.space.borrow_mut().touch_all_before(first + count);
+        let bits = self.shape.cluster_bits;
+        let at = ByteRange::new(first << bits, count << bits);
+        self.file.write_zeroes(at, ZeroFlags::default()).await
+    }
+
+    /// `cluster` is covered, cleared, and in `block`'s own part of the image or in one that is loaded.
+    fn use_as_refcount_block(&self, block: u64, cluster: u64) {
+        let mut refcounts = self.refcounts.borrow_mut();
+        refcounts.add_block(block, cluster << self.shape.cluster_bits);
+        if let Known::Absent(slice, _) = refcounts.get(cluster) {
+            // A new block reads as zeros; no need to ask the file.
+            refcounts.load_zeros(slice);
+        }
+        refcounts.set(cluster, 1);
+    }
+
+    /// Moves the refcount table to where it has room for `blocks` blocks at least; the next commit has the image use it.
+    async fn lengthen_refcount_table(&self, blocks: u64) -> IoResult {
+        let entries = self.refcount_entries(blocks)?;
+        match self.lengthen_table_behind(entries).await {
+            Err(error) if error.failure() == Failure::NoSpace => self.lengthen_table_inside(entries).await,
+            result => result,
+        }
+    }
+
+    /// Returns the entries of a table for `blocks` blocks: as many as the file needs that was opened, so that a device of
+    /// the measured size is enough; half as many again for a file that has grown.
+    fn refcount_entries(&self, blocks: u64) -> IoResult<u64> {
+        let given = self.space.borrow().given_clusters;
+        let given = given.div_ceil(1 << self.shape.refcount_block_bits());
+        let wanted = if blocks <= given { given } else { blocks + blocks / 2 };
+        self.whole_table(wanted.min(REFCOUNT_TABLE_ENTRIES_MAX).max(blocks))
+    }
+
+    /// Rounds a count of entries up to whole clusters of the table.
+    fn whole_table(&self, entries: u64) -> IoResult<u64> {
+        let entries = entries.next_multiple_of(self.shape.cluster_len() / 8);
+        if entries <= REFCOUNT_TABLE_ENTRIES_MAX {
+            return Ok(entries);
+        }
+        tracing::error!(
+            "{}: the image cannot grow: its refcount table is as long as it may be",
+            self.name
+        );
+        Err(self.no_space())
+    }
+
+    /// Moves the refcount table into the first part of the image that it does not count, behind that part's new blocks.
+    async fn lengthen_table_behind(&self, entries: u64) -> IoResult {
+        let per_cluster = self.shape.cluster_len() / 8;
+        let block_bits = self.shape.refcount_block_bits();
+        let first = self.refcounts.borrow().counted_clusters();
+        let mut entries = entries;
+        let (new_blocks, table_clusters) = loop {
+            let table_clusters = entries / per_cluster;
+            let mut new_blocks = 1;
+            while (new_blocks + table_clusters) > new_blocks << block_bits {
+                new_blocks += 1;
+            }
+            let needed = (first >> block_bits) + new_blocks;
+            if needed <= entries {
+                break (new_blocks, table_clusters);
+            }
+            entries = self.whole_table(needed)?;
+        };
+        let all = new_blocks + table_clusters;
+        self.check_free(first..first + all)?;
+        self.lengthen((first + all) << self.shape.cluster_bits).await?;
+        self.clear_clusters(first, all).await?;
+        let mut refcounts = self.refcounts.borrow_mut();
+        refcounts.lengthen(entries);
+        for index in 0..new_blocks {
+            let block = (first >> block_bits) + index;
+            refcounts.add_block(block, (first + index) << self.shape.cluster_bits);
+        }
+        for cluster in first..first + all {
+            if let Known::Absent(slice, _) = refcounts.get(cluster) {
+                refcounts.load_zeros(slice);
+            }
+            refcounts.set(cluster, 1);
+        }
+        drop(refcounts);
+        self.move_refcount_table(first + new_blocks, entries);
+        Ok(())
+    }
+
+    /// Moves the refcount table to free clusters of the part of the image that it counts already. Nothing may be in the
+    /// window. A crash before the header leads there leaves these clusters leaked, and the old table in use.
+    async fn lengthen_table_inside(&self, entries: u64) -> IoResult {
+        let count = entries * 8 / self.shape.cluster_len();
+        let run = self.take_run_inside(count).await?;
+        self.clear_clusters(run.first, run.count).await?;
+        self.refcounts.borrow_mut().lengthen(entries);
+        self.move_refcount_table(run.first, entries);
+        run.keep();
+        Ok(())
+    }
+
+    /// The refcount table goes to `first`, and its old place is freed.
+    fn move_refcount_table(&self, first: u64, entries: u64) {
+        let mut refcounts = self.refcounts.borrow_mut();
+        let old = refcounts.moves_to.unwrap_or(refcounts.table_at);
+        refcounts.moves_to = Some(TableAt {
+            offset: first << self.shape.cluster_bits,
+            entries,
+        });
+        self.freed.borrow_mut().push(Freed {
+            first: old.offset >> self.shape.cluster_bits,
+            count: (old.entries * 8).div_ceil(self.shape.cluster_len()),
+        });
+    }
+
+    /// Takes `count` free clusters in a row inside the file. Nothing may be in the window, and the caller holds
+    /// `finding_space`.
+    pub(super) async fn take_run_inside(&self, count: u64) -> IoResult<Allocation<'_>> {
+        let Some(first) = self.find_run(count).await? else {
+            return Err(self.no_space());
+        };
+        self.take_run(first, count, false).await
+    }
+
+    /// Takes clusters that are free, and that the file covers and blocks count.
+    pub(super) async fn take_run(&self, first: u64, count: u64, reads_zero: bool) -> IoResult<Allocation<'_>> {
+        let mut run = Allocation::new(self, first, 0, reads_zero);
+        // A run that fails on the way is given back like any other, so the next one may not begin here before that.
+        self.space.borrow_mut().touch_all_before(first + count);
+        let mut slice = WorkSlice::new(STEPS_PER_SLICE);
+        for cluster in first..first + count {
+            slice.did(1).await;
+            self.secure_refcounts(cluster).await?;
+            self.refcount(cluster).await?;
+            // A slice at a time, so no slice is forgotten.
+            self.refcounts.borrow_mut().set(cluster, 1);
+            run.count += 1;
+        }
+        Ok(run)
+    }
+}

@@ -1,0 +1,456 @@
+//! Finding free clusters: the next window, and runs of clusters.
+//!
+//! A search reads each slice of refcounts once, several at a time, and remembers which are full, so it is complete at a
+//! bit for each slice. Where the file can grow, a search that has read [`SEARCH_SLICES_MAX`] slices in vain takes space
+//! at the file's end instead, and the next one continues it; a write fails only after a complete search.
+
+use std::ops::Range;
+use std::rc::Weak;
+
+use larder_block::backend::file::CONTAINER_UNIT;
+use larder_block::event_loop::{WorkSlice, yield_now};
+use larder_block::range_lock::Mode;
+use larder_block::{AlignedBuf, ByteLen, ByteRange, Failure, IoError, IoResult, Operation, ReadBuf, join};
+use rustix::io::Errno;
+
+use super::STEPS_PER_SLICE;
+use crate::device::Qcow2;
+use crate::entry::OFFSET;
+use crate::read::Ios;
+use crate::refcount::{Known, SliceIndex, Space as Found};
+
+/// Slices of refcounts that a search reads before the end of the file is used instead, if the file can grow: 32 MiB, for
+/// 1 TiB of clusters of 64 KiB.
+const SEARCH_SLICES_MAX: usize = 8192;
+
+/// Slices that are read at the same time. A search begins with one and doubles.
+const SLICES_TOGETHER_MAX: usize = 128;
+
+/// Slices that a search passes over because they cannot be read: two blocks of 64 KiB, and no more, because a disk that
+/// fails takes its time. The next search continues behind them.
+const UNREADABLE_SLICES_MAX: usize = 32;
+
+/// The file grows by a quarter, but no more than this, in bytes.
+const GROWTH_MAX: u64 = 16 << 20;
+
+/// The same while a search is unfinished, which may find the space that is needed next inside the file.
+const GROWTH_UNFINISHED_MAX: u64 = 1 << 20;
+
+/// The end of a search.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Search {
+    /// This cluster is free, or has no refcount block yet.
+    Found(u64),
+    /// No cluster is free.
+    Nothing,
+    /// It has read as many slices as it may, and none before this cluster is free.
+    Unfinished(u64),
+}
+
+/// The end of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reach {
+    /// The file's end, if the window begins before it: the search may find other free clusters in
+    /// the file, which need not grow as long as there are some.
+    Inside,
+    /// A part that is added to the file.
+    PastEnd,
+}
+
+/// The slices that a search may still read, and those of its next read.
+struct Effort {
+    left: usize,
+    together: usize,
+    /// Slices that it may still pass over because they cannot be read.
+    unreadable_left: usize,
+}
+
+/// The result of reading slices for a search.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Read {
+    /// Some were read; or none, and the first one is to be read alone.
+    Continue,
+    /// The first one cannot be read: the search continues at this cluster.
+    PassTo(u64),
+}
+
+impl Effort {
+    fn of(slices: usize) -> Self {
+        Self {
+            left: slices,
+            together: 1,
+            unreadable_left: UNREADABLE_SLICES_MAX,
+        }
+    }
+
+    fn is_spent(&self) -> bool {
+        self.left == 0 || self.unreadable_left == 0
+    }
+}
+
+impl Qcow2 {
+    /// The clusters that lie in the file as a whole.
+    pub(super) fn file_clusters(&self) -> u64 {
+        self.file.geometry().size.get() >> self.shape.cluster_bits
+    }
+
+    /// Finds the next free clusters and has the file cover them.
+    pub(super) async fn open_window(&self) -> IoResult {
+        self.notice_size();
+        self.count_whole_file().await?;
+        match self.open_window_inside(SEARCH_SLICES_MAX).await? {
+            Search::Found(_) => Ok(()),
+            Search::Nothing => {
+                let cursor = self.space.borrow().cursor;
+                self.open_window_at_end().await?;
+                let mut space = self.space.borrow_mut();
+                let next = space.window.end;
+                space.advance(cursor, next);
+                Ok(())
+            }
+            Search::Unfinished(_) => match self.open_window_at_end().await {
+                Err(error) if error.failure() == Failure::NoSpace => match self.open_window_inside(usize::MAX).await? {
+                    Search::Found(_) => Ok(()),
+                    _ => Err(error),
+                },
+                result => result,
+            },
+        }
+    }
+
+    /// Opens a window with the first free clusters inside the file. `NoSpace` is for a file system that is full: there
+    /// are free clusters, and no room for them.
+    async fn open_window_inside(&self, slices: usize) -> IoResult<Search> {
+        let mut effort = Effort::of(slices);
+        let limit = self.file_clusters();
+        let hint = self.space.borrow().cursor;
+        let cursor = hint.min(limit);
+        let mut full = None;
+        // The cursor is a hint; what counts is which slices are full.
+        for range in [cursor..limit, 0..cursor] {
+            let found = self.search(range, &mut effort).await?;
+            self.space.borrow_mut().is_unfinished = matches!(found, Search::Unfinished(_));
+            match found {
+                Search::Nothing => continue,
+                Search::Unfinished(at) => {
+                    self.space.borrow_mut().advance(hint, at);
+                    return Ok(found);
+                }
+                Search::Found(at) => match self.open_window_at(at, Reach::Inside).await {
+                    Err(error) if error.failure() == Failure::NoSpace => full = Some(error),
+                    result => {
+                        result?;
+                        let mut space = self.space.borrow_mut();
+                        let next = space.window.end;
+                        space.advance(hint, next);
+                        return Ok(found);
+                    }
+                },
+            }
+        }
+        self.space.borrow_mut().advance(hint, limit);
+        full.map_or(Ok(Search::Nothing), Err)
+    }
+
+    /// Looks for a free cluster in a range.
+    async fn search(&self, range: Range<u64>, effort: &mut Effort) -> IoResult<Search> {
+        let mut cursor = range.start;
+        while cursor < range.end {
+            let found = self.refcounts.borrow_mut().space(cursor);
+            match found {
+                Known::Absent(..) if effort.is_spent() => return Ok(Search::Unfinished(cursor)),
+                Known::Absent(slice, _) => {
+                    if let Read::PassTo(next) = self.read_on(slice, range.end, effort).await? {
+                        cursor = next;
+                    }
+                }
+                Known::Is(Found::Full(next)) => cursor = next,
+                Known::Is(Found::Free(first, _)) if first >= range.end => break,
+                Known::Is(Found::Free(first, _)) => return Ok(Search::Found(first)),
+                Known::Is(Found::NoBlock) => return Ok(Search::Found(cursor)),
+            }
+        }
+        Ok(Search::Nothing)
+    }
+
+    /// Reads slices from `slice` on that a search up to the cluster `limit` needs.
+    async fn read_on(&self, slice: SliceIndex, limit: u64, effort: &mut Effort) -> IoResult<Read> {
+        let limit = limit.div_ceil(1 << self.shape.refcount_slice_bits());
+        let (mut unread, drops) = {
+            let refcounts = self.refcounts.borrow();
+            let most = effort.together.min(effort.left).max(1);
+            (refcounts.unread(slice, limit, most), refcounts.drops())
+        };
+        // The first one that is at no valid offset fails when it is needed.
+        let is_valid = |(slice, offset): &(SliceIndex, u64)| self.slice_at(*slice, *offset).is_some();
+        let valid = unread.iter().take_while(|found| is_valid(found)).count().max(1);
+        unread.truncate(valid);
+        let ranges: Vec<ByteRange> = unread
+            .iter()
+            .map(|(slice, offset)| self.checked_slice_at(*slice, *offset))
+            .collect::<IoResult<_>>()?;
+        let mut bytes: Vec<AlignedBuf> = ranges
+            .iter()
+            .map(|range| AlignedBuf::zeroed(range.len.as_usize()))
+            .collect();
+        let reads: Ios<'_> = ranges
+            .iter()
+            .zip(&mut bytes)
+            .map(|(range, bytes)| self.file.read(range.start, ReadBuf::new(bytes)))
+            .collect();
+        if let Err(error) = join(reads).await {
+            if unread.len() > 1 {
+                effort.together = 1;
+                return Ok(Read::Continue);
+            }
+            return self.pass_over(slice, error, effort);
+        }
+        let mut refcounts = self.refcounts.borrow_mut();
+        for ((slice, _), bytes) in unread.iter().zip(&bytes) {
+            refcounts.note(*slice, bytes, drops);
+        }
+        effort.left = effort.left.saturating_sub(unread.len());
+        effort.together = (effort.together * 2).min(SLICES_TOGETHER_MAX);
+        Ok(Read::Continue)
+    }
+
+    /// Passes over a slice that cannot be read, as if it counted no free cluster: a bad sector fails no request that needs
+    /// nothing from it. An image that is corrupt, or out of reach as a whole, is another matter.
+    fn pass_over(&self, slice: SliceIndex, error: IoError, effort: &mut Effort) -> IoResult<Read> {
+        if !matches!(error.failure(), Failure::Os(_)) {
+            return Err(error);
+        }
+        let mut space = self.space.borrow_mut();
+        if !space.unreadable.contains(slice) {
+            space.unreadable.insert(slice);
+            tracing::error!("{error}; no cluster is taken whose refcount is there");
+        }
+        effort.unreadable_left -= 1;
+        Ok(Read::PassTo((slice + 1) << self.shape.refcount_slice_bits()))
+    }
+
+    /// Returns the place of a slice of refcounts, if it is in the file.
+    fn slice_at(&self, slice: SliceIndex, offset: u64) -> Option<ByteRange> {
+        let at = ByteRange::new(offset, self.shape.slice_len());
+        let in_cluster = self.shape.cluster_len() - 1;
+        let is_aligned = offset & in_cluster == (slice * self.shape.slice_len()) & in_cluster;
+        let size = self.file.geometry().size;
+        let is_inside = at.checked_end().is_some_and(|end| end.get() <= size.get());
+        (is_aligned && is_inside).then_some(at)
+    }
+
+    fn checked_slice_at(&self, slice: SliceIndex, offset: u64) -> IoResult<ByteRange> {
+        self.slice_at(slice, offset).ok_or_else(|| {
+            tracing::error!(
+                "{}: a refcount block is said to be at {offset:#x}, outside the file or not aligned; run `larder disk check`",
+                self.name
+            );
+            let at = ByteRange::new(offset, self.shape.slice_len());
+            self.error(Operation::Read, at, Failure::Invalid)
+        })
+    }
+
+    /// Reads a slice of refcounts.
+    pub(super) async fn load_refcounts(&self, slice: SliceIndex, offset: u64) -> IoResult {
+        let at = self.checked_slice_at(slice, offset)?;
+        let drops = self.refcounts.borrow().drops();
+        let mut bytes = AlignedBuf::zeroed(at.len.as_usize());
+        self.file.read(at.start, ReadBuf::new(&mut bytes)).await?;
+        self.refcounts.borrow_mut().load(slice, &bytes, drops);
+        Ok(())
+    }
+
+    async fn open_window_at_end(&self) -> IoResult {
+        let end = self.space.borrow().untouched;
+        // Before a refcount block is made for space that the file cannot get.
+        self.cover(end, 1).await?;
+        self.open_window_at(end, Reach::PastEnd).await
+    }
+
+    /// Opens a window with the first free clusters from `from` on.
+    async fn open_window_at(&self, from: u64, reach: Reach) -> IoResult {
+        let mut from = from;
+        loop {
+            let found = self.refcounts.borrow_mut().space(from);
+            match found {
+                Known::Absent(slice, offset) => self.load_refcounts(slice, offset).await?,
+                Known::Is(Found::Full(next)) => from = next,
+                Known::Is(Found::NoBlock) => self.add_refcount_block(self.block_of(from), from).await?,
+                Known::Is(Found::Free(first, count)) => {
+                    if !self.refcounts.borrow().is_settled(first) {
+                        // Writing it failed before.
+                        self.write_refcounts().await?;
+                    }
+                    self.secure_refcounts(first).await?;
+                    let count = match reach {
+                        Reach::Inside if first < self.file_clusters() => {
+                            self.notice_size();
+                            count.min(self.file_clusters() - first)
+                        }
+                        _ => self.cover(first, count).await?,
+                    };
+                    self.check_free(first..first + count)?;
+                    // A commit may have given clusters back meanwhile, but taken none: only this opens windows.
+                    self.space.borrow_mut().window = first..first + count;
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Finds `count` free clusters in a row inside the file, in the part that the refcount table counts. Nothing may be
+    /// in the window.
+    pub(super) async fn find_run(&self, count: u64) -> IoResult<Option<u64>> {
+        let mut effort = Effort::of(usize::MAX);
+        let counted = self.refcounts.borrow().counted_clusters();
+        let limit = self.file_clusters().min(counted);
+        let (mut run, mut cursor) = (0..0, 0);
+        let mut slice = WorkSlice::new(STEPS_PER_SLICE);
+        while cursor < limit {
+            slice.did(1).await;
+            let found = self.refcounts.borrow_mut().space(cursor);
+            match found {
+                Known::Absent(..) if effort.is_spent() => return Ok(None),
+                Known::Absent(slice, _) => {
+                    if let Read::PassTo(next) = self.read_on(slice, limit, &mut effort).await? {
+                        cursor = next;
+                    }
+                }
+                Known::Is(Found::Full(next)) => cursor = next,
+                Known::Is(Found::Free(first, free)) => {
+                    if run.end != first {
+                        run = first..first;
+                    }
+                    cursor = (first + free).min(limit);
+                    run.end = cursor.max(run.start);
+                    if run.end - run.start >= count {
+                        self.check_free(run.start..run.start + count)?;
+                        return Ok(Some(run.start));
+                    }
+                }
+                Known::Is(Found::NoBlock) => {
+                    // At the run's beginning, because a run may be longer than a block's part of the image.
+                    let at = if run.end == cursor && !run.is_empty() {
+                        run.start
+                    } else {
+                        cursor
+                    };
+                    self.make_refcount_block(self.block_of(cursor), at).await?;
+                    run = at + 1..cursor.max(at + 1);
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Has the slice with a cluster's refcount, whose block exists, have room of its own.
+    pub(super) async fn secure_refcounts(&self, cluster: u64) -> IoResult {
+        let slice = cluster >> self.shape.refcount_slice_bits();
+        if self.space.borrow().secured.contains(slice) {
+            return Ok(());
+        }
+        let offset = self.refcounts.borrow().slice_offset(slice);
+        if let Some(offset) = offset {
+            let at = ByteRange::new(offset, self.shape.slice_len());
+            self.file.allocate(at).await?;
+        }
+        self.space.borrow_mut().secured.insert(slice);
+        Ok(())
+    }
+
+    /// Has the file cover up to `count` clusters from `first` on; how many it could.
+    pub(super) async fn cover(&self, first: u64, count: u64) -> IoResult<u64> {
+        // The clusters may lie in a part that was added since the search began.
+        self.notice_size();
+        let bits = self.shape.cluster_bits;
+        let size = self.file.geometry().size.get();
+        if first + count > OFFSET >> bits {
+            return Err(self.no_space());
+        }
+        let needed = (first + count) << bits;
+        if needed <= size {
+            return Ok(count);
+        }
+        // A window that reaches into the file only is enough, if it is not empty.
+        let growth_max = match self.space.borrow().is_unfinished {
+            true => GROWTH_UNFINISHED_MAX,
+            false => GROWTH_MAX,
+        };
+        let step = (size / 4).clamp(1 << bits, growth_max.max(1 << bits));
+        let at_least = (first + 1) << bits;
+        let wanted = needed.min(at_least.max(size + step)) >> bits << bits;
+        let grown = self.lengthen(wanted).await;
+        let covered = self.file_clusters().saturating_sub(first).min(count);
+        match grown {
+            _ if covered > 0 => Ok(covered),
+            Err(error) if error.failure() != Failure::NoSpace => Err(error),
+            _ => Err(self.no_space()),
+        }
+    }
+
+    /// Makes the file at least `size` bytes long, with an end that can be moved beside writes.
+    pub(super) async fn lengthen(&self, size: u64) -> IoResult {
+        self.notice_size();
+        if size <= self.file.geometry().size.get() {
+            return Ok(());
+        }
+        let size = ByteLen::new(size.next_multiple_of(CONTAINER_UNIT));
+        let grown = self.file.grow(size).await;
+        if grown.is_ok() {
+            let mut space = self.space.borrow_mut();
+            space.known_size = space.known_size.max(size.get());
+        }
+        // Another program may have made it longer meanwhile.
+        self.notice_size();
+        match grown {
+            // A file system's largest size, or the user's limit, is the end as much as a full device: clusters inside are as
+            // good.
+            Err(error) if error.failure() == Failure::Os(Errno::FBIG.raw_os_error()) => Err(self.no_space()),
+            grown => grown,
+        }
+    }
+
+    /// Notices a file that another program has made longer, like a logical volume that is extended: the new part may hold
+    /// anything.
+    fn notice_size(&self) {
+        let size = self.file.geometry().size.get();
+        let mut space = self.space.borrow_mut();
+        if size > space.known_size {
+            space.known_size = size;
+            space.given_clusters = size.div_ceil(self.shape.cluster_len());
+            let end = space.given_clusters;
+            space.touch_all_before(end);
+        }
+    }
+
+    /// Looks for the first free cluster, a few slices at a time; whether that has ended.
+    async fn search_some(&self) -> IoResult<bool> {
+        let _alone = self.finding_space.enter(ByteRange::new(0, 1), Mode::Exclusive).await;
+        if !self.space.borrow().window.is_empty() {
+            return Ok(true);
+        }
+        let cursor = self.space.borrow().cursor;
+        let mut effort = Effort {
+            together: SLICES_TOGETHER_MAX,
+            ..Effort::of(SLICES_TOGETHER_MAX)
+        };
+        let found = self.search(cursor..self.file_clusters(), &mut effort).await?;
+        if let Search::Unfinished(at) = found {
+            self.space.borrow_mut().advance(cursor, at);
+        }
+        Ok(!matches!(found, Search::Unfinished(_)))
+    }
+}
+
+/// Looks for the first free cluster before a request needs one.
+pub(crate) async fn search_ahead(image: Weak<Qcow2>) {
+    loop {
+        yield_now().await;
+        let Some(image) = image.upgrade() else { return };
+        match image.search_some().await {
+            Ok(false) => {}
+            // A request that needs space fails with it.
+            Ok(true) | Err(_) => return,
+        }
+    }
+}

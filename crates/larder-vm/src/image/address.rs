@@ -1,0 +1,245 @@
+//! What an image is called: a path or an NBD URI, and QEMU's other names for either.
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use larder_block::nbd::{NbdUri, NbdUriError};
+
+/// Where a disk's bytes are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ImageAddress {
+    /// A file or a block device.
+    Path(PathBuf),
+    /// An export of an NBD server.
+    Nbd(NbdUri),
+}
+
+/// Why a text is not an image.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ImageAddressError {
+    #[error(transparent)]
+    Nbd(#[from] NbdUriError),
+    #[error(
+        "'{name}' is QEMU's name for {what}, which Larder does not open: {instead}, or serve it over NBD (qemu-nbd, nbdkit) and name the export, as in nbd+unix:///?socket=/run/disk.nbd; a path that begins like that has ./ before it"
+    )]
+    OfQemu {
+        name: String,
+        what: &'static str,
+        instead: &'static str,
+    },
+    #[error(
+        "'{0}': Larder opens paths and nbd://, nbds://, nbd+unix:// and nbds+unix:// URIs; put ./ before a path with '://' in it"
+    )]
+    UnknownScheme(String),
+    #[error("the image's name is empty")]
+    Empty,
+}
+
+/// QEMU's drivers of paths, as they begin a file's name.
+const OF_PATHS: [&str; 3] = ["file:", "host_device:", "host_cdrom:"];
+
+/// How QEMU's names begin for what Larder does not open, what that is, and what opens it instead. With `://` or without.
+#[rustfmt::skip]
+const OF_OTHERS: [(&str, &str, &str); 21] = {
+    const MAP_RBD: &str = "map it with `rbd map` and name its block device";
+    const LOG_IN: &str = "log in with iscsiadm and name its block device";
+    const MOUNT: &str = "mount what it is on and name the file";
+    const CURL: &str = "fetch it and name the file";
+    const PLAIN: &str = "give the image's plain name";
+    [
+        ("json:", "an image described in JSON", "give its plain name (`qemu-img rebase -u` gives a backing file one)"),
+        ("rbd:", "an image in a Ceph cluster", MAP_RBD),
+        ("ssh:", "a file on another host", MOUNT),
+        ("http:", "a file on a web server", CURL),
+        ("https:", "a file on a web server", CURL),
+        ("ftp:", "a file on an FTP server", CURL),
+        ("ftps:", "a file on an FTP server", CURL),
+        ("iscsi:", "a disk of an iSCSI target", LOG_IN),
+        ("iser:", "a disk of an iSCSI target", LOG_IN),
+        ("gluster:", "a file on a Gluster volume", MOUNT),
+        ("gluster+tcp:", "a file on a Gluster volume", MOUNT),
+        ("gluster+unix:", "a file on a Gluster volume", MOUNT),
+        ("gluster+rdma:", "a file on a Gluster volume", MOUNT),
+        ("nfs:", "a file on an NFS server", MOUNT),
+        ("nvme:", "an NVMe device that QEMU drives itself", "name its block device, as in /dev/nvme0n1"),
+        ("fat:", "a folder shown as a FAT file system", "make an image of the folder"),
+        ("vxhs:", "a disk of a Veritas HyperScale server", PLAIN),
+        ("sheepdog:", "a disk of a Sheepdog cluster", PLAIN),
+        ("blkdebug:", "an image seen through a test driver", PLAIN),
+        ("blkverify:", "an image seen through a test driver", PLAIN),
+        ("null-co:", "a disk without content", "make an empty image"),
+    ]
+};
+
+impl FromStr for ImageAddress {
+    type Err = ImageAddressError;
+
+    fn from_str(text: &str) -> Result<Self, ImageAddressError> {
+        if text.is_empty() {
+            return Err(ImageAddressError::Empty);
+        }
+        let begins = |prefix: &str| {
+            text.get(..prefix.len())
+                .is_some_and(|head| head.eq_ignore_ascii_case(prefix))
+        };
+        if ["nbd://", "nbds://", "nbd+unix://", "nbds+unix://", "nbd:"]
+            .into_iter()
+            .any(begins)
+        {
+            return Ok(Self::Nbd(text.parse()?));
+        }
+        if let Some(path) = OF_PATHS.iter().find_map(|driver| text.strip_prefix(driver)) {
+            return match path {
+                "" => Err(ImageAddressError::Empty),
+                path => Ok(Self::Path(plainly(path))),
+            };
+        }
+        if let Some((_, what, instead)) = OF_OTHERS.into_iter().find(|(driver, ..)| begins(driver)) {
+            let name = text.to_owned();
+            return Err(ImageAddressError::OfQemu { name, what, instead });
+        }
+        let scheme = text.split_once("://").map(|(scheme, _)| scheme);
+        if scheme
+            .is_some_and(|scheme| !scheme.is_empty() && scheme.chars().all(|c| c.is_ascii_alphanumeric() || c == '+'))
+        {
+            return Err(ImageAddressError::UnknownScheme(text.to_owned()));
+        }
+        Ok(Self::Path(PathBuf::from(text)))
+    }
+}
+
+/// A path that is read as one again, whatever it begins like.
+fn plainly(path: &str) -> PathBuf {
+    match driver_in(path) {
+        Some(_) => Path::new(".").join(path),
+        None => path.into(),
+    }
+}
+
+/// The driver that QEMU reads in a file's name: what is before its first colon, if no slash is.
+pub(crate) fn driver_in(name: &str) -> Option<&str> {
+    name.split_once(':')
+        .map(|(driver, _)| driver)
+        .filter(|driver| !driver.contains('/'))
+}
+
+impl ImageAddress {
+    /// Reads an argument; a path need not be text.
+    ///
+    /// # Errors
+    /// See [`ImageAddressError`].
+    pub fn from_argument(argument: &OsStr) -> Result<Self, ImageAddressError> {
+        match argument.to_str() {
+            Some(text) => text.parse(),
+            None => Ok(Self::Path(argument.into())),
+        }
+    }
+
+    /// Reads the name of another file that `image` has. A relative path begins where the image is; as in QEMU, one that
+    /// names its driver (`file:base.raw`) begins where the process is.
+    ///
+    /// # Errors
+    /// See [`ImageAddressError`].
+    pub fn beside(image: &Self, name: &str) -> Result<Self, ImageAddressError> {
+        let address: Self = name.parse()?;
+        match (&address, image) {
+            (Self::Path(path), Self::Path(image)) if !OF_PATHS.iter().any(|driver| name.starts_with(driver)) => {
+                let folder = image.parent().unwrap_or(Path::new(""));
+                Ok(Self::Path(folder.join(path)))
+            }
+            _ => Ok(address),
+        }
+    }
+}
+
+impl fmt::Display for ImageAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => path.display().fmt(f),
+            Self::Nbd(uri) => uri.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(text: &str) -> ImageAddress {
+        ImageAddress::Path(text.into())
+    }
+
+    #[test]
+    fn paths_and_uris_are_told_apart() {
+        assert_eq!("/srv/a.raw".parse(), Ok(path("/srv/a.raw")));
+        assert_eq!("a:b".parse(), Ok(path("a:b")));
+        assert_eq!("./nbd://x".parse(), Ok(path("./nbd://x")));
+        assert!(matches!("nbd://host/x".parse(), Ok(ImageAddress::Nbd(_))));
+        assert!(matches!("NBD+unix:///?socket=/s".parse(), Ok(ImageAddress::Nbd(_))));
+        assert!(matches!("nbd:host:10809".parse(), Ok(ImageAddress::Nbd(_))));
+        assert!(matches!(
+            "other://x/y".parse::<ImageAddress>(),
+            Err(ImageAddressError::UnknownScheme(_))
+        ));
+        assert_eq!("".parse::<ImageAddress>(), Err(ImageAddressError::Empty));
+    }
+
+    /// A path that was read from a name prints as a text that is read as the same path.
+    #[test]
+    fn driver_of_paths_is_left_out() {
+        for (name, expected) in [
+            ("file:/srv/a.raw", "/srv/a.raw"),
+            ("file:///srv/a.raw", "///srv/a.raw"),
+            ("file:a.raw", "a.raw"),
+            ("file:nbd:x", "./nbd:x"),
+            ("file:odd:name/x.raw", "./odd:name/x.raw"),
+            ("file:rbd:x", "./rbd:x"),
+            ("host_device:/dev/vg/web", "/dev/vg/web"),
+        ] {
+            assert_eq!(name.parse(), Ok(path(expected)));
+            assert_eq!(expected.parse(), Ok(path(expected)));
+        }
+        assert_eq!("file:".parse::<ImageAddress>(), Err(ImageAddressError::Empty));
+    }
+
+    #[test]
+    fn names_of_other_drivers_say_what_they_are() {
+        for (name, words) in [
+            (
+                "rbd:pool/web",
+                "an image in a Ceph cluster, which Larder does not open: map it with `rbd map`",
+            ),
+            ("ssh://host/a", "a file on another host"),
+            ("HTTPS://host/a.raw", "a file on a web server"),
+            ("iscsi://host/iqn/0", "log in with iscsiadm"),
+            ("gluster+tcp://host/v/a", "a Gluster volume"),
+            ("json:{\"driver\":\"raw\"}", "described in JSON"),
+        ] {
+            let error = name.parse::<ImageAddress>().expect_err(name).to_string();
+            assert!(error.starts_with(&format!("'{name}' is QEMU's name for ")), "{error}");
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn names_within_images_begin_as_in_qemu() {
+        let image = path("/srv/vm/web.qcow2");
+        for (name, expected) in [
+            ("base.raw", "/srv/vm/base.raw"),
+            ("a:b.raw", "/srv/vm/a:b.raw"),
+            ("/base.raw", "/base.raw"),
+            ("file:base.raw", "base.raw"),
+            ("file:/base.raw", "/base.raw"),
+        ] {
+            assert_eq!(ImageAddress::beside(&image, name), Ok(path(expected)));
+        }
+        assert!(matches!(
+            ImageAddress::beside(&image, "nbd:unix:/s:exportname=x"),
+            Ok(ImageAddress::Nbd(_))
+        ));
+        assert!(ImageAddress::beside(&image, "rbd:a/b").is_err());
+    }
+}

@@ -1,0 +1,203 @@
+//! Which of QEMU's shared memory is guest RAM, by QEMU's command line.
+//!
+//! A file with a path can be mapped by any program at any time, and whoever maps memory that is managed finds zeros where
+//! pages were evicted. So of those files only the ones count that the command line gives the guest as RAM, and no shared
+//! memory of other devices (ivshmem), disks in memory (nvdimm, virtio-pmem), or backends of unknown use. A backend that
+//! was added later, by QMP, is of unknown use.
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use larder_memory::target::RamFiles;
+use rustix::process::Pid;
+
+use crate::run::keyval::KeyValues;
+
+/// The name of the memfds of memory-backend-memfd.
+const BACKEND_MEMFD: &str = "memory-backend-memfd";
+
+/// The files that process `pid` has as guest RAM; `None` if it is no QEMU, or its command line does not say all.
+pub(super) fn ram_files(pid: Pid) -> Option<RamFiles> {
+    let pid = pid.as_raw_pid();
+    let program = fs::read_link(format!("/proc/{pid}/exe")).ok()?;
+    if !program.file_name()?.as_bytes().starts_with(b"qemu") {
+        return None;
+    }
+    let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let words: Vec<String> = line
+        .split(|byte| *byte == 0)
+        .map(|word| String::from_utf8_lossy(word).into_owned())
+        .collect();
+    let ram = Ram::of(&words)?;
+    let has_changed_directory = words.iter().any(|word| word.trim_start_matches('-') == "daemonize");
+    let identity = |path: &PathBuf| {
+        // As QEMU sees it.
+        let seen = match path.strip_prefix("/") {
+            Ok(below_root) => Path::new(&format!("/proc/{pid}/root")).join(below_root),
+            // QEMU has opened it before it changed to the root directory.
+            Err(_) if has_changed_directory => {
+                return mapped_as(&fs::read_to_string(format!("/proc/{pid}/maps")).ok()?, path);
+            }
+            Err(_) => Path::new(&format!("/proc/{pid}/cwd")).join(path),
+        };
+        let found = fs::metadata(seen).ok()?;
+        Some((found.dev(), found.ino()))
+    };
+    Some(RamFiles {
+        named: ram.paths.iter().filter_map(identity).collect(),
+        memfd: ram.is_shared_by_server.then_some(BACKEND_MEMFD),
+    })
+}
+
+/// The only file among shared mappings (proc_pid_maps(5)) whose path ends with the relative path `end`.
+fn mapped_as(maps: &str, end: &Path) -> Option<(u64, u64)> {
+    let end = end.strip_prefix(".").unwrap_or(end);
+    let identity = |line: &str| {
+        let mut fields = line.splitn(6, ' ');
+        let rights = fields.nth(1)?;
+        let (major, minor) = fields.nth(1)?.split_once(':')?;
+        let inode = fields.next()?.parse().ok()?;
+        let path = Path::new(fields.next()?.trim_start());
+        let number = |text| u32::from_str_radix(text, 16).ok();
+        let device = rustix::fs::makedev(number(major)?, number(minor)?);
+        (rights.ends_with('s') && path.ends_with(end)).then_some((device, inode))
+    };
+    let mut found = maps.lines().filter_map(identity);
+    let file = found.next()?;
+    found.all(|other| other == file).then_some(file)
+}
+
+/// What a command line says of memory.
+#[derive(PartialEq, Eq, Default, Debug)]
+struct Ram {
+    /// Of files that are guest RAM.
+    paths: Vec<PathBuf>,
+    /// There is memory of an ivshmem server.
+    is_shared_by_server: bool,
+}
+
+impl Ram {
+    /// `None` if a part of it is in a file (-readconfig).
+    fn of(words: &[String]) -> Option<Self> {
+        let mut ram = Self::default();
+        let mut backends: Vec<(String, PathBuf)> = Vec::new();
+        let mut used: Vec<String> = Vec::new();
+        for pair in words.windows(2) {
+            let Some(option) = pair[0].strip_prefix('-') else {
+                continue;
+            };
+            let value = pair[1].as_str();
+            let read = |implied| match value.starts_with('{') {
+                true => KeyValues::parse_json(value).unwrap_or_default(),
+                false => KeyValues::parse(value, Some(implied)),
+            };
+            let mut uses = |values: &KeyValues, key| used.extend(values.get(key).map(str::to_owned));
+            match option.strip_prefix('-').unwrap_or(option) {
+                "readconfig" => return None,
+                "mem-path" => ram.paths.push(value.into()),
+                "machine" | "M" => uses(&read("type"), "memory-backend"),
+                "numa" => uses(&read("type"), "memdev"),
+                "object" => {
+                    let object = read("qom-type");
+                    if let (Some(id), Some(path)) = (object.get("id"), object.get("mem-path")) {
+                        backends.push((id.to_owned(), path.into()));
+                    }
+                }
+                "device" => {
+                    let device = read("driver");
+                    match device.get("driver").unwrap_or_default() {
+                        "ivshmem-doorbell" | "ivshmem" => ram.is_shared_by_server = true,
+                        driver if driver == "pc-dimm" || driver.starts_with("virtio-mem") => uses(&device, "memdev"),
+                        _ => {}
+                    }
+                }
+                _ => {}
+            }
+        }
+        let is_used = |id: &String| used.contains(id);
+        let paths = backends.into_iter().filter(|(id, _)| is_used(id)).map(|(_, path)| path);
+        ram.paths.extend(paths);
+        Some(ram)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ram_of(line: &str) -> Option<Ram> {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        Ram::of(&words)
+    }
+
+    fn paths_of(line: &str) -> Vec<String> {
+        let ram = ram_of(line).expect("all is said");
+        assert!(!ram.is_shared_by_server);
+        ram.paths.iter().map(|path| path.display().to_string()).collect()
+    }
+
+    #[test]
+    fn only_backends_used_as_ram_count() {
+        let file = |id: &str| format!("-object memory-backend-file,id={id},size=1G,share=on,mem-path=/dev/shm/{id}");
+        let both = format!("qemu {} {}", file("m"), file("iv"));
+        for (words, wanted) in [
+            (
+                "-machine q35,memory-backend=m -device ivshmem-plain,memdev=iv",
+                &["/dev/shm/m"][..],
+            ),
+            (
+                "--numa node,nodeid=0,memdev=m -device nvdimm,memdev=iv",
+                &["/dev/shm/m"],
+            ),
+            (
+                "-numa node,memdev=m -device pc-dimm,id=d,memdev=iv",
+                &["/dev/shm/m", "/dev/shm/iv"],
+            ),
+            ("-device virtio-mem-pci,memdev=iv", &["/dev/shm/iv"]),
+            ("-M pc -device virtio-pmem-pci,memdev=iv", &[]),
+            ("-mem-path /dev/shm/all", &["/dev/shm/all"]),
+        ] {
+            assert_eq!(paths_of(&format!("{both} {words}")), wanted, "{words}");
+        }
+    }
+
+    /// As libvirt writes them.
+    #[test]
+    fn options_in_json_are_understood() {
+        let object = |id: &str| {
+            format!(
+                r#"-object {{"qom-type":"memory-backend-file","id":"{id}","mem-path":"/dev/shm/{id}","share":true}}"#
+            )
+        };
+        let line = format!(
+            r#"qemu {} {} -machine pc-q35,memory-backend=pc.ram -device {{"driver":"ivshmem-plain","id":"s","memdev":"shmmem-s"}}"#,
+            object("pc.ram"),
+            object("shmmem-s")
+        );
+        assert_eq!(paths_of(&line), ["/dev/shm/pc.ram"]);
+    }
+
+    /// QEMU has changed its directory since (-daemonize).
+    #[test]
+    fn relative_path_is_found_among_mappings() {
+        let maps = "7f00-8000 rw-s 00000000 00:1c 77      /dev/shm/a vm/ram\n\
+            8000-9000 rw-s 00100000 00:1c 77      /dev/shm/a vm/ram\n\
+            9000-a000 rw-p 00000000 fe:01 78      /other/ram\n\
+            a000-b000 rw-s 00000000 00:1c 79      /dev/shm/one/disk\n\
+            b000-c000 rw-s 00000000 00:1c 80      /dev/shm/two/disk\n";
+        let ram = Some((rustix::fs::makedev(0, 0x1c), 77));
+        assert_eq!(mapped_as(maps, Path::new("ram")), ram);
+        assert_eq!(mapped_as(maps, Path::new("./a vm/ram")), ram);
+        assert_eq!(mapped_as(maps, Path::new("disk")), None);
+        assert_eq!(mapped_as(maps, Path::new("am")), None);
+    }
+
+    #[test]
+    fn server_memory_and_config_files_are_noticed() {
+        let ram = ram_of("qemu -device ivshmem-doorbell,chardev=c").expect("all is said");
+        assert!(ram.is_shared_by_server);
+        assert_eq!(ram_of("qemu -readconfig /etc/vm.cfg"), None);
+    }
+}

@@ -1,0 +1,213 @@
+//! Data of other programs on a file, device or export that is about to become a cache, a swap cache or a slow store.
+//!
+//! Larder overwrites all of it, so it is refused unless both checks pass, before the first write:
+//!
+//! 1. Its first MiB is zeros.
+//! 2. `blkid` of util-linux finds no label anywhere on it. Members of md 1.0, ZFS pools, DRBD and some RAID controllers have
+//!    theirs at the end, and the backup of a partition table stands there, too.
+//!
+//! A block device is claimed before that (`FileOptions::exclusive`), so nothing else begins to use it meanwhile. A check that
+//! cannot be made refuses. A file that was just made, or has nothing but holes, needs none.
+
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::process::{Child, Command, Stdio};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use larder_block::{AlignedBuf, BlockDevice, ByteOffset, IoError, Loop, ReadBuf};
+use rustix::fs::MemfdFlags;
+
+use crate::image::ImageAddress;
+
+/// How much of the beginning must be zeros.
+pub(crate) const BEGINNING: u64 = 1 << 20;
+
+/// What `blkid` is given of each end of an export: no label that it knows lies farther inside.
+const ENDS: u64 = 4 << 20;
+
+/// A device that does not answer `blkid` for so long is refused.
+const PROBE_PATIENCE: Duration = Duration::from_secs(30);
+const PROBE_POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Why nothing may be written to it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Occupied {
+    /// Bytes of no known form.
+    #[error("its first MiB is not empty")]
+    Data,
+    /// What `blkid` finds.
+    #[error("{0} is on it")]
+    Label(String),
+    /// It may be occupied.
+    #[error("whether something of others is on it cannot be found out: {0}")]
+    Unknown(String),
+}
+
+impl Occupied {
+    fn unknown(error: impl std::fmt::Display) -> Self {
+        Self::Unknown(error.to_string())
+    }
+}
+
+/// Checks an open device.
+///
+/// # Errors
+/// It must not be overwritten.
+pub(crate) async fn check(on: &Loop, device: &Rc<dyn BlockDevice>, address: &ImageAddress) -> Result<(), Occupied> {
+    if !begins_with_zeros(device).await.map_err(Occupied::unknown)? {
+        return Err(Occupied::Data);
+    }
+    let file = match address {
+        ImageAddress::Path(path) => File::open(path).map_err(Occupied::unknown)?,
+        ImageAddress::Nbd(_) => ends_of(device).await?,
+    };
+    let probed = on.run_blocking(move || probe(file)).await;
+    probed.map_err(Occupied::unknown)?
+}
+
+/// Whether the first MiB is zeros, or all of a smaller device.
+///
+/// # Errors
+/// It cannot be read.
+pub(crate) async fn begins_with_zeros(device: &Rc<dyn BlockDevice>) -> Result<bool, IoError> {
+    let len = device.geometry().size.get().min(BEGINNING);
+    Ok(is_zero(&read(device, 0, len).await?))
+}
+
+/// What a user does to have it used all the same.
+pub(crate) fn how_to_clear(is_file: bool) -> &'static str {
+    match is_file {
+        true => "remove it",
+        false => "wipefs -a, then make its beginning zero: blkdiscard -z, or dd if=/dev/zero bs=1M count=1",
+    }
+}
+
+/// Checks a file or block device that is not opened as a disk.
+///
+/// # Errors
+/// It must not be overwritten.
+pub(crate) fn check_file(file: File) -> Result<(), Occupied> {
+    let mut beginning = vec![0; BEGINNING as usize];
+    let mut has = 0;
+    while has < beginning.len() {
+        match file.read_at(&mut beginning[has..], has as u64) {
+            Ok(0) => break,
+            Ok(count) => has += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(Occupied::unknown(error)),
+        }
+    }
+    match is_zero(&beginning) {
+        true => probe(file),
+        false => Err(Occupied::Data),
+    }
+}
+
+fn is_zero(bytes: &[u8]) -> bool {
+    bytes.iter().all(|byte| *byte == 0)
+}
+
+async fn read(device: &Rc<dyn BlockDevice>, at: u64, len: u64) -> Result<AlignedBuf, IoError> {
+    // A MiB or a few.
+    let mut bytes = AlignedBuf::zeroed(len as usize);
+    device.read(ByteOffset::new(at), ReadBuf::new(&mut bytes)).await?;
+    Ok(bytes)
+}
+
+/// A sparse file in memory that has the ends of an export, as far as labels reach, at their offsets.
+async fn ends_of(device: &Rc<dyn BlockDevice>) -> Result<File, Occupied> {
+    let size = device.geometry().size.get();
+    let file = rustix::fs::memfd_create("larder-ends", MemfdFlags::CLOEXEC);
+    let mut file = File::from(file.map_err(Occupied::unknown)?);
+    file.set_len(size).map_err(Occupied::unknown)?;
+    // A multiple of every block size.
+    let end = size.saturating_sub(ENDS) / ENDS * ENDS;
+    for (at, len) in [(0, size.min(ENDS)), (end, size - end)] {
+        let bytes = read(device, at, len).await.map_err(Occupied::unknown)?;
+        let written = file.seek(io::SeekFrom::Start(at)).and_then(|_| file.write_all(&bytes));
+        written.map_err(Occupied::unknown)?;
+    }
+    Ok(file)
+}
+
+/// Asks `blkid` what is on a file.
+fn probe(file: File) -> Result<(), Occupied> {
+    let mut command = Command::new("blkid");
+    // Its standard input is the very file that was opened.
+    command.args(["--probe", "--output", "export", "/proc/self/fd/0"]);
+    let started = command
+        .stdin(file)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut child = started.map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => Occupied::unknown("there is no program blkid; install util-linux"),
+        _ => Occupied::unknown(format_args!("blkid: {error}")),
+    })?;
+    let status = wait(&mut child)?;
+    let mut said = String::new();
+    let mut complaint = String::new();
+    // It says less than a pipe holds.
+    let _ = child.stdout.take().map(|mut out| out.read_to_string(&mut said));
+    let _ = child.stderr.take().map(|mut out| out.read_to_string(&mut complaint));
+    match status {
+        Some(0) => labels(&said).map_or(Ok(()), |label| Err(Occupied::Label(label))),
+        Some(2) if complaint.is_empty() => Ok(()),
+        Some(8) => Err(Occupied::Label(
+            "what blkid takes for several things at once".to_owned(),
+        )),
+        _ => Err(Occupied::unknown(format_args!(
+            "blkid of util-linux is needed, and ends with {status:?}: {}",
+            complaint.trim_end()
+        ))),
+    }
+}
+
+fn wait(child: &mut Child) -> Result<Option<i32>, Occupied> {
+    let begun = Instant::now();
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return Ok(status.code()),
+            Ok(None) if begun.elapsed() < PROBE_PATIENCE => std::thread::sleep(PROBE_POLL_INTERVAL),
+            Ok(None) => {
+                // One that waits for its device ends once that answers, and is not waited for.
+                let _ = child.kill();
+                return Err(Occupied::unknown(format_args!(
+                    "it has not answered blkid for {} s",
+                    PROBE_PATIENCE.as_secs()
+                )));
+            }
+            Err(error) => return Err(Occupied::unknown(error)),
+        }
+    }
+}
+
+/// The labels in `blkid`'s answer. Of an empty partition it reports only the partition's own entry.
+fn labels(said: &str) -> Option<String> {
+    let value = |key: &str| {
+        let mut lines = said.lines().filter_map(|line| line.split_once('='));
+        lines.find(|(name, _)| *name == key).map(|(_, value)| value)
+    };
+    let of = value("LABEL").map_or_else(String::new, |label| format!(" \"{label}\""));
+    match (value("TYPE"), value("PTTYPE")) {
+        (Some(kind), _) => Some(format!("{kind}{of}")),
+        (None, Some(kind)) => Some(format!("a partition table ({kind})")),
+        (None, None) => value("USAGE").map(str::to_owned),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn partition_without_label_is_free() {
+        let partition = "DEVNAME=/proc/self/fd/0\nPART_ENTRY_SCHEME=gpt\nPART_ENTRY_TYPE=0fc63daf\n";
+        assert_eq!(labels(partition), None);
+        let member = format!("{partition}LABEL=tank\nTYPE=zfs_member\nUSAGE=filesystem\n");
+        assert_eq!(labels(&member).as_deref(), Some("zfs_member \"tank\""));
+        assert_eq!(labels("PTTYPE=gpt\n").as_deref(), Some("a partition table (gpt)"));
+    }
+}

@@ -1,0 +1,113 @@
+//! A control group for a test's processes: of version 1 where the controller is mounted so, else of version 2.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
+
+use crate::support::{LIMIT, need_root};
+
+/// It is removed in the end, and its processes return to the group above.
+pub(crate) struct ControlGroup {
+    folder: PathBuf,
+    is_unified: bool,
+}
+
+impl ControlGroup {
+    pub(crate) fn new(controller: &str) -> Self {
+        need_root("to make a control group");
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let above = Path::new("/sys/fs/cgroup");
+        let of_controller = above.join(controller);
+        let is_unified = !of_controller.join("cgroup.procs").exists();
+        let above = if is_unified { above } else { of_controller.as_path() };
+        let folder = above.join(format!("larder-test-{}-{number}", std::process::id()));
+        std::fs::create_dir(&folder).expect("this test needs control groups");
+        Self { folder, is_unified }
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn write(&self, file: &str, text: &str) {
+        let path = self.folder.join(file);
+        std::fs::write(&path, text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+
+    fn read(&self, file: &str) -> String {
+        std::fs::read_to_string(self.folder.join(file)).expect("a file of the group")
+    }
+
+    /// `command`, which is in the group from the beginning.
+    pub(crate) fn with(&self, command: &Command) -> Command {
+        let mut inside = Command::new("sh");
+        inside.args(["-c", "echo $$ >\"$0\" && exec \"$@\""]);
+        inside.arg(self.folder.join("cgroup.procs"));
+        inside.arg(command.get_program()).args(command.get_args());
+        for (name, value) in command.get_envs() {
+            inside.env(name, value.expect("nothing is removed"));
+        }
+        inside
+    }
+
+    pub(crate) fn add(&self, pid: u32) {
+        self.write("cgroup.procs", &pid.to_string());
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        let file = if self.is_unified {
+            "memory.current"
+        } else {
+            "memory.usage_in_bytes"
+        };
+        self.read(file).trim().parse().expect("a number")
+    }
+
+    /// Limits its memory, or no more.
+    pub(crate) fn limit(&self, bytes: Option<u64>) {
+        let bytes = bytes.map(|bytes| bytes.to_string());
+        match self.is_unified {
+            true => self.write("memory.max", bytes.as_deref().unwrap_or("max")),
+            false => self.write("memory.limit_in_bytes", bytes.as_deref().unwrap_or("-1")),
+        }
+    }
+
+    /// Freezes its processes, and waits until they are; or thaws them.
+    pub(crate) fn freeze(&self, freeze: bool) {
+        let (file, text) = match (self.is_unified, freeze) {
+            (true, true) => ("cgroup.freeze", "1"),
+            (true, false) => ("cgroup.freeze", "0"),
+            (false, true) => ("freezer.state", "FROZEN"),
+            (false, false) => ("freezer.state", "THAWED"),
+        };
+        self.write(file, text);
+        let is_done = || match self.is_unified {
+            true => self.read("cgroup.events").contains(&format!("frozen {text}")),
+            false => self.read(file).trim() == text,
+        };
+        let give_up = Instant::now() + LIMIT;
+        while !is_done() {
+            assert!(Instant::now() < give_up, "it is not {text}");
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for ControlGroup {
+    fn drop(&mut self) {
+        let write = |file: &str, text: &str| std::fs::write(self.folder.join(file), text);
+        let _ = write("freezer.state", "THAWED").or_else(|_| write("cgroup.freeze", "0"));
+        let _ = write("memory.limit_in_bytes", "-1");
+        let above = self.folder.parent().expect("a group").join("cgroup.procs");
+        let give_up = Instant::now() + LIMIT;
+        while std::fs::remove_dir(&self.folder).is_err() && Instant::now() < give_up {
+            let inside = std::fs::read_to_string(self.folder.join("cgroup.procs")).unwrap_or_default();
+            for pid in inside.lines() {
+                let _ = std::fs::write(&above, pid);
+            }
+            std::thread::yield_now();
+        }
+    }
+}

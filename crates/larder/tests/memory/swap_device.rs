@@ -1,0 +1,177 @@
+//! What a swap cache and a slow store must not take from others: devices in use, labels at a device's end, a user's file.
+
+use std::fs::File;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use larder_bench::campaign::memory::Attach;
+use tempfile::TempDir;
+
+use crate::support::{LoopDevice, on_disk, raid_member, run, serve};
+use crate::{BUDGET, Fixture, MIB};
+
+fn sparse(path: &Path, mib: u64) {
+    let file = File::create_new(path).expect("a file");
+    file.set_len(mib * MIB).expect("a size");
+}
+
+/// What `option` with `disk` is refused with.
+fn refusal(fixture: &Fixture, option: &str, disk: &str) -> String {
+    let attach = fixture.attach(&["--budget", BUDGET, option, disk]);
+    let (code, said) = run(attach.command());
+    assert_eq!(code, Some(2), "{said}");
+    said
+}
+
+/// Claims a device as a mount does.
+fn claim(device: &Path) -> std::io::Result<File> {
+    File::options().read(true).custom_flags(libc::O_EXCL).open(device)
+}
+
+/// An empty block device over a sparse file in a folder.
+fn empty_device() -> (TempDir, PathBuf, LoopDevice) {
+    let folder = on_disk();
+    let path = folder.path().join("disk");
+    sparse(&path, 64);
+    let device = LoopDevice::new(&path, 512);
+    (folder, path, device)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("UTF-8")
+}
+
+fn with_swap(fixture: &Fixture, swap: &Path, more: &[&str]) -> Attach {
+    let words = ["--budget", BUDGET, "--compressed", "2MiB", "--swap-cache", text(swap)];
+    fixture.attach(&[&words, more].concat())
+}
+
+/// A device that another program holds with O_EXCL is neither taken nor changed.
+#[test]
+fn claimed_device_is_refused_as_swap_cache() {
+    let (_folder, path, device) = empty_device();
+    let fixture = Fixture::new();
+    let claimed = claim(&device.0).expect("nothing else uses it");
+    for option in ["--swap-cache", "--slow-store"] {
+        let said = refusal(&fixture, option, text(&device.0));
+        assert!(said.contains("is claimed by another program"), "{said}");
+    }
+    drop(claimed);
+    assert_eq!(path.metadata().expect("the file").blocks(), 0, "something was written");
+    fixture.verify();
+}
+
+/// While pages are on a device nothing else can claim it, and it is free again after that.
+#[test]
+fn managed_swap_device_is_claimed_until_detach() {
+    let (_folder, _, device) = empty_device();
+    let mut fixture = Fixture::new();
+    let mut pager = with_swap(&fixture, &device.0, &[]).start().expect("it attaches");
+    let refused = claim(&device.0).expect_err("pages are on it");
+    assert_eq!(refused.raw_os_error(), Some(libc::EBUSY));
+    pager.process.kill();
+    let mut pager = with_swap(&fixture, &device.0, &[]).start().expect("a successor has it");
+    claim(&device.0).expect_err("pages are on it");
+    fixture.works();
+    pager.detach().expect("it detaches");
+    claim(&device.0).expect("nothing uses it");
+    fixture.verify();
+}
+
+/// The guest's pages are on the device of a killed pager: its successor uses it, whoever has claimed it meanwhile.
+#[test]
+fn successor_uses_swap_device_claimed_meanwhile() {
+    let (_folder, _, device) = empty_device();
+    let mut fixture = Fixture::new();
+    let mut pager = with_swap(&fixture, &device.0, &[]).start().expect("it attaches");
+    let state = pager.wait_until(|state| state.disks.iter().any(|disk| disk.live > 0));
+    state.expect("pages are on it");
+    pager.process.kill();
+    // The kernel closes a killed process's files when it can.
+    let claimed = loop {
+        if let Ok(claimed) = claim(&device.0) {
+            break claimed;
+        }
+    };
+    let mut pager = with_swap(&fixture, &device.0, &[]).start().expect("it goes on");
+    let said = pager.process.output();
+    assert!(said.contains("it is used all the same"), "{said}");
+    fixture.works();
+    pager.detach().expect("it detaches");
+    drop(claimed);
+    fixture.verify();
+}
+
+/// A RAID member whose label is at its end, on a device, in a file and behind an NBD server, is not overwritten.
+#[test]
+fn raid_member_is_refused_as_swap_cache() {
+    let folder = on_disk();
+    let path = folder.path().join("disk");
+    sparse(&path, 64);
+    raid_member(&path);
+    let fixture = Fixture::new();
+    let before = std::fs::read(&path).expect("the file");
+    {
+        let device = LoopDevice::new(&path, 512);
+        for disk in [&device.0, &path] {
+            for option in ["--swap-cache", "--slow-store"] {
+                let said = refusal(&fixture, option, text(disk));
+                assert!(said.contains("linux_raid_member"), "{said}");
+            }
+        }
+    }
+    let server = serve(&path, folder.path(), &["--nbd", &nbd(folder.path())]);
+    let said = refusal(&fixture, "--slow-store", &nbd(folder.path()));
+    assert!(said.contains("linux_raid_member"), "{said}");
+    drop(server);
+    assert!(std::fs::read(&path).expect("the file") == before, "it was changed");
+    fixture.verify();
+}
+
+fn nbd(folder: &Path) -> String {
+    format!("nbd+unix:///?socket={}", text(&folder.join("nbd")))
+}
+
+/// A file that was there before is not removed: it keeps its size, has no pages, and can be used again.
+#[test]
+fn given_swap_file_is_kept_without_pages() {
+    let folder = on_disk();
+    let path: PathBuf = folder.path().join("given");
+    sparse(&path, 80);
+    let fixture = Fixture::new();
+    for size in [&[][..], &["--swap-size", "64MiB"]] {
+        let before = path.metadata().expect("the file");
+        let mut pager = with_swap(&fixture, &path, size).start().expect("it attaches");
+        let state = pager.wait_until(|state| state.disks.iter().any(|disk| disk.live > 0));
+        state.expect("pages are on it");
+        // A successor knows no more than the disk says.
+        pager.process.kill();
+        let mut pager = with_swap(&fixture, &path, size).start().expect("it goes on");
+        pager.detach().expect("it detaches");
+        let after = path.metadata().expect("the file is there");
+        assert_eq!(after.ino(), before.ino());
+        let content = std::fs::read(&path).expect("the file");
+        assert!(content.iter().all(|byte| *byte == 0), "pages are left in it");
+    }
+    fixture.verify();
+}
+
+/// A file that Larder made is removed by a successor, too, and one that has taken its path is not.
+#[test]
+fn only_made_swap_file_is_removed() {
+    let folder = on_disk();
+    let path = folder.path().join("made");
+    let fixture = Fixture::new();
+    let size = ["--swap-size", "64MiB"];
+    let mut pager = with_swap(&fixture, &path, &size).start().expect("it attaches");
+    pager.process.kill();
+    let mut pager = with_swap(&fixture, &path, &size).start().expect("it goes on");
+    pager.detach().expect("it detaches");
+    assert!(!path.exists(), "the file is left");
+    let mut pager = with_swap(&fixture, &path, &size).start().expect("it attaches");
+    std::fs::rename(&path, folder.path().join("moved")).expect("moves");
+    std::fs::write(&path, "of somebody else").expect("a file");
+    pager.detach().expect("it detaches");
+    assert_eq!(std::fs::read(&path).expect("is there"), b"of somebody else");
+    fixture.verify();
+}
