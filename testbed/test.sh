@@ -2,12 +2,37 @@
 # test.sh COMMAND...: runs a `cargo test --no-fail-fast`, and prints the names of all
 # tests that failed last, after cargo's own closing lines, with the first lines that each
 # printed. Ends as cargo does.
+#
+# A test program that says nothing for 20 minutes hangs: its processes are listed, it is
+# ended, and what it was at is named with the tests that failed.
 set -euo pipefail
 
+quiet_seconds=1200
 log=$(mktemp)
-trap 'rm -f -- "$log"' EXIT
+watching=
+trap 'rm -f -- "$log"; [ -z "$watching" ] || kill "$watching" 2>/dev/null || true' EXIT
+
+# Test programs are children of cargo, which is a child of this shell.
+end_what_hangs() {
+  local cargo program
+  while sleep 20; do
+    [ $(($(date +%s) - $(stat -c %Y -- "$log"))) -ge "$quiet_seconds" ] || continue
+    for cargo in $(pgrep -P $$); do
+      for program in $(pgrep -P "$cargo" -f '/deps/[a-z0-9_]+-[0-9a-f]+'); do
+        {
+          echo "test.sh: nothing was said for $((quiet_seconds / 60)) minutes; what runs:"
+          ps -eo pid,ppid,etime,stat,wchan:20,args --forest | cut -c1-200 | grep -v ' \['
+        } | tee -a -- "$log" >&2
+        kill -ABRT "$program"
+      done
+    done
+  done
+}
+end_what_hangs &
+watching=$!
+
 code=0
-"$@" 2>&1 | tee -- "$log" || code=${PIPESTATUS[0]}
+"$@" 2>&1 | tee -a -- "$log" || code=${PIPESTATUS[0]}
 [ "$code" -ne 0 ] || exit 0
 
 # A test program lists what failed after a line "failures:", four blanks before each
@@ -20,6 +45,8 @@ awk '
     program = name " (" program ")"
   }
   /^ +Doc-tests / { program = $2 " (documentation)" }
+  /^test .* has been running for over / { slow[$2] = 1 }
+  /^test .* \.\.\. / { delete slow[$2] }
   /^---- .* stdout ----$/ { said_by = $2; lines = 0; next }
   /^failures:$/ { lists = 1; count = 0; said_by = ""; next }
   /^stack backtrace:$/ { said_by = "" }
@@ -35,6 +62,8 @@ awk '
   /process didn.t exit successfully: .*\(signal: / {
     why = $0; sub(/^.*\(signal: /, "signal ", why); sub(/\).*$/, "", why)
     failed[total++] = program ": ended by " why
+    for (test in slow) failed[total++] = program ": " test " (was running)"
+    delete slow
   }
   END {
     if (total == 0) { print "\nNo test failed: the cause is above."; exit }

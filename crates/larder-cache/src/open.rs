@@ -249,13 +249,10 @@ impl Cache {
             });
         }
         let shape = superblock.shape;
-        let has_stamps = !superblock.disk.stamp.is_empty() || !options.disk.stamp.is_empty();
-        // Somebody else has written to the disk: to which state, nobody knows.
+        // Somebody else has written to the disk: to which state, nobody knows. Part of a disk may have no times, and times
+        // can be put back.
         let is_other = superblock.clean
-            && match has_stamps {
-                true => superblock.disk.stamp != options.disk.stamp,
-                false => !samples::are_there(&lower, &superblock.samples).await,
-            };
+            && (superblock.disk.stamp != options.disk.stamp || !samples::are_there(&lower, &superblock.samples).await);
         if is_other && superblock.may_be_dirty && options.detached.is_none() {
             return Err(OpenError::Diverged { cache: cache(), disk });
         }
@@ -418,7 +415,7 @@ impl Cache {
         };
         self.cleaning.stop().await;
         self.settle_all().await;
-        let samples = self.samples_for_close().await;
+        let samples = self.samples().await;
         self.lower.close().await?;
         self.close_cache((self.stamp)(), samples).await;
         cleaned
@@ -454,14 +451,6 @@ impl Cache {
         if !self.has_failed() && self.settle().await.is_ok() {
             // What was opened or taken out meanwhile; nothing is changing any more.
             let _ = self.settle().await;
-        }
-    }
-
-    /// Where the disk has stamps, these tell more.
-    async fn samples_for_close(&self) -> Vec<Sample> {
-        match (self.stamp)().is_empty() {
-            true => self.samples().await,
-            false => Vec::new(),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Samples of the disk's content, taken when the cache is closed: where the guest wrote last. Who uses the disk without its
-//! cache, be it only to mount a file system, writes to the same places. They are compared where nothing else tells whether
-//! that has happened: block devices and NBD exports have no times of their last change.
+//! cache, be it only to mount a file system, writes to the same places. They are compared because block devices and NBD
+//! exports have no times of their last change, and those of files can be put back.
 
 use std::cell::RefCell;
 use std::rc::Rc;

@@ -33,6 +33,7 @@ mod disk_id;
 mod file_handle;
 mod host_clock;
 pub mod journal;
+mod needed;
 mod open_cache;
 mod prefetch_memory;
 mod replaced;
@@ -46,7 +47,7 @@ use cache_note::{Note, Other};
 pub(crate) use cache_note::{lately_folder, notes_folder, write_whole};
 pub use cache_place::{CachePlace, Replacement};
 pub use cache_tools::{
-    CacheReport, CacheToolError, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
+    CacheReport, CacheToolError, Dropped, FlushWish, Resized, drop_cache, flush_cache, inspect_cache, resize_cache,
     set_mode_of_cache,
 };
 pub use cache_wish::{
@@ -232,6 +233,14 @@ pub enum ImageError {
     },
     #[error("cache of {image}: {source}")]
     Cache { image: String, source: Box<CacheError> },
+    #[error(
+        "{image}: it is the cache of {disk}, and has data that was never written to that disk; serving it as a disk would destroy that data. Serve {disk} with it; or have the data written to the disk with `larder disk cache flush {image}`; or give it up with `larder disk cache drop --lose-dirty {image}`"
+    )]
+    IsCache { image: String, disk: String },
+    #[error(
+        "{image}: it is a swap cache, with memory of process {pid}, which runs; serving it as a disk would destroy that memory. Give another image"
+    )]
+    IsSwap { image: String, pid: u32 },
     #[error("the server of {uri} was not asked")]
     NotAsked { uri: String },
     #[error("{image}: its guest data is in an external data file that it does not name")]
@@ -381,6 +390,7 @@ async fn open_cache(
         device: Rc::clone(&opened.device),
         identity,
         files: std::mem::take(&mut opened.files),
+        lacks_times: opened.lacks_times,
         used: match options.comes {
             true => cache::Used::Elsewhere,
             false => cache::Used::AsFilesTell,
@@ -414,6 +424,14 @@ pub async fn use_without_cache(on: &Loop, image: &ImageAddress, format: Format) 
     refuse_dirty(on, image, &others).await?;
     others.iter().for_each(Other::is_used_without);
     Ok(())
+}
+
+/// A raw image is about to be changed, which must be no file of Larder's own that somebody needs.
+///
+/// # Errors
+/// It is one: [`ImageError::IsCache`], [`ImageError::IsSwap`].
+pub async fn refuse_needed(image: &ImageAddress, device: &Rc<dyn BlockDevice>) -> Result<(), ImageError> {
+    needed::refuse(image, device).await
 }
 
 /// # Errors

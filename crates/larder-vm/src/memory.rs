@@ -4,7 +4,7 @@ pub mod approach;
 mod qemu_ram;
 pub mod range;
 pub mod service;
-mod swap;
+pub(crate) mod swap;
 pub mod wish;
 
 use std::cell::Cell;

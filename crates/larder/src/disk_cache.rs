@@ -12,8 +12,8 @@ use larder_vm::control::wishes::{CachePatch, DiskPatch};
 use larder_vm::control::{Change, change_disk, fetch_disks};
 use larder_vm::disk::CacheWork;
 use larder_vm::image::{
-    CacheReport, CacheToolError, FlushWish, ImageAddress, Replacement, Resized, cache_mode_name, cache_mode_words,
-    drop_cache, flush_cache, inspect_cache, is_same, resize_cache, set_mode_of_cache,
+    CacheReport, CacheToolError, Dropped, FlushWish, ImageAddress, Replacement, Resized, cache_mode_name,
+    cache_mode_words, drop_cache, flush_cache, inspect_cache, is_same, resize_cache, set_mode_of_cache,
 };
 use serde_json::json;
 
@@ -40,8 +40,12 @@ pub(crate) fn run(command: CacheCommand) -> anyhow::Result<ExitCode> {
             ))?;
         }
         CacheCommand::Drop(CacheDropArguments { file, lose_dirty }) => {
-            on.block_on(drop_cache(&on, &file, lose_dirty))?;
-            print(&format!("{file}: no cache any more\n"))?;
+            print(&match on.block_on(drop_cache(&on, &file, lose_dirty))? {
+                Dropped::Cache => format!("{file}: no cache any more\n"),
+                Dropped::NoteAlone => {
+                    format!("{file}: there was no cache any more; its disk is served without it from now on\n")
+                }
+            })?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -9,7 +9,7 @@ use larder_qcow2::check::{CheckOptions, Finding, Repair, Repaired, Report, check
 use larder_qcow2::header::Header;
 use larder_qcow2::read_header;
 use larder_vm::image::journal::{self, LeftBehind};
-use larder_vm::image::{Format, ImageAddress, ImageOptions};
+use larder_vm::image::{Format, ImageAddress, ImageOptions, dirty_caches};
 use serde_json::{Value, json};
 
 use crate::EXIT_NEGATIVE;
@@ -17,6 +17,7 @@ use crate::cli::{CheckArguments, ImageArguments, Output, RepairName};
 use crate::disk_chain::{Layer, backing_files};
 use crate::disk_discard::Discarding;
 use crate::disk_image::{self, Sharing, close, left_json, left_line, need_qcow2};
+use crate::disk_info::{dirty_line, strings};
 use crate::output::print;
 
 pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
@@ -69,16 +70,22 @@ pub(crate) fn run(arguments: CheckArguments) -> anyhow::Result<ExitCode> {
         close(&file).await?;
         Ok((repaired, left, given_up, chain))
     })?;
+    let dirty_caches = dirty_caches(&image, Format::Qcow2);
     match output {
         Output::Text => {
             let given_up = given_up.map_or_else(String::new, |given_up| given_up.text());
             let severity = if is_lost(&left) { "error: " } else { "" };
             let journal = left_line(&left).map_or_else(String::new, |line| format!("{severity}journal: {line}\n"));
             let text = text(&repaired, arguments.repair.is_some());
-            print(&(given_up + &text + &journal + &chain_text(&chain)))?;
+            let caches: String = dirty_caches
+                .iter()
+                .map(|cache| format!("cache: {}\n", dirty_line(cache)))
+                .collect();
+            print(&(given_up + &text + &journal + &caches + &chain_text(&chain)))?;
         }
         Output::Json => {
             let mut all = json_of(&image.to_string(), &repaired, &left);
+            all["dirty-caches"] = strings(&dirty_caches).into();
             all["backing-journals"] = chain_json(&chain);
             if let Some(given_up) = &given_up {
                 all["given-up"] = given_up.json();

@@ -8,7 +8,8 @@ use larder_block::backend::image_lock;
 use larder_block::{AlignedBuf, BlockDevice, ByteLen, ByteOffset, Loop, ReadBuf};
 use larder_vm::image::journal::LeftBehind;
 use larder_vm::image::{
-    BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe, use_without_cache,
+    BEGINNING_BYTES, Format, ImageAddress, ImageOptions, begins_like, open_bytes, probe, refuse_needed,
+    use_without_cache,
 };
 
 use serde_json::{Value, json};
@@ -56,6 +57,9 @@ pub(crate) async fn open(
     }
     if sharing == Sharing::Exclusive {
         use_without_cache(on, image, format).await?;
+        if format == Format::Raw {
+            refuse_needed(image, &file).await?;
+        }
     }
     Ok(OpenImage { format, file })
 }

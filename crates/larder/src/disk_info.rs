@@ -208,7 +208,7 @@ fn qcow2_text(lines: &mut Lines, info: &Info, qcow2: &Qcow2Info) {
     }
 }
 
-fn dirty_line(cache: &ImageAddress) -> String {
+pub(crate) fn dirty_line(cache: &ImageAddress) -> String {
     format!("{cache} may have data that was never written to the image (larder disk cache flush writes it there)")
 }
 
@@ -333,7 +333,7 @@ fn bitmap_json(bitmap: &Bitmap) -> Value {
     json!({"name": bitmap.name, "granularity": bitmap.granularity, "flags": flags})
 }
 
-fn strings(images: &[ImageAddress]) -> Vec<String> {
+pub(crate) fn strings(images: &[ImageAddress]) -> Vec<String> {
     images.iter().map(ToString::to_string).collect()
 }
 

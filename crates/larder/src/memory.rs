@@ -254,7 +254,7 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
     let at = At::of(&arguments.at)?;
     if arguments.cancel {
         cancel_detach(&at.control).map_err(|error| at.explain(error))?;
-        return still_managed(&at);
+        return still_managed(&at, ExitCode::SUCCESS);
     }
     // Before anything begins: one that comes then stops it.
     let signals = crate::signals::block()?;
@@ -274,7 +274,7 @@ fn detach(arguments: &MemoryDetachArguments) -> anyhow::Result<ExitCode> {
                     told = state.detach_problem;
                 }
             }
-            Ok(_) => return still_managed(&at),
+            Ok(_) => return still_managed(&at, ExitCode::from(EXIT_NEGATIVE)),
             Err(error) => {
                 detached = is_detached(process.as_ref(), &error)?;
             }
@@ -311,14 +311,14 @@ fn is_detached(process: Option<&Process>, error: &FetchError) -> anyhow::Result<
     }
 }
 
-/// A detach was stopped: why, once it has.
-fn still_managed(at: &At) -> anyhow::Result<ExitCode> {
+/// A detach was stopped: why, once it has. The command ends with `code` then.
+fn still_managed(at: &At, code: ExitCode) -> anyhow::Result<ExitCode> {
     loop {
         let state = fetch_memory(&at.control).map_err(|error| at.explain(error))?.1;
         if !state.detaching {
             let why = state.detach_problem.map_or_else(String::new, |why| format!(": {why}"));
             print(&format!("process {} is still managed{why}\n", state.pid))?;
-            return Ok(ExitCode::from(EXIT_NEGATIVE));
+            return Ok(code);
         }
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -19,6 +19,8 @@ use larder_cache::{
     SuperblockError, read_superblock,
 };
 
+use rustix::process::{Resource, getrlimit};
+
 use super::cache_note::{Lock, Made, Note, Other, Says};
 use super::cache_wish::CacheOptions;
 use super::disk_id::DiskFile;
@@ -67,6 +69,11 @@ pub enum CacheError {
     Make { path: PathBuf, source: std::io::Error },
     #[error("{}: its file system has no files of {size}; give a smaller cache-size, or another file system", path.display())]
     TooLarge { path: PathBuf, size: ByteLen },
+    #[error(
+        "{}: no file of this process may have {size} (RLIMIT_FSIZE: ulimit -f, or LimitFSIZE= of its service): raise that, or give a smaller cache-size",
+        path.display()
+    )]
+    Limit { path: PathBuf, size: ByteLen },
     #[error("{file}: its file system has no room for {size}; make some, or give a smaller cache-size")]
     NoRoom { file: String, size: ByteLen },
     #[error("{file}: it has {is}, not {wished}; {}", what_of_other_size(*is_file))]
@@ -155,12 +162,17 @@ const FILE_UNIT: u64 = 4096;
 /// How long a cache on an NBD export is waited for: its disk has all that is needed, and the guest waits.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// The stamp of a disk that was used without its cache: no disk's files have it.
+const USED_STAMP: &[u8] = b"used";
+
 /// The disk that a cache is for.
 pub(super) struct Cached {
     pub(super) image: ImageAddress,
     pub(super) device: Rc<dyn BlockDevice>,
     pub(super) identity: Vec<u8>,
     pub(super) files: Vec<DiskFile>,
+    /// Part of it is on a device or an export, of which no file's times tell who has written to it.
+    pub(super) lacks_times: bool,
     pub(super) used: Used,
 }
 
@@ -183,6 +195,7 @@ impl Cached {
             device: Rc::clone(&self.device),
             identity: self.identity.clone(),
             files: self.files.iter().map(DiskFile::again).collect(),
+            lacks_times: self.lacks_times,
             used: Used::Here,
         }
     }
@@ -193,7 +206,7 @@ impl Cached {
             identity: self.identity.clone(),
             stamp: match self.used {
                 Used::AsFilesTell => disk_id::stamp_at_opening(&self.files),
-                Used::Here | Used::Elsewhere => b"used".to_vec(),
+                Used::Here | Used::Elsewhere => USED_STAMP.to_vec(),
             },
         }
     }
@@ -309,6 +322,7 @@ impl Prepared {
             fast: self.fast,
             file: self.wish.file,
             note,
+            keeps_note: disk.lacks_times,
             lock: RefCell::new(self.lock),
         })
     }
@@ -385,7 +399,9 @@ impl Place {
 /// Why a file of a cache cannot be made so large.
 pub(super) fn not_made(path: &Path, size: ByteLen, source: std::io::Error) -> CacheError {
     let path = path.to_owned();
+    let limit = getrlimit(Resource::Fsize).current;
     match source.kind() {
+        ErrorKind::FileTooLarge if limit.is_some_and(|limit| limit < size.get()) => CacheError::Limit { path, size },
         // The second is what is said of a size that no file at all can have.
         ErrorKind::FileTooLarge | ErrorKind::InvalidInput => CacheError::TooLarge { path, size },
         _ => CacheError::Make { path, source },
@@ -456,6 +472,16 @@ async fn look_at(
     identity: &[u8],
     wish: &CacheOptions,
 ) -> Result<Option<Superblock>, CacheError> {
+    let superblock = match read_superblock(fast).await {
+        Err(error) if is_other(&error) && occupied::begins_with_zeros(fast).await? => None,
+        Err(error) if is_other(&error) => {
+            return Err(CacheError::NotEmpty {
+                file: wish.file.to_string(),
+                is_file: is_file(&wish.file),
+            });
+        }
+        found => Some(found?),
+    };
     let size = fast.geometry().size;
     if let Some(wished) = wish.size.map(rounded).filter(|wished| *wished != size) {
         return Err(CacheError::OtherSize {
@@ -465,16 +491,7 @@ async fn look_at(
             is_file: is_file(&wish.file),
         });
     }
-    let superblock = match read_superblock(fast).await {
-        Err(error) if is_other(&error) && occupied::begins_with_zeros(fast).await? => return Ok(None),
-        Err(error) if is_other(&error) => {
-            return Err(CacheError::NotEmpty {
-                file: wish.file.to_string(),
-                is_file: is_file(&wish.file),
-            });
-        }
-        found => found?,
-    };
+    let Some(superblock) = superblock else { return Ok(None) };
     if superblock.disk.identity != identity {
         return Err(CacheError::from(OpenError::OtherDisk {
             cache: wish.file.to_string(),
@@ -530,8 +547,16 @@ async fn open_on(
         },
     };
     let mut detached = detached(superblock, says, &note, disk, wish)?;
-    if wish.force && superblock.clean && superblock.may_be_dirty {
+    let is_used = superblock.clean && note.says_used(superblock);
+    // Of one that may be dirty the user decides.
+    let is_empty_then = is_used && !superblock.may_be_dirty;
+    let is_forced = wish.force && superblock.clean && superblock.may_be_dirty;
+    if is_empty_then || is_forced {
         detached = Some(Detached::default());
+    }
+    let mut disk_id = disk.id();
+    if is_used {
+        disk_id.stamp = USED_STAMP.to_vec();
     }
     let is_dirty = mode == Mode::WriteBack || superblock.may_be_dirty;
     let made = note.make(superblock, &wish.file, is_dirty, detached.as_ref(), &disk.files);
@@ -555,7 +580,7 @@ async fn open_on(
     let files = disk.files.clone();
     let open = OpenOptions {
         mode: wish.mode,
-        disk: disk.id(),
+        disk: disk_id,
         stamp: Box::new(move || disk_id::together(&disk_id::stamps_of_all(&files))),
         detached,
         witness: Box::new(made.clone()),

@@ -10,6 +10,9 @@
 //! memory, which outlives the server, each time that they are looked at: the time of that file says that the server was
 //! alive then, and that what was changed before was changed by it.
 //!
+//! When the cache is closed, its note is taken back; but if part of the disk is on a device or an export, whose writers
+//! leave no time, it stays: a server or command of this user that uses the disk without the cache notes that in it.
+//!
 //! Where the note is lost, or belongs to another user or host, a cache that was not closed begins anew; one that may have
 //! data which the disk has not is refused.
 //!
@@ -65,12 +68,7 @@ impl Note {
 
     /// What it says of the cache since it was last used, for a disk of these files.
     pub(super) fn says(&self, superblock: &Superblock, files: &[DiskFile]) -> Says {
-        let text = self
-            .path
-            .as_ref()
-            .and_then(|path| small_file::read_text(path, STATE_BYTES_MAX).ok());
-        let noted = text.as_deref().and_then(Noted::parse);
-        let Some(noted) = noted.filter(|noted| noted.sessions.contains(&superblock.session)) else {
+        let Some(noted) = self.read().filter(|noted| noted.sessions.contains(&superblock.session)) else {
             return Says::Nothing;
         };
         let are_ours_lately = || {
@@ -85,6 +83,40 @@ impl Note {
             (true, None) => Says::Believe,
             (true, Some(superseded)) => Says::Detached(Detached { superseded }),
         }
+    }
+
+    /// Of a cache that was closed: whether the disk has been used without it since, as far as is noted.
+    pub(super) fn says_used(&self, superblock: &Superblock) -> bool {
+        let is_of_it = |noted: &Noted| noted.sessions.contains(&superblock.session);
+        // A server that found it so was killed before the cache was empty, if that nothing of it is right is noted already.
+        self.read()
+            .filter(is_of_it)
+            .is_some_and(|noted| noted.is_used || noted.detached.is_some())
+    }
+
+    /// What it says of a closed cache, which was copied, is so of the copy, too.
+    ///
+    /// # Errors
+    /// The host's.
+    pub(super) fn copy_to(&self, superblock: &Superblock, copy: &Superblock) -> io::Result<()> {
+        let copied = Self::of(copy);
+        match (self.read(), &copied.path) {
+            (Some(noted), Some(path)) if noted.sessions.contains(&superblock.session) => Noted {
+                sessions: vec![copy.session],
+                ..noted
+            }
+            .write(path),
+            _ => Ok(()),
+        }
+    }
+
+    /// The cache may have what its disk has not, as far as is noted.
+    pub(super) fn says_dirty(&self) -> bool {
+        self.read().is_some_and(|noted| noted.is_dirty)
+    }
+
+    fn read(&self) -> Option<Noted> {
+        Noted::parse(&small_file::read_text(self.path.as_ref()?, STATE_BYTES_MAX).ok()?)
     }
 
     /// Makes it, durably, for the session that is about to begin as for the last one, of which it says what was

@@ -52,7 +52,7 @@ pub enum CacheToolError {
     Host { file: String, source: std::io::Error },
     #[error("{file}: only the cache of a file can have another size: a device is taken whole")]
     NotAFile { file: String },
-    #[error("{file}: it was not closed; serve {disk} with it once more and stop that server, or drop the cache")]
+    #[error("{file}: it was not closed; serve {disk} with it once more, and stop that server")]
     NotClosed { file: String, disk: String },
     #[error("{file}, the new cache, cannot be made: {source}; one that an earlier try has left can be removed")]
     Beside { file: String, source: std::io::Error },
@@ -207,17 +207,26 @@ pub async fn flush_cache(
 /// How often it is told what is left to be done.
 const TOLD_EVERY: Duration = Duration::from_secs(5);
 
+/// What [`drop_cache`] has dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dropped {
+    /// The cache.
+    Cache,
+    /// The note that it has data which its disk has not: there is no cache there any more.
+    NoteAlone,
+}
+
 /// Makes a cache none any more: a file has no bytes left then, a device none of the cache at its beginning. What only the
 /// cache has is lost, if that is agreed to.
 ///
 /// # Errors
 /// See [`CacheToolError`].
-pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Result<(), CacheToolError> {
+pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Result<Dropped, CacheToolError> {
     let fast = match open(on, file, false).await {
         Err(CacheToolError::Device(_) | CacheToolError::Missing { .. } | CacheToolError::Empty { .. })
             if lose_dirty && Note::take_back_of(file) =>
         {
-            return Ok(());
+            return Ok(Dropped::NoteAlone);
         }
         opened => opened?,
     };
@@ -229,7 +238,13 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
             });
         }
         Ok(superblock) => Some((alone(file, &superblock)?, Note::of(&superblock))),
-        Err(error) if is_other(&error) => return Err(CacheToolError::NoCache { file: file.to_string() }),
+        // What stands there may be somebody else's by now.
+        Err(error) if is_other(&error) => {
+            return match lose_dirty && Note::take_back_of(file) {
+                true => Ok(Dropped::NoteAlone),
+                false => Err(CacheToolError::NoCache { file: file.to_string() }),
+            };
+        }
         Err(error @ OpenError::Superblock { .. }) => match lose_dirty {
             true => None,
             false => return Err(CacheToolError::Unknown { why: error.to_string() }),
@@ -256,9 +271,10 @@ pub async fn drop_cache(on: &Loop, file: &ImageAddress, lose_dirty: bool) -> Res
         ImageAddress::Path(path) if is_file(file) => empty(path).map_err(|source| CacheToolError::Host {
             file: file.to_string(),
             source,
-        }),
-        _ => Ok(()),
+        })?,
+        _ => {}
     }
+    Ok(Dropped::Cache)
 }
 
 /// Takes what is left of a file that is no cache any more, unless somebody else has it by now.
@@ -304,8 +320,13 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
     let mut beside = target.clone().into_os_string();
     beside.push(".resize");
     let beside = PathBuf::from(beside);
+    let note = Note::of(&superblock);
     let made = make_resized(on, &old, &beside, size).await;
-    let moved = made.and_then(|lines| {
+    let moved = made.and_then(|(lines, new)| {
+        note.copy_to(&superblock, &new).map_err(|source| CacheToolError::Host {
+            file: note.place(),
+            source,
+        })?;
         let moved = std::fs::rename(&beside, &target).and_then(|()| match target.parent() {
             Some(folder) => File::open(folder)?.sync_all(),
             None => Ok(()),
@@ -324,7 +345,7 @@ pub async fn resize_cache(on: &Loop, file: &ImageAddress, size: ByteLen) -> Resu
         }
     };
     // The old one goes with its last user; what was noted of it means nothing any more.
-    let _ = Note::of(&superblock).take_back();
+    let _ = note.take_back();
     Ok(Resized { before, after })
 }
 
@@ -336,13 +357,13 @@ pub struct Resized {
     pub after: Lines,
 }
 
-/// A cache of another size in a new file, with what the old one has.
+/// A cache of another size in a new file, with what the old one has, and its superblock.
 async fn make_resized(
     on: &Loop,
     old: &Rc<dyn BlockDevice>,
     beside: &Path,
     size: ByteLen,
-) -> Result<Lines, CacheToolError> {
+) -> Result<(Lines, Superblock), CacheToolError> {
     let host = |source| CacheToolError::Host {
         file: beside.display().to_string(),
         source,
@@ -363,8 +384,9 @@ async fn make_resized(
     allocate(&new, &address).await?;
     let lines = larder_cache::copy(old, &new, random().map_err(host)?).await?;
     allocate(&new, &address).await?;
+    let superblock = read_superblock(&new).await?;
     new.close().await?;
-    Ok(lines)
+    Ok((lines, superblock))
 }
 
 /// What is there was left by one who was killed while he made it: nobody else has it, as nobody has the old one.

@@ -11,6 +11,7 @@ use larder_qcow2::{OpenOptions, Others, Qcow2};
 use super::cache_note::Note;
 use super::disk_id::{self, DiskFile};
 use super::journal::{self, Journals};
+use super::needed;
 use super::{
     Format, ImageAddress, ImageError, ImageOptions, begins_like, in_guest_blocks, open_export, open_file, recognise,
     refuse_dirty,
@@ -25,6 +26,8 @@ pub(super) struct Opened {
     pub(super) format: Format,
     /// The files that it is in, outermost first, on this host.
     pub(super) files: Vec<DiskFile>,
+    /// Part of it is on a block device or an NBD export: nothing tells when somebody has written to that.
+    pub(super) lacks_times: bool,
 }
 
 /// Opens an image as the disk that it describes. The files of a trial are `held` from then on, also if it fails.
@@ -48,6 +51,7 @@ pub(super) async fn open(
     Ok(Opened {
         device,
         format,
+        lacks_times: opener.is_past_server || opener.files.iter().any(DiskFile::lacks_times),
         files: opener.files,
     })
 }
@@ -120,7 +124,7 @@ impl Opener<'_> {
         if self.is_past_server {
             options.claim = Claim::Own;
         }
-        match image {
+        let device = match image {
             ImageAddress::Path(path) => {
                 let file = open_file(self.on, path, &options, format != Format::Raw).await?;
                 // It is locked now, and nothing has been written.
@@ -132,13 +136,18 @@ impl Opener<'_> {
                         source,
                     })?);
                 }
-                Ok(in_guest_blocks(file))
+                file as Rc<dyn BlockDevice>
             }
             ImageAddress::Nbd(uri) => {
                 self.is_past_server = true;
-                Ok(in_guest_blocks(open_export(self.on, uri, &options).await?))
+                open_export(self.on, uri, &options).await?
             }
+        };
+        let device = in_guest_blocks(device);
+        if !read_only && format == Format::Raw {
+            needed::refuse(image, &device).await?;
         }
+        Ok(device)
     }
 
     async fn open_qcow2(

@@ -135,6 +135,11 @@ impl DiskFile {
         file
     }
 
+    /// It is a device: nothing tells when somebody has written to it.
+    pub(super) fn lacks_times(&self) -> bool {
+        self.stamp.is_empty()
+    }
+
     fn stamp_now(&self) -> Vec<u8> {
         match (self.path.metadata(), &self.opened) {
             (Err(error), Some(opened)) if error.kind() == io::ErrorKind::PermissionDenied => {

@@ -20,18 +20,25 @@ pub struct OpenCache {
     pub size: ByteLen,
     pub(super) fast: Rc<dyn BlockDevice>,
     pub(super) note: Made,
+    /// The note stays when the cache is closed, for a server or command that uses the disk without it: part of the disk is
+    /// on a device or an export, and nothing else tells that it was changed.
+    pub(super) keeps_note: bool,
     /// As long as nobody else may use it.
     pub(super) lock: RefCell<Option<Lock>>,
 }
 
 impl OpenCache {
     /// After the disk was closed, and the cache with it: its note is of no use any more, unless it could not be closed, or
-    /// has what the disk has not.
+    /// has what the disk has not, or nothing else tells that the disk was used without it.
     pub(crate) fn forget_note(&self) {
-        if self.layer.works() && !self.layer.is_noted_dirty() {
-            // One that stays speaks for this session only, which has ended.
-            let _ = self.note.take_back();
+        if !self.layer.works() || self.layer.is_noted_dirty() {
+            return;
         }
+        // If it fails, what stays speaks for this session only, which has ended; and it may say too much.
+        let _ = match self.keeps_note {
+            true => self.note.close(),
+            false => self.note.take_back(),
+        };
     }
 
     /// Another one takes its place: nobody believes of it what may not be so any more. What only one has that has failed is

@@ -633,6 +633,15 @@ impl Header {
     }
 }
 
+/// The process that has pages on a disk with this beginning, of at least [`HEADER`] bytes; `None` if it is no swap cache, or
+/// nobody's any more. The bytes have no meaning after that.
+pub(crate) fn pages_of(beginning: &mut [u8]) -> Option<u32> {
+    match Header::parse(beginning) {
+        Ok(Header::Ours { of, .. }) if of.is_alive() => Some(of.pid),
+        _ => None,
+    }
+}
+
 /// Reads `data` as the beginning of a disk.
 pub(super) fn read_any(data: &[u8]) {
     let mut bytes = vec![0; HEADER];

@@ -1,13 +1,12 @@
 //! A cache device that fails: the guest sees no error, and no byte that is not the disk's, then and later.
 
 use std::fs::{self, File};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use larder_bench::campaign::process::{Process, mortal};
 use serde_json::json;
 
-use crate::support::{LIMIT, LoopDevice, Mount, fill, tmpfs, tool};
+use crate::support::{LIMIT, LoopDevice, Mount, fill, tmpfs, tool, wait_for_listener, wait_until};
 use crate::{Place, text};
 
 /// An NBD server with room for a cache, whose requests fail while a file is there.
@@ -43,7 +42,7 @@ impl Fast {
         ]);
         command.args(settings).arg(format!("error-file={}", text(&trigger)));
         let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-        while UnixStream::connect(&socket).is_err() {}
+        wait_for_listener(&socket);
         Self {
             uri: format!("nbd+unix:///?socket={}", text(&socket)),
             trigger,
@@ -186,14 +185,14 @@ impl Stoppable {
         let mut command = mortal("nbdkit");
         command.args(["-f", "-v", "-U", text(&socket), "memory", "8M"]);
         let server = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-        while UnixStream::connect(&socket).is_err() {}
+        wait_for_listener(&socket);
         let (file, ready) = (place.path("fast"), place.path("fuse.pid"));
         File::create(&file).expect("a file");
         let mut command = mortal("nbdfuse");
         let uri = format!("nbd+unix:///?socket={}", text(&socket));
         command.args(["--pidfile", text(&ready), text(&file), &uri]);
         let fuse = Process::start(command).expect("nbdfuse; testbed/setup.sh installs it");
-        while !ready.exists() {}
+        wait_until("nbdfuse has mounted it", || ready.exists());
         let mount = Mount(file.clone());
         let device = LoopDevice::new(&file, 512);
         tool("losetup", &["--direct-io=on", text(&device.0)]);
@@ -317,9 +316,7 @@ fn successor_waits_while_killed_server_exists() {
         let counts = fs::read_to_string(&inflight).expect("a block device");
         counts.split_whitespace().all(|count| count == "0")
     };
-    while is_quiet() {
-        std::thread::yield_now();
-    }
+    wait_until("the write is under way", || !is_quiet());
     killed.signal(libc::SIGKILL);
     let next = Process::start(command()).expect("larder");
     // For the killed process, or for its last I/O, whichever the kernel keeps.

@@ -13,15 +13,11 @@ mod write_back;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use larder_bench::campaign::process::Process;
 use serde_json::Value;
-use support::{LIMIT, disk_serve, larder, on_disk, on_tmpfs, run, tool};
+use support::{LIMIT, disk_serve, larder, on_disk, on_tmpfs, run, tool, wait_until};
 use tempfile::TempDir;
-
-/// Between two looks at whether something has happened.
-const PAUSE: Duration = Duration::from_millis(50);
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -39,9 +35,9 @@ pub(crate) struct Place {
 fn newer_than(file: &Path, files: &[PathBuf]) {
     let modified = |path: &Path| path.metadata().and_then(|found| found.modified()).ok();
     let changed = modified(file).expect("has a time");
-    while !files.iter().any(|path| modified(path) >= Some(changed)) {
-        std::thread::sleep(PAUSE);
-    }
+    wait_until("the note is renewed", || {
+        files.iter().any(|path| modified(path) >= Some(changed))
+    });
 }
 
 impl Place {
@@ -156,9 +152,7 @@ impl Place {
 
     /// Waits until what a killed server had under way has ended, and the cache is free.
     pub(crate) fn left(&self, cache: &Path) {
-        while self.info(cache)["in_use"] == true {
-            std::thread::sleep(PAUSE);
-        }
+        wait_until("the cache is free", || self.info(cache)["in_use"] == false);
     }
 
     /// `larder disk cache`, and its exit code with what it said.
@@ -214,13 +208,11 @@ impl Served {
 
     /// Has the cache have all of them: what comes while much is under way may not be kept at once.
     pub(crate) fn warm_up(&self, mib: u64) {
-        loop {
+        wait_until("the cache has all", || {
             let before = self.count("misses");
             self.read_all(mib);
-            if self.count("misses") == before {
-                return;
-            }
-        }
+            self.count("misses") == before
+        });
     }
 
     /// What `larder status` says of the cache.
@@ -237,16 +229,12 @@ impl Served {
 
     /// Waits until the disk has all that the cache has.
     pub(crate) fn cleaned(&self) {
-        while self.count("dirty") > 0 {
-            std::thread::sleep(PAUSE);
-        }
+        wait_until("nothing is dirty", || self.count("dirty") == 0);
     }
 
     /// Waits until a crash would leave all that the cache has.
     pub(crate) fn settle(&self) {
-        while self.count("unsettled") > 0 {
-            std::thread::sleep(PAUSE);
-        }
+        wait_until("all is settled", || self.count("unsettled") == 0);
     }
 
     /// Stops it; what it said.

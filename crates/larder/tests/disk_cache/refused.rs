@@ -38,6 +38,15 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
         ],
     );
     assert!(!cache.exists(), "nothing is left behind");
+    let limited = place.serve_command(&image, text(&cache), &["--cache-size", "64M"]);
+    let mut command = Command::new("prlimit");
+    command
+        .arg("--fsize=16777216")
+        .arg(limited.get_program())
+        .args(limited.get_args());
+    command.envs(limited.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    assert_fails(command, &["RLIMIT_FSIZE", "smaller cache-size"]);
+    assert!(!cache.exists(), "nothing is left behind");
     place.refused(
         &image,
         text(&place.path("no/cache")),
@@ -55,7 +64,9 @@ fn a_cache_file_that_cannot_be_one_is_refused_and_left_alone() {
     let mut garbage = vec![0; 4 << 20];
     garbage[(1 << 20) - 1] = 1;
     fs::write(&cache, &garbage).expect("a file");
-    place.refused(&image, text(&cache), &[], &["no cache, and not empty", "remove it"]);
+    for size in [&[][..], &["--cache-size", "8M"]] {
+        place.refused(&image, text(&cache), size, &["no cache, and not empty", "remove it"]);
+    }
     assert!(fs::read(&cache).expect("is there") == garbage);
     // The disk itself is none either.
     place.refused(&image, text(&image), &[], &["already in use here"]);

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::failing::Fast;
 use crate::served::verify;
-use crate::support::{LIMIT, tool};
+use crate::support::{LIMIT, tool, wait_for_listener};
 use crate::write_back::{READS, WRITE_BACK, WRITES, fails, killed};
 use crate::{MIB, Place, Served, qemu_io, text};
 
@@ -364,7 +364,9 @@ fn a_cache_that_comes_back_has_nothing_of_what_was_before() {
             false => image.clone(),
             true => format!("nbd+unix:///?socket={}", text(&store)).into(),
         };
-        while is_remote && std::os::unix::net::UnixStream::connect(&store).is_err() {}
+        if is_remote {
+            wait_for_listener(&store);
+        }
         let [one, two] = ["one", "two"].map(|name| place.path(name));
         let options = ["--cache-size", "8M"];
         place.serve(&disk, &one, &options).stop();

@@ -7,7 +7,7 @@ use std::time::Instant;
 use larder_bench::campaign::process::Process;
 use serde_json::json;
 
-use crate::support::{LIMIT, LoopDevice, larder, tool};
+use crate::support::{LIMIT, LoopDevice, disk_serve, larder, tool};
 use crate::{MIB, Place, qemu_io, text};
 
 /// Reads of [`crate::Served::read_all`] for a MiB.
@@ -388,6 +388,61 @@ fn what_others_did_to_a_device_without_times_is_seen_where_the_guest_wrote_last(
         .expect("told");
     served.io(&["read -P 10 0 64k", "read -P 9 1M 4k", "read -P 10 5M 4k"]);
     served.stop();
+}
+
+/// What a server without the cache did between two with it, each closed in order, to a disk of whose changes no time
+/// tells: it wrote where the guest had only read before.
+fn changed_by_a_server_without_the_cache(place: &Place, disk: &str) {
+    let cache = place.path("cache");
+    let serve = |options: &[&str]| place.serve(Path::new(disk), &cache, options);
+    let served = serve(&["--cache-size", "8M"]);
+    served.warm_up(4);
+    served.io(&["write -P 8 15M 64k"]);
+    served.stop();
+    let without = || place.start(place.without_cache(Path::new(disk)));
+    let served = without();
+    served.io(&["write -P 9 1M 64k"]);
+    served.stop();
+    let served = serve(&[]);
+    served.io(&["read -P 7 0 1M", "read -P 9 1M 64k", "read -P 8 15M 64k"]);
+    let message = "the disk was changed without it";
+    served.process.wait_for(message, LIMIT).expect("told");
+    served.warm_up(4);
+    let said = served.stop();
+    assert_eq!(said.matches(message).count(), 1, "{said}");
+    let served = serve(&[]);
+    served.read_all(4);
+    assert_eq!(served.count("misses"), 0, "nobody has used it");
+    served.stop();
+    // Also if it is killed, and the cache gets another size; what only reads the disk changes nothing.
+    let served = without();
+    served.io(&["write -P 10 2M 64k"]);
+    served.kill();
+    let (code, said) = place.cache_command(&["resize", text(&cache), "12M"]);
+    assert_eq!(code, Some(0), "{said}");
+    let mut reading = place.without_cache(Path::new(disk));
+    reading.arg("--read-only");
+    place.start(reading).stop();
+    let served = serve(&[]);
+    served.io(&["read -P 10 2M 64k", "read -P 9 1M 64k"]);
+    served.stop();
+}
+
+#[test]
+fn what_a_server_without_the_cache_did_to_a_device_is_seen() {
+    let place = Place::new();
+    let disk = LoopDevice::new(&place.image("disk.raw", 16), 512);
+    changed_by_a_server_without_the_cache(&place, text(&disk.0));
+}
+
+#[test]
+fn what_a_server_without_the_cache_did_to_an_export_is_seen() {
+    let place = Place::new();
+    let (image, socket) = (place.image("disk.raw", 16), place.socket("export"));
+    let export = format!("nbd+unix:///?socket={}", text(&socket));
+    let server = Process::start(disk_serve(&[text(&image), "--nbd", &export])).expect("larder starts");
+    server.wait_for("serving", LIMIT).expect("it serves");
+    changed_by_a_server_without_the_cache(&place, &export);
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Write-back: what only the cache has is not lost, not believed where it is old, and reaches the disk.
 
 use std::fs;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
@@ -9,7 +8,7 @@ use larder_bench::campaign::process::{Process, mortal};
 use serde_json::{Value, json};
 
 use crate::failing::Fast;
-use crate::support::{LIMIT, run, tool};
+use crate::support::{LIMIT, run, tool, wait_for_listener};
 use crate::{Place, Served, assert_fails, qemu_io, text};
 
 pub(crate) const WRITE_BACK: [&str; 4] = ["--cache-size", "8M", "--cache-mode", "wb"];
@@ -278,7 +277,7 @@ fn remote_disk(place: &Place, arguments: &[&str]) -> (Process, String) {
     let mut command = mortal("nbdkit");
     command.args(["-f", "-U", text(&socket)]).args(arguments);
     let process = Process::start(command).expect("nbdkit; testbed/setup.sh installs it");
-    while UnixStream::connect(&socket).is_err() {}
+    wait_for_listener(&socket);
     (process, format!("nbd+unix:///?socket={}", text(&socket)))
 }
 
@@ -434,4 +433,64 @@ fn other_formats_header_is_refused() {
     let write = format!("write -s {} 0 512", text(&header));
     refused_at_once(&place, served, &cache, &write, "Input/output error");
     qemu_io("raw", text(&image), &READS);
+}
+
+/// What only a cache has is lost if the cache is served as a disk.
+#[test]
+fn cache_that_its_disk_needs_is_no_image() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-mode", "wb"]);
+    served.io(&["write -P 9 1M 64k", "flush"]);
+    served.kill();
+    place.left(&cache);
+    let before = fs::read(&cache).expect("is there");
+    let words = [
+        text(&cache),
+        "it is the cache of",
+        text(&image),
+        "larder disk cache flush",
+    ];
+    for format in [&[][..], &["--format", "raw"]] {
+        let mut command = place.without_cache(&cache);
+        command.args(format);
+        assert_fails(command, &words);
+    }
+    assert_fails(place.disk_command(&["resize", text(&cache), "32M"]), &words);
+    assert!(fs::read(&cache).expect("is there") == before, "it was changed");
+    let mut reading = place.without_cache(&cache);
+    reading.arg("--read-only");
+    place.start(reading).stop();
+    let served = place.serve(&image, &cache, &[]);
+    served.io(&["read -P 9 1M 64k", "read -P 7 0 1M"]);
+    served.stop();
+    // One of which nothing is needed: a guest may have a cache of its own on its disk.
+    let served = place.start(place.without_cache(&cache));
+    served
+        .process
+        .wait_for("it begins like a disk cache", LIMIT)
+        .expect("told");
+    served.stop();
+}
+
+/// What the message advises works.
+#[test]
+fn data_of_a_cache_that_is_overwritten_is_given_up() {
+    let place = Place::new();
+    let (image, cache) = (place.image("disk.raw", 16), place.path("cache"));
+    let served = place.serve(&image, &cache, &["--cache-size", "8M", "--cache-mode", "wb"]);
+    served.io(&["write -P 9 1M 64k", "flush"]);
+    served.kill();
+    place.left(&cache);
+    let junk = vec![1; 8 << 20];
+    fs::write(&cache, &junk).expect("written");
+    let words = ["may have data that was never written", "drop --lose-dirty"];
+    assert_fails(place.without_cache(&image), &words);
+    let (code, said) = place.cache_command(&["drop", text(&cache)]);
+    assert!(code == Some(2) && said.contains("no cache of Larder's"), "{said}");
+    let (code, said) = place.cache_command(&["drop", "--lose-dirty", text(&cache)]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("there was no cache any more"), "{said}");
+    assert!(fs::read(&cache).expect("is there") == junk, "it is somebody else's");
+    place.start(place.without_cache(&image)).stop();
 }

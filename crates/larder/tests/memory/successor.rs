@@ -177,7 +177,7 @@ fn detach_of_frozen_process_waits_for_thaw() {
     // It is taken back, too.
     let (code, said) = fixture.ask("detach --cancel");
     assert!(
-        code == Some(1) && said.contains("is still managed: cancelled"),
+        code == Some(0) && said.contains("is still managed: cancelled"),
         "{said}"
     );
     let refused = pager.process.wait_for("not detached, and goes on: cancelled", LIMIT);

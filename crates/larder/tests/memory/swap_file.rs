@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use larder_bench::campaign::memory::{ATTACHED, Attach, Pager};
 use larder_bench::campaign::process::Process;
 
-use crate::support::{LIMIT, larder, on_disk, run};
+use crate::support::{LIMIT, disk_serve, larder, on_disk, run};
 use crate::{BUDGET, Fixture};
 
 /// With little compressed RAM, so that pages go to `swap`.
@@ -57,6 +57,18 @@ fn what_a_killed_pager_has_on_a_disk_is_kept_for_its_successor() {
     let said = refusal(&attach(&Fixture::new(), &swap, "64MiB"));
     let wanted = format!("pages of process {} are on it, whose pager has ended", fixture.pid());
     assert!(said.contains(&wanted), "{said}");
+    // Nor does it become a disk.
+    let socket = disk.path().join("nbd");
+    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let (code, said) = run(disk_serve(&[
+        &swap.display().to_string(),
+        "--format",
+        "raw",
+        "--nbd",
+        &uri,
+    ]));
+    let wanted = format!("swap cache, with memory of process {}", fixture.pid());
+    assert!(code == Some(2) && said.contains(&wanted), "{said}");
     let mut pager = attach(&fixture, &swap, "64MiB").start().expect("it goes on");
     fixture.works();
     // That process has ended, and with it what its pages are worth.

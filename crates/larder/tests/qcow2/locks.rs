@@ -6,7 +6,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 use crate::served::{Health, Served, health, qemu_io, refused, text};
-use crate::support::{on_disk, on_tmpfs, tool};
+use crate::support::{on_disk, on_tmpfs, tool, wait_until};
 
 const LOCKED: &str = "Failed to get";
 
@@ -134,9 +134,7 @@ fn an_image_that_qemu_uses_is_refused() {
     command.args(["-f", "qcow2", "-t", "-k", text(&socket), text(&image)]);
     let _qemu = larder_bench::campaign::process::Process::start(command).expect("starts");
     // It listens once it has the image.
-    while !socket.exists() {
-        std::thread::yield_now();
-    }
+    wait_until("qemu-nbd listens", || socket.exists());
     let said = refused(&image, &[]);
     assert!(said.contains("in use"), "{said}");
     let said = refused(&overlay_of(&image), &[]);

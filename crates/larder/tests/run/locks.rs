@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 use crate::drive;
 use crate::guest::{Guest, Pid, Place, command_line, listens, lock_byte, signal};
-use crate::support::LoopDevice;
+use crate::support::{LoopDevice, wait_until};
 
 /// What QEMU and its tools say of an image that another one uses.
 const LOCKED: &str = "Failed to get";
@@ -228,9 +228,7 @@ fn disks_of_every_kind_are_kept_as_the_command_line_says_and_get_their_next_serv
             .expect("qemu-img is there")
             .success()
     );
-    while !socket.exists() {
-        std::thread::yield_now();
-    }
+    wait_until("qemu-nbd listens", || socket.exists());
 
     let shared_disk = format!("{},format=raw,share=on", shared.display());
     let over_nbd_drive = format!("file={},if=virtio,format=qcow2", over_nbd.display());

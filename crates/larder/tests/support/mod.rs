@@ -6,9 +6,10 @@ pub mod certificates;
 
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use larder_bench::campaign::front_end::FrontEnd;
 use larder_bench::campaign::front_end::queue::Request;
@@ -68,6 +69,22 @@ pub fn works(guest: &mut FrontEnd, seed: u64) {
     assert_eq!(guest.memory.read_vec(data + 4096, 4096), bytes);
 }
 
+/// Waits until `is_so`; `what` is told if that takes too long even for a busy machine.
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let give_up = Instant::now() + LIMIT;
+    while !is_so() {
+        assert!(Instant::now() < give_up, "not within {LIMIT:?}: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Waits until a server listens on a unix socket.
+pub fn wait_for_listener(socket: &Path) {
+    wait_until(&format!("{} is listened on", socket.display()), || {
+        UnixStream::connect(socket).is_ok()
+    });
+}
+
 /// Runs the program to its end; exit code and what it said.
 pub fn run(command: Command) -> (Option<i32>, String) {
     let mut process = Process::start(command).expect("starts");
@@ -88,15 +105,25 @@ pub fn tool(program: &str, arguments: &[&str]) -> String {
     const NOT_MEASURED: &str = "Unable to get accurate CPU usage";
     let mut tries = 0;
     loop {
-        let output = Command::new(program).args(arguments).output();
-        let output =
-            output.unwrap_or_else(|error| panic!("{program}: {error}; testbed/setup.sh installs what the tests need"));
+        // A tool whose server does not answer waits for good.
+        let mut command = Command::new("timeout");
+        command.args(["--kill-after=10", &LIMIT.as_secs().to_string(), program]);
+        let output = command.args(arguments).output().expect("timeout is there");
+        let not_there = output.status.code() == Some(127);
+        assert!(
+            !not_there,
+            "there is no {program}: testbed/setup.sh installs what the tests need"
+        );
         let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         tries += 1;
         if tries < 20 && !output.status.success() && said.contains(NOT_MEASURED) {
             continue;
         }
-        assert!(output.status.success(), "{program} {arguments:?}: {said}");
+        assert!(
+            output.status.success(),
+            "{program} {arguments:?}: {}: {said}",
+            output.status
+        );
         return said.trim().to_owned();
     }
 }

@@ -127,6 +127,17 @@ impl Made {
         noted
     }
 
+    /// The cache was closed, and has nothing that the disk has not. The note stays, for others to note in it that the disk is
+    /// used without the cache. It is not changed any more.
+    pub(in crate::image) fn close(&self) -> io::Result<()> {
+        if !self.is_there() {
+            return Ok(());
+        }
+        let noted = self.set_dirty(false);
+        self.end();
+        noted
+    }
+
     /// See [`Note::place`].
     pub(in crate::image) fn place(&self) -> String {
         self.note.place()
